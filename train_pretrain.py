@@ -48,18 +48,20 @@ class TorchrunEngine:
 
     def __init__(self, config: Config):
         self.config = config
-        local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         on_gpu = torch.cuda.is_available()
         self.device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
         if on_gpu:
             torch.cuda.set_device(self.device)
         self.rank, self.world_size = 0, 1
-        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             timeout = timedelta(seconds=config.distributed.timeout_seconds)
             dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timeout)
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         check_world_size(self.world_size)
-        self.precision = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[config.training.precision]
+        self.precision = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[
+            config.training.precision
+        ]
         fp16 = self.precision is torch.float16
         self.scaler = torch.amp.GradScaler(self.device.type) if fp16 else None
         self.accumulation_steps = config.gradient_accumulation_steps(self.world_size)

@@ -7,6 +7,7 @@ of Accelerate stands for.
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
@@ -36,6 +37,7 @@ from llm_pretrain.training import (
     StepCounts,
     StepResult,
     StepSums,
+    check_accelerate_settings,
     check_world_size,
     prepare_process,
     pretrain,
@@ -51,6 +53,8 @@ class AccelerateEngine:
 
     def __init__(self, config: Config):
         self.config = config
+        accumulation_steps = config.gradient_accumulation_steps(int(os.environ.get("WORLD_SIZE", "1")))
+        check_accelerate_settings(config, accumulation_steps)
         on_gpu = torch.cuda.is_available()
         if config.training.precision == "fp16" and not on_gpu:
             raise ConfigError(
@@ -61,7 +65,7 @@ class AccelerateEngine:
             cpu=not on_gpu,
             mixed_precision={"fp32": "no"}.get(config.training.precision, config.training.precision),
             gradient_accumulation_plugin=GradientAccumulationPlugin(
-                num_steps=config.training.global_batch_size, sync_with_dataloader=False
+                num_steps=accumulation_steps, sync_with_dataloader=False
             ),
             dataloader_config=DataLoaderConfiguration(even_batches=False, non_blocking=True),
             kwargs_handlers=[
@@ -72,7 +76,6 @@ class AccelerateEngine:
         self.rank, self.world_size = self.accelerator.process_index, self.accelerator.num_processes
         self.device, self.scaler = self.accelerator.device, self.accelerator.scaler
         check_world_size(self.world_size)
-        self.accelerator.gradient_accumulation_steps = config.gradient_accumulation_steps(self.world_size)
         self.objective = Objective(config, self.world_size)
 
     def prepare(self, model: Module, optimizer: Optimizer, batches: DataLoader) -> Iterable[Batch]:

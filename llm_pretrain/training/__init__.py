@@ -3,7 +3,12 @@
 from llm_pretrain.training.engine import DDP_OPTIONS, Engine, StepResult, mark_last, seed_dropout
 from llm_pretrain.training.loop import pretrain
 from llm_pretrain.training.objective import Objective, StepCounts, StepSums
-from llm_pretrain.training.process import check_world_size, prepare_process, report_errors
+from llm_pretrain.training.process import (
+    check_accelerate_settings,
+    check_world_size,
+    prepare_process,
+    report_errors,
+)
 
 __all__ = [
     "DDP_OPTIONS",
@@ -12,6 +17,7 @@ __all__ = [
     "StepCounts",
     "StepResult",
     "StepSums",
+    "check_accelerate_settings",
     "check_world_size",
     "mark_last",
     "prepare_process",

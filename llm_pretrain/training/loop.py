@@ -38,9 +38,7 @@ def pretrain(config: Config, engine: Engine) -> int:
     """
     folder = RunFolder(config.run.folder)
     on_first_rank(engine, folder.acquire)
-    status = Status(
-        folder.status, rank=engine.rank, world_size=engine.world_size, launcher=engine.launcher
-    )
+    status = Status(folder.status, rank=engine.rank, world_size=engine.world_size, launcher=engine.launcher)
     try:
         with StopRequest() as stop:
             status.running()
@@ -186,8 +184,8 @@ class Training:
             f"{engine.world_size} x {engine.device.type} by {engine.launcher}, {training.precision}"
         )
         console.info(
-            f"{training.max_steps} steps of {training.global_batch_size} x {training.sequence_length} tokens; "
-            f"run folder {self.folder.path}"
+            f"{training.max_steps} steps of {training.global_batch_size} x {training.sequence_length} tokens, "
+            f"in {self.folder.path}"
         )
         if (zlib_bits := self.stores[0].zlib_bits_per_byte) is not None:
             console.info(f"validation text: zlib level 9 needs {zlib_bits:.4f} bits per byte")

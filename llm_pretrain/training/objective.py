@@ -91,7 +91,11 @@ class StepSums:
             [output.loss_sum, output.z_loss_sum, output.aux_loss_sum, output.router_z_loss_sum]
         )
         parts = torch.cat(
-            [losses.detach().double(), output.router_entropy_sum.double(), output.expert_counts.double().flatten()]
+            [
+                losses.detach().double(),
+                output.router_entropy_sum.double(),
+                output.expert_counts.double().flatten(),
+            ]
         )
         self._total = parts if self._total is None else self._total + parts
 
@@ -108,7 +112,7 @@ def expert_counts(sums: Tensor, config: Config) -> Tensor:
 
 
 def loss_metrics(sums: Tensor, num_loss_tokens: int, config: Config) -> dict[str, object]:
-    """The rows' `train/*loss` and `moe/*` entries; losses other than `train/loss` include their coefficient."""
+    """A row's `train/*loss` and `moe/*`; losses other than `train/loss` include their coefficient."""
     model, layers = config.model, len(config.model.moe_layers)
     values = sums.tolist()
     metrics: dict[str, object] = {

@@ -39,7 +39,8 @@ class RunFolder:
             ) from None
         except OSError as error:
             raise OutputError(
-                f"{self.path}: expected a writable folder, found: {error.strerror or error}; set run.output_dir"
+                f"{self.path}: expected a writable folder, found: {error.strerror or error}; "
+                "set run.output_dir"
             ) from None
 
     def release(self) -> None:
