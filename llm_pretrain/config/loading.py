@@ -6,6 +6,7 @@ and only ever sees settings that `checking.py` has passed. Contradictions are in
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
 import functools
@@ -212,7 +213,7 @@ def _merge(layers: Iterable[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[
 def _build(tree: Mapping[str, Mapping[str, Any]]) -> Config:
     """The dataclasses of a checked tree."""
     parser = _parser()
-    namespace = parser.parse_object({section: dict(fields) for section, fields in tree.items()})
+    namespace = parser.parse_object(copy.deepcopy(dict(tree)))  # it writes into what it is given
     # named `instantiate_classes` before jsonargparse 4.49, where that name became a warning
     instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes
     sections = instantiate(namespace)

@@ -59,7 +59,7 @@ def _ranges(config: Config) -> Iterator[str]:
             value = getattr(getattr(config, section.name), field.name)
             if not isinstance(value, int | float):
                 continue
-            if not math.isfinite(value):
+            if isinstance(value, float) and not math.isfinite(value):
                 yield f"{name}: expected a finite number, found {value}"
             elif name in _POSITIVE and value <= 0:
                 yield f"{name}: expected more than 0, found {value}"

@@ -76,6 +76,12 @@ class _Writer(yaml.SafeDumper):
         return super().increase_indent(flow, False)
 
 
+def _text(writer: yaml.SafeDumper, value: str) -> yaml.Node:
+    # PyYAML writes some line breaks (U+0085) bare and then reads them as spaces
+    return writer.represent_scalar(_TAG + "str", value, style=None if value.isprintable() else '"')
+
+
+_Writer.add_representer(str, _text)
 _Writer.add_implicit_resolver(_TAG + "float", _FLOAT, [*"-+.0123456789"])
 
 
