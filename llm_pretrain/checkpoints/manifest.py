@@ -125,11 +125,11 @@ class ResumePoint:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write and fsync `manifest.json`; it carries its own digest, so that it can vouch for itself too."""
-    content: dict[str, Any] = {"format_version": FORMAT_VERSION, **asdict(manifest)}
+    # Through JSON once, so that the digest is of what a reader will see (keys are text, tuples are lists).
+    content = json.loads(json.dumps({"format_version": FORMAT_VERSION, **asdict(manifest)}))
     content["sha256"] = _digest(content)
     with (folder / MANIFEST_NAME).open("w", encoding="utf-8") as stream:
-        json.dump(content, stream, indent=1)
-        stream.write("\n")
+        json.dump(content, stream, indent=1)  # no line break after it: the last byte counts too
         stream.flush()
         os.fsync(stream.fileno())
 

@@ -96,12 +96,11 @@ def _file_numbers(tensors: dict[str, Tensor], bytes_per_file: int) -> dict[str, 
 
 @contextmanager
 def _one_line_errors(folder: Path, doing: str) -> Iterator[None]:
-    dcp_logger = logging.getLogger("torch.distributed.checkpoint")
-    level = dcp_logger.level
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)  # it logs a line per tensor, and the tracebacks of what is raised below
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp_logger.setLevel(logging.CRITICAL)  # it logs tracebacks of errors that are raised below
             yield
     except CheckpointException as exception:  # not an Exception, and prints a traceback per rank
         failures = "; ".join(
@@ -111,4 +110,4 @@ def _one_line_errors(folder: Path, doing: str) -> Iterator[None]:
         failure.shared = True
         raise failure from None
     finally:
-        dcp_logger.setLevel(level)
+        logging.disable(before)
