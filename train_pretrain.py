@@ -38,6 +38,7 @@ from llm_pretrain.training import (
     pretrain,
     report_errors,
     seed_dropout,
+    settle_buckets,
 )
 
 
@@ -72,6 +73,7 @@ class TorchrunEngine:
         if self.world_size > 1:
             device_ids = [self.device.index] if self.device.type == "cuda" else None
             self.model = DistributedDataParallel(model, device_ids=device_ids, **DDP_OPTIONS)
+        settle_buckets(self)
         own = shard(batches, self.rank, self.world_size)
         return (batch.to(self.device, non_blocking=True) for batch in own)
 

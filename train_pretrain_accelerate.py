@@ -43,6 +43,7 @@ from llm_pretrain.training import (
     pretrain,
     report_errors,
     seed_dropout,
+    settle_buckets,
 )
 
 
@@ -81,6 +82,7 @@ class AccelerateEngine:
     def prepare(self, model: Module, optimizer: Optimizer, batches: DataLoader) -> Iterable[Batch]:
         self.model, self.optimizer, own = self.accelerator.prepare(model, optimizer, batches)
         self.unwrapped_model = model
+        settle_buckets(self)
         return own
 
     def forward(self, batch: Batch) -> DecoderOutput:

@@ -1,0 +1,59 @@
+"""From corpora to batches: documents, tokenizers, token stores, packing, sample order, batches.
+
+What needs torch is imported when it is asked for, so that the processes that tokenise start quickly.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from llm_pretrain.data.token_store import StoreSplit, TokenStore
+from llm_pretrain.data.tokenizers import Tokenizer, open_tokenizer
+
+if TYPE_CHECKING:
+    from llm_pretrain.data.assembly import Batch
+    from llm_pretrain.data.batches import (
+        MicroBatchSampler,
+        data_fingerprint,
+        evaluation_batches,
+        global_batches,
+        open_stores,
+        sequences_per_epoch,
+        shard,
+        tokens_per_epoch,
+    )
+    from llm_pretrain.data.prepare import prepare_store
+    from llm_pretrain.data.sample_order import SampleOrder
+    from llm_pretrain.data.sentencepiece_bpe import train_sentencepiece_bpe
+
+__all__ = [
+    "Batch",
+    "MicroBatchSampler",
+    "SampleOrder",
+    "StoreSplit",
+    "TokenStore",
+    "Tokenizer",
+    "data_fingerprint",
+    "evaluation_batches",
+    "global_batches",
+    "open_stores",
+    "open_tokenizer",
+    "prepare_store",
+    "sequences_per_epoch",
+    "shard",
+    "tokens_per_epoch",
+    "train_sentencepiece_bpe",
+]
+
+_MODULES = {
+    "Batch": "assembly",
+    "SampleOrder": "sample_order",
+    "prepare_store": "prepare",
+    "train_sentencepiece_bpe": "sentencepiece_bpe",
+}
+
+
+def __getattr__(name: str) -> Any:
+    from importlib import import_module
+
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES.get(name, 'batches')}"), name)

@@ -1,6 +1,13 @@
 """Everything a training run does that no launcher needs to know."""
 
-from llm_pretrain.training.engine import DDP_OPTIONS, Engine, StepResult, mark_last, seed_dropout
+from llm_pretrain.training.engine import (
+    DDP_OPTIONS,
+    Engine,
+    StepResult,
+    mark_last,
+    seed_dropout,
+    settle_buckets,
+)
 from llm_pretrain.training.loop import pretrain
 from llm_pretrain.training.objective import Objective, StepCounts, StepSums
 from llm_pretrain.training.process import (
@@ -24,4 +31,5 @@ __all__ = [
     "pretrain",
     "report_errors",
     "seed_dropout",
+    "settle_buckets",
 ]

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from llm_pretrain.data import Batch
 from llm_pretrain.model import DecoderOutput
-from llm_pretrain.training.objective import StepCounts
+from llm_pretrain.training.objective import DIGEST_WORDS, StepCounts
 
 T = TypeVar("T")
 
@@ -100,6 +100,37 @@ def mark_last(items: Sequence[T]) -> Iterator[tuple[bool, T]]:
     """Pairs of (is this the last one, item)."""
     for index, item in enumerate(items):
         yield index == len(items) - 1, item
+
+
+def settle_buckets(engine: Engine) -> None:
+    """Let DDP settle its gradient buckets before the first step, by an empty step that changes nothing.
+
+    DDP regroups its buckets after the first backward pass, in the forward pass that follows. From three
+    ranks on another grouping sums in another order, so a resumed run's first step would differ in its
+    last bits from the same step of a run that was never stopped. The regrouping is also a collective,
+    which must not fall into an evaluation in which a rank has no batch.
+    """
+    if engine.world_size == 1:
+        return
+    ones = torch.ones((1, 2), dtype=torch.int64, device=engine.device)
+    empty = Batch(
+        input_ids=ones,
+        position_ids=ones,
+        document_ids=ones,
+        labels=ones,
+        loss_mask=ones.bool(),
+        num_loss_tokens=0,
+        step=0,
+        micro_batch=0,
+        digest=torch.zeros(DIGEST_WORDS, dtype=torch.int64),
+    )
+    _, optimizer = engine.model_and_optimizer()
+    output = engine.forward(empty)
+    total = output.loss_sum + output.z_loss_sum + output.aux_loss_sum + output.router_z_loss_sum
+    (0.0 * total).backward()
+    optimizer.zero_grad(set_to_none=True)
+    with torch.no_grad():
+        engine.forward(empty)
 
 
 def seed_dropout(seed: int, batch: Batch) -> None:

@@ -76,9 +76,7 @@ class Finished:
 
     def exact_rows(self) -> dict[int, dict]:
         """What must be equal between launchers and after a resume; leaves out speed and memory."""
-        return {
-            step: {key: row[key] for key in EXACT_KEYS if key in row} for step, row in self.rows.items()
-        }
+        return {step: {key: row[key] for key in EXACT_KEYS if key in row} for step, row in self.rows.items()}
 
 
 def start(

@@ -1,0 +1,218 @@
+"""The one global sequence of micro batches that every rank takes its share of, and evaluation's batches.
+
+A rank's share is chosen by `shard`, or by Accelerate's own wrapper, which picks the same one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from llm_pretrain.config import Config
+from llm_pretrain.data.assembly import Assembler, Batch, PackedSource
+from llm_pretrain.data.packing import pack
+from llm_pretrain.data.sample_order import SampleOrder, shuffled
+from llm_pretrain.data.token_store import TokenStore
+from llm_pretrain.errors import DataError
+
+_T = TypeVar("_T")
+
+
+class MicroBatchSampler:
+    """Yields, micro batch by micro batch, the numbers of its samples in the run's one sample order.
+
+    Micro batch m of the run (counted over all ranks and steps) holds samples m·B … m·B + B - 1. Slicing
+    gives the sampler of a subsequence: `sampler[rank::world_size]` is one rank's share.
+    """
+
+    drop_last = False
+
+    def __init__(self, micro_batches: range, batch_size: int):
+        self.micro_batches = micro_batches
+        self.batch_size = batch_size
+
+    def __len__(self) -> int:
+        return len(self.micro_batches)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for number in self.micro_batches:
+            yield list(range(number * self.batch_size, (number + 1) * self.batch_size))
+
+    def __getitem__(self, part: slice) -> MicroBatchSampler:
+        return MicroBatchSampler(self.micro_batches[part], self.batch_size)
+
+
+class MicroBatches(Dataset[Batch]):
+    """Assembles the micro batch of given sample numbers; `len` is the number of samples of the run."""
+
+    def __init__(self, assembler: Assembler, order: SampleOrder, config: Config):
+        self._assembler = assembler
+        self._order = order
+        self._micro_batch_size = config.training.micro_batch_size
+        self._global_batch_size = config.training.global_batch_size
+        self._samples = config.training.max_steps * self._global_batch_size
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def __getitem__(self, number: int) -> Batch:
+        return self.__getitems__([number])
+
+    def __getitems__(self, numbers: Sequence[int]) -> Batch:
+        step, slot = divmod(numbers[0], self._global_batch_size)
+        samples = [self._order[number] for number in numbers]
+        micro_batch = slot // self._micro_batch_size
+        return self._assembler.assemble(samples, step=step, micro_batch=micro_batch, slot=slot)
+
+
+class EvaluationBatches(Sequence[Batch]):
+    """Validation batches, assembled when asked for: the same samples in the same order at any B and W."""
+
+    def __init__(self, assembler: Assembler, samples: Sequence[tuple[int, int]], batch_size: int):
+        self._assembler = assembler
+        self._samples = samples
+        self._batch_size = batch_size
+
+    def __len__(self) -> int:
+        return (len(self._samples) + self._batch_size - 1) // self._batch_size
+
+    def __getitem__(self, index: int) -> Batch:  # type: ignore[override]  # no slices: assembled one by one
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        first = index * self._batch_size
+        samples = self._samples[first : first + self._batch_size]
+        return self._assembler.assemble(samples, step=0, micro_batch=index, slot=first)
+
+
+def open_stores(config: Config) -> list[TokenStore]:
+    """Opens the stores of `data.sources`. Raises DataError for a broken one, or for different tokenizers."""
+    if not config.data.sources:
+        raise DataError(
+            "data.sources: expected at least one token store, found none; see `llm-pretrain prepare`"
+        )
+    stores = [TokenStore(Path(source.store)) for source in config.data.sources]
+    for k, store in enumerate(stores):
+        if store.tokenizer_hash != stores[0].tokenizer_hash:
+            raise DataError(
+                f"data.sources[{k}].store: expected the tokenizer of {stores[0].path} "
+                f"({stores[0].tokenizer_hash[:12]}), found another in {store.path} "
+                f"({store.tokenizer_hash[:12]}); prepare both with one tokenizer"
+            )
+    return stores
+
+
+def data_fingerprint(config: Config) -> dict[str, str]:
+    """Everything that decides which sample stands where; a run is resumed only where all of it is equal."""
+    stores = open_stores(config)
+    facts = {
+        "tokenizer": stores[0].tokenizer_hash,
+        "data.packing": config.data.packing,
+        "data.isolate_documents": str(config.data.isolate_documents),
+        "data.seed": str(config.data.seed),
+        "training.sequence_length": str(config.training.sequence_length),
+    }
+    for k, (store, source) in enumerate(zip(stores, config.data.sources, strict=True)):
+        facts[f"data.store.{k}"] = store.hash
+        facts[f"data.weight.{k}"] = str(source.weight)
+    return facts
+
+
+def sequences_per_epoch(config: Config) -> int:
+    """Packed train sequences of all sources together."""
+    return sum(len(source.index) for source in _packed(config, "train"))
+
+
+def tokens_per_epoch(config: Config) -> int:
+    """Loss tokens in the train splits of all sources together; masked tokens do not count."""
+    return sum(store.facts["splits"]["train"]["targets"] for store in open_stores(config))
+
+
+def global_batches(config: Config, *, start_step: int, world_size: int) -> DataLoader[Batch]:
+    """The micro batches of all ranks, from `start_step` to the end of the run, in whole windows of W·A.
+
+    Micro batch a·W + r of a step belongs to rank r and holds slots (a·W + r)·B … + B - 1 of the global
+    batch, so every W-th micro batch from the r-th on is rank r's share, whoever picks it.
+    """
+    training = config.training
+    sources = _packed(config, "train")
+    order = SampleOrder(
+        [len(source.index) for source in sources],
+        [source.weight for source in config.data.sources],
+        config.data.seed,
+    )
+    per_step = config.gradient_accumulation_steps(world_size) * world_size
+    numbers = range(start_step * per_step, training.max_steps * per_step)
+    sampler = MicroBatchSampler(numbers, training.micro_batch_size)
+    dataset = MicroBatches(_assembler(config, sources), order, config)
+    return _loader(dataset, sampler, config.data.num_workers)
+
+
+def shard(loader: DataLoader[Batch], rank: int, world_size: int) -> DataLoader[Batch]:
+    """A loader of rank `rank`'s micro batches of `loader`."""
+    sampler = loader.batch_sampler
+    assert isinstance(sampler, MicroBatchSampler)
+    return _loader(loader.dataset, sampler[rank::world_size], loader.num_workers)
+
+
+def evaluation_batches(config: Config) -> EvaluationBatches:
+    """The validation splits, packed like the train splits, in one fixed pseudo-random order."""
+    training = config.training
+    sources = _packed(config, "validation")
+    bounds = np.cumsum([len(source.index) for source in sources])
+    total = used = int(bounds[-1])
+    if config.evaluation.max_batches is not None:
+        used = min(total, config.evaluation.max_batches * training.global_batch_size)
+    drawn = shuffled("evaluation", 0, total, np.arange(used)) if used else np.zeros(0, dtype=np.int64)
+    which = np.searchsorted(bounds, drawn, side="right")
+    sequences = drawn - np.concatenate([[0], bounds])[which]
+    samples = list(zip(which.tolist(), sequences.tolist(), strict=True))
+    return EvaluationBatches(_assembler(config, sources), samples, training.micro_batch_size)
+
+
+def _packed(config: Config, split: str) -> list[PackedSource]:
+    length, packing = config.training.sequence_length, config.data.packing
+    return [
+        PackedSource(store, split, pack(store.split(split).offsets, length, packing))
+        for store in open_stores(config)
+    ]
+
+
+def _assembler(config: Config, sources: Sequence[PackedSource]) -> Assembler:
+    length, isolate = config.training.sequence_length, config.data.isolate_documents
+    return Assembler(sources, length, isolate_documents=isolate)
+
+
+def _loader(dataset: Dataset[Batch], sampler: MicroBatchSampler, num_workers: int) -> DataLoader[Batch]:
+    """Workers are started apart from this process's threads, so that none inherits a lock that is held."""
+    method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+    return DataLoader(
+        dataset,
+        batch_sampler=sampler,  # type: ignore[arg-type]  # torch types it Sampler, and takes any iterable
+        collate_fn=_as_it_is,
+        num_workers=num_workers,
+        pin_memory=torch.cuda.is_available(),
+        worker_init_fn=_start_worker if num_workers else None,
+        multiprocessing_context=method if num_workers else None,
+    )
+
+
+def _as_it_is(batch: _T) -> _T:
+    return batch
+
+
+def _start_worker(_: int) -> None:
+    """Signals are the training process's to handle: it finishes the step, and needs its batches for that."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    if sys.platform == "linux":
+        parent_died = 1  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(parent_died, signal.SIGKILL)

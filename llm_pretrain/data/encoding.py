@@ -1,0 +1,132 @@
+"""Turns raw records into token documents: parse, encode, frame with BOS and EOS, hash, count.
+
+This is the part of `prepare` that runs in every worker process. It writes nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from llm_pretrain.data.documents import EMPTY, Document, RawRecord, RecordError, parse_record
+from llm_pretrain.data.tokenizers import Tokenizer
+
+
+@dataclass(slots=True)
+class EncodedBatch:
+    """The documents of some records, joined.
+
+    `ids` uint32 [tokens] and `loss_mask` bool [tokens] of all documents one after the other, `lengths`
+    int64, `hashes` uint64 (of the content; equal documents, equal hashes) and `text_bytes` int64 [documents].
+    `texts` holds the UTF-8 text of validation documents. `altered` counts documents whose tokens do not
+    stand for exactly their text's bytes. `error` is the first bad record's message where none is allowed.
+    """
+
+    ids: np.ndarray
+    loss_mask: np.ndarray
+    lengths: np.ndarray
+    hashes: np.ndarray
+    text_bytes: np.ndarray
+    texts: list[bytes]
+    altered: int
+    skipped: Counter[str] = field(default_factory=Counter)
+    error: str | None = None
+
+
+class Encoder:
+    """Encodes batches of records with one tokenizer.
+
+    A document's hash below `threshold` makes it a validation document. With `fail_on_error` the first bad
+    record ends a batch; otherwise it is counted by cause. Empty documents are always counted and left out.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, threshold: int, fail_on_error: bool):
+        self._tokenizer = tokenizer
+        self._threshold = threshold
+        self._fail_on_error = fail_on_error
+        self._pieces = tokenizer.token_pieces()
+        self._piece_bytes = tokenizer.token_bytes()
+
+    def encode(self, records: Sequence[RawRecord]) -> EncodedBatch:
+        """Encodes `records` in order."""
+        skipped: Counter[str] = Counter()
+        documents: list[Document] = []
+        error = None
+        for record in records:
+            try:
+                document = parse_record(record)
+                self._check_ids(document)
+                documents.append(document)
+            except RecordError as bad:
+                if self._fail_on_error and bad.cause != EMPTY:
+                    error = str(bad)
+                    break
+                skipped[bad.cause] += 1
+        batch = self._encode_documents(documents)
+        batch.skipped, batch.error = skipped, error
+        return batch
+
+    def _check_ids(self, document: Document) -> None:
+        if document.input_ids is None:
+            return
+        for position, token in enumerate(document.input_ids):
+            if not 0 <= token < self._tokenizer.vocab_size:
+                detail = (
+                    f"expected 0 to {self._tokenizer.vocab_size - 1}, found {token} at position {position}"
+                )
+                raise RecordError("token id outside the vocabulary", document.location, detail)
+
+    def _encode_documents(self, documents: Sequence[Document]) -> EncodedBatch:
+        encoded = iter(self._tokenizer.encode([text for d in documents for text, _ in d.segments]))
+        first, last = self._tokenizer.bos_token_id, self._tokenizer.eos_token_id
+        assert last is not None  # open_tokenizer refuses a tokenizer without one
+        if first is None:
+            first = last
+        ids: list[int] = []
+        mask: list[np.ndarray] = []
+        lengths, hashes, text_bytes, texts = [], [], [], []
+        for document in documents:
+            start = len(ids)
+            if document.input_ids is not None:
+                ids += document.input_ids
+                mask.append(np.array(document.loss_mask, dtype=np.bool_))
+                text = b"".join(self._pieces[token] for token in document.input_ids)
+                content = repr((document.input_ids, document.loss_mask)).encode()
+            else:
+                ids.append(first)
+                mask.append(np.ones(1, dtype=np.bool_))
+                for _, loss in document.segments:
+                    segment = next(encoded)
+                    ids += segment
+                    mask.append(np.full(len(segment), loss))
+                ids.append(last)
+                mask.append(np.ones(1, dtype=np.bool_))
+                text = content = "".join(part for part, _ in document.segments).encode("utf-8")
+            lengths.append(len(ids) - start)
+            hashes.append(int.from_bytes(hashlib.sha256(content).digest()[:8], "big"))
+            text_bytes.append(len(text))
+            if hashes[-1] < self._threshold:
+                texts.append(text)
+        tokens = np.array(ids, dtype=np.uint32)
+        expected = np.array(text_bytes, dtype=np.int64)
+        return EncodedBatch(
+            ids=tokens,
+            loss_mask=np.concatenate(mask) if mask else np.zeros(0, dtype=np.bool_),
+            lengths=np.array(lengths, dtype=np.int64),
+            hashes=np.array(hashes, dtype=np.uint64),
+            text_bytes=expected,
+            texts=texts,
+            altered=int(np.count_nonzero(self._bytes_of(tokens, lengths) != expected)),
+        )
+
+    def _bytes_of(self, tokens: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
+        """int64 [documents]: the bytes that each document's tokens stand for."""
+        if not lengths:
+            return np.zeros(0, dtype=np.int64)
+        counts = np.array(lengths, dtype=np.int64)
+        starts = np.cumsum(counts) - counts
+        return np.add.reduceat(self._piece_bytes[tokens], starts)

@@ -1,0 +1,143 @@
+"""Packs documents into sequences of S inputs and S labels. Works on lengths alone; reads no token.
+
+A document of L tokens has L - 1 targets, and a piece of t targets takes t places: its inputs are tokens
+[start, start + t) and its labels [start + 1, start + t + 1). Pieces of a split document thus overlap by
+one token, and every token but a document's first is a target exactly once per epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class PackedIndex:
+    """Which pieces stand in which sequence.
+
+    `piece_start` int64 [P]: the token of the split at which the piece's inputs begin; `piece_length` int32
+    [P]: its targets; `sequence_offsets` int64 [N + 1]: sequence n holds pieces [offsets[n], offsets[n + 1]).
+    """
+
+    piece_start: np.ndarray
+    piece_length: np.ndarray
+    sequence_offsets: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.sequence_offsets) - 1
+
+
+def pack(offsets: np.ndarray, sequence_length: int, packing: str) -> PackedIndex:
+    """Packs the documents whose tokens are [offsets[d], offsets[d + 1]) into sequences of `sequence_length`.
+
+    `best_fit` splits only documents longer than a sequence and wastes next to nothing, `concat` fills
+    sequences consecutively and splits at their edges, `pad` gives every piece a sequence of its own.
+    """
+    starts = np.asarray(offsets[:-1], dtype=np.int64)
+    targets = np.diff(np.asarray(offsets, dtype=np.int64)) - 1
+    kept = targets > 0
+    starts, targets = starts[kept], targets[kept]
+    if packing == "concat":
+        return _concat(starts, targets, sequence_length)
+    piece_start, piece_length = _split_long(starts, targets, sequence_length)
+    if packing == "pad":
+        return PackedIndex(piece_start, piece_length, np.arange(len(piece_start) + 1))
+    if packing != "best_fit":
+        raise ValueError(f"unknown packing {packing!r}")
+    sequence = best_fit_decreasing(piece_length, sequence_length)
+    order = np.argsort(sequence, kind="stable")  # within a sequence: as in the corpus
+    counts = np.bincount(sequence)
+    return PackedIndex(piece_start[order], piece_length[order], _cumulative(counts))
+
+
+def _cumulative(counts: np.ndarray) -> np.ndarray:
+    offsets = np.zeros(len(counts) + 1, dtype=np.int64)
+    np.cumsum(counts, out=offsets[1:])
+    return offsets
+
+
+def _split_long(starts: np.ndarray, targets: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Cuts every document into pieces of `length` targets and one shorter rest."""
+    pieces = -(-targets // length)
+    document = np.repeat(np.arange(len(starts)), pieces)
+    position = np.arange(len(document)) - np.repeat(_cumulative(pieces)[:-1], pieces)
+    done = position * length
+    return starts[document] + done, np.minimum(targets[document] - done, length).astype(np.int32)
+
+
+def _concat(starts: np.ndarray, targets: np.ndarray, length: int) -> PackedIndex:
+    """One stream of targets, cut at every document's edge and every sequence's edge."""
+    edges = _cumulative(targets)
+    total = int(edges[-1])
+    cuts = np.union1d(edges, np.arange(0, total, length))
+    begin = cuts[:-1]
+    document = np.searchsorted(edges, begin, side="right") - 1
+    piece_start = starts[document] + begin - edges[document]
+    counts = np.bincount(begin // length, minlength=-(-total // length))
+    return PackedIndex(piece_start, np.diff(cuts).astype(np.int32), _cumulative(counts))
+
+
+def best_fit_decreasing(sizes: np.ndarray, capacity: int) -> np.ndarray:
+    """The bin of each piece by best-fit decreasing: largest first, each into the fullest bin it fits.
+
+    Pieces of one size are placed together: the fullest bin that takes one takes more of them until it no
+    longer can, so whole groups of bins with the same room are filled at once. O(n + distinct sizes ·
+    distinct rooms). `sizes` [P] in 1..capacity; returns int64 [P], bins numbered in order of opening.
+    """
+    order = np.argsort(-sizes.astype(np.int64), kind="stable")
+    bins = np.empty(len(sizes), dtype=np.int64)
+    distinct, counts = np.unique(sizes, return_counts=True)
+    rooms = _Rooms(capacity)
+    placed = opened = 0
+    for size, total in zip(distinct[::-1].tolist(), counts[::-1].tolist(), strict=True):
+        count = total
+        while count:
+            room = rooms.tightest(size)
+            if room is None:
+                room, per_bin = capacity, capacity // size
+                fresh = -(-count // per_bin)
+                candidates = np.arange(opened, opened + fresh)
+                opened += fresh
+            else:
+                candidates, per_bin = rooms.take(room), room // size
+            full = min(len(candidates), count // per_bin)
+            rest = count - full * per_bin if full < len(candidates) else 0
+            chosen = np.repeat(candidates[:full], per_bin)
+            if rest:
+                chosen = np.append(chosen, np.full(rest, candidates[full]))
+                rooms.put(room - rest * size, candidates[full : full + 1])
+            rooms.put(room - per_bin * size, candidates[:full])
+            rooms.put(room, candidates[full + bool(rest) :])
+            bins[order[placed : placed + len(chosen)]] = chosen
+            placed += len(chosen)
+            count -= len(chosen)
+    return bins
+
+
+class _Rooms:
+    """Open bins by the room left in them; the set of rooms that occur is the bits of one integer."""
+
+    def __init__(self, capacity: int):
+        self._bins: list[list[np.ndarray]] = [[] for _ in range(capacity + 1)]
+        self._occurring = 0
+
+    def tightest(self, size: int) -> int | None:
+        fitting = self._occurring >> size
+        return size + (fitting & -fitting).bit_length() - 1 if fitting else None
+
+    def take(self, room: int) -> np.ndarray:
+        self._occurring &= ~(1 << room)
+        groups, self._bins[room] = self._bins[room], []
+        return groups[0] if len(groups) == 1 else np.concatenate(groups)
+
+    def put(self, room: int, bins: np.ndarray) -> None:
+        if room and len(bins):
+            self._bins[room].append(bins)
+            self._occurring |= 1 << room
+
+
+def count_targets(indices: Iterable[PackedIndex]) -> int:
+    """Targets of one epoch, masked ones included."""
+    return sum(int(index.piece_length.sum(dtype=np.int64)) for index in indices)

@@ -1,0 +1,126 @@
+"""The order of samples as a pure function of (seed, sample number), in constant memory.
+
+Sample numbers run from 0 without end; nothing here knows of steps, ranks or batches.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+
+from llm_pretrain.errors import DataError
+
+BLOCK = 1024
+"""A mixture keeps its proportions exactly over every block of this many samples."""
+
+_ROUNDS = 8
+_MIN_BITS = 6
+_U64 = np.uint64
+
+
+def permutation(n: int, indices: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """Maps `indices` int64 [k], each in 0..n-1, by a pseudo-random bijection of 0..n-1.
+
+    A Feistel network over the smallest power of two that holds n, at least 64, with cycle walking: values
+    outside 0..n-1 are mapped again (Black and Rogaway 2002, "Ciphers with arbitrary finite domains", section
+    3). `keys` uint64 [rounds, k] are each index's round keys; equal keys give one bijection.
+    """
+    bits = max(_MIN_BITS, (n - 1).bit_length())
+    values = indices.astype(np.uint64)
+    pending = np.arange(len(values))
+    while len(pending):
+        values[pending] = _feistel(values[pending], keys[:, pending], bits)
+        pending = pending[values[pending] >= n]
+    return values.astype(np.int64)
+
+
+def _feistel(values: np.ndarray, keys: np.ndarray, bits: int) -> np.ndarray:
+    """One pass of an alternating Feistel network over `bits` bits, halves as equal as they can be."""
+    low_bits, high_bits = bits // 2, bits - bits // 2
+    high, low = values >> _U64(low_bits), values & _U64((1 << low_bits) - 1)
+    for round_index, key in enumerate(keys):
+        if round_index % 2 == 0:
+            high = high ^ (_mix(low ^ key) >> _U64(64 - high_bits))
+        else:
+            low = low ^ (_mix(high ^ key) >> _U64(64 - low_bits))
+    return (high << _U64(low_bits)) | low
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """The finaliser of SplitMix64 (Steele, Lea and Flood 2014), modulo 2^64."""
+    x = (x ^ (x >> _U64(30))) * _U64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> _U64(27))) * _U64(0x94D049BB133111EB)
+    return x ^ (x >> _U64(31))
+
+
+@lru_cache(maxsize=4096)
+def _round_keys(purpose: str, seed: int, number: int) -> np.ndarray:
+    digest = hashlib.blake2b(f"{purpose}/{seed}/{number}".encode(), digest_size=8 * _ROUNDS).digest()
+    return np.frombuffer(digest, dtype="<u8").astype(np.uint64)
+
+
+def shuffled(purpose: str, seed: int, n: int, numbers: np.ndarray) -> np.ndarray:
+    """permutation(seed, number // n)[number % n] for each of `numbers` int64 [k]; epochs are independent."""
+    epochs, inverse = np.unique(numbers // n, return_inverse=True)
+    keys = np.stack([_round_keys(purpose, seed, epoch) for epoch in epochs.tolist()], axis=1)
+    return permutation(n, numbers % n, keys[:, inverse])
+
+
+class SampleOrder:
+    """Which sequence of which source each sample number stands for.
+
+    With one source, sample g is permutation(seed, g // n)[g % n] of its n sequences. A mixture works in
+    blocks: of every 1024 samples source k gets exactly its quota, at pseudo-random places of the block, and
+    takes its own sequences one after the other in its own permuted order.
+    """
+
+    def __init__(self, lengths: Sequence[int], weights: Sequence[float], seed: int):
+        for k, (length, weight) in enumerate(zip(lengths, weights, strict=True)):
+            if length < 1:
+                raise DataError(f"data.sources[{k}]: expected a train split with sequences, found none")
+            if not weight > 0:
+                raise DataError(f"data.sources[{k}].weight: expected a number above 0, found {weight}")
+        self._lengths = list(lengths)
+        self._seed = seed
+        self.quotas = _quotas(weights)
+        self._block = lru_cache(maxsize=8)(self._compute_block)
+
+    def __getitem__(self, number: int) -> tuple[int, int]:
+        """(source, sequence) of a sample number."""
+        sources, sequences = self._block(number // BLOCK)
+        place = number % BLOCK
+        return int(sources[place]), int(sequences[place])
+
+    def _compute_block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
+        """Sources and sequences of a block's samples; numbers come in order, so blocks are reused."""
+        places = np.arange(block * BLOCK, (block + 1) * BLOCK, dtype=np.int64)
+        drawn = shuffled("block", self._seed, BLOCK, places)
+        sources = np.searchsorted(np.cumsum(self.quotas), drawn, side="right")
+        sequences = np.empty(BLOCK, dtype=np.int64)
+        for k, (length, quota) in enumerate(zip(self._lengths, self.quotas, strict=True)):
+            numbers = block * quota + np.arange(quota, dtype=np.int64)
+            sequences[sources == k] = shuffled(f"source {k}", self._seed, length, numbers)
+        return sources, sequences
+
+    def __reduce__(self):
+        order = (self._lengths, [float(quota) for quota in self.quotas], self._seed)
+        return SampleOrder, order
+
+
+def _quotas(weights: Sequence[float]) -> list[int]:
+    """Whole samples per block for each source, by largest remainder; they add up to a block."""
+    exact = [BLOCK * weight / sum(weights) for weight in weights]
+    quotas = [int(share) for share in exact]
+    by_remainder = sorted(range(len(exact)), key=lambda k: (quotas[k] - exact[k], k))
+    for k in by_remainder[: BLOCK - sum(quotas)]:
+        quotas[k] += 1
+    for k, quota in enumerate(quotas):
+        if quota == 0:
+            raise DataError(
+                f"data.sources[{k}].weight: expected at least 1/{BLOCK} of all weights, "
+                f"found {weights[k] / sum(weights):.2g} of them; raise it or leave the source out"
+            )
+    return quotas

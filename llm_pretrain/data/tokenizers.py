@@ -1,0 +1,196 @@
+"""Opens tokenizer folders of any origin and encodes text with them, losslessly where they can.
+
+Encoding is done by the `tokenizers` library. Training a tokenizer is in `sentencepiece_bpe.py`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llm_pretrain.errors import DataError
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
+"""What a token store and a weights folder take along of a tokenizer's folder."""
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+class Tokenizer:
+    """A tokenizer folder with a `tokenizer.json`, opened for encoding.
+
+    Text is never read as a special token: `</s>` inside a document stays text.
+    Attributes: `folder`, `hash` (of `tokenizer.json`, which decides every id), `vocab_size` (highest id
+    + 1), `special_ids`, `bos_token_id`, `eos_token_id`, `pad_token_id` (None where there is none).
+    """
+
+    def __init__(self, folder: Path):
+        import tokenizers
+
+        self.folder = folder
+        data = _read(folder / "tokenizer.json")
+        try:
+            self._spec: dict[str, Any] = json.loads(data)
+            self._backend = tokenizers.Tokenizer.from_str(data.decode("utf-8"))
+        except Exception as error:  # the library raises plain Exception
+            raise DataError(f"{folder / 'tokenizer.json'}: expected a tokenizer, found: {error}") from error
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._backend.encode_special_tokens = True
+        self.hash = hashlib.sha256(data).hexdigest()
+        vocabulary = self._backend.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values()) + 1
+        named = _special_tokens(folder)
+        special = {entry["id"] for entry in self._spec.get("added_tokens", []) if entry.get("special")}
+        ids = {key: vocabulary.get(token) for key, token in named.items()}
+        special |= {token for token in ids.values() if token is not None}
+        self.special_ids = frozenset(special)
+        self.bos_token_id = ids.get("bos_token")
+        self.eos_token_id = ids.get("eos_token")
+        self.pad_token_id = ids.get("pad_token")
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of each text, without special tokens."""
+        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids, special tokens left out."""
+        return self._backend.decode(list(ids), skip_special_tokens=True)
+
+    def token_pieces(self) -> list[bytes]:
+        """The UTF-8 bytes each id stands for, empty for special ids and ids that stand for nothing.
+
+        For a lossless tokenizer the pieces of a text's ids, joined, are the text's own bytes. One whose
+        normaliser changes text, or that adds a prefix space, has none to give; its pieces are close.
+        """
+        pieces = [b""] * self.vocab_size
+        decode_piece = _piece_decoder(self._spec)
+        for token, index in self._backend.get_vocab(with_added_tokens=False).items():
+            pieces[index] = decode_piece(token)
+        for entry in self._spec.get("added_tokens", []):
+            pieces[entry["id"]] = entry["content"].encode("utf-8")
+        for index in self.special_ids:
+            pieces[index] = b""
+        return pieces
+
+    def token_bytes(self) -> np.ndarray:
+        """int64 [vocab_size]: the number of UTF-8 bytes each id stands for."""
+        return np.array([len(piece) for piece in self.token_pieces()], dtype=np.int64)
+
+
+def open_tokenizer(folder: str | Path) -> Tokenizer:
+    """Opens a folder with `tokenizer.json`, ready to encode documents. Raises DataError."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise DataError(
+            f"{folder}: expected a tokenizer folder, found none; make one with `llm-pretrain tokenizer`"
+        )
+    if not (folder / "tokenizer.json").is_file():
+        raise DataError(f"{folder}: expected tokenizer.json in the tokenizer folder, found none")
+    tokenizer = Tokenizer(folder)
+    if tokenizer.eos_token_id is None:
+        raise DataError(
+            f"{folder / 'tokenizer_config.json'}: expected an eos_token of the vocabulary, found none"
+        )
+    return tokenizer
+
+
+def convert_tokenizer(folder: str | Path, target: Path) -> None:
+    """Writes a folder without `tokenizer.json` (an older Hugging Face tokenizer) with one into `target`."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        tokenizer.save_pretrained(str(target))
+    except Exception as error:  # transformers raises many kinds, all mean the same here
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise DataError(f"{folder}: expected a Hugging Face tokenizer folder, found: {reason}") from error
+    if not (target / "tokenizer.json").is_file():
+        raise DataError(f"{folder}: expected a tokenizer that has a fast form (tokenizer.json), found none")
+
+
+def use_one_thread() -> None:
+    """Keeps the `tokenizers` library to one thread; for processes of which there is one per core."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path}: expected a readable file, found: {error.strerror}") from error
+
+
+def _special_tokens(folder: Path) -> dict[str, str]:
+    """{"bos_token": "<s>", …} of tokenizer_config.json, or else of special_tokens_map.json."""
+    named: dict[str, str] = {}
+    for file in ("special_tokens_map.json", "tokenizer_config.json"):
+        if not (folder / file).is_file():
+            continue
+        try:
+            content = json.loads(_read(folder / file))
+        except ValueError as error:
+            raise DataError(f"{folder / file}: expected JSON, found: {error}") from error
+        for key in ("bos_token", "eos_token", "pad_token", "unk_token"):
+            value = content.get(key)
+            token = value.get("content") if isinstance(value, dict) else value
+            if isinstance(token, str):
+                named[key] = token
+    return named
+
+
+def _components(part: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
+    if part is None:
+        return
+    inner = part.get("decoders") or part.get("pretokenizers")
+    if inner is None:
+        yield part
+    else:
+        for component in inner:
+            yield from _components(component)
+
+
+def _piece_decoder(spec: dict[str, Any]):
+    """How one token of the vocabulary becomes bytes, by the decoder that tokenizer.json declares."""
+    parts = [*_components(spec.get("decoder")), *_components(spec.get("pre_tokenizer"))]
+    kinds = {part["type"] for part in parts}
+    if "ByteLevel" in kinds:
+        byte_of = {character: byte for byte, character in enumerate(_byte_level_alphabet())}
+        return lambda token: (
+            bytes(byte_of[c] for c in token) if all(c in byte_of for c in token) else token.encode()
+        )
+    has_space_symbol = "Metaspace" in kinds or any(
+        part["type"] == "Replace" and part.get("pattern") == {"String": "▁"} for part in parts
+    )
+
+    def decode(token: str) -> bytes:
+        match = _BYTE_TOKEN.fullmatch(token)
+        if match and "ByteFallback" in kinds:
+            return bytes([int(match[1], 16)])
+        return (token.replace("▁", " ") if has_space_symbol else token).encode("utf-8")
+
+    return decode
+
+
+def _byte_level_alphabet() -> list[str]:
+    """What byte-level BPE writes for each byte: its own character if that prints, or the next above 255."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    free = iter(range(256, 512))
+    return [chr(byte) if byte in printable else chr(next(free)) for byte in range(256)]
