@@ -41,11 +41,15 @@ def stub_export(monkeypatch):
     def to_huggingface(state, model, dtype):
         return {name: tensor.to(dtype) for name, tensor in state.items() if name != "lm_head.weight"}
 
-    def huggingface_config(model, *, bos_token_id, eos_token_id, pad_token_id, dtype):
-        return {"model_type": "qwen3", "bos_token_id": bos_token_id, "torch_dtype": dtype}
+    def config_of(model_type: str):
+        def build(model, *, bos_token_id, eos_token_id, pad_token_id, dtype):
+            return {"model_type": model_type, "hidden_size": model.hidden_size, "dtype": dtype}
+
+        return build
 
     monkeypatch.setattr(export, "to_huggingface", to_huggingface, raising=False)
-    monkeypatch.setattr(export, "huggingface_config", huggingface_config, raising=False)
+    monkeypatch.setattr(export, "huggingface_config", config_of("qwen3"), raising=False)
+    monkeypatch.setattr(export, "native_config", config_of("llm_pretrain"), raising=False)
 
 
 def write(folder: Path, tokenizer_folder: Path, step: int = 100, *, dtype: str = "bf16", model=None) -> Path:
@@ -80,11 +84,7 @@ def test_folder_holds_weights_config_and_tokenizer(tmp_path, tokenizer_folder, n
     with safe_open(path / "model.safetensors", "pt") as opened:
         assert opened.metadata() == {"format": "pt"}
     config = json.loads((path / "config.json").read_text())
-    assert config == {
-        "model_type": "qwen3",
-        "bos_token_id": 1,
-        "torch_dtype": str(dtype).removeprefix("torch."),
-    }
+    assert config == {"model_type": "qwen3", "hidden_size": 8, "dtype": name}
     generation = json.loads((path / "generation_config.json").read_text())
     assert generation == {"bos_token_id": 1, "eos_token_id": 2, "do_sample": True, "max_length": 48}
 
@@ -100,7 +100,7 @@ def test_a_model_of_no_known_architecture_is_written_and_the_field_named(
         path = write(tmp_path / "weights", tokenizer_folder)
     assert "model.router_bias_update_rate" in caplog.text
     config = json.loads((path / "config.json").read_text())
-    assert (config["model_type"], config["hidden_size"], config["eos_token_id"]) == ("llm_pretrain", 8, 2)
+    assert config == {"model_type": "llm_pretrain", "hidden_size": 8, "dtype": "bf16"}
     assert "experts" in load_file(path / "model.safetensors")
 
 
