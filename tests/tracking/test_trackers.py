@@ -85,6 +85,7 @@ def test_rows_arrive_in_order_with_their_own_step(wandb, tmp_path):
     (wishes,) = wandb.inits
     assert (wishes["mode"], wishes["project"], wishes["resume"]) == ("offline", "project", "allow")
     assert (wishes["id"], wishes["dir"]) == (tracked.wandb_id, str(tmp_path))
+    assert vars(wishes["settings"]) == {"silent": True, "console": "off"}  # those that this version has
     assert wishes["config"]["logging"]["wandb_project"] == "project"
 
 
