@@ -26,7 +26,7 @@ from torch.futures import Future
 from llm_pretrain.checkpoints.ranks import one_line
 from llm_pretrain.errors import CheckpointError
 
-BYTES_PER_FILE = 1 << 30
+BYTES_PER_FILE = 256 << 20
 """A rank writes files of about this size: while one is written, it is in memory twice over."""
 
 

@@ -10,7 +10,6 @@ import logging
 import os
 import shutil
 import uuid
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +65,7 @@ def save_weights(
         folders.make_parent(folder)
         folders.clean(folder)
         temporary.mkdir()
-        _write_model(temporary, state.raw_module(model), config, _DTYPES[dtype], token_ids)
+        _write_model(temporary, state.raw_module(model), config, dtype, token_ids)
         _write_json(temporary / "generation_config.json", _generation_config(token_ids, sequence_length))
         _copy_tokenizer(tokenizer_folder, temporary)
         path = folders.commit_folder(temporary, step)
@@ -82,20 +81,21 @@ def save_weights(
 
 
 def _write_model(
-    folder: Path, model: nn.Module, config: ModelConfig, dtype: torch.dtype, token_ids: dict[str, int | None]
+    folder: Path, model: nn.Module, config: ModelConfig, dtype: str, token_ids: dict[str, int | None]
 ) -> None:
-    dtype_name = str(dtype).removeprefix("torch.")
-    ids: dict[str, Any] = {
-        f"{name}_token_id": token_ids.get(f"{name}_token_id") for name in ("bos", "eos", "pad")
+    bos, eos, pad = (token_ids.get(f"{name}_token_id") for name in ("bos", "eos", "pad"))
+    arguments: dict[str, Any] = {
+        "bos_token_id": bos,
+        "eos_token_id": eos,
+        "pad_token_id": pad,
+        "dtype": dtype,
     }
     try:
-        content = export.huggingface_config(config, dtype=dtype_name, **ids)
+        content = export.huggingface_config(config, **arguments)
     except ConfigError as error:
-        logger.warning("weights of this model open with llm_pretrain only: %s", error)
-        content = {"model_type": "llm_pretrain", "torch_dtype": dtype_name, **asdict(config), **ids}
-    with torch.no_grad():
-        tensors = export.to_huggingface(dict(model.state_dict()), config, dtype)
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        logger.warning("these weights open with llm_pretrain only: %s", error)
+        content = export.native_config(config, **arguments)
+    tensors = export.to_huggingface(model.state_dict(), config, _DTYPES[dtype])
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     folders.fsync_file(folder / "model.safetensors")
     _write_json(folder / "config.json", content)

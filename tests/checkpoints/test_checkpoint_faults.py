@@ -363,3 +363,28 @@ def test_an_interrupted_replacement_still_counts(tmp_path):
     run.train(1).save()
     assert run.store.committed() == [1, 2]
     assert path.is_dir()
+
+
+def test_everything_is_on_disk_before_the_name_appears(tmp_path, monkeypatch):
+    run = Run(tmp_path).train(1)
+    events: list[str] = []
+    fsync, rename = os.fsync, os.rename
+
+    def recorded_fsync(descriptor):
+        events.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    def recorded_rename(source, target):
+        names = [file.name for file in Path(source).iterdir()]
+        synced = {Path(event).name for event in events}
+        assert set(names) <= synced, "a file was not synced before the rename"
+        assert str(source) == events[-1], "the folder was not synced last"
+        assert Path(events[-2]).name == "manifest.json", "the manifest was not written last"
+        events.append("renamed")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", recorded_fsync)
+    monkeypatch.setattr(os, "rename", recorded_rename)
+    run.save()
+    assert events.count("renamed") == 1
+    assert events[-2:] == ["renamed", str(tmp_path)]

@@ -15,7 +15,9 @@ from torch.amp.grad_scaler import GradScaler
 
 import llm_pretrain
 from llm_pretrain.checkpoints import tensor_files
+from llm_pretrain.config import ModelConfig
 from llm_pretrain.errors import CheckpointError, MismatchError
+from llm_pretrain.model import Decoder, initialize_weights, update_router_bias
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -110,6 +112,38 @@ def test_tied_parameters_are_saved_once_and_stay_tied(tmp_path):
     resumed.restore()
     assert resumed.model.lm_head.weight is resumed.model.embed_tokens.weight
     assert "rotary" not in names
+
+
+def test_the_decoder_comes_back_whole(tmp_path):
+    config = ModelConfig(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_experts=4,
+        router_bias_update_rate=0.01,
+    )
+    run = Run(tmp_path)
+    models = []
+    for seed in range(2):
+        models.append(Decoder(config))
+        initialize_weights(models[-1], seed)
+        optimizer = torch.optim.AdamW(models[-1].parameters())
+        if seed == 0:
+            update_router_bias(models[0], torch.arange(8).view(2, 4), 0.01)
+            path = run.store.save(models[0], optimizer, None, run.facts())
+        else:
+            run.store.restore(models[1], optimizer, None, expected=FINGERPRINTS)
+    saved, restored = (model.state_dict() for model in models)
+    assert same_bits(restored, saved)
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert saved[bias].abs().sum() > 0
+    content = json.loads((path / "manifest.json").read_text())
+    assert content["tensors"][bias] == {"dtype": "float32", "shape": [4]}
+    assert content["tied"] == {"lm_head.weight": "model.embed_tokens.weight"}
+    assert set(content["tensors"]) | set(content["tied"]) == set(saved)
 
 
 def test_wrappers_leave_no_trace_in_names(tmp_path):
