@@ -1,0 +1,37 @@
+"""What the trap tests share: a small corpus, a small model's configuration, and engines in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from support.corpora import make_store
+
+from llm_pretrain.config import Config
+from support.engines import reset_accelerate, small_config
+
+
+@pytest.fixture(scope="session")
+def store_folder(tmp_path_factory) -> Path:
+    """A token store in which every other document is a prompt that does not count."""
+    return make_store(tmp_path_factory.mktemp("traps") / "store", documents=150, masked=True, longest=8).path
+
+
+@pytest.fixture
+def config(store_folder) -> Callable[..., Config]:
+    """`config(**changes)`: a small configuration over the store; see `small_config`."""
+    return lambda **changes: small_config(store_folder, **changes)
+
+
+@pytest.fixture(autouse=True)
+def clean_process(monkeypatch) -> Iterator[None]:
+    """One thread, no launcher's settings, and none of Accelerate's state left over."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    reset_accelerate()
