@@ -38,6 +38,7 @@ class Driven:
     rates: list[float] = field(default_factory=list)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
     parameters: dict[str, Tensor] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
 
 
 class Taps:
@@ -116,6 +117,7 @@ def drive(engine: Any, config: Config, *, windows: Sequence[list[Batch]] | None 
         driven.updates.append(len(driven.rates) - before)
         driven.hashes.append(parameter_hash(model))
     driven.parameters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    driven.buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     return driven
 
 

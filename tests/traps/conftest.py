@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from support.corpora import make_store
+from support.engines import reset_accelerate, small_config
+from support.rank_cases import Outcome, case_config, run_ranks
+from support.rank_plan import CASES
 
 from llm_pretrain.config import Config
-from support.engines import reset_accelerate, small_config
 
 
 @pytest.fixture(scope="session")
@@ -35,3 +37,22 @@ def clean_process(monkeypatch) -> Iterator[None]:
     yield
     torch.set_num_threads(threads)
     reset_accelerate()
+
+
+@pytest.fixture(scope="session")
+def ranks(store_folder, tmp_path_factory) -> dict[str, list[Outcome]]:
+    """What three connected processes did in each case of `rank_plan.CASES`, by case and rank."""
+    return run_ranks(store_folder, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.fixture
+def rank_config(store_folder) -> Callable[[str], Config]:
+    """The configuration of a case by name."""
+    return lambda name: case_config(store_folder, CASES[name])
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of one set of launched processes stay in one worker, or each worker would launch its own."""
+    for item in items:
+        for name in {"ranks", "launches"}.intersection(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.xdist_group(f"traps of {name}"))

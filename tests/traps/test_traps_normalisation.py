@@ -7,22 +7,22 @@
 | an auxiliary loss added after the scaling, never divided | gradients |
 | a step gate of one's own beside `accumulate()`; no `accumulate()` at all | one update per window |
 | windows that end with the loader step on every micro batch, by default | one update per window |
+| the mean of a rank's own tokens is not the mean over all of them | gradients, three ranks |
+| sharding before `prepare`, which shards again; not sharding; filling up uneven ends | samples, three ranks |
 | data read by rank 0 alone, which is the default for an iterable data set | each rank reads its share |
-
-Those that need several ranks (means per rank, data sharded twice or filled up, a prepared schedule) stand in
-`test_traps_bit_identity.py`, which starts them.
+| a prepared schedule advances once per rank and step | learning rates, three ranks |
 """
 
 from __future__ import annotations
 
-import math
-
 import pytest
-from support.engines import run_engine
+from support.engines import accelerate_loader, run_engine
 from support.mutation import Edit
+from support.rank_cases import Outcome
 from support.stepping import Driven, masked, micro_batches_of, reference_gradients, relative_error
 
 from llm_pretrain.config import Config
+from llm_pretrain.training.schedule import learning_rate
 
 TORCHRUN, ACCELERATE = "train_pretrain.py", "train_pretrain_accelerate.py"
 OBJECTIVE = "llm_pretrain/training/objective.py"
@@ -148,8 +148,6 @@ def test_other_numbers_of_updates_are_seen(edit, config):
 
 def test_every_rank_reads_its_own_share(config):
     def check(*edits: Edit) -> None:
-        from support.engines import accelerate_loader
-
         assert "Dispatcher" not in accelerate_loader(config(), *edits)
 
     check()
@@ -157,8 +155,57 @@ def test_every_rank_reads_its_own_share(config):
         check(*ITERABLE_DATA)
 
 
-def test_an_infinite_error_is_an_error():
-    """`relative_error` of a gradient that is NaN must not pass as small."""
-    import torch
+def check_rank_gradients(outcomes: list[Outcome], config: Config) -> None:
+    """Every rank's first update has the gradients of the mean over the whole global batch."""
+    expected = reference_gradients(config, list(micro_batches_of(config, 0)))
+    for outcome in outcomes:
+        assert outcome.error is None
+        error = relative_error(outcome.driven.gradients[0], expected)
+        assert error < 1e-5, f"gradients are off by {error:.1%}"
 
-    assert relative_error({"w": torch.tensor([math.nan])}, {"w": torch.tensor([1.0])}) == math.inf
+
+def test_ranks_with_unequal_tokens_weigh_by_token(ranks, rank_config):
+    for case in ("torchrun unclipped", "accelerate unclipped"):
+        check_rank_gradients(ranks[case], rank_config(case))
+    with pytest.raises(AssertionError, match="are off by"):
+        check_rank_gradients(ranks["mean per rank"], rank_config("mean per rank"))
+
+
+def check_samples(outcomes: list[Outcome], config: Config) -> None:
+    """Together the ranks train on every micro batch of every step, once, and know it."""
+    per_step, steps = config.gradient_accumulation_steps(1), config.training.max_steps
+    for step in range(steps):
+        together = [pair for outcome in outcomes for pair in outcome.driven.micro_batches[step : step + 1]]
+        expected = [(step, number) for number in range(per_step)]
+        assert sorted(pair for window in together for pair in window) == expected
+        words = sum(batch.digest for batch in micro_batches_of(config, step))
+        assert all(o.driven.digests[step] == [int(word) % 2**32 for word in words] for o in outcomes)
+    assert all(len(outcome.driven.micro_batches) == steps for outcome in outcomes)
+
+
+def test_every_sample_is_seen_once(ranks, rank_config):
+    for case in ("torchrun fp32", "accelerate fp32"):
+        check_samples(ranks[case], rank_config(case))
+
+
+@pytest.mark.parametrize("case", ["sharded twice", "filled up", "not sharded"])
+def test_other_ways_of_sharding_are_seen(case, ranks, rank_config):
+    assert all(outcome.error is None for outcome in ranks[case]), "the trap is silent"
+    with pytest.raises(AssertionError):
+        check_samples(ranks[case], rank_config(case))
+
+
+def check_learning_rates(outcomes: list[Outcome], config: Config) -> None:
+    """Each update has the learning rate of its step."""
+    expected = [learning_rate(config, step) for step in range(config.training.max_steps)]
+    assert len(set(expected)) > 1 or expected[-1] != learning_rate(config, len(expected)), "a flat schedule"
+    for outcome in outcomes:
+        assert outcome.driven.rates == expected
+
+
+def test_the_learning_rate_follows_the_step(ranks, rank_config):
+    for case in ("torchrun fp32", "accelerate fp32"):
+        check_learning_rates(ranks[case], rank_config(case))
+    assert ranks["prepared schedule"][0].error is None
+    with pytest.raises(AssertionError):
+        check_learning_rates(ranks["prepared schedule"], rank_config("prepared schedule"))
