@@ -37,9 +37,7 @@ def edited(file: str, edits: Sequence[Edit]) -> str:
     for edit in edits:
         if edit.file == file:
             found = text.count(edit.old)
-            assert found == 1, (
-                f"{file}: expected this once, found it {found} times; mend the test:\n{edit.old}"
-            )
+            assert found == 1, f"{file}: expected once, found {found} times; mend the test:\n{edit.old}"
             text = text.replace(edit.old, edit.new)
     return text
 

@@ -52,8 +52,9 @@ PREPARED_SCHEDULE = (
         ACCELERATE,
         "self.model, self.optimizer, own = self.accelerator.prepare(model, optimizer, batches)",
         "from llm_pretrain.training.schedule import learning_rate\n"
+        "        config = self.config\n"
         "        schedule = torch.optim.lr_scheduler.LambdaLR(\n"
-        "            optimizer, lambda n: learning_rate(self.config, n) / self.config.optimizer.learning_rate\n"
+        "            optimizer, lambda n: learning_rate(config, n) / config.optimizer.learning_rate\n"
         "        )\n"
         "        self.model, self.optimizer, own, self.schedule = self.accelerator.prepare(\n"
         "            model, optimizer, batches, schedule\n"
