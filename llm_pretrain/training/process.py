@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import traceback
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +30,8 @@ PR_SET_PDEATHSIG = 1
 def prepare_process(config: Config) -> None:
     """Set what must be the same in every process of either launcher, before any arithmetic."""
     die_with_launcher()
+    # Accelerate's DDP options know the old name only, and both paths must set the same.
+    warnings.filterwarnings("ignore", message=".*`broadcast_buffers` is deprecated", category=FutureWarning)
     torch.set_num_threads(cpu_threads(config))
     if config.training.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

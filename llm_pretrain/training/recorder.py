@@ -30,7 +30,9 @@ class Recorder:
             config, enabled=first, start_step=progress.step, max_steps=config.training.max_steps
         )
         self.metrics = MetricsWriter(folder.metrics, resume_step=progress.step) if first else None
-        self.trackers = Trackers(config, folder.path, progress.wandb_id, enabled=first)
+        self.trackers = Trackers(
+            config, folder.path, progress.wandb_id, enabled=first, warn=self.console.warning
+        )
         progress.wandb_id = self.trackers.wandb_id
         self._row: dict[str, object] = {}
         self._due = False
