@@ -28,6 +28,7 @@ from llm_pretrain.data import Batch, shard
 from llm_pretrain.model import DecoderOutput
 from llm_pretrain.training import (
     DDP_OPTIONS,
+    Launcher,
     Objective,
     StepCounts,
     StepResult,
@@ -45,7 +46,7 @@ from llm_pretrain.training import (
 class TorchrunEngine:
     """Data parallelism on `torch.distributed`, written out."""
 
-    launcher = "torchrun"
+    launcher: Launcher = "torchrun"
 
     def __init__(self, config: Config):
         self.config = config
@@ -60,25 +61,27 @@ class TorchrunEngine:
             dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timeout)
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         check_world_size(self.world_size)
-        self.precision = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[
-            config.training.precision
-        ]
-        fp16 = self.precision is torch.float16
-        self.scaler = torch.amp.GradScaler(self.device.type) if fp16 else None
+        precision = config.training.precision
+        self.autocast_dtype = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+        self.grad_scaler = torch.amp.GradScaler(self.device.type, enabled=precision == "fp16")
+        self.scaler = self.grad_scaler if precision == "fp16" else None
         self.accumulation_steps = config.gradient_accumulation_steps(self.world_size)
         self.objective = Objective(config, self.world_size)
 
     def prepare(self, model: Module, optimizer: Optimizer, batches: DataLoader) -> Iterable[Batch]:
-        self.model, self.unwrapped_model, self.optimizer = model.to(self.device), model, optimizer
+        self.model: Module = model.to(self.device)
+        self.unwrapped_model, self.optimizer = model, optimizer
+        self.no_sync = nullcontext
         if self.world_size > 1:
             device_ids = [self.device.index] if self.device.type == "cuda" else None
             self.model = DistributedDataParallel(model, device_ids=device_ids, **DDP_OPTIONS)
+            self.no_sync = self.model.no_sync
         settle_buckets(self)
         own = shard(batches, self.rank, self.world_size)
         return (batch.to(self.device, non_blocking=True) for batch in own)
 
     def forward(self, batch: Batch) -> DecoderOutput:
-        with torch.autocast(self.device.type, self.precision, enabled=self.precision is not None):
+        with torch.autocast(self.device.type, self.autocast_dtype, enabled=self.autocast_dtype is not None):
             return self.model(**batch.model_inputs())
 
     def train_step(self, micro_batches: Sequence[Batch]) -> StepResult:
@@ -87,20 +90,18 @@ class TorchrunEngine:
             return StepResult(counts, skipped="no_loss_tokens")
         sums = StepSums()
         for is_last, batch in mark_last(micro_batches):
-            with nullcontext() if is_last or self.world_size == 1 else self.model.no_sync():
+            with nullcontext() if is_last else self.no_sync():
                 seed_dropout(self.config.run.seed, batch)
                 output = self.forward(batch)
                 loss = self.objective(output, counts.num_loss_tokens) / self.accumulation_steps
-                (self.scaler.scale(loss) if self.scaler else loss).backward()
+                self.grad_scaler.scale(loss).backward()
                 sums.add(output)
-        if self.scaler:
-            self.scaler.unscale_(self.optimizer)
+        self.grad_scaler.unscale_(self.optimizer)
         max_norm = self.config.training.max_grad_norm or math.inf
         grad_norm = clip_grad_norm_(self.model.parameters(), max_norm).item()
         if math.isfinite(grad_norm):
-            self.scaler.step(self.optimizer) if self.scaler else self.optimizer.step()
-        if self.scaler:
-            self.scaler.update()
+            self.grad_scaler.step(self.optimizer)
+        self.grad_scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         return StepResult.of(counts, sums.reduced(self.reduce_sum), grad_norm, self.scaler)
 
@@ -120,7 +121,8 @@ class TorchrunEngine:
         return self.unwrapped_model, self.optimizer
 
     def close(self) -> None:
-        del self.model, self.unwrapped_model, self.optimizer  # DDP must go before its process group
+        # DDP must go before its process group, or finished runs abort now and then.
+        del self.model, self.no_sync, self.unwrapped_model, self.optimizer
         if self.world_size > 1:
             dist.barrier()
             dist.destroy_process_group()

@@ -33,6 +33,7 @@ from llm_pretrain.errors import ConfigError
 from llm_pretrain.model import DecoderOutput
 from llm_pretrain.training import (
     DDP_OPTIONS,
+    Launcher,
     Objective,
     StepCounts,
     StepResult,
@@ -50,7 +51,7 @@ from llm_pretrain.training import (
 class AccelerateEngine:
     """The same data parallelism, done by Accelerate."""
 
-    launcher = "accelerate"
+    launcher: Launcher = "accelerate"
 
     def __init__(self, config: Config):
         self.config = config
@@ -74,8 +75,10 @@ class AccelerateEngine:
                 InitProcessGroupKwargs(timeout=timedelta(seconds=config.distributed.timeout_seconds)),
             ],
         )
-        self.rank, self.world_size = self.accelerator.process_index, self.accelerator.num_processes
-        self.device, self.scaler = self.accelerator.device, self.accelerator.scaler
+        self.rank: int = self.accelerator.process_index
+        self.world_size: int = self.accelerator.num_processes
+        self.device: torch.device = self.accelerator.device
+        self.scaler = self.accelerator.scaler
         check_world_size(self.world_size)
         self.objective = Objective(config, self.world_size)
 
@@ -103,7 +106,7 @@ class AccelerateEngine:
                 if self.accelerator.sync_gradients:
                     max_norm = self.config.training.max_grad_norm or math.inf
                     norm = self.accelerator.clip_grad_norm_(self.model.parameters(), max_norm)
-                    grad_norm = norm.item()
+                    grad_norm = norm.item()  # type: ignore[union-attr]  # None only under DeepSpeed
                     if math.isfinite(grad_norm):
                         self.optimizer.step()  # with a scaler: its step and its update
                     elif self.scaler:
@@ -112,7 +115,8 @@ class AccelerateEngine:
         return StepResult.of(counts, sums.reduced(self.reduce_sum), grad_norm, self.scaler)
 
     def reduce_sum(self, tensor: Tensor) -> Tensor:
-        return self.accelerator.reduce(tensor.to(self.device), "sum")
+        total = self.accelerator.reduce(tensor.to(self.device), "sum")
+        return total  # type: ignore[return-value]  # typed for nests of tensors
 
     def gather_objects(self, value: Any) -> list[Any]:
         return gather_object([value])

@@ -1,4 +1,4 @@
-"""The house's plan, enforced: which way imports run, who may speak of distribution, what the scripts share."""
+"""The plan of the house, enforced: how imports run, who speaks of distribution, what the scripts share."""
 
 from __future__ import annotations
 

@@ -246,10 +246,11 @@ def _parser(prog: str | None = None) -> ArgumentParser:
 
 
 def _help_text(prog: str) -> str:
-    """The help, without the options for whole sections, which are not offered."""
+    """The help, without the options that jsonargparse would add: for whole sections, for a list's end."""
     parser = _parser(prog)
     text = re.sub(r"\n  --\w+ CONFIG +Path to .*(?=\n)", "", parser.format_help())
     text = re.sub(r"\n  --data\.sources\.help .*(?:\n {20,}.*)*", "", text)
+    text = re.sub(r"(--data\.sources) \[ITEM.*", r"\1 '[{store: FOLDER, weight: 1}, ...]'", text)
     own = f"  --config FILE         {_CONFIG_HELP}\n  --print_config        {_PRINT_HELP}\n"
     return re.sub(r"(\n  -h, --help .*\n)", lambda match: match[1] + own, text, count=1).rstrip()
 

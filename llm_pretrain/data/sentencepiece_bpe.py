@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from llm_pretrain.data.documents import EMPTY, RecordError, parse_record, read_records
-from llm_pretrain.data.tokenizers import Tokenizer, open_tokenizer
+from llm_pretrain.data.tokenizers import SPACE_SPLIT, Tokenizer, open_tokenizer
 from llm_pretrain.errors import DataError
 
 SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<pad>")
@@ -203,7 +203,7 @@ def _tokenizer_json(model: bytes) -> dict[str, Any]:
         "truncation": None,
         "padding": None,
         "added_tokens": [_added_token(vocabulary[token], token) for token in SPECIAL_TOKENS],
-        "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE},
+        "normalizer": SPACE_SPLIT["normalizer"],
         "pre_tokenizer": _pre_tokenizer(scores),
         "post_processor": {
             "type": "TemplateProcessing",
@@ -254,8 +254,7 @@ def _pre_tokenizer(pieces: dict[str, float]) -> dict[str, Any] | None:
     """Splits before every run of spaces, for speed; exact where no piece has a space after something else."""
     if any(re.search(f"[^{_SPACE}]{_SPACE}", piece) for piece in pieces):
         return None
-    pattern = {"Regex": f"{_SPACE}+[^{_SPACE}]*|[^{_SPACE}]+"}
-    return {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
+    return SPACE_SPLIT["pre_tokenizer"]
 
 
 def _added_token(index: int, content: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,22 @@ TOKENIZER_FILES = (
 )
 """What a token store and a weights folder take along of a tokenizer's folder."""
 
+SPACE_SPLIT: dict[str, Any] = {
+    "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+    "pre_tokenizer": {
+        "type": "Split",
+        "pattern": {"Regex": "▁+[^▁]*|[^▁]+"},
+        "behavior": "Isolated",
+        "invert": False,
+    },
+}
+"""How a tokenizer.json says that every run of spaces begins a segment, which no token crosses."""
+
+_SEGMENTS = (
+    re.compile(r"[ ▁]*[^\W\d_]+|[ ▁]*(?:[^\w ▁]|[\d_])+|[ ▁]+"),  # letters apart from everything else
+    re.compile(r"[ ▁]+[^ ▁]*|[^ ▁]+"),
+)
+_KNOWN_CHARACTERS = 1 << 23
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
@@ -53,6 +70,9 @@ class Tokenizer:
         self._backend.no_truncation()
         self._backend.no_padding()
         self._backend.encode_special_tokens = True
+        self._segmenter = _find_segmenter(self._spec)
+        self._known: dict[str, list[int]] = {}
+        self._known_characters = 0
         self.hash = hashlib.sha256(data).hexdigest()
         vocabulary = self._backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values()) + 1
@@ -67,6 +87,20 @@ class Tokenizer:
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of each text, without special tokens."""
+        if self._segmenter is None:
+            return self._encode(texts)
+        segments = [self._segmenter.findall(text) for text in texts]
+        known = self._known
+        missing = list(dict.fromkeys(s for parts in segments for s in parts if s not in known))
+        known.update(zip(missing, self._encode(missing), strict=True))
+        encoded = [list(chain.from_iterable(map(known.__getitem__, parts))) for parts in segments]
+        self._known_characters += sum(map(len, missing))
+        if self._known_characters > _KNOWN_CHARACTERS:
+            known.clear()
+            self._known_characters = 0
+        return encoded
+
+    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
         encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
@@ -154,6 +188,21 @@ def _special_tokens(folder: Path) -> dict[str, str]:
             if isinstance(token, str):
                 named[key] = token
     return named
+
+
+def _find_segmenter(spec: dict[str, Any]) -> re.Pattern[str] | None:
+    """Cuts text into segments that no token crosses, where the tokenizer is known to allow it.
+
+    Segments repeat, so each different one is encoded once: about twice as fast as encoding the text whole.
+    A pattern fits when it cuts no token of the vocabulary, as its cuts depend on two neighbours alone.
+    """
+    model, added = spec["model"], spec.get("added_tokens", [])
+    plain = model["type"] == "BPE" and model.get("byte_fallback") and all(token["special"] for token in added)
+    if not plain or any(spec.get(key) != value for key, value in SPACE_SPLIT.items()):
+        return None
+    pieces = ["".join(pair) for pair in model["merges"]]
+    fitting = (p for p in _SEGMENTS if all(p.fullmatch(s) and len(p.findall(s)) == 1 for s in pieces))
+    return next(fitting, None)
 
 
 def _components(part: dict[str, Any] | None) -> Iterator[dict[str, Any]]:

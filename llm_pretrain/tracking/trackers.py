@@ -1,4 +1,4 @@
-"""Weights & Biases, kept at arm's length: a thread of its own, bounded waits, one warning at most.
+"""Weights & Biases, kept at arm's length: a thread of its own, bounded waits, a warning instead of an error.
 
 Nothing here can stop or hold up training. metrics.jsonl has everything that is logged here, and more.
 """
@@ -58,6 +58,7 @@ class Trackers:
         try:
             # in this thread, since two threads that import packages with cycles can see them half made
             os.environ.setdefault("WANDB_SILENT", "true")
+            os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # its telemetry can hold up the exit
             import wandb  # noqa: F401
         except Exception as error:
             warn(f"wandb is left out: {_reason(error)}; logging.wandb_mode disabled silences this")
@@ -130,6 +131,9 @@ class _WandbWorker(threading.Thread):
                 f"wandb is not reached: {_reason(error)}; the run is recorded offline in "
                 f"{self._folder / 'wandb'}, for `wandb sync` to send later"
             )
+            import wandb
+
+            wandb.teardown()  # its service still holds the id for the run that failed to start
             return self._init("offline")
 
     def _init(self, mode: str) -> Any:

@@ -3,6 +3,7 @@
 from llm_pretrain.training.engine import (
     DDP_OPTIONS,
     Engine,
+    Launcher,
     StepResult,
     mark_last,
     seed_dropout,
@@ -20,6 +21,7 @@ from llm_pretrain.training.process import (
 __all__ = [
     "DDP_OPTIONS",
     "Engine",
+    "Launcher",
     "Objective",
     "StepCounts",
     "StepResult",

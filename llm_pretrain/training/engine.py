@@ -10,7 +10,7 @@ import hashlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,9 +20,11 @@ from torch.utils.data import DataLoader
 
 from llm_pretrain.data import Batch
 from llm_pretrain.model import DecoderOutput
-from llm_pretrain.training.objective import DIGEST_WORDS, StepCounts
+from llm_pretrain.training.objective import DIGEST_WORDS, StepCounts, loss_sums
 
 T = TypeVar("T")
+
+Launcher = Literal["torchrun", "accelerate"]
 
 DDP_OPTIONS: dict[str, Any] = {
     "broadcast_buffers": False,
@@ -61,7 +63,7 @@ class StepResult:
 class Engine(Protocol):
     """What differs between launch paths, in the order a run meets it."""
 
-    launcher: str
+    launcher: Launcher
     rank: int
     world_size: int
     device: torch.device
@@ -125,9 +127,7 @@ def settle_buckets(engine: Engine) -> None:
         digest=torch.zeros(DIGEST_WORDS, dtype=torch.int64),
     )
     _, optimizer = engine.model_and_optimizer()
-    output = engine.forward(empty)
-    total = output.loss_sum + output.z_loss_sum + output.aux_loss_sum + output.router_z_loss_sum
-    (0.0 * total).backward()
+    (0.0 * torch.stack(loss_sums(engine.forward(empty))).sum()).backward()
     optimizer.zero_grad(set_to_none=True)
     with torch.no_grad():
         engine.forward(empty)

@@ -184,7 +184,7 @@ class Training:
             f"{engine.world_size} x {engine.device.type} by {engine.launcher}, {training.precision}"
         )
         console.info(
-            f"{training.max_steps} steps of {training.global_batch_size} x {training.sequence_length} tokens, "
+            f"{training.max_steps} steps of {training.global_batch_size} x {training.sequence_length} tokens "
             f"in {self.folder.path}"
         )
         if (zlib_bits := self.stores[0].zlib_bits_per_byte) is not None:

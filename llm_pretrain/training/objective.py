@@ -45,6 +45,13 @@ class StepCounts:
         return cls(int(total[0]), total[1:])
 
 
+def loss_sums(output: DecoderOutput) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Sums over loss tokens of cross-entropy, z-loss, auxiliary loss and router z-loss, each 0-dim."""
+    sums = output.loss_sum, output.z_loss_sum, output.aux_loss_sum, output.router_z_loss_sum
+    assert all(each is not None for each in sums), "the forward pass had no labels"
+    return sums  # type: ignore[return-value]  # the line above
+
+
 class Objective:
     """The objective of one micro batch.
 
@@ -66,13 +73,13 @@ class Objective:
 
     def __call__(self, output: DecoderOutput, num_loss_tokens: int) -> Tensor:
         """The scaled objective of a micro batch, 0-dim; `num_loss_tokens` is N, over all ranks."""
-        total = output.loss_sum
+        total, z_loss, aux_loss, router_z_loss = loss_sums(output)
         if self.z_loss_coef:
-            total = total + self.z_loss_coef * output.z_loss_sum
+            total = total + self.z_loss_coef * z_loss
         if self.is_moe and self.router_aux_loss_coef:
-            total = total + self.router_aux_loss_coef * output.aux_loss_sum
+            total = total + self.router_aux_loss_coef * aux_loss
         if self.is_moe and self.router_z_loss_coef:
-            total = total + self.router_z_loss_coef * output.router_z_loss_sum
+            total = total + self.router_z_loss_coef * router_z_loss
         return total * (self.micro_batches_per_step / num_loss_tokens)
 
 
@@ -87,9 +94,7 @@ class StepSums:
 
     def add(self, output: DecoderOutput) -> None:
         """Add one micro batch's sums; stays on the device."""
-        losses = torch.stack(
-            [output.loss_sum, output.z_loss_sum, output.aux_loss_sum, output.router_z_loss_sum]
-        )
+        losses = torch.stack(loss_sums(output))
         parts = torch.cat(
             [
                 losses.detach().double(),

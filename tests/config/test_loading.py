@@ -224,6 +224,8 @@ def test_help_documents_every_setting_and_offers_no_other(capsys):
     offered = {word for line in text.splitlines() for word in line.split()[:1] if line.startswith("  --")}
     settings = {f"--{section}.{field}" for section, fields in to_dict(Config()).items() for field in fields}
     assert offered == settings | {"--config", "--print_config"}
+    assert "--data.sources+" not in text
+    assert "  --data.sources '[{store: FOLDER, weight: 1}, ...]'\n" in text
     for part in ("Peak learning rate.", "(type: float, default: 0.001)", "later file wins"):
         assert part in text
 

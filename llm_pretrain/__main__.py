@@ -1,0 +1,74 @@
+"""`llm-pretrain COMMAND`: finds the command's module, runs it, and turns errors into one line and a code.
+
+Only the command that runs is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from importlib import import_module
+
+from llm_pretrain import __version__
+from llm_pretrain.errors import PretrainError
+
+COMMANDS = {
+    "tokenizer": "train a tokenizer on jsonl or text files",
+    "prepare": "tokenise jsonl or text files into a token store",
+    "generate": "continue a prompt with trained weights",
+}
+"""Module of `llm_pretrain.commands` and its line of help."""
+
+_EXIT_USAGE = 2
+_EXIT_INTERRUPTED = 130
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one command; returns its exit code."""
+    arguments = sys.argv[1:] if argv is None else argv
+    if arguments[:1] == ["--version"]:
+        print(__version__)
+        return 0
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_usage())
+        return 0 if arguments else _EXIT_USAGE
+    name, *rest = arguments
+    if name not in COMMANDS:
+        known = ", ".join(COMMANDS)
+        print(
+            f"llm-pretrain: expected a command ({known}), found {name!r}; see llm-pretrain --help",
+            file=sys.stderr,
+        )
+        return _EXIT_USAGE
+    try:
+        command = import_module(f"llm_pretrain.commands.{name}")
+        parser = argparse.ArgumentParser(prog=f"llm-pretrain {name}", description=command.HELP)
+        command.add_arguments(parser)
+        return command.run(parser.parse_args(rest))
+    except PretrainError as error:
+        print(f"llm-pretrain {name}: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return _EXIT_INTERRUPTED
+
+
+def _usage() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {text}" for name, text in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: llm-pretrain COMMAND …",
+            "",
+            "commands:",
+            *lines,
+            "",
+            "examples:",
+            "  llm-pretrain tokenizer --input stdlib --vocab_size 6400 --output data/stdlib-tokenizer",
+            "  llm-pretrain prepare --input stdlib --tokenizer data/stdlib-tokenizer --output data/stdlib",
+            "  llm-pretrain COMMAND --help",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

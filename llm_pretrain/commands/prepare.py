@@ -1,0 +1,96 @@
+"""`llm-pretrain prepare`: tokenises a corpus into a token store to train on."""
+
+from __future__ import annotations
+
+import argparse
+
+HELP = "tokenise jsonl or text files into a token store"
+
+_EXAMPLES = """a jsonl record is one of:
+  {"text": "…"}                                   every token is trained on
+  {"prompt": "…", "completion": "…"}              only the completion is trained on
+  {"input_ids": [5, 9, 2], "loss_mask": [0, 1, 1]}  stored as it is
+
+examples:
+  llm-pretrain prepare --input stdlib --tokenizer data/stdlib-tokenizer --output data/stdlib
+  llm-pretrain prepare --input corpus.jsonl notes/ --tokenizer data/tokenizer --output data/corpus
+  llm-pretrain prepare --input big.jsonl --tokenizer qwen3/ --output data/big --validation_fraction 0.001
+  llm-pretrain prepare --input scraped.jsonl --tokenizer data/tokenizer --output data/scraped --on_error skip
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's options to `parser`."""
+    parser.epilog = _EXAMPLES
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.description = (
+        "Tokenises a corpus on all cores, and splits it into train and validation by document hash."
+    )
+    parser.add_argument(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help=".jsonl and text files, folders of them, or `stdlib`: the Python standard library's source",
+    )
+    parser.add_argument(
+        "--tokenizer", required=True, metavar="FOLDER", help="any Hugging Face tokenizer folder"
+    )
+    parser.add_argument("--output", required=True, metavar="STORE", help="folder of the token store to write")
+    parser.add_argument(
+        "--validation_fraction",
+        type=float,
+        default=0.01,
+        metavar="F",
+        help="share of the documents that is kept for validation (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--on_error",
+        choices=["skip", "fail"],
+        default="fail",
+        help="a bad record is counted and left out, or stops with file and line (default: %(default)s)",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace a store that is already there")
+    parser.add_argument(
+        "--workers", type=int, metavar="N", help="processes that tokenise (default: all cores)"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prepares the store, with a progress bar on a terminal, and says what is in it."""
+    import time
+
+    from tqdm import tqdm
+
+    from llm_pretrain.data.prepare import Preparation, input_bytes, prepare_store
+
+    started = time.perf_counter()
+    with tqdm(
+        total=input_bytes(arguments.input), unit="B", unit_scale=True, disable=None, leave=False
+    ) as bar:
+        store = prepare_store(
+            Preparation(
+                arguments.input,
+                arguments.tokenizer,
+                arguments.output,
+                validation_fraction=arguments.validation_fraction,
+                on_error=arguments.on_error,
+                overwrite=arguments.overwrite,
+                workers=arguments.workers,
+                progress=bar.update,
+            )
+        )
+    print(f"store      {arguments.output} in {time.perf_counter() - started:.1f} s")
+    for name in ("train", "validation"):
+        split = store.facts["splits"][name]
+        print(
+            f"{name:<10} {split['documents']:,} documents, {split['tokens']:,} tokens, "
+            f"{split['targets']:,} trained on, {split['text_bytes']:,} bytes"
+        )
+    if store.zlib_bits_per_byte is not None:
+        print(f"zlib -9    {store.zlib_bits_per_byte:.3f} bits per byte of the validation text")
+    for cause, count in sorted(store.facts["skipped"].items()):
+        print(f"left out   {count:,} × {cause}")
+    if altered := store.facts["altered_documents"]:
+        print(f"warning    {altered:,} documents: this tokenizer does not give back their text exactly")
+    return 0
