@@ -11,12 +11,15 @@ class PretrainError(Exception):
     """Base of all errors that are shown as one line."""
 
     exit_code = 1
+    shared = False
+    """Whether every rank raised this same error, so that one of them is enough to print it."""
 
 
 class ConfigError(PretrainError):
     """Usage or configuration; `problems` lists every one that was found."""
 
     exit_code = 2
+    shared = True
 
     def __init__(self, *problems: str):
         self.problems = problems

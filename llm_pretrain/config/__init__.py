@@ -1,6 +1,8 @@
 """The configuration tree, its loading and its validation. Knows no other part of the package."""
 
+from llm_pretrain.config.loading import dump_yaml, from_dict, load_config, resolve_model, to_dict
 from llm_pretrain.config.tree import (
+    VOCAB_MULTIPLE,
     CheckpointConfig,
     Config,
     DataConfig,
@@ -14,8 +16,10 @@ from llm_pretrain.config.tree import (
     SourceConfig,
     TrainingConfig,
 )
+from llm_pretrain.config.validation import validate
 
 __all__ = [
+    "VOCAB_MULTIPLE",
     "CheckpointConfig",
     "Config",
     "DataConfig",
@@ -28,4 +32,10 @@ __all__ = [
     "ScheduleConfig",
     "SourceConfig",
     "TrainingConfig",
+    "dump_yaml",
+    "from_dict",
+    "load_config",
+    "resolve_model",
+    "to_dict",
+    "validate",
 ]

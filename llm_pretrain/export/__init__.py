@@ -1,0 +1,20 @@
+"""Weights and configs in the formats of other libraries, in both directions."""
+
+from llm_pretrain.export.config_json import (
+    NATIVE_MODEL_TYPE,
+    huggingface_config,
+    model_config_from_huggingface,
+    native_config,
+)
+from llm_pretrain.export.huggingface import from_huggingface, load_pretrained, read_config, to_huggingface
+
+__all__ = [
+    "NATIVE_MODEL_TYPE",
+    "from_huggingface",
+    "huggingface_config",
+    "load_pretrained",
+    "model_config_from_huggingface",
+    "native_config",
+    "read_config",
+    "to_huggingface",
+]

@@ -1,0 +1,18 @@
+"""The decoder, dense or mixture of experts: its forward pass, initial weights and sizes."""
+
+from llm_pretrain.model.decoder import Decoder, DecoderOutput
+from llm_pretrain.model.initialization import initialize_weights
+from llm_pretrain.model.loss_head import IGNORE_INDEX
+from llm_pretrain.model.router import update_router_bias
+from llm_pretrain.model.sizes import ParameterCounts, count_parameters, flops_per_token
+
+__all__ = [
+    "IGNORE_INDEX",
+    "Decoder",
+    "DecoderOutput",
+    "ParameterCounts",
+    "count_parameters",
+    "flops_per_token",
+    "initialize_weights",
+    "update_router_bias",
+]

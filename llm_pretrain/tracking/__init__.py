@@ -1,0 +1,15 @@
+"""What a run tells about itself: metrics.jsonl, the console, trackers, the hardware's peak."""
+
+from llm_pretrain.tracking.console import Console
+from llm_pretrain.tracking.hardware import device_peak_flops, memory_bytes
+from llm_pretrain.tracking.metrics import MetricsWriter, read_metrics
+from llm_pretrain.tracking.trackers import Trackers
+
+__all__ = [
+    "Console",
+    "MetricsWriter",
+    "Trackers",
+    "device_peak_flops",
+    "memory_bytes",
+    "read_metrics",
+]

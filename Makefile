@@ -1,0 +1,60 @@
+# `make pretrain` and `make test` need Python >= 3.11, pip and a C compiler; nothing else.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STORE ?= data/stores/stdlib
+TOKENIZER ?= data/tokenizers/stdlib
+CONFIG ?= configs/quickstart.yaml
+RUN ?= runs/quickstart
+# Processes of `make pretrain`: one per GPU, or two on a machine without one.
+NPROC ?= $(shell $(BIN)/python -c "import torch; print(torch.cuda.device_count() or 2)" 2>/dev/null)
+
+.PHONY: help setup pretrain store test test-slow lint bench clean
+
+help:  ## What can be made
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 14
+
+# Where a GPU answers, torch comes from the package index with its CUDA libraries; elsewhere the same
+# version's CPU build serves. Both are pinned in constraints.txt.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[test]"
+	touch $@
+
+setup: $(VENV)/.installed  ## Make .venv with everything
+
+$(TOKENIZER)/tokenizer.json: | $(VENV)/.installed
+	$(BIN)/llm-pretrain tokenizer --input stdlib --vocab_size 4096 --output $(TOKENIZER)
+
+$(STORE)/store.json: $(TOKENIZER)/tokenizer.json
+	$(BIN)/llm-pretrain prepare --input stdlib --tokenizer $(TOKENIZER) --output $(STORE) --overwrite
+
+store: $(STORE)/store.json  ## Tokenizer and token store of the embedded corpus
+
+pretrain: $(STORE)/store.json  ## Pretrain a small mixture of experts on the embedded corpus
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node $(NPROC) train_pretrain.py --config $(CONFIG)
+	@echo; echo "A sample:"
+	@$(BIN)/llm-pretrain generate $(RUN)/weights --prompt "def " --max_new_tokens 64 --temperature 0.8
+	@echo
+	@echo "The run is in $(RUN). Try next:"
+	@echo "  $(BIN)/llm-pretrain generate $(RUN)/weights --prompt 'import '"
+	@echo "  $(BIN)/torchrun --nproc_per_node $(NPROC) train_pretrain.py --config $(CONFIG) --training.max_steps 1000"
+	@echo "  $(BIN)/accelerate launch --config_file configs/accelerate/cpu2.yaml \\"
+	@echo "      train_pretrain_accelerate.py --config $(CONFIG) --run.name quickstart-accelerate"
+
+test: $(VENV)/.installed  ## The test suite, without what takes minutes
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow"
+
+test-slow: $(VENV)/.installed  ## What takes minutes
+	$(BIN)/python -m pytest -m slow
+
+lint: $(VENV)/.installed  ## Lint, format check, types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+clean:  ## Remove the environment and everything generated
+	rm -rf $(VENV) runs data/stores data/tokenizers build *.egg-info

@@ -1,0 +1,143 @@
+"""Folders named `step-00000100` that appear whole or not at all, and how old ones go.
+
+Shared by checkpoints and exported weights. Knows nothing of what stands inside them.
+
+Names beside the committed ones, all ignored by readers, with one exception:
+`.step-N.tmp-UUID` is being written, `.step-N.old-UUID` is being deleted, and `.step-N.replaced-UUID`
+made room for a new `step-N`: as long as that one does not exist, it still counts as step N.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Collection
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+_COMMITTED = re.compile(r"step-(\d{8,})")
+_REPLACED = re.compile(r"\.step-(\d{8,})\.replaced-[0-9a-f]+")
+_TEMPORARY = re.compile(r"\.step-\d{8,}\.(?:tmp|old)-[0-9a-f]+")
+
+MINIMUM_KEPT = 2
+"""Retention never goes below this: the newest may turn out to be damaged."""
+
+
+def folder_name(step: int) -> str:
+    """Name of a committed folder."""
+    return f"step-{step:08d}"
+
+
+def temporary_folder(parent: Path, step: int, token: str) -> Path:
+    """Where step `step` is written before it is committed; `token` is the same on all ranks."""
+    return parent / f".{folder_name(step)}.tmp-{token}"
+
+
+def committed_folders(parent: Path) -> dict[int, Path]:
+    """Step → committed folder, in ascending order of steps. Links and foreign names do not count.
+
+    Raises:
+        OSError: the parent exists and cannot be listed.
+    """
+    committed: dict[int, Path] = {}
+    replaced: dict[int, Path] = {}
+    if parent.is_dir():
+        for entry in os.scandir(parent):
+            if not entry.is_dir(follow_symlinks=False):
+                continue
+            if (match := _COMMITTED.fullmatch(entry.name)) and entry.name == folder_name(int(match[1])):
+                committed[int(match[1])] = Path(entry.path)
+            elif match := _REPLACED.fullmatch(entry.name):
+                replaced[int(match[1])] = Path(entry.path)
+    return dict(sorted({**replaced, **committed}.items()))
+
+
+def make_parent(parent: Path) -> None:
+    """Create `parent` durably."""
+    if not parent.is_dir():
+        parent.mkdir(parents=True, exist_ok=True)
+        fsync_folder(parent.parent)
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make the folder's entries survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if (
+            error.errno != errno.EINVAL
+        ):  # some network file systems cannot sync a folder, and say so like this
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def fsync_file(file: Path) -> None:
+    """Make the file's content survive a power cut."""
+    with file.open("rb") as stream:
+        os.fsync(stream.fileno())
+
+
+def commit_folder(temporary: Path, step: int) -> Path:
+    """Give a completely written temporary folder its final name, by one rename.
+
+    Where the name is taken (the run fell back to an older step and comes past again), the old folder
+    moves aside first and is deleted last, so that at every moment one of the two counts as step `step`.
+    """
+    target = temporary.parent / folder_name(step)
+    fsync_folder(temporary)
+    replaced = None
+    if os.path.lexists(target):
+        replaced = target.parent / f".{target.name}.replaced-{uuid.uuid4().hex}"
+        os.rename(target, replaced)
+    os.rename(temporary, target)
+    fsync_folder(target.parent)
+    if replaced is not None:
+        discard(replaced)
+    return target
+
+
+def discard(path: Path) -> None:
+    """Delete as much of `path` as can be deleted; what stays is cleaned up by a later save."""
+    if path.is_symlink() or path.is_file():
+        path.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def clean(parent: Path) -> None:
+    """Finish what earlier attempts left: undo an interrupted replacement, delete temporary folders."""
+    committed = committed_folders(parent)
+    for step, path in committed.items():
+        if path.name != folder_name(step):
+            os.rename(path, parent / folder_name(step))
+    for entry in list(os.scandir(parent)):
+        if _TEMPORARY.fullmatch(entry.name) or _REPLACED.fullmatch(entry.name):
+            discard(Path(entry.path))
+
+
+def prune(parent: Path, *, newest: int, keep_last: int, unsound: Collection[int] = ()) -> None:
+    """Delete old folders, by renaming first; failures are logged, since the new one is already safe.
+
+    Of the folders up to step `newest` (the one just committed), the last `keep_last` stay, at least two,
+    not counting those known to be `unsound`. Later ones belong to an attempt that this run has not
+    caught up with; they are left alone until it has.
+    """
+    steps = [step for step in reversed(committed_folders(parent)) if step <= newest]
+    kept = [step for step in steps if step not in unsound][: max(MINIMUM_KEPT, keep_last)]
+    for step in steps:
+        if step in kept:
+            continue
+        retired = parent / f".{folder_name(step)}.old-{uuid.uuid4().hex}"
+        try:
+            os.rename(parent / folder_name(step), retired)
+        except OSError as error:
+            logger.warning("%s could not be deleted: %s", parent / folder_name(step), error)
+        else:
+            discard(retired)

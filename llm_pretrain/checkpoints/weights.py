@@ -1,0 +1,121 @@
+"""Half-precision weights for everybody else: a folder that transformers opens without custom code.
+
+Not a resume source: it has no optimizer state, and half precision has lost bits. Called by rank 0 only.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import uuid
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from llm_pretrain import export
+from llm_pretrain.checkpoints import folders, state
+from llm_pretrain.config import ModelConfig
+from llm_pretrain.errors import CheckpointError, ConfigError
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_TOKENIZER_SUFFIXES = {".json", ".model", ".txt", ".jinja", ".tiktoken"}
+_OWN_FILES = {"config.json", "generation_config.json", "model.safetensors.index.json"}
+
+
+def save_weights(
+    folder: Path,
+    step: int,
+    model: nn.Module,
+    config: ModelConfig,
+    *,
+    dtype: str,
+    tokenizer_folder: Path,
+    token_ids: dict[str, int | None],
+    keep_last: int,
+    sequence_length: int,
+) -> Path:
+    """Write `folder/step-00000100/` whole or not at all, then prune older ones; returns its path.
+
+    A model that no known architecture describes is written all the same, with `model_type`
+    `llm_pretrain` and our own field names in its config.json, and a warning names the field.
+
+    Args:
+        folder: The run's `weights/`.
+        step: Optimizer steps taken.
+        model: The decoder, plain or wrapped.
+        config: Its shape, with a resolved `vocab_size`.
+        dtype: `bf16` or `fp16`.
+        tokenizer_folder: Its tokenizer files are copied.
+        token_ids: `bos_token_id`, `eos_token_id`, `pad_token_id`; None where there is none.
+        keep_last: Exports to keep; at least 2 are kept.
+        sequence_length: Longest text the model was trained on; generation stops there by default.
+
+    Raises:
+        CheckpointError: a value does not fit `dtype`, or writing failed; earlier exports are as they were.
+    """
+    temporary = folders.temporary_folder(folder, step, uuid.uuid4().hex)
+    try:
+        folders.make_parent(folder)
+        folders.clean(folder)
+        temporary.mkdir()
+        _write_model(temporary, state.raw_module(model), config, dtype, token_ids)
+        _write_json(temporary / "generation_config.json", _generation_config(token_ids, sequence_length))
+        _copy_tokenizer(tokenizer_folder, temporary)
+        path = folders.commit_folder(temporary, step)
+    except OSError as error:
+        folders.discard(temporary)
+        text = " ".join(str(error).split())
+        raise CheckpointError(f"{folder}: writing weights of step {step} failed: {text}") from error
+    except Exception:
+        folders.discard(temporary)
+        raise
+    folders.prune(folder, newest=step, keep_last=keep_last)
+    return path
+
+
+def _write_model(
+    folder: Path, model: nn.Module, config: ModelConfig, dtype: str, token_ids: dict[str, int | None]
+) -> None:
+    bos, eos, pad = (token_ids.get(f"{name}_token_id") for name in ("bos", "eos", "pad"))
+    arguments: dict[str, Any] = {
+        "bos_token_id": bos,
+        "eos_token_id": eos,
+        "pad_token_id": pad,
+        "dtype": dtype,
+    }
+    try:
+        content = export.huggingface_config(config, **arguments)
+    except ConfigError as error:
+        logger.warning("these weights open with llm_pretrain only: %s", error)
+        content = export.native_config(config, **arguments)
+    tensors = export.to_huggingface(model.state_dict(), config, _DTYPES[dtype])
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    folders.fsync_file(folder / "model.safetensors")
+    _write_json(folder / "config.json", content)
+
+
+def _generation_config(token_ids: dict[str, int | None], sequence_length: int) -> dict[str, Any]:
+    known = {name: value for name, value in token_ids.items() if value is not None}
+    return {**known, "do_sample": True, "max_length": sequence_length}
+
+
+def _copy_tokenizer(source: Path, target: Path) -> None:
+    for file in sorted(Path(source).iterdir()):
+        if file.suffix in _TOKENIZER_SUFFIXES and file.name not in _OWN_FILES and file.is_file():
+            shutil.copyfile(file, target / file.name)
+            folders.fsync_file(target / file.name)
+
+
+def _write_json(file: Path, content: dict[str, Any]) -> None:
+    with file.open("w", encoding="utf-8") as stream:
+        json.dump(content, stream, indent=2)
+        stream.write("\n")
+        stream.flush()
+        os.fsync(stream.fileno())

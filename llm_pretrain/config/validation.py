@@ -1,0 +1,219 @@
+"""Contradictions and impossible values in a well-typed configuration, all of them, by field name.
+
+Knows the meaning of the fields and the number of processes; not where a value came from, and nothing
+of the machine except whether the paths that a field names can be used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from llm_pretrain.config.tree import Config
+
+_POSITIVE = (
+    *("model.vocab_size", "model.hidden_size", "model.intermediate_size", "model.num_hidden_layers"),
+    *("model.num_attention_heads", "model.num_key_value_heads", "model.head_dim"),
+    *("model.max_position_embeddings", "model.rms_norm_eps", "model.initializer_range", "model.rope_theta"),
+    *("model.num_experts_per_tok", "model.moe_intermediate_size", "model.decoder_sparse_step"),
+    *("optimizer.learning_rate", "optimizer.adam_epsilon", "schedule.decay_steps"),
+    *("training.sequence_length", "training.micro_batch_size", "training.global_batch_size"),
+    *("training.max_steps", "training.max_skipped_steps", "evaluation.max_batches"),
+    *("logging.logging_steps", "distributed.cpu_threads", "distributed.timeout_seconds"),
+)
+_NOT_NEGATIVE = (
+    *("run.seed", "data.seed", "data.num_workers", "model.num_experts", "model.first_k_dense_replace"),
+    *("model.router_aux_loss_coef", "model.router_z_loss_coef", "model.router_bias_update_rate"),
+    *("optimizer.weight_decay", "schedule.warmup_steps", "schedule.min_learning_rate"),
+    *("training.max_grad_norm", "training.z_loss_coef", "checkpoint.save_steps", "evaluation.eval_steps"),
+)
+_BELOW_ONE = (
+    *("model.attention_dropout", "model.hidden_dropout"),
+    *("optimizer.adam_beta1", "optimizer.adam_beta2"),
+)
+
+
+def validate(config: Config, world_size: int = 1, *, needs_data: bool = True) -> list[str]:
+    """Every contradiction in `config`, one line each, the field's name first; empty when there is none.
+
+    Args:
+        config: A configuration whose fields have their types.
+        world_size: Number of processes of the run.
+        needs_data: Whether `data.sources` must name a store.
+    """
+    alone = [*_ranges(config), *_names(config), *_sources(config, needs_data)]
+    wrong = {line.partition(":")[0] for line in alone}
+    relations = [*_model(config), *_batch(config, world_size), *_schedule(config)]
+    # a relation to a value that is impossible anyway says nothing new, and may not be computable
+    return alone + [text for names, text in relations if not wrong.intersection(names)]
+
+
+def _ranges(config: Config) -> Iterator[str]:
+    """Fields whose own value is impossible."""
+    for section in dataclasses.fields(config):
+        for field in dataclasses.fields(getattr(config, section.name)):
+            name = f"{section.name}.{field.name}"
+            value = getattr(getattr(config, section.name), field.name)
+            if not isinstance(value, int | float):
+                continue
+            if isinstance(value, float) and not math.isfinite(value):
+                yield f"{name}: expected a finite number, found {value}"
+            elif name in _POSITIVE and value <= 0:
+                yield f"{name}: expected more than 0, found {value}"
+            elif name in _NOT_NEGATIVE and value < 0:
+                yield f"{name}: expected 0 or more, found {value}"
+            elif name in _BELOW_ONE and not 0 <= value < 1:
+                yield f"{name}: expected at least 0 and less than 1, found {value}"
+    if config.checkpoint.keep_last < 2:
+        yield (
+            f"checkpoint.keep_last: expected 2 or more, found {config.checkpoint.keep_last}; the last but "
+            "one is what a run falls back to when the last is damaged"
+        )
+
+
+def _names(config: Config) -> Iterator[str]:
+    """Names and paths."""
+    name, output_dir, resume = config.run.name, config.run.output_dir, config.checkpoint.resume
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}", name):
+        yield (
+            "run.name: expected at most 128 letters, digits, `.`, `_` and `-`, the first no `.` or `-`, "
+            f"found {name!r}"
+        )
+    if output_dir is not None and not output_dir.strip():
+        yield f"run.output_dir: expected a folder, found {output_dir!r}"
+    elif output_dir is not None and _is_other_than_folder(output_dir):
+        yield f"run.output_dir: expected a folder, found another thing at {output_dir!r}"
+    if resume not in ("auto", "never") and not _is_folder(resume):
+        yield f"checkpoint.resume: expected auto, never or a checkpoint's folder, found {resume!r}"
+    project = config.logging.wandb_project
+    if not re.fullmatch(r"[^/\\#?%:\s][^/\\#?%:\n]{0,127}", project):
+        yield f"logging.wandb_project: expected at most 128 characters, none of /\\#?%:, found {project!r}"
+
+
+def _is_folder(path: str) -> bool:
+    try:
+        return bool(path) and Path(path).is_dir()
+    except (OSError, ValueError):
+        return False
+
+
+def _is_other_than_folder(path: str) -> bool:
+    try:
+        return Path(path).exists() and not Path(path).is_dir()
+    except (OSError, ValueError):
+        return False
+
+
+def _sources(config: Config, needs_data: bool) -> Iterator[str]:
+    if needs_data and not config.data.sources:
+        yield (
+            "data.sources: expected at least one token store, found none; make one with "
+            "`llm-pretrain prepare`, then --data.sources '[{store: FOLDER}]'"
+        )
+    for index, source in enumerate(config.data.sources):
+        if not source.store.strip():
+            yield f"data.sources[{index}].store: expected a folder, found {source.store!r}"
+        if not (math.isfinite(source.weight) and source.weight > 0):
+            yield f"data.sources[{index}].weight: expected a number above 0, found {source.weight}"
+
+
+Relation = tuple[tuple[str, ...], str]
+"""The fields that a contradiction is about, and its line."""
+
+
+def _model(config: Config) -> Iterator[Relation]:
+    model = config.model
+    heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
+    names = ("model.num_attention_heads", "model.num_key_value_heads")
+    if kv_heads == 0 or heads % kv_heads:
+        yield names, f"{names[0]}: expected a multiple of {names[1]} = {kv_heads}, found {heads}"
+    names = ("model.hidden_size", "model.num_attention_heads")
+    if model.head_dim is None and (heads == 0 or model.hidden_size % heads):
+        yield (
+            names,
+            f"{names[0]}: expected a multiple of {names[1]} = {heads} where model.head_dim is not "
+            f"set, found {model.hidden_size}",
+        )
+    elif (head_dim := model.head_dim or model.hidden_size // heads) % 2:
+        names = ("model.head_dim", *names)
+        yield (
+            names,
+            f"{names[0]}: expected an even width for rotary positions, found {head_dim}"
+            + ("" if model.head_dim else f" = {names[1]} / {names[2]}"),
+        )
+    names = ("training.sequence_length", "model.max_position_embeddings")
+    if config.training.sequence_length > model.max_position_embeddings:
+        yield (
+            names,
+            f"{names[0]}: expected at most {names[1]} = {model.max_position_embeddings}, "
+            f"found {config.training.sequence_length}",
+        )
+    if model.num_experts:
+        yield from _experts(config)
+
+
+def _experts(config: Config) -> Iterator[Relation]:
+    model = config.model
+    names = ("model.num_experts_per_tok", "model.num_experts")
+    if model.num_experts_per_tok > model.num_experts:
+        yield (
+            names,
+            f"{names[0]}: expected at most {names[1]} = {model.num_experts}, "
+            f"found {model.num_experts_per_tok}",
+        )
+    layers, dense, every = model.num_hidden_layers, model.first_k_dense_replace, model.decoder_sparse_step
+    names = ("model.first_k_dense_replace", "model.num_hidden_layers")
+    if dense > layers:
+        yield names, f"{names[0]}: expected at most {names[1]} = {layers}, found {dense}"
+        return
+    names = ("model.num_experts", *names, "model.decoder_sparse_step")
+    if every > 0 and layers // every * every <= dense:
+        yield (
+            names,
+            f"{names[0]}: expected a layer that routes to the {model.num_experts} experts, found none with "
+            f"{names[2]} = {layers}, {names[1]} = {dense}, {names[3]} = {every}",
+        )
+
+
+def _batch(config: Config, world_size: int) -> Iterator[Relation]:
+    micro, total = config.training.micro_batch_size, config.training.global_batch_size
+    names = ("training.global_batch_size", "training.micro_batch_size")
+    unit = micro * world_size
+    if unit > 0 and total % unit == 0:
+        return
+    below = max(total // unit, 0) * unit if unit > 0 else 0
+    sizes = " or ".join(str(size) for size in (below, below + unit) if size > 0)
+    advice = f"{names[0]} {sizes} would work"
+    if total % world_size == 0:
+        each = total // world_size
+        fits = [size for size in range(1, min(each, 4096) + 1) if each % size == 0]
+        near = sorted(sorted(fits, key=lambda size: abs(size - micro))[:5])
+        advice += f", or {names[1]} " + " or ".join(str(size) for size in near)
+    else:
+        advice += f"; no {names[1]} works with {total} on {world_size} processes"
+    yield (
+        names,
+        f"{names[0]}: expected a multiple of {names[1]} * world size = {micro} * {world_size} = {unit}, "
+        f"found {total}; {advice}",
+    )
+
+
+def _schedule(config: Config) -> Iterator[Relation]:
+    schedule, peak, steps = config.schedule, config.optimizer.learning_rate, config.training.max_steps
+    names = ("schedule.warmup_steps", "training.max_steps")
+    if schedule.warmup_steps > steps:
+        yield names, f"{names[0]}: expected at most {names[1]} = {steps}, found {schedule.warmup_steps}"
+    names = ("schedule.min_learning_rate", "optimizer.learning_rate")
+    if schedule.min_learning_rate > peak:
+        yield names, f"{names[0]}: expected at most {names[1]} = {peak}, found {schedule.min_learning_rate}"
+    names = ("schedule.decay_steps", "schedule.warmup_steps", "training.max_steps")
+    rest = steps - schedule.warmup_steps
+    if schedule.name == "wsd" and schedule.decay_steps is not None and schedule.decay_steps > rest >= 0:
+        yield (
+            names,
+            f"{names[0]}: expected at most {names[2]} - {names[1]} = {rest} for the wsd schedule, "
+            f"found {schedule.decay_steps}",
+        )

@@ -1,0 +1,117 @@
+"""Causal grouped-query attention that never crosses a document inside a packed sequence.
+
+One scaled-dot-product call per document piece on a CPU, a mask made on the device elsewhere (so that a
+step never waits for it). Which kernel runs never changes the result beyond rounding. No cache: this is
+for training.
+
+Shapes: B sequences, S positions, T = B*S, N query heads, M key and value heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from llm_pretrain.config import ModelConfig
+from llm_pretrain.model.layers import Linear, RMSNorm, apply_rotary
+
+
+class DocumentLayout(NamedTuple):
+    """Where documents lie in a batch, worked out once per forward for all layers.
+
+    Both None: every row is one document, plain causal attention. `lengths`: the pieces' lengths along the
+    flattened batch, rows in order, no piece across two rows (CPU). `mask` [B, 1, S, S] bool: who may be
+    attended to (other devices).
+    """
+
+    lengths: list[int] | None = None
+    mask: Tensor | None = None
+
+
+def document_layout(document_ids: Tensor | None) -> DocumentLayout:
+    """The layout of `document_ids` [B, S], constant within a document; None means one document per row."""
+    if document_ids is None:
+        return DocumentLayout()
+    rows, columns = document_ids.shape
+    if document_ids.device.type != "cpu":
+        same = document_ids[:, None, :, None] == document_ids[:, None, None, :]
+        causal = torch.ones(columns, columns, dtype=torch.bool, device=document_ids.device).tril()
+        return DocumentLayout(mask=same & causal)
+    starts = torch.ones(rows, columns, dtype=torch.bool)
+    starts[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
+    edges = [*starts.flatten().nonzero().flatten().tolist(), rows * columns]
+    if len(edges) - 1 == rows:
+        return DocumentLayout()
+    return DocumentLayout(lengths=[stop - start for start, stop in itertools.pairwise(edges)])
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
+    """Scaled dot-product attention of [B, S, heads, D] tensors, causal unless a mask is given."""
+    query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    groups = query.shape[1] // key.shape[1]
+    if mask is not None and groups > 1:
+        # CUDA's memory-efficient kernel, the one that takes a mask, knows no grouped heads.
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        groups = 1
+    out = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, enable_gqa=groups > 1
+    )
+    return out.transpose(1, 2)
+
+
+def document_attention(
+    query: Tensor, key: Tensor, value: Tensor, layout: DocumentLayout, dropout: float
+) -> Tensor:
+    """Causal attention within documents.
+
+    Args:
+        query: [B, S, N, D].
+        key: [B, S, M, D]; M divides N.
+        value: [B, S, M, D].
+        layout: From `document_layout`.
+        dropout: Probability of dropping an attention weight; 0 outside training.
+
+    Returns:
+        [B, S, N, D].
+    """
+    if layout.lengths is None:
+        return _attend(query, key, value, layout.mask, dropout)
+    # `split`, not slices: its backward is one concatenation, a slice's is a full-size tensor each.
+    pieces = zip(*(x.flatten(0, 1).split(layout.lengths) for x in (query, key, value)), strict=True)
+    out = [_attend(q[None], k[None], v[None], None, dropout)[0] for q, k, v in pieces]
+    return torch.cat(out).view(query.shape)
+
+
+class Attention(nn.Module):
+    """Self-attention with rotary positions and, where configured, RMSNorm on each head's query and key."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.head_dim = config.attention_head_dim
+        self.dropout = config.attention_dropout
+        query_size = config.num_attention_heads * self.head_dim
+        key_size = config.num_key_value_heads * self.head_dim
+        self.q_proj = Linear(config.hidden_size, query_size)
+        self.k_proj = Linear(config.hidden_size, key_size)
+        self.v_proj = Linear(config.hidden_size, key_size)
+        self.o_proj = Linear(query_size, config.hidden_size)
+        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
+
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, layout: DocumentLayout) -> Tensor:
+        """[B, S, H] to [B, S, H]; `cos` and `sin` from `rotary_tables`."""
+        shape = (*hidden.shape[:-1], -1, self.head_dim)
+        query = self.q_proj(hidden).view(shape)
+        key = self.k_proj(hidden).view(shape)
+        value = self.v_proj(hidden).view(shape)
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
+        # Rotated in fp32; the products run in the projections' type, which under autocast is the low one.
+        query = apply_rotary(query, cos, sin).to(value.dtype)
+        key = apply_rotary(key, cos, sin).to(value.dtype)
+        out = document_attention(query, key, value, layout, self.dropout if self.training else 0.0)
+        return self.o_proj(out.flatten(-2))

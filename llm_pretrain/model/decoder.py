@@ -1,0 +1,188 @@
+"""The decoder: embedding, layers, norm and head, with parameter names of transformers' Qwen3 and Qwen3-MoE.
+
+One forward pass of a micro batch. No cache, no sampling, no coefficients and no normalisation of losses.
+
+Shapes: B sequences, S positions, H hidden_size, V vocab_size, E experts.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from llm_pretrain.config import ModelConfig
+from llm_pretrain.model.attention import Attention, DocumentLayout, document_layout
+from llm_pretrain.model.experts import Experts
+from llm_pretrain.model.layers import Embedding, FeedForward, Linear, RMSNorm, rotary_tables
+from llm_pretrain.model.loss_head import IGNORE_INDEX, loss_head
+from llm_pretrain.model.router import Router, RouterSums
+
+
+class DecoderOutput(NamedTuple):
+    """Logits without labels; sums over the tokens whose loss_mask is 1, without coefficients, with them."""
+
+    logits: Tensor | None
+    """[B, S, V]; None with labels."""
+    loss_sum: Tensor | None
+    """Σ m · cross-entropy, 0-dim; None without labels, as the next three."""
+    z_loss_sum: Tensor | None
+    """Σ m · lse(logits)²."""
+    aux_loss_sum: Tensor | None
+    """Σ_i n_i · mean over MoE layers of bal(i, layer); see `balance_sum`."""
+    router_z_loss_sum: Tensor | None
+    """Mean over MoE layers of Σ m · lse(router logits)²."""
+    expert_counts: Tensor
+    """int64 [MoE layers, E]: assignments of the tokens that count; [0, 0] in a dense model."""
+    token_losses: Tensor | None
+    """[B, S] cross-entropy per position, 0 where masked, without gradient."""
+    router_entropy_sum: Tensor
+    """[MoE layers] Σ m · entropy of the router's probabilities, without gradient."""
+
+
+class MoeFeedForward(nn.Module):
+    """Router and experts in the place of a dense SwiGLU."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.gate = Router(config)
+        self.experts = Experts(config)
+
+    def forward(self, hidden: Tensor, mask: Tensor) -> tuple[Tensor, RouterSums]:
+        weights, chosen, sums = self.gate(hidden, mask)
+        return self.experts(hidden.flatten(0, 1), weights, chosen).view_as(hidden), sums
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm attention and feed-forward, each with its residual addition."""
+
+    def __init__(self, config: ModelConfig, layer: int):
+        super().__init__()
+        self.hidden_dropout = config.hidden_dropout
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        if config.is_moe_layer(layer):
+            self.mlp = MoeFeedForward(config)
+        else:
+            self.mlp = FeedForward(config.hidden_size, config.intermediate_size)
+
+    def forward(
+        self, hidden: Tensor, cos: Tensor, sin: Tensor, layout: DocumentLayout, mask: Tensor
+    ) -> tuple[Tensor, RouterSums | None]:
+        """[B, S, H] to [B, S, H], and the router's sums where there is one."""
+        hidden = hidden + self._drop(self.self_attn(self.input_layernorm(hidden), cos, sin, layout))
+        normed = self.post_attention_layernorm(hidden)
+        if isinstance(self.mlp, MoeFeedForward):
+            out, sums = self.mlp(normed, mask)
+        else:
+            out, sums = self.mlp(normed), None
+        return hidden + self._drop(out), sums
+
+    def _drop(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.hidden_dropout) if self.training and self.hidden_dropout else x
+
+
+class DecoderStack(nn.Module):
+    """Everything below the output projection."""
+
+    def __init__(self, config: ModelConfig, activation_checkpointing: bool):
+        super().__init__()
+        if config.vocab_size is None:
+            raise ValueError("model.vocab_size must be resolved before the model is built")
+        self.config = config
+        self.activation_checkpointing = activation_checkpointing
+        self.has_dropout = config.attention_dropout > 0 or config.hidden_dropout > 0
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor | None, document_ids: Tensor | None, mask: Tensor
+    ) -> tuple[Tensor, list[RouterSums]]:
+        hidden = self.embed_tokens(input_ids)
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+        cos, sin = rotary_tables(position_ids, self.config, torch.promote_types(hidden.dtype, torch.float32))
+        shared = (cos, sin, document_layout(document_ids), mask)
+        all_sums: list[RouterSums] = []
+        for layer in self.layers:
+            if self.activation_checkpointing and self.training and torch.is_grad_enabled():
+                hidden, sums = checkpoint(
+                    layer, hidden, *shared, use_reentrant=False, preserve_rng_state=self.has_dropout
+                )
+            else:
+                hidden, sums = layer(hidden, *shared)
+            if sums is not None:
+                all_sums.append(sums)
+        return self.norm(hidden), all_sums
+
+
+class Decoder(nn.Module):
+    """A causal language model. Matrices are zero until `initialize_weights` or `load_state_dict`.
+
+    Args:
+        config: Its shape; `vocab_size` must be set.
+        activation_checkpointing: Recompute each layer in the backward pass of training.
+    """
+
+    def __init__(self, config: ModelConfig, *, activation_checkpointing: bool = False):
+        super().__init__()
+        self.config = config
+        self.model = DecoderStack(config, activation_checkpointing)
+        self.lm_head = Linear(config.hidden_size, self.model.embed_tokens.num_embeddings)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        loss_mask: Tensor | None = None,
+    ) -> DecoderOutput:
+        """Run one micro batch.
+
+        Args:
+            input_ids: int64 [B, S].
+            position_ids: int64 [B, S]. Default: 0 to S - 1 in every row.
+            document_ids: int64 [B, S], constant within a document, never falling along a row; padding is
+                a document of its own. Default: each row is one document.
+            labels: int64 [B, S], already shifted, IGNORE_INDEX where the mask is 0.
+            loss_mask: bool [B, S]. Default: where labels are not IGNORE_INDEX, or everywhere.
+        """
+        if loss_mask is None:
+            loss_mask = (
+                torch.ones_like(input_ids, dtype=torch.bool) if labels is None else labels != IGNORE_INDEX
+            )
+        hidden, router_sums = self.model(input_ids, position_ids, document_ids, loss_mask)
+        counts, entropy = _per_layer(router_sums, hidden)
+        if labels is None:
+            return DecoderOutput(self.lm_head(hidden), None, None, None, None, counts, None, entropy)
+        sums = loss_head(hidden, self.lm_head.weight, labels, loss_mask)
+        aux_loss, router_z_loss = sums.loss.new_zeros(()), sums.loss.new_zeros(())
+        if router_sums:
+            aux_loss = torch.stack([layer.aux_loss for layer in router_sums]).mean()
+            router_z_loss = torch.stack([layer.z_loss for layer in router_sums]).mean()
+        return DecoderOutput(
+            logits=None,
+            loss_sum=sums.loss,
+            z_loss_sum=sums.z_loss,
+            aux_loss_sum=aux_loss,
+            router_z_loss_sum=router_z_loss,
+            expert_counts=counts,
+            token_losses=sums.token_losses,
+            router_entropy_sum=entropy,
+        )
+
+
+def _per_layer(router_sums: list[RouterSums], like: Tensor) -> tuple[Tensor, Tensor]:
+    """Counts int64 [MoE layers, E] and entropy sums [MoE layers]."""
+    if not router_sums:
+        return like.new_zeros((0, 0), dtype=torch.int64), like.new_zeros(0, dtype=torch.float32)
+    counts = torch.stack([layer.counts for layer in router_sums])
+    return counts, torch.stack([layer.entropy for layer in router_sums])

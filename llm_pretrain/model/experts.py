@@ -1,0 +1,64 @@
+"""The experts of a mixture-of-experts layer: stacked SwiGLUs, and which kernel runs them.
+
+The routing decision comes from `router.py`; the kernels are in `experts_streamed.py` (CPU, and every
+type) and `experts_grouped.py` (CUDA). `experts_reference` says in a few lines what both must compute.
+
+Shapes: T tokens, H hidden_size, E experts, K experts per token, I moe_intermediate_size.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from llm_pretrain.config import ModelConfig
+from llm_pretrain.model.experts_grouped import grouped_experts, runs_grouped
+from llm_pretrain.model.experts_streamed import streamed_experts
+
+
+def experts_reference(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    """The definition, for reading and for tests: every expert for every token, then the weighted choice.
+
+    Args:
+        x: [T, H].
+        gate_up: [E, 2I, H], gate above up.
+        down: [E, H, I].
+        weights: [T, K].
+        chosen: int64 [T, K], no expert twice in a row.
+
+    Returns:
+        [T, H]: `Σ_k weights[t, k] · SwiGLU_{chosen[t, k]}(x[t])`.
+    """
+    gate, up = torch.einsum("th,eih->tei", x, gate_up).chunk(2, -1)
+    all_outputs = torch.einsum("tei,ehi->teh", F.silu(gate) * up, down)
+    dense_weights = torch.zeros(x.shape[0], len(gate_up), dtype=weights.dtype).scatter(1, chosen, weights)
+    return torch.einsum("te,teh->th", dense_weights, all_outputs)
+
+
+class Experts(nn.Module):
+    """E SwiGLUs in two stacked parameters, so that no expert's gradient is ever missing."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        experts, size = config.num_experts, config.expert_intermediate_size
+        self.gate_up_proj = nn.Parameter(torch.zeros(experts, 2 * size, config.hidden_size))
+        self.down_proj = nn.Parameter(torch.zeros(experts, config.hidden_size, size))
+
+    def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """Apply each token's experts.
+
+        Args:
+            x: [T, H].
+            weights: [T, K].
+            chosen: int64 [T, K].
+
+        Returns:
+            [T, H] in x's type. The products run in autocast's type inside an autocast region (neither
+            kernel would follow it by itself), in x's type outside.
+        """
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        run = grouped_experts if runs_grouped(x.device, dtype, self.down_proj.shape) else streamed_experts
+        with torch.autocast(device, enabled=False):
+            return run(x, self.gate_up_proj, self.down_proj, weights, chosen, dtype)

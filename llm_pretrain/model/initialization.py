@@ -1,0 +1,38 @@
+"""The initial weights, all of them, in one function."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from llm_pretrain.model.decoder import Decoder
+
+_RESIDUAL_OUTPUTS = ("o_proj.weight", "down_proj.weight", "experts.down_proj")
+
+
+@torch.no_grad()
+def initialize_weights(model: Decoder, seed: int) -> None:
+    """Set every parameter and buffer to its initial value.
+
+    Norms are one and router biases zero. Matrices are normal(0, initializer_range); those that write
+    into the residual stream (o_proj, down_proj) are narrower by sqrt(2 · num_hidden_layers), so that
+    its variance does not grow with depth (GPT-2, section 2.3). Values are drawn on the CPU in the order
+    of `named_parameters`: the same for every device, launcher and world size.
+
+    Args:
+        model: Any placement and floating type.
+        seed: Decides all values.
+    """
+    generator = torch.Generator("cpu").manual_seed(seed)
+    width = model.config.initializer_range
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1:
+            parameter.fill_(1.0)
+            continue
+        narrower = math.sqrt(2 * model.config.num_hidden_layers) if name.endswith(_RESIDUAL_OUTPUTS) else 1.0
+        values = torch.empty(parameter.shape, dtype=torch.float32)
+        parameter.copy_(values.normal_(0.0, width / narrower, generator=generator))
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.zero_()

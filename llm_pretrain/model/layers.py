@@ -1,0 +1,139 @@
+"""The small parts of a decoder layer: linear map, RMSNorm, rotary positions, dense SwiGLU.
+
+Each computes its delicate part in at least fp32 by itself, whatever autocast says. No routing and no
+attention here.
+
+Shapes: B sequences, S positions, H hidden_size, D head_dim, I intermediate_size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from llm_pretrain.config import ModelConfig
+
+
+def at_least_fp32(x: Tensor) -> Tensor:
+    """`x` in fp32, or in float64 where it is float64 already (a float64 model is the tests' reference)."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+class Linear(nn.Linear):
+    """A linear map without bias that starts at zero; `initialize_weights` draws the values."""
+
+    def __init__(self, in_features: int, out_features: int):
+        super().__init__(in_features, out_features, bias=False)
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+
+
+class Embedding(nn.Embedding):
+    """A token embedding that starts at zero; `initialize_weights` draws the values."""
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+
+
+class _RMSNormFunction(torch.autograd.Function):
+    """`x / rms(x) * weight` with one saved copy of x; eager autograd would keep three."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        x32 = at_least_fp32(x)
+        scale = torch.linalg.vector_norm(x32, dim=-1, keepdim=True).square_().div_(x.shape[-1])
+        scale = scale.add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, scale)
+        return (x32 * scale).mul_(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, scale = ctx.saved_tensors
+        normed = at_least_fp32(x) * scale
+        grad = grads[0]
+        grad_weight = (grad * normed).flatten(0, -2).sum(0)
+        grad = grad * weight
+        mean = (grad * normed).mean(-1, keepdim=True)
+        grad_x = grad.sub_(normed.mul_(mean)).mul_(scale)
+        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square normalisation over the last dimension (arXiv:1910.07467), in at least fp32.
+
+    The result has the wider of the input's and the weight's types: fp32 under autocast, where the
+    parameters are fp32, and bf16 in a model that was cast to bf16 as a whole.
+    """
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        out_dtype = torch.promote_types(x.dtype, self.weight.dtype)
+        if x.device.type == "cpu":
+            return _RMSNormFunction.apply(x, self.weight, self.eps).to(out_dtype)  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue] (torch's stub of apply)
+        weight = at_least_fp32(self.weight)
+        return F.rms_norm(at_least_fp32(x), weight.shape, weight, self.eps).to(out_dtype)
+
+
+def rotary_tables(position_ids: Tensor, config: ModelConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of each position's angles (arXiv:2104.09864), each [B, S, 1, D/2].
+
+    The angles are always taken in fp32, as transformers does: then every precision rotates by the same
+    numbers. Real-valued and computed per forward: no buffer that data parallelism would have to carry.
+    """
+    head_dim = config.attention_head_dim
+    exponents = torch.arange(0, head_dim, 2, device=position_ids.device, dtype=torch.float32) / head_dim
+    angles = position_ids[:, :, None, None].float() * (1.0 / config.rope_theta**exponents)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+class _RotaryFunction(torch.autograd.Function):
+    """Rotation of the pairs (d, d + D/2); its backward is the rotation by the opposite angle."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotate(x, cos, sin, 1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        return _rotate(grads[0], cos, sin, -1), None, None
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
+    out = torch.empty_like(x)
+    (first, second), (out_first, out_second) = x.chunk(2, -1), out.chunk(2, -1)
+    torch.mul(first, cos, out=out_first)
+    out_first.addcmul_(second, sin, value=-direction)
+    torch.mul(second, cos, out=out_second)
+    out_second.addcmul_(first, sin, value=direction)
+    return out
+
+
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate queries or keys [B, S, heads, D] by the half-rotation convention of Llama and Qwen3.
+
+    Runs in the tables' type (at least fp32), also under autocast.
+    """
+    return _RotaryFunction.apply(x.to(cos.dtype), cos, sin)  # pyright: ignore[reportReturnType] (torch's stub of apply)
+
+
+class FeedForward(nn.Module):
+    """Dense SwiGLU (arXiv:2002.05202): `down(silu(gate(x)) * up(x))`, [..., H] to [..., H]."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int):
+        super().__init__()
+        self.gate_proj = Linear(hidden_size, intermediate_size)
+        self.up_proj = Linear(hidden_size, intermediate_size)
+        self.down_proj = Linear(intermediate_size, hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))

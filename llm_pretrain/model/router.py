@@ -1,0 +1,137 @@
+"""The router: which experts each token goes to, and the losses and counts that keep them balanced.
+
+Always in at least fp32, whatever autocast says. It does not run the experts.
+
+Shapes: B sequences, S positions, T = B*S, H hidden_size, E experts, K experts per token.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from llm_pretrain.config import ModelConfig
+from llm_pretrain.model.layers import at_least_fp32
+
+
+class RouterSums(NamedTuple):
+    """What one layer's router adds to a step; sums over the tokens whose loss_mask is 1."""
+
+    aux_loss: Tensor
+    """Σ_i n_i · bal(i), 0-dim."""
+    z_loss: Tensor
+    """Σ m · lse(router logits)², 0-dim."""
+    counts: Tensor
+    """int64 [E]: assignments to each expert."""
+    entropy: Tensor
+    """Σ m · H(p), 0-dim, without gradient."""
+
+
+def balance_sum(probs: Tensor, chosen: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Σ_i n_i · bal(i) with `bal(i) = E · Σ_e f_e · P_e`, and the assignment counts.
+
+    `f_e` is the share of sequence i's assignments that went to expert e and `P_e` the mean probability
+    it was given (Switch Transformer, arXiv:2101.03961, section 2.2, per sequence as in
+    arXiv:2412.19437, section 2.1.2). A sequence without loss tokens adds 0.
+
+    Args:
+        probs: [B, S, E].
+        chosen: int64 [B, S, K].
+        mask: bool [B, S].
+
+    Returns:
+        The sum, 0-dim, and the counts, int64 [B, E].
+    """
+    rows, _, experts = probs.shape
+    top_k = chosen.shape[-1]
+    row = torch.arange(rows, device=probs.device)[:, None, None]
+    # One-dimensional: the only shape of scatter_add that CUDA runs deterministically.
+    flat = (row * experts + chosen).flatten()
+    ones = mask[..., None].expand_as(chosen).flatten().long()
+    counts = torch.zeros(rows * experts, dtype=torch.int64, device=probs.device).scatter_add_(0, flat, ones)
+    counts = counts.view(rows, experts)
+    tokens = mask.sum(-1).clamp(min=1).to(probs.dtype)
+    prob_sums = torch.bmm(mask.to(probs.dtype)[:, None], probs)[:, 0]
+    bal_times_n = (counts * prob_sums).sum(-1) * (experts / top_k) / tokens
+    return bal_times_n.sum(), counts
+
+
+class Router(nn.Module):
+    """Softmax routing to the top K of E experts.
+
+    With `router_bias_update_rate` > 0 a bias that no gradient reaches (arXiv:2408.15664) is added to
+    the probabilities for the choice alone, never for the weights.
+    """
+
+    e_score_correction_bias: Tensor | None
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.top_k = config.num_experts_per_tok
+        self.normalize = config.norm_topk_prob
+        self.per_sequence = config.router_aux_loss_scope == "sequence"
+        self.weight = nn.Parameter(torch.zeros(config.num_experts, config.hidden_size))
+        bias = torch.zeros(config.num_experts) if config.router_bias_update_rate > 0 else None
+        self.register_buffer("e_score_correction_bias", bias)
+
+    def forward(self, hidden: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, RouterSums]:
+        """Route every position.
+
+        Args:
+            hidden: [B, S, H].
+            mask: bool [B, S], the tokens that count in the sums; all tokens are routed.
+
+        Returns:
+            Weights [T, K] in at least fp32, chosen experts int64 [T, K], and the sums.
+        """
+        with torch.autocast(hidden.device.type, enabled=False):
+            logits = F.linear(at_least_fp32(hidden), at_least_fp32(self.weight))
+            probs = logits.softmax(-1)
+            bias = self.e_score_correction_bias
+            scores = probs.detach() if bias is None else probs.detach() + bias
+            chosen = scores.topk(self.top_k, dim=-1, sorted=False).indices
+            weights = probs.gather(-1, chosen)
+            if self.normalize:
+                weights = weights / weights.sum(-1, keepdim=True)
+            sums = self._sums(logits, probs, chosen, mask)
+        return weights.flatten(0, 1), chosen.flatten(0, 1), sums
+
+    def _sums(self, logits: Tensor, probs: Tensor, chosen: Tensor, mask: Tensor) -> RouterSums:
+        keep = mask.to(logits.dtype)
+        log_partition = logits.logsumexp(-1)
+        if self.per_sequence:
+            aux_loss, counts = balance_sum(probs, chosen, mask)
+        else:
+            whole = (x.flatten(0, 1)[None] for x in (probs, chosen, mask))
+            aux_loss, counts = balance_sum(*whole)
+        with torch.no_grad():
+            entropy = log_partition - torch.linalg.vecdot(probs, logits)
+        return RouterSums(
+            aux_loss=aux_loss,
+            z_loss=(keep * log_partition.square()).sum(),
+            counts=counts.sum(0),
+            entropy=(keep * entropy).sum(),
+        )
+
+
+@torch.no_grad()
+def update_router_bias(model: nn.Module, expert_counts: Tensor, rate: float) -> None:
+    """Move every router's bias by `rate` towards balance: `b_e += rate · sign(mean count - count_e)`.
+
+    Loss-free balancing, arXiv:2408.15664, algorithm 1. Call it once per optimizer step that was not
+    skipped, with the counts of the whole global batch, so that all ranks move alike.
+
+    Args:
+        model: A `Decoder` (unwrapped).
+        expert_counts: int64 [MoE layers, E], global.
+        rate: Size of the move.
+    """
+    routers = [module for module in model.modules() if isinstance(module, Router)]
+    for router, counts in zip(routers, expert_counts, strict=True):
+        bias = router.e_score_correction_bias
+        if bias is not None:
+            load = counts.to(bias.device, torch.float64)
+            bias.add_((load.mean() - load).sign().to(bias.dtype), alpha=rate)

@@ -1,0 +1,179 @@
+"""What a person sees while a run goes on: one readable line per logged step, or a bar on a terminal.
+
+It draws from the same rows as metrics.jsonl and keeps nothing; a console that fails (a closed pipe)
+falls silent and never stops training.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any, TextIO
+
+from llm_pretrain.config import Config
+
+Row = Mapping[str, Any]
+
+
+class Console:
+    """Messages and progress of one run.
+
+    Lines go to standard output, warnings and the bar to standard error.
+
+    Args:
+        config: The run's configuration; its name stands on the bar.
+        enabled: False on every process but one: nothing is shown.
+        start_step: Step that the run starts from.
+        max_steps: Step that it ends at.
+    """
+
+    def __init__(self, config: Config, *, enabled: bool, start_step: int, max_steps: int):
+        self._enabled = enabled
+        self._step = start_step
+        self._max_steps = max_steps
+        self._first: tuple[float, int] | None = None
+        self._bar = None
+        if enabled and sys.stderr.isatty():
+            from tqdm import tqdm
+
+            # some terminals (a container's, say) claim to have no columns and rows; tqdm would show nothing
+            has_size = os.get_terminal_size(sys.stderr.fileno()).columns > 0
+            self._bar = tqdm(
+                desc=config.run.name,
+                initial=start_step,
+                total=max_steps,
+                unit="step",
+                dynamic_ncols=has_size,
+                ncols=None if has_size else 120,
+                nrows=None if has_size else 24,
+            )
+
+    def info(self, text: str) -> None:
+        """Shows a line."""
+        self._write(text, sys.stdout)
+
+    def warning(self, text: str) -> None:
+        """Shows a line that wants attention."""
+        self._write(f"warning: {text}", sys.stderr)
+
+    def row(self, row: Row) -> None:
+        """Shows a row of metrics: training, evaluation or both."""
+        if not self._enabled:
+            return
+        step = row["step"]
+        is_training = any(key.startswith(("train/", "perf/")) for key in row)
+        if is_training:
+            remaining = self._remaining_seconds(row)
+            parts = [*_training_parts(row), *_expert_parts(row)]
+            if self._bar is not None:
+                self._bar.set_postfix_str("  ".join(parts), refresh=False)
+                self._bar.update(step - self._bar.n)
+            else:
+                parts += [f"eta {_duration(remaining)}"] if remaining is not None else []
+                self.info("  ".join([f"step {step}/{self._max_steps}", *parts]))
+        if evaluation := list(_evaluation_parts(row)):
+            self.info("  ".join([f"step {step}/{self._max_steps}", *evaluation]))
+
+    def close(self) -> None:
+        """Leaves the terminal in order."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+        self._enabled = False
+
+    def _remaining_seconds(self, row: Row) -> float | None:
+        """Time left at the mean rate since the first row; at the first row, at its own step's time."""
+        now, step = time.monotonic(), row["step"]
+        left = self._max_steps - step
+        if self._first is None:
+            self._first = (now, step)
+        elapsed, steps = now - self._first[0], step - self._first[1]
+        if steps > 0:
+            return elapsed / steps * left
+        seconds = row.get("perf/step_seconds")
+        return seconds * left if _is_number(seconds) else None
+
+    def _write(self, text: str, stream: TextIO) -> None:
+        if not self._enabled:
+            return
+        try:
+            if self._bar is not None:
+                self._bar.write(text, file=stream)
+            else:
+                print(text, file=stream, flush=True)
+        except (OSError, ValueError):  # a closed pipe or file, or a character that the terminal lacks
+            self._enabled = False
+
+
+def _training_parts(row: Row) -> Iterator[str]:
+    if row.get("train/skipped"):
+        yield f"skipped ({row['train/skipped']})"
+    if "train/loss" in row:
+        yield f"loss {_number(row['train/loss'], '.4f')}"
+    if "train/learning_rate" in row:
+        yield f"lr {_number(row['train/learning_rate'], '.2e')}"
+    if "train/grad_norm" in row:
+        yield f"grad {_number(row['train/grad_norm'], '.3g')}"
+    if _is_number(row.get("perf/tokens_per_second")):
+        yield f"{_scaled(row['perf/tokens_per_second'], 1000)} tok/s"
+    if _is_number(row.get("perf/memory_bytes")):
+        yield f"mem {_scaled(row['perf/memory_bytes'], 1024)}B"
+    if _is_number(row.get("perf/mfu")):
+        yield f"mfu {row['perf/mfu']:.0%}"
+
+
+def _expert_parts(row: Row) -> Iterator[str]:
+    """Mixture of experts in brief: the most loaded expert over the mean, the dead, the mean entropy."""
+    layers = row.get("moe/load") or []
+    loads = [max(layer) * len(layer) / sum(layer) for layer in layers if layer and sum(layer) > 0]
+    loads = loads or _per_layer(row, "load_max")
+    if loads:
+        yield f"load {max(loads):.2f}x"
+    if dead := _per_layer(row, "dead_experts"):
+        yield f"dead {round(sum(dead))}"
+    if entropy := _per_layer(row, "router_entropy"):
+        yield f"entropy {sum(entropy) / len(entropy):.2f}"
+
+
+def _evaluation_parts(row: Row) -> Iterator[str]:
+    labels = {"eval/loss": "eval loss", "eval/perplexity": "perplexity", "eval/bits_per_byte": "bits/byte"}
+    for key, label in labels.items():
+        if key in row:
+            yield f"{label} {_number(row[key], '.2f' if key == 'eval/perplexity' else '.4f')}"
+
+
+def _per_layer(row: Row, name: str) -> list[float]:
+    return [
+        value
+        for key, value in row.items()
+        if key.startswith("moe/layer_") and key.endswith(f"/{name}") and _is_number(value)
+    ]
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _number(value: Any, spec: str) -> str:
+    return format(value, spec) if _is_number(value) else "-"
+
+
+def _scaled(value: float, base: int) -> str:
+    """`12.3k`; with base 1024 the units stand apart: `512 M`."""
+    gap = " " if base == 1024 else ""
+    for unit in ("", "k", "M", "G"):
+        if abs(value) < base:
+            return f"{value:.0f}{gap}{unit}" if value >= 100 or not unit else f"{value:.1f}{gap}{unit}"
+        value /= base
+    return f"{value:.1f}{gap}T"
+
+
+def _duration(seconds: float) -> str:
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    if hours:
+        return f"{hours}h{minute:02d}m"
+    return f"{minute}m{second:02d}s" if minute else f"{second}s"

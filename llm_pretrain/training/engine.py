@@ -1,0 +1,143 @@
+"""The engine protocol: what differs between launch paths, and nothing else.
+
+`train_pretrain.py` implements it by hand on `torch.distributed`, `train_pretrain_accelerate.py` through
+Accelerate; the methods stand in the order in which a run meets them, in the same order in both scripts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from llm_pretrain.data import Batch
+from llm_pretrain.model import DecoderOutput
+from llm_pretrain.training.objective import DIGEST_WORDS, StepCounts, loss_sums
+
+T = TypeVar("T")
+
+Launcher = Literal["torchrun", "accelerate"]
+
+DDP_OPTIONS: dict[str, Any] = {
+    "broadcast_buffers": False,
+    "gradient_as_bucket_view": True,
+    "bucket_cap_mb": 25,
+}
+"""Options of DistributedDataParallel, the same on both paths: another bucket size sums in another order."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did, the same on every rank.
+
+    Args:
+        counts: Loss tokens and sample digest of the whole global batch.
+        sums: float64 vector of `StepSums`, reduced over all ranks; None for a step without loss tokens.
+        grad_norm: Global gradient norm before clipping; None when the step was skipped.
+        skipped: Why parameters did not move: `no_loss_tokens`, `overflow` (fp16) or `nonfinite_gradient`.
+    """
+
+    counts: StepCounts
+    sums: Tensor | None = None
+    grad_norm: float | None = None
+    skipped: str | None = None
+
+    @classmethod
+    def of(
+        cls, counts: StepCounts, sums: Tensor, grad_norm: float, scaler: torch.amp.GradScaler | None
+    ) -> StepResult:
+        """The result of a step that ran; one whose gradient is not finite was skipped."""
+        if math.isfinite(grad_norm):
+            return cls(counts, sums, grad_norm)
+        return cls(counts, sums, skipped="overflow" if scaler else "nonfinite_gradient")
+
+
+class Engine(Protocol):
+    """What differs between launch paths, in the order a run meets it."""
+
+    launcher: Launcher
+    rank: int
+    world_size: int
+    device: torch.device
+    scaler: torch.amp.GradScaler | None
+
+    def prepare(self, model: Module, optimizer: Optimizer, batches: DataLoader) -> Iterable[Batch]:
+        """Place and wrap the model, keep the optimizer, return this rank's batches on its device."""
+        ...
+
+    def forward(self, batch: Batch) -> DecoderOutput:
+        """The wrapped model in the configured precision."""
+        ...
+
+    def train_step(self, micro_batches: Sequence[Batch]) -> StepResult:
+        """Accumulate the window's gradients, unscale, clip, step."""
+        ...
+
+    def reduce_sum(self, tensor: Tensor) -> Tensor:
+        """Sum over ranks, on this rank's device."""
+        ...
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order, on every rank; also a barrier."""
+        ...
+
+    def model_and_optimizer(self) -> tuple[Module, Optimizer]:
+        """The unwrapped model and optimizer, for checkpoints."""
+        ...
+
+    def close(self) -> None:
+        """Leave the process group; call once, when every rank is done."""
+        ...
+
+
+def mark_last(items: Sequence[T]) -> Iterator[tuple[bool, T]]:
+    """Pairs of (is this the last one, item)."""
+    for index, item in enumerate(items):
+        yield index == len(items) - 1, item
+
+
+def settle_buckets(engine: Engine) -> None:
+    """Let DDP settle its gradient buckets before the first step, by an empty step that changes nothing.
+
+    DDP regroups its buckets after the first backward pass, in the forward pass that follows. From three
+    ranks on another grouping sums in another order, so a resumed run's first step would differ in its
+    last bits from the same step of a run that was never stopped. The regrouping is also a collective,
+    which must not fall into an evaluation in which a rank has no batch.
+    """
+    if engine.world_size == 1:
+        return
+    ones = torch.ones((1, 2), dtype=torch.int64, device=engine.device)
+    empty = Batch(
+        input_ids=ones,
+        position_ids=ones,
+        document_ids=ones,
+        labels=ones,
+        loss_mask=ones.bool(),
+        num_loss_tokens=0,
+        step=0,
+        micro_batch=0,
+        digest=torch.zeros(DIGEST_WORDS, dtype=torch.int64),
+    )
+    _, optimizer = engine.model_and_optimizer()
+    (0.0 * torch.stack(loss_sums(engine.forward(empty))).sum()).backward()
+    optimizer.zero_grad(set_to_none=True)
+    with torch.no_grad():
+        engine.forward(empty)
+
+
+def seed_dropout(seed: int, batch: Batch) -> None:
+    """Make dropout a function of (seed, step, number of the micro batch within the step).
+
+    The number a*W + r is the same whoever computes the batch, so the randomness survives a resume at
+    any layout of the same micro batch size.
+    """
+    key = f"{seed}/{batch.step}/{batch.micro_batch}".encode()
+    torch.manual_seed(int.from_bytes(hashlib.sha256(key).digest()[:8], "little") >> 1)

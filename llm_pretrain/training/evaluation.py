@@ -1,0 +1,80 @@
+"""Evaluation on the validation split: loss, perplexity, bits per byte.
+
+The same batches are evaluated whatever the world size, and their sums are added in one order, so the
+result does not depend on how many processes shared the work.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from llm_pretrain.data import Batch, TokenStore
+from llm_pretrain.training.engine import Engine
+
+
+class Evaluator:
+    """Evaluates the engine's model on a fixed sequence of batches.
+
+    Args:
+        engine: Whose `forward` is used, each rank taking every W-th batch.
+        batches: The validation batches, the same on every rank.
+        store: Whose tokenizer says how many UTF-8 bytes each token stands for.
+        stop_requested: Checked between batches; a rank that was asked to stop gives up.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        batches: Sequence[Batch],
+        store: TokenStore,
+        stop_requested: Callable[[], bool],
+    ):
+        self.engine, self.batches, self.stop_requested = engine, batches, stop_requested
+        self.token_bytes = torch.from_numpy(np.asarray(store.token_bytes()))
+
+    @torch.no_grad()
+    def __call__(self) -> dict[str, float] | None:
+        """The `eval/*` metrics; None when a rank gave up. Raises nothing of its own."""
+        model, _ = self.engine.model_and_optimizer()
+        was_training = model.training
+        model.eval()
+        sums: list[tuple[int, torch.Tensor]] | None = []
+        for index in range(self.engine.rank, len(self.batches), self.engine.world_size):
+            if self.stop_requested():
+                sums = None
+                break
+            sums.append((index, self._batch_sums(self.batches[index])))
+        model.train(was_training)
+        gathered = self.engine.gather_objects(
+            None if sums is None else [(index, values.tolist()) for index, values in sums]
+        )
+        if any(part is None for part in gathered):
+            return None
+        rows = [values for _, values in sorted(pair for part in gathered for pair in part)]
+        return _metrics([math.fsum(column) for column in zip(*rows, strict=True)]) if rows else {}
+
+    def _batch_sums(self, batch: Batch) -> torch.Tensor:
+        """float64 [4]: loss over loss tokens, their number, loss over the text's tokens, its bytes."""
+        losses = self.engine.forward(batch.to(self.engine.device)).token_losses
+        assert losses is not None, "a batch has labels"
+        bytes_of_labels = self.token_bytes[batch.labels.clamp(min=0)] * batch.loss_mask
+        is_text = (bytes_of_labels > 0).to(losses.device)
+        losses = losses.double()
+        counts = torch.tensor([batch.num_loss_tokens, int(bytes_of_labels.sum())], dtype=torch.float64)
+        sums = torch.stack([losses.sum(), (losses * is_text).sum()]).cpu()
+        return torch.stack([sums[0], counts[0], sums[1], counts[1]])
+
+
+def _metrics(sums: list[float]) -> dict[str, float]:
+    loss_sum, tokens, text_loss_sum, text_bytes = sums
+    if not tokens:
+        return {}
+    loss = loss_sum / tokens
+    metrics = {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0))}
+    if text_bytes:
+        metrics["eval/bits_per_byte"] = text_loss_sum / (math.log(2) * text_bytes)
+    return metrics

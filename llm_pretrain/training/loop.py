@@ -1,0 +1,201 @@
+"""The training loop, once for both launch paths. It knows no launcher and calls no collective itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import closing
+from itertools import islice
+
+import torch
+
+from llm_pretrain.checkpoints import ResumePoint
+from llm_pretrain.config import Config, dump_yaml, resolve_model
+from llm_pretrain.data import Batch, TokenStore, evaluation_batches, global_batches, open_stores
+from llm_pretrain.errors import EXIT_PREEMPTED, DivergedError
+from llm_pretrain.model import Decoder, count_parameters, initialize_weights, update_router_bias
+from llm_pretrain.training.agreement import on_every_rank, on_first_rank
+from llm_pretrain.training.engine import Engine
+from llm_pretrain.training.evaluation import Evaluator
+from llm_pretrain.training.objective import expert_counts
+from llm_pretrain.training.optimizers import build_optimizer
+from llm_pretrain.training.progress import Progress
+from llm_pretrain.training.recorder import Recorder
+from llm_pretrain.training.run_folder import RunFolder
+from llm_pretrain.training.saving import Saving
+from llm_pretrain.training.schedule import learning_rate, set_learning_rate
+from llm_pretrain.training.signals import StopRequest
+from llm_pretrain.training.status import Status
+
+
+def pretrain(config: Config, engine: Engine) -> int:
+    """Run the training that `config` describes, from its newest checkpoint if it has one.
+
+    Returns:
+        The worker's exit code: 0 finished, 75 stopped by a signal after a clean save.
+
+    Raises:
+        PretrainError: with the exit code of its kind; `status.json` says the same.
+    """
+    folder = RunFolder(config.run.folder)
+    on_first_rank(engine, folder.acquire)
+    status = Status(folder.status, rank=engine.rank, world_size=engine.world_size, launcher=engine.launcher)
+    try:
+        with StopRequest() as stop:
+            status.running()
+            exit_code = Training(config, engine, folder, status, stop).run()
+    except BaseException as error:
+        status.failed(error)
+        raise
+    finally:
+        folder.release()
+    engine.close()
+    return exit_code
+
+
+def windows(batches: Iterable[Batch], size: int) -> Iterator[list[Batch]]:
+    """Whole windows of `size` micro batches: one optimizer step each."""
+    iterator = iter(batches)
+    while window := list(islice(iterator, size)):
+        yield window
+
+
+class Training:
+    """One attempt at a run, from its start or resume to its end."""
+
+    def __init__(self, config: Config, engine: Engine, folder: RunFolder, status: Status, stop: StopRequest):
+        self.engine, self.folder, self.status, self.stop = engine, folder, status, stop
+        self.stores: list[TokenStore] = on_every_rank(engine, lambda: open_stores(config))
+        self.config = on_every_rank(engine, lambda: resolve_model(config, self.stores[0].vocab_size))
+        self.saving = Saving(self.config, engine, folder, self.stores[0])
+
+    def run(self) -> int:
+        """Build, restore, train, save; returns the exit code."""
+        config, engine = self.config, self.engine
+        resume = on_every_rank(engine, self.saving.find)
+        self.progress = _progress(resume)
+        model = Decoder(config.model, activation_checkpointing=config.training.activation_checkpointing)
+        initialize_weights(model, config.run.seed)
+        optimizer = build_optimizer(model, config.optimizer)
+        loader = on_every_rank(
+            engine,
+            lambda: global_batches(config, start_step=self.progress.step, world_size=engine.world_size),
+        )
+        batches = engine.prepare(model, optimizer, loader)
+        if resume is not None:
+            self.saving.restore(resume)
+        self.evaluator = self._build_evaluator()
+        on_first_rank(engine, lambda: self.folder.config.write_text(dump_yaml(config)))
+        self.recorder = Recorder(config, engine, self.folder, self.progress)
+        with closing(self.recorder):
+            self._announce(resume)
+            return self._train(batches)
+
+    def _train(self, batches: Iterable[Batch]) -> int:
+        config, progress = self.config, self.progress
+        saved_step = progress.step
+        if progress.step == 0:
+            self._evaluate_and_write(due=config.evaluation.eval_steps > 0)
+        stopping = self._stop_agreed()
+        remaining = windows(batches, config.gradient_accumulation_steps(self.engine.world_size))
+        self.recorder.restart_clock()
+        while progress.step < config.training.max_steps and not stopping:
+            self._step(next(remaining))
+            self._evaluate_and_write(due=self._evaluation_is_due())
+            self._check_divergence()
+            stopping = self._stop_agreed()
+            if stopping or self.saving.is_due(progress.step):
+                saved_step = self._save()
+            self.recorder.restart_clock()
+        return self._finish(saved_step)
+
+    def _step(self, micro_batches: list[Batch]) -> None:
+        """One optimizer step: learning rate, the engine's work, the router's bias, the books."""
+        config, engine, progress = self.config, self.engine, self.progress
+        model, optimizer = engine.model_and_optimizer()
+        rate = learning_rate(config, progress.step)
+        set_learning_rate(optimizer, rate)
+        result = engine.train_step(micro_batches)
+        if config.model.router_bias_update_rate and result.sums is not None and not result.skipped:
+            update_router_bias(
+                model, expert_counts(result.sums, config), config.model.router_bias_update_rate
+            )
+        progress.advance(result)
+        self.recorder.step(result, rate)
+
+    def _evaluation_is_due(self) -> bool:
+        eval_steps, step = self.config.evaluation.eval_steps, self.progress.step
+        return eval_steps > 0 and (step % eval_steps == 0 or step == self.config.training.max_steps)
+
+    def _evaluate_and_write(self, *, due: bool) -> None:
+        """Evaluate if due, and write the step's row: one row per step, whole."""
+        if due and (metrics := self.evaluator()):
+            self.recorder.evaluation(metrics)
+        self.recorder.flush()
+
+    def _check_divergence(self) -> None:
+        """Stop after too many skipped steps in a row; all ranks count alike."""
+        limit, skipped = self.config.training.max_skipped_steps, self.progress.skipped_in_a_row
+        if skipped >= limit:
+            error = DivergedError(
+                f"training.max_skipped_steps: {skipped} steps in a row were skipped, the last is step "
+                f"{self.progress.step} (train/skipped in {self.folder.metrics} says why)"
+            )
+            error.shared = True
+            raise error
+
+    def _stop_agreed(self) -> bool:
+        """Whether any rank was asked to stop; the same answer on all."""
+        flag = torch.tensor([int(self.stop.requested)])
+        return bool(self.engine.reduce_sum(flag).item())
+
+    def _save(self) -> int:
+        """Save checkpoint and weights; returns the step they are of."""
+        path = self.saving.save(self.progress)
+        self.status.running(self.progress.step, path)
+        return self.progress.step
+
+    def _finish(self, saved_step: int) -> int:
+        """Save what is not saved yet and say how the run ended; returns the exit code."""
+        step, console = self.progress.step, self.recorder.console
+        if saved_step != step:
+            self._save()
+        if step < self.config.training.max_steps:
+            reason = self.stop.signal.name if self.stop.signal else "a signal to another rank"
+            self.status.ended(step, EXIT_PREEMPTED, reason)
+            console.info(f"stopped by {reason} after step {step}; start the same command again to continue")
+            return EXIT_PREEMPTED
+        self.status.ended(step, 0, None)
+        console.info(f"finished at step {step}: {self.folder.path}")
+        console.info(f"weights: {self.saving.newest_weights()}")
+        return 0
+
+    def _build_evaluator(self) -> Evaluator:
+        config = self.config
+        batches = on_every_rank(
+            self.engine, lambda: evaluation_batches(config) if config.evaluation.eval_steps else []
+        )
+        return Evaluator(self.engine, batches, self.stores[0], lambda: self.stop.requested)
+
+    def _announce(self, resume: ResumePoint | None) -> None:
+        config, engine, console = self.config, self.engine, self.recorder.console
+        training, size = config.training, count_parameters(config.model)
+        console.info(
+            f"{config.run.name}: {size.total / 1e6:.1f}M parameters ({size.active / 1e6:.1f}M active), "
+            f"{engine.world_size} x {engine.device.type} by {engine.launcher}, {training.precision}"
+        )
+        console.info(
+            f"{training.max_steps} steps of {training.global_batch_size} x {training.sequence_length} tokens "
+            f"in {self.folder.path}"
+        )
+        if (zlib_bits := self.stores[0].zlib_bits_per_byte) is not None:
+            console.info(f"validation text: zlib level 9 needs {zlib_bits:.4f} bits per byte")
+        if resume is not None:
+            for warning in resume.warnings:
+                console.warning(warning)
+            console.info(f"resumed from {resume.path} (written by {resume.launcher} x {resume.world_size})")
+
+
+def _progress(resume: ResumePoint | None) -> Progress:
+    if resume is None:
+        return Progress()
+    return Progress.resumed(resume.step, resume.tokens_seen, resume.wandb_id, resume.extra)

@@ -1,0 +1,192 @@
+"""What a training process does before any arithmetic, and how it reports its end.
+
+Threads, determinism, dying with its launcher, and the check that as many processes run as were asked for.
+No collective is called here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import signal
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import torch
+import yaml
+
+from llm_pretrain.config import Config
+from llm_pretrain.errors import CheckpointError, ConfigError, PretrainError, ResourceError
+
+PR_SET_PDEATHSIG = 1
+
+
+def prepare_process(config: Config) -> None:
+    """Set what must be the same in every process of either launcher, before any arithmetic."""
+    die_with_launcher()
+    # Accelerate's DDP options know the old name only, and both paths must set the same.
+    warnings.filterwarnings("ignore", message=".*`broadcast_buffers` is deprecated", category=FutureWarning)
+    torch.set_num_threads(cpu_threads(config))
+    if config.training.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ.setdefault("NCCL_ALGO", "Ring")
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+
+
+def cpu_threads(config: Config) -> int:
+    """Threads of this process: as configured, or cores / processes on this machine.
+
+    torchrun and accelerate set different defaults, and another number of threads sums in another order.
+    """
+    if config.distributed.cpu_threads:
+        return config.distributed.cpu_threads
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or 1)
+    return max(1, len(os.sched_getaffinity(0)) // local_world_size)
+
+
+def die_with_launcher() -> None:
+    """Ask Linux for SIGTERM when the launcher dies, so that no worker is orphaned.
+
+    A process started from a shell is left alone: it may outlive its shell on purpose.
+    """
+    if sys.platform != "linux" or not (os.environ.get("TORCHELASTIC_RUN_ID") or _launcher_arguments()):
+        return
+    launcher = os.getppid()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != launcher:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def check_world_size(world_size: int) -> None:
+    """Stop when the process group is not as large as the launcher was asked to make it.
+
+    `accelerate launch --cpu --num_processes 2` starts one process without a word, and a process group of
+    one in each torchrun worker would train W unconnected models.
+
+    Raises:
+        ConfigError: naming both numbers and a command that works.
+    """
+    asked = max(int(os.environ.get("WORLD_SIZE") or 1), _requested_processes() or 1)
+    if asked != world_size:
+        raise ConfigError(
+            f"launch: {asked} processes were asked for, {world_size} joined the process group; on CPU use "
+            "`accelerate launch --config_file configs/accelerate/cpu2.yaml train_pretrain_accelerate.py ...` "
+            "or `torchrun --nproc_per_node N train_pretrain.py ...`"
+        )
+
+
+def check_accelerate_settings(config: Config, accumulation_steps: int) -> None:
+    """Stop when `accelerate launch` or its YAML asks for something other than the configuration.
+
+    Accelerate hands its settings over in the environment, where "no" and 1 are also its defaults; those
+    leave the decision to the configuration.
+
+    Raises:
+        ConfigError: every disagreement, with both values.
+    """
+    environment, precision = os.environ.get, config.training.precision
+    problems = []
+    launched = environment("ACCELERATE_MIXED_PRECISION", "no")
+    if launched not in ("no", precision):
+        problems.append(f"training.precision: {precision}, but accelerate's mixed_precision is {launched}")
+    launched = environment("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
+    if launched not in ("1", str(accumulation_steps)):
+        problems.append(
+            f"training.global_batch_size: makes {accumulation_steps} accumulation steps, but accelerate's "
+            f"gradient_accumulation_steps is {launched}"
+        )
+    strategies = [
+        name
+        for name, variable in (("fsdp", "ACCELERATE_USE_FSDP"), ("deepspeed", "ACCELERATE_USE_DEEPSPEED"))
+        if environment(variable, "false").lower() in ("1", "true")
+    ]
+    for launched in strategies:
+        if launched != config.distributed.strategy:
+            problems.append(
+                f"distributed.strategy: {config.distributed.strategy}, but accelerate runs {launched}"
+            )
+    if problems:
+        raise ConfigError(*(f"{problem}; make them agree" for problem in problems))
+
+
+def _launcher_arguments() -> list[str]:
+    """Command line of the parent process after `accelerate launch`; empty when it is something else."""
+    try:
+        parent = psutil.Process().parent()
+        command = parent.cmdline() if parent else []
+    except psutil.Error:
+        return []
+    for index, word in enumerate(command):
+        if word == "launch" and "accelerate" in " ".join(command[:index]):
+            return command[index + 1 :]
+        if word.endswith(("accelerate-launch", "accelerate.commands.launch")):
+            return command[index + 1 :]
+    return []
+
+
+def _requested_processes() -> int | None:
+    """`--num_processes` of the `accelerate launch` above us, or its configuration file's."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--num_processes", "--num-processes", type=int)
+    parser.add_argument("--config_file", "--config-file")
+    arguments = _launcher_arguments()
+    script = next((i for i, word in enumerate(arguments) if word.endswith(".py")), len(arguments))
+    known, _ = parser.parse_known_args(arguments[:script])
+    if known.num_processes is not None or known.config_file is None:
+        return known.num_processes
+    try:
+        settings = yaml.safe_load(Path(known.config_file).read_text())
+    except (OSError, yaml.YAMLError):
+        return None
+    count = settings.get("num_processes") if isinstance(settings, dict) else None
+    return count if isinstance(count, int) else None
+
+
+@contextmanager
+def report_errors() -> Iterator[None]:
+    """Turn errors into one message and the process's exit code.
+
+    Errors of the user's making print one line (`PretrainError`), once for all ranks where all ranks raise
+    the same; anything else is a bug of ours and prints its traceback.
+    """
+    rank = int(os.environ.get("RANK") or 0)
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        _exit(
+            ResourceError(f"out of memory: {str(error).splitlines()[0]}; lower training.micro_batch_size"),
+            rank,
+        )
+    except PretrainError as error:
+        _exit(error, rank)
+    except OSError as error:
+        _exit(CheckpointError(f"{error.filename or 'input/output'}: {error.strerror or error}"), rank)
+    except Exception:
+        if not torch.distributed.is_initialized():
+            raise
+        traceback.print_exc()
+        _leave(1)
+
+
+def _exit(error: PretrainError, rank: int) -> None:
+    if rank == 0 or not error.shared:
+        where = f"rank {rank}: " if rank else ""
+        for line in str(error).splitlines():
+            print(f"error: {where}{line}", file=sys.stderr)
+    _leave(error.exit_code)
+
+
+def _leave(exit_code: int) -> None:
+    """Exit; at once where a process group is alive, whose clean-up would wait for peers that are gone."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        os._exit(exit_code)
+    sys.exit(exit_code)

@@ -1,0 +1,57 @@
+"""How far a run is: everything besides model, optimizer and scaler that a resume must bring back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from llm_pretrain.training.engine import StepResult
+from llm_pretrain.training.objective import DIGEST_WORDS
+
+
+@dataclass
+class Progress:
+    """Counters of a run, the same on every rank.
+
+    Args:
+        step: Optimizer steps done, skipped ones included.
+        tokens_seen: Loss tokens of all steps so far.
+        skipped_in_a_row: Skipped steps since the last one that moved the parameters.
+        digest: int64 [8], sample digests summed since the last row.
+        wandb_id: Of the run at Weights & Biases, so that a resumed run continues it.
+    """
+
+    step: int = 0
+    tokens_seen: int = 0
+    skipped_in_a_row: int = 0
+    digest: Tensor = field(default_factory=lambda: torch.zeros(DIGEST_WORDS, dtype=torch.int64))
+    wandb_id: str | None = None
+
+    def advance(self, result: StepResult) -> None:
+        """Count one finished step."""
+        self.step += 1
+        self.tokens_seen += result.counts.num_loss_tokens
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.skipped else 0
+        self.digest = self.digest + result.counts.digest
+
+    def take_digest(self) -> Tensor:
+        """The digest since the last call, and start anew."""
+        digest, self.digest = self.digest, torch.zeros(DIGEST_WORDS, dtype=torch.int64)
+        return digest
+
+    def extra(self) -> dict[str, object]:
+        """What goes into a checkpoint beside step, tokens and wandb id; plain JSON."""
+        return {"skipped_in_a_row": self.skipped_in_a_row, "digest": self.digest.tolist()}
+
+    @classmethod
+    def resumed(cls, step: int, tokens_seen: int, wandb_id: str | None, extra: dict) -> Progress:
+        """The progress that `extra()` and the checkpoint's own fields describe."""
+        return cls(
+            step=step,
+            tokens_seen=tokens_seen,
+            skipped_in_a_row=extra["skipped_in_a_row"],
+            digest=torch.tensor(extra["digest"], dtype=torch.int64),
+            wandb_id=wandb_id,
+        )

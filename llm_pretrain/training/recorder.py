@@ -1,0 +1,133 @@
+"""What a run tells the world: one row per logged step, to metrics.jsonl, the console and the trackers."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+
+import torch
+
+from llm_pretrain.config import Config
+from llm_pretrain.model import flops_per_token
+from llm_pretrain.tracking import Console, MetricsWriter, Trackers, device_peak_flops, memory_bytes
+from llm_pretrain.training.engine import Engine, StepResult
+from llm_pretrain.training.objective import DIGEST_WORDS, loss_metrics
+from llm_pretrain.training.progress import Progress
+from llm_pretrain.training.run_folder import RunFolder
+
+
+class Recorder:
+    """Collects a step's figures and writes them when a row is due.
+
+    Files, console and trackers exist on rank 0 alone; the other ranks only keep what a checkpoint needs.
+    """
+
+    def __init__(self, config: Config, engine: Engine, folder: RunFolder, progress: Progress):
+        self.config, self.engine, self.progress = config, engine, progress
+        first = engine.rank == 0
+        self.console = Console(
+            config, enabled=first, start_step=progress.step, max_steps=config.training.max_steps
+        )
+        self.metrics = MetricsWriter(folder.metrics, resume_step=progress.step) if first else None
+        self.trackers = Trackers(
+            config, folder.path, progress.wandb_id, enabled=first, warn=self.console.warning
+        )
+        progress.wandb_id = self.trackers.wandb_id
+        self._row: dict[str, object] = {}
+        self._due = False
+        self._peak_flops = device_peak_flops(_device_name(engine.device))
+        self._interval = _Interval()
+
+    def step(self, result: StepResult, learning_rate: float) -> None:
+        """Take in one finished step; `progress` already counts it."""
+        self._interval.add(result.counts.num_loss_tokens)
+        self._due = bool(result.skipped) or self.progress.step % self.config.logging.logging_steps == 0
+        if not self._due:
+            return
+        losses = (
+            {"train/loss": None}
+            if result.sums is None
+            else loss_metrics(result.sums, result.counts.num_loss_tokens, self.config)
+        )
+        self._row |= losses | {
+            "train/grad_norm": result.grad_norm,
+            "train/learning_rate": learning_rate,
+            "train/loss_tokens": result.counts.num_loss_tokens,
+            "train/tokens": self.progress.tokens_seen,
+            "train/loss_scale": self.engine.scaler.get_scale() if self.engine.scaler else None,
+            "train/skipped": result.skipped,
+            "data/batch_sha256": _hex(self.progress.take_digest()),
+            **self._performance(),
+        }
+
+    def evaluation(self, metrics: dict[str, float]) -> None:
+        """Add evaluation metrics to the current step's row."""
+        self._row |= metrics
+        self._due = True
+
+    def flush(self) -> None:
+        """Write the current step's row, if one is due."""
+        if self._due:
+            row = {"step": self.progress.step} | {
+                key: None if isinstance(value, float) and not math.isfinite(value) else value
+                for key, value in self._row.items()
+            }
+            if self.metrics is not None:
+                self.metrics.append(row)
+            self.console.row(row)
+            self.trackers.log(row)
+        self._row, self._due = {}, False
+
+    def restart_clock(self) -> None:
+        """Leave out what happened since the last step (evaluation, saving) from the step times."""
+        self._interval.mark()
+
+    def close(self) -> None:
+        """Close console and trackers; the metrics file needs nothing."""
+        self.console.close()
+        self.trackers.close(0 if sys.exc_info()[0] is None else 1)
+
+    def _performance(self) -> dict[str, float | None]:
+        interval, self._interval = self._interval, _Interval()
+        training = self.config.training
+        step_seconds = interval.seconds / interval.steps
+        positions = training.global_batch_size * training.sequence_length
+        mfu = None
+        if self._peak_flops:
+            flops = flops_per_token(self.config.model, training.sequence_length) * positions
+            mfu = flops / step_seconds / (self._peak_flops * self.engine.world_size)
+        return {
+            "perf/tokens_per_second": interval.tokens / interval.seconds,
+            "perf/step_seconds": step_seconds,
+            "perf/mfu": mfu,
+            "perf/memory_bytes": memory_bytes(self.engine.device),
+        }
+
+
+class _Interval:
+    """Steps, loss tokens and seconds since the last row."""
+
+    def __init__(self) -> None:
+        self.steps = self.tokens = 0
+        self.seconds = 0.0
+        self.mark()
+
+    def mark(self) -> None:
+        self._since = time.perf_counter()
+
+    def add(self, tokens: int) -> None:
+        now = time.perf_counter()
+        self.seconds += now - self._since
+        self._since = now
+        self.steps += 1
+        self.tokens += tokens
+
+
+def _hex(digest: torch.Tensor) -> str:
+    assert digest.numel() == DIGEST_WORDS
+    return "".join(f"{int(word) & 0xFFFF_FFFF:08x}" for word in digest)
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

@@ -1,0 +1,122 @@
+"""When a run saves, what its checkpoints must match, and where it continues from.
+
+The protocol (what makes a checkpoint whole) is in `llm_pretrain.checkpoints`; this is the policy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+from llm_pretrain.checkpoints import CheckpointStore, ResumePoint, RunFacts, save_weights
+from llm_pretrain.config import Config
+from llm_pretrain.data import TokenStore, data_fingerprint
+from llm_pretrain.errors import ConfigError
+from llm_pretrain.model import Decoder
+from llm_pretrain.training.agreement import on_first_rank
+from llm_pretrain.training.engine import Engine
+from llm_pretrain.training.progress import Progress
+from llm_pretrain.training.run_folder import RunFolder
+
+NOT_IN_FINGERPRINT = {"max_position_embeddings"}
+"""Model fields that change neither shapes nor arithmetic."""
+
+
+def fingerprints(config: Config) -> dict[str, str]:
+    """Everything that must be equal for a resume to continue the same run."""
+    model = {
+        f"model.{name}": str(value)
+        for name, value in asdict(config.model).items()
+        if name not in NOT_IN_FINGERPRINT
+    }
+    return (
+        model
+        | data_fingerprint(config)
+        | {
+            "run.seed": str(config.run.seed),
+            "training.global_batch_size": str(config.training.global_batch_size),
+            "optimizer.name": config.optimizer.name,
+        }
+    )
+
+
+class Saving:
+    """Finds, restores and writes a run's checkpoints and weights."""
+
+    def __init__(self, config: Config, engine: Engine, folder: RunFolder, store: TokenStore):
+        self.config, self.engine, self.folder, self.store = config, engine, folder, store
+        self.checkpoints = CheckpointStore(
+            folder.checkpoints,
+            rank=engine.rank,
+            world_size=engine.world_size,
+            gather_objects=engine.gather_objects,
+            keep_last=config.checkpoint.keep_last,
+        )
+
+    def find(self) -> ResumePoint | None:
+        """The checkpoint to continue from, as `checkpoint.resume` says; None starts from scratch.
+
+        A path names the start of a new run; once the run has checkpoints of its own, those continue it,
+        so that the same command can be started again after a preemption.
+        """
+        resume, own_steps = self.config.checkpoint.resume, self.checkpoints.committed()
+        if resume == "never" and own_steps:
+            raise ConfigError(
+                f"checkpoint.resume: never, but {self.folder.checkpoints} holds checkpoints up to step "
+                f"{max(own_steps)}; choose another run.name or checkpoint.resume auto"
+            )
+        source = None if resume in ("auto", "never") else Path(resume)
+        if source and own_steps and source.resolve().parent != self.folder.checkpoints.resolve():
+            source = None
+        return self.checkpoints.find(expected=fingerprints(self.config), source=source)
+
+    def restore(self, resume: ResumePoint) -> None:
+        """Load the checkpoint that `find` returned into the engine's model, optimizer and scaler."""
+        model, optimizer = self.engine.model_and_optimizer()
+        self.checkpoints.load(resume, model, optimizer, self.engine.scaler)
+
+    def newest_weights(self) -> Path:
+        """Folder of the newest half-precision weights."""
+        return max(self.folder.weights.glob("step-*"))
+
+    def is_due(self, step: int) -> bool:
+        """Whether a periodic save follows this step."""
+        save_steps = self.config.checkpoint.save_steps
+        return bool(save_steps) and step % save_steps == 0
+
+    def save(self, progress: Progress) -> Path:
+        """Write a checkpoint and half-precision weights of this step; collective."""
+        model, optimizer = self.engine.model_and_optimizer()
+        assert isinstance(model, Decoder)
+        facts = RunFacts(
+            step=progress.step,
+            tokens_seen=progress.tokens_seen,
+            launcher=self.engine.launcher,
+            strategy=self.config.distributed.strategy,
+            world_size=self.engine.world_size,
+            global_batch_size=self.config.training.global_batch_size,
+            seed=self.config.run.seed,
+            wandb_id=progress.wandb_id,
+            fingerprints=fingerprints(self.config),
+            extra=progress.extra(),
+        )
+        path = self.checkpoints.save(model, optimizer, self.engine.scaler, facts)
+        on_first_rank(self.engine, lambda: self._save_weights(progress.step, model))
+        return path
+
+    def _save_weights(self, step: int, model: Decoder) -> Path:
+        return save_weights(
+            self.folder.weights,
+            step,
+            model,
+            self.config.model,
+            dtype=self.config.checkpoint.weights_dtype,
+            tokenizer_folder=self.store.tokenizer_folder,
+            token_ids={
+                "bos_token_id": self.store.bos_token_id,
+                "eos_token_id": self.store.eos_token_id,
+                "pad_token_id": self.store.pad_token_id,
+            },
+            keep_last=self.config.checkpoint.keep_last,
+            sequence_length=self.config.training.sequence_length,
+        )

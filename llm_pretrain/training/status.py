@@ -1,0 +1,80 @@
+"""`status.json`: what became of a run, because launchers themselves only say zero or non-zero."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+
+import torch
+
+from llm_pretrain.errors import EXIT_PREEMPTED, CheckpointError, DivergedError, PretrainError, ResourceError
+
+
+def read_status(path: Path) -> dict:
+    """The status file's content; empty when there is none or it cannot be read."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def exit_code_of(error: BaseException) -> int:
+    """The worker's exit code for an error; 1 for a bug of ours."""
+    if isinstance(error, PretrainError):
+        return error.exit_code
+    if isinstance(error, torch.OutOfMemoryError):
+        return ResourceError.exit_code
+    return CheckpointError.exit_code if isinstance(error, OSError) else 1
+
+
+class Status:
+    """Writes a run's status file; rank 0 for the run, any rank for its own failure.
+
+    Args:
+        path: The file.
+        rank, world_size, launcher: Who runs it.
+    """
+
+    def __init__(self, path: Path, *, rank: int, world_size: int, launcher: str):
+        self.path, self.rank = path, rank
+        self._launch = {"launcher": launcher, "world_size": world_size, "pid": os.getpid()}
+        self._progress: dict[str, object] = {"step": 0, "checkpoint": None}
+
+    def running(self, step: int = 0, checkpoint: Path | None = None) -> None:
+        """The run goes on; `checkpoint` is its newest."""
+        self._progress = {"step": step, "checkpoint": str(checkpoint) if checkpoint else None}
+        if self.rank == 0:
+            self._replace("running", None, None)
+
+    def ended(self, step: int, exit_code: int, reason: str | None) -> None:
+        """The run finished, or was preempted after a clean save."""
+        self._progress["step"] = step
+        if self.rank == 0:
+            self._replace("preempted" if exit_code == EXIT_PREEMPTED else "finished", exit_code, reason)
+
+    def failed(self, error: BaseException) -> None:
+        """The run failed. A user-level error of one rank outranks what its loss does to the others."""
+        if isinstance(error, PretrainError):
+            if error.shared and self.rank != 0:
+                return
+        elif read_status(self.path).get("state") != "running":
+            return
+        state = "diverged" if isinstance(error, DivergedError) else "failed"
+        reason = str(error) or type(error).__name__
+        self._replace(state, exit_code_of(error), reason.splitlines()[0])
+
+    def _replace(self, state: str, exit_code: int | None, reason: str | None) -> None:
+        """Replace the file atomically, so that a reader sees the old or the new, never half."""
+        fields = {"state": state, "exit_code": exit_code, "reason": reason} | self._progress | self._launch
+        descriptor, temporary = tempfile.mkstemp(dir=self.path.parent, prefix=".status-")
+        try:
+            with os.fdopen(descriptor, "w") as file:
+                json.dump(fields, file, indent=1)
+                file.write("\n")
+            os.chmod(temporary, 0o644)
+            os.replace(temporary, self.path)
+        except OSError:
+            Path(temporary).unlink(missing_ok=True)
+            raise

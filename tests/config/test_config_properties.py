@@ -1,0 +1,137 @@
+"""Whatever is asked for, the answer is a configuration or a ConfigError, and a dump goes round."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from llm_pretrain.config import Config, dump_yaml, from_dict, load_config, to_dict
+from llm_pretrain.errors import ConfigError
+
+BASE = to_dict(Config()) | {"data": {"sources": [{"store": "x", "weight": 1.0}], "packing": "concat"}}
+NAMES = [(section, field) for section, fields in BASE.items() for field in fields]
+QUIET = settings(
+    max_examples=60,
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+
+words = st.sampled_from(
+    ["auto", "on", "yes", "null", "~", "1e-3", "010", "1:30", "2024-01-01", "=", "<<", "x"]
+)
+numbers = st.integers(-3, 9) | st.integers() | st.just(10**400) | st.floats()
+text = st.text(st.characters(codec=None), max_size=8) | words
+values = st.recursive(
+    st.none() | st.booleans() | numbers | text,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(text | st.just("store"), inner, max_size=3),
+    max_leaves=5,
+)
+known = st.sampled_from(NAMES)
+places = known | st.tuples(text, text) | known.flatmap(lambda name: st.tuples(st.just(name[0]), text))
+
+
+@st.composite
+def trees(draw) -> dict:
+    """The default tree with a few settings replaced, added, or a section replaced."""
+    tree = {section: dict(fields) for section, fields in BASE.items()}
+    for section, field in draw(st.lists(places, min_size=1, max_size=4)):
+        if draw(st.integers(0, 9)) == 0 or not isinstance(tree.get(section, {}), dict):
+            tree[section] = draw(values)
+        else:
+            tree.setdefault(section, {})[field] = draw(values)
+    return tree
+
+
+def outcome(argv: list[str], *, needs_data: bool = True) -> Config | ConfigError:
+    try:
+        return load_config(argv, needs_data=needs_data)
+    except ConfigError as error:
+        refusal = error
+    assert refusal.problems
+    for line in refusal.problems:
+        assert "\n" not in line
+        assert ": " in line
+    return refusal
+
+
+@given(tree=trees())
+@QUIET
+def test_any_file_is_accepted_or_refused(tmp_path: Path, tree: dict):
+    file = tmp_path / "tree.yaml"
+    file.write_text(json.dumps(tree), encoding="utf-8")
+    result = outcome(["--config", str(file)])
+    if isinstance(result, Config):
+        file.write_text(dump_yaml(result), encoding="utf-8")
+        assert load_config(["--config", str(file)]) == result
+        file.write_text(dump_yaml(result, comments=True), encoding="utf-8")
+        assert load_config(["--config", str(file)]) == result
+
+
+@given(tree=trees())
+@QUIET
+def test_any_plain_tree_is_accepted_or_refused(tree: dict):
+    try:
+        config = from_dict(tree)
+    except ConfigError:
+        return
+    again = to_dict(config)
+    for section, fields in tree.items():
+        for field, value in (fields or {}).items():
+            if (section, field) == ("data", "sources"):
+                assert [{"weight": 1.0} | entry for entry in value] == again[section][field]
+            elif value not in ("null", "~"):  # jsonargparse reads these words as null where null may stand
+                assert again[section][field] == value or value != value
+    assert from_dict(again) == config or "nan" in repr(again)
+
+
+@given(
+    argv=st.lists(
+        text
+        | st.sampled_from(["--config", "--print_confi", "--model", "--", "-x", "--data.sources"])
+        | st.builds("--{0[0]}.{0[1]}".format, known)
+        | st.builds("--{0[0]}.{0[1]}={1!r}".format, known, values),
+        max_size=6,
+    ).filter(lambda argv: not {"-h", "--help"} & set(argv))
+)
+@QUIET
+def test_any_command_line_is_accepted_or_refused(argv: list[str]):
+    outcome(argv, needs_data=False)
+
+
+@given(
+    content=st.binary(max_size=60) | st.text("ab:{}[]-&*!#'\"\n\t %@`|>?,~<=", max_size=30).map(str.encode)
+)
+@QUIET
+def test_any_bytes_are_accepted_or_refused(tmp_path: Path, content: bytes):
+    file = tmp_path / "bytes.yaml"
+    file.write_bytes(content)
+    outcome(["--config", str(file)])
+
+
+@given(name=text.filter(lambda value: value not in ("null", "~")))
+@QUIET
+def test_any_text_survives_the_dump(tmp_path: Path, name: str):
+    try:
+        config = from_dict({"run": {"output_dir": name}, "data": {"sources": [{"store": name}]}})
+    except ConfigError:
+        assert "\0" in name or any("\ud800" <= character <= "\udfff" for character in name)
+        return
+    file = tmp_path / "text.yaml"
+    file.write_text(dump_yaml(config, comments=True), encoding="utf-8", newline="")
+    result = outcome(["--config", str(file)])
+    if isinstance(result, Config):
+        assert result == config
+    else:
+        assert [line for line in result.problems if "store" not in line and "output_dir" not in line] == []
+
+
+def test_deeply_nested_yaml_is_refused(tmp_path: Path):
+    file = tmp_path / "deep.yaml"
+    file.write_text("[" * 5000, encoding="utf-8")
+    with pytest.raises(ConfigError):
+        load_config(["--config", str(file)])

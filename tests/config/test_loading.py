@@ -1,0 +1,277 @@
+"""Loading: what files and options mean together, and how every mistake is reported."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import subprocess
+import sys
+
+import pytest
+
+from llm_pretrain.config import Config, dump_yaml, from_dict, load_config, resolve_model, to_dict
+from llm_pretrain.errors import ConfigError
+
+SOURCES = ("--data.sources", "[{store: data/stores/x, weight: 1}]")
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Writes a YAML file and returns its path as an argument."""
+
+    def write_file(text: str, name: str = "settings.yaml") -> str:
+        path = tmp_path / name
+        path.write_text(text, encoding="utf-8")
+        return str(path)
+
+    return write_file
+
+
+def problems_of(*argv: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load_config(list(argv))
+    assert all("\n" not in line for line in caught.value.problems)
+    return list(caught.value.problems)
+
+
+def test_options_alone():
+    config = load_config(
+        [*SOURCES, "--training.max_steps", "7", "--model.qk_norm=false", "--run.name", "3", "--run.seed=5"]
+    )
+    assert config.training.max_steps == 7
+    assert config.model.qk_norm is False
+    assert config.run.name == "3"
+    assert config.run.seed == 5
+    assert config.data.sources[0].store == "data/stores/x"
+    assert isinstance(config.data.sources[0].weight, float)
+    assert config.optimizer == Config().optimizer
+
+
+def test_later_files_win_and_merge_and_options_win_over_files(write):
+    first = write("training: {max_steps: 1, micro_batch_size: 4}\nrun: {name: a}\n", "first.yaml")
+    second = write("training:\n  max_steps: 2\noptimizer:\n", "second.yaml")
+    config = load_config(["--training.max_steps", "3", "--config", first, f"--config={second}", *SOURCES])
+    assert (config.training.max_steps, config.training.micro_batch_size, config.run.name) == (3, 4, "a")
+    assert load_config(["--config", first, "--config", second, *SOURCES]).training.max_steps == 2
+
+
+def test_a_list_of_sources_is_one_setting(write):
+    file = write("data:\n  sources:\n    - store: a\n    - {store: b, weight: 2}\n")
+    assert [source.weight for source in load_config(["--config", file]).data.sources] == [1.0, 2.0]
+    assert [source.store for source in load_config(["--config", file, *SOURCES]).data.sources] == [
+        "data/stores/x"
+    ]
+
+
+@pytest.mark.parametrize("text", ["1e-3", "0.001", "1.0e-3", "1E-3", ".001", "+1e-3"])
+def test_numbers_without_a_point_are_numbers(write, text):
+    file = write(f"optimizer: {{learning_rate: {text}}}\n")
+    assert load_config(["--config", file, *SOURCES]).optimizer.learning_rate == 1e-3
+    assert load_config(["--optimizer.learning_rate", text, *SOURCES]).optimizer.learning_rate == 1e-3
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("model.hidden_size", '"512"'),
+        ("model.hidden_size", "512.0"),
+        ("model.hidden_size", "true"),
+        ("model.hidden_size", "null"),
+        ("model.hidden_size", "[512]"),
+        ("model.hidden_size", "99999999999999999999"),
+        ("model.qk_norm", "1"),
+        ("model.qk_norm", "yes"),
+        ("model.qk_norm", '"true"'),
+        ("run.name", "3"),
+        ("run.output_dir", "3"),
+        ("run.output_dir", '"\\ud800"'),
+        ("run.output_dir", '"a\\0b"'),
+        ("training.precision", "float32"),
+        ("optimizer.learning_rate", "fast"),
+        ("optimizer.learning_rate", "true"),
+        ("data.sources", "{store: a}"),
+        ("data.sources", "a"),
+    ],
+)
+def test_a_wrong_type_names_setting_expectation_and_finding(write, setting, value):
+    section, _, field = setting.partition(".")
+    file = write(f"{section}:\n  {field}: {value}\n")
+    lines = [line for line in problems_of("--config", file) if line.startswith(f"{setting}: expected ")]
+    assert len(lines) == 1
+    assert "found" in lines[0]
+    assert file in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "neighbour"),
+    [
+        ("training.max_step", "training.max_steps"),
+        ("training.max-steps", "training.max_steps"),
+        ("model.hidden_siz", "model.hidden_size"),
+        ("learning_rate", "optimizer.learning_rate"),
+        ("training.learning_rate", "optimizer.learning_rate"),
+        ("trainin.max_steps", "training.max_steps"),
+        ("lerning_rate", "optimizer.learning_rate"),
+    ],
+)
+def test_an_unknown_setting_names_its_nearest_neighbour(write, name, neighbour):
+    expected = f"{name}: no such setting; did you mean {neighbour}?"
+    assert problems_of(f"--{name}", "3", *SOURCES) == [expected]
+    section, _, field = name.rpartition(".")
+    file = write(f"{section}: {{{field}: 3}}\n" if section else f"{name}: 3\n")
+    if section in ("", "training", "model"):
+        assert problems_of("--config", file, *SOURCES) == [f"{expected} ({file})"]
+
+
+def test_a_shortened_name_is_no_setting():
+    assert "did you mean training.max_steps?" in problems_of("--training.max_st", "3", *SOURCES)[0]
+
+
+def test_all_problems_are_reported_at_once(write):
+    file = write(
+        "model: {hidden_size: wide, num_experts: 4, num_experts_per_tok: 8, heads: 2}\n"
+        "data: {sources: [{stor: a}, b]}\nnothing: 1\n"
+    )
+    lines = problems_of(
+        "--config", file, "--config", "missing.yaml", "--training.max_stepz", "3", "--run.seed", "x", "word"
+    )
+    begins = [
+        *("model.hidden_size: expected", "model.heads: no such", "data.sources[0].stor: no such"),
+        *("data.sources[0].store: expected", "data.sources[1]: expected", "nothing: no such"),
+        *("--config missing.yaml: no such file", "training.max_stepz: no such", "run.seed: expected"),
+        "word: unexpected argument",
+    ]
+    for begin in begins:
+        assert any(line.startswith(begin) for line in lines), begin
+    assert len(lines) == len(begins)
+
+
+def test_contradictions_come_with_the_other_problems_unless_these_may_be_their_cause():
+    lines = problems_of(
+        *("--run.sed", "3", "--training.global_batch_size", "7", "--training.micro_batch_size", "2"), *SOURCES
+    )
+    assert [line.partition(":")[0] for line in lines] == ["run.sed", "training.global_batch_size"]
+    lines = problems_of("--training.global_batch_size", "7", "--training.micro_batch_sze", "7", *SOURCES)
+    assert [line.partition(":")[0] for line in lines] == ["training.micro_batch_sze"]
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ("model:\n  hidden_size: [1\n", ":3: "),
+        ("model:\n\thidden_size: 1\n", ":2: "),
+        ("run: {seed: 1}\nmodel: {a: 1}\nrun: {seed: 2}\n", ":3: "),
+        ("run:\n  seed: 1\n  seed: 2\n", ":3: "),
+        ("run: {seed: 1}\n---\nrun: {seed: 2}\n", ":2: "),
+        ("run:\n  name: !!python/object/apply:os.getcwd []\n", ":2: "),
+        ("run: {seed: !!int abc}\n", ": "),
+        ("run: {[1]: 2}\n", ":1: "),
+        ("run: {name: *nobody}\n", ":1: "),
+    ],
+)
+def test_broken_yaml_names_file_and_line(write, text, place):
+    file = write(text)
+    lines = problems_of("--config", file)
+    assert len(lines) == 1
+    assert lines[0].startswith(f"--config {file}{place}not a valid YAML file")
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path, write):
+    write("run: {name: a}\n", "quickstart.yaml")
+    missing = str(tmp_path / "quikstart.yaml")
+    found = str(tmp_path / "quickstart.yaml")
+    assert problems_of("--config", missing) == [f"--config {missing}: no such file; did you mean {found}?"]
+    assert "cannot be read" in problems_of("--config", str(tmp_path))[0]
+    (tmp_path / "latin.yaml").write_bytes(b"run: {name: \xe9}\n")
+    assert "not UTF-8" in problems_of("--config", str(tmp_path / "latin.yaml"))[0]
+    for text in ("[1, 2]\n", "word\n", "3\n"):
+        assert "expected sections" in problems_of("--config", write(text))[0]
+
+
+def test_empty_files_and_sections_change_nothing(write):
+    plain = load_config([*SOURCES])
+    assert load_config(["--config", write(""), *SOURCES]) == plain
+    assert load_config(["--config", write("# nothing\nmodel:\nrun: {}\n"), *SOURCES]) == plain
+
+
+def test_misuse_of_options():
+    assert problems_of("--run.name", *SOURCES)[0].startswith("run.name: expected text, found no value")
+    assert problems_of("--run.name", "--run.seed", "1", *SOURCES)[0].startswith("run.name: expected text")
+    assert problems_of("--model", "x", *SOURCES)[0].startswith("model: a section has no value")
+    assert problems_of("--config")[0].startswith("--config: expected a file")
+    assert problems_of("--model.hidden_size", "", *SOURCES)[0].startswith("model.hidden_size: expected")
+    assert load_config(["--run.output_dir", "null", *SOURCES]).run.output_dir is None
+    assert load_config(["--model.head_dim", "null", *SOURCES]).model.head_dim is None
+
+
+def test_print_config_can_be_passed_back(capsys, write):
+    with pytest.raises(SystemExit) as stop:
+        load_config(["--print_config", "--optimizer.learning_rate", "3e-4", "--run.name", "on"])
+    assert stop.value.code == 0
+    printed = capsys.readouterr().out
+    assert "# Peak learning rate." in printed
+    again = load_config(["--config", write(printed), *SOURCES])
+    assert (again.optimizer.learning_rate, again.run.name) == (3e-4, "on")
+    assert problems_of("--print_config", "--run.nam", "x", *SOURCES)
+
+
+def test_help_documents_every_setting_and_offers_no_other(capsys):
+    with pytest.raises(SystemExit) as stop:
+        load_config(["--help"], prog="train_pretrain.py")
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    assert text.startswith("usage: train_pretrain.py [--config FILE ...]")
+    offered = {word for line in text.splitlines() for word in line.split()[:1] if line.startswith("  --")}
+    settings = {f"--{section}.{field}" for section, fields in to_dict(Config()).items() for field in fields}
+    assert offered == settings | {"--config", "--print_config"}
+    assert "--data.sources+" not in text
+    assert "  --data.sources '[{store: FOLDER, weight: 1}, ...]'\n" in text
+    for part in ("Peak learning rate.", "(type: float, default: 0.001)", "later file wins"):
+        assert part in text
+
+
+def test_every_field_is_documented():
+    text = dump_yaml(Config(), comments=True)
+    lines = text.splitlines()
+    bare = [line for before, line in itertools.pairwise(lines) if "#" not in before + line]
+    assert bare == []
+
+
+def test_the_tree_stays_frozen_and_plain_values_go_round():
+    config = load_config([*SOURCES])
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.run.seed = 1  # pyright: ignore[reportAttributeAccessIssue]  # what is tested
+    assert from_dict(to_dict(config)) == config
+    assert from_dict({}) == Config()
+    with pytest.raises(ConfigError, match="did you mean"):
+        from_dict({"run": {"nam": "x"}})
+
+
+def test_world_size_of_the_launch_is_taken_from_the_environment(monkeypatch):
+    argv = ["--training.global_batch_size", "8", "--training.micro_batch_size", "4", *SOURCES]
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert load_config(argv).gradient_accumulation_steps(2) == 1
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert "4 * 3 = 12, found 8" in problems_of(*argv)[0]
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    assert problems_of(*argv)[0].startswith("WORLD_SIZE: expected a positive integer")
+
+
+@pytest.mark.parametrize(("ids", "rows"), [(1, 64), (64, 64), (65, 128), (6400, 6400)])
+def test_the_vocabulary_defaults_to_the_tokenizers_rounded_up(ids, rows):
+    assert resolve_model(Config(), ids).model.vocab_size == rows
+    given = load_config([*SOURCES, "--model.vocab_size", str(ids)])
+    assert resolve_model(given, ids) == given
+    with pytest.raises(
+        ConfigError, match=rf"model.vocab_size: expected at least.* {ids + 1} ids, found {ids}"
+    ):
+        resolve_model(given, ids + 1)
+
+
+def test_importing_the_package_part_imports_no_parser():
+    code = (
+        "import sys, llm_pretrain.config, llm_pretrain.tracking; "
+        "print(sorted({'jsonargparse', 'wandb', 'torch', 'docstring_parser'} & set(sys.modules)))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"

@@ -1,0 +1,174 @@
+"""Contradictions: each is named by its field, all are found, and the advice is right."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from llm_pretrain.config import Config, ModelConfig, from_dict, validate
+
+
+def config(**settings: object) -> Config:
+    """A sound configuration with `section__field=value` changed."""
+    tree: dict[str, dict[str, object]] = {"data": {"sources": [{"store": "x"}]}}
+    for name, value in settings.items():
+        section, _, field = name.partition("__")
+        tree.setdefault(section, {})[field] = value
+    return from_dict(tree)
+
+
+@pytest.mark.parametrize(
+    ("field", "settings"),
+    [
+        ("model.hidden_size", {"model__hidden_size": 0}),
+        ("model.hidden_size", {"model__hidden_size": -4}),
+        ("model.hidden_size", {"model__hidden_size": 100, "model__num_attention_heads": 8}),
+        ("model.vocab_size", {"model__vocab_size": 0}),
+        ("model.num_attention_heads", {"model__num_attention_heads": 8, "model__num_key_value_heads": 3}),
+        ("model.num_attention_heads", {"model__num_attention_heads": 0}),
+        ("model.num_key_value_heads", {"model__num_key_value_heads": 0}),
+        ("model.head_dim", {"model__head_dim": 7}),
+        ("model.head_dim", {"model__head_dim": 0}),
+        ("model.head_dim", {"model__hidden_size": 72, "model__num_attention_heads": 8}),
+        ("model.attention_dropout", {"model__attention_dropout": 1.0}),
+        ("model.hidden_dropout", {"model__hidden_dropout": -0.1}),
+        ("model.rms_norm_eps", {"model__rms_norm_eps": 0.0}),
+        ("model.num_experts", {"model__num_experts": -1}),
+        ("model.num_experts_per_tok", {"model__num_experts": 4, "model__num_experts_per_tok": 5}),
+        ("model.num_experts_per_tok", {"model__num_experts_per_tok": 0}),
+        ("model.first_k_dense_replace", {"model__num_experts": 4, "model__first_k_dense_replace": 9}),
+        ("model.first_k_dense_replace", {"model__first_k_dense_replace": -1}),
+        ("model.decoder_sparse_step", {"model__decoder_sparse_step": 0}),
+        ("model.num_experts", {"model__num_experts": 4, "model__first_k_dense_replace": 8}),
+        ("model.num_experts", {"model__num_experts": 4, "model__decoder_sparse_step": 9}),
+        ("model.router_aux_loss_coef", {"model__router_aux_loss_coef": -1.0}),
+        ("model.router_bias_update_rate", {"model__router_bias_update_rate": -1.0}),
+        ("optimizer.adam_beta1", {"optimizer__adam_beta1": 1.0}),
+        ("optimizer.adam_beta2", {"optimizer__adam_beta2": -0.5}),
+        ("optimizer.learning_rate", {"optimizer__learning_rate": 0.0}),
+        ("optimizer.learning_rate", {"optimizer__learning_rate": float("nan")}),
+        ("optimizer.weight_decay", {"optimizer__weight_decay": float("inf")}),
+        ("schedule.warmup_steps", {"schedule__warmup_steps": 11, "training__max_steps": 10}),
+        (
+            "schedule.min_learning_rate",
+            {"schedule__min_learning_rate": 0.1, "optimizer__learning_rate": 0.01},
+        ),
+        ("schedule.decay_steps", {"schedule__decay_steps": 0}),
+        ("schedule.decay_steps", {"schedule__name": "wsd", "schedule__decay_steps": 1001}),
+        ("training.max_steps", {"training__max_steps": 0}),
+        ("training.max_grad_norm", {"training__max_grad_norm": -1.0}),
+        ("training.sequence_length", {"training__sequence_length": 40000}),
+        ("training.sequence_length", {"training__sequence_length": -1}),
+        ("training.micro_batch_size", {"training__micro_batch_size": 0}),
+        ("training.global_batch_size", {"training__global_batch_size": -64}),
+        ("training.global_batch_size", {"training__global_batch_size": 63}),
+        ("checkpoint.keep_last", {"checkpoint__keep_last": 1}),
+        ("checkpoint.resume", {"checkpoint__resume": "no/such/folder"}),
+        ("checkpoint.resume", {"checkpoint__resume": ""}),
+        ("evaluation.max_batches", {"evaluation__max_batches": 0}),
+        ("logging.logging_steps", {"logging__logging_steps": 0}),
+        ("logging.wandb_project", {"logging__wandb_project": "a/b"}),
+        ("distributed.cpu_threads", {"distributed__cpu_threads": 0}),
+        ("run.seed", {"run__seed": -1}),
+        ("run.output_dir", {"run__output_dir": ""}),
+        ("run.output_dir", {"run__output_dir": __file__}),
+        ("data.sources", {"data__sources": []}),
+        ("data.sources[0].weight", {"data__sources": [{"store": "x", "weight": 0}]}),
+        ("data.sources[1].weight", {"data__sources": [{"store": "x"}, {"store": "y", "weight": -1}]}),
+        ("data.sources[0].store", {"data__sources": [{"store": " "}]}),
+    ],
+)
+def test_one_wrong_value_is_one_line_that_names_it(field, settings):
+    lines = validate(config(**settings))
+    assert len(lines) == 1
+    assert re.match(rf"{re.escape(field)}: expected .*, found ", lines[0])
+    assert "\n" not in lines[0]
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../x", "a/b", "a b", ".a", "-a", "a\n", "ä", "a" * 129])
+def test_a_run_name_is_a_plain_file_name(name):
+    assert [line.partition(":")[0] for line in validate(config(run__name=name))] == ["run.name"]
+
+
+@pytest.mark.parametrize("name", ["a", "A-1_b.c", "2024", "_x", "a" * 128])
+def test_plain_run_names_pass(name):
+    assert validate(config(run__name=name)) == []
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"schedule__warmup_steps": 1000},
+        {"schedule__min_learning_rate": 1e-3},
+        {"model__head_dim": 64, "model__hidden_size": 100},
+        {"model__num_experts": 4, "model__num_experts_per_tok": 4},
+        {"model__num_experts": 4, "model__first_k_dense_replace": 7},
+        {"model__num_experts": 4, "model__decoder_sparse_step": 8},
+        {"training__sequence_length": 32768},
+        {"checkpoint__resume": "/"},
+        {"schedule__name": "wsd", "schedule__decay_steps": 1000},
+    ],
+)
+def test_values_on_the_edge_pass(settings):
+    assert validate(config(**settings)) == []
+
+
+def test_all_contradictions_are_found_at_once():
+    lines = validate(
+        config(
+            model__num_experts=4,
+            model__num_experts_per_tok=8,
+            schedule__warmup_steps=2000,
+            training__global_batch_size=7,
+            checkpoint__keep_last=0,
+            run__name="../x",
+        )
+    )
+    assert {line.partition(":")[0] for line in lines} == {
+        *("model.num_experts_per_tok", "schedule.warmup_steps", "training.global_batch_size"),
+        *("checkpoint.keep_last", "run.name"),
+    }
+
+
+def test_no_layer_routes_agrees_with_the_tree():
+    for layers in range(1, 7):
+        for dense in range(layers + 1):
+            for every in range(1, 8):
+                model = ModelConfig(
+                    num_experts=4,
+                    num_hidden_layers=layers,
+                    first_k_dense_replace=dense,
+                    decoder_sparse_step=every,
+                )
+                lines = validate(Config(model=model), needs_data=False)
+                assert bool(lines) == (not model.moe_layers)
+
+
+@pytest.mark.parametrize("micro", [1, 3, 6, 8])
+@pytest.mark.parametrize("total", [1, 7, 50, 64, 96])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_the_sizes_that_would_work_do(total, micro, world_size):
+    candidate = config(training__global_batch_size=total, training__micro_batch_size=micro)
+    lines = validate(candidate, world_size)
+    assert bool(lines) == (total % (micro * world_size) != 0)
+    if not lines:
+        return
+    advice = lines[0].partition("; ")[2]
+    totals, _, micros = advice.partition("training.micro_batch_size")
+    for size in map(int, re.findall(r"\d+", totals)):
+        assert size % (micro * world_size) == 0 or "no " in totals
+        if size % (micro * world_size) == 0:
+            assert abs(size - total) < micro * world_size
+    if total % world_size == 0:
+        assert micros
+        for size in map(int, re.findall(r"\d+", micros)):
+            assert total % (size * world_size) == 0
+    else:
+        assert f"no training.micro_batch_size works with {total} on {world_size} processes" in advice
+
+
+def test_data_may_be_left_out_where_no_run_needs_it():
+    assert validate(Config(), needs_data=False) == []
+    assert len(validate(Config())) == 1

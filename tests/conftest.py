@@ -1,0 +1,36 @@
+"""Fixtures that many tests share. Everything is made here, on the spot: no download, no checked-in data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.corpora import make_store
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a GPU where there is none."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def plain_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A token store in which every token but a document's first is a target."""
+    return make_store(tmp_path_factory.mktemp("plain") / "store", documents=400).path
+
+
+@pytest.fixture(scope="session")
+def masked_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A token store with ragged loss masks: every other document is a prompt with a completion."""
+    return make_store(tmp_path_factory.mktemp("masked") / "store", documents=400, masked=True).path
+
+
+@pytest.fixture(scope="session")
+def changed_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another token store of the same tokenizer."""
+    return make_store(tmp_path_factory.mktemp("changed") / "store", documents=300, seed=7).path

@@ -1,0 +1,157 @@
+"""A run that is killed continues exactly, by either launcher, and never silently from the start."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.launching import (
+    ROOT,
+    TIMEOUT_SECONDS,
+    Finished,
+    assert_same_tensors,
+    checkpoint_tensors,
+    environment,
+    finish,
+    launch,
+    start,
+)
+
+STEPS, SAVE_STEPS, KILL_STEP = 40, 5, 17
+
+
+@pytest.fixture(scope="module")
+def options(masked_store: Path) -> list[str]:
+    return [
+        *("--config", str(ROOT / "configs" / "tiny-moe.yaml")),
+        *("--data.sources", f"[{{store: {masked_store}}}]"),
+        *("--training.max_steps", str(STEPS), "--checkpoint.save_steps", str(SAVE_STEPS)),
+        *("--model.hidden_dropout", "0.1", "--model.router_bias_update_rate", "1e-3"),
+        *("--evaluation.eval_steps", "20", "--logging.logging_steps", "1"),
+        *("--distributed.cpu_threads", "1"),
+    ]
+
+
+@pytest.fixture(scope="module")
+def reference(options: list[str], tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """The run that nobody stopped."""
+    return launch("torchrun", 2, tmp_path_factory.mktemp("reference") / "run", options)
+
+
+def kill_at(launcher: str, folder: Path, options: list[str], step: int, number: int) -> Finished:
+    """Start on two processes and send a signal when the row of `step` is written."""
+    process = start(launcher, 2, folder, options)
+    metrics, deadline = folder / "metrics.jsonl", time.monotonic() + TIMEOUT_SECONDS
+    while not (metrics.exists() and f'"step": {step},' in metrics.read_text()):
+        assert process.poll() is None, f"ended before step {step}:\n{process.communicate()[0][-4000:]}"
+        assert time.monotonic() < deadline, f"step {step} not reached"
+        time.sleep(0.01)
+    os.killpg(process.pid, number)
+    return finish(process, folder)
+
+
+@pytest.fixture(scope="module")
+def killed(options: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A folder per launcher, left behind by `kill -9` of the whole process group."""
+    folders = {}
+    for launcher in ("torchrun", "accelerate"):
+        folders[launcher] = tmp_path_factory.mktemp(f"killed-{launcher}") / "run"
+        finished = kill_at(launcher, folders[launcher], options, KILL_STEP, signal.SIGKILL)
+        assert finished.exit_code == -signal.SIGKILL
+    return folders
+
+
+def newest_checkpoint(folder: Path) -> int:
+    return max(int(path.name.removeprefix("step-")) for path in (folder / "checkpoints").glob("step-*"))
+
+
+def check_continued(folder: Path, continue_run: Callable[[], object]) -> int:
+    """Continue a killed run; its first row must follow the newest committed checkpoint. Returns that step."""
+    before, rows_before = newest_checkpoint(folder), len(Finished(0, "", folder).raw_steps())
+    continue_run()
+    new_rows = Finished(0, "", folder).raw_steps()[rows_before:]
+    assert before > 0
+    assert new_rows[0] == before + 1, f"expected to begin at step {before + 1}, began at {new_rows[0]}"
+    return before
+
+
+@pytest.mark.parametrize(
+    ("killed_by", "continued_by"), [("torchrun", "accelerate"), ("accelerate", "torchrun")]
+)
+def test_continues_on_the_other_launcher_bit_for_bit(
+    reference: Finished,
+    killed: dict[str, Path],
+    options: list[str],
+    tmp_path: Path,
+    killed_by: str,
+    continued_by: str,
+):
+    folder = tmp_path / "run"
+    shutil.copytree(killed[killed_by], folder, symlinks=True)
+    check_continued(folder, lambda: launch(continued_by, 2, folder, options))
+    continued = Finished(0, "", folder)
+    assert continued.exact_rows() == reference.exact_rows()
+    assert_same_tensors(checkpoint_tensors(folder, STEPS), checkpoint_tensors(reference.folder, STEPS))
+    assert continued.status["launcher"] == continued_by
+
+
+def test_continues_on_another_number_of_processes(
+    reference: Finished, killed: dict[str, Path], options: list[str], tmp_path: Path
+):
+    folder = tmp_path / "run"
+    shutil.copytree(killed["torchrun"], folder, symlinks=True)
+    start_step = check_continued(folder, lambda: launch("torchrun", 1, folder, options))
+    rows, expected = Finished(0, "", folder).rows, reference.rows
+    for step in range(start_step + 1, STEPS + 1):
+        assert rows[step]["data/batch_sha256"] == expected[step]["data/batch_sha256"]
+        assert math.isclose(rows[step]["train/loss"], expected[step]["train/loss"], rel_tol=1e-5)
+
+
+def test_a_silent_start_from_zero_would_be_noticed(
+    killed: dict[str, Path], options: list[str], tmp_path: Path
+):
+    """With the reading of checkpoints stubbed out, the check above must fail."""
+    folder, script = tmp_path / "run", tmp_path / "blind.py"
+    shutil.copytree(killed["torchrun"], folder, symlinks=True)
+    script.write_text(
+        "import sys\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        "from llm_pretrain.checkpoints import CheckpointStore\n"
+        "CheckpointStore.find = lambda *_, **__: None\n"
+        "import train_pretrain\n"
+        "sys.exit(train_pretrain.main())\n"
+    )
+
+    def run_blind() -> None:
+        command = [sys.executable, str(script), "--run.output_dir", str(folder), *options]
+        command += ["--training.max_steps", "2", "--schedule.warmup_steps", "1"]
+        done = subprocess.run(command, env=environment(), cwd=ROOT, capture_output=True, text=True)  # noqa: PLW1510 (checked below)
+        assert done.returncode == 0, done.stderr[-3000:]
+
+    with pytest.raises(AssertionError, match="began at"):
+        check_continued(folder, run_blind)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "number"), [("torchrun", signal.SIGTERM), ("accelerate", signal.SIGINT)], ids=str
+)
+def test_a_signal_saves_and_leaves_with_75(
+    reference: Finished, options: list[str], tmp_path: Path, launcher: str, number: signal.Signals
+):
+    folder = tmp_path / "run"
+    stopped = kill_at(launcher, folder, options, KILL_STEP, number)
+    assert stopped.exit_code != 0
+    status = stopped.status
+    assert (status["state"], status["exit_code"]) == ("preempted", 75)
+    assert status["step"] >= KILL_STEP
+    assert newest_checkpoint(folder) == status["step"]
+    launch(launcher, 2, folder, options)
+    assert Finished(0, "", folder).exact_rows() == reference.exact_rows()

@@ -1,0 +1,283 @@
+"""Our weights in transformers and transformers' weights in ours: logits, files, traps."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from llm_pretrain.config import ModelConfig
+from llm_pretrain.errors import CheckpointError, ConfigError
+from llm_pretrain.export import (
+    from_huggingface,
+    huggingface_config,
+    load_pretrained,
+    model_config_from_huggingface,
+    native_config,
+    to_huggingface,
+)
+from llm_pretrain.model import Decoder, initialize_weights
+
+BASE = ModelConfig(
+    vocab_size=128,
+    hidden_size=48,
+    intermediate_size=80,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,  # not hidden_size / heads: a config that drops it must fail
+    max_position_embeddings=64,
+    initializer_range=0.1,  # far from uniform logits, so that a difference shows
+    rope_theta=5000.0,  # no architecture's default
+    rms_norm_eps=1e-5,
+)
+MOE = dataclasses.replace(BASE, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=40)
+SHAPES = {
+    "qwen3": BASE,
+    "qwen3-untied": dataclasses.replace(BASE, tie_word_embeddings=False),
+    "llama": dataclasses.replace(BASE, qk_norm=False),
+    "qwen3_moe": MOE,
+    "qwen3_moe-some-dense": dataclasses.replace(
+        MOE, first_k_dense_replace=1, norm_topk_prob=False, tie_word_embeddings=False
+    ),
+    "qwen3_moe-every-other": dataclasses.replace(MOE, decoder_sparse_step=2),
+    "mixtral": dataclasses.replace(MOE, qk_norm=False),
+}
+IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
+TOKENS = torch.randint(0, 128, (2, 40), generator=torch.Generator().manual_seed(3))
+
+
+def make(config: ModelConfig) -> Decoder:
+    model = Decoder(config).eval()
+    initialize_weights(model, 1)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1:  # norms away from one, so that a missing one shows
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+        elif name.endswith(("gate_up_proj", "mlp.gate.weight")):
+            parameter.data.mul_(2)
+    return model
+
+
+def write(folder, model: Decoder, dtype=torch.float32, name="fp32") -> None:
+    folder.mkdir(exist_ok=True)
+    save_file(
+        to_huggingface(model.state_dict(), model.config, dtype),
+        folder / "model.safetensors",
+        {"format": "pt"},
+    )
+    config = huggingface_config(model.config, dtype=name, **IDS)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.fixture(params=SHAPES, ids=list(SHAPES))
+def model(request) -> Decoder:
+    return make(SHAPES[request.param])
+
+
+def logits_of(model: Decoder) -> torch.Tensor:
+    with torch.no_grad():
+        return model(TOKENS).logits
+
+
+def test_transformers_opens_our_files_with_equal_logits(model, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    write(tmp_path, model)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    with torch.no_grad():
+        expected = theirs(TOKENS).logits
+    assert expected.std() > 0.3
+    torch.testing.assert_close(logits_of(model), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_we_open_files_of_transformers_with_equal_logits(model, tmp_path):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    (tmp_path / "config.json").write_text(json.dumps(huggingface_config(model.config, dtype="fp32", **IDS)))
+    torch.manual_seed(0)
+    theirs = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path)).eval()
+    theirs.save_pretrained(tmp_path / "theirs")
+    with torch.no_grad():
+        expected = theirs(TOKENS).logits
+    ours = load_pretrained(tmp_path / "theirs").eval()
+    torch.testing.assert_close(logits_of(ours), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_config_survives_the_round_trip(model):
+    config = json.loads(json.dumps(huggingface_config(model.config, dtype="bf16", **IDS)))
+    back = model_config_from_huggingface(config)
+    same = dataclasses.replace(back, moe_intermediate_size=model.config.moe_intermediate_size)
+    if config["model_type"] == "mixtral":  # has no dense layer, so no width of one
+        same = dataclasses.replace(same, intermediate_size=model.config.intermediate_size)
+    assert same == model.config
+
+
+def test_names_in_memory_are_those_of_transformers(model, tmp_path):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    (tmp_path / "config.json").write_text(json.dumps(huggingface_config(model.config, dtype="fp32", **IDS)))
+    theirs = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    assert shapes == {name: tuple(tensor.shape) for name, tensor in theirs.state_dict().items()}
+
+
+def test_state_survives_the_round_trip_bit_for_bit(model):
+    state = model.state_dict()
+    back = from_huggingface(to_huggingface(state, model.config, torch.float32), model.config)
+    assert back.keys() == state.keys()
+    assert all(torch.equal(back[name], state[name]) for name in state)
+    stacked = from_huggingface(dict(state), model.config)
+    assert all(torch.equal(stacked[name], state[name]) for name in state)
+
+
+def test_experts_are_written_one_by_one_and_a_tied_head_not_at_all(model, tmp_path):
+    write(tmp_path, model)
+    names = set(load_file(tmp_path / "model.safetensors"))
+    assert ("lm_head.weight" in names) != model.config.tie_word_embeddings
+    assert not any("gate_up_proj" in name for name in names)
+    experts = [name for name in names if ".experts." in name]
+    assert len(experts) == len(model.config.moe_layers) * model.config.num_experts * 3
+    if model.config.moe_layers and not model.config.qk_norm:
+        assert "model.layers.0.block_sparse_moe.experts.5.w3.weight" in names
+
+
+def test_config_holds_the_keys_that_older_readers_need():
+    config = huggingface_config(MOE, dtype="bf16", **IDS)
+    expected = {
+        "rope_theta": 5000.0,
+        "rope_scaling": None,
+        "num_experts": 6,
+        "head_dim": 16,
+        "torch_dtype": "bfloat16",
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
+    assert {key: config[key] for key in expected} == expected
+
+
+def test_transformers_reads_the_rotary_base_from_our_config(tmp_path):
+    from transformers import AutoConfig
+
+    (tmp_path / "config.json").write_text(json.dumps(huggingface_config(BASE, dtype="bf16", **IDS)))
+    config = AutoConfig.from_pretrained(tmp_path)
+    assert config.rope_parameters["rope_theta"] == 5000.0
+    assert config.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(("dtype", "value"), [(torch.float16, 7e4), (torch.bfloat16, 3.4e38)])
+def test_a_value_that_overflows_is_refused_by_name_and_value(dtype, value):
+    model = make(BASE)
+    model.model.layers[1].mlp.up_proj.weight.data[3, 4] = value
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj\.weight.*found (70000|3\.4e\+38)"):
+        to_huggingface(model.state_dict(), BASE, dtype)
+
+
+def test_a_tensor_of_nan_is_refused():
+    state = make(BASE).state_dict()
+    state["model.norm.weight"] = torch.full((48,), float("nan"))
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight"):
+        to_huggingface(state, BASE, torch.bfloat16)
+
+
+def test_only_floating_tensors_are_cast():
+    state = {"counter": torch.tensor([2**20 + 1]), "weight": torch.tensor([1.5])}
+    written = to_huggingface(state, BASE, torch.bfloat16)
+    assert written["counter"].dtype == torch.int64
+    assert written["counter"].item() == 2**20 + 1
+    assert written["weight"].dtype == torch.bfloat16
+
+
+def test_written_tensors_share_no_memory_with_the_model():
+    model = make(MOE)
+    written = to_huggingface(model.state_dict(), MOE, torch.float32)
+    ours = {tensor.untyped_storage().data_ptr() for tensor in model.state_dict().values()}
+    assert not ours & {tensor.untyped_storage().data_ptr() for tensor in written.values()}
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"router_bias_update_rate": 0.001}, "model.router_bias_update_rate"),
+        ({"qk_norm": False, "norm_topk_prob": False}, "model.norm_topk_prob"),
+        ({"qk_norm": False, "first_k_dense_replace": 1}, "model.first_k_dense_replace"),
+    ],
+)
+def test_what_has_no_home_is_refused_by_field(changes, field):
+    with pytest.raises(ConfigError, match=field):
+        huggingface_config(dataclasses.replace(MOE, **changes), dtype="bf16", **IDS)
+
+
+def test_weights_without_a_home_open_here(tmp_path):
+    model = make(
+        dataclasses.replace(MOE, router_bias_update_rate=0.01, qk_norm=False, first_k_dense_replace=1)
+    )
+    bias = model.state_dict()["model.layers.1.mlp.gate.e_score_correction_bias"]
+    bias.copy_(torch.linspace(-1, 1, 6))
+    save_file(to_huggingface(model.state_dict(), model.config, torch.float32), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(native_config(model.config, dtype="fp32", **IDS)))
+    ours = load_pretrained(tmp_path).eval()
+    assert ours.config == model.config
+    assert torch.equal(logits_of(ours), logits_of(model))
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"model_type": "gpt2"}, "model_type"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type"),
+        ({"use_sliding_window": True, "sliding_window": 512}, "sliding_window"),
+        ({"mlp_only_layers": [1]}, "mlp_only_layers"),
+        ({"hidden_size": None}, "hidden_size"),
+    ],
+)
+def test_a_foreign_feature_is_refused_by_name(changes, name):
+    config = huggingface_config(MOE, dtype="bf16", **IDS) | changes
+    with pytest.raises(ConfigError, match=name):
+        model_config_from_huggingface(config)
+
+
+def test_weights_open_in_fp32_unless_asked_otherwise(tmp_path):
+    write(tmp_path, make(MOE), torch.bfloat16, "bf16")
+    assert {p.dtype for p in load_pretrained(tmp_path).parameters()} == {torch.float32}
+    low = load_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert {p.dtype for p in low.parameters()} == {torch.bfloat16}
+    assert logits_of(low).isfinite().all()
+
+
+@pytest.mark.parametrize("damage", ["no config", "no weights", "cut", "missing tensor", "missing expert"])
+def test_a_broken_folder_is_one_line_that_names_it(tmp_path, damage):
+    write(tmp_path, make(MOE))
+    weights = tmp_path / "model.safetensors"
+    tensors = load_file(weights)
+    if damage == "no config":
+        (tmp_path / "config.json").unlink()
+    elif damage == "no weights":
+        weights.unlink()
+    elif damage == "cut":
+        weights.write_bytes(weights.read_bytes()[:1000])
+    else:
+        del tensors[
+            "model.norm.weight"
+            if damage == "missing tensor"
+            else "model.layers.0.mlp.experts.3.up_proj.weight"
+        ]
+        save_file(tensors, weights)
+    with pytest.raises(CheckpointError) as caught:
+        load_pretrained(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_sharded_weights_open(tmp_path):
+    model = make(MOE)
+    write(tmp_path, model)
+    tensors = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    halves = [dict(list(tensors.items())[::2]), dict(list(tensors.items())[1::2])]
+    index = {}
+    for number, half in enumerate(halves):
+        save_file(half, tmp_path / f"part-{number}.safetensors")
+        index |= dict.fromkeys(half, f"part-{number}.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    assert torch.equal(logits_of(load_pretrained(tmp_path).eval()), logits_of(model))

@@ -1,0 +1,96 @@
+"""The CUDA paths against the CPU's: document mask, grouped experts, no wait for the device."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from llm_pretrain.config import ModelConfig
+from llm_pretrain.model import Decoder, initialize_weights
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+CONFIG = ModelConfig(
+    vocab_size=256,
+    hidden_size=128,
+    intermediate_size=256,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    initializer_range=0.05,
+    num_experts=16,
+    num_experts_per_tok=2,
+    moe_intermediate_size=64,
+)
+SUMS = ("loss_sum", "z_loss_sum", "aux_loss_sum", "router_z_loss_sum")
+
+
+def inputs() -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, 256, (3, 64), generator=torch.Generator().manual_seed(0))
+    document = torch.zeros(3, 64, dtype=torch.int64)
+    document[0, 20:] = 1
+    document[2, 5:] = 1
+    document[2, 6:] = 2
+    return {"input_ids": ids, "labels": ids.roll(-1, 1), "document_ids": document}
+
+
+def run(device: str, dtype: torch.dtype | None, config: ModelConfig = CONFIG) -> tuple[list, dict]:
+    model = Decoder(config)
+    initialize_weights(model, 0)
+    model.to(device)
+    batch = {name: value.to(device) for name, value in inputs().items()}
+    with torch.autocast(device, dtype=dtype, enabled=dtype is not None):
+        out = model(**batch)
+    sum(getattr(out, name) for name in SUMS).backward()
+    gradients = {name: parameter.grad.double().cpu() for name, parameter in model.named_parameters()}
+    return [getattr(out, name).double().cpu() for name in SUMS], gradients
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(None, 1e-3), (torch.bfloat16, 5e-2), (torch.float16, 2e-2)]
+)
+@pytest.mark.parametrize("experts", [0, 16, 64])
+def test_cuda_equals_cpu(dtype, tolerance, experts):
+    config = dataclasses.replace(CONFIG, num_experts=experts)
+    expected_sums, expected = run("cpu", None, config)
+    sums, gradients = run("cuda", dtype, config)
+    for ours, theirs in zip(sums, expected_sums, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=1e-6)
+    for name, gradient in gradients.items():
+        assert (gradient - expected[name]).norm() <= tolerance * expected[name].norm() + 1e-9, name
+
+
+def test_experts_without_tokens_get_zero_gradients():
+    config = dataclasses.replace(CONFIG, num_experts=512, num_experts_per_tok=1)
+    _, gradients = run("cuda", torch.bfloat16, config)
+    unused = gradients["model.layers.0.mlp.experts.down_proj"].flatten(1).abs().amax(1) == 0
+    assert unused.sum() >= 512 - 3 * 64
+    assert all(gradient.isfinite().all() for gradient in gradients.values())
+
+
+def test_a_bf16_pass_never_waits_for_the_device():
+    run("cuda", torch.bfloat16)  # compiles and allocates
+    model = Decoder(CONFIG)
+    initialize_weights(model, 0)
+    model.cuda()
+    batch = {name: value.cuda() for name, value in inputs().items()}
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            out = model(**batch)
+        (out.loss_sum + out.aux_loss_sum).backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_deterministic_algorithms_repeat_bit_for_bit():
+    torch.use_deterministic_algorithms(True)
+    try:
+        first, second = run("cuda", torch.bfloat16), run("cuda", torch.bfloat16)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert first[0] == second[0]
+    assert all(torch.equal(first[1][name], second[1][name]) for name in first[1])

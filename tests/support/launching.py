@@ -1,0 +1,135 @@
+"""Starts the two scripts as users do, and reads what they wrote. Judge a run by its files, not its output."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from llm_pretrain.tracking import read_metrics
+
+ROOT = Path(__file__).parent.parent.parent
+TORCHRUN_SCRIPT = ROOT / "train_pretrain.py"
+ACCELERATE_SCRIPT = ROOT / "train_pretrain_accelerate.py"
+TIMEOUT_SECONDS = 300
+"""For one launch on a slow day."""
+
+EXACT_KEYS = ("train/loss", "train/aux_loss", "train/z_loss", "train/router_z_loss", "train/grad_norm")
+EXACT_KEYS += ("train/learning_rate", "train/loss_tokens", "train/tokens", "train/skipped")
+EXACT_KEYS += ("train/loss_scale", "data/batch_sha256", "moe/load", "eval/loss", "eval/bits_per_byte")
+
+
+def launch_command(launcher: str, world_size: int) -> list[str]:
+    """Command up to the script's options: torchrun or accelerate, with `world_size` processes."""
+    if launcher == "torchrun":
+        if world_size == 1:
+            return [sys.executable, str(TORCHRUN_SCRIPT)]
+        run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
+        return [*run, str(world_size), str(TORCHRUN_SCRIPT)]
+    run = [sys.executable, "-m", "accelerate.commands.launch"]
+    if world_size == 1:
+        return [*run, "--cpu", "--num_processes", "1", str(ACCELERATE_SCRIPT)]
+    config = str(ROOT / "configs" / "accelerate" / "cpu2.yaml")
+    ports = ["--main_process_port", "0"]
+    return [*run, "--config_file", config, "--num_processes", str(world_size), *ports, str(ACCELERATE_SCRIPT)]
+
+
+def environment() -> dict[str, str]:
+    """The test process's environment, without what a launcher would take for its own."""
+    drop = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    kept = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in drop and not key.startswith(("ACCELERATE_", "TORCHELASTIC_", "PYTEST_"))
+    }
+    return kept | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
+
+
+@dataclass
+class Finished:
+    """A launch that ended: exit code, what it printed, and its run folder."""
+
+    exit_code: int
+    output: str
+    folder: Path
+
+    @property
+    def status(self) -> dict:
+        return json.loads((self.folder / "status.json").read_text())
+
+    @property
+    def rows(self) -> dict[int, dict]:
+        """Rows of metrics.jsonl by step, the later attempt's where a step stands twice."""
+        return {row["step"]: row for row in read_metrics(self.folder / "metrics.jsonl")}
+
+    def raw_steps(self) -> list[int]:
+        """Steps in the order in which rows were appended, over all attempts."""
+        lines = (self.folder / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line)["step"] for line in lines]
+
+    def exact_rows(self) -> dict[int, dict]:
+        """What must be equal between launchers and after a resume; leaves out speed and memory."""
+        return {step: {key: row[key] for key in EXACT_KEYS if key in row} for step, row in self.rows.items()}
+
+
+def start(
+    launcher: str, world_size: int, folder: Path, options: Sequence[str], **popen: object
+) -> subprocess.Popen[str]:
+    """Start a script in a process group of its own."""
+    command = [*launch_command(launcher, world_size), "--run.output_dir", str(folder), *options]
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        **popen,  # type: ignore[call-overload]  # options of Popen
+    )
+
+
+def finish(process: subprocess.Popen[str], folder: Path, timeout: float = TIMEOUT_SECONDS) -> Finished:
+    """Wait for a started script; end its whole group if it hangs."""
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        raise AssertionError(f"no end within {timeout} s; it printed:\n{output[-4000:]}") from None
+    return Finished(process.returncode, output, folder)
+
+
+def launch(
+    launcher: str, world_size: int, folder: Path, options: Sequence[str], *, exit_code: int | None = 0
+) -> Finished:
+    """Run a script to its end and check its exit code (None: any)."""
+    finished = finish(start(launcher, world_size, folder, options), folder)
+    if exit_code is not None:
+        assert finished.exit_code == exit_code, f"exit code {finished.exit_code}:\n{finished.output[-6000:]}"
+    return finished
+
+
+def checkpoint_tensors(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    """Every tensor of a full-precision checkpoint, over all of its files."""
+    from safetensors.torch import load_file
+
+    tensors: dict[str, torch.Tensor] = {}
+    for path in sorted((folder / "checkpoints" / f"step-{step:08d}").glob("**/*.safetensors")):
+        tensors |= load_file(path)
+    assert tensors, f"no checkpoint of step {step} in {folder}"
+    return tensors
+
+
+def assert_same_tensors(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    """Same names, same bits."""
+    assert left.keys() == right.keys()
+    different = [name for name in left if not torch.equal(left[name], right[name])]
+    assert not different, f"{len(different)} of {len(left)} tensors differ: {different[:5]}"

@@ -1,0 +1,66 @@
+"""Peaks by the names that devices really report, and memory in use."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from llm_pretrain.tracking import device_peak_flops, memory_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "teraflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.4),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835.5),
+        ("NVIDIA H200", 989.4),
+        ("NVIDIA H200 NVL", 835.5),
+        ("NVIDIA GH200 480GB", 989.4),
+        ("NVIDIA H20", 148),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA GB200", 2500),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A100 80GB PCIe", 312),
+        ("A100-PCIE-40GB", 312),
+        ("NVIDIA A10", 125),
+        ("NVIDIA A10G", 70),
+        ("NVIDIA A30", 165),
+        ("NVIDIA A40", 149.7),
+        ("NVIDIA L4", 121),
+        ("NVIDIA L40", 181.05),
+        ("NVIDIA L40S", 362.05),
+        ("Tesla T4", 65),
+        ("Tesla V100-SXM2-16GB", 125),
+        ("Tesla V100-PCIE-32GB", 112),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("NVIDIA GeForce RTX 3090", 71),
+        ("NVIDIA GeForce RTX 3090 Ti", 80),
+        ("AMD Instinct MI300X", 1307.4),
+    ],
+)
+def test_known_devices_have_their_datasheets_peak(name, teraflops):
+    assert device_peak_flops(name) == pytest.approx(teraflops * 1e12)
+
+
+@pytest.mark.parametrize("name", ["cpu", "", "NVIDIA T400", "NVIDIA RTX A1000", "Apple M2", "Tesla K80"])
+def test_unknown_devices_have_none(name):
+    assert device_peak_flops(name) is None
+
+
+def test_the_process_takes_memory_and_more_with_more_tensors():
+    before = memory_bytes(torch.device("cpu"))
+    held = torch.ones(64 * 2**20)
+    assert memory_bytes(torch.device("cpu")) - before > 0.9 * held.nbytes
+    assert before > 10 * 2**20
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_reports_its_peak():
+    device = torch.device("cuda", torch.cuda.current_device())
+    held = torch.ones(2**20, device=device)
+    peak = memory_bytes(device)
+    assert peak >= held.nbytes
+    del held
+    assert memory_bytes(device) >= peak

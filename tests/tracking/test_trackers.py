@@ -1,0 +1,245 @@
+"""Trackers: what reaches wandb, and that nothing that happens to it reaches training."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from llm_pretrain.config import Config, from_dict
+from llm_pretrain.tracking import Trackers, trackers
+
+KEY = "0123456789abcdef" * 2 + "01234567"
+
+
+def config(mode: str) -> Config:
+    return from_dict({"logging": {"wandb_mode": mode, "wandb_project": "project"}})
+
+
+class FakeRun:
+    def __init__(self, wandb: FakeWandb):
+        self.wandb = wandb
+
+    def define_metric(self, name: str, step_metric: str | None = None) -> None:
+        self.wandb.metrics.append((name, step_metric))
+
+    def log(self, row: dict) -> None:
+        self.wandb.attempts += 1
+        if self.wandb.broken:
+            raise RuntimeError("no more\nrows")
+        self.wandb.rows.append(row)
+
+    def finish(self, exit_code: int) -> None:
+        self.wandb.released.wait(20)
+        self.wandb.exit_codes.append(exit_code)
+
+
+class FakeWandb(SimpleNamespace):
+    """Stands for the module; remembers what it is asked."""
+
+    def __init__(self):
+        super().__init__(metrics=[], rows=[], exit_codes=[], inits=[], broken=False, attempts=0)
+        self.fails_in: tuple[str, ...] = ()
+        self.released = threading.Event()
+        self.released.set()
+        self.Settings = type("Settings", (SimpleNamespace,), {"model_fields": {"silent", "console"}})
+
+    def init(self, **wishes) -> FakeRun:
+        self.inits.append(wishes)
+        if wishes["mode"] in self.fails_in:
+            raise ConnectionError("no server")
+        return FakeRun(self)
+
+    def teardown(self) -> None:
+        pass
+
+
+@pytest.fixture
+def wandb(monkeypatch):
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    for name in ("WANDB_SILENT", "WANDB_ERROR_REPORTING"):
+        monkeypatch.setenv(name, os.environ.get(name, "true"))
+    yield fake
+    fake.released.set()
+
+
+def test_rows_arrive_in_order_with_their_own_step(wandb, tmp_path):
+    warnings: list[str] = []
+    tracked = Trackers(config("offline"), tmp_path, None, True, warn=warnings.append)
+    for step in (3, 4, 2):  # back, as after a resume
+        tracked.log({"step": step, "train/loss": 0.5, "train/skipped": None, "moe/load": [[1.0]]})
+    tracked.log({"step": 5, "train/loss": float("nan"), "data/batch_sha256": "00"})
+    tracked.close(75)
+    assert wandb.rows == [*({"step": step, "train/loss": 0.5} for step in (3, 4, 2)), {"step": 5}]
+    assert wandb.metrics == [("step", None), ("*", "step")]
+    assert wandb.exit_codes == [75]
+    assert warnings == []
+    (wishes,) = wandb.inits
+    assert (wishes["mode"], wishes["project"], wishes["resume"]) == ("offline", "project", "allow")
+    assert (wishes["id"], wishes["dir"]) == (tracked.wandb_id, str(tmp_path))
+    assert vars(wishes["settings"]) == {"silent": True, "console": "off"}  # those that this version has
+    assert wishes["config"]["logging"]["wandb_project"] == "project"
+
+
+def test_the_identity_is_kept_and_made_when_there_is_none(wandb, tmp_path):
+    first = Trackers(config("offline"), tmp_path, None, True)
+    other = Trackers(config("offline"), tmp_path, None, True)
+    again = Trackers(config("online"), tmp_path, first.wandb_id, True)
+    for tracked in (first, other, again):
+        tracked.close(0)
+    assert first.wandb_id
+    assert first.wandb_id != other.wandb_id
+    assert {wishes["id"] for wishes in wandb.inits} == {first.wandb_id, other.wandb_id}
+    assert again.wandb_id == first.wandb_id
+    assert Trackers(config("disabled"), tmp_path, "kept", True).wandb_id == "kept"
+    assert Trackers(config("offline"), tmp_path, None, False).wandb_id is None
+
+
+def test_only_the_enabled_process_tracks(wandb, tmp_path):
+    for mode, enabled in (("disabled", True), ("offline", False), ("online", False)):
+        tracked = Trackers(config(mode), tmp_path, None, enabled)
+        tracked.log({"step": 1})
+        tracked.close(0)
+    assert wandb.inits == []
+
+
+def test_a_failing_tracker_warns_once_and_stays_out(wandb, tmp_path):
+    wandb.broken = True
+    warnings: list[str] = []
+    tracked = Trackers(config("offline"), tmp_path, None, True, warn=warnings.append)
+    for step in range(50):
+        tracked.log({"step": step})
+        time.sleep(0.002)
+    tracked.close(0)
+    tracked.log({"step": 51})
+    tracked.close(0)
+    assert wandb.attempts == 1
+    assert len(warnings) == 1
+    assert "RuntimeError: no more;" in warnings[0]
+
+
+def test_without_a_server_the_run_is_recorded_offline(wandb, tmp_path):
+    wandb.fails_in = ("online",)
+    warnings: list[str] = []
+    tracked = Trackers(config("online"), tmp_path, None, True, warn=warnings.append)
+    tracked.log({"step": 1})
+    tracked.close(0)
+    assert [wishes["mode"] for wishes in wandb.inits] == ["online", "offline"]
+    assert wandb.rows == [{"step": 1}]
+    assert len(warnings) == 1
+    assert "no server" in warnings[0]
+
+
+@pytest.mark.parametrize("mode", ["offline", "online"])
+def test_a_tracker_that_cannot_start_warns_and_stays_out(wandb, tmp_path, mode):
+    wandb.fails_in = ("offline", "online")
+    warnings: list[str] = []
+    tracked = Trackers(config(mode), tmp_path, None, True, warn=warnings.append)
+    tracked.log({"step": 1})
+    tracked.close(0)
+    assert "left out" in warnings[-1]
+    assert len(warnings) == (1 if mode == "offline" else 2)
+
+
+def test_a_tracker_that_hangs_is_left_behind(wandb, tmp_path, monkeypatch):
+    wandb.released.clear()
+    monkeypatch.setattr(trackers, "CLOSE_SECONDS", 0.2)
+    warnings: list[str] = []
+    tracked = Trackers(config("offline"), tmp_path, None, True, warn=warnings.append)
+    tracked.log({"step": 1})
+    start = time.monotonic()
+    tracked.close(0)
+    assert time.monotonic() - start < 5
+    assert len(warnings) == 1
+    assert "to finish" in warnings[0]
+
+
+def test_waits_add_up_to_less_than_half_a_minute():
+    assert trackers.INIT_SECONDS + trackers.FINISH_SECONDS < trackers.CLOSE_SECONDS < 30
+
+
+def test_without_wandb_installed_a_run_goes_on(monkeypatch, tmp_path, caplog):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    tracked = Trackers(config("offline"), tmp_path, None, True)
+    tracked.log({"step": 1})
+    tracked.close(0)
+    assert len(caplog.records) == 1
+    assert "wandb is left out" in caplog.text
+
+
+def run_real(mode: str, folder: Path, init_seconds: float = 12.0, **environment: str):
+    """A process that tracks five rows with the real wandb; returns its result and its seconds."""
+    code = (
+        "import sys; from pathlib import Path\n"
+        "from llm_pretrain.config import from_dict; from llm_pretrain.tracking import Trackers, trackers\n"
+        "trackers.INIT_SECONDS = float(sys.argv[3])\n"
+        "config = from_dict({'logging': {'wandb_mode': sys.argv[1]}})\n"
+        "tracked = Trackers(config, Path(sys.argv[2]), None, True)\n"
+        "for step in range(5):\n    tracked.log({'step': step, 'train/loss': 1.0})\n"
+        "tracked.close(0); print(tracked.wandb_id)"
+    )
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    start = time.monotonic()
+    result = subprocess.run(
+        [sys.executable, "-c", code, mode, str(folder), str(init_seconds)],
+        env=clean | {"HOME": str(folder), "WANDB_API_KEY": KEY} | environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return result, time.monotonic() - start
+
+
+def recorded(folder: Path, wandb_id: str) -> bytes:
+    (file,) = folder.glob(f"wandb/offline-run-*/run-{wandb_id}.wandb")
+    return file.read_bytes()
+
+
+def test_offline_records_inside_the_run_folder_in_silence(tmp_path):
+    result, _ = run_real("offline", tmp_path)
+    wandb_id = result.stdout.strip()
+    assert len(wandb_id) == 8  # and nothing else was printed
+    assert result.stderr == ""
+    assert recorded(tmp_path, wandb_id).count(b"train/loss") >= 5
+    leaks = [path for path in tmp_path.rglob("*") if path.is_file() and KEY.encode() in path.read_bytes()]
+    assert leaks == []
+
+
+def test_a_folder_that_takes_no_files_does_not_stop_a_run(tmp_path):
+    result, _ = run_real("offline", Path("/proc/no-such-folder"), TMPDIR=str(tmp_path), HOME=str(tmp_path))
+    assert len(result.stdout.split()) == 1
+
+
+def test_an_unreachable_server_costs_seconds_and_no_rows(tmp_path):
+    result, seconds = run_real("online", tmp_path, 2.0, WANDB_BASE_URL="http://127.0.0.1:9")
+    assert seconds < 20
+    assert result.stderr.count("\n") == 1
+    assert "recorded offline" in result.stderr
+    assert recorded(tmp_path, result.stdout.strip()).count(b"train/loss") >= 5
+
+
+@pytest.mark.slow
+def test_a_server_that_never_answers_costs_less_than_half_a_minute(tmp_path):
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        result, seconds = run_real("online", tmp_path, WANDB_BASE_URL=url)
+    assert seconds < 30
+    assert recorded(tmp_path, result.stdout.strip()).count(b"train/loss") >= 5
+
+
+def test_online_without_a_key_asks_nobody(tmp_path):
+    result, seconds = run_real("online", tmp_path, WANDB_API_KEY="", WANDB_BASE_URL="http://127.0.0.1:9")
+    assert seconds < 20
+    assert "recorded offline" in result.stderr
+    assert recorded(tmp_path, result.stdout.strip()).count(b"train/loss") >= 5

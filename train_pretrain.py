@@ -1,0 +1,141 @@
+"""Pretraining by hand: `torchrun --nproc_per_node N train_pretrain.py --config FILE`.
+
+Everything that distributed data parallelism asks for stands here in plain sight; read it beside
+`train_pretrain_accelerate.py`, which does the same, method for method, through Accelerate.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from llm_pretrain.config import Config, load_config
+from llm_pretrain.data import Batch, shard
+from llm_pretrain.model import DecoderOutput
+from llm_pretrain.training import (
+    DDP_OPTIONS,
+    Launcher,
+    Objective,
+    StepCounts,
+    StepResult,
+    StepSums,
+    check_world_size,
+    mark_last,
+    prepare_process,
+    pretrain,
+    report_errors,
+    seed_dropout,
+    settle_buckets,
+)
+
+
+class TorchrunEngine:
+    """Data parallelism on `torch.distributed`, written out."""
+
+    launcher: Launcher = "torchrun"
+
+    def __init__(self, config: Config):
+        self.config = config
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        on_gpu = torch.cuda.is_available()
+        self.device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
+        if on_gpu:
+            torch.cuda.set_device(self.device)
+        self.rank, self.world_size = 0, 1
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            timeout = timedelta(seconds=config.distributed.timeout_seconds)
+            dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timeout)
+            self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        check_world_size(self.world_size)
+        precision = config.training.precision
+        self.autocast_dtype = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+        self.grad_scaler = torch.amp.GradScaler(self.device.type, enabled=precision == "fp16")
+        self.scaler = self.grad_scaler if precision == "fp16" else None
+        self.accumulation_steps = config.gradient_accumulation_steps(self.world_size)
+        self.objective = Objective(config, self.world_size)
+
+    def prepare(self, model: Module, optimizer: Optimizer, batches: DataLoader) -> Iterable[Batch]:
+        self.model: Module = model.to(self.device)
+        self.unwrapped_model, self.optimizer = model, optimizer
+        self.no_sync = nullcontext
+        if self.world_size > 1:
+            device_ids = [self.device.index] if self.device.type == "cuda" else None
+            self.model = DistributedDataParallel(model, device_ids=device_ids, **DDP_OPTIONS)
+            self.no_sync = self.model.no_sync
+        settle_buckets(self)
+        own = shard(batches, self.rank, self.world_size)
+        return (batch.to(self.device, non_blocking=True) for batch in own)
+
+    def forward(self, batch: Batch) -> DecoderOutput:
+        with torch.autocast(self.device.type, self.autocast_dtype, enabled=self.autocast_dtype is not None):
+            return self.model(**batch.model_inputs())
+
+    def train_step(self, micro_batches: Sequence[Batch]) -> StepResult:
+        counts = StepCounts.of(micro_batches, self.reduce_sum)
+        if counts.num_loss_tokens == 0:
+            return StepResult(counts, skipped="no_loss_tokens")
+        sums = StepSums()
+        for is_last, batch in mark_last(micro_batches):
+            with nullcontext() if is_last else self.no_sync():
+                seed_dropout(self.config.run.seed, batch)
+                output = self.forward(batch)
+                loss = self.objective(output, counts.num_loss_tokens) / self.accumulation_steps
+                self.grad_scaler.scale(loss).backward()
+                sums.add(output)
+        self.grad_scaler.unscale_(self.optimizer)
+        max_norm = self.config.training.max_grad_norm or math.inf
+        grad_norm = clip_grad_norm_(self.model.parameters(), max_norm).item()
+        if math.isfinite(grad_norm):
+            self.grad_scaler.step(self.optimizer)
+        self.grad_scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        return StepResult.of(counts, sums.reduced(self.reduce_sum), grad_norm, self.scaler)
+
+    def reduce_sum(self, tensor: Tensor) -> Tensor:
+        total = tensor.to(self.device, copy=True)
+        if self.world_size > 1:
+            dist.all_reduce(total)
+        return total
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        gathered = [value] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(gathered, value)
+        return gathered
+
+    def model_and_optimizer(self) -> tuple[Module, Optimizer]:
+        return self.unwrapped_model, self.optimizer
+
+    def close(self) -> None:
+        # DDP must go before its process group, or finished runs abort now and then.
+        del self.model, self.no_sync, self.unwrapped_model, self.optimizer
+        if self.world_size > 1:
+            dist.barrier()
+            dist.destroy_process_group()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Train as the options in `argv` say (default: the command line's); returns the exit code."""
+    with report_errors():
+        config = load_config(argv)
+        prepare_process(config)
+        return pretrain(config, TorchrunEngine(config))
+    raise AssertionError("report_errors leaves by itself")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

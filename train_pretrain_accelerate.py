@@ -1,0 +1,144 @@
+"""Pretraining through Accelerate: `accelerate launch train_pretrain_accelerate.py --config FILE`.
+
+The same run as `train_pretrain.py`, method for method; read the two side by side to see what each line
+of Accelerate stands for.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import (
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+    InitProcessGroupKwargs,
+    gather_object,
+)
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from llm_pretrain.config import Config, load_config
+from llm_pretrain.data import Batch
+from llm_pretrain.errors import ConfigError
+from llm_pretrain.model import DecoderOutput
+from llm_pretrain.training import (
+    DDP_OPTIONS,
+    Launcher,
+    Objective,
+    StepCounts,
+    StepResult,
+    StepSums,
+    check_accelerate_settings,
+    check_world_size,
+    prepare_process,
+    pretrain,
+    report_errors,
+    seed_dropout,
+    settle_buckets,
+)
+
+
+class AccelerateEngine:
+    """The same data parallelism, done by Accelerate."""
+
+    launcher: Launcher = "accelerate"
+
+    def __init__(self, config: Config):
+        self.config = config
+        accumulation_steps = config.gradient_accumulation_steps(int(os.environ.get("WORLD_SIZE", "1")))
+        check_accelerate_settings(config, accumulation_steps)
+        on_gpu = torch.cuda.is_available()
+        if config.training.precision == "fp16" and not on_gpu:
+            raise ConfigError(
+                "training.precision: fp16 through Accelerate needs a GPU (on CPU it would silently train in "
+                "fp32), found none; use bf16 or fp32, or torchrun with train_pretrain.py"
+            )
+        self.accelerator = Accelerator(
+            cpu=not on_gpu,
+            mixed_precision={"fp32": "no"}.get(config.training.precision, config.training.precision),
+            gradient_accumulation_plugin=GradientAccumulationPlugin(
+                num_steps=accumulation_steps, sync_with_dataloader=False
+            ),
+            dataloader_config=DataLoaderConfiguration(even_batches=False, non_blocking=True),
+            kwargs_handlers=[
+                DistributedDataParallelKwargs(**DDP_OPTIONS),
+                InitProcessGroupKwargs(timeout=timedelta(seconds=config.distributed.timeout_seconds)),
+            ],
+        )
+        self.rank: int = self.accelerator.process_index
+        self.world_size: int = self.accelerator.num_processes
+        self.device: torch.device = self.accelerator.device
+        self.scaler = self.accelerator.scaler
+        check_world_size(self.world_size)
+        self.objective = Objective(config, self.world_size)
+
+    def prepare(self, model: Module, optimizer: Optimizer, batches: DataLoader) -> Iterable[Batch]:
+        self.model, self.optimizer, own = self.accelerator.prepare(model, optimizer, batches)
+        self.unwrapped_model = model
+        settle_buckets(self)
+        return own
+
+    def forward(self, batch: Batch) -> DecoderOutput:
+        return self.model(**batch.model_inputs())
+
+    def train_step(self, micro_batches: Sequence[Batch]) -> StepResult:
+        counts = StepCounts.of(micro_batches, self.reduce_sum)
+        if counts.num_loss_tokens == 0:
+            return StepResult(counts, skipped="no_loss_tokens")
+        sums, grad_norm = StepSums(), math.nan
+        for batch in micro_batches:
+            with self.accelerator.accumulate(self.model):
+                seed_dropout(self.config.run.seed, batch)
+                output = self.forward(batch)
+                loss = self.objective(output, counts.num_loss_tokens)
+                self.accelerator.backward(loss)  # divides by the accumulation steps, scales for fp16
+                sums.add(output)
+                if self.accelerator.sync_gradients:
+                    max_norm = self.config.training.max_grad_norm or math.inf
+                    norm = self.accelerator.clip_grad_norm_(self.model.parameters(), max_norm)
+                    grad_norm = norm.item()  # type: ignore[union-attr]  # None only under DeepSpeed
+                    if math.isfinite(grad_norm):
+                        self.optimizer.step()  # with a scaler: its step and its update
+                    elif self.scaler:
+                        self.scaler.update()
+                    self.optimizer.zero_grad()
+        return StepResult.of(counts, sums.reduced(self.reduce_sum), grad_norm, self.scaler)
+
+    def reduce_sum(self, tensor: Tensor) -> Tensor:
+        total = self.accelerator.reduce(tensor.to(self.device), "sum")
+        return total  # type: ignore[return-value]  # typed for nests of tensors
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return gather_object([value])
+
+    def model_and_optimizer(self) -> tuple[Module, Optimizer]:
+        return self.unwrapped_model, self.optimizer.optimizer
+
+    def close(self) -> None:
+        del self.model, self.unwrapped_model, self.optimizer
+        self.accelerator.free_memory()
+        self.accelerator.wait_for_everyone()
+        self.accelerator.end_training()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Train as the options in `argv` say (default: the command line's); returns the exit code."""
+    with report_errors():
+        config = load_config(argv)
+        prepare_process(config)
+        return pretrain(config, AccelerateEngine(config))
+    raise AssertionError("report_errors leaves by itself")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
