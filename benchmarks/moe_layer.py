@@ -115,9 +115,8 @@ def main() -> None:
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
     )
     malloc = {name: value for name, value in os.environ.items() if name.startswith("MALLOC_")}
-    print(
-        f"commit {revision.stdout.strip() or 'unknown'}, torch {torch.__version__}, {cpu_name()}, malloc {malloc or 'as it is'}"
-    )
+    commit = revision.stdout.strip() or "unknown"
+    print(f"commit {commit}, torch {torch.__version__}, {cpu_name()}, malloc {malloc or 'as it is'}")
     for dtype in (None, torch.bfloat16):
         for num_experts, top_k in CHOICES:
             print(ratio(arguments, num_experts, top_k, dtype), flush=True)
