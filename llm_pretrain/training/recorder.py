@@ -84,7 +84,9 @@ class Recorder:
         self._interval.mark()
 
     def close(self) -> None:
-        """Close console and trackers; the metrics file needs nothing."""
+        """Close metrics file, console and trackers."""
+        if self.metrics is not None:
+            self.metrics.close()
         self.console.close()
         self.trackers.close(0 if sys.exc_info()[0] is None else 1)
 

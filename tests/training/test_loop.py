@@ -35,13 +35,6 @@ def train(*arguments: str) -> int:
         return int(exit_.code or 0)
 
 
-@pytest.fixture(autouse=True)
-def keep_threads():
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-
-
 def test_a_run_leaves_its_folder_as_documented(plain_store: Path, tmp_path: Path):
     folder = tmp_path / "run"
     assert train(*options(plain_store, folder)) == 0
@@ -78,7 +71,6 @@ def test_resuming_in_the_middle_of_a_logging_interval_keeps_the_digest(plain_sto
 def test_a_batch_without_loss_tokens_is_skipped_without_a_forward_pass(
     plain_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("llm_pretrain.training.objective.Batch.num_loss_tokens", 0, raising=False)
     counted = train_pretrain.StepCounts.of
 
     def without_loss_tokens(micro_batches, reduce_sum):
@@ -87,7 +79,6 @@ def test_a_batch_without_loss_tokens_is_skipped_without_a_forward_pass(
             return type(counts)(0, counts.digest)
         return counts
 
-    monkeypatch.undo()
     monkeypatch.setattr(train_pretrain.StepCounts, "of", without_loss_tokens)
     forwards: list[int] = []
     forward = train_pretrain.TorchrunEngine.forward

@@ -164,7 +164,7 @@ def test_sums_and_metrics_over_a_split_add_up(store: TokenStore):
     for batch in window:
         sums.add(model(**batch.model_inputs()))
     config_whole = config_of(store, micro_batch_size=8)
-    large = list(global_batches(config_whole, start_step=0, world_size=1))[0]
+    large = next(iter(global_batches(config_whole, start_step=0, world_size=1)))
     whole.add(model(**large.model_inputs()))
     counts = StepCounts.of(window, lambda tensor: tensor)
     assert counts.num_loss_tokens == large.num_loss_tokens
