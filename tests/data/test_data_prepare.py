@@ -68,13 +68,13 @@ def test_the_store_is_the_same_at_any_number_of_workers(tmp_path: Path, monkeypa
 def test_shards_and_mask_bits_hold_every_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(prepare_module, "BATCH_BYTES", 1000)
     generator = np.random.default_rng(0)
-    records: list[dict] = [{"input_ids": [1, 2, 3]}] * 5
+    records: list[dict] = [{"input_ids": [1, 2, 3, 4, 5]}] * 75  # fills a batch before the first mask
     for length in generator.integers(1, 90, 200).tolist():
         ids, mask = generator.integers(0, 250, length).tolist(), generator.integers(0, 2, length).tolist()
         records.append({"input_ids": ids, "loss_mask": mask})
     store = prepare(tmp_path, records, shard_bytes=100)
     found = [(ids.tolist(), mask.tolist()) for ids, mask in store.split("train").iterate()]
-    expected = [(r["input_ids"], [bool(m) for m in r.get("loss_mask", [1, 1, 1])]) for r in records]
+    expected = [(r["input_ids"], [bool(m) for m in r.get("loss_mask", [1] * 5)]) for r in records]
     assert found == expected
 
 
