@@ -110,6 +110,8 @@ def main() -> None:
     parser.add_argument("--hidden_size", type=int, default=512)
     parser.add_argument("--intermediate_size", type=int, default=1408)
     arguments = parser.parse_args()
+    if arguments.pairs < 2:
+        parser.error("--pairs: expected at least 2, which quartiles need")
     torch.set_num_threads(1)
     revision = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
