@@ -30,7 +30,7 @@ $(TOKENIZER)/tokenizer.json: | $(VENV)/.installed
 	$(BIN)/llm-pretrain tokenizer --input stdlib --vocab_size 4096 --output $(TOKENIZER)
 
 $(STORE)/store.json: $(TOKENIZER)/tokenizer.json
-	$(BIN)/llm-pretrain prepare --input stdlib --tokenizer $(TOKENIZER) --output $(STORE) --overwrite
+	$(BIN)/llm-pretrain prepare --input stdlib --tokenizer $(TOKENIZER) --output $(STORE) --validation_fraction 0.03 --overwrite
 
 store: $(STORE)/store.json  ## Tokenizer and token store of the embedded corpus
 
