@@ -51,7 +51,8 @@ def cpu_threads(config: Config) -> int:
     if config.distributed.cpu_threads:
         return config.distributed.cpu_threads
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or 1)
-    return max(1, len(os.sched_getaffinity(0)) // local_world_size)
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, usable // local_world_size)
 
 
 def keep_freed_memory() -> None:
