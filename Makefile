@@ -30,12 +30,12 @@ $(TOKENIZER)/tokenizer.json: | $(VENV)/.installed
 	$(BIN)/llm-pretrain tokenizer --input stdlib --vocab_size 4096 --output $(TOKENIZER)
 
 $(STORE)/store.json: $(TOKENIZER)/tokenizer.json
-	$(BIN)/llm-pretrain prepare --input stdlib --tokenizer $(TOKENIZER) --output $(STORE) --overwrite
+	$(BIN)/llm-pretrain prepare --input stdlib --tokenizer $(TOKENIZER) --output $(STORE) --validation_fraction 0.03 --overwrite
 
 store: $(STORE)/store.json  ## Tokenizer and token store of the embedded corpus
 
 pretrain: $(STORE)/store.json  ## Pretrain a small mixture of experts on the embedded corpus
-	$(BIN)/torchrun --standalone --nproc_per_node $(NPROC) train_pretrain.py --config $(CONFIG)
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node $(NPROC) train_pretrain.py --config $(CONFIG)
 	@echo; echo "A sample:"
 	@$(BIN)/llm-pretrain generate $(RUN)/weights --prompt "def " --max_new_tokens 64 --temperature 0.8
 	@echo

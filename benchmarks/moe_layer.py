@@ -6,18 +6,20 @@ Not a benchmark of whole training steps.
 
     python benchmarks/moe_layer.py [--pairs 15] [--hidden_size 512] [--intermediate_size 1408]
 
-glibc gives large freed blocks back to the system and pays for the pages again at the next step; set
-MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=1073741824 to measure without that.
+glibc gives large freed blocks back to the system and pays for their pages again at the next step; the
+environment MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=100000000000 measures without that.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import platform
 import statistics
 import subprocess
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -89,6 +91,17 @@ def ratio(arguments: argparse.Namespace, num_experts: int, top_k: int, dtype: to
     )
 
 
+def cpu_name() -> str:
+    """The processor's model, where Linux tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.machine()
+    return next(
+        (line.split(":")[1].strip() for line in lines if line.startswith("model name")), "unknown CPU"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -97,11 +110,15 @@ def main() -> None:
     parser.add_argument("--hidden_size", type=int, default=512)
     parser.add_argument("--intermediate_size", type=int, default=1408)
     arguments = parser.parse_args()
+    if arguments.pairs < 2:
+        parser.error("--pairs: expected at least 2, which quartiles need")
     torch.set_num_threads(1)
     revision = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
     )
-    print(f"commit {revision.stdout.strip() or 'unknown'}, torch {torch.__version__}, {platform.machine()}")
+    malloc = {name: value for name, value in os.environ.items() if name.startswith("MALLOC_")}
+    commit = revision.stdout.strip() or "unknown"
+    print(f"commit {commit}, torch {torch.__version__}, {cpu_name()}, malloc {malloc or 'as it is'}")
     for dtype in (None, torch.bfloat16):
         for num_experts, top_k in CHOICES:
             print(ratio(arguments, num_experts, top_k, dtype), flush=True)

@@ -10,7 +10,7 @@ import sys
 from importlib import import_module
 
 from llm_pretrain import __version__
-from llm_pretrain.errors import PretrainError
+from llm_pretrain.errors import CheckpointError, PretrainError
 
 COMMANDS = {
     "tokenizer": "train a tokenizer on jsonl or text files",
@@ -48,6 +48,11 @@ def main(argv: list[str] | None = None) -> int:
     except PretrainError as error:
         print(f"llm-pretrain {name}: {error}", file=sys.stderr)
         return error.exit_code
+    except OSError as error:  # a full disk, a folder without permission
+        print(
+            f"llm-pretrain {name}: {error.filename or 'output'}: {error.strerror or error}", file=sys.stderr
+        )
+        return CheckpointError.exit_code
     except KeyboardInterrupt:
         return _EXIT_INTERRUPTED
 

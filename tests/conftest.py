@@ -9,6 +9,12 @@ import torch
 from support.corpora import make_store
 
 
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """Two test processes share two cores; more threads would wait for one another."""
+    torch.set_num_threads(1)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what needs a GPU where there is none."""
     if torch.cuda.is_available():

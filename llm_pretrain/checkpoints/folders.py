@@ -96,12 +96,7 @@ def commit_folder(temporary: Path, step: int) -> Path:
     if os.path.lexists(target):
         replaced = target.parent / f".{target.name}.replaced-{uuid.uuid4().hex}"
         os.rename(target, replaced)
-    try:
-        os.rename(temporary, target)
-    except OSError:
-        if replaced is not None:
-            os.rename(replaced, target)
-        raise
+    os.rename(temporary, target)
     fsync_folder(target.parent)
     if replaced is not None:
         discard(replaced)

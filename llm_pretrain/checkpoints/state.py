@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from llm_pretrain.errors import CheckpointError
@@ -67,14 +66,16 @@ class TrainingState:
 
 
 def raw_module(model: nn.Module) -> nn.Module:
-    """The module inside DDP and `torch.compile`, whose parameters have their plain names."""
+    """The module inside DDP and `torch.compile`, whose parameters have their plain names.
+
+    A wrapper has one child, called `module` or `_orig_mod`, and no parameters of its own.
+    """
     while True:
-        if isinstance(model, DistributedDataParallel):
-            model = model.module
-        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
-            model = inner
-        else:
+        children = dict(model.named_children())
+        inner = children.get("module", children.get("_orig_mod"))
+        if inner is None or len(children) > 1 or any(True for _ in model.parameters(recurse=False)):
             return model
+        model = inner
 
 
 def collect_state(model: nn.Module, optimizer: Optimizer) -> TrainingState:

@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from tqdm import tqdm
 
-    from llm_pretrain.data.prepare import Preparation, input_bytes, prepare_store
+    from llm_pretrain.data import Preparation, input_bytes, prepare_store
 
     started = time.perf_counter()
     with tqdm(

@@ -20,13 +20,14 @@ if TYPE_CHECKING:
         shard,
         tokens_per_epoch,
     )
-    from llm_pretrain.data.prepare import prepare_store
+    from llm_pretrain.data.prepare import Preparation, input_bytes, prepare_store
     from llm_pretrain.data.sample_order import SampleOrder
     from llm_pretrain.data.sentencepiece_bpe import train_sentencepiece_bpe
 
 __all__ = [
     "Batch",
     "MicroBatchSampler",
+    "Preparation",
     "SampleOrder",
     "StoreSplit",
     "TokenStore",
@@ -34,6 +35,7 @@ __all__ = [
     "data_fingerprint",
     "evaluation_batches",
     "global_batches",
+    "input_bytes",
     "open_stores",
     "open_tokenizer",
     "prepare_store",
@@ -46,6 +48,8 @@ __all__ = [
 _MODULES = {
     "Batch": "assembly",
     "SampleOrder": "sample_order",
+    "Preparation": "prepare",
+    "input_bytes": "prepare",
     "prepare_store": "prepare",
     "train_sentencepiece_bpe": "sentencepiece_bpe",
 }

@@ -5,11 +5,12 @@ A rank's share is chosen by `shard`, or by Accelerate's own wrapper, which picks
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
+import os
 import signal
-import sys
+import threading
 from collections.abc import Iterator, Sequence
+from multiprocessing import connection
 from pathlib import Path
 from typing import TypeVar
 
@@ -213,6 +214,12 @@ def _start_worker(_: int) -> None:
     """Signals are the training process's to handle: it finishes the step, and needs its batches for that."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
-    if sys.platform == "linux":
-        parent_died = 1  # PR_SET_PDEATHSIG
-        ctypes.CDLL(None).prctl(parent_died, signal.SIGKILL)
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+
+
+def _die_with_parent() -> None:
+    """Ends this worker when the training process is gone; torch would watch the fork server instead."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        connection.wait([parent.sentinel])
+        os._exit(1)

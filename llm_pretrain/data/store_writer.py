@@ -37,6 +37,9 @@ class _HashedFile:
         self._hash.update(data)
         self.bytes += len(data)
 
+    def abandon(self) -> None:
+        self._file.close()
+
     def close(self) -> dict[str, Any]:
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -104,6 +107,12 @@ class SplitWriter:
         }
         return entry, {f"{self._folder.name}/{name}": facts for name, facts in self._files.items()}
 
+    def abandon(self) -> None:
+        """Closes what is still open of a split that is not wanted."""
+        for file in (self._offsets, self._shard, self._mask):
+            if file:
+                file.abandon()
+
     def _write_tokens(self, tokens: np.ndarray) -> None:
         if self._shard is None:
             self._shard = _HashedFile(self._folder / _shard_name(len(self._shard_counts)))
@@ -159,6 +168,8 @@ class StoreWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
+        for writer in self.splits.values():
+            writer.abandon()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def commit(self, facts: dict[str, Any]) -> None:

@@ -19,6 +19,10 @@ from torch import Tensor, nn
 from llm_pretrain.config import ModelConfig
 from llm_pretrain.model.layers import Linear, RMSNorm, apply_rotary
 
+_CPU_LOW_PRECISION_LENGTH = 256
+"""Shorter pieces are faster in fp32 on a CPU: the low-precision backward kernel costs twice as much at
+170 positions and as much at 256 (AVX-512, AMX)."""
+
 
 class DocumentLayout(NamedTuple):
     """Where documents lie in a batch, worked out once per forward for all layers.
@@ -66,24 +70,31 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, drop
 def document_attention(
     query: Tensor, key: Tensor, value: Tensor, layout: DocumentLayout, dropout: float
 ) -> Tensor:
-    """Causal attention within documents.
+    """Causal attention within documents, whatever autocast says about its type.
 
     Args:
-        query: [B, S, N, D].
+        query: [B, S, N, D], in value's type or a wider one; so the key.
         key: [B, S, M, D]; M divides N.
-        value: [B, S, M, D].
+        value: [B, S, M, D]; its type is the products' (in short pieces on a CPU, fp32) and the result's.
         layout: From `document_layout`.
         dropout: Probability of dropping an attention weight; 0 outside training.
 
     Returns:
         [B, S, N, D].
     """
-    if layout.lengths is None:
-        return _attend(query, key, value, layout.mask, dropout)
-    # `split`, not slices: its backward is one concatenation, a slice's is a full-size tensor each.
-    pieces = zip(*(x.flatten(0, 1).split(layout.lengths) for x in (query, key, value)), strict=True)
-    out = [_attend(q[None], k[None], v[None], None, dropout)[0] for q, k, v in pieces]
-    return torch.cat(out).view(query.shape)
+    rows, columns = query.shape[:2]
+    dtype = value.dtype
+    mean_length = rows * columns / len(layout.lengths) if layout.lengths else columns
+    if query.device.type == "cpu" and mean_length < _CPU_LOW_PRECISION_LENGTH:
+        dtype = torch.promote_types(dtype, torch.float32)
+    q, k, v = query.to(dtype), key.to(dtype), value.to(dtype)
+    with torch.autocast(query.device.type, enabled=False):
+        if layout.lengths is None:
+            return _attend(q, k, v, layout.mask, dropout).to(value.dtype)
+        # `split`, not slices: its backward is one concatenation, a slice's is a full-size tensor each.
+        pieces = zip(*(x.flatten(0, 1).split(layout.lengths) for x in (q, k, v)), strict=True)
+        out = [_attend(qp[None], kp[None], vp[None], None, dropout)[0] for qp, kp, vp in pieces]
+    return torch.cat(out).view(query.shape).to(value.dtype)
 
 
 class Attention(nn.Module):
@@ -110,8 +121,6 @@ class Attention(nn.Module):
         value = self.v_proj(hidden).view(shape)
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
-        # Rotated in fp32; the products run in the projections' type, which under autocast is the low one.
-        query = apply_rotary(query, cos, sin).to(value.dtype)
-        key = apply_rotary(key, cos, sin).to(value.dtype)
+        query, key = apply_rotary(query, cos, sin), apply_rotary(key, cos, sin)
         out = document_attention(query, key, value, layout, self.dropout if self.training else 0.0)
         return self.o_proj(out.flatten(-2))

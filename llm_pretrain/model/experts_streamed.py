@@ -45,7 +45,7 @@ class _Buffers:
             return torch.empty(shape, dtype=dtype, device=down.device)
 
         self.hidden, self.hidden_2 = empty(rows, hidden), empty(rows, hidden)
-        self.inner, self.inner_2 = empty(rows, intermediate), empty(rows, intermediate)
+        self.inner, self.inner_2, self.inner_3 = (empty(rows, intermediate) for _ in range(3))
         self.gate_up = empty(rows, 2 * intermediate)
         self.wide = empty(rows, hidden, dtype=torch.promote_types(dtype, torch.float32))
         self.casts = dtype != gate_up.dtype
@@ -117,7 +117,8 @@ class _StreamedExperts(torch.autograd.Function):
             grad_rows = torch.index_select(grad_out, 0, token, out=buffers.hidden[:n])
             product = torch.mul(silu, up, out=buffers.inner[:n])
             grad_product = torch.mm(grad_rows, down_e, out=buffers.inner_2[:n])
-            torch.sum(grad_product * product, -1, dtype=weights.dtype, out=grad_weight_R[run])
+            per_row = torch.mul(grad_product, product, out=buffers.inner_3[:n])
+            torch.sum(per_row, -1, dtype=weights.dtype, out=grad_weight_R[run])
             _product_into(grad_down[e], grad_rows, product.mul_(weight), buffers, "down_weight_2")
             grad_product.mul_(weight)
             grad_gate, grad_up = buffers.gate_up[:n].chunk(2, -1)

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import traceback
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,11 +25,16 @@ from llm_pretrain.config import Config
 from llm_pretrain.errors import CheckpointError, ConfigError, PretrainError, ResourceError
 
 PR_SET_PDEATHSIG = 1
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
+"""Names of glibc's `mallopt` options, as malloc.h numbers them."""
 
 
 def prepare_process(config: Config) -> None:
     """Set what must be the same in every process of either launcher, before any arithmetic."""
     die_with_launcher()
+    # Accelerate's DDP options know the old name only, and both paths must set the same.
+    warnings.filterwarnings("ignore", message=".*`broadcast_buffers` is deprecated", category=FutureWarning)
+    keep_freed_memory()
     torch.set_num_threads(cpu_threads(config))
     if config.training.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -45,7 +51,19 @@ def cpu_threads(config: Config) -> int:
     if config.distributed.cpu_threads:
         return config.distributed.cpu_threads
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or 1)
-    return max(1, len(os.sched_getaffinity(0)) // local_world_size)
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, usable // local_world_size)
+
+
+def keep_freed_memory() -> None:
+    """Tell glibc to keep freed blocks instead of returning them to the system.
+
+    By default every large tensor is mapped anew, and touching its pages again costs 6 to 8 % of a small
+    mixture-of-experts step on a CPU. Elsewhere than on glibc nothing happens.
+    """
+    if not torch.cuda.is_available() and hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        libc.mallopt(M_MMAP_MAX, 0)
+        libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def die_with_launcher() -> None:

@@ -30,7 +30,9 @@ class Recorder:
             config, enabled=first, start_step=progress.step, max_steps=config.training.max_steps
         )
         self.metrics = MetricsWriter(folder.metrics, resume_step=progress.step) if first else None
-        self.trackers = Trackers(config, folder.path, progress.wandb_id, enabled=first)
+        self.trackers = Trackers(
+            config, folder.path, progress.wandb_id, enabled=first, warn=self.console.warning
+        )
         progress.wandb_id = self.trackers.wandb_id
         self._row: dict[str, object] = {}
         self._due = False
@@ -82,7 +84,9 @@ class Recorder:
         self._interval.mark()
 
     def close(self) -> None:
-        """Close console and trackers; the metrics file needs nothing."""
+        """Close metrics file, console and trackers."""
+        if self.metrics is not None:
+            self.metrics.close()
         self.console.close()
         self.trackers.close(0 if sys.exc_info()[0] is None else 1)
 

@@ -70,6 +70,15 @@ def test_damage_of_any_file_is_named_and_passed_over(tmp_path, monkeypatch, dama
         assert "found" in found.warnings[0]
 
 
+def test_a_wrong_size_is_told_in_bytes(tmp_path, monkeypatch):
+    two_checkpoints(tmp_path, monkeypatch)
+    file = min((tmp_path / "step-00000002").glob("*.safetensors"))
+    size = file.stat().st_size
+    os.truncate(file, 7)
+    found = Run(tmp_path).restore()
+    assert f"{file.name}: expected {size} bytes, found 7" in found.warnings[0]
+
+
 def test_a_number_changed_in_the_manifest_is_damage(tmp_path, monkeypatch):
     first, _ = two_checkpoints(tmp_path, monkeypatch)
     file = tmp_path / "step-00000002" / "manifest.json"

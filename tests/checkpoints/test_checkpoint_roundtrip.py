@@ -49,7 +49,9 @@ def test_moments_survive_a_change_of_implementation(tmp_path, fused):
     first = Run(tmp_path, fused=fused).train(3)
     first.save()
     resumed = Run(tmp_path, seed=1, fused=not fused)
-    resumed.restore()
+    found = resumed.restore()
+    assert found is not None
+    assert found.warnings == []
     assert same_bits(everything(resumed), everything(first))
     assert resumed.optimizer.param_groups[0]["fused"] is (not fused)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import logging
@@ -10,16 +11,24 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_helpers import Run, SmallModel
+from checkpoint_helpers import Run
 from safetensors import safe_open
-from safetensors.torch import load_file
 
-from llm_pretrain import export
 from llm_pretrain.checkpoints import save_weights
 from llm_pretrain.config import ModelConfig
-from llm_pretrain.errors import CheckpointError, ConfigError
+from llm_pretrain.errors import CheckpointError
+from llm_pretrain.export import load_pretrained
+from llm_pretrain.model import Decoder, initialize_weights, update_router_bias
 
-CONFIG = ModelConfig(vocab_size=32, hidden_size=8)
+CONFIG = ModelConfig(
+    vocab_size=64,
+    hidden_size=16,
+    intermediate_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    num_experts=4,
+)
 TOKEN_IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
 
 
@@ -34,30 +43,26 @@ def tokenizer_folder(tmp_path) -> Path:
     return folder
 
 
-@pytest.fixture(autouse=True)
-def stub_export(monkeypatch):
-    """An export that casts and drops the tied head, so that only the writing is under test."""
-
-    def to_huggingface(state, model, dtype):
-        return {name: tensor.to(dtype) for name, tensor in state.items() if name != "lm_head.weight"}
-
-    def config_of(model_type: str):
-        def build(model, *, bos_token_id, eos_token_id, pad_token_id, dtype):
-            return {"model_type": model_type, "hidden_size": model.hidden_size, "dtype": dtype}
-
-        return build
-
-    monkeypatch.setattr(export, "to_huggingface", to_huggingface, raising=False)
-    monkeypatch.setattr(export, "huggingface_config", config_of("qwen3"), raising=False)
-    monkeypatch.setattr(export, "native_config", config_of("llm_pretrain"), raising=False)
+def decoder(config: ModelConfig = CONFIG, seed: int = 0) -> Decoder:
+    model = Decoder(config)
+    initialize_weights(model, seed)
+    return model
 
 
-def write(folder: Path, tokenizer_folder: Path, step: int = 100, *, dtype: str = "bf16", model=None) -> Path:
+def write(
+    folder: Path,
+    tokenizer_folder: Path,
+    step: int = 100,
+    *,
+    dtype: str = "bf16",
+    model: torch.nn.Module | None = None,
+    config: ModelConfig = CONFIG,
+) -> Path:
     return save_weights(
         folder,
         step,
-        SmallModel() if model is None else model,
-        CONFIG,
+        decoder() if model is None else model,
+        config,
         dtype=dtype,
         tokenizer_folder=tokenizer_folder,
         token_ids=TOKEN_IDS,
@@ -66,53 +71,60 @@ def write(folder: Path, tokenizer_folder: Path, step: int = 100, *, dtype: str =
     )
 
 
+def opens_as(path: Path, model: Decoder, dtype: torch.dtype) -> bool:
+    """Whether the folder holds exactly the model's values, rounded to `dtype`."""
+    opened, state = load_pretrained(path).state_dict(), model.state_dict()
+    return opened.keys() == state.keys() and all(
+        opened[name].equal(value if name.endswith("bias") else value.to(dtype).float())
+        for name, value in state.items()
+    )
+
+
 @pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
 def test_folder_holds_weights_config_and_tokenizer(tmp_path, tokenizer_folder, name, dtype):
-    model = SmallModel()
-    path = write(
-        tmp_path / "weights", tokenizer_folder, dtype=name, model=torch.compile(model, backend="eager")
-    )
+    model = decoder()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    compiled = torch.compile(model, backend="eager")
+    path = write(tmp_path / "weights", tokenizer_folder, dtype=name, model=compiled)
     assert path == tmp_path / "weights" / "step-00000100"
     tokenizer_files = {"tokenizer.json", "tokenizer_config.json", "tokenizer.model", "chat_template.jinja"}
     own_files = {"config.json", "generation_config.json", "model.safetensors"}
     assert {file.name for file in path.iterdir()} == tokenizer_files | own_files
     for file in tokenizer_files:
         assert (path / file).read_text() == f"content of {file}"
-    tensors = load_file(path / "model.safetensors")
-    assert tensors["experts"].equal(model.experts.detach().to(dtype))
-    assert "lm_head.weight" not in tensors
+    assert opens_as(path, model, dtype)
     with safe_open(path / "model.safetensors", "pt") as opened:
         assert opened.metadata() == {"format": "pt"}
+        assert "lm_head.weight" not in opened.keys()  # noqa: SIM118  # a handle, not a dict
     config = json.loads((path / "config.json").read_text())
-    assert config == {"model_type": "qwen3", "hidden_size": 8, "dtype": name}
+    assert (config["model_type"], config["bos_token_id"]) == ("qwen3_moe", 1)
+    assert config["torch_dtype"] == str(dtype).removeprefix("torch.")
     generation = json.loads((path / "generation_config.json").read_text())
     assert generation == {"bos_token_id": 1, "eos_token_id": 2, "do_sample": True, "max_length": 48}
+    assert all(value.equal(before[key]) for key, value in model.state_dict().items())
 
 
-def test_a_model_of_no_known_architecture_is_written_and_the_field_named(
-    tmp_path, tokenizer_folder, monkeypatch, caplog
-):
-    def refuse(*_, **__):
-        raise ConfigError("model.router_bias_update_rate: 0.1 has no place in Qwen3-MoE")
-
-    monkeypatch.setattr(export, "huggingface_config", refuse)
+def test_a_model_of_no_known_architecture_is_written_and_the_field_named(tmp_path, tokenizer_folder, caplog):
+    config = dataclasses.replace(CONFIG, router_bias_update_rate=0.1)
+    model = decoder(config)
+    update_router_bias(model, torch.arange(8).view(2, 4), 0.1)
     with caplog.at_level(logging.WARNING):
-        path = write(tmp_path / "weights", tokenizer_folder)
+        path = write(tmp_path / "weights", tokenizer_folder, model=model, config=config)
     assert "model.router_bias_update_rate" in caplog.text
-    config = json.loads((path / "config.json").read_text())
-    assert config == {"model_type": "llm_pretrain", "hidden_size": 8, "dtype": "bf16"}
-    assert "experts" in load_file(path / "model.safetensors")
+    content = json.loads((path / "config.json").read_text())
+    assert (content["model_type"], content["eos_token_id"]) == ("llm_pretrain", 2)
+    assert opens_as(path, model, torch.bfloat16)
 
 
 def test_weights_are_pruned_and_replaced(tmp_path, tokenizer_folder):
-    for step in (1, 2, 3, 3):
-        model = SmallModel()
+    for seed, step in enumerate((1, 2, 3, 3)):
+        model = decoder(seed=seed)
         path = write(tmp_path / "weights", tokenizer_folder, step, model=model)
     assert sorted(each.name for each in (tmp_path / "weights").iterdir()) == [
         "step-00000002",
         "step-00000003",
     ]
-    assert load_file(path / "model.safetensors")["experts"].equal(model.experts.detach().bfloat16())
+    assert opens_as(path, model, torch.bfloat16)
 
 
 @pytest.mark.parametrize("function", ["fsync", "rename"])
@@ -129,13 +141,12 @@ def test_a_failed_export_leaves_the_last_one(tmp_path, tokenizer_folder, monkeyp
     assert list((tmp_path / "weights").iterdir()) == [before]
 
 
-def test_a_refused_value_leaves_nothing(tmp_path, tokenizer_folder, monkeypatch):
-    def overflow(*_):
-        raise CheckpointError("experts: 7e+04 does not fit float16")
-
-    monkeypatch.setattr(export, "to_huggingface", overflow)
-    with pytest.raises(CheckpointError, match="does not fit"):
-        write(tmp_path / "weights", tokenizer_folder, dtype="fp16")
+def test_a_value_too_large_leaves_nothing(tmp_path, tokenizer_folder):
+    model = decoder()
+    with torch.no_grad():
+        model.state_dict()["model.norm.weight"][3] = 7e4
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight: .*70000"):
+        write(tmp_path / "weights", tokenizer_folder, dtype="fp16", model=model)
     assert list((tmp_path / "weights").iterdir()) == []
 
 

@@ -147,6 +147,7 @@ def test_config_holds_the_keys_that_older_readers_need():
     expected = {
         "rope_theta": 5000.0,
         "rope_scaling": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
         "num_experts": 6,
         "head_dim": 16,
         "torch_dtype": "bfloat16",

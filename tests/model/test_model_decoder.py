@@ -74,6 +74,17 @@ def test_a_document_changes_no_logit_of_another(config):
     assert (plain_before - plain_after)[:, 18:].abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_only_distances_between_positions_matter_also_far_out(dtype):
+    model = make(dataclasses.replace(DENSE, rope_theta=1e6)).eval()
+    near = torch.arange(30).repeat(2, 1)
+    with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+        here, there = (model(IDS, position_ids=near + shift).logits for shift in (0, 3001))
+        other = model(IDS, position_ids=near * 2).logits
+    tolerance = 0.2 if dtype else 1e-3
+    assert (here - there).abs().max() < tolerance < (here - other).abs().max()
+
+
 def test_rows_of_different_layouts_and_the_mask_of_other_devices_agree():
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(2, 30, heads, 8, generator=generator) for heads in (4, 2, 2))
@@ -84,6 +95,17 @@ def test_rows_of_different_layouts_and_the_mask_of_other_devices_agree():
     by_pieces = document_attention(query, key, value, layout, 0.0)
     by_mask = document_attention(query, key, value, DocumentLayout(mask=mask[:, None]), 0.0)
     torch.testing.assert_close(by_pieces, by_mask, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("length", [40, 300])
+def test_attention_in_low_precision_is_near_on_both_sides_of_the_threshold(length):
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, length, heads, 8, generator=generator) for heads in (4, 2, 2))
+    exact = document_attention(query, key, value, DocumentLayout(), 0.0)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        low = document_attention(query, key, value.bfloat16(), DocumentLayout(), 0.0)
+    assert low.dtype == torch.bfloat16
+    assert 1e-4 < (low.float() - exact).norm() / exact.norm() < 1e-2
 
 
 def test_attention_dropout_drops_in_training_only_on_each_path():

@@ -1,0 +1,117 @@
+"""Tokens per second and core of tokenising and of batch assembly, by process CPU time.
+
+    python benchmarks/data_path.py [--vocab_size 6400] [--repeats 3]
+
+The corpus is the standard library's source. Assembly includes masks, document ids, positions, labels and
+the digest. Best of the repeats, interleaved, since other processes only ever make a run slower.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from llm_pretrain.config import Config, DataConfig, SourceConfig, TrainingConfig
+from llm_pretrain.data import TokenStore, global_batches, open_tokenizer, train_sentencepiece_bpe
+from llm_pretrain.data.documents import batch_records, read_records
+from llm_pretrain.data.encoding import Encoder
+from llm_pretrain.data.packing import pack
+from llm_pretrain.data.prepare import BATCH_BYTES, Preparation, prepare_store
+from llm_pretrain.data.store_writer import StoreWriter
+from llm_pretrain.data.tokenizers import use_one_thread
+
+
+def tokenising(tokenizer_folder: Path) -> Callable[[], int]:
+    """Everything a worker of `prepare` does, with nothing known from the repeat before."""
+    batches = list(batch_records(read_records(["stdlib"]), BATCH_BYTES))
+
+    def measured() -> int:
+        encoder = Encoder(open_tokenizer(tokenizer_folder), threshold=0, fail_on_error=True)
+        return sum(len(encoder.encode(batch).ids) for batch in batches)
+
+    return measured
+
+
+def assembling(store: TokenStore, sequence_length: int, packing: str) -> Callable[[], int]:
+    """All micro batches of a run, from the loader that training reads."""
+    steps = max(1, 4_000_000 // (64 * sequence_length))
+    config = Config(
+        data=DataConfig(sources=[SourceConfig(str(store.path))], packing=packing),  # type: ignore[arg-type]
+        training=TrainingConfig(
+            sequence_length=sequence_length, micro_batch_size=8, global_batch_size=64, max_steps=steps
+        ),
+    )
+    loader = global_batches(config, start_step=0, world_size=1)
+    return lambda: sum(batch.input_ids.numel() for batch in loader)
+
+
+def short_documents(folder: Path, tokenizer_folder: Path) -> TokenStore:
+    """About 4 M tokens in lognormal documents (median 250, sigma 0.8), a third of their tokens masked."""
+    generator = np.random.default_rng(0)
+    lengths = np.maximum(2, generator.lognormal(np.log(250), 0.8, 12_000)).astype(np.int64)
+    with StoreWriter(folder, open_tokenizer(tokenizer_folder)) as writer:
+        ids = generator.integers(4, 1000, lengths.sum())
+        writer.splits["train"].append(ids, lengths, generator.random(len(ids)) < 2 / 3, len(ids))
+        writer.commit({"zlib_bits_per_byte": None})
+    return TokenStore(folder)
+
+
+def packing_documents() -> Callable[[], int]:
+    """Best fit of 200,000 documents into sequences of 2048; counts their tokens."""
+    generator = np.random.default_rng(0)
+    lengths = np.maximum(2, generator.lognormal(np.log(250), 0.8, 200_000)).astype(np.int64)
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+
+    def measured() -> int:
+        pack(offsets, 2048, "best_fit")
+        return int(offsets[-1])
+
+    return measured
+
+
+def main() -> None:
+    """Prints one row per measurement."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--vocab_size", type=int, default=6400)
+    parser.add_argument("--repeats", type=int, default=3)
+    arguments = parser.parse_args()
+    use_one_thread()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        started = time.perf_counter()
+        report = train_sentencepiece_bpe(["stdlib"], folder / "tokenizer", arguments.vocab_size)
+        trained = time.perf_counter() - started
+        store = prepare_store(Preparation(["stdlib"], folder / "tokenizer", folder / "store", workers=1))
+        masked = short_documents(folder / "masked", folder / "tokenizer")
+        cases = {"tokenise": tokenising(folder / "tokenizer"), "pack 200,000 documents": packing_documents()}
+        for length in (512, 2048):
+            for packing in ("best_fit", "concat"):
+                cases[f"assemble {length} {packing}"] = assembling(store, length, packing)
+            name = f"assemble {length} best_fit, short masked documents"
+            cases[name] = assembling(masked, length, "best_fit")
+        best = dict.fromkeys(cases, 0.0)
+        for _ in range(arguments.repeats):
+            for name, measured in cases.items():
+                before = time.process_time()
+                tokens = measured()
+                best[name] = max(best[name], tokens / (time.process_time() - before))
+    print(f"{platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}")
+    print(
+        f"tokenizer of {arguments.vocab_size} in {trained:.1f} s, {report.bytes_per_token:.3f} bytes a token"
+    )
+    for name, rate in best.items():
+        print(f"{name:<55} {rate / 1e6:8.2f} M tokens/s per core")
+
+
+if __name__ == "__main__":
+    main()

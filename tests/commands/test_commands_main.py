@@ -1,0 +1,79 @@
+"""The command line: help with examples, one line per error, quiet interruption, nothing imported early."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.corpora import write_jsonl
+
+from llm_pretrain.__main__ import main
+from llm_pretrain.commands import prepare as prepare_command
+
+
+@pytest.mark.parametrize("command", ["tokenizer", "prepare"])
+def test_help_ends_in_examples(command: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as caught:
+        main([command, "--help"])
+    assert caught.value.code == 0
+    assert f"llm-pretrain {command} --input" in capsys.readouterr().out.strip().splitlines()[-1]
+
+
+def test_usage_lists_every_command(capsys: pytest.CaptureFixture[str]):
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(name in text for name in ("tokenizer", "prepare", "generate"))
+    assert main([]) == 2
+    assert main(["train"]) == 2
+    assert "expected a command" in capsys.readouterr().err
+
+
+def test_own_files_become_a_tokenizer_and_a_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    words = ["alpha", "beta", "gamma", "delta", "epsilon"]
+    texts = [" ".join(words[k % 5 :] + words[: k % 5] + [str(k)]) for k in range(200)]
+    corpus = write_jsonl(tmp_path / "corpus.jsonl", [{"text": text} for text in texts])
+    (tmp_path / "notes.txt").write_text("notes in a text file\n")
+    inputs = ["--input", str(corpus), str(tmp_path / "notes.txt")]
+    folder, store = str(tmp_path / "tokenizer"), str(tmp_path / "store")
+    assert main(["tokenizer", *inputs, "--vocab_size", "300", "--output", folder]) == 0
+    assert "bytes per token" in capsys.readouterr().out
+    assert main(["prepare", *inputs, "--tokenizer", folder, "--output", store]) == 0
+    output = capsys.readouterr().out
+    assert "train " in output
+    assert "zlib -9" in output
+    assert main(["prepare", *inputs, "--tokenizer", folder, "--output", store]) == 65
+    assert main(["prepare", *inputs, "--tokenizer", folder, "--output", store, "--overwrite"]) == 0
+
+
+def test_an_error_is_one_line_and_its_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    arguments = ["--tokenizer", str(tmp_path), "--output", str(tmp_path / "s")]
+    assert main(["prepare", "--input", str(tmp_path / "missing.jsonl"), *arguments]) == 65
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert "missing.jsonl" in line
+
+
+def test_an_interruption_is_quiet(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    def interrupt(_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(prepare_command, "run", interrupt)
+    assert main(["prepare", "--input", "a", "--tokenizer", "b", "--output", "c"]) == 130
+    assert capsys.readouterr().err == ""
+
+
+def test_commands_and_workers_start_without_torch():
+    code = "import sys, llm_pretrain.__main__, llm_pretrain.data.prepare; print('torch' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "False"
+
+
+def test_training_imports_no_tokenizer_library():
+    code = (
+        "import sys; from llm_pretrain.data import global_batches; "
+        "late = {'transformers', 'datasets', 'sentencepiece', 'tokenizers', 'accelerate'}; "
+        "print(sorted(late & set(sys.modules)))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"

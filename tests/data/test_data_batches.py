@@ -1,0 +1,256 @@
+"""Micro batches: one sequence for all ranks, exact targets, digests of what is really in them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from support.corpora import make_config, make_store
+
+from llm_pretrain.config import Config
+from llm_pretrain.data import (
+    Batch,
+    MicroBatchSampler,
+    TokenStore,
+    evaluation_batches,
+    global_batches,
+    sequences_per_epoch,
+    shard,
+    tokens_per_epoch,
+)
+
+IGNORE_INDEX = -100
+TENSORS = ("input_ids", "position_ids", "document_ids", "labels", "loss_mask", "digest")
+
+
+def equal(first: Batch, second: Batch) -> bool:
+    numbers = ("num_loss_tokens", "step", "micro_batch")
+    same = all(getattr(first, name) == getattr(second, name) for name in numbers)
+    return same and all(torch.equal(getattr(first, name), getattr(second, name)) for name in TENSORS)
+
+
+def batches_of(config: Config, start_step: int = 0, world_size: int = 1) -> list[Batch]:
+    return list(global_batches(config, start_step=start_step, world_size=world_size))
+
+
+def one_epoch(store: TokenStore, **options: object) -> list[Batch]:
+    config = make_config(store, micro_batch_size=1, global_batch_size=1, **options)  # type: ignore[arg-type]
+    count = sequences_per_epoch(config)
+    return batches_of(
+        make_config(store, micro_batch_size=1, global_batch_size=1, max_steps=count, **options)  # type: ignore[arg-type]
+    )
+
+
+def documents_of(store: TokenStore, split: str) -> list[tuple[list[int], list[bool]]]:
+    return [(ids.tolist(), mask.tolist()) for ids, mask in store.split(split).iterate()]
+
+
+@pytest.mark.parametrize("packing", ["best_fit", "concat", "pad"])
+@pytest.mark.parametrize("sequence_length", [16, 200])
+def test_an_epoch_trains_on_every_target_once(masked_store: TokenStore, packing: str, sequence_length: int):
+    """Counts (input, label) pairs: a label across documents, a token lost or doubled changes the count."""
+    expected: Counter[tuple[int, int]] = Counter()
+    for ids, mask in documents_of(masked_store, "train"):
+        expected.update((a, b) for a, b, m in zip(ids, ids[1:], mask[1:], strict=False) if m)
+    found: Counter[tuple[int, int]] = Counter()
+    for batch in one_epoch(masked_store, packing=packing, sequence_length=sequence_length):
+        mask = batch.loss_mask
+        found.update(zip(batch.input_ids[mask].tolist(), batch.labels[mask].tolist(), strict=True))
+    assert found == expected
+    assert found.total() == tokens_per_epoch(make_config(masked_store))
+
+
+@pytest.mark.parametrize("packing", ["best_fit", "concat", "pad"])
+def test_pieces_are_contiguous_text_of_one_document(masked_store: TokenStore, packing: str):
+    joined = {tuple(ids) for ids, _ in documents_of(masked_store, "train")}
+    texts = ["," + ",".join(map(str, ids)) + "," for ids in joined]
+    for batch in one_epoch(masked_store, packing=packing, sequence_length=48):
+        ids, documents = batch.input_ids[0], batch.document_ids[0]
+        assert (documents.diff() >= 0).all()
+        for document in documents.unique():
+            place = documents == document
+            assert batch.position_ids[0][place].tolist() == list(range(int(place.sum())))
+            if ids[place].eq(masked_store.pad_token_id or 0).all():
+                continue
+            whole = [*ids[place].tolist()]
+            assert any("," + ",".join(map(str, whole)) + "," in text for text in texts)
+
+
+def test_labels_are_the_next_inputs_and_ignored_where_masked(masked_store: TokenStore):
+    for batch in one_epoch(masked_store)[:50]:
+        same = batch.document_ids[:, 1:] == batch.document_ids[:, :-1]
+        kept = same & batch.loss_mask[:, :-1]
+        assert torch.equal(batch.labels[:, :-1][kept], batch.input_ids[:, 1:][kept])
+        assert torch.equal(batch.labels == IGNORE_INDEX, ~batch.loss_mask)
+        assert batch.num_loss_tokens == int(batch.loss_mask.sum())
+
+
+def test_padding_is_a_document_of_its_own_without_loss(store: TokenStore):
+    padded = [
+        batch for batch in one_epoch(store, packing="pad", sequence_length=64) if not batch.loss_mask.all()
+    ]
+    assert padded
+    for batch in padded:
+        begin = int(batch.loss_mask.sum())
+        assert (batch.input_ids[0, begin:] == store.pad_token_id).all()
+        assert batch.document_ids[0].tolist() == [0] * begin + [1] * (64 - begin)
+
+
+def test_without_isolation_positions_run_on_and_only_padding_is_apart(store: TokenStore):
+    isolated, joined = (
+        batches_of(make_config(store, isolate_documents=isolate, max_steps=4)) for isolate in (True, False)
+    )
+    assert any(batch.document_ids.max() > 1 for batch in isolated)
+    for one, other in zip(isolated, joined, strict=True):
+        for name in ("input_ids", "labels", "loss_mask", "digest"):
+            assert torch.equal(getattr(one, name), getattr(other, name))
+        assert torch.equal(other.document_ids.bool(), ~other.loss_mask)  # no masked text in this store
+        assert torch.equal(other.position_ids, torch.arange(64).expand_as(other.position_ids))
+
+
+def test_the_samples_do_not_depend_on_the_split_into_micro_batches(masked_store: TokenStore):
+    def rows(world_size: int, micro_batch_size: int) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+        config = make_config(masked_store, micro_batch_size=micro_batch_size, max_steps=3)
+        loader = global_batches(config, start_step=0, world_size=world_size)
+        by_rank = [list(shard(loader, rank, world_size)) for rank in range(world_size)]
+        found = sorted((b for share in by_rank for b in share), key=lambda b: (b.step, b.micro_batch))
+        digests = [sum(b.digest for b in found if b.step == step) for step in range(3)]
+        for rank, share in enumerate(by_rank):
+            assert [b.micro_batch % world_size for b in share] == [rank] * len(share)
+        tokens = [sum(b.num_loss_tokens for b in found if b.step == step) for step in range(3)]
+        return torch.cat([b.input_ids for b in found]), torch.stack(digests), tokens  # type: ignore[arg-type]
+
+    reference = rows(1, 1)
+    for world_size, micro_batch_size in [(1, 8), (2, 4), (2, 1), (4, 2), (8, 1)]:
+        ids, digests, tokens = rows(world_size, micro_batch_size)
+        assert torch.equal(ids, reference[0])
+        assert torch.equal(digests, reference[1])
+        assert tokens == reference[2]
+
+
+def test_starting_at_a_step_continues_the_sequence(masked_store: TokenStore):
+    config = make_config(masked_store, max_steps=6)
+    whole, rest = batches_of(config), batches_of(config, start_step=4)
+    assert len(whole) == 6 * 4
+    assert all(equal(a, b) for a, b in zip(whole[16:], rest, strict=True))
+    assert not batches_of(config, start_step=6)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_accelerate_gives_each_rank_its_own_share(masked_store: TokenStore, num_workers: int):
+    from accelerate.data_loader import prepare_data_loader
+
+    config = make_config(masked_store, max_steps=3, num_workers=num_workers)
+    for rank in range(2):
+        loader = global_batches(config, start_step=1, world_size=2)
+        prepared = prepare_data_loader(
+            loader, num_processes=2, process_index=rank, put_on_device=False, even_batches=False, rng_types=[]
+        )
+        assert len(prepared) == 4
+        ours = shard(
+            global_batches(make_config(masked_store, max_steps=3), start_step=1, world_size=2), rank, 2
+        )
+        assert all(equal(a, b) for a, b in zip(ours, prepared, strict=True))
+
+
+def test_workers_give_the_same_batches(masked_store: TokenStore):
+    plain, worked = (batches_of(make_config(masked_store, max_steps=3, num_workers=n)) for n in (0, 2))
+    assert all(equal(a, b) for a, b in zip(plain, worked, strict=True))
+
+
+def test_workers_die_with_the_process_that_is_killed(masked_store: TokenStore, tmp_path: Path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        """if __name__ == "__main__":
+    import sys, time, psutil
+    from support.corpora import make_config
+    from llm_pretrain.data import TokenStore, global_batches
+    config = make_config(TokenStore(sys.argv[1]), max_steps=1000, num_workers=1)
+    next(batches := iter(global_batches(config, start_step=0, world_size=1)))
+    print(*[child.pid for child in psutil.Process().children(recursive=True)], flush=True)
+    time.sleep(60)
+"""
+    )
+    roots = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(roots)}
+    command = [sys.executable, str(script), str(masked_store.path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout
+        children = [psutil.Process(int(pid)) for pid in process.stdout.readline().split()]
+        process.kill()
+    assert len(children) >= 2  # the worker and what started it
+    _, alive = psutil.wait_procs(children, timeout=15)
+    assert not alive
+
+
+def test_the_digest_is_of_slot_store_sequence_and_arrays(masked_store: TokenStore):
+    config = make_config(masked_store, micro_batch_size=2, global_batch_size=4, max_steps=2)
+    from llm_pretrain.data.sample_order import SampleOrder
+
+    order = SampleOrder([sequences_per_epoch(config)], [1.0], seed=0)
+    for batch in batches_of(config):
+        total = np.zeros(8, dtype=np.int64)
+        for row in range(2):
+            slot = 2 * batch.micro_batch + row
+            _, sequence = order[4 * batch.step + slot]
+            content = f"{slot}/{masked_store.hash}/{sequence}/".encode()
+            content += batch.input_ids[row].numpy().astype("<i4").tobytes()
+            content += batch.labels[row].numpy().astype("<i4").tobytes()
+            content += np.packbits(batch.loss_mask[row].numpy()).tobytes()
+            total += np.frombuffer(hashlib.sha256(content).digest(), dtype=">u4").astype(np.int64)
+        assert batch.digest.tolist() == total.tolist()
+
+
+def test_the_digest_stays_on_the_cpu_and_the_rest_moves(store: TokenStore):
+    batch = batches_of(make_config(store, max_steps=1))[0]
+    moved = batch.to("meta")
+    assert {tensor.device.type for tensor in moved.model_inputs().values()} == {"meta"}
+    assert moved.digest.device.type == "cpu"
+    assert list(moved.model_inputs()) == ["input_ids", "position_ids", "document_ids", "labels", "loss_mask"]
+
+
+def test_a_mixture_takes_its_shares_from_both_stores(store: TokenStore, tmp_path: Path):
+    other = make_store(tmp_path / "other", documents=50, seed=9)
+    config = make_config(store, other, weights=[3, 1], micro_batch_size=8, max_steps=128)
+    loader = global_batches(config, start_step=0, world_size=1)
+    order = loader.dataset._order  # type: ignore[attr-defined]
+    drawn = Counter(order[number][0] for number in range(1024))
+    assert drawn == {0: 768, 1: 256}
+    assert len(list(loader)) == 128
+
+
+def test_evaluation_sees_the_whole_split_once_in_an_order_of_its_own(masked_store: TokenStore):
+    def rows(micro_batch_size: int, **options: object) -> torch.Tensor:
+        config = make_config(masked_store, micro_batch_size=micro_batch_size, **options)  # type: ignore[arg-type]
+        batches = evaluation_batches(config)
+        assert [len(batch.input_ids) for batch in batches][:-1] == [micro_batch_size] * (len(batches) - 1)
+        assert all(batch.step == 0 for batch in batches)
+        return torch.cat([batch.input_ids for batch in batches])
+
+    reference = rows(1)
+    assert torch.equal(rows(3), reference)
+    assert torch.equal(rows(3, seed=11), reference)
+    total = sum(batch.num_loss_tokens for batch in evaluation_batches(make_config(masked_store)))
+    assert total == masked_store.facts["splits"]["validation"]["targets"]
+    limited = rows(2, max_batches=1, global_batch_size=4)
+    assert torch.equal(limited, reference[:4])
+
+
+def test_evaluation_without_a_validation_split_is_empty(tmp_path: Path):
+    only_train = make_store(tmp_path / "store", documents=5, validation_fraction=0.0)
+    assert len(evaluation_batches(make_config(only_train))) == 0
+
+
+def test_a_sampler_can_be_sliced_again_and_again():
+    sampler = MicroBatchSampler(range(4, 16), 3)
+    assert len(sampler[1::2]) == 6
+    assert next(iter(sampler[1::2])) == [15, 16, 17]
+    assert list(sampler[1::2][::3]) == [list(batch) for batch in list(sampler)[1::2][::3]]

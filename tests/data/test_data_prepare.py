@@ -1,0 +1,207 @@
+"""`prepare` stores what the corpus says, the same at any number of workers, and all or nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.corpora import make_texts, make_tokenizer, write_jsonl
+
+from llm_pretrain.data import TokenStore, open_tokenizer
+from llm_pretrain.data import prepare as prepare_module
+from llm_pretrain.data.prepare import Preparation, prepare_store
+from llm_pretrain.errors import DataError
+
+
+def prepare(folder: Path, records: list[dict], *, bos: bool = True, **options) -> TokenStore:
+    corpus = write_jsonl(folder / "corpus.jsonl", records)
+    tokenizer = make_tokenizer(folder / "tokenizer", bos=bos)
+    options = {"validation_fraction": 0.0, "workers": 1, **options}
+    return prepare_store(Preparation([str(corpus)], tokenizer, folder / "store", **options))
+
+
+def all_files(folder: Path) -> dict[str, bytes]:
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_documents_are_framed_and_masks_follow_the_record(tmp_path: Path):
+    records = [
+        {"text": "ab"},
+        {"prompt": "ab", "completion": "c"},
+        {"input_ids": [9, 8, 7], "loss_mask": [0, 1, 0]},
+        {"text": "</s>"},
+    ]
+    store = prepare(tmp_path, records)
+    tokenizer = open_tokenizer(store.tokenizer_folder)
+    first, last = tokenizer.bos_token_id, tokenizer.eos_token_id
+    a, b, c = (tokenizer.encode([letter])[0][0] for letter in "abc")
+    documents = [(ids.tolist(), mask.tolist()) for ids, mask in store.split("train").iterate()]
+    assert documents[0] == ([first, a, b, last], [True] * 4)
+    assert documents[1] == ([first, a, b, c, last], [True, False, False, True, True])
+    assert documents[2] == ([9, 8, 7], [False, True, False])
+    assert documents[3][0].count(last) == 1  # text that looks like a special token stays text
+    assert store.facts["splits"]["train"]["targets"] == 3 + 2 + 1 + 5
+
+
+def test_without_bos_the_eos_comes_first(tmp_path: Path):
+    store = prepare(tmp_path, [{"text": "ab"}], bos=False)
+    ids, _ = store.split("train").document(0)
+    assert store.bos_token_id is None
+    assert ids[0] == ids[-1] == store.eos_token_id
+
+
+def test_the_store_is_the_same_at_any_number_of_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(prepare_module, "BATCH_BYTES", 4000)
+    records = [{"text": text} for text in make_texts(300)] + [{"prompt": "a", "completion": "b"}]
+    stores = []
+    for workers in (1, 2):
+        options = {"validation_fraction": 0.1, "workers": workers, "shard_bytes": 5000}
+        stores.append(prepare(tmp_path / str(workers), records, **options))
+    assert len(stores[0].split("train").shards) > 3
+    assert all_files(stores[0].path) == all_files(stores[1].path)
+
+
+def test_shards_and_mask_bits_hold_every_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(prepare_module, "BATCH_BYTES", 1000)
+    generator = np.random.default_rng(0)
+    records: list[dict] = [{"input_ids": [1, 2, 3, 4, 5]}] * 75  # fills a batch before the first mask
+    for length in generator.integers(1, 90, 200).tolist():
+        ids, mask = generator.integers(0, 250, length).tolist(), generator.integers(0, 2, length).tolist()
+        records.append({"input_ids": ids, "loss_mask": mask})
+    store = prepare(tmp_path, records, shard_bytes=100)
+    found = [(ids.tolist(), mask.tolist()) for ids, mask in store.split("train").iterate()]
+    expected = [(r["input_ids"], [bool(m) for m in r.get("loss_mask", [1] * 5)]) for r in records]
+    assert found == expected
+
+
+def test_the_split_is_by_document_and_equal_documents_stay_together(tmp_path: Path):
+    texts = make_texts(400)
+    store = prepare(tmp_path, [{"text": text} for text in texts + texts[::-1]], validation_fraction=0.2)
+    splits = [{ids.tobytes() for ids, _ in store.split(name).iterate()} for name in ("train", "validation")]
+    assert not splits[0] & splits[1]
+    assert len(splits[0]) + len(splits[1]) == 400
+    assert 50 < len(splits[1]) < 110
+    assert store.split("train").documents + store.split("validation").documents == 800
+
+
+@pytest.mark.parametrize("fraction", [1e-9, 1 - 1e-9])
+def test_neither_split_is_empty_where_two_documents_differ(tmp_path: Path, fraction: float):
+    store = prepare(tmp_path, [{"text": "a"}, {"text": "b"}, {"text": "c"}], validation_fraction=fraction)
+    documents = {name: store.split(name).documents for name in ("train", "validation")}
+    assert sorted(documents.values()) == [1, 2]
+    assert (documents["validation"] == 1) == (fraction < 0.5)
+
+
+def test_one_document_is_for_training(tmp_path: Path):
+    store = prepare(tmp_path, [{"text": "a"}] * 3, validation_fraction=1 - 1e-9)
+    assert (store.split("train").documents, store.split("validation").documents) == (3, 0)
+
+
+def test_counts_bytes_and_zlib_are_those_of_the_text(tmp_path: Path):
+    texts = make_texts(100)
+    store = prepare(tmp_path, [{"text": text} for text in texts], validation_fraction=0.3)
+    total = sum(store.split(name).text_bytes for name in ("train", "validation"))
+    assert total == sum(len(text.encode()) for text in texts)
+    tokenizer = open_tokenizer(store.tokenizer_folder)
+    joined = "".join(
+        tokenizer.decode(ids.tolist()) for ids, _ in store.split("validation").iterate()
+    ).encode()
+    assert len(joined) == store.split("validation").text_bytes
+    expected = 8 * len(zlib.compress(joined, 9)) / len(joined)
+    assert store.zlib_bits_per_byte == pytest.approx(expected, rel=1e-3)
+    ids = store.split("validation").document(0)[0]
+    assert store.token_bytes()[ids].sum() == len(tokenizer.decode(ids.tolist()).encode())
+
+
+def test_bad_records_are_skipped_by_cause_or_stop_the_run(tmp_path: Path):
+    corpus = tmp_path / "bad.jsonl"
+    lines = [
+        b'{"text": "good"}',
+        b'{"text": "cut',
+        b'{"text": "\xff"}',
+        b'{"a": 1}',
+        b'{"text": 3}',
+        b'{"text": ""}',
+    ]
+    lines += [b'{"input_ids": [1, 99999]}', b'{"text": "cut']
+    corpus.write_bytes(b"\n".join(lines))
+    tokenizer = make_tokenizer(tmp_path / "tokenizer")
+    preparation = Preparation([str(corpus)], tokenizer, tmp_path / "store", on_error="skip")
+    store = prepare_store(preparation)
+    assert store.facts["skipped"] == {
+        "invalid JSON": 2,
+        "invalid UTF-8": 1,
+        "no text": 1,
+        "wrong type": 1,
+        "empty document": 1,
+        "token id outside the vocabulary": 1,
+    }
+    assert store.split("train").documents == 1
+    for number, line in enumerate(lines[1:], start=2):
+        if line == b'{"text": ""}':
+            continue
+        corpus.write_bytes(b'{"text": "good"}\n' * (number - 1) + line)
+        with pytest.raises(DataError, match=rf"bad\.jsonl:{number}: ") as caught:
+            prepare_store(Preparation([str(corpus)], tokenizer, tmp_path / "failed"))
+        assert "\n" not in str(caught.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.jsonl", "store", "tokenizer"]
+
+
+def test_an_empty_corpus_is_refused_with_what_was_left_out(tmp_path: Path):
+    with pytest.raises(DataError, match="expected documents, found none"):
+        prepare(tmp_path, [])
+    with pytest.raises(DataError, match="1 empty document"):
+        prepare(tmp_path, [{"text": ""}])
+
+
+def test_an_existing_store_is_kept_unless_told_and_other_folders_always(tmp_path: Path):
+    old = prepare(tmp_path, [{"text": "old"}])
+    with pytest.raises(DataError, match="--overwrite"):
+        prepare(tmp_path, [{"text": "new"}])
+    assert TokenStore(old.path).hash == old.hash
+    assert prepare(tmp_path, [{"text": "new"}], overwrite=True).hash != old.hash
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").touch()
+    preparation = Preparation(["stdlib"], tmp_path / "tokenizer", tmp_path / "mine", overwrite=True)
+    with pytest.raises(DataError, match="choose another"):
+        prepare_store(preparation)
+
+
+def test_nothing_is_left_of_a_run_that_is_interrupted(tmp_path: Path):
+    def interrupt(_: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare(tmp_path, [{"text": "a"}], progress=interrupt)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus.jsonl", "tokenizer"]
+
+
+def test_every_file_is_in_the_index_with_its_hash(store: TokenStore):
+    facts = json.loads((store.path / "store.json").read_text())
+    contents = all_files(store.path)
+    del contents["store.json"]
+    assert set(contents) == set(facts["files"])
+    for name, content in contents.items():
+        expected = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        assert facts["files"][name] == expected
+
+
+def test_a_tokenizer_without_tokenizer_json_is_converted(tmp_path: Path):
+    folder = tmp_path / "old"
+    folder.mkdir()
+    alphabet = {chr(c): i for i, c in enumerate([*range(33, 127), *range(161, 173), *range(174, 324)])}
+    (folder / "vocab.json").write_text(json.dumps(alphabet | {"<|endoftext|>": len(alphabet)}))
+    (folder / "merges.txt").write_text("#version: 0.2\n")
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(
+            {"tokenizer_class": "GPT2Tokenizer", "eos_token": "<|endoftext|>", "bos_token": "<|endoftext|>"}
+        )
+    )
+    corpus = write_jsonl(tmp_path / "corpus.jsonl", [{"text": "hello"}, {"text": "wörld"}])
+    store = prepare_store(Preparation([str(corpus)], folder, tmp_path / "store", validation_fraction=0.0))
+    assert store.facts["altered_documents"] == 0
+    assert store.split("train").tokens == (5 + 2) + (6 + 2)

@@ -1,0 +1,155 @@
+"""The trained tokenizer is SentencePiece's, loses nothing, and opens in transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.corpora import make_tokenizer
+
+from llm_pretrain.data import Tokenizer, open_tokenizer, train_sentencepiece_bpe
+from llm_pretrain.data.sentencepiece_bpe import _cuts
+from llm_pretrain.errors import DataError
+
+# U+2581 is how SentencePiece writes a space; it alone cannot tell the two apart (see the test of it below).
+CHARACTERS = st.characters(exclude_categories=["Cs"], exclude_characters="▁")
+WORDS = ["self", "return", "arg", "a", "aa", "ab", "ba", "_", "1", ".", "</s>", "<s>", "<unk>", "<0x41>"]
+OTHERS = ["你好", "世界", "😀", "é", "Ω", "\u2585", "\ufeff", "e\u0301", "\x7f", "\t", "\x00", "\r\n"]
+FRAGMENTS = st.sampled_from([*WORDS, *OTHERS, " ", "  ", "     ", "\n", "\n\n\n"])
+TEXTS = st.one_of(st.text(CHARACTERS), st.lists(st.one_of(FRAGMENTS, CHARACTERS)).map("".join))
+
+
+@pytest.fixture(scope="module")
+def processor(tokenizer: Tokenizer):
+    import sentencepiece
+
+    return sentencepiece.SentencePieceProcessor(model_file=str(tokenizer.folder / "tokenizer.model"))
+
+
+@pytest.fixture(scope="module")
+def auto_tokenizer(tokenizer: Tokenizer):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(str(tokenizer.folder))
+
+
+@settings(max_examples=500, deadline=None)
+@given(text=TEXTS)
+def test_ids_are_sentencepieces_and_decode_to_the_text(
+    tokenizer: Tokenizer, processor, auto_tokenizer, text: str
+):
+    expected = processor.encode(text)
+    assert tokenizer.encode([text]) == [expected]
+    encoded = auto_tokenizer(text, add_special_tokens=False, split_special_tokens=True)
+    assert encoded["input_ids"] == expected
+    assert tokenizer.decode(expected) == text
+    assert auto_tokenizer.decode(expected) == text
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=TEXTS)
+def test_the_bytes_of_the_ids_are_the_bytes_of_the_text(tokenizer: Tokenizer, text: str):
+    pieces = tokenizer.token_pieces()
+    (ids,) = tokenizer.encode([text])
+    assert b"".join(pieces[token] for token in ids) == text.encode()
+    assert tokenizer.token_bytes()[ids].sum() == len(text.encode())
+
+
+@pytest.mark.parametrize("run", ["a", " ", "\n", "ab", "=", "- "])
+def test_runs_of_one_thing_are_merged_like_sentencepiece(tokenizer: Tokenizer, processor, run: str):
+    texts = ["x" + run * count for count in range(1, 70)]
+    assert tokenizer.encode(texts) == [processor.encode(text) for text in texts]
+
+
+def test_documents_of_the_training_text_round_trip(tokenizer: Tokenizer, training_files: list[str]):
+    from llm_pretrain.data.documents import read_records
+
+    for record in read_records(training_files):
+        text = record.data.decode()
+        assert tokenizer.decode(tokenizer.encode([text])[0]) == text
+
+
+def test_special_tokens_have_their_ids_and_text_never_becomes_one(tokenizer: Tokenizer, auto_tokenizer):
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 2, 3)
+    assert tokenizer.special_ids == {0, 1, 2, 3}
+    assert auto_tokenizer.convert_tokens_to_ids(["<unk>", "<s>", "</s>", "<pad>"]) == [0, 1, 2, 3]
+    assert (auto_tokenizer.bos_token_id, auto_tokenizer.eos_token_id, auto_tokenizer.pad_token_id) == (
+        1,
+        2,
+        3,
+    )
+    assert not tokenizer.special_ids & set(tokenizer.encode(["<s>a</s><pad><unk>"])[0])
+
+
+def test_a_prompt_begins_as_documents_do(auto_tokenizer):
+    assert auto_tokenizer("def")["input_ids"][0] == 1
+
+
+def test_the_one_character_that_sentencepiece_loses_is_not_lossless(tokenizer: Tokenizer, processor):
+    assert tokenizer.encode(["a▁b"]) == [processor.encode("a▁b")]
+    assert tokenizer.decode(tokenizer.encode(["a▁b"])[0]) == "a b"
+
+
+def test_training_again_gives_the_same_files(tokenizer: Tokenizer, training_files: list[str], tmp_path: Path):
+    train_sentencepiece_bpe(training_files, tmp_path / "again", 1000)
+    for name in ("tokenizer.model", "tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "again" / name).read_bytes() == (tokenizer.folder / name).read_bytes()
+
+
+def test_the_vocabulary_has_exactly_the_size_asked_for(training_files: list[str], tmp_path: Path):
+    report = train_sentencepiece_bpe(training_files, tmp_path / "t", 777)
+    assert open_tokenizer(tmp_path / "t").vocab_size == 777
+    assert report.altered_documents == 0
+    assert report.bytes_per_token > 1.5
+
+
+def test_a_vocabulary_that_does_not_fit_the_text_says_what_would(tmp_path: Path):
+    (tmp_path / "a.txt").write_text("only a few words of text, and only a few words more")
+    for size, bound in ((100, "at least"), (100_000, "at most")):
+        with pytest.raises(DataError, match=rf"--vocab_size: expected {bound} (\d+)") as caught:
+            train_sentencepiece_bpe([str(tmp_path / "a.txt")], tmp_path / "t", size)
+        assert "\n" not in str(caught.value)
+        fitting = int(str(caught.value).split(bound)[1].split()[0])
+        train_sentencepiece_bpe([str(tmp_path / "a.txt")], tmp_path / f"t{size}", fitting)
+
+
+def test_an_empty_corpus_and_a_used_folder_are_refused(tmp_path: Path):
+    (tmp_path / "a.txt").touch()
+    with pytest.raises(DataError, match="expected text, found none"):
+        train_sentencepiece_bpe([str(tmp_path / "a.txt")], tmp_path / "t", 300)
+    with pytest.raises(DataError, match="choose another"):
+        train_sentencepiece_bpe([str(tmp_path / "a.txt")], tmp_path, 300)
+
+
+def test_byte_level_tokenizers_have_exact_bytes_too(tmp_path: Path):
+    tokenizer = open_tokenizer(make_tokenizer(tmp_path / "t"))
+    text = "é 你好 😀\n\x00"
+    assert tokenizer.token_bytes()[tokenizer.encode([text])[0]].sum() == len(text.encode())
+    assert tokenizer.token_bytes()[sorted(tokenizer.special_ids)].sum() == 0
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("tokenizer.json", None, "expected tokenizer.json"),
+        ("tokenizer.json", "{}", "expected a tokenizer"),
+        ("tokenizer_config.json", "{", "expected JSON"),
+        ("tokenizer_config.json", '{"eos_token": "<none>"}', "expected an eos_token"),
+    ],
+)
+def test_a_broken_tokenizer_folder_is_named(tmp_path: Path, file: str, content: str | None, message: str):
+    folder = make_tokenizer(tmp_path / "t")
+    if content is None:
+        (folder / file).unlink()
+    else:
+        (folder / file).write_text(content)
+    with pytest.raises(DataError, match=message):
+        open_tokenizer(folder)
+
+
+def test_every_cut_of_a_piece_is_listed_once():
+    for piece in ("ab", "aaa", "aba", "abab", "ababa", "▁▁▁▁", "return"):
+        assert sorted(_cuts(piece)) == list(range(1, len(piece)))
+    assert _cuts("aba") == [2, 1]  # in ab|a|ba the left merge cuts after two

@@ -1,0 +1,203 @@
+"""The loop in one process: what a run leaves behind, what it skips, how it stops."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from support.launching import ROOT, Finished
+from torch import Tensor
+
+import train_pretrain
+from llm_pretrain.model import Decoder, DecoderOutput
+
+TINY = str(ROOT / "configs" / "tiny-moe.yaml")
+
+
+def options(store: Path, folder: Path, *more: str) -> list[str]:
+    return [
+        *("--config", TINY, "--data.sources", f"[{{store: {store}}}]", "--run.output_dir", str(folder)),
+        *("--training.max_steps", "6", "--schedule.warmup_steps", "2", "--evaluation.eval_steps", "3"),
+        *("--checkpoint.save_steps", "2", "--distributed.cpu_threads", "1"),
+        *("--evaluation.max_batches", "1", *more),
+    ]
+
+
+def train(*arguments: str) -> int:
+    """Exit code of the script's `main`."""
+    try:
+        return train_pretrain.main(list(arguments))
+    except SystemExit as exit_:
+        return int(exit_.code or 0)
+
+
+def test_a_run_leaves_its_folder_as_documented(plain_store: Path, tmp_path: Path):
+    folder = tmp_path / "run"
+    assert train(*options(plain_store, folder)) == 0
+    run = Finished(0, "", folder)
+    assert sorted(run.rows) == [0, 1, 2, 3, 4, 5, 6]
+    assert {step for step, row in run.rows.items() if "eval/loss" in row} == {0, 3, 6}
+    documented = {
+        "step", "train/loss", "train/aux_loss", "train/z_loss", "train/router_z_loss", "train/grad_norm",
+        "train/learning_rate", "train/loss_tokens", "train/tokens", "train/loss_scale", "train/skipped",
+        "data/batch_sha256", "perf/tokens_per_second", "perf/step_seconds", "perf/mfu", "perf/memory_bytes",
+        "eval/loss", "eval/perplexity", "eval/bits_per_byte",
+    }  # fmt: skip
+    assert documented <= {key for row in run.rows.values() for key in row}
+    assert run.status["state"] == "finished"
+    assert run.status["exit_code"] == 0
+    assert run.status["step"] == 6
+    assert run.status["pid"] == os.getpid()
+    assert Path(run.status["checkpoint"]).name == "step-00000006"
+    assert sorted(path.name for path in (folder / "weights").iterdir()) == ["step-00000004", "step-00000006"]
+    assert train("--config", str(folder / "config.yaml")) == 0, "config.yaml can be passed back"
+    assert run.raw_steps() == [0, 1, 2, 3, 4, 5, 6], "a finished run is left as it is"
+
+
+def test_resuming_in_the_middle_of_a_logging_interval_keeps_the_digest(plain_store: Path, tmp_path: Path):
+    straight, halted = tmp_path / "straight", tmp_path / "halted"
+    interval = ("--logging.logging_steps", "3", "--evaluation.eval_steps", "0", "--schedule.name", "constant")
+    assert train(*options(plain_store, straight, *interval)) == 0
+    assert train(*options(plain_store, halted, *interval, "--training.max_steps", "4")) == 0
+    assert train(*options(plain_store, halted, *interval)) == 0
+    assert Finished(0, "", halted).exact_rows() == Finished(0, "", straight).exact_rows()
+    assert sorted(Finished(0, "", halted).rows) == [3, 6]
+
+
+def test_a_batch_without_loss_tokens_is_skipped_without_a_forward_pass(
+    plain_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    counted = train_pretrain.StepCounts.of
+
+    def without_loss_tokens(micro_batches, reduce_sum):
+        counts = counted(micro_batches, reduce_sum)
+        if micro_batches[0].step == 2:
+            return type(counts)(0, counts.digest)
+        return counts
+
+    monkeypatch.setattr(train_pretrain.StepCounts, "of", without_loss_tokens)
+    forwards: list[int] = []
+    forward = train_pretrain.TorchrunEngine.forward
+    monkeypatch.setattr(
+        train_pretrain.TorchrunEngine,
+        "forward",
+        lambda self, batch: forwards.append(batch.step) or forward(self, batch),
+    )
+    folder = tmp_path / "run"
+    assert train(*options(plain_store, folder, "--evaluation.eval_steps", "0")) == 0
+    row = Finished(0, "", folder).rows[3]
+    assert row["train/skipped"] == "no_loss_tokens"
+    assert row["train/loss"] is None
+    assert row["train/loss_tokens"] == 0
+    assert 2 not in forwards
+    assert {0, 1, 3, 4, 5} <= set(forwards)
+
+
+def poison(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
+    """Make the loss of some steps infinite."""
+    step_of_engine = train_pretrain.TorchrunEngine.forward
+
+    def forward(self, batch) -> DecoderOutput:
+        output = step_of_engine(self, batch)
+        if batch.step in steps and torch.is_grad_enabled():
+            return output._replace(loss_sum=output.loss_sum * float("inf"))
+        return output
+
+    monkeypatch.setattr(train_pretrain.TorchrunEngine, "forward", forward)
+
+
+def test_a_gradient_that_is_not_finite_moves_nothing(
+    plain_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    before: dict[int, list[Tensor]] = {}
+    steps = train_pretrain.TorchrunEngine.train_step
+
+    def train_step(self, micro_batches):
+        step = micro_batches[0].step
+        state = [p.detach().clone() for p in self.unwrapped_model.parameters()]
+        moments = [value.clone() for each in self.optimizer.state.values() for value in each.values()]
+        before[step] = [*state, *moments, *(b.clone() for b in self.unwrapped_model.buffers())]
+        return steps(self, micro_batches)
+
+    monkeypatch.setattr(train_pretrain.TorchrunEngine, "train_step", train_step)
+    poison(monkeypatch, {3})
+    folder = tmp_path / "run"
+    assert train(*options(plain_store, folder, "--model.router_bias_update_rate", "1e-3")) == 0
+    rows = Finished(0, "", folder).rows
+    assert [rows[step]["train/skipped"] for step in range(1, 7)] == [None] * 3 + ["nonfinite_gradient"] + [
+        None
+    ] * 2
+    assert rows[4]["train/loss"] is None
+    assert rows[4]["train/grad_norm"] is None
+    assert rows[4]["data/batch_sha256"] != rows[5]["data/batch_sha256"]
+    assert all(torch.equal(a, b) for a, b in zip(before[3], before[4], strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(before[4], before[5], strict=True))
+    assert "NaN" not in (folder / "metrics.jsonl").read_text()
+    assert "Infinity" not in (folder / "metrics.jsonl").read_text()
+
+
+def test_too_many_skipped_steps_end_the_run_as_diverged(
+    plain_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    poison(monkeypatch, {2, 3, 4, 5})
+    folder = tmp_path / "run"
+    assert train(*options(plain_store, folder, "--training.max_skipped_steps", "3")) == 70
+    status = Finished(0, "", folder).status
+    assert (status["state"], status["exit_code"]) == ("diverged", 70)
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1
+    assert "training.max_skipped_steps" in errors[0]
+
+
+def test_fp16_overflow_halves_the_scale_and_skips(
+    plain_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    poison(monkeypatch, {1})
+    folder = tmp_path / "run"
+    assert train(*options(plain_store, folder, "--training.precision", "fp16")) == 0
+    rows = Finished(0, "", folder).rows
+    assert rows[2]["train/skipped"] == "overflow"
+    assert (rows[1]["train/loss_scale"], rows[2]["train/loss_scale"]) == (65536.0, 32768.0)
+
+
+def test_a_signal_before_the_first_step_stops_without_training(
+    plain_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    prepare = train_pretrain.TorchrunEngine.prepare
+
+    def interrupted(self, *arguments):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return prepare(self, *arguments)
+
+    monkeypatch.setattr(train_pretrain.TorchrunEngine, "prepare", interrupted)
+    folder = tmp_path / "run"
+    assert train(*options(plain_store, folder)) == 75
+    assert json.loads((folder / "status.json").read_text())["state"] == "preempted"
+    monkeypatch.undo()
+    assert train(*options(plain_store, folder)) == 0
+
+
+def test_activation_checkpointing_and_workers_change_nothing(plain_store: Path, tmp_path: Path):
+    plain, other = tmp_path / "plain", tmp_path / "other"
+    dropout = ("--model.hidden_dropout", "0.1", "--model.attention_dropout", "0.1")
+    assert train(*options(plain_store, plain, *dropout)) == 0
+    changed = ("--training.activation_checkpointing", "true", "--data.num_workers", "1")
+    assert train(*options(plain_store, other, *dropout, *changed)) == 0
+    assert Finished(0, "", other).exact_rows() == Finished(0, "", plain).exact_rows()
+
+
+def test_the_model_is_given_back_unwrapped(plain_store: Path, tmp_path: Path):
+    folder = tmp_path / "run"
+    assert train(*options(plain_store, folder, "--evaluation.eval_steps", "0")) == 0
+    from safetensors.torch import load_file
+
+    from llm_pretrain.export import load_pretrained
+
+    tensors = load_file(folder / "weights" / "step-00000006" / "model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+    assert not any(name.startswith(("module.", "_orig_mod.")) for name in tensors)
+    assert isinstance(load_pretrained(folder / "weights" / "step-00000006"), Decoder)
