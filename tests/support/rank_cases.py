@@ -1,7 +1,7 @@
 """Runs of three connected processes, with and without a mistake put in, all in the same three processes.
 
-Run as `python rank_cases.py STORE FOLDER` once per rank, with RANK and WORLD_SIZE set; each rank leaves
-what it did in FOLDER. What the outcomes must look like is the tests' to say.
+Run as `python rank_cases.py STORE FOLDER`; it forks the ranks, each of which leaves what it did in FOLDER.
+What the outcomes must look like is the tests' to say.
 
 Three processes, because from three on the order of a sum depends on the gradient buckets; three micro
 batches each, because a division by a power of two changes no bits wherever it stands.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import warnings
@@ -58,25 +59,23 @@ def case_config(store: Path, case: Case) -> Any:
 def run_ranks(store: Path, folder: Path, timeout: float = 240) -> dict[str, list[Outcome]]:
     """Run all cases in three processes; returns the ranks' outcomes by case."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    common = {"WORLD_SIZE": str(WORLD_SIZE), "LOCAL_WORLD_SIZE": str(WORLD_SIZE), "PYTHONPATH": path}
-    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "OMP_NUM_THREADS": "1"}
-    processes = []
-    for rank in map(str, range(WORLD_SIZE)):
-        environment = os.environ | common | {"RANK": rank, "LOCAL_RANK": rank, "CUDA_VISIBLE_DEVICES": ""}
-        with (folder / f"output-{rank}").open("w") as output:
-            command = [sys.executable, __file__, str(store), str(folder)]
-            processes.append(
-                subprocess.Popen(command, env=environment, cwd=folder, stdout=output, stderr=output)
-            )
+    variables = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, __file__, str(store), str(folder)]
+    with (folder / "output").open("w") as output:
+        process = subprocess.Popen(
+            command,
+            env=os.environ | variables,
+            cwd=folder,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
     try:
-        codes = [process.wait(timeout) for process in processes]
+        code = process.wait(timeout)
     except subprocess.TimeoutExpired:
-        codes = []
-    finally:
-        for process in processes:
-            process.kill()
-    outputs = [(folder / f"output-{rank}").read_text()[-2000:] for rank in range(WORLD_SIZE)]
-    assert codes == [0] * WORLD_SIZE, "\n".join(outputs)
+        os.killpg(process.pid, signal.SIGKILL)
+        code = process.wait()
+    assert code == 0, (folder / "output").read_text()[-4000:]
     ranks = [pickle.loads((folder / f"rank-{rank}").read_bytes()) for rank in range(WORLD_SIZE)]
     return {name: [outcomes[name] for outcomes in ranks] for name in ranks[0]}
 
@@ -120,20 +119,43 @@ def run_case(case: Case, store: Path, rendezvous: Path) -> Outcome:
     return outcome
 
 
-def main(store: Path, folder: Path) -> None:
+def main(store: Path, folder: Path) -> int:
+    """Fork the ranks, which saves each of them the imports; 0 when all came to their end."""
     from support.rank_plan import CASES
 
+    import_scripts()
+    children = []
+    for rank in range(WORLD_SIZE):
+        child = os.fork()
+        if not child:
+            run_rank(rank, CASES, store, folder)
+            os._exit(0)
+        children.append(child)
+    return max(os.waitpid(child, 0)[1] for child in children) and 1
+
+
+def import_scripts() -> None:
+    """Load what both scripts import, before any process forks."""
+    with mutated() as load:
+        for file in SCRIPTS.values():
+            load(file)
+
+
+def run_rank(rank: int, cases: dict[str, Case], store: Path, folder: Path) -> None:
+    """Run every case as this rank, and leave the outcomes in `folder`."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
+    os.environ |= {"WORLD_SIZE": str(WORLD_SIZE), "LOCAL_WORLD_SIZE": str(WORLD_SIZE), "MASTER_PORT": "1"}
+    torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     outcomes = {}
-    for number, (name, case) in enumerate(CASES.items()):
-        print(name, flush=True)
+    for number, (name, case) in enumerate(cases.items()):
+        print(f"rank {rank}: {name}", flush=True)
         outcomes[name] = run_case(case, store, folder / f"rendezvous-{number}")
-    (folder / f"rank-{os.environ['RANK']}").write_bytes(pickle.dumps(outcomes))
+    (folder / f"rank-{rank}").write_bytes(pickle.dumps(outcomes))
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     # under its importable name, so that the tests can read what it leaves
     from support import rank_cases
 
-    rank_cases.main(Path(sys.argv[1]), Path(sys.argv[2]))
+    sys.exit(rank_cases.main(Path(sys.argv[1]), Path(sys.argv[2])))

@@ -26,7 +26,7 @@ from llm_pretrain.training.progress import Progress
 
 @dataclass
 class Driven:
-    """What a driven engine did. Losses are means over loss tokens; lists have one entry per step or update."""
+    """What a driven engine did. Losses are per loss token; lists go by step, or by update."""
 
     losses: list[float | None] = field(default_factory=list)
     grad_norms: list[float | None] = field(default_factory=list)

@@ -2,7 +2,7 @@
 
 | trap | check |
 |---|---|
-| the mean of per-micro-batch means is not the mean over tokens, and NaN where a micro batch has none | gradients |
+| the mean of per-micro-batch means, which is not the mean over tokens, and NaN without any | gradients |
 | dividing by the accumulation steps twice, or not at all | gradients |
 | an auxiliary loss added after the scaling, never divided | gradients |
 | a step gate of one's own beside `accumulate()`; no `accumulate()` at all | one update per window |
