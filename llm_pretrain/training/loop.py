@@ -41,7 +41,7 @@ def pretrain(config: Config, engine: Engine) -> int:
     status = Status(folder.status, rank=engine.rank, world_size=engine.world_size, launcher=engine.launcher)
     try:
         with StopRequest() as stop:
-            status.running()
+            status.started()
             exit_code = Training(config, engine, folder, status, stop).run()
     except BaseException as error:
         status.failed(error)
@@ -83,6 +83,7 @@ class Training:
         batches = engine.prepare(model, optimizer, loader)
         if resume is not None:
             self.saving.restore(resume)
+        self.status.running(self.progress.step, resume.path if resume else None)
         self.evaluator = self._build_evaluator()
         on_first_rank(engine, lambda: self.folder.config.write_text(dump_yaml(config)))
         self.recorder = Recorder(config, engine, self.folder, self.progress)
@@ -92,7 +93,7 @@ class Training:
 
     def _train(self, batches: Iterable[Batch]) -> int:
         config, progress = self.config, self.progress
-        saved_step = progress.step
+        saved_step = progress.step if self.saving.holds(progress.step) else None
         if progress.step == 0:
             self._evaluate_and_write(due=config.evaluation.eval_steps > 0)
         stopping = self._stop_agreed()
@@ -154,7 +155,7 @@ class Training:
         self.status.running(self.progress.step, path)
         return self.progress.step
 
-    def _finish(self, saved_step: int) -> int:
+    def _finish(self, saved_step: int | None) -> int:
         """Save what is not saved yet and say how the run ended; returns the exit code."""
         step, console = self.progress.step, self.recorder.console
         if saved_step != step:
@@ -166,7 +167,7 @@ class Training:
             return EXIT_PREEMPTED
         self.status.ended(step, 0, None)
         console.info(f"finished at step {step}: {self.folder.path}")
-        console.info(f"weights: {self.saving.newest_weights()}")
+        console.info(f"weights: {self.saving.weights_of(step)}")
         return 0
 
     def _build_evaluator(self) -> Evaluator:
