@@ -73,6 +73,7 @@ class Training:
         config, engine = self.config, self.engine
         resume = on_every_rank(engine, self.saving.find)
         self.progress = _progress(resume)
+        self.status.running(self.progress.step, resume.path if resume else None)
         model = Decoder(config.model, activation_checkpointing=config.training.activation_checkpointing)
         initialize_weights(model, config.run.seed)
         optimizer = build_optimizer(model, config.optimizer)

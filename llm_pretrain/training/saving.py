@@ -45,6 +45,7 @@ class Saving:
 
     def __init__(self, config: Config, engine: Engine, folder: RunFolder, store: TokenStore):
         self.config, self.engine, self.folder, self.store = config, engine, folder, store
+        self.fingerprints = fingerprints(config)
         self.checkpoints = CheckpointStore(
             folder.checkpoints,
             rank=engine.rank,
@@ -68,7 +69,7 @@ class Saving:
         source = None if resume in ("auto", "never") else Path(resume)
         if source and own_steps and source.resolve().parent != self.folder.checkpoints.resolve():
             source = None
-        return self.checkpoints.find(expected=fingerprints(self.config), source=source)
+        return self.checkpoints.find(expected=self.fingerprints, source=source)
 
     def restore(self, resume: ResumePoint) -> None:
         """Load the checkpoint that `find` returned into the engine's model, optimizer and scaler."""
@@ -106,7 +107,7 @@ class Saving:
             global_batch_size=self.config.training.global_batch_size,
             seed=self.config.run.seed,
             wandb_id=progress.wandb_id,
-            fingerprints=fingerprints(self.config),
+            fingerprints=self.fingerprints,
             extra=progress.extra(),
         )
         path = self.checkpoints.save(model, optimizer, self.engine.scaler, facts)
