@@ -15,7 +15,7 @@ from llm_pretrain.errors import EXIT_PREEMPTED, DivergedError
 from llm_pretrain.model import Decoder, count_parameters, initialize_weights, update_router_bias
 from llm_pretrain.training.agreement import on_every_rank, on_first_rank
 from llm_pretrain.training.engine import Engine
-from llm_pretrain.training.evaluation import Evaluator
+from llm_pretrain.training.evaluation import Evaluator, zlib_bits_per_byte
 from llm_pretrain.training.objective import expert_counts
 from llm_pretrain.training.optimizers import build_optimizer
 from llm_pretrain.training.progress import Progress
@@ -84,7 +84,6 @@ class Training:
         batches = engine.prepare(model, optimizer, loader)
         if resume is not None:
             self.saving.restore(resume)
-        self.status.running(self.progress.step, resume.path if resume else None)
         self.evaluator = self._build_evaluator()
         on_first_rank(engine, lambda: self.folder.config.write_text(dump_yaml(config)))
         self.recorder = Recorder(config, engine, self.folder, self.progress)
@@ -189,7 +188,7 @@ class Training:
             f"{training.max_steps} steps of {training.global_batch_size} x {training.sequence_length} tokens "
             f"in {self.folder.path}"
         )
-        if (zlib_bits := self.stores[0].zlib_bits_per_byte) is not None:
+        if (zlib_bits := zlib_bits_per_byte(self.stores)) is not None:
             console.info(f"validation text: zlib level 9 needs {zlib_bits:.4f} bits per byte")
         if resume is not None:
             for warning in resume.warnings:
