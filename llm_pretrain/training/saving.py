@@ -76,9 +76,18 @@ class Saving:
         model, optimizer = self.engine.model_and_optimizer()
         self.checkpoints.load(resume, model, optimizer, self.engine.scaler)
 
-    def newest_weights(self) -> Path:
-        """Folder of the newest half-precision weights."""
-        return max(self.folder.weights.glob("step-*"))
+    def weights_of(self, step: int) -> Path:
+        """Folder of the half-precision weights of this step."""
+        return self.folder.weights / f"step-{step:08d}"
+
+    def holds(self, step: int) -> bool:
+        """Whether the run's own folder has all that `save` writes at this step; collective.
+
+        It has not where the run continues another one's checkpoint, or was killed between a checkpoint
+        and its weights. Before the first step there is nothing to save.
+        """
+        written = step in self.checkpoints.committed() and self.weights_of(step).is_dir()
+        return step == 0 or self.engine.gather_objects(written)[0]
 
     def is_due(self, step: int) -> bool:
         """Whether a periodic save follows this step."""
