@@ -14,6 +14,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import time
 import warnings
 import weakref
 from dataclasses import dataclass, field
@@ -56,7 +57,7 @@ def case_config(store: Path, case: Case) -> Any:
     return small_config(store, **sections)
 
 
-def run_ranks(store: Path, folder: Path, timeout: float = 240) -> dict[str, list[Outcome]]:
+def run_ranks(store: Path, folder: Path, timeout: float = 150) -> dict[str, list[Outcome]]:
     """Run all cases in three processes; returns the ranks' outcomes by case."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     variables = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -114,9 +115,19 @@ def run_case(case: Case, store: Path, rendezvous: Path) -> Outcome:
         outcome.error = f"{type(error).__name__}: {error}"
     finally:
         dist.init_process_group, dist.destroy_process_group, dist.barrier = connect, leave, barrier
+        meet(rendezvous)
         if dist.is_initialized():
             leave()
     return outcome
+
+
+def meet(rendezvous: Path, timeout: float = 30) -> None:
+    """Wait until every rank is done with a case: one that failed must not leave another in mid-collective."""
+    rendezvous.with_suffix(f".rank{os.environ['RANK']}").touch()
+    end = time.monotonic() + timeout
+    while len(list(rendezvous.parent.glob(f"{rendezvous.name}.rank*"))) < WORLD_SIZE:
+        assert time.monotonic() < end, f"{rendezvous}: another rank did not finish its case"
+        time.sleep(0.02)
 
 
 def main(store: Path, folder: Path) -> int:

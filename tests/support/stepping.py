@@ -39,6 +39,7 @@ class Driven:
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
     parameters: dict[str, Tensor] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
+    first_moments: dict[str, Tensor] = field(default_factory=dict)
 
 
 class Taps:
@@ -117,6 +118,11 @@ def drive(engine: Any, config: Config, *, windows: Sequence[list[Batch]] | None 
         driven.updates.append(len(driven.rates) - before)
         driven.hashes.append(parameter_hash(model))
     driven.parameters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    driven.first_moments = {
+        name: optimizer.state[parameter]["exp_avg"].clone()
+        for name, parameter in model.named_parameters()
+        if parameter in optimizer.state
+    }
     driven.buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     return driven
 
