@@ -1,0 +1,94 @@
+"""Small runs of either engine inside one process, with or without a mistake put in."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from support.mutation import Edit, mutated
+from support.stepping import Driven, drive, resolved
+
+from llm_pretrain.config import (
+    Config,
+    DataConfig,
+    DistributedConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+    SourceConfig,
+    TrainingConfig,
+)
+from llm_pretrain.data import global_batches
+from llm_pretrain.model import Decoder
+from llm_pretrain.training.optimizers import build_optimizer
+
+SCRIPTS = {"torchrun": "train_pretrain.py", "accelerate": "train_pretrain_accelerate.py"}
+ENGINES = {"torchrun": "TorchrunEngine", "accelerate": "AccelerateEngine"}
+
+_MODEL = ModelConfig(
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=32,
+    router_aux_loss_coef=0.1,
+    router_z_loss_coef=0.01,
+    initializer_range=0.1,
+)
+_TRAINING = TrainingConfig(
+    sequence_length=32, micro_batch_size=2, global_batch_size=8, max_steps=3, z_loss_coef=0.01
+)
+_SECTIONS: dict[str, Any] = {"model": _MODEL, "training": _TRAINING}
+
+
+def small_config(store: Path, **changes: dict[str, Any]) -> Config:
+    """A resolved configuration over `store`; `changes` maps a section to its changed fields.
+
+    Four micro batches of two padded sequences make a step; the learning rate differs at every step.
+    """
+    base = Config(
+        data=DataConfig(sources=[SourceConfig(str(store))], packing="pad"),
+        optimizer=OptimizerConfig(learning_rate=1e-2),
+        schedule=ScheduleConfig(name="linear", warmup_steps=1),
+        distributed=DistributedConfig(cpu_threads=1, timeout_seconds=60),
+        **_SECTIONS,
+    )
+    sections = {name: replace(getattr(base, name), **fields) for name, fields in changes.items()}
+    return resolved(replace(base, **sections))
+
+
+def run_engine(launcher: str, config: Config, *edits: Edit, windows: Any = None) -> Driven:
+    """Drive one engine through `config`'s steps, with the edits in force, and close it."""
+    reset_accelerate()
+    with mutated(*edits) as load:
+        engine = getattr(load(SCRIPTS[launcher]), ENGINES[launcher])(config)
+        driven = drive(engine, config, windows=windows)
+        engine.close()
+    return driven
+
+
+def reset_accelerate() -> None:
+    """Forget the state that Accelerate keeps per process."""
+    if "accelerate" not in sys.modules:
+        return
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def accelerate_loader(config: Config, *edits: Edit) -> str:
+    """Class of the loader that Accelerate made of ours."""
+    reset_accelerate()
+    with mutated(*edits) as load:
+        engine = load(SCRIPTS["accelerate"]).AccelerateEngine(config)
+        model = Decoder(config.model)
+        loader = global_batches(config, start_step=0, world_size=1)
+        own = engine.prepare(model, build_optimizer(model, config.optimizer), loader)
+        engine.close()
+    return type(own).__name__

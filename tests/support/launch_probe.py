@@ -1,0 +1,68 @@
+"""A script for launchers: what becomes of the Accelerate engine, with and without a mistake put in.
+
+Run as `LAUNCHER launch_probe.py FOLDER VARIANT...`; FOLDER holds config.yaml. Each variant leaves, per
+process, what it did. The last variant may be `main`: the real script's `main`, whose exit code is returned.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from support.engines import SCRIPTS, reset_accelerate
+from support.mutation import Edit, mutated
+from support.stepping import drive, resolved
+
+from llm_pretrain.config import load_config
+
+ACCELERATE, PROCESS = "train_pretrain_accelerate.py", "llm_pretrain/training/process.py"
+NO_COUNT = Edit(PROCESS, "if asked != world_size:", "if False:")
+BARE = Edit(ACCELERATE, "            cpu=not on_gpu,\n", "")
+NO_COMPARISON = Edit(ACCELERATE, "        check_accelerate_settings(config, accumulation_steps)\n", "")
+
+VARIANTS: dict[str, list[Edit]] = {
+    "ours": [],
+    "no count of processes": [NO_COUNT],
+    "bare accelerator": [BARE],
+    "bare accelerator, no count of processes": [BARE, NO_COUNT],
+    "no comparison of settings": [NO_COMPARISON],
+}
+
+
+def try_variant(folder: Path, variant: str) -> dict[str, object]:
+    """Train a step; the number of processes that were connected and the strategy, or the error."""
+    reset_accelerate()
+    config = resolved(load_config(["--config", str(folder / "config.yaml")]))
+    try:
+        with mutated(*VARIANTS[variant]) as load:
+            engine = load(SCRIPTS["accelerate"]).AccelerateEngine(config)
+            strategy = engine.accelerator.distributed_type.value
+            updates = drive(engine, config).updates
+            engine.close()
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    return {"error": None, "processes": engine.world_size, "strategy": strategy, "updates": updates}
+
+
+def main(folder: Path, variants: list[str]) -> int:
+    for variant in variants:
+        if variant == "main":
+            reset_accelerate()
+            return load_main()(["--config", str(folder / "config.yaml")])
+        found = try_variant(folder, variant)
+        (folder / f"{variant}-{os.getpid()}.json").write_text(json.dumps(found))
+    return 0
+
+
+def load_main() -> Callable[[list[str]], int]:
+    """The real script's entry."""
+    import train_pretrain_accelerate
+
+    return train_pretrain_accelerate.main
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))

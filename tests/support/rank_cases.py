@@ -1,0 +1,172 @@
+"""Runs of three connected processes, with and without a mistake put in, all in the same three processes.
+
+Run as `python rank_cases.py STORE FOLDER`; it forks the ranks, each of which leaves what it did in FOLDER.
+What the outcomes must look like is the tests' to say.
+
+Three processes, because from three on the order of a sum depends on the gradient buckets; three micro
+batches each, because a division by a power of two changes no bits wherever it stands.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+import warnings
+import weakref
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from support.engines import ENGINES, SCRIPTS, reset_accelerate, small_config
+from support.mutation import ROOT, Edit, mutated
+from support.stepping import Driven, drive
+
+from llm_pretrain.training import prepare_process
+
+WORLD_SIZE = 3
+BASE: dict[str, dict[str, Any]] = {"training": {"global_batch_size": 18, "max_steps": 2}}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run: which engine, what its configuration changes, which mistake it has."""
+
+    launcher: str
+    edits: tuple[Edit, ...] = ()
+    changes: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+@dataclass
+class Outcome:
+    """What one rank did. `events`: the barriers and the end of the process group, in order, while closing."""
+
+    driven: Driven = field(default_factory=Driven)
+    error: str | None = None
+    events: list[str] = field(default_factory=list)
+
+
+def case_config(store: Path, case: Case) -> Any:
+    """The configuration of a case."""
+    sections = BASE | {name: BASE.get(name, {}) | fields for name, fields in case.changes.items()}
+    return small_config(store, **sections)
+
+
+def run_ranks(store: Path, folder: Path, timeout: float = 150) -> dict[str, list[Outcome]]:
+    """Run all cases in three processes; returns the ranks' outcomes by case."""
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    variables = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, __file__, str(store), str(folder)]
+    with (folder / "output").open("w") as output:
+        process = subprocess.Popen(
+            command,
+            env=os.environ | variables,
+            cwd=folder,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    try:
+        code = process.wait(timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        code = process.wait()
+    assert code == 0, (folder / "output").read_text()[-4000:]
+    ranks = [pickle.loads((folder / f"rank-{rank}").read_bytes()) for rank in range(WORLD_SIZE)]
+    return {name: [outcomes[name] for outcomes in ranks] for name in ranks[0]}
+
+
+def run_case(case: Case, store: Path, rendezvous: Path) -> Outcome:
+    """Run one case on this rank, in a process group of its own."""
+    outcome = Outcome()
+    connect, leave, barrier = dist.init_process_group, dist.destroy_process_group, dist.barrier
+    wrapped: Any = lambda: None  # noqa: E731
+
+    def connect_by_file(*arguments: Any, **options: Any) -> None:
+        options |= {"rank": int(os.environ["RANK"]), "world_size": WORLD_SIZE}
+        connect(*arguments, **options | {"init_method": f"file://{rendezvous}"})
+
+    def note_barrier(*arguments: Any, **options: Any) -> None:
+        outcome.events.append("barrier")
+        barrier(*arguments, **options)
+
+    def note_leaving(*arguments: Any, **options: Any) -> None:
+        outcome.events.append("leave" if wrapped() is None else "leave with a live model")
+        leave(*arguments, **options)
+
+    reset_accelerate()
+    dist.init_process_group, dist.destroy_process_group = connect_by_file, note_leaving
+    dist.barrier = note_barrier
+    try:
+        with mutated(*case.edits) as load:
+            config = case_config(store, case)
+            prepare_process(config)
+            engine = getattr(load(SCRIPTS[case.launcher]), ENGINES[case.launcher])(config)
+            outcome.driven = drive(engine, config)
+            wrapped = weakref.ref(engine.model)
+            outcome.events.clear()
+            engine.close()
+    except Exception as error:
+        outcome.error = f"{type(error).__name__}: {error}"
+    finally:
+        dist.init_process_group, dist.destroy_process_group, dist.barrier = connect, leave, barrier
+        meet(rendezvous)
+        if dist.is_initialized():
+            leave()
+    return outcome
+
+
+def meet(rendezvous: Path, timeout: float = 30) -> None:
+    """Wait until every rank is done with a case: one that failed must not leave another in mid-collective."""
+    rendezvous.with_suffix(f".rank{os.environ['RANK']}").touch()
+    end = time.monotonic() + timeout
+    while len(list(rendezvous.parent.glob(f"{rendezvous.name}.rank*"))) < WORLD_SIZE:
+        assert time.monotonic() < end, f"{rendezvous}: another rank did not finish its case"
+        time.sleep(0.02)
+
+
+def main(store: Path, folder: Path) -> int:
+    """Fork the ranks, which saves each of them the imports; 0 when all came to their end."""
+    from support.rank_plan import CASES
+
+    import_scripts()
+    children = []
+    for rank in range(WORLD_SIZE):
+        child = os.fork()
+        if not child:
+            run_rank(rank, CASES, store, folder)
+            os._exit(0)
+        children.append(child)
+    return max(os.waitpid(child, 0)[1] for child in children) and 1
+
+
+def import_scripts() -> None:
+    """Load what both scripts import, before any process forks."""
+    with mutated() as load:
+        for file in SCRIPTS.values():
+            load(file)
+
+
+def run_rank(rank: int, cases: dict[str, Case], store: Path, folder: Path) -> None:
+    """Run every case as this rank, and leave the outcomes in `folder`."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
+    os.environ |= {"WORLD_SIZE": str(WORLD_SIZE), "LOCAL_WORLD_SIZE": str(WORLD_SIZE), "MASTER_PORT": "1"}
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    outcomes = {}
+    for number, (name, case) in enumerate(cases.items()):
+        print(f"rank {rank}: {name}", flush=True)
+        outcomes[name] = run_case(case, store, folder / f"rendezvous-{number}")
+    (folder / f"rank-{rank}").write_bytes(pickle.dumps(outcomes))
+
+
+if __name__ == "__main__":
+    # under its importable name, so that the tests can read what it leaves
+    from support import rank_cases
+
+    sys.exit(rank_cases.main(Path(sys.argv[1]), Path(sys.argv[2])))

@@ -1,0 +1,77 @@
+"""A small decoder in training, with checkpoints, in one process and without an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import llm_pretrain.checkpoints.store as store
+from llm_pretrain.checkpoints import ResumePoint, RunFacts
+from llm_pretrain.config import Config
+from llm_pretrain.model import Decoder, initialize_weights
+from llm_pretrain.training.optimizers import build_optimizer
+
+FINGERPRINTS = {"model": "small"}
+
+
+class Attempt:
+    """One attempt at a run: trains on random tokens that depend on the step alone."""
+
+    def __init__(self, config: Config, folder: Path, *, seed: int = 0, scaler: Any = None):
+        self.config, self.step, self.scaler = config, 0, scaler
+        self.model = Decoder(config.model)
+        initialize_weights(self.model, seed)
+        self.optimizer = build_optimizer(self.model, config.optimizer)
+        self.store = store.CheckpointStore(
+            folder, rank=0, world_size=1, gather_objects=lambda value: [value], keep_last=2
+        )
+
+    def train(self, steps: int) -> Attempt:
+        """Take steps of AdamW; a scaler, where there is one, scales the loss."""
+        for _ in range(steps):
+            generator = torch.Generator().manual_seed(self.step)
+            ids = torch.randint(self.config.model.vocab_size or 0, (2, 17), generator=generator)
+            loss = self.model(ids[:, :-1], labels=ids[:, 1:]).loss_sum / 32
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+            self.step += 1
+        return self
+
+    def save(self) -> Path:
+        """Commit a checkpoint of this step."""
+        facts = RunFacts(
+            step=self.step,
+            tokens_seen=32 * self.step,
+            launcher="torchrun",
+            strategy="ddp",
+            world_size=1,
+            global_batch_size=2,
+            seed=0,
+            wandb_id=None,
+            fingerprints=FINGERPRINTS,
+        )
+        return self.store.save(self.model, self.optimizer, self.scaler, facts)
+
+    def restore(self) -> ResumePoint:
+        """Continue from the newest sound checkpoint."""
+        found = self.store.restore(self.model, self.optimizer, self.scaler, expected=FINGERPRINTS)
+        assert found is not None
+        self.step = found.step
+        return found
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Copies by name."""
+        return {name: value.detach().clone() for name, value in self.model.named_parameters()}
+
+
+def drift(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:
+    """Norm of the difference over the norm, all parameters together; 0.0 means the same bits."""
+    assert left.keys() == right.keys()
+    pairs: Sequence[tuple[Tensor, Tensor]] = [(left[name].double(), right[name].double()) for name in left]
+    difference = sum(float((a - b).square().sum()) for a, b in pairs)
+    return (difference / sum(float(b.square().sum()) for _, b in pairs)) ** 0.5

@@ -1,0 +1,172 @@
+"""Drives an engine step by step, as the loop does, and keeps what the loop has no use for.
+
+The gradients that reach each update, the learning rate it used, the micro batches each step was made of.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import llm_pretrain.data as data
+import llm_pretrain.model as model_part
+import llm_pretrain.training.loop as loop
+import llm_pretrain.training.optimizers as optimizers
+from llm_pretrain.config import Config
+from llm_pretrain.data import Batch
+from llm_pretrain.training import StepResult
+from llm_pretrain.training.progress import Progress
+
+
+@dataclass
+class Driven:
+    """What a driven engine did. Losses are per loss token; lists go by step, or by update."""
+
+    losses: list[float | None] = field(default_factory=list)
+    grad_norms: list[float | None] = field(default_factory=list)
+    skipped: list[str | None] = field(default_factory=list)
+    hashes: list[str] = field(default_factory=list)
+    digests: list[list[int]] = field(default_factory=list)
+    micro_batches: list[list[tuple[int, int]]] = field(default_factory=list)
+    updates: list[int] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    first_moments: dict[str, Tensor] = field(default_factory=dict)
+
+
+class Taps:
+    """Notes gradients and learning rate whenever an optimizer really steps."""
+
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, driven: Driven):
+        self.names = {parameter: name for name, parameter in model.named_parameters()}
+        self.driven = driven
+        optimizer.register_step_pre_hook(self.note)
+
+    def note(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        groups = optimizer.param_groups
+        self.driven.rates.append(float(groups[0]["lr"]))
+        self.driven.gradients.append(
+            {
+                self.names[parameter]: parameter.grad.detach().clone()
+                for group in groups
+                for parameter in group["params"]
+                if parameter.grad is not None
+            }
+        )
+
+
+class _Record:
+    """Stands where the loop has its recorder."""
+
+    def __init__(self, driven: Driven):
+        self.driven = driven
+
+    def step(self, result: StepResult, learning_rate: float) -> None:
+        mean = None if result.sums is None else float(result.sums[0]) / result.counts.num_loss_tokens
+        self.driven.losses.append(mean if mean is None or math.isfinite(mean) else None)
+        self.driven.grad_norms.append(result.grad_norm)
+        self.driven.skipped.append(result.skipped)
+        self.driven.digests.append([int(word) % 2**32 for word in result.counts.digest])
+
+
+def parameter_hash(model: torch.nn.Module) -> str:
+    """SHA-256 over all parameters, to the last bit."""
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        digest.update(parameter.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def resolved(config: Config) -> Config:
+    """`config` with the vocabulary of its store."""
+    from llm_pretrain.config import resolve_model
+
+    return resolve_model(config, data.open_stores(config)[0].vocab_size)
+
+
+def drive(engine: Any, config: Config, *, windows: Sequence[list[Batch]] | None = None) -> Driven:
+    """Take every step of `config` with `engine`, by the loop's own `_step`.
+
+    Args:
+        engine: Freshly built.
+        config: Resolved.
+        windows: This rank's micro batches of each step; default: what the prepared loader yields.
+    """
+    driven = Driven()
+    model = model_part.Decoder(config.model)
+    model_part.initialize_weights(model, config.run.seed)
+    optimizer = optimizers.build_optimizer(model, config.optimizer)
+    Taps(model, optimizer, driven)
+    loader = data.global_batches(config, start_step=0, world_size=engine.world_size)
+    own = engine.prepare(model, optimizer, loader)
+    training: Any = object.__new__(loop.Training)
+    training.config, training.engine = config, engine
+    training.progress, training.recorder = Progress(), _Record(driven)
+    per_step = config.gradient_accumulation_steps(engine.world_size)
+    for window in windows if windows is not None else loop.windows(own, per_step):
+        before = len(driven.rates)
+        driven.micro_batches.append([(batch.step, batch.micro_batch) for batch in window])
+        training._step(window)
+        driven.updates.append(len(driven.rates) - before)
+        driven.hashes.append(parameter_hash(model))
+    driven.parameters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    driven.first_moments = {
+        name: optimizer.state[parameter]["exp_avg"].clone()
+        for name, parameter in model.named_parameters()
+        if parameter in optimizer.state
+    }
+    driven.buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    return driven
+
+
+def reference_gradients(config: Config, micro_batches: Sequence[Batch]) -> dict[str, Tensor]:
+    """Gradients of the objective over all loss tokens of `micro_batches`, in float64, without any engine."""
+    model = model_part.Decoder(config.model)
+    model_part.initialize_weights(model, config.run.seed)
+    model.double()
+    tokens = sum(batch.num_loss_tokens for batch in micro_batches)
+    for batch in micro_batches:
+        out = model(**batch.model_inputs())
+        total = out.loss_sum + config.training.z_loss_coef * out.z_loss_sum
+        total = total + config.model.router_aux_loss_coef * out.aux_loss_sum
+        total = total + config.model.router_z_loss_coef * out.router_z_loss_sum
+        (total / tokens).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def relative_error(found: dict[str, Tensor], expected: dict[str, Tensor], part: str = "") -> float:
+    """Norm of the difference over the expected norm, over parameters whose name contains `part`."""
+    names = [name for name in expected if part in name]
+    assert names
+    assert found.keys() == expected.keys()
+    difference = sum(float((found[name].double() - expected[name].double()).square().sum()) for name in names)
+    norm = sum(float(expected[name].double().square().sum()) for name in names)
+    return math.sqrt(difference / norm) if math.isfinite(difference) else math.inf
+
+
+def masked(batch: Batch) -> Batch:
+    """The batch with no token that counts."""
+    from llm_pretrain.model import IGNORE_INDEX
+
+    return replace(
+        batch,
+        labels=torch.full_like(batch.labels, IGNORE_INDEX),
+        loss_mask=torch.zeros_like(batch.loss_mask),
+        num_loss_tokens=0,
+    )
+
+
+def micro_batches_of(config: Config, step: int) -> Iterator[Batch]:
+    """All micro batches of one step, in the order of their numbers."""
+    per_step = config.gradient_accumulation_steps(1)
+    loader = data.global_batches(config, start_step=step, world_size=1)
+    for _, batch in zip(range(per_step), loader, strict=False):
+        yield batch

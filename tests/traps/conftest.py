@@ -1,0 +1,58 @@
+"""What the trap tests share: a small corpus, a small model's configuration, and engines in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from support.corpora import make_store
+from support.engines import reset_accelerate, small_config
+from support.rank_cases import Outcome, case_config, run_ranks
+from support.rank_plan import CASES
+
+from llm_pretrain.config import Config
+
+
+@pytest.fixture(scope="session")
+def store_folder(tmp_path_factory) -> Path:
+    """A token store in which every other document is a prompt that does not count."""
+    return make_store(tmp_path_factory.mktemp("traps") / "store", documents=150, masked=True, longest=8).path
+
+
+@pytest.fixture
+def config(store_folder) -> Callable[..., Config]:
+    """`config(**changes)`: a small configuration over the store; see `small_config`."""
+    return lambda **changes: small_config(store_folder, **changes)
+
+
+@pytest.fixture(autouse=True)
+def clean_process(monkeypatch) -> Iterator[None]:
+    """One thread, no launcher's settings, and none of Accelerate's state left over."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    reset_accelerate()
+
+
+@pytest.fixture(scope="session")
+def ranks(store_folder, tmp_path_factory) -> dict[str, list[Outcome]]:
+    """What three connected processes did in each case of `rank_plan.CASES`, by case and rank."""
+    return run_ranks(store_folder, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.fixture
+def rank_config(store_folder) -> Callable[[str], Config]:
+    """The configuration of a case by name."""
+    return lambda name: case_config(store_folder, CASES[name])
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of one set of launched processes stay in one worker, or each worker would launch its own."""
+    for item in items:
+        for name in {"ranks", "launches"}.intersection(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.xdist_group(f"traps of {name}"))

@@ -1,0 +1,171 @@
+"""Traps of bit identity: each check passes on our code and fails with the mistake put in.
+
+| trap | check |
+|---|---|
+| another optimizer kernel or bucket size on one side, dividing elsewhere | same bits |
+| reducing every micro batch | same bits |
+| a static graph, which does not go together with `no_sync` | same bits |
+| softmax and logsumexp stay in bf16 under autocast on a CPU | router and loss head against float64 |
+| Accelerate's fp16 on a CPU silently trains in fp32 | refused, or really fp16 |
+| each launcher sets another number of threads, and another number sums in another order | same bits |
+| dropout seeded by rank changes with the number of ranks | same losses at one and three ranks |
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support.engines import run_engine
+from support.mutation import Edit, mutated
+from support.rank_cases import Outcome
+from support.stepping import Driven
+
+import llm_pretrain.model.loss_head as loss_head
+import llm_pretrain.model.router as router
+from llm_pretrain.config import Config, ModelConfig
+from llm_pretrain.errors import ConfigError
+from llm_pretrain.training import process
+
+ACCELERATE = "train_pretrain_accelerate.py"
+ROUTER, LOSS_HEAD = "llm_pretrain/model/router.py", "llm_pretrain/model/loss_head.py"
+PROCESS = "llm_pretrain/training/process.py"
+
+ROUTER_IN_AUTOCAST = [
+    Edit(ROUTER, "with torch.autocast(hidden.device.type, enabled=False):", "if True:"),
+    Edit(
+        ROUTER,
+        "F.linear(at_least_fp32(hidden), at_least_fp32(self.weight))",
+        "F.linear(hidden, self.weight)",
+    ),
+]
+LOW_LOGSUMEXP = Edit(LOSS_HEAD, "[at_least_fp32(part).logsumexp(-1)", "[part.logsumexp(-1)")
+FP16_ALLOWED = Edit(ACCELERATE, 'if config.training.precision == "fp16" and not on_gpu:', "if False:")
+THREADS_LEFT_ALONE = Edit(PROCESS, "    torch.set_num_threads(cpu_threads(config))\n", "")
+
+
+def check_same_bits(left: list[Outcome], right: list[Outcome]) -> None:
+    """Every rank on either side has the same parameters after every step, and the same losses and norms."""
+    one: Driven = left[0].driven
+    assert one.hashes
+    for outcome in [*left, *right]:
+        other = outcome.driven
+        assert outcome.error is None
+        assert other.hashes == one.hashes
+        assert (other.losses, other.grad_norms) == (one.losses, one.grad_norms)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "dropout"])
+def test_both_paths_compute_the_same_bits(precision, ranks):
+    check_same_bits(ranks[f"torchrun {precision}"], ranks[f"accelerate {precision}"])
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "another optimizer",
+        "another bucket size",
+        "divided elsewhere",
+        "every micro batch reduced",
+        "static graph",
+    ],
+)
+def test_a_difference_on_one_side_is_seen(case, ranks):
+    assert all(outcome.error is None for outcome in ranks[case]), "the trap is silent"
+    with pytest.raises(AssertionError):
+        check_same_bits(ranks[case], ranks["accelerate fp32"])
+
+
+def check_dropout(outcomes: list[Outcome], config: Config) -> None:
+    """Three ranks drop the same units as one rank does with three times the micro batches."""
+    alone = run_engine("torchrun", config)
+    torch.testing.assert_close(outcomes[0].driven.losses[0], alone.losses[0], rtol=1e-6, atol=0.0)
+
+
+def test_dropout_does_not_depend_on_the_ranks(ranks, rank_config):
+    for case in ("torchrun dropout", "accelerate dropout"):
+        check_dropout(ranks[case], rank_config(case))
+    assert ranks["dropout by rank"][0].error is None
+    with pytest.raises(AssertionError):
+        check_dropout(ranks["dropout by rank"], rank_config("dropout by rank"))
+
+
+def check_router_precision() -> None:
+    """Under bf16 autocast the router computes what float64 computes from the same input."""
+    torch.manual_seed(0)
+    layer = router.Router(ModelConfig(hidden_size=32, num_experts=8, num_experts_per_tok=8))
+    torch.nn.init.normal_(layer.weight)
+    hidden, mask = torch.randn(2, 16, 32).bfloat16(), torch.ones(2, 16, dtype=torch.bool)
+    with torch.autocast("cpu", torch.bfloat16):
+        weights, chosen, sums = layer(hidden, mask)
+    logits = (hidden.double() @ layer.weight.double().t()).flatten(0, 1)
+    expected = logits.softmax(-1).gather(-1, chosen)
+    torch.testing.assert_close(weights.double(), expected, rtol=1e-5, atol=1e-7)
+    z_loss = logits.logsumexp(-1).square().sum()
+    torch.testing.assert_close(sums.z_loss.double(), z_loss, rtol=1e-6, atol=0.0)
+
+
+def test_the_router_is_exact_under_autocast():
+    check_router_precision()
+    with mutated(*ROUTER_IN_AUTOCAST), pytest.raises(AssertionError):
+        check_router_precision()
+
+
+def check_loss_head_precision() -> None:
+    """Under bf16 autocast cross-entropy and z-loss are those of float64 on the same bf16 logits."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(2, 16, 32), torch.randn(100, 32)
+    labels, mask = torch.randint(100, (2, 16)), torch.ones(2, 16, dtype=torch.bool)
+    with torch.autocast("cpu", torch.bfloat16):
+        sums = loss_head.loss_head(hidden, weight, labels, mask)
+    logits = (hidden.bfloat16() @ weight.bfloat16().t()).double().flatten(0, 1)
+    loss = torch.nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum")
+    torch.testing.assert_close(sums.loss.double(), loss, rtol=1e-6, atol=0.0)
+    z_loss = logits.logsumexp(-1).square().sum()
+    torch.testing.assert_close(sums.z_loss.double(), z_loss, rtol=1e-6, atol=0.0)
+
+
+def test_the_loss_head_is_exact_under_autocast():
+    check_loss_head_precision()
+    with mutated(LOW_LOGSUMEXP), pytest.raises(AssertionError):
+        check_loss_head_precision()
+
+
+def check_fp16_is_fp16(config: Config, *edits: Edit) -> None:
+    """A run in fp16 is refused in words, or differs from the same run in fp32."""
+    try:
+        low = run_engine("accelerate", config, *edits)
+    except ConfigError:
+        return
+    full = replace(config, training=replace(config.training, precision="fp32"))
+    assert low.hashes != run_engine("accelerate", full).hashes, "fp16 was fp32"
+
+
+def test_fp16_is_never_fp32_in_secret(config):
+    half = config(training={"precision": "fp16", "max_steps": 1})
+    check_fp16_is_fp16(half)
+    assert run_engine("torchrun", half).hashes != run_engine("torchrun", config()).hashes[:1]
+    with pytest.raises(AssertionError, match="fp16 was fp32"):
+        check_fp16_is_fp16(half, FP16_ALLOWED)
+
+
+def check_threads(config: Config, *edits: Edit) -> None:
+    """A process computes the same bits whatever number of threads its launcher left it with."""
+    hashes = []
+    for launchers_choice in (1, 2):
+        torch.set_num_threads(launchers_choice)
+        with mutated(*edits):
+            process.prepare_process(config)
+            hashes.append(run_engine("torchrun", config).hashes)
+    assert hashes[0] == hashes[1]
+
+
+def test_the_launchers_thread_count_does_not_matter(config):
+    large = config(
+        training={"sequence_length": 512, "micro_batch_size": 8, "max_steps": 1},
+        model={"hidden_size": 64, "num_experts": 0, "num_hidden_layers": 1},
+    )
+    check_threads(large)
+    with pytest.raises(AssertionError):
+        check_threads(large, THREADS_LEFT_ALONE)

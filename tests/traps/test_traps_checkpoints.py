@@ -1,0 +1,274 @@
+"""Traps of checkpoints: each check passes on our code and fails with the mistake put in.
+
+| trap | check |
+|---|---|
+| half-precision weights as resume source; moments dropped because the optimizer had no state yet | no drift |
+| half loaded into fp32, or saved from half, without a word | refused |
+| more than one writing thread reports success after a failed write | the save fails |
+| no checksums: a flipped bit loads silently | passed over for the older one |
+| overwriting by default, and no mark of completion | a save cut short changes nothing |
+| the old checkpoint deleted before the new one is written | a failed save leaves it |
+| metadata that is a pickle | JSON and safetensors only, nothing is unpickled |
+| the loss scaler's state lost; a disabled scaler's empty state does not load into an enabled one | restored |
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import pickle
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from support.mutation import Edit, mutated
+from support.resuming import Attempt, drift
+from torch.distributed.checkpoint.filesystem import FileSystem
+
+from llm_pretrain.checkpoints import tensor_files
+from llm_pretrain.config import Config
+from llm_pretrain.errors import CheckpointError, MismatchError
+
+STORE, STATE = "llm_pretrain/checkpoints/store.py", "llm_pretrain/checkpoints/state.py"
+MANIFEST, DIFFERENCES = "llm_pretrain/checkpoints/manifest.py", "llm_pretrain/checkpoints/differences.py"
+FILES = "llm_pretrain/checkpoints/tensor_files.py"
+
+HALF_WEIGHTS = [
+    Edit(
+        STORE,
+        "write_tensors(current.tensors, ",
+        "write_tensors({name: tensor if name.startswith('optimizer.') else tensor.bfloat16().float()"
+        " for name, tensor in current.tensors.items()}, ",
+    )
+]
+MOMENTS_DROPPED = [
+    Edit(STATE, "if set(names.values()) <= set(without_state):", "if True:"),
+    Edit(STORE, "if differences := state_differences(content, target):", "if differences := []:"),
+    Edit(STORE, "target.set_scalar(name, ", "name in target.places and target.set_scalar(name, "),
+]
+HALF_SAVED = Edit(STATE, "parameter.dtype.itemsize < 4", "False")
+DTYPE_IGNORED = Edit(DIFFERENCES, "f\"{tensor['dtype']}{tensor['shape']}\"", "f\"{tensor['shape']}\"")
+TWO_THREADS = Edit(FILES, "fqn_to_index_mapping=file_numbers, thread_count=1", "thread_count=2")
+NO_CHECKSUM = Edit(
+    MANIFEST,
+    'elif (found := file_digest(folder / name)["sha256"]) != expected["sha256"]:',
+    "elif found := None:",
+)
+IN_PLACE = Edit(
+    STORE,
+    "folders.temporary_folder(self.folder, facts.step, token)",
+    "self.folder / folders.folder_name(facts.step)",
+)
+OLD_GOES_FIRST = Edit(
+    STORE,
+    "        folders.clean(self.folder)\n",
+    "        folders.clean(self.folder)\n"
+    "        for path in folders.committed_folders(self.folder).values():\n"
+    "            folders.discard(path)\n",
+)
+PICKLED_METADATA = [
+    Edit(FILES, "filesystem import FileSystem\n", "filesystem import FileSystem, FileSystemWriter\n"),
+    Edit(
+        FILES, "class _RecordingWriter(HuggingFaceStorageWriter)", "class _RecordingWriter(FileSystemWriter)"
+    ),
+    Edit(
+        FILES,
+        "path=str(folder), fqn_to_index_mapping=file_numbers, thread_count=1, save_distributed=True",
+        "path=str(folder), thread_count=1",
+    ),
+]
+NO_SCALER = Edit(STORE, "scaler=state.scaler_state(scaler)", "scaler=None")
+EMPTY_SCALER = Edit(
+    STATE,
+    "return dict(scaler.state_dict()) if _is_enabled(scaler) else None",
+    "return dict(scaler.state_dict())",
+)
+
+
+class PowerCut(BaseException):
+    """Ends a save on the spot, without any of its cleaning up."""
+
+
+@pytest.fixture
+def small(config) -> Config:
+    return config()
+
+
+def resumed_drift(config: Config, folder: Path, *edits: Edit) -> float:
+    """Drift of a run that was stopped after three of six steps, against the same run without a stop."""
+    whole = Attempt(config, folder).train(6)
+    with mutated(*edits):
+        Attempt(config, folder).train(3).save()
+        second = Attempt(config, folder, seed=1)
+        second.restore()
+    return drift(second.train(3).parameters(), whole.parameters())
+
+
+def test_a_resumed_run_does_not_drift(small, tmp_path):
+    assert resumed_drift(small, tmp_path / "ours") == 0.0
+    assert resumed_drift(small, tmp_path / "half", *HALF_WEIGHTS) > 1e-4
+    assert resumed_drift(small, tmp_path / "moments", *MOMENTS_DROPPED) > 1e-3
+
+
+def check_half_is_refused(config: Config, folder: Path, *edits: Edit) -> None:
+    """Neither is half precision saved as resume state, nor loaded into fp32."""
+    low = Attempt(config, folder).train(1)
+    low.model.bfloat16()
+    with mutated(*edits), pytest.raises(CheckpointError, match="expected a parameter in float32"):
+        low.save()
+
+
+def check_half_is_not_loaded(config: Config, folder: Path, *edits: Edit) -> None:
+    """A checkpoint in half precision does not match a model in fp32."""
+    with mutated(HALF_SAVED):
+        low = Attempt(config, folder)
+        low.model.bfloat16()
+        low.train(1).save()
+    with mutated(*edits), pytest.raises(MismatchError, match="is bfloat16"):
+        Attempt(config, folder).restore()
+
+
+def test_half_precision_is_no_resume_state(small, tmp_path):
+    check_half_is_refused(small, tmp_path / "saved")
+    with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
+        check_half_is_refused(small, tmp_path / "saved silently", HALF_SAVED)
+    check_half_is_not_loaded(small, tmp_path / "loaded")
+    with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
+        check_half_is_not_loaded(small, tmp_path / "loaded silently", DTYPE_IGNORED)
+
+
+def fail_a_writing_thread(monkeypatch) -> None:
+    """One writing thread finds the disk full: a second one where there is one, else the only one."""
+    failed, original = threading.Event(), FileSystem.create_stream
+
+    def create_stream(self, path, mode):
+        if "w" in mode:
+            if threading.current_thread() is not threading.main_thread():
+                failed.set()
+                raise OSError(errno.ENOSPC, "No space left on device")
+            if not failed.wait(0.5):
+                raise OSError(errno.ENOSPC, "No space left on device")
+        return original(self, path, mode)
+
+    monkeypatch.setattr(FileSystem, "create_stream", create_stream)
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+
+
+def check_failed_write(config: Config, folder: Path, monkeypatch, *edits: Edit) -> None:
+    """A write that fails fails the save, and nothing is committed."""
+    attempt = Attempt(config, folder).train(1)
+    with monkeypatch.context() as patch, mutated(*edits):
+        patch.setattr(tensor_files, "BYTES_PER_FILE", 20_000)  # several files
+        fail_a_writing_thread(patch)
+        with pytest.raises(CheckpointError, match="No space left"):
+            attempt.save()
+    assert attempt.store.committed() == []
+
+
+def test_a_failed_write_is_never_a_success(small, tmp_path, monkeypatch):
+    check_failed_write(small, tmp_path / "ours", monkeypatch)
+    with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
+        check_failed_write(small, tmp_path / "trap", monkeypatch, TWO_THREADS)
+
+
+def check_flipped_bit(config: Config, folder: Path, *edits: Edit) -> None:
+    """A checkpoint with one flipped bit is passed over, by name, for the older one."""
+    attempt = Attempt(config, folder).train(1)
+    attempt.save()
+    file = max(attempt.train(1).save().glob("*.safetensors"))
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 1
+    file.write_bytes(content)
+    with mutated(*edits):
+        found = Attempt(config, folder).restore()
+    assert found.step == 1
+    assert file.name in found.warnings[0]
+
+
+def test_a_flipped_bit_is_found(small, tmp_path):
+    check_flipped_bit(small, tmp_path / "ours")
+    with pytest.raises(AssertionError):
+        check_flipped_bit(small, tmp_path / "trap", NO_CHECKSUM)
+
+
+def check_cut_short(config: Config, folder: Path, monkeypatch, more_steps: int, *edits: Edit) -> None:
+    """After a power cut in the middle of a save, what was committed before is restored, bit by bit."""
+    first = Attempt(config, folder).train(2)
+    first.save()
+    before = first.parameters()
+    with monkeypatch.context() as patch, mutated(*edits):
+
+        def cut(*_: object, **__: object) -> None:
+            raise PowerCut
+
+        second = Attempt(config, folder, seed=1).train(2 + more_steps)
+        patch.setattr(json, "dump", cut)  # the manifest is written last
+        with pytest.raises(PowerCut):
+            second.save()
+    third = Attempt(config, folder, seed=2)
+    assert third.store.committed() == [2]
+    try:
+        third.restore()
+    except CheckpointError as error:
+        raise AssertionError("nothing sound is left") from error
+    assert drift(third.parameters(), before) == 0.0
+
+
+def test_a_save_that_is_cut_short_changes_nothing(small, tmp_path, monkeypatch):
+    for name, more_steps in (("same step", 0), ("later step", 1)):
+        check_cut_short(small, tmp_path / name, monkeypatch, more_steps)
+        for number, edit in enumerate((IN_PLACE, OLD_GOES_FIRST)):
+            with pytest.raises(AssertionError):
+                check_cut_short(small, tmp_path / f"{name} {number}", monkeypatch, more_steps, edit)
+
+
+def check_no_pickle(config: Config, folder: Path, monkeypatch, *edits: Edit) -> None:
+    """A checkpoint consists of JSON and safetensors, and is loaded although a pickle lies beside them."""
+    with mutated(*edits):
+        path = Attempt(config, folder).train(1).save()
+    assert {file.suffix for file in path.iterdir()} == {".json", ".safetensors"}
+    (path / ".metadata").write_bytes(pickle.dumps(print))
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("something was unpickled")
+
+    with monkeypatch.context() as patch:
+        for module, name in ((pickle, "load"), (pickle, "loads"), (pickle, "Unpickler"), (torch, "load")):
+            patch.setattr(module, name, refuse)
+        Attempt(config, folder).restore()
+
+
+def test_nothing_is_pickled(small, tmp_path, monkeypatch):
+    check_no_pickle(small, tmp_path / "ours", monkeypatch)
+    with pytest.raises(AssertionError):
+        check_no_pickle(small, tmp_path / "trap", monkeypatch, *PICKLED_METADATA)
+
+
+def scaler(scale: float, *, enabled: bool = True) -> torch.amp.GradScaler:
+    made = torch.amp.GradScaler("cpu", init_scale=scale, enabled=enabled)
+    made.scale(torch.ones(()))  # creates the scale
+    return made
+
+
+def check_scaler(config: Config, folder: Path, saved: Callable, expected: float, *edits: Edit) -> None:
+    """A resumed fp16 run scales as before; one that continues an fp32 run starts at its own scale."""
+    with mutated(*edits):
+        Attempt(config, folder, scaler=saved()).train(1).save()
+        second = Attempt(config, folder, scaler=scaler(4.0))
+        try:
+            second.restore()
+        except Exception as error:
+            raise AssertionError("the scaler did not load") from error
+    assert second.scaler.get_scale() == expected
+
+
+def test_the_loss_scale_survives(small, tmp_path):
+    check_scaler(small, tmp_path / "ours", lambda: scaler(512.0), 512.0)
+    with pytest.raises(AssertionError):
+        check_scaler(small, tmp_path / "lost", lambda: scaler(512.0), 512.0, NO_SCALER)
+    for name, none in (("disabled", lambda: scaler(512.0, enabled=False)), ("none", lambda: None)):
+        check_scaler(small, tmp_path / name, none, 4.0)
+    with pytest.raises(AssertionError, match="did not load"):
+        check_scaler(small, tmp_path / "empty", lambda: scaler(512.0, enabled=False), 4.0, EMPTY_SCALER)

@@ -1,0 +1,109 @@
+"""Traps of experts and buffers under data parallelism: each check passes on our code, fails with the mistake.
+
+| trap | check |
+|---|---|
+| experts in a list get no gradient without a token: data parallelism fails, a step late | every gradient |
+| data parallelism broadcasts buffers at every forward pass | each rank keeps its own |
+| a complex rotary table cannot be broadcast on a GPU | no complex buffer |
+| a persistent rotary table is a part of every checkpoint | the router's bias is the only one |
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.engines import run_engine
+from support.mutation import Edit, mutated
+from support.rank_cases import Outcome
+from support.rank_plan import FEW_TOKENS_PER_EXPERT
+
+import llm_pretrain.model.decoder as decoder_module
+from llm_pretrain.config import Config
+
+DECODER = "llm_pretrain/model/decoder.py"
+LIST_OF_EXPERTS = Edit(
+    DECODER,
+    "from llm_pretrain.model.experts import Experts\n",
+    "from support.list_experts import ListExperts as Experts\n",
+)
+NORM = "self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)\n"
+COMPLEX_TABLE = Edit(
+    DECODER,
+    NORM,
+    NORM
+    + "        angles = torch.arange(64.0)\n"
+    + "        rotations = torch.polar(torch.ones(64), angles)\n"
+    + "        self.register_buffer('rotations', rotations, persistent=False)\n",
+)
+PERSISTENT_TABLE = Edit(
+    DECODER, NORM, NORM + "        self.register_buffer('rotary_cos', torch.arange(64.0).cos())\n"
+)
+
+
+def check_every_gradient(config: Config, *edits: Edit) -> None:
+    """Every parameter that is trained has a gradient at every update, chosen by a token or not."""
+    driven = run_engine("torchrun", config, *edits)
+    for gradients in driven.gradients:
+        missing = driven.parameters.keys() - gradients.keys()
+        assert not missing, f"no gradient: {sorted(missing)[:3]}"
+
+
+def test_every_expert_has_a_gradient(config):
+    few = config(training={"max_steps": 1, "global_batch_size": 2}, **FEW_TOKENS_PER_EXPERT)
+    assert unchosen_experts(few) > 0, "every expert has a token: nothing is tested"
+    check_every_gradient(few)
+    with pytest.raises(AssertionError, match="no gradient"):
+        check_every_gradient(few, LIST_OF_EXPERTS)
+
+
+def unchosen_experts(config: Config) -> int:
+    """Experts without any token in the first gradients: those whose gradient is zero everywhere."""
+    gradients = run_engine("torchrun", config).gradients[0]
+    experts = [value for name, value in gradients.items() if name.endswith("experts.down_proj")]
+    return sum(int((each.abs().sum((1, 2)) == 0).sum()) for each in experts)
+
+
+def check_ranks_agree(outcomes: list[Outcome]) -> None:
+    """All ranks finish every step with the same parameters."""
+    for outcome in outcomes:
+        assert outcome.error is None, outcome.error
+        assert outcome.driven.hashes == outcomes[0].driven.hashes
+
+
+def test_ranks_whose_tokens_choose_other_experts_agree(ranks):
+    check_ranks_agree(ranks["few tokens per expert"])
+    with pytest.raises(AssertionError, match="finished reduction"):
+        check_ranks_agree(ranks["experts in a list"])
+
+
+def check_buffers(outcomes: list[Outcome]) -> None:
+    """Buffers that stood at the rank's number when training began have moved alike on every rank."""
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.error is None
+        assert outcome.driven.buffers
+        for name, buffer in outcome.driven.buffers.items():
+            assert torch.equal(buffer - rank, outcomes[0].driven.buffers[name])
+
+
+def test_no_forward_pass_broadcasts_buffers(ranks):
+    for launcher in ("torchrun", "accelerate"):
+        check_buffers(ranks[f"{launcher} buffers"])
+    with pytest.raises(AssertionError):
+        check_buffers(ranks["broadcast buffers"])
+
+
+def check_buffer_types(config: Config) -> None:
+    """Buffers are real, and the saved ones are the router's biases alone."""
+    model = decoder_module.Decoder(config.model)
+    assert not any(buffer.is_complex() for buffer in model.buffers())
+    saved = model.state_dict().keys() - {name for name, _ in model.named_parameters()} - {"lm_head.weight"}
+    assert all(name.endswith("e_score_correction_bias") for name in saved), saved
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.125])
+def test_there_is_no_rotary_buffer(rate, config):
+    balanced = config(model={"router_bias_update_rate": rate})
+    check_buffer_types(balanced)
+    for edit in (COMPLEX_TABLE, PERSISTENT_TABLE):
+        with mutated(edit), pytest.raises(AssertionError):
+            check_buffer_types(balanced)

@@ -1,0 +1,162 @@
+"""Traps of launching and leaving: each check passes on our code and fails with the mistake put in.
+
+| trap | check |
+|---|---|
+| `accelerate launch --cpu --num_processes 2`, or MULTI_CPU in its file, silently starts one process | stops |
+| a bare `Accelerator()` under torchrun without a GPU: unconnected trainings of one process each | connects |
+| an FSDP file on a CPU silently becomes data parallelism | stops |
+| the process group destroyed while the wrapped model lives, or while another rank still needs it | order |
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from support.engines import small_config
+from support.launching import environment
+from support.mutation import ROOT
+from support.rank_cases import Outcome
+
+from llm_pretrain.config import dump_yaml
+
+PROBE = ROOT / "tests" / "support" / "launch_probe.py"
+LIMIT_SECONDS = 120
+"""Far above what a launch takes; reached when something hangs."""
+
+PROCESSES = 2
+HOW_TO_LAUNCH = ("accelerate launch --config_file configs/accelerate/cpu2.yaml", "torchrun --nproc_per_node")
+
+YAML = "compute_environment: LOCAL_MACHINE\nuse_cpu: true\nnum_machines: 1\nmachine_rank: 0\n"
+YAML += f"num_processes: {PROCESSES}\nmixed_precision: 'no'\n"
+LAUNCHER_FILES = {
+    "multi_cpu": YAML + "distributed_type: MULTI_CPU\n",
+    "fsdp": YAML + "distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 2\n",
+}
+
+
+@dataclass
+class Launch:
+    """A finished launch of the probe."""
+
+    exit_code: int
+    output: str
+    folder: Path
+
+    def variant(self, name: str) -> list[dict]:
+        """What each process did."""
+        return [json.loads(path.read_text()) for path in self.folder.glob(f"{name}-*.json")]
+
+
+def accelerate(*options: str) -> list[str]:
+    return [sys.executable, "-m", "accelerate.commands.launch", *options]
+
+
+@pytest.fixture(scope="session")
+def launches(store_folder, tmp_path_factory) -> dict[str, Launch]:
+    """All launches of this file, started together."""
+    files = tmp_path_factory.mktemp("launcher files")
+    for name, text in LAUNCHER_FILES.items():
+        (files / f"{name}.yaml").write_text(text)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    bare = ["bare accelerator", "bare accelerator, no count of processes", "ours"]
+    plans: dict[str, tuple[list[str], list[str]]] = {
+        "cpu": (accelerate("--cpu", "--num_processes", str(PROCESSES)), ["no count of processes", "main"]),
+        "multi_cpu": (
+            accelerate("--config_file", str(files / "multi_cpu.yaml")),
+            ["no count of processes", "main"],
+        ),
+        "fsdp": (
+            accelerate("--config_file", str(files / "fsdp.yaml"), "--main_process_port", "0"),
+            ["no comparison of settings", "main"],
+        ),
+        "torchrun": ([*torchrun, "--nproc_per_node", str(PROCESSES)], bare),
+    }
+    config = dump_yaml(small_config(store_folder, training={"max_steps": 1}))
+    running = []
+    for name, (command, variants) in plans.items():
+        folder = tmp_path_factory.mktemp(name)
+        (folder / "config.yaml").write_text(config)
+        running.append((name, folder, start([*command, str(PROBE), str(folder), *variants], folder)))
+    return {name: finish(process, folder) for name, folder, process in running}
+
+
+def start(command: Sequence[str], folder: Path) -> subprocess.Popen[str]:
+    path = f"{ROOT}:{ROOT / 'tests'}"
+    options = environment() | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    with (folder / "output").open("w") as output:
+        return subprocess.Popen(command, cwd=folder, env=options, stdout=output, stderr=output, text=True)
+
+
+def finish(process: subprocess.Popen[str], folder: Path) -> Launch:
+    try:
+        process.wait(LIMIT_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise AssertionError((folder / "output").read_text()[-3000:]) from None
+    return Launch(process.returncode, (folder / "output").read_text(), folder)
+
+
+def check_connected(variant: list[dict]) -> None:
+    """Either as many processes as were asked for train together, or each says how to launch them."""
+    assert variant
+    for found in variant:
+        if found["error"] is None:
+            assert found["processes"] == PROCESSES, f"{found['processes']} trained alone"
+        else:
+            assert all(text in found["error"] for text in HOW_TO_LAUNCH), found["error"]
+
+
+@pytest.mark.parametrize("launch", ["cpu", "multi_cpu"])
+def test_a_launch_of_too_few_processes_stops_and_says_how_to(launch, launches):
+    finished: Launch = launches[launch]
+    assert finished.exit_code != 0
+    lines = [line for line in finished.output.splitlines() if line.startswith("error:")]
+    assert len(lines) == 1
+    assert all(text in lines[0] for text in HOW_TO_LAUNCH)
+    assert f"{PROCESSES} processes were asked for, 1 joined" in lines[0]
+    with pytest.raises(AssertionError, match="trained alone"):
+        check_connected(finished.variant("no count of processes"))
+
+
+def test_accelerate_under_torchrun_connects_its_processes(launches):
+    finished: Launch = launches["torchrun"]
+    assert finished.exit_code == 0, finished.output[-2000:]
+    ours = finished.variant("ours")
+    assert [found["error"] for found in ours] == [None] * PROCESSES
+    check_connected(ours)
+    check_connected(finished.variant("bare accelerator"))  # the count stops it
+    with pytest.raises(AssertionError, match="trained alone"):
+        check_connected(finished.variant("bare accelerator, no count of processes"))
+
+
+def test_an_fsdp_file_does_not_train_something_else(launches):
+    finished: Launch = launches["fsdp"]
+    assert finished.exit_code != 0
+    assert "distributed.strategy: ddp, but accelerate runs fsdp" in finished.output
+    unchecked = finished.variant("no comparison of settings")
+    assert [found["error"] for found in unchecked] == [None] * PROCESSES, "the trap is silent"
+    assert all(found["strategy"] != "FSDP" and found["updates"] == [1] for found in unchecked)
+
+
+def check_leaving(outcomes: list[Outcome]) -> None:
+    """Ranks wait for each other, and only then leave, the wrapped model being gone by then."""
+    for outcome in outcomes:
+        assert outcome.error is None
+        assert outcome.events[-2:] == ["barrier", "leave"]
+
+
+@pytest.mark.parametrize(
+    ("launcher", "traps"),
+    [("torchrun", ["no_sync kept", "no barrier"]), ("accelerate", ["model kept", "no wait"])],
+)
+def test_the_process_group_goes_last(launcher, traps, ranks):
+    check_leaving(ranks[f"{launcher} fp32"])
+    for trap in traps:
+        with pytest.raises(AssertionError):
+            check_leaving(ranks[trap])

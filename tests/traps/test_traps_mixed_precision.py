@@ -1,0 +1,77 @@
+"""Traps of the gradient scaler: each check passes on our code and fails with the mistake put in.
+
+The scaler's state in checkpoints is in `test_traps_checkpoints.py`.
+
+| trap | check |
+|---|---|
+| clipping before unscaling: the norm is the scaled one, the update shrinks by the scale | as in fp32 |
+| `update` left out: the scale never recovers from an overflow | the scale falls |
+| ranks decide for themselves whether to skip a step | all skip together |
+"""
+
+from __future__ import annotations
+
+import pytest
+from support.engines import run_engine
+from support.mutation import Edit
+from support.rank_cases import Outcome
+from support.stepping import relative_error
+
+from llm_pretrain.config import Config
+
+TORCHRUN = "train_pretrain.py"
+CLIP_FIRST = Edit(TORCHRUN, "        self.grad_scaler.unscale_(self.optimizer)\n", "")
+NO_UPDATE = Edit(TORCHRUN, "        self.grad_scaler.update()\n", "")
+HUGE_SCALE = Edit(
+    TORCHRUN,
+    'enabled=precision == "fp16")',
+    'enabled=precision == "fp16", init_scale=2.0**26)',
+)
+
+
+def check_scaled_step(half: Config, full: Config, *edits: Edit) -> None:
+    """A step in fp16 has the gradient norm and the clipped gradients of fp32, but for its rounding."""
+    low, high = run_engine("torchrun", half, *edits), run_engine("torchrun", full)
+    assert high.grad_norms[0] is not None
+    assert high.grad_norms[0] > 1.5 * full.training.max_grad_norm, "nothing is clipped"
+    assert low.grad_norms[0] == pytest.approx(high.grad_norms[0], rel=0.02)
+    assert relative_error(low.first_moments, high.first_moments) < 0.02
+
+
+def test_clipping_sees_unscaled_gradients(config):
+    half = config(training={"precision": "fp16", "max_steps": 1})
+    full = config(training={"max_steps": 1})
+    check_scaled_step(half, full)
+    with pytest.raises(AssertionError):
+        check_scaled_step(half, full, CLIP_FIRST)
+
+
+def check_recovery(config: Config, *edits: Edit) -> None:
+    """A scale that overflows is halved at every step until gradients are finite again."""
+    driven = run_engine("torchrun", config, HUGE_SCALE, *edits)
+    assert driven.skipped[0] == "overflow"
+    assert len(set(driven.hashes)) > 1, "no step ever moved the parameters"
+    assert driven.skipped[-1] is None
+
+
+def test_the_scale_recovers_from_an_overflow(config):
+    many = config(training={"precision": "fp16", "max_steps": 14})
+    check_recovery(many)
+    with pytest.raises(RuntimeError, match="since the last update"):
+        check_recovery(many, NO_UPDATE)
+
+
+def check_agreement(outcomes: list[Outcome]) -> None:
+    """Where one rank's loss is NaN, all ranks skip the step and keep the same parameters."""
+    for outcome in outcomes:
+        assert outcome.error is None
+        assert outcome.driven.skipped == ["nonfinite_gradient"] * 2
+        assert outcome.driven.updates == [0, 0]
+        assert outcome.driven.hashes == outcomes[0].driven.hashes
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
+def test_ranks_skip_together(launcher, ranks):
+    check_agreement(ranks[f"{launcher} one rank NaN"])
+    with pytest.raises(AssertionError):
+        check_agreement(ranks[f"{launcher} skip by own loss"])

@@ -1,0 +1,211 @@
+"""Traps of accumulating and normalising: each check passes on our code and fails with the mistake put in.
+
+| trap | check |
+|---|---|
+| the mean of per-micro-batch means, which is not the mean over tokens, and NaN without any | gradients |
+| dividing by the accumulation steps twice, or not at all | gradients |
+| an auxiliary loss added after the scaling, never divided | gradients |
+| a step gate of one's own beside `accumulate()`; no `accumulate()` at all | one update per window |
+| windows that end with the loader step on every micro batch, by default | one update per window |
+| the mean of a rank's own tokens is not the mean over all of them | gradients, three ranks |
+| sharding before `prepare`, which shards again; not sharding; filling up uneven ends | samples, three ranks |
+| data read by rank 0 alone, which is the default for an iterable data set | each rank reads its share |
+| a prepared schedule advances once per rank and step | learning rates, three ranks |
+"""
+
+from __future__ import annotations
+
+import pytest
+from support.engines import accelerate_loader, run_engine
+from support.mutation import Edit
+from support.rank_cases import Outcome
+from support.stepping import Driven, masked, micro_batches_of, reference_gradients, relative_error
+
+from llm_pretrain.config import Config
+from llm_pretrain.training.schedule import learning_rate
+
+TORCHRUN, ACCELERATE = "train_pretrain.py", "train_pretrain_accelerate.py"
+OBJECTIVE = "llm_pretrain/training/objective.py"
+
+MEAN_OF_MEANS = Edit(
+    OBJECTIVE,
+    "return total * (self.micro_batches_per_step / num_loss_tokens)",
+    "return total / (output.token_losses != 0).sum()",
+)
+UNDIVIDED = Edit(
+    TORCHRUN,
+    "loss = self.objective(output, counts.num_loss_tokens) / self.accumulation_steps",
+    "loss = self.objective(output, counts.num_loss_tokens)",
+)
+DIVIDED_TWICE = Edit(
+    ACCELERATE,
+    "loss = self.objective(output, counts.num_loss_tokens)",
+    "loss = self.objective(output, counts.num_loss_tokens) / len(micro_batches)",
+)
+NO_AUX_LOSS = Edit(OBJECTIVE, "if self.is_moe and self.router_aux_loss_coef:", "if False:")
+LATE_AUX_LOSS = {
+    "torchrun": Edit(
+        TORCHRUN,
+        "counts.num_loss_tokens) / self.accumulation_steps",
+        "counts.num_loss_tokens) / self.accumulation_steps"
+        " + self.config.model.router_aux_loss_coef * output.aux_loss_sum / batch.num_loss_tokens",
+    ),
+    "accelerate": Edit(
+        ACCELERATE,
+        "self.accelerator.backward(loss)",
+        "self.accelerator.backward(loss + len(micro_batches) * self.config.model.router_aux_loss_coef"
+        " * output.aux_loss_sum / batch.num_loss_tokens)",
+    ),
+}
+OWN_GATE = Edit(
+    ACCELERATE,
+    "if self.accelerator.sync_gradients:",
+    "if self.accelerator.sync_gradients and (batch.step + 1) % len(micro_batches) == 0:",
+)
+NO_ACCUMULATE = Edit(ACCELERATE, "with self.accelerator.accumulate(self.model):", "if True:")
+SYNC_WITH_LOADER = Edit(ACCELERATE, "sync_with_dataloader=False", "sync_with_dataloader=True")
+ITERABLE_DATA = [
+    Edit(ACCELERATE, "import torch\n", "import torch\nfrom torch.utils.data import IterableDataset\n"),
+    Edit(
+        ACCELERATE,
+        "class AccelerateEngine:",
+        "class Stream(IterableDataset):\n"
+        "    def __init__(self, loader):\n        self.loader = loader\n"
+        "    def __iter__(self):\n        return iter(self.loader)\n\n\n"
+        "class AccelerateEngine:",
+    ),
+    Edit(
+        ACCELERATE,
+        "self.accelerator.prepare(model, optimizer, batches)",
+        "self.accelerator.prepare(model, optimizer, DataLoader(Stream(batches), batch_size=None))",
+    ),
+]
+
+
+def check_gradients(launcher: str, config: Config, *edits: Edit, mask_one: bool = False) -> float:
+    """The first step's gradients are those of the mean over all of its loss tokens; returns the error."""
+    window = list(micro_batches_of(config, 0))
+    if mask_one:
+        window[1] = masked(window[1])
+    expected = reference_gradients(config, window)
+    driven = run_engine(launcher, config, *edits, windows=[window])
+    assert driven.updates == [1], driven.skipped
+    for part in ("", "mlp.gate"):
+        error = relative_error(driven.gradients[0], expected, part)
+        assert error < 1e-5, f"gradients of parameters {part!r} are off by {error:.1%}"
+    return error
+
+
+def check_one_update_per_window(driven: Driven, steps: int) -> None:
+    """Every window of micro batches moves the parameters exactly once."""
+    assert driven.updates == [1] * steps
+    assert len(set(driven.hashes)) == steps
+
+
+@pytest.fixture
+def unclipped(config) -> Config:
+    return config(training={"max_grad_norm": 0.0})
+
+
+@pytest.mark.parametrize("mask_one", [False, True], ids=["ragged", "one micro batch without loss tokens"])
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
+def test_the_objective_is_the_mean_over_tokens(launcher, unclipped, mask_one):
+    tokens = [batch.num_loss_tokens for batch in micro_batches_of(unclipped, 0)]
+    assert max(tokens) > 1.2 * min(tokens), "the corpus is too even to tell one mean from another"
+    check_gradients(launcher, unclipped, mask_one=mask_one)
+    with pytest.raises(AssertionError, match="are off by" if not mask_one else "nonfinite_gradient"):
+        check_gradients(launcher, unclipped, MEAN_OF_MEANS, mask_one=mask_one)
+
+
+@pytest.mark.parametrize(("launcher", "edit"), [("torchrun", UNDIVIDED), ("accelerate", DIVIDED_TWICE)])
+def test_dividing_twice_or_not_at_all_is_seen(launcher, edit, unclipped):
+    with pytest.raises(AssertionError, match="are off by"):
+        check_gradients(launcher, unclipped, edit)
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
+def test_an_auxiliary_loss_beside_the_objective_is_seen(launcher, unclipped):
+    with pytest.raises(AssertionError, match="are off by"):
+        check_gradients(launcher, unclipped, NO_AUX_LOSS, LATE_AUX_LOSS[launcher])
+
+
+def test_one_window_is_one_update(config):
+    steps = config().training.max_steps
+    for launcher in ("torchrun", "accelerate"):
+        check_one_update_per_window(run_engine(launcher, config()), steps)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [OWN_GATE, NO_ACCUMULATE, SYNC_WITH_LOADER],
+    ids=["own gate", "no accumulate", "sync at the loader's end"],
+)
+def test_other_numbers_of_updates_are_seen(edit, config):
+    driven = run_engine("accelerate", config(), edit)
+    with pytest.raises(AssertionError):
+        check_one_update_per_window(driven, config().training.max_steps)
+
+
+def test_every_rank_reads_its_own_share(config):
+    def check(*edits: Edit) -> None:
+        assert "Dispatcher" not in accelerate_loader(config(), *edits)
+
+    check()
+    with pytest.raises(AssertionError):
+        check(*ITERABLE_DATA)
+
+
+def check_rank_gradients(outcomes: list[Outcome], config: Config) -> None:
+    """Every rank's first update has the gradients of the mean over the whole global batch."""
+    expected = reference_gradients(config, list(micro_batches_of(config, 0)))
+    for outcome in outcomes:
+        assert outcome.error is None
+        error = relative_error(outcome.driven.gradients[0], expected)
+        assert error < 1e-5, f"gradients are off by {error:.1%}"
+
+
+def test_ranks_with_unequal_tokens_weigh_by_token(ranks, rank_config):
+    for case in ("torchrun unclipped", "accelerate unclipped"):
+        check_rank_gradients(ranks[case], rank_config(case))
+    with pytest.raises(AssertionError, match="are off by"):
+        check_rank_gradients(ranks["mean per rank"], rank_config("mean per rank"))
+
+
+def check_samples(outcomes: list[Outcome], config: Config) -> None:
+    """Together the ranks train on every micro batch of every step, once, and know it."""
+    per_step, steps = config.gradient_accumulation_steps(1), config.training.max_steps
+    for step in range(steps):
+        together = [pair for outcome in outcomes for pair in outcome.driven.micro_batches[step : step + 1]]
+        expected = [(step, number) for number in range(per_step)]
+        assert sorted(pair for window in together for pair in window) == expected
+        words = sum(batch.digest for batch in micro_batches_of(config, step))
+        assert all(o.driven.digests[step] == [int(word) % 2**32 for word in words] for o in outcomes)
+    assert all(len(outcome.driven.micro_batches) == steps for outcome in outcomes)
+
+
+def test_every_sample_is_seen_once(ranks, rank_config):
+    for case in ("torchrun fp32", "accelerate fp32"):
+        check_samples(ranks[case], rank_config(case))
+
+
+@pytest.mark.parametrize("case", ["sharded twice", "filled up", "not sharded"])
+def test_other_ways_of_sharding_are_seen(case, ranks, rank_config):
+    assert all(outcome.error is None for outcome in ranks[case]), "the trap is silent"
+    with pytest.raises(AssertionError):
+        check_samples(ranks[case], rank_config(case))
+
+
+def check_learning_rates(outcomes: list[Outcome], config: Config) -> None:
+    """Each update has the learning rate of its step."""
+    expected = [learning_rate(config, step) for step in range(config.training.max_steps)]
+    assert len(set(expected)) > 1 or expected[-1] != learning_rate(config, len(expected)), "a flat schedule"
+    for outcome in outcomes:
+        assert outcome.driven.rates == expected
+
+
+def test_the_learning_rate_follows_the_step(ranks, rank_config):
+    for case in ("torchrun fp32", "accelerate fp32"):
+        check_learning_rates(ranks[case], rank_config(case))
+    assert ranks["prepared schedule"][0].error is None
+    with pytest.raises(AssertionError):
+        check_learning_rates(ranks["prepared schedule"], rank_config("prepared schedule"))

@@ -1,0 +1,165 @@
+"""Traps of half-precision weights: each check passes on our code and fails with the mistake put in.
+
+| trap | check |
+|---|---|
+| casting to half: 7e4 becomes infinite, in bf16 3.4e38 too | refused by name |
+| casting to fp16: 1e-8 becomes 0 | kept by the default precision |
+| casting everything: integers lose their last digits | integers stay |
+| tied weights are written as two copies | the head is left out |
+| a compiled model has other names (`_orig_mod.`), and lenient loading leaves random weights | same tensors |
+| versions of torch whose `weights_only=True` could be exploited | not installable |
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from packaging.requirements import Requirement
+from packaging.version import Version
+from safetensors.torch import load_file
+from support.mutation import ROOT, Edit, edited, mutated
+
+import llm_pretrain.checkpoints as checkpoints
+import llm_pretrain.config.tree as tree
+import llm_pretrain.export as export
+from llm_pretrain.config import ModelConfig
+from llm_pretrain.data import TokenStore
+from llm_pretrain.errors import CheckpointError
+from llm_pretrain.model import Decoder, initialize_weights
+
+HUGGINGFACE, TREE = "llm_pretrain/export/huggingface.py", "llm_pretrain/config/tree.py"
+STATE, PROJECT = "llm_pretrain/checkpoints/state.py", "pyproject.toml"
+
+NO_OVERFLOW_CHECK = Edit(HUGGINGFACE, "if not bool(torch.isfinite(cast).all()):", "if False:")
+CAST_ALL = Edit(HUGGINGFACE, "if not tensor.is_floating_point() or ", "if ")
+TWO_COPIES = Edit(
+    HUGGINGFACE, 'if name == "lm_head.weight" and model.tie_word_embeddings:', "if name is None:"
+)
+FP16_BY_DEFAULT = Edit(
+    TREE,
+    'weights_dtype: Literal["bf16", "fp16"] = "bf16"',
+    'weights_dtype: Literal["bf16", "fp16"] = "fp16"',
+)
+STILL_COMPILED = Edit(STATE, 'children.get("module", children.get("_orig_mod"))', 'children.get("module")')
+LENIENT = Edit(
+    HUGGINGFACE, "model.load_state_dict(state, strict=True)", "model.load_state_dict(state, strict=False)"
+)
+OLD_TORCH = Edit(PROJECT, '"torch>=2.10"', '"torch>=2.4"')
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+SHAPE = ModelConfig(
+    vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+)
+
+
+@pytest.mark.parametrize(("dtype", "value"), [("fp16", 7e4), ("bf16", 3.4e38)])
+def test_an_overflow_is_refused(dtype, value):
+    def check() -> None:
+        with pytest.raises(CheckpointError, match=r"model\.norm\.weight"):
+            export.to_huggingface({"model.norm.weight": torch.tensor([1.0, value])}, SHAPE, DTYPES[dtype])
+
+    check()
+    with mutated(NO_OVERFLOW_CHECK), pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
+        check()
+
+
+def test_small_values_survive_the_default_precision():
+    def check() -> None:
+        dtype = DTYPES[tree.CheckpointConfig().weights_dtype]
+        written = export.to_huggingface({"model.norm.weight": torch.tensor([1e-8])}, SHAPE, dtype)
+        assert written["model.norm.weight"].item() == pytest.approx(1e-8, rel=0.01)
+
+    check()
+    with mutated(FP16_BY_DEFAULT), pytest.raises(AssertionError):
+        check()
+
+
+def test_integers_stay():
+    def check() -> None:
+        counter = torch.tensor([2**20 + 1])
+        written = export.to_huggingface({"counter": counter}, SHAPE, torch.bfloat16)["counter"]
+        assert torch.equal(written.long(), counter)
+
+    check()
+    with mutated(CAST_ALL), pytest.raises(AssertionError):
+        check()
+
+
+def saved_weights(folder: Path, store_folder: Path, model: torch.nn.Module) -> Path:
+    store = TokenStore(store_folder)
+    return checkpoints.save_weights(
+        folder,
+        1,
+        model,  # type: ignore[arg-type]  # also as DDP or torch.compile hand it out
+        SHAPE,
+        dtype="bf16",
+        tokenizer_folder=store.tokenizer_folder,
+        token_ids={"eos_token_id": store.eos_token_id},
+        keep_last=2,
+        sequence_length=8,
+    )
+
+
+def decoder() -> Decoder:
+    model = Decoder(SHAPE)
+    initialize_weights(model, 0)
+    return model
+
+
+def test_a_tied_head_is_written_once(tmp_path, store_folder):
+    def check(folder: Path) -> None:
+        tensors = load_file(saved_weights(folder, store_folder, decoder()) / "model.safetensors")
+        embeddings = [name for name, tensor in tensors.items() if tensor.shape[0] == SHAPE.vocab_size]
+        assert embeddings == ["model.embed_tokens.weight"]
+
+    check(tmp_path / "ours")
+    with mutated(TWO_COPIES), pytest.raises(AssertionError):
+        check(tmp_path / "trap")
+
+
+class Compiled(torch.nn.Module):
+    """Names a model's parameters as `torch.compile` does, without its seconds of import."""
+
+    def __init__(self, model: torch.nn.Module):
+        super().__init__()
+        self._orig_mod = model
+
+
+def check_opens_again(folder: Path, store_folder: Path) -> None:
+    """What was written from a compiled model opens with the same tensors, or not at all."""
+    model = decoder()
+    path = saved_weights(folder, store_folder, Compiled(model))
+    again = export.load_pretrained(path).state_dict()
+    assert again.keys() == model.state_dict().keys()
+    assert all(
+        torch.equal(again[name], tensor.bfloat16().float()) for name, tensor in model.state_dict().items()
+    )
+
+
+def test_a_compiled_model_is_saved_by_its_plain_names(tmp_path, store_folder):
+    check_opens_again(tmp_path / "ours", store_folder)
+    with mutated(STILL_COMPILED), pytest.raises(CheckpointError, match="_orig_mod"):
+        check_opens_again(tmp_path / "strict", store_folder)
+    with mutated(STILL_COMPILED, LENIENT), pytest.raises(AssertionError):
+        check_opens_again(tmp_path / "lenient", store_folder)
+
+
+def check_torch_floor(project: str) -> None:
+    """No version of torch below 2.10 satisfies the project's requirement."""
+    lines = re.findall(r'^\s*"(torch\b[^"]*)"', project, re.MULTILINE)
+    assert len(lines) == 1
+    allowed = Requirement(lines[0]).specifier
+    assert not any(Version(f"2.{minor}.9") in allowed for minor in range(10))
+    assert Version("2.10.0") in allowed
+
+
+def test_old_versions_of_torch_are_not_installable():
+    check_torch_floor(edited(PROJECT, []))
+    with pytest.raises(AssertionError):
+        check_torch_floor(edited(PROJECT, [OLD_TORCH]))
+    pinned = re.search(r"^torch==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert pinned is not None
+    assert Version(pinned[1]) >= Version("2.10")
