@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
     if name not in COMMANDS:
         known = ", ".join(COMMANDS)
         print(
-            f"llm-pretrain: expected a command ({known}), found {name!r}; see llm-pretrain --help",
+            f"llm-pretrain: error: expected a command ({known}), found {name!r}; see llm-pretrain --help",
             file=sys.stderr,
         )
         return _EXIT_USAGE
@@ -46,12 +46,11 @@ def main(argv: list[str] | None = None) -> int:
         command.add_arguments(parser)
         return command.run(parser.parse_args(rest))
     except PretrainError as error:
-        print(f"llm-pretrain {name}: {error}", file=sys.stderr)
+        print(f"llm-pretrain {name}: error: {error}", file=sys.stderr)
         return error.exit_code
     except OSError as error:  # a full disk, a folder without permission
-        print(
-            f"llm-pretrain {name}: {error.filename or 'output'}: {error.strerror or error}", file=sys.stderr
-        )
+        reason = f"{error.filename or 'output'}: {error.strerror or error}"
+        print(f"llm-pretrain {name}: error: {reason}", file=sys.stderr)
         return CheckpointError.exit_code
     except KeyboardInterrupt:
         return _EXIT_INTERRUPTED

@@ -23,6 +23,7 @@ HELP = "continue a prompt with trained weights"
 
 EXAMPLES = """\
 examples:
+  llm-pretrain generate runs/quickstart/weights --prompt "def main("
   llm-pretrain generate runs/quickstart/weights/step-00000100 --prompt "def main("
   llm-pretrain generate WEIGHTS --prompt "import os" --temperature 0 --max_new_tokens 50
   llm-pretrain generate WEIGHTS --prompt "class " --top_k 50 --seed 7
@@ -34,7 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EXAMPLES
     parser.add_argument(
-        "weights", metavar="WEIGHTS", help="weights folder, such as RUN/weights/step-00000100"
+        "weights",
+        metavar="WEIGHTS",
+        help="weights folder, such as RUN/weights/step-00000100, or RUN/weights for its newest",
     )
     parser.add_argument("--prompt", required=True, metavar="TEXT", help="text to continue; may be empty")
     parser.add_argument("--max_new_tokens", type=int, default=100, help="tokens at most (default: 100)")
@@ -56,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from llm_pretrain.export import load_pretrained, read_config
 
-    folder = Path(arguments.weights)
+    folder = weights_folder(Path(arguments.weights))
     config = read_config(folder)
     path = folder / "tokenizer.json"
     if not path.exists():
@@ -87,6 +90,11 @@ def run(arguments: argparse.Namespace) -> int:
     prompt_ids = ids if start is None else ids[1:]
     sys.stdout.write(tokenizer.decode([*prompt_ids, *new_ids]) + "\n")
     return 0
+
+
+def weights_folder(folder: Path) -> Path:
+    """The folder itself where it holds weights; of a run's `weights/`, its newest."""
+    return folder if (folder / "config.json").exists() else max(folder.glob("step-*"), default=folder)
 
 
 def sample(

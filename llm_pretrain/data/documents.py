@@ -143,9 +143,12 @@ def parse_record(record: RawRecord) -> Document:
     if not record.line:
         return _text_document(location, ((text, True),))
     try:
-        fields = json.loads(text.removeprefix("\ufeff"))
+        fields = json.loads(text.removeprefix("\ufeff").rstrip("\r\n"))  # so that a cut string is called so
     except (ValueError, RecursionError) as error:
-        detail = f"expected one JSON object per line, found {error or 'nesting too deep'}"
+        found = str(error) or "nesting too deep"
+        if isinstance(error, json.JSONDecodeError):
+            found = f"{error.msg.removesuffix(' at')} at column {error.colno}"
+        detail = f"expected one JSON object per line, found: {found}"
         raise RecordError("invalid JSON", location, detail) from error
     if not isinstance(fields, dict):
         raise RecordError("wrong type", location, f"expected a JSON object, found {_kind(fields)}")

@@ -21,7 +21,7 @@ from llm_pretrain.data.encoding import EncodedBatch, Encoder
 from llm_pretrain.data.store_writer import SHARD_BYTES, SplitWriter, StoreWriter
 from llm_pretrain.data.token_store import TokenStore
 from llm_pretrain.data.tokenizers import Tokenizer, convert_tokenizer, open_tokenizer, use_one_thread
-from llm_pretrain.errors import DataError, ResourceError
+from llm_pretrain.errors import ConfigError, DataError, ResourceError
 
 BATCH_BYTES = 1 << 20
 """Bytes of raw records that a worker encodes at a time."""
@@ -50,16 +50,19 @@ class Preparation:
 
 
 def prepare_store(preparation: Preparation) -> TokenStore:
-    """Writes the store and opens it. Raises DataError for bad input; nothing half-written is left behind.
+    """Writes the store and opens it; of a failed attempt nothing is left behind.
 
+    Raises DataError for bad input, ConfigError for an option out of its range.
     Equal documents fall into the same split. Where the fraction would leave a split empty although there are
     two different documents, the document nearest to the border is moved, and the corpus is encoded again.
     """
     output = Path(preparation.output)
     if not 0 <= preparation.validation_fraction < 1:
-        raise DataError(
+        raise ConfigError(
             f"--validation_fraction: expected 0 ≤ fraction < 1, found {preparation.validation_fraction}"
         )
+    if preparation.workers is not None and preparation.workers < 1:
+        raise ConfigError(f"--workers: expected 1 or more, found {preparation.workers}")
     _check_output(output, preparation.overwrite)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(preparation.tokenizer)

@@ -18,7 +18,7 @@ from typing import Any
 
 from llm_pretrain.data.documents import EMPTY, RecordError, parse_record, read_records
 from llm_pretrain.data.tokenizers import SPACE_SPLIT, Tokenizer, open_tokenizer
-from llm_pretrain.errors import DataError
+from llm_pretrain.errors import ConfigError, DataError
 
 SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<pad>")
 SAMPLE_BYTES = 32 << 20
@@ -66,8 +66,11 @@ def train_sentencepiece_bpe(
     """Trains on the text of `inputs` and writes the folder `output`.
 
     `vocab_size` counts the four special tokens and 256 bytes. The same inputs give the same files. Raises
-    DataError for bad records, an empty corpus, and a size that is too small or too large for the text.
+    DataError for bad records, an empty corpus, and a size that is too small or too large for the text;
+    ConfigError for one that is no size at all.
     """
+    if vocab_size < 1:
+        raise ConfigError(f"--vocab_size: expected more than 0, found {vocab_size}")
     folder = Path(output)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise DataError(f"{folder}: expected a new or empty folder, found one in use; choose another")

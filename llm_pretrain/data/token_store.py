@@ -21,6 +21,16 @@ FORMAT_VERSION = 1
 VERIFY_LIMIT = 256 << 20
 """Stores of at most this many bytes are read and hashed when opened; of larger ones only sizes are."""
 
+_FACTS: dict[str, Any] = {
+    **{"dtype": str, "vocab_size": int, "tokenizer_hash": str, "special_ids": list},
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), int | None),
+    **{"zlib_bits_per_byte": float | None, "splits": dict, "files": dict},
+}
+_SPLIT_FACTS: dict[str, Any] = {
+    **dict.fromkeys(("documents", "tokens", "targets", "text_bytes", "max_token_id"), int),
+    **{"shards": list, "masked": bool},
+}
+
 _verified: set[tuple[Any, ...]] = set()
 
 
@@ -198,19 +208,28 @@ def _read_facts(path: Path) -> dict[str, Any]:
 
 def _check_facts(file: Path, facts: dict[str, Any]) -> None:
     """What later code relies on; a store.json edited by hand is named here, not by a KeyError later."""
-    keys = ("dtype", "vocab_size", "tokenizer_hash", "special_ids", "bos_token_id", "eos_token_id")
-    keys += ("pad_token_id", "zlib_bits_per_byte", "splits", "files")
-    for key in keys:
-        if key not in facts:
-            raise DataError(f"{file}: expected the field {key}, found none; prepare the store again")
+    _check_types(file, "", facts, _FACTS)
     if facts["dtype"] not in ("<u2", "<u4"):
         raise DataError(f"{file}: expected dtype <u2 or <u4, found {facts['dtype']}; prepare the store again")
     for name in ("train", "validation"):
         split = facts["splits"].get(name)
-        if split is None:
+        if not isinstance(split, dict):
             raise DataError(f"{file}: expected a split {name}, found none; prepare the store again")
+        _check_types(file, f"splits.{name}.", split, _SPLIT_FACTS)
         if split["max_token_id"] >= facts["vocab_size"]:
             raise DataError(
                 f"{file}: expected token ids below vocab_size {facts['vocab_size']}, "
                 f"found {split['max_token_id']} in {name}; prepare the store again"
+            )
+
+
+def _check_types(file: Path, prefix: str, facts: dict[str, Any], types: dict[str, Any]) -> None:
+    for key, kind in types.items():
+        if key not in facts:
+            raise DataError(f"{file}: expected the field {prefix}{key}, found none; prepare the store again")
+        if not isinstance(facts[key], kind):
+            expected = kind.__name__ if isinstance(kind, type) else str(kind)
+            raise DataError(
+                f"{file}: expected {prefix}{key} of type {expected}, found {facts[key]!r:.40}; "
+                "prepare the store again"
             )

@@ -154,7 +154,7 @@ def convert_tokenizer(folder: str | Path, target: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
         tokenizer.save_pretrained(str(target))
     except Exception as error:  # transformers raises many kinds, all mean the same here
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = " ".join(str(error).split()) or type(error).__name__
         raise DataError(f"{folder}: expected a Hugging Face tokenizer folder, found: {reason}") from error
     if not (target / "tokenizer.json").is_file():
         raise DataError(f"{folder}: expected a tokenizer that has a fast form (tokenizer.json), found none")

@@ -151,7 +151,8 @@ def read_config(folder: str | Path) -> dict:
     try:
         return json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: expected a weights folder's config.json, found: {error}") from error
+        found = error.strerror if isinstance(error, OSError) else error
+        raise CheckpointError(f"{path}: expected a weights folder's config.json, found: {found}") from error
 
 
 def load_pretrained(folder: str | Path, *, dtype: torch.dtype | None = None) -> Decoder:

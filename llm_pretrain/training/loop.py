@@ -15,7 +15,7 @@ from llm_pretrain.errors import EXIT_PREEMPTED, DivergedError
 from llm_pretrain.model import Decoder, count_parameters, initialize_weights, update_router_bias
 from llm_pretrain.training.agreement import on_every_rank, on_first_rank
 from llm_pretrain.training.engine import Engine
-from llm_pretrain.training.evaluation import Evaluator
+from llm_pretrain.training.evaluation import Evaluator, zlib_bits_per_byte
 from llm_pretrain.training.objective import expert_counts
 from llm_pretrain.training.optimizers import build_optimizer
 from llm_pretrain.training.progress import Progress
@@ -41,7 +41,7 @@ def pretrain(config: Config, engine: Engine) -> int:
     status = Status(folder.status, rank=engine.rank, world_size=engine.world_size, launcher=engine.launcher)
     try:
         with StopRequest() as stop:
-            status.running()
+            status.started()
             exit_code = Training(config, engine, folder, status, stop).run()
     except BaseException as error:
         status.failed(error)
@@ -73,6 +73,7 @@ class Training:
         config, engine = self.config, self.engine
         resume = on_every_rank(engine, self.saving.find)
         self.progress = _progress(resume)
+        self.status.running(self.progress.step, resume.path if resume else None)
         model = Decoder(config.model, activation_checkpointing=config.training.activation_checkpointing)
         initialize_weights(model, config.run.seed)
         optimizer = build_optimizer(model, config.optimizer)
@@ -92,7 +93,7 @@ class Training:
 
     def _train(self, batches: Iterable[Batch]) -> int:
         config, progress = self.config, self.progress
-        saved_step = progress.step
+        saved_step = progress.step if self.saving.holds(progress.step) else None
         if progress.step == 0:
             self._evaluate_and_write(due=config.evaluation.eval_steps > 0)
         stopping = self._stop_agreed()
@@ -154,7 +155,7 @@ class Training:
         self.status.running(self.progress.step, path)
         return self.progress.step
 
-    def _finish(self, saved_step: int) -> int:
+    def _finish(self, saved_step: int | None) -> int:
         """Save what is not saved yet and say how the run ended; returns the exit code."""
         step, console = self.progress.step, self.recorder.console
         if saved_step != step:
@@ -166,7 +167,7 @@ class Training:
             return EXIT_PREEMPTED
         self.status.ended(step, 0, None)
         console.info(f"finished at step {step}: {self.folder.path}")
-        console.info(f"weights: {self.saving.newest_weights()}")
+        console.info(f"weights: {self.saving.weights_of(step)}")
         return 0
 
     def _build_evaluator(self) -> Evaluator:
@@ -187,7 +188,7 @@ class Training:
             f"{training.max_steps} steps of {training.global_batch_size} x {training.sequence_length} tokens "
             f"in {self.folder.path}"
         )
-        if (zlib_bits := self.stores[0].zlib_bits_per_byte) is not None:
+        if (zlib_bits := zlib_bits_per_byte(self.stores)) is not None:
             console.info(f"validation text: zlib level 9 needs {zlib_bits:.4f} bits per byte")
         if resume is not None:
             for warning in resume.warnings:

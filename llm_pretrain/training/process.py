@@ -24,6 +24,8 @@ import yaml
 from llm_pretrain.config import Config
 from llm_pretrain.errors import CheckpointError, ConfigError, PretrainError, ResourceError
 
+INTERRUPTED = 130
+"""Exit code of a Ctrl-C before the run began; afterwards it saves and leaves with 75."""
 PR_SET_PDEATHSIG = 1
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 """Names of glibc's `mallopt` options, as malloc.h numbers them."""
@@ -174,6 +176,8 @@ def report_errors() -> Iterator[None]:
     rank = int(os.environ.get("RANK") or 0)
     try:
         yield
+    except KeyboardInterrupt:
+        _leave(INTERRUPTED)
     except torch.OutOfMemoryError as error:
         _exit(
             ResourceError(f"out of memory: {str(error).splitlines()[0]}; lower training.micro_batch_size"),

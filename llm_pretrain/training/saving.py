@@ -45,6 +45,7 @@ class Saving:
 
     def __init__(self, config: Config, engine: Engine, folder: RunFolder, store: TokenStore):
         self.config, self.engine, self.folder, self.store = config, engine, folder, store
+        self.fingerprints = fingerprints(config)
         self.checkpoints = CheckpointStore(
             folder.checkpoints,
             rank=engine.rank,
@@ -68,16 +69,25 @@ class Saving:
         source = None if resume in ("auto", "never") else Path(resume)
         if source and own_steps and source.resolve().parent != self.folder.checkpoints.resolve():
             source = None
-        return self.checkpoints.find(expected=fingerprints(self.config), source=source)
+        return self.checkpoints.find(expected=self.fingerprints, source=source)
 
     def restore(self, resume: ResumePoint) -> None:
         """Load the checkpoint that `find` returned into the engine's model, optimizer and scaler."""
         model, optimizer = self.engine.model_and_optimizer()
         self.checkpoints.load(resume, model, optimizer, self.engine.scaler)
 
-    def newest_weights(self) -> Path:
-        """Folder of the newest half-precision weights."""
-        return max(self.folder.weights.glob("step-*"))
+    def weights_of(self, step: int) -> Path:
+        """Folder of the half-precision weights of this step."""
+        return self.folder.weights / f"step-{step:08d}"
+
+    def holds(self, step: int) -> bool:
+        """Whether the run's own folder has all that `save` writes at this step; collective.
+
+        It has not where the run continues another one's checkpoint, or was killed between a checkpoint
+        and its weights. Before the first step there is nothing to save.
+        """
+        written = step in self.checkpoints.committed() and self.weights_of(step).is_dir()
+        return step == 0 or self.engine.gather_objects(written)[0]
 
     def is_due(self, step: int) -> bool:
         """Whether a periodic save follows this step."""
@@ -97,7 +107,7 @@ class Saving:
             global_batch_size=self.config.training.global_batch_size,
             seed=self.config.run.seed,
             wandb_id=progress.wandb_id,
-            fingerprints=fingerprints(self.config),
+            fingerprints=self.fingerprints,
             extra=progress.extra(),
         )
         path = self.checkpoints.save(model, optimizer, self.engine.scaler, facts)

@@ -15,9 +15,10 @@ from llm_pretrain.errors import EXIT_PREEMPTED, CheckpointError, DivergedError, 
 def read_status(path: Path) -> dict:
     """The status file's content; empty when there is none or it cannot be read."""
     try:
-        return json.loads(path.read_text())
+        content = json.loads(path.read_text())
     except (OSError, ValueError):
         return {}
+    return content if isinstance(content, dict) else {}
 
 
 def exit_code_of(error: BaseException) -> int:
@@ -40,13 +41,21 @@ class Status:
     def __init__(self, path: Path, *, rank: int, world_size: int, launcher: str):
         self.path, self.rank = path, rank
         self._launch = {"launcher": launcher, "world_size": world_size, "pid": os.getpid()}
-        self._progress: dict[str, object] = {"step": 0, "checkpoint": None}
+        before = read_status(path)
+        self._progress: dict[str, object] = {
+            "step": before.get("step", 0),
+            "checkpoint": before.get("checkpoint"),
+        }
 
-    def running(self, step: int = 0, checkpoint: Path | None = None) -> None:
-        """The run goes on; `checkpoint` is its newest."""
-        self._progress = {"step": step, "checkpoint": str(checkpoint) if checkpoint else None}
+    def started(self) -> None:
+        """The attempt begins; until it knows better, the run is where the attempt before left it."""
         if self.rank == 0:
             self._replace("running", None, None)
+
+    def running(self, step: int, checkpoint: Path | None) -> None:
+        """The run goes on from `step`; `checkpoint` is its newest."""
+        self._progress = {"step": step, "checkpoint": str(checkpoint) if checkpoint else None}
+        self.started()
 
     def ended(self, step: int, exit_code: int, reason: str | None) -> None:
         """The run finished, or was preempted after a clean save."""

@@ -26,7 +26,7 @@ EXACT_KEYS += ("train/learning_rate", "train/loss_tokens", "train/tokens", "trai
 EXACT_KEYS += ("train/loss_scale", "data/batch_sha256", "moe/load", "eval/loss", "eval/bits_per_byte")
 
 
-def launch_command(launcher: str, world_size: int) -> list[str]:
+def launch_command(launcher: str, world_size: int, *, gpu: bool = False) -> list[str]:
     """Command up to the script's options: torchrun or accelerate, with `world_size` processes."""
     if launcher == "torchrun":
         if world_size == 1:
@@ -35,13 +35,13 @@ def launch_command(launcher: str, world_size: int) -> list[str]:
         return [*run, str(world_size), str(TORCHRUN_SCRIPT)]
     run = [sys.executable, "-m", "accelerate.commands.launch"]
     if world_size == 1:
-        return [*run, "--cpu", "--num_processes", "1", str(ACCELERATE_SCRIPT)]
+        return [*run, *([] if gpu else ["--cpu"]), "--num_processes", "1", str(ACCELERATE_SCRIPT)]
     config = str(ROOT / "configs" / "accelerate" / "cpu2.yaml")
     ports = ["--main_process_port", "0"]
     return [*run, "--config_file", config, "--num_processes", str(world_size), *ports, str(ACCELERATE_SCRIPT)]
 
 
-def environment() -> dict[str, str]:
+def environment(*, gpu: bool = False) -> dict[str, str]:
     """The test process's environment, without what a launcher would take for its own."""
     drop = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     kept = {
@@ -49,7 +49,8 @@ def environment() -> dict[str, str]:
         for key, value in os.environ.items()
         if key not in drop and not key.startswith(("ACCELERATE_", "TORCHELASTIC_", "PYTEST_"))
     }
-    return kept | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
+    hidden = {} if gpu else {"CUDA_VISIBLE_DEVICES": ""}
+    return kept | hidden | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
 
 
 @dataclass
@@ -80,19 +81,18 @@ class Finished:
 
 
 def start(
-    launcher: str, world_size: int, folder: Path, options: Sequence[str], **popen: object
+    launcher: str, world_size: int, folder: Path, options: Sequence[str], *, gpu: bool = False
 ) -> subprocess.Popen[str]:
     """Start a script in a process group of its own."""
-    command = [*launch_command(launcher, world_size), "--run.output_dir", str(folder), *options]
+    command = [*launch_command(launcher, world_size, gpu=gpu), "--run.output_dir", str(folder), *options]
     return subprocess.Popen(
         command,
         cwd=ROOT,
-        env=environment(),
+        env=environment(gpu=gpu),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-        **popen,  # type: ignore[call-overload]  # options of Popen
     )
 
 
@@ -108,10 +108,16 @@ def finish(process: subprocess.Popen[str], folder: Path, timeout: float = TIMEOU
 
 
 def launch(
-    launcher: str, world_size: int, folder: Path, options: Sequence[str], *, exit_code: int | None = 0
+    launcher: str,
+    world_size: int,
+    folder: Path,
+    options: Sequence[str],
+    *,
+    exit_code: int | None = 0,
+    gpu: bool = False,
 ) -> Finished:
     """Run a script to its end and check its exit code (None: any)."""
-    finished = finish(start(launcher, world_size, folder, options), folder)
+    finished = finish(start(launcher, world_size, folder, options, gpu=gpu), folder)
     if exit_code is not None:
         assert finished.exit_code == exit_code, f"exit code {finished.exit_code}:\n{finished.output[-6000:]}"
     return finished

@@ -1,0 +1,299 @@
+"""From jsonl to weights that open elsewhere, by the public commands alone, and what the weights must be.
+
+Every step is the command that a user types; only the results are looked at from inside.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+import zlib
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import pytest
+import torch
+from support.corpora import make_texts, write_jsonl
+from support.launching import (
+    ROOT,
+    TIMEOUT_SECONDS,
+    Finished,
+    checkpoint_tensors,
+    environment,
+    finish,
+    launch,
+    start,
+)
+
+from llm_pretrain.config import load_config
+from llm_pretrain.data import TokenStore, evaluation_batches
+from llm_pretrain.export import load_pretrained
+from llm_pretrain.model import IGNORE_INDEX
+
+pytestmark = pytest.mark.xdist_group("journey")
+
+AWKWARD = ["</s> is text <s>", "  two spaces\n\n\tand a tab ", "αβγ 𝔘𝔫𝔦 \u3000", " ", "<pad>\r\n\x00end", "🜁"]
+"""Texts that a careless tokenizer changes or takes for special tokens."""
+STEPS = {"tiny-moe": 12, "tiny-dense": 300}
+SEQUENCE_LENGTH = 128
+
+
+def command(*arguments: str | Path) -> str:
+    """Output of `llm-pretrain …`, which must succeed."""
+    line = [sys.executable, "-m", "llm_pretrain", *map(str, arguments)]
+    options = {"cwd": ROOT, "env": environment(), "capture_output": True, "text": True}
+    done = subprocess.run(line, check=False, **options)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def segments(record: dict) -> list[tuple[str, bool]]:
+    """(text, whether it is trained on) of a record."""
+    if "text" in record:
+        return [(record["text"], True)]
+    return [(record["prompt"], False), (record["completion"], True)]
+
+
+@dataclass
+class Corpus:
+    """Records by their text, what the two commands made of them, and what they printed."""
+
+    records: dict[str, dict]
+    store: TokenStore
+    output: str
+
+    def validation_records(self) -> list[dict]:
+        """Records of the validation split, in the store's order."""
+        tokenizer = self.store.tokenizer()
+        documents = self.store.split("validation").iterate()
+        return [self.records[tokenizer.decode(ids.tolist())] for ids, _ in documents]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    """A jsonl file of texts and of prompts with completions, tokenised by the two commands."""
+    folder = tmp_path_factory.mktemp("journey")
+    generator = random.Random(3)
+    records = [{"text": text} for text in AWKWARD]
+    for index, text in enumerate(make_texts(300, longest=30)):
+        cut = generator.randint(1, len(text))
+        records.append(
+            {"text": text} if index % 4 else {"prompt": text[:cut], "completion": text[cut:] + " so"}
+        )
+    file, tokenizer, store = folder / "corpus.jsonl", folder / "tokenizer", folder / "store"
+    write_jsonl(file, records)
+    command("tokenizer", "--input", file, "--vocab_size", "370", "--output", tokenizer)
+    inputs = ("--input", file, "--validation_fraction", "0.15")
+    output = command("prepare", *inputs, "--tokenizer", tokenizer, "--output", store)
+    by_text = {"".join(text for text, _ in segments(record)): record for record in records}
+    assert len(by_text) == len(records)
+    return Corpus(by_text, TokenStore(store), output)
+
+
+@dataclass
+class Stopped:
+    """An attempt that Ctrl-C stopped, and what its folder said before it was continued."""
+
+    attempt: Finished
+    status: dict
+    steps: list[int]
+
+
+@dataclass
+class Run:
+    """A finished run and the corpus it was trained on; `stopped` where it took two attempts."""
+
+    name: str
+    corpus: Corpus
+    options: list[str]
+    stopped: Stopped | None
+    finished: Finished
+
+    @property
+    def steps(self) -> int:
+        return self.finished.status["step"]
+
+    @property
+    def weights(self) -> Path:
+        return self.finished.folder / "weights" / f"step-{self.steps:08d}"
+
+    def transformers(self):
+        """The exported weights as transformers opens them, in fp32."""
+        from transformers import AutoModelForCausalLM
+
+        return AutoModelForCausalLM.from_pretrained(self.weights, dtype=torch.float32).eval()
+
+    @cached_property
+    def documents(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(input ids, transformers' labels) [1, tokens] of each validation document, none of them packed."""
+        pairs = []
+        for ids, mask in self.corpus.store.split("validation").iterate():
+            assert len(ids) <= SEQUENCE_LENGTH + 1, "a document that fits is one piece, with all its context"
+            input_ids = torch.from_numpy(ids.astype("int64"))[None]
+            pairs.append((input_ids, input_ids.where(torch.tensor(mask.tolist()), IGNORE_INDEX)))
+        return pairs
+
+
+def interrupt(options: list[str], folder: Path) -> Stopped:
+    """Start a run and send it Ctrl-C's signal once it trains."""
+    process = start("torchrun", 1, folder, options)
+    metrics, deadline = folder / "metrics.jsonl", time.monotonic() + TIMEOUT_SECONDS
+    while not (metrics.exists() and '"step": 3,' in metrics.read_text()):
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGINT)
+    attempt = finish(process, folder)
+    return Stopped(attempt, attempt.status, attempt.raw_steps())
+
+
+@pytest.fixture(scope="module", params=["tiny-moe", "tiny-dense"])
+def run(request: pytest.FixtureRequest, corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """tiny-moe in one go; tiny-dense stopped by Ctrl-C and started again by the same command."""
+    name = request.param
+    options = [
+        *("--config", str(ROOT / "configs" / f"{name}.yaml"), "--distributed.cpu_threads", "1"),
+        *("--data.sources", f"[{{store: {corpus.store.path}}}]", "--training.max_steps", str(STEPS[name])),
+        *("--training.sequence_length", str(SEQUENCE_LENGTH), "--training.micro_batch_size", "2"),
+        *("--training.global_batch_size", "4", "--checkpoint.save_steps", "0"),
+        *("--evaluation.eval_steps", "100", "--evaluation.max_batches", "null"),
+    ]
+    folder = tmp_path_factory.mktemp(name) / "run"
+    stopped = interrupt(options, folder) if name == "tiny-dense" else None
+    return Run(name, corpus, options, stopped, launch("torchrun", 1, folder, options))
+
+
+def test_every_text_is_stored_whole_with_the_ids_of_autotokenizer(corpus: Corpus):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(corpus.store.tokenizer_folder)
+    found = []
+    for split in ("train", "validation"):
+        for ids, mask in corpus.store.split(split).iterate():
+            text = tokenizer.decode(ids.tolist(), skip_special_tokens=True)
+            expected, trained_on = [tokenizer.bos_token_id], [True]
+            for part, loss in segments(corpus.records[text]):
+                options = {"add_special_tokens": False, "split_special_tokens": True}
+                expected += tokenizer(part, **options).input_ids
+                trained_on += [loss] * (len(expected) - len(trained_on))
+            assert ids.tolist() == [*expected, tokenizer.eos_token_id]
+            assert mask.tolist() == [*trained_on, True]
+            found.append(text)
+    assert sorted(found) == sorted(corpus.records)
+
+
+def test_the_whole_run_is_said_on_the_console(run: Run):
+    output, last = run.finished.output, run.finished.rows[run.steps]
+    text = b"".join(
+        part.encode() for record in run.corpus.validation_records() for part, _ in segments(record)
+    )
+    zlib_bits = 8 * len(zlib.compress(text, 9)) / len(text)
+    assert f"zlib level 9 needs {zlib_bits:.4f} bits per byte" in output
+    assert f"{zlib_bits:.3f} bits per byte of the validation text" in run.corpus.output
+    assert f"bits/byte {last['eval/bits_per_byte']:.4f}" in output
+    assert last["eval/perplexity"] == pytest.approx(math.exp(last["eval/loss"]))
+    assert str(run.weights) in output
+    assert last["eval/loss"] < run.finished.rows[0]["eval/loss"]
+    assert "Traceback" not in output
+
+
+def test_ctrl_c_saves_and_the_same_command_continues(run: Run):
+    assert run.finished.raw_steps() == list(range(run.steps + 1)), "no step twice, none left out"
+    assert run.finished.status["state"] == "finished"
+    if run.stopped is None:
+        return
+    assert run.stopped.attempt.exit_code == 75
+    assert "Traceback" not in run.stopped.attempt.output
+    status = run.stopped.status
+    assert (status["state"], status["exit_code"], status["reason"]) == ("preempted", 75, "SIGINT")
+    assert 3 <= status["step"] == run.stopped.steps[-1] < run.steps
+    assert Path(status["checkpoint"]).name == f"step-{status['step']:08d}"
+    assert f"resumed from {status['checkpoint']}" in run.finished.output
+
+
+def test_weights_open_in_transformers_without_custom_code(run: Run):
+    from transformers import AutoTokenizer
+
+    model, tokenizer = run.transformers(), AutoTokenizer.from_pretrained(run.weights)
+    expected = {"tiny-moe": "Qwen3MoeForCausalLM", "tiny-dense": "Qwen3ForCausalLM"}
+    assert type(model).__module__.startswith("transformers.models.qwen3")
+    assert type(model).__name__ == expected[run.name]
+    assert not list(run.weights.glob("*.py"))
+    assert "auto_map" not in json.loads((run.weights / "config.json").read_text())
+    assert model.config.vocab_size == 384 >= len(tokenizer) == run.corpus.store.vocab_size == 370
+    ids = tokenizer("one of two").input_ids
+    assert ids[0] == tokenizer.bos_token_id == model.config.bos_token_id
+    assert model.config.eos_token_id == tokenizer.eos_token_id
+
+
+@torch.no_grad()
+def test_both_libraries_give_the_same_validation_loss(run: Run):
+    theirs, ours = run.transformers(), load_pretrained(run.weights).eval()
+    their_sum = their_tokens = 0.0
+    for input_ids, labels in run.documents:
+        tokens = int((labels[:, 1:] != IGNORE_INDEX).sum())
+        if tokens:
+            their_sum += theirs(input_ids=input_ids, labels=labels).loss.item() * tokens
+        their_tokens += tokens
+    our_sum = our_tokens = 0.0
+    for batch in evaluation_batches(load_config(run.options)):
+        output = ours(**batch.model_inputs())
+        our_sum += output.token_losses.double().sum().item()
+        our_tokens += batch.num_loss_tokens
+    assert our_tokens == their_tokens > 500
+    assert our_sum / our_tokens == pytest.approx(their_sum / their_tokens, abs=1e-5)
+    full_precision = run.finished.rows[run.steps]["eval/loss"]
+    assert our_sum / our_tokens == pytest.approx(full_precision, rel=5e-3), "half precision costs little"
+
+
+@torch.no_grad()
+def test_a_changed_token_changes_no_logit_before_it(run: Run):
+    input_ids = max((ids for ids, _ in run.documents), key=lambda ids: ids.shape[1])
+    for model in (run.transformers(), load_pretrained(run.weights).eval()):
+        before = model(input_ids).logits[0]
+        for position in (1, input_ids.shape[1] // 2, input_ids.shape[1] - 1):
+            changed = input_ids.clone()
+            changed[0, position] = (changed[0, position] + 7) % 370
+            after = model(changed).logits[0]
+            torch.testing.assert_close(after[:position], before[:position], rtol=0, atol=1e-5)
+            assert (after[position] - before[position]).abs().max() > 1e-2
+
+
+@torch.no_grad()
+def test_bits_per_byte_are_those_of_the_text(run: Run):
+    """Recomputed from transformers' log-probabilities and the records' own UTF-8 bytes."""
+    model = run.transformers()
+    # The checkpoint's full precision: what the run itself evaluated.
+    state = checkpoint_tensors(run.finished.folder, run.steps)
+    parameters = {name: tensor for name, tensor in state.items() if not name.startswith("optimizer.")}
+    parameters["lm_head.weight"] = parameters["model.embed_tokens.weight"]  # tied
+    model.load_state_dict(parameters)
+    special = torch.tensor(sorted(run.corpus.store.special_ids))
+    nats = 0.0
+    for input_ids, labels in run.documents:
+        log_probs = model(input_ids).logits.double().log_softmax(-1)[0, :-1]
+        targets = labels[0, 1:]
+        is_text = (targets != IGNORE_INDEX) & ~torch.isin(targets, special)
+        nats -= log_probs[is_text].gather(-1, targets[is_text, None]).sum().item()
+    text_bytes = sum(
+        len(part.encode())
+        for record in run.corpus.validation_records()
+        for part, trained_on in segments(record)
+        if trained_on
+    )
+    expected = run.finished.rows[run.steps]["eval/bits_per_byte"]
+    assert nats / (math.log(2) * text_bytes) == pytest.approx(expected, rel=1e-4)
+
+
+def test_generate_continues_a_prompt(run: Run):
+    sampled = ("--max_new_tokens", "12", "--temperature", "3", "--top_k", "0")  # an end at once is unlikely
+    text = command("generate", run.finished.folder / "weights", "--prompt", "one two ", *sampled)
+    assert text.startswith("one two ")
+    assert len(text) > len("one two \n")
