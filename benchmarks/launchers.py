@@ -34,7 +34,7 @@ WARMUP_STEPS = 3
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the benchmark's options."""
     parser.add_argument("--pairs", type=int, default=5, help="pairs of launched runs")
-    parser.add_argument("--steps", type=int, default=20, help="steps of each run, pairs of steps of engines")
+    parser.add_argument("--steps", type=int, default=15, help="steps of each run, pairs of steps of engines")
     parser.add_argument("--world_sizes", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--config", default="quickstart", help="a preset of configs/")
     parser.add_argument("--only", choices=["launched", "engines"], help="one of the two measurements")

@@ -45,5 +45,7 @@ def test_a_spread_is_median_and_extremes():
 
 
 def test_import_costs_are_summed_by_package():
-    trace = "import time:       200 |        500 |   torch.nn.modules\nimport time:  100 | 100 | torch.nn\nnoise"
+    trace = (
+        "import time:       200 |        500 |   torch.nn.modules\nimport time:  100 | 100 | torch.nn\nnoise"
+    )
     assert import_costs(trace)["torch.nn"] == pytest.approx(300e-6)
