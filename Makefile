@@ -51,6 +51,9 @@ test: $(VENV)/.installed  ## The test suite, without what takes minutes
 test-slow: $(VENV)/.installed  ## What takes minutes
 	$(BIN)/python -m pytest -m slow
 
+bench: $(STORE)/store.json  ## Measure: make bench NAME=startup; docs/benchmarks.md has the results
+	$(BIN)/python -m benchmarks $(or $(NAME),all)
+
 lint: $(VENV)/.installed  ## Lint, format check, types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
