@@ -140,4 +140,8 @@ def seed_dropout(seed: int, batch: Batch) -> None:
     any layout of the same micro batch size.
     """
     key = f"{seed}/{batch.step}/{batch.micro_batch}".encode()
-    torch.manual_seed(int.from_bytes(hashlib.sha256(key).digest()[:8], "little") >> 1)
+    number = int.from_bytes(hashlib.sha256(key).digest()[:8], "little") >> 1
+    # torch.manual_seed does the same, but where no GPU is in use it keeps the call stack's text each time
+    torch.default_generator.manual_seed(number)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed(number)

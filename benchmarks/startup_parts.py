@@ -1,0 +1,73 @@
+"""One training step that says where its start-up went: `python -m benchmarks.startup_parts OPTIONS`.
+
+Run by the benchmark `startup`. It imports nothing that the training script does not, and prints CPU seconds
+per part as a line of JSON, last of all. No benchmark by itself.
+"""
+
+from __future__ import annotations
+
+import time
+
+_interpreter = time.process_time()
+
+import functools  # noqa: E402  # the clock starts before them
+import json  # noqa: E402
+from collections import Counter  # noqa: E402
+from typing import Any  # noqa: E402
+
+
+class Parts:
+    """CPU seconds by the part of the start-up."""
+
+    def __init__(self, interpreter: float):
+        self.seconds: Counter[str] = Counter(interpreter=interpreter)
+
+    def watch(self, part: str, owner: Any, *names: str) -> None:
+        """Count what calls of `owner.name` take from now on; they must not nest."""
+        for name in names:
+            setattr(owner, name, self._watched(part, getattr(owner, name)))
+
+    def _watched(self, part: str, function: Any) -> Any:
+        @functools.wraps(function)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            before = time.process_time()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.seconds[part] += time.process_time() - before
+
+        return watched
+
+
+def main() -> int:
+    """Trains as the command line says; prints the parts."""
+    parts = Parts(_interpreter)
+    before = time.process_time()
+    import torch  # noqa: F401  # timed alone
+
+    parts.seconds["import torch"] = time.process_time() - before
+    before = time.process_time()
+    import train_pretrain
+    from llm_pretrain.training import loop
+
+    parts.seconds["other imports"] = time.process_time() - before
+    parts.watch("config", train_pretrain, "load_config")
+    parts.watch("data", loop, "open_stores", "global_batches")
+    parts.watch("model", loop, "Decoder", "initialize_weights")
+    parts.watch("optimizer", loop, "build_optimizer")
+    parts.watch("first step", loop.Training, "_step", "_evaluate_and_write")
+
+    def step_is_over(training: loop.Training) -> None:
+        if "the rest" not in parts.seconds:
+            parts.seconds["the rest"] = time.process_time() - sum(parts.seconds.values())
+        check_divergence(training)
+
+    check_divergence = loop.Training._check_divergence
+    loop.Training._check_divergence = step_is_over  # type: ignore[method-assign]  # what follows a step
+    exit_code = train_pretrain.main()
+    print(json.dumps(parts.seconds))
+    return exit_code
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
