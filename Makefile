@@ -46,10 +46,13 @@ pretrain: $(STORE)/store.json  ## Pretrain a small mixture of experts on the emb
 	@echo "      train_pretrain_accelerate.py --config $(CONFIG) --run.name quickstart-accelerate"
 
 test: $(VENV)/.installed  ## The test suite, without what takes minutes
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow"
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
 
 test-slow: $(VENV)/.installed  ## What takes minutes
 	$(BIN)/python -m pytest -m slow
+
+bench: $(STORE)/store.json  ## Measure: make bench NAME=startup; docs/benchmarks.md has the results
+	$(BIN)/python -m benchmarks $(or $(NAME),all)
 
 lint: $(VENV)/.installed  ## Lint, format check, types
 	$(BIN)/ruff check .

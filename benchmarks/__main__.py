@@ -1,4 +1,4 @@
-"""`python -m benchmarks NAME`: finds the benchmark's module and runs it. Only the one that runs is imported."""
+"""`python -m benchmarks NAME`: finds the benchmark's module and runs it. Only that one is imported."""
 
 from __future__ import annotations
 

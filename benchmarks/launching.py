@@ -121,6 +121,6 @@ def launch(command: list[str], options: Sequence[str], folder: Path) -> Launched
 
 def _check(command: list[str]) -> None:
     """Run a command of ours quietly; show its output if it fails."""
-    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")

@@ -59,12 +59,14 @@ def header(command: str) -> str:
 
 def commit() -> str:
     """Short revision of the working tree, with `+` when it holds more than that."""
-    git = ["git", "-C", str(ROOT)]
-    revision = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    if revision.returncode:
-        return "unknown"
-    changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True)
-    return revision.stdout.strip() + ("+" if changed.stdout.strip() else "")
+    revision = _git("rev-parse", "--short", "HEAD")
+    return revision + ("+" if _git("status", "--porcelain") else "") if revision else "unknown"
+
+
+def _git(*arguments: str) -> str:
+    """Standard output of a git command in this repository; empty when it fails."""
+    command = ["git", "-C", str(ROOT), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def cpu_name() -> str:

@@ -1,36 +1,37 @@
 """Cost of a mixture-of-experts layer relative to a dense SwiGLU of equal FLOPs, on one CPU thread.
 
-Forward and backward of T = 2048 tokens, in interleaved pairs, in processor time of this process; the
-figure is the median of the pairs' ratios. The expert layer includes router, balance loss and counts.
-Not a benchmark of whole training steps.
-
-    python benchmarks/moe_layer.py [--pairs 15] [--hidden_size 512] [--intermediate_size 1408]
-
-glibc gives large freed blocks back to the system and pays for their pages again at the next step; the
-environment MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=100000000000 measures without that.
+Forward and backward of T = 2048 tokens, in interleaved pairs, by CPU time of this process, with the allocator
+set as a training process sets it. The expert layer includes router, balance loss and counts. Not a benchmark
+of whole training steps.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from benchmarks.measuring import Spread, goal
 from llm_pretrain.config import ModelConfig
 from llm_pretrain.model.decoder import MoeFeedForward
 from llm_pretrain.model.layers import FeedForward
+from llm_pretrain.training.process import keep_freed_memory
 
+GOAL_RATIO = 1.3
 TOKENS = 2048
 CHOICES = ((8, 2), (64, 8))
 """(experts, experts per token): an expert's width is the dense width / experts per token."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the benchmark's options."""
+    parser.add_argument("--pairs", type=int, default=15)
+    parser.add_argument("--hidden_size", type=int, default=512)
+    parser.add_argument("--intermediate_size", type=int, default=1408)
 
 
 def build(arguments: argparse.Namespace, num_experts: int, top_k: int) -> tuple[FeedForward, MoeFeedForward]:
@@ -61,68 +62,44 @@ def seconds(step: Callable[[], Tensor], parameters: list[Tensor], dtype: torch.d
     return time.process_time() - start
 
 
-def ratio(arguments: argparse.Namespace, num_experts: int, top_k: int, dtype: torch.dtype | None) -> str:
-    """Median ratio and its quartiles over the pairs, and both layers' median milliseconds."""
+def ratio(
+    arguments: argparse.Namespace, num_experts: int, top_k: int, dtype: torch.dtype | None
+) -> tuple[Spread, float, float]:
+    """The pairs' ratios, and the dense and the expert layer's median milliseconds."""
     torch.manual_seed(0)
-    dense, moe = build(arguments, num_experts, top_k)
+    dense_layer, moe_layer = build(arguments, num_experts, top_k)
     hidden = torch.randn(4, TOKENS // 4, arguments.hidden_size, requires_grad=True)
     target = torch.randn_like(hidden)
     mask = torch.ones(4, TOKENS // 4, dtype=torch.bool)
 
     def dense_step() -> Tensor:
-        return (dense(hidden) * target).sum()
+        return (dense_layer(hidden) * target).sum()
 
     def moe_step() -> Tensor:
-        out, sums = moe(hidden, mask)
+        out, sums = moe_layer(hidden, mask)
         return (out * target).sum() + 0.001 * sums.aux_loss
 
-    sides = [(dense_step, [hidden, *dense.parameters()]), (moe_step, [hidden, *moe.parameters()])]
+    sides = [(dense_step, [hidden, *dense_layer.parameters()]), (moe_step, [hidden, *moe_layer.parameters()])]
     times: tuple[list[float], list[float]] = ([], [])
     for pair in range(arguments.pairs + 2):
         measured = {side: seconds(*sides[side], dtype) for side in ((0, 1) if pair % 2 else (1, 0))}
         if pair >= 2:
             times[0].append(measured[0])
             times[1].append(measured[1])
-    low, middle, high = statistics.quantiles([m / d for d, m in zip(*times, strict=True)], n=4)
-    name = "bf16" if dtype else "fp32"
-    return (
-        f"{num_experts:3d} experts, top {top_k}, {name}: {middle:.3f} ({low:.3f} to {high:.3f}), "
-        f"dense {statistics.median(times[0]) * 1e3:.1f} ms, moe {statistics.median(times[1]) * 1e3:.1f} ms"
-    )
+    ratios = Spread.of(moe / dense for dense, moe in zip(*times, strict=True))
+    return ratios, 1e3 * statistics.median(times[0]), 1e3 * statistics.median(times[1])
 
 
-def cpu_name() -> str:
-    """The processor's model, where Linux tells it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.machine()
-    return next(
-        (line.split(":")[1].strip() for line in lines if line.startswith("model name")), "unknown CPU"
-    )
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--pairs", type=int, default=15)
-    parser.add_argument("--hidden_size", type=int, default=512)
-    parser.add_argument("--intermediate_size", type=int, default=1408)
-    arguments = parser.parse_args()
-    if arguments.pairs < 2:
-        parser.error("--pairs: expected at least 2, which quartiles need")
+def run(arguments: argparse.Namespace) -> None:
+    """Prints a row per number of experts and precision."""
     torch.set_num_threads(1)
-    revision = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
-    malloc = {name: value for name, value in os.environ.items() if name.startswith("MALLOC_")}
-    commit = revision.stdout.strip() or "unknown"
-    print(f"commit {commit}, torch {torch.__version__}, {cpu_name()}, malloc {malloc or 'as it is'}")
+    keep_freed_memory()
     for dtype in (None, torch.bfloat16):
+        precision, worst = "bf16" if dtype else "fp32", 0.0
         for num_experts, top_k in CHOICES:
-            print(ratio(arguments, num_experts, top_k, dtype), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+            found, dense, moe = ratio(arguments, num_experts, top_k, dtype)
+            name = f"{num_experts:3d} experts, top {top_k}, {precision}"
+            print(f"{name}  {found.text()}, dense {dense:.1f} ms, moe {moe:.1f} ms", flush=True)
+            worst = max(worst, found.median)
+        description = f"experts at most {GOAL_RATIO} times a dense layer of equal FLOPs, {precision}"
+        print(goal(description, worst <= GOAL_RATIO), flush=True)

@@ -12,7 +12,7 @@ _interpreter = time.process_time()
 
 import functools  # noqa: E402  # the clock starts before them
 import json  # noqa: E402
-from collections import Counter  # noqa: E402
+from collections import defaultdict  # noqa: E402
 from typing import Any  # noqa: E402
 
 
@@ -20,7 +20,7 @@ class Parts:
     """CPU seconds by the part of the start-up."""
 
     def __init__(self, interpreter: float):
-        self.seconds: Counter[str] = Counter(interpreter=interpreter)
+        self.seconds: dict[str, float] = defaultdict(float, interpreter=interpreter)
 
     def watch(self, part: str, owner: Any, *names: str) -> None:
         """Count what calls of `owner.name` take from now on; they must not nest."""

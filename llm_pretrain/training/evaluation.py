@@ -38,7 +38,7 @@ class Evaluator:
 
     @torch.no_grad()
     def __call__(self) -> dict[str, float] | None:
-        """The `eval/*` metrics; None when a rank gave up. Raises nothing of its own."""
+        """The `eval/*` metrics, none without validation tokens; None when a rank gave up."""
         model, _ = self.engine.model_and_optimizer()
         was_training = model.training
         model.eval()

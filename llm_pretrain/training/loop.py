@@ -94,7 +94,9 @@ class Training:
     def _train(self, batches: Iterable[Batch]) -> int:
         config, progress = self.config, self.progress
         saved_step = progress.step if self.saving.holds(progress.step) else None
-        if progress.step == 0:
+        if progress.evaluation_owed:
+            saved_step = None  # the checkpoint says so; at the run's end another must not
+        if progress.step == 0 or progress.evaluation_owed:
             self._evaluate_and_write(due=config.evaluation.eval_steps > 0)
         stopping = self._stop_agreed()
         remaining = windows(batches, config.gradient_accumulation_steps(self.engine.world_size))
@@ -128,8 +130,13 @@ class Training:
         return eval_steps > 0 and (step % eval_steps == 0 or step == self.config.training.max_steps)
 
     def _evaluate_and_write(self, *, due: bool) -> None:
-        """Evaluate if due, and write the step's row: one row per step, whole."""
-        if due and (metrics := self.evaluator()):
+        """Evaluate if due, and write the step's row: one row per step, whole.
+
+        An evaluation that a stop signal cut short is owed: the resumed run writes it as a row of its own.
+        """
+        metrics = self.evaluator() if due else {}
+        self.progress.evaluation_owed = metrics is None
+        if metrics:
             self.recorder.evaluation(metrics)
         self.recorder.flush()
 
@@ -160,7 +167,7 @@ class Training:
         step, console = self.progress.step, self.recorder.console
         if saved_step != step:
             self._save()
-        if step < self.config.training.max_steps:
+        if step < self.config.training.max_steps or self.progress.evaluation_owed:
             reason = self.stop.signal.name if self.stop.signal else "a signal to another rank"
             self.status.ended(step, EXIT_PREEMPTED, reason)
             console.info(f"stopped by {reason} after step {step}; start the same command again to continue")

@@ -21,6 +21,8 @@ class Progress:
         skipped_in_a_row: Skipped steps since the last one that moved the parameters.
         digest: int64 [8], sample digests summed since the last row.
         wandb_id: Of the run at Weights & Biases, so that a resumed run continues it.
+        evaluation_owed: This step's evaluation was given up because a stop was asked for; the resumed run
+            makes up for it, so that stopping leaves no gap in the evaluations.
     """
 
     step: int = 0
@@ -28,6 +30,7 @@ class Progress:
     skipped_in_a_row: int = 0
     digest: Tensor = field(default_factory=lambda: torch.zeros(DIGEST_WORDS, dtype=torch.int64))
     wandb_id: str | None = None
+    evaluation_owed: bool = False
 
     def advance(self, result: StepResult) -> None:
         """Count one finished step."""
@@ -43,7 +46,11 @@ class Progress:
 
     def extra(self) -> dict[str, object]:
         """What goes into a checkpoint beside step, tokens and wandb id; plain JSON."""
-        return {"skipped_in_a_row": self.skipped_in_a_row, "digest": self.digest.tolist()}
+        return {
+            "skipped_in_a_row": self.skipped_in_a_row,
+            "digest": self.digest.tolist(),
+            "evaluation_owed": self.evaluation_owed,
+        }
 
     @classmethod
     def resumed(cls, step: int, tokens_seen: int, wandb_id: str | None, extra: dict) -> Progress:
@@ -54,4 +61,5 @@ class Progress:
             skipped_in_a_row=extra["skipped_in_a_row"],
             digest=torch.tensor(extra["digest"], dtype=torch.int64),
             wandb_id=wandb_id,
+            evaluation_owed=extra.get("evaluation_owed", False),
         )

@@ -21,6 +21,7 @@ from support.launching import (
     checkpoint_tensors,
     environment,
     finish,
+    kill_outright,
     launch,
     start,
 )
@@ -47,25 +48,29 @@ def reference(options: list[str], tmp_path_factory: pytest.TempPathFactory) -> F
 
 
 def kill_at(launcher: str, folder: Path, options: list[str], step: int, number: int) -> Finished:
-    """Start on two processes and send a signal when the row of `step` is written."""
+    """Start on two processes and send a signal when the row of `step` is written; SIGKILL to all of them."""
     process = start(launcher, 2, folder, options)
     metrics, deadline = folder / "metrics.jsonl", time.monotonic() + TIMEOUT_SECONDS
     while not (metrics.exists() and f'"step": {step},' in metrics.read_text()):
         assert process.poll() is None, f"ended before step {step}:\n{process.communicate()[0][-4000:]}"
         assert time.monotonic() < deadline, f"step {step} not reached"
         time.sleep(0.01)
-    os.killpg(process.pid, number)
+    if number == signal.SIGKILL:
+        kill_outright(process)
+    else:
+        os.killpg(process.pid, number)
     return finish(process, folder)
 
 
 @pytest.fixture(scope="module")
 def killed(options: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A folder per launcher, left behind by `kill -9` of the whole process group."""
+    """A folder per launcher, left behind by `kill -9` of the launcher and both workers."""
     folders = {}
     for launcher in ("torchrun", "accelerate"):
         folders[launcher] = tmp_path_factory.mktemp(f"killed-{launcher}") / "run"
         finished = kill_at(launcher, folders[launcher], options, KILL_STEP, signal.SIGKILL)
         assert finished.exit_code == -signal.SIGKILL
+        assert newest_checkpoint(folders[launcher]) % SAVE_STEPS == 0, "it had the time to save"
     return folders
 
 

@@ -10,7 +10,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -433,20 +432,24 @@ def test_an_output_folder_that_cannot_be_written(refusal: Refusal, plain_store: 
 
 def test_two_runs_in_one_folder(refusal: Refusal, plain_store: Path, tmp_path: Path):
     folder = tmp_path / "run"
-    endless = [*options(folder, plain_store, steps=100_000), "--checkpoint.save_steps", "0"]
+    endless = [*options(folder, plain_store, steps=1_000_000), "--checkpoint.save_steps", "0"]
     first = start("torchrun", 1, folder, endless)
-    status, deadline = folder / "status.json", time.monotonic() + TIMEOUT_SECONDS
-    while not (folder / "metrics.jsonl").exists():
-        assert first.poll() is None, first.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    before = status.read_text()
-    refusal.of_training(endless, 73, str(folder), "locked", f"process {first.pid}", "run.name")
-    assert status.read_text() == before
-    assert json.loads(before)["state"] == "running"
-    os.kill(first.pid, signal.SIGTERM)
-    assert finish(first, folder).exit_code == 75
-    assert Finished(0, "", folder).status["reason"] == "SIGTERM"
+    try:
+        deadline = time.monotonic() + TIMEOUT_SECONDS
+        while not (folder / "metrics.jsonl").exists():
+            assert first.poll() is None, first.communicate()[0]
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        before = (folder / "status.json").read_text()
+        named = [str(folder), "locked", f"process {first.pid}", "run.name"]
+        refusal.of_training(options(folder, plain_store), 73, *named)
+        assert (folder / "status.json").read_text() == before
+        assert json.loads(before)["state"] == "running"
+    finally:
+        first.terminate()
+        finished = finish(first, folder)
+    assert finished.exit_code == 75
+    assert finished.status["reason"] == "SIGTERM"
 
 
 def test_an_interruption_before_the_run_begins_is_quiet(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import torch
 
 from llm_pretrain.tracking import read_metrics
@@ -96,12 +97,24 @@ def start(
     )
 
 
+def kill_outright(process: subprocess.Popen[str]) -> None:
+    """`kill -9` of the launcher and all that it started, at once.
+
+    torchrun gives every worker a session of its own: a signal to the launcher's process group does not
+    reach them, and they would take their time to save.
+    """
+    launcher = psutil.Process(process.pid)
+    for member in [*launcher.children(recursive=True), launcher]:
+        with suppress(psutil.NoSuchProcess):
+            member.kill()
+
+
 def finish(process: subprocess.Popen[str], folder: Path, timeout: float = TIMEOUT_SECONDS) -> Finished:
-    """Wait for a started script; end its whole group if it hangs."""
+    """Wait for a started script; end all of its processes if it hangs."""
     try:
         output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
+        kill_outright(process)
         output, _ = process.communicate()
         raise AssertionError(f"no end within {timeout} s; it printed:\n{output[-4000:]}") from None
     return Finished(process.returncode, output, folder)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import train_pretrain
 from llm_pretrain.model import Decoder, DecoderOutput
+from llm_pretrain.training.evaluation import Evaluator
 
 TINY = str(ROOT / "configs" / "tiny-moe.yaml")
 
@@ -179,6 +180,32 @@ def test_a_signal_before_the_first_step_stops_without_training(
     assert json.loads((folder / "status.json").read_text())["state"] == "preempted"
     monkeypatch.undo()
     assert train(*options(plain_store, folder)) == 0
+
+
+@pytest.mark.parametrize("step", [3, 6])
+def test_an_evaluation_cut_short_by_a_signal_is_made_up_for(
+    plain_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+):
+    """Also the last one: a run is not finished without it."""
+    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+    assert train(*options(plain_store, straight)) == 0
+    evaluate, called = Evaluator.__call__, []
+
+    def interrupted(self: Evaluator) -> dict[str, float] | None:
+        called.append(self)
+        if len(called) == 1 + step // 3:  # the first is before the first step
+            os.kill(os.getpid(), signal.SIGTERM)
+        return evaluate(self)
+
+    monkeypatch.setattr(Evaluator, "__call__", interrupted)
+    assert train(*options(plain_store, stopped)) == 75
+    assert "eval/loss" not in Finished(0, "", stopped).rows[step]
+    monkeypatch.undo()
+    assert train(*options(plain_store, stopped)) == 0
+    run = Finished(0, "", stopped)
+    assert run.exact_rows() == Finished(0, "", straight).exact_rows()
+    assert train(*options(plain_store, stopped)) == 0
+    assert Finished(0, "", stopped).raw_steps() == run.raw_steps(), "a finished run is left as it is"
 
 
 def test_activation_checkpointing_and_workers_change_nothing(plain_store: Path, tmp_path: Path):

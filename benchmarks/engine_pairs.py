@@ -1,0 +1,73 @@
+"""Steps of both scripts' engines in turns, in the same processes: run by the benchmark `launchers`.
+
+    torchrun --nproc_per_node W -m benchmarks.engine_pairs OPTIONS
+
+Prints each engine's CPU seconds per step, summed over the ranks, as a line of JSON, last of all. Both engines
+train on the same batches and end with the same parameters. No benchmark by itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+
+import torch
+
+from llm_pretrain.config import Config, load_config, resolve_model
+from llm_pretrain.data import Batch, global_batches, open_stores
+from llm_pretrain.model import Decoder, initialize_weights
+from llm_pretrain.training import Engine, prepare_process
+from llm_pretrain.training.loop import windows
+from llm_pretrain.training.optimizers import build_optimizer
+from train_pretrain import TorchrunEngine
+from train_pretrain_accelerate import AccelerateEngine
+
+
+class Steps:
+    """One engine with a model of its own, step by step."""
+
+    def __init__(self, config: Config, engine: Engine):
+        self.engine, self.seconds = engine, []
+        model = Decoder(config.model)
+        initialize_weights(model, config.run.seed)
+        loader = global_batches(config, start_step=0, world_size=engine.world_size)
+        batches = engine.prepare(model, build_optimizer(model, config.optimizer), loader)
+        self.windows = windows(batches, config.gradient_accumulation_steps(engine.world_size))
+
+    def step(self) -> None:
+        """Fetch the next batches and take a step."""
+        before = time.process_time()
+        micro_batches: list[Batch] = next(self.windows)
+        self.engine.train_step(micro_batches)
+        self.seconds.append(time.process_time() - before)
+
+
+def main() -> int:
+    """Takes the steps that the command line says; rank 0 prints."""
+    config = load_config(sys.argv[1:])
+    prepare_process(config)
+    config = resolve_model(config, open_stores(config)[0].vocab_size)
+    # torchrun's comes first: it starts the process group that Accelerate then finds
+    sides = [Steps(config, TorchrunEngine(config)), Steps(config, AccelerateEngine(config))]
+    for number in range(config.training.max_steps):
+        for side in sides if number % 2 else reversed(sides):
+            side.step()
+    engine = sides[0].engine
+    per_rank = engine.gather_objects({side.engine.launcher: side.seconds for side in sides})
+    parameters = [list(side.engine.model_and_optimizer()[0].parameters()) for side in sides]
+    assert all(torch.equal(one, other) for one, other in zip(*parameters, strict=True)), "paths differ"
+    if engine.rank == 0:
+        sums = {
+            name: [sum(step) for step in zip(*(rank[name] for rank in per_rank), strict=True)]
+            for name in per_rank[0]
+        }
+        print(json.dumps(sums), flush=True)
+    engine.gather_objects(None)
+    sys.stdout.flush()
+    os._exit(0)  # two engines share one process group; neither may close it under the other
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""The benchmarks start and are written down. Their figures are never asserted: machines differ."""
+
+from __future__ import annotations
+
+import argparse
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from benchmarks.__main__ import BENCHMARKS, main
+from benchmarks.measuring import ROOT, Spread
+from benchmarks.startup import import_costs
+
+RESULTS = (ROOT / "docs" / "benchmarks.md").read_text()
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_each_name_runs_with_default_options_and_is_documented(name: str):
+    module = import_module(f"benchmarks.{name}")
+    parser = argparse.ArgumentParser()
+    module.add_arguments(parser)
+    parser.parse_args([])
+    assert callable(module.run)
+    assert f"python -m benchmarks {name}" in RESULTS
+
+
+def test_no_benchmark_is_left_out_of_the_list():
+    runnable = {
+        path.stem
+        for path in Path(ROOT / "benchmarks").glob("*.py")
+        if "def add_arguments(" in path.read_text()
+    }
+    assert runnable == set(BENCHMARKS)
+
+
+def test_an_unknown_name_is_a_usage_error(capsys: pytest.CaptureFixture[str]):
+    assert main(["speed"]) == 2
+    assert "startup" in capsys.readouterr().err
+
+
+def test_a_spread_is_median_and_extremes():
+    assert Spread.of([3.0, 1.0, 2.0, 10.0]) == Spread(2.5, 1.0, 10.0)
+    assert Spread(2.5, 1.0, 10.0).text("ms", 1) == "2.5 ms (1.0 to 10.0)"
+
+
+def test_import_costs_are_summed_by_package():
+    trace = (
+        "import time:       200 |        500 |   torch.nn.modules\nimport time:  100 | 100 | torch.nn\nnoise"
+    )
+    assert import_costs(trace)["torch.nn"] == pytest.approx(300e-6)
