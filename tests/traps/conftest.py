@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.corpora import make_store
 from support.engines import reset_accelerate, small_config
+from support.once import once
 from support.rank_cases import Outcome, case_config, run_ranks
 from support.rank_plan import CASES
 
@@ -18,7 +19,11 @@ from llm_pretrain.config import Config
 @pytest.fixture(scope="session")
 def store_folder(tmp_path_factory) -> Path:
     """A token store in which every other document is a prompt that does not count."""
-    return make_store(tmp_path_factory.mktemp("traps") / "store", documents=150, masked=True, longest=8).path
+
+    def make(folder: Path) -> Path:
+        return make_store(folder / "store", documents=150, masked=True, longest=8).path
+
+    return once(tmp_path_factory, "store", make)
 
 
 @pytest.fixture
@@ -42,19 +47,14 @@ def clean_process(monkeypatch) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def ranks(store_folder, tmp_path_factory) -> dict[str, list[Outcome]]:
-    """What three connected processes did in each case of `rank_plan.CASES`, by case and rank."""
-    return run_ranks(store_folder, tmp_path_factory.mktemp("ranks"))
+    """What three connected processes did in each case of `rank_plan.CASES`, by case and rank.
+
+    Fails where one of them hangs or crashes.
+    """
+    return once(tmp_path_factory, "ranks", lambda folder: run_ranks(store_folder, folder))
 
 
 @pytest.fixture
 def rank_config(store_folder) -> Callable[[str], Config]:
     """The configuration of a case by name."""
     return lambda name: case_config(store_folder, CASES[name])
-
-
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of one set of launched processes stay in one worker, or each worker would launch its own."""
-    for item in items:
-        for name in {"ranks", "launches"}.intersection(getattr(item, "fixturenames", ())):
-            item.add_marker(pytest.mark.xdist_group(f"traps of {name}"))

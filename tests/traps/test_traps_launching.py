@@ -23,6 +23,7 @@ import pytest
 from support.engines import small_config
 from support.launching import environment
 from support.mutation import ROOT
+from support.once import once
 from support.rank_cases import Outcome
 
 from llm_pretrain.config import dump_yaml
@@ -62,31 +63,36 @@ def accelerate(*options: str) -> list[str]:
 @pytest.fixture(scope="session")
 def launches(store_folder, tmp_path_factory) -> dict[str, Launch]:
     """All launches of this file, started together."""
-    files = tmp_path_factory.mktemp("launcher files")
+    return once(tmp_path_factory, "launches", lambda folder: launch_all(store_folder, folder))
+
+
+def launch_all(store: Path, folder: Path) -> dict[str, Launch]:
+    """Launch the probe with every mistake that belongs to a launcher, and at last without any."""
+    config = dump_yaml(small_config(store, training={"max_steps": 1}))
     for name, text in LAUNCHER_FILES.items():
-        (files / f"{name}.yaml").write_text(text)
+        (folder / f"{name}.yaml").write_text(text)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    bare = ["bare accelerator", "bare accelerator, no count of processes", "ours"]
+    count, bare = "no count of processes", "bare accelerator"
     plans: dict[str, tuple[list[str], list[str]]] = {
-        "cpu": (accelerate("--cpu", "--num_processes", str(PROCESSES)), ["no count of processes", "main"]),
-        "multi_cpu": (
-            accelerate("--config_file", str(files / "multi_cpu.yaml")),
-            ["no count of processes", "main"],
-        ),
+        "cpu": (accelerate("--cpu", "--num_processes", str(PROCESSES)), [count, "main"]),
+        "multi_cpu": (accelerate("--config_file", str(folder / "multi_cpu.yaml")), [count, "main"]),
         "fsdp": (
-            accelerate("--config_file", str(files / "fsdp.yaml"), "--main_process_port", "0"),
+            accelerate("--config_file", str(folder / "fsdp.yaml"), "--main_process_port", "0"),
             ["no comparison of settings", "main"],
         ),
-        "torchrun": ([*torchrun, "--nproc_per_node", str(PROCESSES)], bare),
+        "torchrun": (
+            [*torchrun, "--nproc_per_node", str(PROCESSES)],
+            [bare, f"{bare}, {count}", "ours"],
+        ),
     }
-    config = dump_yaml(small_config(store_folder, training={"max_steps": 1}))
     running = []
     for name, (command, variants) in plans.items():
-        folder = tmp_path_factory.mktemp(name)
-        (folder / "config.yaml").write_text(config)
-        running.append((name, folder, start([*command, str(PROBE), str(folder), *variants], folder)))
+        own = folder / name
+        own.mkdir()
+        (own / "config.yaml").write_text(config)
+        running.append((name, own, start([*command, str(PROBE), str(own), *variants], own)))
     try:
-        return {name: finish(process, folder) for name, folder, process in running}
+        return {name: finish(process, own) for name, own, process in running}
     finally:
         for _, _, process in running:
             if process.poll() is None:
