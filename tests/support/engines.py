@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from support.mutation import Edit, mutated
 from support.stepping import Driven, drive, resolved
 
@@ -70,6 +74,25 @@ def run_engine(launcher: str, config: Config, *edits: Edit, windows: Any = None)
         driven = drive(engine, config, windows=windows)
         engine.close()
     return driven
+
+
+@contextmanager
+def rendezvous_in(file: Path) -> Iterator[None]:
+    """Process groups of this process, whoever asks for one, meet in `file` instead of the launcher's store.
+
+    A second group in one store would read the addresses that the first one left there.
+    """
+    connect = dist.init_process_group
+
+    def connect_by_file(*arguments: Any, **options: Any) -> None:
+        options |= {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
+        connect(*arguments, **options | {"init_method": f"file://{file}"})
+
+    dist.init_process_group = connect_by_file
+    try:
+        yield
+    finally:
+        dist.init_process_group = connect
 
 
 def reset_accelerate() -> None:

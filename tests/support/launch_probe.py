@@ -10,9 +10,11 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
-from support.engines import SCRIPTS, reset_accelerate
+import torch.distributed as dist
+from support.engines import SCRIPTS, rendezvous_in, reset_accelerate
 from support.mutation import Edit, mutated
 from support.stepping import drive, resolved
 
@@ -52,7 +54,11 @@ def main(folder: Path, variants: list[str]) -> int:
         if variant == "main":
             reset_accelerate()
             return load_main()(["--config", str(folder / "config.yaml")])
-        found = try_variant(folder, variant)
+        # a mistake's process group must leave nothing in the launcher's store, where the real one follows
+        with nullcontext() if variant == "ours" else rendezvous_in(folder / f"{variant}-rendezvous"):
+            found = try_variant(folder, variant)
+            if dist.is_initialized():
+                dist.destroy_process_group()
         (folder / f"{variant}-{os.getpid()}.json").write_text(json.dumps(found))
     return 0
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from support.engines import ENGINES, SCRIPTS, reset_accelerate, small_config
+from support.engines import ENGINES, SCRIPTS, rendezvous_in, reset_accelerate, small_config
 from support.mutation import ROOT, Edit, mutated
 from support.stepping import Driven, drive
 
@@ -84,12 +84,8 @@ def run_ranks(store: Path, folder: Path, timeout: float = 150) -> dict[str, list
 def run_case(case: Case, store: Path, rendezvous: Path) -> Outcome:
     """Run one case on this rank, in a process group of its own."""
     outcome = Outcome()
-    connect, leave, barrier = dist.init_process_group, dist.destroy_process_group, dist.barrier
+    leave, barrier = dist.destroy_process_group, dist.barrier
     wrapped: Any = lambda: None  # noqa: E731
-
-    def connect_by_file(*arguments: Any, **options: Any) -> None:
-        options |= {"rank": int(os.environ["RANK"]), "world_size": WORLD_SIZE}
-        connect(*arguments, **options | {"init_method": f"file://{rendezvous}"})
 
     def note_barrier(*arguments: Any, **options: Any) -> None:
         outcome.events.append("barrier")
@@ -100,10 +96,9 @@ def run_case(case: Case, store: Path, rendezvous: Path) -> Outcome:
         leave(*arguments, **options)
 
     reset_accelerate()
-    dist.init_process_group, dist.destroy_process_group = connect_by_file, note_leaving
-    dist.barrier = note_barrier
+    dist.destroy_process_group, dist.barrier = note_leaving, note_barrier
     try:
-        with mutated(*case.edits) as load:
+        with rendezvous_in(rendezvous), mutated(*case.edits) as load:
             config = case_config(store, case)
             prepare_process(config)
             engine = getattr(load(SCRIPTS[case.launcher]), ENGINES[case.launcher])(config)
@@ -114,7 +109,7 @@ def run_case(case: Case, store: Path, rendezvous: Path) -> Outcome:
     except Exception as error:
         outcome.error = f"{type(error).__name__}: {error}"
     finally:
-        dist.init_process_group, dist.destroy_process_group, dist.barrier = connect, leave, barrier
+        dist.destroy_process_group, dist.barrier = leave, barrier
         meet(rendezvous)
         if dist.is_initialized():
             leave()

@@ -29,7 +29,8 @@ def config(store_folder) -> Callable[..., Config]:
 
 @pytest.fixture(autouse=True)
 def clean_process(monkeypatch) -> Iterator[None]:
-    """One thread, no launcher's settings, and none of Accelerate's state left over."""
+    """One thread, no GPU, no launcher's settings, and none of Accelerate's state left over."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     threads = torch.get_num_threads()

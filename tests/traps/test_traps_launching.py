@@ -11,6 +11,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -26,7 +28,7 @@ from support.rank_cases import Outcome
 from llm_pretrain.config import dump_yaml
 
 PROBE = ROOT / "tests" / "support" / "launch_probe.py"
-LIMIT_SECONDS = 120
+LIMIT_SECONDS = 180
 """Far above what a launch takes; reached when something hangs."""
 
 PROCESSES = 2
@@ -83,21 +85,29 @@ def launches(store_folder, tmp_path_factory) -> dict[str, Launch]:
         folder = tmp_path_factory.mktemp(name)
         (folder / "config.yaml").write_text(config)
         running.append((name, folder, start([*command, str(PROBE), str(folder), *variants], folder)))
-    return {name: finish(process, folder) for name, folder, process in running}
+    try:
+        return {name: finish(process, folder) for name, folder, process in running}
+    finally:
+        for _, _, process in running:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def start(command: Sequence[str], folder: Path) -> subprocess.Popen[str]:
     path = f"{ROOT}:{ROOT / 'tests'}"
     options = environment() | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     with (folder / "output").open("w") as output:
-        return subprocess.Popen(command, cwd=folder, env=options, stdout=output, stderr=output, text=True)
+        return subprocess.Popen(
+            command, cwd=folder, env=options, stdout=output, stderr=output, text=True, start_new_session=True
+        )
 
 
 def finish(process: subprocess.Popen[str], folder: Path) -> Launch:
     try:
         process.wait(LIMIT_SECONDS)
     except subprocess.TimeoutExpired:
-        process.kill()
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
         raise AssertionError((folder / "output").read_text()[-3000:]) from None
     return Launch(process.returncode, (folder / "output").read_text(), folder)
 
