@@ -76,8 +76,8 @@ class Training:
         self.progress = _progress(resume)
         if self.progress.step > config.training.max_steps:
             raise ConfigError(
-                f"training.max_steps: expected at least {self.progress.step}, the step of the run's checkpoint, found "
-                f" {config.training.max_steps}; raise it or choose another run.name"
+                f"training.max_steps: expected at least {self.progress.step}, the step of the run's "
+                f"checkpoint, found {config.training.max_steps}; raise it or choose another run.name"
             )
         self.status.running(self.progress.step, resume.path if resume else None)
         model = Decoder(config.model, activation_checkpointing=config.training.activation_checkpointing)
