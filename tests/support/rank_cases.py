@@ -9,6 +9,8 @@ batches each, because a division by a power of two changes no bits wherever it s
 
 from __future__ import annotations
 
+import faulthandler
+import gc
 import os
 import pickle
 import signal
@@ -17,6 +19,7 @@ import sys
 import time
 import warnings
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +33,9 @@ from support.stepping import Driven, drive
 from llm_pretrain.training import prepare_process
 
 WORLD_SIZE = 3
+HANG_SECONDS = 45
+"""A case takes a second; after this long a rank says where it stands and gives up."""
+
 BASE: dict[str, dict[str, Any]] = {"training": {"global_batch_size": 18, "max_steps": 2}}
 
 
@@ -85,38 +91,44 @@ def run_case(case: Case, store: Path, rendezvous: Path) -> Outcome:
     """Run one case on this rank, in a process group of its own."""
     outcome = Outcome()
     leave, barrier = dist.destroy_process_group, dist.barrier
-    wrapped: Any = lambda: None  # noqa: E731
+    reset_accelerate()
+    try:
+        with rendezvous_in(rendezvous):
+            _train(case, store, outcome)
+    except Exception as error:
+        outcome.error = f"{type(error).__name__}: {error}"
+    dist.destroy_process_group, dist.barrier = leave, barrier
+    gc.collect()  # whatever the case left behind: this process is to live on
+    meet(rendezvous)
+    if dist.is_initialized():
+        leave()
+    return outcome
+
+
+def _train(case: Case, store: Path, outcome: Outcome) -> None:
+    """Train and close, noting in which order; the group itself is left later, when nothing hangs on it."""
+    wrapped: Callable[[], Any] = lambda: None  # noqa: E731
+    barrier = dist.barrier
 
     def note_barrier(*arguments: Any, **options: Any) -> None:
         outcome.events.append("barrier")
         barrier(*arguments, **options)
 
-    def note_leaving(*arguments: Any, **options: Any) -> None:
+    def note_leaving(*_: Any, **__: Any) -> None:
         outcome.events.append("leave" if wrapped() is None else "leave with a live model")
-        leave(*arguments, **options)
 
-    reset_accelerate()
     dist.destroy_process_group, dist.barrier = note_leaving, note_barrier
-    try:
-        with rendezvous_in(rendezvous), mutated(*case.edits) as load:
-            config = case_config(store, case)
-            prepare_process(config)
-            engine = getattr(load(SCRIPTS[case.launcher]), ENGINES[case.launcher])(config)
-            outcome.driven = drive(engine, config)
-            wrapped = weakref.ref(engine.model)
-            outcome.events.clear()
-            engine.close()
-    except Exception as error:
-        outcome.error = f"{type(error).__name__}: {error}"
-    finally:
-        dist.destroy_process_group, dist.barrier = leave, barrier
-        meet(rendezvous)
-        if dist.is_initialized():
-            leave()
-    return outcome
+    with mutated(*case.edits) as load:
+        config = case_config(store, case)
+        prepare_process(config)
+        engine = getattr(load(SCRIPTS[case.launcher]), ENGINES[case.launcher])(config)
+        outcome.driven = drive(engine, config)
+        wrapped = weakref.ref(engine.model)
+        outcome.events.clear()
+        engine.close()
 
 
-def meet(rendezvous: Path, timeout: float = 30) -> None:
+def meet(rendezvous: Path, timeout: float = HANG_SECONDS) -> None:
     """Wait until every rank is done with a case: one that failed must not leave another in mid-collective."""
     rendezvous.with_suffix(f".rank{os.environ['RANK']}").touch()
     end = time.monotonic() + timeout
@@ -156,7 +168,9 @@ def run_rank(rank: int, cases: dict[str, Case], store: Path, folder: Path) -> No
     outcomes = {}
     for number, (name, case) in enumerate(cases.items()):
         print(f"rank {rank}: {name}", flush=True)
+        faulthandler.dump_traceback_later(HANG_SECONDS, exit=True)
         outcomes[name] = run_case(case, store, folder / f"rendezvous-{number}")
+    faulthandler.cancel_dump_traceback_later()
     (folder / f"rank-{rank}").write_bytes(pickle.dumps(outcomes))
 
 

@@ -52,6 +52,7 @@ def rank_config(store_folder) -> Callable[[str], Config]:
     return lambda name: case_config(store_folder, CASES[name])
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of one set of launched processes stay in one worker, or each worker would launch its own."""
     for item in items:
