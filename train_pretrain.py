@@ -64,6 +64,7 @@ class TorchrunEngine:
         precision = config.training.precision
         self.autocast_dtype = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
         self.grad_scaler = torch.amp.GradScaler(self.device.type, enabled=precision == "fp16")
+        # what a checkpoint keeps; without fp16 `grad_scaler` passes everything through
         self.scaler = self.grad_scaler if precision == "fp16" else None
         self.accumulation_steps = config.gradient_accumulation_steps(self.world_size)
         self.objective = Objective(config, self.world_size)

@@ -32,7 +32,7 @@ def mismatch(path: Path, differences: list[str]) -> MismatchError:
     """The error for differences that every rank sees alike."""
     error = MismatchError(
         f"checkpoint {path} does not match: {'; '.join(differences)}; "
-        "continue with the configuration it was made with, or start in another folder"
+        "continue with the configuration it was made with, or start another run (run.name)"
     )
     error.shared = True
     return error

@@ -103,7 +103,7 @@ def _write_model(
 
 def _generation_config(token_ids: dict[str, int | None], sequence_length: int) -> dict[str, Any]:
     known = {name: value for name, value in token_ids.items() if value is not None}
-    return {**known, "do_sample": True, "max_length": sequence_length}
+    return {**known, "do_sample": True, "max_new_tokens": sequence_length}
 
 
 def _copy_tokenizer(source: Path, target: Path) -> None:

@@ -47,8 +47,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--on_error",
         choices=["skip", "fail"],
-        default="fail",
-        help="a bad record is counted and left out, or stops with file and line (default: %(default)s)",
+        help="a bad record is counted and left out, or stops with file and line (default: fail)",
+    )
+    parser.add_argument(
+        "--config", metavar="FILE", help="a run's configuration, whose data.on_error is the default here"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace a store that is already there")
     parser.add_argument(
@@ -74,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
                 arguments.tokenizer,
                 arguments.output,
                 validation_fraction=arguments.validation_fraction,
-                on_error=arguments.on_error,
+                on_error=arguments.on_error or _configured(arguments.config),
                 overwrite=arguments.overwrite,
                 workers=arguments.workers,
                 progress=bar.update,
@@ -94,3 +96,12 @@ def run(arguments: argparse.Namespace) -> int:
     if altered := store.facts["altered_documents"]:
         print(f"warning    {altered:,} documents: this tokenizer does not give back their text exactly")
     return 0
+
+
+def _configured(file: str | None) -> str:
+    """`data.on_error` of a configuration file, or the default."""
+    if file is None:
+        return "fail"
+    from llm_pretrain.config import load_config
+
+    return load_config(["--config", file], needs_data=False).data.on_error

@@ -17,6 +17,7 @@ from llm_pretrain.config.tree import (
     TrainingConfig,
 )
 from llm_pretrain.config.validation import validate
+from llm_pretrain.config.yaml_text import YamlError, read_yaml
 
 __all__ = [
     "VOCAB_MULTIPLE",
@@ -32,9 +33,11 @@ __all__ = [
     "ScheduleConfig",
     "SourceConfig",
     "TrainingConfig",
+    "YamlError",
     "dump_yaml",
     "from_dict",
     "load_config",
+    "read_yaml",
     "resolve_model",
     "to_dict",
     "validate",

@@ -5,12 +5,13 @@ A rank's share is chosen by `shard`, or by Accelerate's own wrapper, which picks
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import signal
 import threading
 from collections.abc import Iterator, Sequence
-from multiprocessing import connection
+from multiprocessing import connection, forkserver, resource_tracker
 from pathlib import Path
 from typing import TypeVar
 
@@ -26,6 +27,8 @@ from llm_pretrain.data.token_store import TokenStore
 from llm_pretrain.errors import DataError
 
 _T = TypeVar("_T")
+
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class MicroBatchSampler:
@@ -195,6 +198,10 @@ def _assembler(config: Config, sources: Sequence[PackedSource]) -> Assembler:
 def _loader(dataset: Dataset[Batch], sampler: MicroBatchSampler, num_workers: int) -> DataLoader[Batch]:
     """Workers are started apart from this process's threads, so that none inherits a lock that is held."""
     method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+    if num_workers:
+        atexit.register(_end_workers)
+    if num_workers and method == "forkserver":
+        _start_fork_server()
     return DataLoader(
         dataset,
         batch_sampler=sampler,  # type: ignore[arg-type]  # torch types it Sampler, and takes any iterable
@@ -210,11 +217,32 @@ def _as_it_is(batch: _T) -> _T:
     return batch
 
 
+def _start_fork_server() -> None:
+    """Start what workers are forked from, once, with stop signals blocked; what it forks inherits that.
+
+    torchrun signals a training process's whole group. Python's server would die of it, and its workers
+    with it, before the training process has finished its step and saved.
+    """
+    for ensure_running in (resource_tracker.ensure_running, forkserver.ensure_running):
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
+        try:
+            ensure_running()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _start_worker(_: int) -> None:
     """Signals are the training process's to handle: it finishes the step, and needs its batches for that."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for number in _STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_die_with_parent, daemon=True).start()
+
+
+def _end_workers() -> None:
+    """At exit Python sends SIGTERM to its daemons and waits for them; ours would never hear it."""
+    for worker in multiprocessing.active_children():
+        if worker.daemon:
+            worker.kill()
 
 
 def _die_with_parent() -> None:

@@ -41,6 +41,8 @@ SPACE_SPLIT: dict[str, Any] = {
 }
 """How a tokenizer.json says that every run of spaces begins a segment, which no token crosses."""
 
+_TOKENIZER_PATTERNS = ("*token*", "vocab*", "*.model", "*.tiktoken")
+"""What the files of every Hugging Face tokenizer are called, older ones without `tokenizer.json` too."""
 _SEGMENTS = (
     re.compile(r"[ ▁]*[^\W\d_]+|[ ▁]*(?:[^\w ▁]|[\d_])+|[ ▁]+"),  # letters apart from everything else
     re.compile(r"[ ▁]+[^ ▁]*|[^ ▁]+"),
@@ -148,6 +150,9 @@ def open_tokenizer(folder: str | Path) -> Tokenizer:
 
 def convert_tokenizer(folder: str | Path, target: Path) -> None:
     """Writes a folder without `tokenizer.json` (an older Hugging Face tokenizer) with one into `target`."""
+    folder = Path(folder)
+    if not any(path for pattern in _TOKENIZER_PATTERNS for path in folder.glob(pattern)):
+        raise DataError(f"{folder}: expected a Hugging Face tokenizer folder, found no tokenizer.json in it")
     from transformers import AutoTokenizer
 
     try:

@@ -148,6 +148,11 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
 def read_config(folder: str | Path) -> dict:
     """A weights folder's `config.json`; CheckpointError where there is none or it is broken."""
     path = Path(folder) / "config.json"
+    if not path.exists():
+        raise CheckpointError(
+            f"{path}: expected a weights folder's config.json, found none; "
+            "name a folder such as RUN/weights/step-00000100"
+        )
     try:
         return json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:

@@ -11,9 +11,10 @@ import torch
 from llm_pretrain.checkpoints import ResumePoint
 from llm_pretrain.config import Config, dump_yaml, resolve_model
 from llm_pretrain.data import Batch, TokenStore, evaluation_batches, global_batches, open_stores
-from llm_pretrain.errors import EXIT_PREEMPTED, DivergedError
+from llm_pretrain.errors import EXIT_PREEMPTED, ConfigError, DivergedError
 from llm_pretrain.model import Decoder, count_parameters, initialize_weights, update_router_bias
 from llm_pretrain.training.agreement import on_every_rank, on_first_rank
+from llm_pretrain.training.changes import changed_settings
 from llm_pretrain.training.engine import Engine
 from llm_pretrain.training.evaluation import Evaluator, zlib_bits_per_byte
 from llm_pretrain.training.objective import expert_counts
@@ -73,6 +74,11 @@ class Training:
         config, engine = self.config, self.engine
         resume = on_every_rank(engine, self.saving.find)
         self.progress = _progress(resume)
+        if self.progress.step > config.training.max_steps:
+            raise ConfigError(
+                f"training.max_steps: expected at least {self.progress.step}, the step of the run's "
+                f"checkpoint, found {config.training.max_steps}; raise it or choose another run.name"
+            )
         self.status.running(self.progress.step, resume.path if resume else None)
         model = Decoder(config.model, activation_checkpointing=config.training.activation_checkpointing)
         initialize_weights(model, config.run.seed)
@@ -85,10 +91,10 @@ class Training:
         if resume is not None:
             self.saving.restore(resume)
         self.evaluator = self._build_evaluator()
-        on_first_rank(engine, lambda: self.folder.config.write_text(dump_yaml(config)))
+        changes = on_first_rank(engine, self._write_config)
         self.recorder = Recorder(config, engine, self.folder, self.progress)
         with closing(self.recorder):
-            self._announce(resume)
+            self._announce(resume, changes or [])
             return self._train(batches)
 
     def _train(self, batches: Iterable[Batch]) -> int:
@@ -184,7 +190,13 @@ class Training:
         )
         return Evaluator(self.engine, batches, self.stores[0], lambda: self.stop.requested)
 
-    def _announce(self, resume: ResumePoint | None) -> None:
+    def _write_config(self) -> list[str]:
+        """Replace the folder's configuration by this attempt's; returns what that changes."""
+        changes = changed_settings(self.folder.config, self.config)
+        self.folder.config.write_text(dump_yaml(self.config))
+        return changes
+
+    def _announce(self, resume: ResumePoint | None, changes: list[str]) -> None:
         config, engine, console = self.config, self.engine, self.recorder.console
         training, size = config.training, count_parameters(config.model)
         console.info(
@@ -200,7 +212,11 @@ class Training:
         if resume is not None:
             for warning in resume.warnings:
                 console.warning(warning)
+            for change in changes:
+                console.warning(f"changed since the attempt before: {change}")
             console.info(f"resumed from {resume.path} (written by {resume.launcher} x {resume.world_size})")
+            if resume.step == training.max_steps:
+                console.info(f"nothing left to do: training.max_steps is {training.max_steps}")
 
 
 def _progress(resume: ResumePoint | None) -> Progress:

@@ -100,7 +100,7 @@ def test_folder_holds_weights_config_and_tokenizer(tmp_path, tokenizer_folder, n
     assert (config["model_type"], config["bos_token_id"]) == ("qwen3_moe", 1)
     assert config["torch_dtype"] == str(dtype).removeprefix("torch.")
     generation = json.loads((path / "generation_config.json").read_text())
-    assert generation == {"bos_token_id": 1, "eos_token_id": 2, "do_sample": True, "max_length": 48}
+    assert generation == {"bos_token_id": 1, "eos_token_id": 2, "do_sample": True, "max_new_tokens": 48}
     assert all(value.equal(before[key]) for key, value in model.state_dict().items())
 
 

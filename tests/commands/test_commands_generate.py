@@ -100,3 +100,9 @@ def test_help_ends_in_examples():
     parser = argparse.ArgumentParser(prog="llm-pretrain generate")
     generate.add_arguments(parser)
     assert parser.format_help().rstrip().splitlines()[-1].startswith("  llm-pretrain generate")
+
+
+def test_a_folder_without_weights_is_told_what_is_expected(tmp_path, capsys):
+    for folder in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(CheckpointError, match=r"config\.json: .*name a folder such as RUN/weights/step-"):
+            run(capsys, str(folder), "--prompt", "a")

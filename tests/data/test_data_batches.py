@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -166,29 +167,43 @@ def test_workers_give_the_same_batches(masked_store: TokenStore):
     assert all(equal(a, b) for a, b in zip(plain, worked, strict=True))
 
 
-def test_workers_die_with_the_process_that_is_killed(masked_store: TokenStore, tmp_path: Path):
-    script = tmp_path / "script.py"
-    script.write_text(
-        """if __name__ == "__main__":
+SCRIPT = """if __name__ == "__main__":
     import sys, time, psutil
     from support.corpora import make_config
     from llm_pretrain.data import TokenStore, global_batches
     config = make_config(TokenStore(sys.argv[1]), max_steps=1000, num_workers=1)
     next(batches := iter(global_batches(config, start_step=0, world_size=1)))
     print(*[child.pid for child in psutil.Process().children(recursive=True)], flush=True)
-    time.sleep(60)
+    time.sleep(float(sys.argv[2]))
 """
-    )
+
+
+def start_with_a_worker(store: TokenStore, folder: Path, seconds: float) -> subprocess.Popen[str]:
+    """A process that takes one batch, prints its children's ids, waits and ends in the midst of an epoch."""
+    script = folder / "script.py"
+    script.write_text(SCRIPT)
     roots = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(roots)}
-    command = [sys.executable, str(script), str(masked_store.path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+    command = [sys.executable, str(script), str(store.path), str(seconds)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+
+
+def test_workers_die_with_the_process_that_is_killed(masked_store: TokenStore, tmp_path: Path):
+    with start_with_a_worker(masked_store, tmp_path, 60) as process:
         assert process.stdout
         children = [psutil.Process(int(pid)) for pid in process.stdout.readline().split()]
         process.kill()
     assert len(children) >= 2  # the worker and what started it
     _, alive = psutil.wait_procs(children, timeout=15)
     assert not alive
+
+
+def test_a_process_does_not_wait_for_workers_when_it_ends(masked_store: TokenStore, tmp_path: Path):
+    with start_with_a_worker(masked_store, tmp_path, 0) as process:
+        try:
+            assert process.wait(timeout=30) == 0
+        finally:
+            process.kill()
 
 
 def test_the_digest_is_of_slot_store_sequence_and_arrays(masked_store: TokenStore):
@@ -215,6 +230,20 @@ def test_the_digest_stays_on_the_cpu_and_the_rest_moves(store: TokenStore):
     assert {tensor.device.type for tensor in moved.model_inputs().values()} == {"meta"}
     assert moved.digest.device.type == "cpu"
     assert list(moved.model_inputs()) == ["input_ids", "position_ids", "document_ids", "labels", "loss_mask"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], ids=str)
+def test_a_stop_signal_to_the_process_group_leaves_workers_alone(store: TokenStore, number: signal.Signals):
+    """The training process still needs its batches; torchrun signals a worker's whole group."""
+    iterator = iter(global_batches(make_config(store, num_workers=1), start_step=0, world_size=1))
+    next(iterator)
+    family = psutil.Process().children(recursive=True)
+    assert any("forkserver" in " ".join(member.cmdline()) for member in family)
+    for member in family:
+        member.send_signal(number)
+    gone, _ = psutil.wait_procs(family, timeout=0.5)
+    assert not gone
+    next(iterator)
 
 
 def test_a_mixture_takes_its_shares_from_both_stores(store: TokenStore, tmp_path: Path):

@@ -11,6 +11,7 @@ from support.corpora import make_tokenizer
 
 from llm_pretrain.data import Tokenizer, open_tokenizer, train_sentencepiece_bpe
 from llm_pretrain.data.sentencepiece_bpe import _cuts
+from llm_pretrain.data.tokenizers import convert_tokenizer
 from llm_pretrain.errors import DataError
 
 # U+2581 is how SentencePiece writes a space; it alone cannot tell the two apart (see the test of it below).
@@ -147,6 +148,12 @@ def test_a_broken_tokenizer_folder_is_named(tmp_path: Path, file: str, content: 
         (folder / file).write_text(content)
     with pytest.raises(DataError, match=message):
         open_tokenizer(folder)
+
+
+def test_a_folder_of_something_else_is_no_tokenizer(tmp_path: Path):
+    (tmp_path / "store.json").write_text("{}")
+    with pytest.raises(DataError, match=r"found no tokenizer\.json in it$"):
+        convert_tokenizer(tmp_path, tmp_path / "converted")
 
 
 def test_every_cut_of_a_piece_is_listed_once():

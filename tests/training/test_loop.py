@@ -228,3 +228,23 @@ def test_the_model_is_given_back_unwrapped(plain_store: Path, tmp_path: Path):
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
     assert not any(name.startswith(("module.", "_orig_mod.")) for name in tensors)
     assert isinstance(load_pretrained(folder / "weights" / "step-00000006"), Decoder)
+
+
+def test_a_changed_setting_is_reported_and_a_lower_end_is_refused(
+    plain_store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    folder = tmp_path / "run"
+    short = ("--evaluation.eval_steps", "0", "--training.max_steps", "3")
+    assert train(*options(plain_store, folder, *short)) == 0
+    capsys.readouterr()
+    longer = ("--training.max_steps", "4", "--optimizer.learning_rate", "1e-3")
+    assert train(*options(plain_store, folder, *short, *longer)) == 0
+    said = capsys.readouterr().err
+    assert "optimizer.learning_rate: 0.003 -> 0.001" in said
+    assert "training.max_steps: 3 -> 4" in said
+    written = (folder / "config.yaml").read_text()
+    assert train(*options(plain_store, folder, *short)) == 2
+    assert "training.max_steps: expected at least 4" in capsys.readouterr().err
+    assert (folder / "config.yaml").read_text() == written
+    assert train(*options(plain_store, folder, *short, *longer)) == 0
+    assert "nothing left to do" in capsys.readouterr().out

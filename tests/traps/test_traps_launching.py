@@ -29,7 +29,7 @@ from support.rank_cases import Outcome
 from llm_pretrain.config import dump_yaml
 
 PROBE = ROOT / "tests" / "support" / "launch_probe.py"
-LIMIT_SECONDS = 180
+LIMIT_SECONDS = 400
 """Far above what a launch takes; reached when something hangs."""
 
 PROCESSES = 2
