@@ -57,7 +57,7 @@ bench: $(STORE)/store.json  ## Measure: make bench NAME=startup; docs/benchmarks
 lint: $(VENV)/.installed  ## Lint, format check, types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 clean:  ## Remove the environment and everything generated
 	rm -rf $(VENV) runs data/stores data/tokenizers build *.egg-info
