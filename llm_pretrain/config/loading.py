@@ -250,7 +250,7 @@ def _help_text(prog: str) -> str:
     parser = _parser(prog)
     text = re.sub(r"\n  --\w+ CONFIG +Path to .*(?=\n)", "", parser.format_help())
     text = re.sub(r"\n  --data\.sources\.help .*(?:\n {20,}.*)*", "", text)
-    text = re.sub(r"(--data\.sources) \[ITEM.*", r"\1 '[{store: FOLDER, weight: 1}, ...]'", text)
+    text = re.sub(r"(--data\.sources) .*--data.*", r"\1 '[{store: FOLDER, weight: 1}, ...]'", text)
     own = f"  --config FILE         {_CONFIG_HELP}\n  --print_config        {_PRINT_HELP}\n"
     return re.sub(r"(\n  -h, --help .*\n)", lambda match: match[1] + own, text, count=1).rstrip()
 
