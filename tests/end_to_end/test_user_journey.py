@@ -37,8 +37,6 @@ from llm_pretrain.data import TokenStore, evaluation_batches
 from llm_pretrain.export import load_pretrained
 from llm_pretrain.model import IGNORE_INDEX
 
-pytestmark = pytest.mark.xdist_group("journey")
-
 AWKWARD = ["</s> is text <s>", "  two spaces\n\n\tand a tab ", "αβγ 𝔘𝔫𝔦 \u3000", " ", "<pad>\r\n\x00end", "🜁"]
 """Texts that a careless tokenizer changes or takes for special tokens."""
 STEPS = {"tiny-moe": 12, "tiny-dense": 300}

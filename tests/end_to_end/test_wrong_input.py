@@ -16,14 +16,12 @@ from pathlib import Path
 
 import pytest
 from support.corpora import make_store, make_texts, make_tokenizer, write_jsonl
-from support.launching import ROOT, TIMEOUT_SECONDS, Finished, finish, launch, start
+from support.launching import ROOT, TIMEOUT_SECONDS, Finished, finish, launch, start, train
 
 import train_pretrain
 from llm_pretrain.__main__ import main as run_command
 from llm_pretrain.data import TokenStore
 from llm_pretrain.data.prepare import Preparation, prepare_store
-
-pytestmark = pytest.mark.xdist_group("wrong_input")
 
 TINY = str(ROOT / "configs" / "tiny-dense.yaml")
 
@@ -36,14 +34,6 @@ def options(folder: Path, *stores: Path, steps: int = 2) -> list[str]:
         *("--training.global_batch_size", "4", "--checkpoint.save_steps", "1"),
         *("--evaluation.eval_steps", "0"),
     ]
-
-
-def train(*arguments: str) -> int:
-    """Exit code of the script's `main`."""
-    try:
-        return train_pretrain.main(list(arguments))
-    except SystemExit as exit_:
-        return int(exit_.code or 0)
 
 
 class Refusal:

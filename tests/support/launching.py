@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import torch
 
+import train_pretrain
 from llm_pretrain.tracking import read_metrics
 
 ROOT = Path(__file__).parent.parent.parent
@@ -134,6 +135,14 @@ def launch(
     if exit_code is not None:
         assert finished.exit_code == exit_code, f"exit code {finished.exit_code}:\n{finished.output[-6000:]}"
     return finished
+
+
+def train(*arguments: str) -> int:
+    """Run the torchrun script's `main` in this process; returns its exit code."""
+    try:
+        return train_pretrain.main(list(arguments))
+    except SystemExit as exit_:
+        return int(exit_.code or 0)
 
 
 def checkpoint_tensors(folder: Path, step: int) -> dict[str, torch.Tensor]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.launching import ROOT, Finished
+from support.launching import ROOT, Finished, train
 from torch import Tensor
 
 import train_pretrain
@@ -26,14 +26,6 @@ def options(store: Path, folder: Path, *more: str) -> list[str]:
         *("--checkpoint.save_steps", "2", "--distributed.cpu_threads", "1"),
         *("--evaluation.max_batches", "1", *more),
     ]
-
-
-def train(*arguments: str) -> int:
-    """Exit code of the script's `main`."""
-    try:
-        return train_pretrain.main(list(arguments))
-    except SystemExit as exit_:
-        return int(exit_.code or 0)
 
 
 def test_a_run_leaves_its_folder_as_documented(plain_store: Path, tmp_path: Path):
