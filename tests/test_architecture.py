@@ -19,10 +19,13 @@ ALLOWED = {
     "model": {"errors", "config"},
     "export": {"errors", "config", "model"},
     "checkpoints": {"errors", "config", "model", "export"},
+    "generation": {"errors", "config", "model"},
     "data": {"errors", "config"},
     "tracking": {"errors", "config"},
-    "training": {"errors", "config", "model", "export", "checkpoints", "data", "tracking"},
-    "commands": {"errors", "config", "model", "export", "checkpoints", "data", "tracking", "training"},
+    "training": {"errors", "config", "model", "export", "checkpoints", "generation", "data", "tracking"},
+    "commands": {
+        *("errors", "config", "model", "export", "checkpoints", "generation", "data", "tracking", "training")
+    },
     "__main__": {"errors", "commands"},
     "__init__": set(),
 }
@@ -36,6 +39,13 @@ SLOW_IMPORTS = {
     "accelerate",
     "tokenizers",
     "jsonargparse",
+    "plotly",
+    "rich",
+    "gguf",
+    "tensorboard",
+    "lm_eval",
+    "jinja2",
+    "pyarrow",
 }
 
 

@@ -1,20 +1,20 @@
 """The configuration tree, its loading and its validation. Knows no other part of the package."""
 
 from llm_pretrain.config.loading import dump_yaml, from_dict, load_config, resolve_model, to_dict
+from llm_pretrain.config.model_config import VOCAB_MULTIPLE, ModelConfig
 from llm_pretrain.config.tree import (
-    VOCAB_MULTIPLE,
     CheckpointConfig,
     Config,
     DataConfig,
     DistributedConfig,
     EvaluationConfig,
     LoggingConfig,
-    ModelConfig,
     OptimizerConfig,
     RunConfig,
     ScheduleConfig,
     SourceConfig,
     TrainingConfig,
+    WeightChange,
 )
 from llm_pretrain.config.validation import validate
 from llm_pretrain.config.yaml_text import YamlError, read_yaml
@@ -33,6 +33,7 @@ __all__ = [
     "ScheduleConfig",
     "SourceConfig",
     "TrainingConfig",
+    "WeightChange",
     "YamlError",
     "dump_yaml",
     "from_dict",

@@ -92,13 +92,13 @@ def check_tree(data: object, origin: str = "") -> tuple[dict[str, dict[str, Any]
 def check_value(name: str, kind: Any, value: object, origin: str = "") -> list[Problem]:
     """The problems of one setting's value, none where it has the type `kind`."""
     item: type | None = get_args(kind)[0] if get_origin(kind) is list else None
-    if item is not None and isinstance(value, list):
+    if dataclasses.is_dataclass(item) and isinstance(value, list):
         return [
             problem
             for index, entry in enumerate(value)
             for problem in _check_entry(item, entry, f"{name}[{index}]", name, origin)
         ]
-    if item is None and _matches(kind, value):
+    if not dataclasses.is_dataclass(item) and _matches(kind, value):
         return []
     line = f"{name}: expected {describe(kind)}, found {show(value)}{_where(origin)}"
     return [Problem(line, (name,))]
@@ -112,7 +112,10 @@ def describe(kind: Any) -> str:
         choices = [str(choice) for choice in get_args(kind)]
         return choices[0] if len(choices) == 1 else "one of " + ", ".join(choices)
     if get_origin(kind) is list:
-        fields = dataclasses.fields(get_args(kind)[0])
+        item = get_args(kind)[0]
+        if not dataclasses.is_dataclass(item):
+            return "a list of " + {str: "texts", float: "numbers"}[item]
+        fields = dataclasses.fields(item)
         return "a list of {" + ", ".join(f"{field.name}: …" for field in fields) + "}"
     words = {int: "an integer", float: "a number", bool: "true or false", str: "text", NoneType: "null"}
     return words[kind]
@@ -184,6 +187,8 @@ def _matches(kind: Any, value: object) -> bool:
         return any(_matches(part, value) for part in get_args(kind))
     if get_origin(kind) is Literal:
         return isinstance(value, str) and value in get_args(kind)
+    if get_origin(kind) is list:
+        return isinstance(value, list) and all(_matches(get_args(kind)[0], entry) for entry in value)
     if kind in (int, float):
         is_int = isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
         return is_int or (kind is float and isinstance(value, float))

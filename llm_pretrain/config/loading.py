@@ -28,7 +28,8 @@ from llm_pretrain.config.checking import (
     settings,
     unknown_setting,
 )
-from llm_pretrain.config.tree import VOCAB_MULTIPLE, Config
+from llm_pretrain.config.model_config import VOCAB_MULTIPLE
+from llm_pretrain.config.tree import Config
 from llm_pretrain.config.validation import validate
 from llm_pretrain.config.yaml_text import YamlError, read_yaml, write_yaml
 from llm_pretrain.errors import ConfigError
@@ -249,8 +250,10 @@ def _help_text(prog: str) -> str:
     """The help, without the options that jsonargparse would add: for whole sections, for a list's end."""
     parser = _parser(prog)
     text = re.sub(r"\n  --\w+ CONFIG +Path to .*(?=\n)", "", parser.format_help())
-    text = re.sub(r"\n  --data\.sources\.help .*(?:\n {20,}.*)*", "", text)
+    text = re.sub(r"\n  --[\w.]+\.help(?: .*)?(?:\n {20,}.*)*", "", text)
     text = re.sub(r"(--data\.sources) .*--data.*", r"\1 '[{store: FOLDER, weight: 1}, ...]'", text)
+    text = re.sub(r"(--data\.weight_changes) .*--data.*", r"\1 '[{step: N, weights: [1, 2]}, ...]'", text)
+    text = re.sub(r"(--evaluation\.sample_prompts) .*--eval.*", r"\1 '[TEXT, ...]'", text)
     own = f"  --config FILE         {_CONFIG_HELP}\n  --print_config        {_PRINT_HELP}\n"
     return re.sub(r"(\n  -h, --help .*\n)", lambda match: match[1] + own, text, count=1).rstrip()
 

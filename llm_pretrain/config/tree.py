@@ -1,7 +1,7 @@
 """The configuration: one tree of frozen dataclasses that decides everything about a run.
 
 Every field is documented here and nowhere else. Loading is in `loading.py`, contradictions between
-fields in `validation.py`. This module imports nothing of the package.
+fields in `validation.py`, the `model` section in `model_config.py`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-VOCAB_MULTIPLE = 64
-"""`model.vocab_size` defaults to the tokenizer's size rounded up to a multiple of this."""
+from llm_pretrain.config.model_config import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -35,99 +34,37 @@ class RunConfig:
 
 
 @dataclass(frozen=True)
-class ModelConfig:
-    """Shape of the decoder, in transformers' vocabulary (Qwen3 and Qwen3-MoE).
-
-    Args:
-        vocab_size: Rows of the embedding. Default: the tokenizer's size, rounded up to a multiple of 64.
-        hidden_size: Width of the residual stream.
-        intermediate_size: Width of a dense layer's SwiGLU.
-        num_hidden_layers: Number of decoder layers.
-        num_attention_heads: Number of query heads.
-        num_key_value_heads: Number of key and value heads (grouped-query attention).
-        head_dim: Width of one head. Default: hidden_size / num_attention_heads.
-        max_position_embeddings: Longest position the exported model promises; at least the sequence length.
-        rms_norm_eps: Epsilon of every RMSNorm.
-        initializer_range: Standard deviation of the initial weights.
-        tie_word_embeddings: Share the embedding with the output projection.
-        attention_dropout: Dropout probability of the attention weights.
-        hidden_dropout: Dropout probability of each block's output, before the residual addition.
-        rope_theta: Base of the rotary frequencies.
-        qk_norm: RMSNorm on queries and keys, per head (Qwen3); without it the model is a Llama or Mixtral.
-        num_experts: Experts per mixture-of-experts layer; 0 makes every layer dense.
-        num_experts_per_tok: Experts chosen for each token.
-        moe_intermediate_size: Width of one expert's SwiGLU. Default: intermediate_size.
-        norm_topk_prob: Normalise the chosen experts' probabilities to sum to one.
-        first_k_dense_replace: Number of leading layers that stay dense.
-        decoder_sparse_step: Every how many layers an expert layer stands (1: all).
-        router_aux_loss_coef: Coefficient of the balance loss.
-        router_aux_loss_scope: Over what the balance loss is taken. `sequence` does not depend on how
-            the batch is split; `micro_batch` (Switch Transformer, transformers) does.
-        router_z_loss_coef: Coefficient of the router's z-loss.
-        router_bias_update_rate: Step of the loss-free balancing bias (arXiv:2408.15664); 0 turns it off.
-    """
-
-    vocab_size: int | None = None
-    hidden_size: int = 512
-    intermediate_size: int = 1408
-    num_hidden_layers: int = 8
-    num_attention_heads: int = 8
-    num_key_value_heads: int = 2
-    head_dim: int | None = None
-    max_position_embeddings: int = 32768
-    rms_norm_eps: float = 1e-6
-    initializer_range: float = 0.02
-    tie_word_embeddings: bool = True
-    attention_dropout: float = 0.0
-    hidden_dropout: float = 0.0
-    rope_theta: float = 1_000_000.0
-    qk_norm: bool = True
-    num_experts: int = 0
-    num_experts_per_tok: int = 2
-    moe_intermediate_size: int | None = None
-    norm_topk_prob: bool = True
-    first_k_dense_replace: int = 0
-    decoder_sparse_step: int = 1
-    router_aux_loss_coef: float = 0.001
-    router_aux_loss_scope: Literal["sequence", "micro_batch"] = "sequence"
-    router_z_loss_coef: float = 0.0
-    router_bias_update_rate: float = 0.0
-
-    @property
-    def attention_head_dim(self) -> int:
-        """Width of one head, resolved."""
-        return self.head_dim or self.hidden_size // self.num_attention_heads
-
-    @property
-    def expert_intermediate_size(self) -> int:
-        """Width of one expert's SwiGLU, resolved."""
-        return self.moe_intermediate_size or self.intermediate_size
-
-    def is_moe_layer(self, layer: int) -> bool:
-        """Whether decoder layer `layer` (from 0) routes to experts."""
-        return (
-            self.num_experts > 0
-            and layer >= self.first_k_dense_replace
-            and (layer + 1) % self.decoder_sparse_step == 0
-        )
-
-    @property
-    def moe_layers(self) -> tuple[int, ...]:
-        """Indices of the layers that route to experts."""
-        return tuple(layer for layer in range(self.num_hidden_layers) if self.is_moe_layer(layer))
-
-
-@dataclass(frozen=True)
 class SourceConfig:
     """One token store of a mixture.
 
     Args:
         store: Folder written by `llm-pretrain prepare`.
         weight: Share of the samples drawn from it, relative to the other sources.
+        name: What metrics call it. Default: the folder's name.
     """
 
     store: str
     weight: float = 1.0
+    name: str | None = None
+
+    @property
+    def label(self) -> str:
+        """What metrics call this source."""
+        return self.name or Path(self.store).name
+
+
+@dataclass(frozen=True)
+class WeightChange:
+    """New weights of the mixture from a step on.
+
+    Args:
+        step: First optimizer step (from 0) that draws with these weights, rounded up to the next block of
+            the sample order.
+        weights: One weight for each of `data.sources`, in their order; 0 leaves a source out.
+    """
+
+    step: int
+    weights: list[float]
 
 
 @dataclass(frozen=True)
@@ -136,6 +73,7 @@ class DataConfig:
 
     Args:
         sources: Token stores and their weights.
+        weight_changes: Weights that replace those of the sources at given steps, in ascending order.
         packing: How documents fill sequences: `best_fit` (few splits, ~no padding), `concat`, or `pad`.
         isolate_documents: Attention never crosses a document inside a sequence.
         seed: Seed of the sample order.
@@ -144,6 +82,7 @@ class DataConfig:
     """
 
     sources: list[SourceConfig] = field(default_factory=list)
+    weight_changes: list[WeightChange] = field(default_factory=list)
     packing: Literal["best_fit", "concat", "pad"] = "best_fit"
     isolate_documents: bool = True
     seed: int = 0
@@ -225,6 +164,7 @@ class CheckpointConfig:
     Args:
         save_steps: Save every this many steps, and at the end; 0 saves at the end only.
         keep_last: Checkpoints and weights to keep; at least 2.
+        keep_best: Keep the weights of the lowest evaluation loss in `weights/best`.
         resume: `auto` continues from the newest sound checkpoint of the run's folder, `never` refuses a
             folder that has checkpoints, a path names a checkpoint folder to start from.
         weights_dtype: Precision of the exported weights.
@@ -232,6 +172,7 @@ class CheckpointConfig:
 
     save_steps: int = 500
     keep_last: int = 2
+    keep_best: bool = True
     resume: str = "auto"
     weights_dtype: Literal["bf16", "fp16"] = "bf16"
 
@@ -243,10 +184,14 @@ class EvaluationConfig:
     Args:
         eval_steps: Evaluate every this many steps, before the first and after the last; 0 turns it off.
         max_batches: Global batches of validation sequences to use. Default: the whole split.
+        sample_prompts: Texts that are continued at every evaluation, into samples.jsonl and the report.
+        sample_tokens: Tokens of each continuation.
     """
 
     eval_steps: int = 500
     max_batches: int | None = None
+    sample_prompts: list[str] = field(default_factory=list)
+    sample_tokens: int = 48
 
 
 @dataclass(frozen=True)
@@ -257,11 +202,15 @@ class LoggingConfig:
         logging_steps: A row in metrics.jsonl, a line on the console every this many steps.
         wandb_mode: Weights & Biases: `disabled`, `offline` (files only) or `online`.
         wandb_project: Its project name.
+        tensorboard: Write TensorBoard files too, under the same keys (extra `tensorboard`).
+        report: Write the run's `report.html` at its end.
     """
 
     logging_steps: int = 10
     wandb_mode: Literal["disabled", "offline", "online"] = "offline"
     wandb_project: str = "llm_pretrain"
+    tensorboard: bool = False
+    report: bool = True
 
 
 @dataclass(frozen=True)

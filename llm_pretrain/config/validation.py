@@ -18,6 +18,8 @@ _POSITIVE = (
     *("model.vocab_size", "model.hidden_size", "model.intermediate_size", "model.num_hidden_layers"),
     *("model.num_attention_heads", "model.num_key_value_heads", "model.head_dim"),
     *("model.max_position_embeddings", "model.rms_norm_eps", "model.initializer_range", "model.rope_theta"),
+    *("model.rope_factor", "model.original_max_position_embeddings", "model.routed_scaling_factor"),
+    *("model.rope_beta_fast", "model.rope_beta_slow", "evaluation.sample_tokens"),
     *("model.num_experts_per_tok", "model.moe_intermediate_size", "model.decoder_sparse_step"),
     *("optimizer.learning_rate", "optimizer.adam_epsilon", "schedule.decay_steps"),
     *("training.sequence_length", "training.micro_batch_size", "training.global_batch_size"),
@@ -26,6 +28,7 @@ _POSITIVE = (
 )
 _NOT_NEGATIVE = (
     *("run.seed", "data.seed", "data.num_workers", "model.num_experts", "model.first_k_dense_replace"),
+    "model.n_shared_experts",
     *("model.router_aux_loss_coef", "model.router_z_loss_coef", "model.router_bias_update_rate"),
     *("optimizer.weight_decay", "schedule.warmup_steps", "schedule.min_learning_rate"),
     *("training.max_grad_norm", "training.z_loss_coef", "checkpoint.save_steps", "evaluation.eval_steps"),

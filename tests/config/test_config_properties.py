@@ -83,7 +83,7 @@ def test_any_plain_tree_is_accepted_or_refused(tree: dict):
     for section, fields in tree.items():
         for field, value in (fields or {}).items():
             if (section, field) == ("data", "sources"):
-                assert [{"weight": 1.0} | entry for entry in value] == again[section][field]
+                assert [{"weight": 1.0, "name": None} | entry for entry in value] == again[section][field]
             elif value not in ("null", "~"):  # jsonargparse reads these words as null where null may stand
                 assert again[section][field] == value or value != value
     assert from_dict(again) == config or "nan" in repr(again)
