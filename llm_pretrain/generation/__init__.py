@@ -1,1 +1,4 @@
-"""Text from a decoder: sampling with a key-value cache, one prompt or many. Knows no tokenizer and no files."""
+"""Text from a decoder: sampling with a key-value cache, one prompt or many.
+
+Knows token ids only: no tokenizer and no files.
+"""
