@@ -18,8 +18,8 @@ from llm_pretrain.training.engine import Engine
 from llm_pretrain.training.progress import Progress
 from llm_pretrain.training.run_folder import RunFolder
 
-NOT_IN_FINGERPRINT = {"max_position_embeddings"}
-"""Model fields that change neither shapes nor arithmetic."""
+NOT_IN_FINGERPRINT = {"max_position_embeddings", "init_from"}
+"""Model fields that change neither shapes nor arithmetic of a run that has a checkpoint."""
 
 
 def fingerprints(config: Config) -> dict[str, str]:
