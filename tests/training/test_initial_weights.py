@@ -277,7 +277,7 @@ def test_a_resumed_run_does_not_look_at_the_folder_again(
 ):
     write_folder(tmp_path / "weights", DENSE)
     model = dataclasses.replace(MOE, init_from=str(tmp_path / "weights"))
-    constant = ("--schedule.name", "constant")
+    constant = ("--schedule.name", "constant", "--evaluation.eval_steps", "2")
     arguments = options(plain_store, tmp_path / "run", model, *constant)
     straight = options(plain_store, tmp_path / "straight", model, *constant)
     assert train(*straight, "--training.max_steps", "4") == 0
