@@ -102,7 +102,7 @@ def _spelling(settings: Mapping[str, Any], text: str) -> Iterator[str]:
     backend = _dynamo(settings)
     if backend not in ("NO", ""):
         yield (
-            f"dynamo_backend: {backend} compiles the model on this path alone, which changes its bits against "
+            f"dynamo_backend: {backend} compiles the model on this path alone, and its bits are no longer "
             "torchrun's; do set NO"
         )
 
@@ -151,7 +151,7 @@ def _strategy(settings: Mapping[str, Any], machine: Machine, config: Config | No
     kind = str(settings.get("distributed_type", "NO")).upper()
     if kind in _SHARDED and (machine.gpus == 0 or settings.get("use_cpu") is True):
         yield (
-            f"distributed_type: {kind} on a CPU becomes DDP without a word, the whole model in every process; "
+            f"distributed_type: {kind} on a CPU becomes DDP without a word, with the whole model on each; "
             "do set MULTI_GPU with use_cpu: true, or run where there is a GPU"
         )
     elif kind == "MEGATRON_LM":
