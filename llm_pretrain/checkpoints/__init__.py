@@ -5,8 +5,4 @@ from llm_pretrain.checkpoints.manifest import ResumePoint, RunFacts
 from llm_pretrain.checkpoints.store import CheckpointStore
 from llm_pretrain.checkpoints.weights import best_step, save_weights
 
-<<<<<<< HEAD
-__all__ = ["CheckpointStore", "ResumePoint", "RunFacts", "environment", "save_weights"]
-=======
-__all__ = ["CheckpointStore", "ResumePoint", "RunFacts", "best_step", "save_weights"]
->>>>>>> mixtures
+__all__ = ["CheckpointStore", "ResumePoint", "RunFacts", "best_step", "environment", "save_weights"]
