@@ -2,7 +2,17 @@
 
 from llm_pretrain.checkpoints.environment import environment
 from llm_pretrain.checkpoints.manifest import ResumePoint, RunFacts
+from llm_pretrain.checkpoints.opening import OpenedModel, open_model
 from llm_pretrain.checkpoints.store import CheckpointStore
 from llm_pretrain.checkpoints.weights import best_step, save_weights
 
-__all__ = ["CheckpointStore", "ResumePoint", "RunFacts", "best_step", "environment", "save_weights"]
+__all__ = [
+    "CheckpointStore",
+    "OpenedModel",
+    "ResumePoint",
+    "RunFacts",
+    "best_step",
+    "environment",
+    "open_model",
+    "save_weights",
+]
