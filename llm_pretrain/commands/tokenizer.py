@@ -33,7 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         required=True,
         metavar="FILE",
-        help=".jsonl and text files, folders of them, or `stdlib`: the Python standard library's source",
+        help="files (.jsonl, .parquet, .csv, text, …, also .gz and .zst), folders, patterns, hf://…, "
+        "or `stdlib`: the Python standard library's source; `llm-pretrain prepare --help` lists them",
     )
     parser.add_argument(
         "--vocab_size",
