@@ -18,6 +18,7 @@ from llm_pretrain.training.attempts import note_attempt
 from llm_pretrain.training.changes import changed_settings
 from llm_pretrain.training.engine import Engine
 from llm_pretrain.training.evaluation import Evaluator, zlib_bits_per_byte
+from llm_pretrain.training.initial_weights import load_initial_weights
 from llm_pretrain.training.objective import expert_counts
 from llm_pretrain.training.optimizers import build_optimizer
 from llm_pretrain.training.progress import Progress
@@ -86,6 +87,7 @@ class Training:
         self.status.running(self.progress.step, resume.path if resume else None)
         model = Decoder(config.model, activation_checkpointing=config.training.activation_checkpointing)
         initialize_weights(model, config.run.seed)
+        notes = [] if resume else on_every_rank(engine, lambda: load_initial_weights(model, config))
         optimizer = build_optimizer(model, config.optimizer)
         loader = on_every_rank(
             engine,
@@ -98,7 +100,7 @@ class Training:
         changes = on_first_rank(engine, self._write_config)
         self.recorder = Recorder(config, engine, self.folder, self.progress)
         with closing(self.recorder):
-            self._announce(resume, changes or [])
+            self._announce(resume, changes or [], notes)
             return self._train(batches)
 
     def _train(self, batches: Iterable[Batch]) -> int:
@@ -200,7 +202,7 @@ class Training:
         self.folder.config.write_text(dump_yaml(self.config))
         return changes
 
-    def _announce(self, resume: ResumePoint | None, changes: list[str]) -> None:
+    def _announce(self, resume: ResumePoint | None, changes: list[str], notes: list[str]) -> None:
         config, engine, console = self.config, self.engine, self.recorder.console
         training, size = config.training, count_parameters(config.model)
         console.info(
@@ -215,6 +217,8 @@ class Training:
         if zlib_bits is not None:
             console.info(f"validation text: zlib level 9 needs {zlib_bits:.4f} bits per byte")
         note_attempt(self.folder, config, engine, self.progress.step, zlib_bits)
+        for note in notes:
+            console.info(note)
         if resume is not None:
             for warning in resume.warnings:
                 console.warning(warning)
