@@ -1,7 +1,8 @@
 """Full-precision checkpoints to resume from, exact to the last bit, and exported half-precision weights."""
 
+from llm_pretrain.checkpoints.environment import environment
 from llm_pretrain.checkpoints.manifest import ResumePoint, RunFacts
 from llm_pretrain.checkpoints.store import CheckpointStore
 from llm_pretrain.checkpoints.weights import save_weights
 
-__all__ = ["CheckpointStore", "ResumePoint", "RunFacts", "save_weights"]
+__all__ = ["CheckpointStore", "ResumePoint", "RunFacts", "environment", "save_weights"]

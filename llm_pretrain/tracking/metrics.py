@@ -15,6 +15,9 @@ from typing import Any
 
 from llm_pretrain.errors import CheckpointError, OutputError
 
+_EVERY_ROW = {"step", "time"}
+"""What stands in every row and measures nothing."""
+
 
 class MetricsWriter:
     """Appends rows to a metrics file.
@@ -98,8 +101,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     for row in _read_rows(Path(path)):
         step = row["step"]
         before = rows.get(step, {})
-        is_evaluation = all(key == "step" or key.startswith("eval/") for key in row)
-        joins = is_evaluation or (step == last and before.keys() & row.keys() == {"step"})
+        is_evaluation = all(key in _EVERY_ROW or key.startswith("eval/") for key in row)
+        joins = is_evaluation or (step == last and before.keys() & row.keys() <= _EVERY_ROW)
         rows[step] = before | row if joins else row
         last = step
     return [rows[step] for step in sorted(rows)]
