@@ -3,6 +3,6 @@
 from llm_pretrain.checkpoints.environment import environment
 from llm_pretrain.checkpoints.manifest import ResumePoint, RunFacts
 from llm_pretrain.checkpoints.store import CheckpointStore
-from llm_pretrain.checkpoints.weights import save_weights
+from llm_pretrain.checkpoints.weights import best_step, save_weights
 
-__all__ = ["CheckpointStore", "ResumePoint", "RunFacts", "environment", "save_weights"]
+__all__ = ["CheckpointStore", "ResumePoint", "RunFacts", "best_step", "environment", "save_weights"]
