@@ -1,5 +1,6 @@
 """Full-precision checkpoints to resume from, exact to the last bit, and exported half-precision weights."""
 
+from llm_pretrain.checkpoints.conversion import convert_weights
 from llm_pretrain.checkpoints.environment import environment
 from llm_pretrain.checkpoints.manifest import ResumePoint, RunFacts
 from llm_pretrain.checkpoints.opening import OpenedModel, open_model
@@ -12,6 +13,7 @@ __all__ = [
     "ResumePoint",
     "RunFacts",
     "best_step",
+    "convert_weights",
     "environment",
     "open_model",
     "save_weights",
