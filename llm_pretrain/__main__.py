@@ -16,6 +16,7 @@ COMMANDS = {
     "tokenizer": "train a tokenizer on jsonl or text files",
     "prepare": "tokenise jsonl or text files into a token store",
     "generate": "continue a prompt with trained weights",
+    "report": "write an HTML page about a run, or compare several",
 }
 """Module of `llm_pretrain.commands` and its line of help."""
 

@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _TOKENIZER_SUFFIXES = {".json", ".model", ".txt", ".jinja", ".tiktoken"}
+BEST_FILE = "best.json"
+"""In `best/`: `{"step": …, "eval/loss": …}`."""
 _OWN_FILES = {"config.json", "generation_config.json", "model.safetensors.index.json"}
 
 
@@ -40,8 +42,11 @@ def save_weights(
     token_ids: dict[str, int | None],
     keep_last: int,
     sequence_length: int,
+    best_loss: float | None = None,
 ) -> Path:
     """Write `folder/step-00000100/` whole or not at all, then prune older ones; returns its path.
+
+    With `best_loss` it is `folder/best/` instead, which replaces the one before; nothing is pruned.
 
     A model that no known architecture describes is written all the same, with `model_type`
     `llm_pretrain` and our own field names in its config.json, and a warning names the field.
@@ -56,6 +61,7 @@ def save_weights(
         token_ids: `bos_token_id`, `eos_token_id`, `pad_token_id`; None where there is none.
         keep_last: Exports to keep; at least 2 are kept.
         sequence_length: Longest text the model was trained on; generation stops there by default.
+        best_loss: The evaluation loss of a new best, for its best.json.
 
     Raises:
         CheckpointError: a value does not fit `dtype`, or writing failed; earlier exports are as they were.
@@ -68,6 +74,9 @@ def save_weights(
         _write_model(temporary, state.raw_module(model), config, dtype, token_ids)
         _write_json(temporary / "generation_config.json", _generation_config(token_ids, sequence_length))
         _copy_tokenizer(tokenizer_folder, temporary)
+        if best_loss is not None:
+            _write_json(temporary / BEST_FILE, {"step": step, "eval/loss": best_loss})
+            return folders.commit_as(temporary, folders.BEST)
         path = folders.commit_folder(temporary, step)
     except OSError as error:
         folders.discard(temporary)
@@ -78,6 +87,22 @@ def save_weights(
         raise
     folders.prune(folder, newest=step, keep_last=keep_last)
     return path
+
+
+def best_step(folder: Path) -> int | None:
+    """Step of the weights in `folder/best/`; None where there are none, or their best.json is damaged.
+
+    Undoes a replacement of them that was interrupted.
+    """
+    best = folders.best_folder(folder)
+    if best is None:
+        return None
+    try:
+        content = json.loads((best / BEST_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    step = content.get("step") if isinstance(content, dict) else None
+    return step if isinstance(step, int) else None
 
 
 def _write_model(
