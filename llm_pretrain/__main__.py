@@ -18,6 +18,8 @@ COMMANDS = {
     "generate": "continue a prompt with trained weights",
     "configs": "list the presets; write other frameworks' configurations as ours",
     "doctor": "look for what on this machine would surprise a run",
+    "report": "write an HTML page about a run, or compare several",
+    "export": "write weights for llama.cpp (GGUF) or transformers",
 }
 """Module of `llm_pretrain.commands` and its line of help."""
 

@@ -23,6 +23,7 @@ from llm_pretrain.training.objective import expert_counts
 from llm_pretrain.training.optimizers import build_optimizer
 from llm_pretrain.training.progress import Progress
 from llm_pretrain.training.recorder import Recorder
+from llm_pretrain.training.reporting import report_run
 from llm_pretrain.training.run_folder import RunFolder
 from llm_pretrain.training.saving import Saving
 from llm_pretrain.training.schedule import learning_rate, set_learning_rate
@@ -50,6 +51,8 @@ def pretrain(config: Config, engine: Engine) -> int:
         status.failed(error)
         raise
     finally:
+        if engine.rank == 0 and config.logging.report:
+            report_run(folder)
         folder.release()
     engine.close()
     return exit_code
