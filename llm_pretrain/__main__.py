@@ -16,6 +16,8 @@ COMMANDS = {
     "tokenizer": "train a tokenizer on jsonl or text files",
     "prepare": "tokenise jsonl or text files into a token store",
     "generate": "continue a prompt with trained weights",
+    "configs": "list the presets; write other frameworks' configurations as ours",
+    "doctor": "look for what on this machine would surprise a run",
     "report": "write an HTML page about a run, or compare several",
     "export": "write weights for llama.cpp (GGUF) or transformers",
 }
