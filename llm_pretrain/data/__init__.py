@@ -20,13 +20,17 @@ if TYPE_CHECKING:
         shard,
         tokens_per_epoch,
     )
+    from llm_pretrain.data.conversion import FORMATS, Conversion, ConversionReport, convert
     from llm_pretrain.data.prepare import Preparation, input_bytes, prepare_store
     from llm_pretrain.data.sample_order import SampleOrder
     from llm_pretrain.data.tokenizer_training import TOKENIZER_TYPES, TokenizerReport, train_tokenizer
 
 __all__ = [
+    "FORMATS",
     "TOKENIZER_TYPES",
     "Batch",
+    "Conversion",
+    "ConversionReport",
     "MicroBatchSampler",
     "Preparation",
     "SampleOrder",
@@ -34,6 +38,7 @@ __all__ = [
     "TokenStore",
     "Tokenizer",
     "TokenizerReport",
+    "convert",
     "data_fingerprint",
     "evaluation_batches",
     "global_batches",
@@ -49,6 +54,10 @@ __all__ = [
 
 _MODULES = {
     "Batch": "assembly",
+    "FORMATS": "conversion",
+    "Conversion": "conversion",
+    "ConversionReport": "conversion",
+    "convert": "conversion",
     "SampleOrder": "sample_order",
     "Preparation": "prepare",
     "input_bytes": "prepare",
