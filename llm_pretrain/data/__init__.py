@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         shard,
         tokens_per_epoch,
     )
+    from llm_pretrain.data.chat import chat_prompt_ids, encode_chat
     from llm_pretrain.data.prepare import Preparation, input_bytes, prepare_store
     from llm_pretrain.data.sample_order import SampleOrder
     from llm_pretrain.data.sentencepiece_bpe import train_sentencepiece_bpe
@@ -32,7 +33,9 @@ __all__ = [
     "StoreSplit",
     "TokenStore",
     "Tokenizer",
+    "chat_prompt_ids",
     "data_fingerprint",
+    "encode_chat",
     "evaluation_batches",
     "global_batches",
     "input_bytes",
@@ -49,6 +52,8 @@ _MODULES = {
     "Batch": "assembly",
     "SampleOrder": "sample_order",
     "Preparation": "prepare",
+    "chat_prompt_ids": "chat",
+    "encode_chat": "chat",
     "input_bytes": "prepare",
     "prepare_store": "prepare",
     "train_sentencepiece_bpe": "sentencepiece_bpe",
