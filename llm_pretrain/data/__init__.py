@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         tokens_per_epoch,
     )
     from llm_pretrain.data.conversion import FORMATS, Conversion, ConversionReport, convert
+    from llm_pretrain.data.chat import chat_prompt_ids, encode_chat
     from llm_pretrain.data.prepare import Preparation, input_bytes, prepare_store
     from llm_pretrain.data.sample_order import SampleOrder
     from llm_pretrain.data.tokenizer_training import TOKENIZER_TYPES, TokenizerReport, train_tokenizer
@@ -39,7 +40,9 @@ __all__ = [
     "Tokenizer",
     "TokenizerReport",
     "convert",
+    "chat_prompt_ids",
     "data_fingerprint",
+    "encode_chat",
     "evaluation_batches",
     "global_batches",
     "input_bytes",
@@ -60,6 +63,8 @@ _MODULES = {
     "convert": "conversion",
     "SampleOrder": "sample_order",
     "Preparation": "prepare",
+    "chat_prompt_ids": "chat",
+    "encode_chat": "chat",
     "input_bytes": "prepare",
     "prepare_store": "prepare",
     "TOKENIZER_TYPES": "tokenizer_training",
