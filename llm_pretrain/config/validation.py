@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from llm_pretrain.config.tree import Config
+from llm_pretrain.config.validation_data import data_problems
 
 _POSITIVE = (
     *("model.vocab_size", "model.hidden_size", "model.intermediate_size", "model.num_hidden_layers"),
@@ -47,7 +48,7 @@ def validate(config: Config, world_size: int = 1, *, needs_data: bool = True) ->
         world_size: Number of processes of the run.
         needs_data: Whether `data.sources` must name a store.
     """
-    alone = [*_ranges(config), *_names(config), *_sources(config, needs_data)]
+    alone = [*_ranges(config), *_names(config), *data_problems(config.data, needs_data)]
     wrong = {line.partition(":")[0] for line in alone}
     relations = [*_model(config), *_batch(config, world_size), *_schedule(config)]
     # a relation to a value that is impossible anyway says nothing new, and may not be computable
@@ -108,19 +109,6 @@ def _is_other_than_folder(path: str) -> bool:
         return Path(path).exists() and not Path(path).is_dir()
     except (OSError, ValueError):
         return False
-
-
-def _sources(config: Config, needs_data: bool) -> Iterator[str]:
-    if needs_data and not config.data.sources:
-        yield (
-            "data.sources: expected at least one token store, found none; make one with "
-            "`llm-pretrain prepare`, then --data.sources '[{store: FOLDER}]'"
-        )
-    for index, source in enumerate(config.data.sources):
-        if not source.store.strip():
-            yield f"data.sources[{index}].store: expected a folder, found {source.store!r}"
-        if not (math.isfinite(source.weight) and source.weight > 0):
-            yield f"data.sources[{index}].weight: expected a number above 0, found {source.weight}"
 
 
 Relation = tuple[tuple[str, ...], str]

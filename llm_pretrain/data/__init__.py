@@ -11,6 +11,7 @@ from llm_pretrain.data.tokenizers import Tokenizer, open_tokenizer
 if TYPE_CHECKING:
     from llm_pretrain.data.assembly import Batch
     from llm_pretrain.data.batches import (
+        EvaluationBatches,
         MicroBatchSampler,
         data_fingerprint,
         evaluation_batches,
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
         sequences_per_epoch,
         shard,
         tokens_per_epoch,
+        weight_changes_fingerprint,
     )
     from llm_pretrain.data.prepare import Preparation, input_bytes, prepare_store
     from llm_pretrain.data.sample_order import SampleOrder
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Batch",
+    "EvaluationBatches",
     "MicroBatchSampler",
     "Preparation",
     "SampleOrder",
@@ -43,6 +46,7 @@ __all__ = [
     "shard",
     "tokens_per_epoch",
     "train_sentencepiece_bpe",
+    "weight_changes_fingerprint",
 ]
 
 _MODULES = {
