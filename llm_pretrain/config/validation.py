@@ -50,7 +50,7 @@ def validate(config: Config, world_size: int = 1, *, needs_data: bool = True) ->
     """
     alone = [*_ranges(config), *_names(config), *data_problems(config.data, needs_data)]
     wrong = {line.partition(":")[0] for line in alone}
-    relations = [*_model(config), *_batch(config, world_size), *_schedule(config)]
+    relations = [*_model(config), *_batch(config, world_size), *_schedule(config), *_samples(config)]
     # a relation to a value that is impossible anyway says nothing new, and may not be computable
     return alone + [text for names, text in relations if not wrong.intersection(names)]
 
@@ -208,3 +208,10 @@ def _schedule(config: Config) -> Iterator[Relation]:
             f"{names[0]}: expected at most {names[2]} - {names[1]} = {rest} for the wsd schedule, "
             f"found {schedule.decay_steps}",
         )
+
+
+def _samples(config: Config) -> Iterator[Relation]:
+    tokens, positions = config.evaluation.sample_tokens, config.model.max_position_embeddings
+    names = ("evaluation.sample_tokens", "model.max_position_embeddings")
+    if config.evaluation.sample_prompts and tokens >= positions:
+        yield names, f"{names[0]}: expected less than {names[1]} = {positions}, found {tokens}"

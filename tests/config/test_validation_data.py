@@ -78,3 +78,13 @@ def test_a_name_that_stands_twice_is_reported_with_both_places():
 )
 def test_what_makes_sense_passes(sources: list, changes: list):
     assert lines_of(sources, changes) == []
+
+
+def test_samples_fit_into_the_model():
+    evaluation = {"sample_prompts": ["a"], "sample_tokens": 64}
+    tree = {"evaluation": evaluation, "model": {"max_position_embeddings": 64}}
+    tree |= {"training": {"sequence_length": 32}, "data": {"sources": [{"store": "x"}]}}
+    (line,) = validate(from_dict(tree))
+    assert re.match(r"evaluation\.sample_tokens: expected less than .* = 64, found 64", line)
+    assert validate(from_dict(tree | {"evaluation": evaluation | {"sample_tokens": 63}})) == []
+    assert validate(from_dict(tree | {"evaluation": evaluation | {"sample_prompts": []}})) == []
