@@ -16,6 +16,8 @@ COMMANDS = {
     "tokenizer": "train a tokenizer on jsonl or text files",
     "prepare": "tokenise jsonl or text files into a token store",
     "generate": "continue a prompt with trained weights",
+    "report": "write an HTML page about a run, or compare several",
+    "export": "write weights for llama.cpp (GGUF) or transformers",
 }
 """Module of `llm_pretrain.commands` and its line of help."""
 

@@ -24,9 +24,10 @@ if TYPE_CHECKING:
     )
     from llm_pretrain.data.prepare import Preparation, input_bytes, prepare_store
     from llm_pretrain.data.sample_order import SampleOrder
-    from llm_pretrain.data.sentencepiece_bpe import train_sentencepiece_bpe
+    from llm_pretrain.data.tokenizer_training import TOKENIZER_TYPES, TokenizerReport, train_tokenizer
 
 __all__ = [
+    "TOKENIZER_TYPES",
     "Batch",
     "EvaluationBatches",
     "MicroBatchSampler",
@@ -35,6 +36,7 @@ __all__ = [
     "StoreSplit",
     "TokenStore",
     "Tokenizer",
+    "TokenizerReport",
     "data_fingerprint",
     "evaluation_batches",
     "global_batches",
@@ -45,7 +47,7 @@ __all__ = [
     "sequences_per_epoch",
     "shard",
     "tokens_per_epoch",
-    "train_sentencepiece_bpe",
+    "train_tokenizer",
     "weight_changes_fingerprint",
 ]
 
@@ -55,7 +57,9 @@ _MODULES = {
     "Preparation": "prepare",
     "input_bytes": "prepare",
     "prepare_store": "prepare",
-    "train_sentencepiece_bpe": "sentencepiece_bpe",
+    "TOKENIZER_TYPES": "tokenizer_training",
+    "TokenizerReport": "tokenizer_training",
+    "train_tokenizer": "tokenizer_training",
 }
 
 

@@ -19,6 +19,8 @@ class RunFolder:
         self.metrics = path / "metrics.jsonl"
         self.samples = path / "samples.jsonl"
         self.status = path / "status.json"
+        self.attempts = path / "attempts.jsonl"
+        self.report = path / "report.html"
         self.checkpoints = path / "checkpoints"
         self.weights = path / "weights"
         self._lock = FileLock(path / ".lock")
