@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from llm_pretrain.config.tree import Config
+from llm_pretrain.config.validation_data import data_problems
 from llm_pretrain.config.validation_model import Relation, model_relations
 
 _POSITIVE = (
@@ -48,9 +49,9 @@ def validate(config: Config, world_size: int = 1, *, needs_data: bool = True) ->
         world_size: Number of processes of the run.
         needs_data: Whether `data.sources` must name a store.
     """
-    alone = [*_ranges(config), *_names(config), *_sources(config, needs_data)]
+    alone = [*_ranges(config), *_names(config), *data_problems(config.data, needs_data)]
     wrong = {line.partition(":")[0] for line in alone}
-    relations = [*model_relations(config), *_batch(config, world_size), *_schedule(config)]
+    relations = [*model_relations(config), *_batch(config, world_size), *_schedule(config), *_samples(config)]
     # a relation to a value that is impossible anyway says nothing new, and may not be computable
     return alone + [text for names, text in relations if not wrong.intersection(names)]
 
@@ -111,19 +112,6 @@ def _is_other_than_folder(path: str) -> bool:
         return False
 
 
-def _sources(config: Config, needs_data: bool) -> Iterator[str]:
-    if needs_data and not config.data.sources:
-        yield (
-            "data.sources: expected at least one token store, found none; make one with "
-            "`llm-pretrain prepare`, then --data.sources '[{store: FOLDER}]'"
-        )
-    for index, source in enumerate(config.data.sources):
-        if not source.store.strip():
-            yield f"data.sources[{index}].store: expected a folder, found {source.store!r}"
-        if not (math.isfinite(source.weight) and source.weight > 0):
-            yield f"data.sources[{index}].weight: expected a number above 0, found {source.weight}"
-
-
 def _batch(config: Config, world_size: int) -> Iterator[Relation]:
     micro, total = config.training.micro_batch_size, config.training.global_batch_size
     names = ("training.global_batch_size", "training.micro_batch_size")
@@ -163,3 +151,10 @@ def _schedule(config: Config) -> Iterator[Relation]:
             f"{names[0]}: expected at most {names[2]} - {names[1]} = {rest} for the wsd schedule, "
             f"found {schedule.decay_steps}",
         )
+
+
+def _samples(config: Config) -> Iterator[Relation]:
+    tokens, positions = config.evaluation.sample_tokens, config.model.max_position_embeddings
+    names = ("evaluation.sample_tokens", "model.max_position_embeddings")
+    if config.evaluation.sample_prompts and tokens >= positions:
+        yield names, f"{names[0]}: expected less than {names[1]} = {positions}, found {tokens}"

@@ -11,6 +11,7 @@ from llm_pretrain.data.tokenizers import Tokenizer, open_tokenizer
 if TYPE_CHECKING:
     from llm_pretrain.data.assembly import Batch
     from llm_pretrain.data.batches import (
+        EvaluationBatches,
         MicroBatchSampler,
         data_fingerprint,
         evaluation_batches,
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
         sequences_per_epoch,
         shard,
         tokens_per_epoch,
+        weight_changes_fingerprint,
     )
     from llm_pretrain.data.conversion import FORMATS, Conversion, ConversionReport, convert
     from llm_pretrain.data.chat import chat_prompt_ids, encode_chat
@@ -32,6 +34,7 @@ __all__ = [
     "Batch",
     "Conversion",
     "ConversionReport",
+    "EvaluationBatches",
     "MicroBatchSampler",
     "Preparation",
     "SampleOrder",
@@ -53,6 +56,7 @@ __all__ = [
     "shard",
     "tokens_per_epoch",
     "train_tokenizer",
+    "weight_changes_fingerprint",
 ]
 
 _MODULES = {
