@@ -16,6 +16,7 @@ COMMANDS = {
     "tokenizer": "train a tokenizer on jsonl or text files",
     "prepare": "tokenise jsonl or text files into a token store",
     "generate": "continue a prompt with trained weights",
+    "evaluate": "loss, perplexity and bits per byte on a token store, on files, or lm-eval's tasks",
 }
 """Module of `llm_pretrain.commands` and its line of help."""
 
