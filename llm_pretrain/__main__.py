@@ -17,6 +17,8 @@ COMMANDS = {
     "prepare": "tokenise jsonl or text files into a token store",
     "generate": "continue a prompt with trained weights",
     "evaluate": "loss, perplexity and bits per byte on a token store, on files, or lm-eval's tasks",
+    "report": "write an HTML page about a run, or compare several",
+    "export": "write weights for llama.cpp (GGUF) or transformers",
 }
 """Module of `llm_pretrain.commands` and its line of help."""
 

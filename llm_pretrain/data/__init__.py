@@ -22,9 +22,10 @@ if TYPE_CHECKING:
     )
     from llm_pretrain.data.prepare import Preparation, input_bytes, prepare_store
     from llm_pretrain.data.sample_order import SampleOrder
-    from llm_pretrain.data.sentencepiece_bpe import train_sentencepiece_bpe
+    from llm_pretrain.data.tokenizer_training import TOKENIZER_TYPES, TokenizerReport, train_tokenizer
 
 __all__ = [
+    "TOKENIZER_TYPES",
     "Batch",
     "MicroBatchSampler",
     "Preparation",
@@ -32,6 +33,7 @@ __all__ = [
     "StoreSplit",
     "TokenStore",
     "Tokenizer",
+    "TokenizerReport",
     "data_fingerprint",
     "evaluation_batches",
     "global_batches",
@@ -42,7 +44,7 @@ __all__ = [
     "sequences_per_epoch",
     "shard",
     "tokens_per_epoch",
-    "train_sentencepiece_bpe",
+    "train_tokenizer",
 ]
 
 _MODULES = {
@@ -51,7 +53,9 @@ _MODULES = {
     "Preparation": "prepare",
     "input_bytes": "prepare",
     "prepare_store": "prepare",
-    "train_sentencepiece_bpe": "sentencepiece_bpe",
+    "TOKENIZER_TYPES": "tokenizer_training",
+    "TokenizerReport": "tokenizer_training",
+    "train_tokenizer": "tokenizer_training",
 }
 
 

@@ -44,7 +44,10 @@ class Encoder:
     record ends a batch; otherwise it is counted by cause. Empty documents are always counted and left out.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, threshold: int, fail_on_error: bool):
+    def __init__(
+        self, tokenizer: Tokenizer, *, threshold: int, fail_on_error: bool, text_column: str = "text"
+    ):
+        self._text_column = text_column
         self._tokenizer = tokenizer
         self._threshold = threshold
         self._fail_on_error = fail_on_error
@@ -58,7 +61,7 @@ class Encoder:
         error = None
         for record in records:
             try:
-                document = parse_record(record)
+                document = parse_record(record, self._text_column)
                 self._check_ids(document)
                 documents.append(document)
             except RecordError as bad:

@@ -18,8 +18,9 @@ from llm_pretrain.config import ModelConfig
 from llm_pretrain.model.attention import Attention, DocumentLayout, document_layout
 from llm_pretrain.model.cache import KeyValueCache, LayerCache
 from llm_pretrain.model.experts import Experts
-from llm_pretrain.model.layers import Embedding, FeedForward, Linear, RMSNorm, rotary_tables
+from llm_pretrain.model.layers import Embedding, FeedForward, Linear, RMSNorm
 from llm_pretrain.model.loss_head import IGNORE_INDEX, loss_head
+from llm_pretrain.model.rotary import rotary_tables
 from llm_pretrain.model.router import Router, RouterSums
 
 
@@ -45,16 +46,20 @@ class DecoderOutput(NamedTuple):
 
 
 class MoeFeedForward(nn.Module):
-    """Router and experts in the place of a dense SwiGLU."""
+    """Router and experts, and the shared experts that see every token, in the place of a dense SwiGLU."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.gate = Router(config)
         self.experts = Experts(config)
+        # Shared experts side by side are one SwiGLU of their summed width (arXiv:2401.06066, section 3.2).
+        size = config.n_shared_experts * config.expert_intermediate_size
+        self.shared_experts = FeedForward(config.hidden_size, size) if size else None
 
     def forward(self, hidden: Tensor, mask: Tensor) -> tuple[Tensor, RouterSums]:
         weights, chosen, sums = self.gate(hidden, mask)
-        return self.experts(hidden.flatten(0, 1), weights, chosen).view_as(hidden), sums
+        out = self.experts(hidden.flatten(0, 1), weights, chosen).view_as(hidden)
+        return (out if self.shared_experts is None else out + self.shared_experts(hidden)), sums
 
 
 class DecoderLayer(nn.Module):

@@ -14,13 +14,16 @@ from llm_pretrain.data import Batch, TokenStore, evaluation_batches, global_batc
 from llm_pretrain.errors import EXIT_PREEMPTED, ConfigError, DivergedError
 from llm_pretrain.model import Decoder, count_parameters, initialize_weights, update_router_bias
 from llm_pretrain.training.agreement import on_every_rank, on_first_rank
+from llm_pretrain.training.attempts import note_attempt
 from llm_pretrain.training.changes import changed_settings
 from llm_pretrain.training.engine import Engine
 from llm_pretrain.training.evaluation import Evaluator, zlib_bits_per_byte
+from llm_pretrain.training.initial_weights import load_initial_weights
 from llm_pretrain.training.objective import expert_counts
 from llm_pretrain.training.optimizers import build_optimizer
 from llm_pretrain.training.progress import Progress
 from llm_pretrain.training.recorder import Recorder
+from llm_pretrain.training.reporting import report_run
 from llm_pretrain.training.run_folder import RunFolder
 from llm_pretrain.training.saving import Saving
 from llm_pretrain.training.schedule import learning_rate, set_learning_rate
@@ -48,6 +51,8 @@ def pretrain(config: Config, engine: Engine) -> int:
         status.failed(error)
         raise
     finally:
+        if engine.rank == 0 and config.logging.report:
+            report_run(folder)
         folder.release()
     engine.close()
     return exit_code
@@ -82,6 +87,7 @@ class Training:
         self.status.running(self.progress.step, resume.path if resume else None)
         model = Decoder(config.model, activation_checkpointing=config.training.activation_checkpointing)
         initialize_weights(model, config.run.seed)
+        notes = [] if resume else on_every_rank(engine, lambda: load_initial_weights(model, config))
         optimizer = build_optimizer(model, config.optimizer)
         loader = on_every_rank(
             engine,
@@ -94,7 +100,7 @@ class Training:
         changes = on_first_rank(engine, self._write_config)
         self.recorder = Recorder(config, engine, self.folder, self.progress)
         with closing(self.recorder):
-            self._announce(resume, changes or [])
+            self._announce(resume, changes or [], notes)
             return self._train(batches)
 
     def _train(self, batches: Iterable[Batch]) -> int:
@@ -196,7 +202,7 @@ class Training:
         self.folder.config.write_text(dump_yaml(self.config))
         return changes
 
-    def _announce(self, resume: ResumePoint | None, changes: list[str]) -> None:
+    def _announce(self, resume: ResumePoint | None, changes: list[str], notes: list[str]) -> None:
         config, engine, console = self.config, self.engine, self.recorder.console
         training, size = config.training, count_parameters(config.model)
         console.info(
@@ -207,8 +213,12 @@ class Training:
             f"{training.max_steps} steps of {training.global_batch_size} x {training.sequence_length} tokens "
             f"in {self.folder.path}"
         )
-        if (zlib_bits := zlib_bits_per_byte(self.stores)) is not None:
+        zlib_bits = zlib_bits_per_byte(self.stores)
+        if zlib_bits is not None:
             console.info(f"validation text: zlib level 9 needs {zlib_bits:.4f} bits per byte")
+        note_attempt(self.folder, config, engine, self.progress.step, zlib_bits)
+        for note in notes:
+            console.info(note)
         if resume is not None:
             for warning in resume.warnings:
                 console.warning(warning)

@@ -69,7 +69,7 @@ class Recorder:
     def flush(self) -> None:
         """Write the current step's row, if one is due."""
         if self._due:
-            row = {"step": self.progress.step} | {
+            row: dict[str, object] = {"step": self.progress.step, "time": time.time()} | {
                 key: None if isinstance(value, float) and not math.isfinite(value) else value
                 for key, value in self._row.items()
             }

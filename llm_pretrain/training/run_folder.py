@@ -18,6 +18,8 @@ class RunFolder:
         self.config = path / "config.yaml"
         self.metrics = path / "metrics.jsonl"
         self.status = path / "status.json"
+        self.attempts = path / "attempts.jsonl"
+        self.report = path / "report.html"
         self.checkpoints = path / "checkpoints"
         self.weights = path / "weights"
         self._lock = FileLock(path / ".lock")

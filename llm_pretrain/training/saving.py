@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from llm_pretrain.checkpoints import CheckpointStore, ResumePoint, RunFacts, save_weights
-from llm_pretrain.config import Config
+from llm_pretrain.config import Config, ModelConfig
 from llm_pretrain.data import TokenStore, data_fingerprint
 from llm_pretrain.errors import ConfigError
 from llm_pretrain.model import Decoder
@@ -18,19 +18,14 @@ from llm_pretrain.training.engine import Engine
 from llm_pretrain.training.progress import Progress
 from llm_pretrain.training.run_folder import RunFolder
 
-NOT_IN_FINGERPRINT = {"max_position_embeddings"}
-"""Model fields that change neither shapes nor arithmetic."""
+NOT_IN_FINGERPRINT = {"max_position_embeddings", "init_from"}
+"""Model fields that change neither shapes nor arithmetic of a run that has a checkpoint."""
 
 
 def fingerprints(config: Config) -> dict[str, str]:
     """Everything that must be equal for a resume to continue the same run."""
-    model = {
-        f"model.{name}": str(value)
-        for name, value in asdict(config.model).items()
-        if name not in NOT_IN_FINGERPRINT
-    }
     return (
-        model
+        model_fingerprint(config.model)
         | data_fingerprint(config)
         | {
             "run.seed": str(config.run.seed),
@@ -38,6 +33,14 @@ def fingerprints(config: Config) -> dict[str, str]:
             "optimizer.name": config.optimizer.name,
         }
     )
+
+
+def model_fingerprint(model: ModelConfig) -> dict[str, str]:
+    """The fields that decide shapes and arithmetic, by their full names."""
+    fields = {f"model.{n}": str(value) for n, value in asdict(model).items() if n not in NOT_IN_FINGERPRINT}
+    if model.rope_type == "yarn":  # where it is not set, it follows from max_position_embeddings
+        fields["model.original_max_position_embeddings"] = str(model.rope_original_context)
+    return fields
 
 
 class Saving:
