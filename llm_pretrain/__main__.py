@@ -16,6 +16,7 @@ COMMANDS = {
     "tokenizer": "train a tokenizer on jsonl or text files",
     "prepare": "tokenise jsonl or text files into a token store",
     "generate": "continue a prompt with trained weights",
+    "chat": "talk to trained weights in the terminal",
     "evaluate": "loss, perplexity and bits per byte on a token store, on files, or lm-eval's tasks",
     "report": "write an HTML page about a run, or compare several",
     "export": "write weights for llama.cpp (GGUF) or transformers",
