@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         shard,
         tokens_per_epoch,
     )
+    from llm_pretrain.data.chat import chat_prompt_ids, encode_chat
     from llm_pretrain.data.prepare import Preparation, input_bytes, prepare_store
     from llm_pretrain.data.sample_order import SampleOrder
     from llm_pretrain.data.tokenizer_training import TOKENIZER_TYPES, TokenizerReport, train_tokenizer
@@ -34,7 +35,9 @@ __all__ = [
     "TokenStore",
     "Tokenizer",
     "TokenizerReport",
+    "chat_prompt_ids",
     "data_fingerprint",
+    "encode_chat",
     "evaluation_batches",
     "global_batches",
     "input_bytes",
@@ -51,6 +54,8 @@ _MODULES = {
     "Batch": "assembly",
     "SampleOrder": "sample_order",
     "Preparation": "prepare",
+    "chat_prompt_ids": "chat",
+    "encode_chat": "chat",
     "input_bytes": "prepare",
     "prepare_store": "prepare",
     "TOKENIZER_TYPES": "tokenizer_training",
