@@ -19,6 +19,8 @@ COMMANDS = {
     "generate": "continue a prompt with trained weights",
     "configs": "list the presets; write other frameworks' configurations as ours",
     "doctor": "look for what on this machine would surprise a run",
+    "chat": "talk to trained weights in the terminal",
+    "evaluate": "loss, perplexity and bits per byte on a token store, on files, or lm-eval's tasks",
     "report": "write an HTML page about a run, or compare several",
     "export": "write weights for llama.cpp (GGUF) or transformers",
 }
