@@ -1,4 +1,4 @@
-"""GGUF files: llama.cpp gets the same token ids, logits and greedy text from them, or the export says why not."""
+"""GGUF files: llama.cpp gets the same ids, logits and greedy text from them, or the export says why not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.mutation import edited
+from support.mutation import Edit, mutated
 
 from llm_pretrain.config import ModelConfig
 from llm_pretrain.data import Tokenizer, open_tokenizer, train_sentencepiece_bpe
@@ -206,5 +206,165 @@ def test_half_precision_files_stay_close(tmp_path, tokenizers, dtype, bound):
     pytest.importorskip("xllamacpp", reason="llama.cpp is not installed")
     weights = write_weights(tmp_path / "weights", MOE, tokenizers["bytelevel"])
     write_gguf(weights, tmp_path / "model.gguf", dtype)
-    assert (tmp_path / "model.gguf").stat().st_size < 0.6 * (weights / "model.safetensors").stat().st_size + 1e5
+    assert (tmp_path / "model.gguf").stat().st_size < 0.6 * (
+        weights / "model.safetensors"
+    ).stat().st_size + 1e5
     assert difference(weights, tmp_path / "model.gguf", "the quick brown", count=1) < bound
+
+
+def test_the_chat_template_makes_the_same_prompt(tmp_path, tokenizers):
+    """transformers' `{% generation %}` marks, which llama.cpp does not know, are gone from the file."""
+    pytest.importorskip("xllamacpp", reason="llama.cpp is not installed")
+    from support.llama_cpp import LlamaCpp
+    from transformers import AutoTokenizer
+
+    weights = write_weights(tmp_path / "weights", BASE, tokenizers["bytelevel"])
+    write_gguf(weights, tmp_path / "model.gguf", "fp32")
+    messages = [
+        {"role": "user", "content": "你好"},
+        {"role": "assistant", "content": "hello"},
+        {"role": "user", "content": "again"},
+    ]
+    prompt = LlamaCpp(tmp_path / "model.gguf").chat_prompt(messages)
+    tokenizer = AutoTokenizer.from_pretrained(weights)
+    assert prompt == tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert prompt.startswith("<|im_start|>user\n你好<|im_end|>")
+
+
+def test_a_query_that_is_not_permuted_for_llama_shows(tmp_path, tokenizers):
+    """The comparison fails when rotated pairs stay where transformers has them."""
+    pytest.importorskip("xllamacpp", reason="llama.cpp is not installed")
+    weights = write_weights(tmp_path / "weights", SHAPES["llama"], tokenizers["bytelevel"])
+    mistake = Edit(
+        "llm_pretrain/export/gguf_architecture.py",
+        'return architecture == "llama"',
+        "return False",
+    )
+    with mutated(mistake):
+        import llm_pretrain.export.gguf as module
+
+        module.write_gguf(weights, tmp_path / "model.gguf", "fp32")
+    assert logprob_error(weights, tmp_path / "model.gguf") > 0.1
+    write_gguf(weights, tmp_path / "model.gguf", "fp32")
+    assert logprob_error(weights, tmp_path / "model.gguf") < 1e-4
+
+
+def logprob_error(weights: Path, file: Path) -> float:
+    """Largest difference in the log-probabilities of one next token."""
+    from support.llama_cpp import LlamaCpp
+
+    tokenizer = open_tokenizer(weights)
+    ids = tokenizer.encode(["the quick brown fox 春眠不觉晓"])[0]
+    new, theirs = LlamaCpp(file).greedy(ids, 1, 704, not_characters(tokenizer, 704))
+    return float(np.abs(our_logprobs(weights, ids, new) - theirs).max())
+
+
+def test_a_file_is_the_same_every_time(tmp_path, tokenizers):
+    weights = write_weights(tmp_path / "weights", MOE, tokenizers["bytelevel"])
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        write_gguf(weights, tmp_path / name / "model.gguf", "bf16")
+    assert (tmp_path / "a" / "model.gguf").read_bytes() == (tmp_path / "b" / "model.gguf").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("changes", "fields"),
+    [
+        ({"norm_topk_prob": False}, ["norm_topk_prob"]),
+        ({"first_k_dense_replace": 1}, ["first_k_dense_replace"]),
+        ({"decoder_sparse_step": 2}, ["decoder_sparse_step"]),
+        (
+            {"router_bias_update_rate": 0.01, "norm_topk_prob": False},
+            ["router_bias_update_rate", "norm_topk_prob"],
+        ),
+    ],
+)
+def test_what_llama_cpp_cannot_compute_is_refused_by_field(tmp_path, tokenizers, changes, fields):
+    weights = write_weights(
+        tmp_path / "weights", dataclasses.replace(MOE, **changes), tokenizers["bytelevel"]
+    )
+    with pytest.raises(ConfigError) as caught:
+        write_gguf(weights, tmp_path / "model.gguf", "bf16")
+    assert sorted(problem.partition(":")[0] for problem in caught.value.problems) == sorted(
+        f"model.{field}" for field in fields
+    )
+    assert [each.name for each in tmp_path.iterdir()] == ["weights"]
+
+
+def change_json(path: Path, change) -> None:
+    content = json.loads(path.read_text("utf-8"))
+    change(content)
+    path.write_text(json.dumps(content), "utf-8")
+
+
+def another_pattern(spec: dict) -> None:
+    spec["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = r"\s+"
+
+
+def lower_case(spec: dict) -> None:
+    spec["normalizer"] = {"type": "Lowercase"}
+
+
+def two_in_front(spec: dict) -> None:
+    spec["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [
+            {"SpecialToken": {"id": "<|im_start|>", "type_id": 0}},
+            {"Sequence": {"id": "A", "type_id": 0}},
+            {"SpecialToken": {"id": "<|im_end|>", "type_id": 0}},
+        ],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {
+            name: {"id": name, "ids": [i], "tokens": [name]}
+            for i, name in ((1, "<|im_start|>"), (2, "<|im_end|>"))
+        },
+    }
+
+
+@pytest.mark.parametrize("change", [another_pattern, lower_case, two_in_front])
+def test_a_tokenizer_that_llama_cpp_would_not_follow_is_refused(tmp_path, tokenizers, change):
+    weights = write_weights(tmp_path / "weights", BASE, tokenizers["bytelevel"])
+    change_json(weights / "tokenizer.json", change)
+    with pytest.raises(DataError, match=r"tokenizer\.json: expected") as caught:
+        write_gguf(weights, tmp_path / "model.gguf", "bf16")
+    assert "\n" not in str(caught.value)
+    assert [each.name for each in tmp_path.iterdir()] == ["weights"]
+
+
+def test_a_unigram_tokenizer_is_refused(tmp_path, tokenizers):
+    """llama.cpp has no bytes to fall back on there: a rare character would become <unk>."""
+    weights = write_weights(tmp_path / "weights", BASE, tokenizers["sentencepiece"])
+    change_json(
+        weights / "tokenizer.json",
+        lambda spec: spec.update(
+            model={"type": "Unigram", "unk_id": 0, "vocab": [["<unk>", 0.0], ["a", -1.0]]}
+        ),
+    )
+    with pytest.raises(DataError, match="found 'Unigram'"):
+        write_gguf(weights, tmp_path / "model.gguf", "bf16")
+
+
+def test_a_sentencepiece_folder_without_its_scores_is_refused(tmp_path, tokenizers):
+    weights = write_weights(tmp_path / "weights", BASE, tokenizers["sentencepiece"])
+    (weights / "tokenizer.model").unlink()
+    with pytest.raises(DataError, match=r"tokenizer\.model: expected"):
+        write_gguf(weights, tmp_path / "model.gguf", "bf16")
+
+
+@pytest.mark.parametrize("damage", ["missing tensor", "foreign tensor", "too large for fp16"])
+def test_broken_weights_leave_no_file(tmp_path, tokenizers, damage):
+    weights = write_weights(tmp_path / "weights", MOE, tokenizers["bytelevel"])
+    tensors = load_file(weights / "model.safetensors")
+    if damage == "missing tensor":
+        del tensors["model.layers.1.mlp.experts.3.up_proj.weight"]
+    elif damage == "foreign tensor":
+        tensors["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(64)
+    else:
+        tensors["model.layers.2.mlp.experts.1.down_proj.weight"][0, 0] = 7e4
+    save_file(tensors, weights / "model.safetensors")
+    (tmp_path / "model.gguf").write_text("before")
+    with pytest.raises(CheckpointError) as caught:
+        write_gguf(weights, tmp_path / "model.gguf", "fp16")
+    assert "\n" not in str(caught.value)
+    assert (tmp_path / "model.gguf").read_text() == "before"
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["model.gguf", "weights"]

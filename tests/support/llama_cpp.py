@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import urllib.request
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,7 @@ class LlamaCpp:
     """One model, one thread, plain sampling. Import xllamacpp first, or skip the test."""
 
     def __init__(self, path: Path, *, context: int = 256):
-        import xllamacpp
-
+        xllamacpp: Any = import_module("xllamacpp")
         parameters = xllamacpp.CommonParams()
         parameters.model.path = str(path)
         parameters.n_ctx = context
