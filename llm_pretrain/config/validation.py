@@ -1,7 +1,7 @@
 """Contradictions and impossible values in a well-typed configuration, all of them, by field name.
 
 Knows the meaning of the fields and the number of processes; not where a value came from, and nothing
-of the machine except whether the paths that a field names can be used.
+of the machine except whether the paths and packages that a field names can be used.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 from llm_pretrain.config.tree import Config
@@ -96,6 +97,11 @@ def _names(config: Config) -> Iterator[str]:
     project = config.logging.wandb_project
     if not re.fullmatch(r"[^/\\#?%:\s][^/\\#?%:\n]{0,127}", project):
         yield f"logging.wandb_project: expected at most 128 characters, none of /\\#?%:, found {project!r}"
+    if config.logging.tensorboard and find_spec("tensorboard") is None:
+        yield (
+            "logging.tensorboard: expected the package tensorboard, found none; "
+            "pip install 'llm_pretrain[tensorboard]', or leave it off"
+        )
 
 
 def _is_folder(path: str) -> bool:

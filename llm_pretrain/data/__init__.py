@@ -22,13 +22,18 @@ if TYPE_CHECKING:
         tokens_per_epoch,
         weight_changes_fingerprint,
     )
+    from llm_pretrain.data.conversion import FORMATS, Conversion, ConversionReport, convert
+    from llm_pretrain.data.chat import chat_prompt_ids, encode_chat
     from llm_pretrain.data.prepare import Preparation, input_bytes, prepare_store
     from llm_pretrain.data.sample_order import SampleOrder
     from llm_pretrain.data.tokenizer_training import TOKENIZER_TYPES, TokenizerReport, train_tokenizer
 
 __all__ = [
+    "FORMATS",
     "TOKENIZER_TYPES",
     "Batch",
+    "Conversion",
+    "ConversionReport",
     "EvaluationBatches",
     "MicroBatchSampler",
     "Preparation",
@@ -37,7 +42,10 @@ __all__ = [
     "TokenStore",
     "Tokenizer",
     "TokenizerReport",
+    "convert",
+    "chat_prompt_ids",
     "data_fingerprint",
+    "encode_chat",
     "evaluation_batches",
     "global_batches",
     "input_bytes",
@@ -53,8 +61,14 @@ __all__ = [
 
 _MODULES = {
     "Batch": "assembly",
+    "FORMATS": "conversion",
+    "Conversion": "conversion",
+    "ConversionReport": "conversion",
+    "convert": "conversion",
     "SampleOrder": "sample_order",
     "Preparation": "prepare",
+    "chat_prompt_ids": "chat",
+    "encode_chat": "chat",
     "input_bytes": "prepare",
     "prepare_store": "prepare",
     "TOKENIZER_TYPES": "tokenizer_training",

@@ -198,10 +198,10 @@ def shard(loader: DataLoader[Batch], rank: int, world_size: int) -> DataLoader[B
     return _loader(loader.dataset, sampler[rank::world_size], loader.num_workers)
 
 
-def evaluation_batches(config: Config) -> EvaluationBatches:
-    """The validation splits, packed like the train splits, in one fixed pseudo-random order."""
+def evaluation_batches(config: Config, *, split: str = "validation") -> EvaluationBatches:
+    """The validation splits (or another), packed as for training, in one fixed pseudo-random order."""
     training = config.training
-    sources = _packed(config, "validation")
+    sources = _packed(config, split)
     bounds = np.cumsum([len(source.index) for source in sources])
     total = used = int(bounds[-1])
     if config.evaluation.max_batches is not None:

@@ -32,7 +32,12 @@ class Recorder:
         )
         self.metrics = MetricsWriter(folder.metrics, resume_step=progress.step) if first else None
         self.trackers = Trackers(
-            config, folder.path, progress.wandb_id, enabled=first, warn=self.console.warning
+            config,
+            folder.path,
+            progress.wandb_id,
+            enabled=first,
+            first_step=progress.step + 1 if progress.step else 0,
+            warn=self.console.warning,
         )
         progress.wandb_id = self.trackers.wandb_id
         self._row: dict[str, object] = {}
