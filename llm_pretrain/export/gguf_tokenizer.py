@@ -76,20 +76,22 @@ def read_vocabulary(folder: Path, vocab_size: int) -> Vocabulary:
     scores: list[float] | None = None
     merges: list[str] | None = None
     space_prefix = False
-    tokens, types = _tokens(spec, vocab_size, path)
-    if model.get("type") == "BPE" and any(part["type"] == "ByteLevel" for part in pre_tokenizers):
-        kind, pre = "gpt2", _pattern_name(pre_tokenizers, model, path)
-        notes += _check_normalizer(spec.get("normalizer"), path)
-        merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
-    elif model.get("type") == "BPE" and model.get("byte_fallback"):
-        kind, pre = "llama", "default"
-        space_prefix = _space_prefix(spec.get("normalizer"), path)
-        scores, types = _sentencepiece(folder, tokens, types)
-    else:
+    is_bpe = model.get("type") == "BPE"
+    is_byte_level = is_bpe and any(part["type"] == "ByteLevel" for part in pre_tokenizers)
+    if not is_byte_level and not (is_bpe and model.get("byte_fallback")):
         raise DataError(
             f"{path}: expected byte-level BPE or SentencePiece BPE, found {model.get('type')!r}, which "
             "llama.cpp would cut into other tokens; export to huggingface"
         )
+    tokens, types = _tokens(spec, vocab_size, path)
+    if is_byte_level:
+        kind, pre = "gpt2", _pattern_name(pre_tokenizers, model, path)
+        notes += _check_normalizer(spec.get("normalizer"), path)
+        merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
+    else:
+        kind, pre = "llama", "default"
+        space_prefix = _space_prefix(spec.get("normalizer"), path)
+        scores, types = _sentencepiece(folder, tokens, types)
     first = _first_token(path)
     special = _special_ids(folder, tokens)
     if first is not None:
