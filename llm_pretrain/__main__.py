@@ -17,6 +17,7 @@ COMMANDS = {
     "prepare": "tokenise jsonl or text files into a token store",
     "generate": "continue a prompt with trained weights",
     "report": "write an HTML page about a run, or compare several",
+    "top": "watch a run, or several, in the terminal",
 }
 """Module of `llm_pretrain.commands` and its line of help."""
 
