@@ -4,16 +4,31 @@ from __future__ import annotations
 
 import argparse
 
-HELP = "tokenise jsonl or text files into a token store"
+HELP = "tokenise jsonl, parquet, csv, text files or hub data sets into a token store"
 
-_EXAMPLES = """a jsonl record is one of:
-  {"text": "…"}                                   every token is trained on
-  {"prompt": "…", "completion": "…"}              only the completion is trained on
+_EXAMPLES = """an input is one of:
+  .jsonl .ndjson .json             a record per line, or an array of records
+  .parquet .arrow .csv .tsv        a record per row
+  any other file (.txt, .md, .py)  one document
+  each of them as .gz, .zst, .bz2 or .xz too (not .parquet and .arrow)
+  a folder of these, in sorted order, or a pattern such as 'data/*.jsonl.gz'
+  hf://OWNER/NAME[@REVISION][/CONFIG][:SPLIT]  streamed from the Hugging Face hub (default: train)
+  stdlib                           the Python standard library's source
+
+a record is one of:
+  {"text": "…"}                                     every token is trained on
+  {"prompt": "…", "completion": "…"}                only the completion is trained on
+  {"messages": [{"role": "user", "content": "…"}, …]}  by the tokenizer's chat template; only what the
+                                                    assistant says is trained on (also `conversations`)
+  {"segments": [{"text": "…", "loss": false}, …]}   the segments with loss are trained on
   {"input_ids": [5, 9, 2], "loss_mask": [0, 1, 1]}  stored as it is
+  {"input_ids": [5, 9, 2], "labels": [-100, 9, 2]}  stored as it is; labels are not shifted
 
 examples:
   llm-pretrain prepare --input stdlib --tokenizer data/stdlib-tokenizer --output data/stdlib
   llm-pretrain prepare --input corpus.jsonl notes/ --tokenizer data/tokenizer --output data/corpus
+  llm-pretrain prepare --input 'shards/*.parquet' --text_column content --tokenizer qwen3/ --output data/code
+  llm-pretrain prepare --input hf://HuggingFaceFW/fineweb-edu/sample-10BT --tokenizer qwen3/ --output data/edu
   llm-pretrain prepare --input big.jsonl --tokenizer qwen3/ --output data/big --validation_fraction 0.001
   llm-pretrain prepare --input scraped.jsonl --tokenizer data/tokenizer --output data/scraped --on_error skip
 """
@@ -31,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         required=True,
         metavar="FILE",
-        help=".jsonl and text files, folders of them, or `stdlib`: the Python standard library's source",
+        help="files, folders, patterns, hf://OWNER/NAME, or `stdlib`: the Python standard library's source",
     )
     parser.add_argument(
         "--tokenizer", required=True, metavar="FOLDER", help="any Hugging Face tokenizer folder"
@@ -51,6 +66,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--config", metavar="FILE", help="a run's configuration, whose data.on_error is the default here"
+    )
+    parser.add_argument(
+        "--text_column",
+        default="text",
+        metavar="NAME",
+        help="field or column that holds a document's text (default: %(default)s)",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace a store that is already there")
     parser.add_argument(
@@ -77,6 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
                 arguments.output,
                 validation_fraction=arguments.validation_fraction,
                 on_error=arguments.on_error or _configured(arguments.config),
+                text_column=arguments.text_column,
                 overwrite=arguments.overwrite,
                 workers=arguments.workers,
                 progress=bar.update,

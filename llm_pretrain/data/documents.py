@@ -1,146 +1,86 @@
-"""Reads corpora into documents: jsonl, plain text files, folders of both, and the standard library.
+"""Turns a raw record into a document: text, prompt and completion, segments, a conversation, or token ids.
 
-Reading is split in two, so that the slow half can run in many processes: `read_records` finds files and
-cuts them into raw records, `parse_record` turns one raw record into a document. Knows no tokenizer.
+Every form a record can have is known here and nowhere else. Knows no tokenizer; files are read in
+`readers.py`.
 """
 
 from __future__ import annotations
 
 import json
-import sysconfig
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from llm_pretrain.errors import DataError
+from llm_pretrain.data.inputs import STDLIB, find_files
+from llm_pretrain.data.readers import batch_records, read_records
+from llm_pretrain.data.records import EMPTY, RawRecord, RecordError
 
-STDLIB = "stdlib"
-"""The input that stands for the source text of the installed Python standard library."""
+__all__ = [
+    "EMPTY",
+    "STDLIB",
+    "Document",
+    "RawRecord",
+    "RecordError",
+    "batch_records",
+    "find_files",
+    "parse_record",
+    "read_records",
+]
 
-_STDLIB_EXCLUDED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-_JSONL_SUFFIXES = {".jsonl", ".ndjson"}
-_REFUSED_SUFFIXES = {".gz", ".zst", ".bz2", ".xz", ".zip", ".parquet", ".arrow", ".csv", ".tsv"}
+IGNORE_LABEL = -100
+"""What transformers' labels hold where a token is no target."""
 
-
-@dataclass(frozen=True, slots=True)
-class RawRecord:
-    """A record as it lies in a file: `line` counts from 1, and is 0 where the whole file is the record."""
-
-    name: str
-    line: int
-    data: bytes
+_ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A document, either as text in segments or as token ids.
+    """A document, as text in segments, as a conversation, or as token ids.
 
-    `segments` holds (text, whether it is a target of the loss); `input_ids` and `loss_mask` are set instead
-    where the record holds tokens. `location` is `file:line`, for messages.
+    `segments` holds (text, whether it is a target of the loss); `messages` ({role, content, …} each, with the
+    `tools` offered) or `input_ids` and `loss_mask` are set instead. `location` is `file:line`, for messages.
     """
 
     location: str
     segments: tuple[tuple[str, bool], ...] = ()
     input_ids: list[int] | None = None
     loss_mask: list[int] | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[Any] | None = None
+
+    def text(self) -> str:
+        """What there is of text, for training a tokenizer; empty where there are only token ids."""
+        if self.messages is not None:
+            return "\n".join(message["content"] for message in self.messages)
+        return "".join(text for text, _ in self.segments)
 
 
-class RecordError(Exception):
-    """A record that cannot be trained on: `cause` is the kind that is counted, the text says it in full."""
+def parse_record(record: RawRecord, text_column: str = "text") -> Document:
+    """The document of a raw record. Raises RecordError.
 
-    def __init__(self, cause: str, location: str, detail: str):
-        self.cause = cause
-        super().__init__(f"{location}: {cause}: {detail}")
-
-
-EMPTY = "empty document"
-"""The one cause that is never an error: there is nothing to learn from no text."""
-
-
-def find_files(inputs: Sequence[str]) -> list[tuple[str, Path]]:
-    """(name for messages, path) of every file of `inputs`, folders in the order of their sorted paths.
-
-    Raises DataError for a path that does not exist, a folder without files, and formats that are not read.
+    A JSON record is, in this order of preference: `{"text"}` (or whatever `text_column` names);
+    `{"prompt", "completion"}`, of which only the completion is a target; `{"messages"}` or
+    `{"conversations"}`, of which only the assistant's turns are; `{"segments": [{"text", "loss"}]}`; or
+    `{"input_ids"}` with `loss_mask` or with `labels` (not shifted, −100 for no target), stored as it is.
     """
-    files: list[tuple[str, Path]] = []
-    for entry in inputs:
-        path = Path(entry)
-        if entry == STDLIB:
-            files += _stdlib_files()
-        elif path.is_dir():
-            found = _visible_files(path)
-            if not found:
-                raise DataError(f"{entry}: expected a folder with .jsonl or text files, found none in it")
-            files += [(str(file), file) for file in found]
-        elif path.is_file():
-            files.append((entry, path))
-        else:
-            raise DataError(f"{entry}: expected a file, a folder or `{STDLIB}`, found no such path")
-    for name, path in files:
-        if path.suffix.lower() in _REFUSED_SUFFIXES:
-            raise DataError(
-                f"{name}: expected .jsonl or plain text, found a {path.suffix} file; convert it to jsonl"
-            )
-    return files
-
-
-def _visible_files(folder: Path) -> list[Path]:
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    visible = [p for p in files if not any(part.startswith(".") for part in p.relative_to(folder).parts)]
-    return sorted(visible, key=lambda path: path.relative_to(folder).as_posix())
-
-
-def _stdlib_files() -> list[tuple[str, Path]]:
-    root = Path(sysconfig.get_paths()["stdlib"])
-    named = ((path.relative_to(root).as_posix(), path) for path in root.rglob("*.py"))
-    return sorted((name, path) for name, path in named if not _STDLIB_EXCLUDED & set(name.split("/")))
-
-
-def read_records(inputs: Sequence[str]) -> Iterator[RawRecord]:
-    """The raw records of `inputs` in order, one line of a jsonl file or one whole text file at a time."""
-    for name, path in find_files(inputs):
-        try:
-            if path.suffix.lower() in _JSONL_SUFFIXES:
-                with path.open("rb") as file:
-                    for line, data in enumerate(file, start=1):
-                        if not data.isspace():
-                            yield RawRecord(name, line, data)
-            else:
-                yield RawRecord(name, 0, path.read_bytes())
-        except OSError as error:
-            raise DataError(f"{name}: expected a readable file, found: {error.strerror}") from error
-
-
-def batch_records(records: Iterator[RawRecord], batch_bytes: int) -> Iterator[list[RawRecord]]:
-    """Groups records into lists of about `batch_bytes`; the grouping depends on the records alone."""
-    batch: list[RawRecord] = []
-    size = 0
-    for record in records:
-        batch.append(record)
-        size += len(record.data)
-        if size >= batch_bytes:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
-def parse_record(record: RawRecord) -> Document:
-    """The document of a raw record.
-
-    A jsonl record is `{"text"}`, `{"prompt", "completion"}` (only the completion is a target) or
-    `{"input_ids", "loss_mask"}` (stored as it is; without a mask every token is a target).
-    Raises RecordError.
-    """
-    location = f"{record.name}:{record.line}" if record.line else record.name
+    location = record.location
+    if record.kind == "bad":
+        cause, _, detail = record.data.decode("utf-8").partition("\n")
+        raise RecordError(cause, location, detail)
     try:
         text = record.data.decode("utf-8")
     except UnicodeDecodeError as error:
-        line = record.line or record.data.count(b"\n", 0, error.start) + 1
+        if not record.line:
+            line = record.data.count(b"\n", 0, error.start) + 1
+            location = f"{record.name}:{line}"
         found = f"found byte 0x{record.data[error.start]:02x} at offset {error.start}"
-        raise RecordError("invalid UTF-8", f"{record.name}:{line}", found) from error
-    if not record.line:
+        raise RecordError("invalid UTF-8", location, found) from error
+    if record.kind == "text":
         return _text_document(location, ((text, True),))
     try:
         fields = json.loads(text.removeprefix("\ufeff").rstrip("\r\n"))  # so that a cut string is called so
@@ -152,40 +92,113 @@ def parse_record(record: RawRecord) -> Document:
         raise RecordError("invalid JSON", location, detail) from error
     if not isinstance(fields, dict):
         raise RecordError("wrong type", location, f"expected a JSON object, found {_kind(fields)}")
-    return _document_of_fields(location, fields)
+    return _document_of_fields(location, fields, text_column)
 
 
-def _document_of_fields(location: str, fields: dict[str, Any]) -> Document:
-    if "text" in fields:
-        return _text_document(location, ((_string(location, fields, "text"), True),))
+def _document_of_fields(location: str, fields: dict[str, Any], text_column: str) -> Document:
+    if text_column in fields:
+        return _text_document(location, ((_string(location, fields, text_column), True),))
     if "prompt" in fields and "completion" in fields:
         prompt = _string(location, fields, "prompt")
         return _text_document(location, ((prompt, False), (_string(location, fields, "completion"), True)))
+    for key in ("messages", "conversations"):
+        if key in fields:
+            messages = _messages(location, fields[key], key)
+            return Document(location, messages=messages, tools=_tools(location, fields.get("tools")))
+    if "segments" in fields:
+        return _text_document(location, _segments(location, fields["segments"]))
     if "input_ids" in fields:
         return _token_document(location, fields)
     found = ", ".join(sorted(fields)) or "no field at all"
-    raise RecordError(
-        "no text", location, f"expected text, prompt and completion, or input_ids; found {found}"
-    )
+    expected = f"{text_column}, prompt and completion, messages, segments or input_ids"
+    hint = "; name the field of the text with --text_column" if fields else ""
+    raise RecordError("no text", location, f"expected {expected}; found {found}{hint}")
 
 
 def _text_document(location: str, segments: tuple[tuple[str, bool], ...]) -> Document:
     text = "".join(part for part, _ in segments)
     if not text:
         raise RecordError(EMPTY, location, "found no text")
+    _check_surrogates(location, text)
+    return Document(location, segments=segments)
+
+
+def _check_surrogates(location: str, text: str) -> None:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         detail = f"found the lone surrogate U+{ord(text[error.start]):04X}"
         raise RecordError("invalid UTF-8", location, detail) from error
-    return Document(location, segments=segments)
+
+
+def _segments(location: str, value: Any) -> tuple[tuple[str, bool], ...]:
+    if not isinstance(value, list) or not all(isinstance(segment, dict) for segment in value):
+        raise RecordError("wrong type", location, "expected segments to be a list of {text, loss}")
+    segments = []
+    for number, segment in enumerate(value):
+        text, loss = segment.get("text"), segment.get("loss", True)
+        if not isinstance(text, str) or type(loss) not in (bool, int) or loss not in (0, 1):
+            found = f"found {_kind(text)} and {_kind(loss)}"
+            detail = f"expected segments[{number}] to be a text and a loss of true or false, {found}"
+            raise RecordError("wrong type", location, detail)
+        segments.append((text, bool(loss)))
+    return tuple(segments)
+
+
+def _messages(location: str, value: Any, key: str) -> list[dict[str, Any]]:
+    """Messages in transformers' form, those of ShareGPT (`from`, `value`) too; empty fields are left out."""
+    if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
+        raise RecordError("wrong type", location, f"expected {key} to be a list of {{role, content}}")
+    if not value:
+        raise RecordError(EMPTY, location, "found no message")
+    messages = []
+    for number, fields in enumerate(value):
+        message = {name: field for name, field in fields.items() if field is not None}
+        if "role" not in message and "from" in message:
+            message["role"] = message.pop("from")
+            message["content"] = message.pop("value", None)
+        content = message.get("content", "" if message.get("tool_calls") else None)
+        if isinstance(content, list) and all(
+            isinstance(p, dict) and p.get("type") == "text" for p in content
+        ):
+            content = "".join(str(part.get("text", "")) for part in content)
+        if not isinstance(message.get("role"), str) or not isinstance(content, str):
+            found = f"found {_kind(message.get('role'))} and {_kind(content)}"
+            detail = f"expected {key}[{number}] to have a role and a content that are strings, {found}"
+            raise RecordError("wrong type", location, detail)
+        _check_surrogates(location, content)
+        message["role"] = _ROLES.get(message["role"], message["role"])
+        message["content"] = content
+        messages.append(message)
+    if not any(message["role"] == "assistant" for message in messages):
+        roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
+        detail = f"expected a message of the assistant in {key}, found {roles}"
+        raise RecordError("no assistant turn", location, detail)
+    return messages
+
+
+def _tools(location: str, value: Any) -> list[Any] | None:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value or "null")
+        except ValueError as error:
+            raise RecordError(
+                "wrong type", location, "expected tools to be JSON, found other text"
+            ) from error
+    if value is not None and not isinstance(value, list):
+        raise RecordError("wrong type", location, f"expected tools to be a list, found {_kind(value)}")
+    return value or None
 
 
 def _token_document(location: str, fields: dict[str, Any]) -> Document:
     ids = fields["input_ids"]
     if not isinstance(ids, list) or not all(type(token) is int for token in ids):
         raise RecordError("wrong type", location, "expected input_ids to be a list of integers")
-    mask = fields.get("loss_mask")
+    mask, labels = fields.get("loss_mask"), fields.get("labels")
+    if labels is not None:
+        if mask is not None:
+            raise RecordError("wrong type", location, "expected loss_mask or labels, found both")
+        mask = _mask_of_labels(location, ids, labels)
     if mask is None:
         mask = [1] * len(ids)
     elif not isinstance(mask, list) or not all(type(m) in (int, bool) and m in (0, 1) for m in mask):
@@ -196,6 +209,22 @@ def _token_document(location: str, fields: dict[str, Any]) -> Document:
     if not ids:
         raise RecordError(EMPTY, location, "found no token ids")
     return Document(location, input_ids=ids, loss_mask=mask)
+
+
+def _mask_of_labels(location: str, ids: list[int], labels: Any) -> list[int]:
+    """The mask of labels as transformers has them: in the place of their own token, −100 for no target."""
+    if not isinstance(labels, list):
+        raise RecordError("wrong type", location, f"expected labels to be a list, found {_kind(labels)}")
+    if len(labels) != len(ids):
+        detail = f"expected labels as many as input_ids ({len(ids)}), found {len(labels)}"
+        raise RecordError("wrong length", location, detail)
+    for place, (token, label) in enumerate(zip(ids, labels, strict=True)):
+        if label not in (token, IGNORE_LABEL):
+            shifted = labels[:-1] == ids[1:]
+            hint = "; labels are shifted here, and must not be" if shifted else ""
+            detail = f"expected {token} (as in input_ids) or {IGNORE_LABEL} at {place}, found {label}{hint}"
+            raise RecordError("wrong labels", location, detail)
+    return [int(label != IGNORE_LABEL) for label in labels]
 
 
 def _string(location: str, fields: dict[str, Any], key: str) -> str:

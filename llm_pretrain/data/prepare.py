@@ -16,8 +16,10 @@ from pathlib import Path
 
 import numpy as np
 
-from llm_pretrain.data.documents import RawRecord, batch_records, find_files, read_records
+from llm_pretrain.data.documents import RawRecord, batch_records, read_records
 from llm_pretrain.data.encoding import EncodedBatch, Encoder
+from llm_pretrain.data.hub import HUB_PREFIX
+from llm_pretrain.data.inputs import COMPRESSIONS, TABLE_SUFFIXES, find_sources
 from llm_pretrain.data.store_writer import SHARD_BYTES, SplitWriter, StoreWriter
 from llm_pretrain.data.token_store import TokenStore
 from llm_pretrain.data.tokenizers import Tokenizer, convert_tokenizer, open_tokenizer, use_one_thread
@@ -35,7 +37,8 @@ class Preparation:
     """What to prepare: `inputs` (files, folders, `stdlib`), with which tokenizer folder, and how.
 
     `validation_fraction` of the documents, chosen by hash, form the validation split. `on_error` is `fail` or
-    `skip`. `workers` defaults to all cores. `progress` is called with the bytes of every batch done.
+    `skip`. `text_column` names the field or column that holds the text. `workers` defaults to all cores.
+    `progress` is called with the bytes of every batch done.
     """
 
     inputs: Sequence[str]
@@ -43,6 +46,7 @@ class Preparation:
     output: str | Path
     validation_fraction: float = 0.01
     on_error: str = "fail"
+    text_column: str = "text"
     overwrite: bool = False
     workers: int | None = None
     shard_bytes: int = SHARD_BYTES
@@ -76,9 +80,14 @@ def prepare_store(preparation: Preparation) -> TokenStore:
     return TokenStore(output)
 
 
-def input_bytes(inputs: Sequence[str]) -> int:
-    """Size of all files of `inputs`."""
-    return sum(path.stat().st_size for _, path in find_files(inputs))
+def input_bytes(inputs: Sequence[str]) -> int | None:
+    """Size of all records of `inputs`, or None where it shows only when they are read."""
+    total = 0
+    for source in find_sources(inputs):
+        if source.path is None or source.path.suffix.lower() in (*COMPRESSIONS, *TABLE_SUFFIXES):
+            return None
+        total += source.path.stat().st_size
+    return total
 
 
 def _check_output(output: Path, overwrite: bool) -> None:
@@ -112,7 +121,10 @@ def _write(preparation: Preparation, output: Path, tokenizer: Tokenizer, thresho
         if again is None:
             writer.commit(
                 {
-                    "inputs": [Path(name).name for name in preparation.inputs],
+                    "inputs": [
+                        name if name.startswith(HUB_PREFIX) else Path(name).name
+                        for name in preparation.inputs
+                    ],
                     "validation_fraction": preparation.validation_fraction,
                     "on_error": preparation.on_error,
                     "skipped": dict(totals.skipped),
@@ -184,17 +196,22 @@ def _encoded_batches(
     preparation: Preparation, tokenizer: Tokenizer, threshold: int
 ) -> Iterator[tuple[EncodedBatch, int]]:
     """(encoded batch, bytes read) in the corpus's order, however many processes encode."""
-    batches = batch_records(read_records(preparation.inputs), BATCH_BYTES)
+    records = read_records(preparation.inputs, text_column=preparation.text_column)
+    batches = batch_records(records, BATCH_BYTES)
     fail = preparation.on_error == "fail"
     workers = preparation.workers or os.cpu_count() or 1
-    workers = min(workers, -(-input_bytes(preparation.inputs) // (2 * BATCH_BYTES)))
+    size = input_bytes(preparation.inputs)
+    if size is not None:
+        workers = min(workers, -(-size // (2 * BATCH_BYTES)))
     if workers <= 1:
-        encoder = Encoder(tokenizer, threshold=threshold, fail_on_error=fail)
+        encoder = Encoder(
+            tokenizer, threshold=threshold, fail_on_error=fail, text_column=preparation.text_column
+        )
         for batch in batches:
             yield encoder.encode(batch), _size(batch)
         return
     context = multiprocessing.get_context("spawn")
-    settings = (tokenizer.folder, threshold, fail)
+    settings = (tokenizer.folder, threshold, fail, preparation.text_column)
     executor = ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=settings)
     pending: deque[tuple[Future[EncodedBatch], int]] = deque()
     try:
@@ -222,11 +239,13 @@ def _size(batch: Sequence[RawRecord]) -> int:
 _worker_encoder: Encoder | None = None
 
 
-def _start_worker(folder: Path, threshold: int, fail_on_error: bool) -> None:
+def _start_worker(folder: Path, threshold: int, fail_on_error: bool, text_column: str) -> None:
     global _worker_encoder
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process stops the workers
     use_one_thread()
-    _worker_encoder = Encoder(open_tokenizer(folder), threshold=threshold, fail_on_error=fail_on_error)
+    _worker_encoder = Encoder(
+        open_tokenizer(folder), threshold=threshold, fail_on_error=fail_on_error, text_column=text_column
+    )
 
 
 def _encode_in_worker(batch: list[RawRecord]) -> EncodedBatch:

@@ -89,10 +89,10 @@ def test_blank_lines_count_as_lines_but_not_as_records(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("missing.jsonl", "found no such path"), ("a.parquet", "convert"), ("empty", "none in it")],
+    [("missing.jsonl", "found no such path"), ("a.zip", "unpack"), ("empty", "none in it")],
 )
 def test_inputs_that_cannot_be_read_are_refused(tmp_path: Path, name: str, message: str):
-    (tmp_path / "a.parquet").touch()
+    (tmp_path / "a.zip").touch()
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=message):
         find_files([str(tmp_path / name)])

@@ -208,7 +208,7 @@ GOOD = "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in
         ("empty.jsonl", b"", ["empty.jsonl", "expected", "found none"]),
         ("blank.jsonl", b"\n \n", ["blank.jsonl", "expected", "found none"]),
         ("hollow.jsonl", b'{"text": ""}\n', ["hollow.jsonl", "expected", "found none"]),
-        ("packed.parquet", b"PAR1", ["packed.parquet", "expected .jsonl or plain text"]),
+        ("packed.parquet", b"PAR1", ["packed.parquet", "truncated or damaged file"]),
         ("missing.jsonl", None, ["missing.jsonl", "found no such path"]),
     ],
 )

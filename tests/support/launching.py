@@ -147,7 +147,7 @@ def launch(
 
 
 def train(*arguments: str) -> int:
-    """Run the torchrun script's `main` in this process, without a report unless asked; returns its exit code."""
+    """Run the torchrun script's `main` in this process (no report unless asked); returns its exit code."""
     try:
         return train_pretrain.main([*NO_REPORT, *arguments])
     except SystemExit as exit_:

@@ -1,0 +1,143 @@
+"""Reads tables of documents through pyarrow: parquet, Arrow's two IPC forms, and sets of the hub.
+
+A column of text passes as it is; other columns are put into one JSON object per row, as a jsonl file has it.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from llm_pretrain.data.hub import hub_tables
+from llm_pretrain.data.records import BROKEN, RawRecord, bad_record
+from llm_pretrain.errors import DataError
+
+BATCH_BYTES = 16 << 20
+"""About as much of a parquet file is decoded at a time."""
+
+_FORMS = (
+    (("prompt", "completion"), ()),
+    (("messages",), ("tools",)),
+    (("conversations",), ("tools",)),
+    (("segments",), ()),
+    (("input_ids",), ("loss_mask", "labels")),
+)
+"""Columns that together are a document, and those that may come with them."""
+
+
+def choose_columns(name: str, columns: Sequence[str], text_column: str) -> list[str]:
+    """Which columns make up a document. Raises DataError that lists those found."""
+    if text_column in columns:
+        return [text_column]
+    for needed, optional in _FORMS:
+        if set(needed) <= set(columns):
+            return [*needed, *(column for column in optional if column in columns)]
+    forms = ", ".join([text_column, *(" and ".join(needed) for needed, _ in _FORMS)])
+    raise DataError(
+        f"{name}: expected one of the columns {forms}; found {', '.join(columns) or 'none'}; "
+        "name the column of the text with --text_column"
+    )
+
+
+def table_records(
+    index: int, name: str, path: Path, compression: str, text_column: str
+) -> Iterator[RawRecord]:
+    """The rows of a .parquet, .arrow or .feather file, counted from 1."""
+    import pyarrow
+
+    if compression:
+        raise DataError(
+            f"{name}: expected a table that is not compressed as a whole, found {compression}; unpack it"
+        )
+    row = 0
+    with path.open("rb") as file:
+        try:
+            is_parquet = path.suffix.lower() == ".parquet"
+            batches = _parquet(file, name, text_column) if is_parquet else _ipc(file)
+            columns = None
+            for batch in batches:
+                columns = columns or choose_columns(name, batch.schema.names, text_column)
+                yield from _rows(index, name, batch, columns, text_column, row)
+                row += batch.num_rows
+        except (pyarrow.ArrowException, EOFError, OSError) as error:
+            if isinstance(error, OSError) and error.errno is not None:
+                raise
+            yield bad_record(name, row + 1 if row else 0, BROKEN, str(error), index)
+
+
+def hub_records(index: int, name: str, text_column: str) -> Iterator[RawRecord]:
+    """The rows of a data set on the hub, counted from 1."""
+    row = 0
+    for table in hub_tables(name):
+        columns = choose_columns(name, table.column_names, text_column)
+        for batch in table.to_batches():
+            yield from _rows(index, name, batch, columns, text_column, row)
+            row += batch.num_rows
+
+
+def _parquet(file: BinaryIO, name: str, text_column: str) -> Iterator[Any]:
+    """Record batches of about `BATCH_BYTES`, whatever the size of the row groups; the columns asked for."""
+    import pyarrow.parquet
+
+    table = pyarrow.parquet.ParquetFile(file, buffer_size=1 << 20, pre_buffer=False)
+    groups = [table.metadata.row_group(k) for k in range(table.num_row_groups)]
+    size = max((group.total_byte_size // max(group.num_rows, 1) for group in groups), default=1)
+    rows = min(max(BATCH_BYTES // max(size, 1), 1), 4096)
+    columns = choose_columns(name, table.schema_arrow.names, text_column)
+    yield from table.iter_batches(batch_size=rows, columns=columns, use_threads=False)
+
+
+def _ipc(file: BinaryIO) -> Iterator[Any]:
+    """Record batches of Arrow's file form (which begins with its name) or stream form."""
+    import pyarrow.ipc
+
+    if file.read(6) == b"ARROW1":
+        reader = pyarrow.ipc.open_file(file)
+        yield from (reader.get_batch(k) for k in range(reader.num_record_batches))
+        return
+    file.seek(max(file.seek(0, io.SEEK_END) - 4, 0))
+    complete = file.read(4) == bytes(4)  # a stream ends in a length of 0
+    file.seek(0)
+    yield from pyarrow.ipc.open_stream(file)
+    if not complete:
+        raise EOFError("the stream has no end mark")
+
+
+def _rows(
+    index: int, name: str, batch: Any, columns: list[str], text_column: str, before: int
+) -> Iterator[RawRecord]:
+    if columns == [text_column]:
+        texts = _utf8(batch.column(text_column))
+        if texts is not None:
+            for row, text in enumerate(texts, start=before + 1):
+                if text is None:
+                    yield RawRecord(name, row, json.dumps({text_column: None}).encode(), "json", index)
+                else:
+                    yield RawRecord(name, row, text, "text", index)
+            return
+    chosen = batch.select(columns)
+    for position in range(chosen.num_rows):
+        row = before + position + 1
+        try:
+            fields = chosen.slice(position, 1).to_pylist()[0]
+            data = json.dumps(fields, ensure_ascii=False, default=str).encode()
+            yield RawRecord(name, row, data, "json", index)
+        except UnicodeError as error:
+            yield bad_record(name, row, "invalid UTF-8", str(error), index)
+
+
+def _utf8(column: Any) -> list[bytes | None] | None:
+    """The bytes of a column of strings, unchecked; None where it holds something else."""
+    import pyarrow
+    from pyarrow import types
+
+    if types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    kinds = (types.is_string, types.is_large_string, types.is_string_view)
+    if not any(kind(column.type) for kind in kinds):
+        return None
+    view = types.is_string_view(column.type)
+    return column.cast(pyarrow.binary_view() if view else pyarrow.large_binary()).to_pylist()

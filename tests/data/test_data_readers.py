@@ -1,0 +1,278 @@
+"""Every input format gives the same documents; damage is named by file and place, or counted."""
+
+from __future__ import annotations
+
+import bz2
+import csv
+import gzip
+import io
+import json
+import lzma
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow
+import pyarrow.feather
+import pyarrow.parquet
+import pytest
+import zstandard
+from support.corpora import make_texts, make_tokenizer, write_jsonl
+
+from llm_pretrain.data import TokenStore
+from llm_pretrain.data.documents import Document, RecordError, parse_record, read_records
+from llm_pretrain.data.inputs import find_sources
+from llm_pretrain.data.prepare import Preparation, prepare_store
+from llm_pretrain.errors import DataError
+
+TEXTS = [*make_texts(40), 'quotes "", commas, and\nlines\r\n', "tab\there", " spaces "]
+COMPRESS: dict[str, Callable[[bytes], bytes]] = {
+    "": bytes,
+    ".gz": gzip.compress,
+    ".zst": zstandard.compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+}
+
+
+def delimited(texts: list[str], delimiter: str, column: str = "text") -> bytes:
+    file = io.StringIO(newline="")
+    writer = csv.writer(file, delimiter=delimiter)
+    writer.writerows([["id", column], *([str(index), text] for index, text in enumerate(texts))])
+    return file.getvalue().encode()
+
+
+def as_table(texts: list[str], column: str = "text") -> pyarrow.Table:
+    return pyarrow.table({"id": list(range(len(texts))), column: texts})
+
+
+def parquet(table: pyarrow.Table, **options) -> bytes:
+    sink = pyarrow.BufferOutputStream()
+    pyarrow.parquet.write_table(table, sink, **options)
+    return sink.getvalue().to_pybytes()
+
+
+def arrow(table: pyarrow.Table, *, stream: bool) -> bytes:
+    sink = pyarrow.BufferOutputStream()
+    new = pyarrow.ipc.new_stream if stream else pyarrow.ipc.new_file
+    with new(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=7)
+    return sink.getvalue().to_pybytes()
+
+
+LINES = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
+TABLE = as_table(TEXTS)
+DICTIONARY = pyarrow.table({"text": pyarrow.array(TEXTS).dictionary_encode()})
+FORMATS = {
+    "lines.jsonl": LINES,
+    "lines.ndjson": b"\xef\xbb\xbf" + LINES,
+    "lines.json": LINES,
+    "array.json": json.dumps([{"text": text} for text in TEXTS], indent=1).encode(),
+    "comma.csv": delimited(TEXTS, ","),
+    "tab.tsv": delimited(TEXTS, "\t"),
+    "groups.parquet": parquet(TABLE, row_group_size=7),
+    "plain.parquet": parquet(as_table(TEXTS), compression="none", use_dictionary=False),
+    "large.parquet": parquet(pyarrow.table({"text": pyarrow.array(TEXTS, pyarrow.large_string())})),
+    "dictionary.parquet": parquet(DICTIONARY),
+    "stream.arrow": arrow(TABLE, stream=True),
+    "file.arrow": arrow(TABLE, stream=False),
+    "dictionary.arrow": arrow(DICTIONARY, stream=True),
+    "view.arrow": arrow(pyarrow.table({"text": pyarrow.array(TEXTS, pyarrow.string_view())}), stream=True),
+}
+
+
+def documents(*inputs: Path, text_column: str = "text") -> list[Document]:
+    names = [str(path) for path in inputs]
+    return [parse_record(record, text_column) for record in read_records(names, text_column=text_column)]
+
+
+def texts_of(*inputs: Path, **options) -> list[str]:
+    return [document.text() for document in documents(*inputs, **options)]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_gives_the_same_texts(tmp_path: Path, name: str):
+    (tmp_path / name).write_bytes(FORMATS[name])
+    assert texts_of(tmp_path / name) == TEXTS
+
+
+@pytest.mark.parametrize("suffix", [suffix for suffix in COMPRESS if suffix])
+@pytest.mark.parametrize("name", ["lines.jsonl", "array.json", "tab.tsv"])
+def test_compressed_files_are_read_as_what_is_in_them(tmp_path: Path, name: str, suffix: str):
+    whole = COMPRESS[suffix](FORMATS[name])
+    halves = [COMPRESS[suffix](part) for part in (FORMATS[name][:100], FORMATS[name][100:])]
+    for compressed in (whole, b"".join(halves)):  # `cat a.gz b.gz > c.gz` is a file like any other
+        (tmp_path / (name + suffix)).write_bytes(compressed)
+        assert texts_of(tmp_path / (name + suffix)) == TEXTS
+    (tmp_path / f"a.md{suffix}").write_bytes(COMPRESS[suffix](b"# one\ndocument\n"))
+    assert texts_of(tmp_path / f"a.md{suffix}") == ["# one\ndocument\n"]
+
+
+@pytest.mark.parametrize("suffix", [suffix for suffix in COMPRESS if suffix])
+def test_a_truncated_file_is_named_and_its_sound_part_read(tmp_path: Path, suffix: str):
+    import random
+
+    generator = random.Random(0)
+    noise = [generator.randbytes(15).hex() for _ in range(20_000)]
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in noise).encode()
+    compressed = COMPRESS[suffix](lines)
+    file = tmp_path / f"a.jsonl{suffix}"
+    for length in (len(compressed) // 2, len(compressed) - 1):
+        file.write_bytes(compressed[:length])
+        *sound, last = read_records([str(file)])
+        found = [parse_record(record).text() for record in sound]
+        assert found == noise[: len(found)]
+        assert suffix == ".bz2" or length < len(compressed) - 1 or len(found) > 10_000
+        message = rf"a\.jsonl{suffix}:{len(found) + 1}: truncated or damaged file: "
+        with pytest.raises(RecordError, match=message) as caught:
+            parse_record(last)
+        assert "\n" not in str(caught.value)
+    file.write_bytes(b"this is no compressed file")
+    (record,) = read_records([str(file)])
+    with pytest.raises(RecordError, match="truncated or damaged"):
+        parse_record(record)
+
+
+@pytest.mark.parametrize("name", ["groups.parquet", "stream.arrow", "file.arrow"])
+def test_a_truncated_table_is_named(tmp_path: Path, name: str):
+    for length in (0, 3, 10, len(FORMATS[name]) // 2, len(FORMATS[name]) - 5):
+        (tmp_path / name).write_bytes(FORMATS[name][:length])
+        *sound, last = read_records([str(tmp_path / name)])
+        assert [parse_record(record).text() for record in sound] == TEXTS[: len(sound)]
+        with pytest.raises(RecordError, match=rf"{name}[:\d]*: truncated or damaged file: "):
+            parse_record(last)
+
+
+def test_a_damaged_file_stops_the_command_or_is_counted(tmp_path: Path):
+    tokenizer = make_tokenizer(tmp_path / "tokenizer")
+    cut = tmp_path / "cut.jsonl.gz"
+    cut.write_bytes(gzip.compress(LINES)[:-9])
+    sound = write_jsonl(tmp_path / "sound.jsonl", [{"text": "sound"}])
+    inputs = [str(cut), str(sound)]
+    with pytest.raises(DataError, match=r"cut\.jsonl\.gz:\d+: truncated or damaged file.*--on_error skip"):
+        prepare_store(Preparation(inputs, tokenizer, tmp_path / "store"))
+    preparation = Preparation(inputs, tokenizer, tmp_path / "store", 0.0, on_error="skip")
+    store = prepare_store(preparation)
+    assert store.facts["skipped"] == {"truncated or damaged file": 1}
+    texts = [store.tokenizer().decode(ids.tolist()) for ids, _ in store.split("train").iterate()]
+    assert texts[-1] == "sound"
+    assert texts[:-1] == TEXTS[: len(texts) - 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.csv", delimited(TEXTS, ",", "content")),
+        ("a.parquet", parquet(as_table(TEXTS, "content"))),
+        ("a.arrow", arrow(as_table(TEXTS, "content"), stream=True)),
+    ],
+)
+def test_another_column_is_asked_for_by_name(tmp_path: Path, name: str, content: bytes):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=rf"{name}: expected .*found id, content; .*--text_column"):
+        documents(tmp_path / name)
+    assert texts_of(tmp_path / name, text_column="content") == TEXTS
+
+
+def test_columns_that_are_no_text_make_the_same_records_as_lines(tmp_path: Path):
+    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    records = {
+        "messages": [{"messages": chat, "id": 1}],
+        "segments": [{"segments": [{"text": "a", "loss": False}, {"text": "b", "loss": True}]}],
+        "ids": [{"input_ids": [1, 2], "labels": [-100, 2]}, {"input_ids": [3], "labels": [3]}],
+        "pair": [{"prompt": "p", "completion": "c"}],
+    }
+    for name, rows in records.items():
+        lines = documents(write_jsonl(tmp_path / f"{name}.jsonl", rows))
+        (tmp_path / f"{name}.parquet").write_bytes(parquet(pyarrow.Table.from_pylist(rows)))
+        for line, row in zip(lines, documents(tmp_path / f"{name}.parquet"), strict=True):
+            for field in ("segments", "input_ids", "loss_mask", "messages"):
+                assert getattr(line, field) == getattr(row, field)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "place", "cause"),
+    [
+        ("a.csv", b"id,text\n1,one\n2\n3,three\n", 3, "wrong number of columns"),
+        ("a.csv", b'id,text\n1,"a\nb"\n2,"open\n', 4, "invalid CSV"),
+        ("a.csv", b"id,text\n1,one\n2,\xff\n", 3, "invalid UTF-8"),
+        ("a.json", b'[{"text": "one"}, {"text": "two}]', 2, "invalid JSON"),
+        ("a.json", b'[{"text": "one"} {"text": "two"}]', 2, "invalid JSON"),
+        ("a.json", b'[{"text": "one"},', 2, "invalid JSON"),
+        ("a.json", b'[{"text": "one"}, 5]', 2, "wrong type"),
+        ("a.parquet", parquet(pyarrow.table({"text": ["one", None]})), 2, "wrong type"),
+        ("a.parquet", parquet(pyarrow.table({"text": [1, 2]})), 1, "wrong type"),
+    ],
+)
+def test_a_bad_row_is_named_by_its_place(tmp_path: Path, name: str, content: bytes, place: int, cause: str):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(RecordError, match=rf"{name}:{place}: {cause}: ") as caught:
+        documents(tmp_path / name)
+    assert caught.value.cause == cause
+
+
+def test_invalid_utf8_in_a_table_costs_only_its_row(tmp_path: Path):
+    raw = pyarrow.array([b"one", b"\xff", b"three"], pyarrow.binary())
+    names = pyarrow.Array.from_buffers(pyarrow.string(), 3, raw.buffers())
+    (tmp_path / "a.parquet").write_bytes(parquet(pyarrow.table({"text": names})))
+    one, bad, three = read_records([str(tmp_path / "a.parquet")])
+    assert [parse_record(record).text() for record in (one, three)] == ["one", "three"]
+    with pytest.raises(RecordError, match=r"a\.parquet:2: invalid UTF-8"):
+        parse_record(bad)
+
+
+def test_a_long_document_and_many_small_ones_pass_the_json_window(tmp_path: Path):
+    texts = ["x" * 3_000_000, *("y" * index for index in range(1, 3000))]
+    (tmp_path / "a.json").write_text(json.dumps([{"text": text} for text in texts]))
+    assert texts_of(tmp_path / "a.json") == texts
+
+
+def test_one_record_over_several_lines_is_a_json_file_too(tmp_path: Path):
+    (tmp_path / "a.json").write_text(json.dumps({"text": "one"}, indent=2))
+    assert texts_of(tmp_path / "a.json") == ["one"]
+    (tmp_path / "b.json").write_text(" [ ] ")
+    assert texts_of(tmp_path / "b.json") == []
+
+
+def test_patterns_folders_and_files_come_in_the_order_given(tmp_path: Path):
+    for name in ("b/2.jsonl", "b/1.jsonl", "a/z.txt", "c.jsonl"):
+        write_jsonl(tmp_path / name, [{"text": name}])
+    inputs = [str(tmp_path / "b" / "*.jsonl"), str(tmp_path / "c.jsonl"), str(tmp_path / "a")]
+    sources = find_sources(inputs)
+    found = [
+        (source.path.relative_to(tmp_path).as_posix(), source.entry) for source in sources if source.path
+    ]
+    assert found == [("b/1.jsonl", 0), ("b/2.jsonl", 0), ("c.jsonl", 1), ("a/z.txt", 2)]
+    with pytest.raises(DataError, match="pattern"):
+        find_sources([str(tmp_path / "*.parquet")])
+    with pytest.raises(DataError, match="written hf://owner/name"):
+        find_sources(["owner/name"])
+
+
+def test_a_folder_that_datasets_saved_is_read_without_its_notes(tmp_path: Path):
+    import datasets
+
+    saved = datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": TEXTS})})
+    saved.save_to_disk(str(tmp_path / "saved"))
+    assert texts_of(tmp_path / "saved") == TEXTS
+
+
+def test_reading_begins_after_any_record(tmp_path: Path):
+    for name in ("lines.jsonl", "comma.csv", "groups.parquet", "array.json"):
+        (tmp_path / name).write_bytes(FORMATS[name])
+    (tmp_path / "text.txt").write_text("text")
+    records = list(read_records([str(tmp_path)]))
+    for index in range(0, len(records), 9):
+        after = (records[index].source, records[index].line)
+        assert list(read_records([str(tmp_path)], after=after)) == records[index + 1 :]
+
+
+def test_a_store_is_the_same_from_lines_and_from_parquet(tmp_path: Path):
+    tokenizer = make_tokenizer(tmp_path / "tokenizer")
+
+    def files(name: str) -> dict[str, bytes]:
+        (tmp_path / name).write_bytes(FORMATS[name])
+        store = prepare_store(Preparation([str(tmp_path / name)], tokenizer, tmp_path / f"{name}-store"))
+        assert isinstance(store, TokenStore)
+        return {p.name: p.read_bytes() for p in store.path.rglob("*.bin")}
+
+    assert files("lines.jsonl") == files("groups.parquet")
