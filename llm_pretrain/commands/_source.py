@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -63,6 +65,61 @@ def add_source_arguments(parser: argparse.ArgumentParser, *, dtype: bool = True)
             default="fp32",
             help="what the model computes in; bf16 takes half the memory (default: %(default)s)",
         )
+
+
+def add_sampling_arguments(parser: argparse.ArgumentParser, *, max_new_tokens: int) -> None:
+    """Declare how tokens are drawn."""
+    parser.add_argument(
+        "--max_new_tokens",
+        type=int,
+        default=max_new_tokens,
+        help="tokens at most; a text also ends where the model's max_position_embeddings do "
+        "(default: %(default)s)",
+    )
+    parser.add_argument(
+        "--temperature", type=float, default=0.8, help="0 always takes the likeliest (default: 0.8)"
+    )
+    parser.add_argument(
+        "--top_k", type=int, default=50, help="sample from the k likeliest; 0: all (default: 50)"
+    )
+    parser.add_argument(
+        "--top_p",
+        type=float,
+        default=1.0,
+        help="sample from the likeliest that together have probability p (default: 1, all)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
+
+
+def check_sampling(arguments: argparse.Namespace) -> list[str]:
+    """What is out of range, before a model is opened."""
+    problems = [
+        f"--{name}: expected 0 or more, found {getattr(arguments, name)}"
+        for name in ("max_new_tokens", "temperature", "top_k")
+        if not 0 <= getattr(arguments, name) < math.inf
+    ]
+    if not 0 < arguments.top_p <= 1:
+        problems.append(f"--top_p: expected a number above 0 and up to 1, found {arguments.top_p}")
+    if not 0 <= arguments.seed < 1 << 62:
+        problems.append(f"--seed: expected 0 to 2^62 - 1, found {arguments.seed}")
+    return problems
+
+
+def check_utf8(option: str, text: str) -> str:
+    """`text`, as the shell passed it on; bytes that are no UTF-8 arrive as lone surrogates."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"{option}: expected UTF-8 text, found other bytes at character {error.start}"
+        ) from None
+    return text
+
+
+def special_token_id(tokenizer: Tokenizer, token: str) -> int | None:
+    """The id of a special token of the vocabulary; None where it has none of that name."""
+    added = json.loads((tokenizer.folder / "tokenizer.json").read_text("utf-8")).get("added_tokens", [])
+    return next((entry["id"] for entry in added if entry["content"] == token and entry["special"]), None)
 
 
 def open_source(arguments: argparse.Namespace) -> Source:

@@ -10,7 +10,14 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llm_pretrain.commands._source import Source, add_source_arguments, open_source
+from llm_pretrain.commands._source import (
+    Source,
+    add_sampling_arguments,
+    add_source_arguments,
+    check_sampling,
+    check_utf8,
+    open_source,
+)
 from llm_pretrain.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -48,31 +55,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="file whose whole text is a prompt, without the line break at its end; - reads standard input",
     )
-    parser.add_argument(
-        "--max_new_tokens",
-        type=int,
-        default=100,
-        help="tokens at most; a text also ends where the model's max_position_embeddings do (default: 100)",
-    )
-    parser.add_argument(
-        "--temperature", type=float, default=0.8, help="0 always takes the likeliest (default: 0.8)"
-    )
-    parser.add_argument(
-        "--top_k", type=int, default=50, help="sample from the k likeliest; 0: all (default: 50)"
-    )
-    parser.add_argument(
-        "--top_p",
-        type=float,
-        default=1.0,
-        help="sample from the likeliest that together have probability p (default: 1, all)",
-    )
+    add_sampling_arguments(parser, max_new_tokens=100)
     parser.add_argument(
         "--num_samples",
         type=int,
         default=1,
         help="texts for each prompt; sample k has seed + k - 1 (default: 1)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
     parser.add_argument(
         "--no_stream", action="store_true", help="print a text when it is whole, not token by token"
     )
@@ -80,8 +69,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print each prompt and its continuation; returns the exit code."""
-    _check(arguments)
-    prompts = [_utf8("--prompt", text) for text in arguments.prompt]
+    problems = check_sampling(arguments)
+    if arguments.num_samples < 1:
+        problems.append(f"--num_samples: expected 1 or more, found {arguments.num_samples}")
+    if problems:
+        raise ConfigError(*problems)
+    prompts = [check_utf8("--prompt", text) for text in arguments.prompt]
     prompts += [_read_prompt(name) for name in arguments.prompt_file]
     if not prompts:
         raise ConfigError("--prompt: expected a text to continue, found none; or name a --prompt_file")
@@ -165,21 +158,6 @@ def _say(text: str) -> None:
     sys.stdout.flush()
 
 
-def _check(arguments: argparse.Namespace) -> None:
-    """Before the model is opened: what `generate` would refuse after it."""
-    problems = [
-        f"--{name}: expected {least} or more, found {getattr(arguments, name)}"
-        for name, least in (("max_new_tokens", 0), ("temperature", 0), ("top_k", 0), ("num_samples", 1))
-        if not least <= getattr(arguments, name) < float("inf")
-    ]
-    if not 0 < arguments.top_p <= 1:
-        problems.append(f"--top_p: expected a number above 0 and up to 1, found {arguments.top_p}")
-    if not 0 <= arguments.seed < 1 << 63:
-        problems.append(f"--seed: expected 0 to 2^63 - 1, found {arguments.seed}")
-    if problems:
-        raise ConfigError(*problems)
-
-
 def _read_prompt(name: str) -> str:
     try:
         data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
@@ -193,14 +171,3 @@ def _read_prompt(name: str) -> str:
             f"{error.start}"
         ) from error
     return text.removesuffix("\n").removesuffix("\r")
-
-
-def _utf8(option: str, text: str) -> str:
-    """`text`, as the shell passed it on; bytes that are no UTF-8 arrive as lone surrogates."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise ConfigError(
-            f"{option}: expected UTF-8 text, found other bytes at character {error.start}"
-        ) from None
-    return text

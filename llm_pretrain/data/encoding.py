@@ -8,10 +8,11 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from llm_pretrain.data.chat import ChatTemplateError, NoChatTemplateError, encode_chat
 from llm_pretrain.data.documents import EMPTY, Document, RawRecord, RecordError, parse_record
 from llm_pretrain.data.tokenizers import Tokenizer
 
@@ -21,7 +22,8 @@ class EncodedBatch:
     """The documents of some records, joined.
 
     `ids` uint32 [tokens] and `loss_mask` bool [tokens] of all documents one after the other, `lengths`
-    int64, `hashes` uint64 (of the content; equal documents, equal hashes) and `text_bytes` int64 [documents].
+    int64, `hashes` uint64 (of the content: decides the split), `keys` uint64 (of the content and of what is a
+    target in it: equal for duplicates alone) and `text_bytes` int64 [documents].
     `texts` holds the UTF-8 text of validation documents. `altered` counts documents whose tokens do not
     stand for exactly their text's bytes. `error` is the first bad record's message where none is allowed.
     """
@@ -30,6 +32,7 @@ class EncodedBatch:
     loss_mask: np.ndarray
     lengths: np.ndarray
     hashes: np.ndarray
+    keys: np.ndarray
     text_bytes: np.ndarray
     texts: list[bytes]
     altered: int
@@ -62,8 +65,14 @@ class Encoder:
         for record in records:
             try:
                 document = parse_record(record, self._text_column)
-                self._check_ids(document)
+                if document.messages is not None:
+                    document = self._rendered(document)
+                else:
+                    self._check_ids(document)
                 documents.append(document)
+            except NoChatTemplateError as missing:
+                error = f"{record.location}: {missing}"
+                break
             except RecordError as bad:
                 if self._fail_on_error and bad.cause != EMPTY:
                     error = str(bad)
@@ -72,6 +81,15 @@ class Encoder:
         batch = self._encode_documents(documents)
         batch.skipped, batch.error = skipped, error
         return batch
+
+    def _rendered(self, document: Document) -> Document:
+        """A conversation as the token ids that the tokenizer's template makes of it."""
+        assert document.messages is not None
+        try:
+            ids, mask = encode_chat(self._tokenizer, document.messages, document.tools)
+        except ChatTemplateError as error:
+            raise RecordError("chat template", document.location, str(error)) from error
+        return replace(document, input_ids=ids, loss_mask=mask)
 
     def _check_ids(self, document: Document) -> None:
         if document.input_ids is None:
@@ -91,7 +109,7 @@ class Encoder:
             first = last
         ids: list[int] = []
         mask: list[np.ndarray] = []
-        lengths, hashes, text_bytes, texts = [], [], [], []
+        lengths, hashes, keys, text_bytes, texts = [], [], [], [], []
         for document in documents:
             start = len(ids)
             if document.input_ids is not None:
@@ -99,6 +117,7 @@ class Encoder:
                 mask.append(np.array(document.loss_mask, dtype=np.bool_))
                 text = b"".join(self._pieces[token] for token in document.input_ids)
                 content = repr((document.input_ids, document.loss_mask)).encode()
+                form = b"ids"
             else:
                 ids.append(first)
                 mask.append(np.ones(1, dtype=np.bool_))
@@ -109,8 +128,13 @@ class Encoder:
                 ids.append(last)
                 mask.append(np.ones(1, dtype=np.bool_))
                 text = content = "".join(part for part, _ in document.segments).encode("utf-8")
+                form = _form(document)
             lengths.append(len(ids) - start)
-            hashes.append(int.from_bytes(hashlib.sha256(content).digest()[:8], "big"))
+            digest = hashlib.sha256(content)
+            hashes.append(int.from_bytes(digest.digest()[:8], "big"))
+            if form:
+                digest.update(form)
+            keys.append(int.from_bytes(digest.digest()[8:16], "big"))
             text_bytes.append(len(text))
             if hashes[-1] < self._threshold:
                 texts.append(text)
@@ -121,6 +145,7 @@ class Encoder:
             loss_mask=np.concatenate(mask) if mask else np.zeros(0, dtype=np.bool_),
             lengths=np.array(lengths, dtype=np.int64),
             hashes=np.array(hashes, dtype=np.uint64),
+            keys=np.array(keys, dtype=np.uint64),
             text_bytes=expected,
             texts=texts,
             altered=int(np.count_nonzero(self._bytes_of(tokens, lengths) != expected)),
@@ -133,3 +158,10 @@ class Encoder:
         counts = np.array(lengths, dtype=np.int64)
         starts = np.cumsum(counts) - counts
         return np.add.reduceat(self._piece_bytes[tokens], starts)
+
+
+def _form(document: Document) -> bytes:
+    """What tells documents of the same text apart: where their segments end and which of them are targets."""
+    if len(document.segments) == 1 and document.segments[0][1]:
+        return b""
+    return repr([(len(text), loss) for text, loss in document.segments]).encode()

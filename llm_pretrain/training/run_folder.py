@@ -17,6 +17,7 @@ class RunFolder:
         self.path = path
         self.config = path / "config.yaml"
         self.metrics = path / "metrics.jsonl"
+        self.samples = path / "samples.jsonl"
         self.status = path / "status.json"
         self.attempts = path / "attempts.jsonl"
         self.report = path / "report.html"

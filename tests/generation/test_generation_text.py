@@ -5,21 +5,22 @@ from pathlib import Path
 import pytest
 from support.corpora import make_tokenizer
 
-from llm_pretrain.data import open_tokenizer, train_sentencepiece_bpe
+from llm_pretrain.data import open_tokenizer, train_tokenizer
 from llm_pretrain.generation import TextStream
 
 TEXT = "naïve 你好 😀👩‍👩‍👧 e\u0301  two spaces\n\ttab \x00 \ufffd </s> ▁"
 
 
-@pytest.fixture(scope="module", params=["byte-level", "sentencepiece"])
+@pytest.fixture(scope="module", params=["plain bytes", "sentencepiece-bpe", "bytelevel-bpe", "char"])
 def tokenizer(request, tmp_path_factory):
     folder: Path = tmp_path_factory.mktemp("tokenizer") / "folder"
-    if request.param == "byte-level":
+    if request.param == "plain bytes":
         make_tokenizer(folder)
     else:
         corpus = folder.with_name("corpus.txt")
         corpus.write_text("the quick brown fox and so on and on\n" * 40)
-        train_sentencepiece_bpe([str(corpus)], folder, 320)
+        size = {"char": None, "bytelevel-bpe": 270}.get(request.param, 320)
+        train_tokenizer([str(corpus)], folder, size, type=request.param)
     return open_tokenizer(folder)
 
 

@@ -29,14 +29,15 @@
     return { axis: form.get("axis") || "step", log: form.has("log"), smoothing: Number(form.get("smoothing") || 0) };
   }
 
-  // Exponential mean, debiased as Adam's first moment is; gaps stay gaps.
+  // Exponential mean, debiased as Adam's first moment is; gaps stay gaps. Rounded, since plotly cannot draw
+  // an axis over what rounding errors make of a constant.
   function smoothed(values, weight) {
     let mean = 0, share = 1;
     return values.map((value) => {
       if (value === null) return null;
       mean = weight * mean + (1 - weight) * value;
       share *= weight;
-      return mean / (1 - share);
+      return Number((mean / (1 - share)).toPrecision(7));
     });
   }
 
@@ -163,11 +164,22 @@
     await drawMap("expert-last", theme, { x: experts, y: run.layers, z: units(run.last), horizontal: "expert", vertical: "layer", reach: 1, hover: "layer %{y}, expert %{x}" });
   }
 
-  async function draw() {
-    const theme = look();
-    const now = choice();
-    for (const chart of data.charts) await drawChart(chart, theme, now);
-    await drawExperts(theme);
+  // One drawing at a time: plotly leaves a chart half made when a second call overtakes the first.
+  const wanted = new Set();
+  let drawing = false;
+  async function draw(...parts) {
+    parts.forEach((part) => wanted.add(part));
+    if (drawing) return;
+    drawing = true;
+    document.documentElement.dataset.drawn = "false";
+    while (wanted.size) {
+      const [part] = wanted;
+      wanted.delete(part);
+      const theme = look();
+      if (part === "experts") await drawExperts(theme);
+      else for (const chart of data.charts) await drawChart(chart, theme, choice());
+    }
+    drawing = false;
     document.documentElement.dataset.drawn = "true";
   }
 
@@ -181,17 +193,17 @@
   controls.addEventListener("submit", (event) => event.preventDefault());
   controls.addEventListener("input", () => {
     controls.querySelector("output").textContent = choice().smoothing;
-    draw();
+    draw("curves");
   });
   if (picks) {
     listLayers();
     picks.addEventListener("input", (event) => {
       if (event.target.name === "run") listLayers();
-      drawExperts(look());
+      draw("experts");
     });
   }
-  window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
-  window.matchMedia("(max-width: 599px)").addEventListener("change", draw);
+  window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => draw("curves", "experts"));
+  window.matchMedia("(max-width: 599px)").addEventListener("change", () => draw("curves", "experts"));
   offerAxes();
-  draw();
+  draw("curves", "experts");
 })();
