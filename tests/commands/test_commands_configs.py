@@ -44,9 +44,11 @@ def test_the_listing_has_every_preset_with_its_size(
     assert set(listed) == {path.name for path in (ROOT / "configs").glob("*.yaml")}
     assert listed["olmoe-1b-7b.yaml"].split()[1:6] == ["6.92B", "1.28B", "16", "of", "8/64"]
     assert "5.91M*" in listed["quickstart.yaml"]
-    assert listed["quickstart-chat.yaml"].endswith("of the preset that it goes over")
     assert "7 of 4/32+1, 1 dense" in listed["finegrained-moe-136m.yaml"]
     assert "expected a folder with presets" in refused(capsys, "--folder", str(tmp_path))
+    (tmp_path / "over.yaml").write_text("run: {name: over}\n")
+    assert main(["configs", "--folder", str(tmp_path)]) == 0
+    assert "of the preset that it goes over" in capsys.readouterr().out
     (tmp_path / "broken.yaml").write_text("model: {hidden_sizes: 3}\n")
     assert "broken.yaml: expected a configuration, found: model.hidden_sizes: no such" in refused(
         capsys, "--folder", str(tmp_path)

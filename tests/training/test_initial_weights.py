@@ -17,7 +17,7 @@ from support.mutation import Edit, mutated
 import llm_pretrain.training.initial_weights as initial_weights
 from llm_pretrain.config import Config, DataConfig, ModelConfig, SourceConfig, dump_yaml
 from llm_pretrain.errors import CheckpointError, ConfigError, PretrainError
-from llm_pretrain.export import huggingface_config, to_huggingface
+from llm_pretrain.export import huggingface_config, native_config, to_huggingface
 from llm_pretrain.model import Decoder, initialize_weights
 
 DENSE = ModelConfig(
@@ -327,7 +327,8 @@ def test_a_folder_that_transformers_wrote_goes_on_where_it_stopped(tmp_path: Pat
     ours = model_config_from_huggingface(read_config(tmp_path / "folder"))
     model, _ = load(tmp_path / "folder", ours)
     with torch.no_grad():
-        expected = theirs.float().eval()(TOKENS).logits
+        reread = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "folder", dtype=torch.float32)
+        expected = reread.eval()(TOKENS).logits
         assert float((model(TOKENS).logits - expected).abs().max()) < 1e-5
     assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
 
@@ -336,6 +337,8 @@ def test_positions_may_be_stretched_but_not_unstretched(tmp_path: Path):
     write_folder(tmp_path / "folder", DENSE)
     stretched = dataclasses.replace(DENSE, rope_type="yarn", rope_factor=4.0, max_position_embeddings=256)
     load(tmp_path / "folder", stretched)
-    write_folder(tmp_path / "stretched", stretched)
+    write_folder(tmp_path / "stretched", DENSE)
+    text = json.dumps(native_config(stretched, **IDS, dtype="fp32"))
+    (tmp_path / "stretched" / "config.json").write_text(text)
     lines = problems_of(tmp_path / "stretched", DENSE)
     assert {"model.rope_type", "model.rope_factor"} <= {line.partition(":")[0] for line in lines}
