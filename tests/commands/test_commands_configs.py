@@ -10,7 +10,7 @@ from support.mutation import ROOT
 from transformers import LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
 from llm_pretrain.__main__ import main
-from llm_pretrain.config import Config, ModelConfig, from_dict, load_config, read_yaml
+from llm_pretrain.config import Config, from_dict, load_config, read_yaml
 from llm_pretrain.model import count_parameters
 
 
@@ -345,9 +345,8 @@ def test_a_file_that_is_there_stays(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out.startswith("# Read from")
 
 
-def test_defaults_of_the_model_section_are_covered():
-    """Every field of the model is either written from a folder or named here as training's own."""
-    from llm_pretrain.commands.foreign_configs.pretrained import _OF_EXPERTS, _OF_SCALING
-
-    fields = set(ModelConfig.__dataclass_fields__)
-    assert set(_OF_EXPERTS) | set(_OF_SCALING) <= fields
+def test_the_help_ends_in_examples(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as caught:
+        main(["configs", "--help"])
+    assert caught.value.code == 0
+    assert "--from_litgpt" in capsys.readouterr().out.strip().splitlines()[-1]
