@@ -18,6 +18,7 @@ from llm_pretrain.export.homes import (
     LEADING_DENSE,
     Home,
     home_of,
+    is_folded,
 )
 from llm_pretrain.export.rope_json import rope_from_json, rope_to_json
 
@@ -38,7 +39,8 @@ _COMMON = (
     "attention_dropout",
 )
 _OWN = "llm_pretrain"
-"""Key of the fields that a home cannot say, since zeros stand there for a tensor that we do not have."""
+"""Key of the fields that a home cannot say: zeros stand there for a tensor that we do not have, or the
+experts' projections hold a factor. Only we read it; whoever does not computes the same."""
 _NATIVE_FIELDS = {field.name for field in dataclasses.fields(ModelConfig)} - {"init_from"}
 _FOREIGN_BIAS_UPDATE_RATE = 0.001
 """Where a file has a bias on the choice of experts and does not say at which rate it moved: DeepSeek-V3's
@@ -116,6 +118,8 @@ def _expert_keys(model: ModelConfig, model_type: str) -> dict[str, Any]:
     own = {}
     if model_type in BIASED_CHOICE:
         own["router_bias_update_rate"] = model.router_bias_update_rate
+    if is_folded(model):
+        own["routed_scaling_factor"] = model.routed_scaling_factor
     if model_type in ALWAYS_SHARED and not model.n_shared_experts:
         own["n_shared_experts"] = 0
         result["n_shared_experts"] = 1
@@ -210,7 +214,8 @@ def _expert_fields(config_json: dict[str, Any], model_type: str, home: Home) -> 
                 f"= {fields['moe_intermediate_size']}, found {shared}"
             )
         fields["n_shared_experts"] = count
-    return fields | config_json.get(_OWN, {})
+    own = config_json.get(_OWN)
+    return fields | ({name: own[name] for name in _NATIVE_FIELDS & own.keys()} if own else {})
 
 
 def _layer_fields(config_json: dict[str, Any]) -> dict[str, Any]:
