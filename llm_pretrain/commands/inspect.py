@@ -17,7 +17,7 @@ examples:
   llm-pretrain inspect data/stdlib --sequence_length 4096
   llm-pretrain inspect data/chat --samples 3 --seed 1
   llm-pretrain inspect data/web --verify
-  llm-pretrain inspect data/web --json > web.json
+  llm-pretrain inspect data/web --samples 2 --json
 """
 _BAR = 40
 
