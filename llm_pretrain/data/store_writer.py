@@ -175,8 +175,8 @@ def _shard_name(index: int) -> str:
 class StoreWriter:
     """A store in the making, in a folder beside its place; `commit` puts it there.
 
-    Use as a context manager: whatever is not committed is removed. A `folder` that is given stays, and a writer
-    in it with what `state` returned goes on from there; raises StaleStateError where that cannot be.
+    Use as a context manager: whatever is not committed is removed. A `folder` that is given stays, and a
+    writer in it with what `state` returned goes on from there; raises StaleStateError where that cannot be.
     """
 
     def __init__(

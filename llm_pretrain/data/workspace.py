@@ -72,22 +72,24 @@ class Workspace:
     def clear(self) -> None:
         """Forgets the work: the folder is empty but for its lock."""
         self.state = None
-        (self.folder / "state.json").unlink(
-            missing_ok=True
-        )  # first, so that it speaks of nothing that is gone
-        for entry in self.folder.iterdir():
-            if entry.is_dir():
-                shutil.rmtree(entry)
-            elif entry.name not in ("lock", "pid"):
-                entry.unlink()
+        (self.folder / "state.json").unlink(missing_ok=True)  # it must not speak of what is gone
+        self._clear_but("lock", "pid")
 
     def remove(self) -> None:
         """Removes the folder; nothing of it is needed any more."""
         if self._removed:
             return  # what is there now is another process's
-        self.clear()
+        self._clear_but("lock", "pid", "state.json")
+        (self.folder / "state.json").unlink(missing_ok=True)  # last, as it may say that all is done
         shutil.rmtree(self.folder, ignore_errors=True)
         self._removed = True
+
+    def _clear_but(self, *kept: str) -> None:
+        for entry in self.folder.iterdir():
+            if entry.is_dir():
+                shutil.rmtree(entry)
+            elif entry.name not in kept:
+                entry.unlink()
 
     def _read_state(self) -> dict[str, Any] | None:
         try:
