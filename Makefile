@@ -10,7 +10,7 @@ RUN ?= runs/quickstart
 # Processes of `make pretrain`: one per GPU, or two on a machine without one.
 NPROC ?= $(shell $(BIN)/python -c "import torch; print(torch.cuda.device_count() or 2)" 2>/dev/null)
 
-.PHONY: help setup pretrain store test test-slow lint bench clean
+.PHONY: help setup pretrain store test test-slow lint bench docs clean
 
 help:  ## What can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 14
@@ -58,6 +58,9 @@ lint: $(VENV)/.installed  ## Lint, format check, types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+docs: $(VENV)/.installed  ## Write docs/configuration.md from the docstrings of the settings
+	$(BIN)/python -m llm_pretrain.config.reference > docs/configuration.md
 
 clean:  ## Remove the environment and everything generated
 	rm -rf $(VENV) runs data/stores data/tokenizers build *.egg-info

@@ -89,14 +89,14 @@ class TorchrunEngine:
         counts = StepCounts.of(micro_batches, self.reduce_sum)
         if counts.num_loss_tokens == 0:
             return StepResult(counts, skipped="no_loss_tokens")
-        sums = StepSums()
+        sums = StepSums(self.config)
         for is_last, batch in mark_last(micro_batches):
             with nullcontext() if is_last else self.no_sync():
                 seed_dropout(self.config.run.seed, batch)
                 output = self.forward(batch)
                 loss = self.objective(output, counts.num_loss_tokens) / self.accumulation_steps
                 self.grad_scaler.scale(loss).backward()
-                sums.add(output)
+                sums.add(output, batch)
         self.grad_scaler.unscale_(self.optimizer)
         max_norm = self.config.training.max_grad_norm or math.inf
         grad_norm = clip_grad_norm_(self.model.parameters(), max_norm).item()

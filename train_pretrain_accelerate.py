@@ -95,14 +95,14 @@ class AccelerateEngine:
         counts = StepCounts.of(micro_batches, self.reduce_sum)
         if counts.num_loss_tokens == 0:
             return StepResult(counts, skipped="no_loss_tokens")
-        sums, grad_norm = StepSums(), math.nan
+        sums, grad_norm = StepSums(self.config), math.nan
         for batch in micro_batches:
             with self.accelerator.accumulate(self.model):
                 seed_dropout(self.config.run.seed, batch)
                 output = self.forward(batch)
                 loss = self.objective(output, counts.num_loss_tokens)
                 self.accelerator.backward(loss)  # divides by the accumulation steps, scales for fp16
-                sums.add(output)
+                sums.add(output, batch)
                 if self.accelerator.sync_gradients:
                     max_norm = self.config.training.max_grad_norm or math.inf
                     norm = self.accelerator.clip_grad_norm_(self.model.parameters(), max_norm)

@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.measuring import goal
 from llm_pretrain.config import Config, DataConfig, SourceConfig, TrainingConfig
-from llm_pretrain.data import TokenStore, global_batches, open_tokenizer, train_sentencepiece_bpe
+from llm_pretrain.data import TokenStore, global_batches, open_tokenizer, train_tokenizer
 from llm_pretrain.data.documents import batch_records, read_records
 from llm_pretrain.data.encoding import Encoder
 from llm_pretrain.data.packing import pack
@@ -105,7 +105,7 @@ def run(arguments: argparse.Namespace) -> None:
 def _cases(folder: Path, vocab_size: int) -> dict[str, Callable[[], int]]:
     """What is measured; trains a tokenizer and writes two stores first."""
     started = time.perf_counter()
-    report = train_sentencepiece_bpe(["stdlib"], folder / "tokenizer", vocab_size)
+    report = train_tokenizer(["stdlib"], folder / "tokenizer", vocab_size)
     seconds = time.perf_counter() - started
     print(
         f"tokenizer of {vocab_size} in {seconds:.1f} s, {report.bytes_per_token:.3f} bytes a token",

@@ -15,7 +15,15 @@ from llm_pretrain.errors import CheckpointError, PretrainError
 COMMANDS = {
     "tokenizer": "train a tokenizer on jsonl or text files",
     "prepare": "tokenise jsonl or text files into a token store",
+    "convert": "turn token files of nanoGPT or Megatron into a token store, or back",
     "generate": "continue a prompt with trained weights",
+    "configs": "list the presets; write other frameworks' configurations as ours",
+    "doctor": "look for what on this machine would surprise a run",
+    "chat": "talk to trained weights in the terminal",
+    "evaluate": "loss, perplexity and bits per byte on a token store, on files, or lm-eval's tasks",
+    "report": "write an HTML page about a run, or compare several",
+    "top": "watch a run, or several, in the terminal",
+    "export": "write weights for llama.cpp (GGUF) or transformers",
 }
 """Module of `llm_pretrain.commands` and its line of help."""
 

@@ -4,7 +4,8 @@ Shared by checkpoints and exported weights. Knows nothing of what stands inside 
 
 Names beside the committed ones, all ignored by readers, with one exception:
 `.step-N.tmp-UUID` is being written, `.step-N.old-UUID` is being deleted, and `.step-N.replaced-UUID`
-made room for a new `step-N`: as long as that one does not exist, it still counts as step N.
+made room for a new `step-N`: as long as that one does not exist, it still counts as step N. The folder
+`best`, of the weights with the lowest evaluation loss, appears and is replaced in the same way.
 """
 
 from __future__ import annotations
@@ -22,7 +23,11 @@ logger = logging.getLogger(__name__)
 
 _COMMITTED = re.compile(r"step-(\d{8,})")
 _REPLACED = re.compile(r"\.step-(\d{8,})\.replaced-[0-9a-f]+")
+_REPLACED_BEST = re.compile(r"\.best\.replaced-[0-9a-f]+")
 _TEMPORARY = re.compile(r"\.step-\d{8,}\.(?:tmp|old)-[0-9a-f]+")
+
+BEST = "best"
+"""Name of the folder that follows the lowest evaluation loss; retention does not know it."""
 
 MINIMUM_KEPT = 2
 """Retention never goes below this: the newest may turn out to be damaged."""
@@ -85,12 +90,17 @@ def fsync_file(file: Path) -> None:
 
 
 def commit_folder(temporary: Path, step: int) -> Path:
-    """Give a completely written temporary folder its final name, by one rename.
+    """Give a completely written temporary folder the name of its step, by one rename.
 
     Where the name is taken (the run fell back to an older step and comes past again), the old folder
     moves aside first and is deleted last, so that at every moment one of the two counts as step `step`.
     """
-    target = temporary.parent / folder_name(step)
+    return commit_as(temporary, folder_name(step))
+
+
+def commit_as(temporary: Path, name: str) -> Path:
+    """`commit_folder` under any name that `clean` knows: that of a step, or `best`."""
+    target = temporary.parent / name
     fsync_folder(temporary)
     replaced = None
     if os.path.lexists(target):
@@ -113,13 +123,24 @@ def discard(path: Path) -> None:
 
 def clean(parent: Path) -> None:
     """Finish what earlier attempts left: undo an interrupted replacement, delete temporary folders."""
+    best_folder(parent)
     committed = committed_folders(parent)
     for step, path in committed.items():
         if path.name != folder_name(step):
             os.rename(path, parent / folder_name(step))
     for entry in list(os.scandir(parent)):
-        if _TEMPORARY.fullmatch(entry.name) or _REPLACED.fullmatch(entry.name):
+        if any(each.fullmatch(entry.name) for each in (_TEMPORARY, _REPLACED, _REPLACED_BEST)):
             discard(Path(entry.path))
+
+
+def best_folder(parent: Path) -> Path | None:
+    """The folder `best`, an interrupted replacement of it undone; None where there is none."""
+    best = parent / BEST
+    if not best.is_dir() and parent.is_dir():
+        replaced = [name for name in os.listdir(parent) if _REPLACED_BEST.fullmatch(name)]
+        if replaced:
+            os.rename(parent / replaced[0], best)
+    return best if best.is_dir() else None
 
 
 def prune(parent: Path, *, newest: int, keep_last: int, unsound: Collection[int] = ()) -> None:

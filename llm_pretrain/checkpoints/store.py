@@ -38,6 +38,8 @@ from llm_pretrain.checkpoints.ranks import Ranks
 from llm_pretrain.checkpoints.tensor_files import read_tensors, write_tensors
 from llm_pretrain.errors import CheckpointError
 
+Expected = dict[str, str] | Callable[[int], dict[str, str]]
+
 
 class CheckpointStore:
     """The checkpoints in one folder.
@@ -108,11 +110,12 @@ class CheckpointStore:
             folders.prune(self.folder, newest=facts.step, keep_last=self._keep_last, unsound=self._unsound)
         return path
 
-    def find(self, *, expected: dict[str, str], source: Path | None = None) -> ResumePoint | None:
+    def find(self, *, expected: Expected, source: Path | None = None) -> ResumePoint | None:
         """The newest sound checkpoint, or the one in `source`, verified file by file; loads nothing.
 
         Args:
-            expected: What must equal the checkpoint's fingerprints, key by key.
+            expected: What must equal the checkpoint's fingerprints, key by key; where it depends on how far
+                the checkpoint is, a function of its step.
             source: A checkpoint's own folder, instead of this store's.
 
         Returns:
@@ -126,7 +129,8 @@ class CheckpointStore:
         for path, step in self._candidates(source):
             content, problems = self._verify(path, step)
             if content is not None and not problems:
-                if differences := fingerprint_differences(content.run.fingerprints, expected):
+                wanted = expected(content.run.step) if callable(expected) else expected
+                if differences := fingerprint_differences(content.run.fingerprints, wanted):
                     raise mismatch(path, differences)
                 warnings = [f"checkpoint {text}; passed over for an older one" for text in damaged]
                 return ResumePoint(path, content, warnings)
@@ -169,7 +173,7 @@ class CheckpointStore:
         optimizer: Optimizer,
         scaler: Any,
         *,
-        expected: dict[str, str],
+        expected: Expected,
         source: Path | None = None,
     ) -> ResumePoint | None:
         """`find`, then `load`; returns None and touches nothing when there is no committed checkpoint."""

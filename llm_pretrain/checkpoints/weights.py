@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
 from llm_pretrain import export
 from llm_pretrain.checkpoints import folders, state
@@ -24,9 +24,15 @@ from llm_pretrain.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+MAX_SHARD_BYTES = 5_000_000_000
+"""As transformers shards: what a hub, a browser and a small disk still take as one file."""
+INDEX_FILE = "model.safetensors.index.json"
+END_OF_TURN = "<|im_end|>"
 _TOKENIZER_SUFFIXES = {".json", ".model", ".txt", ".jinja", ".tiktoken"}
-_OWN_FILES = {"config.json", "generation_config.json", "model.safetensors.index.json"}
+BEST_FILE = "best.json"
+"""In `best/`: `{"step": …, "eval/loss": …}`."""
+_OWN_FILES = {"config.json", "generation_config.json", INDEX_FILE, BEST_FILE}
 
 
 def save_weights(
@@ -40,8 +46,11 @@ def save_weights(
     token_ids: dict[str, int | None],
     keep_last: int,
     sequence_length: int,
+    best_loss: float | None = None,
 ) -> Path:
     """Write `folder/step-00000100/` whole or not at all, then prune older ones; returns its path.
+
+    With `best_loss` it is `folder/best/` instead, which replaces the one before; nothing is pruned.
 
     A model that no known architecture describes is written all the same, with `model_type`
     `llm_pretrain` and our own field names in its config.json, and a warning names the field.
@@ -56,6 +65,7 @@ def save_weights(
         token_ids: `bos_token_id`, `eos_token_id`, `pad_token_id`; None where there is none.
         keep_last: Exports to keep; at least 2 are kept.
         sequence_length: Longest text the model was trained on; generation stops there by default.
+        best_loss: The evaluation loss of a new best, for its best.json.
 
     Raises:
         CheckpointError: a value does not fit `dtype`, or writing failed; earlier exports are as they were.
@@ -66,8 +76,14 @@ def save_weights(
         folders.clean(folder)
         temporary.mkdir()
         _write_model(temporary, state.raw_module(model), config, dtype, token_ids)
-        _write_json(temporary / "generation_config.json", _generation_config(token_ids, sequence_length))
-        _copy_tokenizer(tokenizer_folder, temporary)
+        write_json(
+            temporary / "generation_config.json",
+            _generation_config(token_ids, sequence_length, tokenizer_folder),
+        )
+        copy_tokenizer(tokenizer_folder, temporary)
+        if best_loss is not None:
+            write_json(temporary / BEST_FILE, {"step": step, "eval/loss": best_loss})
+            return folders.commit_as(temporary, folders.BEST)
         path = folders.commit_folder(temporary, step)
     except OSError as error:
         folders.discard(temporary)
@@ -78,6 +94,22 @@ def save_weights(
         raise
     folders.prune(folder, newest=step, keep_last=keep_last)
     return path
+
+
+def best_step(folder: Path) -> int | None:
+    """Step of the weights in `folder/best/`; None where there are none, or their best.json is damaged.
+
+    Undoes a replacement of them that was interrupted.
+    """
+    best = folders.best_folder(folder)
+    if best is None:
+        return None
+    try:
+        content = json.loads((best / BEST_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    step = content.get("step") if isinstance(content, dict) else None
+    return step if isinstance(step, int) else None
 
 
 def _write_model(
@@ -95,25 +127,63 @@ def _write_model(
     except ConfigError as error:
         logger.warning("these weights open with llm_pretrain only: %s", error)
         content = export.native_config(config, **arguments)
-    tensors = export.to_huggingface(model.state_dict(), config, _DTYPES[dtype])
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    folders.fsync_file(folder / "model.safetensors")
-    _write_json(folder / "config.json", content)
+    write_tensors(folder, export.to_huggingface(model.state_dict(), config, DTYPES[dtype]))
+    write_json(folder / "config.json", content)
 
 
-def _generation_config(token_ids: dict[str, int | None], sequence_length: int) -> dict[str, Any]:
-    known = {name: value for name, value in token_ids.items() if value is not None}
+def write_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """`model.safetensors`, or shards of at most `MAX_SHARD_BYTES` and the index that readers expect."""
+    shards: list[dict[str, Tensor]] = [{}]
+    room = MAX_SHARD_BYTES
+    for name, tensor in tensors.items():
+        if tensor.nbytes > room and shards[-1]:
+            shards.append({})
+            room = MAX_SHARD_BYTES
+        shards[-1][name] = tensor
+        room -= tensor.nbytes
+    index: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        file = "model.safetensors"
+        if len(shards) > 1:
+            file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        save_file(shard, folder / file, metadata={"format": "pt"})
+        folders.fsync_file(folder / file)
+        index |= dict.fromkeys(shard, file)
+    if len(shards) > 1:
+        total = sum(tensor.nbytes for tensor in tensors.values())
+        write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": index})
+
+
+def _generation_config(
+    token_ids: dict[str, int | None], sequence_length: int, tokenizer_folder: Path
+) -> dict[str, Any]:
+    """Text ends at the tokenizer's end of text, and at the end of a turn where it has one."""
+    known: dict[str, Any] = {name: value for name, value in token_ids.items() if value is not None}
+    end, end_of_turn = token_ids.get("eos_token_id"), _id_of(tokenizer_folder, END_OF_TURN)
+    if end is not None and end_of_turn not in (None, end):
+        known["eos_token_id"] = [end, end_of_turn]
     return {**known, "do_sample": True, "max_new_tokens": sequence_length}
 
 
-def _copy_tokenizer(source: Path, target: Path) -> None:
+def _id_of(tokenizer_folder: Path, token: str) -> int | None:
+    try:
+        content = json.loads((tokenizer_folder / "tokenizer.json").read_text("utf-8"))
+        added = {entry["content"]: entry["id"] for entry in content.get("added_tokens") or []}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None  # whoever opens the tokenizer says so; the weights are written all the same
+    return added.get(token)
+
+
+def copy_tokenizer(source: Path, target: Path) -> None:
+    """Copy what belongs to a tokenizer, its chat template too, and nothing that belongs to weights."""
     for file in sorted(Path(source).iterdir()):
         if file.suffix in _TOKENIZER_SUFFIXES and file.name not in _OWN_FILES and file.is_file():
             shutil.copyfile(file, target / file.name)
             folders.fsync_file(target / file.name)
 
 
-def _write_json(file: Path, content: dict[str, Any]) -> None:
+def write_json(file: Path, content: dict[str, Any]) -> None:
+    """Write `content` so that it outlives a power cut."""
     with file.open("w", encoding="utf-8") as stream:
         json.dump(content, stream, indent=2)
         stream.write("\n")

@@ -1,138 +1,173 @@
-"""`llm-pretrain generate`: continue a prompt with a weights folder.
+"""`llm-pretrain generate`: continue prompts with trained weights, or with a running run's last checkpoint.
 
-For a look at what a model has learnt; it recomputes the prefix for every token. Serving is the business
-of the libraries that open the same folder.
+For a look at what a model has learnt. Serving is the business of the libraries that open the same weights.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llm_pretrain.errors import CheckpointError, ConfigError
+from llm_pretrain.commands._source import (
+    Source,
+    add_sampling_arguments,
+    add_source_arguments,
+    check_sampling,
+    check_utf8,
+    open_source,
+)
+from llm_pretrain.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    import torch
-
-    from llm_pretrain.model import Decoder
+    from collections.abc import Iterable, Iterator
 
 HELP = "continue a prompt with trained weights"
 
 EXAMPLES = """\
 examples:
-  llm-pretrain generate runs/quickstart/weights --prompt "def main("
-  llm-pretrain generate runs/quickstart/weights/step-00000100 --prompt "def main("
-  llm-pretrain generate WEIGHTS --prompt "import os" --temperature 0 --max_new_tokens 50
-  llm-pretrain generate WEIGHTS --prompt "class " --top_k 50 --seed 7
+  llm-pretrain generate runs/quickstart --prompt "def main("
+  llm-pretrain generate runs/quickstart/weights/step-00000100 --prompt "def main(" --prompt "class "
+  llm-pretrain generate runs/quickstart/weights/best --prompt "import os" --temperature 0 --max_new_tokens 50
+  llm-pretrain generate WEIGHTS --prompt_file beginning.txt --top_k 0 --top_p 0.9 --num_samples 3 --seed 7
 """
+
+_ROWS = 64
+"""Texts that are generated side by side; more follow after them."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add_source_arguments(parser)
     parser.epilog = EXAMPLES
     parser.add_argument(
-        "weights",
-        metavar="WEIGHTS",
-        help="weights folder, such as RUN/weights/step-00000100, or RUN/weights for its newest",
-    )
-    parser.add_argument("--prompt", required=True, metavar="TEXT", help="text to continue; may be empty")
-    parser.add_argument("--max_new_tokens", type=int, default=100, help="tokens at most (default: 100)")
-    parser.add_argument(
-        "--temperature", type=float, default=0.8, help="0 always takes the likeliest (default: 0.8)"
+        "--prompt",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="text to continue; may be empty, and may be given several times",
     )
     parser.add_argument(
-        "--top_k", type=int, default=50, help="sample from the k likeliest; 0: all (default: 50)"
+        "--prompt_file",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="file whose whole text is a prompt, without the line break at its end; - reads standard input",
     )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
+    add_sampling_arguments(parser, max_new_tokens=100)
+    parser.add_argument(
+        "--num_samples",
+        type=int,
+        default=1,
+        help="texts for each prompt; sample k has seed + k - 1 (default: 1)",
+    )
+    parser.add_argument(
+        "--no_stream", action="store_true", help="print a text when it is whole, not token by token"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the prompt and its continuation; returns the exit code."""
-    negative = [name for name in ("max_new_tokens", "temperature", "top_k") if getattr(arguments, name) < 0]
-    if negative:
-        raise ConfigError(f"--{negative[0]}: expected 0 or more, found {getattr(arguments, negative[0])}")
-    from tokenizers import Tokenizer
-
-    from llm_pretrain.export import load_pretrained, read_config
-
-    folder = weights_folder(Path(arguments.weights))
-    config = read_config(folder)
-    path = folder / "tokenizer.json"
-    if not path.exists():
-        raise CheckpointError(f"{path}: expected the tokenizer beside the weights, found no such file")
-    tokenizer = Tokenizer.from_file(str(path))
-    tokenizer.encode_special_tokens = True  # as in training: text that looks like a special token is text
-    end = config.get("eos_token_id")
-    start = config["bos_token_id"] if config.get("bos_token_id") is not None else end
-    ids = ([] if start is None else [start]) + tokenizer.encode(
-        arguments.prompt, add_special_tokens=False
-    ).ids
-    if not ids:
+    """Print each prompt and its continuation; returns the exit code."""
+    problems = check_sampling(arguments)
+    if arguments.num_samples < 1:
+        problems.append(f"--num_samples: expected 1 or more, found {arguments.num_samples}")
+    if problems:
+        raise ConfigError(*problems)
+    prompts = [check_utf8("--prompt", text) for text in arguments.prompt]
+    prompts += [_read_prompt(name) for name in arguments.prompt_file]
+    if not prompts:
+        raise ConfigError("--prompt: expected a text to continue, found none; or name a --prompt_file")
+    source = open_source(arguments)
+    encoded = [source.encode(prompt) for prompt in prompts]
+    if not all(encoded):
         raise ConfigError("--prompt: expected some text, since this tokenizer has no start token; found none")
-    model = load_pretrained(folder).eval()
-    new_ids: list[int] = []
-    for token in sample(
-        model,
-        ids,
-        vocab_size=tokenizer.get_vocab_size(),
-        max_new_tokens=arguments.max_new_tokens,
-        temperature=arguments.temperature,
-        top_k=arguments.top_k,
-        seed=arguments.seed,
-    ):
-        if token == end:
-            break
-        new_ids.append(token)
-    prompt_ids = ids if start is None else ids[1:]
-    sys.stdout.write(tokenizer.decode([*prompt_ids, *new_ids]) + "\n")
+    count = arguments.num_samples
+    wanted = [(prompt, sample) for prompt in range(len(prompts)) for sample in range(count)]
+    if len(wanted) == 1 and not arguments.no_stream:
+        parts = _continue(source, arguments, encoded, wanted)
+        _say(prompts[0])
+        for _, part in parts:
+            _say(part)
+        _say("\n")
+        return 0
+    for first in range(0, len(wanted), _ROWS):
+        batch = wanted[first : first + _ROWS]
+        texts = [""] * len(batch)
+        for row, part in _continue(source, arguments, encoded, batch):
+            texts[row] += part
+        for (prompt, sample), text in zip(batch, texts, strict=True):
+            _say(_title(prompt, len(prompts), sample, count) + prompts[prompt] + text + "\n")
     return 0
 
 
-def weights_folder(folder: Path) -> Path:
-    """The folder itself where it holds weights; of a run's `weights/`, its newest."""
-    return folder if (folder / "config.json").exists() else max(folder.glob("step-*"), default=folder)
+def _continue(
+    source: Source, arguments: argparse.Namespace, encoded: list[list[int]], wanted: list[tuple[int, int]]
+) -> Iterator[tuple[int, str]]:
+    """(row, text that is new) as it comes, for the (prompt, sample) pairs `wanted`."""
+    from llm_pretrain.generation import generate
+
+    columns = generate(
+        source.model,
+        [encoded[prompt] for prompt, _ in wanted],
+        vocab_size=source.tokenizer.vocab_size,
+        max_new_tokens=arguments.max_new_tokens,
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        top_p=arguments.top_p,
+        seed=[arguments.seed + sample for _, sample in wanted],
+        stop_ids=source.stop_ids,
+    )
+    return _texts(source, columns, [len(encoded[prompt]) for prompt, _ in wanted])
 
 
-def sample(
-    model: Decoder,
-    ids: list[int],
-    *,
-    vocab_size: int,
-    max_new_tokens: int,
-    temperature: float,
-    top_k: int,
-    seed: int,
-) -> Iterator[int]:
-    """Yield new token ids, without end-of-sequence handling.
+def _texts(
+    source: Source, columns: Iterable[list[int | None]], lengths: list[int]
+) -> Iterator[tuple[int, str]]:
+    """(row, text that is new) for columns of new ids; `lengths` are those of the prompts."""
+    from llm_pretrain.generation import TextStream
 
-    Args:
-        model: In eval mode.
-        ids: The prompt, at least one id.
-        vocab_size: The tokenizer's; the model's rows beyond it are padding and never sampled.
-        max_new_tokens: How many to yield.
-        temperature: Divides the logits; 0 takes the likeliest.
-        top_k: Sample from so many likeliest; 0 from all.
-        seed: Of the sampling.
-    """
-    import torch
-
-    generator = torch.Generator().manual_seed(seed)
-    ids = list(ids)
-    for _ in range(max_new_tokens):
-        window = torch.tensor([ids[-model.config.max_position_embeddings :]])
-        with torch.inference_mode():
-            logits = model(window).logits[0, -1, :vocab_size].float()
-        ids.append(_choose(logits, temperature, top_k, generator))
-        yield ids[-1]
+    pieces = source.tokenizer.token_pieces()
+    streams = [TextStream(pieces) for _ in lengths]
+    ended = [False] * len(lengths)
+    for column in columns:
+        for row, token in enumerate(column):
+            if token is None or token in source.stop_ids:
+                ended[row] = ended[row] or token is not None
+                continue
+            lengths[row] += 1
+            if part := streams[row].push(token):
+                yield row, part
+    for row, stream in enumerate(streams):
+        if rest := stream.finish():
+            yield row, rest
+    limit = source.model.config.max_position_embeddings
+    if any(length >= limit and not end for length, end in zip(lengths, ended, strict=True)):
+        print(f"note: ended at the model's {limit} positions (max_position_embeddings)", file=sys.stderr)
 
 
-def _choose(logits: torch.Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
-    if temperature == 0:
-        return int(logits.argmax())
-    kept, positions = logits.topk(min(top_k, len(logits)) if top_k else len(logits))
-    choice = (kept / temperature).softmax(0).multinomial(1, generator=generator)
-    return int(positions[choice])
+def _title(prompt: int, prompts: int, sample: int, samples: int) -> str:
+    """The line above a text where there are several."""
+    names = [f"prompt {prompt + 1}"] if prompts > 1 else []
+    names += [f"sample {sample + 1}"] if samples > 1 else []
+    return f"--- {', '.join(names)} ---\n" if names else ""
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _read_prompt(name: str) -> str:
+    try:
+        data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+    except OSError as error:
+        raise DataError(f"--prompt_file {name}: expected a readable file, found: {error.strerror}") from error
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"--prompt_file {name}: expected UTF-8 text, found byte 0x{data[error.start]:02x} at offset "
+            f"{error.start}"
+        ) from error
+    return text.removesuffix("\n").removesuffix("\r")

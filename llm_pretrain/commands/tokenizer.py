@@ -6,9 +6,19 @@ import argparse
 
 HELP = "train a tokenizer on jsonl or text files"
 
-_EXAMPLES = """examples:
+_EXAMPLES = """types:
+  sentencepiece-bpe      the default: SentencePiece merges, encoded fastest
+  sentencepiece-unigram  SentencePiece's most probable pieces
+  bytelevel-bpe          merges of bytes, text split as Qwen2 does; the only type that gives back U+2581
+                         and still merges; readers of GGUF know it as `qwen2`
+  char                   one token per character of the text, bytes for all others; gives back U+2581 too
+Every type but char has the special tokens and the template of a chat (ChatML).
+
+examples:
   llm-pretrain tokenizer --input stdlib --vocab_size 6400 --output data/stdlib-tokenizer
   llm-pretrain tokenizer --input corpus.jsonl notes/ --vocab_size 16000 --output data/tokenizer
+  llm-pretrain tokenizer --input corpus.jsonl --type bytelevel-bpe --vocab_size 32000 --output data/bytes
+  llm-pretrain tokenizer --input play.txt --type char --output data/characters
   llm-pretrain tokenizer --input scraped.jsonl --vocab_size 8000 --on_error skip --output data/tokenizer
 """
 
@@ -27,11 +37,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "or `stdlib`: the Python standard library's source; `llm-pretrain prepare --help` lists them",
     )
     parser.add_argument(
-        "--vocab_size", type=int, required=True, metavar="N", help="exact size of the vocabulary"
+        "--vocab_size",
+        type=int,
+        metavar="N",
+        help="exact size of the vocabulary, special tokens included; for char it may be left out, and is a "
+        "maximum: the rarest characters become bytes",
     )
     parser.add_argument(
         "--type",
-        choices=["sentencepiece-bpe"],
+        choices=["sentencepiece-bpe", "sentencepiece-unigram", "char", "bytelevel-bpe"],
         default="sentencepiece-bpe",
         help="kind of tokenizer (default: %(default)s)",
     )
@@ -46,15 +60,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Trains the tokenizer and says how well it packs."""
-    from llm_pretrain.data import train_sentencepiece_bpe
+    from llm_pretrain.data import train_tokenizer
 
-    report = train_sentencepiece_bpe(
-        arguments.input, arguments.output, arguments.vocab_size, on_error=arguments.on_error
+    report = train_tokenizer(
+        arguments.input,
+        arguments.output,
+        arguments.vocab_size,
+        type=arguments.type,
+        on_error=arguments.on_error,
     )
-    print(f"tokenizer  {arguments.output}, {arguments.vocab_size} tokens")
+    print(f"tokenizer  {arguments.output}, {arguments.type}, {report.vocab_size} tokens")
     sampled = f" of {report.text_bytes:,}" if report.sampled_bytes < report.text_bytes else ""
     print(f"trained on {report.sampled_bytes:,}{sampled} bytes in {report.documents:,} documents")
     print(f"packs      {report.bytes_per_token:.3f} bytes per token")
+    for script in report.scripts[:6]:
+        if script.share >= 0.001:
+            print(f"           {script.bytes_per_token:.3f} in {script.share:6.1%} of them: {script.script}")
     for cause, count in sorted(report.skipped.items()):
         print(f"left out   {count:,} × {cause}")
     if report.altered_documents:

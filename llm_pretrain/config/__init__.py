@@ -17,7 +17,7 @@ from llm_pretrain.config.tree import (
     WeightChange,
 )
 from llm_pretrain.config.validation import validate
-from llm_pretrain.config.yaml_text import YamlError, read_yaml
+from llm_pretrain.config.yaml_text import YamlError, read_yaml, write_yaml
 
 __all__ = [
     "VOCAB_MULTIPLE",
@@ -42,4 +42,5 @@ __all__ = [
     "resolve_model",
     "to_dict",
     "validate",
+    "write_yaml",
 ]

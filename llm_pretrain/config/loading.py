@@ -260,11 +260,10 @@ def _help_text(prog: str) -> str:
 
 def _docs() -> dict[str, str]:
     """Section and setting to its documentation, from the docstrings of the tree."""
-    import docstring_parser
+    from llm_pretrain.config.reference import documentation
 
     docs: dict[str, str] = {}
     for section, cls in field_types(Config).items():
-        parsed = docstring_parser.parse(cls.__doc__ or "")
-        docs[section] = parsed.short_description or ""
-        docs |= {f"{section}.{entry.arg_name}": entry.description or "" for entry in parsed.params}
+        docs[section], fields = documentation(cls)
+        docs |= {f"{section}.{name}": text for name, text in fields.items()}
     return docs

@@ -104,6 +104,11 @@ class ModelConfig:
         """Width of one expert's SwiGLU, resolved."""
         return self.moe_intermediate_size or self.intermediate_size
 
+    @property
+    def rope_original_context(self) -> int:
+        """Positions of the context that YaRN stretches, resolved."""
+        return self.original_max_position_embeddings or int(self.max_position_embeddings / self.rope_factor)
+
     def is_moe_layer(self, layer: int) -> bool:
         """Whether decoder layer `layer` (from 0) routes to experts."""
         return (

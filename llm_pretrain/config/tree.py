@@ -39,8 +39,9 @@ class SourceConfig:
 
     Args:
         store: Folder written by `llm-pretrain prepare`.
-        weight: Share of the samples drawn from it, relative to the other sources.
-        name: What metrics call it. Default: the folder's name.
+        weight: Share of the samples drawn from it, relative to the other sources; 0 only where
+            `weight_changes` bring the source in.
+        name: What metrics call it, where there are several. Default: the folder's name.
     """
 
     store: str

@@ -1,7 +1,7 @@
 """Contradictions and impossible values in a well-typed configuration, all of them, by field name.
 
 Knows the meaning of the fields and the number of processes; not where a value came from, and nothing
-of the machine except whether the paths that a field names can be used.
+of the machine except whether the paths and packages that a field names can be used.
 """
 
 from __future__ import annotations
@@ -10,9 +10,12 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 from llm_pretrain.config.tree import Config
+from llm_pretrain.config.validation_data import data_problems
+from llm_pretrain.config.validation_model import Relation, model_relations
 
 _POSITIVE = (
     *("model.vocab_size", "model.hidden_size", "model.intermediate_size", "model.num_hidden_layers"),
@@ -47,9 +50,9 @@ def validate(config: Config, world_size: int = 1, *, needs_data: bool = True) ->
         world_size: Number of processes of the run.
         needs_data: Whether `data.sources` must name a store.
     """
-    alone = [*_ranges(config), *_names(config), *_sources(config, needs_data)]
+    alone = [*_ranges(config), *_names(config), *data_problems(config.data, needs_data)]
     wrong = {line.partition(":")[0] for line in alone}
-    relations = [*_model(config), *_batch(config, world_size), *_schedule(config)]
+    relations = [*model_relations(config), *_batch(config, world_size), *_schedule(config), *_samples(config)]
     # a relation to a value that is impossible anyway says nothing new, and may not be computable
     return alone + [text for names, text in relations if not wrong.intersection(names)]
 
@@ -94,6 +97,11 @@ def _names(config: Config) -> Iterator[str]:
     project = config.logging.wandb_project
     if not re.fullmatch(r"[^/\\#?%:\s][^/\\#?%:\n]{0,127}", project):
         yield f"logging.wandb_project: expected at most 128 characters, none of /\\#?%:, found {project!r}"
+    if config.logging.tensorboard and find_spec("tensorboard") is None:
+        yield (
+            "logging.tensorboard: expected the package tensorboard, found none; "
+            "pip install 'llm_pretrain[tensorboard]', or leave it off"
+        )
 
 
 def _is_folder(path: str) -> bool:
@@ -108,77 +116,6 @@ def _is_other_than_folder(path: str) -> bool:
         return Path(path).exists() and not Path(path).is_dir()
     except (OSError, ValueError):
         return False
-
-
-def _sources(config: Config, needs_data: bool) -> Iterator[str]:
-    if needs_data and not config.data.sources:
-        yield (
-            "data.sources: expected at least one token store, found none; make one with "
-            "`llm-pretrain prepare`, then --data.sources '[{store: FOLDER}]'"
-        )
-    for index, source in enumerate(config.data.sources):
-        if not source.store.strip():
-            yield f"data.sources[{index}].store: expected a folder, found {source.store!r}"
-        if not (math.isfinite(source.weight) and source.weight > 0):
-            yield f"data.sources[{index}].weight: expected a number above 0, found {source.weight}"
-
-
-Relation = tuple[tuple[str, ...], str]
-"""The fields that a contradiction is about, and its line."""
-
-
-def _model(config: Config) -> Iterator[Relation]:
-    model = config.model
-    heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
-    names = ("model.num_attention_heads", "model.num_key_value_heads")
-    if kv_heads == 0 or heads % kv_heads:
-        yield names, f"{names[0]}: expected a multiple of {names[1]} = {kv_heads}, found {heads}"
-    names = ("model.hidden_size", "model.num_attention_heads")
-    if model.head_dim is None and (heads == 0 or model.hidden_size % heads):
-        yield (
-            names,
-            f"{names[0]}: expected a multiple of {names[1]} = {heads} where model.head_dim is not "
-            f"set, found {model.hidden_size}",
-        )
-    elif (head_dim := model.head_dim or model.hidden_size // heads) % 2:
-        names = ("model.head_dim", *names)
-        yield (
-            names,
-            f"{names[0]}: expected an even width for rotary positions, found {head_dim}"
-            + ("" if model.head_dim else f" = {names[1]} / {names[2]}"),
-        )
-    names = ("training.sequence_length", "model.max_position_embeddings")
-    if config.training.sequence_length > model.max_position_embeddings:
-        yield (
-            names,
-            f"{names[0]}: expected at most {names[1]} = {model.max_position_embeddings}, "
-            f"found {config.training.sequence_length}",
-        )
-    if model.num_experts:
-        yield from _experts(config)
-
-
-def _experts(config: Config) -> Iterator[Relation]:
-    model = config.model
-    names = ("model.num_experts_per_tok", "model.num_experts")
-    if model.num_experts_per_tok > model.num_experts:
-        yield (
-            names,
-            f"{names[0]}: expected at most {names[1]} = {model.num_experts}, "
-            f"found {model.num_experts_per_tok}",
-        )
-    layers, dense, every = model.num_hidden_layers, model.first_k_dense_replace, model.decoder_sparse_step
-    names = ("model.first_k_dense_replace", "model.num_hidden_layers")
-    if dense > layers:
-        yield names, f"{names[0]}: expected at most {names[1]} = {layers}, found {dense}"
-        return
-    names = ("model.num_experts", *names, "model.decoder_sparse_step")
-    if every > 0 and layers // every * every <= dense:
-        yield (
-            names,
-            f"{names[0]}: expected a layer that routes to the {model.num_experts} experts, found none with "
-            f"{names[2]} = {layers}, {names[1]} = {dense}, {names[3]} = {every}",
-        )
 
 
 def _batch(config: Config, world_size: int) -> Iterator[Relation]:
@@ -220,3 +157,10 @@ def _schedule(config: Config) -> Iterator[Relation]:
             f"{names[0]}: expected at most {names[2]} - {names[1]} = {rest} for the wsd schedule, "
             f"found {schedule.decay_steps}",
         )
+
+
+def _samples(config: Config) -> Iterator[Relation]:
+    tokens, positions = config.evaluation.sample_tokens, config.model.max_position_embeddings
+    names = ("evaluation.sample_tokens", "model.max_position_embeddings")
+    if config.evaluation.sample_prompts and tokens >= positions:
+        yield names, f"{names[0]}: expected less than {names[1]} = {positions}, found {tokens}"

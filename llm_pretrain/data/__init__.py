@@ -11,6 +11,7 @@ from llm_pretrain.data.tokenizers import Tokenizer, open_tokenizer
 if TYPE_CHECKING:
     from llm_pretrain.data.assembly import Batch
     from llm_pretrain.data.batches import (
+        EvaluationBatches,
         MicroBatchSampler,
         data_fingerprint,
         evaluation_batches,
@@ -19,21 +20,30 @@ if TYPE_CHECKING:
         sequences_per_epoch,
         shard,
         tokens_per_epoch,
+        weight_changes_fingerprint,
     )
     from llm_pretrain.data.chat import chat_prompt_ids, encode_chat
+    from llm_pretrain.data.conversion import FORMATS, Conversion, ConversionReport, convert
     from llm_pretrain.data.prepare import Preparation, input_bytes, prepare_store
     from llm_pretrain.data.sample_order import SampleOrder
-    from llm_pretrain.data.sentencepiece_bpe import train_sentencepiece_bpe
+    from llm_pretrain.data.tokenizer_training import TOKENIZER_TYPES, TokenizerReport, train_tokenizer
 
 __all__ = [
+    "FORMATS",
+    "TOKENIZER_TYPES",
     "Batch",
+    "Conversion",
+    "ConversionReport",
+    "EvaluationBatches",
     "MicroBatchSampler",
     "Preparation",
     "SampleOrder",
     "StoreSplit",
     "TokenStore",
     "Tokenizer",
+    "TokenizerReport",
     "chat_prompt_ids",
+    "convert",
     "data_fingerprint",
     "encode_chat",
     "evaluation_batches",
@@ -45,18 +55,25 @@ __all__ = [
     "sequences_per_epoch",
     "shard",
     "tokens_per_epoch",
-    "train_sentencepiece_bpe",
+    "train_tokenizer",
+    "weight_changes_fingerprint",
 ]
 
 _MODULES = {
     "Batch": "assembly",
+    "FORMATS": "conversion",
+    "Conversion": "conversion",
+    "ConversionReport": "conversion",
+    "convert": "conversion",
     "SampleOrder": "sample_order",
     "Preparation": "prepare",
     "chat_prompt_ids": "chat",
     "encode_chat": "chat",
     "input_bytes": "prepare",
     "prepare_store": "prepare",
-    "train_sentencepiece_bpe": "sentencepiece_bpe",
+    "TOKENIZER_TYPES": "tokenizer_training",
+    "TokenizerReport": "tokenizer_training",
+    "train_tokenizer": "tokenizer_training",
 }
 
 

@@ -27,7 +27,8 @@ class Batch:
     `loss_mask` bool [B, S] is False. `num_loss_tokens` is the mask's sum. `micro_batch` numbers the micro
     batches of a step over all ranks. `digest` int64 [8], on the CPU: the sum over the samples of the eight
     32-bit words of SHA-256(slot, store hash, sequence number, input ids, labels, mask); sums over micro
-    batches and ranks combine, and are taken modulo 2^32 at the end.
+    batches and ranks combine, and are taken modulo 2^32 at the end. `sources` int64 [B] are the numbers of
+    the sources that the sequences come from, None where there is one source only.
     """
 
     input_ids: torch.Tensor
@@ -39,20 +40,24 @@ class Batch:
     step: int
     micro_batch: int
     digest: torch.Tensor
+    sources: torch.Tensor | None = None
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """The batch on `device`; the digest stays where it is."""
-        moved = {name: t.to(device, non_blocking=non_blocking) for name, t in self.model_inputs().items()}
+        moved = {name: t.to(device, non_blocking=non_blocking) for name, t in self._movable().items()}
         return replace(self, **moved)
 
     def pin_memory(self) -> Batch:
         """The batch in page-locked memory, from which copies to a GPU can overlap."""
-        return replace(self, **{name: t.pin_memory() for name, t in self.model_inputs().items()})
+        return replace(self, **{name: t.pin_memory() for name, t in self._movable().items()})
 
     def model_inputs(self) -> dict[str, Any]:
         """The keyword arguments of the decoder's forward."""
         names = ("input_ids", "position_ids", "document_ids", "labels", "loss_mask")
         return {name: getattr(self, name) for name in names}
+
+    def _movable(self) -> dict[str, torch.Tensor]:
+        return self.model_inputs() | ({} if self.sources is None else {"sources": self.sources})
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +113,7 @@ class Assembler:
             step=step,
             micro_batch=micro_batch,
             digest=self._digest(samples, slot, input_ids, labels, loss_mask),
+            sources=torch.tensor([source for source, _ in samples]) if len(self.sources) > 1 else None,
         )
 
     def _fill_row(

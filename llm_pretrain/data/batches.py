@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import signal
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from multiprocessing import connection, forkserver, resource_tracker
 from pathlib import Path
@@ -22,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 from llm_pretrain.config import Config
 from llm_pretrain.data.assembly import Assembler, Batch, PackedSource
 from llm_pretrain.data.packing import pack
-from llm_pretrain.data.sample_order import SampleOrder, shuffled
+from llm_pretrain.data.sample_order import BLOCK, SampleOrder, block_at, shuffled
 from llm_pretrain.data.token_store import TokenStore
 from llm_pretrain.errors import DataError
 
@@ -86,6 +87,17 @@ class EvaluationBatches(Sequence[Batch]):
         self._samples = samples
         self._batch_size = batch_size
 
+    @property
+    def sequences(self) -> list[int]:
+        """How many sequences of each source are evaluated."""
+        drawn = Counter(source for source, _ in self._samples)
+        return [drawn[k] for k in range(len(self._assembler.sources))]
+
+    @property
+    def available(self) -> list[int]:
+        """How many sequences the validation split of each source has."""
+        return [len(source.index) for source in self._assembler.sources]
+
     def __len__(self) -> int:
         return (len(self._samples) + self._batch_size - 1) // self._batch_size
 
@@ -115,7 +127,7 @@ def open_stores(config: Config) -> list[TokenStore]:
 
 
 def data_fingerprint(config: Config) -> dict[str, str]:
-    """Everything that decides which sample stands where; a run is resumed only where all of it is equal."""
+    """What decides at any step which sample stands where; a run is resumed only where all of it is equal."""
     stores = open_stores(config)
     facts = {
         "tokenizer": stores[0].tokenizer_hash,
@@ -128,6 +140,24 @@ def data_fingerprint(config: Config) -> dict[str, str]:
         facts[f"data.store.{k}"] = store.hash
         facts[f"data.weight.{k}"] = str(source.weight)
     return facts
+
+
+def weight_changes_fingerprint(config: Config, step: int) -> dict[str, str]:
+    """The changes of weights that some step before `step` drew with; must be equal too to resume at `step`.
+
+    Later ones are left out: they may still be changed, added and taken away.
+    """
+    return {
+        f"data.weight_changes from sample {start * BLOCK}": str([float(weight) for weight in weights])
+        for start, weights in _weight_segments(config)
+        if start * BLOCK < step * config.training.global_batch_size
+    }
+
+
+def _weight_segments(config: Config) -> list[tuple[int, list[float]]]:
+    """First block and weights of each change."""
+    samples = config.training.global_batch_size
+    return [(block_at(change.step * samples), change.weights) for change in config.data.weight_changes]
 
 
 def sequences_per_epoch(config: Config) -> int:
@@ -152,6 +182,7 @@ def global_batches(config: Config, *, start_step: int, world_size: int) -> DataL
         [len(source.index) for source in sources],
         [source.weight for source in config.data.sources],
         config.data.seed,
+        _weight_segments(config),
     )
     per_step = config.gradient_accumulation_steps(world_size) * world_size
     numbers = range(start_step * per_step, training.max_steps * per_step)
@@ -167,10 +198,10 @@ def shard(loader: DataLoader[Batch], rank: int, world_size: int) -> DataLoader[B
     return _loader(loader.dataset, sampler[rank::world_size], loader.num_workers)
 
 
-def evaluation_batches(config: Config) -> EvaluationBatches:
-    """The validation splits, packed like the train splits, in one fixed pseudo-random order."""
+def evaluation_batches(config: Config, *, split: str = "validation") -> EvaluationBatches:
+    """The validation splits (or another), packed as for training, in one fixed pseudo-random order."""
     training = config.training
-    sources = _packed(config, "validation")
+    sources = _packed(config, split)
     bounds = np.cumsum([len(source.index) for source in sources])
     total = used = int(bounds[-1])
     if config.evaluation.max_batches is not None:

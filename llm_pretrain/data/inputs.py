@@ -17,6 +17,9 @@ from llm_pretrain.errors import DataError
 STDLIB = "stdlib"
 """The input that stands for the source text of the installed Python standard library."""
 
+STDLIB_CHAT = "stdlib-chat"
+"""The input that stands for conversations read off the docstrings of the Python standard library."""
+
 COMPRESSIONS = (".gz", ".zst", ".bz2", ".xz")
 LINE_SUFFIXES = (".jsonl", ".ndjson")
 TABLE_SUFFIXES = (".parquet", ".arrow", ".feather")
@@ -30,11 +33,15 @@ _DATASETS_NOTES = {"dataset_info.json", "state.json", "dataset_dict.json"}
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A file or hub set: its `name` for messages, `path` (None for the hub), and the index of its input."""
+    """A file or hub set: its `name` for messages, `path` (None for the hub), and the index of its input.
+
+    With `conversations` the file is Python source, and its docstrings are the records.
+    """
 
     name: str
     path: Path | None
     entry: int
+    conversations: bool = False
 
     def format(self) -> str:
         """The suffix that decides how it is read, that of a compression left out: `.jsonl` for a.jsonl.gz."""
@@ -64,7 +71,7 @@ def find_sources(inputs: Sequence[str]) -> list[Source]:
     Raises DataError for a path that does not exist, a folder or pattern without files, and archives.
     """
     sources = [
-        Source(name, path, index)
+        Source(name, path, index, conversations=entry == STDLIB_CHAT)
         for index, entry in enumerate(inputs)
         for name, path in ([(entry, None)] if entry.startswith(HUB_PREFIX) else _files_of(entry))
     ]
@@ -85,7 +92,7 @@ def find_files(inputs: Sequence[str]) -> list[tuple[str, Path]]:
 
 def _files_of(entry: str) -> list[tuple[str, Path]]:
     path = Path(entry)
-    if entry == STDLIB:
+    if entry in (STDLIB, STDLIB_CHAT):
         return _stdlib_files()
     if path.is_dir():
         found = _visible_files(path)

@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 
 from llm_pretrain.data.inputs import DELIMITERS, LINE_SUFFIXES, TABLE_SUFFIXES, Source, find_sources
 from llm_pretrain.data.records import BROKEN, RawRecord, bad_record
+from llm_pretrain.data.stdlib_chat import conversations
 from llm_pretrain.data.tables import choose_columns, hub_records, table_records
 from llm_pretrain.errors import DataError
 
@@ -66,6 +67,9 @@ def batch_records(records: Iterable[RawRecord], batch_bytes: int) -> Iterator[li
 def _read_source(index: int, source: Source, text_column: str) -> Iterator[RawRecord]:
     if source.path is None:
         yield from hub_records(index, source.name, text_column)
+    elif source.conversations:
+        for line, data in conversations(source.name, source.path):
+            yield RawRecord(source.name, line, data, "json", index)
     elif source.format() in TABLE_SUFFIXES:
         yield from table_records(index, source.name, source.path, source.compression(), text_column)
     else:

@@ -6,7 +6,9 @@ Sample numbers run from 0 without end; nothing here knows of steps, ranks or bat
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -69,23 +71,60 @@ def shuffled(purpose: str, seed: int, n: int, numbers: np.ndarray) -> np.ndarray
     return permutation(n, numbers % n, keys[:, inverse])
 
 
+@dataclass(frozen=True)
+class Segment:
+    """Blocks of one mixture's samples that are drawn with the same weights.
+
+    Args:
+        start: Number of its first block; it ends where the next segment starts.
+        quotas: Samples of each source in every block; they add up to a block.
+        drawn: Samples of each source in all blocks before.
+    """
+
+    start: int
+    quotas: list[int]
+    drawn: list[int]
+
+
 class SampleOrder:
     """Which sequence of which source each sample number stands for.
 
     With one source, sample g is permutation(seed, g // n)[g % n] of its n sequences. A mixture works in
     blocks: of every 1024 samples source k gets exactly its quota, at pseudo-random places of the block, and
-    takes its own sequences one after the other in its own permuted order.
+    takes its own sequences one after the other in its own permuted order. Other weights start a new segment
+    at a block's edge, and each source goes on in its own order where the segment before left it.
+
+    Args:
+        lengths: Sequences of each source.
+        weights: Shares of the sources, in any unit; 0 leaves one out.
+        seed: Of the order.
+        changes: First block and weights of each further segment, in ascending order; of several that start
+            at one block the last counts.
+
+    Raises:
+        DataError: an empty source, or a share above 0 that is too small for one sample in a block.
     """
 
-    def __init__(self, lengths: Sequence[int], weights: Sequence[float], seed: int):
-        for k, (length, weight) in enumerate(zip(lengths, weights, strict=True)):
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        weights: Sequence[float],
+        seed: int,
+        changes: Sequence[tuple[int, Sequence[float]]] = (),
+    ):
+        for k, length in enumerate(lengths):
             if length < 1:
                 raise DataError(f"data.sources[{k}]: expected a train split with sequences, found none")
-            if not weight > 0:
-                raise DataError(f"data.sources[{k}].weight: expected a number above 0, found {weight}")
+        self._arguments = (list(lengths), list(weights), seed, list(changes))
         self._lengths = list(lengths)
         self._seed = seed
-        self.quotas = _quotas(weights)
+        self.segments = [Segment(0, _quotas(weights, "data.sources[{}].weight"), [0] * len(lengths))]
+        for j, (start, changed) in enumerate(changes):
+            before = self.segments[-1]
+            pairs = zip(before.drawn, before.quotas, strict=True)
+            drawn = [count + (start - before.start) * quota for count, quota in pairs]
+            quotas = _quotas(changed, f"data.weight_changes[{j}].weights[{{}}]")
+            self.segments.append(Segment(start, quotas, drawn))
         self._block = lru_cache(maxsize=8)(self._compute_block)
 
     def __getitem__(self, number: int) -> tuple[int, int]:
@@ -96,21 +135,28 @@ class SampleOrder:
 
     def _compute_block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
         """Sources and sequences of a block's samples; numbers come in order, so blocks are reused."""
+        segment = self.segments[bisect_right(self.segments, block, key=lambda each: each.start) - 1]
         places = np.arange(block * BLOCK, (block + 1) * BLOCK, dtype=np.int64)
         drawn = shuffled("block", self._seed, BLOCK, places)
-        sources = np.searchsorted(np.cumsum(self.quotas), drawn, side="right")
+        sources = np.searchsorted(np.cumsum(segment.quotas), drawn, side="right")
         sequences = np.empty(BLOCK, dtype=np.int64)
-        for k, (length, quota) in enumerate(zip(self._lengths, self.quotas, strict=True)):
-            numbers = block * quota + np.arange(quota, dtype=np.int64)
-            sequences[sources == k] = shuffled(f"source {k}", self._seed, length, numbers)
+        for k, (length, quota) in enumerate(zip(self._lengths, segment.quotas, strict=True)):
+            if quota:
+                first = segment.drawn[k] + (block - segment.start) * quota
+                numbers = first + np.arange(quota, dtype=np.int64)
+                sequences[sources == k] = shuffled(f"source {k}", self._seed, length, numbers)
         return sources, sequences
 
     def __reduce__(self):
-        order = (self._lengths, [float(quota) for quota in self.quotas], self._seed)
-        return SampleOrder, order
+        return SampleOrder, self._arguments
 
 
-def _quotas(weights: Sequence[float]) -> list[int]:
+def block_at(sample: int) -> int:
+    """Number of the first block that starts at sample number `sample` or later."""
+    return -(-sample // BLOCK)
+
+
+def _quotas(weights: Sequence[float], name: str) -> list[int]:
     """Whole samples per block for each source, by largest remainder; they add up to a block."""
     exact = [BLOCK * weight / sum(weights) for weight in weights]
     quotas = [int(share) for share in exact]
@@ -118,9 +164,9 @@ def _quotas(weights: Sequence[float]) -> list[int]:
     for k in by_remainder[: BLOCK - sum(quotas)]:
         quotas[k] += 1
     for k, quota in enumerate(quotas):
-        if quota == 0:
+        if quota == 0 and weights[k] > 0:
             raise DataError(
-                f"data.sources[{k}].weight: expected at least 1/{BLOCK} of all weights, "
+                f"{name.format(k)}: expected at least 1/{BLOCK} of all weights, "
                 f"found {weights[k] / sum(weights):.2g} of them; raise it or leave the source out"
             )
     return quotas

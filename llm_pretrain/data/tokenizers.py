@@ -1,6 +1,6 @@
 """Opens tokenizer folders of any origin and encodes text with them, losslessly where they can.
 
-Encoding is done by the `tokenizers` library. Training a tokenizer is in `sentencepiece_bpe.py`.
+Encoding is done by the `tokenizers` library. Training one is in `tokenizer_training.py`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class Tokenizer:
 
     Text is never read as a special token: `</s>` inside a document stays text.
     Attributes: `folder`, `hash` (of `tokenizer.json`, which decides every id), `vocab_size` (highest id
-    + 1), `special_ids`, `bos_token_id`, `eos_token_id`, `pad_token_id` (None where there is none).
+    + 1), `kind` (how it cuts text, in words), `special_ids`, `bos_token_id`, `eos_token_id`, `pad_token_id`
+    (None where there is none), `chat_template` (Jinja, or None).
     """
 
     def __init__(self, folder: Path):
@@ -86,6 +87,8 @@ class Tokenizer:
         self.bos_token_id = ids.get("bos_token")
         self.eos_token_id = ids.get("eos_token")
         self.pad_token_id = ids.get("pad_token")
+        self.kind = _kind(self._spec)
+        self.chat_template = _chat_template(folder)
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of each text, without special tokens."""
@@ -175,6 +178,27 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise DataError(f"{path}: expected a readable file, found: {error.strerror}") from error
+
+
+def _kind(spec: dict[str, Any]) -> str:
+    model = spec["model"]
+    if model["type"] != "BPE":
+        return model["type"].lower()
+    if any(part["type"] == "ByteLevel" for part in _components(spec.get("pre_tokenizer"))):
+        return "byte-level BPE"
+    return "BPE with byte fallback" if model["merges"] else "characters"
+
+
+def _chat_template(folder: Path) -> str | None:
+    """Of chat_template.jinja, or else of tokenizer_config.json (of several, the one named `default`)."""
+    if (folder / "chat_template.jinja").is_file():
+        return _read(folder / "chat_template.jinja").decode("utf-8", errors="replace")
+    if not (folder / "tokenizer_config.json").is_file():
+        return None
+    template = json.loads(_read(folder / "tokenizer_config.json")).get("chat_template")
+    if isinstance(template, list):
+        template = next((entry["template"] for entry in template if entry.get("name") == "default"), None)
+    return template if isinstance(template, str) else None
 
 
 def _special_tokens(folder: Path) -> dict[str, str]:

@@ -6,6 +6,7 @@ from llm_pretrain.export.config_json import (
     model_config_from_huggingface,
     native_config,
 )
+from llm_pretrain.export.gguf import write_gguf
 from llm_pretrain.export.huggingface import from_huggingface, load_pretrained, read_config, to_huggingface
 
 __all__ = [
@@ -17,4 +18,5 @@ __all__ = [
     "native_config",
     "read_config",
     "to_huggingface",
+    "write_gguf",
 ]

@@ -1,6 +1,6 @@
 """`config.json`: our model's shape in the words of transformers 5 and 4 and mlx-lm, and back.
 
-No weights here. An architecture is chosen only where it computes exactly what our decoder computes.
+No weights here, and no choice of an architecture: that is `homes.py`.
 """
 
 from __future__ import annotations
@@ -10,16 +10,20 @@ from typing import Any
 
 from llm_pretrain.config import ModelConfig
 from llm_pretrain.errors import ConfigError
+from llm_pretrain.export.homes import (
+    ALWAYS_SHARED,
+    BIASED_CHOICE,
+    HOMES,
+    LAYER_TYPES,
+    LEADING_DENSE,
+    Home,
+    home_of,
+)
+from llm_pretrain.export.rope_json import rope_from_json, rope_to_json
 
 NATIVE_MODEL_TYPE = "llm_pretrain"
 """`model_type` of weights that no architecture of transformers can hold."""
 
-_ARCHITECTURES = {
-    "qwen3": "Qwen3ForCausalLM",
-    "llama": "LlamaForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "mixtral": "MixtralForCausalLM",
-}
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _COMMON = (
     "hidden_size",
@@ -33,34 +37,12 @@ _COMMON = (
     "tie_word_embeddings",
     "attention_dropout",
 )
-_ROPE_THETA_DEFAULTS = {"qwen3": 1e4, "llama": 1e4, "qwen3_moe": 1e4, "mixtral": 1e6}
+_OWN = "llm_pretrain"
+"""Key of the fields that a home cannot say, since zeros stand there for a tensor that we do not have."""
 _NATIVE_FIELDS = {field.name for field in dataclasses.fields(ModelConfig)}
-
-
-def _model_type(model: ModelConfig) -> str:
-    """The architecture that computes what `model` does; ConfigError names the fields that none has."""
-    if not model.moe_layers:
-        return "qwen3" if model.qk_norm else "llama"
-    problems = []
-    if model.router_bias_update_rate > 0:
-        problems.append(
-            "model.router_bias_update_rate: no architecture that transformers knows adds a bias to softmax "
-            f"routing; expected 0, found {model.router_bias_update_rate}"
-        )
-    if not model.qk_norm and not model.norm_topk_prob:
-        problems.append(
-            "model.norm_topk_prob: Mixtral (experts without model.qk_norm) always normalises; expected true, "
-            "found false; train with model.qk_norm: true to export as Qwen3-MoE"
-        )
-    if not model.qk_norm and len(model.moe_layers) != model.num_hidden_layers:
-        problems.append(
-            "model.first_k_dense_replace, model.decoder_sparse_step: Mixtral (experts without model.qk_norm) "
-            f"has experts in every layer; expected {model.num_hidden_layers}, found {len(model.moe_layers)}; "
-            "train with model.qk_norm: true to export as Qwen3-MoE"
-        )
-    if problems:
-        raise ConfigError(*problems)
-    return "qwen3_moe" if model.qk_norm else "mixtral"
+_FOREIGN_BIAS_UPDATE_RATE = 0.001
+"""Where a file has a bias on the choice of experts and does not say at which rate it moved: DeepSeek-V3's
+(arXiv:2412.19437, section 4.2)."""
 
 
 def huggingface_config(
@@ -74,8 +56,8 @@ def huggingface_config(
     """`config.json` that transformers 5 and 4 and mlx-lm read alike.
 
     Version 5 keeps the rotary base in `rope_parameters` and calls the experts' number
-    `num_local_experts`; older readers look for `rope_theta`, `num_experts`, `head_dim` and
-    `torch_dtype` at the top and fall back to wrong defaults in silence, so both are written.
+    `num_local_experts`; older readers look for `rope_theta`, `rope_scaling`, `num_experts`, `head_dim`
+    and `torch_dtype` at the top and fall back to wrong defaults in silence, so both are written.
 
     Args:
         model: With `vocab_size` set.
@@ -87,18 +69,17 @@ def huggingface_config(
     Raises:
         ConfigError: Naming each field that no known architecture has.
     """
-    model_type = _model_type(model)
+    model_type = home_of(model)
+    home = HOMES[model_type]
     result: dict[str, Any] = {
-        "architectures": [_ARCHITECTURES[model_type]],
+        "architectures": [home.architecture],
         "model_type": model_type,
         "vocab_size": model.vocab_size,
         "head_dim": model.attention_head_dim,
         "hidden_act": "silu",
         "attention_bias": False,
         "use_cache": True,
-        "rope_theta": model.rope_theta,
-        "rope_scaling": None,
-        "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_theta},
+        **rope_to_json(model),
         "sliding_window": None,
         "bos_token_id": bos_token_id,
         "eos_token_id": eos_token_id,
@@ -108,28 +89,40 @@ def huggingface_config(
         "tokenizer_class": "PreTrainedTokenizerFast",
     }
     result |= {name: getattr(model, name) for name in _COMMON}
-    if model_type in ("qwen3", "qwen3_moe"):
+    if model_type.startswith("qwen"):
         result |= {"use_sliding_window": False, "max_window_layers": model.num_hidden_layers}
-    if model_type == "llama":
-        result |= {"mlp_bias": False}
-    if model_type in ("qwen3_moe", "mixtral"):
-        result |= {
-            "num_experts": model.num_experts,
-            "num_local_experts": model.num_experts,
-            "num_experts_per_tok": model.num_experts_per_tok,
-            "router_aux_loss_coef": model.router_aux_loss_coef,
-            "output_router_logits": False,
-        }
-    if model_type == "qwen3_moe":
-        result |= {
-            "moe_intermediate_size": model.expert_intermediate_size,
-            "norm_topk_prob": model.norm_topk_prob,
-            "decoder_sparse_step": model.decoder_sparse_step,
-            "mlp_only_layers": list(range(model.first_k_dense_replace)),
-        }
-    if model_type == "mixtral":
-        result |= {"intermediate_size": model.expert_intermediate_size}
-    return result
+    if home.keys:
+        result |= _expert_keys(model, model_type)
+    return {**result, **home.extra}
+
+
+def _expert_keys(model: ModelConfig, model_type: str) -> dict[str, Any]:
+    result: dict[str, Any] = {
+        "router_aux_loss_coef": model.router_aux_loss_coef,
+        "output_router_logits": False,
+    }
+    resolved = dataclasses.replace(model, moe_intermediate_size=model.expert_intermediate_size)
+    for field, (names, _) in HOMES[model_type].keys.items():
+        result |= dict.fromkeys(names, getattr(resolved, field))
+    if "first_k_dense_replace" in result:  # alone: it must say what both our fields say together
+        result["first_k_dense_replace"] = model.num_hidden_layers - len(model.moe_layers)
+    if model_type in LEADING_DENSE:
+        result["mlp_only_layers"] = list(range(model.first_k_dense_replace))
+    if model_type in LAYER_TYPES:
+        layers = range(model.num_hidden_layers)
+        result["mlp_layer_types"] = ["sparse" if model.is_moe_layer(layer) else "dense" for layer in layers]
+    if model_type == "ernie4_5_moe":  # mlx-lm does not take -1 for the last
+        result["moe_layer_end_index"] = model.num_hidden_layers - 1
+    own = {}
+    if model_type in BIASED_CHOICE:
+        own["router_bias_update_rate"] = model.router_bias_update_rate
+    if model_type in ALWAYS_SHARED and not model.n_shared_experts:
+        own["n_shared_experts"] = 0
+        result["n_shared_experts"] = 1
+    if model_type == "qwen2_moe":
+        shared = result.pop("n_shared_experts", model.n_shared_experts)
+        result["shared_expert_intermediate_size"] = shared * model.expert_intermediate_size
+    return result | ({_OWN: own} if own else {})
 
 
 def native_config(
@@ -162,62 +155,94 @@ def model_config_from_huggingface(config_json: dict[str, Any]) -> ModelConfig:
     model_type = config_json.get("model_type")
     if model_type == NATIVE_MODEL_TYPE:
         return ModelConfig(**{name: config_json[name] for name in _NATIVE_FIELDS & config_json.keys()})
-    if model_type not in _ARCHITECTURES:
-        known = ", ".join((*_ARCHITECTURES, NATIVE_MODEL_TYPE))
+    home = HOMES.get(str(model_type))
+    if home is None:
+        known = ", ".join((*HOMES, NATIVE_MODEL_TYPE))
         raise ConfigError(f"config.json: model_type: expected one of {known}, found {model_type!r}")
     _refuse_foreign_features(config_json)
-    missing = [name for name in ("vocab_size", *_COMMON[:5]) if config_json.get(name) is None]
+    needed = ["vocab_size", *_COMMON[:5]]
+    if model_type == "solar_open":
+        needed.remove("intermediate_size")  # it has no dense layer
+    missing = [name for name in needed if config_json.get(name) is None]
     if missing:
         raise ConfigError(f"config.json: expected the keys {', '.join(missing)}, found none of that name")
     fields: dict[str, Any] = {name: config_json[name] for name in _COMMON if name in config_json}
-    fields.setdefault("tie_word_embeddings", False)
-    fields.setdefault("rms_norm_eps", 1e-5 if model_type == "mixtral" else 1e-6)
-    rope = config_json.get("rope_parameters") or {}
-    theta = rope.get("rope_theta", config_json.get("rope_theta", _ROPE_THETA_DEFAULTS[model_type]))
-    head_dim = config_json.get("head_dim") or (128 if model_type == "qwen3" else None)
+    fields.setdefault("tie_word_embeddings", model_type == "ernie4_5_moe")
+    fields.setdefault("rms_norm_eps", home.rms_norm_eps)
+    fields |= rope_from_json(
+        config_json, default_theta=home.rope_theta, default_partial=home.partial_rotary_factor
+    )
     fields |= {
         "vocab_size": config_json["vocab_size"],
-        "head_dim": head_dim,
-        "rope_theta": float(theta),
-        "qk_norm": model_type in ("qwen3", "qwen3_moe"),
+        "head_dim": config_json.get("head_dim") or home.head_dim,
+        **home.fixed,
     }
-    if model_type in ("qwen3_moe", "mixtral"):
-        fields |= _expert_fields(config_json, model_type)
+    if home.keys:
+        fields |= _expert_fields(config_json, str(model_type), home)
     return ModelConfig(**fields)
 
 
-def _expert_fields(config_json: dict[str, Any], model_type: str) -> dict[str, Any]:
-    num_experts = config_json.get("num_local_experts", config_json.get("num_experts"))
-    if num_experts is None or config_json.get("num_experts_per_tok") is None:
-        raise ConfigError("config.json: expected the keys num_experts and num_experts_per_tok, found none")
-    fields: dict[str, Any] = {
-        "num_experts": num_experts,
-        "num_experts_per_tok": config_json["num_experts_per_tok"],
-        "router_aux_loss_coef": config_json.get("router_aux_loss_coef", 0.001),
-    }
-    if model_type == "mixtral":
-        return fields | {"moe_intermediate_size": config_json["intermediate_size"], "norm_topk_prob": True}
-    dense = sorted(config_json.get("mlp_only_layers") or [])
-    if dense != list(range(len(dense))):
-        raise ConfigError(f"config.json: mlp_only_layers: expected leading layers only, found {dense}")
-    return fields | {
-        "moe_intermediate_size": config_json.get("moe_intermediate_size", 768),
-        "norm_topk_prob": config_json.get("norm_topk_prob", False),
-        "decoder_sparse_step": config_json.get("decoder_sparse_step", 1),
-        "first_k_dense_replace": len(dense),
-    }
+def _expert_fields(config_json: dict[str, Any], model_type: str, home: Home) -> dict[str, Any]:
+    fields: dict[str, Any] = {"router_aux_loss_coef": config_json.get("router_aux_loss_coef", 0.001)}
+    for field, (names, default) in home.keys.items():
+        found = [config_json[name] for name in names if config_json.get(name) is not None]
+        if not found and default is None:
+            raise ConfigError(f"config.json: expected the key {names[-1]}, found none of that name")
+        fields[field] = found[0] if found else default
+    if model_type in BIASED_CHOICE:
+        fields["router_bias_update_rate"] = _FOREIGN_BIAS_UPDATE_RATE
+    if model_type in LEADING_DENSE:
+        dense = sorted(config_json.get("mlp_only_layers") or [])
+        if dense != list(range(len(dense))):
+            raise ConfigError(f"config.json: mlp_only_layers: expected leading layers only, found {dense}")
+        fields["first_k_dense_replace"] = len(dense)
+    if model_type in LAYER_TYPES:
+        fields |= _layer_fields(config_json)
+    if model_type == "qwen2_moe":
+        shared = config_json.get("shared_expert_intermediate_size", 5632)
+        count, rest = divmod(shared, fields["moe_intermediate_size"])
+        if rest:
+            raise ConfigError(
+                "config.json: shared_expert_intermediate_size: expected a multiple of moe_intermediate_size "
+                f"= {fields['moe_intermediate_size']}, found {shared}"
+            )
+        fields["n_shared_experts"] = count
+    return fields | config_json.get(_OWN, {})
+
+
+def _layer_fields(config_json: dict[str, Any]) -> dict[str, Any]:
+    """`first_k_dense_replace` and `decoder_sparse_step` that give `mlp_layer_types`."""
+    layers = config_json["num_hidden_layers"]
+    kinds = config_json.get("mlp_layer_types") or ["dense", *["sparse"] * (layers - 1)]
+    sparse = [layer for layer, kind in enumerate(kinds) if kind == "sparse"]
+    for step in range(1, layers + 1):
+        for first in range(layers):
+            if sparse == [layer for layer in range(first, layers) if (layer + 1) % step == 0]:
+                return {"first_k_dense_replace": first, "decoder_sparse_step": step}
+    raise ConfigError(
+        "config.json: mlp_layer_types: expected every n-th layer sparse after leading dense ones, "
+        f"found sparse layers {sparse} of {layers}"
+    )
 
 
 def _refuse_foreign_features(config_json: dict[str, Any]) -> None:
-    rope = config_json.get("rope_scaling") or config_json.get("rope_parameters") or {}
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    windows = config_json.get("use_sliding_window", config_json.get("model_type") == "mixtral")
+    model_type, layers = config_json["model_type"], config_json.get("num_hidden_layers") or 0
+    window = config_json.get("sliding_window")
+    windows = config_json.get("use_sliding_window", model_type == "mixtral")
+    if model_type == "dots1":
+        windows = layers > config_json.get("max_window_layers", 62)
+    kinds = set(config_json.get("layer_types") or ()) - {"full_attention"}
+    groups = config_json.get("n_group") or 1
+    last = config_json.get("moe_layer_end_index", -1)
     found = {
         "hidden_act": (config_json.get("hidden_act", "silu"), "silu"),
         "attention_bias": (config_json.get("attention_bias", False), False),
         "mlp_bias": (config_json.get("mlp_bias", False), False),
-        "rope_type": (rope_type, "default"),
-        "sliding_window": (config_json.get("sliding_window") if windows else None, None),
+        "use_bias": (bool(config_json.get("use_bias", False)), False),
+        "sliding_window": (window if windows else None, None),
+        "layer_types": (", ".join(sorted(kinds)) or "full_attention", "full_attention"),
+        "topk_group": (config_json.get("topk_group") or 1 if groups > 1 else groups, groups),
+        "moe_layer_end_index": (layers - 1 if last == -1 else last, layers - 1),
     }
     problems = [
         f"config.json: {name}: expected {expected!r}, the only one our decoder has, found {value!r}"

@@ -1,5 +1,6 @@
 """The decoder, dense or mixture of experts: its forward pass, initial weights and sizes."""
 
+from llm_pretrain.model.cache import KeyValueCache
 from llm_pretrain.model.decoder import Decoder, DecoderOutput
 from llm_pretrain.model.initialization import initialize_weights
 from llm_pretrain.model.loss_head import IGNORE_INDEX
@@ -10,6 +11,7 @@ __all__ = [
     "IGNORE_INDEX",
     "Decoder",
     "DecoderOutput",
+    "KeyValueCache",
     "ParameterCounts",
     "count_parameters",
     "flops_per_token",

@@ -1,8 +1,8 @@
 """Causal grouped-query attention that never crosses a document inside a packed sequence.
 
 One scaled-dot-product call per document piece on a CPU, a mask made on the device elsewhere (so that a
-step never waits for it). Which kernel runs never changes the result beyond rounding. No cache: this is
-for training.
+step never waits for it). Which kernel runs never changes the result beyond rounding. Training runs
+`document_attention`, generation `cached_attention`; what a cache holds is in `cache.py`.
 
 Shapes: B sequences, S positions, T = B*S, N query heads, M key and value heads, D head_dim.
 """
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llm_pretrain.config import ModelConfig
+from llm_pretrain.model.cache import LayerCache
 from llm_pretrain.model.layers import Linear, RMSNorm, apply_rotary
 
 _CPU_LOW_PRECISION_LENGTH = 256
@@ -97,6 +98,30 @@ def document_attention(
     return torch.cat(out).view(query.shape).to(value.dtype)
 
 
+def cached_attention(query: Tensor, key: Tensor, value: Tensor, cache: LayerCache) -> Tensor:
+    """Attention of new positions to themselves and to all that the cache holds of their row.
+
+    Args:
+        query: [B, S, N, D], at the cache's new positions.
+        key: [B, S, M, D]; stored, in value's type.
+        value: [B, S, M, D]; stored.
+        cache: One layer's, told of the new positions by `KeyValueCache.advance`.
+
+    Returns:
+        [B, S, N, D], in value's type.
+    """
+    keys, values = cache.extend(key.to(value.dtype), value)
+    query, mask = query.to(value.dtype), cache.whole.mask
+    with torch.autocast(query.device.type, enabled=False):
+        if query.shape[1] > 1:
+            return _attend(query, keys, values, mask, 0.0)
+        # A single position: the query heads that share a key head stand where positions would, so that no
+        # kernel needs the keys repeated.
+        grouped = query.view(len(query), keys.shape[2], -1, query.shape[3])
+        keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+        return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask).view(query.shape)
+
+
 class Attention(nn.Module):
     """Self-attention with rotary positions and, where configured, RMSNorm on each head's query and key."""
 
@@ -113,8 +138,15 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, layout: DocumentLayout) -> Tensor:
-        """[B, S, H] to [B, S, H]; `cos` and `sin` from `rotary_tables`."""
+    def forward(
+        self,
+        hidden: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        layout: DocumentLayout,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
+        """[B, S, H] to [B, S, H]; `cos` and `sin` from `rotary_tables`. With a cache, no layout."""
         shape = (*hidden.shape[:-1], -1, self.head_dim)
         query = self.q_proj(hidden).view(shape)
         key = self.k_proj(hidden).view(shape)
@@ -122,5 +154,8 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         query, key = apply_rotary(query, cos, sin), apply_rotary(key, cos, sin)
-        out = document_attention(query, key, value, layout, self.dropout if self.training else 0.0)
+        if cache is None:
+            out = document_attention(query, key, value, layout, self.dropout if self.training else 0.0)
+        else:
+            out = cached_attention(query, key, value, cache)
         return self.o_proj(out.flatten(-2))

@@ -1,6 +1,6 @@
 """The decoder: embedding, layers, norm and head, with parameter names of transformers' Qwen3 and Qwen3-MoE.
 
-One forward pass of a micro batch. No cache, no sampling, no coefficients and no normalisation of losses.
+One forward pass of a micro batch. No sampling, no coefficients and no normalisation of losses.
 
 Shapes: B sequences, S positions, H hidden_size, V vocab_size, E experts.
 """
@@ -16,9 +16,11 @@ from torch.utils.checkpoint import checkpoint
 
 from llm_pretrain.config import ModelConfig
 from llm_pretrain.model.attention import Attention, DocumentLayout, document_layout
+from llm_pretrain.model.cache import KeyValueCache, LayerCache
 from llm_pretrain.model.experts import Experts
-from llm_pretrain.model.layers import Embedding, FeedForward, Linear, RMSNorm, rotary_tables
+from llm_pretrain.model.layers import Embedding, FeedForward, Linear, RMSNorm
 from llm_pretrain.model.loss_head import IGNORE_INDEX, loss_head
+from llm_pretrain.model.rotary import rotary_tables
 from llm_pretrain.model.router import Router, RouterSums
 
 
@@ -44,16 +46,20 @@ class DecoderOutput(NamedTuple):
 
 
 class MoeFeedForward(nn.Module):
-    """Router and experts in the place of a dense SwiGLU."""
+    """Router and experts, and the shared experts that see every token, in the place of a dense SwiGLU."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.gate = Router(config)
         self.experts = Experts(config)
+        # Shared experts side by side are one SwiGLU of their summed width (arXiv:2401.06066, section 3.2).
+        size = config.n_shared_experts * config.expert_intermediate_size
+        self.shared_experts = FeedForward(config.hidden_size, size) if size else None
 
     def forward(self, hidden: Tensor, mask: Tensor) -> tuple[Tensor, RouterSums]:
         weights, chosen, sums = self.gate(hidden, mask)
-        return self.experts(hidden.flatten(0, 1), weights, chosen).view_as(hidden), sums
+        out = self.experts(hidden.flatten(0, 1), weights, chosen).view_as(hidden)
+        return (out if self.shared_experts is None else out + self.shared_experts(hidden)), sums
 
 
 class DecoderLayer(nn.Module):
@@ -71,10 +77,16 @@ class DecoderLayer(nn.Module):
             self.mlp = FeedForward(config.hidden_size, config.intermediate_size)
 
     def forward(
-        self, hidden: Tensor, cos: Tensor, sin: Tensor, layout: DocumentLayout, mask: Tensor
+        self,
+        hidden: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        layout: DocumentLayout,
+        mask: Tensor,
+        cache: LayerCache | None = None,
     ) -> tuple[Tensor, RouterSums | None]:
         """[B, S, H] to [B, S, H], and the router's sums where there is one."""
-        hidden = hidden + self._drop(self.self_attn(self.input_layernorm(hidden), cos, sin, layout))
+        hidden = hidden + self._drop(self.self_attn(self.input_layernorm(hidden), cos, sin, layout, cache))
         normed = self.post_attention_layernorm(hidden)
         if isinstance(self.mlp, MoeFeedForward):
             out, sums = self.mlp(normed, mask)
@@ -101,16 +113,27 @@ class DecoderStack(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(
-        self, input_ids: Tensor, position_ids: Tensor | None, document_ids: Tensor | None, mask: Tensor
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None,
+        document_ids: Tensor | None,
+        mask: Tensor,
+        cache: KeyValueCache | None = None,
     ) -> tuple[Tensor, list[RouterSums]]:
         hidden = self.embed_tokens(input_ids)
+        if cache is not None:
+            if position_ids is not None or document_ids is not None:
+                raise ValueError("with a cache, positions and documents follow from it; pass neither")
+            position_ids = cache.advance(input_ids)
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
         cos, sin = rotary_tables(position_ids, self.config, torch.promote_types(hidden.dtype, torch.float32))
         shared = (cos, sin, document_layout(document_ids), mask)
         all_sums: list[RouterSums] = []
-        for layer in self.layers:
-            if self.activation_checkpointing and self.training and torch.is_grad_enabled():
+        for index, layer in enumerate(self.layers):
+            if cache is not None:
+                hidden, sums = layer(hidden, *shared, cache.layers[index])
+            elif self.activation_checkpointing and self.training and torch.is_grad_enabled():
                 hidden, sums = checkpoint(
                     layer, hidden, *shared, use_reentrant=False, preserve_rng_state=self.has_dropout
                 )
@@ -144,6 +167,7 @@ class Decoder(nn.Module):
         document_ids: Tensor | None = None,
         labels: Tensor | None = None,
         loss_mask: Tensor | None = None,
+        cache: KeyValueCache | None = None,
     ) -> DecoderOutput:
         """Run one micro batch.
 
@@ -154,12 +178,13 @@ class Decoder(nn.Module):
                 a document of its own. Default: each row is one document.
             labels: int64 [B, S], already shifted, IGNORE_INDEX where the mask is 0.
             loss_mask: bool [B, S]. Default: where labels are not IGNORE_INDEX, or everywhere.
+            cache: Holds each row's earlier positions, to which `input_ids` are the next; for generation.
         """
         if loss_mask is None:
             loss_mask = (
                 torch.ones_like(input_ids, dtype=torch.bool) if labels is None else labels != IGNORE_INDEX
             )
-        hidden, router_sums = self.model(input_ids, position_ids, document_ids, loss_mask)
+        hidden, router_sums = self.model(input_ids, position_ids, document_ids, loss_mask, cache)
         counts, entropy = _per_layer(router_sums, hidden)
         if labels is None:
             return DecoderOutput(self.lm_head(hidden), None, None, None, None, counts, None, entropy)

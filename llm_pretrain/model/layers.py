@@ -1,4 +1,4 @@
-"""The small parts of a decoder layer: linear map, RMSNorm, rotary positions, dense SwiGLU.
+"""The small parts of a decoder layer: linear map, RMSNorm, rotation, dense SwiGLU.
 
 Each computes its delicate part in at least fp32 by itself, whatever autocast says. No routing and no
 attention here.
@@ -13,8 +13,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-from llm_pretrain.config import ModelConfig
 
 
 def at_least_fp32(x: Tensor) -> Tensor:
@@ -80,18 +78,6 @@ class RMSNorm(nn.Module):
             return _RMSNormFunction.apply(x, self.weight, self.eps).to(out_dtype)  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue] (torch's stub of apply)
         weight = at_least_fp32(self.weight)
         return F.rms_norm(at_least_fp32(x), weight.shape, weight, self.eps).to(out_dtype)
-
-
-def rotary_tables(position_ids: Tensor, config: ModelConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of each position's angles (arXiv:2104.09864), each [B, S, 1, D/2].
-
-    The angles are always taken in fp32, as transformers does: then every precision rotates by the same
-    numbers. Real-valued and computed per forward: no buffer that data parallelism would have to carry.
-    """
-    head_dim = config.attention_head_dim
-    exponents = torch.arange(0, head_dim, 2, device=position_ids.device, dtype=torch.float32) / head_dim
-    angles = position_ids[:, :, None, None].float() * (1.0 / config.rope_theta**exponents)
-    return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
 class _RotaryFunction(torch.autograd.Function):

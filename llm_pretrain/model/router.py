@@ -30,6 +30,10 @@ class RouterSums(NamedTuple):
     """Σ m · H(p), 0-dim, without gradient."""
 
 
+_NORMALISATION_EPS = 1e-20
+"""Added to the sum of the chosen sigmoid scores, as DeepSeek-V3's code and its descendants do."""
+
+
 def balance_sum(probs: Tensor, chosen: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Σ_i n_i · bal(i) with `bal(i) = E · Σ_e f_e · P_e`, and the assignment counts.
 
@@ -60,10 +64,15 @@ def balance_sum(probs: Tensor, chosen: Tensor, mask: Tensor) -> tuple[Tensor, Te
 
 
 class Router(nn.Module):
-    """Softmax routing to the top K of E experts.
+    """Routing to the top K of E experts by softmax or sigmoid scores.
 
-    With `router_bias_update_rate` > 0 a bias that no gradient reaches (arXiv:2408.15664) is added to
-    the probabilities for the choice alone, never for the weights.
+    A chosen expert's weight is its score, over the chosen ones' sum where `norm_topk_prob` says so, times
+    `routed_scaling_factor`. With `router_bias_update_rate` > 0 a bias that no gradient reaches
+    (arXiv:2408.15664) is added to the scores for the choice alone, never for the weights.
+
+    The balance loss and the entropy are about a distribution over experts: the softmax, or the sigmoid
+    scores over their sum (DeepSeek-V3, arXiv:2412.19437, equations 17 to 20). Both are the softmax of the
+    scores' logarithms, which stays defined where every score underflows. The z-loss is about the logits.
     """
 
     e_score_correction_bias: Tensor | None
@@ -72,6 +81,8 @@ class Router(nn.Module):
         super().__init__()
         self.top_k = config.num_experts_per_tok
         self.normalize = config.norm_topk_prob
+        self.sigmoid = config.scoring_func == "sigmoid"
+        self.scaling_factor = config.routed_scaling_factor
         self.per_sequence = config.router_aux_loss_scope == "sequence"
         self.weight = nn.Parameter(torch.zeros(config.num_experts, config.hidden_size))
         bias = torch.zeros(config.num_experts) if config.router_bias_update_rate > 0 else None
@@ -89,17 +100,26 @@ class Router(nn.Module):
         """
         with torch.autocast(hidden.device.type, enabled=False):
             logits = F.linear(at_least_fp32(hidden), at_least_fp32(self.weight))
-            probs = logits.softmax(-1)
+            log_scores = F.logsigmoid(logits) if self.sigmoid else logits
+            probs = log_scores.softmax(-1)
+            scores = logits.sigmoid() if self.sigmoid else probs
             bias = self.e_score_correction_bias
-            scores = probs.detach() if bias is None else probs.detach() + bias
-            chosen = scores.topk(self.top_k, dim=-1, sorted=False).indices
-            weights = probs.gather(-1, chosen)
-            if self.normalize:
-                weights = weights / weights.sum(-1, keepdim=True)
-            sums = self._sums(logits, probs, chosen, mask)
+            ranking = scores.detach() if bias is None else scores.detach() + bias
+            chosen = ranking.topk(self.top_k, dim=-1, sorted=False).indices
+            weights = self._weights(scores.gather(-1, chosen))
+            sums = self._sums(logits, log_scores, probs, chosen, mask)
         return weights.flatten(0, 1), chosen.flatten(0, 1), sums
 
-    def _sums(self, logits: Tensor, probs: Tensor, chosen: Tensor, mask: Tensor) -> RouterSums:
+    def _weights(self, scores: Tensor) -> Tensor:
+        """Weights of the chosen experts from their scores, [B, S, K] both."""
+        if self.normalize:
+            total = scores.sum(-1, keepdim=True)
+            scores = scores / (total + _NORMALISATION_EPS if self.sigmoid else total)
+        return scores if self.scaling_factor == 1 else scores * self.scaling_factor
+
+    def _sums(
+        self, logits: Tensor, log_scores: Tensor, probs: Tensor, chosen: Tensor, mask: Tensor
+    ) -> RouterSums:
         keep = mask.to(logits.dtype)
         log_partition = logits.logsumexp(-1)
         if self.per_sequence:
@@ -108,7 +128,8 @@ class Router(nn.Module):
             whole = (x.flatten(0, 1)[None] for x in (probs, chosen, mask))
             aux_loss, counts = balance_sum(*whole)
         with torch.no_grad():
-            entropy = log_partition - torch.linalg.vecdot(probs, logits)
+            log_probs = log_scores.log_softmax(-1) if self.sigmoid else logits - log_partition[..., None]
+            entropy = -torch.linalg.vecdot(probs, log_probs)
         return RouterSums(
             aux_loss=aux_loss,
             z_loss=(keep * log_partition.square()).sum(),

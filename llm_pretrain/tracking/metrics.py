@@ -8,12 +8,15 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from llm_pretrain.errors import CheckpointError, OutputError
+
+_EVERY_ROW = {"step", "time"}
+"""What stands in every row and measures nothing."""
 
 
 class MetricsWriter:
@@ -82,7 +85,9 @@ class MetricsWriter:
         self.close()
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
+def read_metrics(
+    path: Path, *, convert: Callable[[dict[str, Any]], dict[str, Any]] = dict
+) -> list[dict[str, Any]]:
     """The rows of a metrics file, one per step, by step.
 
     A row of evaluation alone (`eval/…`) joins the row of its step, as do rows of one step that follow
@@ -90,16 +95,20 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     a checkpoint, the later row counts.
     A torn last line, which a running process may be writing, is left out.
 
+    Args:
+        path: The file.
+        convert: Applied to each row as it is read, to keep less of it.
+
     Raises:
         CheckpointError: the file is missing or a line in its midst is damaged.
     """
     rows: dict[int, dict[str, Any]] = {}
     last = None
-    for row in _read_rows(Path(path)):
+    for row in map(convert, _read_rows(Path(path))):
         step = row["step"]
         before = rows.get(step, {})
-        is_evaluation = all(key == "step" or key.startswith("eval/") for key in row)
-        joins = is_evaluation or (step == last and before.keys() & row.keys() == {"step"})
+        is_evaluation = all(key in _EVERY_ROW or key.startswith("eval/") for key in row)
+        joins = is_evaluation or (step == last and before.keys() & row.keys() <= _EVERY_ROW)
         rows[step] = before | row if joins else row
         last = step
     return [rows[step] for step in sorted(rows)]

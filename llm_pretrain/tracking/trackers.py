@@ -1,6 +1,7 @@
 """Weights & Biases, kept at arm's length: a thread of its own, bounded waits, a warning instead of an error.
 
 Nothing here can stop or hold up training. metrics.jsonl has everything that is logged here, and more.
+TensorBoard gets the same numbers under the same keys (`event_files.py`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from llm_pretrain.config import Config, to_dict
+from llm_pretrain.tracking.event_files import EventFiles
 
 INIT_SECONDS = 12.0
 """How long wandb may look for its server before the run is recorded offline instead."""
@@ -34,9 +36,10 @@ class Trackers:
 
     Args:
         config: The run's configuration; it is recorded, `logging` decides the mode.
-        run_folder: The run's folder, in which wandb makes its own.
+        run_folder: The run's folder, in which each tracker makes its own.
         wandb_id: Identity of the wandb run to go on with, None for a new one.
         enabled: False on every process but one: nothing is tracked.
+        first_step: The first step that will be logged.
         warn: Shows a warning; by default through `logging`.
     """
 
@@ -47,10 +50,14 @@ class Trackers:
         wandb_id: str | None,
         enabled: bool,
         *,
+        first_step: int = 0,
         warn: Callable[[str], None] = _logger.warning,
     ):
         self.wandb_id = wandb_id
         self._worker: _WandbWorker | None = None
+        self._event_files: EventFiles | None = None
+        if enabled and config.logging.tensorboard:
+            self._event_files = EventFiles(Path(run_folder), first_step, warn)
         if not enabled or config.logging.wandb_mode == "disabled":
             return
         alphabet = string.ascii_lowercase + string.digits
@@ -68,12 +75,17 @@ class Trackers:
 
     def log(self, row: Mapping[str, Any]) -> None:
         """Hands a row of metrics over and returns at once; only finite numbers are tracked."""
+        numbers = {key: value for key, value in row.items() if _is_number(value) and key != "time"}
         if self._worker is not None:
-            numbers = {key: value for key, value in row.items() if _is_number(value)}
             self._worker.put(numbers)
+        if self._event_files is not None:
+            self._event_files.log(numbers, row.get("time"))
 
     def close(self, exit_code: int = 0) -> None:
         """Lets the trackers finish, for `CLOSE_SECONDS` at most."""
+        if self._event_files is not None:
+            self._event_files.close()
+            self._event_files = None
         if self._worker is not None:
             self._worker.close(exit_code)
             self._worker = None

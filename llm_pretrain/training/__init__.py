@@ -9,6 +9,7 @@ from llm_pretrain.training.engine import (
     seed_dropout,
     settle_buckets,
 )
+from llm_pretrain.training.evaluation import Evaluator, zlib_bits_per_byte
 from llm_pretrain.training.loop import pretrain
 from llm_pretrain.training.objective import Objective, StepCounts, StepSums
 from llm_pretrain.training.process import (
@@ -21,6 +22,7 @@ from llm_pretrain.training.process import (
 __all__ = [
     "DDP_OPTIONS",
     "Engine",
+    "Evaluator",
     "Launcher",
     "Objective",
     "StepCounts",
@@ -34,4 +36,5 @@ __all__ = [
     "report_errors",
     "seed_dropout",
     "settle_buckets",
+    "zlib_bits_per_byte",
 ]

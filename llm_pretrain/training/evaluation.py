@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from llm_pretrain.data import Batch, TokenStore
+from llm_pretrain.data import Batch, EvaluationBatches, TokenStore
 from llm_pretrain.training.engine import Engine
 
 
@@ -24,6 +24,7 @@ class Evaluator:
         batches: The validation batches, the same on every rank.
         store: Whose tokenizer says how many UTF-8 bytes each token stands for.
         stop_requested: Checked between batches; a rank that was asked to stop gives up.
+        labels: Names of the sources; with more than one, each gets metrics of its own.
     """
 
     def __init__(
@@ -32,13 +33,18 @@ class Evaluator:
         batches: Sequence[Batch],
         store: TokenStore,
         stop_requested: Callable[[], bool],
+        labels: Sequence[str] = (),
     ):
         self.engine, self.batches, self.stop_requested = engine, batches, stop_requested
+        self.labels = list(labels) if len(labels) > 1 else []
         self.token_bytes = torch.from_numpy(np.asarray(store.token_bytes()))
 
     @torch.no_grad()
-    def __call__(self) -> dict[str, float] | None:
-        """The `eval/*` metrics, none without validation tokens; None when a rank gave up."""
+    def __call__(self) -> dict[str, float | None] | None:
+        """The `eval/*` metrics, none without validation tokens; None when a rank gave up.
+
+        Those of a source without validation tokens are None.
+        """
         model, _ = self.engine.model_and_optimizer()
         was_training = model.training
         model.eval()
@@ -55,18 +61,54 @@ class Evaluator:
         if any(part is None for part in gathered):
             return None
         rows = [values for _, values in sorted(pair for part in gathered for pair in part)]
-        return _metrics([math.fsum(column) for column in zip(*rows, strict=True)]) if rows else {}
+        return self._metrics([math.fsum(column) for column in zip(*rows, strict=True)]) if rows else {}
+
+    def unseen_sources(self) -> list[str]:
+        """One line for each of several sources of which the evaluation sees nothing."""
+        batches = self.batches
+        if not isinstance(batches, EvaluationBatches) or not len(batches):
+            return []
+        lines = []
+        for label, used, available in zip(self.labels, batches.sequences, batches.available, strict=False):
+            if not used:
+                reason = (
+                    f"none of its {available} validation sequences is among the {sum(batches.sequences)} of "
+                    "evaluation.max_batches; raise it"
+                    if available
+                    else "its store has no validation split; prepare it with a --validation_fraction"
+                )
+                lines.append(f"evaluation sees nothing of source {label}: {reason}")
+        return lines
 
     def _batch_sums(self, batch: Batch) -> torch.Tensor:
-        """float64 [4]: loss over loss tokens, their number, loss over the text's tokens, its bytes."""
+        """float64 [4]: loss over loss tokens, their number, loss over the text's tokens, its bytes.
+
+        With several sources [4 + 4K], the same four of each source after those of all.
+        """
         losses = self.engine.forward(batch.to(self.engine.device)).token_losses
         assert losses is not None, "a batch has labels"
         bytes_of_labels = self.token_bytes[batch.labels.clamp(min=0)] * batch.loss_mask
         is_text = (bytes_of_labels > 0).to(losses.device)
         losses = losses.double()
+        text_losses = losses * is_text
         counts = torch.tensor([batch.num_loss_tokens, int(bytes_of_labels.sum())], dtype=torch.float64)
-        sums = torch.stack([losses.sum(), (losses * is_text).sum()]).cpu()
-        return torch.stack([sums[0], counts[0], sums[1], counts[1]])
+        sums = torch.stack([losses.sum(), text_losses.sum()]).cpu()
+        whole = torch.stack([sums[0], counts[0], sums[1], counts[1]])
+        if not self.labels:
+            return whole
+        assert batch.sources is not None, "a mixture's batch says where its sequences come from"
+        parts = (losses, batch.loss_mask, text_losses, bytes_of_labels)
+        rows = torch.stack([part.sum(1).double().cpu() for part in parts], dim=1)
+        by_source = torch.zeros((len(self.labels), 4), dtype=torch.float64)
+        return torch.cat([whole, by_source.index_add_(0, batch.sources, rows).flatten()])
+
+    def _metrics(self, sums: list[float]) -> dict[str, float | None]:
+        metrics: dict[str, float | None] = dict(_metrics(sums[:4]))
+        for number, label in enumerate(self.labels, start=1):
+            own = _metrics(sums[4 * number : 4 * number + 4])
+            for name in ("loss", "bits_per_byte"):
+                metrics[f"eval/source/{label}/{name}"] = own.get(f"eval/{name}")
+        return metrics
 
 
 def zlib_bits_per_byte(stores: Sequence[TokenStore]) -> float | None:

@@ -14,14 +14,17 @@ from llm_pretrain.data import Batch, TokenStore, evaluation_batches, global_batc
 from llm_pretrain.errors import EXIT_PREEMPTED, ConfigError, DivergedError
 from llm_pretrain.model import Decoder, count_parameters, initialize_weights, update_router_bias
 from llm_pretrain.training.agreement import on_every_rank, on_first_rank
+from llm_pretrain.training.attempts import note_attempt
 from llm_pretrain.training.changes import changed_settings
 from llm_pretrain.training.engine import Engine
 from llm_pretrain.training.evaluation import Evaluator, zlib_bits_per_byte
+from llm_pretrain.training.initial_weights import load_initial_weights
 from llm_pretrain.training.objective import expert_counts
 from llm_pretrain.training.optimizers import build_optimizer
-from llm_pretrain.training.progress import Progress
 from llm_pretrain.training.recorder import Recorder
+from llm_pretrain.training.reporting import report_run
 from llm_pretrain.training.run_folder import RunFolder
+from llm_pretrain.training.samples import Samples
 from llm_pretrain.training.saving import Saving
 from llm_pretrain.training.schedule import learning_rate, set_learning_rate
 from llm_pretrain.training.signals import StopRequest
@@ -48,6 +51,8 @@ def pretrain(config: Config, engine: Engine) -> int:
         status.failed(error)
         raise
     finally:
+        if engine.rank == 0 and config.logging.report:
+            report_run(folder)
         folder.release()
     engine.close()
     return exit_code
@@ -73,7 +78,7 @@ class Training:
         """Build, restore, train, save; returns the exit code."""
         config, engine = self.config, self.engine
         resume = on_every_rank(engine, self.saving.find)
-        self.progress = _progress(resume)
+        self.progress = self.saving.progress(resume)
         if self.progress.step > config.training.max_steps:
             raise ConfigError(
                 f"training.max_steps: expected at least {self.progress.step}, the step of the run's "
@@ -82,6 +87,7 @@ class Training:
         self.status.running(self.progress.step, resume.path if resume else None)
         model = Decoder(config.model, activation_checkpointing=config.training.activation_checkpointing)
         initialize_weights(model, config.run.seed)
+        notes = [] if resume else on_every_rank(engine, lambda: load_initial_weights(model, config))
         optimizer = build_optimizer(model, config.optimizer)
         loader = on_every_rank(
             engine,
@@ -91,10 +97,11 @@ class Training:
         if resume is not None:
             self.saving.restore(resume)
         self.evaluator = self._build_evaluator()
+        self.samples = on_first_rank(engine, lambda: Samples(self.config, self.folder, self.stores[0]))
         changes = on_first_rank(engine, self._write_config)
         self.recorder = Recorder(config, engine, self.folder, self.progress)
         with closing(self.recorder):
-            self._announce(resume, changes or [])
+            self._announce(resume, changes or [], notes)
             return self._train(batches)
 
     def _train(self, batches: Iterable[Batch]) -> int:
@@ -145,6 +152,17 @@ class Training:
         if metrics:
             self.recorder.evaluation(metrics)
         self.recorder.flush()
+        if due and metrics is not None:
+            self._after_evaluation(metrics.get("eval/loss"))
+
+    def _after_evaluation(self, loss: float | None) -> None:
+        """What every evaluation brings with it: the best weights, and samples on rank 0."""
+        model, _ = self.engine.model_and_optimizer()
+        if loss is not None:
+            self.saving.keep_best(self.progress, loss)
+        if self.samples is not None:
+            assert isinstance(model, Decoder)
+            self.samples.write(model, self.progress.step, self.recorder.console)
 
     def _check_divergence(self) -> None:
         """Stop after too many skipped steps in a row; all ranks count alike."""
@@ -188,7 +206,8 @@ class Training:
         batches = on_every_rank(
             self.engine, lambda: evaluation_batches(config) if config.evaluation.eval_steps else []
         )
-        return Evaluator(self.engine, batches, self.stores[0], lambda: self.stop.requested)
+        labels = [source.label for source in config.data.sources]
+        return Evaluator(self.engine, batches, self.stores[0], lambda: self.stop.requested, labels)
 
     def _write_config(self) -> list[str]:
         """Replace the folder's configuration by this attempt's; returns what that changes."""
@@ -196,7 +215,7 @@ class Training:
         self.folder.config.write_text(dump_yaml(self.config))
         return changes
 
-    def _announce(self, resume: ResumePoint | None, changes: list[str]) -> None:
+    def _announce(self, resume: ResumePoint | None, changes: list[str], notes: list[str]) -> None:
         config, engine, console = self.config, self.engine, self.recorder.console
         training, size = config.training, count_parameters(config.model)
         console.info(
@@ -207,8 +226,14 @@ class Training:
             f"{training.max_steps} steps of {training.global_batch_size} x {training.sequence_length} tokens "
             f"in {self.folder.path}"
         )
-        if (zlib_bits := zlib_bits_per_byte(self.stores)) is not None:
+        zlib_bits = zlib_bits_per_byte(self.stores)
+        if zlib_bits is not None:
             console.info(f"validation text: zlib level 9 needs {zlib_bits:.4f} bits per byte")
+        note_attempt(self.folder, config, engine, self.progress.step, zlib_bits)
+        for warning in self.evaluator.unseen_sources():
+            console.warning(warning)
+        for note in [*notes, *self.saving.notes]:
+            console.info(note)
         if resume is not None:
             for warning in resume.warnings:
                 console.warning(warning)
@@ -217,9 +242,3 @@ class Training:
             console.info(f"resumed from {resume.path} (written by {resume.launcher} x {resume.world_size})")
             if resume.step == training.max_steps:
                 console.info(f"nothing left to do: training.max_steps is {training.max_steps}")
-
-
-def _progress(resume: ResumePoint | None) -> Progress:
-    if resume is None:
-        return Progress()
-    return Progress.resumed(resume.step, resume.tokens_seen, resume.wandb_id, resume.extra)

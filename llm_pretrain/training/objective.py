@@ -86,23 +86,26 @@ class Objective:
 class StepSums:
     """Sums over the micro batches of a step, in float64, as one vector for one reduction.
 
-    Layout: loss, z-loss, auxiliary loss, router z-loss, router entropy [L], expert counts [L*E].
+    Layout: loss, z-loss, auxiliary loss, router z-loss, router entropy [L], expert counts [L*E], and with
+    K > 1 sources the loss of each [K] and its loss tokens [K].
     """
 
-    def __init__(self) -> None:
+    def __init__(self, config: Config) -> None:
+        self._num_sources = len(config.data.sources)
         self._total: Tensor | None = None
 
-    def add(self, output: DecoderOutput) -> None:
+    def add(self, output: DecoderOutput, batch: Batch) -> None:
         """Add one micro batch's sums; stays on the device."""
         losses = torch.stack(loss_sums(output))
-        parts = torch.cat(
-            [
-                losses.detach().double(),
-                output.router_entropy_sum.double(),
-                output.expert_counts.double().flatten(),
-            ]
-        )
-        self._total = parts if self._total is None else self._total + parts
+        parts = [
+            losses.detach().double(),
+            output.router_entropy_sum.double(),
+            output.expert_counts.double().flatten(),
+        ]
+        if self._num_sources > 1:
+            parts.append(source_sums(output, batch, self._num_sources).flatten())
+        total = torch.cat(parts)
+        self._total = total if self._total is None else self._total + total
 
     def reduced(self, reduce_sum: ReduceSum) -> Tensor:
         """The vector summed over ranks, float64, on the device."""
@@ -110,10 +113,43 @@ class StepSums:
         return reduce_sum(self._total)
 
 
+def source_sums(output: DecoderOutput, batch: Batch, num_sources: int) -> Tensor:
+    """float64 [2, K]: cross-entropy over the loss tokens of each source's sequences, and their number.
+
+    Selected rather than multiplied, so that a loss of one source that is not finite stays its own; and
+    summed rather than scattered, which a GPU would do in no fixed order.
+    """
+    assert output.token_losses is not None, "the forward pass had no labels"
+    assert batch.sources is not None, "a mixture's batch says where its sequences come from"
+    numbers = torch.arange(num_sources, device=batch.sources.device)
+    is_of_source = (batch.sources[:, None] == numbers).to(output.token_losses.device)
+    per_sequence = torch.stack([output.token_losses.double().sum(1), batch.loss_mask.double().sum(1)])
+    return torch.where(is_of_source, per_sequence[:, :, None], 0.0).sum(1)
+
+
 def expert_counts(sums: Tensor, config: Config) -> Tensor:
     """Global expert counts [L, E], int64, out of a reduced `StepSums` vector."""
     layers, experts = len(config.model.moe_layers), config.model.num_experts
-    return sums[4 + layers :].reshape(layers, experts).round().long()
+    first = 4 + layers
+    return sums[first : first + layers * experts].reshape(layers, experts).round().long()
+
+
+def source_metrics(sums: Tensor | None, config: Config) -> dict[str, object]:
+    """A row's `train/source/LABEL/loss` and `…/loss_tokens` with more than one source, else nothing.
+
+    Args:
+        sums: A reduced `StepSums` vector; None for a step without loss tokens.
+        config: Names the sources.
+    """
+    labels = [source.label for source in config.data.sources]
+    if len(labels) == 1:
+        return {}
+    values = [0.0] * (2 * len(labels)) if sums is None else sums[-2 * len(labels) :].tolist()
+    metrics: dict[str, object] = {}
+    for label, loss, tokens in zip(labels, values, values[len(labels) :], strict=False):
+        metrics[f"train/source/{label}/loss"] = _finite(loss / tokens) if tokens else None
+        metrics[f"train/source/{label}/loss_tokens"] = round(tokens)
+    return metrics
 
 
 def loss_metrics(sums: Tensor, num_loss_tokens: int, config: Config) -> dict[str, object]:

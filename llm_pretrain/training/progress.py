@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import torch
 from torch import Tensor
 
 from llm_pretrain.training.engine import StepResult
 from llm_pretrain.training.objective import DIGEST_WORDS
+
+
+@dataclass(frozen=True)
+class Best:
+    """The lowest evaluation loss so far.
+
+    Args:
+        step: Optimizer steps done when it was found.
+        loss: `eval/loss`.
+        max_batches: `evaluation.max_batches` then; losses over other batches cannot be compared.
+    """
+
+    step: int
+    loss: float
+    max_batches: int | None
 
 
 @dataclass
@@ -23,6 +38,7 @@ class Progress:
         wandb_id: Of the run at Weights & Biases, so that a resumed run continues it.
         evaluation_owed: This step's evaluation was given up because a stop was asked for; the resumed run
             makes up for it, so that stopping leaves no gap in the evaluations.
+        best: What `weights/best` holds, or will hold again once the run comes past; None without.
     """
 
     step: int = 0
@@ -31,6 +47,7 @@ class Progress:
     digest: Tensor = field(default_factory=lambda: torch.zeros(DIGEST_WORDS, dtype=torch.int64))
     wandb_id: str | None = None
     evaluation_owed: bool = False
+    best: Best | None = None
 
     def advance(self, result: StepResult) -> None:
         """Count one finished step."""
@@ -50,6 +67,7 @@ class Progress:
             "skipped_in_a_row": self.skipped_in_a_row,
             "digest": self.digest.tolist(),
             "evaluation_owed": self.evaluation_owed,
+            "best": asdict(self.best) if self.best else None,
         }
 
     @classmethod
@@ -62,4 +80,5 @@ class Progress:
             digest=torch.tensor(extra["digest"], dtype=torch.int64),
             wandb_id=wandb_id,
             evaluation_owed=extra.get("evaluation_owed", False),
+            best=Best(**extra["best"]) if extra.get("best") else None,
         )

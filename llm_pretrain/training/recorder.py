@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
+from collections.abc import Mapping
 
 import torch
 
@@ -12,7 +13,7 @@ from llm_pretrain.config import Config
 from llm_pretrain.model import flops_per_token
 from llm_pretrain.tracking import Console, MetricsWriter, Trackers, device_peak_flops, memory_bytes
 from llm_pretrain.training.engine import Engine, StepResult
-from llm_pretrain.training.objective import DIGEST_WORDS, loss_metrics
+from llm_pretrain.training.objective import DIGEST_WORDS, loss_metrics, source_metrics
 from llm_pretrain.training.progress import Progress
 from llm_pretrain.training.run_folder import RunFolder
 
@@ -31,7 +32,12 @@ class Recorder:
         )
         self.metrics = MetricsWriter(folder.metrics, resume_step=progress.step) if first else None
         self.trackers = Trackers(
-            config, folder.path, progress.wandb_id, enabled=first, warn=self.console.warning
+            config,
+            folder.path,
+            progress.wandb_id,
+            enabled=first,
+            first_step=progress.step + 1 if progress.step else 0,
+            warn=self.console.warning,
         )
         progress.wandb_id = self.trackers.wandb_id
         self._row: dict[str, object] = {}
@@ -50,7 +56,8 @@ class Recorder:
             if result.sums is None
             else loss_metrics(result.sums, result.counts.num_loss_tokens, self.config)
         )
-        self._row |= losses | {
+        self._row |= losses | source_metrics(result.sums, self.config)
+        self._row |= {
             "train/grad_norm": result.grad_norm,
             "train/learning_rate": learning_rate,
             "train/loss_tokens": result.counts.num_loss_tokens,
@@ -61,7 +68,7 @@ class Recorder:
             **self._performance(),
         }
 
-    def evaluation(self, metrics: dict[str, float]) -> None:
+    def evaluation(self, metrics: Mapping[str, float | None]) -> None:
         """Add evaluation metrics to the current step's row."""
         self._row |= metrics
         self._due = True
@@ -69,7 +76,7 @@ class Recorder:
     def flush(self) -> None:
         """Write the current step's row, if one is due."""
         if self._due:
-            row = {"step": self.progress.step} | {
+            row: dict[str, object] = {"step": self.progress.step, "time": time.time()} | {
                 key: None if isinstance(value, float) and not math.isfinite(value) else value
                 for key, value in self._row.items()
             }

@@ -17,7 +17,10 @@ class RunFolder:
         self.path = path
         self.config = path / "config.yaml"
         self.metrics = path / "metrics.jsonl"
+        self.samples = path / "samples.jsonl"
         self.status = path / "status.json"
+        self.attempts = path / "attempts.jsonl"
+        self.report = path / "report.html"
         self.checkpoints = path / "checkpoints"
         self.weights = path / "weights"
         self._lock = FileLock(path / ".lock")

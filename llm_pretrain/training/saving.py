@@ -5,32 +5,28 @@ The protocol (what makes a checkpoint whole) is in `llm_pretrain.checkpoints`; t
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from pathlib import Path
 
-from llm_pretrain.checkpoints import CheckpointStore, ResumePoint, RunFacts, save_weights
-from llm_pretrain.config import Config
-from llm_pretrain.data import TokenStore, data_fingerprint
+from llm_pretrain.checkpoints import CheckpointStore, ResumePoint, RunFacts, best_step, save_weights
+from llm_pretrain.config import Config, ModelConfig
+from llm_pretrain.data import TokenStore, data_fingerprint, weight_changes_fingerprint
 from llm_pretrain.errors import ConfigError
 from llm_pretrain.model import Decoder
 from llm_pretrain.training.agreement import on_first_rank
 from llm_pretrain.training.engine import Engine
-from llm_pretrain.training.progress import Progress
+from llm_pretrain.training.progress import Best, Progress
 from llm_pretrain.training.run_folder import RunFolder
 
-NOT_IN_FINGERPRINT = {"max_position_embeddings"}
-"""Model fields that change neither shapes nor arithmetic."""
+NOT_IN_FINGERPRINT = {"max_position_embeddings", "init_from"}
+"""Model fields that change neither shapes nor arithmetic of a run that has a checkpoint."""
 
 
 def fingerprints(config: Config) -> dict[str, str]:
-    """Everything that must be equal for a resume to continue the same run."""
-    model = {
-        f"model.{name}": str(value)
-        for name, value in asdict(config.model).items()
-        if name not in NOT_IN_FINGERPRINT
-    }
+    """What must be equal for a resume at any step to continue the same run."""
     return (
-        model
+        model_fingerprint(config.model)
         | data_fingerprint(config)
         | {
             "run.seed": str(config.run.seed),
@@ -40,12 +36,21 @@ def fingerprints(config: Config) -> dict[str, str]:
     )
 
 
+def model_fingerprint(model: ModelConfig) -> dict[str, str]:
+    """The fields that decide shapes and arithmetic, by their full names."""
+    fields = {f"model.{n}": str(value) for n, value in asdict(model).items() if n not in NOT_IN_FINGERPRINT}
+    if model.rope_type == "yarn":  # where it is not set, it follows from max_position_embeddings
+        fields["model.original_max_position_embeddings"] = str(model.rope_original_context)
+    return fields
+
+
 class Saving:
     """Finds, restores and writes a run's checkpoints and weights."""
 
     def __init__(self, config: Config, engine: Engine, folder: RunFolder, store: TokenStore):
         self.config, self.engine, self.folder, self.store = config, engine, folder, store
-        self.fingerprints = fingerprints(config)
+        self.notes: list[str] = []
+        self._fingerprints = fingerprints(config)
         self.checkpoints = CheckpointStore(
             folder.checkpoints,
             rank=engine.rank,
@@ -68,8 +73,23 @@ class Saving:
             )
         source = None if resume in ("auto", "never") else Path(resume)
         if source and own_steps and source.resolve().parent != self.folder.checkpoints.resolve():
+            self.notes.append(f"checkpoint.resume: {source} is not used, the run has checkpoints of its own")
             source = None
-        return self.checkpoints.find(expected=self.fingerprints, source=source)
+        return self.checkpoints.find(expected=self.fingerprints_at, source=source)
+
+    def fingerprints_at(self, step: int) -> dict[str, str]:
+        """Everything that must be equal for a resume at `step` to continue the same run."""
+        return self._fingerprints | weight_changes_fingerprint(self.config, step)
+
+    def progress(self, resume: ResumePoint | None) -> Progress:
+        """Where the run goes on: at a checkpoint, or at its start; collective."""
+        if resume is None:
+            return Progress()
+        progress = Progress.resumed(resume.step, resume.tokens_seen, resume.wandb_id, resume.extra)
+        kept = on_first_rank(self.engine, lambda: best_step(self.folder.weights) is not None)
+        if not self.engine.gather_objects(kept)[0]:
+            progress.best = None  # another run's, or deleted: the next evaluation writes one
+        return progress
 
     def restore(self, resume: ResumePoint) -> None:
         """Load the checkpoint that `find` returned into the engine's model, optimizer and scaler."""
@@ -107,14 +127,29 @@ class Saving:
             global_batch_size=self.config.training.global_batch_size,
             seed=self.config.run.seed,
             wandb_id=progress.wandb_id,
-            fingerprints=self.fingerprints,
+            fingerprints=self.fingerprints_at(progress.step),
             extra=progress.extra(),
         )
         path = self.checkpoints.save(model, optimizer, self.engine.scaler, facts)
         on_first_rank(self.engine, lambda: self._save_weights(progress.step, model))
         return path
 
-    def _save_weights(self, step: int, model: Decoder) -> Path:
+    def keep_best(self, progress: Progress, loss: float) -> None:
+        """Write `weights/best` where this step's evaluation loss is the lowest so far; collective.
+
+        Nothing is written before the first step, nor for a loss that is no finite number.
+        """
+        best, max_batches = progress.best, self.config.evaluation.max_batches
+        if not (self.config.checkpoint.keep_best and progress.step > 0 and math.isfinite(loss)):
+            return
+        if best is not None and best.max_batches == max_batches and not loss < best.loss:
+            return
+        model, _ = self.engine.model_and_optimizer()
+        assert isinstance(model, Decoder)
+        on_first_rank(self.engine, lambda: self._save_weights(progress.step, model, best_loss=loss))
+        progress.best = Best(progress.step, loss, max_batches)
+
+    def _save_weights(self, step: int, model: Decoder, *, best_loss: float | None = None) -> Path:
         return save_weights(
             self.folder.weights,
             step,
@@ -129,4 +164,5 @@ class Saving:
             },
             keep_last=self.config.checkpoint.keep_last,
             sequence_length=self.config.training.sequence_length,
+            best_loss=best_loss,
         )

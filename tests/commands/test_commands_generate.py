@@ -1,16 +1,20 @@
-"""`llm-pretrain generate`: what it prints is a function of weights, prompt and options."""
+"""`llm-pretrain generate`: what it prints is a function of the model, the prompts and the options."""
 
 import argparse
+import io
 import json
+import shutil
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from llm_pretrain.__main__ import main
 from llm_pretrain.commands import generate
 from llm_pretrain.config import ModelConfig
-from llm_pretrain.errors import CheckpointError, ConfigError
-from llm_pretrain.export import huggingface_config, to_huggingface
+from llm_pretrain.export import huggingface_config, load_pretrained, to_huggingface
 from llm_pretrain.model import Decoder, initialize_weights
 
 CONFIG = ModelConfig(
@@ -20,7 +24,7 @@ CONFIG = ModelConfig(
     num_hidden_layers=1,
     num_attention_heads=2,
     num_key_value_heads=1,
-    max_position_embeddings=16,
+    max_position_embeddings=64,
     initializer_range=0.3,
 )
 LETTERS = "abcdefghijklmnopqrstuvwxyz "
@@ -52,11 +56,28 @@ def run(capsys, *argv: str) -> str:
     return capsys.readouterr().out.removesuffix("\n")
 
 
-def test_prints_the_prompt_and_so_many_tokens_of_the_tokenizer(folder, capsys):
+def recomputed(folder, prompt: str, count: int) -> str:
+    """The likeliest continuation, by whole forward passes."""
+    model = load_pretrained(folder).eval()
+    ids = [0, *(LETTERS.index(letter) + 2 for letter in prompt)]
+    for _ in range(count):
+        ids.append(int(model(torch.tensor([ids])).logits[0, -1, : len(LETTERS) + 2].argmax()))
+    return "".join(LETTERS[token - 2] for token in ids[1:])
+
+
+def test_prints_the_prompt_and_the_likeliest_continuation(folder, capsys):
     text = run(capsys, str(folder), "--prompt", "hello", "--max_new_tokens", "30", "--temperature", "0")
-    assert text.startswith("hello")
-    assert len(text) == 35  # beyond max_position_embeddings; ids past the tokenizer's never drawn
-    assert set(text) <= set(LETTERS)
+    assert text == recomputed(folder, "hello", 30)
+
+
+def test_a_text_ends_with_the_models_positions_and_says_so(folder, capsys):
+    parser = argparse.ArgumentParser()
+    generate.add_arguments(parser)
+    argv = [str(folder), "--prompt", "hello", "--max_new_tokens", "500", "--temperature", "0"]
+    assert generate.run(parser.parse_args(argv)) == 0
+    out, err = capsys.readouterr()
+    assert out == recomputed(folder, "hello", 64 - 6) + "\n"
+    assert err == "note: ended at the model's 64 positions (max_position_embeddings)\n"
 
 
 def test_the_seed_decides(folder, capsys):
@@ -65,44 +86,104 @@ def test_the_seed_decides(folder, capsys):
     assert first == again != run(capsys, *options, "--seed", "2")
 
 
-def test_top_1_is_the_likeliest(folder, capsys):
-    greedy = run(capsys, str(folder), "--prompt", "ab", "--temperature", "0", "--max_new_tokens", "8")
-    assert greedy == run(capsys, str(folder), "--prompt", "ab", "--top_k", "1", "--max_new_tokens", "8")
+def test_top_1_and_a_tiny_top_p_are_the_likeliest(folder, capsys):
+    options = (str(folder), "--prompt", "ab", "--max_new_tokens", "8")
+    greedy = run(capsys, *options, "--temperature", "0")
+    assert greedy == run(capsys, *options, "--top_k", "1") == run(capsys, *options, "--top_p", "0.0001")
+
+
+def test_streaming_changes_no_character(folder, capsys, monkeypatch):
+    options = (str(folder), "--prompt", "ab", "--max_new_tokens", "8")
+    whole = run(capsys, *options, "--no_stream")
+    written = []
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(write=written.append, flush=lambda: None))
+    run(capsys, *options)
+    assert written[0] == "ab"
+    assert len(written) == 1 + 8 + 1
+    assert "".join(written) == whole + "\n"
+
+
+def test_each_text_of_a_batch_is_what_it_is_alone(folder, tmp_path, capsys):
+    (tmp_path / "prompt.txt").write_text("from a file\n")
+    options = ("--max_new_tokens", "10", "--temperature", "2", "--num_samples", "2", "--seed", "3")
+    prompts = ("--prompt", "abc", "--prompt", "", "--prompt_file", str(tmp_path / "prompt.txt"))
+    lines = run(capsys, str(folder), *prompts, *options).split("\n")
+    assert lines[::2] == [f"--- prompt {p}, sample {s} ---" for p in (1, 2, 3) for s in (1, 2)]
+    alone = [
+        run(capsys, str(folder), "--prompt", prompt, *options[:4], "--seed", seed)
+        for prompt in ("abc", "", "from a file")
+        for seed in ("3", "4")
+    ]
+    assert lines[1::2] == alone
 
 
 def test_an_end_token_ends_it(folder, capsys):
-    model = generate_model(folder)
-    first = next(
-        generate.sample(model, [0, 2], vocab_size=29, max_new_tokens=1, temperature=0, top_k=0, seed=0)
-    )
-    config = json.loads((folder / "config.json").read_text()) | {"eos_token_id": first}
-    (folder / "config.json").write_text(json.dumps(config))
+    first = LETTERS.index(run(capsys, str(folder), "--prompt", "a", "--temperature", "0")[1]) + 2
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": first}))
+    assert run(capsys, str(folder), "--prompt", "a", "--temperature", "0") == "a"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": 1}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, first]}))
     assert run(capsys, str(folder), "--prompt", "a", "--temperature", "0") == "a"
 
 
-def generate_model(folder) -> Decoder:
-    from llm_pretrain.export import load_pretrained
+def test_a_run_a_checkpoint_and_weights_can_be_named(trained_run, capsys):
+    folder = trained_run.folder
+    options = ("--prompt", "one two", "--temperature", "0", "--max_new_tokens", "12")
+    texts = {
+        name: run(capsys, str(folder / name), *options)
+        for name in ("", "checkpoints", "checkpoints/step-00000006", "weights", "weights/step-00000004")
+    }
+    assert texts[""] == texts["checkpoints"] == texts["checkpoints/step-00000006"]
+    assert all(text.startswith("one two") for text in texts.values())
+    assert run(capsys, str(folder), *options, "--dtype", "bf16").startswith("one two")
 
-    return load_pretrained(folder).eval()
+
+def test_wrong_input_is_one_line_that_names_it(folder, trained_run, tmp_path, capsys, monkeypatch):
+    def refused(*argv: str, code: int) -> str:
+        assert main(["generate", *argv]) == code
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.count("\n") == 1, err
+        return err
+
+    prompt = ("--prompt", "a")
+    assert "nowhere/config.json: expected a weights folder" in refused(
+        str(tmp_path / "nowhere"), *prompt, code=74
+    )
+    (tmp_path / "empty").mkdir()
+    assert "name a folder such as RUN/weights/step-" in refused(str(tmp_path / "empty"), *prompt, code=74)
+    assert "--prompt: expected a text" in refused(str(folder), code=2)
+    for option, value in (
+        *(("--top_k", "-1"), ("--top_p", "0"), ("--top_p", "1.5"), ("--temperature", "-0.1")),
+        *(("--temperature", "nan"), ("--max_new_tokens", "-1"), ("--num_samples", "0"), ("--seed", "-1")),
+        *(("--device", "nonsense"), ("--prompt", "\udce4")),
+    ):
+        assert f"{option}: expected" in refused(str(folder), *prompt, option, value, code=2)
+    assert "prompt 1: expected 1 to 63 tokens" in refused(str(folder), "--prompt", "a" * 63, code=2)
+    assert "--prompt_file" in refused(str(folder), "--prompt_file", str(tmp_path / "none.txt"), code=65)
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(b"ab\xff")))
+    assert "found byte 0xff at offset 2" in refused(str(folder), "--prompt_file", "-", code=65)
+    other = trained_run.folder / "weights" / "step-00000006"
+    assert "another model's tokenizer" in refused(str(folder), *prompt, "--tokenizer", str(other), code=74)
+    (folder / "tokenizer.json").rename(folder / "moved.json")
+    assert "tokenizer.json: expected the tokenizer beside the weights" in refused(
+        str(folder), *prompt, code=74
+    )
+    shutil.copy(folder / "moved.json", folder / "tokenizer.json")
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.truncate(100)
+    assert "model.safetensors: expected a safetensors file" in refused(str(folder), *prompt, code=74)
 
 
-def test_wrong_input_is_named(folder, tmp_path, capsys):
-    with pytest.raises(CheckpointError, match=r"nowhere/config\.json"):
-        run(capsys, str(tmp_path / "nowhere"), "--prompt", "a")
-    with pytest.raises(ConfigError, match="--top_k"):
-        run(capsys, str(folder), "--prompt", "a", "--top_k", "-1")
-    (folder / "tokenizer.json").unlink()
-    with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
-        run(capsys, str(folder), "--prompt", "a")
+def test_without_a_start_token_a_prompt_needs_text(folder, capsys):
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"bos_token_id": None, "eos_token_id": None}))
+    assert main(["generate", str(folder), "--prompt", ""]) == 2
+    assert "no start token" in capsys.readouterr().err
 
 
 def test_help_ends_in_examples():
     parser = argparse.ArgumentParser(prog="llm-pretrain generate")
     generate.add_arguments(parser)
     assert parser.format_help().rstrip().splitlines()[-1].startswith("  llm-pretrain generate")
-
-
-def test_a_folder_without_weights_is_told_what_is_expected(tmp_path, capsys):
-    for folder in (tmp_path, tmp_path / "missing"):
-        with pytest.raises(CheckpointError, match=r"config\.json: .*name a folder such as RUN/weights/step-"):
-            run(capsys, str(folder), "--prompt", "a")

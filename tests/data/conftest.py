@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.corpora import make_store
 
-from llm_pretrain.data import Tokenizer, TokenStore, open_tokenizer, train_sentencepiece_bpe
+from llm_pretrain.data import Tokenizer, TokenStore, open_tokenizer, train_tokenizer
 
 TEXTS = [
     "def f(x):\n    return x  +  1\n\n\n\nclass A:\n\tpass\r\n" * 3,
@@ -51,5 +51,5 @@ def argparse_file() -> str:
 def tokenizer(training_files: list[str], tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     """A SentencePiece tokenizer trained on `training_files`."""
     folder = tmp_path_factory.mktemp("tokenizer") / "trained"
-    train_sentencepiece_bpe(training_files, folder, 1000)
+    train_tokenizer(training_files, folder, 1000)
     return open_tokenizer(folder)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.corpora import make_tokenizer
 
-from llm_pretrain.data import Tokenizer, open_tokenizer, train_sentencepiece_bpe
+from llm_pretrain.data import Tokenizer, open_tokenizer, train_tokenizer
 from llm_pretrain.data.sentencepiece_bpe import _cuts
 from llm_pretrain.data.tokenizers import convert_tokenizer
 from llm_pretrain.errors import DataError
@@ -74,7 +74,7 @@ def test_documents_of_the_training_text_round_trip(tokenizer: Tokenizer, trainin
 
 def test_special_tokens_have_their_ids_and_text_never_becomes_one(tokenizer: Tokenizer, auto_tokenizer):
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 2, 3)
-    assert tokenizer.special_ids == {0, 1, 2, 3}
+    assert tokenizer.special_ids == {0, 1, 2, 3, 4, 5}
     assert auto_tokenizer.convert_tokens_to_ids(["<unk>", "<s>", "</s>", "<pad>"]) == [0, 1, 2, 3]
     assert (auto_tokenizer.bos_token_id, auto_tokenizer.eos_token_id, auto_tokenizer.pad_token_id) == (
         1,
@@ -94,13 +94,13 @@ def test_the_one_character_that_sentencepiece_loses_is_not_lossless(tokenizer: T
 
 
 def test_training_again_gives_the_same_files(tokenizer: Tokenizer, training_files: list[str], tmp_path: Path):
-    train_sentencepiece_bpe(training_files, tmp_path / "again", 1000)
+    train_tokenizer(training_files, tmp_path / "again", 1000)
     for name in ("tokenizer.model", "tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "again" / name).read_bytes() == (tokenizer.folder / name).read_bytes()
 
 
 def test_the_vocabulary_has_exactly_the_size_asked_for(training_files: list[str], tmp_path: Path):
-    report = train_sentencepiece_bpe(training_files, tmp_path / "t", 777)
+    report = train_tokenizer(training_files, tmp_path / "t", 777)
     assert open_tokenizer(tmp_path / "t").vocab_size == 777
     assert report.altered_documents == 0
     assert report.bytes_per_token > 1.5
@@ -110,18 +110,18 @@ def test_a_vocabulary_that_does_not_fit_the_text_says_what_would(tmp_path: Path)
     (tmp_path / "a.txt").write_text("only a few words of text, and only a few words more")
     for size, bound in ((100, "at least"), (100_000, "at most")):
         with pytest.raises(DataError, match=rf"--vocab_size: expected {bound} (\d+)") as caught:
-            train_sentencepiece_bpe([str(tmp_path / "a.txt")], tmp_path / "t", size)
+            train_tokenizer([str(tmp_path / "a.txt")], tmp_path / "t", size)
         assert "\n" not in str(caught.value)
         fitting = int(str(caught.value).split(bound)[1].split()[0])
-        train_sentencepiece_bpe([str(tmp_path / "a.txt")], tmp_path / f"t{size}", fitting)
+        train_tokenizer([str(tmp_path / "a.txt")], tmp_path / f"t{size}", fitting)
 
 
 def test_an_empty_corpus_and_a_used_folder_are_refused(tmp_path: Path):
     (tmp_path / "a.txt").touch()
     with pytest.raises(DataError, match="expected text, found none"):
-        train_sentencepiece_bpe([str(tmp_path / "a.txt")], tmp_path / "t", 300)
+        train_tokenizer([str(tmp_path / "a.txt")], tmp_path / "t", 300)
     with pytest.raises(DataError, match="choose another"):
-        train_sentencepiece_bpe([str(tmp_path / "a.txt")], tmp_path, 300)
+        train_tokenizer([str(tmp_path / "a.txt")], tmp_path, 300)
 
 
 def test_byte_level_tokenizers_have_exact_bytes_too(tmp_path: Path):

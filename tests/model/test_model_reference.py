@@ -9,8 +9,10 @@ import math
 
 import pytest
 import torch
+from support.mutation import Edit, mutated
 from torch import Tensor
 
+import llm_pretrain.model as package
 from llm_pretrain.config import ModelConfig
 from llm_pretrain.model import IGNORE_INDEX, Decoder, initialize_weights
 
@@ -33,6 +35,21 @@ VARIANTS = {
     "no-qk-norm": dataclasses.replace(CONFIG, qk_norm=False, num_key_value_heads=1),
     "micro-batch": dataclasses.replace(CONFIG, router_aux_loss_scope="micro_batch"),
     "dense": dataclasses.replace(CONFIG, num_experts=0),
+    "shared": dataclasses.replace(CONFIG, n_shared_experts=2, routed_scaling_factor=1.7),
+    "sigmoid": dataclasses.replace(CONFIG, scoring_func="sigmoid", n_shared_experts=1),
+    "fine-grained": dataclasses.replace(
+        CONFIG,
+        num_hidden_layers=4,
+        decoder_sparse_step=2,
+        scoring_func="sigmoid",
+        n_shared_experts=1,
+        routed_scaling_factor=2.5,
+        router_bias_update_rate=0.01,
+        router_aux_loss_scope="micro_batch",
+    ),
+    "sigmoid-unnormalised": dataclasses.replace(
+        CONFIG, scoring_func="sigmoid", norm_topk_prob=False, router_bias_update_rate=0.01
+    ),
 }
 Z, AUX, ROUTER_Z = 1e-2, 0.5, 0.1
 
@@ -43,6 +60,8 @@ def make(config: ModelConfig) -> Decoder:
     for parameter in model.parameters():
         if parameter.dim() == 1:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    for buffer in model.buffers():  # the router's bias, wide enough to change choices
+        torch.nn.init.uniform_(buffer, -0.1, 0.1)
     return model
 
 
@@ -108,16 +127,24 @@ def experts(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output, Σ_i n_i·bal(i), Σ m·lse²."""
     logits = x @ p["mlp.gate.weight"].T
-    prob = logits.softmax(-1)
-    top, chosen = prob.topk(config.num_experts_per_tok, -1)
+    score = 1 / (1 + torch.exp(-logits)) if config.scoring_func == "sigmoid" else logits.softmax(-1)
+    prob = score / score.sum(-1, keepdim=True)
+    _, chosen = (score + p.get("mlp.gate.e_score_correction_bias", 0)).topk(config.num_experts_per_tok, -1)
+    top = score.gather(-1, chosen)
     if config.norm_topk_prob:
         top = top / top.sum(-1, keepdim=True)
+    top = top * config.routed_scaling_factor
     selected = torch.nn.functional.one_hot(chosen, config.num_experts).double()
     weight = (selected * top[..., None]).sum(-2)
     out = torch.zeros_like(x)
     for e in range(config.num_experts):
         gate, up = p["mlp.experts.gate_up_proj"][e].chunk(2)
         out = out + weight[..., e, None] * swiglu(x, gate, up, p["mlp.experts.down_proj"][e])
+    width = config.moe_intermediate_size
+    for e in range(config.n_shared_experts):
+        gate, up, down = (p[f"mlp.shared_experts.{n}_proj.weight"] for n in ("gate", "up", "down"))
+        rows = slice(e * width, (e + 1) * width)
+        out = out + swiglu(x, gate[rows], up[rows], down[:, rows])
     groups = [slice(row, row + 1) for row in range(len(x))]
     if config.router_aux_loss_scope == "micro_batch":
         groups = [slice(None)]
@@ -141,7 +168,8 @@ def reference(model: Decoder, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     balances, router_zs = [], []
     for layer in range(config.num_hidden_layers):
         prefix = f"model.layers.{layer}."
-        p = {n.removeprefix(prefix): t for n, t in parameters.items() if n.startswith(prefix)}
+        named = parameters | {n: b.double() for n, b in model.named_buffers()}
+        p = {n.removeprefix(prefix): t for n, t in named.items() if n.startswith(prefix)}
         x = x + attention(p, config, norm(x, p["input_layernorm.weight"], config.rms_norm_eps), batch)
         normed = norm(x, p["post_attention_layernorm.weight"], config.rms_norm_eps)
         if config.is_moe_layer(layer):
@@ -200,9 +228,33 @@ def test_sums_and_gradients_equal_the_dense_reference(name, dtype, tolerance):
         assert relative(gradients[parameter_name], expected[parameter_name].grad) < bound, parameter_name
 
 
+@pytest.mark.parametrize(
+    ("name", "file", "old", "new"),
+    [
+        ("shared", "decoder", "out + self.shared_experts(hidden)", "out"),
+        ("shared", "router", "scores * self.scaling_factor", "scores"),
+        ("sigmoid", "router", "probs = log_scores.softmax(-1)", "probs = log_scores.exp()"),
+        ("sigmoid-unnormalised", "router", "logits.sigmoid() if self.sigmoid else probs", "probs"),
+        ("sigmoid-unnormalised", "router", "scores.gather(-1, chosen)", "ranking.gather(-1, chosen)"),
+        ("sigmoid-unnormalised", "router", "scores.detach() + bias", "scores.detach()"),
+        ("fine-grained", "router", "logits.logsumexp(-1)", "log_scores.logsumexp(-1)"),
+    ],
+)
+def test_a_mistake_in_routing_shows_in_the_sums(name, file, old, new):
+    right, batch = make(VARIANTS[name]).double(), ragged_batch()
+    with mutated(Edit(f"llm_pretrain/model/{file}.py", old, new)):
+        wrong = package.Decoder(right.config).double()
+        wrong.load_state_dict(right.state_dict())
+        out = wrong(**batch)
+    expected = reference(right, batch)
+    pairs = {"loss": out.loss_sum, "aux": out.aux_loss_sum, "router_z": out.router_z_loss_sum}
+    assert max(relative(ours, expected[key]) for key, ours in pairs.items()) > 1e-6
+
+
 @pytest.mark.parametrize("rows", [1, 2])
-def test_splitting_a_batch_changes_no_gradient(rows):
-    model, batch = make(CONFIG), ragged_batch()
+@pytest.mark.parametrize("name", ["moe", "shared", "sigmoid"])
+def test_splitting_a_batch_changes_no_gradient(name, rows):
+    model, batch = make(VARIANTS[name]), ragged_batch()
     tokens = int(batch["loss_mask"].sum())
     our_objective(model, batch, tokens).backward()
     whole = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
@@ -214,8 +266,9 @@ def test_splitting_a_batch_changes_no_gradient(rows):
         assert relative(parameter.grad, whole[name].double()) < 1e-6, name
 
 
-def test_a_batch_without_loss_tokens_has_zero_sums_and_zero_gradients():
-    model, batch = make(CONFIG), ragged_batch()
+@pytest.mark.parametrize("name", ["moe", "fine-grained"])
+def test_a_batch_without_loss_tokens_has_zero_sums_and_zero_gradients(name):
+    model, batch = make(VARIANTS[name]), ragged_batch()
     batch = {key: value[-1:] for key, value in batch.items()}
     out = model(**batch)
     our_objective(model, batch, 1).backward()
@@ -242,14 +295,31 @@ def test_counts_losses_and_entropy_describe_the_tokens_that_count():
     assert ((mean_entropy > 0.1) & (mean_entropy <= math.log(5))).all()
 
 
-def test_a_uniform_router_has_full_entropy_and_balance_one():
-    model, batch = make(CONFIG), ragged_batch()
+@pytest.mark.parametrize("name", ["moe", "sigmoid"])
+def test_a_uniform_router_has_full_entropy_and_balance_one(name):
+    model, batch = make(VARIANTS[name]), ragged_batch()
     for layer in (1, 2):
         model.model.layers[layer].mlp.gate.weight.data.zero_()
     out = model(**batch)
     tokens = batch["loss_mask"].sum()
     torch.testing.assert_close(out.router_entropy_sum / tokens, torch.full((2,), math.log(5)))
     torch.testing.assert_close(out.aux_loss_sum / tokens, torch.tensor(1.0))
+
+
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_sigmoid_routing_stays_finite_where_every_score_under_or_overflows(sign):
+    model, batch = make(VARIANTS["sigmoid"]).eval(), ragged_batch()
+    for layer in (1, 2):  # every logit is far from 0, and all of one sign
+        gate = model.model.layers[layer].mlp.gate.weight.data
+        gate.copy_(torch.full_like(gate, 300.0 * sign))
+        model.model.layers[layer].post_attention_layernorm.weight.data.fill_(1.0)
+        model.model.layers[layer].post_attention_layernorm.register_forward_hook(lambda *x: x[2].abs() + 1)
+    out = model(**batch)
+    our_objective(model, batch, int(batch["loss_mask"].sum())).backward()
+    assert all(torch.isfinite(each).all() for each in out[1:])
+    assert all(torch.isfinite(parameter.grad).all() for parameter in model.parameters())
+    mean_entropy = out.router_entropy_sum / batch["loss_mask"].sum()
+    assert ((mean_entropy > 0) & (mean_entropy <= math.log(5) + 1e-5)).all()
 
 
 def test_a_dense_model_has_empty_expert_statistics():

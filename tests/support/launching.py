@@ -23,6 +23,9 @@ ACCELERATE_SCRIPT = ROOT / "train_pretrain_accelerate.py"
 TIMEOUT_SECONDS = 300
 """For one launch on a slow day."""
 
+NO_REPORT = ("--logging.report", "false")
+"""Before a launch's own options, which win: a report is 5 MB."""
+
 EXACT_KEYS = ("train/loss", "train/aux_loss", "train/z_loss", "train/router_z_loss", "train/grad_norm")
 EXACT_KEYS += ("train/learning_rate", "train/loss_tokens", "train/tokens", "train/skipped")
 EXACT_KEYS += ("train/loss_scale", "data/batch_sha256", "moe/load", "eval/loss", "eval/bits_per_byte")
@@ -72,6 +75,11 @@ class Finished:
         """Rows of metrics.jsonl by step, the later attempt's where a step stands twice."""
         return {row["step"]: row for row in read_metrics(self.folder / "metrics.jsonl")}
 
+    @property
+    def attempts(self) -> list[dict]:
+        """Rows of attempts.jsonl: one per start."""
+        return [json.loads(line) for line in (self.folder / "attempts.jsonl").read_text().splitlines()]
+
     def raw_steps(self) -> list[int]:
         """Steps in the order in which rows were appended, over all attempts."""
         lines = (self.folder / "metrics.jsonl").read_text().splitlines()
@@ -79,14 +87,18 @@ class Finished:
 
     def exact_rows(self) -> dict[int, dict]:
         """What must be equal between launchers and after a resume; leaves out speed and memory."""
-        return {step: {key: row[key] for key in EXACT_KEYS if key in row} for step, row in self.rows.items()}
+        return {
+            step: {key: value for key, value in row.items() if key in EXACT_KEYS or "/source/" in key}
+            for step, row in self.rows.items()
+        }
 
 
 def start(
     launcher: str, world_size: int, folder: Path, options: Sequence[str], *, gpu: bool = False
 ) -> subprocess.Popen[str]:
     """Start a script in a process group of its own."""
-    command = [*launch_command(launcher, world_size, gpu=gpu), "--run.output_dir", str(folder), *options]
+    script = [*launch_command(launcher, world_size, gpu=gpu), *NO_REPORT]
+    command = [*script, "--run.output_dir", str(folder), *options]
     return subprocess.Popen(
         command,
         cwd=ROOT,
@@ -138,9 +150,9 @@ def launch(
 
 
 def train(*arguments: str) -> int:
-    """Run the torchrun script's `main` in this process; returns its exit code."""
+    """Run the torchrun script's `main` in this process (no report unless asked); returns its exit code."""
     try:
-        return train_pretrain.main(list(arguments))
+        return train_pretrain.main([*NO_REPORT, *arguments])
     except SystemExit as exit_:
         return int(exit_.code or 0)
 

@@ -120,6 +120,12 @@ def test_evaluation_joins_the_row_of_its_step(path):
     ]
 
 
+def test_the_time_of_a_row_keeps_no_rows_apart(path):
+    write(path, {"step": 1, "time": 10.0, "train/loss": 2.0}, {"step": 2, "time": 11.0, "train/loss": 1.0})
+    write(path, {"step": 2, "time": 99.0, "eval/loss": 3.0}, resume_step=2)
+    assert read_metrics(path)[-1] == {"step": 2, "time": 99.0, "train/loss": 1.0, "eval/loss": 3.0}
+
+
 def test_a_row_before_the_checkpoint_is_a_bug(path):
     with MetricsWriter(path, resume_step=10) as writer:
         for row in ({"step": 9}, {}, {"step": None}):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -41,14 +42,24 @@ def test_a_run_leaves_its_folder_as_documented(plain_store: Path, tmp_path: Path
         "eval/loss", "eval/perplexity", "eval/bits_per_byte",
     }  # fmt: skip
     assert documented <= {key for row in run.rows.values() for key in row}
+    times = [row["time"] for row in run.rows.values()]
+    assert times == sorted(times)
+    assert run.attempts[0]["time"] <= times[0] <= time.time()
     assert run.status["state"] == "finished"
     assert run.status["exit_code"] == 0
     assert run.status["step"] == 6
     assert run.status["pid"] == os.getpid()
     assert Path(run.status["checkpoint"]).name == "step-00000006"
-    assert sorted(path.name for path in (folder / "weights").iterdir()) == ["step-00000004", "step-00000006"]
+    weights = ["best", "step-00000004", "step-00000006"]
+    assert sorted(path.name for path in (folder / "weights").iterdir()) == weights
     assert train("--config", str(folder / "config.yaml")) == 0, "config.yaml can be passed back"
     assert run.raw_steps() == [0, 1, 2, 3, 4, 5, 6], "a finished run is left as it is"
+    first, second = run.attempts
+    assert (first["step"], second["step"]) == (0, 6)
+    for attempt in run.attempts:
+        assert (attempt["launcher"], attempt["world_size"]) == ("torchrun", 1)
+        assert attempt["versions"]["torch"] == torch.__version__
+        assert attempt["zlib_bits_per_byte"] > 0
 
 
 def test_resuming_in_the_middle_of_a_logging_interval_keeps_the_digest(plain_store: Path, tmp_path: Path):

@@ -160,12 +160,12 @@ def test_sums_and_metrics_over_a_split_add_up(store: TokenStore):
     config = config_of(store, micro_batch_size=2)
     model = build(config, torch.float64)
     window = list(global_batches(config, start_step=0, world_size=1))[:4]
-    sums, whole = StepSums(), StepSums()
+    sums, whole = StepSums(config), StepSums(config)
     for batch in window:
-        sums.add(model(**batch.model_inputs()))
+        sums.add(model(**batch.model_inputs()), batch)
     config_whole = config_of(store, micro_batch_size=8)
     large = next(iter(global_batches(config_whole, start_step=0, world_size=1)))
-    whole.add(model(**large.model_inputs()))
+    whole.add(model(**large.model_inputs()), large)
     counts = StepCounts.of(window, lambda tensor: tensor)
     assert counts.num_loss_tokens == large.num_loss_tokens
     assert torch.equal(counts.digest, large.digest)

@@ -31,12 +31,13 @@ from llm_pretrain.errors import CheckpointError
 from llm_pretrain.model import Decoder, initialize_weights
 
 HUGGINGFACE, TREE = "llm_pretrain/export/huggingface.py", "llm_pretrain/config/tree.py"
+TENSOR_LAYOUT = "llm_pretrain/export/tensor_layout.py"
 STATE, PROJECT = "llm_pretrain/checkpoints/state.py", "pyproject.toml"
 
 NO_OVERFLOW_CHECK = Edit(HUGGINGFACE, "if not bool(torch.isfinite(cast).all()):", "if False:")
 CAST_ALL = Edit(HUGGINGFACE, "if not tensor.is_floating_point() or ", "if ")
 TWO_COPIES = Edit(
-    HUGGINGFACE, 'if name == "lm_head.weight" and model.tie_word_embeddings:', "if name is None:"
+    TENSOR_LAYOUT, 'if name == "lm_head.weight" and model.tie_word_embeddings:', "if name is None:"
 )
 FP16_BY_DEFAULT = Edit(
     TREE,

@@ -1,0 +1,48 @@
+"""Writes what our own decoder makes of a weights folder, for the other libraries to be compared with.
+
+    python examples/readers/reference.py WEIGHTS REFERENCE.json
+
+In this project's environment. Token ids of some texts, the likeliest continuation of each in fp32, and
+the log-probability of every token of it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from llm_pretrain.data import open_tokenizer
+from llm_pretrain.export import load_pretrained, read_config
+
+TEXTS = ["The function returns a list of", "春眠不觉晓,处处闻", "import os\n\ndef main(", "  It's 2 + 2 = "]
+NEW_TOKENS = 16
+
+
+def main(weights: Path, output: Path) -> None:
+    model, tokenizer = load_pretrained(weights).eval(), open_tokenizer(weights)
+    start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    rows = []
+    for text in TEXTS:
+        prompt = tokenizer.encode([text])[0]
+        ids, logprobs = start + prompt, []
+        for _ in range(NEW_TOKENS):
+            with torch.no_grad():
+                logits = model(torch.tensor([ids])).logits
+            assert logits is not None
+            row = logits[0, -1].double().log_softmax(-1)
+            ids.append(int(row.argmax()))
+            logprobs.append(float(row.max()))
+        first = len(start) + len(prompt)
+        rows.append(
+            {"text": text, "text_ids": prompt, "ids": ids[:first], "greedy": ids[first:], "logprobs": logprobs}
+        )
+    content = {"vocab_size": read_config(weights)["vocab_size"], "prompts": rows}
+    output.write_text(json.dumps(content, ensure_ascii=False, indent=1), encoding="utf-8")
+    print(f"{output}: {len(rows)} texts, {NEW_TOKENS} tokens each")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

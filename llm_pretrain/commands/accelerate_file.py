@@ -1,0 +1,188 @@
+"""What in an Accelerate configuration file would surprise a run. Read as YAML: Accelerate is not imported.
+
+The run itself checks what really was launched (`training/process.py`); this tells before.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llm_pretrain.config import Config, YamlError, read_yaml, validate
+from llm_pretrain.errors import ConfigError
+
+_KEYS = {
+    *("compute_environment", "distributed_type", "mixed_precision", "use_cpu", "debug", "num_processes"),
+    *("machine_rank", "num_machines", "gpu_ids", "main_process_ip", "main_process_port", "rdzv_backend"),
+    *("same_network", "main_training_function", "enable_cpu_affinity", "fp8_config", "deepspeed_config"),
+    *("fsdp_config", "parallelism_config", "megatron_lm_config", "ipex_config", "mpirun_config"),
+    *("downcast_bf16", "tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "command_file"),
+    *("commands", "tpu_vm", "tpu_env", "dynamo_config", "dynamo_backend", "fp16"),
+}
+"""What Accelerate's files may hold, older names included."""
+_LOADER_KEYS = {
+    "even_batches",
+    "dispatch_batches",
+    "split_batches",
+    "use_seedable_sampler",
+    "dataloader_config",
+}
+_ACCUMULATION_KEYS = {"gradient_accumulation_steps", "gradient_accumulation_plugin", "sync_with_dataloader"}
+_SHARDED = {"FSDP": "fsdp", "DEEPSPEED": "deepspeed"}
+_PRECISIONS = {"no": "fp32"}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a file's settings meet."""
+
+    gpus: int
+    cores: int
+
+
+def default_file() -> Path:
+    """Where `accelerate launch` looks without `--config_file`: below HF_HOME, or the cache folder."""
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    home = os.environ.get("HF_HOME") or os.path.join(cache, "huggingface")
+    return Path(home).expanduser() / "accelerate" / "default_config.yaml"
+
+
+def read_file(path: Path) -> tuple[dict[str, Any], str]:
+    """Settings and text of the file; ConfigError where it is none."""
+    try:
+        text = path.read_text("utf-8")
+        settings = read_yaml(text)
+    except YamlError as error:
+        place = f"{path}:{error.line}" if error.line else str(path)
+        raise ConfigError(f"{place}: not a valid YAML file: {error.text}") from error
+    except (OSError, ValueError) as error:
+        reason = (error.strerror or str(error)) if isinstance(error, OSError) else "not UTF-8 text"
+        raise ConfigError(f"--accelerate_config {path}: expected a file, found: {reason}") from error
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{path}: expected Accelerate's settings, found {settings!r:.60}")
+    return settings, text
+
+
+def surprises(
+    settings: Mapping[str, Any], text: str, machine: Machine, config: Config | None
+) -> Iterator[str]:
+    """What the file would do unasked, one line each: `what happens; do what mends it`.
+
+    Args:
+        settings: Of the file.
+        text: The file itself, since some surprises lie in its spelling.
+        machine: Where it would run.
+        config: Of the run that it would launch, where that is known.
+    """
+    yield from _spelling(settings, text)
+    yield from _processes(settings, machine)
+    yield from _strategy(settings, machine, config)
+    if config is not None:
+        yield from _against(settings, config)
+
+
+def _spelling(settings: Mapping[str, Any], text: str) -> Iterator[str]:
+    if re.search(r"^mixed_precision:\s*(no|off|false)\s*(#.*)?$", text, re.MULTILINE | re.IGNORECASE):
+        yield 'mixed_precision: no without quotes is false to Accelerate, which stops; do write "no"'
+    for key in sorted(set(map(str, settings)) - _KEYS):
+        if key in _LOADER_KEYS:
+            advice = "leave it out: the script sets even_batches false and feeds every rank by itself"
+        elif key in _ACCUMULATION_KEYS:
+            advice = "leave it out: accumulation follows from training.global_batch_size, in whole windows"
+        else:
+            advice = "leave it out"
+        yield f"{key} is no setting of Accelerate's files, and `accelerate launch` stops at it; do {advice}"
+    if settings.get("compute_environment", "LOCAL_MACHINE") != "LOCAL_MACHINE":
+        found = settings["compute_environment"]
+        yield f"compute_environment: {found} is launched elsewhere than here; do set LOCAL_MACHINE"
+    backend = _dynamo(settings)
+    if backend not in ("NO", ""):
+        yield (
+            f"dynamo_backend: {backend} compiles the model on this path alone, and its bits are no longer "
+            "torchrun's; do set NO"
+        )
+
+
+def _dynamo(settings: Mapping[str, Any]) -> str:
+    options = settings.get("dynamo_config")
+    value = options.get("dynamo_backend", "NO") if isinstance(options, Mapping) else None
+    return str(value if value is not None else settings.get("dynamo_backend") or "NO").upper()
+
+
+def _count(settings: Mapping[str, Any]) -> int | None:
+    value = settings.get("num_processes")
+    return value if type(value) is int else None
+
+
+def _processes(settings: Mapping[str, Any], machine: Machine) -> Iterator[str]:
+    """How many really start (accelerate#2741)."""
+    kind, count = str(settings.get("distributed_type", "NO")).upper(), _count(settings)
+    on_cpu = machine.gpus == 0
+    works = "distributed_type: MULTI_GPU with use_cpu: true, as configs/accelerate/cpu2.yaml does"
+    if kind == "MULTI_CPU":
+        yield f"distributed_type: MULTI_CPU starts one process whatever num_processes says; do set {works}"
+    elif kind == "NO" and (count or 1) > 1:
+        mend = works if on_cpu else "distributed_type: MULTI_GPU"
+        yield f"distributed_type: NO starts one process whatever num_processes says; do set {mend}"
+    elif kind != "NO" and count is None:
+        yield f"num_processes is not set, and `accelerate launch` stops without it for {kind}; do set it"
+    if settings.get("use_cpu") is True and not on_cpu:
+        yield f"use_cpu: true leaves {machine.gpus} GPUs here unused; do set use_cpu: false"
+    on_gpus = not on_cpu and not settings.get("use_cpu") and _machines(settings) == 1
+    if on_gpus and (count or 1) > machine.gpus:
+        yield f"num_processes: {count} on {machine.gpus} GPUs; do set at most {machine.gpus}"
+    if on_cpu and kind == "MULTI_GPU" and count and count > machine.cores:
+        yield f"num_processes: {count} on {machine.cores} cores wait for one another; do set fewer"
+    if _machines(settings) > 1 and not settings.get("main_process_ip"):
+        yield f"num_machines: {_machines(settings)} without main_process_ip; do name the first one's address"
+
+
+def _machines(settings: Mapping[str, Any]) -> int:
+    value = settings.get("num_machines", 1)
+    return value if type(value) is int else 1
+
+
+def _strategy(settings: Mapping[str, Any], machine: Machine, config: Config | None) -> Iterator[str]:
+    """FSDP and DeepSpeed: without a GPU they are not what runs."""
+    kind = str(settings.get("distributed_type", "NO")).upper()
+    if kind in _SHARDED and (machine.gpus == 0 or settings.get("use_cpu") is True):
+        yield (
+            f"distributed_type: {kind} on a CPU becomes DDP without a word, with the whole model on each; "
+            "do set MULTI_GPU with use_cpu: true, or run where there is a GPU"
+        )
+    elif kind == "MEGATRON_LM":
+        yield "distributed_type: MEGATRON_LM takes a model of its own; do set MULTI_GPU"
+    strategy = config.distributed.strategy if config else None
+    if strategy and kind in _SHARDED and _SHARDED[kind] != strategy:
+        yield (
+            f"distributed_type: {kind} against distributed.strategy: {strategy}, and the run stops; do make "
+            "them agree"
+        )
+
+
+def _against(settings: Mapping[str, Any], config: Config) -> Iterator[str]:
+    """Disagreements with the run's configuration, which decides."""
+    precision, launched = config.training.precision, str(settings.get("mixed_precision") or "no").lower()
+    if launched not in ("no", "false", precision):
+        yield (
+            f"mixed_precision: {launched} against training.precision: {precision}, and the run stops; do set "
+            f"{'no' if precision == 'fp32' else precision}"
+        )
+    count = _count(settings) or 1
+    problems = validate(config, count, needs_data=False)
+    for problem in problems:
+        yield f"with num_processes: {count}, {problem}; do change one of them"
+    options = settings.get("deepspeed_config")
+    given = options.get("gradient_accumulation_steps") if isinstance(options, Mapping) else None
+    if type(given) is int and not problems:
+        derived = config.gradient_accumulation_steps(count)
+        if given not in (1, derived):
+            yield (
+                f"gradient_accumulation_steps: {given} against the {derived} that training.global_batch_size "
+                f"{config.training.global_batch_size} makes of {count} processes, and the run stops; do set "
+                f"{derived}"
+            )

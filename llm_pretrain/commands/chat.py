@@ -1,0 +1,200 @@
+"""`llm-pretrain chat`: talk to a trained model in the terminal, or through a pipe, one line a turn.
+
+The conversation is laid out by the tokenizer's chat template. A base model has none: it continues what
+has been written so far.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from llm_pretrain.commands._source import (
+    Source,
+    add_sampling_arguments,
+    add_source_arguments,
+    check_sampling,
+    check_utf8,
+    open_source,
+    special_token_id,
+)
+from llm_pretrain.errors import ConfigError
+
+HELP = "talk to trained weights in the terminal"
+
+_EPILOG = """\
+/reset forgets the conversation, /quit (or the end of input) leaves, Ctrl-C stops an answer. A conversation
+that outgrows the model's max_position_embeddings loses its oldest turns. Input that is not a terminal is read
+line by line, one turn each, and only the answers are printed.
+
+examples:
+  llm-pretrain chat runs/chat/weights/best
+  llm-pretrain chat runs/chat --system "Answer in one sentence." --temperature 0.7 --top_p 0.9
+  echo "What is a list?" | llm-pretrain chat runs/chat --temperature 0
+"""
+
+_TURN_END = "<|im_end|>"
+"""Ends a turn in ChatML, where the vocabulary has it."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
+    add_source_arguments(parser)
+    parser.epilog = _EPILOG
+    parser.add_argument("--system", metavar="TEXT", help="instruction that stands before the conversation")
+    add_sampling_arguments(parser, max_new_tokens=512)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Talk until the input ends; returns the exit code."""
+    if problems := check_sampling(arguments):
+        raise ConfigError(*problems)
+    system = None if arguments.system is None else check_utf8("--system", arguments.system)
+    source = open_source(arguments)
+    conversation = (Conversation if source.tokenizer.chat_template else PlainText)(source, system)
+    if isinstance(conversation, PlainText):
+        _note("this tokenizer has no chat template: the model continues the text, turn after turn")
+    turn = 0
+    for line in _lines():
+        if not line.strip():
+            continue
+        command = line.strip()
+        if command == "/quit":
+            break
+        if command == "/reset":
+            conversation.turns.clear()
+            _note("the conversation starts anew")
+        elif command.startswith("/") and command[1:].isalpha():
+            _note(f"unknown command {command}; there are /reset and /quit")
+        else:
+            _answer(source, conversation, line, arguments, arguments.seed + turn)
+            turn += 1
+    return 0
+
+
+class Conversation:
+    """What has been said, and its token ids by the tokenizer's chat template.
+
+    Attributes: `turns`, (role, text) from the oldest to the newest, without the system's.
+    """
+
+    def __init__(self, source: Source, system: str | None):
+        self.source, self.system = source, system
+        self.turns: list[tuple[str, str]] = []
+
+    def prompt_ids(self) -> list[int]:
+        """The conversation so far, and the head of the answer."""
+        from llm_pretrain.data import chat_prompt_ids
+
+        turns = [("system", self.system)] if self.system is not None else []
+        messages: list[dict[str, Any]] = [
+            {"role": role, "content": text} for role, text in [*turns, *self.turns]
+        ]
+        return chat_prompt_ids(self.source.tokenizer, messages)
+
+    def stop_ids(self) -> frozenset[int]:
+        """What ends an answer."""
+        turn_end = special_token_id(self.source.tokenizer, _TURN_END)
+        return self.source.stop_ids | ({turn_end} if turn_end is not None else set())
+
+    def fit(self, room: int) -> int:
+        """Drop the oldest turns until the prompt takes at most `room` ids; returns how many were dropped.
+
+        The newest turn stays, too long or not. An answer goes with its question.
+        """
+        before = len(self.turns)
+        while len(self.turns) > 1 and len(self.prompt_ids()) > room:
+            del self.turns[0]
+            while len(self.turns) > 1 and self.turns[0][0] == "assistant":
+                del self.turns[0]
+        return before - len(self.turns)
+
+
+class PlainText(Conversation):
+    """A base model's: one text, in which turns follow upon one another."""
+
+    def prompt_ids(self) -> list[int]:
+        """The text so far."""
+        return self.source.encode((self.system or "") + "".join(text for _, text in self.turns))
+
+    def stop_ids(self) -> frozenset[int]:
+        """What ends a text."""
+        return self.source.stop_ids
+
+
+def _answer(
+    source: Source, conversation: Conversation, line: str, arguments: argparse.Namespace, seed: int
+) -> None:
+    """Take one turn: print the answer as it comes, and remember both."""
+    from llm_pretrain.generation import TextStream, generate
+
+    limit = source.model.config.max_position_embeddings
+    room = limit - max(1, min(arguments.max_new_tokens, limit // 4))
+    conversation.turns.append(("user", line))
+    if dropped := conversation.fit(room):
+        _note(f"the oldest {dropped} turns are forgotten: the model has {limit} positions")
+    ids = conversation.prompt_ids()
+    if len(ids) > room:
+        conversation.turns.pop()
+        _note(f"too long: {len(ids)} tokens with what belongs to them, and the model has room for {room}")
+        return
+    stop_ids, stream, parts = conversation.stop_ids(), TextStream(source.tokenizer.token_pieces()), []
+    ended = False
+    try:
+        for (token,) in generate(
+            source.model,
+            [ids],
+            vocab_size=source.tokenizer.vocab_size,
+            max_new_tokens=arguments.max_new_tokens,
+            temperature=arguments.temperature,
+            top_k=arguments.top_k,
+            top_p=arguments.top_p,
+            seed=seed,
+            stop_ids=stop_ids,
+        ):
+            ended = token in stop_ids
+            if token is not None and not ended:
+                parts.append(stream.push(token))
+                _say(parts[-1])
+        parts.append(stream.finish())
+        _say(parts[-1])
+    except KeyboardInterrupt:
+        ended = True
+        _say("\n")
+        _note("stopped")
+    else:
+        _say("\n")
+    conversation.turns.append(("assistant", "".join(parts)))
+    if not ended:
+        _note("cut off at --max_new_tokens, or at the model's positions")
+
+
+def _lines() -> Iterator[str]:
+    """The user's lines, without their ends."""
+    if not sys.stdin.isatty():
+        for line in sys.stdin:
+            yield line.rstrip("\r\n")
+        return
+    import readline  # noqa: F401  # `input` then edits lines and remembers them
+
+    while True:
+        try:
+            yield input("> ")
+        except KeyboardInterrupt:
+            _say("\n")
+            _note("/quit leaves")
+        except EOFError:
+            _say("\n")
+            return
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _note(text: str) -> None:
+    """To people, beside the answers: on standard error."""
+    print(f"({text})", file=sys.stderr, flush=True)

@@ -1,0 +1,91 @@
+"""`llm-pretrain convert`: token files of nanoGPT, llm.c and Megatron into a token store, and back."""
+
+from __future__ import annotations
+
+import argparse
+
+HELP = "turn token files of nanoGPT or Megatron into a token store, or back"
+
+_EXAMPLES = """formats:
+  store     what `llm-pretrain prepare` writes
+  nanogpt   .bin files of uint16 token ids, also with the header of llm.c and modded-nanogpt; documents end
+            with the tokenizer's eos token; meta.pkl is never opened (a pickle can run code)
+  megatron  pairs of .bin and .idx (indexed dataset); the loss mask, which Megatron has no place for, is a
+            second dataset beside it, NAME-loss_mask
+
+Files with `val` in their names are the validation split. Without any, documents are split by their hash.
+
+examples:
+  llm-pretrain convert --from nanogpt --input train.bin val.bin --tokenizer gpt2/ --to store --output data/web
+  llm-pretrain convert --from nanogpt --input fineweb10B/ --tokenizer gpt2/ --to store --output data/fineweb
+  llm-pretrain convert --from megatron --input corpus_text_document --tokenizer qwen3/ --to store --output c
+  llm-pretrain convert --from store --input data/stdlib --to megatron --output data/stdlib-megatron
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's options to `parser`."""
+    parser.epilog = _EXAMPLES
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.description = "Converts tokens as they are; nothing is tokenised again."
+    formats = ["store", "nanogpt", "megatron"]
+    parser.add_argument("--from", dest="source", choices=formats, required=True, help="format of --input")
+    parser.add_argument("--to", dest="target", choices=formats, required=True, help="format of --output")
+    parser.add_argument(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="PATH",
+        help="files, folders, Megatron's prefixes, or one store",
+    )
+    parser.add_argument("--output", required=True, metavar="FOLDER", help="new folder to write")
+    parser.add_argument(
+        "--tokenizer",
+        metavar="FOLDER",
+        help="the tokenizer that wrote the ids (default: the folder `tokenizer` that lies with the input)",
+    )
+    parser.add_argument(
+        "--validation_fraction",
+        type=float,
+        default=0.01,
+        metavar="F",
+        help="share of the documents kept for validation where no file is named so (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--keep_ids",
+        action="store_true",
+        help="leave documents as they are; otherwise those that lack the first token that `prepare` writes "
+        "(bos, or eos where there is none) get it, and those without text are left out",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Converts, and says what was read and written."""
+    from llm_pretrain.data import Conversion, convert
+
+    report = convert(
+        Conversion(
+            arguments.source,
+            arguments.target,
+            arguments.input,
+            arguments.output,
+            tokenizer=arguments.tokenizer,
+            validation_fraction=arguments.validation_fraction,
+            keep_ids=arguments.keep_ids,
+        )
+    )
+    print(f"{arguments.target:<10} {arguments.output}")
+    print(f"read       {report.tokens_read:,} tokens")
+    for name in ("train", "validation"):
+        print(f"{name:<10} {report.documents[name]:,} documents, {report.tokens[name]:,} tokens")
+    if report.masked:
+        print(f"masked     {report.masked:,} tokens")
+    if report.first_tokens_added:
+        print(f"added      {report.first_tokens_added:,} first tokens, one to each document that lacked it")
+    if report.empty_documents:
+        print(f"left out   {report.empty_documents:,} × empty document")
+    for name in report.unended:
+        print(f"warning    {name}: not one end of a document in it; is this its tokenizer?")
+    if report.mask_lost:
+        print(f"warning    {arguments.target} has no place for the loss mask: it is lost")
+    return 0

@@ -1,0 +1,113 @@
+"""`llm-pretrain export`: weights in the format of another library."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from llm_pretrain.errors import CheckpointError, ConfigError
+
+HELP = "write weights for llama.cpp (GGUF) or transformers"
+
+EXAMPLES = """\
+examples:
+  llm-pretrain export runs/quickstart --to gguf --output quickstart.gguf
+  llm-pretrain export runs/quickstart/weights/best --to gguf --dtype fp16 --output best.gguf
+  llm-pretrain export runs/quickstart/weights/step-00000100 --to huggingface --dtype fp16 --output model
+  llm-pretrain export WEIGHTS --to gguf --output model.gguf --overwrite
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = EXAMPLES
+    parser.add_argument(
+        "source",
+        metavar="WEIGHTS",
+        help="weights folder such as RUN/weights/step-00000100 or RUN/weights/best; RUN or RUN/weights: "
+        "the newest",
+    )
+    parser.add_argument(
+        "--to",
+        required=True,
+        choices=["gguf", "huggingface"],
+        help="gguf: one file for llama.cpp and what builds on it; huggingface: a folder for transformers, "
+        "vLLM, MLX and others",
+    )
+    parser.add_argument("--output", required=True, metavar="PATH", help="file or folder to write")
+    parser.add_argument(
+        "--dtype", choices=["bf16", "fp16", "fp32"], help="of the matrices (default: the weights' own)"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace what stands at --output")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the export and say where it is; returns the exit code."""
+    from llm_pretrain.checkpoints import convert_weights
+    from llm_pretrain.export import read_config, write_gguf
+
+    source, output = find_weights(Path(arguments.source)), Path(arguments.output)
+    config = read_config(source)
+    _check_output(source, output, is_folder=arguments.to == "huggingface", overwrite=arguments.overwrite)
+    dtype = arguments.dtype or _own_dtype(config)
+    notes: list[str] = []
+    if arguments.to == "gguf":
+        notes = write_gguf(source, output, dtype)
+    else:
+        convert_weights(source, output, dtype)
+    print(f"{arguments.to}  {output}, {dtype}, {_size(output) / 1e6:,.1f} MB, from {source}")
+    for note in notes:
+        print(f"note  {note}")
+    return 0
+
+
+def find_weights(path: Path) -> Path:
+    """A weights folder itself, or the newest of a run or of its `weights/`."""
+    if (path / "config.json").is_file():
+        return path
+    if not path.is_dir():
+        raise CheckpointError(
+            f"{path}: expected a weights folder or a run, found none; name one such as runs/quickstart"
+        )
+    parent = path / "weights" if (path / "weights").is_dir() else path
+    newest = max((each for each in parent.glob("step-*") if (each / "config.json").is_file()), default=None)
+    if newest is None:
+        raise CheckpointError(
+            f"{path}: expected a weights folder (config.json and model.safetensors) or a run that has some, "
+            "found neither; name a folder such as RUN/weights/step-00000100"
+        )
+    return newest
+
+
+def _check_output(source: Path, output: Path, *, is_folder: bool, overwrite: bool) -> None:
+    """Refuse what would destroy anything that was not asked to be replaced."""
+    if not os.path.lexists(output):
+        return
+    if not overwrite:
+        raise ConfigError(f"--output {output}: expected a new path, found one in use; add --overwrite")
+    if output.is_dir() != is_folder:
+        expected, found = ("folder", "file") if is_folder else ("file", "folder")
+        raise ConfigError(f"--output {output}: expected a {expected} to replace, found a {found}")
+    if not is_folder:
+        return
+    if output.resolve() == source.resolve() or output.resolve() in source.resolve().parents:
+        raise ConfigError(
+            f"--output {output}: expected a folder without the weights to export, found them in it"
+        )
+    if any(output.iterdir()) and not (output / "config.json").is_file():
+        raise ConfigError(
+            f"--output {output}: expected an empty folder or one of weights to replace, found something else"
+        )
+
+
+def _own_dtype(config: dict) -> str:
+    """The type that config.json says the weights have; bf16 where it says none of ours."""
+    names = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+    return names.get(str(config.get("torch_dtype") or config.get("dtype")), "bf16")
+
+
+def _size(path: Path) -> int:
+    files = [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
+    return sum(file.stat().st_size for file in files)

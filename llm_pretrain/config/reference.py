@@ -1,0 +1,77 @@
+"""The reference of all settings as Markdown, written from the docstrings of the tree.
+
+`python -m llm_pretrain.config.reference` prints docs/configuration.md; a test holds the file to it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+from llm_pretrain.config.checking import describe, field_types
+from llm_pretrain.config.tree import Config, SourceConfig, WeightChange
+
+_INTRODUCTION = """\
+# Configuration
+
+<!-- Written by `make docs` from the docstrings in llm_pretrain/config; edit those. -->
+
+Every setting can stand in a YAML file given as `--config FILE` (repeatable: the later file wins, setting by
+setting) and on the command line of both scripts as `--section.field VALUE`, which wins over all files.
+`--print_config` prints the resolved tree with these comments, and the printed text can be passed back as
+`--config`. An unknown setting, a wrong type or a contradiction stops the run with one line for each problem.
+"""
+
+_ENTRIES = {"data.sources": SourceConfig, "data.weight_changes": WeightChange}
+"""Settings that are lists of entries with fields of their own."""
+
+
+def reference() -> str:
+    """The whole reference as Markdown."""
+    return "".join(_lines())
+
+
+def _lines() -> Iterator[str]:
+    yield _INTRODUCTION
+    for section, cls in field_types(Config).items():
+        summary, docs = documentation(cls)
+        yield f"\n## `{section}`\n\n{summary}\n\n"
+        yield from _table(cls, docs, prefix=f"{section}.")
+        for name, entry in _ENTRIES.items():
+            if name.startswith(f"{section}."):
+                summary, docs = documentation(entry)
+                yield f"\nAn entry of `{name}` is `{{{', '.join(docs)}}}`:\n\n"
+                yield from _table(entry, docs, prefix="")
+
+
+def documentation(cls: type) -> tuple[str, dict[str, str]]:
+    """First sentence of a dataclass, and field to documentation."""
+    import docstring_parser
+
+    parsed = docstring_parser.parse(inspect.cleandoc(cls.__doc__ or ""))
+    docs = {entry.arg_name: " ".join((entry.description or "").split()) for entry in parsed.params}
+    return parsed.short_description or "", docs
+
+
+def _table(cls: type, docs: dict[str, str], prefix: str) -> Iterator[str]:
+    yield "| setting | type | default | meaning |\n|---|---|---|---|\n"
+    for field in dataclasses.fields(cls):
+        kind = describe(field_types(cls)[field.name]).replace("|", "\\|")
+        meaning = docs[field.name].replace("|", "\\|")
+        yield f"| `{prefix}{field.name}` | {kind} | {_default(field)} | {meaning} |\n"
+
+
+def _default(field: dataclasses.Field[Any]) -> str:
+    if field.default_factory is not dataclasses.MISSING:
+        return f"`{field.default_factory()}`"
+    if field.default is dataclasses.MISSING:
+        return "must be given"
+    if field.default is None:
+        return "–"
+    return f"`{str(field.default).lower() if isinstance(field.default, bool) else field.default}`"
+
+
+if __name__ == "__main__":
+    print(reference(), end="")

@@ -1,0 +1,158 @@
+"""`open_model`: the right folder, the right bits, and one line for everything else."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from support.launching import ROOT, checkpoint_tensors, train
+
+from llm_pretrain.checkpoints import open_model, opening
+from llm_pretrain.errors import CheckpointError
+
+
+@pytest.fixture(scope="module")
+def trained(plain_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("opening") / "run"
+    code = train(
+        *(
+            "--config",
+            str(ROOT / "configs" / "tiny-moe.yaml"),
+            "--data.sources",
+            f"[{{store: {plain_store}}}]",
+        ),
+        *("--run.output_dir", str(folder), "--training.max_steps", "3", "--schedule.warmup_steps", "1"),
+        *("--evaluation.eval_steps", "0", "--checkpoint.save_steps", "1", "--distributed.cpu_threads", "1"),
+    )
+    assert code == 0
+    return folder
+
+
+@pytest.fixture
+def folder(trained: Path, tmp_path: Path) -> Path:
+    """A copy to damage: checkpoints and weights of steps 2 and 3."""
+    return Path(shutil.copytree(trained, tmp_path / "run"))
+
+
+def test_a_checkpoint_is_read_to_the_last_bit(trained: Path):
+    opened = open_model(trained / "checkpoints" / "step-00000002")
+    saved = checkpoint_tensors(trained, 2)
+    state = opened.model.state_dict()
+    assert all(torch.equal(state[name], saved[name]) for name in state if name in saved)
+    assert (
+        len([name for name in saved if not name.startswith("optimizer.")]) >= len(state) - 1
+    )  # the tied head
+    assert (opened.kind, opened.step, opened.token_ids) == ("checkpoint", 2, {})
+    assert not opened.model.training
+    assert opened.run is not None
+    assert (opened.tokenizer_folder / "tokenizer.json").is_file()
+
+
+def test_what_a_folder_stands_for(folder: Path):
+    def found(name: str) -> str:
+        return str(open_model(folder / name).path.relative_to(folder))
+
+    assert found("") == found("checkpoints") == found("checkpoints/step-00000003")
+    assert found("weights") == "weights/step-00000003"
+    shutil.copytree(folder / "weights" / "step-00000003", folder / "weights" / "step-00000007")
+    assert found("") == "weights/step-00000007"
+    shutil.copytree(folder / "weights" / "step-00000002", folder / "weights" / "best")
+    (folder / "weights" / "best" / "best.json").write_text('{"step": 2, "eval/loss": 1.5}')
+    best = open_model(folder / "weights" / "best")
+    assert (best.kind, best.step) == ("weights", 2)
+    assert best.token_ids["eos_token_id"] is not None
+    assert best.run is not None
+
+
+def test_the_tokenizer_is_found_where_the_store_is_gone(folder: Path, tmp_path: Path):
+    config = (folder / "config.yaml").read_text()
+    store = open_model(folder).run.data.sources[0].store
+    (folder / "config.yaml").write_text(config.replace(store, str(tmp_path / "gone")))
+    assert open_model(folder).tokenizer_folder == folder / "weights" / "step-00000003"
+    for file in (folder / "weights").glob("*/tokenizer.json"):
+        file.write_text(file.read_text() + " ")  # not the tokenizer that the run was trained with
+    assert open_model(folder).tokenizer_folder is None
+
+
+def test_a_run_that_deletes_what_is_being_read_gives_its_next(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    old = folder / "checkpoints" / "step-00000003"
+    reads = []
+    read = opening.read_tensors
+
+    def meanwhile(tensors, path, files, *, world_size):
+        reads.append(path.name)
+        if path == old:
+            os.rename(path, path.with_name("step-00000004"))
+        read(tensors, path, files, world_size=world_size)
+
+    monkeypatch.setattr(opening, "read_tensors", meanwhile)
+    assert open_model(folder).path.name == "step-00000004"
+    assert reads == ["step-00000003", "step-00000004"]
+    os.rename(folder / "checkpoints" / "step-00000004", old)
+    with pytest.raises(
+        CheckpointError, match=r"step-00000003: was deleted while it was read.*name the run's folder"
+    ):
+        open_model(old)
+
+
+def flip_a_bit(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[-100] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (
+            lambda path: flip_a_bit(next(path.glob("*.safetensors"))),
+            r"is damaged: .*safetensors: expected SHA-256",
+        ),
+        (
+            lambda path: next(path.glob("*.safetensors")).unlink(),
+            r"is damaged: .*expected a file, found none",
+        ),
+        (lambda path: flip_a_bit(path / "manifest.json"), r"is damaged: manifest\.json"),
+        (
+            lambda path: (path.parent.parent / "config.yaml").unlink(),
+            r"config\.yaml: expected the configuration",
+        ),
+        (
+            lambda path: (path.parent.parent / "config.yaml").write_text("{"),
+            r"config\.yaml: expected a run's",
+        ),
+        (
+            lambda path: edit(path, "rope_theta: 1000000.0", "rope_theta: 10000.0"),
+            r"config\.yaml: expected model\.rope_theta 1000000\.0.*found 10000\.0",
+        ),
+    ],
+    ids=["bit", "missing", "manifest", "no-config", "broken-config", "other-config"],
+)
+def test_damage_is_named_in_one_line(folder: Path, damage, message):
+    path = folder / "checkpoints" / "step-00000003"
+    damage(path)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        open_model(path)
+    assert "\n" not in str(caught.value)
+    assert str(folder) in str(caught.value)
+
+
+def edit(path: Path, old: str, new: str) -> None:
+    file = path.parent.parent / "config.yaml"
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new))
+
+
+def test_a_broken_json_beside_weights_is_named(folder: Path):
+    path = folder / "weights" / "step-00000003"
+    (path / "generation_config.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"generation_config\.json: expected JSON"):
+        open_model(path)
+    (path / "generation_config.json").unlink()
+    config = json.loads((path / "config.json").read_text()) | {"hidden_size": 8}
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"expected the tensors that config\.json describes"):
+        open_model(path)

@@ -1,0 +1,350 @@
+"""`llm-pretrain configs`: foreign configurations as ours, each loss said; nothing foreign is run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from support.mutation import ROOT
+from transformers import LlamaConfig, Qwen3Config, Qwen3MoeConfig
+
+from llm_pretrain.__main__ import main
+from llm_pretrain.config import Config, ModelConfig, from_dict, load_config, read_yaml
+from llm_pretrain.model import count_parameters
+
+
+def imported(capsys: pytest.CaptureFixture[str], tmp_path: Path, *arguments: str) -> tuple[Config, str]:
+    """The configuration that a command wrote, as `--config` reads it, and the file's comments."""
+    file = tmp_path / "imported.yaml"
+    assert main(["configs", *arguments, "--output", str(file), "--overwrite"]) == 0
+    output = capsys.readouterr().out
+    assert f"wrote  {file}" in output
+    text = file.read_text()
+    comments = " ".join(line.lstrip("# -") for line in text.splitlines() if line.startswith("#"))
+    notes = [line.removeprefix("note   ") for line in output.splitlines() if line.startswith("note ")]
+    assert all(note in comments for note in notes)
+    return load_config(["--config", str(file)], needs_data=False), comments
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 2) -> str:
+    """The one line of an error."""
+    assert main(["configs", *arguments]) == code
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    return line
+
+
+def test_the_listing_has_every_preset_with_its_size(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.chdir(ROOT)
+    assert main(["configs"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    listed = {Path(line.split()[0]).name: line for line in lines if line.startswith("configs/")}
+    assert set(listed) == {path.name for path in (ROOT / "configs").glob("*.yaml")}
+    assert listed["olmoe-1b-7b.yaml"].split()[1:6] == ["6.92B", "1.28B", "16", "of", "8/64"]
+    assert "5.91M*" in listed["quickstart.yaml"]
+    assert "7 of 4/32+1, 1 dense" in listed["finegrained-moe-136m.yaml"]
+    assert "expected a folder with presets" in refused(capsys, "--folder", str(tmp_path))
+    (tmp_path / "broken.yaml").write_text("model: {hidden_sizes: 3}\n")
+    assert "broken.yaml: expected a configuration, found: model.hidden_sizes: no such" in refused(
+        capsys, "--folder", str(tmp_path)
+    )
+
+
+SHAPE = {"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+FOLDERS = {
+    "llama": LlamaConfig(**SHAPE, intermediate_size=100, vocab_size=999, tie_word_embeddings=True),
+    "qwen3": Qwen3Config(**SHAPE, intermediate_size=96, vocab_size=999, head_dim=16),
+    "qwen3_moe": Qwen3MoeConfig(
+        **SHAPE, intermediate_size=96, moe_intermediate_size=32, num_experts=6, num_experts_per_tok=3,
+        vocab_size=999, norm_topk_prob=True, mlp_only_layers=[0],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_folders_config_json_becomes_the_model_section(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    config_json = FOLDERS[name]
+    config_json.save_pretrained(tmp_path)
+    config, comments = imported(capsys, tmp_path, "--from_pretrained", str(tmp_path))
+    model = config.model
+    assert (model.vocab_size, model.hidden_size, model.num_hidden_layers) == (999, 48, 3)
+    assert model.tie_word_embeddings == config_json.tie_word_embeddings
+    assert model.rms_norm_eps == config_json.rms_norm_eps
+    assert model.rope_theta == config_json.rope_parameters["rope_theta"]
+    assert model.qk_norm == (name != "llama")
+    assert (model.num_experts, model.first_k_dense_replace) == ((6, 1) if name == "qwen3_moe" else (0, 0))
+    assert f"`init_from: {tmp_path}`" in comments
+    written = read_yaml((tmp_path / "imported.yaml").read_text())
+    assert set(written) == {"model"}
+    assert ("num_experts" in written["model"]) == (name == "qwen3_moe"), "a dense one leaves room to upcycle"
+
+
+def test_a_folder_of_another_architecture_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    line = refused(capsys, "--from_pretrained", str(tmp_path))
+    assert "model_type: expected one of qwen3" in line
+    assert str(tmp_path) in line
+    assert "expected a weights folder's config.json" in refused(
+        capsys, "--from_pretrained", "nowhere", code=74
+    )
+
+
+def test_minimind_3s_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    corpus = tmp_path / "pretrain_t2t_mini.jsonl"
+    corpus.write_text('{"text": "a"}\n' * 5000)
+    config, comments = imported(
+        capsys, tmp_path, "--from_minimind",
+        "torchrun --nproc_per_node 2 train_pretrain.py --use_moe 1 --batch_size 16 --accumulation_steps 4 "
+        f"--learning_rate 1e-3 --dtype float16 --epochs 3 --data_path {corpus} --use_wandb "
+        "--wandb_project mine --device cuda:0 --save_dir ../out --speed 9 --save_interval 1000",
+    )  # fmt: skip
+    model, training = config.model, config.training
+    assert count_parameters(model).total == 198_416_640  # its README: 198M
+    assert (model.num_experts, model.num_experts_per_tok, model.n_shared_experts) == (4, 1, 0)
+    assert model.router_aux_loss_coef == pytest.approx(4e-3)
+    assert (training.micro_batch_size, training.global_batch_size) == (16, 128)
+    assert (training.sequence_length, training.precision, training.max_steps) == (
+        340,
+        "fp16",
+        3 * 5000 // 128,
+    )
+    assert (config.optimizer.learning_rate, config.schedule.min_learning_rate) == (1e-3, 1e-4)
+    assert (config.optimizer.weight_decay, config.optimizer.adam_beta2) == (0.01, 0.999)
+    assert (config.logging.wandb_mode, config.logging.wandb_project) == ("online", "mine")
+    assert config.checkpoint.save_steps == 250
+    assert config.data.sources[0].store == "data/stores/pretrain_t2t_mini"
+    assert f"--input {corpus} --vocab_size 6400" in comments
+    for text in (
+        "--speed 9, an option that",
+        "--device cuda:0",
+        "--save_dir ../out",
+        "taken as the options of",
+    ):
+        assert text in comments
+
+
+def test_minimind_2s_options_older_and_newer(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    old = "--dim 768 --n_layers 16 --out_dir out --warmup_iters 0 --ddp --max_seq_len 512 --epochs 1"
+    config, comments = imported(capsys, tmp_path, "--from_minimind", old)
+    assert count_parameters(config.model).total == 104_030_976  # its README: 104M
+    assert config.training.max_steps == Config().training.max_steps
+    assert "--epochs 1, since ../dataset/pretrain_hq.jsonl is not here" in comments
+    assert "--ddp (start the run with" in comments
+    new = "--hidden_size 640 --num_hidden_layers 8 --use_moe 1"
+    config, comments = imported(capsys, tmp_path, "--from_minimind", new, "--minimind_version", "2")
+    assert count_parameters(config.model).total == 145_029_760  # its README: 145M
+    assert "taken as" not in comments
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--batch_size many", "--batch_size: expected an integer, found 'many'"),
+        ("--ddp --learning_rate", "--learning_rate: expected a number, found ''"),
+        ("--dtype int8", "--dtype: expected one of bfloat16, float16, float32, found 'int8'"),
+        ("batch_size 3", "expected an option such as --batch_size 32, found 'batch_size'"),
+        ("--data_path 'open", "expected options"),
+    ],
+)
+def test_wrong_minimind_options_are_one_line(options: str, message: str, capsys: pytest.CaptureFixture[str]):
+    assert message in refused(capsys, "--from_minimind", options)
+
+
+NANOGPT = """
+'''GPT-2 on a budget.'''
+wandb_log = True
+wandb_run_name='gpt2 124M'
+batch_size = 12
+block_size = 1024
+gradient_accumulation_steps = 5 * 8
+max_iters = warmup = 600000
+lr_decay_iters = max_iters
+eval_interval = 1000
+weight_decay = -(-1e-1)
+device = 'cuda'
+flash = True
+import os
+out_dir = os.environ["HOME"]
+open({marker!r}, "w").write("run")
+compile = [print("run")]
+learning_rate = 6e-4 if True else __import__("os").system("touch {marker}")
+"""
+
+
+def test_a_nanogpt_file_is_parsed_and_never_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    marker = tmp_path / "was-run"
+    file = tmp_path / "train_gpt2.py"
+    file.write_text(NANOGPT.format(marker=str(marker)))
+    config, comments = imported(capsys, tmp_path, "--from_nanogpt", str(file))
+    assert not marker.exists()
+    assert "run\n" not in capsys.readouterr().out
+    training = config.training
+    assert (training.micro_batch_size, training.global_batch_size, training.sequence_length) == (
+        12,
+        480,
+        1024,
+    )
+    assert (training.max_steps, training.precision) == (600000, "bf16")
+    assert (config.schedule.warmup_steps, config.schedule.decay_steps) == (2000, 598000)
+    assert (config.optimizer.learning_rate, config.schedule.min_learning_rate) == (6e-4, 6e-5)
+    assert config.optimizer.weight_decay == 0.1
+    assert config.run.name == "gpt2-124M"
+    assert count_parameters(config.model).total == 123_587_328
+    for text in ("`import os`", "`open(", "`compile = [print('run')]`", "`learning_rate = ", "flash = True",
+                 "device = 'cuda'", "RMSNorm for LayerNorm"):  # fmt: skip
+        assert text in comments, text
+
+
+def test_a_nanogpt_character_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    file = tmp_path / "train_shakespeare_char.py"
+    file.write_text(
+        "dataset = 'shakespeare_char'\nn_layer = 6\nn_head = 6\nn_embd = 384\ndropout = 0.2\n"
+        "block_size = 256\n"
+        "batch_size = 64\ngradient_accumulation_steps = 1\nmax_iters = 5000\nlr_decay_iters = 5000\n"
+        "warmup_iters = 100\nbeta2 = 0.99\nlearning_rate = 1e-3\nmin_lr = 1e-4\ndecay_lr = False\n"
+        "bias = True\n"
+    )
+    config, comments = imported(capsys, tmp_path, "--from_nanogpt", str(file))
+    assert config.model.vocab_size is None
+    assert (config.model.hidden_dropout, config.model.attention_dropout) == (0.2, 0.2)
+    assert (config.schedule.name, config.schedule.warmup_steps) == ("constant", 0)
+    assert "--type char" in comments
+    assert "not carried over: bias = True" in comments
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("n_layer = \n", "wrong.py:1: expected Python assignments"),
+        ("\0", "wrong.py:1: expected Python assignments"),
+        ("batch_size = 'many'\n", "batch_size: expected an integer of 0 or more, found 'many'"),
+        ("dtype = 'int8'\n", "dtype: expected one of"),
+        ("learning_rate = 'fast'\n", "optimizer.learning_rate: expected a number"),
+    ],
+)
+def test_wrong_nanogpt_files_are_one_line(
+    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    file = tmp_path / "wrong.py"
+    file.write_text(text)
+    assert message in refused(capsys, "--from_nanogpt", str(file))
+    assert "expected a text file" in refused(capsys, "--from_nanogpt", str(tmp_path / "missing.py"))
+
+
+LITGPT = """
+model_name: tiny-llama-1.1b
+model_config:
+out_dir: out/pretrain/tiny-llama
+precision: bf16-mixed
+resume: false
+data: TinyLlama
+train:
+  save_interval: 1000
+  log_interval: 1
+  global_batch_size: 512
+  micro_batch_size: 4
+  lr_warmup_steps: 2000
+  epochs:
+  max_tokens: 3000000000000
+  max_seq_length: 2048
+  max_norm: 1.0
+  min_lr: 4.0e-05
+  max_time: 60
+eval: {interval: 1000, max_iters: 100}
+optimizer:
+  class_path: torch.optim.AdamW
+  init_args: {lr: 4e-4, weight_decay: 0.1, betas: [0.9, 0.95], amsgrad: true}
+devices: auto
+strategy: fsdp
+tokenizer_dir: checkpoints/llama
+seed: 42
+"""
+
+
+def test_a_litgpt_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    file = tmp_path / "tinyllama.yaml"
+    file.write_text(LITGPT)
+    config, comments = imported(capsys, tmp_path, "--from_litgpt", str(file))
+    assert count_parameters(config.model).total == 1_100_048_384
+    training, optimizer = config.training, config.optimizer
+    assert (training.global_batch_size, training.micro_batch_size, training.precision) == (512, 4, "bf16")
+    assert training.max_steps == 3_000_000_000_000 // (512 * 2048)
+    assert (optimizer.learning_rate, optimizer.adam_beta2, optimizer.weight_decay) == (4e-4, 0.95, 0.1)
+    assert (config.schedule.warmup_steps, config.schedule.min_learning_rate) == (2000, 4e-5)
+    assert (config.run.name, config.run.seed) == ("tiny-llama", 42)
+    for text in (
+        "train.max_time: 60",
+        "strategy: fsdp",
+        "optimizer.amsgrad: True",
+        "--tokenizer checkpoints/llama",
+    ):
+        assert text in comments
+
+
+def test_a_litgpt_file_with_a_shape_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    file = tmp_path / "own.yaml"
+    file.write_text(
+        "model_config: {name: pythia-14m, n_layer: 6, n_embd: 128, n_head: 4, block_size: 512,\n"
+        "  padded_vocab_size: 50304, norm_class_name: RMSNorm, bias: true, softcap: 3}\n"
+        "train: {global_batch_size: 10, micro_batch_size: 4, tie_embeddings: true, max_steps: 5}\n"
+    )
+    config, comments = imported_despite_contradictions(file, capsys)
+    assert (config.model.hidden_size, config.model.intermediate_size) == (128, 512)
+    assert config.model.tie_word_embeddings
+    assert config.training.max_steps == 5
+    assert "model_config.norm_class_name" not in comments
+    for text in ("bias: True; our decoder has False", "parallel_residual: True", "rotary_percentage: 0.25",
+                 "mlp_class_name: GptNeoxMLP", "softcap: 3",
+                 "to be mended: training.global_batch_size: expected a multiple"):  # fmt: skip
+        assert text in comments, text
+
+
+def imported_despite_contradictions(file: Path, capsys: pytest.CaptureFixture[str]) -> tuple[Config, str]:
+    assert main(["configs", "--from_litgpt", str(file)]) == 0
+    text = capsys.readouterr().out
+    comments = " ".join(line.lstrip("# -") for line in text.splitlines() if line.startswith("#"))
+    return from_dict(read_yaml(text)), comments
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model_name: gpt-5\n", "model_name: expected one of tiny-llama-1.1b"),
+        ("train: [1\n", "wrong.yaml:2: not a valid YAML file"),
+        ("- 1\n", "expected litgpt's settings"),
+        ("model_name: tiny-llama-1.1b\ntrain: 3\n", "train: expected a section"),
+        ("model_name: tiny-llama-1.1b\noptimizer: SGD\n", "optimizer: expected AdamW, found 'SGD'"),
+        ("model_name: tiny-llama-1.1b\ntrain: {max_seq_length: x}\n", "train.max_seq_length: expected a pos"),
+        ("model_config: {n_layer: 2}\n", "model_config.n_embd: expected a positive integer"),
+    ],
+)
+def test_wrong_litgpt_files_are_one_line(
+    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    file = tmp_path / "wrong.yaml"
+    file.write_text(text)
+    assert message in refused(capsys, "--from_litgpt", str(file))
+
+
+def test_a_file_that_is_there_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    file = tmp_path / "there.yaml"
+    file.write_text("mine\n")
+    line = refused(capsys, "--from_minimind", "--epochs 1", "--output", str(file), code=73)
+    assert "expected a new file" in line
+    assert file.read_text() == "mine\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["there.yaml"]
+    assert "one of the options --from_" in refused(capsys, "--output", "x.yaml")
+    assert main(["configs", "--from_minimind", "--epochs 1"]) == 0
+    assert capsys.readouterr().out.startswith("# Read from")
+
+
+def test_defaults_of_the_model_section_are_covered():
+    """Every field of the model is either written from a folder or named here as training's own."""
+    from llm_pretrain.commands.foreign_configs.pretrained import _OF_EXPERTS, _OF_SCALING
+
+    fields = set(ModelConfig.__dataclass_fields__)
+    assert set(_OF_EXPERTS) | set(_OF_SCALING) <= fields

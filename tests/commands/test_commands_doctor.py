@@ -1,0 +1,185 @@
+"""`llm-pretrain doctor`: facts, one line per surprise, and an exit code that a script can use."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+from support.mutation import ROOT
+
+from llm_pretrain.__main__ import main
+from llm_pretrain.commands import doctor
+from llm_pretrain.commands.accelerate_file import Machine, default_file, surprises
+from llm_pretrain.config import Config, TrainingConfig, read_yaml
+
+CPU, GPUS = Machine(gpus=0, cores=2), Machine(gpus=2, cores=16)
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No launcher's variables, and a home without a file of Accelerate's."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name in [name for name in doctor.os.environ if name.startswith("ACCELERATE_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setattr(doctor, "_gpus", lambda: 0)
+    monkeypatch.setattr(doctor, "_has_bf16", lambda gpus: True)
+
+
+def told(text: str, machine: Machine = CPU, config: Config | None = None) -> list[str]:
+    lines = list(surprises(read_yaml(text), text, machine, config))
+    assert all("; do " in line and "\n" not in line for line in lines)
+    return lines
+
+
+def test_a_machine_without_surprises_is_fine(capsys: pytest.CaptureFixture[str]):
+    file = str(ROOT / "configs" / "accelerate" / "cpu2.yaml")
+    config = str(ROOT / "configs" / "quickstart.yaml")
+    assert main(["doctor", "--accelerate_config", file, "--config", config]) == 0
+    output = capsys.readouterr().out
+    for name in ("python", "torch", "accelerate", "devices", "bf16", "back-ends", "threads", "disk"):
+        assert any(line.startswith(name) for line in output.splitlines()), name
+    assert "gloo" in output
+    assert f"{file}: MULTI_GPU, 2 processes" in output
+    assert output.splitlines()[-1] == "nothing here would surprise a run"
+
+
+def test_the_file_is_found_where_accelerate_finds_it(
+    capsys: pytest.CaptureFixture[str],
+):
+    assert main(["doctor"]) == 0
+    assert f"no file at {default_file()}" in capsys.readouterr().out
+    default_file().parent.mkdir(parents=True)
+    default_file().write_text("distributed_type: MULTI_CPU\nnum_processes: 2\nuse_cpu: true\n")
+    assert main(["doctor"]) == 1
+    warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
+    assert len(warnings) == 1
+    assert "MULTI_CPU starts one process" in warnings[0]
+
+
+@pytest.mark.parametrize("variable", ["HF_HOME", "XDG_CACHE_HOME", None])
+def test_accelerate_looks_there_too(variable: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from accelerate.commands.config import config_args
+
+    with monkeypatch.context() as patched:
+        patched.delenv("HF_HOME")
+        if variable:
+            patched.setenv(variable, str(tmp_path / "home"))
+        theirs = importlib.reload(config_args).default_yaml_config_file
+        assert str(default_file()) == theirs
+        assert (str(tmp_path) in theirs) == (variable is not None)
+    importlib.reload(config_args)
+
+
+@pytest.mark.parametrize(
+    ("text", "machine", "start"),
+    [
+        ("distributed_type: MULTI_CPU\nnum_processes: 4", CPU, "distributed_type: MULTI_CPU starts"),
+        ("distributed_type: 'NO'\nnum_processes: 2\nuse_cpu: true", CPU, "distributed_type: NO starts one"),
+        ("distributed_type: FSDP\nnum_processes: 2", CPU, "distributed_type: FSDP on a CPU"),
+        ("distributed_type: DEEPSPEED\nnum_processes: 2", CPU, "distributed_type: DEEPSPEED on a CPU"),
+        ("distributed_type: FSDP\nnum_processes: 2\nuse_cpu: true", GPUS, "distributed_type: FSDP on a CPU"),
+        ("distributed_type: MULTI_GPU", GPUS, "num_processes is not set"),
+        ("distributed_type: MULTI_GPU\nnum_processes: 8", GPUS, "num_processes: 8 on 2 GPUs"),
+        ("distributed_type: MULTI_GPU\nnum_processes: 8", CPU, "num_processes: 8 on 2 cores"),
+        ("distributed_type: MULTI_GPU\nnum_processes: 2\nnum_machines: 2", GPUS, "num_machines: 2 without"),
+        ("distributed_type: 'NO'\neven_batches: true", CPU, "even_batches is no setting"),
+        ("distributed_type: 'NO'\ngradient_accumulation_steps: 4", CPU, "gradient_accumulation_steps is no"),
+        ("distributed_type: 'NO'\ncolour: red", CPU, "colour is no setting"),
+        ("distributed_type: 'NO'\nmixed_precision: no", CPU, "mixed_precision: no without quotes"),
+        ("distributed_type: 'NO'\ndynamo_config: {dynamo_backend: INDUCTOR}", CPU, "dynamo_backend: IND"),
+        ("distributed_type: 'NO'\ncompute_environment: AMAZON_SAGEMAKER", CPU, "compute_environment: AMAZON"),
+        ("distributed_type: MEGATRON_LM\nnum_processes: 2", GPUS, "distributed_type: MEGATRON_LM takes"),
+    ],
+)  # fmt: skip
+def test_each_surprise_is_told_and_alone(text: str, machine: Machine, start: str):
+    more = "\nuse_cpu: true" in text and machine is GPUS
+    lines = told(text, machine)
+    assert sum(line.startswith(start) for line in lines) == 1
+    assert len(lines) == 1 + more
+
+
+@pytest.mark.parametrize(
+    ("text", "machine"),
+    [
+        ("distributed_type: MULTI_GPU\nnum_processes: 2\nuse_cpu: true\nmixed_precision: 'no'", CPU),
+        ("distributed_type: MULTI_GPU\nnum_processes: 2\nmixed_precision: bf16", GPUS),
+        ("distributed_type: 'NO'\nnum_processes: 1\nuse_cpu: true", CPU),
+        ("distributed_type: 'NO'\ndynamo_config: {dynamo_backend: 'NO'}", CPU),
+        ("distributed_type: MULTI_GPU\nnum_processes: 16\nnum_machines: 8\nmain_process_ip: a", GPUS),
+    ],
+)
+def test_what_works_is_not_warned_of(text: str, machine: Machine):
+    assert told(text, machine) == []
+
+
+def test_disagreements_with_the_configuration():
+    config = Config(training=TrainingConfig(precision="bf16", micro_batch_size=4, global_batch_size=16))
+    base = "distributed_type: MULTI_GPU\nnum_processes: 2\n"
+    assert told(base + "mixed_precision: bf16", GPUS, config) == []
+    (line,) = told(base + "mixed_precision: fp16", GPUS, config)
+    assert line.startswith("mixed_precision: fp16 against training.precision: bf16, and the run stops")
+    (line,) = told("distributed_type: MULTI_GPU\nnum_processes: 3", Machine(4, 16), config)
+    assert line.startswith("with num_processes: 3, training.global_batch_size: expected a multiple of")
+    lines = told(
+        "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config: {gradient_accumulation_steps: 8}",
+        GPUS,
+        config,
+    )
+    assert any(
+        line.startswith("distributed_type: DEEPSPEED against distributed.strategy: ddp") for line in lines
+    )
+    assert any(line.startswith("gradient_accumulation_steps: 8 against the 2 that") for line in lines)
+
+
+def test_the_environment_and_the_machine(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    monkeypatch.setattr(doctor, "_has_bf16", lambda gpus: False)
+    monkeypatch.setattr(doctor, "_free", lambda folder: 10**9)
+    versions = {"torch": "2.9.1", "numpy": "2.0"}
+    monkeypatch.setattr(doctor, "_version", versions.get)
+    file = str(ROOT / "configs" / "gpt2-124m.yaml")
+    assert main(["doctor", "--config", file]) == 1
+    output = capsys.readouterr().out
+    for text in (
+        "warning: RANK in the environment", "warning: ACCELERATE_MIXED_PRECISION in the environment",
+        "warning: training.precision: bf16 is emulated", "warning: accelerate is not installed",
+        "warning: torch is older than 2.10", "warning: runs/gpt2-124m: 3 checkpoints and weights take 5.2 GB",
+    ):  # fmt: skip
+        assert text in output, text
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [1\n", "not a valid YAML file"),
+        ("- 1\n", "expected Accelerate's settings"),
+        (None, "expected a file"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_one_line(
+    text: str | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    file = tmp_path / "accelerate.yaml"
+    if text is not None:
+        file.write_text(text)
+    assert main(["doctor", "--accelerate_config", str(file)]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert message in line
+
+
+def test_what_the_file_may_hold_is_what_accelerate_takes():
+    """Accelerate's own list of keys; an unknown one stops `accelerate launch`."""
+    import dataclasses
+
+    from accelerate.commands.config.config_args import ClusterConfig
+
+    from llm_pretrain.commands.accelerate_file import _KEYS
+
+    taken = {field.name for field in dataclasses.fields(ClusterConfig)}
+    assert taken <= _KEYS

@@ -1,0 +1,209 @@
+"""`llm-pretrain evaluate`: the run's own figures to the last bit; on files, what a plain loop recomputes."""
+
+import json
+import math
+import shutil
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+from support.corpora import make_store, make_texts, write_jsonl
+
+from llm_pretrain.__main__ import main
+from llm_pretrain.checkpoints import open_model
+from llm_pretrain.commands import _scoring
+from llm_pretrain.data import TokenStore, open_tokenizer
+from llm_pretrain.model import Decoder
+
+
+def evaluate(capsys, *argv: str | Path) -> dict:
+    capsys.readouterr()
+    assert main(["evaluate", *map(str, argv), "--json"]) == 0, capsys.readouterr().err
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> tuple[Path, list[str]]:
+    """A jsonl file of short and long documents, and their texts."""
+    texts = [*make_texts(6, seed=3), " ".join(make_texts(8, seed=4))]
+    return write_jsonl(tmp_path / "texts.jsonl", [{"text": text} for text in texts]), texts
+
+
+def document_nats(
+    model: Decoder, text_ids: list[int], start: int, end: int | None, length: int
+) -> list[float]:
+    """Cross-entropy of each target of one document, its pieces overlapping by one token, one by one."""
+    ids = [start, *text_ids] + ([] if end is None else [end])
+    nats = []
+    for first in range(0, len(ids) - 1, length):
+        piece = torch.tensor(ids[first : first + length + 1])
+        with torch.inference_mode():
+            logits = model(piece[None, :-1]).logits[0].double()
+        nats += torch.nn.functional.cross_entropy(logits, piece[1:], reduction="none").tolist()
+    return nats
+
+
+@pytest.mark.parametrize("named", ["", "checkpoints/step-00000006", "checkpoints/step-00000004"])
+def test_a_checkpoint_gives_the_runs_own_row_to_the_last_bit(trained_run, capsys, named):
+    figures = evaluate(capsys, trained_run.folder / named)
+    row = trained_run.rows[figures["step"]]
+    assert figures["step"] == (4 if "4" in named else 6)
+    for name in ("loss", "perplexity", "bits_per_byte"):
+        assert figures[name] == row[f"eval/{name}"], name
+
+
+def test_the_row_is_met_with_the_store_named_and_missed_with_other_settings(trained_run, plain_store, capsys):
+    loss = trained_run.rows[6]["eval/loss"]
+    assert evaluate(capsys, trained_run.folder, "--store", plain_store)["loss"] == loss
+    whole = evaluate(capsys, trained_run.folder, "--max_batches", "0")
+    assert whole["loss"] != loss
+    assert whole["tokens"] == TokenStore(plain_store).facts["splits"]["validation"]["targets"]
+    assert whole["bytes"] == TokenStore(plain_store).split("validation").text_bytes
+    assert whole["zlib_bits_per_byte"] == TokenStore(plain_store).zlib_bits_per_byte
+    other_size = evaluate(capsys, trained_run.folder, "--max_batches", "0", "--micro_batch_size", "3")
+    assert other_size["loss"] == pytest.approx(whole["loss"], rel=1e-6)
+
+
+def test_half_precision_weights_and_autocast_are_near(trained_run, capsys):
+    loss = trained_run.rows[6]["eval/loss"]
+    weights = evaluate(capsys, trained_run.folder / "weights")
+    assert (weights["kind"], weights["step"]) == ("weights", 6)
+    assert 0 < abs(weights["loss"] - loss) < 1e-2
+    low = evaluate(capsys, trained_run.folder, "--precision", "bf16")
+    assert 0 < abs(low["loss"] - loss) < 2e-2
+
+
+def test_the_train_split_is_another(trained_run, plain_store, capsys):
+    figures = evaluate(capsys, trained_run.folder, "--split", "train", "--max_batches", "0")
+    facts = TokenStore(plain_store).facts["splits"]["train"]
+    assert (figures["tokens"], figures["bytes"]) == (facts["targets"], facts["text_bytes"])
+    assert 0 < figures["zlib_bits_per_byte"] < 8
+
+
+@pytest.mark.parametrize("windows", ["training", "rolling"])
+def test_files_are_evaluated_as_documented(trained_run, texts, capsys, windows):
+    """Against a loop over documents and pieces that knows nothing of packing or batches."""
+    file, contents = texts
+    figures = evaluate(
+        capsys, trained_run.folder, "--input", file, "--sequence_length", "64", "--windows", windows
+    )
+    opened = open_model(trained_run.folder)
+    tokenizer = open_tokenizer(opened.tokenizer_folder)
+    encoded = tokenizer.encode(contents)
+    size = sum(len(text.encode()) for text in contents)
+    assert figures["bytes"] == size
+    assert max(map(len, encoded)) > 3 * 64, "a document is split"
+    if windows == "training":
+        per_document = [
+            document_nats(opened.model, ids, tokenizer.bos_token_id, tokenizer.eos_token_id, 64)
+            for ids in encoded
+        ]
+        text_nats = math.fsum(value for nats in per_document for value in nats[:-1])
+        assert figures["tokens"] == sum(len(ids) + 1 for ids in encoded)
+    else:
+        per_document = [rolling_nats(opened.model, ids, tokenizer.bos_token_id, 64) for ids in encoded]
+        text_nats = math.fsum(map(math.fsum, per_document))
+        assert figures["tokens"] == sum(map(len, encoded))
+    loss = math.fsum(map(math.fsum, per_document)) / figures["tokens"]
+    assert figures["loss"] == pytest.approx(loss, rel=1e-6)
+    assert figures["bits_per_byte"] == pytest.approx(text_nats / size / math.log(2), rel=1e-6)
+    joined = "".join(contents).encode()
+    assert figures["zlib_bits_per_byte"] == 8 * len(zlib.compress(joined, 9)) / len(joined)
+
+
+def rolling_nats(model: Decoder, ids: list[int], start: int, length: int) -> list[float]:
+    """Each token after the `length` at most before it that lm-eval's windows give it."""
+    nats = []
+    whole = [start, *ids]
+    for first in range(0, len(ids), length):
+        stop = min(first + length, len(ids))
+        begin = first if stop - first == length else max(stop - length, 0)
+        with torch.inference_mode():
+            logits = model(torch.tensor([whole[begin:stop]])).logits[0].double()
+        targets = torch.tensor(ids[first:stop])
+        nats += torch.nn.functional.cross_entropy(logits[-len(targets) :], targets, reduction="none").tolist()
+    return nats
+
+
+def test_rolling_windows_predict_every_id_once_with_full_context():
+    ids = list(range(1, 24))
+    windows = list(_scoring.rolling_windows(ids, 0, 10))
+    assert windows[0] == ([0], ids[:10])
+    assert windows[1] == ([10], ids[10:20])
+    assert windows[2] == (list(range(13, 21)), ids[20:])
+    assert [token for _, predicted in windows for token in predicted] == ids
+    assert list(_scoring.rolling_windows([], 0, 10)) == []
+    assert list(_scoring.rolling_windows([5], 0, 10)) == [([0], [5])]
+
+
+def test_scores_do_not_depend_on_what_shares_the_batch(trained_run):
+    model = open_model(trained_run.folder).model
+    windows = [([1], [2, 3, 4]), ([5, 6, 7, 8, 9], [10]), ([3], [4] * 20), ([9, 8], [])]
+    together = _scoring.score_windows(model, windows, batch_size=4)
+    alone = [_scoring.score_windows(model, [window], batch_size=1)[0] for window in windows]
+    for (left, greedy), (right, also) in zip(together, alone, strict=True):
+        assert left == pytest.approx(right, abs=1e-5)
+        assert greedy == also
+    assert together[3] == (0.0, True)
+    with torch.inference_mode():
+        likeliest = int(model(torch.tensor([[1, 2]])).logits[0, -1].argmax())
+    assert _scoring.score_windows(model, [([1, 2], [likeliest])], batch_size=1)[0][1]
+
+
+def test_every_format_that_prepare_reads_and_its_masks(trained_run, tmp_path, capsys):
+    file = write_jsonl(tmp_path / "pairs.jsonl", [{"prompt": "one two ", "completion": "three"}])
+    text = tmp_path / "plain.txt"
+    text.write_text("three and four", encoding="utf-8")
+    for windows, ends in (("training", 1), ("rolling", 0)):
+        pair = evaluate(capsys, trained_run.folder, "--input", file, "--windows", windows)
+        assert (pair["tokens"], pair["bytes"]) == (5 + ends, 5)
+        both = evaluate(capsys, trained_run.folder, "--input", file, text, "--windows", windows)
+        assert (both["tokens"], both["bytes"]) == (5 + 14 + 2 * ends, 19)
+
+
+def test_what_is_printed_for_people(trained_run, capsys):
+    assert main(["evaluate", str(trained_run.folder)]) == 0
+    out = capsys.readouterr().out
+    row = trained_run.rows[6]
+    for expected in (
+        "checkpoints/step-00000006 (checkpoint, step 6, fp32 on cpu)",
+        f"loss           {row['eval/loss']:.6f}\n",
+        f"bits per byte  {row['eval/bits_per_byte']:.6f}\n",
+        "zlib -9 ",
+    ):
+        assert expected in out
+
+
+def test_wrong_input_is_one_line_that_names_it(trained_run, plain_store, tmp_path, capsys):
+    def refused(*argv: str | Path, code: int) -> str:
+        assert main(["evaluate", *map(str, argv)]) == code
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.count("\n") == 1, err
+        return err
+
+    folder = trained_run.folder
+    outside = Path(shutil.copytree(folder / "weights" / "step-00000006", tmp_path / "outside"))
+    assert "--store: expected a store, since SOURCE is in no run" in refused(outside, code=2)
+    assert "none of them" in refused(tmp_path / "nowhere", code=74)
+    for option, value in (("--max_batches", -1), ("--sequence_length", 0), ("--micro_batch_size", 0)):
+        assert f"{option}: expected" in refused(folder, option, str(value), code=2)
+    assert "--sequence_length: expected at most" in refused(folder, "--sequence_length", str(1 << 20), code=2)
+    assert "--windows: expected --input beside it" in refused(folder, "--windows", "rolling", code=2)
+    assert "--split: expected no --input" in refused(folder, "--input", "a", "--split", "train", code=2)
+    assert "--limit: expected --tasks" in refused(folder, "--limit", "3", code=2)
+    assert "none.txt" in refused(folder, "--input", tmp_path / "none.txt", code=65)
+    empty = tmp_path / "empty.txt"
+    empty.touch()
+    assert "expected documents, found none" in refused(folder, "--input", empty, code=65)
+    assert "store.json" in refused(folder, "--store", tmp_path, code=65)
+    broken = Path(shutil.copytree(folder, tmp_path / "run"))
+    for file in broken.glob("weights/*/tokenizer.json"):
+        file.write_text(file.read_text() + " ")
+    message = refused(broken / "weights", "--store", plain_store, code=65)
+    assert "expected a store of the model's tokenizer" in message
+    store = make_store(tmp_path / "no-validation", documents=20, validation_fraction=0.0)
+    assert "expected tokens to evaluate on in the validation split" in refused(
+        folder, "--store", store.path, code=65
+    )

@@ -1,0 +1,141 @@
+"""`llm-pretrain export`: what it opens, writes and refuses, in one line."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.corpora import make_tokenizer
+
+from llm_pretrain.__main__ import main
+from llm_pretrain.checkpoints import save_weights
+from llm_pretrain.config import ModelConfig
+from llm_pretrain.export import load_pretrained
+from llm_pretrain.model import Decoder, initialize_weights
+
+CONFIG = ModelConfig(
+    vocab_size=320,
+    hidden_size=16,
+    intermediate_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+)
+
+
+@pytest.fixture
+def run(tmp_path) -> Path:
+    """A run with weights of two steps, the second different."""
+    return make_run(tmp_path, CONFIG)
+
+
+def make_run(tmp_path: Path, config: ModelConfig) -> Path:
+    tokenizer = make_tokenizer(tmp_path / "tokenizer")
+    for step in (1, 2):
+        model = Decoder(config)
+        initialize_weights(model, step)
+        save_weights(
+            tmp_path / "run" / "weights",
+            step,
+            model,
+            config,
+            dtype="bf16",
+            tokenizer_folder=tokenizer,
+            token_ids={"bos_token_id": 256, "eos_token_id": 257, "pad_token_id": 258},
+            keep_last=2,
+            sequence_length=48,
+        )
+    return tmp_path / "run"
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_pretrained(folder).state_dict()
+
+
+@pytest.mark.parametrize("source", ["", "weights", "weights/step-00000002"])
+def test_a_run_stands_for_its_newest_weights(run, tmp_path, capsys, source):
+    out = tmp_path / "out"
+    assert main(["export", str(run / source), "--to", "huggingface", "--output", str(out)]) == 0
+    assert "step-00000002" in capsys.readouterr().out
+    ours, theirs = weights(run / "weights" / "step-00000002"), weights(out)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_the_type_changes_and_everything_else_comes_along(run, tmp_path):
+    out = tmp_path / "out"
+    source = run / "weights" / "step-00000001"
+    assert main(["export", str(source), "--to", "huggingface", "--output", str(out), "--dtype", "fp32"]) == 0
+    assert {tensor.dtype for tensor in load_file(out / "model.safetensors").values()} == {torch.float32}
+    assert json.loads((out / "config.json").read_text())["torch_dtype"] == "float32"
+    assert {file.name for file in source.iterdir()} == {file.name for file in out.iterdir()}
+
+
+def test_what_has_no_home_is_named_by_field(tmp_path, capsys):
+    experts = {"num_experts": 4, "router_bias_update_rate": 0.01}
+    run = make_run(tmp_path, dataclasses.replace(CONFIG, **experts))
+    out = tmp_path / "out"
+    assert main(["export", str(run), "--to", "huggingface", "--output", str(out)]) == 2
+    assert "model.router_bias_update_rate: " in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_nothing_is_replaced_unasked(run, tmp_path, capsys):
+    out = tmp_path / "out"
+    out.mkdir()
+    command = ["export", str(run), "--to", "huggingface", "--output", str(out)]
+    assert main(command) == 2
+    assert "--overwrite" in capsys.readouterr().err
+    assert main([*command, "--overwrite"]) == 0
+    assert main([*command, "--overwrite"]) == 0
+    assert not [each for each in tmp_path.iterdir() if each.name.startswith(".")]
+    (out / "config.json").unlink()
+    assert main([*command, "--overwrite"]) == 2
+    assert (out / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("place", ["weights/step-00000002", "weights", "."])
+def test_the_source_is_never_replaced(run, capsys, place):
+    command = ["export", str(run), "--to", "huggingface", "--output", str(run / place), "--overwrite"]
+    assert main(command) == 2
+    assert "expected a folder without the weights" in capsys.readouterr().err
+    assert (run / "weights" / "step-00000002" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("to", ["gguf", "huggingface"])
+def test_wrong_input_is_one_line(run, tmp_path, capsys, to):
+    (tmp_path / "empty").mkdir()
+    out = tmp_path / "out"
+    for source in (tmp_path / "none", tmp_path / "empty", tmp_path / "tokenizer" / "tokenizer.json"):
+        assert main(["export", str(source), "--to", to, "--output", str(out)]) == 74
+        error = capsys.readouterr().err
+        assert error.startswith("llm-pretrain export: error: ")
+        assert error.count("\n") == 1
+    assert not out.exists()
+
+
+def test_a_tokenizer_without_a_home_in_gguf_is_one_line(run, tmp_path, capsys):
+    pytest.importorskip("gguf", reason="writing GGUF needs the package gguf")
+    out = tmp_path / "model.gguf"
+    assert main(["export", str(run), "--to", "gguf", "--output", str(out)]) == 65
+    assert "export to huggingface" in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_a_kind_of_output_is_not_replaced_by_another(run, tmp_path, capsys):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("text")
+    for to, output in (("gguf", "folder"), ("huggingface", "file")):
+        command = ["export", str(run), "--to", to, "--output", str(tmp_path / output), "--overwrite"]
+        assert main(command) == 2
+        assert "expected a f" in capsys.readouterr().err
+
+
+def test_help_ends_in_examples(capsys):
+    with pytest.raises(SystemExit):
+        main(["export", "--help"])
+    assert capsys.readouterr().out.rstrip().endswith("--overwrite")

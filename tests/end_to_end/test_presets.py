@@ -1,0 +1,124 @@
+"""The presets in configs/: the size in the first line is the model's, the data's commands work, it trains."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+import shlex
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+from support.launching import ROOT, Finished, train
+
+from llm_pretrain.config import Config, load_config
+from llm_pretrain.model import count_parameters
+from llm_pretrain.training.saving import Saving
+
+PRESETS = sorted((ROOT / "configs").glob("*.yaml"))
+FIRST_LINE = re.compile(
+    r"# (\S+): total ([\d,]+) parameters, active ([\d,]+)(?:, with a vocabulary of ([\d,]+))?"
+)
+PUBLISHED = {
+    "minimind-26m": 25.83, "minimind-104m": 104, "minimind-moe-145m": 145, "minimind3-64m": 64,
+    "minimind3-moe": 198, "gpt2-124m": 124, "smol-135m": 134.5, "qwen3-0.6b": 596, "tinyllama-1.1b": 1100,
+    "olmoe-1b-7b": 6919, "qwen3-30b-a3b": 30532,
+}  # fmt: skip
+"""Millions of parameters: what the model's own publication says, to the digits that it gives."""
+TOO_LARGE = {"qwen3-0.6b", "tinyllama-1.1b", "olmoe-1b-7b", "qwen3-30b-a3b"}
+"""To be trained here even for a step: their shapes are built on the meta device only."""
+PROCESSES = {
+    "char-0.8m": (1,),
+    "tiny-dense": (1, 2),
+    "tiny-moe": (1, 2),
+    "quickstart": (1, 2),
+    "gpt2-124m": (1, 2, 4, 8),
+}
+"""Numbers of processes that a preset's batch divides into; the others' into 1, 2, 4 and 8."""
+
+
+def number(text: str) -> int:
+    return int(text.replace(",", ""))
+
+
+def loaded(preset: Path) -> Config:
+    return load_config(["--config", str(preset)])
+
+
+@pytest.mark.parametrize("preset", PRESETS, ids=lambda path: path.stem)
+def test_the_first_line_says_name_and_size(preset: Path):
+    match = FIRST_LINE.fullmatch(preset.read_text().splitlines()[0])
+    assert match, "`# NAME: total N parameters, active N`"
+    config = loaded(preset)
+    model = config.model
+    assert (match[4] is None) == (model.vocab_size is not None)
+    if match[4]:
+        model = dataclasses.replace(model, vocab_size=number(match[4]))
+    assert match[1] == preset.stem == config.run.name
+    assert (number(match[2]), number(match[3])) == count_parameters(model)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_shape_has_its_published_size(name: str):
+    total = count_parameters(loaded(ROOT / "configs" / f"{name}.yaml").model).total / 1e6
+    digits = len(str(PUBLISHED[name]).partition(".")[2])
+    assert round(total, digits) == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("preset", PRESETS, ids=lambda path: path.stem)
+def test_a_preset_is_sound_at_usual_numbers_of_processes(preset: Path, monkeypatch: pytest.MonkeyPatch):
+    for world_size in PROCESSES.get(preset.stem, (1, 2, 4, 8)):
+        monkeypatch.setenv("WORLD_SIZE", str(world_size))
+        config = loaded(preset)
+    assert config.schedule.warmup_steps > 0
+    assert config.optimizer.learning_rate > config.schedule.min_learning_rate
+
+
+@pytest.mark.parametrize("preset", PRESETS, ids=lambda path: path.stem)
+def test_the_datas_commands_make_the_presets_store(preset: Path):
+    """`llm-pretrain tokenizer` and `prepare` take the options, and each makes what the next one needs."""
+    lines = [line for line in preset.read_text().splitlines() if line.startswith("#   llm-pretrain ")]
+    if preset.stem in ("quickstart", "tiny-dense", "tiny-moe"):
+        assert not lines, "their store is `make store`'s"
+        return
+    parsed = {}
+    for line in lines:
+        name, *words = shlex.split(line)[2:]
+        parser = argparse.ArgumentParser(prog=name)
+        import_module(f"llm_pretrain.commands.{name}").add_arguments(parser)
+        parsed[name] = parser.parse_args(words)
+    config = loaded(preset)
+    assert list(parsed) == ["tokenizer", "prepare"]
+    assert parsed["tokenizer"].output == parsed["prepare"].tokenizer
+    assert parsed["prepare"].output == config.data.sources[0].store
+    if config.model.vocab_size is not None:
+        assert parsed["tokenizer"].vocab_size == config.model.vocab_size
+
+
+@pytest.mark.parametrize(
+    "preset",
+    [path for path in PRESETS if path.stem not in TOO_LARGE],
+    ids=lambda path: path.stem,
+)
+def test_a_preset_takes_a_step(
+    preset: Path, plain_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The whole shape on short sequences; its checkpoint, as large as it is, is not written."""
+    monkeypatch.setattr(Saving, "save", lambda self, progress: tmp_path)
+    config = loaded(preset)
+    code = train(
+        *("--config", str(preset), "--data.sources", f"[{{store: {plain_store}}}]"),
+        *("--run.output_dir", str(tmp_path / "run"), "--training.sequence_length", "32"),
+        *("--training.micro_batch_size", "2", "--training.global_batch_size", "4"),
+        *("--training.max_steps", "1", "--schedule.warmup_steps", "1", "--schedule.decay_steps", "null"),
+        *("--evaluation.eval_steps", "0", "--checkpoint.save_steps", "0", "--logging.logging_steps", "1"),
+        *("--logging.wandb_mode", "disabled", "--distributed.cpu_threads", "1"),
+    )
+    assert code == 0
+    (row,) = Finished(0, "", tmp_path / "run").rows.values()
+    assert row["train/skipped"] is None
+    assert 4.0 < row["train/loss"] < 16.0
+    assert row["train/grad_norm"] > 0
+    assert row["train/learning_rate"] == config.optimizer.learning_rate
+    assert ("moe/load" in row) == (config.model.num_experts > 0)

@@ -1,0 +1,360 @@
+"""GGUF files: llama.cpp gets the same ids, logits and greedy text from them, or the export says why not."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.mutation import Edit, mutated
+
+from llm_pretrain.config import ModelConfig
+from llm_pretrain.data import Tokenizer, open_tokenizer, train_tokenizer
+from llm_pretrain.errors import CheckpointError, ConfigError, DataError
+from llm_pretrain.export import huggingface_config, load_pretrained, native_config, to_huggingface, write_gguf
+from llm_pretrain.model import Decoder, initialize_weights
+
+pytest.importorskip("gguf", reason="writing GGUF needs the package gguf")
+
+KINDS = ["sentencepiece-bpe", "bytelevel-bpe", "char"]
+TEXTS = [
+    "Hello world",
+    "  two spaces,   three\t\ttabs\n\n\nand lines \n",
+    "你好,世界!春眠不觉晓,处处闻啼鸟。",
+    "def f(x):\n    return x ** 2  # café naïve\n",
+    "It's 12345 o'clock, isn't it? THEY'LL see",
+    "😀👩‍👩‍👧 ไทย العربية \u00a0 ▁ x",
+    "text with </s> and <|im_start|> and <s> in it",
+    " ",
+    "e\u0301 é ﬁ \r\n mixed\r\nends",
+]
+ENGLISH = "the quick brown fox jumps over a lazy dog while it's raining; return value of the function is"
+CHINESE = "春眠不觉晓处处闻啼鸟夜来风雨声花落知多少床前明月光疑是地上霜举头望明月低头思故乡"
+
+BASE = ModelConfig(
+    vocab_size=704,
+    hidden_size=48,
+    intermediate_size=96,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,  # not hidden_size / heads
+    max_position_embeddings=256,
+    initializer_range=0.15,  # far from uniform logits
+    rope_theta=5000.0,
+    rms_norm_eps=1e-5,
+)
+MOE = dataclasses.replace(BASE, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=32)
+SHAPES = {
+    "qwen3": BASE,
+    "qwen3-untied": dataclasses.replace(BASE, tie_word_embeddings=False),
+    "llama": dataclasses.replace(BASE, qk_norm=False),
+    "qwen3moe": MOE,
+    "mixtral": dataclasses.replace(MOE, qk_norm=False, tie_word_embeddings=False),
+    "linear": dataclasses.replace(BASE, rope_type="linear", rope_factor=4.0),
+    "yarn": dataclasses.replace(BASE, qk_norm=False, rope_type="yarn", rope_factor=4.0),
+    "some-dense": dataclasses.replace(MOE, first_k_dense_replace=1, norm_topk_prob=False),
+    "sigmoid": dataclasses.replace(MOE, scoring_func="sigmoid", qk_norm=False, routed_scaling_factor=2.5),
+    "sigmoid-shared-bias": dataclasses.replace(
+        MOE, scoring_func="sigmoid", n_shared_experts=2, router_bias_update_rate=0.01, first_k_dense_replace=1
+    ),
+    "ernie4_5_moe": dataclasses.replace(
+        MOE, qk_norm=False, n_shared_experts=1, routed_scaling_factor=1.5, first_k_dense_replace=1
+    ),
+    "qwen2_moe": dataclasses.replace(MOE, qk_norm=False, norm_topk_prob=False, n_shared_experts=1),
+    "softmax-bias": dataclasses.replace(MOE, router_bias_update_rate=0.01, n_shared_experts=1),
+}
+
+
+def corpus() -> list[str]:
+    """English and Chinese lines that repeat enough to be merged."""
+    generator = random.Random(0)
+    words = ENGLISH.split()
+    lines = [" ".join(generator.choices(words, k=12)) for _ in range(150)]
+    lines += ["".join(generator.choices(CHINESE, k=14)) + "。" for _ in range(150)]
+    return lines + [text for text in TEXTS if "</s>" not in text and "▁" not in text]
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory) -> dict[str, Path]:
+    """One tokenizer folder of each kind that llama.cpp can follow."""
+    folder = tmp_path_factory.mktemp("tokenizers")
+    text = folder / "corpus.txt"
+    text.write_text("\n".join(corpus()), encoding="utf-8")
+    for kind in KINDS:
+        train_tokenizer([str(text)], folder / kind, None if kind == "char" else 640, type=kind)
+    return {kind: folder / kind for kind in KINDS}
+
+
+def write_weights(folder: Path, model: ModelConfig, tokenizer: Path, **ids: int | None) -> Path:
+    """A weights folder with random values that are far from uniform, in fp32."""
+    decoder = Decoder(model)
+    initialize_weights(decoder, 1)
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in decoder.named_parameters():
+        if parameter.dim() == 1:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5, generator=generator)
+        elif name.endswith(("gate_up_proj", "mlp.gate.weight")):
+            parameter.data.mul_(2)
+    for name, buffer in decoder.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.uniform_(-0.3, 0.3, generator=generator)
+    shutil.copytree(tokenizer, folder)
+    token_ids = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": None} | ids
+    try:
+        content = huggingface_config(model, dtype="fp32", **token_ids)
+    except ConfigError:
+        content = native_config(model, dtype="fp32", **token_ids)
+    (folder / "config.json").write_text(json.dumps(content))
+    save_file(
+        to_huggingface(decoder.state_dict(), model, torch.float32),
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    return folder
+
+
+def our_logprobs(weights: Path, ids: list[int], new: list[int]) -> np.ndarray:
+    """Log-probabilities [len(new), V] of our own decoder on the way through `new`."""
+    model = load_pretrained(weights).eval()
+    with torch.no_grad():
+        logits = model(torch.tensor([ids + new])).logits
+    assert logits is not None
+    return logits[0, len(ids) - 1 : -1].double().log_softmax(-1).numpy()
+
+
+def not_characters(tokenizer: Tokenizer, vocab_size: int) -> list[int]:
+    """Ids whose bytes alone are no text: special, unused, and parts of a character."""
+    pieces = tokenizer.token_pieces()
+    return [
+        index
+        for index in range(vocab_size)
+        if index >= len(pieces) or not pieces[index] or "\ufffd" in pieces[index].decode(errors="replace")
+    ]
+
+
+def difference(weights: Path, file: Path, text: str, count: int = 12) -> float:
+    """Largest difference of log-probabilities (of the 50 likeliest) while llama.cpp continues a text.
+
+    Fails where the ids of the text differ, or where llama.cpp's choice is not our likeliest, of all
+    tokens that are whole characters.
+    """
+    from support.llama_cpp import LlamaCpp
+
+    llama = LlamaCpp(file)
+    tokenizer = open_tokenizer(weights)
+    start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    ids = start + tokenizer.encode([text])[0]
+    assert llama.tokenize(text) == ids
+    vocab_size = json.loads((weights / "config.json").read_text())["vocab_size"]
+    banned = not_characters(tokenizer, vocab_size)
+    new, theirs = llama.greedy(ids, count, vocab_size, banned)
+    assert len(new) == count
+    ours = our_logprobs(weights, ids, new)
+    allowed = ours.copy()
+    allowed[:, banned] = -np.inf
+    assert new == allowed.argmax(-1).tolist()
+    likeliest = np.argsort(-ours, -1)[:, :50]
+    assert ours.std() > 0.5
+    return float(np.abs(np.take_along_axis(ours - theirs, likeliest, -1)).max())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_llama_cpp_cuts_text_into_the_same_ids(tmp_path, tokenizers, kind):
+    pytest.importorskip("xllamacpp", reason="llama.cpp is not installed")
+    from support.llama_cpp import LlamaCpp
+
+    weights = write_weights(tmp_path / "weights", BASE, tokenizers[kind])
+    write_gguf(weights, tmp_path / "model.gguf", "fp32")
+    llama, tokenizer = LlamaCpp(tmp_path / "model.gguf"), open_tokenizer(tokenizers[kind])
+    texts = [*TEXTS, *corpus()[::25]]
+    if kind == "char":  # as the export says
+        texts = [text for text in texts if "▁" not in text]
+    expected = tokenizer.encode(texts)
+    assert max(map(len, expected)) > 20
+    assert [llama.tokenize(text, special=False) for text in texts] == expected
+
+
+@pytest.mark.parametrize(
+    ("shape", "kind"),
+    [(shape, KINDS[index % len(KINDS)]) for index, shape in enumerate(SHAPES)],
+)
+def test_llama_cpp_computes_the_same_log_probabilities(tmp_path, tokenizers, shape, kind):
+    pytest.importorskip("xllamacpp", reason="llama.cpp is not installed")
+    weights = write_weights(tmp_path / "weights", SHAPES[shape], tokenizers[kind])
+    notes = write_gguf(weights, tmp_path / "model.gguf", "fp32")
+    assert notes == (["llama.cpp reads the character ▁ (U+2581) in a text as a space"] * (kind == "char"))
+    assert difference(weights, tmp_path / "model.gguf", "return the 春眠不觉晓") < 1e-4
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [("bf16", 0.3), ("fp16", 0.03)])
+def test_half_precision_files_stay_close(tmp_path, tokenizers, dtype, bound):
+    """llama.cpp rounds activations to the matrices' type, so the bound is the type's, not the export's."""
+    pytest.importorskip("xllamacpp", reason="llama.cpp is not installed")
+    weights = write_weights(tmp_path / "weights", MOE, tokenizers["bytelevel-bpe"])
+    write_gguf(weights, tmp_path / "model.gguf", dtype)
+    assert (tmp_path / "model.gguf").stat().st_size < 0.6 * (
+        weights / "model.safetensors"
+    ).stat().st_size + 1e5
+    assert difference(weights, tmp_path / "model.gguf", "the quick brown", count=1) < bound
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece-bpe", "bytelevel-bpe"])
+def test_the_chat_template_makes_the_same_prompt(tmp_path, tokenizers, kind):
+    """The same ids, though llama.cpp does not know transformers' `{% generation %}` marks."""
+    pytest.importorskip("xllamacpp", reason="llama.cpp is not installed")
+    from support.llama_cpp import LlamaCpp
+    from transformers import AutoTokenizer
+
+    weights = write_weights(tmp_path / "weights", BASE, tokenizers[kind])
+    write_gguf(weights, tmp_path / "model.gguf", "fp32")
+    messages = [
+        {"role": "user", "content": "你好"},
+        {"role": "assistant", "content": "hello"},
+        {"role": "user", "content": "again"},
+    ]
+    llama, tokenizer = LlamaCpp(tmp_path / "model.gguf"), AutoTokenizer.from_pretrained(weights)
+    ids = llama.tokenize(llama.chat_prompt(messages), special_text=True)
+    expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert ids == expected
+    assert len(set(ids) & set(tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"]))) == 2
+
+
+def test_a_query_that_is_not_permuted_for_llama_shows(tmp_path, tokenizers):
+    """The comparison fails when rotated pairs stay where transformers has them."""
+    pytest.importorskip("xllamacpp", reason="llama.cpp is not installed")
+    weights = write_weights(tmp_path / "weights", SHAPES["llama"], tokenizers["bytelevel-bpe"])
+    mistake = Edit(
+        "llm_pretrain/export/gguf_architecture.py",
+        'return architecture == "llama"',
+        "return False",
+    )
+    with mutated(mistake):
+        import llm_pretrain.export.gguf as module
+
+        module.write_gguf(weights, tmp_path / "model.gguf", "fp32")
+    assert logprob_error(weights, tmp_path / "model.gguf") > 0.1
+    write_gguf(weights, tmp_path / "model.gguf", "fp32")
+    assert logprob_error(weights, tmp_path / "model.gguf") < 1e-4
+
+
+def logprob_error(weights: Path, file: Path) -> float:
+    """Largest difference in the log-probabilities of one next token."""
+    from support.llama_cpp import LlamaCpp
+
+    tokenizer = open_tokenizer(weights)
+    ids = tokenizer.encode(["the quick brown fox 春眠不觉晓"])[0]
+    new, theirs = LlamaCpp(file).greedy(ids, 1, 704, not_characters(tokenizer, 704))
+    return float(np.abs(our_logprobs(weights, ids, new) - theirs).max())
+
+
+def test_a_file_is_the_same_every_time(tmp_path, tokenizers):
+    weights = write_weights(tmp_path / "weights", MOE, tokenizers["bytelevel-bpe"])
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        write_gguf(weights, tmp_path / name / "model.gguf", "bf16")
+    assert (tmp_path / "a" / "model.gguf").read_bytes() == (tmp_path / "b" / "model.gguf").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("changes", "fields"),
+    [
+        ({"decoder_sparse_step": 2}, ["decoder_sparse_step"]),
+        ({"decoder_sparse_step": 2, "norm_topk_prob": False}, ["decoder_sparse_step"]),
+    ],
+)
+def test_what_llama_cpp_cannot_compute_is_refused_by_field(tmp_path, tokenizers, changes, fields):
+    weights = write_weights(
+        tmp_path / "weights", dataclasses.replace(MOE, **changes), tokenizers["bytelevel-bpe"]
+    )
+    with pytest.raises(ConfigError) as caught:
+        write_gguf(weights, tmp_path / "model.gguf", "bf16")
+    assert sorted(problem.partition(":")[0] for problem in caught.value.problems) == sorted(
+        f"model.{field}" for field in fields
+    )
+    assert [each.name for each in tmp_path.iterdir()] == ["weights"]
+
+
+def change_json(path: Path, change) -> None:
+    content = json.loads(path.read_text("utf-8"))
+    change(content)
+    path.write_text(json.dumps(content), "utf-8")
+
+
+def another_pattern(spec: dict) -> None:
+    spec["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = r"\s+"
+
+
+def lower_case(spec: dict) -> None:
+    spec["normalizer"] = {"type": "Lowercase"}
+
+
+def two_in_front(spec: dict) -> None:
+    spec["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [
+            {"SpecialToken": {"id": "<|im_start|>", "type_id": 0}},
+            {"Sequence": {"id": "A", "type_id": 0}},
+            {"SpecialToken": {"id": "<|im_end|>", "type_id": 0}},
+        ],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {
+            name: {"id": name, "ids": [i], "tokens": [name]}
+            for i, name in ((1, "<|im_start|>"), (2, "<|im_end|>"))
+        },
+    }
+
+
+@pytest.mark.parametrize("change", [another_pattern, lower_case, two_in_front])
+def test_a_tokenizer_that_llama_cpp_would_not_follow_is_refused(tmp_path, tokenizers, change):
+    weights = write_weights(tmp_path / "weights", BASE, tokenizers["bytelevel-bpe"])
+    change_json(weights / "tokenizer.json", change)
+    with pytest.raises(DataError, match=r"tokenizer\.json: expected") as caught:
+        write_gguf(weights, tmp_path / "model.gguf", "bf16")
+    assert "\n" not in str(caught.value)
+    assert [each.name for each in tmp_path.iterdir()] == ["weights"]
+
+
+def test_a_unigram_tokenizer_is_refused(tmp_path, tokenizers):
+    """llama.cpp has no bytes to fall back on there: a rare character would become <unk>."""
+    weights = write_weights(tmp_path / "weights", BASE, tokenizers["sentencepiece-bpe"])
+    change_json(
+        weights / "tokenizer.json",
+        lambda spec: spec.update(
+            model={"type": "Unigram", "unk_id": 0, "vocab": [["<unk>", 0.0], ["a", -1.0]]}
+        ),
+    )
+    with pytest.raises(DataError, match="found 'Unigram'"):
+        write_gguf(weights, tmp_path / "model.gguf", "bf16")
+
+
+def test_a_sentencepiece_folder_without_its_scores_is_refused(tmp_path, tokenizers):
+    weights = write_weights(tmp_path / "weights", BASE, tokenizers["sentencepiece-bpe"])
+    (weights / "tokenizer.model").unlink()
+    with pytest.raises(DataError, match=r"tokenizer\.model: expected"):
+        write_gguf(weights, tmp_path / "model.gguf", "bf16")
+
+
+@pytest.mark.parametrize("damage", ["missing tensor", "foreign tensor", "too large for fp16"])
+def test_broken_weights_leave_no_file(tmp_path, tokenizers, damage):
+    weights = write_weights(tmp_path / "weights", MOE, tokenizers["bytelevel-bpe"])
+    tensors = load_file(weights / "model.safetensors")
+    if damage == "missing tensor":
+        del tensors["model.layers.1.mlp.experts.3.up_proj.weight"]
+    elif damage == "foreign tensor":
+        tensors["model.layers.0.self_attn.q_proj.bias"] = torch.ones(64)
+    else:
+        tensors["model.layers.2.mlp.experts.1.down_proj.weight"][0, 0] = 7e4
+    save_file(tensors, weights / "model.safetensors")
+    (tmp_path / "model.gguf").write_text("before")
+    with pytest.raises(CheckpointError) as caught:
+        write_gguf(weights, tmp_path / "model.gguf", "fp16")
+    assert "\n" not in str(caught.value)
+    assert (tmp_path / "model.gguf").read_text() == "before"
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["model.gguf", "weights"]

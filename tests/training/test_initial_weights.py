@@ -1,0 +1,308 @@
+"""Starting from a weights folder: the same function as the folder's, or one line that says why not."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from support.corpora import make_tokenizer
+from support.launching import Finished, assert_same_tensors, checkpoint_tensors, launch, train
+from support.mutation import Edit, mutated
+
+import llm_pretrain.training.initial_weights as initial_weights
+from llm_pretrain.config import Config, DataConfig, ModelConfig, SourceConfig, dump_yaml
+from llm_pretrain.errors import CheckpointError, ConfigError, PretrainError
+from llm_pretrain.export import huggingface_config, to_huggingface
+from llm_pretrain.model import Decoder, initialize_weights
+
+DENSE = ModelConfig(
+    vocab_size=320,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+    initializer_range=0.1,  # logits far from uniform, so that a difference shows
+)
+TOKENS = torch.randint(0, 259, (2, 40), generator=torch.Generator().manual_seed(3))
+IDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+
+
+def built(config: ModelConfig, seed: int) -> Decoder:
+    model = Decoder(config).eval()
+    initialize_weights(model, seed)
+    return model
+
+
+def write_folder(folder: Path, config: ModelConfig, seed: int = 5) -> Decoder:
+    """A folder as Hugging Face's, and the decoder that is in it."""
+    model = built(config, seed)
+    folder.mkdir(parents=True)
+    save_file(to_huggingface(model.state_dict(), config, torch.float32), folder / "model.safetensors")
+    text = json.dumps(huggingface_config(config, **IDS, dtype="fp32"))
+    (folder / "config.json").write_text(text)
+    return model
+
+
+def load(folder: Path, config: ModelConfig, **sections: object) -> tuple[Decoder, list[str]]:
+    """A decoder that starts from `folder`, and the notes."""
+    config = dataclasses.replace(config, init_from=str(folder))
+    model = built(config, 0)
+    return model, initial_weights.load_initial_weights(model, Config(model=config, **sections))  # type: ignore[arg-type]
+
+
+def problems_of(folder: Path, config: ModelConfig, **sections: object) -> tuple[str, ...]:
+    with pytest.raises(PretrainError) as caught:
+        load(folder, config, **sections)
+    lines = caught.value.problems if isinstance(caught.value, ConfigError) else (str(caught.value),)
+    assert all("\n" not in line for line in lines)
+    return lines
+
+
+@torch.no_grad()
+def distance(left: Decoder, right: Decoder, rows: int = 320) -> float:
+    """Largest difference of the logits of the first `rows` ids."""
+    a, b = left(TOKENS).logits, right(TOKENS).logits
+    return float((a[..., :rows] - b[..., :rows]).abs().max())
+
+
+MOE = dataclasses.replace(DENSE, num_experts=6, num_experts_per_tok=2)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        DENSE,
+        dataclasses.replace(DENSE, qk_norm=False, tie_word_embeddings=False),
+        dataclasses.replace(MOE, first_k_dense_replace=1, norm_topk_prob=False),
+    ],
+    ids=["qwen3", "llama", "qwen3_moe"],
+)
+def test_a_run_starts_with_the_folders_weights_to_the_last_bit(tmp_path: Path, config: ModelConfig):
+    theirs = write_folder(tmp_path / "folder", config)
+    ours, notes = load(tmp_path / "folder", config)
+    assert ours.state_dict().keys() == theirs.state_dict().keys()
+    assert all(torch.equal(tensor, theirs.state_dict()[name]) for name, tensor in ours.state_dict().items())
+    assert notes == [f"started from the weights in {tmp_path / 'folder'}"]
+
+
+def test_without_a_folder_nothing_changes():
+    model = built(DENSE, 0)
+    assert initial_weights.load_initial_weights(model, Config(model=DENSE)) == []
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), built(DENSE, 0).parameters(), strict=True)
+    )
+
+
+UPCYCLED = {
+    "copies": MOE,
+    "top-1": dataclasses.replace(MOE, num_experts_per_tok=1),
+    "some layers": dataclasses.replace(MOE, first_k_dense_replace=1),
+    "all chosen": dataclasses.replace(MOE, num_experts_per_tok=6, norm_topk_prob=False),
+    "scaled": dataclasses.replace(MOE, routed_scaling_factor=2.5),
+    "sigmoid": dataclasses.replace(MOE, scoring_func="sigmoid", router_bias_update_rate=1e-3),
+    "shared": dataclasses.replace(MOE, n_shared_experts=2),
+    "slices": dataclasses.replace(MOE, num_experts=12, num_experts_per_tok=3, moe_intermediate_size=16),
+    "two sets of slices": dataclasses.replace(
+        MOE, num_experts=16, num_experts_per_tok=4, moe_intermediate_size=24, n_shared_experts=1
+    ),
+}
+
+
+@pytest.mark.parametrize("config", UPCYCLED.values(), ids=UPCYCLED.keys())
+def test_an_upcycled_model_starts_as_the_dense_one(tmp_path: Path, config: ModelConfig):
+    dense = write_folder(tmp_path / "folder", DENSE)
+    model, notes = load(tmp_path / "folder", config)
+    assert distance(model, dense) < 1e-5
+    assert distance(built(config, 0), dense) > 1e-2
+    assert "upcycled" in notes[1]
+
+
+@pytest.mark.parametrize(
+    ("config", "edit"),
+    [
+        ("slices", ("slices / ours.routed", "1 / ours.routed")),
+        ("slices", ("rows[::slices].repeat_interleave(slices, dim=0)", "rows.clone()")),
+        ("scaled", ("slices / ours.routed_scaling_factor", "slices")),
+        ("shared", ("torch.zeros_like(tensor) if silent else tensor.clone()", "tensor.clone()")),
+    ],
+)
+def test_the_comparison_notices_a_wrong_upcycling(tmp_path: Path, config: str, edit: tuple[str, str]):
+    dense = write_folder(tmp_path / "folder", DENSE)
+    with mutated(Edit("llm_pretrain/training/upcycling.py", *edit)):
+        model, _ = load(tmp_path / "folder", UPCYCLED[config])
+    assert distance(model, dense) > 1e-3
+
+
+def test_experts_that_start_alike_part_at_the_first_step(tmp_path: Path):
+    """No noise is needed: each expert's gradient is that of the tokens which chose it."""
+    write_folder(tmp_path / "folder", DENSE)
+    model, _ = load(tmp_path / "folder", MOE)
+    model(TOKENS[:, :-1], labels=TOKENS[:, 1:]).loss_sum.backward()
+    for name, parameter in model.named_parameters():
+        if name.endswith("experts.down_proj"):
+            assert parameter.grad is not None
+            assert all(not torch.equal(parameter.grad[0], other) for other in parameter.grad[1:])
+
+
+@pytest.mark.parametrize(
+    ("changes", "start"),
+    [
+        ({"norm_topk_prob": False}, "model.norm_topk_prob: expected true"),
+        ({"moe_intermediate_size": 20}, "model.moe_intermediate_size: expected 48"),
+        (
+            {"moe_intermediate_size": 16},
+            "model.num_experts_per_tok, model.num_experts: expected multiples of 3",
+        ),
+        ({"first_k_dense_replace": 1, "intermediate_size": 96, "moe_intermediate_size": 48},
+         "model.intermediate_size: expected 48, found 96"),
+    ],
+)  # fmt: skip
+def test_what_cannot_start_as_the_dense_model_is_refused_by_field(tmp_path: Path, changes: dict, start: str):
+    write_folder(tmp_path / "folder", DENSE)
+    (line,) = problems_of(tmp_path / "folder", dataclasses.replace(MOE, **changes))
+    assert line.startswith(start)
+
+
+def test_every_differing_field_is_named_with_both_values_and_the_way_out(tmp_path: Path):
+    folder = tmp_path / "folder"
+    write_folder(folder, MOE)
+    other = dataclasses.replace(
+        *(MOE,), hidden_size=64, num_key_value_heads=4, rope_theta=1e4, num_experts=8, qk_norm=False,
+        norm_topk_prob=False, first_k_dense_replace=1, tie_word_embeddings=False, vocab_size=640, head_dim=16,
+        moe_intermediate_size=24, rms_norm_eps=1e-5,
+    )  # fmt: skip
+    lines = problems_of(folder, other)
+    assert {line.partition(":")[0].removeprefix("model.") for line in lines} == {
+        *("hidden_size", "num_key_value_heads", "head_dim", "rope_theta", "qk_norm", "tie_word_embeddings"),
+        *("num_experts", "norm_topk_prob", "moe_intermediate_size", "first_k_dense_replace"),
+        *("rms_norm_eps", "vocab_size"),
+    }
+    assert lines[0].startswith(f"model.hidden_size: expected 32, found 64; as in {folder} (model.init_from)")
+    assert all(f"llm-pretrain configs --from_pretrained {folder} --output FILE" in line for line in lines)
+
+
+def test_what_changes_no_weight_may_differ(tmp_path: Path):
+    theirs = write_folder(tmp_path / "folder", DENSE)
+    changed = dataclasses.replace(
+        DENSE, initializer_range=0.5, hidden_dropout=0.1, max_position_embeddings=128, intermediate_size=48
+    )
+    assert distance(load(tmp_path / "folder", changed)[0].eval(), theirs) == 0.0
+
+
+def test_a_mixture_does_not_start_a_dense_model(tmp_path: Path):
+    write_folder(tmp_path / "folder", MOE)
+    (line,) = problems_of(tmp_path / "folder", DENSE)
+    assert line.startswith("model.num_experts: expected 6, found 0")
+
+
+def test_the_vocabulary_may_be_padded_and_nothing_else(tmp_path: Path):
+    theirs = write_folder(tmp_path / "folder", dataclasses.replace(DENSE, vocab_size=300))
+    ours, notes = load(tmp_path / "folder", DENSE)
+    assert distance(ours, theirs, rows=300) == 0.0
+    assert notes[1] == "vocabulary padded from 300 to 320 rows; the new ones are random"
+    assert float(ours.lm_head.weight.detach()[300:].std()) > 0.05
+    for rows in (299, 301, 384):
+        (line,) = problems_of(tmp_path / "folder", dataclasses.replace(DENSE, vocab_size=rows))
+        assert line.startswith("model.vocab_size: expected 300, or that rounded up to a multiple of 64")
+
+
+def test_a_folder_that_is_none_is_one_line(tmp_path: Path):
+    assert "found none at" in problems_of(tmp_path / "missing", DENSE)[0]
+    (tmp_path / "empty").mkdir()
+    assert "found none" in problems_of(tmp_path / "empty", DENSE)[0]
+    write_folder(tmp_path / "weights" / "step-00000007", DENSE)
+    assert problems_of(tmp_path / "weights", DENSE)[0].endswith("step-00000007")
+
+
+def test_another_architecture_is_one_line(tmp_path: Path):
+    write_folder(tmp_path / "folder", DENSE)
+    file = tmp_path / "folder" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "model_type": "gpt2"}))
+    (line,) = problems_of(tmp_path / "folder", DENSE)
+    assert line.startswith("model.init_from: config.json: model_type: expected one of qwen3")
+    assert "found 'gpt2'" in line
+
+
+@pytest.mark.parametrize("damage", ["torn", "missing", "other", "config"])
+def test_damaged_files_are_one_line(tmp_path: Path, damage: str):
+    write_folder(tmp_path / "folder", DENSE)
+    weights = tmp_path / "folder" / "model.safetensors"
+    if damage == "torn":
+        weights.write_bytes(weights.read_bytes()[:-100])
+    elif damage == "missing":
+        weights.unlink()
+    elif damage == "other":
+        save_file({"some.weight": torch.zeros(2)}, weights)
+    else:
+        (tmp_path / "folder" / "config.json").write_text('{"model_type": "qwen3"')
+    (line,) = problems_of(tmp_path / "folder", DENSE)
+    assert line.startswith("model.init_from: ")
+    with pytest.raises(CheckpointError):
+        load(tmp_path / "folder", DENSE)
+
+
+def test_another_tokenizer_than_the_stores_is_refused(tmp_path: Path, plain_store: Path):
+    write_folder(tmp_path / "folder", DENSE)
+    data = DataConfig(sources=[SourceConfig(str(plain_store))])
+    shutil.copy(plain_store / "tokenizer" / "tokenizer.json", tmp_path / "folder")
+    load(tmp_path / "folder", DENSE, data=data)
+    shutil.copy(make_tokenizer(tmp_path / "other", bos=False) / "tokenizer.json", tmp_path / "folder")
+    (line,) = problems_of(tmp_path / "folder", DENSE, data=data)
+    assert "2 ids differ, the first is 256, '</s>' there and '<s>' here" in line
+    assert f"prepare the store with --tokenizer {tmp_path / 'folder'}" in line
+
+
+def options(store: Path, folder: Path, model: ModelConfig, *more: str) -> list[str]:
+    settings = folder.with_name(f"{folder.name}.yaml")
+    settings.write_text(dump_yaml(Config(model=model)))
+    return [
+        *("--config", str(settings), "--data.sources", f"[{{store: {store}}}]"),
+        *("--run.output_dir", str(folder), "--training.sequence_length", "64"),
+        *("--training.micro_batch_size", "2", "--training.global_batch_size", "8"),
+        *("--training.max_steps", "2", "--checkpoint.save_steps", "1", "--logging.logging_steps", "1"),
+        *("--evaluation.max_batches", "1", "--distributed.cpu_threads", "1"),
+        *("--logging.wandb_mode", "disabled", "--logging.report", "false", *more),
+    ]
+
+
+def test_a_resumed_run_does_not_look_at_the_folder_again(
+    plain_store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    write_folder(tmp_path / "weights", DENSE)
+    model = dataclasses.replace(MOE, init_from=str(tmp_path / "weights"))
+    constant = ("--schedule.name", "constant", "--evaluation.eval_steps", "2")
+    arguments = options(plain_store, tmp_path / "run", model, *constant)
+    straight = options(plain_store, tmp_path / "straight", model, *constant)
+    assert train(*straight, "--training.max_steps", "4") == 0
+    assert train(*arguments) == 0
+    assert "upcycled: each of 6 experts" in capsys.readouterr().out
+    shutil.rmtree(tmp_path / "weights")
+    assert train(*arguments, "--training.max_steps", "4") == 0
+    assert "started from the weights" not in capsys.readouterr().out
+    resumed, whole = Finished(0, "", tmp_path / "run"), Finished(0, "", tmp_path / "straight")
+    assert resumed.exact_rows() == whole.exact_rows()
+    assert train(*options(plain_store, tmp_path / "new", model)) == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1
+    assert errors[0].startswith("error: model.init_from: expected a folder")
+    assert "init_from" not in (tmp_path / "run" / "weights" / "step-00000004" / "config.json").read_text()
+
+
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_both_launchers_start_alike(plain_store: Path, tmp_path: Path, world_size: int):
+    write_folder(tmp_path / "weights", DENSE)
+    model = dataclasses.replace(MOE, init_from=str(tmp_path / "weights"))
+    runs = []
+    for launcher in ("torchrun", "accelerate"):
+        folder = tmp_path / launcher
+        runs.append(launch(launcher, world_size, folder, options(plain_store, folder, model)))
+    assert runs[0].exact_rows() == runs[1].exact_rows()
+    left, right = (checkpoint_tensors(run.folder, 2) for run in runs)
+    assert_same_tensors(left, right)

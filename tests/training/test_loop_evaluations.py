@@ -1,0 +1,298 @@
+"""What evaluations bring with them: the best weights, and samples; neither changes the run itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from support.launching import ROOT, Finished, assert_same_tensors, checkpoint_tensors, train
+from support.mutation import Edit, mutated
+
+from llm_pretrain import generation
+from llm_pretrain.data import TokenStore, open_tokenizer
+from llm_pretrain.model import Decoder
+from llm_pretrain.training.evaluation import Evaluator
+from llm_pretrain.training.saving import Saving
+
+TINY = str(ROOT / "configs" / "tiny-dense.yaml")
+LOSSES = {0: 1.0, 2: 5.0, 4: 4.0, 6: 3.0, 8: 3.5}
+"""Evaluation losses by step; step 0 has the lowest, and does not count."""
+
+
+def options(store: Path, folder: Path, *more: str) -> list[str]:
+    return [
+        *("--config", TINY, "--data.sources", f"[{{store: {store}}}]", "--run.output_dir", str(folder)),
+        *("--training.sequence_length", "32", "--training.global_batch_size", "8"),
+        *("--training.max_steps", "8", "--schedule.warmup_steps", "2", "--evaluation.eval_steps", "2"),
+        *("--evaluation.max_batches", "1", "--checkpoint.save_steps", "3", "--distributed.cpu_threads", "1"),
+        *more,
+    ]
+
+
+@pytest.fixture
+def losses(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
+    """What evaluations find instead, by step."""
+    planned: dict[int, float] = dict(LOSSES)
+    keep_best = Saving.keep_best
+    monkeypatch.setattr(
+        Saving,
+        "keep_best",
+        lambda self, progress, loss: keep_best(self, progress, planned[progress.step]),
+    )
+    return planned
+
+
+class KilledError(Exception):
+    """Stands for the end of the process: nothing runs after it but what reports it."""
+
+
+def kill_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process ends when the evaluation of `step` has done all of its work."""
+    keep_best = Saving.keep_best
+
+    def killing(self: Saving, progress, loss: float) -> None:
+        keep_best(self, progress, loss)
+        if progress.step == step:
+            raise KilledError
+
+    monkeypatch.setattr(Saving, "keep_best", killing)
+
+
+def best(folder: Path) -> dict:
+    return json.loads((folder / "weights" / "best" / "best.json").read_text())
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (folder / "weights" / "best").iterdir()}
+
+
+def check_resumed_best_equals_straight(
+    store: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    """Killed between the evaluation of `step` and the next checkpoint, and started again."""
+    straight, killed = folder / "straight", folder / f"killed-{step}"
+    if not straight.exists():
+        assert train(*options(store, straight)) == 0
+    with monkeypatch.context() as patch:
+        kill_after(step, patch)
+        with pytest.raises(KilledError):
+            train(*options(store, killed))
+    assert train(*options(store, killed)) == 0
+    assert files(killed) == files(straight)
+    assert Finished(0, "", killed).exact_rows() == Finished(0, "", straight).exact_rows()
+
+
+def test_the_lowest_loss_after_a_step_is_kept(plain_store: Path, tmp_path: Path, losses: dict[int, float]):
+    folder = tmp_path / "run"
+    assert train(*options(plain_store, folder, "--checkpoint.keep_last", "9")) == 0
+    assert best(folder) == {"step": 6, "eval/loss": 3.0}
+    assert (
+        files(folder)["model.safetensors"]
+        == (folder / "weights" / "step-00000006" / "model.safetensors").read_bytes()
+    )
+    assert "best.json" not in [path.name for path in (folder / "weights" / "step-00000006").iterdir()]
+
+
+def test_its_loss_is_that_of_the_row(plain_store: Path, tmp_path: Path):
+    folder = tmp_path / "run"
+    assert train(*options(plain_store, folder)) == 0
+    rows = {step: row for step, row in Finished(0, "", folder).rows.items() if step and "eval/loss" in row}
+    step = min(rows, key=lambda each: rows[each]["eval/loss"])
+    assert best(folder) == {"step": step, "eval/loss": rows[step]["eval/loss"]}
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_loss_that_is_no_number_is_never_the_best(
+    plain_store: Path, tmp_path: Path, losses: dict[int, float], value: float
+):
+    losses |= {2: value, 4: 4.0, 6: value, 8: 5.0}
+    folder = tmp_path / "run"
+    assert train(*options(plain_store, folder)) == 0
+    assert best(folder) == {"step": 4, "eval/loss": 4.0}
+
+
+@pytest.mark.parametrize("more", [("--evaluation.eval_steps", "0"), ("--checkpoint.keep_best", "false")])
+def test_without_evaluation_or_on_request_there_is_none(plain_store: Path, tmp_path: Path, more: tuple):
+    folder = tmp_path / "run"
+    assert train(*options(plain_store, folder, *more)) == 0
+    assert sorted(path.name for path in (folder / "weights").iterdir()) == ["step-00000006", "step-00000008"]
+
+
+def test_a_killed_run_ends_with_the_same_best(
+    plain_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, losses: dict[int, float]
+):
+    """Killed after step 4 it resumes from 3, after 8 from 6: with a best of a later step, and of its own."""
+    check_resumed_best_equals_straight(plain_store, tmp_path, monkeypatch, 4)
+    check_resumed_best_equals_straight(plain_store, tmp_path, monkeypatch, 8)
+    assert best(tmp_path / "straight")["step"] == 6
+
+
+def test_the_check_above_would_notice_a_best_that_is_forgotten(
+    plain_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, losses: dict[int, float]
+):
+    forget = Edit(
+        "llm_pretrain/training/progress.py",
+        'best=Best(**extra["best"]) if extra.get("best") else None',
+        "best=None",
+    )
+    with mutated(forget), pytest.raises(AssertionError):
+        check_resumed_best_equals_straight(plain_store, tmp_path, monkeypatch, 8)
+
+
+def test_a_signal_during_an_evaluation_leaves_the_same_best(
+    plain_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, losses: dict[int, float]
+):
+    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+    assert train(*options(plain_store, straight)) == 0
+    evaluate, called = Evaluator.__call__, []
+
+    def interrupted(self: Evaluator) -> dict | None:
+        called.append(self)
+        if len(called) == 4:  # at step 6
+            os.kill(os.getpid(), signal.SIGTERM)
+        return evaluate(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Evaluator, "__call__", interrupted)
+        assert train(*options(plain_store, stopped)) == 75
+    assert best(stopped)["step"] == 4
+    assert train(*options(plain_store, stopped)) == 0
+    assert files(stopped) == files(straight)
+
+
+def test_a_best_that_is_gone_or_over_other_batches_is_found_anew(
+    plain_store: Path, tmp_path: Path, losses: dict[int, float]
+):
+    constant = ("--schedule.name", "constant")
+    gone, other, fresh = (tmp_path / name for name in ("gone", "other", "fresh"))
+    for folder in (gone, other):
+        assert train(*options(plain_store, folder, *constant, "--training.max_steps", "6")) == 0
+        assert best(folder)["step"] == 6
+    for path in [*(gone / "weights" / "best").iterdir()]:
+        path.unlink()
+    assert train(*options(plain_store, gone, *constant)) == 0
+    assert best(gone) == {"step": 8, "eval/loss": 3.5}
+    assert train(*options(plain_store, other, *constant, "--evaluation.max_batches", "2")) == 0
+    assert best(other) == {"step": 8, "eval/loss": 3.5}
+    begun = ("--checkpoint.resume", str(gone / "checkpoints" / "step-00000006"))
+    assert train(*options(plain_store, fresh, *constant, *begun)) == 0
+    assert best(fresh) == {"step": 8, "eval/loss": 3.5}
+
+
+def test_a_path_to_resume_from_that_is_not_used_is_said(
+    plain_store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    first, second = tmp_path / "first", tmp_path / "second"
+    quick = ("--evaluation.eval_steps", "0", "--training.max_steps", "4", "--schedule.name", "constant")
+    assert train(*options(plain_store, first, *quick)) == 0
+    begun = ("--checkpoint.resume", str(first / "checkpoints" / "step-00000003"))
+    capsys.readouterr()
+    assert train(*options(plain_store, second, *quick, *begun)) == 0
+    assert "checkpoint.resume" not in capsys.readouterr().out
+    assert train(*options(plain_store, second, *quick, *begun)) == 0
+    said = capsys.readouterr().out
+    assert f"checkpoint.resume: {first / 'checkpoints' / 'step-00000003'} is not used" in said
+
+
+PROMPTS = ["one two", "", "über 你好"]
+SAMPLED = ("--evaluation.sample_prompts", json.dumps(PROMPTS), "--evaluation.sample_tokens", "5")
+CONTINUATION = " and über"
+
+
+@pytest.fixture
+def calls(plain_store: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict]:
+    """Stands where sampling is: notes how it is called, and continues every prompt with one text."""
+    noted: list[dict] = []
+    (ids,) = open_tokenizer(TokenStore(plain_store).tokenizer_folder).encode([CONTINUATION])
+
+    def continue_each(model: Decoder, prompts: list[list[int]], **settings: object) -> Iterator[list]:
+        noted.append({"training": model.training, "prompts": prompts, **settings})
+        assert not torch.is_grad_enabled()
+        for token in [*ids, None]:
+            yield [token] * len(prompts)
+
+    monkeypatch.setattr(generation, "generate", continue_each, raising=False)
+    return noted
+
+
+def sample_rows(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+
+
+def test_every_prompt_is_continued_at_every_evaluation(
+    plain_store: Path, tmp_path: Path, calls: list[dict], capsys: pytest.CaptureFixture[str]
+):
+    folder = tmp_path / "run"
+    assert train(*options(plain_store, folder, *SAMPLED, "--run.seed", "3")) == 0
+    steps = (0, 2, 4, 6, 8)
+    expected = [
+        {"step": step, "prompt": prompt, "text": CONTINUATION} for step in steps for prompt in PROMPTS
+    ]
+    assert sample_rows(folder) == expected
+    assert capsys.readouterr().out.count(f"sample: 'one two' -> {CONTINUATION!r}") == len(steps)
+    tokenizer = open_tokenizer(TokenStore(plain_store).tokenizer_folder)
+    prompts = [[tokenizer.bos_token_id, *ids] for ids in tokenizer.encode(PROMPTS)]
+    settings = {"vocab_size": tokenizer.vocab_size, "max_new_tokens": 5, "temperature": 0.8, "top_k": 50}
+    settings |= {"seed": 3, "stop_ids": (tokenizer.eos_token_id,)}
+    assert calls == [{"training": False, "prompts": prompts, **settings}] * len(steps)
+
+
+def check_samples_change_nothing(store: Path, folder: Path) -> None:
+    """With dropout, which a model that is left in eval mode would not have."""
+    plain, sampled = folder / "plain", folder / "sampled"
+    dropout = ("--model.hidden_dropout", "0.1", "--checkpoint.save_steps", "0")
+    assert train(*options(store, plain, *dropout)) == 0
+    assert train(*options(store, sampled, *dropout, *SAMPLED)) == 0
+    assert not (plain / "samples.jsonl").exists()
+    assert Finished(0, "", sampled).exact_rows() == Finished(0, "", plain).exact_rows()
+    assert_same_tensors(checkpoint_tensors(sampled, 8), checkpoint_tensors(plain, 8))
+
+
+def test_samples_change_nothing_in_the_run(plain_store: Path, tmp_path: Path, calls: list[dict]):
+    check_samples_change_nothing(plain_store, tmp_path)
+
+
+def test_the_check_above_would_notice_another_mode(plain_store: Path, tmp_path: Path, calls: list[dict]):
+    leak = Edit("llm_pretrain/training/samples.py", "model.train(was_training)", "pass")
+    with mutated(leak), pytest.raises(AssertionError):
+        check_samples_change_nothing(plain_store, tmp_path)
+
+
+def test_a_resumed_run_samples_repeated_steps_again(
+    plain_store: Path, tmp_path: Path, calls: list[dict], monkeypatch: pytest.MonkeyPatch
+):
+    folder = tmp_path / "run"
+    more = (*SAMPLED, "--evaluation.eval_steps", "1")
+    with monkeypatch.context() as patch:
+        kill_after(8, patch)
+        with pytest.raises(KilledError):
+            train(*options(plain_store, folder, *more))
+    with (folder / "samples.jsonl").open("a") as file:
+        file.write('{"step": 8, "pro')
+    assert train(*options(plain_store, folder, *more)) == 0
+    steps = [row["step"] for row in sample_rows(folder)[:: len(PROMPTS)]]
+    assert steps == [*range(8), 7, 8], "the checkpoint was of step 6"
+
+
+def test_a_long_prompt_keeps_its_end(plain_store: Path, tmp_path: Path, calls: list[dict]):
+    text = "one two three and or not the of in is was"
+    prompts = ("--evaluation.sample_prompts", json.dumps([text]), "--evaluation.sample_tokens", "12")
+    room = ("--model.max_position_embeddings", "32", "--training.max_steps", "2")
+    assert train(*options(plain_store, tmp_path / "run", *prompts, *room)) == 0
+    (ids,) = calls[0]["prompts"]
+    tokenizer = open_tokenizer(TokenStore(plain_store).tokenizer_folder)
+    assert (len(ids), ids[0]) == (20, tokenizer.bos_token_id)
+    assert tokenizer.decode(ids[1:]) == text[-19:]
+
+
+def test_samples_that_cannot_be_written_are_a_warning(
+    plain_store: Path, tmp_path: Path, calls: list[dict], capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "run" / "samples.jsonl").mkdir(parents=True)
+    assert train(*options(plain_store, tmp_path / "run", *SAMPLED)) == 0
+    assert "samples.jsonl: cannot be written" in capsys.readouterr().err
