@@ -177,6 +177,9 @@ def _print_figures(source: Source, config: Config, what: str, figures: Figures, 
         print(f"bits per byte  {figures.bits_per_byte:.6f}")
     if figures.zlib_bits_per_byte is not None:
         print(f"zlib -9        {figures.zlib_bits_per_byte:.6f} bits per byte of the text")
+    for name, row in figures.sources.items():
+        shown = [f"{key.replace('_', ' ')} {value:.6f}" for key, value in row.items() if value is not None]
+        print(f"  {name:<12} {', '.join(shown) or 'nothing drawn from it'}")
     print(f"tokens         {figures.tokens:,}")
     print(f"bytes          {figures.bytes:,}")
 
