@@ -158,7 +158,7 @@ def test_a_skipped_step_and_a_restart_are_marked(tmp_path: Path):
     series = page.data["runs"][0]
     assert [(mark["step"], mark["label"]) for mark in series["skipped"]] == [(6, "overflow")]
     assert series["skipped"][0]["value"] == pytest.approx(rows[4]["train/loss"], rel=1e-5)
-    assert [(mark["step"], mark["label"]) for mark in series["restarts"]] == [(7, "accelerate x 4")]
+    assert [(mark["step"], mark["label"]) for mark in series["restarts"]] == [(7, "accelerate × 4")]
     assert series["train"]["train/loss"][5] is None
     assert "overflow" in page.text
     assert "accelerate" in page.text
