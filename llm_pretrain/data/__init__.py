@@ -22,8 +22,8 @@ if TYPE_CHECKING:
         tokens_per_epoch,
         weight_changes_fingerprint,
     )
-    from llm_pretrain.data.conversion import FORMATS, Conversion, ConversionReport, convert
     from llm_pretrain.data.chat import chat_prompt_ids, encode_chat
+    from llm_pretrain.data.conversion import FORMATS, Conversion, ConversionReport, convert
     from llm_pretrain.data.prepare import Preparation, input_bytes, prepare_store
     from llm_pretrain.data.sample_order import SampleOrder
     from llm_pretrain.data.tokenizer_training import TOKENIZER_TYPES, TokenizerReport, train_tokenizer
@@ -42,8 +42,8 @@ __all__ = [
     "TokenStore",
     "Tokenizer",
     "TokenizerReport",
-    "convert",
     "chat_prompt_ids",
+    "convert",
     "data_fingerprint",
     "encode_chat",
     "evaluation_batches",

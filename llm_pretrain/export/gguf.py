@@ -6,10 +6,11 @@ architecture it becomes is in `gguf_architecture.py`, the tokenizer in `gguf_tok
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,26 +25,31 @@ from llm_pretrain.export.gguf_architecture import (
     gguf_metadata,
     gguf_name,
     has_interleaved_rotary,
+    missing_in_glm4moe,
 )
 from llm_pretrain.export.gguf_tokenizer import Vocabulary, read_vocabulary
 from llm_pretrain.export.huggingface import read_config
 from llm_pretrain.export.tensor_files import TensorFiles
+from llm_pretrain.export.tensor_layout import from_disk, interleave_heads
+from llm_pretrain.model import Decoder
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _FILE_TYPES = {"fp32": "ALL_F32", "fp16": "MOSTLY_F16", "bf16": "MOSTLY_BF16"}
-_MIXTRAL_ROLES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+_ALL = slice(None)
 
 
 class _Entry(NamedTuple):
-    """One tensor of the file, made when its turn comes."""
+    """One tensor of the file: from a tensor of ours, or zeros where `source` is None."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    make: Callable[[], Tensor]
+    source: str | None
+    rows: slice
+    """Of the second dimension: gate and up projections are stacked in ours."""
 
 
 def write_gguf(weights: Path, output: Path, dtype: str) -> list[str]:
@@ -72,15 +78,15 @@ def write_gguf(weights: Path, output: Path, dtype: str) -> list[str]:
     model = model_config_from_huggingface(read_config(weights))
     architecture = gguf_architecture(model)
     vocabulary = read_vocabulary(weights, model.vocab_size or 0)
+    entries = _entries(model, architecture, _DTYPES[dtype])
     with TensorFiles(weights) as files:
-        entries = _entries(files, model, architecture, _DTYPES[dtype])
         temporary = output.with_name(f".{output.name}.tmp-{uuid.uuid4().hex}")
         try:
             output.parent.mkdir(parents=True, exist_ok=True)
             writer = gguf.GGUFWriter(temporary, architecture)
             _add_metadata(writer, model, architecture, output.stem, _FILE_TYPES[dtype])
             _add_vocabulary(writer, vocabulary)
-            _write(writer, entries)
+            _write(writer, entries, _tensors(files, entries, model, architecture))
             os.replace(temporary, output)
         except OSError as error:
             reason = error.strerror or " ".join(str(error).split())
@@ -90,73 +96,80 @@ def write_gguf(weights: Path, output: Path, dtype: str) -> list[str]:
     return vocabulary.notes
 
 
-def _entries(files: TensorFiles, model: ModelConfig, architecture: str, dtype: torch.dtype) -> list[_Entry]:
-    """Every tensor of the file, in a fixed order."""
-    groups: dict[str, list[tuple[int, str]]] = {}
-    for disk_name in files.names:
-        name, expert = _our_name(disk_name)
+def _entries(model: ModelConfig, architecture: str, dtype: torch.dtype) -> list[_Entry]:
+    """Every tensor of the file, layer by layer, by the decoder's own shapes."""
+    with torch.device("meta"):
+        state = Decoder(model).state_dict()
+    entries: list[_Entry] = []
+
+    def add(name: str, shape: tuple[int, ...], source: str | None, rows: slice = _ALL) -> None:
+        target = gguf_name(name, architecture)
+        assert target is not None, name
+        is_fp32 = len(shape) == 1 or "ffn_gate_inp" in target
+        entries.append(_Entry(target, shape, torch.float32 if is_fp32 else dtype, source, rows))
+
+    for name, tensor in state.items():
+        shape = tuple(tensor.shape)
         if name == "lm_head.weight" and model.tie_word_embeddings:
             continue
-        groups.setdefault(name, []).append((expert, disk_name))
-    entries = []
-    for name, members in groups.items():
-        target = gguf_name(name, architecture)
-        if target is None:
-            raise CheckpointError(
-                f"{files.folder}: expected tensors of a {architecture} model, found {name}; "
-                "config.json and the weights do not belong together"
-            )
-        entries.append(_entry(files, model, architecture, dtype, target, sorted(members)))
+        if name.endswith("experts.gate_up_proj"):
+            prefix, half = name.removesuffix("gate_up_proj"), shape[1] // 2
+            for role, rows in (("gate", slice(0, half)), ("up", slice(half, None))):
+                add(f"{prefix}{role}_proj.weight", (shape[0], half, shape[2]), name, rows)
+        elif name.endswith("experts.down_proj"):
+            add(f"{name}.weight", shape, name)
+        else:
+            add(name, shape, name)
     if architecture == "glm4moe":
-        present = {entry.name for entry in entries}
-        for layer in model.moe_layers:
-            if (bias := f"blk.{layer}.exp_probs_b.bias") not in present:
-                zeros = torch.zeros(model.num_experts)
-                entries.append(_Entry(bias, tuple(zeros.shape), torch.float32, lambda zeros=zeros: zeros))
+        for name, shape in missing_in_glm4moe(model, state.keys()):
+            add(name, shape, None)
     return entries
 
 
-def _our_name(disk_name: str) -> tuple[str, int]:
-    """The decoder's name of a tensor on disk without its expert, and the expert (-1: not one of them)."""
-    name = disk_name.replace(".block_sparse_moe.", ".mlp.")
-    match = re.fullmatch(r"(.*\.mlp\.experts)\.(\d+)\.(\w+)\.weight", name)
-    if not match:
-        return name, -1
-    return f"{match[1]}.{_MIXTRAL_ROLES.get(match[3], match[3])}.weight", int(match[2])
+def _tensors(
+    files: TensorFiles, entries: list[_Entry], model: ModelConfig, architecture: str
+) -> Iterator[Tensor]:
+    """The tensors of `entries`, in their order, with one layer in memory at a time."""
+    parts: dict[str, list[str]] = {}
+    for name in files.names:
+        parts.setdefault(_part(name), []).append(name)
+    loaded, state = "", {}
+    for entry in entries:
+        if entry.source is None:
+            yield torch.zeros(entry.shape, dtype=entry.dtype)
+            continue
+        if (part := _part(entry.source)) != loaded:
+            read = {name: files.read(name) for name in parts.get(part, [])}
+            loaded, state = part, from_disk(read, model, names=files.names)
+            _refuse_foreign(files, state, entries)
+        tensor = state.get(entry.source)
+        if entry.rows != _ALL and tensor is not None:
+            tensor = tensor[:, entry.rows]
+        if tensor is None or tuple(tensor.shape) != entry.shape:
+            found = "none" if tensor is None else tuple(tensor.shape)
+            raise CheckpointError(
+                f"{files.folder}: expected {entry.source} of shape {entry.shape}, found {found}; "
+                "config.json and the weights do not belong together"
+            )
+        tensor = _cast(entry.source, tensor, entry.dtype)
+        if has_interleaved_rotary(architecture) and re.search(r"attn_[qk]\.weight", entry.name):
+            tensor = interleave_heads(tensor, model.attention_head_dim)
+        yield tensor
 
 
-def _entry(
-    files: TensorFiles,
-    model: ModelConfig,
-    architecture: str,
-    dtype: torch.dtype,
-    target: str,
-    members: list[tuple[int, str]],
-) -> _Entry:
-    is_expert = members[0][0] >= 0
-    if is_expert and [expert for expert, _ in members] != list(range(model.num_experts)):
+def _part(name: str) -> str:
+    """`layers.3` of a tensor in it; the same for all that are in none."""
+    match = re.match(r"model\.(layers\.\d+)\.", name)
+    return match[1] if match else "outer"
+
+
+def _refuse_foreign(files: TensorFiles, state: dict[str, Tensor], entries: list[_Entry]) -> None:
+    known = {entry.source for entry in entries} | {"lm_head.weight"}
+    if foreign := state.keys() - known:
         raise CheckpointError(
-            f"{files.folder}: expected {model.num_experts} experts in {target}, found {len(members)}; "
-            "config.json and the weights do not belong together"
+            f"{files.folder}: expected the tensors that config.json describes, found {min(foreign)} too; "
+            "they do not belong together"
         )
-    shape = files.shape(members[0][1])
-    heads = 0
-    if has_interleaved_rotary(architecture) and re.search(r"attn_[qk]\.weight", target):
-        heads = model.num_attention_heads if "attn_q" in target else model.num_key_value_heads
-    if len(shape) == 1 or "ffn_gate_inp" in target:
-        dtype = torch.float32
-
-    def make() -> Tensor:
-        tensors = [_cast(name, files.read(name), dtype) for _, name in members]
-        tensor = torch.stack(tensors) if is_expert else tensors[0]
-        return _interleave(tensor, heads) if heads else tensor
-
-    return _Entry(target, (len(members), *shape) if is_expert else shape, dtype, make)
-
-
-def _interleave(weight: Tensor, heads: int) -> Tensor:
-    """Rows of a projection [heads · D, H], so that the pairs (d, d + D/2) come to lie side by side."""
-    return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(weight.shape)
 
 
 def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -203,7 +216,7 @@ def _add_vocabulary(writer: GGUFWriter, vocabulary: Vocabulary) -> None:
         writer.add_chat_template(vocabulary.chat_template)
 
 
-def _write(writer: GGUFWriter, entries: list[_Entry]) -> None:
+def _write(writer: GGUFWriter, entries: list[_Entry], tensors: Iterator[Tensor]) -> None:
     import gguf
     import numpy as np
 
@@ -213,19 +226,17 @@ def _write(writer: GGUFWriter, entries: list[_Entry]) -> None:
         torch.bfloat16: gguf.GGMLQuantizationType.BF16,
     }
     for entry in entries:
-        size = entry.dtype.itemsize
-        for extent in entry.shape:
-            size *= extent
+        size = math.prod(entry.shape) * entry.dtype.itemsize
         writer.add_tensor_info(entry.name, entry.shape, np.dtype(np.float32), size, kinds[entry.dtype])
     try:
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        for entry in entries:
-            tensor = entry.make().contiguous()
+        for tensor in tensors:
             # numpy has no bf16: its bits travel as uint16
-            is_bf16 = tensor.dtype == torch.bfloat16
-            writer.write_tensor_data((tensor.view(torch.uint16) if is_bf16 else tensor).numpy())
+            bits = tensor.contiguous()
+            bits = bits.view(torch.uint16) if bits.dtype == torch.bfloat16 else bits
+            writer.write_tensor_data(bits.numpy())
         writer.flush()
         for file in writer.fout or []:
             os.fsync(file.fileno())

@@ -6,7 +6,7 @@ No file is opened here. What llama.cpp has no architecture for is refused by the
 from __future__ import annotations
 
 import re
-from typing import Any
+from collections.abc import Collection, Iterator
 
 from llm_pretrain.config import ModelConfig
 from llm_pretrain.errors import ConfigError
@@ -46,42 +46,43 @@ _OUTER_NAMES = {
 def gguf_architecture(model: ModelConfig) -> str:
     """llama.cpp's name of the architecture; ConfigError names every field that none has.
 
-    Layers of experts without a shared one are `qwen3moe` (QK-norm) or `llama` (Mixtral), which always
-    normalise softmax weights and have experts in every layer. With shared experts it is `glm4moe`, whose
-    metadata leaves all that open.
+    Plain experts are `qwen3moe` (QK-norm) or `llama` (Mixtral): softmax weights, normalised, experts in
+    every layer, no shared one. Everything else is `glm4moe`, whose metadata leaves all that open.
     """
     if not model.moe_layers:
         return "qwen3" if model.qk_norm else "llama"
-    problems = []
-    if model.decoder_sparse_step != 1:
-        problems.append(_refusal("decoder_sparse_step", 1, model.decoder_sparse_step, "GLM4-MoE"))
-    if model.n_shared_experts:
-        if problems:
-            raise ConfigError(*problems)
+    if model.moe_layers[0] != model.num_hidden_layers - len(model.moe_layers):
+        raise ConfigError(
+            "model.decoder_sparse_step: llama.cpp has dense layers before those of experts only, not between "
+            f"them; expected 1, found {model.decoder_sparse_step}; export to huggingface"
+        )
+    is_plain = (
+        len(model.moe_layers) == model.num_hidden_layers
+        and model.norm_topk_prob
+        and model.scoring_func == "softmax"
+        and model.n_shared_experts == 0
+        and model.routed_scaling_factor == 1
+        and model.router_bias_update_rate == 0
+    )
+    if not is_plain:
         return "glm4moe"
-    name = "Qwen3-MoE" if model.qk_norm else "Mixtral"
-    expected = {
-        "norm_topk_prob": True,
-        "first_k_dense_replace": 0,
-        "scoring_func": "softmax",
-        "routed_scaling_factor": 1.0,
-        "router_bias_update_rate": 0.0,
-    }
-    problems += [
-        _refusal(field, value, getattr(model, field), name)
-        for field, value in expected.items()
-        if getattr(model, field) != value
-    ]
-    if problems:
-        raise ConfigError(*problems)
     return "qwen3moe" if model.qk_norm else "llama"
 
 
-def _refusal(field: str, expected: Any, found: Any, name: str) -> str:
-    return (
-        f"model.{field}: llama.cpp's {name} knows nothing else than {expected!r}, found {found!r}; "
-        "export to huggingface, or train with that value"
-    )
+def missing_in_glm4moe(model: ModelConfig, present: Collection[str]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Our names and shapes of what `glm4moe` always has, to be written as zeros where we have none.
+
+    The bias on the choice of experts, and a shared expert: zeros change nothing.
+    """
+    hidden, size = model.hidden_size, model.expert_intermediate_size
+    for layer in model.moe_layers:
+        mlp = f"model.layers.{layer}.mlp."
+        if mlp + "gate.e_score_correction_bias" not in present:
+            yield mlp + "gate.e_score_correction_bias", (model.num_experts,)
+        if not model.n_shared_experts:
+            yield mlp + "shared_experts.gate_proj.weight", (size, hidden)
+            yield mlp + "shared_experts.up_proj.weight", (size, hidden)
+            yield mlp + "shared_experts.down_proj.weight", (hidden, size)
 
 
 def has_interleaved_rotary(architecture: str) -> bool:
@@ -110,10 +111,8 @@ def gguf_metadata(model: ModelConfig, architecture: str) -> dict[str, int | floa
     if model.rope_type != "default":
         metadata |= {"rope.scaling.type": model.rope_type, "rope.scaling.factor": model.rope_factor}
     if model.rope_type == "yarn":
-        original = model.original_max_position_embeddings
         metadata |= {
-            "rope.scaling.original_context_length": original
-            or round(model.max_position_embeddings / model.rope_factor),
+            "rope.scaling.original_context_length": model.rope_original_context,
             "rope.scaling.yarn_beta_fast": model.rope_beta_fast,
             "rope.scaling.yarn_beta_slow": model.rope_beta_slow,
         }
@@ -125,11 +124,11 @@ def gguf_metadata(model: ModelConfig, architecture: str) -> dict[str, int | floa
         }
     if architecture == "glm4moe":
         metadata |= {
-            "expert_shared_count": model.n_shared_experts,
+            "expert_shared_count": max(model.n_shared_experts, 1),
             "expert_gating_func": _SIGMOID if model.scoring_func == "sigmoid" else _SOFTMAX,
             "expert_weights_norm": model.norm_topk_prob,
             "expert_weights_scale": model.routed_scaling_factor,
-            "leading_dense_block_count": model.first_k_dense_replace,
+            "leading_dense_block_count": model.moe_layers[0],
         }
     return metadata
 

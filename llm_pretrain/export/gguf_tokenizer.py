@@ -1,7 +1,7 @@
 """A tokenizer folder in llama.cpp's terms, where llama.cpp cuts text into the same token ids.
 
-Two kinds do: SentencePiece BPE with bytes to fall back on, and byte-level BPE with a pattern that llama.cpp
-knows by name. Everything else is refused. No weights here.
+Three kinds do: SentencePiece BPE with bytes to fall back on, single characters likewise, and byte-level BPE
+with a pattern that llama.cpp knows by name. Everything else is refused. No weights here.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from llm_pretrain.errors import DataError
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 """llama.cpp's token types."""
 
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 _END_OF_TURN = "<|im_end|>"
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _AFTER_NUMBERS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -88,6 +89,11 @@ def read_vocabulary(folder: Path, vocab_size: int) -> Vocabulary:
         kind, pre = "gpt2", _pattern_name(pre_tokenizers, model, path)
         notes += _check_normalizer(spec.get("normalizer"), path)
         merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
+    elif spec.get("normalizer") is None and not model["merges"]:
+        kind, pre = "llama", "default"
+        tokens, types = _single_characters(tokens, types, model.get("unk_token"), path)
+        scores = [0.0] * len(tokens)
+        notes.append("llama.cpp reads the character ▁ (U+2581) in a text as a space")
     else:
         kind, pre = "llama", "default"
         space_prefix = _space_prefix(spec.get("normalizer"), path)
@@ -222,6 +228,26 @@ def _sentencepiece(folder: Path, tokens: list[str], types: list[int]) -> tuple[l
         elif processor.is_control(index):
             kinds[index] = _CONTROL
     return scores, kinds
+
+
+def _single_characters(
+    tokens: list[str], types: list[int], unknown: str | None, path: Path
+) -> tuple[list[str], list[int]]:
+    """Tokens and types of a tokenizer of single characters: SentencePiece BPE in which nothing merges.
+
+    llama.cpp turns a text's spaces into ▁ before it looks, so the space goes by that name.
+    """
+    normal = [token for token, kind in zip(tokens, types, strict=True) if kind == _NORMAL]
+    longer = [token for token in normal if len(token) > 1 and not _BYTE_TOKEN.fullmatch(token)]
+    if "▁" in normal or longer not in ([], [unknown]):
+        found = "▁" if "▁" in normal else repr(longer[0])
+        raise DataError(
+            f"{path}: expected single characters other than ▁, found {found}, which llama.cpp would read "
+            "otherwise; export to huggingface"
+        )
+    kinds = {unknown: _UNKNOWN} | {token: _BYTE for token in normal if _BYTE_TOKEN.fullmatch(token)}
+    named = ["▁" if token == " " else token for token in tokens]
+    return named, [kinds.get(token, kind) for token, kind in zip(tokens, types, strict=True)]
 
 
 def _first_token(path: Path) -> int | None:

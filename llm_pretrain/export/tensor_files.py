@@ -53,10 +53,6 @@ class TensorFiles:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """A tensor's shape, without reading it."""
-        return tuple(self._of[name].get_slice(name).get_shape())
-
     def read(self, name: str) -> Tensor:
         """A tensor, on the CPU."""
         return self._of[name].get_tensor(name)

@@ -146,16 +146,20 @@ def separate_heads(weight: Tensor, head_dim: int) -> Tensor:
     return weight.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
 
 
-def from_disk(state: dict[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
+def from_disk(
+    state: dict[str, Tensor], model: ModelConfig, *, names: Iterable[str] | None = None
+) -> dict[str, Tensor]:
     """A state for `Decoder.load_state_dict(strict=True)`, from stacked experts or one by one.
 
-    The home is recognised by tensors that no other has.
+    The home is recognised by tensors that no other has: among `names`, all that the weights hold, where
+    `state` is only a part of them (whole layers).
 
     Raises:
         CheckpointError: Where an expert is missing, or a tensor is not zero that our decoder lacks.
     """
-    is_ernie = any(".moe_statics." in name for name in state)
-    is_gated = any(name.endswith(_SHARED_GATE) for name in state)
+    names = list(state if names is None else names)
+    is_ernie = any(".moe_statics." in name for name in names)
+    is_gated = any(name.endswith(_SHARED_GATE) for name in names)
     result: dict[str, Tensor] = {}
     for disk_name, tensor in state.items():
         if _layer(disk_name) >= model.num_hidden_layers or disk_name.endswith("rotary_emb.inv_freq"):

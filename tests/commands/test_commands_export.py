@@ -76,11 +76,11 @@ def test_the_type_changes_and_everything_else_comes_along(run, tmp_path):
 
 
 def test_what_has_no_home_is_named_by_field(tmp_path, capsys):
-    experts = {"num_experts": 4, "qk_norm": False, "norm_topk_prob": False}
+    experts = {"num_experts": 4, "router_bias_update_rate": 0.01}
     run = make_run(tmp_path, dataclasses.replace(CONFIG, **experts))
     out = tmp_path / "out"
     assert main(["export", str(run), "--to", "huggingface", "--output", str(out)]) == 2
-    assert "model.norm_topk_prob: " in capsys.readouterr().err
+    assert "model.router_bias_update_rate: " in capsys.readouterr().err
     assert not out.exists()
 
 

@@ -15,23 +15,14 @@ from safetensors.torch import load_file, save_file
 from support.mutation import Edit, mutated
 
 from llm_pretrain.config import ModelConfig
-from llm_pretrain.data import Tokenizer, open_tokenizer, train_sentencepiece_bpe
+from llm_pretrain.data import Tokenizer, open_tokenizer, train_tokenizer
 from llm_pretrain.errors import CheckpointError, ConfigError, DataError
 from llm_pretrain.export import huggingface_config, load_pretrained, native_config, to_huggingface, write_gguf
 from llm_pretrain.model import Decoder, initialize_weights
 
 pytest.importorskip("gguf", reason="writing GGUF needs the package gguf")
 
-QWEN2 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-CHAT = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
-    "{% if message['role'] == 'assistant' %}{%- generation -%}{{ message['content'] + '<|im_end|>' }}"
-    "{%- endgeneration -%}{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}{{ '\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
+KINDS = ["sentencepiece-bpe", "bytelevel-bpe", "char"]
 TEXTS = [
     "Hello world",
     "  two spaces,   three\t\ttabs\n\n\nand lines \n",
@@ -66,6 +57,18 @@ SHAPES = {
     "llama": dataclasses.replace(BASE, qk_norm=False),
     "qwen3moe": MOE,
     "mixtral": dataclasses.replace(MOE, qk_norm=False, tie_word_embeddings=False),
+    "linear": dataclasses.replace(BASE, rope_type="linear", rope_factor=4.0),
+    "yarn": dataclasses.replace(BASE, qk_norm=False, rope_type="yarn", rope_factor=4.0),
+    "some-dense": dataclasses.replace(MOE, first_k_dense_replace=1, norm_topk_prob=False),
+    "sigmoid": dataclasses.replace(MOE, scoring_func="sigmoid", qk_norm=False, routed_scaling_factor=2.5),
+    "sigmoid-shared-bias": dataclasses.replace(
+        MOE, scoring_func="sigmoid", n_shared_experts=2, router_bias_update_rate=0.01, first_k_dense_replace=1
+    ),
+    "ernie4_5_moe": dataclasses.replace(
+        MOE, qk_norm=False, n_shared_experts=1, routed_scaling_factor=1.5, first_k_dense_replace=1
+    ),
+    "qwen2_moe": dataclasses.replace(MOE, qk_norm=False, norm_topk_prob=False, n_shared_experts=1),
+    "softmax-bias": dataclasses.replace(MOE, router_bias_update_rate=0.01, n_shared_experts=1),
 }
 
 
@@ -75,36 +78,18 @@ def corpus() -> list[str]:
     words = ENGLISH.split()
     lines = [" ".join(generator.choices(words, k=12)) for _ in range(150)]
     lines += ["".join(generator.choices(CHINESE, k=14)) + "。" for _ in range(150)]
-    return lines + [text for text in TEXTS if "</s>" not in text]
+    return lines + [text for text in TEXTS if "</s>" not in text and "▁" not in text]
 
 
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory) -> dict[str, Path]:
-    """One tokenizer folder of each kind."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-
+    """One tokenizer folder of each kind that llama.cpp can follow."""
     folder = tmp_path_factory.mktemp("tokenizers")
     text = folder / "corpus.txt"
     text.write_text("\n".join(corpus()), encoding="utf-8")
-    train_sentencepiece_bpe([str(text)], folder / "sentencepiece", 640)
-    backend = Tokenizer(models.BPE())
-    split = pre_tokenizers.Split(Regex(QWEN2), "isolated")
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=700,
-        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    backend.train_from_iterator(corpus(), trainer)
-    (folder / "bytelevel").mkdir()
-    backend.save(str(folder / "bytelevel" / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
-    (folder / "bytelevel" / "tokenizer_config.json").write_text(json.dumps(config))
-    (folder / "bytelevel" / "chat_template.jinja").write_text(CHAT)
-    return {kind: folder / kind for kind in ("sentencepiece", "bytelevel")}
+    for kind in KINDS:
+        train_tokenizer([str(text)], folder / kind, None if kind == "char" else 640, type=kind)
+    return {kind: folder / kind for kind in KINDS}
 
 
 def write_weights(folder: Path, model: ModelConfig, tokenizer: Path, **ids: int | None) -> Path:
@@ -117,6 +102,9 @@ def write_weights(folder: Path, model: ModelConfig, tokenizer: Path, **ids: int 
             torch.nn.init.uniform_(parameter, 0.5, 1.5, generator=generator)
         elif name.endswith(("gate_up_proj", "mlp.gate.weight")):
             parameter.data.mul_(2)
+    for name, buffer in decoder.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.uniform_(-0.3, 0.3, generator=generator)
     shutil.copytree(tokenizer, folder)
     token_ids = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": None} | ids
     try:
@@ -177,7 +165,7 @@ def difference(weights: Path, file: Path, text: str, count: int = 12) -> float:
     return float(np.abs(np.take_along_axis(ours - theirs, likeliest, -1)).max())
 
 
-@pytest.mark.parametrize("kind", ["sentencepiece", "bytelevel"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_llama_cpp_cuts_text_into_the_same_ids(tmp_path, tokenizers, kind):
     pytest.importorskip("xllamacpp", reason="llama.cpp is not installed")
     from support.llama_cpp import LlamaCpp
@@ -186,17 +174,22 @@ def test_llama_cpp_cuts_text_into_the_same_ids(tmp_path, tokenizers, kind):
     write_gguf(weights, tmp_path / "model.gguf", "fp32")
     llama, tokenizer = LlamaCpp(tmp_path / "model.gguf"), open_tokenizer(tokenizers[kind])
     texts = [*TEXTS, *corpus()[::25]]
+    if kind == "char":  # as the export says
+        texts = [text for text in texts if "▁" not in text]
     expected = tokenizer.encode(texts)
     assert max(map(len, expected)) > 20
     assert [llama.tokenize(text, special=False) for text in texts] == expected
 
 
-@pytest.mark.parametrize("kind", ["sentencepiece", "bytelevel"])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("shape", "kind"),
+    [(shape, KINDS[index % len(KINDS)]) for index, shape in enumerate(SHAPES)],
+)
 def test_llama_cpp_computes_the_same_log_probabilities(tmp_path, tokenizers, shape, kind):
     pytest.importorskip("xllamacpp", reason="llama.cpp is not installed")
     weights = write_weights(tmp_path / "weights", SHAPES[shape], tokenizers[kind])
-    assert write_gguf(weights, tmp_path / "model.gguf", "fp32") == []
+    notes = write_gguf(weights, tmp_path / "model.gguf", "fp32")
+    assert notes == (["llama.cpp reads the character ▁ (U+2581) in a text as a space"] * (kind == "char"))
     assert difference(weights, tmp_path / "model.gguf", "return the 春眠不觉晓") < 1e-4
 
 
@@ -204,7 +197,7 @@ def test_llama_cpp_computes_the_same_log_probabilities(tmp_path, tokenizers, sha
 def test_half_precision_files_stay_close(tmp_path, tokenizers, dtype, bound):
     """llama.cpp rounds activations to the matrices' type, so the bound is the type's, not the export's."""
     pytest.importorskip("xllamacpp", reason="llama.cpp is not installed")
-    weights = write_weights(tmp_path / "weights", MOE, tokenizers["bytelevel"])
+    weights = write_weights(tmp_path / "weights", MOE, tokenizers["bytelevel-bpe"])
     write_gguf(weights, tmp_path / "model.gguf", dtype)
     assert (tmp_path / "model.gguf").stat().st_size < 0.6 * (
         weights / "model.safetensors"
@@ -212,29 +205,31 @@ def test_half_precision_files_stay_close(tmp_path, tokenizers, dtype, bound):
     assert difference(weights, tmp_path / "model.gguf", "the quick brown", count=1) < bound
 
 
-def test_the_chat_template_makes_the_same_prompt(tmp_path, tokenizers):
-    """transformers' `{% generation %}` marks, which llama.cpp does not know, are gone from the file."""
+@pytest.mark.parametrize("kind", ["sentencepiece-bpe", "bytelevel-bpe"])
+def test_the_chat_template_makes_the_same_prompt(tmp_path, tokenizers, kind):
+    """The same ids, though llama.cpp does not know transformers' `{% generation %}` marks."""
     pytest.importorskip("xllamacpp", reason="llama.cpp is not installed")
     from support.llama_cpp import LlamaCpp
     from transformers import AutoTokenizer
 
-    weights = write_weights(tmp_path / "weights", BASE, tokenizers["bytelevel"])
+    weights = write_weights(tmp_path / "weights", BASE, tokenizers[kind])
     write_gguf(weights, tmp_path / "model.gguf", "fp32")
     messages = [
         {"role": "user", "content": "你好"},
         {"role": "assistant", "content": "hello"},
         {"role": "user", "content": "again"},
     ]
-    prompt = LlamaCpp(tmp_path / "model.gguf").chat_prompt(messages)
-    tokenizer = AutoTokenizer.from_pretrained(weights)
-    assert prompt == tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert prompt.startswith("<|im_start|>user\n你好<|im_end|>")
+    llama, tokenizer = LlamaCpp(tmp_path / "model.gguf"), AutoTokenizer.from_pretrained(weights)
+    ids = llama.tokenize(llama.chat_prompt(messages), special_text=True)
+    expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert ids == expected
+    assert len(set(ids) & set(tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"]))) == 2
 
 
 def test_a_query_that_is_not_permuted_for_llama_shows(tmp_path, tokenizers):
     """The comparison fails when rotated pairs stay where transformers has them."""
     pytest.importorskip("xllamacpp", reason="llama.cpp is not installed")
-    weights = write_weights(tmp_path / "weights", SHAPES["llama"], tokenizers["bytelevel"])
+    weights = write_weights(tmp_path / "weights", SHAPES["llama"], tokenizers["bytelevel-bpe"])
     mistake = Edit(
         "llm_pretrain/export/gguf_architecture.py",
         'return architecture == "llama"',
@@ -260,7 +255,7 @@ def logprob_error(weights: Path, file: Path) -> float:
 
 
 def test_a_file_is_the_same_every_time(tmp_path, tokenizers):
-    weights = write_weights(tmp_path / "weights", MOE, tokenizers["bytelevel"])
+    weights = write_weights(tmp_path / "weights", MOE, tokenizers["bytelevel-bpe"])
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         write_gguf(weights, tmp_path / name / "model.gguf", "bf16")
@@ -270,18 +265,13 @@ def test_a_file_is_the_same_every_time(tmp_path, tokenizers):
 @pytest.mark.parametrize(
     ("changes", "fields"),
     [
-        ({"norm_topk_prob": False}, ["norm_topk_prob"]),
-        ({"first_k_dense_replace": 1}, ["first_k_dense_replace"]),
         ({"decoder_sparse_step": 2}, ["decoder_sparse_step"]),
-        (
-            {"router_bias_update_rate": 0.01, "norm_topk_prob": False},
-            ["router_bias_update_rate", "norm_topk_prob"],
-        ),
+        ({"decoder_sparse_step": 2, "norm_topk_prob": False}, ["decoder_sparse_step"]),
     ],
 )
 def test_what_llama_cpp_cannot_compute_is_refused_by_field(tmp_path, tokenizers, changes, fields):
     weights = write_weights(
-        tmp_path / "weights", dataclasses.replace(MOE, **changes), tokenizers["bytelevel"]
+        tmp_path / "weights", dataclasses.replace(MOE, **changes), tokenizers["bytelevel-bpe"]
     )
     with pytest.raises(ConfigError) as caught:
         write_gguf(weights, tmp_path / "model.gguf", "bf16")
@@ -323,7 +313,7 @@ def two_in_front(spec: dict) -> None:
 
 @pytest.mark.parametrize("change", [another_pattern, lower_case, two_in_front])
 def test_a_tokenizer_that_llama_cpp_would_not_follow_is_refused(tmp_path, tokenizers, change):
-    weights = write_weights(tmp_path / "weights", BASE, tokenizers["bytelevel"])
+    weights = write_weights(tmp_path / "weights", BASE, tokenizers["bytelevel-bpe"])
     change_json(weights / "tokenizer.json", change)
     with pytest.raises(DataError, match=r"tokenizer\.json: expected") as caught:
         write_gguf(weights, tmp_path / "model.gguf", "bf16")
@@ -333,7 +323,7 @@ def test_a_tokenizer_that_llama_cpp_would_not_follow_is_refused(tmp_path, tokeni
 
 def test_a_unigram_tokenizer_is_refused(tmp_path, tokenizers):
     """llama.cpp has no bytes to fall back on there: a rare character would become <unk>."""
-    weights = write_weights(tmp_path / "weights", BASE, tokenizers["sentencepiece"])
+    weights = write_weights(tmp_path / "weights", BASE, tokenizers["sentencepiece-bpe"])
     change_json(
         weights / "tokenizer.json",
         lambda spec: spec.update(
@@ -345,7 +335,7 @@ def test_a_unigram_tokenizer_is_refused(tmp_path, tokenizers):
 
 
 def test_a_sentencepiece_folder_without_its_scores_is_refused(tmp_path, tokenizers):
-    weights = write_weights(tmp_path / "weights", BASE, tokenizers["sentencepiece"])
+    weights = write_weights(tmp_path / "weights", BASE, tokenizers["sentencepiece-bpe"])
     (weights / "tokenizer.model").unlink()
     with pytest.raises(DataError, match=r"tokenizer\.model: expected"):
         write_gguf(weights, tmp_path / "model.gguf", "bf16")
@@ -353,12 +343,12 @@ def test_a_sentencepiece_folder_without_its_scores_is_refused(tmp_path, tokenize
 
 @pytest.mark.parametrize("damage", ["missing tensor", "foreign tensor", "too large for fp16"])
 def test_broken_weights_leave_no_file(tmp_path, tokenizers, damage):
-    weights = write_weights(tmp_path / "weights", MOE, tokenizers["bytelevel"])
+    weights = write_weights(tmp_path / "weights", MOE, tokenizers["bytelevel-bpe"])
     tensors = load_file(weights / "model.safetensors")
     if damage == "missing tensor":
         del tensors["model.layers.1.mlp.experts.3.up_proj.weight"]
     elif damage == "foreign tensor":
-        tensors["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(64)
+        tensors["model.layers.0.self_attn.q_proj.bias"] = torch.ones(64)
     else:
         tensors["model.layers.2.mlp.experts.1.down_proj.weight"][0, 0] = 7e4
     save_file(tensors, weights / "model.safetensors")

@@ -29,9 +29,12 @@ class LlamaCpp:
         parameters.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
         self.server = xllamacpp.Server(parameters)
 
-    def tokenize(self, text: str, *, special: bool = True) -> list[int]:
-        """Ids of a text; `special` with what the tokenizer puts in front. Special tokens in it are text."""
-        body = {"content": text, "add_special": special, "parse_special": False}
+    def tokenize(self, text: str, *, special: bool = True, special_text: bool = False) -> list[int]:
+        """Ids of a text; `special` with what the tokenizer puts in front.
+
+        Special tokens in the text are text, or, with `special_text`, special tokens.
+        """
+        body = {"content": text, "add_special": special, "parse_special": special_text}
         return self._post("/tokenize", body)["tokens"]
 
     def chat_prompt(self, messages: list[dict[str, str]]) -> str:
