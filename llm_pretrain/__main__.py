@@ -22,6 +22,7 @@ COMMANDS = {
     "chat": "talk to trained weights in the terminal",
     "evaluate": "loss, perplexity and bits per byte on a token store, on files, or lm-eval's tasks",
     "report": "write an HTML page about a run, or compare several",
+    "top": "watch a run, or several, in the terminal",
     "export": "write weights for llama.cpp (GGUF) or transformers",
 }
 """Module of `llm_pretrain.commands` and its line of help."""

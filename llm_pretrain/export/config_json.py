@@ -111,6 +111,8 @@ def _expert_keys(model: ModelConfig, model_type: str) -> dict[str, Any]:
     if model_type in LAYER_TYPES:
         layers = range(model.num_hidden_layers)
         result["mlp_layer_types"] = ["sparse" if model.is_moe_layer(layer) else "dense" for layer in layers]
+    if model_type == "ernie4_5_moe":  # mlx-lm does not take -1 for the last
+        result["moe_layer_end_index"] = model.num_hidden_layers - 1
     own = {}
     if model_type in BIASED_CHOICE:
         own["router_bias_update_rate"] = model.router_bias_update_rate

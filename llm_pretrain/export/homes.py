@@ -117,7 +117,7 @@ HOMES: dict[str, Home] = {
         },
         fixed={"qk_norm": False, "norm_topk_prob": True},
         # Its guard against a sum of 0 must not act where ours would divide.
-        extra={"use_bias": False, "moe_layer_end_index": -1, "moe_norm_min": 1e-30},
+        extra={"use_bias": False, "moe_norm_min": 1e-30},
         rope_theta=5e5,
         rms_norm_eps=1e-5,
     ),

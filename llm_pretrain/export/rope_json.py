@@ -15,7 +15,7 @@ def rope_to_json(model: ModelConfig) -> dict[str, Any]:
     """`rope_theta` and `rope_scaling` for version 4, mlx-lm and others, `rope_parameters` for version 5."""
     scaling: dict[str, Any] | None = None
     if model.rope_type != "default":
-        scaling = {"rope_type": model.rope_type, "factor": model.rope_factor}
+        scaling = {"rope_type": model.rope_type, "type": model.rope_type, "factor": model.rope_factor}
     if scaling is not None and model.rope_type == "yarn":
         scaling |= {
             "original_max_position_embeddings": model.rope_original_context,
@@ -23,6 +23,7 @@ def rope_to_json(model: ModelConfig) -> dict[str, Any]:
             "beta_slow": model.rope_beta_slow,
         }
     parameters = {"rope_type": "default", **(scaling or {}), "rope_theta": model.rope_theta}
+    parameters.pop("type", None)  # the key of old readers, who know no rope_parameters
     return {"rope_theta": model.rope_theta, "rope_scaling": scaling, "rope_parameters": parameters}
 
 

@@ -1,9 +1,10 @@
-"""What a run tells about itself: metrics.jsonl, the console, trackers, reports, the hardware's peak."""
+"""What a run tells about itself: metrics.jsonl, console, trackers, report, `top`, the hardware's peak."""
 
 from llm_pretrain.tracking.console import Console
 from llm_pretrain.tracking.hardware import device_peak_flops, memory_bytes
 from llm_pretrain.tracking.metrics import MetricsWriter, read_metrics
 from llm_pretrain.tracking.report import write_report
+from llm_pretrain.tracking.top import watch_runs
 from llm_pretrain.tracking.trackers import Trackers
 
 __all__ = [
@@ -13,5 +14,6 @@ __all__ = [
     "device_peak_flops",
     "memory_bytes",
     "read_metrics",
+    "watch_runs",
     "write_report",
 ]

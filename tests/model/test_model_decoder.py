@@ -263,6 +263,43 @@ def test_sizes_count_what_stands_in_the_model():
     assert flops_per_token(MOE, 200) - flops_per_token(MOE, 100) == attention
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"n_shared_experts": 2},
+        {"n_shared_experts": 1, "first_k_dense_replace": 1, "scoring_func": "sigmoid"},
+        {"num_hidden_layers": 5, "decoder_sparse_step": 2, "first_k_dense_replace": 2, "n_shared_experts": 3},
+    ],
+)
+def test_counts_are_right_for_shared_experts_and_mixed_layers(changes):
+    config = dataclasses.replace(
+        MOE, router_bias_update_rate=0.1, rope_type="yarn", rope_factor=4.0, **changes
+    )
+    state = make(config).state_dict()
+    trained = {n: t.numel() for n, t in state.items() if n != "lm_head.weight" and "correction_bias" not in n}
+    passed = {
+        name: size * config.num_experts_per_tok // config.num_experts if ".experts." in name else size
+        for name, size in trained.items()
+    }
+    assert count_parameters(config) == (sum(trained.values()), sum(passed.values()))
+    assert any(".shared_experts." in name for name in passed)
+    moe_layers = {int(name.split(".")[2]) for name in passed if ".experts." in name}
+    assert moe_layers == {
+        layer
+        for layer in range(config.num_hidden_layers)
+        if layer >= config.first_k_dense_replace and (layer + 1) % config.decoder_sparse_step == 0
+    }
+    attention = 12 * config.num_hidden_layers * 4 * 8 * 100
+    assert flops_per_token(config, 100) == 6 * sum(passed.values()) + attention
+
+
+def test_a_large_decoder_is_counted_without_being_built():
+    config = dataclasses.replace(
+        MOE, hidden_size=8192, num_hidden_layers=60, num_experts=256, moe_intermediate_size=2048
+    )
+    assert count_parameters(config).total > 7e11  # more than any machine that runs this could hold
+
+
 def test_importing_the_model_is_light():
     import subprocess
     import sys

@@ -132,6 +132,43 @@ def test_bias_update_pushes_towards_balance():
     assert not any("correction_bias" in name for name in Decoder(CONFIG).state_dict())
 
 
+def test_sigmoid_scores_are_balanced_by_the_bias_alone():
+    """A skewed router and an update per batch: loads come closer to each other, weights stay the scores."""
+    config = dataclasses.replace(
+        CONFIG,
+        num_hidden_layers=1,
+        scoring_func="sigmoid",
+        norm_topk_prob=False,
+        routed_scaling_factor=2.0,
+        router_bias_update_rate=0.02,
+    )
+    model = Decoder(config)
+    initialize_weights(model, 0)
+    gate = model.model.layers[0].mlp.gate
+    gate.weight.data[0] *= 20
+    ids = torch.arange(64).view(4, 16)
+    spread = []
+    for _ in range(60):
+        counts = model(ids).expert_counts
+        spread.append(int(counts.max() - counts.min()))
+        update_router_bias(model, counts, config.router_bias_update_rate)
+    assert max(spread[-5:]) < spread[0] / 2
+    hidden, mask = torch.randn(1, 20, 32), torch.ones(1, 20, dtype=torch.bool)
+    weights, chosen, _ = gate(hidden, mask)
+    scores = torch.nn.functional.linear(hidden[0], gate.weight).sigmoid()
+    torch.testing.assert_close(weights, 2 * scores.gather(1, chosen))
+
+
+def test_shared_experts_start_as_wide_as_every_other_matrix():
+    config = dataclasses.replace(CONFIG, n_shared_experts=4, hidden_size=128, initializer_range=0.1)
+    model = Decoder(config)
+    initialize_weights(model, 0)
+    shared = model.model.layers[0].mlp.shared_experts
+    assert shared.gate_proj.weight.shape == (4 * 16, 128)
+    assert abs(shared.up_proj.weight.std() - 0.1) < 0.005
+    assert abs(shared.down_proj.weight.std() - 0.1 / 2) < 0.0025  # into the residual stream of two layers
+
+
 def test_no_gradient_is_missing_when_experts_are_unused():
     model = Decoder(dataclasses.replace(CONFIG, num_experts=16, num_experts_per_tok=1))
     initialize_weights(model, 0)

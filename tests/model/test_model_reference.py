@@ -9,8 +9,10 @@ import math
 
 import pytest
 import torch
+from support.mutation import Edit, mutated
 from torch import Tensor
 
+import llm_pretrain.model as package
 from llm_pretrain.config import ModelConfig
 from llm_pretrain.model import IGNORE_INDEX, Decoder, initialize_weights
 
@@ -224,6 +226,29 @@ def test_sums_and_gradients_equal_the_dense_reference(name, dtype, tolerance):
         # One norm's gradient is a sum of many terms that cancel; the router's must be as good as the whole.
         bound = tolerance if parameter_name.endswith("mlp.gate.weight") else 3 * tolerance
         assert relative(gradients[parameter_name], expected[parameter_name].grad) < bound, parameter_name
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "old", "new"),
+    [
+        ("shared", "decoder", "out + self.shared_experts(hidden)", "out"),
+        ("shared", "router", "scores * self.scaling_factor", "scores"),
+        ("sigmoid", "router", "probs = log_scores.softmax(-1)", "probs = log_scores.exp()"),
+        ("sigmoid-unnormalised", "router", "logits.sigmoid() if self.sigmoid else probs", "probs"),
+        ("sigmoid-unnormalised", "router", "scores.gather(-1, chosen)", "ranking.gather(-1, chosen)"),
+        ("sigmoid-unnormalised", "router", "scores.detach() + bias", "scores.detach()"),
+        ("fine-grained", "router", "logits.logsumexp(-1)", "log_scores.logsumexp(-1)"),
+    ],
+)
+def test_a_mistake_in_routing_shows_in_the_sums(name, file, old, new):
+    right, batch = make(VARIANTS[name]).double(), ragged_batch()
+    with mutated(Edit(f"llm_pretrain/model/{file}.py", old, new)):
+        wrong = package.Decoder(right.config).double()
+        wrong.load_state_dict(right.state_dict())
+        out = wrong(**batch)
+    expected = reference(right, batch)
+    pairs = {"loss": out.loss_sum, "aux": out.aux_loss_sum, "router_z": out.router_z_loss_sum}
+    assert max(relative(ours, expected[key]) for key, ours in pairs.items()) > 1e-6
 
 
 @pytest.mark.parametrize("rows", [1, 2])

@@ -87,7 +87,10 @@ class Finished:
 
     def exact_rows(self) -> dict[int, dict]:
         """What must be equal between launchers and after a resume; leaves out speed and memory."""
-        return {step: {key: row[key] for key in EXACT_KEYS if key in row} for step, row in self.rows.items()}
+        return {
+            step: {key: value for key, value in row.items() if key in EXACT_KEYS or "/source/" in key}
+            for step, row in self.rows.items()
+        }
 
 
 def start(

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-START = 1_900_000_000.0
+START = 1_700_000_000.0
 """When the first attempt began, Unix seconds."""
 
 

@@ -109,6 +109,36 @@ def test_a_step_without_loss_tokens_has_none(
     assert per_source(row, "loss_tokens") == [0, 0]
 
 
+def test_changes_ahead_may_be_changed_on_a_resume_those_drawn_with_may_not(
+    stores: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Steps 0 to 7 draw from the first block, so a change at step 5 begins with step 8."""
+    folder = tmp_path / "run"
+
+    def go_on(max_steps: int, changes: str) -> int:
+        quick = ("--evaluation.eval_steps", "0", "--schedule.name", "constant")
+        return train(
+            *options(stores, folder, *quick, "--data.weight_changes", changes),
+            *("--training.max_steps", str(max_steps)),
+        )
+
+    assert go_on(6, "[{step: 5, weights: [0, 1]}]") == 0
+    capsys.readouterr()
+    assert go_on(10, "[{step: 7, weights: [1, 0]}]") == 0
+    assert "changed since the attempt before: data.weight_changes" in capsys.readouterr().err
+    rows = Finished(0, "", folder).rows
+    assert [min(per_source(rows[step], "loss_tokens")) > 0 for step in range(1, 11)] == [True] * 8 + [
+        False
+    ] * 2
+    for changes in ("[{step: 5, weights: [0, 1]}]", "[]", "[{step: 9, weights: [1, 0]}]"):
+        assert go_on(12, changes) == 78
+        error = capsys.readouterr().err
+        assert "data.weight_changes from sample 1024 is [1.0, 0.0] in the checkpoint" in error
+    assert go_on(18, "[{step: 8, weights: [1, 0]}, {step: 16, weights: [0, 1]}]") == 0
+    rows = Finished(0, "", folder).rows
+    assert [per_source(rows[step], "loss_tokens")[0] for step in (17, 18)] == [0, 0]
+
+
 def small(*stores: Path) -> tuple[Config, Decoder]:
     """A configuration over stores that are called s0, s1, and an untrained model."""
     config = make_config(*map(TokenStore, stores), micro_batch_size=8, sequence_length=32)

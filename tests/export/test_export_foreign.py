@@ -1,0 +1,264 @@
+"""What others write: their config keys in every spelling, their tensors, and what we must refuse of it."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.mutation import Edit, mutated
+
+from llm_pretrain.config import ModelConfig
+from llm_pretrain.errors import CheckpointError, ConfigError
+from llm_pretrain.export import (
+    from_huggingface,
+    huggingface_config,
+    load_pretrained,
+    model_config_from_huggingface,
+    to_huggingface,
+)
+from llm_pretrain.model import Decoder, initialize_weights
+
+SIZES = {
+    "vocab_size": 128,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.1,
+}
+MOE = ModelConfig(
+    **SIZES, head_dim=16, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=40, n_shared_experts=1
+)
+IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
+TOKENS = torch.randint(0, 128, (2, 40), generator=torch.Generator().manual_seed(3))
+LAYOUT = "llm_pretrain/export/tensor_layout.py"
+
+
+def make(config: ModelConfig) -> Decoder:
+    model = Decoder(config).eval()
+    initialize_weights(model, 1)
+    return model
+
+
+@torch.no_grad()
+def logits_in_transformers(config: ModelConfig, folder) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ours, and those of the exported files in transformers."""
+    from transformers import AutoModelForCausalLM
+
+    folder.mkdir()
+    model = make(config)
+    save_file(
+        to_huggingface(model.state_dict(), config, torch.float32),
+        folder / "model.safetensors",
+        {"format": "pt"},
+    )
+    (folder / "config.json").write_text(json.dumps(huggingface_config(config, dtype="fp32", **IDS)))
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return model(TOKENS).logits, theirs(TOKENS).logits
+
+
+FOREIGN = {
+    "dots1": {
+        "n_routed_experts": 6,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+    },
+    "dots1-unnormalised": {"n_routed_experts": 6, "n_shared_experts": 1, "routed_scaling_factor": 2.0},
+    "solar_open": {"n_routed_experts": 6, "head_dim": 16},
+    "glm4_moe": {
+        "n_routed_experts": 6,
+        "partial_rotary_factor": 1.0,
+        "use_qk_norm": True,
+        "num_mtp_layers": 0,
+    },
+    "hy_v3": {"num_experts": 6, "head_dim": 16},
+    "ernie4_5_moe": {"moe_num_experts": 6, "moe_k": 3, "moe_layer_interval": 2},
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+@pytest.mark.parametrize("rope", [{}, {"rope_type": "yarn", "factor": 2.0}], ids=["plain", "yarn"])
+def test_a_model_of_transformers_own_defaults_opens_with_equal_logits(name, rope, tmp_path):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    settings = {"moe_intermediate_size": 40, "num_experts_per_tok": 2} | SIZES | FOREIGN[name]
+    if rope:
+        settings["rope_parameters"] = rope
+    if "moe_k" in settings:
+        del settings["num_experts_per_tok"]
+    torch.manual_seed(0)
+    theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(name.partition("-")[0], **settings)).eval()
+    for key, tensor in theirs.state_dict().items():
+        if key.endswith("e_score_correction_bias"):
+            torch.nn.init.uniform_(tensor, -0.3, 0.3)
+    theirs.save_pretrained(tmp_path)
+    with torch.no_grad():
+        expected, ours = theirs(TOKENS).logits, load_pretrained(tmp_path).eval()(TOKENS).logits
+    assert expected.std() > 0.3
+    torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
+
+
+SCALINGS = {
+    "version 5": {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 7e3}},
+    "version 4": {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_theta": 7e3},
+    "before 4.43": {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_theta": 7e3},
+    "both": {
+        "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+        "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 7e3},
+    },
+}
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+def test_rope_scaling_is_read_in_every_spelling(name):
+    config = model_config_from_huggingface({"model_type": "llama", **SIZES, **SCALINGS[name]})
+    assert (config.rope_type, config.rope_factor, config.rope_theta) == ("linear", 2.0, 7e3)
+
+
+@pytest.mark.parametrize(
+    ("keys", "original", "factor"),
+    [
+        ({"factor": 2.0}, 64, 2.0),
+        ({"factor": 4.0, "original_max_position_embeddings": 16}, 16, 4.0),
+        ({"original_max_position_embeddings": 16}, 16, 4.0),
+        ({"factor": 4.0, "attention_factor": 1.1386294361119891}, 64, 4.0),
+    ],
+)
+def test_missing_yarn_settings_mean_what_transformers_takes_them_to_mean(keys, original, factor):
+    config = model_config_from_huggingface(
+        {"model_type": "qwen3", **SIZES, "rope_scaling": {"type": "yarn", **keys}}
+    )
+    assert (config.rope_original_context, config.rope_factor) == (original, factor)
+    assert (config.rope_beta_fast, config.rope_beta_slow) == (32, 1)
+
+
+def test_scaling_is_written_in_every_spelling():
+    config = dataclasses.replace(MOE, rope_type="yarn", rope_factor=4.0, qk_norm=False, rope_theta=5e3)
+    written = huggingface_config(config, dtype="bf16", **IDS)
+    scaling = {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+    }
+    assert written["rope_scaling"] == scaling | {"type": "yarn"}
+    assert written["rope_parameters"] == scaling | {"rope_theta": 5e3}
+    assert written["rope_theta"] == 5e3
+
+
+@pytest.mark.parametrize(
+    ("model_type", "keys", "name"),
+    [
+        ("glm4_moe", {"n_routed_experts": 6}, "partial_rotary_factor"),  # its default is a half
+        ("glm4_moe", {"n_routed_experts": 6, "n_group": 2, "topk_group": 1}, "topk_group"),
+        ("glm4_moe", {}, "n_routed_experts"),
+        ("ernie4_5_moe", {"moe_num_experts": 6, "moe_k": 2, "use_bias": True}, "use_bias"),
+        ("ernie4_5_moe", {"moe_num_experts": 6, "moe_k": 2, "moe_layer_end_index": 1}, "moe_layer_end_index"),
+        (
+            "dots1",
+            {"n_routed_experts": 6, "n_shared_experts": 1, "max_window_layers": 1, "sliding_window": 8},
+            "sliding",
+        ),
+        ("hy_v3", {"num_experts": 6, "mlp_layer_types": ["sparse", "dense", "dense"]}, "mlp_layer_types"),
+        ("qwen2_moe", {"num_experts": 6, "moe_intermediate_size": 40}, "shared_expert_intermediate_size"),
+    ],
+)
+def test_what_our_decoder_lacks_is_refused_by_name(model_type, keys, name):
+    rotary = {} if name == "partial_rotary_factor" else {"partial_rotary_factor": 1.0}
+    with pytest.raises(ConfigError, match=name):
+        model_config_from_huggingface(
+            {"model_type": model_type, "num_experts_per_tok": 2, **SIZES, **rotary, **keys}
+        )
+
+
+@pytest.mark.parametrize(
+    ("changes", "tensor"),
+    [
+        ({"qk_norm": False, "norm_topk_prob": False}, "model.layers.1.mlp.shared_expert_gate.weight"),
+        ({"qk_norm": False, "norm_topk_prob": False}, "model.layers.2.self_attn.k_proj.bias"),
+        ({"scoring_func": "sigmoid"}, "model.layers.0.mlp.gate.e_score_correction_bias"),
+        (
+            {"scoring_func": "sigmoid", "n_shared_experts": 0},
+            "model.layers.0.mlp.shared_experts.down_proj.weight",
+        ),
+    ],
+)
+def test_a_value_that_we_would_drop_is_refused_by_tensor(changes, tensor):
+    config = dataclasses.replace(MOE, **changes)
+    written = to_huggingface(make(config).state_dict(), config, torch.float32)
+    assert not written[tensor].any()
+    from_huggingface(written, config)
+    written[tensor].flatten()[3] = 0.5
+    with pytest.raises(CheckpointError, match=rf"{tensor}: expected zeros.*found up to 0\.5"):
+        from_huggingface(written, config)
+
+
+def test_layers_for_predicting_further_tokens_are_left_out():
+    config = dataclasses.replace(MOE, scoring_func="sigmoid", router_bias_update_rate=0.001)
+    state = make(config).state_dict()
+    written = to_huggingface(state, config, torch.float32)
+    written["model.layers.3.eh_proj.weight"] = torch.ones(2, 2)
+    assert from_huggingface(written, config).keys() == state.keys()
+
+
+def test_a_bias_stays_in_fp32_and_names_are_those_of_the_published_checkpoints(tmp_path):
+    fine = dataclasses.replace(MOE, scoring_func="sigmoid", router_bias_update_rate=0.001)
+    names = {
+        "mlp.gate.e_score_correction_bias": fine,
+        "mlp.expert_bias": dataclasses.replace(fine, decoder_sparse_step=2),
+        "mlp.moe_statics.e_score_correction_bias": dataclasses.replace(
+            fine, scoring_func="softmax", qk_norm=False
+        ),
+    }
+    for name, config in names.items():
+        written = to_huggingface(make(config).state_dict(), config, torch.bfloat16)
+        assert written[f"model.layers.1.{name}"].dtype == torch.float32
+        assert written["model.layers.1.input_layernorm.weight"].dtype == torch.bfloat16
+    assert "model.layers.1.mlp.shared_mlp.up_proj.weight" in to_huggingface(
+        make(names["mlp.expert_bias"]).state_dict(), names["mlp.expert_bias"], torch.bfloat16
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "old", "new"),
+    [
+        (
+            {"qk_norm": False},
+            "yield name, interleave_heads(tensor, model.attention_head_dim)",
+            "yield name, tensor",
+        ),
+        ({"qk_norm": False, "norm_topk_prob": False}, "yield name, tensor * 2", "yield name, tensor"),
+        (
+            {"n_shared_experts": 0, "routed_scaling_factor": 2.5},
+            "yield name, tensor * factor",
+            "yield name, tensor",
+        ),
+    ],
+)
+def test_a_tensor_that_is_not_rearranged_shows_in_the_logits(changes, old, new, tmp_path):
+    config = dataclasses.replace(MOE, **changes)
+    ours, theirs = logits_in_transformers(config, tmp_path / "right")
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    with mutated(Edit(LAYOUT, old, new)):
+        ours, theirs = logits_in_transformers(config, tmp_path / "wrong")
+    assert (ours - theirs).abs().max() > 1e-2
+
+
+def test_scaled_rotary_positions_that_are_not_written_show_in_the_logits(tmp_path):
+    config = dataclasses.replace(MOE, num_experts=0, rope_type="yarn", rope_factor=4.0)
+    with mutated(Edit("llm_pretrain/export/rope_json.py", 'if model.rope_type != "default":', "if False:")):
+        ours, theirs = logits_in_transformers(config, tmp_path / "wrong")
+    assert (ours - theirs).abs().max() > 1e-3
+
+
+def test_a_dense_layer_keeps_its_names_beside_expert_layers(tmp_path):
+    config = dataclasses.replace(MOE, scoring_func="sigmoid", first_k_dense_replace=1)
+    logits_in_transformers(config, tmp_path / "x")
+    names = set(load_file(tmp_path / "x" / "model.safetensors"))
+    assert "model.layers.0.mlp.gate_proj.weight" in names
+    assert not any(name.startswith("model.layers.0.mlp.experts") for name in names)
