@@ -112,7 +112,7 @@
   function rangeOfConstant(traces, chart) {
     const values = [...new Set(traces.flatMap((trace) => trace.y).filter((value) => value !== null).concat(chart.lines.map((line) => line.value)))];
     if (values.length !== 1) return undefined;
-    return values[0] ? [Math.min(0, 2 * values[0]), Math.max(0, 2 * values[0])] : [0, 1];
+    return values[0] ? [Math.min(0, 2 * values[0]), Math.max(0, 2 * values[0])] : [-0.05, 1];
   }
 
   function drawChart(chart, theme, now) {
