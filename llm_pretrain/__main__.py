@@ -15,6 +15,7 @@ from llm_pretrain.errors import CheckpointError, PretrainError
 COMMANDS = {
     "tokenizer": "train a tokenizer on jsonl or text files",
     "prepare": "tokenise jsonl or text files into a token store",
+    "inspect": "show what is in a token store: lengths, masks, packing, samples",
     "convert": "turn token files of nanoGPT or Megatron into a token store, or back",
     "generate": "continue a prompt with trained weights",
     "configs": "list the presets; write other frameworks' configurations as ours",

@@ -143,12 +143,16 @@ def _read_texts(inputs: Sequence[str], on_error: str) -> tuple[list[str], Counte
     skipped: Counter[str] = Counter()
     for record in read_records(inputs):
         try:
-            document = parse_record(record)
-            texts.append("".join(text for text, _ in document.segments))
+            text = parse_record(record).text()
         except RecordError as bad:
             if on_error == "fail" and bad.cause != EMPTY:
                 raise DataError(f"{bad}; mend it, or leave such records out with --on_error skip") from bad
             skipped[bad.cause] += 1
+            continue
+        if text:
+            texts.append(text)
+        else:
+            skipped["record without text"] += 1  # token ids alone
     return texts, skipped
 
 

@@ -41,7 +41,7 @@ _COMMON = (
 _OWN = "llm_pretrain"
 """Key of the fields that a home cannot say: zeros stand there for a tensor that we do not have, or the
 experts' projections hold a factor. Only we read it; whoever does not computes the same."""
-_NATIVE_FIELDS = {field.name for field in dataclasses.fields(ModelConfig)}
+_NATIVE_FIELDS = {field.name for field in dataclasses.fields(ModelConfig)} - {"init_from"}
 _FOREIGN_BIAS_UPDATE_RATE = 0.001
 """Where a file has a bias on the choice of experts and does not say at which rate it moved: DeepSeek-V3's
 (arXiv:2412.19437, section 4.2)."""
@@ -137,8 +137,11 @@ def native_config(
     pad_token_id: int | None,
     dtype: str,
 ) -> dict[str, Any]:
-    """`config.json` for a model that has no home elsewhere: every field of ModelConfig; only we open it."""
-    return dataclasses.asdict(model) | {
+    """`config.json` for a model that has no home elsewhere: all of ModelConfig; only we open it.
+
+    Where the training started from (`init_from`) is a path on its machine, and left out.
+    """
+    return {name: getattr(model, name) for name in sorted(_NATIVE_FIELDS)} | {
         "model_type": NATIVE_MODEL_TYPE,
         "bos_token_id": bos_token_id,
         "eos_token_id": eos_token_id,

@@ -196,7 +196,7 @@ def _origin(run: FollowedRun, width: int) -> list[Text]:
         lines.append(Text.assemble(("checkpoint ", "dim"), shown(str(checkpoint))))
     if attempts := run.record.attempts:
         newest = attempts[-1]
-        who = f"{newest.get('launcher')} x {newest.get('world_size')} on {newest.get('device')}"
+        who = f"{newest.get('launcher')} × {newest.get('world_size')} on {newest.get('device')}"
         if len(attempts) > 1:
             who += f", attempt {len(attempts)} from step {newest.get('step')}"
         lines.append(Text.assemble(("run by ", "dim"), shown(who)))

@@ -1,0 +1,63 @@
+"""Every command of the README, run in its order on a copy of the project with an environment of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from support.documents import READMES, ROOT, blocks
+
+QUESTION = "What does the function `json.dumps` do?"
+RUNS = ("quickstart", "quickstart-chat", "tiny-accelerate", "mine")
+
+
+def copy_of_the_project(folder: Path) -> Path:
+    files = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.splitlines()
+    for name in files:
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, target)
+    return folder
+
+
+@pytest.mark.slow
+def test_every_command_of_the_readme_runs(tmp_path: Path):
+    readme = READMES[0]
+    project = copy_of_the_project(tmp_path / "llm_pretrain")
+    script = "set -euxo pipefail\n" + "".join(blocks(readme))
+    (project / "question.txt").write_text(QUESTION + "\n")
+    script, chats = re.subn(r"^(llm-pretrain chat .*)$", r"\1 < question.txt", script, flags=re.MULTILINE)
+    assert chats == 1
+    for code in re.findall(r"^```python\n(from .*?)^```$", readme.read_text(), re.MULTILINE | re.DOTALL):
+        script += f"python - <<'END'\n{code}END\n"
+    environment = {name: value for name, value in os.environ.items() if name != "VIRTUAL_ENV"}
+    environment["PATH"] = ":".join(
+        part for part in environment["PATH"].split(":") if not (Path(part) / "llm-pretrain").exists()
+    )
+    done = subprocess.run(
+        ["bash", "-c", script],
+        cwd=project,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=3000,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    for run in RUNS:
+        status = json.loads((project / "runs" / run / "status.json").read_text())
+        assert status["state"] == "finished", run
+        assert (project / "runs" / run / "report.html").stat().st_size > 10_000
+    assert (project / "runs/compared.html").exists()
+    assert (project / "runs/quickstart/quickstart.gguf").read_bytes()[:4] == b"GGUF"
