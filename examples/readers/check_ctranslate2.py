@@ -1,6 +1,6 @@
 """CTranslate2, on a folder of `ct2-transformers-converter --model WEIGHTS --output_dir FOLDER`.
 
-    python check_ctranslate2.py FOLDER REFERENCE.json WEIGHTS
+python check_ctranslate2.py FOLDER REFERENCE.json WEIGHTS
 """
 
 import sys

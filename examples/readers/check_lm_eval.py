@@ -1,6 +1,6 @@
 """lm-evaluation-harness: a multiple-choice task of four lines, written here, on the weights.
 
-    python check_lm_eval.py WEIGHTS
+python check_lm_eval.py WEIGHTS
 """
 
 import json

@@ -1,6 +1,6 @@
 """mlx-lm, on Apple silicon or, with `mlx[cpu]`, on Linux.
 
-    python check_mlx.py WEIGHTS REFERENCE.json
+python check_mlx.py WEIGHTS REFERENCE.json
 """
 
 import sys

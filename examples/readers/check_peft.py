@@ -1,6 +1,6 @@
 """PEFT: one step of LoRA, and the merged model.
 
-    python check_peft.py WEIGHTS
+python check_peft.py WEIGHTS
 """
 
 import sys

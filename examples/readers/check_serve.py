@@ -1,6 +1,6 @@
 """`transformers serve WEIGHTS`: a chat completion over HTTP on this machine.
 
-    python check_serve.py WEIGHTS
+python check_serve.py WEIGHTS
 """
 
 import json
@@ -15,9 +15,8 @@ import transformers
 PORT = 8765
 server = subprocess.Popen(["transformers", "serve", sys.argv[1], "--port", str(PORT), "--device", "cpu"])
 try:
-    body = {
-        "model": sys.argv[1], "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8, "stream": False,
-    }  # fmt: skip
+    messages = [{"role": "user", "content": "Hello"}]
+    body = {"model": sys.argv[1], "messages": messages, "max_tokens": 8, "stream": False}
     request = urllib.request.Request(
         f"http://127.0.0.1:{PORT}/v1/chat/completions",
         json.dumps(body).encode(),

@@ -1,6 +1,6 @@
 """transformers 4 or 5: the model, its cache, the tokenizer, a pipeline and the chat template.
 
-    python check_transformers.py WEIGHTS REFERENCE.json
+python check_transformers.py WEIGHTS REFERENCE.json
 """
 
 import sys

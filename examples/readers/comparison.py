@@ -39,8 +39,9 @@ class Comparison:
     def finish(self) -> None:
         agree = self.same_ids == self.checked_ids and self.same_tokens == self.tokens > 0
         agree = agree and self.largest <= self.bound
+        verdict = "ok" if agree else "DIFFERS"
         print(
-            f"{'ok' if agree else 'DIFFERS'}  {self.reader}: ids of {self.same_ids}/{self.checked_ids} texts, "
+            f"{verdict}  {self.reader}: ids of {self.same_ids}/{self.checked_ids} texts, "
             f"{self.same_tokens}/{self.tokens} greedy tokens, log-probabilities within {self.largest:.1e}"
         )
         sys.exit(0 if agree else 1)

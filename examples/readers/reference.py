@@ -37,7 +37,13 @@ def main(weights: Path, output: Path) -> None:
             logprobs.append(float(row.max()))
         first = len(start) + len(prompt)
         rows.append(
-            {"text": text, "text_ids": prompt, "ids": ids[:first], "greedy": ids[first:], "logprobs": logprobs}
+            {
+                "text": text,
+                "text_ids": prompt,
+                "ids": ids[:first],
+                "greedy": ids[first:],
+                "logprobs": logprobs,
+            }
         )
     content = {"vocab_size": read_config(weights)["vocab_size"], "prompts": rows}
     output.write_text(json.dumps(content, ensure_ascii=False, indent=1), encoding="utf-8")

@@ -47,6 +47,7 @@ def save_weights(
     keep_last: int,
     sequence_length: int,
     best_loss: float | None = None,
+    card: export.CardFacts | None = None,
 ) -> Path:
     """Write `folder/step-00000100/` whole or not at all, then prune older ones; returns its path.
 
@@ -66,6 +67,7 @@ def save_weights(
         keep_last: Exports to keep; at least 2 are kept.
         sequence_length: Longest text the model was trained on; generation stops there by default.
         best_loss: The evaluation loss of a new best, for its best.json.
+        card: What README.md says of them; None writes none.
 
     Raises:
         CheckpointError: a value does not fit `dtype`, or writing failed; earlier exports are as they were.
@@ -81,6 +83,8 @@ def save_weights(
             _generation_config(token_ids, sequence_length, tokenizer_folder),
         )
         copy_tokenizer(tokenizer_folder, temporary)
+        if card is not None:
+            write_text(temporary / "README.md", export.model_card(card))
         if best_loss is not None:
             write_json(temporary / BEST_FILE, {"step": step, "eval/loss": best_loss})
             return folders.commit_as(temporary, folders.BEST)
@@ -184,8 +188,12 @@ def copy_tokenizer(source: Path, target: Path) -> None:
 
 def write_json(file: Path, content: dict[str, Any]) -> None:
     """Write `content` so that it outlives a power cut."""
+    write_text(file, json.dumps(content, indent=2) + "\n")
+
+
+def write_text(file: Path, text: str) -> None:
+    """Write `text` likewise."""
     with file.open("w", encoding="utf-8") as stream:
-        json.dump(content, stream, indent=2)
-        stream.write("\n")
+        stream.write(text)
         stream.flush()
         os.fsync(stream.fileno())

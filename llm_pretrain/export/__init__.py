@@ -8,12 +8,16 @@ from llm_pretrain.export.config_json import (
 )
 from llm_pretrain.export.gguf import write_gguf
 from llm_pretrain.export.huggingface import from_huggingface, load_pretrained, read_config, to_huggingface
+from llm_pretrain.export.model_card import CardFacts, CardSource, model_card
 
 __all__ = [
     "NATIVE_MODEL_TYPE",
+    "CardFacts",
+    "CardSource",
     "from_huggingface",
     "huggingface_config",
     "load_pretrained",
+    "model_card",
     "model_config_from_huggingface",
     "native_config",
     "read_config",

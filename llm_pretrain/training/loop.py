@@ -72,7 +72,7 @@ class Training:
         self.engine, self.folder, self.status, self.stop = engine, folder, status, stop
         self.stores: list[TokenStore] = on_every_rank(engine, lambda: open_stores(config))
         self.config = on_every_rank(engine, lambda: resolve_model(config, self.stores[0].vocab_size))
-        self.saving = Saving(self.config, engine, folder, self.stores[0])
+        self.saving = Saving(self.config, engine, folder, self.stores)
 
     def run(self) -> int:
         """Build, restore, train, save; returns the exit code."""
@@ -151,6 +151,7 @@ class Training:
         self.progress.evaluation_owed = metrics is None
         if metrics:
             self.recorder.evaluation(metrics)
+            self.progress.evaluated(metrics)
         self.recorder.flush()
         if due and metrics is not None:
             self._after_evaluation(metrics.get("eval/loss"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
 import torch
@@ -38,6 +40,8 @@ class Progress:
         wandb_id: Of the run at Weights & Biases, so that a resumed run continues it.
         evaluation_owed: This step's evaluation was given up because a stop was asked for; the resumed run
             makes up for it, so that stopping leaves no gap in the evaluations.
+        evaluation: Metrics `eval/…` of the last evaluation, for the model card.
+        evaluation_step: Its step; None before the first.
         best: What `weights/best` holds, or will hold again once the run comes past; None without.
     """
 
@@ -47,6 +51,8 @@ class Progress:
     digest: Tensor = field(default_factory=lambda: torch.zeros(DIGEST_WORDS, dtype=torch.int64))
     wandb_id: str | None = None
     evaluation_owed: bool = False
+    evaluation: dict[str, float] = field(default_factory=dict)
+    evaluation_step: int | None = None
     best: Best | None = None
 
     def advance(self, result: StepResult) -> None:
@@ -55,6 +61,15 @@ class Progress:
         self.tokens_seen += result.counts.num_loss_tokens
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.skipped else 0
         self.digest = self.digest + result.counts.digest
+
+    def evaluated(self, metrics: Mapping[str, float | None]) -> None:
+        """Remember this step's evaluation."""
+        self.evaluation = {
+            name: value
+            for name, value in metrics.items()
+            if isinstance(value, float) and math.isfinite(value)
+        }
+        self.evaluation_step = self.step
 
     def take_digest(self) -> Tensor:
         """The digest since the last call, and start anew."""
@@ -68,6 +83,8 @@ class Progress:
             "digest": self.digest.tolist(),
             "evaluation_owed": self.evaluation_owed,
             "best": asdict(self.best) if self.best else None,
+            "evaluation": self.evaluation,
+            "evaluation_step": self.evaluation_step,
         }
 
     @classmethod
@@ -81,4 +98,6 @@ class Progress:
             wandb_id=wandb_id,
             evaluation_owed=extra.get("evaluation_owed", False),
             best=Best(**extra["best"]) if extra.get("best") else None,
+            evaluation=extra.get("evaluation") or {},
+            evaluation_step=extra.get("evaluation_step"),
         )

@@ -15,6 +15,7 @@ from llm_pretrain.data import TokenStore, data_fingerprint, weight_changes_finge
 from llm_pretrain.errors import ConfigError
 from llm_pretrain.model import Decoder
 from llm_pretrain.training.agreement import on_first_rank
+from llm_pretrain.training.card import card_facts
 from llm_pretrain.training.engine import Engine
 from llm_pretrain.training.progress import Best, Progress
 from llm_pretrain.training.run_folder import RunFolder
@@ -47,8 +48,8 @@ def model_fingerprint(model: ModelConfig) -> dict[str, str]:
 class Saving:
     """Finds, restores and writes a run's checkpoints and weights."""
 
-    def __init__(self, config: Config, engine: Engine, folder: RunFolder, store: TokenStore):
-        self.config, self.engine, self.folder, self.store = config, engine, folder, store
+    def __init__(self, config: Config, engine: Engine, folder: RunFolder, stores: list[TokenStore]):
+        self.config, self.engine, self.folder, self.stores = config, engine, folder, stores
         self.notes: list[str] = []
         self._fingerprints = fingerprints(config)
         self.checkpoints = CheckpointStore(
@@ -131,7 +132,7 @@ class Saving:
             extra=progress.extra(),
         )
         path = self.checkpoints.save(model, optimizer, self.engine.scaler, facts)
-        on_first_rank(self.engine, lambda: self._save_weights(progress.step, model))
+        on_first_rank(self.engine, lambda: self._save_weights(progress, model))
         return path
 
     def keep_best(self, progress: Progress, loss: float) -> None:
@@ -146,23 +147,25 @@ class Saving:
             return
         model, _ = self.engine.model_and_optimizer()
         assert isinstance(model, Decoder)
-        on_first_rank(self.engine, lambda: self._save_weights(progress.step, model, best_loss=loss))
+        on_first_rank(self.engine, lambda: self._save_weights(progress, model, best_loss=loss))
         progress.best = Best(progress.step, loss, max_batches)
 
-    def _save_weights(self, step: int, model: Decoder, *, best_loss: float | None = None) -> Path:
+    def _save_weights(self, progress: Progress, model: Decoder, *, best_loss: float | None = None) -> Path:
+        store, is_best = self.stores[0], best_loss is not None
         return save_weights(
             self.folder.weights,
-            step,
+            progress.step,
             model,
             self.config.model,
             dtype=self.config.checkpoint.weights_dtype,
-            tokenizer_folder=self.store.tokenizer_folder,
+            tokenizer_folder=store.tokenizer_folder,
             token_ids={
-                "bos_token_id": self.store.bos_token_id,
-                "eos_token_id": self.store.eos_token_id,
-                "pad_token_id": self.store.pad_token_id,
+                "bos_token_id": store.bos_token_id,
+                "eos_token_id": store.eos_token_id,
+                "pad_token_id": store.pad_token_id,
             },
             keep_last=self.config.checkpoint.keep_last,
             sequence_length=self.config.training.sequence_length,
             best_loss=best_loss,
+            card=card_facts(self.config, self.engine, self.stores, progress, is_best=is_best),
         )

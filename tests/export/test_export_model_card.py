@@ -1,0 +1,124 @@
+"""The model card: what it tells, what hubs can read of it, and what it must not tell."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import yaml
+
+from llm_pretrain.config import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    EvaluationConfig,
+    ModelConfig,
+    RunConfig,
+    SourceConfig,
+    from_dict,
+    read_yaml,
+)
+from llm_pretrain.export import CardFacts, CardSource, model_card
+
+MODEL = ModelConfig(
+    vocab_size=6400,
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    num_experts=4,
+)
+CONFIG = Config(
+    run=RunConfig(name="poems", output_dir="/home/someone/secret-project/runs/poems"),
+    model=dataclasses.replace(MODEL, init_from="~/elsewhere/weights"),
+    data=DataConfig(sources=[SourceConfig("/data/private/verse", 3.0), SourceConfig("stores/code", 1.0)]),
+    checkpoint=CheckpointConfig(resume="/scratch/other/checkpoints/step-00000010"),
+    evaluation=EvaluationConfig(sample_prompts=["/* a comment"]),
+)
+FACTS = CardFacts(
+    config=CONFIG,
+    step=1200,
+    tokens_seen=3_456_789,
+    sources=[CardSource("verse", 3.0, 5671, 700_000), CardSource("code", 1.0, 427, 3_400_000)],
+    tokenizer_size=6400,
+    tokenizer_hash="0123456789abcdef" * 4,
+    has_chat_template=True,
+    launcher="torchrun",
+    world_size=2,
+    versions={"torch": "2.13.0", "python": "3.11.7", "transformers": None},
+    evaluation={"eval/loss": 2.5, "eval/bits_per_byte": 1.25},
+    evaluation_step=1000,
+)
+
+
+def front_matter(card: str) -> dict[str, Any]:
+    empty, header, _ = card.split("---\n", 2)
+    assert empty == ""
+    return yaml.safe_load(header)
+
+
+def test_it_tells_model_data_training_and_evaluation():
+    card = model_card(FACTS)
+    for expected in (
+        "# poems",
+        "`Qwen3MoeForCausalLM`",
+        "| verse | 75.0% | 5,671 | 700,000 |",
+        "| Tokens trained on | 3,456,789 |",
+        "torchrun, 2 process",
+        "| torch | 2.13.0 |",
+        "at step 1,000",
+        "| loss | 2.5000 |",
+        "llm-pretrain chat .",
+        "export . --to gguf",
+        'AutoModelForCausalLM.from_pretrained(".")',
+    ):
+        assert expected in card, expected
+
+
+def test_hubs_find_library_and_task_and_no_license_that_nobody_chose():
+    header = front_matter(model_card(FACTS))
+    assert header["library_name"] == "transformers"
+    assert header["pipeline_tag"] == "text-generation"
+    assert "qwen3_moe" in header["tags"]
+    assert "license" not in header
+
+
+def test_a_model_that_transformers_does_not_know_is_not_sent_there():
+    model = dataclasses.replace(MODEL, router_bias_update_rate=0.01)
+    card = model_card(dataclasses.replace(FACTS, config=dataclasses.replace(CONFIG, model=model)))
+    assert front_matter(card)["library_name"] == "llm_pretrain"
+    assert "from_pretrained" not in card
+
+
+def test_no_path_of_the_machine_is_told_and_the_settings_still_load():
+    card = model_card(FACTS)
+    for private in ("/home", "someone", "secret-project", "/data/private", "/scratch", "elsewhere/"):
+        assert private not in card, private
+    settings = card.split("```yaml\n")[1].split("```")[0]
+    config = from_dict(read_yaml(settings))
+    assert config.data.sources[0].store == "verse"
+    assert config.data.sources[1].store == "stores/code"
+    assert config.evaluation.sample_prompts == ["/* a comment"]
+    assert config.training == CONFIG.training
+
+
+def test_the_same_facts_make_the_same_card():
+    assert model_card(FACTS) == model_card(dataclasses.replace(FACTS))
+
+
+@pytest.mark.parametrize(("chat", "found"), [(True, True), (False, False)])
+def test_chat_is_offered_where_there_is_a_template(chat, found):
+    card = model_card(dataclasses.replace(FACTS, has_chat_template=chat))
+    assert ("llm-pretrain chat" in card) == found
+
+
+def test_before_the_first_evaluation_it_says_so():
+    card = model_card(dataclasses.replace(FACTS, evaluation={}, evaluation_step=None))
+    assert "None was made." in card
+
+
+def test_a_bar_in_a_name_does_not_break_a_table():
+    source = CardSource("a|b", 1.0, 1, 1)
+    assert "| a\\|b | 100.0% | 1 | 1 |" in model_card(dataclasses.replace(FACTS, sources=[source]))
