@@ -13,7 +13,7 @@ _EXAMPLES = """an input is one of:
   each of them as .gz, .zst, .bz2 or .xz too (not .parquet and .arrow)
   a folder of these, in sorted order, or a pattern such as 'data/*.jsonl.gz'
   hf://OWNER/NAME[@REVISION][/CONFIG][:SPLIT]  streamed from the Hugging Face hub (default: train)
-  stdlib                           the Python standard library's source
+  stdlib, stdlib-chat              the Python standard library's source, and conversations about it
 
 a record is one of:
   {"text": "…"}                                     every token is trained on

@@ -152,11 +152,11 @@ class Encoder:
                 text = content = "".join(part for part, _ in document.segments).encode("utf-8")
                 form = _form(document)
             lengths.append(len(ids) - start)
-            digest = hashlib.sha256(content)
-            hashes.append(int.from_bytes(digest.digest()[:8], "big"))
+            digest = hashlib.sha256(content).digest()
+            hashes.append(int.from_bytes(digest[:8], "big"))
             if form:
-                digest.update(form)
-            keys.append(int.from_bytes(digest.digest()[8:16], "big"))
+                digest = hashlib.sha256(digest + form).digest()
+            keys.append(int.from_bytes(digest[8:16], "big"))
             text_bytes.append(len(text))
             if hashes[-1] < self._threshold:
                 texts.append(text)
