@@ -11,7 +11,7 @@ import sys
 from importlib import import_module
 
 from llm_pretrain import __version__
-from llm_pretrain.errors import CheckpointError, PretrainError
+from llm_pretrain.errors import CheckpointError, ConfigError, PretrainError
 
 COMMANDS = {
     "tokenizer": "train a tokenizer on jsonl or text files",
@@ -62,14 +62,21 @@ def main(argv: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's flush at exit
         return _EXIT_BROKEN_PIPE
     except PretrainError as error:
-        print(f"llm-pretrain {name}: error: {error}", file=sys.stderr)
+        problems = error.problems if isinstance(error, ConfigError) else (str(error),)
+        text = "\n".join(map(_printable, problems))
+        print(f"llm-pretrain {name}: error: {text}", file=sys.stderr)
         return error.exit_code
     except OSError as error:  # a full disk, a folder without permission
         reason = f"{error.filename or 'output'}: {error.strerror or error}"
-        print(f"llm-pretrain {name}: error: {reason}", file=sys.stderr)
+        print(f"llm-pretrain {name}: error: {_printable(reason)}", file=sys.stderr)
         return CheckpointError.exit_code
     except KeyboardInterrupt:
         return _EXIT_INTERRUPTED
+
+
+def _printable(text: str) -> str:
+    """One line: what stood in a file, or is a file's name, must neither break it nor steer the terminal."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _usage() -> str:
