@@ -47,6 +47,9 @@ TEMPLATES = {
     "thinking": THINKING,
     "marked": MARKED,
 }
+NESTED: list = []
+for _ in range(5000):
+    NESTED = [NESTED]
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
 
 MESSAGES = [
@@ -175,6 +178,12 @@ def test_private_characters_of_a_message_pass_untouched(tmp_path: Path):
         ),
         ("{{ 1 // 0 }}", MESSAGES, "zero"),
         ("{{ messages.__class__.__mro__ }}", MESSAGES, "unsafe"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", MESSAGES, "recursion"),
+        ("{{ " + "(" * 5000 + ")" * 5000 + " }}", MESSAGES, "Jinja"),
+        ("{{ messages[0].content.nothing.at_all }}", MESSAGES, "no attribute"),
+        (MARKED, [{"role": "\ud800", "content": "a"}, MESSAGES[2]], "lone surrogate"),
+        ("{{ '\\ud800' }}" + MARKED, MESSAGES, "lone surrogate"),
+        (MARKED, [{**MESSAGES[1], "extra": NESTED}, MESSAGES[2]], "deep nesting"),
     ],
 )
 def test_what_a_template_does_not_take_is_one_line(
