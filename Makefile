@@ -37,10 +37,10 @@ store: $(STORE)/store.json  ## Tokenizer and token store of the embedded corpus
 pretrain: $(STORE)/store.json  ## Pretrain a small mixture of experts on the embedded corpus
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node $(NPROC) train_pretrain.py --config $(CONFIG)
 	@echo; echo "A sample:"
-	@$(BIN)/llm-pretrain generate $(RUN)/weights --prompt "def " --max_new_tokens 64 --temperature 0.8
+	@$(BIN)/llm-pretrain generate $(RUN) --prompt "def " --max_new_tokens 64 --temperature 0.8
 	@echo
-	@echo "The run is in $(RUN). Try next:"
-	@echo "  $(BIN)/llm-pretrain generate $(RUN)/weights --prompt 'import '"
+	@echo "The run is in $(RUN); $(RUN)/report.html shows it. Try next:"
+	@echo "  $(BIN)/llm-pretrain generate $(RUN) --prompt 'import '"
 	@echo "  $(BIN)/torchrun --nproc_per_node $(NPROC) train_pretrain.py --config $(CONFIG) --training.max_steps 1000"
 	@echo "  $(BIN)/accelerate launch --config_file configs/accelerate/cpu2.yaml \\"
 	@echo "      train_pretrain_accelerate.py --config $(CONFIG) --run.name quickstart-accelerate"

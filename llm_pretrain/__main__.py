@@ -6,6 +6,7 @@ Only the command that runs is imported.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from importlib import import_module
 
@@ -16,19 +17,21 @@ COMMANDS = {
     "tokenizer": "train a tokenizer on jsonl or text files",
     "prepare": "tokenise jsonl or text files into a token store",
     "convert": "turn token files of nanoGPT or Megatron into a token store, or back",
-    "generate": "continue a prompt with trained weights",
+    "inspect": "show what is in a token store: lengths, masks, packing, samples",
     "configs": "list the presets; write other frameworks' configurations as ours",
     "doctor": "look for what on this machine would surprise a run",
+    "generate": "continue a prompt with trained weights",
     "chat": "talk to trained weights in the terminal",
     "evaluate": "loss, perplexity and bits per byte on a token store, on files, or lm-eval's tasks",
+    "export": "write weights for llama.cpp (GGUF) or transformers",
     "report": "write an HTML page about a run, or compare several",
     "top": "watch a run, or several, in the terminal",
-    "export": "write weights for llama.cpp (GGUF) or transformers",
 }
 """Module of `llm_pretrain.commands` and its line of help."""
 
 _EXIT_USAGE = 2
 _EXIT_INTERRUPTED = 130
+_EXIT_BROKEN_PIPE = 141
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -52,7 +55,12 @@ def main(argv: list[str] | None = None) -> int:
         command = import_module(f"llm_pretrain.commands.{name}")
         parser = argparse.ArgumentParser(prog=f"llm-pretrain {name}", description=command.HELP)
         command.add_arguments(parser)
-        return command.run(parser.parse_args(rest))
+        exit_code = command.run(parser.parse_args(rest))
+        sys.stdout.flush()
+        return exit_code
+    except BrokenPipeError:  # its reader, `head` or a pager, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's flush at exit
+        return _EXIT_BROKEN_PIPE
     except PretrainError as error:
         print(f"llm-pretrain {name}: error: {error}", file=sys.stderr)
         return error.exit_code

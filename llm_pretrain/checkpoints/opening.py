@@ -44,6 +44,7 @@ class OpenedModel:
         token_ids: `bos_token_id`, `eos_token_id` (possibly several) and the like, as the weights' JSON files
             have them; empty for a checkpoint.
         run: The configuration of the run it belongs to; None for a folder outside of one.
+        world_size: Processes of that run when it saved; None for weights.
     """
 
     model: Decoder
@@ -53,6 +54,7 @@ class OpenedModel:
     tokenizer_folder: Path | None
     token_ids: dict[str, Any]
     run: Config | None
+    world_size: int | None = None
 
 
 def open_model(source: str | Path) -> OpenedModel:
@@ -141,6 +143,7 @@ def _open_checkpoint(path: Path) -> OpenedModel:
         tokenizer_folder=_tokenizer_of(path.parent.parent, run, content.run.fingerprints.get("tokenizer")),
         token_ids={},
         run=run,
+        world_size=content.run.world_size,
     )
 
 

@@ -11,7 +11,7 @@ import tempfile
 import zlib
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +41,7 @@ class Figures:
         zlib_bits_per_byte: What zlib at level 9 needs for the split's or the files' text.
         sequence_length: Positions that the model saw at once.
         batches: Micro batches evaluated.
+        sources: Of each of several stores its loss and bits per byte; None where nothing was drawn from it.
     """
 
     loss: float
@@ -51,6 +52,7 @@ class Figures:
     zlib_bits_per_byte: float | None
     sequence_length: int
     batches: int
+    sources: dict[str, dict[str, float | None]] = field(default_factory=dict)
 
 
 def evaluate_stores(source: Source, config: Config, split: str) -> Figures:
@@ -71,21 +73,33 @@ def evaluate_stores(source: Source, config: Config, split: str) -> Figures:
             )
     batches = _Counted(evaluation_batches(config, split=split), stores[0].token_bytes())
     engine: Any = _OneProcess(source, config.training.precision)
+    names = _names(config)
     with closing(batches):
-        metrics = Evaluator(engine, batches, stores[0], lambda: False)()
-    if not metrics:
+        metrics = Evaluator(engine, batches, stores[0], lambda: False, names)() or {}
+    loss, perplexity = metrics.get("eval/loss"), metrics.get("eval/perplexity")
+    if loss is None or perplexity is None:
         raise DataError(f"{stores[0].path}: expected tokens to evaluate on in the {split} split, found none")
     on_validation = split == "validation"
     return Figures(
-        loss=metrics["eval/loss"],
-        perplexity=metrics["eval/perplexity"],
+        loss=loss,
+        perplexity=perplexity,
         bits_per_byte=metrics.get("eval/bits_per_byte"),
         tokens=batches.tokens,
         bytes=batches.bytes,
         zlib_bits_per_byte=zlib_bits_per_byte(stores) if on_validation else _zlib_of(stores, split),
         sequence_length=config.training.sequence_length,
         batches=len(batches),
+        sources={
+            name: {key: metrics[f"eval/source/{name}/{key}"] for key in ("loss", "bits_per_byte")}
+            for name in (names if len(names) > 1 else [])
+        },
     )
+
+
+def _names(config: Config) -> list[str]:
+    """What the sources are called, as in the run's metrics; two of one name by their paths."""
+    labels = [each.label for each in config.data.sources]
+    return labels if len(set(labels)) == len(labels) else [each.store for each in config.data.sources]
 
 
 def evaluate_files(source: Source, config: Config, inputs: Sequence[str], *, rolling: bool) -> Figures:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -114,6 +115,13 @@ def check_utf8(option: str, text: str) -> str:
             f"{option}: expected UTF-8 text, found other bytes at character {error.start}"
         ) from None
     return text
+
+
+def say(text: str) -> None:
+    """Print at once, without a line's end; a character that the terminal has no code for becomes `?`."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
+    sys.stdout.flush()
 
 
 def special_token_id(tokenizer: Tokenizer, token: str) -> int | None:

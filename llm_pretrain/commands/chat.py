@@ -18,6 +18,7 @@ from llm_pretrain.commands._source import (
     check_sampling,
     check_utf8,
     open_source,
+    say,
     special_token_id,
 )
 from llm_pretrain.errors import ConfigError
@@ -157,15 +158,15 @@ def _answer(
             ended = token in stop_ids
             if token is not None and not ended:
                 parts.append(stream.push(token))
-                _say(parts[-1])
+                say(parts[-1])
         parts.append(stream.finish())
-        _say(parts[-1])
+        say(parts[-1])
     except KeyboardInterrupt:
         ended = True
-        _say("\n")
+        say("\n")
         _note("stopped")
     else:
-        _say("\n")
+        say("\n")
     conversation.turns.append(("assistant", "".join(parts)))
     if not ended:
         _note("cut off at --max_new_tokens, or at the model's positions")
@@ -183,16 +184,11 @@ def _lines() -> Iterator[str]:
         try:
             yield input("> ")
         except KeyboardInterrupt:
-            _say("\n")
+            say("\n")
             _note("/quit leaves")
         except EOFError:
-            _say("\n")
+            say("\n")
             return
-
-
-def _say(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
 
 
 def _note(text: str) -> None:

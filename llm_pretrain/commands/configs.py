@@ -27,7 +27,7 @@ examples:
 """
 
 _ROWS = 4096
-"""Rows of the vocabulary that a listing counts where a preset takes the tokenizer's."""
+"""Rows of the vocabulary that a listing counts where a preset names none, not even in its first line."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -102,11 +102,6 @@ def _write(imported: Imported, arguments: argparse.Namespace) -> int:
 
 def _list(folder: Path) -> int:
     """One line per preset: sizes, experts, batch."""
-    import dataclasses
-
-    from llm_pretrain.config import YamlError, from_dict, read_yaml
-    from llm_pretrain.model import count_parameters
-
     files = sorted(folder.glob("*.yaml"))
     if not files:
         raise ConfigError(
@@ -114,42 +109,51 @@ def _list(folder: Path) -> int:
             "folder or name it"
         )
     rows = [("preset", "parameters", "active", "layers", "sequence", "tokens/step")]
-    counted = set()
-    for file in files:
-        try:
-            text = file.read_text("utf-8")
-            config = from_dict(read_yaml(text) or {})
-        except (YamlError, ConfigError, ValueError) as error:
-            raise ConfigError(
-                f"{file}: expected a configuration, found: {str(error).splitlines()[0]}"
-            ) from error
-        model, training, mark = config.model, config.training, ""
-        if model.vocab_size is None:
-            stated = re.match(r"# .*with a vocabulary of ([\d,]+)", text)
-            counted.add(rows_counted := int(stated[1].replace(",", "")) if stated else _ROWS)
-            model, mark = dataclasses.replace(model, vocab_size=rows_counted), "*"
-        size = count_parameters(model)
-        kind = f"{model.num_hidden_layers} dense"
-        if model.moe_layers:
-            kind = f"{len(model.moe_layers)} of {model.num_experts_per_tok}/{model.num_experts}"
-            kind += f"+{model.n_shared_experts}" if model.n_shared_experts else ""
-            dense = model.num_hidden_layers - len(model.moe_layers)
-            kind += f", {dense} dense" if dense else ""
-        tokens = training.global_batch_size * training.sequence_length
-        sizes = (_short(size.total) + mark, _short(size.active) + mark)
-        rows.append((str(file), *sizes, kind, f"{training.sequence_length:,}", f"{tokens:,}"))
+    rows += [_row(file) for file in files]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
         cells = [
-            cell.ljust(w) if i in (0, 3) else cell.rjust(w)
-            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+            cell.ljust(width) if i in (0, 3) else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         print("  ".join(cells).rstrip())
     print("\nlayers: `7 of 4/32+1`: 7 layers in which 4 of 32 experts, and 1 shared, answer a token")
-    if counted:
-        rows_text = " or ".join(f"{count:,}" for count in sorted(counted))
-        print(f"*: takes the tokenizer's vocabulary; counted with {rows_text} tokens")
+    if any("*" in row[1] for row in rows):
+        print("*: with the vocabulary that the file's first line names; a run takes its tokenizer's")
     return 0
+
+
+def _row(file: Path) -> tuple[str, str, str, str, str, str]:
+    """A preset's line."""
+    import dataclasses
+
+    from llm_pretrain.config import YamlError, from_dict, read_yaml
+    from llm_pretrain.model import count_parameters
+
+    try:
+        text = file.read_text("utf-8")
+        tree = read_yaml(text) or {}
+        config = from_dict(tree)
+    except (YamlError, ConfigError, ValueError) as error:
+        found = str(error).splitlines()[0]
+        raise ConfigError(f"{file}: expected a configuration, found: {found}") from error
+    model, training, mark = config.model, config.training, ""
+    if "hidden_size" not in (tree.get("model") or {}):
+        return str(file), "", "", "of the preset that it goes over", "", ""
+    if model.vocab_size is None:
+        stated = re.match(r"# .*with a vocabulary of ([\d,]+)", text)
+        rows = int(stated[1].replace(",", "")) if stated else _ROWS
+        model, mark = dataclasses.replace(model, vocab_size=rows), "*"
+    size = count_parameters(model)
+    kind = f"{model.num_hidden_layers} dense"
+    if model.moe_layers:
+        kind = f"{len(model.moe_layers)} of {model.num_experts_per_tok}/{model.num_experts}"
+        kind += f"+{model.n_shared_experts}" if model.n_shared_experts else ""
+        dense = model.num_hidden_layers - len(model.moe_layers)
+        kind += f", {dense} dense" if dense else ""
+    tokens = training.global_batch_size * training.sequence_length
+    sizes = (_short(size.total) + mark, _short(size.active) + mark)
+    return str(file), *sizes, kind, f"{training.sequence_length:,}", f"{tokens:,}"
 
 
 def _short(count: int) -> str:

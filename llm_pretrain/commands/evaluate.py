@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +21,8 @@ HELP = "loss, perplexity and bits per byte on a token store, on files, or lm-eva
 _EPILOG = """\
 What is evaluated:
   --store   the run's own evaluation: the same sequences in the same order, packed as in training. On a
-            checkpoint, with the run's settings (the default), the loss is the run's eval/loss row to the last
-            bit, at the run's number of threads (distributed.cpu_threads). Without any of --store, --input and
-            --tasks: on the run's own stores.
+            checkpoint, with the run's settings (the default) and on its machine, the loss is the run's
+            eval/loss row to the last bit. Without --store, --input and --tasks: on the run's own stores.
   --input   all documents of these files. Each begins with BOS (or else EOS) and ends with EOS, which is a
             target too; one longer than the sequence length is split, the pieces overlapping by one token, so
             that every token is predicted once, from its own piece. That is --windows training. With
@@ -96,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     source = open_source(arguments)
     config = _settings(source, arguments)
-    _use_threads_of(config)
+    _use_threads_of_the_run(source, config)
     if arguments.input is not None:
         rolling = arguments.windows == "rolling"
         figures = evaluate_files(source, config, arguments.input, rolling=rolling)
@@ -145,12 +145,16 @@ def _settings(source: Source, arguments: argparse.Namespace) -> Config:
     )
 
 
-def _use_threads_of(config: Config) -> None:
-    """The run's number of threads, since another sums in another order."""
+def _use_threads_of_the_run(source: Source, config: Config) -> None:
+    """Those of each of the run's processes, as on this machine: another number sums in another order."""
     import torch
 
-    if config.distributed.cpu_threads:
-        torch.set_num_threads(config.distributed.cpu_threads)
+    threads = config.distributed.cpu_threads
+    if threads is None and source.opened.world_size:
+        usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        threads = max(1, usable // source.opened.world_size)
+    if threads:
+        torch.set_num_threads(threads)
 
 
 def _print_figures(source: Source, config: Config, what: str, figures: Figures, *, as_json: bool) -> None:
@@ -177,6 +181,9 @@ def _print_figures(source: Source, config: Config, what: str, figures: Figures, 
         print(f"bits per byte  {figures.bits_per_byte:.6f}")
     if figures.zlib_bits_per_byte is not None:
         print(f"zlib -9        {figures.zlib_bits_per_byte:.6f} bits per byte of the text")
+    for name, row in figures.sources.items():
+        shown = [f"{key.replace('_', ' ')} {value:.6f}" for key, value in row.items() if value is not None]
+        print(f"  {name:<12} {', '.join(shown) or 'nothing drawn from it'}")
     print(f"tokens         {figures.tokens:,}")
     print(f"bytes          {figures.bytes:,}")
 

@@ -17,6 +17,7 @@ from llm_pretrain.commands._source import (
     check_sampling,
     check_utf8,
     open_source,
+    say,
 )
 from llm_pretrain.errors import ConfigError, DataError
 
@@ -86,10 +87,10 @@ def run(arguments: argparse.Namespace) -> int:
     wanted = [(prompt, sample) for prompt in range(len(prompts)) for sample in range(count)]
     if len(wanted) == 1 and not arguments.no_stream:
         parts = _continue(source, arguments, encoded, wanted)
-        _say(prompts[0])
+        say(prompts[0])
         for _, part in parts:
-            _say(part)
-        _say("\n")
+            say(part)
+        say("\n")
         return 0
     for first in range(0, len(wanted), _ROWS):
         batch = wanted[first : first + _ROWS]
@@ -97,7 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
         for row, part in _continue(source, arguments, encoded, batch):
             texts[row] += part
         for (prompt, sample), text in zip(batch, texts, strict=True):
-            _say(_title(prompt, len(prompts), sample, count) + prompts[prompt] + text + "\n")
+            say(_title(prompt, len(prompts), sample, count) + prompts[prompt] + text + "\n")
     return 0
 
 
@@ -151,11 +152,6 @@ def _title(prompt: int, prompts: int, sample: int, samples: int) -> str:
     names = [f"prompt {prompt + 1}"] if prompts > 1 else []
     names += [f"sample {sample + 1}"] if samples > 1 else []
     return f"--- {', '.join(names)} ---\n" if names else ""
-
-
-def _say(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
 
 
 def _read_prompt(name: str) -> str:

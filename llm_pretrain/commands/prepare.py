@@ -13,7 +13,7 @@ _EXAMPLES = """an input is one of:
   each of them as .gz, .zst, .bz2 or .xz too (not .parquet and .arrow)
   a folder of these, in sorted order, or a pattern such as 'data/*.jsonl.gz'
   hf://OWNER/NAME[@REVISION][/CONFIG][:SPLIT]  streamed from the Hugging Face hub (default: train)
-  stdlib                           the Python standard library's source
+  stdlib, stdlib-chat              the Python standard library's source, and conversations about it
 
 a record is one of:
   {"text": "…"}                                     every token is trained on
@@ -30,6 +30,7 @@ examples:
   llm-pretrain prepare --input 'shards/*.parquet' --text_column content --tokenizer qwen3/ --output data/code
   llm-pretrain prepare --input hf://HuggingFaceFW/fineweb-edu/sample-10BT --tokenizer qwen3/ --output data/edu
   llm-pretrain prepare --input big.jsonl --tokenizer qwen3/ --output data/big --validation_fraction 0.001
+  llm-pretrain prepare --input crawl/ --deduplicate --tokenizer data/tokenizer --output data/crawl
   llm-pretrain prepare --input scraped.jsonl --tokenizer data/tokenizer --output data/scraped --on_error skip
 """
 
@@ -39,7 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EXAMPLES
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description = (
-        "Tokenises a corpus on all cores, and splits it into train and validation by document hash."
+        "Tokenises a corpus on all cores, and splits it into train and validation by document hash. "
+        "Killed and started again with the same options, it goes on where it was."
     )
     parser.add_argument(
         "--input",
@@ -73,6 +75,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="field or column that holds a document's text (default: %(default)s)",
     )
+    parser.add_argument(
+        "--deduplicate",
+        action="store_true",
+        help="keep the first of equal documents, among all inputs, and leave the others out",
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace a store that is already there")
     parser.add_argument(
         "--workers", type=int, metavar="N", help="processes that tokenise (default: all cores)"
@@ -99,9 +106,11 @@ def run(arguments: argparse.Namespace) -> int:
                 validation_fraction=arguments.validation_fraction,
                 on_error=arguments.on_error or _configured(arguments.config),
                 text_column=arguments.text_column,
+                deduplicate=arguments.deduplicate,
                 overwrite=arguments.overwrite,
                 workers=arguments.workers,
                 progress=bar.update,
+                notice=lambda text: bar.write(f"notice     {text}"),
             )
         )
     print(f"store      {arguments.output} in {time.perf_counter() - started:.1f} s")
@@ -113,6 +122,11 @@ def run(arguments: argparse.Namespace) -> int:
         )
     if store.zlib_bits_per_byte is not None:
         print(f"zlib -9    {store.zlib_bits_per_byte:.3f} bits per byte of the validation text")
+    if len(arguments.input) > 1:
+        for name, documents in zip(arguments.input, store.facts["input_documents"], strict=True):
+            print(f"input      {documents:,} documents from {name}")
+    if store.facts["deduplicated"]:
+        print(f"left out   {store.facts['duplicates']:,} × duplicate")
     for cause, count in sorted(store.facts["skipped"].items()):
         print(f"left out   {count:,} × {cause}")
     if altered := store.facts["altered_documents"]:

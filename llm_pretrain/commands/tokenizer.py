@@ -49,6 +49,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="sentencepiece-bpe",
         help="kind of tokenizer (default: %(default)s)",
     )
+    parser.add_argument(
+        "--text_column",
+        default="text",
+        metavar="NAME",
+        help="field or column that holds a document's text (default: %(default)s)",
+    )
     parser.add_argument("--output", required=True, metavar="FOLDER", help="new folder to write")
     parser.add_argument(
         "--on_error",
@@ -68,6 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.vocab_size,
         type=arguments.type,
         on_error=arguments.on_error,
+        text_column=arguments.text_column,
     )
     print(f"tokenizer  {arguments.output}, {arguments.type}, {report.vocab_size} tokens")
     sampled = f" of {report.text_bytes:,}" if report.sampled_bytes < report.text_bytes else ""

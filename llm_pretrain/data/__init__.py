@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     )
     from llm_pretrain.data.chat import chat_prompt_ids, encode_chat
     from llm_pretrain.data.conversion import FORMATS, Conversion, ConversionReport, convert
+    from llm_pretrain.data.inspection import Sample, inspect_store, sample_documents
     from llm_pretrain.data.prepare import Preparation, input_bytes, prepare_store
     from llm_pretrain.data.sample_order import SampleOrder
     from llm_pretrain.data.tokenizer_training import TOKENIZER_TYPES, TokenizerReport, train_tokenizer
@@ -37,6 +38,7 @@ __all__ = [
     "EvaluationBatches",
     "MicroBatchSampler",
     "Preparation",
+    "Sample",
     "SampleOrder",
     "StoreSplit",
     "TokenStore",
@@ -49,9 +51,11 @@ __all__ = [
     "evaluation_batches",
     "global_batches",
     "input_bytes",
+    "inspect_store",
     "open_stores",
     "open_tokenizer",
     "prepare_store",
+    "sample_documents",
     "sequences_per_epoch",
     "shard",
     "tokens_per_epoch",
@@ -65,6 +69,9 @@ _MODULES = {
     "Conversion": "conversion",
     "ConversionReport": "conversion",
     "convert": "conversion",
+    "Sample": "inspection",
+    "inspect_store": "inspection",
+    "sample_documents": "inspection",
     "SampleOrder": "sample_order",
     "Preparation": "prepare",
     "chat_prompt_ids": "chat",

@@ -5,7 +5,6 @@ The template is applied in `chat_rendering.py`; the ids are those of transformer
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -54,7 +53,7 @@ class _ChatEncoder:
     def __init__(self, tokenizer: Tokenizer):
         import tokenizers
 
-        template = _template(tokenizer)
+        template = tokenizer.chat_template
         if template is None:
             raise NoChatTemplateError(
                 f"{tokenizer.folder}: expected a tokenizer with a chat template, found none; add a "
@@ -113,15 +112,3 @@ def _encoder(tokenizer: Tokenizer) -> _ChatEncoder:
     if tokenizer not in _encoders:
         _encoders[tokenizer] = _ChatEncoder(tokenizer)
     return _encoders[tokenizer]
-
-
-def _template(tokenizer: Tokenizer) -> str | None:
-    """Of chat_template.jinja, or else of tokenizer_config.json (of several, the one named `default`)."""
-    file = tokenizer.folder / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
-    config = tokenizer.folder / "tokenizer_config.json"
-    value = json.loads(config.read_text(encoding="utf-8")).get("chat_template") if config.is_file() else None
-    if isinstance(value, list):
-        value = {entry.get("name"): entry.get("template") for entry in value}.get("default")
-    return value if isinstance(value, str) else None

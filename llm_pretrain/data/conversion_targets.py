@@ -16,10 +16,11 @@ import numpy as np
 
 from llm_pretrain.data.document_files import NanogptWriter
 from llm_pretrain.data.megatron_files import MegatronWriter
-from llm_pretrain.data.prepare import ZLIB_LIMIT
 from llm_pretrain.data.store_writer import StoreWriter
 from llm_pretrain.data.tokenizers import TOKENIZER_FILES, Tokenizer
 
+_ZLIB_LIMIT = 64 << 20
+"""zlib's bits per byte are taken over at most this much validation text, as `prepare` does."""
 _FILE_NAMES = {
     "nanogpt": {"train": "train.bin", "validation": "val.bin"},
     "megatron": {"train": "train", "validation": "validation"},
@@ -57,8 +58,8 @@ class _StoreTarget:
         if not len(lengths):
             return
         self._store.splits[split].append(ids, lengths, loss_mask, int(self._piece_bytes[ids].sum()))
-        if split == "validation" and self._zlib_in < ZLIB_LIMIT:
-            text = b"".join(self._pieces[token] for token in ids.tolist())[: ZLIB_LIMIT - self._zlib_in]
+        if split == "validation" and self._zlib_in < _ZLIB_LIMIT:
+            text = b"".join(self._pieces[token] for token in ids.tolist())[: _ZLIB_LIMIT - self._zlib_in]
             self._zlib_in += len(text)
             self._zlib_out += len(self._zlib.compress(text))
 

@@ -59,7 +59,7 @@ def check_ids(ids: np.ndarray, vocab_size: int, name: str, position: int) -> Non
     bad = int(np.flatnonzero((ids < 0) | (ids >= vocab_size))[0])
     raise DataError(
         f"{name}: expected token ids below {vocab_size}, found {int(ids[bad])} at position "
-        f"{position + bad}; name the tokenizer that wrote it with --tokenizer"
+        f"{position + bad}; were they written with another tokenizer?"
     )
 
 

@@ -24,8 +24,10 @@ class EncodedBatch:
     `ids` uint32 [tokens] and `loss_mask` bool [tokens] of all documents one after the other, `lengths`
     int64, `hashes` uint64 (of the content: decides the split), `keys` uint64 (of the content and of what is a
     target in it: equal for duplicates alone) and `text_bytes` int64 [documents].
-    `texts` holds the UTF-8 text of validation documents. `altered` counts documents whose tokens do not
-    stand for exactly their text's bytes. `error` is the first bad record's message where none is allowed.
+    `texts` holds the UTF-8 text of validation documents. `altered` bool [documents] marks those whose tokens
+    do not stand for exactly their text's bytes; `records` int64 [documents] is each one's place among the
+    records. `error` is the first bad record's message where none is allowed, or one that concerns them all
+    (`unmendable`).
     """
 
     ids: np.ndarray
@@ -35,9 +37,26 @@ class EncodedBatch:
     keys: np.ndarray
     text_bytes: np.ndarray
     texts: list[bytes]
-    altered: int
+    altered: np.ndarray
+    records: np.ndarray
     skipped: Counter[str] = field(default_factory=Counter)
     error: str | None = None
+    unmendable: bool = False
+
+    def only(self, chosen: np.ndarray, threshold: int) -> EncodedBatch:
+        """The documents for which `chosen` bool [documents] holds; `threshold` is the encoder's."""
+        tokens = np.repeat(chosen, self.lengths)
+        kept = chosen[self.hashes < np.uint64(threshold)]
+        return replace(
+            self,
+            ids=self.ids[tokens],
+            loss_mask=self.loss_mask[tokens],
+            texts=[text for text, keep in zip(self.texts, kept, strict=True) if keep],
+            **{name: getattr(self, name)[chosen] for name in _PER_DOCUMENT},
+        )
+
+
+_PER_DOCUMENT = ("lengths", "hashes", "keys", "text_bytes", "altered", "records")
 
 
 class Encoder:
@@ -61,8 +80,9 @@ class Encoder:
         """Encodes `records` in order."""
         skipped: Counter[str] = Counter()
         documents: list[Document] = []
-        error = None
-        for record in records:
+        places: list[int] = []
+        error, unmendable = None, False
+        for place, record in enumerate(records):
             try:
                 document = parse_record(record, self._text_column)
                 if document.messages is not None:
@@ -70,8 +90,9 @@ class Encoder:
                 else:
                     self._check_ids(document)
                 documents.append(document)
+                places.append(place)
             except NoChatTemplateError as missing:
-                error = f"{record.location}: {missing}"
+                error, unmendable = f"{record.location}: {missing}", True
                 break
             except RecordError as bad:
                 if self._fail_on_error and bad.cause != EMPTY:
@@ -79,7 +100,8 @@ class Encoder:
                     break
                 skipped[bad.cause] += 1
         batch = self._encode_documents(documents)
-        batch.skipped, batch.error = skipped, error
+        batch.records = np.array(places, dtype=np.int64)
+        batch.skipped, batch.error, batch.unmendable = skipped, error, unmendable
         return batch
 
     def _rendered(self, document: Document) -> Document:
@@ -130,11 +152,11 @@ class Encoder:
                 text = content = "".join(part for part, _ in document.segments).encode("utf-8")
                 form = _form(document)
             lengths.append(len(ids) - start)
-            digest = hashlib.sha256(content)
-            hashes.append(int.from_bytes(digest.digest()[:8], "big"))
+            digest = hashlib.sha256(content).digest()
+            hashes.append(int.from_bytes(digest[:8], "big"))
             if form:
-                digest.update(form)
-            keys.append(int.from_bytes(digest.digest()[8:16], "big"))
+                digest = hashlib.sha256(digest + form).digest()
+            keys.append(int.from_bytes(digest[8:16], "big"))
             text_bytes.append(len(text))
             if hashes[-1] < self._threshold:
                 texts.append(text)
@@ -148,7 +170,8 @@ class Encoder:
             keys=np.array(keys, dtype=np.uint64),
             text_bytes=expected,
             texts=texts,
-            altered=int(np.count_nonzero(self._bytes_of(tokens, lengths) != expected)),
+            altered=self._bytes_of(tokens, lengths) != expected,
+            records=np.arange(len(documents)),
         )
 
     def _bytes_of(self, tokens: np.ndarray, lengths: Sequence[int]) -> np.ndarray:

@@ -1,44 +1,51 @@
-"""Prepares a token store from a corpus, in parallel, with the same bytes at any number of workers."""
+"""Prepares a token store from a corpus: the same bytes at any number of workers, and after any interruption.
+
+Reading, encoding and writing are in files of their own; here is what binds them: the validation split, the
+duplicates, the counts, and what has to be known to go on after a kill.
+"""
 
 from __future__ import annotations
 
-import multiprocessing
+import hashlib
+import json
 import os
-import signal
 import tempfile
-import zlib
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from llm_pretrain.data.documents import RawRecord, batch_records, read_records
-from llm_pretrain.data.encoding import EncodedBatch, Encoder
+from llm_pretrain import __version__
+from llm_pretrain.data.documents import batch_records, read_records
+from llm_pretrain.data.duplicates import SeenDocuments
+from llm_pretrain.data.encoding import EncodedBatch
+from llm_pretrain.data.hashed_file import StaleStateError
 from llm_pretrain.data.hub import HUB_PREFIX
-from llm_pretrain.data.inputs import COMPRESSIONS, TABLE_SUFFIXES, find_sources
+from llm_pretrain.data.inputs import COMPRESSIONS, TABLE_SUFFIXES, Source, find_sources
+from llm_pretrain.data.parallel_encoding import EncoderSettings, Origin, encoded_batches
+from llm_pretrain.data.preparation_totals import HASHES, Totals
 from llm_pretrain.data.store_writer import SHARD_BYTES, SplitWriter, StoreWriter
-from llm_pretrain.data.token_store import TokenStore
-from llm_pretrain.data.tokenizers import Tokenizer, convert_tokenizer, open_tokenizer, use_one_thread
-from llm_pretrain.errors import ConfigError, DataError, ResourceError
+from llm_pretrain.data.token_store import FORMAT_VERSION, TokenStore
+from llm_pretrain.data.tokenizers import TOKENIZER_FILES, Tokenizer, convert_tokenizer, open_tokenizer
+from llm_pretrain.data.workspace import Workspace
+from llm_pretrain.errors import ConfigError, DataError
 
 BATCH_BYTES = 1 << 20
 """Bytes of raw records that a worker encodes at a time."""
-ZLIB_LIMIT = 64 << 20
-"""zlib's bits per byte are taken over at most this much of the validation text, from its beginning."""
-_HASHES = 1 << 64
 
 
 @dataclass(frozen=True)
 class Preparation:
-    """What to prepare: `inputs` (files, folders, `stdlib`), with which tokenizer folder, and how.
+    """What to prepare: `inputs` (files, folders, `stdlib`, …), with which tokenizer folder, and how.
 
     `validation_fraction` of the documents, chosen by hash, form the validation split. `on_error` is `fail` or
-    `skip`. `text_column` names the field or column that holds the text. `workers` defaults to all cores.
-    `progress` is called with the bytes of every batch done.
+    `skip`. `text_column` names the field or column that holds the text. `deduplicate` keeps only the first of
+    equal documents. `workers` defaults to all cores. `progress` is called with the bytes of every batch done,
+    `notice` with what a user should know meanwhile. The work is made to survive a kill every
+    `commit_seconds`.
     """
 
     inputs: Sequence[str]
@@ -47,18 +54,22 @@ class Preparation:
     validation_fraction: float = 0.01
     on_error: str = "fail"
     text_column: str = "text"
+    deduplicate: bool = False
     overwrite: bool = False
     workers: int | None = None
     shard_bytes: int = SHARD_BYTES
+    commit_seconds: float = 2.0
     progress: Callable[[int], object] = field(default=lambda done: None)
+    notice: Callable[[str], object] = field(default=lambda text: None)
 
 
 def prepare_store(preparation: Preparation) -> TokenStore:
-    """Writes the store and opens it; of a failed attempt nothing is left behind.
+    """Writes the store and opens it; goes on where the same preparation was killed.
 
-    Raises DataError for bad input, ConfigError for an option out of its range.
-    Equal documents fall into the same split. Where the fraction would leave a split empty although there are
-    two different documents, the document nearest to the border is moved, and the corpus is encoded again.
+    Raises DataError for bad input (nothing is left behind then), ConfigError for an option out of its range,
+    OutputError where another process is at it. Equal documents fall into the same split. Where the fraction
+    would leave a split empty although there are two different documents, the document nearest to the border
+    is moved, and the corpus is encoded again.
     """
     output = Path(preparation.output)
     if not 0 <= preparation.validation_fraction < 1:
@@ -67,16 +78,25 @@ def prepare_store(preparation: Preparation) -> TokenStore:
         )
     if preparation.workers is not None and preparation.workers < 1:
         raise ConfigError(f"--workers: expected 1 or more, found {preparation.workers}")
-    _check_output(output, preparation.overwrite)
+    work_folder = output.parent / f".{output.name}.partial"
+    if not work_folder.exists():
+        _check_output(output, preparation.overwrite)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(preparation.tokenizer)
         if folder.is_dir() and not (folder / "tokenizer.json").is_file():
             convert_tokenizer(folder, Path(temporary))
             folder = Path(temporary)
         tokenizer = open_tokenizer(folder)
-        threshold: int | None = int(preparation.validation_fraction * _HASHES)
-        while threshold is not None:
-            threshold = _write(preparation, output, tokenizer, threshold)
+        sources = find_sources(preparation.inputs)
+        with Workspace(output, _fingerprint(preparation, sources, tokenizer)) as work:
+            if work.state is None or not _is_done(work.state, output):
+                _check_output(output, preparation.overwrite)
+                try:
+                    _fill(preparation, sources, output, tokenizer, work)
+                except DataError:
+                    work.remove()
+                    raise
+            work.remove()
     return TokenStore(output)
 
 
@@ -101,38 +121,155 @@ def _check_output(output: Path, overwrite: bool) -> None:
         raise DataError(f"{output}: expected no store, found one; use --overwrite to replace it")
 
 
-def _write(preparation: Preparation, output: Path, tokenizer: Tokenizer, threshold: int) -> int | None:
-    """One pass over the corpus. Returns None when done, or the threshold to do it again with."""
-    totals = _Totals()
-    with StoreWriter(output, tokenizer, shard_bytes=preparation.shard_bytes) as writer:
-        for batch, size in _encoded_batches(preparation, tokenizer, threshold):
-            if batch.error:
-                raise DataError(f"{batch.error}; mend it, or leave such records out with --on_error skip")
-            totals.add(batch, threshold)
-            chosen = batch.hashes < np.uint64(threshold)
-            _append(writer.splits["train"], batch, ~chosen)
-            _append(writer.splits["validation"], batch, chosen)
-            preparation.progress(size)
-        if not totals.documents:
-            raise DataError(
-                f"{', '.join(preparation.inputs)}: expected documents, found none{totals.causes()}"
+def _fingerprint(preparation: Preparation, sources: Sequence[Source], tokenizer: Tokenizer) -> str:
+    """SHA-256 of everything that decides a byte of the store."""
+    digest = hashlib.sha256()
+    for name in TOKENIZER_FILES:
+        file = tokenizer.folder / name
+        digest.update(hashlib.sha256(file.read_bytes() if file.is_file() else b"").digest())
+    options = ("validation_fraction", "on_error", "text_column", "deduplicate", "shard_bytes")
+    facts = {
+        "format": [FORMAT_VERSION, __version__, BATCH_BYTES],
+        "options": {name: getattr(preparation, name) for name in options},
+        "inputs": list(preparation.inputs),
+        "sources": [source.fingerprint() for source in sources],
+    }
+    digest.update(json.dumps(facts, sort_keys=True).encode("utf-8", "surrogateescape"))
+    return digest.hexdigest()
+
+
+def _is_done(state: dict[str, Any], output: Path) -> bool:
+    """Whether only the clearing up was left to do when the work was killed."""
+    file = output / "store.json"
+    return file.is_file() and hashlib.sha256(file.read_bytes()).hexdigest() == state.get("done")
+
+
+def _fill(
+    preparation: Preparation, sources: Sequence[Source], output: Path, tokenizer: Tokenizer, work: Workspace
+) -> None:
+    """Passes over the corpus until a threshold of the split fits, mostly once."""
+    threshold: int | None = int(preparation.validation_fraction * HASHES)
+    if work.state is not None:
+        threshold = work.state["threshold"]
+    while threshold is not None:
+        try:
+            threshold = _Pass(preparation, sources, output, tokenizer, work, threshold).run()
+        except StaleStateError:
+            work.clear()
+
+
+class _Pass:
+    """One pass over the corpus, from its beginning or from the last commit."""
+
+    def __init__(
+        self,
+        preparation: Preparation,
+        sources: Sequence[Source],
+        output: Path,
+        tokenizer: Tokenizer,
+        work: Workspace,
+        threshold: int,
+    ):
+        self._preparation, self._sources, self._work = preparation, sources, work
+        self._tokenizer, self._threshold = tokenizer, threshold
+        state = work.state
+        known = state or {"totals": None, "splits": None, "last": (0, -1), "bytes": 0}
+        self._totals = Totals(work.folder, len(preparation.inputs), known["totals"])
+        try:
+            self._writer = StoreWriter(
+                output,
+                tokenizer,
+                shard_bytes=preparation.shard_bytes,
+                folder=work.folder / "store",
+                state=known["splits"],
             )
-        again = totals.other_threshold(threshold)
-        if again is None:
-            writer.commit(
-                {
-                    "inputs": [
-                        name if name.startswith(HUB_PREFIX) else Path(name).name
-                        for name in preparation.inputs
-                    ],
-                    "validation_fraction": preparation.validation_fraction,
-                    "on_error": preparation.on_error,
-                    "skipped": dict(totals.skipped),
-                    "altered_documents": totals.altered,
-                    "zlib_bits_per_byte": totals.zlib_bits_per_byte(),
-                }
-            )
-    return again
+        except StaleStateError:
+            self._totals.close()
+            raise
+        self._last: tuple[int, int] = (known["last"][0], known["last"][1])
+        self._bytes: int = known["bytes"]
+        self._seen = SeenDocuments(self._totals.keys()) if preparation.deduplicate else None
+        self._next_commit = time.monotonic() + preparation.commit_seconds
+
+    def run(self) -> int | None:
+        """Returns None when the store is in its place, or the threshold to begin again with."""
+        preparation, totals = self._preparation, self._totals
+        with self._writer, totals:
+            if self._bytes:
+                preparation.notice(f"continues after {totals.documents:,} documents that were done before")
+                preparation.progress(self._bytes)
+            for batch, origin in self._batches():
+                if batch.error:
+                    advice = "; mend it, or leave such records out with --on_error skip"
+                    raise DataError(batch.error + ("" if batch.unmendable else advice))
+                self._add(batch, origin)
+                if time.monotonic() >= self._next_commit:
+                    self._commit()
+                preparation.progress(origin.size)
+            if not totals.documents:
+                names = ", ".join(preparation.inputs)
+                raise DataError(f"{names}: expected documents, found none{totals.causes()}")
+            again = totals.other_threshold(self._threshold)
+            if again is None:
+                self._commit()
+                state = self._work.state or {}
+                self._writer.commit(self._facts(), lambda done: self._work.save(state | {"done": done}))
+        if again is not None:
+            self._work.clear()
+        return again
+
+    def _batches(self):
+        preparation = self._preparation
+        records = read_records(preparation.inputs, text_column=preparation.text_column, after=self._last)
+        settings = EncoderSettings(self._threshold, preparation.on_error == "fail", preparation.text_column)
+        workers = preparation.workers or os.cpu_count() or 1
+        size = input_bytes(preparation.inputs)
+        if size is not None:
+            workers = min(workers, -(-size // (2 * BATCH_BYTES)))
+        return encoded_batches(batch_records(records, BATCH_BYTES), self._tokenizer, settings, workers)
+
+    def _add(self, batch: EncodedBatch, origin: Origin) -> None:
+        duplicates = 0
+        if self._seen is not None:
+            first = self._seen.add(batch.keys)
+            duplicates = len(first) - int(first.sum())
+            if duplicates:
+                batch = batch.only(first, self._threshold)
+        entries = np.array([self._sources[k].entry for k in origin.sources], dtype=np.int64)
+        self._totals.add(batch, entries[batch.records], duplicates, keep_keys=self._seen is not None)
+        chosen = batch.hashes < np.uint64(self._threshold)
+        _append(self._writer.splits["train"], batch, ~chosen)
+        _append(self._writer.splits["validation"], batch, chosen)
+        self._last = origin.last
+        self._bytes += origin.size
+
+    def _commit(self) -> None:
+        self._work.save(
+            {
+                "threshold": self._threshold,
+                "splits": self._writer.state(),
+                "totals": self._totals.state(),
+                "last": self._last,
+                "bytes": self._bytes,
+            }
+        )
+        self._next_commit = time.monotonic() + self._preparation.commit_seconds
+
+    def _facts(self) -> dict[str, Any]:
+        """What store.json says besides the files."""
+        preparation, totals = self._preparation, self._totals
+        names = [name if name.startswith(HUB_PREFIX) else Path(name).name for name in preparation.inputs]
+        return {
+            "inputs": names,
+            "input_documents": totals.entries,
+            "validation_fraction": preparation.validation_fraction,
+            "on_error": preparation.on_error,
+            "skipped": dict(totals.skipped),
+            "deduplicated": preparation.deduplicate,
+            "duplicates": totals.duplicates,
+            "altered_documents": totals.altered,
+            "zlib_bits_per_byte": totals.zlib_bits_per_byte(),
+        }
 
 
 def _append(writer: SplitWriter, batch: EncodedBatch, chosen: np.ndarray) -> None:
@@ -143,111 +280,3 @@ def _append(writer: SplitWriter, batch: EncodedBatch, chosen: np.ndarray) -> Non
         tokens = np.repeat(chosen, batch.lengths)
         ids, mask = batch.ids[tokens], batch.loss_mask[tokens]
     writer.append(ids, batch.lengths[chosen], mask, int(batch.text_bytes[chosen].sum()))
-
-
-class _Totals:
-    """Counts over all batches of a pass."""
-
-    def __init__(self) -> None:
-        self.documents = self.altered = 0
-        self.skipped: Counter[str] = Counter()
-        self._lowest, self._highest = _HASHES, -1
-        self._validation_documents = 0
-        self._zlib = zlib.compressobj(9)
-        self._zlib_in = self._zlib_out = 0
-
-    def add(self, batch: EncodedBatch, threshold: int) -> None:
-        self.skipped += batch.skipped
-        self.documents += len(batch.lengths)
-        self.altered += batch.altered
-        if len(batch.hashes):
-            self._lowest = min(self._lowest, int(batch.hashes.min()))
-            self._highest = max(self._highest, int(batch.hashes.max()))
-        self._validation_documents += len(batch.texts)
-        for text in batch.texts:
-            part = text[: ZLIB_LIMIT - self._zlib_in]
-            self._zlib_in += len(part)
-            self._zlib_out += len(self._zlib.compress(part))
-
-    def other_threshold(self, threshold: int) -> int | None:
-        """A threshold that leaves neither split empty, where this one did and another can."""
-        if threshold == 0 or self._lowest == self._highest:
-            return 0 if threshold and self._validation_documents else None
-        if self._validation_documents == 0:
-            return self._lowest + 1
-        return self._highest if self._validation_documents == self.documents else None
-
-    def zlib_bits_per_byte(self) -> float | None:
-        if not self._zlib_in:
-            return None
-        return 8 * (self._zlib_out + len(self._zlib.flush())) / self._zlib_in
-
-    def causes(self) -> str:
-        if not self.skipped:
-            return ""
-        return (
-            " (left out: "
-            + ", ".join(f"{count} {cause}" for cause, count in sorted(self.skipped.items()))
-            + ")"
-        )
-
-
-def _encoded_batches(
-    preparation: Preparation, tokenizer: Tokenizer, threshold: int
-) -> Iterator[tuple[EncodedBatch, int]]:
-    """(encoded batch, bytes read) in the corpus's order, however many processes encode."""
-    records = read_records(preparation.inputs, text_column=preparation.text_column)
-    batches = batch_records(records, BATCH_BYTES)
-    fail = preparation.on_error == "fail"
-    workers = preparation.workers or os.cpu_count() or 1
-    size = input_bytes(preparation.inputs)
-    if size is not None:
-        workers = min(workers, -(-size // (2 * BATCH_BYTES)))
-    if workers <= 1:
-        encoder = Encoder(
-            tokenizer, threshold=threshold, fail_on_error=fail, text_column=preparation.text_column
-        )
-        for batch in batches:
-            yield encoder.encode(batch), _size(batch)
-        return
-    context = multiprocessing.get_context("spawn")
-    settings = (tokenizer.folder, threshold, fail, preparation.text_column)
-    executor = ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=settings)
-    pending: deque[tuple[Future[EncodedBatch], int]] = deque()
-    try:
-        for batch in batches:
-            pending.append((executor.submit(_encode_in_worker, batch), _size(batch)))
-            if len(pending) >= 4 * workers:
-                future, size = pending.popleft()
-                yield future.result(), size
-        while pending:
-            future, size = pending.popleft()
-            yield future.result(), size
-    except BrokenProcessPool as error:
-        message = (
-            "prepare: expected every worker to finish, found one killed (out of memory?); use fewer --workers"
-        )
-        raise ResourceError(message) from error
-    finally:
-        executor.shutdown(cancel_futures=True)
-
-
-def _size(batch: Sequence[RawRecord]) -> int:
-    return sum(len(record.data) for record in batch)
-
-
-_worker_encoder: Encoder | None = None
-
-
-def _start_worker(folder: Path, threshold: int, fail_on_error: bool, text_column: str) -> None:
-    global _worker_encoder
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process stops the workers
-    use_one_thread()
-    _worker_encoder = Encoder(
-        open_tokenizer(folder), threshold=threshold, fail_on_error=fail_on_error, text_column=text_column
-    )
-
-
-def _encode_in_worker(batch: list[RawRecord]) -> EncodedBatch:
-    assert _worker_encoder is not None
-    return _worker_encoder.encode(batch)

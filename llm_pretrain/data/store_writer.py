@@ -1,21 +1,23 @@
 """Writes a token store, streaming: no more than one batch of documents is held in memory.
 
-A store appears under its name only when it is complete. Reading is in `token_store.py`.
+A store appears under its name only when it is complete. A writer can say how far it is, and another go on
+from there. Reading is in `token_store.py`.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import shutil
 import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from llm_pretrain import __version__
+from llm_pretrain.data.hashed_file import HashedFile, StaleStateError
 from llm_pretrain.data.token_store import FORMAT, FORMAT_VERSION
 from llm_pretrain.data.tokenizers import TOKENIZER_FILES, Tokenizer
 
@@ -23,47 +25,72 @@ SHARD_BYTES = 1 << 30
 """A shard is closed at the first document that would make it larger."""
 
 
-class _HashedFile:
-    """A file that is hashed while it is written."""
-
-    def __init__(self, path: Path):
-        self.path = path
-        self._file = path.open("wb")
-        self._hash = hashlib.sha256()
-        self.bytes = 0
-
-    def write(self, data: bytes | memoryview) -> None:
-        self._file.write(data)
-        self._hash.update(data)
-        self.bytes += len(data)
-
-    def abandon(self) -> None:
-        self._file.close()
-
-    def close(self) -> dict[str, Any]:
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        return {"bytes": self.bytes, "sha256": self._hash.hexdigest()}
+_COUNTS = ("documents", "tokens", "targets", "text_bytes", "max_token_id")
 
 
 class SplitWriter:
-    """Appends documents to one split's shards, offsets and loss mask."""
+    """Appends documents to one split's shards, offsets and loss mask; goes on from another one's `state`."""
 
-    def __init__(self, folder: Path, dtype: str, shard_bytes: int = SHARD_BYTES):
-        folder.mkdir(parents=True)
+    def __init__(
+        self, folder: Path, dtype: str, shard_bytes: int = SHARD_BYTES, state: dict[str, Any] | None = None
+    ):
         self._folder = folder
         self._dtype = np.dtype(dtype)
         self._shard_tokens = max(1, shard_bytes // self._dtype.itemsize)
-        self._offsets = _HashedFile(folder / "offsets.bin")
+        self._shard: HashedFile | None = None
+        self._mask: HashedFile | None = None
+        if state is not None:
+            self._restore(state)
+            return
+        folder.mkdir(parents=True)
+        self._offsets = HashedFile(folder / "offsets.bin")
         self._offsets.write(np.zeros(1, dtype="<i8").tobytes())
-        self._shard: _HashedFile | None = None
-        self._mask: _HashedFile | None = None
         self._mask_carry = np.zeros(0, dtype=np.bool_)
         self._shard_counts: list[int] = []
         self._files: dict[str, dict[str, Any]] = {}
         self.documents = self.tokens = self.targets = self.text_bytes = 0
         self.max_token_id = -1
+
+    def state(self) -> dict[str, Any]:
+        """What another writer needs to go on from here; all that was appended is on disk then."""
+        kept: dict[str, int | None] = {"offsets": self._offsets.sync(), "shard": None, "mask": None}
+        for name, file in (("shard", self._shard), ("mask", self._mask)):
+            if file is not None:
+                kept[name] = file.sync()
+        return {
+            **{name: getattr(self, name) for name in _COUNTS},
+            "files": self._files,
+            "shard_counts": self._shard_counts,
+            "mask_carry": self._mask_carry.tolist(),
+            "kept": kept,
+        }
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        """Cuts every file back to what it was, and removes those that were not there."""
+        for name in _COUNTS:
+            setattr(self, name, state[name])
+        self._files = dict(state["files"])
+        self._shard_counts = list(state["shard_counts"])
+        self._mask_carry = np.array(state["mask_carry"], dtype=np.bool_)
+        kept = state["kept"]
+        known = {"offsets.bin", *self._files, *(["loss_mask.bin"] if kept["mask"] is not None else [])}
+        last = _shard_name(len(self._shard_counts) - 1)
+        known |= {last} if kept["shard"] is not None else set()
+        for name, facts in self._files.items():
+            if not (file := self._folder / name).is_file() or file.stat().st_size != facts["bytes"]:
+                raise StaleStateError(file)
+        self._offsets = HashedFile(self._folder / "offsets.bin", kept["offsets"])
+        try:
+            if kept["shard"] is not None:
+                self._shard = HashedFile(self._folder / last, kept["shard"])
+            if kept["mask"] is not None:
+                self._mask = HashedFile(self._folder / "loss_mask.bin", kept["mask"])
+        except StaleStateError:
+            self.abandon()
+            raise
+        for file in self._folder.iterdir():
+            if file.name not in known:
+                file.unlink()
 
     def append(self, ids: np.ndarray, lengths: np.ndarray, loss_mask: np.ndarray, text_bytes: int) -> None:
         """Adds documents: `ids` and bool `loss_mask` of all of them joined, `lengths` [documents]."""
@@ -100,8 +127,7 @@ class SplitWriter:
             self._mask.write(np.packbits(self._mask_carry, bitorder="little").tobytes())
             self._files["loss_mask.bin"] = self._mask.close()
         shards = [{"file": _shard_name(k), "tokens": count} for k, count in enumerate(self._shard_counts)]
-        counts = ("documents", "tokens", "targets", "text_bytes", "max_token_id")
-        entry = {name: getattr(self, name) for name in counts} | {
+        entry = {name: getattr(self, name) for name in _COUNTS} | {
             "shards": shards,
             "masked": self._mask is not None,
         }
@@ -115,7 +141,7 @@ class SplitWriter:
 
     def _write_tokens(self, tokens: np.ndarray) -> None:
         if self._shard is None:
-            self._shard = _HashedFile(self._folder / _shard_name(len(self._shard_counts)))
+            self._shard = HashedFile(self._folder / _shard_name(len(self._shard_counts)))
             self._shard_counts.append(0)
         self._shard.write(tokens.tobytes())
         self._shard_counts[-1] += len(tokens)
@@ -130,7 +156,7 @@ class SplitWriter:
         if self._mask is None:
             if loss_mask.all():
                 return
-            self._mask = _HashedFile(self._folder / "loss_mask.bin")
+            self._mask = HashedFile(self._folder / "loss_mask.bin")
             block = b"\xff" * (1 << 20)
             whole = self.tokens // 8
             for start in range(0, whole, len(block)):
@@ -147,22 +173,51 @@ def _shard_name(index: int) -> str:
 
 
 class StoreWriter:
-    """A store in the making, in a temporary folder beside its place; `commit` puts it there.
+    """A store in the making, in a folder beside its place; `commit` puts it there.
 
-    Use as a context manager: whatever is not committed is removed.
+    Use as a context manager: whatever is not committed is removed. A `folder` that is given stays, and a
+    writer in it with what `state` returned goes on from there; raises StaleStateError where that cannot be.
     """
 
-    def __init__(self, path: Path, tokenizer: Tokenizer, *, shard_bytes: int = SHARD_BYTES):
+    def __init__(
+        self,
+        path: Path,
+        tokenizer: Tokenizer,
+        *,
+        shard_bytes: int = SHARD_BYTES,
+        folder: Path | None = None,
+        state: dict[str, Any] | None = None,
+    ):
         self._path = path
+        self._stays = folder is not None
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.folder = path.parent / f".{path.name}.tmp-{uuid.uuid4().hex[:8]}"
-        self.folder.mkdir()
+        self.folder = folder or path.parent / f".{path.name}.tmp-{uuid.uuid4().hex[:8]}"
+        if state is None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self.folder.mkdir()
+        else:
+            (self.folder / "store.json").unlink(missing_ok=True)
+            shutil.rmtree(self.folder / "tokenizer", ignore_errors=True)
         self._tokenizer = tokenizer
         self._dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
-        self.splits = {
-            name: SplitWriter(self.folder / name, self._dtype, shard_bytes)
-            for name in ("train", "validation")
-        }
+        self.splits: dict[str, SplitWriter] = {}
+        for name in ("train", "validation"):
+            known = None if state is None else state[name]
+            with self._abandoned_on_failure():
+                self.splits[name] = SplitWriter(self.folder / name, self._dtype, shard_bytes, known)
+
+    @contextmanager
+    def _abandoned_on_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            for writer in self.splits.values():
+                writer.abandon()
+            raise
+
+    def state(self) -> dict[str, Any]:
+        """What a writer in the same folder needs to go on from here."""
+        return {name: writer.state() for name, writer in self.splits.items()}
 
     def __enter__(self) -> StoreWriter:
         return self
@@ -170,12 +225,14 @@ class StoreWriter:
     def __exit__(self, *_: object) -> None:
         for writer in self.splits.values():
             writer.abandon()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        if not self._stays:
+            shutil.rmtree(self.folder, ignore_errors=True)
 
-    def commit(self, facts: dict[str, Any]) -> None:
+    def commit(self, facts: dict[str, Any], announce: Callable[[str], object] = lambda digest: None) -> None:
         """Writes the tokenizer and store.json with `facts` added, and puts the folder in its place.
 
-        A store that is already there is replaced; `facts` adds to the entries of store.json.
+        A store that is already there is replaced; `facts` adds to the entries of store.json. `announce` is
+        called with store.json's SHA-256 just before the store appears.
         """
         entries: dict[str, Any] = {}
         files: dict[str, dict[str, Any]] = {}
@@ -198,9 +255,9 @@ class StoreWriter:
             "splits": entries,
             "files": files,
         }
-        index = _HashedFile(self.folder / "store.json")
+        index = HashedFile(self.folder / "store.json")
         index.write((json.dumps(content | facts, indent=1, sort_keys=True) + "\n").encode())
-        index.close()
+        announce(index.close()["sha256"])
         self._replace()
 
     def _copy_tokenizer(self) -> dict[str, dict[str, Any]]:
@@ -209,7 +266,7 @@ class StoreWriter:
         for name in TOKENIZER_FILES:
             source = self._tokenizer.folder / name
             if source.is_file():
-                copy = _HashedFile(self.folder / "tokenizer" / name)
+                copy = HashedFile(self.folder / "tokenizer" / name)
                 copy.write(source.read_bytes())
                 files[f"tokenizer/{name}"] = copy.close()
         return files
@@ -217,6 +274,7 @@ class StoreWriter:
     def _replace(self) -> None:
         old = self.folder.with_name(self.folder.name + "-old")
         if self._path.exists():
+            shutil.rmtree(old, ignore_errors=True)
             self._path.rename(old)
         self.folder.rename(self._path)
         shutil.rmtree(old, ignore_errors=True)

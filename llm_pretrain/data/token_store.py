@@ -78,6 +78,10 @@ class TokenStore:
         """int64 [vocab_size]: UTF-8 bytes each id stands for, 0 for special ids."""
         return self.tokenizer().token_bytes()
 
+    def verify(self) -> None:
+        """Reads and hashes every file, whatever the store's size. Raises DataError for an altered one."""
+        self._check_hashes(self.facts["files"])
+
     def __reduce__(self):
         return TokenStore, (self.path,)
 

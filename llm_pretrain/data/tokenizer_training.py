@@ -72,11 +72,13 @@ def train_tokenizer(
     *,
     type: str = "sentencepiece-bpe",
     on_error: str = "fail",
+    text_column: str = "text",
 ) -> TokenizerReport:
     """Trains on the text of `inputs` and writes the folder `output`; of a failed attempt nothing is left.
 
     `vocab_size` counts the special tokens and 256 bytes, and is exact; for `char` it is optional and a
-    maximum. The same inputs give the same files. Raises DataError for bad records, an empty corpus, and a
+    maximum. `text_column` names the field of a record that holds the text. The same inputs give the same
+    files. Raises DataError for bad records, an empty corpus, and a
     size that does not fit the text; ConfigError for a size that fits no text.
     """
     if vocab_size is None and type != "char":
@@ -86,7 +88,7 @@ def train_tokenizer(
     folder = Path(output)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise DataError(f"{folder}: expected a new or empty folder, found one in use; choose another")
-    texts, skipped = _read_texts(inputs, on_error)
+    texts, skipped = _read_texts(inputs, on_error, text_column)
     total = sum(len(text.encode()) for text in texts)
     if not total:
         raise DataError(f"{', '.join(inputs)}: expected text, found none")
@@ -138,17 +140,21 @@ def _write(folder: Path, content: dict[str, Any], model: bytes | None, *, chat: 
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _read_texts(inputs: Sequence[str], on_error: str) -> tuple[list[str], Counter[str]]:
+def _read_texts(inputs: Sequence[str], on_error: str, text_column: str) -> tuple[list[str], Counter[str]]:
     texts: list[str] = []
     skipped: Counter[str] = Counter()
-    for record in read_records(inputs):
+    for record in read_records(inputs, text_column=text_column):
         try:
-            document = parse_record(record)
-            texts.append("".join(text for text, _ in document.segments))
+            text = parse_record(record, text_column).text()
         except RecordError as bad:
             if on_error == "fail" and bad.cause != EMPTY:
                 raise DataError(f"{bad}; mend it, or leave such records out with --on_error skip") from bad
             skipped[bad.cause] += 1
+            continue
+        if text:
+            texts.append(text)
+        else:
+            skipped["record without text"] += 1  # token ids alone
     return texts, skipped
 
 

@@ -113,6 +113,10 @@ class Tokenizer:
         """The text of token ids, special tokens left out."""
         return self._backend.decode(list(ids), skip_special_tokens=True)
 
+    def token(self, index: int) -> str:
+        """How an id is written in the vocabulary."""
+        return self._backend.id_to_token(index) or f"<{index}>"
+
     def token_pieces(self) -> list[bytes]:
         """The UTF-8 bytes each id stands for, empty for special ids and ids that stand for nothing.
 

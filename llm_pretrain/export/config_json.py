@@ -18,6 +18,7 @@ from llm_pretrain.export.homes import (
     LEADING_DENSE,
     Home,
     home_of,
+    is_folded,
 )
 from llm_pretrain.export.rope_json import rope_from_json, rope_to_json
 
@@ -38,8 +39,9 @@ _COMMON = (
     "attention_dropout",
 )
 _OWN = "llm_pretrain"
-"""Key of the fields that a home cannot say, since zeros stand there for a tensor that we do not have."""
-_NATIVE_FIELDS = {field.name for field in dataclasses.fields(ModelConfig)}
+"""Key of the fields that a home cannot say: zeros stand there for a tensor that we do not have, or the
+experts' projections hold a factor. Only we read it; whoever does not computes the same."""
+_NATIVE_FIELDS = {field.name for field in dataclasses.fields(ModelConfig)} - {"init_from"}
 _FOREIGN_BIAS_UPDATE_RATE = 0.001
 """Where a file has a bias on the choice of experts and does not say at which rate it moved: DeepSeek-V3's
 (arXiv:2412.19437, section 4.2)."""
@@ -116,6 +118,8 @@ def _expert_keys(model: ModelConfig, model_type: str) -> dict[str, Any]:
     own = {}
     if model_type in BIASED_CHOICE:
         own["router_bias_update_rate"] = model.router_bias_update_rate
+    if is_folded(model):
+        own["routed_scaling_factor"] = model.routed_scaling_factor
     if model_type in ALWAYS_SHARED and not model.n_shared_experts:
         own["n_shared_experts"] = 0
         result["n_shared_experts"] = 1
@@ -133,8 +137,11 @@ def native_config(
     pad_token_id: int | None,
     dtype: str,
 ) -> dict[str, Any]:
-    """`config.json` for a model that has no home elsewhere: every field of ModelConfig; only we open it."""
-    return dataclasses.asdict(model) | {
+    """`config.json` for a model that has no home elsewhere: all of ModelConfig; only we open it.
+
+    Where the training started from (`init_from`) is a path on its machine, and left out.
+    """
+    return {name: getattr(model, name) for name in sorted(_NATIVE_FIELDS)} | {
         "model_type": NATIVE_MODEL_TYPE,
         "bos_token_id": bos_token_id,
         "eos_token_id": eos_token_id,
@@ -207,7 +214,10 @@ def _expert_fields(config_json: dict[str, Any], model_type: str, home: Home) -> 
                 f"= {fields['moe_intermediate_size']}, found {shared}"
             )
         fields["n_shared_experts"] = count
-    return fields | config_json.get(_OWN, {})
+    own = config_json.get(_OWN)
+    return fields | (
+        {name: own[name] for name in _NATIVE_FIELDS & own.keys()} if isinstance(own, dict) else {}
+    )
 
 
 def _layer_fields(config_json: dict[str, Any]) -> dict[str, Any]:

@@ -169,6 +169,11 @@ ALWAYS_SHARED = frozenset({"glm4_moe", "qwen2_moe"})
 """Of those written, the ones that must have a shared expert, be it zeros."""
 
 
+def is_folded(model: ModelConfig) -> bool:
+    """Whether `routed_scaling_factor` is in the experts' down projections on disk, for want of a key."""
+    return model.scoring_func == "softmax" and model.routed_scaling_factor != 1 and bool(model.moe_layers)
+
+
 def home_of(model: ModelConfig) -> str:
     """The `model_type` that computes what `model` does; ConfigError names the fields that none has.
 

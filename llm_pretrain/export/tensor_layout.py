@@ -15,7 +15,7 @@ from torch import Tensor
 
 from llm_pretrain.config import ModelConfig
 from llm_pretrain.errors import CheckpointError, ConfigError
-from llm_pretrain.export.homes import ALWAYS_SHARED, BIASED_CHOICE, home_of
+from llm_pretrain.export.homes import ALWAYS_SHARED, BIASED_CHOICE, home_of, is_folded
 
 Named = Iterable[tuple[str, Tensor]]
 
@@ -49,6 +49,7 @@ _COMMON_NAMES = (
 """From any home's names to the common ones."""
 _ROTATED = re.compile(r"\.self_attn\.[qk]_proj\.weight$")
 _QKV_BIAS = re.compile(r"\.self_attn\.[qkv]_proj\.bias$")
+_EXPERT_DOWN = re.compile(r"\.experts\.(\d+\.)?down_proj(\.weight)?$")
 _SHARED_GATE = ".mlp.shared_expert_gate.weight"
 _SHARED_DOWN = ".mlp.shared_experts.down_proj.weight"
 _SHARED_IN = (".mlp.shared_experts.gate_proj.weight", ".mlp.shared_experts.up_proj.weight")
@@ -59,12 +60,16 @@ def to_disk(state: dict[str, Tensor], model: ModelConfig) -> Iterator[tuple[str,
 
     Without a home, the common names and values. Tensors may share memory with `state`.
     """
-    try:
-        home = home_of(model)
-    except ConfigError:
-        home = None
+    home = _home_or_none(model)
     for name, tensor in _to_home(_unstacked(state, model), model, home):
         yield _renamed(name, _RENAMES.get(home or "", ())), tensor
+
+
+def _home_or_none(model: ModelConfig) -> str | None:
+    try:
+        return home_of(model)
+    except ConfigError:
+        return None
 
 
 def _renamed(name: str, rules: Iterable[tuple[str, str]]) -> str:
@@ -98,16 +103,17 @@ def _unstacked(state: dict[str, Tensor], model: ModelConfig) -> Iterator[tuple[s
 def _to_home(tensors: Named, model: ModelConfig, home: str | None) -> Iterator[tuple[str, Tensor]]:
     """What a home wants beyond names.
 
-    - A factor on softmax weights is in no home: the experts' down projections take it.
+    - A factor on softmax weights is in no home: the experts' down projections take it (`from_disk` takes
+      it out again, for those that we wrote; see `is_folded`).
     - Ernie 4.5 rotates neighbouring dimensions, so the rows of a head's query and key are interleaved.
     - Qwen2-MoE gates its shared expert by a sigmoid: a gate of zeros halves, so the output is doubled (both
       exact in every type). Its attention has biases: zeros.
     - Homes with a bias on the choice always have one, and some always have a shared expert: zeros. (Width
       0 would do in transformers, but not in every reader's kernels.)
     """
-    factor = model.routed_scaling_factor if home and model.scoring_func == "softmax" else 1.0
+    factor = model.routed_scaling_factor if home and is_folded(model) else 1.0
     for name, tensor in tensors:
-        if factor != 1 and re.search(r"\.experts\.\d+\.down_proj\.", name):
+        if factor != 1 and _EXPERT_DOWN.search(name):
             yield name, tensor * factor
         elif home == "ernie4_5_moe" and _ROTATED.search(name):
             yield name, interleave_heads(tensor, model.attention_head_dim)
@@ -159,6 +165,7 @@ def from_disk(
     """
     names = list(state if names is None else names)
     is_ernie = any(".moe_statics." in name for name in names)
+    is_scaled = is_folded(model) and _home_or_none(model) is not None
     is_gated = any(name.endswith(_SHARED_GATE) for name in names)
     result: dict[str, Tensor] = {}
     for disk_name, tensor in state.items():
@@ -173,6 +180,10 @@ def from_disk(
             result[name] = separate_heads(tensor, model.attention_head_dim)
         elif name.endswith(_BIAS):
             result[name] = tensor.flatten()
+        elif is_scaled and _EXPERT_DOWN.search(name):
+            result[name] = (
+                tensor.to(torch.promote_types(tensor.dtype, torch.float32)) / model.routed_scaling_factor
+            )
         elif is_gated and name.endswith(_SHARED_DOWN):
             result[name] = tensor / 2
         else:

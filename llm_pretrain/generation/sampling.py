@@ -144,7 +144,7 @@ class _Draw:
         if self.temperature == 0:
             return logits.argmax(-1).tolist()
         kept, ids = logits.topk(self.top_k)  # falling
-        probs = (kept / self.temperature).softmax(-1)
+        probs = ((kept - kept[:, :1]) / self.temperature).softmax(-1)  # no overflow near temperature 0
         reached = probs.cumsum(-1)
         if self.top_p < 1:
             probs = probs.masked_fill(reached - probs >= self.top_p, 0)  # the likeliest always stays

@@ -57,7 +57,7 @@ def run_series(run: RunRecord, name: str) -> RunSeries:
         train=_columns(training, ("train/", "perf/", "experts/"), axes),
         evaluation=_columns(evaluated, ("eval/",), axes),
         restarts=[
-            axes.at(attempt["step"]) | {"label": f"{attempt.get('launcher')} x {attempt.get('world_size')}"}
+            axes.at(attempt["step"]) | {"label": f"{attempt.get('launcher')} × {attempt.get('world_size')}"}
             for attempt in run.attempts[1:]
             if number(attempt.get("step")) is not None
         ],
@@ -81,14 +81,15 @@ class _Axes:
             for row in run.rows
             if number(row.get("train/tokens")) is not None
         ]
-        self._tokens = ([0, *(step for step, _ in tokens)], [0, *(count for _, count in tokens)])
-        self._hours = _clock(run)
+        # as arrays, since a list would be converted for every point
+        self._token_steps, self._token_counts = np.array([(0, 0), *tokens], dtype=float).T
+        self._hour_steps, self._hours = (np.array(axis) for axis in _clock(run))
         self._has_tokens = bool(tokens)
 
     def at(self, step: float) -> dict[str, float | None]:
         """`{step, tokens, hours}`; None where the run does not say."""
-        tokens = float(np.interp(step, *self._tokens)) if self._has_tokens else None
-        hours = float(np.interp(step, *self._hours)) if self._hours[0] else None
+        tokens = float(np.interp(step, self._token_steps, self._token_counts)) if self._has_tokens else None
+        hours = float(np.interp(step, self._hour_steps, self._hours)) if self._hours.size else None
         return {"step": step, "tokens": tokens, "hours": short(hours)}
 
 

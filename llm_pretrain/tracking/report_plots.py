@@ -89,6 +89,9 @@ class Charts:
         sections = []
         for section in everything:
             section.charts = [chart for chart in section.charts if chart.curves]
+            narrow = [chart for chart in section.charts if not chart.wide]
+            if len(narrow) % 2:
+                narrow[-1].wide = True  # alone in its row
             if section.charts:
                 sections.append(section)
         return sections

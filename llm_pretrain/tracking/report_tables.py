@@ -6,6 +6,7 @@ Everything is text, not yet escaped: the page's template escapes it.
 from __future__ import annotations
 
 import dataclasses
+import json
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -215,6 +216,8 @@ def _setting(value: Any) -> str:
         return "none"
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, list | dict):
+        return json.dumps(value, ensure_ascii=False, default=str)
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 

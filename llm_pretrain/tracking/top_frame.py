@@ -114,7 +114,13 @@ def _progress(run: FollowedRun, width: int) -> RenderableType:
     text = f"{step:,}/{most:,.0f}  {step / most:.0%}" if most else f"step {step:,}"
     if run.state == "running" and left is not None:
         text += f"  {duration(left)} left"
-    bar = ProgressBar(total=most or 1, completed=min(step, most or 0), width=max(8, width - len(text) - 2))
+    bar = ProgressBar(
+        total=most or 1,
+        completed=min(step, most or 0),
+        width=max(8, width - len(text) - 2),
+        complete_style="blue",
+        finished_style="green",
+    )
     row = Table.grid(padding=(0, 2, 0, 0))
     row.add_row(bar, Text(text))
     return row
@@ -196,7 +202,7 @@ def _origin(run: FollowedRun, width: int) -> list[Text]:
         lines.append(Text.assemble(("checkpoint ", "dim"), shown(str(checkpoint))))
     if attempts := run.record.attempts:
         newest = attempts[-1]
-        who = f"{newest.get('launcher')} x {newest.get('world_size')} on {newest.get('device')}"
+        who = f"{newest.get('launcher')} × {newest.get('world_size')} on {newest.get('device')}"
         if len(attempts) > 1:
             who += f", attempt {len(attempts)} from step {newest.get('step')}"
         lines.append(Text.assemble(("run by ", "dim"), shown(who)))

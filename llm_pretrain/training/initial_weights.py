@@ -28,10 +28,12 @@ _IN_EXPERTS = (
     *("num_experts", "num_experts_per_tok", "expert_intermediate_size", "norm_topk_prob"),
     *("n_shared_experts", "scoring_func", "routed_scaling_factor"),
 )
-_ROPE_SCALING = (
-    *("rope_type", "rope_factor", "original_max_position_embeddings", "rope_beta_fast", "rope_beta_slow"),
-)
-_SETTING = {"attention_head_dim": "head_dim", "expert_intermediate_size": "moe_intermediate_size"}
+_YARN = ("rope_original_context", "rope_beta_fast", "rope_beta_slow")
+_SETTING = {
+    "attention_head_dim": "head_dim",
+    "expert_intermediate_size": "moe_intermediate_size",
+    "rope_original_context": "original_max_position_embeddings",
+}
 """Where a property of ModelConfig resolves a default: the field that sets it."""
 
 
@@ -131,7 +133,8 @@ def _compared(theirs: ModelConfig, ours: ModelConfig) -> Iterator[str]:
     """Fields and properties that decide a tensor's shape or what it computes, where both models use them."""
     yield from _EVERYWHERE
     if theirs.rope_type != "default":  # to stretch positions that were not is what continuing is for
-        yield from _ROPE_SCALING
+        yield from ("rope_type", "rope_factor")
+        yield from _YARN if theirs.rope_type == "yarn" else ()
     if has_dense_layers(theirs) and has_dense_layers(ours):
         yield "intermediate_size"
     if theirs.moe_layers:

@@ -10,7 +10,7 @@ from support.mutation import ROOT
 from transformers import LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
 from llm_pretrain.__main__ import main
-from llm_pretrain.config import Config, ModelConfig, from_dict, load_config, read_yaml
+from llm_pretrain.config import Config, from_dict, load_config, read_yaml
 from llm_pretrain.model import count_parameters
 
 
@@ -46,6 +46,9 @@ def test_the_listing_has_every_preset_with_its_size(
     assert "5.91M*" in listed["quickstart.yaml"]
     assert "7 of 4/32+1, 1 dense" in listed["finegrained-moe-136m.yaml"]
     assert "expected a folder with presets" in refused(capsys, "--folder", str(tmp_path))
+    (tmp_path / "over.yaml").write_text("run: {name: over}\n")
+    assert main(["configs", "--folder", str(tmp_path)]) == 0
+    assert "of the preset that it goes over" in capsys.readouterr().out
     (tmp_path / "broken.yaml").write_text("model: {hidden_sizes: 3}\n")
     assert "broken.yaml: expected a configuration, found: model.hidden_sizes: no such" in refused(
         capsys, "--folder", str(tmp_path)
@@ -342,9 +345,8 @@ def test_a_file_that_is_there_stays(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out.startswith("# Read from")
 
 
-def test_defaults_of_the_model_section_are_covered():
-    """Every field of the model is either written from a folder or named here as training's own."""
-    from llm_pretrain.commands.foreign_configs.pretrained import _OF_EXPERTS, _OF_SCALING
-
-    fields = set(ModelConfig.__dataclass_fields__)
-    assert set(_OF_EXPERTS) | set(_OF_SCALING) <= fields
+def test_the_help_ends_in_examples(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as caught:
+        main(["configs", "--help"])
+    assert caught.value.code == 0
+    assert "--from_litgpt" in capsys.readouterr().out.strip().splitlines()[-1]

@@ -183,3 +183,10 @@ def test_what_the_file_may_hold_is_what_accelerate_takes():
 
     taken = {field.name for field in dataclasses.fields(ClusterConfig)}
     assert taken <= _KEYS
+
+
+def test_the_help_ends_in_examples(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as caught:
+        main(["doctor", "--help"])
+    assert caught.value.code == 0
+    assert "my_cluster.yaml" in capsys.readouterr().out.strip().splitlines()[-1]

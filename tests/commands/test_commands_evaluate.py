@@ -207,3 +207,18 @@ def test_wrong_input_is_one_line_that_names_it(trained_run, plain_store, tmp_pat
     assert "expected tokens to evaluate on in the validation split" in refused(
         folder, "--store", store.path, code=65
     )
+
+
+def test_several_stores_each_have_their_figures(trained_run, plain_store, changed_store, capsys):
+    stores = ("--store", plain_store, changed_store, "--max_batches", "0")
+    both = evaluate(capsys, trained_run.folder, *stores)
+    alone = [
+        evaluate(capsys, trained_run.folder, "--store", store, "--max_batches", "0") for store in stores[1:3]
+    ]
+    assert both["tokens"] == sum(each["tokens"] for each in alone)
+    assert list(both["sources"]) == [str(plain_store), str(changed_store)], "both are called `store`"
+    for found, expected in zip(both["sources"].values(), alone, strict=True):
+        assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+        assert found["bits_per_byte"] == pytest.approx(expected["bits_per_byte"], rel=1e-6)
+    mean = sum(each["loss"] * each["tokens"] for each in alone) / both["tokens"]
+    assert both["loss"] == pytest.approx(mean, rel=1e-6)

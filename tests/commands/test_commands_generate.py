@@ -187,3 +187,11 @@ def test_help_ends_in_examples():
     parser = argparse.ArgumentParser(prog="llm-pretrain generate")
     generate.add_arguments(parser)
     assert parser.format_help().rstrip().splitlines()[-1].startswith("  llm-pretrain generate")
+
+
+def test_a_terminal_without_the_characters_gets_question_marks(trained_run, capsys, monkeypatch):
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", terminal)
+    options = ("--max_new_tokens", "3", "--temperature", "0")
+    assert main(["generate", str(trained_run.folder), "--prompt", "über", *options]) == 0
+    assert terminal.buffer.getvalue().startswith(b"?ber")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.corpora import write_jsonl
+from support.documents import ROOT
 
 from llm_pretrain.__main__ import main
 from llm_pretrain.commands import prepare as prepare_command
@@ -77,3 +78,16 @@ def test_training_imports_no_tokenizer_library():
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
+
+
+def test_a_reader_that_has_seen_enough_is_no_error():
+    run = f"{sys.executable} -m llm_pretrain configs --folder configs"
+    piped = subprocess.run(
+        ["bash", "-c", f"{run} | true; echo ${{PIPESTATUS[0]}}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert piped.stdout.split() == ["141"]
+    assert piped.stderr == ""

@@ -169,7 +169,7 @@ def test_private_characters_of_a_message_pass_untouched(tmp_path: Path):
         ("{{ messages | length }}", MESSAGES, "earlier turns"),
         ("{{ messages[1].content[:9] }}", [{"role": "assistant", "content": "a"}] * 2, "a user's message"),
         (
-            CHATML + "{{ messages[0].content[:7] }}",
+            MARKED + "{{ messages[0].content[:3] }}",
             [{"role": "user", "content": "a <|im_end|>"}, MESSAGES[2]],
             "alters it",
         ),

@@ -13,12 +13,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.corpora import make_store, make_tokenizer, write_jsonl
+from support.mutation import Edit, mutated
 
 from llm_pretrain.__main__ import main
 from llm_pretrain.data import Conversion, TokenStore, convert
 from llm_pretrain.data.prepare import Preparation, prepare_store
 from llm_pretrain.errors import ConfigError, DataError
 
+CONVERSION, FILES = "llm_pretrain/data/conversion.py", "llm_pretrain/data/document_files.py"
 EOS = 257  # of the tokenizer below: 256 bytes, <s> 256, </s> 257, <pad> 258
 MEGATRON_PYTHON = Path(os.environ.get("MEGATRON_PYTHON", "no-such-file"))
 
@@ -356,3 +358,21 @@ def test_megatron_core_reads_ours_and_we_read_its(tmp_path: Path, tokenizer: Pat
         store = to_store("megatron", [theirs], tmp_path / name, tokenizer, validation_fraction=0)
         assert documents(store) == [[256, 1, 2, EOS], [256, 3, 4, EOS]]
         shutil.rmtree(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        Edit(CONVERSION, "lacking = batch.ids[starts] != first", "lacking = batch.ids[starts] < 0"),
+        Edit(FILES, "astype(np.int64) + start + 1", "astype(np.int64) + start"),
+    ],
+    ids=["first tokens not added", "cut before the end instead of after it"],
+)
+def test_documents_framed_wrongly_are_noticed(tmp_path: Path, tokenizer: Path, edit: Edit):
+    """The two mistakes that leave ids in place but move what is learnt."""
+    np.array([65, 66, EOS, 67, 68, EOS], dtype="<u2").tofile(tmp_path / "a.bin")
+    right = to_store("nanogpt", [tmp_path / "a.bin"], tmp_path / "s", tokenizer, validation_fraction=0)
+    assert documents(right) == [[256, 65, 66, EOS], [256, 67, 68, EOS]]
+    with mutated(edit):
+        wrong = to_store("nanogpt", [tmp_path / "a.bin"], tmp_path / "w", tokenizer, validation_fraction=0)
+    assert documents(wrong) != documents(right)

@@ -276,3 +276,19 @@ def test_a_store_is_the_same_from_lines_and_from_parquet(tmp_path: Path):
         return {p.name: p.read_bytes() for p in store.path.rglob("*.bin")}
 
     assert files("lines.jsonl") == files("groups.parquet")
+
+
+def test_a_tokenizer_is_trained_on_any_format_and_column(tmp_path: Path):
+    from llm_pretrain.data import train_tokenizer
+
+    (tmp_path / "a.parquet").write_bytes(parquet(as_table(TEXTS, "content")))
+    (tmp_path / "a.csv.gz").write_bytes(gzip.compress(delimited(TEXTS, ",", "content")))
+    made = []
+    for name in ("a.parquet", "a.csv.gz"):
+        output = tmp_path / f"{name}-tokenizer"
+        with pytest.raises(DataError, match="--text_column"):
+            train_tokenizer([str(tmp_path / name)], output, None, type="char")
+        report = train_tokenizer([str(tmp_path / name)], output, None, type="char", text_column="content")
+        assert report.documents == len(TEXTS)
+        made.append((output / "tokenizer.json").read_bytes())
+    assert made[0] == made[1]

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.corpora import write_jsonl
+from support.mutation import Edit, mutated
 
 from llm_pretrain.__main__ import main
 from llm_pretrain.data import TOKENIZER_TYPES, Tokenizer, open_tokenizer, train_tokenizer
@@ -281,6 +283,16 @@ def test_bytes_per_token_and_its_scripts_agree(tmp_path: Path, capsys):
     assert mean == pytest.approx(report.bytes_per_token)
 
 
+def test_conversations_are_text_too_and_token_ids_are_none(tmp_path: Path):
+    turns = [{"role": "user", "content": "abc"}, {"role": "assistant", "content": "xyz"}]
+    corpus = write_jsonl(
+        tmp_path / "c.jsonl", [{"messages": turns}, {"input_ids": [1, 2], "loss_mask": [1, 1]}]
+    )
+    report = train_tokenizer([str(corpus)], tmp_path / "t", None, type="char")
+    assert report.vocab_size == 260 + len(set("abc\nxyz"))
+    assert report.skipped == {"record without text": 1}
+
+
 @pytest.mark.parametrize("type", TOKENIZER_TYPES)
 def test_what_sentencepiece_alters_is_counted_and_the_others_alter_nothing(type: str, tmp_path: Path, capsys):
     (tmp_path / "a.txt").write_text("a block ▁ of text\n" * 20)
@@ -292,3 +304,21 @@ def test_what_sentencepiece_alters_is_counted_and_the_others_alter_nothing(type:
     )
     warned = "1 documents are altered by decoding" in capsys.readouterr().out
     assert warned == type.startswith("sentencepiece")
+
+
+UNIGRAM = "llm_pretrain/data/sentencepiece_unigram.py"
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        Edit(UNIGRAM, '"pattern": {"Regex": _SEGMENT}', '"pattern": {"Regex": "[^\\n]+"}'),
+        Edit(UNIGRAM, '"pattern": {"Regex": _SEGMENT}', '"pattern": {"Regex": "[a-z]|[^a-z]+"}'),
+    ],
+    ids=["special tokens whole", "pieces cut"],
+)
+def test_a_unigram_split_that_does_not_hold_is_noticed(edit: Edit, training_files: list[str], tmp_path: Path):
+    """Without a cut in `<s>` text would become a special token; with too many, ids would differ."""
+    with mutated(edit), pytest.raises(RuntimeError, match="are cut, reserved ones"):
+        train_tokenizer(training_files, tmp_path / "t", 700, type="sentencepiece-unigram")
+    assert not list(tmp_path.iterdir())

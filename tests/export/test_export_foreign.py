@@ -256,6 +256,16 @@ def test_scaled_rotary_positions_that_are_not_written_show_in_the_logits(tmp_pat
     assert (ours - theirs).abs().max() > 1e-3
 
 
+def test_a_factor_in_the_weights_is_taken_out_again_when_we_open_them(tmp_path):
+    config = dataclasses.replace(MOE, n_shared_experts=0, routed_scaling_factor=2.5)
+    ours, _ = logits_in_transformers(config, tmp_path / "x")
+    back = load_pretrained(tmp_path / "x").eval()
+    assert back.config.routed_scaling_factor == 2.5
+    torch.testing.assert_close(back(TOKENS).logits, ours, atol=1e-5, rtol=1e-5)
+    name = "model.layers.0.mlp.experts.down_proj"
+    torch.testing.assert_close(back.state_dict()[name], make(config).state_dict()[name])
+
+
 def test_a_dense_layer_keeps_its_names_beside_expert_layers(tmp_path):
     config = dataclasses.replace(MOE, scoring_func="sigmoid", first_k_dense_replace=1)
     logits_in_transformers(config, tmp_path / "x")

@@ -112,6 +112,11 @@ def test_frequencies_are_the_models_probabilities():
         assert bool(((counts - 4000 * expected).abs() <= 4 * spread + 3).all())
 
 
+def test_a_tiny_temperature_is_greedy():
+    model = make(DENSE)
+    assert texts(model, PROMPTS, temperature=1e-300) == texts(model, PROMPTS, temperature=0)
+
+
 def test_a_stop_id_is_the_last_that_is_yielded():
     model = make(DENSE)
     greedy = texts(model, [PROMPTS[0]], temperature=0)[0]

@@ -113,6 +113,24 @@ def test_low_precision_stays_near():
     assert (whole.float() - exact).norm() / exact.norm() < 0.1
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_different_lengths_are_exact_on_a_gpu(dtype):
+    model = make(DENSE).to("cuda", dtype)
+    cache = KeyValueCache(DENSE.num_hidden_layers)
+    ids = IDS.cuda()
+    with torch.inference_mode():
+        full = model(ids).logits.float()
+        model(ids[:, :40], cache=cache)
+        cache.truncate(PROMPTS)
+        for step in range(20):
+            fed = torch.stack([ids[row, length + step] for row, length in enumerate(PROMPTS)])[:, None]
+            logits = model(fed, cache=cache).logits[:, 0].float()
+            expected = torch.stack([full[row, length + step] for row, length in enumerate(PROMPTS)])
+            bound = 1e-4 if dtype == torch.float32 else 0.1
+            assert (logits - expected).norm() < bound * expected.norm()
+
+
 def test_misuse_is_refused():
     model, cache = make(DENSE), KeyValueCache(DENSE.num_hidden_layers)
     with pytest.raises(ValueError, match="pass neither"):

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.mutation import Edit, mutated
 from support.run_folders import training_row
 
 from llm_pretrain.config import Config, from_dict, validate
@@ -84,6 +85,12 @@ def test_a_resumed_run_replaces_the_steps_it_takes_again(tmp_path: Path):
     track(tmp_path, again, 6)
     found = scalars(tmp_path)["train/loss"]
     assert found == {step: float(step) if step < 6 else 100.0 + step for step in range(9)}
+
+
+def test_steps_that_are_not_taken_back_are_seen(tmp_path: Path):
+    mistake = Edit("llm_pretrain/tracking/event_files.py", "purge_step=first_step", "purge_step=None")
+    with mutated(mistake), pytest.raises(AssertionError):
+        test_a_resumed_run_replaces_the_steps_it_takes_again(tmp_path)
 
 
 def test_files_that_cannot_be_written_are_worth_one_warning(tmp_path: Path):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.mutation import Edit, mutated
 from support.run_folders import START, attempt_row, make_run, training_row
 
 from llm_pretrain.config import Config, to_dict
@@ -18,7 +19,7 @@ from llm_pretrain.tracking.report_data import run_series, training_seconds
 from llm_pretrain.tracking.report_experts import expert_maps
 from llm_pretrain.tracking.run_files import read_run
 
-NASTY = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'&</title>"
+NASTY = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'&</title></script x><!--<script "
 
 
 class Page(HTMLParser):
@@ -52,8 +53,12 @@ class Page(HTMLParser):
         return re.sub(r"\s+", " ", " ".join(self.texts))
 
     @property
+    def raw_data(self) -> str:
+        return next(each for each in self.scripts if each.startswith('{"runs":'))
+
+    @property
     def data(self) -> dict[str, Any]:
-        return json.loads(next(each for each in self.scripts if each.startswith('{"runs":')))
+        return json.loads(self.raw_data)
 
     @property
     def plots(self) -> set[str]:
@@ -145,6 +150,7 @@ def test_text_of_the_run_is_never_markup(tmp_path: Path):
     assert not any(name.startswith("on") for _, attributes in page.tags for name in attributes)
     assert page.text.count("<script>alert(1)</script>") >= 6, "shown as it is"
     assert NASTY in page.data["runs"][0]["name"]
+    assert not {"<", ">", "&"} & set(page.raw_data), "nothing that could end the script's element"
 
 
 def test_a_skipped_step_and_a_restart_are_marked(tmp_path: Path):
@@ -158,7 +164,7 @@ def test_a_skipped_step_and_a_restart_are_marked(tmp_path: Path):
     series = page.data["runs"][0]
     assert [(mark["step"], mark["label"]) for mark in series["skipped"]] == [(6, "overflow")]
     assert series["skipped"][0]["value"] == pytest.approx(rows[4]["train/loss"], rel=1e-5)
-    assert [(mark["step"], mark["label"]) for mark in series["restarts"]] == [(7, "accelerate x 4")]
+    assert [(mark["step"], mark["label"]) for mark in series["restarts"]] == [(7, "accelerate × 4")]
     assert series["train"]["train/loss"][5] is None
     assert "overflow" in page.text
     assert "accelerate" in page.text
@@ -307,3 +313,21 @@ def test_an_output_that_cannot_be_written_is_named_and_leaves_nothing(tmp_path: 
     with pytest.raises(OutputError, match="cannot be written"):
         write_report([run], run / "status.json" / "report.html")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+
+
+PAGE, DATA = "llm_pretrain/tracking/report_page.py", "llm_pretrain/tracking/report_data.py"
+
+
+@pytest.mark.parametrize(
+    ("mistake", "test"),
+    [
+        (Edit(PAGE, "autoescape=True", "autoescape=False"), test_text_of_the_run_is_never_markup),
+        (Edit(PAGE, '.replace("<", "\\\\u003c")', ""), test_text_of_the_run_is_never_markup),
+        (Edit(DATA, "attempt, before = index, total", "pass"), test_time_leaves_out_pauses_and_lost_work),
+        (Edit(DATA, '"train/grad_norm", "perf', '"perf'), test_many_rows_become_few_points_that_keep_spikes),
+    ],
+)
+def test_these_mistakes_are_seen(mistake: Edit, test: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    more = (monkeypatch,) if "monkeypatch" in test.__code__.co_varnames else ()
+    with mutated(mistake), pytest.raises(Exception):  # noqa: B017, PT011  # an assertion, or a page that does not parse
+        test(tmp_path, *more)

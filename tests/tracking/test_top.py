@@ -58,7 +58,7 @@ def test_a_frame_shows_where_the_run_stands(tmp_path: Path):
             "1.2500",
         ),
         *("lr 0.001", "tok/s 1k", "memory 1.00 GiB", "max 1.78x", "checkpoint ckpt/step-00000020"),
-        *("run by accelerate x 2 on a processor, attempt 2 from step 20", "step 30 was skipped: overflow"),
+        *("run by accelerate × 2 on a processor, attempt 2 from step 20", "step 30 was skipped: overflow"),
         "no row of metrics for",  # they are from a time long gone
     ):
         assert expected in text, expected

@@ -17,7 +17,7 @@ from support.mutation import Edit, mutated
 import llm_pretrain.training.initial_weights as initial_weights
 from llm_pretrain.config import Config, DataConfig, ModelConfig, SourceConfig, dump_yaml
 from llm_pretrain.errors import CheckpointError, ConfigError, PretrainError
-from llm_pretrain.export import huggingface_config, to_huggingface
+from llm_pretrain.export import huggingface_config, native_config, to_huggingface
 from llm_pretrain.model import Decoder, initialize_weights
 
 DENSE = ModelConfig(
@@ -306,3 +306,39 @@ def test_both_launchers_start_alike(plain_store: Path, tmp_path: Path, world_siz
     assert runs[0].exact_rows() == runs[1].exact_rows()
     left, right = (checkpoint_tensors(run.folder, 2) for run in runs)
     assert_same_tensors(left, right)
+
+
+@pytest.mark.parametrize("architecture", ["Llama", "Qwen3Moe"])
+def test_a_folder_that_transformers_wrote_goes_on_where_it_stopped(tmp_path: Path, architecture: str):
+    """Its own layout, with stacked experts or one by one, in bf16 and in several shards."""
+    import transformers
+
+    from llm_pretrain.export import model_config_from_huggingface, read_config
+
+    shape = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.1}
+    if architecture == "Qwen3Moe":
+        shape |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{architecture}Config")(**shape)
+    theirs = getattr(transformers, f"{architecture}ForCausalLM")(config).to(torch.bfloat16)
+    theirs.save_pretrained(tmp_path / "folder", max_shard_size="30KB")
+    assert (tmp_path / "folder" / "model.safetensors.index.json").exists()
+    ours = model_config_from_huggingface(read_config(tmp_path / "folder"))
+    model, _ = load(tmp_path / "folder", ours)
+    with torch.no_grad():
+        reread = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "folder", dtype=torch.float32)
+        expected = reread.eval()(TOKENS).logits
+        assert float((model(TOKENS).logits - expected).abs().max()) < 1e-5
+    assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
+
+
+def test_positions_may_be_stretched_but_not_unstretched(tmp_path: Path):
+    write_folder(tmp_path / "folder", DENSE)
+    stretched = dataclasses.replace(DENSE, rope_type="yarn", rope_factor=4.0, max_position_embeddings=256)
+    load(tmp_path / "folder", stretched)
+    write_folder(tmp_path / "stretched", DENSE)
+    text = json.dumps(native_config(stretched, **IDS, dtype="fp32"))
+    (tmp_path / "stretched" / "config.json").write_text(text)
+    lines = problems_of(tmp_path / "stretched", DENSE)
+    assert {"model.rope_type", "model.rope_factor"} <= {line.partition(":")[0] for line in lines}

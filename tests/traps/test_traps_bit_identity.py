@@ -157,8 +157,14 @@ def check_threads(config: Config, *edits: Edit) -> None:
         torch.set_num_threads(launchers_choice)
         with mutated(*edits):
             process.prepare_process(config)
-            hashes.append(run_engine("torchrun", config).hashes)
+            hashes.append([*run_engine("torchrun", config).hashes, long_sum()])
     assert hashes[0] == hashes[1]
+
+
+def long_sum() -> str:
+    """The bits of a sum that every processor splits among its threads; not every one splits a small step's."""
+    values = torch.rand(1 << 20, generator=torch.Generator().manual_seed(0)) - 0.5
+    return values.sum().item().hex()
 
 
 def test_the_launchers_thread_count_does_not_matter(config):

@@ -42,14 +42,14 @@
   }
 
   function layout(theme, chart) {
-    const axis = { gridcolor: theme.grid, linecolor: theme.line, zerolinecolor: theme.grid, tickcolor: theme.line, automargin: true };
+    const axis = { gridcolor: theme.grid, linecolor: theme.line, zerolinecolor: theme.grid, tickcolor: theme.line, automargin: true, separatethousands: true };
     return {
       autosize: true, margin: { l: 52, r: 14, t: 12, b: 44 }, hovermode: "x unified",
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
       font: { family: getComputedStyle(document.body).fontFamily, size: 12.5, color: theme.text },
       hoverlabel: { bgcolor: theme.panel, bordercolor: theme.line, font: { color: theme.text } },
-      legend: { orientation: "h", x: 0, y: -0.22, yanchor: "top", font: { color: theme.text }, itemwidth: 30 },
-      xaxis: { ...axis, title: { text: AXES.step, standoff: 6, font: { color: theme.quiet } }, nticks: isNarrow() ? 5 : 10 },
+      legend: { orientation: "h", x: 0, yanchor: "top", font: { color: theme.text }, itemwidth: 30 },
+      xaxis: { ...axis, automargin: false, title: { text: AXES.step, standoff: 6, font: { color: theme.quiet } }, nticks: isNarrow() ? 5 : 10 },
       yaxis: { ...axis, title: { text: chart.unit, standoff: 8, font: { color: theme.quiet } }, exponentformat: "power" },
     };
   }
@@ -83,7 +83,7 @@
       run.restarts.slice(-40).forEach((mark) => {
         if (mark[now.axis] === null) return;
         shapes.push({ type: "line", x0: mark[now.axis], x1: mark[now.axis], y0: 0, y1: 1, yref: "paper", line: { color, width: 1.2, dash: "dash" } });
-        if (chart.wide && run.restarts.length <= 6 && !several) {
+        if (chart.id === "loss-chart" && run.restarts.length <= 6 && !several) {
           annotations.push({ x: mark[now.axis], y: 1, yref: "paper", yanchor: "top", xanchor: "left", xshift: 3, showarrow: false, text: "resumed by " + escaped(mark.label), font: { color: theme.quiet, size: 11.5 } });
         }
       });
@@ -101,12 +101,27 @@
     return { traces, shapes, annotations };
   }
 
+  // Rows that a legend will take, by the widths of its entries.
+  function legendRows(id, names) {
+    const room = document.getElementById(id).clientWidth - 80;
+    const widest = names.reduce((most, name) => Math.max(most, 52 + 7 * name.length), 0);
+    return names.length ? Math.ceil(names.length / Math.max(1, Math.floor(room / widest))) : 0;
+  }
+
+  // plotly draws a constant between one below and one above it, whatever its size.
+  function rangeOfConstant(traces, chart) {
+    const values = [...new Set(traces.flatMap((trace) => trace.y).filter((value) => value !== null).concat(chart.lines.map((line) => line.value)))];
+    if (values.length !== 1) return undefined;
+    return values[0] ? [Math.min(0, 2 * values[0]), Math.max(0, 2 * values[0])] : [-0.05, 1];
+  }
+
   function drawChart(chart, theme, now) {
     const plan = layout(theme, chart);
     const extra = marks(chart, theme, now);
     const traces = chart.curves.flatMap((one, index) => curve(chart, one, index, theme, now)).concat(extra.traces);
     plan.xaxis.title.text = AXES[now.axis];
     plan.yaxis.type = (chart.log && traces.some((trace) => trace.y.some((value) => value > 0))) || (now.log && chart.id.includes("loss")) ? "log" : "linear";
+    if (plan.yaxis.type === "linear") plan.yaxis.range = rangeOfConstant(traces, chart);
     plan.yaxis2 = { overlaying: "y", range: [0, 1], visible: false, fixedrange: true };
     plan.shapes = extra.shapes;
     plan.annotations = extra.annotations;
@@ -114,9 +129,10 @@
       plan.shapes.push({ type: "line", xref: "paper", x0: 0, x1: 1, y0: line.value, y1: line.value, line: { color: theme.quiet, width: 1.2, dash: "dot" } });
       plan.annotations.push({ xref: "paper", x: 1, xanchor: "right", y: plan.yaxis.type === "log" ? Math.log10(line.value) : line.value, yanchor: "bottom", showarrow: false, text: escaped(line.label), font: { color: theme.quiet, size: 11.5 } });
     });
-    plan.legend.itemwidth = 30;
-    const legend = traces.filter((trace) => trace.showlegend).length;
-    plan.margin.b = legend > 1 || (legend && extra.traces.length) ? 70 : 44;
+    const names = traces.filter((trace) => trace.showlegend).map((trace) => trace.name);
+    plan.margin.b = 46 + 20 * legendRows(chart.id, names);
+    const height = document.getElementById(chart.id).clientHeight - plan.margin.t - plan.margin.b;
+    plan.legend.y = -46 / Math.max(60, height);
     return Plotly.react(chart.id, traces, plan, SETTINGS);
   }
 
@@ -129,10 +145,12 @@
     for (const axis of [plan.xaxis, plan.yaxis]) axis.zeroline = false;
     if (map.y.length <= 16) { plan.yaxis.tickmode = "array"; plan.yaxis.tickvals = map.y; }
     if (map.x.length <= 16 && map.horizontal === "expert") { plan.xaxis.tickmode = "array"; plan.xaxis.tickvals = map.x; }
+    const above = map.scale === "above";
     const spread = Math.max(0.05, map.z.flat().reduce((most, value) => Math.max(most, Math.abs(value - 1)), 0));
     const reach = Math.min(spread, map.reach);
     const trace = {
-      type: "heatmap", x: map.x, y: map.y, z: map.z, colorscale: isDark() ? EVEN_DARK : EVEN, zmid: 1, zmin: 1 - reach, zmax: 1 + reach,
+      type: "heatmap", x: map.x, y: map.y, z: map.z, colorscale: (isDark() ? EVEN_DARK : EVEN).slice(above ? 1 : 0).map(([at, color]) => [above ? 2 * at - 1 : at, color]),
+      zmin: above ? 1 : 1 - reach, zmax: 1 + reach,
       colorbar: { thickness: 10, outlinewidth: 0, tickfont: { color: theme.text }, title: { text: "load", font: { color: theme.quiet } } },
       hovertemplate: map.hover + "<br>load %{z:.2f}<extra></extra>", hoverongaps: false,
     };
@@ -160,7 +178,7 @@
     document.querySelector("#expert-load-title .layer").textContent = run.layers[layer];
     document.querySelector("#expert-last-title .last-step").textContent = run.last_step.toLocaleString("en");
     await drawMap("expert-load", theme, { x: run.steps, y: experts, z: units(run.load[layer]), horizontal: AXES.step, vertical: "expert", reach: 1, hover: "step %{x}, expert %{y}" });
-    await drawMap("expert-peaks", theme, { x: run.steps, y: run.layers, z: units(run.peak), horizontal: AXES.step, vertical: "layer", reach: 3, hover: "step %{x}, layer %{y}" });
+    await drawMap("expert-peaks", theme, { x: run.steps, y: run.layers, z: units(run.peak), horizontal: AXES.step, vertical: "layer", reach: 3, scale: "above", hover: "step %{x}, layer %{y}" });
     await drawMap("expert-last", theme, { x: experts, y: run.layers, z: units(run.last), horizontal: "expert", vertical: "layer", reach: 1, hover: "layer %{y}, expert %{x}" });
   }
 

@@ -1,0 +1,159 @@
+"""`llm-pretrain inspect`: what is in a token store, for people and with `--json` for programs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from llm_pretrain.data import Sample
+
+HELP = "show what is in a token store: lengths, masks, packing, samples"
+
+EXAMPLES = """\
+examples:
+  llm-pretrain inspect data/stdlib
+  llm-pretrain inspect data/stdlib --sequence_length 4096
+  llm-pretrain inspect data/chat --samples 3 --seed 1
+  llm-pretrain inspect data/web --verify
+  llm-pretrain inspect data/web --samples 2 --json
+"""
+_BAR = 40
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = EXAMPLES
+    parser.add_argument("store", metavar="STORE", help="folder of a token store")
+    parser.add_argument(
+        "--sequence_length",
+        type=int,
+        default=512,
+        metavar="S",
+        help="length of the sequences that packing is shown for (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--samples",
+        type=int,
+        default=0,
+        metavar="N",
+        help="show the beginnings of N documents, masked tokens dim or between ⟦ ⟧ (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--split",
+        choices=["train", "validation"],
+        default="train",
+        help="split of the samples (default: train)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed that chooses the samples (default: 0)")
+    parser.add_argument("--verify", action="store_true", help="read every file and check its hash")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Opens the store, which checks it, and prints what is in it."""
+    import dataclasses
+    import json
+
+    from llm_pretrain.data import TokenStore, inspect_store, sample_documents
+    from llm_pretrain.errors import ConfigError
+
+    if arguments.seed < 0:
+        raise ConfigError(f"--seed: expected 0 or more, found {arguments.seed}")
+    store = TokenStore(arguments.store)
+    if arguments.verify:
+        store.verify()
+    facts = inspect_store(store, arguments.sequence_length)
+    samples = list(sample_documents(store, arguments.samples, arguments.seed, arguments.split))
+    if arguments.json:
+        verified = {"verified": arguments.verify, "samples": [dataclasses.asdict(s) for s in samples]}
+        print(json.dumps(facts | verified, indent=1, ensure_ascii=False))
+        return 0
+    _print_store(facts, verified=arguments.verify)
+    for name, split in facts["splits"].items():
+        _print_split(name, split, facts["sequence_length"])
+    for sample in samples:
+        _print_sample(sample)
+    return 0
+
+
+def _print_store(facts: dict[str, Any], *, verified: bool) -> None:
+    checked = ", every file has its hash" if verified else ""
+    print(f"store      {facts['store']}, {facts['bytes_on_disk']:,} bytes, {facts['dtype']}{checked}")
+    counts = facts["input_documents"] or [None] * len(facts["inputs"])
+    for name, count in zip(facts["inputs"], counts, strict=False):
+        print(f"input      {_visible(name)}" + ("" if count is None else f", {count:,} documents"))
+    tokenizer = facts["tokenizer"]
+    names = ", ".join(
+        f"{key} {tokenizer[key]}" for key in ("bos", "eos", "pad") if tokenizer[key] is not None
+    )
+    chat = ", chat template" if tokenizer["chat_template"] else ""
+    print(f"tokenizer  {tokenizer['kind']}, {tokenizer['vocab_size']:,} tokens, {names}{chat}")
+    if facts["zlib_bits_per_byte"] is not None:
+        print(f"zlib -9    {facts['zlib_bits_per_byte']:.3f} bits per byte of the validation text")
+    for cause, count in sorted(facts["skipped"].items()):
+        print(f"left out   {count:,} × {cause}")
+    if facts["duplicates"]:
+        print(f"left out   {facts['duplicates']:,} × duplicate")
+    if facts["altered_documents"]:
+        print(
+            f"warning    {facts['altered_documents']:,} documents: their tokens do not give back their text"
+        )
+
+
+def _print_split(name: str, split: dict[str, Any], sequence_length: int) -> None:
+    print(f"\n{name:<10} {split['documents']:,} documents, {split['tokens']:,} tokens", end="")
+    if not split["documents"]:
+        print()
+        return
+    print(f", {split['text_bytes']:,} bytes, {split['bytes_per_token']:.3f} bytes per token")
+    print(f"masked     {split['masked_share']:.2%} of the tokens to predict, {split['targets']:,} trained on")
+    print("lengths    " + ", ".join(f"{key} {value:,.0f}" for key, value in split["lengths"].items()))
+    most = max(row["documents"] for row in split["histogram"])
+    for row in split["histogram"]:
+        bar = "█" * round(_BAR * row["documents"] / most) or ("▏" if row["documents"] else "")
+        span = f"{row['from']}-{row['to']}" if row["to"] > row["from"] else str(row["from"])
+        print(f"{span:>17}  {bar} {row['documents']:,}".rstrip())
+    for packing, packed in split["packing"].items():
+        print(
+            f"{packing:<10} {packed['efficiency']:.2%} of the places filled, "
+            f"{packed['sequences']:,} sequences of {sequence_length:,}"
+        )
+
+
+def _print_sample(sample: Sample) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False, soft_wrap=True)
+    marked = console.is_terminal and not console.no_color
+    rest = f", first {sample.shown:,}" if sample.shown < sample.tokens else ""
+    text = Text(
+        f"\n{sample.split} document {sample.document:,}, {sample.tokens:,} tokens{rest}\n", style="bold"
+    )
+    for part in sample.parts:
+        shown = _visible(part.text)
+        if not part.masked:
+            text.append(shown, style="not bold")
+        elif marked:
+            text.append(shown, style="not bold dim cyan")
+        else:
+            text.append(f"⟦{shown}⟧", style="not bold")
+    if marked:
+        console.print(text)
+    else:
+        sys.stdout.write(text.plain + "\n")
+
+
+def _visible(text: str) -> str:
+    """Control characters as pictures: a document must not steer the terminal."""
+    return "".join(_picture(character) for character in text)
+
+
+def _picture(character: str) -> str:
+    code = ord(character)
+    if character in "\n\t" or (code >= 0x20 and not 0x7F <= code < 0xA0):
+        return character
+    return chr(0x2400 + code) if code < 0x20 else "␡" if code == 0x7F else "\ufffd"

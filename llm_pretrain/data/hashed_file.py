@@ -1,0 +1,50 @@
+"""A file that is hashed while it is written, and that can be taken up again."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+
+
+class StaleStateError(Exception):
+    """The files are not those that a writer's state speaks of."""
+
+
+class HashedFile:
+    """A file that is hashed while it is written; with `keep`, its first so many bytes stay."""
+
+    def __init__(self, path: Path, keep: int | None = None):
+        self.path = path
+        self._hash = hashlib.sha256()
+        self.bytes = 0
+        if keep is None:
+            self._file = path.open("wb")
+            return
+        if not path.is_file() or path.stat().st_size < keep:
+            raise StaleStateError(path)
+        self._file = path.open("r+b")
+        self._file.truncate(keep)
+        while data := self._file.read(1 << 20):
+            self._hash.update(data)
+            self.bytes += len(data)
+
+    def write(self, data: bytes | memoryview) -> None:
+        self._file.write(data)
+        self._hash.update(data)
+        self.bytes += len(data)
+
+    def sync(self) -> int:
+        """Brings everything onto the disk; returns the file's size."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return self.bytes
+
+    def abandon(self) -> None:
+        self._file.close()
+
+    def close(self) -> dict[str, Any]:
+        self.sync()
+        self._file.close()
+        return {"bytes": self.bytes, "sha256": self._hash.hexdigest()}

@@ -1,0 +1,194 @@
+"""What `inspect` says of a store is what its documents say when they are counted one by one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import statistics
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.corpora import make_store, make_tokenizer, write_jsonl
+
+from llm_pretrain.__main__ import main
+from llm_pretrain.data import TokenStore, inspect_store, sample_documents, token_store
+from llm_pretrain.data.prepare import Preparation, prepare_store
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> TokenStore:
+    return make_store(tmp_path_factory.mktemp("inspect") / "store", masked=True, longest=150)
+
+
+def lengths_and_masks(store: TokenStore, name: str) -> tuple[list[int], int, int]:
+    """(lengths, tokens to predict, those of them that are masked), counted document by document."""
+    lengths, places, masked = [], 0, 0
+    for ids, mask in store.split(name).iterate():
+        lengths.append(len(ids))
+        places += len(ids) - 1
+        masked += sum(not target for target in mask.tolist()[1:])
+    return lengths, places, masked
+
+
+def test_counts_lengths_and_masks_are_the_documents_own(store: TokenStore):
+    facts = inspect_store(store, 100)
+    for name in ("train", "validation"):
+        lengths, places, masked = lengths_and_masks(store, name)
+        split = facts["splits"][name]
+        assert (split["documents"], split["tokens"]) == (len(lengths), sum(lengths))
+        assert split["masked_share"] == pytest.approx(masked / places)
+        assert masked
+        found = split["lengths"]
+        assert (found["min"], found["max"]) == (min(lengths), max(lengths))
+        assert found["median"] == statistics.median(lengths)
+        assert found["mean"] == pytest.approx(statistics.fmean(lengths))
+        assert sum(length <= found["p95"] for length in lengths) / len(lengths) == pytest.approx(
+            0.95, abs=0.05
+        )
+        for row in split["histogram"]:
+            assert row["documents"] == sum(row["from"] <= length <= row["to"] for length in lengths)
+        assert sum(row["documents"] for row in split["histogram"]) == len(lengths)
+
+
+def test_efficiency_is_what_the_packings_leave(tmp_path: Path):
+    """Four documents of 31 targets in sequences of 40: 4 x 31 places, in 4, ceil(124 / 40) or 4 sequences."""
+    corpus = write_jsonl(tmp_path / "c.jsonl", [{"text": f"{i}" + "x" * 29} for i in range(4)])
+    tokenizer = make_tokenizer(tmp_path / "t")
+    store = prepare_store(
+        Preparation([str(corpus)], tokenizer, tmp_path / "s", workers=1, validation_fraction=0)
+    )
+    packing = inspect_store(store, 40)["splits"]["train"]["packing"]
+    assert packing["best_fit"] == {"sequences": 4, "efficiency": pytest.approx(124 / 160)}
+    assert packing["concat"] == {"sequences": 4, "efficiency": pytest.approx(124 / 160)}
+    assert packing["pad"] == {"sequences": 4, "efficiency": pytest.approx(124 / 160)}
+    packing = inspect_store(store, 62)["splits"]["train"]["packing"]
+    assert packing["best_fit"] == {"sequences": 2, "efficiency": 1.0}
+    assert packing["concat"] == {"sequences": 2, "efficiency": 1.0}
+    assert packing["pad"] == {"sequences": 4, "efficiency": 0.5}
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> TokenStore:
+    """Prompts of 你 and their completions, with a character that would steer a terminal."""
+    folder = tmp_path_factory.mktemp("prompts")
+    records = [{"prompt": f"{i} 你\x1b[2J", "completion": f"好 {i}\n"} for i in range(20)]
+    corpus = write_jsonl(folder / "c.jsonl", [*records, {"text": ""}])
+    return prepare_store(Preparation([str(corpus)], make_tokenizer(folder / "t"), folder / "s", workers=1))
+
+
+def test_samples_show_masked_tokens_and_no_control_characters(prompts: TokenStore, capsys):
+    assert main(["inspect", str(prompts.path), "--samples", "3", "--seed", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("⟦") == 3
+    assert printed.count("你␛[2J⟧好 ") == 3
+    assert "\x1b" not in printed
+    assert "left out   1 × empty document" in printed
+
+
+def test_samples_are_chosen_by_their_seed_and_say_what_is_stored(prompts: TokenStore):
+    first, again, other = (list(sample_documents(prompts, 5, seed)) for seed in (0, 0, 1))
+    assert first == again
+    assert first != other
+    for sample in first:
+        ids, mask = prompts.split("train").document(sample.document)
+        assert sample.tokens == len(ids)
+        masked = "".join(part.text for part in sample.parts if part.masked)
+        assert len(masked.encode()) == int((~mask).sum())  # one token per byte
+        text = "".join(part.text for part in sample.parts)
+        assert text == "<s>" + prompts.tokenizer().decode(ids.tolist()) + "</s>"
+
+
+def test_more_samples_than_documents_show_each_once(prompts: TokenStore):
+    samples = list(sample_documents(prompts, 1000, 0, "train"))
+    assert sorted(s.document for s in samples) == list(range(prompts.split("train").documents))
+
+
+def test_a_terminal_gets_colours_instead_of_brackets(prompts: TokenStore, capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    assert main(["inspect", str(prompts.path), "--samples", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert "⟦" not in printed
+    assert "\x1b[2;36m" in printed
+    assert "\x1b[2J" not in printed
+
+
+def test_json_is_for_programs(store: TokenStore, capsys):
+    command = ["inspect", str(store.path), "--json", "--samples", "2", "--verify", "--sequence_length", "100"]
+    assert main(command) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["splits"] == json.loads(json.dumps(inspect_store(store, 100)["splits"]))
+    assert found["hash"] == store.hash
+    assert found["verified"] is True
+    assert [sample["split"] for sample in found["samples"]] == ["train", "train"]
+    assert found["tokenizer"]["special_tokens"] == {"<s>": 256, "</s>": 257, "<pad>": 258}
+    assert found["inputs"] == ["store-corpus.jsonl"]
+
+
+def test_a_split_without_documents_is_shown(tmp_path: Path, capsys):
+    store = make_store(tmp_path / "store", documents=3, validation_fraction=0)
+    assert main(["inspect", str(store.path), "--samples", "1", "--split", "validation"]) == 0
+    assert "validation 0 documents, 0 tokens\n" in capsys.readouterr().out
+
+
+def test_verify_finds_what_opening_a_large_store_does_not(
+    store: TokenStore, tmp_path: Path, capsys, monkeypatch
+):
+    monkeypatch.setattr(token_store, "VERIFY_LIMIT", 0)
+    copy = Path(shutil.copytree(store.path, tmp_path / "copy"))
+    tokens = np.fromfile(copy / "train" / "tokens-00000.bin", dtype="<u2")
+    tokens[7] ^= 1
+    tokens.tofile(copy / "train" / "tokens-00000.bin")
+    assert main(["inspect", str(copy)]) == 0
+    capsys.readouterr()
+    assert main(["inspect", str(copy), "--verify"]) == 65
+    error = capsys.readouterr().err
+    assert "tokens-00000.bin: expected unaltered contents" in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "value", "message"),
+    [
+        ("offsets.bin", "<i8", 10**9, "offsets.bin: expected rising offsets, found a document of -"),
+        ("tokens-00000.bin", "<u2", 65535, "expected token ids below 259, found 65535 at position"),
+    ],
+)
+def test_a_damaged_large_store_is_one_line_too(
+    store: TokenStore, tmp_path: Path, capsys, monkeypatch, name: str, dtype: str, value: int, message: str
+):
+    monkeypatch.setattr(token_store, "VERIFY_LIMIT", 0)
+    copy = Path(shutil.copytree(store.path, tmp_path / "copy"))
+    numbers = np.fromfile(copy / "train" / name, dtype=dtype)
+    numbers[1:-1] = value
+    numbers.tofile(copy / "train" / name)
+    assert main(["inspect", str(copy), "--samples", "1"]) == 65
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message", "code"),
+    [
+        ("tokenizer/tokenizer.json", [], "tokenizer.json: expected a file of the token store", 65),
+        ("train/offsets.bin", [], "offsets.bin: expected a file of the token store", 65),
+        ("store.json", [], "expected a folder with store.json", 65),
+        (None, ["--sequence_length", "0"], "--sequence_length: expected 1 or more, found 0", 2),
+        (None, ["--samples", "-1"], "--samples: expected 0 or more, found -1", 2),
+        (None, ["--seed", "-1"], "--seed: expected 0 or more, found -1", 2),
+    ],
+)
+def test_what_is_wrong_is_one_line(
+    store: TokenStore, tmp_path: Path, capsys, name: str | None, options: list[str], message: str, code: int
+):
+    copy = Path(shutil.copytree(store.path, tmp_path / "copy"))
+    if name:
+        (copy / name).unlink()
+    assert main(["inspect", str(copy), *options]) == code
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
