@@ -21,10 +21,15 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[gguf]"
+	touch $@
+
+# What only the tests need is large (a browser's driver, llama.cpp), so training does not wait for it.
+$(VENV)/.installed-tests: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[test]"
 	touch $@
 
-setup: $(VENV)/.installed  ## Make .venv with everything
+setup: $(VENV)/.installed-tests  ## Make .venv with everything
 
 $(TOKENIZER)/tokenizer.json: | $(VENV)/.installed
 	$(BIN)/llm-pretrain tokenizer --input stdlib --vocab_size 4096 --output $(TOKENIZER)
@@ -45,16 +50,16 @@ pretrain: $(STORE)/store.json  ## Pretrain a small mixture of experts on the emb
 	@echo "  $(BIN)/accelerate launch --config_file configs/accelerate/cpu2.yaml \\"
 	@echo "      train_pretrain_accelerate.py --config $(CONFIG) --run.name quickstart-accelerate"
 
-test: $(VENV)/.installed  ## The test suite, without what takes minutes
+test: $(VENV)/.installed-tests  ## The test suite, without what takes minutes
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
 
-test-slow: $(VENV)/.installed  ## What takes minutes
+test-slow: $(VENV)/.installed-tests  ## What takes minutes
 	$(BIN)/python -m pytest -m slow
 
 bench: $(STORE)/store.json  ## Measure: make bench NAME=startup; docs/benchmarks.md has the results
 	$(BIN)/python -m benchmarks $(or $(NAME),all)
 
-lint: $(VENV)/.installed  ## Lint, format check, types
+lint: $(VENV)/.installed-tests  ## Lint, format check, types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python

@@ -15,9 +15,9 @@ HELP = "watch a run, or several, in the terminal"
 
 EXAMPLES = """\
 examples:
-  llm-pretrain top runs/quickstart           until it ends, or Ctrl-C
-  llm-pretrain top runs/                     all runs in the folder, a line each
-  llm-pretrain top runs/quickstart --once    one look, also into a pipe
+  llm-pretrain top runs/quickstart           # until it ends, or Ctrl-C
+  llm-pretrain top runs/                     # all runs in the folder, a line each
+  llm-pretrain top runs/quickstart --once    # one look, also into a pipe
 """
 
 

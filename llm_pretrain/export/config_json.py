@@ -215,7 +215,9 @@ def _expert_fields(config_json: dict[str, Any], model_type: str, home: Home) -> 
             )
         fields["n_shared_experts"] = count
     own = config_json.get(_OWN)
-    return fields | ({name: own[name] for name in _NATIVE_FIELDS & own.keys()} if own else {})
+    return fields | (
+        {name: own[name] for name in _NATIVE_FIELDS & own.keys()} if isinstance(own, dict) else {}
+    )
 
 
 def _layer_fields(config_json: dict[str, Any]) -> dict[str, Any]:

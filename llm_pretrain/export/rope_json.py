@@ -41,6 +41,8 @@ def rope_from_json(
         ConfigError: For a scaling, or a setting of it, that our decoder lacks.
     """
     rope = config_json.get("rope_scaling") or config_json.get("rope_parameters") or {}
+    if not isinstance(rope, dict):
+        raise ConfigError(f"config.json: rope_scaling: expected a mapping or null, found {rope!r}")
     if any(isinstance(value, dict) for value in rope.values()):
         raise ConfigError(
             "config.json: rope_parameters: expected one setting for all layers, found one per kind of layer"

@@ -311,6 +311,7 @@ def test_weights_without_a_home_open_here(tmp_path):
         ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "factor"),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0, "attention_factor": 1.0}}, "attention_factor"),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0, "truncate": False}}, "truncate"),
+        ({"rope_scaling": [4.0]}, "rope_scaling"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"rope_scaling": {"full_attention": {"rope_type": "default"}}}, "rope_parameters"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
