@@ -281,7 +281,7 @@ def test_a_store_with_nothing_to_learn(refusal: Refusal, tmp_path: Path):
 def test_sources_of_different_tokenizers(refusal: Refusal, plain_store: Path, tmp_path: Path):
     other = make_tokenizer(tmp_path / "other-tokenizer", bos=False)
     corpus = write_jsonl(tmp_path / "corpus.jsonl", [{"text": text} for text in make_texts(20)])
-    store = prepare_store(Preparation([str(corpus)], other, tmp_path / "store")).path
+    store = prepare_store(Preparation([str(corpus)], other, tmp_path / "other-store")).path
     hashes = [TokenStore(path).tokenizer_hash[:12] for path in (plain_store, store)]
     named = ["data.sources[1].store", str(plain_store), str(store), *hashes]
     refusal.of_run(options(tmp_path / "run", plain_store, store), tmp_path / "run", 65, *named)
