@@ -25,6 +25,10 @@ _SPELLING = re.compile(
 )
 
 
+class HubInterruptedError(DataError):
+    """The hub broke off amid a data set; what was read before it is sound."""
+
+
 @dataclass(frozen=True)
 class HubSet:
     """A data set's repository `name`, and which part of it."""
@@ -77,7 +81,7 @@ def hub_tables(name: str) -> Iterator[Any]:
     try:
         yield from rows.with_format("arrow").iter(batch_size=BATCH_ROWS)
     except Exception as error:  # the hub, its files and their decoding fail in many kinds
-        raise DataError(
+        raise HubInterruptedError(
             f"{name}: expected to read on, found {_one_line(error)}; start again to continue"
         ) from error
 

@@ -23,7 +23,7 @@ from llm_pretrain.data.documents import batch_records, read_records
 from llm_pretrain.data.duplicates import SeenDocuments
 from llm_pretrain.data.encoding import EncodedBatch
 from llm_pretrain.data.hashed_file import StaleStateError
-from llm_pretrain.data.hub import HUB_PREFIX
+from llm_pretrain.data.hub import HUB_PREFIX, HubInterruptedError
 from llm_pretrain.data.inputs import COMPRESSIONS, TABLE_SUFFIXES, Source, find_sources
 from llm_pretrain.data.parallel_encoding import EncoderSettings, Origin, encoded_batches
 from llm_pretrain.data.preparation_totals import HASHES, Totals
@@ -93,6 +93,8 @@ def prepare_store(preparation: Preparation) -> TokenStore:
                 _check_output(output, preparation.overwrite)
                 try:
                     _fill(preparation, sources, output, tokenizer, work)
+                except HubInterruptedError:
+                    raise  # the same command goes on when the hub is there again
                 except DataError:
                     work.remove()
                     raise

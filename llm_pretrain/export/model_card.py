@@ -1,6 +1,7 @@
 """The model card: a weights folder's README.md, so that whoever finds the folder knows what it is.
 
-A pure function of facts: no clock, no file, no path of the machine. The same training writes the same card.
+A pure function of facts: no clock, no file, no path of the machine, no launcher. The same training writes the
+same card, whoever launches it.
 """
 
 from __future__ import annotations
@@ -49,7 +50,6 @@ class CardFacts:
         tokenizer_size: Tokens that the tokenizer has.
         tokenizer_hash: SHA-256 of its tokenizer.json.
         has_chat_template: Whether it has one.
-        launcher: Of the last attempt.
         world_size: Processes of the last attempt.
         versions: Of the libraries that trained it.
         evaluation: Metrics `eval/…` of the last evaluation; empty where there was none.
@@ -64,7 +64,6 @@ class CardFacts:
     tokenizer_size: int
     tokenizer_hash: str
     has_chat_template: bool
-    launcher: str
     world_size: int
     versions: Mapping[str, str | None]
     evaluation: Mapping[str, float] = field(default_factory=dict)
@@ -160,7 +159,7 @@ def _training(facts: CardFacts) -> str:
         ("Batch", f"{training.global_batch_size} sequences of {training.sequence_length} tokens"),
         ("Precision", training.precision),
         ("Optimizer", f"{optimizer.name}, learning rate {optimizer.learning_rate:g}"),
-        ("Launched by", f"{facts.launcher}, {facts.world_size} process(es)"),
+        ("Processes", str(facts.world_size)),
         *((name, version) for name, version in facts.versions.items() if version),
     ]
     return f"## Training\n\n{_table(('', ''), rows)}"

@@ -32,7 +32,6 @@ def card_facts(
         tokenizer_size=stores[0].vocab_size,
         tokenizer_hash=stores[0].tokenizer_hash,
         has_chat_template=(stores[0].tokenizer_folder / "chat_template.jinja").is_file(),
-        launcher=engine.launcher,
         world_size=engine.world_size,
         versions={name: versions.get(name) for name in _VERSIONS},
         evaluation=progress.evaluation,

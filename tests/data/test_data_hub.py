@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 from support.corpora import make_texts, make_tokenizer
 
 from llm_pretrain.data import hub
+from llm_pretrain.data import prepare as prepare_module
 from llm_pretrain.data.documents import parse_record, read_records
 from llm_pretrain.data.hub import HubSet, hub_revision, parse_hub_name
 from llm_pretrain.data.prepare import Preparation, prepare_store
@@ -115,6 +117,31 @@ def test_a_connection_that_breaks_is_one_line(local_hub: Path, monkeypatch: pyte
     with pytest.raises(DataError, match="the other side hung up; start again") as caught:
         texts_of("hf://owner/set")
     assert "\n" not in str(caught.value)
+
+
+def test_a_preparation_goes_on_after_a_connection_that_broke(
+    local_hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(prepare_module, "BATCH_BYTES", 5000)
+    tokenizer = make_tokenizer(tmp_path / "tokenizer")
+    whole = prepare_store(Preparation(["hf://owner/set"], tokenizer, tmp_path / "whole", workers=1))
+    preparation = Preparation(
+        ["hf://owner/set"], tokenizer, tmp_path / "store", workers=1, commit_seconds=0.0
+    )
+    original = datasets.IterableDataset.iter
+
+    def breaking(self: Any, batch_size: int) -> Iterator[Any]:
+        yield next(original(self, batch_size))
+        raise ConnectionError("hung up")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(datasets.IterableDataset, "iter", breaking)
+        with pytest.raises(DataError, match="hung up; start again to continue"):
+            prepare_store(preparation)
+    notices: list[str] = []
+    store = prepare_store(replace(preparation, notice=notices.append))
+    assert len(notices) == 1
+    assert (store.path / "store.json").read_bytes() == (whole.path / "store.json").read_bytes()
 
 
 @pytest.mark.parametrize("endpoint", ["http://127.0.0.1:9", "http://nowhere.invalid"])

@@ -10,6 +10,7 @@ import io
 import json
 import lzma
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pyarrow
@@ -325,3 +326,23 @@ def test_a_tokenizer_is_trained_on_any_format_and_column(tmp_path: Path):
         assert report.documents == len(TEXTS)
         made.append((output / "tokenizer.json").read_bytes())
     assert made[0] == made[1]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_places_rise_so_that_reading_can_begin_after_any(tmp_path: Path, name: str):
+    (tmp_path / name).write_bytes(FORMATS[name])
+    places = [(record.source, record.line) for record in read_records([str(tmp_path / name)])]
+    assert all(before < after for before, after in pairwise(places))
+
+
+def test_a_large_row_group_is_not_held_whole(tmp_path: Path):
+    """Reading takes pages; what pyarrow holds at once stays far below the file's one group of rows."""
+    texts = [f"{index:07} " + "x" * 8000 for index in range(8000)]
+    data = parquet(as_table(texts), compression="none", use_dictionary=False)
+    (tmp_path / "a.parquet").write_bytes(data)
+    del texts
+    before, peak = pyarrow.total_allocated_bytes(), 0
+    for _ in read_records([str(tmp_path / "a.parquet")]):
+        peak = max(peak, pyarrow.total_allocated_bytes() - before)
+    assert len(data) > 60_000_000
+    assert peak < 40_000_000

@@ -5,6 +5,7 @@ In this process where that can be, since it is fast; through the launchers where
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 import os
@@ -209,6 +210,11 @@ GOOD = "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in
         ("blank.jsonl", b"\n \n", ["blank.jsonl", "expected", "found none"]),
         ("hollow.jsonl", b'{"text": ""}\n', ["hollow.jsonl", "expected", "found none"]),
         ("packed.parquet", b"PAR1", ["packed.parquet", "truncated or damaged file"]),
+        ("cut.jsonl.gz", gzip.compress(GOOD)[:-20], ["cut.jsonl.gz:", "truncated or damaged file"]),
+        ("names.csv", b"id,body\n1,a\n", ["names.csv", "found id, body", "--text_column"]),
+        ("torn.csv", b'text\nfine\n"open\n', ["torn.csv:3:", "invalid CSV"]),
+        ("array.json", b'[{"text": "a"}, {"text": ]', ["array.json:2:", "invalid JSON"]),
+        ("all.zip", b"PK", ["all.zip", "unpack"]),
         ("missing.jsonl", None, ["missing.jsonl", "found no such path"]),
     ],
 )
@@ -275,7 +281,7 @@ def test_a_store_with_nothing_to_learn(refusal: Refusal, tmp_path: Path):
 def test_sources_of_different_tokenizers(refusal: Refusal, plain_store: Path, tmp_path: Path):
     other = make_tokenizer(tmp_path / "other-tokenizer", bos=False)
     corpus = write_jsonl(tmp_path / "corpus.jsonl", [{"text": text} for text in make_texts(20)])
-    store = prepare_store(Preparation([str(corpus)], other, tmp_path / "store")).path
+    store = prepare_store(Preparation([str(corpus)], other, tmp_path / "other-store")).path
     hashes = [TokenStore(path).tokenizer_hash[:12] for path in (plain_store, store)]
     named = ["data.sources[1].store", str(plain_store), str(store), *hashes]
     refusal.of_run(options(tmp_path / "run", plain_store, store), tmp_path / "run", 65, *named)

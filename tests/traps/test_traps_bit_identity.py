@@ -162,7 +162,7 @@ def check_threads(config: Config, *edits: Edit) -> None:
 
 
 def long_sum() -> str:
-    """The bits of a sum that every processor splits among its threads; not every one splits a small step's."""
+    """The bits of a sum that every processor splits among its threads; few split a small step's."""
     values = torch.rand(1 << 20, generator=torch.Generator().manual_seed(0)) - 0.5
     return values.sum().item().hex()
 
