@@ -107,8 +107,11 @@ class _ChatEncoder:
 
 
 def _starts(text: str, offsets: list[tuple[int, int]]) -> list[int]:
-    """Where each token begins. Unigram gives neighbouring characters outside its vocabulary, a byte per token,
-    the (start, end) of them all; each of these bytes begins where its own character does."""
+    """Where each token begins.
+
+    Unigram gives neighbouring characters outside its vocabulary, a token per byte, one (start, end) for
+    all; each of these bytes begins where its own character does.
+    """
     starts: list[int] = []
     for (start, end), run in groupby(offsets):
         count = sum(1 for _ in run)
