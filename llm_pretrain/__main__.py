@@ -51,11 +51,13 @@ def main(argv: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return _EXIT_USAGE
+    parsed = argparse.Namespace()
     try:
         command = import_module(f"llm_pretrain.commands.{name}")
         parser = argparse.ArgumentParser(prog=f"llm-pretrain {name}", description=command.HELP)
         command.add_arguments(parser)
-        exit_code = command.run(parser.parse_args(rest))
+        parsed = parser.parse_args(rest)
+        exit_code = command.run(parsed)
         sys.stdout.flush()
         return exit_code
     except BrokenPipeError:  # its reader, `head` or a pager, has seen enough
@@ -67,7 +69,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"llm-pretrain {name}: error: {text}", file=sys.stderr)
         return error.exit_code
     except OSError as error:  # a full disk, a folder without permission
-        reason = f"{error.filename or 'output'}: {error.strerror or error}"
+        place = error.filename or getattr(parsed, "output", None) or "output"
+        reason = f"{place}: {error.strerror or error}"
         print(f"llm-pretrain {name}: error: {_printable(reason)}", file=sys.stderr)
         return CheckpointError.exit_code
     except KeyboardInterrupt:
