@@ -15,7 +15,6 @@ from filelock import FileLock, Timeout
 
 from llm_pretrain.errors import OutputError
 
-
 STORE = "store"
 """The store in the making, in the folder."""
 REPLACED = STORE + "-old"
@@ -67,7 +66,7 @@ class Workspace:
         self._lock.release()
 
     def _give_back(self) -> None:
-        """Returns the store that was being replaced, where a kill came between its leaving and the new one."""
+        """Returns the store that was being replaced, where a kill kept the new one from its place."""
         old = self.folder / REPLACED
         if old.is_dir() and not self._output.exists():
             old.rename(self._output)

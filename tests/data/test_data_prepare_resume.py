@@ -142,9 +142,10 @@ def test_the_store_that_was_there_comes_back_if_the_new_one_does_not(
         return rename(path, target)
 
     def killed() -> None:
-        with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        with monkeypatch.context() as patch:
             patch.setattr(Path, "rename", killed_before_the_new_one)
-            prepare_store(again)
+            with pytest.raises(SystemExit):
+                prepare_store(again)
         assert not output.exists()
 
     killed()
