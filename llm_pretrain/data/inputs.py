@@ -6,6 +6,7 @@ Says what is there and in which order. Opens nothing: reading is in `readers.py`
 from __future__ import annotations
 
 import glob
+import os
 import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -126,5 +127,10 @@ def _visible_files(folder: Path) -> list[Path]:
 
 def _stdlib_files() -> list[tuple[str, Path]]:
     root = Path(sysconfig.get_paths()["stdlib"])
-    named = ((path.relative_to(root).as_posix(), path) for path in root.rglob("*.py"))
-    return sorted((name, path) for name, path in named if not _STDLIB_EXCLUDED & set(name.split("/")))
+    files = []
+    for folder, inner, names in os.walk(root):
+        inner[:] = [
+            name for name in inner if name not in _STDLIB_EXCLUDED
+        ]  # installed packages are a large part
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
+    return sorted((path.relative_to(root).as_posix(), path) for path in files)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
+from llm_pretrain.data import inputs
 from llm_pretrain.data.documents import (
     RecordError,
     batch_records,
@@ -100,6 +102,20 @@ def test_inputs_that_cannot_be_read_are_refused(tmp_path: Path, name: str, messa
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=message):
         find_files([str(tmp_path / name)])
+
+
+def test_the_standard_library_is_found_without_a_look_into_what_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Beside it lie the installed packages, which may be many times as many files."""
+    for name in ("a.py", "b/c.py", "b/test/d.py", "site-packages/e/f.py", "g.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    monkeypatch.setattr(inputs.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    scandir, seen = os.scandir, []
+    monkeypatch.setattr(os, "scandir", lambda path: seen.append(Path(path).name) or scandir(path))
+    assert [name for name, _ in find_files(["stdlib"])] == ["a.py", "b/c.py"]
+    assert seen == [tmp_path.name, "b"]
 
 
 def test_the_standard_library_comes_sorted_and_without_tests():
