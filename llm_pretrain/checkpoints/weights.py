@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -150,7 +151,10 @@ def write_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
         file = "model.safetensors"
         if len(shards) > 1:
             file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        save_file(shard, folder / file, metadata={"format": "pt"})
+        try:
+            save_file(shard, folder / file, metadata={"format": "pt"})
+        except SafetensorError as error:  # its word for a full disk and the like
+            raise OSError(f"{file}: {error}") from error
         folders.fsync_file(folder / file)
         index |= dict.fromkeys(shard, file)
     if len(shards) > 1:

@@ -163,6 +163,11 @@ def open_source(arguments: argparse.Namespace) -> Source:
     dtype = torch.bfloat16 if getattr(arguments, "dtype", "fp32") == "bf16" else torch.float32
     ends = _ids(opened.token_ids.get("eos_token_id")) or _ids(tokenizer.eos_token_id)
     starts = _ids(opened.token_ids.get("bos_token_id")) or _ids(tokenizer.bos_token_id) or ends
+    if starts and not 0 <= starts[0] < rows:
+        raise CheckpointError(
+            f"{opened.path}: expected a bos_token_id of the model's {rows} ids, found {starts[0]}; correct "
+            "generation_config.json, which goes before config.json"
+        )
     return Source(
         model=opened.model.to(device, dtype),
         tokenizer=tokenizer,
@@ -186,7 +191,7 @@ def _device(name: str | None) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-        torch.empty(1, device=device)
+        torch.zeros(1, device=device).item()  # `meta` would hold no values
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = " ".join(str(error).split()).partition(". ")[0]
         raise ConfigError(

@@ -21,7 +21,7 @@ from llm_pretrain.commands._source import (
     say,
     special_token_id,
 )
-from llm_pretrain.errors import ConfigError
+from llm_pretrain.errors import ConfigError, DataError
 
 HELP = "talk to trained weights in the terminal"
 
@@ -173,16 +173,23 @@ def _answer(
 
 
 def _lines() -> Iterator[str]:
-    """The user's lines, without their ends."""
+    """The user's lines, without their ends; from a pipe they are UTF-8 whatever the terminal is."""
     if not sys.stdin.isatty():
-        for line in sys.stdin:
-            yield line.rstrip("\r\n")
+        for number, data in enumerate(sys.stdin.buffer, start=1):
+            try:
+                yield data.decode("utf-8").rstrip("\r\n")
+            except UnicodeDecodeError as error:
+                raise DataError(
+                    f"standard input:{number}: expected UTF-8 text, found byte 0x{data[error.start]:02x}"
+                ) from error
         return
     import readline  # noqa: F401  # `input` then edits lines and remembers them
 
     while True:
         try:
-            yield input("> ")
+            yield input("> ").encode("utf-8", "surrogateescape").decode("utf-8")
+        except UnicodeDecodeError:
+            _note("that line is no UTF-8 text")
         except KeyboardInterrupt:
             say("\n")
             _note("/quit leaves")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -84,16 +85,15 @@ def run(arguments: argparse.Namespace) -> int:
     if not all(encoded):
         raise ConfigError("--prompt: expected some text, since this tokenizer has no start token; found none")
     count = arguments.num_samples
-    wanted = [(prompt, sample) for prompt in range(len(prompts)) for sample in range(count)]
-    if len(wanted) == 1 and not arguments.no_stream:
-        parts = _continue(source, arguments, encoded, wanted)
+    if len(prompts) == count == 1 and not arguments.no_stream:
+        parts = _continue(source, arguments, encoded, [(0, 0)])
         say(prompts[0])
         for _, part in parts:
             say(part)
         say("\n")
         return 0
-    for first in range(0, len(wanted), _ROWS):
-        batch = wanted[first : first + _ROWS]
+    wanted = ((prompt, sample) for prompt in range(len(prompts)) for sample in range(count))
+    while batch := list(islice(wanted, _ROWS)):
         texts = [""] * len(batch)
         for row, part in _continue(source, arguments, encoded, batch):
             texts[row] += part

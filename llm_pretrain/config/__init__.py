@@ -16,7 +16,7 @@ from llm_pretrain.config.tree import (
     TrainingConfig,
     WeightChange,
 )
-from llm_pretrain.config.validation import validate
+from llm_pretrain.config.validation import shape_problems, validate
 from llm_pretrain.config.yaml_text import YamlError, read_yaml, write_yaml
 
 __all__ = [
@@ -40,6 +40,7 @@ __all__ = [
     "load_config",
     "read_yaml",
     "resolve_model",
+    "shape_problems",
     "to_dict",
     "validate",
     "write_yaml",

@@ -13,9 +13,11 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
+from llm_pretrain.config.checking import check_tree
+from llm_pretrain.config.model_config import ModelConfig
 from llm_pretrain.config.tree import Config
 from llm_pretrain.config.validation_data import data_problems
-from llm_pretrain.config.validation_model import Relation, model_relations
+from llm_pretrain.config.validation_model import Relation, attention_relations, model_relations
 
 _POSITIVE = (
     *("model.vocab_size", "model.hidden_size", "model.intermediate_size", "model.num_hidden_layers"),
@@ -55,6 +57,15 @@ def validate(config: Config, world_size: int = 1, *, needs_data: bool = True) ->
     relations = [*model_relations(config), *_batch(config, world_size), *_schedule(config), *_samples(config)]
     # a relation to a value that is impossible anyway says nothing new, and may not be computable
     return alone + [text for names, text in relations if not wrong.intersection(names)]
+
+
+def shape_problems(model: ModelConfig) -> list[str]:
+    """What is wrong in a model that somebody else has described: types, and values impossible anywhere."""
+    if problems := check_tree({"model": dataclasses.asdict(model)})[1]:
+        return [problem.line for problem in problems]
+    config = Config(model=model)
+    alone = [line for line in _ranges(config) if line.startswith("model.")]
+    return alone or [line for _, line in attention_relations(model)]
 
 
 def _ranges(config: Config) -> Iterator[str]:

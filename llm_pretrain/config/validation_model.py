@@ -17,7 +17,7 @@ Relation = tuple[tuple[str, ...], str]
 def model_relations(config: Config) -> Iterator[Relation]:
     """Every contradiction between fields of `config.model`, and with the sequence length."""
     model = config.model
-    yield from _shape(model)
+    yield from attention_relations(model)
     names = ("training.sequence_length", "model.max_position_embeddings")
     if config.training.sequence_length > model.max_position_embeddings:
         yield (
@@ -29,7 +29,8 @@ def model_relations(config: Config) -> Iterator[Relation]:
     yield from (_experts(model) if model.num_experts else _no_experts(model))
 
 
-def _shape(model: ModelConfig) -> Iterator[Relation]:
+def attention_relations(model: ModelConfig) -> Iterator[Relation]:
+    """Heads that do not divide up what they share."""
     heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
     names = ("model.num_attention_heads", "model.num_key_value_heads")
     if kv_heads == 0 or heads % kv_heads:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from llm_pretrain.config import ModelConfig
+from llm_pretrain.config import ModelConfig, shape_problems
 from llm_pretrain.errors import ConfigError
 from llm_pretrain.export.homes import (
     ALWAYS_SHARED,
@@ -157,8 +157,21 @@ def model_config_from_huggingface(config_json: dict[str, Any]) -> ModelConfig:
         config_json: As `huggingface_config`, `native_config` or transformers (4 or 5) write it.
 
     Raises:
-        ConfigError: For an architecture or a feature that our decoder lacks, or a missing key.
+        ConfigError: For an architecture or a feature that our decoder lacks, a missing key, or a value that
+            no model can have.
     """
+    try:
+        model = _read_model(config_json)
+    except (TypeError, ValueError, AttributeError) as error:  # a value of another kind, met on the way
+        raise ConfigError(
+            f"config.json: expected values as transformers writes them, found: {error}"
+        ) from error
+    if problems := shape_problems(model):
+        raise ConfigError(*(f"config.json: {problem}" for problem in problems))
+    return model
+
+
+def _read_model(config_json: dict[str, Any]) -> ModelConfig:
     model_type = config_json.get("model_type")
     if model_type == NATIVE_MODEL_TYPE:
         return ModelConfig(**{name: config_json[name] for name in _NATIVE_FIELDS & config_json.keys()})

@@ -15,10 +15,9 @@ from torch import Tensor
 from llm_pretrain.config import ModelConfig
 from llm_pretrain.errors import CheckpointError
 from llm_pretrain.export.config_json import model_config_from_huggingface
+from llm_pretrain.export.tensor_files import TensorFiles
 from llm_pretrain.export.tensor_layout import from_disk, to_disk
 from llm_pretrain.model import Decoder
-
-_SHARD_INDEX = "model.safetensors.index.json"
 
 
 def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -70,24 +69,6 @@ def from_huggingface(state: dict[str, Tensor], model: ModelConfig) -> dict[str, 
     return from_disk(state, model)
 
 
-def _read_tensors(folder: Path) -> dict[str, Tensor]:
-    """All tensors of `model.safetensors`, or of the shards that an index names."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    index = folder / _SHARD_INDEX
-    names = ["model.safetensors"]
-    if index.exists():
-        names = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
-    tensors: dict[str, Tensor] = {}
-    for name in names:
-        try:
-            tensors |= load_file(folder / name)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{folder / name}: expected a safetensors file, found: {error}") from error
-    return tensors
-
-
 def read_config(folder: str | Path) -> dict:
     """A weights folder's `config.json`; CheckpointError where there is none or it is broken."""
     path = Path(folder) / "config.json"
@@ -97,10 +78,13 @@ def read_config(folder: str | Path) -> dict:
             "name a folder such as RUN/weights/step-00000100"
         )
     try:
-        return json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
+        content = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         found = error.strerror if isinstance(error, OSError) else error
         raise CheckpointError(f"{path}: expected a weights folder's config.json, found: {found}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: expected a JSON object, found {type(content).__name__}")
+    return content
 
 
 def load_pretrained(folder: str | Path, *, dtype: torch.dtype | None = None) -> Decoder:
@@ -116,7 +100,8 @@ def load_pretrained(folder: str | Path, *, dtype: torch.dtype | None = None) -> 
     """
     folder = Path(folder)
     config = model_config_from_huggingface(read_config(folder))
-    state = from_huggingface(_read_tensors(folder), config)
+    with TensorFiles(folder) as files:
+        state = from_huggingface({name: files.read(name) for name in files.names}, config)
     model = Decoder(config)
     try:
         model.load_state_dict(state, strict=True)

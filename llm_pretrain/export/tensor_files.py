@@ -27,8 +27,9 @@ class TensorFiles:
         files = ["model.safetensors"]
         if index.exists():
             try:
-                files = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
-            except (OSError, ValueError, KeyError, AttributeError) as error:
+                weight_map = json.loads(index.read_text("utf-8"))["weight_map"]
+                files = sorted({str(file) for file in weight_map.values()})
+            except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
                 raise CheckpointError(f"{index}: expected an index of shards, found: {error}") from error
         self._stack = ExitStack()
         self._of: dict[str, Any] = {}

@@ -134,8 +134,8 @@ def _parse(line: bytes) -> dict[str, Any] | None:
         row = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    sound = isinstance(row, dict) and isinstance(row.get("step"), int)
-    return row if sound else None
+    step = row.get("step") if isinstance(row, dict) else None
+    return row if isinstance(step, int) and abs(step) < 1 << 63 else None
 
 
 def _cut_torn_end(path: Path) -> None:

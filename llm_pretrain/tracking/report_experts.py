@@ -50,8 +50,8 @@ def expert_maps(rows: Iterable[Row]) -> dict[str, Any] | None:
 
 
 def _even(tables: list[np.ndarray]) -> np.ndarray:
-    """Mean of the tables [L, E], in units of an even load; NaN counts as no load."""
-    mean = np.nan_to_num(np.stack(tables)).mean(axis=0, dtype=np.float64)
+    """Mean of the tables [L, E], in units of an even load; what is no finite number counts as no load."""
+    mean = np.nan_to_num(np.stack(tables), posinf=0.0, neginf=0.0).mean(axis=0, dtype=np.float64)
     total = mean.sum(axis=1, keepdims=True)
     return mean * mean.shape[1] / np.where(total > 0, total, 1.0)
 

@@ -98,9 +98,9 @@ def is_run_folder(path: Path) -> bool:
 
 def number(value: object) -> float | None:
     """A finite number, else None."""
-    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-        return value
-    return None
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value if abs(value) < 1 << 63 else None  # JSON has larger ones, no column of ours has
+    return value if isinstance(value, float) and math.isfinite(value) else None
 
 
 def expert_loads(value: object) -> np.ndarray | None:

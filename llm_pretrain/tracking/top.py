@@ -15,6 +15,9 @@ from llm_pretrain.tracking.top_frame import frame_of_run, frame_of_runs
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
+NARROWEST = 24
+"""Columns that are drawn at least: a narrower terminal breaks the lines, rich cannot."""
+
 
 def watch_runs(
     paths: Sequence[Path],
@@ -40,6 +43,7 @@ def watch_runs(
     from rich.live import Live
 
     console = console or RichConsole(highlight=False)
+    console.width = max(console.width, NARROWEST)
     follows = not once and console.is_terminal
     watched = _Watched(paths, may_come_later=follows)
     watched.refresh()

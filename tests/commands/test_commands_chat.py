@@ -63,7 +63,8 @@ def talk(capsys, monkeypatch):
     """Chat through a pipe: (standard output, standard error) for lines of input."""
 
     def run(*argv: str | Path, lines: list[str], code: int = 0) -> tuple[str, str]:
-        monkeypatch.setattr("sys.stdin", io.StringIO("".join(line + "\n" for line in lines)))
+        typed = "".join(line + "\n" for line in lines).encode("utf-8", "surrogateescape")
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(typed), encoding="ascii"))
         assert main(["chat", *map(str, argv)]) == code
         return tuple(capsys.readouterr())
 
@@ -190,6 +191,13 @@ def test_wrong_input_is_one_line(base, tmp_path, talk):
         _, err = talk(*argv, lines=["x"], code=code)
         assert expected in err
         assert err.count("\n") == 1
+
+
+def test_bytes_that_are_no_text_are_named_by_line(with_template, talk):
+    options = (with_template, "--max_new_tokens", "2")
+    out, err = talk(*options, lines=["é", "\udcff", "b"], code=65)
+    assert out.endswith("\n")
+    assert err.endswith("error: standard input:2: expected UTF-8 text, found byte 0xff\n")
 
 
 def test_help_ends_in_examples(capsys):

@@ -157,7 +157,7 @@ def test_wrong_input_is_one_line_that_names_it(folder, trained_run, tmp_path, ca
     for option, value in (
         *(("--top_k", "-1"), ("--top_p", "0"), ("--top_p", "1.5"), ("--temperature", "-0.1")),
         *(("--temperature", "nan"), ("--max_new_tokens", "-1"), ("--num_samples", "0"), ("--seed", "-1")),
-        *(("--device", "nonsense"), ("--prompt", "\udce4")),
+        *(("--device", "nonsense"), ("--device", "meta"), ("--prompt", "\udce4")),
     ):
         assert f"{option}: expected" in refused(str(folder), *prompt, option, value, code=2)
     assert "prompt 1: expected 1 to 63 tokens" in refused(str(folder), "--prompt", "a" * 63, code=2)
@@ -181,6 +181,30 @@ def test_without_a_start_token_a_prompt_needs_text(folder, capsys):
     file.write_text(json.dumps(json.loads(file.read_text()) | {"bos_token_id": None, "eos_token_id": None}))
     assert main(["generate", str(folder), "--prompt", ""]) == 2
     assert "no start token" in capsys.readouterr().err
+
+
+def test_a_start_token_beyond_the_vocabulary_is_named(folder, capsys):
+    (folder / "generation_config.json").write_text('{"bos_token_id": 99999}')
+    assert main(["generate", str(folder), "--prompt", "a"]) == 74
+    assert "expected a bos_token_id of the model's 64 ids, found 99999" in capsys.readouterr().err
+
+
+def test_texts_are_drawn_as_they_are_printed_not_listed_before(folder, monkeypatch):
+    printed = []
+
+    def stop_after_two(text: str) -> None:
+        printed.append(text)
+        if len(printed) == 2:
+            raise BrokenPipeError
+
+    monkeypatch.setattr(generate, "say", stop_after_two)
+    parser = argparse.ArgumentParser()
+    generate.add_arguments(parser)
+    many = parser.parse_args([str(folder), "--prompt", "a", "--num_samples", str(10**12)])
+    many.max_new_tokens = 1
+    with pytest.raises(BrokenPipeError):
+        generate.run(many)
+    assert len(printed) == 2
 
 
 def test_help_ends_in_examples():

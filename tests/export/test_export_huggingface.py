@@ -357,6 +357,43 @@ def test_a_broken_folder_is_one_line_that_names_it(tmp_path, damage):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"vocab_size": -1}, "model.vocab_size"),
+        ({"vocab_size": "x"}, "model.vocab_size"),
+        ({"hidden_size": 1e30}, "model.hidden_size"),
+        ({"rms_norm_eps": None}, "model.rms_norm_eps"),
+        ({"max_position_embeddings": 0}, "model.max_position_embeddings"),
+        ({"num_key_value_heads": 3}, "model.num_attention_heads"),
+        ({"rope_parameters": [1]}, "rope_scaling"),
+        ({"rope_theta": "x", "rope_parameters": None}, "could not convert"),
+        ({"mlp_only_layers": 3, "layer_types": 3}, "not iterable"),
+    ],
+)
+def test_a_value_that_no_model_has_is_refused_by_name(changes, name):
+    config = huggingface_config(MOE, bos_token_id=0, eos_token_id=1, pad_token_id=None, dtype="fp32")
+    with pytest.raises(ConfigError, match=name) as caught:
+        model_config_from_huggingface(config | changes)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("content", ["[]", "3", "[" * 100_000])
+def test_a_config_that_is_no_mapping_is_named(content, tmp_path):
+    write(tmp_path, make(MOE))
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"config\.json: expected"):
+        load_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"weight_map": []}', '{"weight_map": {"a": 3}}', "{}"])
+def test_a_broken_index_is_named(content, tmp_path):
+    write(tmp_path, make(MOE))
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(CheckpointError, match="expected a"):
+        load_pretrained(tmp_path)
+
+
 def test_sharded_weights_open(tmp_path):
     model = make(MOE)
     write(tmp_path, model)

@@ -275,6 +275,16 @@ def test_rows_of_nulls_and_nonsense_draw_nothing_wrong(tmp_path: Path):
     assert page.data["experts"][0]["last"] == [[0, 200]]
 
 
+def test_numbers_too_large_for_a_chart_are_left_out(tmp_path: Path):
+    """JSON has integers of any length, and Python reads its Infinity."""
+    row = {"step": 1, "train/loss": 10**400, "train/grad_norm": 2.0, "moe/load": [[float("inf"), 0.5]]}
+    run = make_run(tmp_path / "run", [])
+    (run / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    page = report(run)
+    assert "train/loss" not in page.data["runs"][0]["train"]
+    assert page.data["experts"][0]["last"] == [[0, 200]]
+
+
 def test_the_page_asks_no_network(tmp_path: Path):
     page = report(make_run(tmp_path / "run", [training_row(1, layers=2, experts=4)]))
     (policy,) = [attributes["content"] for _, attributes in page.tags if "http-equiv" in attributes]

@@ -39,6 +39,12 @@ def append(run: Path, *rows: dict[str, Any]) -> None:
         file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
+@pytest.mark.parametrize("width", [1, 5, 12, 17, 20])
+def test_the_narrowest_terminal_gets_a_frame(width: int, tmp_path: Path):
+    rows = [training_row(step, layers=2, experts=4) for step in (1, 2)]
+    assert "loss" in look(make_run(tmp_path / "run", rows), width=width)
+
+
 def test_a_frame_shows_where_the_run_stands(tmp_path: Path):
     rows = [training_row(step, layers=4, experts=8) for step in range(1, 41)]
     rows[19] |= {"eval/loss": 3.125, "eval/bits_per_byte": 1.25}
