@@ -129,8 +129,7 @@ def _stdlib_files() -> list[tuple[str, Path]]:
     root = Path(sysconfig.get_paths()["stdlib"])
     files = []
     for folder, inner, names in os.walk(root):
-        inner[:] = [
-            name for name in inner if name not in _STDLIB_EXCLUDED
-        ]  # installed packages are a large part
+        # installed packages may be many times as many files
+        inner[:] = [name for name in inner if name not in _STDLIB_EXCLUDED]
         files += [Path(folder, name) for name in names if name.endswith(".py")]
     return sorted((path.relative_to(root).as_posix(), path) for path in files)
