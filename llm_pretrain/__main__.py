@@ -6,6 +6,7 @@ Only the command that runs is imported.
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from importlib import import_module
@@ -37,6 +38,10 @@ _EXIT_BROKEN_PIPE = 141
 def main(argv: list[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
     arguments = sys.argv[1:] if argv is None else argv
+    if isinstance(
+        sys.stdout, io.TextIOWrapper
+    ):  # a file's name, or a terminal without Unicode, must not end it
+        sys.stdout.reconfigure(errors="backslashreplace")
     if arguments[:1] == ["--version"]:
         print(__version__)
         return 0

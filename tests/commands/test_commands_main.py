@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -66,6 +67,20 @@ def test_what_a_file_says_neither_breaks_a_line_nor_steers_the_terminal(
     error = capsys.readouterr().err
     assert error.removesuffix("\n").isprintable()
     assert error.count(field.encode("unicode_escape").decode()) == 2
+
+
+@pytest.mark.parametrize("encoding", ["ascii:strict", "utf-8:strict"])
+def test_a_name_that_the_terminal_cannot_show_ends_no_command(tmp_path: Path, encoding: str):
+    names = [os.fsdecode(os.fsencode(tmp_path) + b"/\xff"), str(tmp_path / "é")]
+    for name in names:
+        Path(name).write_text(f"text {name!a}")
+    tokenizer, output = make_tokenizer(tmp_path / "tokenizer"), tmp_path / "s"
+    arguments = ["--input", *names, "--tokenizer", str(tokenizer), "--output", str(output)]
+    command = [sys.executable, "-m", "llm_pretrain", "prepare", *arguments]
+    environment = os.environ | {"PYTHONIOENCODING": encoding}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"\\udcff" in done.stdout
 
 
 def test_an_interruption_is_quiet(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
