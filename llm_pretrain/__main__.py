@@ -38,10 +38,8 @@ _EXIT_BROKEN_PIPE = 141
 def main(argv: list[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
     arguments = sys.argv[1:] if argv is None else argv
-    if isinstance(
-        sys.stdout, io.TextIOWrapper
-    ):  # a file's name, or a terminal without Unicode, must not end it
-        sys.stdout.reconfigure(errors="backslashreplace")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a file's name may not fit the terminal's encoding
     if arguments[:1] == ["--version"]:
         print(__version__)
         return 0
