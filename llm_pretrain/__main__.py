@@ -11,7 +11,7 @@ import sys
 from importlib import import_module
 
 from llm_pretrain import __version__
-from llm_pretrain.errors import CheckpointError, PretrainError
+from llm_pretrain.errors import CheckpointError, ConfigError, PretrainError
 
 COMMANDS = {
     "tokenizer": "train a tokenizer on jsonl or text files",
@@ -51,25 +51,35 @@ def main(argv: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return _EXIT_USAGE
+    parsed = argparse.Namespace()
     try:
         command = import_module(f"llm_pretrain.commands.{name}")
         parser = argparse.ArgumentParser(prog=f"llm-pretrain {name}", description=command.HELP)
         command.add_arguments(parser)
-        exit_code = command.run(parser.parse_args(rest))
+        parsed = parser.parse_args(rest)
+        exit_code = command.run(parsed)
         sys.stdout.flush()
         return exit_code
     except BrokenPipeError:  # its reader, `head` or a pager, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's flush at exit
         return _EXIT_BROKEN_PIPE
     except PretrainError as error:
-        print(f"llm-pretrain {name}: error: {error}", file=sys.stderr)
+        problems = error.problems if isinstance(error, ConfigError) else (str(error),)
+        text = "\n".join(map(_printable, problems))
+        print(f"llm-pretrain {name}: error: {text}", file=sys.stderr)
         return error.exit_code
     except OSError as error:  # a full disk, a folder without permission
-        reason = f"{error.filename or 'output'}: {error.strerror or error}"
-        print(f"llm-pretrain {name}: error: {reason}", file=sys.stderr)
+        place = error.filename or getattr(parsed, "output", None) or "output"
+        reason = f"{place}: {error.strerror or error}"
+        print(f"llm-pretrain {name}: error: {_printable(reason)}", file=sys.stderr)
         return CheckpointError.exit_code
     except KeyboardInterrupt:
         return _EXIT_INTERRUPTED
+
+
+def _printable(text: str) -> str:
+    """One line: what stood in a file, or is a file's name, must neither break it nor steer the terminal."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _usage() -> str:

@@ -87,14 +87,14 @@ def _print_store(facts: dict[str, Any], *, verified: bool) -> None:
         print(f"input      {_visible(name)}" + ("" if count is None else f", {count:,} documents"))
     tokenizer = facts["tokenizer"]
     names = ", ".join(
-        f"{key} {tokenizer[key]}" for key in ("bos", "eos", "pad") if tokenizer[key] is not None
+        f"{key} {_visible(tokenizer[key])}" for key in ("bos", "eos", "pad") if tokenizer[key] is not None
     )
     chat = ", chat template" if tokenizer["chat_template"] else ""
     print(f"tokenizer  {tokenizer['kind']}, {tokenizer['vocab_size']:,} tokens, {names}{chat}")
     if facts["zlib_bits_per_byte"] is not None:
         print(f"zlib -9    {facts['zlib_bits_per_byte']:.3f} bits per byte of the validation text")
     for cause, count in sorted(facts["skipped"].items()):
-        print(f"left out   {count:,} × {cause}")
+        print(f"left out   {count:,} × {_visible(cause)}")
     if facts["duplicates"]:
         print(f"left out   {facts['duplicates']:,} × duplicate")
     if facts["altered_documents"]:

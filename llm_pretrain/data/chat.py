@@ -6,6 +6,7 @@ The template is applied in `chat_rendering.py`; the ids are those of transformer
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -102,7 +103,24 @@ class _ChatEncoder:
 
     def _encode(self, text: str, offset: int) -> tuple[list[int], list[int]]:
         encoding = self._backend.encode(text, add_special_tokens=False)
-        return encoding.ids, [offset + start for start, _ in encoding.offsets]
+        return encoding.ids, [offset + start for start in _starts(text, encoding.offsets)]
+
+
+def _starts(text: str, offsets: list[tuple[int, int]]) -> list[int]:
+    """Where each token begins.
+
+    Unigram gives neighbouring characters outside its vocabulary, a token per byte, one (start, end) for
+    all; each of these bytes begins where its own character does.
+    """
+    starts: list[int] = []
+    for (start, end), run in groupby(offsets):
+        count = sum(1 for _ in run)
+        places = [start] * count
+        if count > 1 and end - start > 1:
+            by_byte = [k for k in range(start, end) for _ in text[k].encode("utf-8")]
+            places = by_byte if len(by_byte) == count else places
+        starts += places
+    return starts
 
 
 _encoders: WeakKeyDictionary[Tokenizer, _ChatEncoder] = WeakKeyDictionary()

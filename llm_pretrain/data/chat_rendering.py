@@ -79,16 +79,25 @@ class _Job:
         self._special = renderer._special
         self._names = renderer._special_tokens
         self._variables = renderer._variables
+        try:
+            self._take(renderer, messages, tools)
+        except RecursionError as error:
+            raise ChatTemplateError(
+                "expected messages and tools to be flatter, found deep nesting"
+            ) from error
+        self._date = date
+        self._compiled = _compile(renderer._template, self._begin, self._end)
+        self._has_marks = bool(_GENERATION.search(renderer._template))
+        self.text, self._marked = self._without_marks(self._raw(len(messages), False))
+
+    def _take(self, renderer: ChatRenderer, messages: Sequence[dict], tools: Any) -> None:
+        """Guards what is said, with characters for the marks that occur nowhere in it."""
         seen = set(json.dumps([messages, tools], ensure_ascii=False, default=str) + renderer._template)
         free = (chr(code) for code in _PRIVATE if chr(code) not in seen)
         self._open, self._close, self._begin, self._end = (next(free) for _ in range(4))
         self._marks = re.compile(f"{self._open}(\\d+){self._close}")
         self._messages = [self._guard(message) for message in messages]
         self._tools = self._guard(tools)
-        self._date = date
-        self._compiled = _compile(renderer._template, self._begin, self._end)
-        self._has_marks = bool(_GENERATION.search(renderer._template))
-        self.text, self._marked = self._without_marks(self._raw(len(messages), False))
 
     def _guard(self, value: Any) -> Any:
         """A copy in which placeholders stand for the texts of special tokens."""
@@ -101,8 +110,6 @@ class _Job:
         return [self._guard(item) for item in value] if isinstance(value, list) else value
 
     def _raw(self, count: int, add_generation_prompt: bool) -> str:
-        import jinja2
-
         try:
             return self._compiled.render(
                 messages=self._guard(self._messages[:count]),  # a copy: templates may change what they get
@@ -111,7 +118,7 @@ class _Job:
                 strftime_now=self._date.strftime,
                 **self._variables,
             )
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
+        except Exception as error:  # what a template does wrong shows in any kind
             reason = " ".join(str(error).split()) or type(error).__name__
             raise ChatTemplateError(
                 f"expected a conversation that the template takes, found: {reason}"
@@ -210,6 +217,12 @@ class _Job:
                 "expected content without special tokens, as this template alters it, found one"
             )
 
+        try:
+            restored.encode("utf-8")
+        except UnicodeEncodeError as error:
+            code = ord(restored[error.start])
+            raise ChatTemplateError(f"expected text, found the lone surrogate U+{code:04X}") from error
+
         def moved(place: int) -> int:
             return place + next((shift for end, shift in reversed(cuts) if end <= place), 0)
 
@@ -250,7 +263,7 @@ def _compile(template: str, begin: str, end: str) -> Any:
     environment.globals["raise_exception"] = refuse
     try:
         return environment.from_string(template)
-    except jinja2.TemplateError as error:
+    except (jinja2.TemplateError, RecursionError, MemoryError, SyntaxError) as error:
         raise ChatTemplateError(
-            f"expected a Jinja template, found: {' '.join(str(error).split())}"
+            f"expected a Jinja template, found: {' '.join(str(error).split()) or type(error).__name__}"
         ) from error

@@ -181,7 +181,7 @@ def _tools(location: str, value: Any) -> list[Any] | None:
     if isinstance(value, str):
         try:
             value = json.loads(value or "null")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise RecordError(
                 "wrong type", location, "expected tools to be JSON, found other text"
             ) from error

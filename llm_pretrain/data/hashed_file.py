@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,9 @@ class HashedFile:
         return self.bytes
 
     def abandon(self) -> None:
-        self._file.close()
+        """Closes a file that is not wanted; what is still to be written may find no room any more."""
+        with suppress(OSError):
+            self._file.close()
 
     def close(self) -> dict[str, Any]:
         self.sync()

@@ -30,7 +30,7 @@ from llm_pretrain.data.preparation_totals import HASHES, Totals
 from llm_pretrain.data.store_writer import SHARD_BYTES, SplitWriter, StoreWriter
 from llm_pretrain.data.token_store import FORMAT_VERSION, TokenStore
 from llm_pretrain.data.tokenizers import TOKENIZER_FILES, Tokenizer, convert_tokenizer, open_tokenizer
-from llm_pretrain.data.workspace import Workspace
+from llm_pretrain.data.workspace import STORE, Workspace
 from llm_pretrain.errors import ConfigError, DataError
 
 BATCH_BYTES = 1 << 20
@@ -182,7 +182,7 @@ class _Pass:
                 output,
                 tokenizer,
                 shard_bytes=preparation.shard_bytes,
-                folder=work.folder / "store",
+                folder=work.folder / STORE,
                 state=known["splits"],
             )
         except StaleStateError:

@@ -164,7 +164,7 @@ def _json_file(index: int, name: str, file: Any) -> Iterator[RawRecord]:
     first = file.readline()
     try:
         json.loads(first)
-    except ValueError:
+    except (ValueError, RecursionError):
         return iter([RawRecord(name, 1, first + file.read(), "json", index)])
     return _lines(index, name, chain([first], file))
 
@@ -182,6 +182,10 @@ def _elements(index: int, name: str, file: BinaryIO) -> Iterator[RawRecord]:
                 yield RawRecord(name, number, data.encode("utf-8", "surrogateescape"), "json", index)
                 if window.take(",]") == "]":
                     break
+            else:
+                window.take("]")
+            if window.next():
+                raise ValueError("more text behind its end")
     except (ValueError, RecursionError) as error:
         detail = f"expected a JSON array, found: {str(error) or 'nesting too deep'}"
         yield bad_record(name, number + 1, "invalid JSON", detail, index)
@@ -246,7 +250,10 @@ def _delimited(
     csv.field_size_limit(sys.maxsize)
     with io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="") as stream:
         rows = csv.reader(stream, delimiter=delimiter, strict=True)
-        header = next(rows, None)
+        try:
+            header = next(rows, None)
+        except csv.Error as error:
+            raise DataError(f"{name}:1: expected the names of the columns, found: {error}") from error
         columns = choose_columns(name, header, text_column) if header else []
         while header:
             try:

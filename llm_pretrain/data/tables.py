@@ -29,12 +29,14 @@ _FORMS = (
 
 
 def choose_columns(name: str, columns: Sequence[str], text_column: str) -> list[str]:
-    """Which columns make up a document. Raises DataError that lists those found."""
-    if text_column in columns:
-        return [text_column]
-    for needed, optional in _FORMS:
+    """Which columns make up a document. Raises DataError that lists those found, or names one found twice."""
+    for needed, optional in (((text_column,), ()), *_FORMS):
         if set(needed) <= set(columns):
-            return [*needed, *(column for column in optional if column in columns)]
+            chosen = [*needed, *(column for column in optional if column in columns)]
+            for column in chosen:
+                if (count := columns.count(column)) > 1:
+                    raise DataError(f"{name}: expected one column {column}, found {count}; rename the others")
+            return chosen
     forms = ", ".join([text_column, *(" and ".join(needed) for needed, _ in _FORMS)])
     raise DataError(
         f"{name}: expected one of the columns {forms}; found {', '.join(columns) or 'none'}; "
@@ -123,21 +125,26 @@ def _rows(
         row = before + position + 1
         try:
             fields = chosen.slice(position, 1).to_pylist()[0]
-            data = json.dumps(fields, ensure_ascii=False, default=str).encode()
+            data = json.dumps(fields, ensure_ascii=False, default=_named).encode()
             yield RawRecord(name, row, data, "json", index)
         except UnicodeError as error:
             yield bad_record(name, row, "invalid UTF-8", str(error), index)
 
 
+def _named(value: Any) -> dict[str, str]:
+    """Bytes, dates and the like with their kind, so that they never pass for a text that somebody wrote."""
+    return {type(value).__name__: str(value)}
+
+
 def _utf8(column: Any) -> list[bytes | None] | None:
-    """The bytes of a column of strings, unchecked; None where it holds something else."""
+    """The bytes of a column of strings or bytes, unchecked; None where it holds something else."""
     import pyarrow
     from pyarrow import types
 
     if types.is_dictionary(column.type):
         column = column.dictionary_decode()
-    kinds = (types.is_string, types.is_large_string, types.is_string_view)
-    if not any(kind(column.type) for kind in kinds):
+    kinds = (types.is_string, types.is_large_string, types.is_binary, types.is_large_binary)
+    view = types.is_string_view(column.type) or types.is_binary_view(column.type)
+    if not view and not any(kind(column.type) for kind in kinds):
         return None
-    view = types.is_string_view(column.type)
     return column.cast(pyarrow.binary_view() if view else pyarrow.large_binary()).to_pylist()

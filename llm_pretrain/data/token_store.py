@@ -31,6 +31,11 @@ _SPLIT_FACTS: dict[str, Any] = {
     **{"shards": list, "masked": bool},
 }
 
+_OPTIONAL_FACTS: dict[str, Any] = {
+    **{"inputs": list, "input_documents": list | None, "skipped": dict},
+    **{"duplicates": int, "altered_documents": int},
+}
+
 _verified: set[tuple[Any, ...]] = set()
 
 
@@ -197,7 +202,7 @@ def _read_facts(path: Path) -> dict[str, Any]:
         )
     try:
         facts = json.loads(file.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{file}: expected JSON, found: {error}") from error
     if not isinstance(facts, dict) or facts.get("format") != FORMAT:
         raise DataError(f"{file}: expected format {FORMAT!r}, found another file; name a store's folder")
@@ -213,6 +218,7 @@ def _read_facts(path: Path) -> dict[str, Any]:
 def _check_facts(file: Path, facts: dict[str, Any]) -> None:
     """What later code relies on; a store.json edited by hand is named here, not by a KeyError later."""
     _check_types(file, "", facts, _FACTS)
+    _check_types(file, "", facts, {key: kind for key, kind in _OPTIONAL_FACTS.items() if key in facts})
     if facts["dtype"] not in ("<u2", "<u4"):
         raise DataError(f"{file}: expected dtype <u2 or <u4, found {facts['dtype']}; prepare the store again")
     for name in ("train", "validation"):
@@ -225,6 +231,39 @@ def _check_facts(file: Path, facts: dict[str, Any]) -> None:
                 f"{file}: expected token ids below vocab_size {facts['vocab_size']}, "
                 f"found {split['max_token_id']} in {name}; prepare the store again"
             )
+    _check_entries(file, facts)
+
+
+def _check_entries(file: Path, facts: dict[str, Any]) -> None:
+    """What lists and mappings hold; that every file which is read has its size and hash among `files`."""
+    shapes = {"bytes": int, "sha256": str}
+    files = facts["files"]
+    counts = [
+        *facts["special_ids"],
+        *(facts.get("input_documents") or ()),
+        *facts.get("skipped", {}).values(),
+    ]
+    sound = all(isinstance(entry, dict) and _has(entry, shapes) for entry in files.values())
+    sound &= all(isinstance(count, int) for count in counts)
+    sound &= all(isinstance(name, str) for name in facts.get("inputs", ()))
+    needed = ["tokenizer/tokenizer.json"]
+    for name in ("train", "validation"):
+        split = facts["splits"][name]
+        shards = [shard for shard in split["shards"] if isinstance(shard, dict)]
+        shards = [shard for shard in shards if _has(shard, {"file": str, "tokens": int})]
+        sound &= len(shards) == len(split["shards"])
+        parts = ["offsets.bin", *(["loss_mask.bin"] if split["masked"] else []), *(s["file"] for s in shards)]
+        needed += [f"{name}/{part}" for part in parts]
+    if not sound:
+        raise DataError(
+            f"{file}: expected what prepare writes, found entries of other types; prepare it again"
+        )
+    if missing := [name for name in needed if name not in files]:
+        raise DataError(f"{file}: expected {missing[0]} in files, found none; prepare the store again")
+
+
+def _has(entry: dict[str, Any], types: dict[str, type]) -> bool:
+    return all(isinstance(entry.get(key), kind) for key, kind in types.items())
 
 
 def _check_types(file: Path, prefix: str, facts: dict[str, Any], types: dict[str, Any]) -> None:

@@ -23,7 +23,7 @@ from llm_pretrain.data.documents import EMPTY, RecordError, parse_record, read_r
 from llm_pretrain.data.sentencepiece_bpe import build_sentencepiece_bpe
 from llm_pretrain.data.sentencepiece_unigram import build_sentencepiece_unigram
 from llm_pretrain.data.tokenizer_folder import write_files
-from llm_pretrain.data.tokenizers import Tokenizer, open_tokenizer
+from llm_pretrain.data.tokenizers import MAX_VOCAB_SIZE, Tokenizer, open_tokenizer
 from llm_pretrain.errors import ConfigError, DataError
 
 TOKENIZER_TYPES = ("sentencepiece-bpe", "sentencepiece-unigram", "char", "bytelevel-bpe")
@@ -85,6 +85,8 @@ def train_tokenizer(
         raise ConfigError(f"--vocab_size: expected a size for --type {type}, found none; add --vocab_size N")
     if vocab_size is not None and vocab_size < 1:
         raise ConfigError(f"--vocab_size: expected more than 0, found {vocab_size}")
+    if vocab_size is not None and vocab_size > MAX_VOCAB_SIZE:  # libraries take the memory for it at once
+        raise ConfigError(f"--vocab_size: expected at most {MAX_VOCAB_SIZE}, found {vocab_size}")
     folder = Path(output)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise DataError(f"{folder}: expected a new or empty folder, found one in use; choose another")

@@ -48,6 +48,8 @@ _SEGMENTS = (
     re.compile(r"[ ▁]+[^ ▁]*|[^ ▁]+"),
 )
 _KNOWN_CHARACTERS = 1 << 23
+MAX_VOCAB_SIZE = 1 << 24
+"""Ids above it are a mistake, and tables with an entry for each id would fill the memory."""
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
@@ -148,6 +150,11 @@ def open_tokenizer(folder: str | Path) -> Tokenizer:
     if not (folder / "tokenizer.json").is_file():
         raise DataError(f"{folder}: expected tokenizer.json in the tokenizer folder, found none")
     tokenizer = Tokenizer(folder)
+    if tokenizer.vocab_size > MAX_VOCAB_SIZE:
+        raise DataError(
+            f"{folder / 'tokenizer.json'}: expected token ids below {MAX_VOCAB_SIZE}, "
+            f"found {tokenizer.vocab_size - 1}"
+        )
     if tokenizer.eos_token_id is None:
         raise DataError(
             f"{folder / 'tokenizer_config.json'}: expected an eos_token of the vocabulary, found none"
@@ -184,6 +191,16 @@ def _read(path: Path) -> bytes:
         raise DataError(f"{path}: expected a readable file, found: {error.strerror}") from error
 
 
+def _json_object(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(_read(path))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}: expected JSON, found: {error}") from error
+    if not isinstance(content, dict):
+        raise DataError(f"{path}: expected a JSON object, found a {type(content).__name__}")
+    return content
+
+
 def _kind(spec: dict[str, Any]) -> str:
     model = spec["model"]
     if model["type"] != "BPE":
@@ -199,9 +216,10 @@ def _chat_template(folder: Path) -> str | None:
         return _read(folder / "chat_template.jinja").decode("utf-8", errors="replace")
     if not (folder / "tokenizer_config.json").is_file():
         return None
-    template = json.loads(_read(folder / "tokenizer_config.json")).get("chat_template")
+    template = _json_object(folder / "tokenizer_config.json").get("chat_template")
     if isinstance(template, list):
-        template = next((entry["template"] for entry in template if entry.get("name") == "default"), None)
+        entries = [entry for entry in template if isinstance(entry, dict)]
+        template = next((entry.get("template") for entry in entries if entry.get("name") == "default"), None)
     return template if isinstance(template, str) else None
 
 
@@ -211,10 +229,7 @@ def _special_tokens(folder: Path) -> dict[str, str]:
     for file in ("special_tokens_map.json", "tokenizer_config.json"):
         if not (folder / file).is_file():
             continue
-        try:
-            content = json.loads(_read(folder / file))
-        except ValueError as error:
-            raise DataError(f"{folder / file}: expected JSON, found: {error}") from error
+        content = _json_object(folder / file)
         for key in ("bos_token", "eos_token", "pad_token", "unk_token"):
             value = content.get(key)
             token = value.get("content") if isinstance(value, dict) else value

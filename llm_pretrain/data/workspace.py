@@ -15,6 +15,11 @@ from filelock import FileLock, Timeout
 
 from llm_pretrain.errors import OutputError
 
+STORE = "store"
+"""The store in the making, in the folder."""
+REPLACED = STORE + "-old"
+"""What it replaces, for the moment in which neither is in its place."""
+
 
 class Workspace:
     """Use as a context manager; it holds the lock of `output` in the meantime.
@@ -47,6 +52,7 @@ class Workspace:
                 break
             self._lock.release()
         (self.folder / "pid").write_text(str(os.getpid()))
+        self._give_back()
         self.state = self._read_state()
         if self.state is None:
             self.clear()
@@ -58,6 +64,12 @@ class Workspace:
         if not self._removed:
             (self.folder / "pid").unlink(missing_ok=True)
         self._lock.release()
+
+    def _give_back(self) -> None:
+        """Returns the store that was being replaced, where a kill kept the new one from its place."""
+        old = self.folder / REPLACED
+        if old.is_dir() and not self._output.exists():
+            old.rename(self._output)
 
     def save(self, state: dict[str, Any]) -> None:
         """Replaces what is known of the work; whatever it speaks of must be on disk already."""

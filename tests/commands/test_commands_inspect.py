@@ -86,6 +86,17 @@ def test_samples_show_masked_tokens_and_no_control_characters(prompts: TokenStor
     assert "left out   1 × empty document" in printed
 
 
+def test_names_in_a_store_do_not_steer_the_terminal(prompts: TokenStore, tmp_path: Path, capsys):
+    copy = Path(shutil.copytree(prompts.path, tmp_path / "copy"))
+    facts = json.loads((copy / "store.json").read_text())
+    facts |= {"inputs": ["\x1b[2J"], "skipped": {"\x1b[31m": 2}}
+    (copy / "store.json").write_text(json.dumps(facts))
+    assert main(["inspect", str(copy)]) == 0
+    printed = capsys.readouterr().out
+    assert "\x1b" not in printed
+    assert "left out   2 × ␛[31m" in printed
+
+
 def test_samples_are_chosen_by_their_seed_and_say_what_is_stored(prompts: TokenStore):
     first, again, other = (list(sample_documents(prompts, 5, seed)) for seed in (0, 0, 1))
     assert first == again

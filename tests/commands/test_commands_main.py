@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.corpora import write_jsonl
+from support.corpora import make_tokenizer, write_jsonl
 from support.documents import ROOT
 
 from llm_pretrain.__main__ import main
@@ -53,6 +53,19 @@ def test_an_error_is_one_line_and_its_code(tmp_path: Path, capsys: pytest.Captur
     assert main(["prepare", "--input", str(tmp_path / "missing.jsonl"), *arguments]) == 65
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert "missing.jsonl" in line
+
+
+@pytest.mark.parametrize("field", ["a\nb", "\x1b[31m", "\x9b2J", "\u202e", "\u2028"])
+def test_what_a_file_says_neither_breaks_a_line_nor_steers_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], field: str
+):
+    corpus = write_jsonl(tmp_path / f"c{field}.jsonl", [{field: 1}])
+    tokenizer, output = make_tokenizer(tmp_path / "tokenizer"), tmp_path / "s"
+    arguments = ["--input", str(corpus), "--tokenizer", str(tokenizer), "--output", str(output)]
+    assert main(["prepare", *arguments]) == 65
+    error = capsys.readouterr().err
+    assert error.removesuffix("\n").isprintable()
+    assert error.count(field.encode("unicode_escape").decode()) == 2
 
 
 def test_an_interruption_is_quiet(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

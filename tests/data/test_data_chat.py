@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.corpora import make_tokenizer, write_jsonl
+from support.corpora import make_texts, make_tokenizer, write_jsonl
 from support.mutation import Edit, mutated
 
-from llm_pretrain.data import Tokenizer, chat_prompt_ids, encode_chat, open_tokenizer
+from llm_pretrain.data import Tokenizer, chat_prompt_ids, encode_chat, open_tokenizer, train_tokenizer
 from llm_pretrain.data.chat import ChatTemplateError, NoChatTemplateError
 from llm_pretrain.data.prepare import Preparation, prepare_store
 from llm_pretrain.errors import DataError
@@ -47,6 +47,9 @@ TEMPLATES = {
     "thinking": THINKING,
     "marked": MARKED,
 }
+NESTED: list = []
+for _ in range(5000):
+    NESTED = [NESTED]
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
 
 MESSAGES = [
@@ -175,6 +178,12 @@ def test_private_characters_of_a_message_pass_untouched(tmp_path: Path):
         ),
         ("{{ 1 // 0 }}", MESSAGES, "zero"),
         ("{{ messages.__class__.__mro__ }}", MESSAGES, "unsafe"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", MESSAGES, "recursion"),
+        ("{{ " + "(" * 5000 + ")" * 5000 + " }}", MESSAGES, "Jinja"),
+        ("{{ messages[0].content.nothing.at_all }}", MESSAGES, "no attribute"),
+        (MARKED, [{"role": "\ud800", "content": "a"}, MESSAGES[2]], "lone surrogate"),
+        ("{{ '\\ud800' }}" + MARKED, MESSAGES, "lone surrogate"),
+        (MARKED, [{**MESSAGES[1], "extra": NESTED}, MESSAGES[2]], "deep nesting"),
     ],
 )
 def test_what_a_template_does_not_take_is_one_line(
@@ -243,6 +252,23 @@ def test_conversations_that_are_none_are_counted_by_cause(tmp_path: Path, messag
     corpus.write_text(json.dumps({"messages": messages}) + '\n{"text": "sound"}\n')
     preparation = Preparation([str(corpus)], tokenizer.folder, tmp_path / "store", on_error="skip")
     assert prepare_store(preparation).facts["skipped"] == {cause: 1}
+
+
+@pytest.mark.parametrize("type", ["sentencepiece-bpe", "sentencepiece-unigram"])
+@pytest.mark.parametrize("said", ["€ and more", "\x00nul", ">", "你好", "plain", " led by a space", ""])
+def test_all_that_the_assistant_says_is_a_target_bytes_outside_the_vocabulary_too(
+    tmp_path: Path, said: str, type: str
+):
+    texts = [{"text": text} for text in make_texts(60)]
+    corpus = write_jsonl(tmp_path / "c.jsonl", texts)
+    train_tokenizer([str(corpus)], tmp_path / "t", 300, type=type)
+    tokenizer = open_tokenizer(tmp_path / "t")
+    ids, mask = encode_chat(
+        tokenizer, [{"role": "user", "content": "€"}, {"role": "assistant", "content": said}]
+    )
+    targets = [token for token, loss in zip(ids, mask, strict=True) if loss]
+    assert b"".join(tokenizer.token_pieces()[token] for token in targets) == said.encode()
+    assert tokenizer.token(targets[-1]) == "<|im_end|>"
 
 
 def test_tools_reach_the_template(tmp_path: Path):

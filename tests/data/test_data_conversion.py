@@ -48,6 +48,34 @@ def same_splits(ours: TokenStore, theirs: TokenStore) -> bool:
     return ours.facts["splits"] == theirs.facts["splits"] and ours.facts["dtype"] == theirs.facts["dtype"]
 
 
+@pytest.mark.parametrize("target", ["store", "megatron"])
+def test_a_full_disk_leaves_nothing_behind_and_names_the_output(
+    tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str], target: str
+):
+    """`/dev/full` stands for every file of tokens: writing to it fails when the buffer is emptied."""
+    if not Path("/dev/full").exists():
+        pytest.skip("needs /dev/full")
+    np.arange(60000, dtype="<u2").__mod__(256).tofile(tmp_path / "train.bin")
+    source = "nanogpt"
+    if target == "megatron":
+        to_store("nanogpt", [tmp_path / "train.bin"], tmp_path / "source", tokenizer, validation_fraction=0)
+        source = "store"
+    given = tmp_path / ("source" if source == "store" else "train.bin")
+    before = sorted(tmp_path.iterdir())
+
+    def full(path: Path, mode: str = "r", *rest: object, **options: object):
+        file = "/dev/full" if mode in ("wb", "xb") else path
+        return open(file, mode, *rest, **options)  # type: ignore[call-overload]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "open", full)
+        arguments = ["--from", source, "--input", str(given), "--tokenizer", str(tokenizer)]
+        code = main(["convert", *arguments, "--to", target, "--output", str(tmp_path / "out")])
+    assert code == 74
+    assert capsys.readouterr().err.endswith(f"{tmp_path / 'out'}: No space left on device\n")
+    assert sorted(tmp_path.iterdir()) == before
+
+
 @pytest.mark.parametrize("masked", [False, True])
 def test_a_store_goes_to_megatron_and_back_unchanged(tmp_path: Path, masked: bool):
     store = make_store(tmp_path / "store", masked=masked)

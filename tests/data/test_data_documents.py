@@ -51,6 +51,10 @@ def test_records_become_segments_and_token_documents(tmp_path: Path):
         (b'{"input_ids": [1], "loss_mask": [2]}', "wrong type"),
         (b'{"input_ids": [1, 2], "loss_mask": [1]}', "wrong length"),
         (b'{"text": ""}', "empty document"),
+        (
+            b'{"messages": [{"role": "assistant", "content": "a"}], "tools": "' + b"[" * 100_000 + b'"}',
+            "wrong type",
+        ),
     ],
 )
 def test_a_bad_record_is_named_by_cause_file_and_line(tmp_path: Path, line: bytes, cause: str):

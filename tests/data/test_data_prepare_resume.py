@@ -24,7 +24,7 @@ from support.mutation import Edit, mutated
 from llm_pretrain.data import TokenStore, store_writer
 from llm_pretrain.data import prepare as prepare_module
 from llm_pretrain.data.prepare import Preparation, prepare_store
-from llm_pretrain.errors import OutputError
+from llm_pretrain.errors import DataError, OutputError
 
 OPERATIONS = (
     *((Path, name) for name in ("rename", "replace", "mkdir", "unlink", "write_text")),
@@ -125,6 +125,39 @@ def test_killed_anywhere_it_gives_the_same_bytes(preparation: Preparation):
         shutil.rmtree(output)
     assert len(points) > 25
     assert all_files(output) == expected
+
+
+def test_the_store_that_was_there_comes_back_if_the_new_one_does_not(
+    preparation: Preparation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Killed between the two renamings that replace a store, and then started with other, broken input."""
+    before = all_files(prepare_store(replace(preparation, validation_fraction=0.5)).path)
+    again = replace(preparation, overwrite=True)
+    expected = expected_files(again)
+    output, rename = Path(preparation.output), Path.rename
+
+    def killed_before_the_new_one(path: Path, target: Path) -> Path:
+        if target == output:
+            raise SystemExit
+        return rename(path, target)
+
+    def killed() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "rename", killed_before_the_new_one)
+            with pytest.raises(SystemExit):
+                prepare_store(again)
+        assert not output.exists()
+
+    killed()
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text("{")
+    with pytest.raises(DataError):
+        prepare_store(replace(again, inputs=[str(bad)], on_error="fail"))
+    assert all_files(output) == before
+    assert not list(output.parent.glob(".*"))
+    killed()
+    assert all_files(prepare_store(again).path) == expected
+    assert not list(output.parent.glob(".*"))
 
 
 def test_killed_with_one_worker_it_goes_on_with_two(preparation: Preparation):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bz2
 import csv
+import datetime
 import gzip
 import io
 import json
@@ -200,8 +201,14 @@ def test_columns_that_are_no_text_make_the_same_records_as_lines(tmp_path: Path)
         ("a.json", b'[{"text": "one"} {"text": "two"}]', 2, "invalid JSON"),
         ("a.json", b'[{"text": "one"},', 2, "invalid JSON"),
         ("a.json", b'[{"text": "one"}, 5]', 2, "wrong type"),
+        ("a.json", b'[{"text": "one"}]\n[{"text": "two"}]', 2, "invalid JSON"),
+        ("a.json", b'[{"text": "one"}] {', 2, "invalid JSON"),
+        ("a.json", b'{"a":' * 100_000, 1, "invalid JSON"),
         ("a.parquet", parquet(pyarrow.table({"text": ["one", None]})), 2, "wrong type"),
         ("a.parquet", parquet(pyarrow.table({"text": [1, 2]})), 1, "wrong type"),
+        ("a.parquet", parquet(pyarrow.table({"text": [b"one", b"\xff"]})), 2, "invalid UTF-8"),
+        ("a.parquet", parquet(pyarrow.table({"text": [datetime.datetime(2020, 1, 1)]})), 1, "wrong type"),
+        ("a.parquet", parquet(pyarrow.table({"segments": [[{"text": b"one"}]]})), 1, "wrong type"),
     ],
 )
 def test_a_bad_row_is_named_by_its_place(tmp_path: Path, name: str, content: bytes, place: int, cause: str):
@@ -209,6 +216,32 @@ def test_a_bad_row_is_named_by_its_place(tmp_path: Path, name: str, content: byt
     with pytest.raises(RecordError, match=rf"{name}:{place}: {cause}: ") as caught:
         documents(tmp_path / name)
     assert caught.value.cause == cause
+
+
+def test_a_column_of_bytes_is_text(tmp_path: Path):
+    for kind in (pyarrow.binary(), pyarrow.large_binary()):
+        column = pyarrow.array([b"eins, zwei", "é".encode()], kind)
+        (tmp_path / "a.parquet").write_bytes(parquet(pyarrow.table({"text": column})))
+        assert texts_of(tmp_path / "a.parquet") == ["eins, zwei", "é"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.csv", b'"text"x,b\n1,2\n', "a.csv:1: expected the names of the columns"),
+        ("a.csv", b'"text\n1,2\n', "a.csv:1: expected the names of the columns"),
+        ("a.csv", b"text,text\n1,2\n", "a.csv: expected one column text, found 2"),
+        (
+            "a.parquet",
+            parquet(pyarrow.Table.from_arrays([pyarrow.array(["a"])] * 2, names=["text", "text"])),
+            "a.parquet: expected one column text, found 2",
+        ),
+    ],
+)
+def test_a_table_without_clear_names_is_refused(tmp_path: Path, name: str, content: bytes, message: str):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        documents(tmp_path / name)
 
 
 def test_invalid_utf8_in_a_table_costs_only_its_row(tmp_path: Path):

@@ -29,6 +29,19 @@ def edit(**changes: object) -> Callable[[Path], None]:
     return apply
 
 
+def edit_shards(shards: list) -> Callable[[Path], None]:
+    def apply(path: Path) -> None:
+        facts = json.loads((path / "store.json").read_text())
+        facts["splits"]["train"]["shards"] = shards
+        (path / "store.json").write_text(json.dumps(facts))
+
+    return apply
+
+
+def write(name: str, content: bytes) -> Callable[[Path], object]:
+    return lambda path: (path / name).write_bytes(content)
+
+
 def flip_a_bit(name: str) -> Callable[[Path], None]:
     def apply(path: Path) -> None:
         content = bytearray((path / name).read_bytes())
@@ -64,6 +77,16 @@ def swap_tokenizer(path: Path) -> None:
         (edit(special_ids=None), "expected special_ids of type list, found None"),
         (edit(splits={}), "expected a split train"),
         (edit(splits={"train": {}}), r"expected the field splits\.train\.documents, found none"),
+        (edit(files={}), r"expected tokenizer/tokenizer\.json in files, found none"),
+        (edit(files={"train/offsets.bin": 3}), "found entries of other types"),
+        (edit(special_ids=["a"]), "found entries of other types"),
+        (edit(inputs=[5]), "found entries of other types"),
+        (edit(inputs=None), "expected inputs of type list, found None"),
+        (edit(skipped={"x": "y"}), "found entries of other types"),
+        (edit(duplicates="x"), "expected duplicates of type int, found 'x'"),
+        (edit_shards([1]), "found entries of other types"),
+        (edit_shards([{"file": "../../passwd", "tokens": 1}]), r"expected train/\.\./\.\./passwd in files"),
+        (write("store.json", b"[" * 100_000), "expected JSON"),
         (remove("train/offsets.bin"), r"train/offsets\.bin: expected a file"),
         (cut("train/tokens-00000.bin"), r"tokens-00000\.bin: expected \d+ bytes, found \d+"),
         (flip_a_bit("train/tokens-00000.bin"), r"train/tokens-00000\.bin: expected unaltered"),

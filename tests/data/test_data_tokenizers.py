@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -138,6 +139,9 @@ def test_byte_level_tokenizers_have_exact_bytes_too(tmp_path: Path):
         ("tokenizer.json", "{}", "expected a tokenizer"),
         ("tokenizer_config.json", "{", "expected JSON"),
         ("tokenizer_config.json", '{"eos_token": "<none>"}', "expected an eos_token"),
+        ("tokenizer_config.json", "[" * 100_000, "expected JSON"),
+        ("tokenizer_config.json", "[]", "expected a JSON object"),
+        ("special_tokens_map.json", "[]", "expected a JSON object"),
     ],
 )
 def test_a_broken_tokenizer_folder_is_named(tmp_path: Path, file: str, content: str | None, message: str):
@@ -147,6 +151,24 @@ def test_a_broken_tokenizer_folder_is_named(tmp_path: Path, file: str, content: 
     else:
         (folder / file).write_text(content)
     with pytest.raises(DataError, match=message):
+        open_tokenizer(folder)
+
+
+@pytest.mark.parametrize("template", [[1], [{"name": "default"}], 5, None])
+def test_a_chat_template_of_another_form_is_none(tmp_path: Path, template):
+    folder = make_tokenizer(tmp_path / "t")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    assert open_tokenizer(folder).chat_template is None
+
+
+def test_an_id_beyond_every_vocabulary_is_named_before_memory_is_asked_for(tmp_path: Path):
+    folder = make_tokenizer(tmp_path / "t")
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["model"]["vocab"]["far"] = 4_000_000_000
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(DataError, match=r"tokenizer\.json: expected token ids below .* found 4000000000$"):
         open_tokenizer(folder)
 
 
