@@ -219,6 +219,15 @@ def test_a_nanogpt_character_model(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "not carried over: bias = True" in comments
 
 
+@pytest.mark.parametrize("value", ["-" * 30_000 + "1", "+".join(["1"] * 30_000), "+".join(["1"] * 1500)])
+def test_a_nanogpt_file_nested_deeply_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], value: str
+):
+    file = tmp_path / "deep.py"
+    file.write_text(f"n_layer = {value}\n")
+    assert "nested too deeply" in refused(capsys, "--from_nanogpt", str(file))
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -42,7 +42,10 @@ def from_nanogpt(path: str) -> Imported:
         ConfigError: no such file, no Python, or a value of another type than the setting's.
     """
     result = Imported(path)
-    given = _assignments(path, result)
+    try:
+        given = _assignments(path, result)
+    except (RecursionError, MemoryError):  # the parser says either of an expression that is nested deeply
+        raise ConfigError(f"{path}: expected Python assignments, found some nested too deeply") from None
     values = _DEFAULTS | given
     for name in given:
         if name in _WITHOUT_HOME:
