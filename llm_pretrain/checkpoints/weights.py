@@ -130,7 +130,7 @@ def _write_model(
     try:
         content = export.huggingface_config(config, **arguments)
     except ConfigError as error:
-        logger.warning("these weights open with llm_pretrain only: %s", error)
+        logger.info("these weights open with llm_pretrain only: %s", error)
         content = export.native_config(config, **arguments)
     write_tensors(folder, export.to_huggingface(model.state_dict(), config, DTYPES[dtype]))
     write_json(folder / "config.json", content)

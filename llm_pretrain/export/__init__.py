@@ -7,6 +7,7 @@ from llm_pretrain.export.config_json import (
     native_config,
 )
 from llm_pretrain.export.gguf import write_gguf
+from llm_pretrain.export.homes import home_of
 from llm_pretrain.export.huggingface import from_huggingface, load_pretrained, read_config, to_huggingface
 from llm_pretrain.export.model_card import CardFacts, CardSource, model_card
 
@@ -15,6 +16,7 @@ __all__ = [
     "CardFacts",
     "CardSource",
     "from_huggingface",
+    "home_of",
     "huggingface_config",
     "load_pretrained",
     "model_card",

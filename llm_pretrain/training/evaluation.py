@@ -64,10 +64,15 @@ class Evaluator:
         return self._metrics([math.fsum(column) for column in zip(*rows, strict=True)]) if rows else {}
 
     def unseen_sources(self) -> list[str]:
-        """One line for each of several sources of which the evaluation sees nothing."""
+        """One line for each source of which the evaluation sees nothing, or one for all."""
         batches = self.batches
-        if not isinstance(batches, EvaluationBatches) or not len(batches):
+        if not isinstance(batches, EvaluationBatches):
             return []
+        if not len(batches):
+            return [
+                "nothing is evaluated and no weights/best kept, since no store has a validation document; "
+                "prepare one with a larger --validation_fraction, or from more documents"
+            ]
         lines = []
         for label, used, available in zip(self.labels, batches.sequences, batches.available, strict=False):
             if not used:

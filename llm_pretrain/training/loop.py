@@ -12,6 +12,7 @@ from llm_pretrain.checkpoints import ResumePoint
 from llm_pretrain.config import Config, dump_yaml, resolve_model
 from llm_pretrain.data import Batch, TokenStore, evaluation_batches, global_batches, open_stores
 from llm_pretrain.errors import EXIT_PREEMPTED, ConfigError, DivergedError
+from llm_pretrain.export import home_of
 from llm_pretrain.model import Decoder, count_parameters, initialize_weights, update_router_bias
 from llm_pretrain.training.agreement import on_every_rank, on_first_rank
 from llm_pretrain.training.attempts import note_attempt
@@ -216,6 +217,14 @@ class Training:
         self.folder.config.write_text(dump_yaml(self.config))
         return changes
 
+    def _without_home(self) -> list[str]:
+        """A line for a model that no other library opens; better read before weeks of training than after."""
+        try:
+            home_of(self.config.model)
+        except ConfigError as error:
+            return [f"the weights will open with llm_pretrain only: {error}"]
+        return []
+
     def _announce(self, resume: ResumePoint | None, changes: list[str], notes: list[str]) -> None:
         config, engine, console = self.config, self.engine, self.recorder.console
         training, size = config.training, count_parameters(config.model)
@@ -231,7 +240,7 @@ class Training:
         if zlib_bits is not None:
             console.info(f"validation text: zlib level 9 needs {zlib_bits:.4f} bits per byte")
         note_attempt(self.folder, config, engine, self.progress.step, zlib_bits)
-        for warning in self.evaluator.unseen_sources():
+        for warning in [*self._without_home(), *self.evaluator.unseen_sources()]:
             console.warning(warning)
         for note in [*notes, *self.saving.notes]:
             console.info(note)

@@ -108,7 +108,7 @@ def test_a_model_of_no_known_architecture_is_written_and_the_field_named(tmp_pat
     config = dataclasses.replace(CONFIG, router_bias_update_rate=0.1)
     model = decoder(config)
     update_router_bias(model, torch.arange(8).view(2, 4), 0.1)
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.INFO):
         path = write(tmp_path / "weights", tokenizer_folder, model=model, config=config)
     assert "model.router_bias_update_rate" in caplog.text
     content = json.loads((path / "config.json").read_text())

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.corpora import make_texts, write_jsonl
 from support.launching import ROOT, Finished, train
 from torch import Tensor
 
 import train_pretrain
+from llm_pretrain.data import Preparation, prepare_store
 from llm_pretrain.model import Decoder, DecoderOutput
 from llm_pretrain.training.evaluation import Evaluator
 
@@ -251,3 +253,18 @@ def test_a_changed_setting_is_reported_and_a_lower_end_is_refused(
     assert (folder / "config.yaml").read_text() == written
     assert train(*options(plain_store, folder, *short, *longer)) == 0
     assert "nothing left to do" in capsys.readouterr().out
+
+
+def test_what_no_library_opens_and_what_is_never_evaluated_is_said_once(
+    plain_store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    corpus = write_jsonl(tmp_path / "corpus.jsonl", [{"text": text} for text in make_texts(20)])
+    tokenizer = plain_store / "tokenizer"
+    store = prepare_store(
+        Preparation([str(corpus)], tokenizer, tmp_path / "unsplit", validation_fraction=0.0)
+    ).path
+    homeless = ["--model.num_experts", "4", "--model.n_shared_experts", "1"]
+    assert train(*options(store, tmp_path / "run"), *homeless) == 0
+    told = capsys.readouterr().err
+    assert told.count("the weights will open with llm_pretrain only: model.n_shared_experts") == 1
+    assert told.count("nothing is evaluated and no weights/best kept") == 1
