@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from llm_pretrain.errors import CheckpointError, ConfigError
 
@@ -15,6 +18,7 @@ examples:
   llm-pretrain export runs/quickstart --to gguf --output quickstart.gguf
   llm-pretrain export runs/quickstart/weights/best --to gguf --dtype fp16 --output best.gguf
   llm-pretrain export runs/quickstart/weights/step-00000100 --to huggingface --dtype fp16 --output model
+  llm-pretrain export runs/quickstart/checkpoints/step-00000400 --to huggingface --output model-fp32
   llm-pretrain export WEIGHTS --to gguf --output model.gguf --overwrite
 """
 
@@ -27,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "source",
         metavar="WEIGHTS",
         help="weights folder such as RUN/weights/step-00000100 or RUN/weights/best; RUN or RUN/weights: "
-        "the newest",
+        "the newest; a checkpoint, RUN/checkpoints/step-00000100, for full precision",
     )
     parser.add_argument(
         "--to",
@@ -49,14 +53,14 @@ def run(arguments: argparse.Namespace) -> int:
     from llm_pretrain.export import read_config, write_gguf
 
     source, output = find_weights(Path(arguments.source)), Path(arguments.output)
-    config = read_config(source)
     _check_output(source, output, is_folder=arguments.to == "huggingface", overwrite=arguments.overwrite)
-    dtype = arguments.dtype or _own_dtype(config)
     notes: list[str] = []
-    if arguments.to == "gguf":
-        notes = write_gguf(source, output, dtype)
-    else:
-        convert_weights(source, output, dtype)
+    with _weights_of(source) as weights:
+        dtype = arguments.dtype or _own_dtype(read_config(weights))
+        if arguments.to == "gguf":
+            notes = write_gguf(weights, output, dtype)
+        else:
+            convert_weights(weights, output, dtype)
     print(f"{arguments.to}  {output}, {dtype}, {_size(output) / 1e6:,.1f} MB, from {source}")
     for note in notes:
         print(f"note  {note}")
@@ -64,8 +68,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def find_weights(path: Path) -> Path:
-    """A weights folder itself, or the newest of a run or of its `weights/`."""
-    if (path / "config.json").is_file():
+    """A weights folder or a checkpoint itself, or the newest weights of a run or of its `weights/`."""
+    if (path / "config.json").is_file() or _is_checkpoint(path):
         return path
     if not path.is_dir():
         raise CheckpointError(
@@ -79,6 +83,40 @@ def find_weights(path: Path) -> Path:
             "found neither; name a folder such as RUN/weights/step-00000100"
         )
     return newest
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return (path / "manifest.json").is_file()
+
+
+@contextmanager
+def _weights_of(source: Path) -> Iterator[Path]:
+    """`source`, or for a checkpoint a weights folder of it in full precision, for as long as it is needed."""
+    if not _is_checkpoint(source):
+        yield source
+        return
+    from llm_pretrain.checkpoints import open_model, save_weights
+    from llm_pretrain.data import open_tokenizer
+
+    opened = open_model(source)
+    if opened.tokenizer_folder is None or opened.run is None:
+        raise CheckpointError(
+            f"{source}: expected the run's tokenizer in its data store or beside its weights, found none"
+        )
+    tokenizer = open_tokenizer(opened.tokenizer_folder)
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    with TemporaryDirectory(prefix="llm-pretrain-export-") as folder:
+        yield save_weights(
+            Path(folder),
+            opened.step or 0,
+            opened.model,
+            opened.model.config,
+            dtype="fp32",
+            tokenizer_folder=opened.tokenizer_folder,
+            token_ids={name: getattr(tokenizer, name) for name in names},
+            keep_last=2,
+            sequence_length=opened.run.training.sequence_length,
+        )
 
 
 def _check_output(source: Path, output: Path, *, is_folder: bool, overwrite: bool) -> None:

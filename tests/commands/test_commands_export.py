@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from support.corpora import make_tokenizer
+from support.launching import Finished
 
 from llm_pretrain.__main__ import main
-from llm_pretrain.checkpoints import save_weights
+from llm_pretrain.checkpoints import open_model, save_weights
 from llm_pretrain.config import ModelConfig
 from llm_pretrain.export import load_pretrained
 from llm_pretrain.model import Decoder, initialize_weights
@@ -139,3 +141,21 @@ def test_help_ends_in_examples(capsys):
     with pytest.raises(SystemExit):
         main(["export", "--help"])
     assert capsys.readouterr().out.rstrip().endswith("--overwrite")
+
+
+def test_a_checkpoint_is_exported_in_full_precision(
+    trained_run: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    checkpoint = trained_run.folder / "checkpoints" / "step-00000006"
+    output = tmp_path / "model"
+    assert main(["export", str(checkpoint), "--to", "huggingface", "--output", str(output)]) == 0
+    exported, full = load_pretrained(output).state_dict(), open_model(checkpoint).model.state_dict()
+    assert exported.keys() == full.keys()
+    assert all(torch.equal(exported[name], full[name]) for name in full)
+    rounded = load_pretrained(trained_run.folder / "weights" / "step-00000006").state_dict()
+    assert any(not torch.equal(rounded[name], full[name]) for name in full)
+    assert (output / "tokenizer.json").is_file()
+    assert not list(scratch.iterdir()), "what was needed on the way is gone"
