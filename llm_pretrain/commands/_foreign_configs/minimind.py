@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from llm_pretrain.commands.foreign_configs.imported import Imported, file_name, swiglu_width
+from llm_pretrain.commands._foreign_configs.imported import Imported, file_name, swiglu_width
 from llm_pretrain.errors import ConfigError
 
 _OLD_NAMES = {"dim": "hidden_size", "n_layers": "num_hidden_layers", "out_dir": "save_dir"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from llm_pretrain.commands.foreign_configs.imported import Imported, file_name, read_text
+from llm_pretrain.commands._foreign_configs.imported import Imported, file_name, read_text
 from llm_pretrain.config import YamlError, read_yaml
 from llm_pretrain.errors import ConfigError
 
