@@ -97,6 +97,8 @@ def _write(imported: Imported, arguments: argparse.Namespace) -> int:
     for command in imported.commands:
         print(f"data   {command}")
     print(f"wrote  {output}")
+    if imported.last_note:
+        print(f"note   {imported.last_note}")
     return 0
 
 
