@@ -26,18 +26,14 @@ a record is one of:
 
 examples:
   llm-pretrain prepare --input stdlib --tokenizer data/tokenizers/stdlib --output data/stores/stdlib
-  llm-pretrain prepare --input corpus.jsonl notes/ --tokenizer data/tokenizers/mine \\
-      --output data/stores/corpus
+  llm-pretrain prepare --input corpus.jsonl notes/ --tokenizer data/tokenizers/mine --output data/stores/mine
   llm-pretrain prepare --input 'shards/*.parquet' --text_column content --tokenizer qwen3/ \\
       --output data/stores/code
   llm-pretrain prepare --input hf://HuggingFaceFW/fineweb-edu/sample-10BT --tokenizer qwen3/ \\
       --output data/stores/edu
-  llm-pretrain prepare --input big.jsonl --tokenizer qwen3/ \\
-      --output data/stores/big --validation_fraction 0.001
-  llm-pretrain prepare --input crawl/ --deduplicate --tokenizer data/tokenizers/mine \\
-      --output data/stores/crawl
-  llm-pretrain prepare --input scraped.jsonl --tokenizer data/tokenizers/mine \\
-      --output data/stores/scraped --on_error skip
+  llm-pretrain prepare --input big.jsonl --validation_fraction 0.001 --tokenizer qwen3/ --output data/stores/b
+  llm-pretrain prepare --input crawl/ --deduplicate --tokenizer qwen3/ --output data/stores/crawl
+  llm-pretrain prepare --input raw.jsonl --on_error skip --tokenizer qwen3/ --output data/stores/raw
 """
 
 
