@@ -96,8 +96,9 @@ def _usage() -> str:
             *lines,
             "",
             "examples:",
-            "  llm-pretrain tokenizer --input stdlib --vocab_size 6400 --output data/stdlib-tokenizer",
-            "  llm-pretrain prepare --input stdlib --tokenizer data/stdlib-tokenizer --output data/stdlib",
+            "  llm-pretrain tokenizer --input stdlib --vocab_size 6400 --output data/tokenizers/stdlib",
+            "  llm-pretrain prepare --input stdlib --tokenizer data/tokenizers/stdlib "
+            "--output data/stores/stdlib",
             "  llm-pretrain COMMAND --help",
         ]
     )

@@ -40,7 +40,7 @@ class Figures:
         bytes: UTF-8 bytes of the targets.
         zlib_bits_per_byte: What zlib at level 9 needs for the split's or the files' text.
         sequence_length: Positions that the model saw at once.
-        batches: Micro batches evaluated.
+        sequences: How many of them; of `rolling` its windows.
         sources: Of each of several stores its loss and bits per byte; None where nothing was drawn from it.
     """
 
@@ -51,7 +51,7 @@ class Figures:
     bytes: int
     zlib_bits_per_byte: float | None
     sequence_length: int
-    batches: int
+    sequences: int
     sources: dict[str, dict[str, float | None]] = field(default_factory=dict)
 
 
@@ -71,7 +71,8 @@ def evaluate_stores(source: Source, config: Config, split: str) -> Figures:
                 f"{store.path}: expected a store of the model's tokenizer ({source.tokenizer.hash[:12]}), "
                 f"found another's ({store.tokenizer_hash[:12]}); prepare it with {source.tokenizer.folder}"
             )
-    batches = _Counted(evaluation_batches(config, split=split), stores[0].token_bytes())
+    evaluated = evaluation_batches(config, split=split)
+    batches = _Counted(evaluated, stores[0].token_bytes())
     engine: Any = _OneProcess(source, config.training.precision)
     names = _names(config)
     with closing(batches):
@@ -88,7 +89,7 @@ def evaluate_stores(source: Source, config: Config, split: str) -> Figures:
         bytes=batches.bytes,
         zlib_bits_per_byte=zlib_bits_per_byte(stores) if on_validation else _zlib_of(stores, split),
         sequence_length=config.training.sequence_length,
-        batches=len(batches),
+        sequences=sum(evaluated.sequences),
         sources={
             name: {key: metrics[f"eval/source/{name}/{key}"] for key in ("loss", "bits_per_byte")}
             for name in (names if len(names) > 1 else [])
@@ -165,7 +166,7 @@ def _evaluate_rolling(source: Source, config: Config, store: TokenStore) -> Figu
         bytes=size,
         zlib_bits_per_byte=_zlib_of([store], "train"),
         sequence_length=length,
-        batches=-(-len(windows) // config.training.micro_batch_size),
+        sequences=len(windows),
     )
 
 

@@ -1,6 +1,6 @@
 """`llm-pretrain configs`: lists the presets with their sizes, and writes foreign configurations as ours.
 
-The readers of foreign formats are in `foreign_configs/`. Nothing is trained and nothing is run.
+The readers of foreign formats are in `_foreign_configs/`. Nothing is trained and nothing is run.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from llm_pretrain.errors import ConfigError, OutputError
 
 if TYPE_CHECKING:
-    from llm_pretrain.commands.foreign_configs import Imported
+    from llm_pretrain.commands._foreign_configs import Imported
 
 HELP = "list the presets; write other frameworks' configurations as ours"
 
@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """List, or import one configuration; returns the exit code."""
-    from llm_pretrain.commands.foreign_configs import (
+    from llm_pretrain.commands._foreign_configs import (
         from_litgpt,
         from_minimind,
         from_nanogpt,
@@ -97,6 +97,8 @@ def _write(imported: Imported, arguments: argparse.Namespace) -> int:
     for command in imported.commands:
         print(f"data   {command}")
     print(f"wrote  {output}")
+    if imported.last_note:
+        print(f"note   {imported.last_note}")
     return 0
 
 

@@ -9,17 +9,21 @@ HELP = "turn token files of nanoGPT or Megatron into a token store, or back"
 _EXAMPLES = """formats:
   store     what `llm-pretrain prepare` writes
   nanogpt   .bin files of uint16 token ids, also with the header of llm.c and modded-nanogpt; documents end
-            with the tokenizer's eos token; meta.pkl is never opened (a pickle can run code)
+            with the tokenizer's eos token, and get one where they lack it (conversations do), since
+            nothing else parts them; meta.pkl is never opened (a pickle can run code)
   megatron  pairs of .bin and .idx (indexed dataset); the loss mask, which Megatron has no place for, is a
             second dataset beside it, NAME-loss_mask
 
 Files with `val` in their names are the validation split. Without any, documents are split by their hash.
 
 examples:
-  llm-pretrain convert --from nanogpt --input train.bin val.bin --tokenizer gpt2/ --to store --output data/web
-  llm-pretrain convert --from nanogpt --input fineweb10B/ --tokenizer gpt2/ --to store --output data/fineweb
-  llm-pretrain convert --from megatron --input corpus_text_document --tokenizer qwen3/ --to store --output c
-  llm-pretrain convert --from store --input data/stdlib --to megatron --output data/stdlib-megatron
+  llm-pretrain convert --from nanogpt --input train.bin val.bin --tokenizer gpt2/ --to store \\
+      --output data/stores/web
+  llm-pretrain convert --from nanogpt --input fineweb10B/ --tokenizer gpt2/ --to store \\
+      --output data/stores/fineweb
+  llm-pretrain convert --from megatron --input corpus_text_document --tokenizer qwen3/ --to store \\
+      --output data/stores/c
+  llm-pretrain convert --from store --input data/stores/stdlib --to megatron --output data/megatron/stdlib
 """
 
 
@@ -55,7 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--keep_ids",
         action="store_true",
         help="leave documents as they are; otherwise those that lack the first token that `prepare` writes "
-        "(bos, or eos where there is none) get it, and those without text are left out",
+        "(bos, or eos where there is none) get it, those without text are left out, and for nanogpt those "
+        "that lack the eos token at their end get it",
     )
 
 
@@ -82,6 +87,13 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"masked     {report.masked:,} tokens")
     if report.first_tokens_added:
         print(f"added      {report.first_tokens_added:,} first tokens, one to each document that lacked it")
+    if report.ends_added:
+        print(f"added      {report.ends_added:,} eos tokens, one to each document that did not end in it")
+    if report.ends_missing:
+        print(
+            f"warning    {report.ends_missing:,} documents end without the eos token and run into the next "
+            "one"
+        )
     if report.empty_documents:
         print(f"left out   {report.empty_documents:,} × empty document")
     for name in report.unended:

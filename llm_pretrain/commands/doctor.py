@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print facts, then warnings; 0 where there are none, else 1."""
-    from llm_pretrain.commands.accelerate_file import Machine, default_file, read_file, surprises
+    from llm_pretrain.commands._accelerate_file import Machine, default_file, read_file, surprises
     from llm_pretrain.config import load_config
 
     config = None

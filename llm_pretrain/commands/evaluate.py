@@ -34,8 +34,8 @@ bits per byte: cross-entropy of the text's tokens, special ones left out, per UT
 
 examples:
   llm-pretrain evaluate runs/quickstart
-  llm-pretrain evaluate runs/quickstart/weights/best --store data/other --json
-  llm-pretrain evaluate runs/quickstart --store data/stdlib --split train --max_batches 20
+  llm-pretrain evaluate runs/quickstart/weights/best --store data/stores/other --json
+  llm-pretrain evaluate runs/quickstart --store data/stores/stdlib --split train --max_batches 20
   llm-pretrain evaluate WEIGHTS --input book.txt notes.jsonl --sequence_length 1024
   llm-pretrain evaluate WEIGHTS --tasks my_task --include_path tasks/ --limit 100
 """
@@ -59,7 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max_batches",
         type=int,
         metavar="N",
-        help="global batches of the run to use; 0: all (default: evaluation.max_batches of the run)",
+        help="global batches to use, training.global_batch_size sequences each; 0: all (default: "
+        "evaluation.max_batches of the run)",
     )
     parser.add_argument(
         "--sequence_length",
@@ -174,7 +175,7 @@ def _print_figures(source: Source, config: Config, what: str, figures: Figures, 
     print(
         f"model          {opened.path} ({opened.kind}{step}, {config.training.precision} on {source.device})"
     )
-    print(f"on             {what}, {figures.batches} batches, sequences of {figures.sequence_length}")
+    print(f"on             {what}, {figures.sequences:,} sequences of {figures.sequence_length} tokens")
     print(f"loss           {figures.loss:.6f}")
     print(f"perplexity     {figures.perplexity:.4f}")
     if figures.bits_per_byte is not None:

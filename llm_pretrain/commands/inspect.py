@@ -13,11 +13,11 @@ HELP = "show what is in a token store: lengths, masks, packing, samples"
 
 EXAMPLES = """\
 examples:
-  llm-pretrain inspect data/stdlib
-  llm-pretrain inspect data/stdlib --sequence_length 4096
-  llm-pretrain inspect data/chat --samples 3 --seed 1
-  llm-pretrain inspect data/web --verify
-  llm-pretrain inspect data/web --samples 2 --json
+  llm-pretrain inspect data/stores/stdlib
+  llm-pretrain inspect data/stores/stdlib --sequence_length 4096
+  llm-pretrain inspect data/stores/chat --samples 3 --seed 1
+  llm-pretrain inspect data/stores/web --verify
+  llm-pretrain inspect data/stores/web --samples 2 --json
 """
 _BAR = 40
 

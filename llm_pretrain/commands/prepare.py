@@ -25,13 +25,15 @@ a record is one of:
   {"input_ids": [5, 9, 2], "labels": [-100, 9, 2]}  stored as it is; labels are not shifted
 
 examples:
-  llm-pretrain prepare --input stdlib --tokenizer data/stdlib-tokenizer --output data/stdlib
-  llm-pretrain prepare --input corpus.jsonl notes/ --tokenizer data/tokenizer --output data/corpus
-  llm-pretrain prepare --input 'shards/*.parquet' --text_column content --tokenizer qwen3/ --output data/code
-  llm-pretrain prepare --input hf://HuggingFaceFW/fineweb-edu/sample-10BT --tokenizer qwen3/ --output data/edu
-  llm-pretrain prepare --input big.jsonl --tokenizer qwen3/ --output data/big --validation_fraction 0.001
-  llm-pretrain prepare --input crawl/ --deduplicate --tokenizer data/tokenizer --output data/crawl
-  llm-pretrain prepare --input scraped.jsonl --tokenizer data/tokenizer --output data/scraped --on_error skip
+  llm-pretrain prepare --input stdlib --tokenizer data/tokenizers/stdlib --output data/stores/stdlib
+  llm-pretrain prepare --input corpus.jsonl notes/ --tokenizer data/tokenizers/mine --output data/stores/mine
+  llm-pretrain prepare --input 'shards/*.parquet' --text_column content --tokenizer qwen3/ \\
+      --output data/stores/code
+  llm-pretrain prepare --input hf://HuggingFaceFW/fineweb-edu/sample-10BT --tokenizer qwen3/ \\
+      --output data/stores/edu
+  llm-pretrain prepare --input big.jsonl --validation_fraction 0.001 --tokenizer qwen3/ --output data/stores/b
+  llm-pretrain prepare --input crawl/ --deduplicate --tokenizer qwen3/ --output data/stores/crawl
+  llm-pretrain prepare --input raw.jsonl --on_error skip --tokenizer qwen3/ --output data/stores/raw
 """
 
 
@@ -131,6 +133,11 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"left out   {count:,} × {cause}")
     if altered := store.facts["altered_documents"]:
         print(f"warning    {altered:,} documents: this tokenizer does not give back their text exactly")
+    if arguments.validation_fraction > 0 and not store.facts["splits"]["validation"]["documents"]:
+        print(
+            "warning    no document is in the validation split: runs on this store evaluate nothing and keep "
+            "no weights/best; raise --validation_fraction or cut the text into more documents"
+        )
     return 0
 
 

@@ -15,11 +15,12 @@ _EXAMPLES = """types:
 Every type but char has the special tokens and the template of a chat (ChatML).
 
 examples:
-  llm-pretrain tokenizer --input stdlib --vocab_size 6400 --output data/stdlib-tokenizer
-  llm-pretrain tokenizer --input corpus.jsonl notes/ --vocab_size 16000 --output data/tokenizer
-  llm-pretrain tokenizer --input corpus.jsonl --type bytelevel-bpe --vocab_size 32000 --output data/bytes
-  llm-pretrain tokenizer --input play.txt --type char --output data/characters
-  llm-pretrain tokenizer --input scraped.jsonl --vocab_size 8000 --on_error skip --output data/tokenizer
+  llm-pretrain tokenizer --input stdlib --vocab_size 6400 --output data/tokenizers/stdlib
+  llm-pretrain tokenizer --input corpus.jsonl notes/ --vocab_size 16000 --output data/tokenizers/mine
+  llm-pretrain tokenizer --input corpus.jsonl --type bytelevel-bpe --vocab_size 32000 \\
+      --output data/tokenizers/bytes
+  llm-pretrain tokenizer --input play.txt --type char --output data/tokenizers/characters
+  llm-pretrain tokenizer --input scraped.jsonl --vocab_size 8000 --on_error skip --output data/tokenizers/mine
 """
 
 
@@ -82,7 +83,8 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"packs      {report.bytes_per_token:.3f} bytes per token")
     for script in report.scripts[:6]:
         if script.share >= 0.001:
-            print(f"           {script.bytes_per_token:.3f} in {script.share:6.1%} of them: {script.script}")
+            packs = f"{script.bytes_per_token:.3f} in {script.share:6.1%} of the tokens"
+            print(f"           {packs}: {script.script}")
     for cause, count in sorted(report.skipped.items()):
         print(f"left out   {count:,} × {cause}")
     if report.altered_documents:

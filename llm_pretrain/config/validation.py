@@ -156,7 +156,11 @@ def _schedule(config: Config) -> Iterator[Relation]:
     schedule, peak, steps = config.schedule, config.optimizer.learning_rate, config.training.max_steps
     names = ("schedule.warmup_steps", "training.max_steps")
     if schedule.warmup_steps > steps:
-        yield names, f"{names[0]}: expected at most {names[1]} = {steps}, found {schedule.warmup_steps}"
+        yield (
+            names,
+            f"{names[0]}: expected at most {names[1]} = {steps}, found {schedule.warmup_steps}; lower it, or "
+            f"raise {names[1]}",
+        )
     names = ("schedule.min_learning_rate", "optimizer.learning_rate")
     if schedule.min_learning_rate > peak:
         yield names, f"{names[0]}: expected at most {names[1]} = {peak}, found {schedule.min_learning_rate}"

@@ -29,7 +29,8 @@ class Conversion:
 
     `tokenizer` defaults to the one that lies with the input. Files that name no validation set are split by
     document hash. With `keep_ids` every document stays as it is; otherwise a document of a foreign file gets
-    the token that ours begin with where it lacks it, and one without text is left out.
+    the token that ours begin with where it lacks it, and one without text is left out. nanoGPT's files know
+    documents by their eos token alone, so that one without it gets one there, or with `keep_ids` none.
     """
 
     source: str
@@ -45,7 +46,9 @@ class Conversion:
 class ConversionReport:
     """Counts: `documents` and `tokens` written per split, `tokens_read`, `first_tokens_added`,
     `empty_documents` left out, `masked` tokens; `mask_lost` where the target has no place for the mask;
-    `unended` names files without a single end of a document, each of which became one document."""
+    `unended` names files without a single end of a document, each of which became one document;
+    `ends_added` and `ends_missing` count documents written for nanoGPT that got their eos token, or with
+    `keep_ids` did not, and run into the next one."""
 
     documents: Counter[str] = field(default_factory=Counter)
     tokens: Counter[str] = field(default_factory=Counter)
@@ -55,6 +58,8 @@ class ConversionReport:
     masked: int = 0
     mask_lost: bool = False
     unended: list[str] = field(default_factory=list)
+    ends_added: int = 0
+    ends_missing: int = 0
 
     def count(self, split: str, ids: np.ndarray, lengths: np.ndarray, loss_mask: np.ndarray) -> None:
         """Adds documents written."""
@@ -87,6 +92,11 @@ def convert(conversion: Conversion) -> ConversionReport:
         for name, files in splits.items():
             for batch in reader.batches(files):
                 parts = {name: batch} if threshold is None else batch.divided(threshold)
+                if conversion.target == "nanogpt":
+                    parts = {
+                        split: _ended(part, tokenizer, report, as_it_is=conversion.keep_ids)
+                        for split, part in parts.items()
+                    }
                 for split, part in parts.items():
                     target.append(split, part.ids, part.lengths, part.loss_mask)
                     report.count(split, part.ids, part.lengths, part.loss_mask)
@@ -132,6 +142,24 @@ class _Batch:
     def divided(self, threshold: int) -> dict[str, _Batch]:
         validation = self.hashes() < np.uint64(threshold)
         return {"train": self.chosen(~validation), "validation": self.chosen(validation)}
+
+
+def _ended(batch: _Batch, tokenizer: Tokenizer, report: ConversionReport, *, as_it_is: bool) -> _Batch:
+    """The documents, with the eos token behind those that lack it (a conversation ends in a newline)."""
+    eos = tokenizer.eos_token_id
+    assert eos is not None  # open_tokenizer refuses a tokenizer without EOS
+    stops = np.cumsum(batch.lengths)
+    lacking = batch.ids[stops - 1] != eos
+    count = int(np.count_nonzero(lacking))
+    if as_it_is:
+        report.ends_missing += count
+        return batch
+    report.ends_added += count
+    return _Batch(
+        np.insert(batch.ids, stops[lacking], eos),
+        batch.lengths + lacking,
+        np.insert(batch.loss_mask, stops[lacking], True),
+    )
 
 
 class _Reader:

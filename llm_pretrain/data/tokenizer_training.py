@@ -32,7 +32,7 @@ SAMPLE_BYTES = 32 << 20
 
 _BLOCK_CHARACTERS = 1000
 _SCRIPTS = {
-    *("Latin", "Greek", "Cyrillic", "Armenian", "Hebrew", "Arabic", "Cjk", "Hiragana", "Katakana", "Hangul"),
+    *("Latin", "Greek", "Cyrillic", "Armenian", "Hebrew", "Arabic", "CJK", "Hiragana", "Katakana", "Hangul"),
     *("Devanagari", "Bengali", "Tamil", "Telugu", "Thai", "Lao", "Khmer", "Georgian", "Ethiopic"),
 }
 
@@ -216,5 +216,6 @@ def _script(piece: bytes) -> str:
     letter = next((character for character in text if character.isalpha()), None)
     if letter is None:
         return "spaces, digits, signs"
-    script = unicodedata.name(letter, "").split(" ")[0].split("-")[0].capitalize()
+    script = unicodedata.name(letter, "").split(" ")[0].split("-")[0]
+    script = script if script == "CJK" else script.capitalize()
     return script if script in _SCRIPTS else "other letters"

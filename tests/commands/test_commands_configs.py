@@ -130,6 +130,32 @@ def test_minimind_3s_options(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         assert text in comments
 
 
+def test_minimind_options_that_say_the_default_are_no_loss(capsys: pytest.CaptureFixture[str]):
+    assert main(["configs", "--from_minimind", "--from_weight none --from_resume 0 --use_compile 0"]) == 0
+    text = capsys.readouterr().out
+    assert not any(
+        f"--{name}" in text.partition("\n")[2] for name in ("from_weight", "from_resume", "use_comp")
+    )
+    assert main(["configs", "--from_minimind", "--from_weight pretrain --from_resume 1"]) == 0
+    text = capsys.readouterr().out
+    assert all(f"not carried over: --{name}" in text for name in ("from_weight pretrain", "from_resume 1"))
+
+
+def test_minimind_without_its_data_says_last_whose_max_steps_it_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    file, corpus = tmp_path / "mine.yaml", tmp_path / "corpus.jsonl"
+    options = f"--epochs 2 --batch_size 8 --accumulation_steps 2 --data_path {corpus}"
+    assert main(["configs", "--from_minimind", options, "--output", str(file)]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert "training.max_steps: 1000 is our default: make it 2 * the documents / 16" in last
+    (line,) = [line for line in file.read_text().splitlines() if line.startswith("  max_steps:")]
+    assert line.startswith("  max_steps: 1000  # not MiniMind's")
+    corpus.write_text('{"text": "a"}\n' * 80)
+    assert main(["configs", "--from_minimind", options]) == 0
+    assert "\n  max_steps: 10\n" in capsys.readouterr().out
+
+
 def test_minimind_2s_options_older_and_newer(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     old = "--dim 768 --n_layers 16 --out_dir out --warmup_iters 0 --ddp --max_seq_len 512 --epochs 1"
     config, comments = imported(capsys, tmp_path, "--from_minimind", old)
@@ -197,6 +223,9 @@ def test_a_nanogpt_file_is_parsed_and_never_run(tmp_path: Path, capsys: pytest.C
     assert config.optimizer.weight_decay == 0.1
     assert config.run.name == "gpt2-124M"
     assert count_parameters(config.model).total == 123_587_328
+    convert = "convert --from nanogpt --input data/openwebtext/train.bin data/openwebtext/val.bin --tokenizer"
+    assert convert in comments
+    assert config.data.sources[0].store == "data/stores/openwebtext"
     for text in ("`import os`", "`open(", "`compile = [print('run')]`", "`learning_rate = ", "flash = True",
                  "device = 'cuda'", "RMSNorm for LayerNorm"):  # fmt: skip
         assert text in comments, text
@@ -215,7 +244,9 @@ def test_a_nanogpt_character_model(tmp_path: Path, capsys: pytest.CaptureFixture
     assert config.model.vocab_size is None
     assert (config.model.hidden_dropout, config.model.attention_dropout) == (0.2, 0.2)
     assert (config.schedule.name, config.schedule.warmup_steps) == ("constant", 0)
-    assert "--type char" in comments
+    assert "tokenizer --input data/shakespeare_char/input.txt --type char" in comments
+    assert "prepare --input data/shakespeare_char/input.txt" in comments
+    assert "is one document and the split is by document: cut it" in comments
     assert "not carried over: bias = True" in comments
 
 
@@ -256,7 +287,7 @@ resume: false
 data: TinyLlama
 train:
   save_interval: 1000
-  log_interval: 1
+  log_interval: 3
   global_batch_size: 512
   micro_batch_size: 4
   lr_warmup_steps: 2000
@@ -266,7 +297,7 @@ train:
   max_norm: 1.0
   min_lr: 4.0e-05
   max_time: 60
-eval: {interval: 1000, max_iters: 100}
+eval: {interval: 1000, max_iters: 1000}
 optimizer:
   class_path: torch.optim.AdamW
   init_args: {lr: 4e-4, weight_decay: 0.1, betas: [0.9, 0.95], amsgrad: true}
@@ -288,6 +319,9 @@ def test_a_litgpt_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert (optimizer.learning_rate, optimizer.adam_beta2, optimizer.weight_decay) == (4e-4, 0.95, 0.1)
     assert (config.schedule.warmup_steps, config.schedule.min_learning_rate) == (2000, 4e-5)
     assert (config.run.name, config.run.seed) == ("tiny-llama", 42)
+    assert config.logging.logging_steps == 3, "its log_interval is multiplied with the accumulation steps"
+    assert config.evaluation.max_batches == 1000 * 4 // 512, "of 4 sequences there, of 512 here"
+    assert "train.log_interval" not in comments
     for text in (
         "train.max_time: 60",
         "strategy: fsdp",
@@ -331,6 +365,7 @@ def imported_despite_contradictions(file: Path, capsys: pytest.CaptureFixture[st
         ("model_name: tiny-llama-1.1b\ntrain: 3\n", "train: expected a section"),
         ("model_name: tiny-llama-1.1b\noptimizer: SGD\n", "optimizer: expected AdamW, found 'SGD'"),
         ("model_name: tiny-llama-1.1b\ntrain: {max_seq_length: x}\n", "train.max_seq_length: expected a pos"),
+        ("model_name: tiny-llama-1.1b\neval: {max_iters: x}\n", "eval.max_iters: expected a positive"),
         ("model_config: {n_layer: 2}\n", "model_config.n_embd: expected a positive integer"),
     ],
 )

@@ -10,7 +10,7 @@ from support.mutation import ROOT
 
 from llm_pretrain.__main__ import main
 from llm_pretrain.commands import doctor
-from llm_pretrain.commands.accelerate_file import Machine, default_file, surprises
+from llm_pretrain.commands._accelerate_file import Machine, default_file, surprises
 from llm_pretrain.config import Config, TrainingConfig, read_yaml
 
 CPU, GPUS = Machine(gpus=0, cores=2), Machine(gpus=2, cores=16)
@@ -179,7 +179,7 @@ def test_what_the_file_may_hold_is_what_accelerate_takes():
 
     from accelerate.commands.config.config_args import ClusterConfig
 
-    from llm_pretrain.commands.accelerate_file import _KEYS
+    from llm_pretrain.commands._accelerate_file import _KEYS
 
     taken = {field.name for field in dataclasses.fields(ClusterConfig)}
     assert taken <= _KEYS

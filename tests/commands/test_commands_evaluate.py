@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from support.corpora import make_store, make_texts, write_jsonl
+from support.launching import ROOT
 
 from llm_pretrain.__main__ import main
 from llm_pretrain.checkpoints import open_model
 from llm_pretrain.commands import _scoring
+from llm_pretrain.config import load_config
 from llm_pretrain.data import TokenStore, open_tokenizer
 from llm_pretrain.model import Decoder
 
@@ -63,6 +65,18 @@ def test_the_row_is_met_with_the_store_named_and_missed_with_other_settings(trai
     assert whole["zlib_bits_per_byte"] == TokenStore(plain_store).zlib_bits_per_byte
     other_size = evaluate(capsys, trained_run.folder, "--max_batches", "0", "--micro_batch_size", "3")
     assert other_size["loss"] == pytest.approx(whole["loss"], rel=1e-6)
+
+
+def test_what_was_evaluated_is_said_in_sequences_at_any_micro_batch(trained_run, capsys):
+    """The option counts global batches, so that micro batches would look like another number of them."""
+    size = load_config(["--config", str(ROOT / "configs" / "tiny-moe.yaml")], needs_data=False)
+    size = size.training.global_batch_size
+    one = (trained_run.folder, "--max_batches", "1")
+    found = [evaluate(capsys, *one, "--micro_batch_size", str(micro)) for micro in (1, 3)]
+    assert [figures["sequences"] for figures in found] == [size, size]
+    capsys.readouterr()
+    assert main(["evaluate", str(trained_run.folder), "--max_batches", "1"]) == 0
+    assert f", {size} sequences of " in capsys.readouterr().out
 
 
 def test_half_precision_weights_and_autocast_are_near(trained_run, capsys):

@@ -156,6 +156,11 @@ def test_values_on_the_edge_pass(settings):
     assert validate(config(**settings)) == []
 
 
+def test_a_warm_up_longer_than_the_run_says_what_to_do():
+    (line,) = validate(config(schedule__warmup_steps=4, training__max_steps=2))
+    assert line.endswith("training.max_steps = 2, found 4; lower it, or raise training.max_steps")
+
+
 def test_all_contradictions_are_found_at_once():
     lines = validate(
         config(

@@ -124,6 +124,26 @@ def test_a_store_goes_to_nanogpt_and_back(tmp_path: Path, capsys):
     assert same_splits(to_store("nanogpt", [tmp_path / "n"], tmp_path / "again", None), store)
 
 
+def test_documents_without_an_end_stay_apart_in_nanogpts_file(tmp_path: Path, tokenizer: Path, capsys):
+    """A conversation ends in a newline behind its own end token, never in eos."""
+    records = [{"input_ids": [256, 70 + i, 10]} for i in range(5)] + [{"input_ids": [256, 90, EOS]}]
+    corpus = write_jsonl(tmp_path / "c.jsonl", records)
+    options = {"validation_fraction": 0.0, "workers": 1}
+    store = prepare_store(Preparation([str(corpus)], tokenizer, tmp_path / "s", **options))
+    command = ["convert", "--from", "store", "--to", "nanogpt", "--input", str(store.path)]
+    assert main([*command, "--output", str(tmp_path / "n")]) == 0
+    assert "added      5 eos tokens, one to each document" in capsys.readouterr().out
+    again = to_store(
+        "nanogpt", [tmp_path / "n" / "train.bin"], tmp_path / "b", tokenizer, validation_fraction=0.0
+    )
+    expected = [[*ids, EOS] if ids[-1] != EOS else ids for ids in documents(store)]
+    assert sorted(documents(again)) == sorted(expected)
+    assert main([*command, "--keep_ids", "--output", str(tmp_path / "kept")]) == 0
+    assert "5 documents end without the eos token and run into the next one" in capsys.readouterr().out
+    tokens = np.fromfile(tmp_path / "kept" / "train.bin", dtype="<u2")
+    assert tokens.tolist() == [token for ids in documents(store) for token in ids]
+
+
 def test_a_mask_that_nanogpt_cannot_hold_is_missed(tmp_path: Path, masked_store: TokenStore, capsys):
     command = ["convert", "--from", "store", "--to", "nanogpt", "--input", str(masked_store.path)]
     assert main([*command, "--output", str(tmp_path / "n")]) == 0

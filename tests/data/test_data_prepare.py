@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from support.corpora import make_texts, make_tokenizer, write_jsonl
 
+from llm_pretrain.__main__ import main
 from llm_pretrain.data import TokenStore, open_tokenizer
 from llm_pretrain.data import prepare as prepare_module
 from llm_pretrain.data.prepare import Preparation, prepare_store
@@ -45,6 +46,29 @@ def test_documents_are_framed_and_masks_follow_the_record(tmp_path: Path):
     assert documents[2] == ([9, 8, 7], [False, True, False])
     assert documents[3][0].count(last) == 1  # text that looks like a special token stays text
     assert store.facts["splits"]["train"]["targets"] == 3 + 2 + 1 + 5
+
+
+def test_a_store_without_a_validation_document_is_warned_of_unless_none_was_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    make_tokenizer(tmp_path / "tokenizer", bos=True)
+    warning = "no document is in the validation split"
+    few, many = (write_jsonl(tmp_path / f"{n}.jsonl", [{"text": f"{i}"} for i in range(n)]) for n in (1, 60))
+    for number, (corpus, fraction, warns) in enumerate(
+        [(few, "0.01", True), (few, "0", False), (many, "0.5", False)]
+    ):
+        command = [
+            "prepare",
+            "--input",
+            str(corpus),
+            "--tokenizer",
+            str(tmp_path / "tokenizer"),
+            "--workers",
+            "1",
+        ]
+        output = str(tmp_path / f"store{number}")
+        assert main([*command, "--validation_fraction", fraction, "--output", output]) == 0
+        assert (warning in capsys.readouterr().out) == warns
 
 
 def test_without_bos_the_eos_comes_first(tmp_path: Path):

@@ -284,8 +284,8 @@ def test_bytes_per_token_and_its_scripts_agree(tmp_path: Path, capsys):
     report = train_tokenizer([str(tmp_path / "a.txt")], tmp_path / "t", None, type="char")
     assert report.bytes_per_token == pytest.approx(3800 / 3000)
     by_script = {script.script: script for script in report.scripts}
-    assert by_script["Cjk"].bytes_per_token == 3
-    assert by_script["Cjk"].share == pytest.approx(400 / 3000)
+    assert by_script["CJK"].bytes_per_token == 3
+    assert by_script["CJK"].share == pytest.approx(400 / 3000)
     mean = sum(script.share * script.bytes_per_token for script in report.scripts)
     assert mean == pytest.approx(report.bytes_per_token)
 

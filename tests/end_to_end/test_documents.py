@@ -50,7 +50,8 @@ def test_every_example_of_a_command_has_its_options(command: str):
     module = import_module(f"llm_pretrain.commands.{command}")
     parser = argparse.ArgumentParser(exit_on_error=False)
     module.add_arguments(parser)
-    examples = re.findall(rf"^  llm-pretrain {command}\b(.*)$", parser.format_help(), re.MULTILINE)
+    shown = parser.format_help().replace("\\\n", " ")
+    examples = re.findall(rf"^  llm-pretrain {command}\b(.*)$", shown, re.MULTILINE)
     assert examples, "a command's help ends in examples"
     import shlex
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from llm_pretrain.commands.foreign_configs.imported import Imported, file_name, read_text
+from llm_pretrain.commands._foreign_configs.imported import Imported, file_name, read_text
 from llm_pretrain.config import YamlError, read_yaml
 from llm_pretrain.errors import ConfigError
 
@@ -41,14 +41,15 @@ _PRECISIONS = {"bf16-mixed": "bf16", "bf16-true": "bf16", "16-mixed": "fp16", "3
 _TRAIN = {
     "global_batch_size": "training.global_batch_size", "micro_batch_size": "training.micro_batch_size",
     "lr_warmup_steps": "schedule.warmup_steps", "min_lr": "schedule.min_learning_rate",
-    "save_interval": "checkpoint.save_steps", "max_norm": "training.max_grad_norm",
+    "save_interval": "checkpoint.save_steps", "log_interval": "logging.logging_steps",
+    "max_norm": "training.max_grad_norm",
     "learning_rate": "optimizer.learning_rate", "weight_decay": "optimizer.weight_decay",
     "beta1": "optimizer.adam_beta1", "beta2": "optimizer.adam_beta2",
 }  # fmt: skip
-_TRAIN_ELSEWHERE = {"max_tokens", "max_steps", "max_seq_length", "tie_embeddings", "log_interval"}
+_TRAIN_ELSEWHERE = {"max_tokens", "max_steps", "max_seq_length", "tie_embeddings"}
 _OPTIMIZER = {"lr": "learning_rate", "weight_decay": "weight_decay", "eps": "adam_epsilon"}
 _WHOLE = {"global_batch_size", "max_seq_length", "block_size", "vocab_size", "padding_multiple", "n_embd"}
-_WHOLE |= {"max_tokens", "n_layer", "n_head"}
+_WHOLE |= {"max_tokens", "n_layer", "n_head", "micro_batch_size", "max_iters"}
 _TOP = {
     "model_name",
     "model_config",
@@ -79,7 +80,7 @@ def from_litgpt(path: str) -> Imported:
     result = Imported(path)
     sections = {name: _section(path, data, name) for name in ("train", "eval")}
     shape = _shape(path, data)
-    for name, value in (("train.", sections["train"]), ("model_config.", shape)):
+    for name, value in (("train.", sections["train"]), ("eval.", sections["eval"]), ("model_config.", shape)):
         for key in _WHOLE & value.keys():
             if value[key] is not None and (type(value[key]) is not int or value[key] < 1):
                 raise ConfigError(f"{path}: {name}{key}: expected a positive integer, found {value[key]!r}")
@@ -149,7 +150,7 @@ def _training(
             result.set(_TRAIN[name], value)
         elif name not in _TRAIN_ELSEWHERE and value is not None:
             result.note(f"not carried over: train.{name}: {value}")
-    total = train.get("global_batch_size", 512)
+    total = train.get("global_batch_size") or 512
     length = train.get("max_seq_length") or shape.get("block_size", 4096)
     result.set("training.sequence_length", length)
     steps = train.get("max_steps")
@@ -165,21 +166,29 @@ def _training(
         result.note(f"precision: {precision}: weights and optimizer stay in fp32 here")
     _optimizer(result, data.get("optimizer"))
     result.set("evaluation.eval_steps", evaluation.get("interval"))
-    result.set("evaluation.max_batches", evaluation.get("max_iters"))
+    _evaluated(result, evaluation.get("max_iters"), train.get("micro_batch_size") or 4, total)
     for name in sorted(evaluation.keys() - {"interval", "max_iters"}):
         if evaluation[name] not in (None, False):
             result.note(f"not carried over: eval.{name}: {evaluation[name]}")
     result.set("logging.wandb_mode", "online" if data.get("logger_name") == "wandb" else "disabled")
     result.set("logging.tensorboard", data.get("logger_name") == "tensorboard" or None)
-    if "log_interval" in train:
-        result.note(
-            "not carried over: train.log_interval, which counts micro batches; see logging.logging_steps"
-        )
     source = data.get("data")
     name = (source.get("class_path") if isinstance(source, dict) else source) or "TinyLlama"
     tokenizer = data.get("tokenizer_dir")
     result.data("corpus.jsonl", str(name).rpartition(".")[2].lower(), 32000, tokenizer and str(tokenizer))
     result.note(f"data: {name}: the corpus has to be there as files; put them in the place of corpus.jsonl")
+
+
+def _evaluated(result: Imported, micro_batches: int | None, size: int, global_batch_size: int) -> None:
+    """litgpt's validate() counts micro batches of each process, `evaluation.max_batches` global ones."""
+    if micro_batches is None:
+        return
+    batches = max(1, micro_batches * size // global_batch_size)
+    result.set("evaluation.max_batches", batches)
+    result.note(
+        f"evaluation.max_batches: eval.max_iters counts micro batches of each process: {micro_batches} * "
+        f"{size} sequences are {batches} of the global batch, for one process"
+    )
 
 
 def _optimizer(result: Imported, optimizer: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from llm_pretrain.commands.foreign_configs.imported import Imported
+from llm_pretrain.commands._foreign_configs.imported import Imported
 from llm_pretrain.config import ModelConfig
 from llm_pretrain.errors import ConfigError
 from llm_pretrain.export import model_config_from_huggingface, read_config

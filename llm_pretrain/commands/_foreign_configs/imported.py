@@ -18,12 +18,16 @@ class Imported:
 
     Args:
         origin: Where they came from, for the file's first line.
+        remarks: Comments behind the settings themselves, by `section.field`.
+        last_note: The note that must not be overlooked: last in the file's head and on the console.
     """
 
     origin: str
     settings: dict[str, dict[str, Any]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     commands: list[str] = field(default_factory=list)
+    remarks: dict[str, str] = field(default_factory=dict)
+    last_note: str | None = None
 
     def set(self, name: str, value: Any) -> None:
         """Set `section.field`; None is no value."""
@@ -61,7 +65,7 @@ class Imported:
     def text(self) -> str:
         """The YAML file."""
         lines = [f"Read from {self.origin} by `llm-pretrain configs`."]
-        lines += self.notes
+        lines += self.notes + ([self.last_note] if self.last_note else [])
         comment = "".join(
             textwrap.fill(
                 line, 100, initial_indent="# " if i == 0 else "# - ",
@@ -75,7 +79,15 @@ class Imported:
         names = sorted(
             self.settings, key=lambda name: (name not in order, order.index(name) if name in order else 0)
         )
-        return comment + write_yaml({name: self.settings[name] for name in names})
+        return comment + "".join(self._section(name) for name in names)
+
+    def _section(self, name: str) -> str:
+        text = write_yaml({name: self.settings[name]})
+        for setting, remark in self.remarks.items():
+            section, _, key = setting.partition(".")
+            if section == name:
+                text = re.sub(rf"(?m)^(  {key}: .*)$", rf"\1  # {remark}", text)
+        return text
 
 
 def file_name(text: str) -> str:

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from llm_pretrain.commands.foreign_configs.imported import Imported, file_name, swiglu_width
+from llm_pretrain.commands._foreign_configs.imported import Imported, file_name, swiglu_width
+from llm_pretrain.config import Config
 from llm_pretrain.errors import ConfigError
 
 _OLD_NAMES = {"dim": "hidden_size", "n_layers": "num_hidden_layers", "out_dir": "save_dir"}
@@ -39,6 +40,10 @@ _WITHOUT_HOME = {
 }
 
 
+_SAYS_NOTHING = {("from_weight", "none"), ("from_resume", "0"), ("use_compile", "0")}
+"""Given as they are by default: nothing is lost."""
+
+
 def from_minimind(text: str, version: int | None = None) -> Imported:
     """A whole configuration from a command line of MiniMind's pretraining.
 
@@ -63,7 +68,8 @@ def from_minimind(text: str, version: int | None = None) -> Imported:
     for name in unknown:
         result.note(f"not carried over: --{name}, an option that MiniMind's train_pretrain.py does not have")
     for name in sorted(given.keys() & _WITHOUT_HOME.keys()):
-        result.note(f"not carried over: --{name} {given[name]}".rstrip() + f" ({_WITHOUT_HOME[name]})")
+        if (name, given[name]) not in _SAYS_NOTHING:
+            result.note(f"not carried over: --{name} {given[name]}".rstrip() + f" ({_WITHOUT_HOME[name]})")
     _model(result, values, version)
     _training(result, values, processes)
     return result.check()
@@ -176,9 +182,13 @@ def _training(result: Imported, values: dict[str, Any], processes: int) -> None:
 def _length(result: Imported, corpus: str, epochs: int, global_batch_size: int) -> None:
     """max_steps of so many epochs, where the corpus is here to be counted."""
     if not Path(corpus).is_file():
-        result.note(
+        steps = Config().training.max_steps
+        result.set("training.max_steps", steps)
+        result.remarks["training.max_steps"] = "not MiniMind's: its data are not here to be counted"
+        result.last_note = (
             f"not carried over: --epochs {epochs}, since {corpus} is not here to be counted; "
-            f"training.max_steps is {epochs} * its documents / {global_batch_size}"
+            f"training.max_steps: {steps} is our default: make it {epochs} * the documents / "
+            f"{global_batch_size}"
         )
         return
     with Path(corpus).open("rb") as file:

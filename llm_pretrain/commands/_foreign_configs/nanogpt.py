@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from llm_pretrain.commands.foreign_configs.imported import Imported, file_name, read_text, swiglu_width
+from llm_pretrain.commands._foreign_configs.imported import Imported, file_name, read_text, swiglu_width
 from llm_pretrain.errors import ConfigError
 
 _DEFAULTS: dict[str, Any] = {
@@ -133,11 +133,31 @@ def _model(result: Imported, values: dict[str, Any]) -> None:
     if values["bias"]:
         result.note("not carried over: bias = True; our decoder has none")
     dataset = str(values["dataset"])
-    vocab_size = 256 if characters else 50304
-    result.data(f"{file_name(dataset)}.jsonl", dataset, vocab_size)
+    _data(result, dataset, characters=characters)
+
+
+def _data(result: Imported, dataset: str, *, characters: bool) -> None:
+    """Of characters from the text, since their ids stand in a pickle; else the `.bin` files."""
+    folder, store = f"data/{dataset}", f"data/stores/{file_name(dataset)}"
     if characters:
-        result.commands[0] = result.commands[0].replace(f"--vocab_size {vocab_size}", "--type char")
-    result.note("the data: prepared from its text, so that documents keep their edges")
+        result.data(f"{folder}/input.txt", dataset, 256)
+        result.commands[0] = result.commands[0].replace("--vocab_size 256", "--type char")
+        result.commands[1] += " --validation_fraction 0.1"  # as much as nanoGPT's prepare.py keeps
+        result.note(
+            f"the data: {folder}/input.txt is one document and the split is by document: cut it into several "
+            "files or jsonl lines and name those, or nothing is left to evaluate on; train.bin and val.bin "
+            "are not read, since what their ids mean stands in a pickle"
+        )
+        return
+    result.commands.append(
+        f"llm-pretrain convert --from nanogpt --input {folder}/train.bin {folder}/val.bin "
+        f"--tokenizer gpt2/ --to store --output {store}"
+    )
+    result.set("data.sources", [{"store": store}])
+    result.note(
+        "the data: nanoGPT's files as they are, with a folder of GPT-2's tokenizer; from text they come with "
+        "`llm-pretrain prepare`, see docs/coming_from.md"
+    )
 
 
 def _training(result: Imported, values: dict[str, Any]) -> None:
