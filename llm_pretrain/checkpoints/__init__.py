@@ -3,7 +3,7 @@
 from llm_pretrain.checkpoints.conversion import convert_weights
 from llm_pretrain.checkpoints.environment import environment
 from llm_pretrain.checkpoints.manifest import ResumePoint, RunFacts
-from llm_pretrain.checkpoints.opening import OpenedModel, open_model
+from llm_pretrain.checkpoints.opening import OpenedModel, is_checkpoint, open_model
 from llm_pretrain.checkpoints.store import CheckpointStore
 from llm_pretrain.checkpoints.weights import best_step, save_weights
 
@@ -15,6 +15,7 @@ __all__ = [
     "best_step",
     "convert_weights",
     "environment",
+    "is_checkpoint",
     "open_model",
     "save_weights",
 ]

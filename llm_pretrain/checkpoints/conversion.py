@@ -52,7 +52,7 @@ def convert_weights(source: Path, output: Path, dtype: str) -> None:
         reason = error.strerror or " ".join(str(error).split())
         raise CheckpointError(f"{output}: writing failed: {reason}") from error
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        folders.discard(temporary)
 
 
 def _replace(temporary: Path, output: Path) -> None:
@@ -66,7 +66,4 @@ def _replace(temporary: Path, output: Path) -> None:
         if os.path.lexists(before):
             os.rename(before, output)
         raise
-    if before.is_dir() and not before.is_symlink():
-        shutil.rmtree(before, ignore_errors=True)
-    else:
-        before.unlink(missing_ok=True)
+    folders.discard(before)

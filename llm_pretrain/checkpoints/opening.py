@@ -76,7 +76,7 @@ def open_model(source: str | Path) -> OpenedModel:
         path = _newest(source)
         there = path.exists()
         try:
-            return _open_checkpoint(path) if (path / MANIFEST_NAME).is_file() else _open_weights(path)
+            return _open_checkpoint(path) if is_checkpoint(path) else _open_weights(path)
         except (PretrainError, OSError) as error:
             if path.exists() or not there:
                 if isinstance(error, OSError):
@@ -90,14 +90,19 @@ def open_model(source: str | Path) -> OpenedModel:
     )
 
 
+def is_checkpoint(path: Path) -> bool:
+    """Whether the folder is a full-precision checkpoint, sound or not."""
+    return (path / MANIFEST_NAME).is_file()
+
+
 def _newest(source: Path) -> Path:
     """The folder to read: `source` itself, or the one of the latest step in it."""
-    if (source / MANIFEST_NAME).is_file() or (source / "config.json").exists():
+    if is_checkpoint(source) or (source / "config.json").exists():
         return source
     found: dict[tuple[int, bool], Path] = {}
     for folder in (source, source / "weights", source / "checkpoints"):
         for step, path in committed_folders(folder).items():
-            found[step, (path / MANIFEST_NAME).is_file()] = path
+            found[step, is_checkpoint(path)] = path
     return found[max(found)] if found else source
 
 

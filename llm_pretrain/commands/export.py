@@ -69,7 +69,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def find_weights(path: Path) -> Path:
     """A weights folder or a checkpoint itself, or the newest weights of a run or of its `weights/`."""
-    if (path / "config.json").is_file() or _is_checkpoint(path):
+    from llm_pretrain.checkpoints import is_checkpoint
+
+    if (path / "config.json").is_file() or is_checkpoint(path):
         return path
     if not path.is_dir():
         raise CheckpointError(
@@ -85,19 +87,15 @@ def find_weights(path: Path) -> Path:
     return newest
 
 
-def _is_checkpoint(path: Path) -> bool:
-    return (path / "manifest.json").is_file()
-
-
 @contextmanager
 def _weights_of(source: Path) -> Iterator[Path]:
     """`source`, or for a checkpoint a weights folder of it in full precision, for as long as it is needed."""
-    if not _is_checkpoint(source):
-        yield source
-        return
-    from llm_pretrain.checkpoints import open_model, save_weights
+    from llm_pretrain.checkpoints import is_checkpoint, open_model, save_weights
     from llm_pretrain.data import open_tokenizer
 
+    if not is_checkpoint(source):
+        yield source
+        return
     opened = open_model(source)
     if opened.tokenizer_folder is None or opened.run is None:
         raise CheckpointError(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.launching import ROOT, checkpoint_tensors, train
+from support.launching import checkpoint_tensors, train_tiny
 
 from llm_pretrain.checkpoints import open_model, opening
 from llm_pretrain.errors import CheckpointError
@@ -15,19 +15,12 @@ from llm_pretrain.errors import CheckpointError
 
 @pytest.fixture(scope="module")
 def trained(plain_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("opening") / "run"
-    code = train(
-        *(
-            "--config",
-            str(ROOT / "configs" / "tiny-moe.yaml"),
-            "--data.sources",
-            f"[{{store: {plain_store}}}]",
-        ),
-        *("--run.output_dir", str(folder), "--training.max_steps", "3", "--schedule.warmup_steps", "1"),
-        *("--evaluation.eval_steps", "0", "--checkpoint.save_steps", "1", "--distributed.cpu_threads", "1"),
-    )
-    assert code == 0
-    return folder
+    return train_tiny(
+        plain_store,
+        tmp_path_factory.mktemp("opening") / "run",
+        *("--training.max_steps", "3", "--schedule.warmup_steps", "1"),
+        *("--evaluation.eval_steps", "0", "--checkpoint.save_steps", "1"),
+    ).folder
 
 
 @pytest.fixture

@@ -157,6 +157,16 @@ def train(*arguments: str) -> int:
         return int(exit_.code or 0)
 
 
+def train_tiny(store: Path, folder: Path, *arguments: str) -> Finished:
+    """A finished run of the tiny mixture of experts in fp32, trained in this process on one thread."""
+    code = train(
+        *("--config", str(ROOT / "configs" / "tiny-moe.yaml"), "--data.sources", f"[{{store: {store}}}]"),
+        *("--run.output_dir", str(folder), "--distributed.cpu_threads", "1", *arguments),
+    )
+    assert code == 0
+    return Finished(code, "", folder)
+
+
 def checkpoint_tensors(folder: Path, step: int) -> dict[str, torch.Tensor]:
     """Every tensor of a full-precision checkpoint, over all of its files."""
     from safetensors.torch import load_file
