@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llm_pretrain.data.inputs import STDLIB, find_files
-from llm_pretrain.data.readers import batch_records, read_records
+from llm_pretrain.data.readers import batch_records, read_records, read_sources
 from llm_pretrain.data.records import EMPTY, RawRecord, RecordError
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "find_files",
     "parse_record",
     "read_records",
+    "read_sources",
 ]
 
 IGNORE_LABEL = -100

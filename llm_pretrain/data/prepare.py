@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from llm_pretrain import __version__
-from llm_pretrain.data.documents import batch_records, read_records
+from llm_pretrain.data.documents import batch_records, read_sources
 from llm_pretrain.data.duplicates import SeenDocuments
 from llm_pretrain.data.encoding import EncodedBatch
 from llm_pretrain.data.hashed_file import StaleStateError
@@ -104,8 +104,12 @@ def prepare_store(preparation: Preparation) -> TokenStore:
 
 def input_bytes(inputs: Sequence[str]) -> int | None:
     """Size of all records of `inputs`, or None where it shows only when they are read."""
+    return _source_bytes(find_sources(inputs))
+
+
+def _source_bytes(sources: Sequence[Source]) -> int | None:
     total = 0
-    for source in find_sources(inputs):
+    for source in sources:
         if source.path is None or source.path.suffix.lower() in (*COMPRESSIONS, *TABLE_SUFFIXES):
             return None
         total += source.path.stat().st_size
@@ -222,10 +226,11 @@ class _Pass:
 
     def _batches(self):
         preparation = self._preparation
-        records = read_records(preparation.inputs, text_column=preparation.text_column, after=self._last)
+        # the sources that the work's fingerprint speaks of: where to go on counts among them
+        records = read_sources(self._sources, text_column=preparation.text_column, after=self._last)
         settings = EncoderSettings(self._threshold, preparation.on_error == "fail", preparation.text_column)
         workers = preparation.workers or os.cpu_count() or 1
-        size = input_bytes(preparation.inputs)
+        size = _source_bytes(self._sources)
         if size is not None:
             workers = min(workers, -(-size // (2 * BATCH_BYTES)))
         return encoded_batches(batch_records(records, BATCH_BYTES), self._tokenizer, settings, workers)

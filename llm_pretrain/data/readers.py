@@ -31,12 +31,19 @@ _CHUNK = 1 << 20
 def read_records(
     inputs: Sequence[str], *, text_column: str = "text", after: tuple[int, int] = (0, -1)
 ) -> Iterator[RawRecord]:
-    """The raw records of `inputs` in order, beginning after (source, line) of the last one known.
+    """The raw records of `inputs` in order; see `read_sources`."""
+    yield from read_sources(find_sources(inputs), text_column=text_column, after=after)
+
+
+def read_sources(
+    sources: Sequence[Source], *, text_column: str = "text", after: tuple[int, int] = (0, -1)
+) -> Iterator[RawRecord]:
+    """The raw records of `sources` in order, beginning after (source, line) of the last one known.
 
     What cannot be read of a damaged file becomes one bad record. Raises DataError for a file that cannot be
     opened and for a table without a column to train on.
     """
-    for index, source in enumerate(find_sources(inputs)):
+    for index, source in enumerate(sources):
         if index < after[0]:
             continue
         last = after[1] if index == after[0] else -1

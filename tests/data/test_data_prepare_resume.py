@@ -179,10 +179,10 @@ def test_killed_again_and_again_it_comes_to_its_end(preparation: Preparation):
 def test_work_that_is_done_is_not_done_again(preparation: Preparation, monkeypatch: pytest.MonkeyPatch):
     assert run_until_killed(lambda: prepare_store(preparation), MIDDLE)
     read = []
-    original = prepare_module.read_records
+    original = prepare_module.read_sources
     monkeypatch.setattr(
         prepare_module,
-        "read_records",
+        "read_sources",
         lambda *a, after, **o: read.append(after) or original(*a, after=after, **o),
     )
     notices: list[str] = []
