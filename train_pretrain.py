@@ -10,7 +10,7 @@ import math
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -120,6 +120,9 @@ class TorchrunEngine:
 
     def model_and_optimizer(self) -> tuple[Module, Optimizer]:
         return self.unwrapped_model, self.optimizer
+
+    def checkpoint_state(self, *, loading: bool = False) -> AbstractContextManager[tuple[Module, Optimizer]]:
+        return nullcontext(self.model_and_optimizer())
 
     def close(self) -> None:
         # DDP must go before its process group, or finished runs abort now and then.

@@ -10,6 +10,7 @@ import math
 import os
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -123,6 +124,9 @@ class AccelerateEngine:
 
     def model_and_optimizer(self) -> tuple[Module, Optimizer]:
         return self.unwrapped_model, self.optimizer.optimizer
+
+    def checkpoint_state(self, *, loading: bool = False) -> AbstractContextManager[tuple[Module, Optimizer]]:
+        return nullcontext(self.model_and_optimizer())
 
     def close(self) -> None:
         del self.model, self.unwrapped_model, self.optimizer

@@ -52,7 +52,8 @@ class ModelConfig:
         decoder_sparse_step: Every how many layers an expert layer stands (1: all).
         router_aux_loss_coef: Coefficient of the balance loss.
         router_aux_loss_scope: Over what the balance loss is taken. `sequence` does not depend on how
-            the batch is split; `micro_batch` (Switch Transformer, transformers) does.
+            the batch is split; `micro_batch` (Switch Transformer, transformers) does; `global_batch`
+            (arXiv:2501.11873) does not and balances over the whole batch, for one more forward pass.
         router_z_loss_coef: Coefficient of the router's z-loss.
         router_bias_update_rate: Step of the loss-free balancing bias (arXiv:2408.15664); 0 turns it off.
         init_from: Weights folder (ours or Hugging Face's) that training starts from instead of random values.
@@ -89,7 +90,7 @@ class ModelConfig:
     first_k_dense_replace: int = 0
     decoder_sparse_step: int = 1
     router_aux_loss_coef: float = 0.001
-    router_aux_loss_scope: Literal["sequence", "micro_batch"] = "sequence"
+    router_aux_loss_scope: Literal["sequence", "micro_batch", "global_batch"] = "sequence"
     router_z_loss_coef: float = 0.0
     router_bias_update_rate: float = 0.0
     init_from: str | None = None

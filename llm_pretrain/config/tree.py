@@ -205,6 +205,8 @@ class LoggingConfig:
         wandb_project: Its project name.
         tensorboard: Write TensorBoard files too, under the same keys (extra `tensorboard`).
         report: Write the run's `report.html` at its end.
+        parameters_sha256: Add a digest of all parameters, `train/parameters_sha256`, to every row; reads them
+            all, for comparisons of short runs.
     """
 
     logging_steps: int = 10
@@ -212,6 +214,7 @@ class LoggingConfig:
     wandb_project: str = "llm_pretrain"
     tensorboard: bool = False
     report: bool = True
+    parameters_sha256: bool = False
 
 
 @dataclass(frozen=True)
@@ -219,12 +222,17 @@ class DistributedConfig:
     """How processes share the work.
 
     Args:
-        strategy: `ddp`: every process holds the whole model; gradients are averaged.
+        strategy: `ddp`: every process holds the whole model; gradients are averaged. `fsdp`: parameters,
+            gradients and optimizer state are sharded layer by layer (FSDP2). `deepspeed`: DeepSpeed's ZeRO,
+            through Accelerate only (extra `deepspeed`).
+        zero_stage: What ZeRO shards: 1 optimizer state, 2 gradients too, 3 parameters too. Default: what
+            `accelerate launch` was told, else 2.
         cpu_threads: Threads per process. Default: cores / processes on this machine.
         timeout_seconds: A collective that waits longer than this fails.
     """
 
-    strategy: Literal["ddp"] = "ddp"
+    strategy: Literal["ddp", "fsdp", "deepspeed"] = "ddp"
+    zero_stage: Literal[1, 2, 3] | None = None
     cpu_threads: int | None = None
     timeout_seconds: int = 1800
 

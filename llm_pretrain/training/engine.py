@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -90,7 +91,14 @@ class Engine(Protocol):
         ...
 
     def model_and_optimizer(self) -> tuple[Module, Optimizer]:
-        """The unwrapped model and optimizer, for checkpoints."""
+        """The unwrapped model and optimizer that train."""
+        ...
+
+    def checkpoint_state(self, *, loading: bool = False) -> AbstractContextManager[tuple[Module, Optimizer]]:
+        """The same in full precision under their plain names, to read or, where `loading`, to fill; collective.
+
+        Both may be stand-ins where a back-end keeps its state in a form of its own.
+        """
         ...
 
     def close(self) -> None:

@@ -9,11 +9,12 @@ import math
 from dataclasses import asdict
 from pathlib import Path
 
+from torch.nn import Module
+
 from llm_pretrain.checkpoints import CheckpointStore, ResumePoint, RunFacts, best_step, save_weights
 from llm_pretrain.config import Config, ModelConfig
 from llm_pretrain.data import TokenStore, data_fingerprint, weight_changes_fingerprint
 from llm_pretrain.errors import ConfigError
-from llm_pretrain.model import Decoder
 from llm_pretrain.training.agreement import on_first_rank
 from llm_pretrain.training.card import card_facts
 from llm_pretrain.training.engine import Engine
@@ -94,8 +95,8 @@ class Saving:
 
     def restore(self, resume: ResumePoint) -> None:
         """Load the checkpoint that `find` returned into the engine's model, optimizer and scaler."""
-        model, optimizer = self.engine.model_and_optimizer()
-        self.checkpoints.load(resume, model, optimizer, self.engine.scaler)
+        with self.engine.checkpoint_state(loading=True) as (model, optimizer):
+            self.checkpoints.load(resume, model, optimizer, self.engine.scaler)
 
     def weights_of(self, step: int) -> Path:
         """Folder of the half-precision weights of this step."""
@@ -117,8 +118,6 @@ class Saving:
 
     def save(self, progress: Progress) -> Path:
         """Write a checkpoint and half-precision weights of this step; collective."""
-        model, optimizer = self.engine.model_and_optimizer()
-        assert isinstance(model, Decoder)
         facts = RunFacts(
             step=progress.step,
             tokens_seen=progress.tokens_seen,
@@ -131,8 +130,9 @@ class Saving:
             fingerprints=self.fingerprints_at(progress.step),
             extra=progress.extra(),
         )
-        path = self.checkpoints.save(model, optimizer, self.engine.scaler, facts)
-        on_first_rank(self.engine, lambda: self._save_weights(progress, model))
+        with self.engine.checkpoint_state() as (model, optimizer):
+            path = self.checkpoints.save(model, optimizer, self.engine.scaler, facts)
+            on_first_rank(self.engine, lambda: self._save_weights(progress, model))
         return path
 
     def keep_best(self, progress: Progress, loss: float) -> None:
@@ -145,12 +145,11 @@ class Saving:
             return
         if best is not None and best.max_batches == max_batches and not loss < best.loss:
             return
-        model, _ = self.engine.model_and_optimizer()
-        assert isinstance(model, Decoder)
-        on_first_rank(self.engine, lambda: self._save_weights(progress, model, best_loss=loss))
+        with self.engine.checkpoint_state() as (model, _):
+            on_first_rank(self.engine, lambda: self._save_weights(progress, model, best_loss=loss))
         progress.best = Best(progress.step, loss, max_batches)
 
-    def _save_weights(self, progress: Progress, model: Decoder, *, best_loss: float | None = None) -> Path:
+    def _save_weights(self, progress: Progress, model: Module, *, best_loss: float | None = None) -> Path:
         store, is_best = self.stores[0], best_loss is not None
         return save_weights(
             self.folder.weights,
