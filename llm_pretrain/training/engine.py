@@ -95,7 +95,7 @@ class Engine(Protocol):
         ...
 
     def checkpoint_state(self, *, loading: bool = False) -> AbstractContextManager[tuple[Module, Optimizer]]:
-        """The same in full precision under their plain names, to read or, where `loading`, to fill; collective.
+        """The same, full precision and plain names, to read, or to fill where `loading`; collective.
 
         Both may be stand-ins where a back-end keeps its state in a form of its own.
         """
