@@ -1,5 +1,6 @@
 """Everything a training run does that no launcher needs to know."""
 
+from llm_pretrain.training.accelerate_settings import check_accelerate_settings
 from llm_pretrain.training.engine import (
     DDP_OPTIONS,
     Engine,
@@ -13,7 +14,6 @@ from llm_pretrain.training.evaluation import Evaluator, zlib_bits_per_byte
 from llm_pretrain.training.loop import pretrain
 from llm_pretrain.training.objective import Objective, StepCounts, StepSums
 from llm_pretrain.training.process import (
-    check_accelerate_settings,
     check_world_size,
     prepare_process,
     report_errors,
