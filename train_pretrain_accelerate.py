@@ -160,7 +160,6 @@ def zero_plugin(config: Config) -> DeepSpeedPlugin:
     plugin = DeepSpeedPlugin(
         zero_stage=config.distributed.zero_stage,  # type: ignore[arg-type]  # None: as launched, else 2
         gradient_accumulation_steps=config.gradient_accumulation_steps(world_size),
-        gradient_clipping=config.training.max_grad_norm,
         zero3_init_flag=False,
     )
     plugin.deepspeed_config |= zero_options(config, world_size)

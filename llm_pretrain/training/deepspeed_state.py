@@ -46,7 +46,7 @@ def prepare_deepspeed() -> None:
         os.environ.setdefault(name, value)  # without a launcher DeepSpeed would look for MPI
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "0")
-    warnings.filterwarnings("ignore", message=".*all_gather_into_tensor` is deprecated", category=FutureWarning)
+    warnings.filterwarnings("ignore", message=".*` is deprecated. Please use `torch.distributed", category=FutureWarning)
     import deepspeed
 
     # It would compile a shared-memory reduction for inference, which takes a C++ compiler half a minute.
@@ -64,6 +64,7 @@ def zero_options(config: Config, world_size: int) -> dict[str, Any]:
     options: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": training.micro_batch_size,
         "train_batch_size": training.global_batch_size,
+        "gradient_clipping": training.max_grad_norm,  # left out, DeepSpeed clips to 1.0
         "gradient_accumulation_steps": config.gradient_accumulation_steps(world_size),
     }
     if training.precision == "bf16":
