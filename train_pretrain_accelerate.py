@@ -49,6 +49,7 @@ from llm_pretrain.training import (
     settle_buckets,
 )
 from llm_pretrain.training.deepspeed_state import (
+    clip_as_torch,
     lent_state,
     prepare_deepspeed,
     stop_if_diverged,
@@ -98,7 +99,9 @@ class AccelerateEngine:
     def prepare(self, model: Module, optimizer: Optimizer, batches: DataLoader) -> Iterable[Batch]:
         self.model, self.optimizer, own = self.accelerator.prepare(model, optimizer, batches)
         self.unwrapped_model = model
-        if not self.uses_deepspeed:
+        if self.uses_deepspeed:
+            clip_as_torch(self.optimizer.optimizer, model, self.config, self.device)
+        else:
             settle_buckets(self)
         return own
 

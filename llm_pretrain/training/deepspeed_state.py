@@ -95,6 +95,33 @@ def stop_if_diverged(zero: Any, grad_norm: float, step: int) -> None:
     raise error
 
 
+def clip_as_torch(zero: Any, model: nn.Module, config: Config, device: torch.device) -> None:
+    """Let ZeRO-1 clip by the very norm that `clip_grad_norm_` computes under DDP, to its last bit.
+
+    By itself it takes the norm of what each rank holds, more accurately than torch does; that alone tells
+    it from DDP at two ranks. The price is to gather every gradient once per step, so it is paid where bits
+    are promised. ZeRO-2 and 3 add up the micro batches in another order anyway.
+    """
+    if getattr(zero, "partition_gradients", True) or (
+        device.type != "cpu" and not config.training.deterministic
+    ):
+        return
+    parameters, max_norm = list(model.parameters()), config.training.max_grad_norm
+
+    def total_norm(norm_type: float = 2) -> Tensor:
+        from deepspeed.utils import safe_get_full_grad
+
+        norms = [torch.linalg.vector_norm(safe_get_full_grad(parameter)) for parameter in parameters]
+        return torch.linalg.vector_norm(torch.stack(norms))
+
+    def clip(gradients: list[Tensor], norm: Tensor) -> None:
+        if max_norm:
+            for gradient in gradients:
+                gradient.mul_(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+
+    zero.scaled_global_norm, zero.unscale_and_clip_grads = total_norm, clip
+
+
 @contextmanager
 def lent_state(
     zero: Any, model: nn.Module, config: Config, *, loading: bool
@@ -167,11 +194,10 @@ def _write(zero: Any, pairs: list[tuple[nn.Parameter, nn.Parameter]], optimizer:
 
 def _create_moments(zero: Any, step: float) -> None:
     """Give the flat partitions the state that AdamW's first step would give them, with this counter."""
-    is_partitioned = hasattr(zero, "fp32_partitioned_groups_flat")
-    flats: list[Tensor] = (
-        zero.fp32_partitioned_groups_flat if is_partitioned else zero.single_partition_of_fp32_groups
+    partitioned: list[Tensor] = (
+        zero.fp32_partitioned_groups_flat if _is_partitioned(zero) else zero.single_partition_of_fp32_groups
     )
-    for flat in flats:
+    for flat in partitioned:
         zero.state[flat] = {"step": torch.tensor(step, dtype=torch.float32, device=flat.device)} | {
             key: torch.zeros_like(flat, requires_grad=False) for key in MOMENTS
         }
@@ -183,9 +209,14 @@ def _link_moments(zero: Any) -> None:
 
     DeepSpeed links them when the first group has stepped, at which time the others have none yet.
     """
-    if hasattr(zero, "_hp_optimizer_states_linked"):
+    if not _is_partitioned(zero):
         zero._hp_optimizer_states_linked = False
         zero._lazy_init_hp_params_optimizer_state()
+
+
+def _is_partitioned(zero: Any) -> bool:
+    """Whether it is ZeRO-3, which partitions the parameters themselves."""
+    return hasattr(zero, "fp32_partitioned_groups_flat")
 
 
 def _copy_groups(source: Any, target: Any) -> None:
