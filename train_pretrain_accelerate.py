@@ -41,6 +41,7 @@ from llm_pretrain.training import (
     StepSums,
     check_accelerate_settings,
     check_world_size,
+    meeting_point,
     prepare_process,
     pretrain,
     report_errors,
@@ -64,6 +65,7 @@ class AccelerateEngine:
                 "training.precision: fp16 through Accelerate needs a GPU (on CPU it would silently train in "
                 "fp32), found none; use bf16 or fp32, or torchrun with train_pretrain.py"
             )
+        timeout = timedelta(seconds=config.distributed.timeout_seconds)
         self.accelerator = Accelerator(
             cpu=not on_gpu,
             mixed_precision={"fp32": "no"}.get(config.training.precision, config.training.precision),
@@ -73,7 +75,7 @@ class AccelerateEngine:
             dataloader_config=DataLoaderConfiguration(even_batches=False, non_blocking=True),
             kwargs_handlers=[
                 DistributedDataParallelKwargs(**DDP_OPTIONS),
-                InitProcessGroupKwargs(timeout=timedelta(seconds=config.distributed.timeout_seconds)),
+                InitProcessGroupKwargs(init_method=meeting_point(), timeout=timeout),
             ],
         )
         self.rank: int = self.accelerator.process_index

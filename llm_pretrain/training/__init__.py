@@ -18,6 +18,7 @@ from llm_pretrain.training.process import (
     prepare_process,
     report_errors,
 )
+from llm_pretrain.training.restarts import meeting_point
 
 __all__ = [
     "DDP_OPTIONS",
@@ -31,6 +32,7 @@ __all__ = [
     "check_accelerate_settings",
     "check_world_size",
     "mark_last",
+    "meeting_point",
     "prepare_process",
     "pretrain",
     "report_errors",
