@@ -47,6 +47,7 @@ from llm_pretrain.training import (
     report_errors,
     seed_dropout,
     settle_buckets,
+    with_global_expert_counts,
 )
 
 
@@ -98,6 +99,7 @@ class AccelerateEngine:
         counts = StepCounts.of(micro_batches, self.reduce_sum)
         if counts.num_loss_tokens == 0:
             return StepResult(counts, skipped="no_loss_tokens")
+        micro_batches = with_global_expert_counts(self, self.config, micro_batches)
         sums, grad_norm = StepSums(self.config), math.nan
         for batch in micro_batches:
             with self.accelerator.accumulate(self.model):

@@ -11,6 +11,7 @@ from llm_pretrain.training.engine import (
     settle_buckets,
 )
 from llm_pretrain.training.evaluation import Evaluator, zlib_bits_per_byte
+from llm_pretrain.training.expert_counting import with_global_expert_counts
 from llm_pretrain.training.loop import pretrain
 from llm_pretrain.training.objective import Objective, StepCounts, StepSums
 from llm_pretrain.training.process import (
@@ -38,5 +39,6 @@ __all__ = [
     "report_errors",
     "seed_dropout",
     "settle_buckets",
+    "with_global_expert_counts",
     "zlib_bits_per_byte",
 ]
