@@ -18,6 +18,8 @@ from llm_pretrain.training.process import (
     prepare_process,
     report_errors,
 )
+from llm_pretrain.training.saving import fingerprints
+from llm_pretrain.training.schedule import learning_rate
 
 __all__ = [
     "DDP_OPTIONS",
@@ -30,6 +32,8 @@ __all__ = [
     "StepSums",
     "check_accelerate_settings",
     "check_world_size",
+    "fingerprints",
+    "learning_rate",
     "mark_last",
     "prepare_process",
     "pretrain",
