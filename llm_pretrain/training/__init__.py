@@ -20,6 +20,8 @@ from llm_pretrain.training.process import (
     report_errors,
 )
 from llm_pretrain.training.restarts import meeting_point
+from llm_pretrain.training.saving import fingerprints
+from llm_pretrain.training.schedule import learning_rate
 
 __all__ = [
     "DDP_OPTIONS",
@@ -32,6 +34,8 @@ __all__ = [
     "StepSums",
     "check_accelerate_settings",
     "check_world_size",
+    "fingerprints",
+    "learning_rate",
     "mark_last",
     "meeting_point",
     "prepare_process",
