@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from llm_pretrain.data.assembly import Batch
     from llm_pretrain.data.batches import (
         EvaluationBatches,
+        MicroBatches,
         MicroBatchSampler,
         data_fingerprint,
         evaluation_batches,
@@ -37,6 +38,7 @@ __all__ = [
     "ConversionReport",
     "EvaluationBatches",
     "MicroBatchSampler",
+    "MicroBatches",
     "Preparation",
     "Sample",
     "SampleOrder",

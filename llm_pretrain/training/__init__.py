@@ -18,6 +18,9 @@ from llm_pretrain.training.process import (
     prepare_process,
     report_errors,
 )
+from llm_pretrain.training.run_folder import RunFolder
+from llm_pretrain.training.schedule import learning_rate
+from llm_pretrain.training.status import Status
 
 __all__ = [
     "DDP_OPTIONS",
@@ -25,11 +28,14 @@ __all__ = [
     "Evaluator",
     "Launcher",
     "Objective",
+    "RunFolder",
+    "Status",
     "StepCounts",
     "StepResult",
     "StepSums",
     "check_accelerate_settings",
     "check_world_size",
+    "learning_rate",
     "mark_last",
     "prepare_process",
     "pretrain",
