@@ -22,6 +22,9 @@ from llm_pretrain.training.process import (
 from llm_pretrain.training.restarts import meeting_point
 from llm_pretrain.training.saving import fingerprints
 from llm_pretrain.training.schedule import learning_rate
+from llm_pretrain.training.run_folder import RunFolder
+from llm_pretrain.training.schedule import learning_rate
+from llm_pretrain.training.status import Status
 
 __all__ = [
     "DDP_OPTIONS",
@@ -29,6 +32,8 @@ __all__ = [
     "Evaluator",
     "Launcher",
     "Objective",
+    "RunFolder",
+    "Status",
     "StepCounts",
     "StepResult",
     "StepSums",
