@@ -42,11 +42,13 @@ from llm_pretrain.training import (
     StepSums,
     check_accelerate_settings,
     check_world_size,
+    meeting_point,
     prepare_process,
     pretrain,
     report_errors,
     seed_dropout,
     settle_buckets,
+    with_global_expert_counts,
 )
 from llm_pretrain.training.deepspeed_state import (
     clip_as_torch,
@@ -72,6 +74,7 @@ class AccelerateEngine:
                 "training.precision: fp16 through Accelerate needs a GPU (on CPU it would silently train in "
                 "fp32), found none; use bf16 or fp32, or torchrun with train_pretrain.py"
             )
+        timeout = timedelta(seconds=config.distributed.timeout_seconds)
         self.uses_deepspeed = config.distributed.strategy == "deepspeed"
         self.accelerator = Accelerator(
             cpu=not on_gpu and not self.uses_deepspeed,  # with cpu=True Accelerate forgets DeepSpeed
@@ -84,8 +87,7 @@ class AccelerateEngine:
             kwargs_handlers=[
                 DistributedDataParallelKwargs(**DDP_OPTIONS),
                 InitProcessGroupKwargs(
-                    backend="nccl" if on_gpu else "gloo",
-                    timeout=timedelta(seconds=config.distributed.timeout_seconds),
+                    backend="nccl" if on_gpu else "gloo", init_method=meeting_point(), timeout=timeout
                 ),
             ],
         )
@@ -112,6 +114,7 @@ class AccelerateEngine:
         counts = StepCounts.of(micro_batches, self.reduce_sum)
         if counts.num_loss_tokens == 0:
             return StepResult(counts, skipped="no_loss_tokens")
+        micro_batches = with_global_expert_counts(self, self.config, micro_batches)
         sums, grad_norm = StepSums(self.config), math.nan
         for batch in micro_batches:
             with self.accelerator.accumulate(self.model):
