@@ -35,6 +35,7 @@ from llm_pretrain.training import (
     StepSums,
     check_world_size,
     mark_last,
+    meeting_point,
     prepare_process,
     pretrain,
     report_errors,
@@ -59,7 +60,8 @@ class TorchrunEngine:
         self.rank, self.world_size = 0, 1
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             timeout = timedelta(seconds=config.distributed.timeout_seconds)
-            dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timeout)
+            backend = "nccl" if on_gpu else "gloo"
+            dist.init_process_group(backend, init_method=meeting_point(), timeout=timeout)
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         check_world_size(self.world_size)
         precision = config.training.precision

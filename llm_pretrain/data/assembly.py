@@ -162,15 +162,37 @@ class Assembler:
         loss_mask: np.ndarray,
     ) -> torch.Tensor:
         """Digests the arrays that the tensors share their memory with."""
-        ids, targets = input_ids.astype("<i4"), labels.astype("<i4")
-        mask = np.packbits(loss_mask, axis=1)
-        words = bytearray()
-        for row, (source, sequence) in enumerate(samples):
-            head = f"{slot + row}/{self.sources[source].store.hash}/{sequence}/".encode()
-            sample = hashlib.sha256(head)
-            sample.update(ids[row])
-            sample.update(targets[row])
-            sample.update(mask[row])
-            words += sample.digest()
-        total = np.frombuffer(words, dtype=">u4").reshape(len(samples), 8).sum(axis=0, dtype=np.int64)
-        return torch.from_numpy(total)
+        heads = [
+            digest_head(slot + row, self.sources[source].store, sequence)
+            for row, (source, sequence) in enumerate(samples)
+        ]
+        return digest_rows(heads, input_ids, labels, loss_mask)
+
+
+def digest_head(slot: int, store: TokenStore, sequence: int) -> bytes:
+    """What a sample's digest begins with: its slot in the global batch, its store, its sequence there."""
+    return f"{slot}/{store.hash}/{sequence}/".encode()
+
+
+def digest_rows(
+    heads: Sequence[bytes], input_ids: np.ndarray, labels: np.ndarray, loss_mask: np.ndarray
+) -> torch.Tensor:
+    """`Batch.digest`, int64 [8], of B samples.
+
+    Args:
+        heads: `digest_head` of each.
+        input_ids: Integers [B, S].
+        labels: Shifted, and -100 where masked; integers [B, S].
+        loss_mask: bool [B, S].
+    """
+    ids, targets = input_ids.astype("<i4"), labels.astype("<i4")
+    mask = np.packbits(loss_mask, axis=1)
+    words = bytearray()
+    for row, head in enumerate(heads):
+        sample = hashlib.sha256(head)
+        sample.update(ids[row])
+        sample.update(targets[row])
+        sample.update(mask[row])
+        words += sample.digest()
+    total = np.frombuffer(words, dtype=">u4").reshape(len(heads), 8).sum(axis=0, dtype=np.int64)
+    return torch.from_numpy(total)
