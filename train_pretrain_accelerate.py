@@ -15,10 +15,12 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.utils import (
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
+    DistributedType,
+    FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
     gather_object,
@@ -39,13 +41,20 @@ from llm_pretrain.training import (
     StepCounts,
     StepResult,
     StepSums,
+    adopt_parameters,
     check_accelerate_settings,
+    check_fsdp_version,
+    check_strategy,
     check_world_size,
+    layer_precision,
+    plain_number,
     prepare_process,
     pretrain,
+    release_parameters,
     report_errors,
     seed_dropout,
     settle_buckets,
+    shard_full_precision,
 )
 
 
@@ -66,6 +75,7 @@ class AccelerateEngine:
             )
         self.accelerator = Accelerator(
             cpu=not on_gpu,
+            fsdp_plugin=fsdp_plugin(config, on_gpu) if config.distributed.strategy == "fsdp" else None,
             mixed_precision={"fp32": "no"}.get(config.training.precision, config.training.precision),
             gradient_accumulation_plugin=GradientAccumulationPlugin(
                 num_steps=accumulation_steps, sync_with_dataloader=False
@@ -81,16 +91,24 @@ class AccelerateEngine:
         self.device: torch.device = self.accelerator.device
         self.scaler = self.accelerator.scaler
         check_world_size(self.world_size)
+        check_strategy(config, self.accelerator.distributed_type.value, self.world_size)
         self.objective = Objective(config, self.world_size)
 
     def prepare(self, model: Module, optimizer: Optimizer, batches: DataLoader) -> Iterable[Batch]:
+        if is_sharded := self.accelerator.is_fsdp2:
+            names = release_parameters(model, optimizer)
+            shard_full_precision(model)
+            adopt_parameters(model, optimizer, names)
         self.model, self.optimizer, own = self.accelerator.prepare(model, optimizer, batches)
+        if is_sharded:  # it finds them by address, and empty parts have none
+            adopt_parameters(model, optimizer, names)
         self.unwrapped_model = model
         settle_buckets(self)
         return own
 
     def forward(self, batch: Batch) -> DecoderOutput:
-        return self.model(**batch.model_inputs())
+        with self.accelerator.autocast():  # FSDP's `prepare` leaves it to us, DDP's does not mind
+            return self.model(**batch.model_inputs())
 
     def train_step(self, micro_batches: Sequence[Batch]) -> StepResult:
         counts = StepCounts.of(micro_batches, self.reduce_sum)
@@ -107,7 +125,7 @@ class AccelerateEngine:
                 if self.accelerator.sync_gradients:
                     max_norm = self.config.training.max_grad_norm or math.inf
                     norm = self.accelerator.clip_grad_norm_(self.model.parameters(), max_norm)
-                    grad_norm = norm.item()  # type: ignore[union-attr]  # None only under DeepSpeed
+                    grad_norm = plain_number(norm)  # type: ignore[arg-type]  # None only under DeepSpeed
                     if math.isfinite(grad_norm):
                         self.optimizer.step()  # with a scaler: its step and its update
                     elif self.scaler:
@@ -133,6 +151,26 @@ class AccelerateEngine:
         self.accelerator.free_memory()
         self.accelerator.wait_for_everyone()
         self.accelerator.end_training()
+
+
+def fsdp_plugin(config: Config, on_gpu: bool) -> FullyShardedDataParallelPlugin:
+    """FSDP's second version, a group per layer; all that a launch file could set otherwise is set here."""
+    check_fsdp_version()
+    if not on_gpu and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        # Accelerate shards on GPUs only, and makes DDP of it elsewhere without a word. Its private state is
+        # the one place to change its mind; on a GPU nothing is touched.
+        PartialState(cpu=True, timeout=timedelta(seconds=config.distributed.timeout_seconds))
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    return FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        reshard_after_forward=True,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["DecoderLayer"],
+        mixed_precision_policy=layer_precision(config.training.precision),  # type: ignore[arg-type]  # FSDP2's
+        cpu_offload=False,
+        activation_checkpointing=False,  # the model's own
+        cpu_ram_efficient_loading=False,
+    )
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -18,6 +18,15 @@ from llm_pretrain.training.process import (
     prepare_process,
     report_errors,
 )
+from llm_pretrain.training.sharding import (
+    adopt_parameters,
+    check_fsdp_version,
+    check_strategy,
+    layer_precision,
+    plain_number,
+    release_parameters,
+    shard_full_precision,
+)
 
 __all__ = [
     "DDP_OPTIONS",
@@ -28,13 +37,20 @@ __all__ = [
     "StepCounts",
     "StepResult",
     "StepSums",
+    "adopt_parameters",
     "check_accelerate_settings",
+    "check_fsdp_version",
+    "check_strategy",
     "check_world_size",
+    "layer_precision",
     "mark_last",
+    "plain_number",
     "prepare_process",
     "pretrain",
+    "release_parameters",
     "report_errors",
     "seed_dropout",
     "settle_buckets",
+    "shard_full_precision",
     "zlib_bits_per_byte",
 ]
