@@ -95,12 +95,13 @@ class AccelerateEngine:
         self.objective = Objective(config, self.world_size)
 
     def prepare(self, model: Module, optimizer: Optimizer, batches: DataLoader) -> Iterable[Batch]:
-        if is_sharded := self.accelerator.is_fsdp2:
+        names = None
+        if self.accelerator.is_fsdp2:
             names = release_parameters(model, optimizer)
             shard_full_precision(model)
             adopt_parameters(model, optimizer, names)
         self.model, self.optimizer, own = self.accelerator.prepare(model, optimizer, batches)
-        if is_sharded:  # it finds them by address, and empty parts have none
+        if names is not None:  # `prepare` tells parameters by their address, and empty parts have none
             adopt_parameters(model, optimizer, names)
         self.unwrapped_model = model
         settle_buckets(self)

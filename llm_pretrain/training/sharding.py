@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.optim import Optimizer
 
 from llm_pretrain.config import Config
 from llm_pretrain.errors import ConfigError
-from llm_pretrain.model import full_precision_modules
+from llm_pretrain.model import Decoder, full_precision_modules
 
 _LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _STRATEGIES = {"FSDP": "fsdp", "DEEPSPEED": "deepspeed"}
@@ -26,8 +26,8 @@ _STRATEGIES = {"FSDP": "fsdp", "DEEPSPEED": "deepspeed"}
 def layer_precision(precision: str) -> MixedPrecisionPolicy:
     """How a layer's matrices are gathered and their gradients reduced.
 
-    Gathered in the type that autocast computes in, which would cast them to it anyway, and reduced in fp32, in
-    which DDP accumulates and reduces. The layer's inputs keep their type: the residual stream is fp32.
+    Gathered in the type that autocast would cast them to anyway, and reduced in fp32, in which DDP
+    accumulates and reduces. The layer's inputs keep their type: the residual stream is fp32.
     """
     if (dtype := _LOW_PRECISION.get(precision)) is None:
         return MixedPrecisionPolicy()
@@ -40,6 +40,7 @@ def shard_full_precision(model: nn.Module) -> None:
     Embedding, norms, routers and head compute in fp32, or cast what autocast casts, as under DDP. They are
     gathered once per forward pass and kept until the gradients are there, since the head's come first.
     """
+    assert isinstance(model, Decoder)
     modules = full_precision_modules(model)
     fully_shard(modules, reshard_after_forward=False)
 
@@ -113,8 +114,3 @@ def check_fsdp_version() -> None:
             f"distributed.strategy: fsdp is FSDP version 2, but accelerate runs fsdp_version {version}; set "
             "fsdp_version: 2 under fsdp_config, as configs/accelerate/fsdp2.yaml does"
         )
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """Whether its forward pass is a collective, in which every rank must take part."""
-    return isinstance(model, FSDPModule)

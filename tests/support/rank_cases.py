@@ -1,10 +1,10 @@
 """Runs of a few connected processes, with and without a mistake put in, all in the same processes.
 
-Run as `python rank_cases.py STORE FOLDER PLAN WORLD_SIZE`; it forks the ranks, each of which leaves in FOLDER what it did
-in the cases of `support/PLAN.py`. What the outcomes must look like is the tests' to say.
+Run as `python rank_cases.py STORE FOLDER PLAN WORLD_SIZE`; it forks the ranks, each of which leaves in FOLDER
+what it did in the cases of `support/PLAN.py`. What the outcomes must look like is the tests' to say.
 
-By default three processes, because from three on the order of a sum depends on the gradient buckets; three micro
-batches each, because a division by a power of two changes no bits wherever it stands.
+By default three processes, because from three on the order of a sum depends on the gradient buckets; three
+micro batches each, because a division by a power of two changes no bits wherever it stands.
 """
 
 from __future__ import annotations
