@@ -20,10 +20,18 @@ from llm_pretrain.training.process import (
     report_errors,
 )
 from llm_pretrain.training.restarts import meeting_point
+from llm_pretrain.training.run_folder import RunFolder
 from llm_pretrain.training.saving import fingerprints
 from llm_pretrain.training.schedule import learning_rate
-from llm_pretrain.training.run_folder import RunFolder
-from llm_pretrain.training.schedule import learning_rate
+from llm_pretrain.training.sharding import (
+    adopt_parameters,
+    check_fsdp_version,
+    check_strategy,
+    layer_precision,
+    plain_number,
+    release_parameters,
+    shard_full_precision,
+)
 from llm_pretrain.training.status import Status
 
 __all__ = [
@@ -37,17 +45,24 @@ __all__ = [
     "StepCounts",
     "StepResult",
     "StepSums",
+    "adopt_parameters",
     "check_accelerate_settings",
+    "check_fsdp_version",
+    "check_strategy",
     "check_world_size",
     "fingerprints",
+    "layer_precision",
     "learning_rate",
     "mark_last",
     "meeting_point",
+    "plain_number",
     "prepare_process",
     "pretrain",
+    "release_parameters",
     "report_errors",
     "seed_dropout",
     "settle_buckets",
+    "shard_full_precision",
     "with_global_expert_counts",
     "zlib_bits_per_byte",
 ]
