@@ -79,7 +79,7 @@ class Launched:
             log.write(f"$ {' '.join(command)}\n".encode())
             log.flush()
             self.process = subprocess.Popen(
-                command, env=_environment(gpus), stdin=subprocess.DEVNULL, stdout=log,
+                command, env=_environment(place.scripts, gpus), stdin=subprocess.DEVNULL, stdout=log,
                 stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
         self._members: list[psutil.Process] = []
@@ -184,7 +184,7 @@ def _visible(taken: Sequence[int], place: Place) -> list[str]:
     return [names[number] if names else str(number) for number in taken]
 
 
-def _environment(gpus: Sequence[str]) -> dict[str, str]:
+def _environment(scripts: Path, gpus: Sequence[str]) -> dict[str, str]:
     """This process's environment, without what a launcher would take for its own."""
     kept = {
         name: value
@@ -192,7 +192,7 @@ def _environment(gpus: Sequence[str]) -> dict[str, str]:
         if name not in _LAUNCHER_VARIABLES and not name.startswith(("ACCELERATE_", "TORCHELASTIC_"))
     }
     # A package beside the script comes before this path, so edited copies can be compared too.
-    paths = [str(PACKAGE_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(scripts), str(PACKAGE_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     kept["PYTHONPATH"] = os.pathsep.join(paths)
     kept["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     return kept
