@@ -6,8 +6,10 @@ It knows commands and processes, not what the runs are for.
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -164,6 +166,23 @@ def run_side_by_side(
     finally:
         for launched, _ in running:
             launched.kill()
+
+
+@contextmanager
+def ending_on_sigterm() -> Iterator[None]:
+    """Turns SIGTERM into an ordinary exit, so that what was started is killed; only in the main thread."""
+
+    def leave(*_: object) -> None:
+        sys.exit(128 + signal.SIGTERM)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager
