@@ -35,11 +35,13 @@ from llm_pretrain.training import (
     StepSums,
     check_world_size,
     mark_last,
+    meeting_point,
     prepare_process,
     pretrain,
     report_errors,
     seed_dropout,
     settle_buckets,
+    with_global_expert_counts,
 )
 
 
@@ -58,7 +60,8 @@ class TorchrunEngine:
         self.rank, self.world_size = 0, 1
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             timeout = timedelta(seconds=config.distributed.timeout_seconds)
-            dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timeout)
+            backend = "nccl" if on_gpu else "gloo"
+            dist.init_process_group(backend, init_method=meeting_point(), timeout=timeout)
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         check_world_size(self.world_size)
         precision = config.training.precision
@@ -89,6 +92,7 @@ class TorchrunEngine:
         counts = StepCounts.of(micro_batches, self.reduce_sum)
         if counts.num_loss_tokens == 0:
             return StepResult(counts, skipped="no_loss_tokens")
+        micro_batches = with_global_expert_counts(self, self.config, micro_batches)
         sums = StepSums(self.config)
         for is_last, batch in mark_last(micro_batches):
             with nullcontext() if is_last else self.no_sync():

@@ -28,6 +28,7 @@ COMMANDS = {
     "export": "write weights for llama.cpp (GGUF) or transformers",
     "report": "write an HTML page about a run, or compare several",
     "top": "watch a run, or several, in the terminal",
+    "verify": "check from a run's files that it is what it says; that packed documents are alone",
 }
 """Module of `llm_pretrain.commands` and its line of help."""
 
