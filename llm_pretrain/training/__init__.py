@@ -15,6 +15,7 @@ from llm_pretrain.training.objective import Objective, StepCounts, StepSums
 from llm_pretrain.training.process import (
     check_accelerate_settings,
     check_world_size,
+    default_accelerate_file,
     prepare_process,
     report_errors,
 )
@@ -30,6 +31,7 @@ __all__ = [
     "StepSums",
     "check_accelerate_settings",
     "check_world_size",
+    "default_accelerate_file",
     "mark_last",
     "prepare_process",
     "pretrain",
