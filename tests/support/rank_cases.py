@@ -51,10 +51,15 @@ class Case:
 
 @dataclass
 class Outcome:
-    """What one rank did. `events`: the barriers and the end of the process group, in order, while closing."""
+    """What one rank did.
+
+    `events`: the barriers and the end of the process group, in order, while closing. `model_class`: of the
+    model that the engine trained.
+    """
 
     driven: Driven = field(default_factory=Driven)
     error: str | None = None
+    model_class: str | None = None
     events: list[str] = field(default_factory=list)
 
 
@@ -126,6 +131,7 @@ def _train(case: Case, store: Path, outcome: Outcome) -> None:
         prepare_process(config)
         engine = getattr(load(SCRIPTS[case.launcher]), ENGINES[case.launcher])(config)
         outcome.driven = drive(engine, config)
+        outcome.model_class = type(engine.model).__name__
         wrapped = weakref.ref(engine.model)
         outcome.events.clear()
         engine.close()
