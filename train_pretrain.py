@@ -41,6 +41,7 @@ from llm_pretrain.training import (
     report_errors,
     seed_dropout,
     settle_buckets,
+    with_global_expert_counts,
 )
 
 
@@ -91,6 +92,7 @@ class TorchrunEngine:
         counts = StepCounts.of(micro_batches, self.reduce_sum)
         if counts.num_loss_tokens == 0:
             return StepResult(counts, skipped="no_loss_tokens")
+        micro_batches = with_global_expert_counts(self, self.config, micro_batches)
         sums = StepSums(self.config)
         for is_last, batch in mark_last(micro_batches):
             with nullcontext() if is_last else self.no_sync():

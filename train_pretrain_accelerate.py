@@ -18,6 +18,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import (
     DataLoaderConfiguration,
+    DeepSpeedPlugin,
     DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
@@ -47,6 +48,14 @@ from llm_pretrain.training import (
     report_errors,
     seed_dropout,
     settle_buckets,
+    with_global_expert_counts,
+)
+from llm_pretrain.training.deepspeed_state import (
+    clip_as_torch,
+    lent_state,
+    prepare_deepspeed,
+    stop_if_diverged,
+    zero_options,
 )
 
 
@@ -66,16 +75,20 @@ class AccelerateEngine:
                 "fp32), found none; use bf16 or fp32, or torchrun with train_pretrain.py"
             )
         timeout = timedelta(seconds=config.distributed.timeout_seconds)
+        self.uses_deepspeed = config.distributed.strategy == "deepspeed"
         self.accelerator = Accelerator(
-            cpu=not on_gpu,
-            mixed_precision={"fp32": "no"}.get(config.training.precision, config.training.precision),
+            cpu=not on_gpu and not self.uses_deepspeed,  # with cpu=True Accelerate forgets DeepSpeed
+            mixed_precision=accelerate_precision(config),
+            deepspeed_plugin=zero_plugin(config) if self.uses_deepspeed else None,
             gradient_accumulation_plugin=GradientAccumulationPlugin(
                 num_steps=accumulation_steps, sync_with_dataloader=False
             ),
             dataloader_config=DataLoaderConfiguration(even_batches=False, non_blocking=True),
             kwargs_handlers=[
                 DistributedDataParallelKwargs(**DDP_OPTIONS),
-                InitProcessGroupKwargs(init_method=meeting_point(), timeout=timeout),
+                InitProcessGroupKwargs(
+                    backend="nccl" if on_gpu else "gloo", init_method=meeting_point(), timeout=timeout
+                ),
             ],
         )
         self.rank: int = self.accelerator.process_index
@@ -88,7 +101,10 @@ class AccelerateEngine:
     def prepare(self, model: Module, optimizer: Optimizer, batches: DataLoader) -> Iterable[Batch]:
         self.model, self.optimizer, own = self.accelerator.prepare(model, optimizer, batches)
         self.unwrapped_model = model
-        settle_buckets(self)
+        if self.uses_deepspeed:
+            clip_as_torch(self.optimizer.optimizer, model, self.config, self.device)
+        else:
+            settle_buckets(self)
         return own
 
     def forward(self, batch: Batch) -> DecoderOutput:
@@ -98,6 +114,7 @@ class AccelerateEngine:
         counts = StepCounts.of(micro_batches, self.reduce_sum)
         if counts.num_loss_tokens == 0:
             return StepResult(counts, skipped="no_loss_tokens")
+        micro_batches = with_global_expert_counts(self, self.config, micro_batches)
         sums, grad_norm = StepSums(self.config), math.nan
         for batch in micro_batches:
             with self.accelerator.accumulate(self.model):
@@ -109,7 +126,9 @@ class AccelerateEngine:
                 if self.accelerator.sync_gradients:
                     max_norm = self.config.training.max_grad_norm or math.inf
                     norm = self.accelerator.clip_grad_norm_(self.model.parameters(), max_norm)
-                    grad_norm = norm.item()  # type: ignore[union-attr]  # None only under DeepSpeed
+                    grad_norm = float(norm)  # type: ignore[arg-type]  # never None with zero_compute_grad_norm
+                    if self.uses_deepspeed:  # its engine has clipped and stepped inside `backward`
+                        stop_if_diverged(self.optimizer.optimizer, grad_norm, batch.step)
                     if math.isfinite(grad_norm):
                         self.optimizer.step()  # with a scaler: its step and its update
                     elif self.scaler:
@@ -128,13 +147,33 @@ class AccelerateEngine:
         return self.unwrapped_model, self.optimizer.optimizer
 
     def checkpoint_state(self, *, loading: bool = False) -> AbstractContextManager[tuple[Module, Optimizer]]:
-        return nullcontext(self.model_and_optimizer())
+        model, optimizer = self.model_and_optimizer()
+        if self.uses_deepspeed:
+            return lent_state(optimizer, model, self.config, loading=loading)
+        return nullcontext((model, optimizer))
 
     def close(self) -> None:
         del self.model, self.unwrapped_model, self.optimizer
         self.accelerator.free_memory()
         self.accelerator.wait_for_everyone()
         self.accelerator.end_training()
+
+
+def zero_plugin(config: Config) -> DeepSpeedPlugin:
+    """ZeRO as the configuration says; its engine clips, steps and zeroes inside `accelerator.backward`."""
+    prepare_deepspeed()
+    world_size = int(os.environ["WORLD_SIZE"])
+    plugin = DeepSpeedPlugin(
+        zero_stage=config.distributed.zero_stage,  # type: ignore[arg-type]  # None: as launched, else 2
+        gradient_accumulation_steps=config.gradient_accumulation_steps(world_size),
+        zero3_init_flag=False,
+    )
+    plugin.deepspeed_config |= zero_options(config, world_size)
+    return plugin
+
+
+def accelerate_precision(config: Config) -> str:
+    return "no" if config.training.precision == "fp32" or config.distributed.strategy == "deepspeed" else config.training.precision
 
 
 def main(argv: list[str] | None = None) -> int:

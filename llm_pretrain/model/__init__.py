@@ -2,6 +2,7 @@
 
 from llm_pretrain.model.cache import KeyValueCache
 from llm_pretrain.model.decoder import Decoder, DecoderOutput
+from llm_pretrain.model.experts import Experts, experts_reference
 from llm_pretrain.model.initialization import initialize_weights
 from llm_pretrain.model.loss_head import IGNORE_INDEX
 from llm_pretrain.model.router import update_router_bias
@@ -11,9 +12,11 @@ __all__ = [
     "IGNORE_INDEX",
     "Decoder",
     "DecoderOutput",
+    "Experts",
     "KeyValueCache",
     "ParameterCounts",
     "count_parameters",
+    "experts_reference",
     "flops_per_token",
     "initialize_weights",
     "update_router_bias",

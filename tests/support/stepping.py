@@ -133,6 +133,8 @@ def reference_gradients(config: Config, micro_batches: Sequence[Batch]) -> dict[
     model_part.initialize_weights(model, config.run.seed)
     model.double()
     tokens = sum(batch.num_loss_tokens for batch in micro_batches)
+    if config.model.router_aux_loss_scope == "global_batch":
+        micro_batches = [joined(micro_batches)]  # where nothing is split, a batch's own counts are global
     for batch in micro_batches:
         out = model(**batch.model_inputs())
         total = out.loss_sum + config.training.z_loss_coef * out.z_loss_sum
@@ -162,6 +164,14 @@ def masked(batch: Batch) -> Batch:
         loss_mask=torch.zeros_like(batch.loss_mask),
         num_loss_tokens=0,
     )
+
+
+def joined(micro_batches: Sequence[Batch]) -> Batch:
+    """One batch of all sequences, in their order."""
+    names = ("input_ids", "position_ids", "document_ids", "labels", "loss_mask")
+    whole = {name: torch.cat([getattr(batch, name) for batch in micro_batches]) for name in names}
+    tokens = sum(batch.num_loss_tokens for batch in micro_batches)
+    return replace(micro_batches[0], **whole, num_loss_tokens=tokens)
 
 
 def micro_batches_of(config: Config, step: int) -> Iterator[Batch]:
