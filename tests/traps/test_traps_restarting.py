@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import signal
 import subprocess
@@ -22,7 +23,7 @@ import psutil
 import pytest
 from support.engines import SCRIPTS, small_config
 from support.launching import train_tiny
-from support.mutation import ROOT, Edit, mutated
+from support.mutation import ROOT, Edit, edited, mutated
 from support.probes import ACCELERATE, LIMIT_SECONDS, TORCHRUN, Launch, finish_probe, start_probe
 
 import llm_pretrain.training.loop as loop
@@ -34,6 +35,8 @@ RESTART_PROBE = ROOT / "tests" / "support" / "restart_probe.py"
 STOP_PROBE = ROOT / "tests" / "support" / "stop_probe.py"
 LOOP = "llm_pretrain/training/loop.py"
 LAUNCHERS_WORD_ONLY = Edit(LOOP, "self.status.ended(step, EXIT_PREEMPTED, reason)", "pass")
+
+FORMING = ("init_process_group", "InitProcessGroupKwargs", "PartialState", "init_distributed")
 
 UNTOLD = "not told of the launcher's death"
 STOPS: dict[str, tuple[list[str], signal.Signals, list[str]]] = {
@@ -138,6 +141,23 @@ def test_a_restarted_process_meets_those_of_its_own_attempt(launcher, restarted)
     check(launcher)
     with pytest.raises(AssertionError, match="connectFullMesh"):
         check(f"{launcher} one store")
+
+
+def check_meeting_points(source: str) -> None:
+    """Whatever forms a process group forms it at the attempt's own meeting point."""
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    forming = [call for call in calls if ast.unparse(call.func).split(".")[-1] in FORMING]
+    assert forming
+    for call in forming:
+        given = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+        assert given.get("init_method") == "meeting_point()", ast.unparse(call)
+
+
+@pytest.mark.parametrize("file", SCRIPTS.values())
+def test_every_process_group_is_formed_at_the_meeting_point(file):
+    check_meeting_points(edited(file, []))
+    with pytest.raises(AssertionError):
+        check_meeting_points(edited(file, [Edit(file, "init_method=meeting_point(), ", "")]))
 
 
 def test_the_status_file_knows_what_the_launcher_does_not_say(restarted, masked_store, tmp_path, monkeypatch):
