@@ -172,7 +172,7 @@ def _read(zero: Any, pairs: list[tuple[nn.Parameter, nn.Parameter]], optimizer: 
 @torch.no_grad()
 def _write(zero: Any, pairs: list[tuple[nn.Parameter, nn.Parameter]], optimizer: Optimizer) -> None:
     from deepspeed.utils import safe_set_full_optimizer_state
-    from deepspeed.zero import GatheredParameters
+    from deepspeed.runtime.zero import GatheredParameters
 
     for theirs, ours in pairs:
         with GatheredParameters([theirs], modifier_rank=0):  # does nothing where they are not partitioned
