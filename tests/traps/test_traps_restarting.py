@@ -157,7 +157,7 @@ def check_meeting_points(source: str) -> None:
 def test_every_process_group_is_formed_at_the_meeting_point(file):
     check_meeting_points(edited(file, []))
     with pytest.raises(AssertionError):
-        check_meeting_points(edited(file, [Edit(file, "init_method=meeting_point(), ", "")]))
+        check_meeting_points(edited(file, [Edit(file, "backend, init_method=meeting_point()", "backend")]))
 
 
 def test_the_status_file_knows_what_the_launcher_does_not_say(restarted, masked_store, tmp_path, monkeypatch):
