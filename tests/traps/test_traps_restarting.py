@@ -98,11 +98,11 @@ def stop(process: subprocess.Popen[str], folder: Path, number: signal.Signals, v
     process.wait(LIMIT_SECONDS)
 
 
-def check_stopped(folder: Path, variant: str, expected: str) -> None:
-    """The process has been told to stop, knows by which signal, and is gone."""
+def check_stopped(folder: Path, variant: str, expected: str, patience: float = 60) -> None:
+    """The process has been told to stop, knows by which signal, and is gone after `patience` seconds."""
     worker = int((folder / f"{variant}.pid").read_text())
     with suppress(psutil.NoSuchProcess):
-        psutil.Process(worker).wait(3)
+        psutil.Process(worker).wait(patience)
     file = folder / f"{variant}.signal"
     assert file.exists(), "it was not told"
     assert file.read_text() == expected
@@ -125,7 +125,7 @@ def test_workers_stop_with_their_launcher(name, told, launched):
         mistakes = [(folder, variants[0])]
     for where, variant in mistakes:
         with pytest.raises((AssertionError, psutil.TimeoutExpired)):
-            check_stopped(where, variant, told)
+            check_stopped(where, variant, told, patience=2)
 
 
 @pytest.fixture(scope="module")
