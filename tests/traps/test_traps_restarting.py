@@ -22,7 +22,7 @@ from pathlib import Path
 import psutil
 import pytest
 from support.engines import SCRIPTS, small_config
-from support.launching import train_tiny
+from support.launching import kill_outright, train_tiny
 from support.mutation import ROOT, Edit, edited, mutated
 from support.probes import ACCELERATE, LIMIT_SECONDS, TORCHRUN, Launch, finish_probe, start_probe
 
@@ -79,7 +79,8 @@ def launched(store_folder, tmp_path_factory) -> Iterator[dict[str, tuple[subproc
                     if str(folder) in (left := psutil.Process(int(file.read_text()))).cmdline():
                         left.kill()
             if process.poll() is None:
-                process.kill()
+                kill_outright(process)
+                process.wait()
 
 
 def wait_for(what: str, happened) -> None:
