@@ -85,6 +85,8 @@ class AccelerateEngine:
             )
         timeout = timedelta(seconds=config.distributed.timeout_seconds)
         self.uses_deepspeed = config.distributed.strategy == "deepspeed"
+        # "nccl" leaves it to Accelerate; naming gloo makes it expect a process group of a process alone
+        backend = "gloo" if self.uses_deepspeed and not on_gpu else "nccl"
         self.accelerator = Accelerator(
             cpu=not on_gpu and not self.uses_deepspeed,  # with cpu=True Accelerate forgets DeepSpeed
             mixed_precision=accelerate_precision(config),
@@ -96,9 +98,7 @@ class AccelerateEngine:
             dataloader_config=DataLoaderConfiguration(even_batches=False, non_blocking=True),
             kwargs_handlers=[
                 DistributedDataParallelKwargs(**DDP_OPTIONS),
-                InitProcessGroupKwargs(
-                    backend="nccl" if on_gpu else "gloo", init_method=meeting_point(), timeout=timeout
-                ),
+                InitProcessGroupKwargs(backend=backend, init_method=meeting_point(), timeout=timeout),
             ],
         )
         self.rank: int = self.accelerator.process_index
