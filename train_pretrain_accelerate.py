@@ -85,6 +85,7 @@ class AccelerateEngine:
             )
         timeout = timedelta(seconds=config.distributed.timeout_seconds)
         self.uses_deepspeed = config.distributed.strategy == "deepspeed"
+        zero_backend = ("nccl" if on_gpu else "gloo") if self.uses_deepspeed else None
         self.accelerator = Accelerator(
             cpu=not on_gpu and not self.uses_deepspeed,  # with cpu=True Accelerate forgets DeepSpeed
             mixed_precision=accelerate_precision(config),
@@ -96,9 +97,8 @@ class AccelerateEngine:
             dataloader_config=DataLoaderConfiguration(even_batches=False, non_blocking=True),
             kwargs_handlers=[
                 DistributedDataParallelKwargs(**DDP_OPTIONS),
-                InitProcessGroupKwargs(
-                    backend="nccl" if on_gpu else "gloo", init_method=meeting_point(), timeout=timeout
-                ),
+                # named for DeepSpeed alone: one process of DDP has no group, and a named back-end needs one
+                InitProcessGroupKwargs(backend=zero_backend, init_method=meeting_point(), timeout=timeout),
             ],
         )
         self.rank: int = self.accelerator.process_index
