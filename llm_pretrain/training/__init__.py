@@ -16,6 +16,7 @@ from llm_pretrain.training.loop import pretrain
 from llm_pretrain.training.objective import Objective, StepCounts, StepSums
 from llm_pretrain.training.process import (
     check_world_size,
+    default_accelerate_file,
     prepare_process,
     report_errors,
 )
@@ -53,6 +54,7 @@ __all__ = [
     "fingerprints",
     "layer_precision",
     "learning_rate",
+    "default_accelerate_file",
     "mark_last",
     "meeting_point",
     "plain_number",
