@@ -90,7 +90,8 @@ def _details(judged: Sequence[Judged], interrupted: Interrupted | None) -> list[
         for number, attempt in enumerate(interrupted.attempts, start=1):
             lines.append(
                 f"attempt {number}: {attempt.path} W={attempt.world_size} from step {attempt.first_step} "
-                f"(checkpoint {attempt.checkpoint or 'none'}) to {attempt.last_step}{', killed' * attempt.killed}"
+                f"(checkpoint {attempt.checkpoint or 'none'}) to {attempt.last_step}"
+                f"{', killed' if attempt.killed else ''}"
             )
             if attempt.wrong_start:
                 lines.append(f"interrupted differs: {attempt.wrong_start}")
