@@ -85,8 +85,8 @@ class AccelerateEngine:
             )
         timeout = timedelta(seconds=config.distributed.timeout_seconds)
         self.uses_deepspeed = config.distributed.strategy == "deepspeed"
-        # "nccl" leaves it to Accelerate; naming gloo makes it expect a process group of a process alone
-        backend = "gloo" if self.uses_deepspeed and not on_gpu else "nccl"
+        # named for DeepSpeed alone: a named back-end needs a process group, and one process of DDP has none
+        zero_backend = ("nccl" if on_gpu else "gloo") if self.uses_deepspeed else None
         self.accelerator = Accelerator(
             cpu=not on_gpu and not self.uses_deepspeed,  # with cpu=True Accelerate forgets DeepSpeed
             mixed_precision=accelerate_precision(config),
@@ -98,7 +98,7 @@ class AccelerateEngine:
             dataloader_config=DataLoaderConfiguration(even_batches=False, non_blocking=True),
             kwargs_handlers=[
                 DistributedDataParallelKwargs(**DDP_OPTIONS),
-                InitProcessGroupKwargs(backend=backend, init_method=meeting_point(), timeout=timeout),
+                InitProcessGroupKwargs(backend=zero_backend, init_method=meeting_point(), timeout=timeout),
             ],
         )
         self.rank: int = self.accelerator.process_index
