@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from llm_pretrain.config import Config
-from llm_pretrain.data.assembly import Assembler, Batch, PackedSource
+from llm_pretrain.data.assembly import IGNORE_INDEX, Assembler, Batch, PackedSource, digest_head, digest_rows
 from llm_pretrain.data.packing import pack
 from llm_pretrain.data.sample_order import BLOCK, SampleOrder, block_at, shuffled
 from llm_pretrain.data.token_store import TokenStore
@@ -80,6 +80,20 @@ class MicroBatches(Dataset[Batch]):
         samples = [self.order[number] for number in numbers]
         micro_batch = slot // self._micro_batch_size
         return self.assembler.assemble(samples, step=step, micro_batch=micro_batch, slot=slot)
+
+    def digest(self, numbers: Sequence[int], input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """`Batch.digest` of the samples `numbers` as they arrived: hashed anew from what is given.
+
+        Args:
+            numbers: Of the run's samples, B of them.
+            input_ids: int64 [B, S], on any device.
+            labels: int64 [B, S], shifted, and -100 where no loss is taken.
+        """
+        samples = [(number % self._global_batch_size, *self._order[number]) for number in numbers]
+        stores = [source.store for source in self._assembler.sources]
+        heads = [digest_head(slot, stores[source], sequence) for slot, source, sequence in samples]
+        ids, targets = input_ids.cpu().numpy(), labels.cpu().numpy()
+        return digest_rows(heads, ids, targets, targets != IGNORE_INDEX)
 
 
 class EvaluationBatches(Sequence[Batch]):
