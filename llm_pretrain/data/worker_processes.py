@@ -1,4 +1,4 @@
-"""Processes that assemble batches beside the training: how they start, what they do with signals, how they end.
+"""Processes that assemble batches beside the training: their start, their signals, their end.
 
 Knows nothing of batches.
 """
