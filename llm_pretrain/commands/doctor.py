@@ -50,15 +50,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print facts, then warnings; 0 where there are none, else 1."""
-    from llm_pretrain.commands._accelerate_file import Machine, default_file, read_file, surprises
+    from llm_pretrain.commands._accelerate_file import Machine, read_file, surprises
     from llm_pretrain.config import load_config
+    from llm_pretrain.training import default_accelerate_file
 
     config = None
     if arguments.config:
         files = [word for file in arguments.config for word in ("--config", file)]
         config = load_config(files, needs_data=False)
     named = arguments.accelerate_config
-    path = Path(named) if named else default_file()
+    path = Path(named) if named else default_accelerate_file()
     settings, text = read_file(path) if named or path.exists() else ({}, "")
     gpus, cores = _gpus(), _cores()
     for name, value in _facts(gpus, cores):

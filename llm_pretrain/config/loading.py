@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
 
 _CONFIG_HELP = "YAML file of settings; may be given several times, and the later file wins."
+_LAUNCHER_OPTIONS = ("local-rank", "local_rank")
+"""What `torch.distributed.launch` and DeepSpeed's launcher append; the environment says the same."""
 _PRINT_HELP = "Print the resolved settings as YAML, which can be passed back as --config, and exit."
 
 
@@ -138,6 +140,9 @@ def _read_command_line(arguments: list[str]) -> _CommandLine:
             line.wants_help = True
         elif word == "--print_config":
             line.wants_print = True
+        elif name in _LAUNCHER_OPTIONS:
+            if not equals and rest:
+                rest.pop()
         elif not word.startswith("--") or not name:
             advice = "settings are written --section.field VALUE, files --config FILE"
             line.problems.append(Problem(f"{one_line(word)}: unexpected argument; {advice}"))

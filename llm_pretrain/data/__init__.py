@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         sequences_per_epoch,
         shard,
         tokens_per_epoch,
+        train_samples,
         weight_changes_fingerprint,
     )
     from llm_pretrain.data.chat import chat_prompt_ids, encode_chat
@@ -61,6 +62,7 @@ __all__ = [
     "sequences_per_epoch",
     "shard",
     "tokens_per_epoch",
+    "train_samples",
     "train_tokenizer",
     "weight_changes_fingerprint",
 ]

@@ -28,7 +28,8 @@ class Batch:
     batches of a step over all ranks. `digest` int64 [8], on the CPU: the sum over the samples of the eight
     32-bit words of SHA-256(slot, store hash, sequence number, input ids, labels, mask); sums over micro
     batches and ranks combine, and are taken modulo 2^32 at the end. `sources` int64 [B] are the numbers of
-    the sources that the sequences come from, None where there is one source only.
+    the sources that the sequences come from, None where there is one source only. `global_expert_counts`
+    int64 [MoE layers, E] are put in by training alone, where the balance loss asks for them.
     """
 
     input_ids: torch.Tensor
@@ -41,6 +42,7 @@ class Batch:
     micro_batch: int
     digest: torch.Tensor
     sources: torch.Tensor | None = None
+    global_expert_counts: torch.Tensor | None = None
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """The batch on `device`; the digest stays where it is."""
@@ -53,7 +55,9 @@ class Batch:
 
     def model_inputs(self) -> dict[str, Any]:
         """The keyword arguments of the decoder's forward."""
-        names = ("input_ids", "position_ids", "document_ids", "labels", "loss_mask")
+        names = ["input_ids", "position_ids", "document_ids", "labels", "loss_mask"]
+        if self.global_expert_counts is not None:
+            names.append("global_expert_counts")
         return {name: getattr(self, name) for name in names}
 
     def _movable(self) -> dict[str, torch.Tensor]:

@@ -1,7 +1,7 @@
 """What a training process does before any arithmetic, and how it reports its end.
 
-Threads, determinism, dying with its launcher, and the check that as many processes run as were asked for.
-No collective is called here.
+Threads, determinism, dying with its launcher, and the checks of what the launcher left in the environment
+and of how many processes really run. No collective is called here.
 """
 
 from __future__ import annotations
@@ -29,20 +29,70 @@ INTERRUPTED = 130
 PR_SET_PDEATHSIG = 1
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 """Names of glibc's `mallopt` options, as malloc.h numbers them."""
+_PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+_MEETING = ("MASTER_ADDR", "MASTER_PORT")
+_trained: tuple[int, int] | None = None
+"""Process number and threads of the training that this process, or the one it is a fork of, did before."""
 
 
 def prepare_process(config: Config) -> None:
-    """Set what must be the same in every process of either launcher, before any arithmetic."""
+    """Set what must be the same in every process of either launcher, before any arithmetic.
+
+    Raises:
+        ConfigError: the launcher's variables are not whole, or a fork inherited threads that are gone.
+    """
+    check_environment()
     die_with_launcher()
     # Accelerate's DDP options know the old name only, and both paths must set the same.
     warnings.filterwarnings("ignore", message=".*`broadcast_buffers` is deprecated", category=FutureWarning)
     keep_freed_memory()
-    torch.set_num_threads(cpu_threads(config))
+    _set_threads(cpu_threads(config))
     if config.training.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         os.environ.setdefault("NCCL_ALGO", "Ring")
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
+
+
+def check_environment() -> None:
+    """Stop when only some of a launcher's variables are set, as when they are set by hand.
+
+    Half of them would train one process that was meant to be one of many, or wait for nobody.
+
+    Raises:
+        ConfigError: naming the variables that are missing or no number.
+    """
+    if not any(os.environ.get(name) for name in _PLACE):
+        return
+    missing = [name for name in (*_PLACE, *_MEETING) if not os.environ.get(name)]
+    if missing:
+        found = ", ".join(f"{name}={os.environ[name]}" for name in _PLACE if os.environ.get(name))
+        raise ConfigError(
+            f"launch: expected {', '.join(_PLACE)}, {', '.join(_MEETING)} together in the environment, found "
+            f"{found} without {', '.join(missing)}; set or unset all of them"
+        )
+    for name in ("RANK", "LOCAL_RANK"):
+        value = os.environ[name]
+        if not value.isdecimal() or int(value) >= int(os.environ["WORLD_SIZE"]):
+            raise ConfigError(
+                f"{name}: expected 0 to WORLD_SIZE - 1 ({int(os.environ['WORLD_SIZE']) - 1}) in the "
+                f"environment, found {value!r}"
+            )
+
+
+def _set_threads(threads: int) -> None:
+    """Set the number of threads, so that it stays."""
+    global _trained
+    if _trained is not None and _trained[0] != os.getpid() and min(threads, _trained[1]) > 1:
+        raise ConfigError(
+            f"launch: this process is a fork of one that trained with {_trained[1]} threads before, which "
+            f"its own {threads} would wait for; restart the notebook's kernel, or set "
+            "distributed.cpu_threads to 1"
+        )
+    torch.set_num_threads(threads)
+    # where no launcher has set it, Accelerate counts cores by itself and sets another number of threads
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    _trained = os.getpid(), threads
 
 
 def cpu_threads(config: Config) -> int:
@@ -99,40 +149,6 @@ def check_world_size(world_size: int) -> None:
         )
 
 
-def check_accelerate_settings(config: Config, accumulation_steps: int) -> None:
-    """Stop when `accelerate launch` or its YAML asks for something other than the configuration.
-
-    Accelerate hands its settings over in the environment, where "no" and 1 are also its defaults; those
-    leave the decision to the configuration.
-
-    Raises:
-        ConfigError: every disagreement, with both values.
-    """
-    environment, precision = os.environ.get, config.training.precision
-    problems = []
-    launched = environment("ACCELERATE_MIXED_PRECISION", "no")
-    if launched not in ("no", precision):
-        problems.append(f"training.precision: {precision}, but accelerate's mixed_precision is {launched}")
-    launched = environment("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
-    if launched not in ("1", str(accumulation_steps)):
-        problems.append(
-            f"training.global_batch_size: makes {accumulation_steps} accumulation steps, but accelerate's "
-            f"gradient_accumulation_steps is {launched}"
-        )
-    strategies = [
-        name
-        for name, variable in (("fsdp", "ACCELERATE_USE_FSDP"), ("deepspeed", "ACCELERATE_USE_DEEPSPEED"))
-        if environment(variable, "false").lower() in ("1", "true")
-    ]
-    for launched in strategies:
-        if launched != config.distributed.strategy:
-            problems.append(
-                f"distributed.strategy: {config.distributed.strategy}, but accelerate runs {launched}"
-            )
-    if problems:
-        raise ConfigError(*(f"{problem}; make them agree" for problem in problems))
-
-
 def _launcher_arguments() -> list[str]:
     """Command line of the parent process after `accelerate launch`; empty when it is something else."""
     try:
@@ -148,18 +164,25 @@ def _launcher_arguments() -> list[str]:
     return []
 
 
+def default_accelerate_file() -> Path:
+    """Where `accelerate launch` looks without `--config_file`: below HF_HOME, or the cache folder."""
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    home = os.environ.get("HF_HOME") or os.path.join(cache, "huggingface")
+    return Path(home).expanduser() / "accelerate" / "default_config.yaml"
+
+
 def _requested_processes() -> int | None:
-    """`--num_processes` of the `accelerate launch` above us, or its configuration file's."""
+    """`--num_processes` of the `accelerate launch` above us, or its file's; None where neither says it."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--num_processes", "--num-processes", type=int)
     parser.add_argument("--config_file", "--config-file")
     arguments = _launcher_arguments()
     script = next((i for i, word in enumerate(arguments) if word.endswith(".py")), len(arguments))
     known, _ = parser.parse_known_args(arguments[:script])
-    if known.num_processes is not None or known.config_file is None:
+    if known.num_processes is not None or not arguments:
         return known.num_processes
     try:
-        settings = yaml.safe_load(Path(known.config_file).read_text())
+        settings = yaml.safe_load(Path(known.config_file or default_accelerate_file()).read_text())
     except (OSError, yaml.YAMLError):
         return None
     count = settings.get("num_processes") if isinstance(settings, dict) else None
@@ -173,7 +196,8 @@ def report_errors() -> Iterator[None]:
     Errors of the user's making print one line (`PretrainError`), once for all ranks where all ranks raise
     the same; anything else is a bug of ours and prints its traceback.
     """
-    rank = int(os.environ.get("RANK") or 0)
+    number = os.environ.get("RANK", "")
+    rank = int(number) if number.isdecimal() else 0
     try:
         yield
     except KeyboardInterrupt:
@@ -187,8 +211,11 @@ def report_errors() -> Iterator[None]:
         _exit(error, rank)
     except OSError as error:
         _exit(CheckpointError(f"{error.filename or 'input/output'}: {error.strerror or error}"), rank)
-    except Exception:
-        if not torch.distributed.is_initialized():
+    except Exception as error:
+        distributed = torch.distributed
+        if isinstance(error, distributed.DistError) and not distributed.is_initialized():
+            _exit(ResourceError(_no_meeting(error)), rank)
+        if not _has_peers():
             raise
         traceback.print_exc()
         _leave(1)
@@ -202,10 +229,28 @@ def _exit(error: PretrainError, rank: int) -> None:
     _leave(error.exit_code)
 
 
+def _no_meeting(error: Exception) -> str:
+    """One line for a process group that did not come about."""
+    meeting = ":".join(os.environ.get(name, "?") for name in _MEETING)
+    return (
+        f"launch: {str(error).splitlines()[0]:.200} (rank {os.environ.get('RANK', '?')} of "
+        f"{os.environ.get('WORLD_SIZE', '?')}, meeting at {meeting}); start every rank, with one "
+        "address and a free port for all"
+    )
+
+
+def _has_peers() -> bool:
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
 def _leave(exit_code: int) -> None:
-    """Exit; at once where a process group is alive, whose clean-up would wait for peers that are gone."""
+    """Exit; at once where other ranks are in the process group, whose clean-up would wait for them.
+
+    A process alone may be a notebook's kernel, which must live on: `SystemExit` ends a cell, not a kernel.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    if _has_peers():
         os._exit(exit_code)
     sys.exit(exit_code)

@@ -10,8 +10,9 @@ from support.mutation import ROOT
 
 from llm_pretrain.__main__ import main
 from llm_pretrain.commands import doctor
-from llm_pretrain.commands._accelerate_file import Machine, default_file, surprises
+from llm_pretrain.commands._accelerate_file import Machine, surprises
 from llm_pretrain.config import Config, TrainingConfig, read_yaml
+from llm_pretrain.training import default_accelerate_file
 
 CPU, GPUS = Machine(gpus=0, cores=2), Machine(gpus=2, cores=16)
 
@@ -50,9 +51,9 @@ def test_the_file_is_found_where_accelerate_finds_it(
     capsys: pytest.CaptureFixture[str],
 ):
     assert main(["doctor"]) == 0
-    assert f"no file at {default_file()}" in capsys.readouterr().out
-    default_file().parent.mkdir(parents=True)
-    default_file().write_text("distributed_type: MULTI_CPU\nnum_processes: 2\nuse_cpu: true\n")
+    assert f"no file at {default_accelerate_file()}" in capsys.readouterr().out
+    default_accelerate_file().parent.mkdir(parents=True)
+    default_accelerate_file().write_text("distributed_type: MULTI_CPU\nnum_processes: 2\nuse_cpu: true\n")
     assert main(["doctor"]) == 1
     warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
     assert len(warnings) == 1
@@ -68,7 +69,7 @@ def test_accelerate_looks_there_too(variable: str | None, tmp_path: Path, monkey
         if variable:
             patched.setenv(variable, str(tmp_path / "home"))
         theirs = importlib.reload(config_args).default_yaml_config_file
-        assert str(default_file()) == theirs
+        assert str(default_accelerate_file()) == theirs
         assert (str(tmp_path) in theirs) == (variable is not None)
     importlib.reload(config_args)
 
