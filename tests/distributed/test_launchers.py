@@ -151,7 +151,7 @@ def run(parts: list[Part], folder: Path, options: Sequence[str]) -> Finished:
         subprocess.Popen(
             [*part.command, *NO_REPORT, "--run.output_dir", str(folder), *options],
             cwd=ROOT,
-            env=environment() | part.variables,
+            env=environment() | dict(part.variables),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
