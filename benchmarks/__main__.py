@@ -13,6 +13,7 @@ BENCHMARKS = {
     "loop_overhead": "what the training loop adds to forward, backward, clipping and optimizer",
     "launchers": "the Accelerate script's step against the torchrun script's",
     "data_path": "tokens per second and core of tokenising, packing and batch assembly",
+    "normalisation": "gradient errors of other ways to normalise, and the exact balance loss's cost",
     "moe_layer": "a mixture-of-experts layer against a dense one of equal FLOPs",
     "gpu_step": "tokens per second and MFU of minimind-26m on one GPU",
 }

@@ -21,12 +21,14 @@ COMMANDS = {
     "inspect": "show what is in a token store: lengths, masks, packing, samples",
     "configs": "list the presets; write other frameworks' configurations as ours",
     "doctor": "look for what on this machine would surprise a run",
+    "parity": "launch a configuration in every way, and compare the runs bit for bit",
     "generate": "continue a prompt with trained weights",
     "chat": "talk to trained weights in the terminal",
     "evaluate": "loss, perplexity and bits per byte on a token store, on files, or lm-eval's tasks",
     "export": "write weights for llama.cpp (GGUF) or transformers",
     "report": "write an HTML page about a run, or compare several",
     "top": "watch a run, or several, in the terminal",
+    "verify": "check from a run's files that it is what it says; that packed documents are alone",
 }
 """Module of `llm_pretrain.commands` and its line of help."""
 

@@ -108,10 +108,6 @@ def _names(config: Config) -> Iterator[str]:
     project = config.logging.wandb_project
     if not re.fullmatch(r"[^/\\#?%:\s][^/\\#?%:\n]{0,127}", project):
         yield f"logging.wandb_project: expected at most 128 characters, none of /\\#?%:, found {project!r}"
-    if config.distributed.strategy != "ddp":  # until the engines know it
-        yield f"distributed.strategy: expected ddp, found {config.distributed.strategy}"
-    if config.model.router_aux_loss_scope == "global_batch":  # until the engines count
-        yield "model.router_aux_loss_scope: expected sequence or micro_batch, found global_batch"
     if config.logging.tensorboard and find_spec("tensorboard") is None:
         yield (
             "logging.tensorboard: expected the package tensorboard, found none; "

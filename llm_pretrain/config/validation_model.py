@@ -107,6 +107,13 @@ def _no_experts(model: ModelConfig) -> Iterator[Relation]:
         if value != default:
             names = (name, "model.num_experts")
             yield names, f"{name}: expected {default} with {names[1]} = 0, found {value}; set {names[1]}"
+    if model.router_aux_loss_scope == "global_batch":
+        names = ("model.router_aux_loss_scope", "model.num_experts")
+        yield (
+            names,
+            f"{names[0]}: expected sequence or micro_batch with {names[1]} = 0, found global_batch; "
+            f"set {names[1]}",
+        )
 
 
 def _experts(model: ModelConfig) -> Iterator[Relation]:

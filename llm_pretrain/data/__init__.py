@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from llm_pretrain.data.assembly import Batch
     from llm_pretrain.data.batches import (
         EvaluationBatches,
+        MicroBatches,
         MicroBatchSampler,
         data_fingerprint,
         evaluation_batches,
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
         sequences_per_epoch,
         shard,
         tokens_per_epoch,
+        train_samples,
         weight_changes_fingerprint,
     )
     from llm_pretrain.data.chat import chat_prompt_ids, encode_chat
@@ -37,6 +39,7 @@ __all__ = [
     "ConversionReport",
     "EvaluationBatches",
     "MicroBatchSampler",
+    "MicroBatches",
     "Preparation",
     "Sample",
     "SampleOrder",
@@ -59,6 +62,7 @@ __all__ = [
     "sequences_per_epoch",
     "shard",
     "tokens_per_epoch",
+    "train_samples",
     "train_tokenizer",
     "weight_changes_fingerprint",
 ]

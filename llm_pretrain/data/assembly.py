@@ -28,7 +28,8 @@ class Batch:
     batches of a step over all ranks. `digest` int64 [8], on the CPU: the sum over the samples of the eight
     32-bit words of SHA-256(slot, store hash, sequence number, input ids, labels, mask); sums over micro
     batches and ranks combine, and are taken modulo 2^32 at the end. `sources` int64 [B] are the numbers of
-    the sources that the sequences come from, None where there is one source only.
+    the sources that the sequences come from, None where there is one source only. `global_expert_counts`
+    int64 [MoE layers, E] are put in by training alone, where the balance loss asks for them.
     """
 
     input_ids: torch.Tensor
@@ -41,6 +42,7 @@ class Batch:
     micro_batch: int
     digest: torch.Tensor
     sources: torch.Tensor | None = None
+    global_expert_counts: torch.Tensor | None = None
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """The batch on `device`; the digest stays where it is."""
@@ -53,7 +55,9 @@ class Batch:
 
     def model_inputs(self) -> dict[str, Any]:
         """The keyword arguments of the decoder's forward."""
-        names = ("input_ids", "position_ids", "document_ids", "labels", "loss_mask")
+        names = ["input_ids", "position_ids", "document_ids", "labels", "loss_mask"]
+        if self.global_expert_counts is not None:
+            names.append("global_expert_counts")
         return {name: getattr(self, name) for name in names}
 
     def _movable(self) -> dict[str, torch.Tensor]:
@@ -158,15 +162,37 @@ class Assembler:
         loss_mask: np.ndarray,
     ) -> torch.Tensor:
         """Digests the arrays that the tensors share their memory with."""
-        ids, targets = input_ids.astype("<i4"), labels.astype("<i4")
-        mask = np.packbits(loss_mask, axis=1)
-        words = bytearray()
-        for row, (source, sequence) in enumerate(samples):
-            head = f"{slot + row}/{self.sources[source].store.hash}/{sequence}/".encode()
-            sample = hashlib.sha256(head)
-            sample.update(ids[row])
-            sample.update(targets[row])
-            sample.update(mask[row])
-            words += sample.digest()
-        total = np.frombuffer(words, dtype=">u4").reshape(len(samples), 8).sum(axis=0, dtype=np.int64)
-        return torch.from_numpy(total)
+        heads = [
+            digest_head(slot + row, self.sources[source].store, sequence)
+            for row, (source, sequence) in enumerate(samples)
+        ]
+        return digest_rows(heads, input_ids, labels, loss_mask)
+
+
+def digest_head(slot: int, store: TokenStore, sequence: int) -> bytes:
+    """What a sample's digest begins with: its slot in the global batch, its store, its sequence there."""
+    return f"{slot}/{store.hash}/{sequence}/".encode()
+
+
+def digest_rows(
+    heads: Sequence[bytes], input_ids: np.ndarray, labels: np.ndarray, loss_mask: np.ndarray
+) -> torch.Tensor:
+    """`Batch.digest`, int64 [8], of B samples.
+
+    Args:
+        heads: `digest_head` of each.
+        input_ids: Integers [B, S].
+        labels: Shifted, and -100 where masked; integers [B, S].
+        loss_mask: bool [B, S].
+    """
+    ids, targets = input_ids.astype("<i4"), labels.astype("<i4")
+    mask = np.packbits(loss_mask, axis=1)
+    words = bytearray()
+    for row, head in enumerate(heads):
+        sample = hashlib.sha256(head)
+        sample.update(ids[row])
+        sample.update(targets[row])
+        sample.update(mask[row])
+        words += sample.digest()
+    total = np.frombuffer(words, dtype=">u4").reshape(len(heads), 8).sum(axis=0, dtype=np.int64)
+    return torch.from_numpy(total)

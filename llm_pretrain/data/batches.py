@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from llm_pretrain.config import Config
-from llm_pretrain.data.assembly import Assembler, Batch, PackedSource
+from llm_pretrain.data.assembly import IGNORE_INDEX, Assembler, Batch, PackedSource, digest_head, digest_rows
 from llm_pretrain.data.packing import pack
 from llm_pretrain.data.sample_order import BLOCK, SampleOrder, block_at, shuffled
 from llm_pretrain.data.token_store import TokenStore
@@ -57,11 +57,14 @@ class MicroBatchSampler:
 
 
 class MicroBatches(Dataset[Batch]):
-    """Assembles the micro batch of given sample numbers; `len` is the number of samples of the run."""
+    """Assembles the micro batch of given sample numbers; `len` is the number of samples of the run.
+
+    Attributes: `assembler`, and the `order` of samples.
+    """
 
     def __init__(self, assembler: Assembler, order: SampleOrder, config: Config):
-        self._assembler = assembler
-        self._order = order
+        self.assembler = assembler
+        self.order = order
         self._micro_batch_size = config.training.micro_batch_size
         self._global_batch_size = config.training.global_batch_size
         self._samples = config.training.max_steps * self._global_batch_size
@@ -74,9 +77,23 @@ class MicroBatches(Dataset[Batch]):
 
     def __getitems__(self, numbers: Sequence[int]) -> Batch:
         step, slot = divmod(numbers[0], self._global_batch_size)
-        samples = [self._order[number] for number in numbers]
+        samples = [self.order[number] for number in numbers]
         micro_batch = slot // self._micro_batch_size
-        return self._assembler.assemble(samples, step=step, micro_batch=micro_batch, slot=slot)
+        return self.assembler.assemble(samples, step=step, micro_batch=micro_batch, slot=slot)
+
+    def digest(self, numbers: Sequence[int], input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """`Batch.digest` of the samples `numbers` as they arrived: hashed anew from what is given.
+
+        Args:
+            numbers: Of the run's samples, B of them.
+            input_ids: int64 [B, S], on any device.
+            labels: int64 [B, S], shifted, and -100 where no loss is taken.
+        """
+        samples = [(number % self._global_batch_size, *self._order[number]) for number in numbers]
+        stores = [source.store for source in self._assembler.sources]
+        heads = [digest_head(slot, stores[source], sequence) for slot, source, sequence in samples]
+        ids, targets = input_ids.cpu().numpy(), labels.cpu().numpy()
+        return digest_rows(heads, ids, targets, targets != IGNORE_INDEX)
 
 
 class EvaluationBatches(Sequence[Batch]):
@@ -177,6 +194,14 @@ def global_batches(config: Config, *, start_step: int, world_size: int) -> DataL
     batch, so every W-th micro batch from the r-th on is rank r's share, whoever picks it.
     """
     training = config.training
+    per_step = config.gradient_accumulation_steps(world_size) * world_size
+    numbers = range(start_step * per_step, training.max_steps * per_step)
+    sampler = MicroBatchSampler(numbers, training.micro_batch_size)
+    return _loader(train_samples(config), sampler, config.data.num_workers)
+
+
+def train_samples(config: Config) -> MicroBatches:
+    """All samples of the run by their numbers, of any step and in any order: what `global_batches` loads."""
     sources = _packed(config, "train")
     order = SampleOrder(
         [len(source.index) for source in sources],
@@ -184,11 +209,7 @@ def global_batches(config: Config, *, start_step: int, world_size: int) -> DataL
         config.data.seed,
         _weight_segments(config),
     )
-    per_step = config.gradient_accumulation_steps(world_size) * world_size
-    numbers = range(start_step * per_step, training.max_steps * per_step)
-    sampler = MicroBatchSampler(numbers, training.micro_batch_size)
-    dataset = MicroBatches(_assembler(config, sources), order, config)
-    return _loader(dataset, sampler, config.data.num_workers)
+    return MicroBatches(_assembler(config, sources), order, config)
 
 
 def shard(loader: DataLoader[Batch], rank: int, world_size: int) -> DataLoader[Batch]:

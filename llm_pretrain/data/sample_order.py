@@ -133,6 +133,14 @@ class SampleOrder:
         place = number % BLOCK
         return int(sources[place]), int(sequences[place])
 
+    def samples(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """Sources and sequences of the sample numbers start … stop - 1, int64 [stop - start] both."""
+        blocks = range(start // BLOCK, max(start // BLOCK + 1, block_at(stop)))
+        parts = [self._compute_block(block) for block in blocks]
+        kept = slice(start - blocks.start * BLOCK, stop - blocks.start * BLOCK)
+        sources, sequences = (np.concatenate(arrays)[kept] for arrays in zip(*parts, strict=True))
+        return sources, sequences
+
     def _compute_block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
         """Sources and sequences of a block's samples; numbers come in order, so blocks are reused."""
         segment = self.segments[bisect_right(self.segments, block, key=lambda each: each.start) - 1]

@@ -34,7 +34,7 @@ class DecoderOutput(NamedTuple):
     z_loss_sum: Tensor | None
     """Σ m · lse(logits)²."""
     aux_loss_sum: Tensor | None
-    """Σ_i n_i · mean over MoE layers of bal(i, layer); see `balance_sum`."""
+    """Σ_i n_i · mean over MoE layers of bal(i, layer); see `balance_sum` and `global_balance_sum`."""
     router_z_loss_sum: Tensor | None
     """Mean over MoE layers of Σ m · lse(router logits)²."""
     expert_counts: Tensor
@@ -56,8 +56,10 @@ class MoeFeedForward(nn.Module):
         size = config.n_shared_experts * config.expert_intermediate_size
         self.shared_experts = FeedForward(config.hidden_size, size) if size else None
 
-    def forward(self, hidden: Tensor, mask: Tensor) -> tuple[Tensor, RouterSums]:
-        weights, chosen, sums = self.gate(hidden, mask)
+    def forward(
+        self, hidden: Tensor, mask: Tensor, global_counts: Tensor | None = None
+    ) -> tuple[Tensor, RouterSums]:
+        weights, chosen, sums = self.gate(hidden, mask, global_counts)
         out = self.experts(hidden.flatten(0, 1), weights, chosen).view_as(hidden)
         return (out if self.shared_experts is None else out + self.shared_experts(hidden)), sums
 
@@ -84,12 +86,13 @@ class DecoderLayer(nn.Module):
         layout: DocumentLayout,
         mask: Tensor,
         cache: LayerCache | None = None,
+        global_counts: Tensor | None = None,
     ) -> tuple[Tensor, RouterSums | None]:
         """[B, S, H] to [B, S, H], and the router's sums where there is one."""
         hidden = hidden + self._drop(self.self_attn(self.input_layernorm(hidden), cos, sin, layout, cache))
         normed = self.post_attention_layernorm(hidden)
         if isinstance(self.mlp, MoeFeedForward):
-            out, sums = self.mlp(normed, mask)
+            out, sums = self.mlp(normed, mask, global_counts)
         else:
             out, sums = self.mlp(normed), None
         return hidden + self._drop(out), sums
@@ -119,6 +122,7 @@ class DecoderStack(nn.Module):
         document_ids: Tensor | None,
         mask: Tensor,
         cache: KeyValueCache | None = None,
+        global_expert_counts: Tensor | None = None,
     ) -> tuple[Tensor, list[RouterSums]]:
         hidden = self.embed_tokens(input_ids)
         if cache is not None:
@@ -129,16 +133,22 @@ class DecoderStack(nn.Module):
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
         cos, sin = rotary_tables(position_ids, self.config, torch.promote_types(hidden.dtype, torch.float32))
         shared = (cos, sin, document_layout(document_ids), mask)
+        counts: dict[int, Tensor] = {}
+        if global_expert_counts is not None:
+            counts = dict(zip(self.config.moe_layers, global_expert_counts.unbind(), strict=True))
         all_sums: list[RouterSums] = []
         for index, layer in enumerate(self.layers):
             if cache is not None:
                 hidden, sums = layer(hidden, *shared, cache.layers[index])
             elif self.activation_checkpointing and self.training and torch.is_grad_enabled():
                 hidden, sums = checkpoint(
-                    layer, hidden, *shared, use_reentrant=False, preserve_rng_state=self.has_dropout
+                    layer,
+                    *(hidden, *shared, None, counts.get(index)),
+                    use_reentrant=False,
+                    preserve_rng_state=self.has_dropout,
                 )
             else:
-                hidden, sums = layer(hidden, *shared)
+                hidden, sums = layer(hidden, *shared, None, counts.get(index))
             if sums is not None:
                 all_sums.append(sums)
         return self.norm(hidden), all_sums
@@ -168,6 +178,7 @@ class Decoder(nn.Module):
         labels: Tensor | None = None,
         loss_mask: Tensor | None = None,
         cache: KeyValueCache | None = None,
+        global_expert_counts: Tensor | None = None,
     ) -> DecoderOutput:
         """Run one micro batch.
 
@@ -179,16 +190,20 @@ class Decoder(nn.Module):
             labels: int64 [B, S], already shifted, IGNORE_INDEX where the mask is 0.
             loss_mask: bool [B, S]. Default: where labels are not IGNORE_INDEX, or everywhere.
             cache: Holds each row's earlier positions, to which `input_ids` are the next; for generation.
+            global_expert_counts: int64 [MoE layers, E], assignments in the whole global batch, for the
+                balance loss of scope `global_batch`; see `Router.forward`.
         """
         if loss_mask is None:
             loss_mask = (
                 torch.ones_like(input_ids, dtype=torch.bool) if labels is None else labels != IGNORE_INDEX
             )
-        hidden, router_sums = self.model(input_ids, position_ids, document_ids, loss_mask, cache)
+        hidden, router_sums = self.model(
+            input_ids, position_ids, document_ids, loss_mask, cache, global_expert_counts
+        )
         counts, entropy = _per_layer(router_sums, hidden)
         if labels is None:
             return DecoderOutput(self.lm_head(hidden), None, None, None, None, counts, None, entropy)
-        sums = loss_head(hidden, self.lm_head.weight, labels, loss_mask)
+        sums = loss_head(self.lm_head(hidden), labels, loss_mask)
         aux_loss, router_z_loss = sums.loss.new_zeros(()), sums.loss.new_zeros(())
         if router_sums:
             aux_loss = torch.stack([layer.aux_loss for layer in router_sums]).mean()
@@ -211,3 +226,15 @@ def _per_layer(router_sums: list[RouterSums], like: Tensor) -> tuple[Tensor, Ten
         return like.new_zeros((0, 0), dtype=torch.int64), like.new_zeros(0, dtype=torch.float32)
     counts = torch.stack([layer.counts for layer in router_sums])
     return counts, torch.stack([layer.entropy for layer in router_sums])
+
+
+def full_precision_modules(model: Decoder) -> list[nn.Module]:
+    """All that has parameters except the layers' matrices: embedding, norms, routers and head.
+
+    In low precision these compute in fp32, or cast for themselves what autocast casts.
+    """
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, Embedding | RMSNorm | Router) or module is model.lm_head
+    ]

@@ -21,7 +21,7 @@ class RouterSums(NamedTuple):
     """What one layer's router adds to a step; sums over the tokens whose loss_mask is 1."""
 
     aux_loss: Tensor
-    """Σ_i n_i · bal(i), 0-dim."""
+    """Σ_i n_i · bal(i), 0-dim; with counts of the global batch Σ m · E · Σ_e f_e · p_e."""
     z_loss: Tensor
     """Σ m · lse(router logits)², 0-dim."""
     counts: Tensor
@@ -32,6 +32,28 @@ class RouterSums(NamedTuple):
 
 _NORMALISATION_EPS = 1e-20
 """Added to the sum of the chosen sigmoid scores, as DeepSeek-V3's code and its descendants do."""
+
+
+def count_assignments(chosen: Tensor, mask: Tensor, num_experts: int) -> Tensor:
+    """How many of a sequence's tokens whose mask is True went to each expert, int64 [B, E].
+
+    Args:
+        chosen: int64 [B, S, K].
+        mask: bool [B, S].
+        num_experts: E.
+    """
+    rows = len(chosen)
+    row = torch.arange(rows, device=chosen.device)[:, None, None]
+    # One-dimensional: the only shape of scatter_add that CUDA runs deterministically.
+    flat = (row * num_experts + chosen).flatten()
+    ones = mask[..., None].expand_as(chosen).flatten().long()
+    counts = torch.zeros(rows * num_experts, dtype=torch.int64, device=chosen.device)
+    return counts.scatter_add_(0, flat, ones).view(rows, num_experts)
+
+
+def masked_sums(probs: Tensor, mask: Tensor) -> Tensor:
+    """Σ_t m · p_te of each sequence: [B, S, E] and [B, S] to [B, E]."""
+    return torch.bmm(mask.to(probs.dtype)[:, None], probs)[:, 0]
 
 
 def balance_sum(probs: Tensor, chosen: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -49,18 +71,26 @@ def balance_sum(probs: Tensor, chosen: Tensor, mask: Tensor) -> tuple[Tensor, Te
     Returns:
         The sum, 0-dim, and the counts, int64 [B, E].
     """
-    rows, _, experts = probs.shape
-    top_k = chosen.shape[-1]
-    row = torch.arange(rows, device=probs.device)[:, None, None]
-    # One-dimensional: the only shape of scatter_add that CUDA runs deterministically.
-    flat = (row * experts + chosen).flatten()
-    ones = mask[..., None].expand_as(chosen).flatten().long()
-    counts = torch.zeros(rows * experts, dtype=torch.int64, device=probs.device).scatter_add_(0, flat, ones)
-    counts = counts.view(rows, experts)
+    experts, top_k = probs.shape[-1], chosen.shape[-1]
+    counts = count_assignments(chosen, mask, experts)
     tokens = mask.sum(-1).clamp(min=1).to(probs.dtype)
-    prob_sums = torch.bmm(mask.to(probs.dtype)[:, None], probs)[:, 0]
-    bal_times_n = (counts * prob_sums).sum(-1) * (experts / top_k) / tokens
+    bal_times_n = (counts * masked_sums(probs, mask)).sum(-1) * (experts / top_k) / tokens
     return bal_times_n.sum(), counts
+
+
+def global_balance_sum(probs: Tensor, mask: Tensor, global_counts: Tensor) -> Tensor:
+    """`E · Σ_e f_e · Σ_t m·p_te`, which over all micro batches sums to N times the balance loss, 0-dim.
+
+    `f_e` is the share of the whole global batch's assignments (arXiv:2501.11873, section 3), a constant:
+    so the sum is linear in this micro batch's probabilities, and the parts add up at any split.
+
+    Args:
+        probs: [B, S, E].
+        mask: bool [B, S].
+        global_counts: int64 [E], over all ranks and micro batches; K·N in all.
+    """
+    shares = (global_counts.double() / global_counts.sum()).to(probs.dtype)
+    return (shares * masked_sums(probs, mask).sum(0)).sum() * probs.shape[-1]
 
 
 class Router(nn.Module):
@@ -88,12 +118,16 @@ class Router(nn.Module):
         bias = torch.zeros(config.num_experts) if config.router_bias_update_rate > 0 else None
         self.register_buffer("e_score_correction_bias", bias)
 
-    def forward(self, hidden: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, RouterSums]:
+    def forward(
+        self, hidden: Tensor, mask: Tensor, global_counts: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, RouterSums]:
         """Route every position.
 
         Args:
             hidden: [B, S, H].
             mask: bool [B, S], the tokens that count in the sums; all tokens are routed.
+            global_counts: int64 [E], assignments in the whole global batch, for the balance loss of scope
+                `global_batch`. Without them that scope takes the micro batch for the whole.
 
         Returns:
             Weights [T, K] in at least fp32, chosen experts int64 [T, K], and the sums.
@@ -107,7 +141,7 @@ class Router(nn.Module):
             ranking = scores.detach() if bias is None else scores.detach() + bias
             chosen = ranking.topk(self.top_k, dim=-1, sorted=False).indices
             weights = self._weights(scores.gather(-1, chosen))
-            sums = self._sums(logits, log_scores, probs, chosen, mask)
+            sums = self._sums(logits, log_scores, probs, chosen, mask, global_counts)
         return weights.flatten(0, 1), chosen.flatten(0, 1), sums
 
     def _weights(self, scores: Tensor) -> Tensor:
@@ -118,11 +152,20 @@ class Router(nn.Module):
         return scores if self.scaling_factor == 1 else scores * self.scaling_factor
 
     def _sums(
-        self, logits: Tensor, log_scores: Tensor, probs: Tensor, chosen: Tensor, mask: Tensor
+        self,
+        logits: Tensor,
+        log_scores: Tensor,
+        probs: Tensor,
+        chosen: Tensor,
+        mask: Tensor,
+        global_counts: Tensor | None,
     ) -> RouterSums:
         keep = mask.to(logits.dtype)
         log_partition = logits.logsumexp(-1)
-        if self.per_sequence:
+        if global_counts is not None:
+            aux_loss = global_balance_sum(probs, mask, global_counts)
+            counts = count_assignments(chosen, mask, probs.shape[-1])
+        elif self.per_sequence:
             aux_loss, counts = balance_sum(probs, chosen, mask)
         else:
             whole = (x.flatten(0, 1)[None] for x in (probs, chosen, mask))

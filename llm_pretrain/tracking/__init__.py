@@ -2,7 +2,7 @@
 
 from llm_pretrain.tracking.console import Console
 from llm_pretrain.tracking.hardware import device_peak_flops, memory_bytes
-from llm_pretrain.tracking.metrics import MetricsWriter, read_metrics
+from llm_pretrain.tracking.metrics import MetricsWriter, read_metrics, read_rows
 from llm_pretrain.tracking.report import write_report
 from llm_pretrain.tracking.top import watch_runs
 from llm_pretrain.tracking.trackers import Trackers
@@ -14,6 +14,7 @@ __all__ = [
     "device_peak_flops",
     "memory_bytes",
     "read_metrics",
+    "read_rows",
     "watch_runs",
     "write_report",
 ]

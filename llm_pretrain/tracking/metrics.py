@@ -104,7 +104,7 @@ def read_metrics(
     """
     rows: dict[int, dict[str, Any]] = {}
     last = None
-    for row in map(convert, _read_rows(Path(path))):
+    for row in map(convert, read_rows(Path(path))):
         step = row["step"]
         before = rows.get(step, {})
         is_evaluation = all(key in _EVERY_ROW or key.startswith("eval/") for key in row)
@@ -114,7 +114,12 @@ def read_metrics(
     return [rows[step] for step in sorted(rows)]
 
 
-def _read_rows(path: Path) -> Iterator[dict[str, Any]]:
+def read_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Every row of a file of rows as it was appended, all attempts', without a torn end.
+
+    Raises:
+        CheckpointError: the file is missing or a line in its midst is damaged.
+    """
     try:
         data = path.read_bytes()
     except OSError as error:

@@ -1,5 +1,6 @@
 """Everything a training run does that no launcher needs to know."""
 
+from llm_pretrain.training.accelerate_settings import check_accelerate_settings
 from llm_pretrain.training.engine import (
     DDP_OPTIONS,
     Engine,
@@ -10,15 +11,29 @@ from llm_pretrain.training.engine import (
     settle_buckets,
 )
 from llm_pretrain.training.evaluation import Evaluator, zlib_bits_per_byte
+from llm_pretrain.training.expert_counting import with_global_expert_counts
 from llm_pretrain.training.loop import pretrain
 from llm_pretrain.training.objective import Objective, StepCounts, StepSums
 from llm_pretrain.training.process import (
-    check_accelerate_settings,
     check_world_size,
     default_accelerate_file,
     prepare_process,
     report_errors,
 )
+from llm_pretrain.training.restarts import meeting_point
+from llm_pretrain.training.run_folder import RunFolder
+from llm_pretrain.training.saving import fingerprints
+from llm_pretrain.training.schedule import learning_rate
+from llm_pretrain.training.sharding import (
+    adopt_parameters,
+    check_fsdp_version,
+    check_strategy,
+    layer_precision,
+    plain_number,
+    release_parameters,
+    shard_full_precision,
+)
+from llm_pretrain.training.status import Status
 
 __all__ = [
     "DDP_OPTIONS",
@@ -26,17 +41,30 @@ __all__ = [
     "Evaluator",
     "Launcher",
     "Objective",
+    "RunFolder",
+    "Status",
     "StepCounts",
     "StepResult",
     "StepSums",
+    "adopt_parameters",
     "check_accelerate_settings",
+    "check_fsdp_version",
+    "check_strategy",
     "check_world_size",
+    "fingerprints",
+    "layer_precision",
+    "learning_rate",
     "default_accelerate_file",
     "mark_last",
+    "meeting_point",
+    "plain_number",
     "prepare_process",
     "pretrain",
+    "release_parameters",
     "report_errors",
     "seed_dropout",
     "settle_buckets",
+    "shard_full_precision",
+    "with_global_expert_counts",
     "zlib_bits_per_byte",
 ]

@@ -1,6 +1,6 @@
 """`attempts.jsonl`: who worked on a run, when and with what: one row each time that it is started or resumed.
 
-For people and the report; nothing in training reads it back.
+For people, the report and `verify`; nothing in training reads it back.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import os
 import time
 
 from llm_pretrain.checkpoints import environment
-from llm_pretrain.config import Config
+from llm_pretrain.config import Config, to_dict
 from llm_pretrain.model import count_parameters
 from llm_pretrain.tracking import MetricsWriter
 from llm_pretrain.training.engine import Engine
@@ -46,6 +46,7 @@ def note_attempt(
         "active_parameters": size.active,
         "zlib_bits_per_byte": zlib_bits_per_byte,
         "versions": versions,
+        "config": to_dict(config),  # config.yaml is the newest attempt's alone
     }
     with MetricsWriter(folder.attempts) as attempts:
         attempts.append(row)

@@ -14,6 +14,7 @@ from llm_pretrain.model import flops_per_token
 from llm_pretrain.tracking import Console, MetricsWriter, Trackers, device_peak_flops, memory_bytes
 from llm_pretrain.training.engine import Engine, StepResult
 from llm_pretrain.training.objective import DIGEST_WORDS, loss_metrics, source_metrics
+from llm_pretrain.training.parameter_digest import parameters_sha256
 from llm_pretrain.training.progress import Progress
 from llm_pretrain.training.run_folder import RunFolder
 
@@ -67,6 +68,9 @@ class Recorder:
             "data/batch_sha256": _hex(self.progress.take_digest()),
             **self._performance(),
         }
+        if self.config.logging.parameters_sha256:
+            model, _ = self.engine.model_and_optimizer()
+            self._row["train/parameters_sha256"] = parameters_sha256(model, first=self.engine.rank == 0)
 
     def evaluation(self, metrics: Mapping[str, float | None]) -> None:
         """Add evaluation metrics to the current step's row."""

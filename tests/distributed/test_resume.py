@@ -12,10 +12,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 from support.launching import (
+    ACCELERATE_SCRIPT,
     ROOT,
     TIMEOUT_SECONDS,
+    TORCHRUN_SCRIPT,
     Finished,
     assert_same_tensors,
     checkpoint_tensors,
@@ -50,16 +53,21 @@ def reference(options: list[str], tmp_path_factory: pytest.TempPathFactory) -> F
 def kill_at(launcher: str, folder: Path, options: list[str], step: int, number: int) -> Finished:
     """Start on two processes and send a signal when the row of `step` is written; SIGKILL to all of them."""
     process = start(launcher, 2, folder, options)
-    metrics, deadline = folder / "metrics.jsonl", time.monotonic() + TIMEOUT_SECONDS
-    while not (metrics.exists() and f'"step": {step},' in metrics.read_text()):
-        assert process.poll() is None, f"ended before step {step}:\n{process.communicate()[0][-4000:]}"
-        assert time.monotonic() < deadline, f"step {step} not reached"
-        time.sleep(0.01)
+    wait_for_step(process, folder, step)
     if number == signal.SIGKILL:
         kill_outright(process)
     else:
         os.killpg(process.pid, number)
     return finish(process, folder)
+
+
+def wait_for_step(process: subprocess.Popen[str], folder: Path, step: int) -> None:
+    """Return as soon as the row of `step` is written."""
+    metrics, deadline = folder / "metrics.jsonl", time.monotonic() + TIMEOUT_SECONDS
+    while not (metrics.exists() and f'"step": {step},' in metrics.read_text()):
+        assert process.poll() is None, f"ended before step {step}:\n{process.communicate()[0][-4000:]}"
+        assert time.monotonic() < deadline, f"step {step} not reached"
+        time.sleep(0.01)
 
 
 @pytest.fixture(scope="module")
@@ -160,3 +168,33 @@ def test_a_signal_saves_and_leaves_with_75(
     assert newest_checkpoint(folder) == status["step"]
     launch(launcher, 2, folder, options)
     assert Finished(0, "", folder).exact_rows() == reference.exact_rows()
+
+
+@pytest.mark.parametrize(
+    ("script", "victim"), [(TORCHRUN_SCRIPT, 1), (ACCELERATE_SCRIPT, 0)], ids=["by hand", "accelerate"]
+)
+def test_torchrun_starts_a_killed_rank_again_in_place(
+    reference: Finished, options: list[str], tmp_path: Path, script: Path, victim: int
+):
+    """`kill -9` of one rank: the launcher goes on by itself, and nothing shows in the numbers."""
+    folder = tmp_path / "run"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "3"]
+    command = [*torchrun, "--nproc_per_node", "2", str(script), "--logging.report", "false"]
+    process = subprocess.Popen(
+        [*command, "--run.output_dir", str(folder), *options],
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    wait_for_step(process, folder, KILL_STEP)
+    workers = psutil.Process(process.pid).children()
+    next(worker for worker in workers if worker.environ().get("RANK") == str(victim)).kill()
+    continued = finish(process, folder)
+    assert continued.exit_code == 0, continued.output[-6000:]
+    assert len(continued.attempts) == 2
+    assert continued.status["state"] == "finished"
+    assert continued.exact_rows() == reference.exact_rows()
+    assert_same_tensors(checkpoint_tensors(folder, STEPS), checkpoint_tensors(reference.folder, STEPS))

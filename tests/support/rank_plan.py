@@ -8,12 +8,17 @@ from support.rank_cases import Case
 TORCHRUN, ACCELERATE = "train_pretrain.py", "train_pretrain_accelerate.py"
 ENGINE, OBJECTIVE = "llm_pretrain/training/engine.py", "llm_pretrain/training/objective.py"
 OPTIMIZERS, LOOP = "llm_pretrain/training/optimizers.py", "llm_pretrain/training/loop.py"
+COUNTING = "llm_pretrain/training/expert_counting.py"
 BATCHES, DECODER = "llm_pretrain/data/batches.py", "llm_pretrain/model/decoder.py"
 
 BF16 = {"training": {"precision": "bf16"}}
 DROPOUT = {"model": {"hidden_dropout": 0.2}}
 UNCLIPPED = {"training": {"max_grad_norm": 0.0, "max_steps": 1}}
 ROUTER_BIAS = {"model": {"router_bias_update_rate": 0.125}}
+GLOBAL_BALANCE = {
+    "model": {"router_aux_loss_scope": "global_batch", "router_aux_loss_coef": 1.0},
+    "training": {"max_grad_norm": 0.0, "activation_checkpointing": True},
+}
 FEW_TOKENS_PER_EXPERT = {"model": {"num_experts": 32, "num_experts_per_tok": 1}}
 
 SKIP_BY_OWN_LOSS = {
@@ -87,10 +92,16 @@ for path in ("torchrun", "accelerate"):
     CASES[f"{path} bf16"] = Case(path, changes=BF16)
     CASES[f"{path} dropout"] = Case(path, changes=DROPOUT)
     CASES[f"{path} unclipped"] = Case(path, changes=UNCLIPPED)
+    CASES[f"{path} global balance"] = Case(path, changes=GLOBAL_BALANCE)
     CASES[f"{path} buffers"] = Case(path, (OWN_BUFFERS[path],), ROUTER_BIAS)
     CASES[f"{path} one rank NaN"] = Case(path, (ONE_RANK_NAN[path],))
     CASES[f"{path} skip by own loss"] = Case(path, (ONE_RANK_NAN[path], SKIP_BY_OWN_LOSS[path]))
 CASES |= {
+    "counts of one rank": Case(
+        "torchrun",
+        (Edit(COUNTING, "total = engine.reduce_sum(counts)", "total = counts"),),
+        GLOBAL_BALANCE,
+    ),
     "few tokens per expert": Case("torchrun", changes=FEW_TOKENS_PER_EXPERT),
     "another optimizer": Case("torchrun", (Edit(OPTIMIZERS, "fused=True", "fused=False"),)),
     "another bucket size": Case("torchrun", (Edit(ENGINE, '"bucket_cap_mb": 25', '"bucket_cap_mb": 0.05'),)),

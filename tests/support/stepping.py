@@ -42,20 +42,26 @@ class Driven:
     first_moments: dict[str, Tensor] = field(default_factory=dict)
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """A copy of all of it, gathered from all ranks where it is spread over them."""
+    gather = getattr(tensor, "full_tensor", None)
+    return (gather() if gather else tensor).detach().clone()
+
+
 class Taps:
     """Notes gradients and learning rate whenever an optimizer really steps."""
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, driven: Driven):
-        self.names = {parameter: name for name, parameter in model.named_parameters()}
-        self.driven = driven
+        self.model, self.driven = model, driven
         optimizer.register_step_pre_hook(self.note)
 
     def note(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         groups = optimizer.param_groups
+        names = {parameter: name for name, parameter in self.model.named_parameters()}
         self.driven.rates.append(float(groups[0]["lr"]))
         self.driven.gradients.append(
             {
-                self.names[parameter]: parameter.grad.detach().clone()
+                names[parameter]: whole(parameter.grad)
                 for group in groups
                 for parameter in group["params"]
                 if parameter.grad is not None
@@ -81,7 +87,7 @@ def parameter_hash(model: torch.nn.Module) -> str:
     """SHA-256 over all parameters, to the last bit."""
     digest = hashlib.sha256()
     for parameter in model.parameters():
-        digest.update(parameter.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        digest.update(whole(parameter).contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -117,9 +123,9 @@ def drive(engine: Any, config: Config, *, windows: Sequence[list[Batch]] | None 
         training._step(window)
         driven.updates.append(len(driven.rates) - before)
         driven.hashes.append(parameter_hash(model))
-    driven.parameters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    driven.parameters = {name: whole(parameter) for name, parameter in model.named_parameters()}
     driven.first_moments = {
-        name: optimizer.state[parameter]["exp_avg"].clone()
+        name: whole(optimizer.state[parameter]["exp_avg"])
         for name, parameter in model.named_parameters()
         if parameter in optimizer.state
     }
@@ -133,6 +139,8 @@ def reference_gradients(config: Config, micro_batches: Sequence[Batch]) -> dict[
     model_part.initialize_weights(model, config.run.seed)
     model.double()
     tokens = sum(batch.num_loss_tokens for batch in micro_batches)
+    if config.model.router_aux_loss_scope == "global_batch":
+        micro_batches = [joined(micro_batches)]  # where nothing is split, a batch's own counts are global
     for batch in micro_batches:
         out = model(**batch.model_inputs())
         total = out.loss_sum + config.training.z_loss_coef * out.z_loss_sum
@@ -162,6 +170,14 @@ def masked(batch: Batch) -> Batch:
         loss_mask=torch.zeros_like(batch.loss_mask),
         num_loss_tokens=0,
     )
+
+
+def joined(micro_batches: Sequence[Batch]) -> Batch:
+    """One batch of all sequences, in their order."""
+    names = ("input_ids", "position_ids", "document_ids", "labels", "loss_mask")
+    whole = {name: torch.cat([getattr(batch, name) for batch in micro_batches]) for name in names}
+    tokens = sum(batch.num_loss_tokens for batch in micro_batches)
+    return replace(micro_batches[0], **whole, num_loss_tokens=tokens)
 
 
 def micro_batches_of(config: Config, step: int) -> Iterator[Batch]:

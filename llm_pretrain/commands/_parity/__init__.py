@@ -1,0 +1,1 @@
+"""The parts of `llm-pretrain parity`: the cells, their promises, launching, comparing, the result."""

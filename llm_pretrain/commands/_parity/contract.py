@@ -1,0 +1,102 @@
+"""What two cells promise each other: which numbers are the same bits, which agree within which bound.
+
+The contract and nothing else: it starts no run and reads no file. Where the bounds come from is in
+docs/exactness.md, under "Parity"; the two are changed together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from llm_pretrain.commands._parity.cells import Cell
+from llm_pretrain.config import Config
+
+SAMPLES = ("data/batch_sha256", "train/loss_tokens")
+LOSSES = ("train/loss", "train/aux_loss")
+GRAD_NORM = "train/grad_norm"
+DIGEST = "train/parameters_sha256"
+KEYS = (*SAMPLES, *LOSSES, GRAD_NORM, DIGEST)
+"""Compared at every step, in this order: what goes in before what comes out."""
+REQUIRED = (*SAMPLES, "train/loss", GRAD_NORM)
+"""In every row of every path. A dense model has no auxiliary loss, the trainer path no digest."""
+PARAMETERS = "parameters"
+"""Relative norm of the difference of the final parameters, in tables and in parity.json."""
+
+LOSS_BOUND = {"fp32": 1e-5, "bf16": 2**-8, "fp16": 2**-11}
+"""Largest relative difference of a loss between two splits of one batch, by precision. fp32: the contract.
+bf16, fp16: their unit round-off u. A micro batch's weight gradients are rounded to u before they are added,
+so another split moves an update by about u of itself; the losses part by u of what training has changed."""
+GRAD_NORM_BOUND = {"fp32": 1e-4, "bf16": 2**-6, "fp16": 2**-9}
+"""The same of the gradient norm, which a change of the parameters moves more than it moves the loss: 4u."""
+PARAMETERS_BOUND = {"fp32": 1e-6}
+"""The same of the final parameters; stated for fp32 and for runs of at most PARAMETERS_STEPS steps."""
+PARAMETERS_STEPS = 20
+
+
+@dataclass(frozen=True)
+class Promise:
+    """What one cell promises against another.
+
+    Args:
+        exact: Keys whose values are the same bits.
+        within: Key to the largest relative difference; `parameters` stands for the final ones.
+        note: What is not promised, and why; empty where everything is.
+    """
+
+    exact: tuple[str, ...]
+    within: Mapping[str, float] = field(default_factory=dict)
+    note: str = ""
+
+
+def promise(cell: Cell, reference: Cell, config: Config, steps: int) -> Promise:
+    """What `cell` promises against `reference`, a cell of the same precision, after runs of `steps` steps."""
+    if "trainer" in (cell.path, reference.path):
+        return _trainer(cell, config)
+    if cell.split == reference.split:
+        if cell.strategy == "ddp":
+            return Promise(exact=KEYS)
+        return _within(cell.precision, steps, f"bit identity is promised for ddp, not for {cell.strategy}")
+    if why := _differs_by_split(cell, reference, config):
+        return Promise(SAMPLES, note=why)
+    return _within(cell.precision, steps)
+
+
+def _within(precision: str, steps: int, note: str = "") -> Promise:
+    """Two splits of the same batches: the same sums, added in another order."""
+    within = dict.fromkeys(LOSSES, LOSS_BOUND[precision]) | {GRAD_NORM: GRAD_NORM_BOUND[precision]}
+    notes = [note] if note else []
+    if precision in PARAMETERS_BOUND and steps <= PARAMETERS_STEPS:
+        within[PARAMETERS] = PARAMETERS_BOUND[precision]
+    elif precision in PARAMETERS_BOUND:
+        notes.append(f"parameters are promised after {PARAMETERS_STEPS} steps, not after {steps}: shown")
+    return Promise(SAMPLES, within, "; ".join(notes))
+
+
+def _differs_by_split(cell: Cell, reference: Cell, config: Config) -> str:
+    """Why these two splits do not even have the same objective; empty where they have."""
+    model = config.model
+    if has_dropout(config) and cell.micro_batch_size != reference.micro_batch_size:
+        sizes = f"{cell.micro_batch_size} against {reference.micro_batch_size}"
+        return f"dropout draws per micro batch, of {sizes} sequences"
+    if model.moe_layers and model.router_aux_loss_scope == "micro_batch":
+        return "model.router_aux_loss_scope: micro_batch depends on the split"
+    return ""
+
+
+def _trainer(cell: Cell, config: Config) -> Promise:
+    """transformers' Trainer and model: the same objective in other code, and only where it is dense."""
+    if config.model.moe_layers:
+        return Promise(SAMPLES, note="transformers' auxiliary loss is another one: losses shown, not judged")
+    if has_dropout(config):
+        return Promise(
+            SAMPLES, note="transformers draws its dropout in another way: losses shown, not judged"
+        )
+    if cell.precision != "fp32":
+        return Promise(SAMPLES, note=f"promised in fp32, not in {cell.precision}: losses shown, not judged")
+    return Promise(SAMPLES, {"train/loss": LOSS_BOUND["fp32"]})
+
+
+def has_dropout(config: Config) -> bool:
+    """Whether a forward pass of training draws random numbers."""
+    return bool(config.model.attention_dropout or config.model.hidden_dropout)

@@ -1,0 +1,244 @@
+"""What a parity call will run, worked out and checked before anything is started or written.
+
+Nothing is launched here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from llm_pretrain.commands._parity.accelerate_files import settings_for
+from llm_pretrain.commands._parity.cells import PRECISIONS, SCRIPTS, Cell, Machine, build_cells
+from llm_pretrain.commands._parity.interruption import (
+    Interruption,
+    choose_save_steps,
+    parse_interruptions,
+)
+from llm_pretrain.commands._parity.launching import PACKAGE_ROOT
+from llm_pretrain.config import Config, load_config, resolve_model
+from llm_pretrain.data import open_stores
+from llm_pretrain.errors import ConfigError, OutputError
+
+DEFAULT_STEPS = 20
+"""After as many the contract speaks of the parameters."""
+_STEPS_AFTER_KILL = 9
+
+
+@dataclass
+class Plan:
+    """A checked call.
+
+    Args:
+        config: As every cell has it, but for precision and split; the model resolved.
+        cells: In the order of the table.
+        steps: Of each.
+        options: Of every cell's script.
+        scripts: Absolute folder with the scripts.
+        output: Folder to be made.
+        threads: Per process, in every cell.
+        interruptions: Empty without --interrupt.
+        save_steps: Of the interrupted run.
+        notes: What is left out or set, and why.
+    """
+
+    config: Config
+    cells: list[Cell]
+    steps: int
+    options: list[str]
+    scripts: Path
+    output: Path
+    threads: int
+    interruptions: list[Interruption] = field(default_factory=list)
+    save_steps: int = 0
+    notes: list[str] = field(default_factory=list)
+
+    def options_of(self, cell: Cell) -> tuple[str, ...]:
+        """Options of one cell's script, but for its folder."""
+        own = [
+            "--training.precision",
+            cell.precision,
+            "--training.micro_batch_size",
+            str(cell.micro_batch_size),
+        ]
+        return (*self.options, *own)
+
+    @property
+    def accelerate_sizes(self) -> list[int]:
+        """World sizes of the launches through Accelerate."""
+        launches = [*self.cells, *self.interruptions]
+        return sorted({each.world_size for each in launches if each.path == "accelerate"})
+
+
+def make_plan(arguments: Namespace, machine: Machine) -> Plan:
+    """Check a call and say what it will run.
+
+    Raises:
+        PretrainError: anything that would make a launch fail for a reason known before.
+    """
+    paths = _words("--paths", arguments.paths, tuple(SCRIPTS))
+    accumulations = _numbers("--accumulation", arguments.accumulation) if arguments.accumulation else None
+    given = [word for file in arguments.config for word in ("--config", file)] + list(arguments.settings)
+    # with --accumulation the micro batch size follows, so the configuration's need not divide
+    config = load_config([*given, *(["--training.micro_batch_size", "1"] if accumulations else [])])
+    interruptions = parse_interruptions(arguments.interrupt) if arguments.interrupt else []
+    steps = _steps(arguments.steps, config, interruptions)
+    sizes = arguments.world_size or ("1,2" if machine.most_processes > 1 else "1")
+    precisions = [config.training.precision]
+    if arguments.precision:
+        precisions = _words("--precision", arguments.precision, PRECISIONS)
+    cells, notes = build_cells(
+        config, machine, paths=paths, world_sizes=_numbers("--world-size", sizes),
+        accumulations=accumulations, precisions=precisions,
+    )  # fmt: skip
+    _check_interruptions(interruptions, cells[0], config, machine)
+    launches = [*cells, *interruptions]
+    threads = config.distributed.cpu_threads or max(
+        1, machine.cores // max(each.world_size for each in launches)
+    )
+    options = [*given, *_forced(config, steps, threads)]
+    if machine.gpus and not config.training.deterministic:
+        options += ["--training.deterministic", "true"]
+        notes.append("training.deterministic true in every cell: bit identity on a GPU needs it")
+    scripts = find_scripts(
+        arguments.scripts, [path for path in SCRIPTS if path in {each.path for each in launches}]
+    )
+    if any(each.path == "accelerate" for each in launches):
+        settings_for(config, 1, on_gpu=machine.gpus > 0, scripts=scripts)
+    resolved = load_config([*options, "--training.micro_batch_size", str(cells[0].micro_batch_size)])
+    resolved = resolve_model(resolved, open_stores(resolved)[0].vocab_size)
+    first_kill = interruptions[0].step if interruptions else 0
+    return Plan(
+        config=resolved,
+        cells=cells,
+        steps=steps,
+        options=options,
+        scripts=scripts,
+        output=choose_output(arguments.output, config.run.name),
+        threads=threads,
+        interruptions=interruptions,
+        save_steps=choose_save_steps(config.checkpoint.save_steps, first_kill),
+        notes=notes,
+    )
+
+
+def _forced(config: Config, steps: int, threads: int) -> list[str]:
+    """What every cell has alike: its length, a row and a digest per step, nothing that takes time besides."""
+    warmup, decay = min(config.schedule.warmup_steps, steps), config.schedule.decay_steps
+    forced = {
+        "training.max_steps": steps,
+        "schedule.warmup_steps": warmup,
+        "logging.logging_steps": 1,
+        "logging.parameters_sha256": "true",
+        "logging.report": "false",
+        "logging.tensorboard": "false",
+        "logging.wandb_mode": "disabled",
+        "evaluation.eval_steps": 0,
+        "checkpoint.save_steps": 0,
+        "checkpoint.resume": "auto",
+        "distributed.cpu_threads": threads,
+    }
+    if config.schedule.name == "wsd" and decay is not None and decay > steps - warmup:
+        forced["schedule.decay_steps"] = steps - warmup or "null"
+    return [word for name, value in forced.items() for word in (f"--{name}", str(value))]
+
+
+def _steps(given: int | None, config: Config, interruptions: Sequence[Interruption]) -> int:
+    """Steps of each cell; long enough for the last interruption."""
+    if given is not None and given < 1:
+        raise ConfigError(f"--steps: expected 1 or more, found {given}")
+    last_kill = interruptions[-1].step if interruptions else 0
+    if given is None:
+        least = last_kill + _STEPS_AFTER_KILL if interruptions else 0
+        return max(min(DEFAULT_STEPS, config.training.max_steps), least)
+    if given <= last_kill:
+        raise ConfigError(
+            f"--steps: expected more than {last_kill}, the last step of --interrupt, found {given}"
+        )
+    return given
+
+
+def _check_interruptions(
+    interruptions: Sequence[Interruption], first: Cell, config: Config, machine: Machine
+) -> None:
+    """Each attempt must be possible, and have whole micro batches of the first cell's size."""
+    if interruptions and first.path == "trainer":
+        raise ConfigError(
+            "--interrupt: expected torchrun or accelerate as the first of --paths, found trainer"
+        )
+    for each in interruptions:
+        total, unit = config.training.global_batch_size, each.world_size * first.micro_batch_size
+        if total % unit:
+            raise ConfigError(
+                f"--interrupt: expected processes * micro batch size to divide training.global_batch_size "
+                f"{total}, found {each.world_size} * {first.micro_batch_size} = {unit}; the micro batch size "
+                "is that of the first cell"
+            )
+        one = dataclasses.replace(
+            config,
+            training=dataclasses.replace(config.training, micro_batch_size=first.micro_batch_size),
+        )
+        possible, notes = build_cells(
+            one, machine, paths=("torchrun", each.path), world_sizes=[each.world_size], accumulations=None,
+            precisions=[first.precision],
+        )  # fmt: skip
+        if not any(cell.path == each.path for cell in possible):
+            raise ConfigError(f"--interrupt: {notes[0]}")
+
+
+def find_scripts(given: str | None, paths: Sequence[str]) -> Path:
+    """The folder with the scripts of these paths: as given, else where this is started, else the project's.
+
+    Raises:
+        ConfigError: a script is not there.
+    """
+    candidates = [Path(given)] if given else [Path.cwd(), PACKAGE_ROOT]
+    missing: list[str] = []
+    for folder in candidates:
+        missing = [SCRIPTS[path] for path in paths if not (folder / SCRIPTS[path]).is_file()]
+        if not missing:
+            return folder.resolve()
+    raise ConfigError(
+        f"--scripts {candidates[-1]}: expected {', '.join(missing)} there, found none; start in the "
+        "project's folder, name the one with the scripts, or leave the path out of --paths"
+    )
+
+
+def choose_output(given: str | None, name: str) -> Path:
+    """The folder for the runs: as given, where it is new or empty; by default the first free one of its name.
+
+    Raises:
+        OutputError: a given folder has something in it, or cannot be one.
+    """
+    if given is not None:
+        folder = Path(given)
+        if folder.exists() and not folder.is_dir():
+            raise OutputError(f"--output {folder}: expected a folder, found another thing")
+        if folder.exists() and os.listdir(folder):
+            raise OutputError(
+                f"--output {folder}: expected a new or empty folder, found files in it; choose another"
+            )
+        return folder
+    number, folder = 1, Path("runs") / f"parity-{name}"
+    while folder.exists():
+        number += 1
+        folder = Path("runs") / f"parity-{name}-{number}"
+    return folder
+
+
+def _words(option: str, text: str, known: Sequence[str]) -> list[str]:
+    words = [word.strip() for word in text.split(",")]
+    if wrong := [word for word in words if word not in known]:
+        raise ConfigError(f"{option}: expected some of {', '.join(known)}, found {wrong[0]!r}")
+    return list(dict.fromkeys(words))
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    words = [word.strip() for word in text.split(",")]
+    if wrong := [word for word in words if not word.isdecimal() or int(word) < 1]:
+        raise ConfigError(f"{option}: expected whole numbers from 1 on, with commas, found {wrong[0]!r}")
+    return list(dict.fromkeys(map(int, words)))

@@ -1,0 +1,230 @@
+"""DeepSpeed's ZeRO beside this project's engines: its options, its state in our form, its refusals.
+
+Imports no accelerate, and deepspeed only inside functions: without the extra nothing here fails before it
+is asked for. What calls DeepSpeed's engine is in `train_pretrain_accelerate.py`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from llm_pretrain.config import Config
+from llm_pretrain.errors import CheckpointError, ConfigError, DivergedError
+from llm_pretrain.model import Decoder
+from llm_pretrain.training.optimizers import build_optimizer
+
+BUCKET_ELEMENTS = 50_000_000
+"""Gradients that DeepSpeed reduces at a time; its own default holds 2 GB for them."""
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""AdamW's state by parameter, next to its step."""
+
+
+def prepare_deepspeed() -> None:
+    """Import DeepSpeed for the device of this machine, quietly.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    if find_spec("deepspeed") is None:
+        raise ConfigError(
+            "distributed.strategy: deepspeed needs the package deepspeed, found none; "
+            "DS_BUILD_OPS=0 pip install --no-build-isolation 'llm_pretrain[deepspeed]'"
+        )
+    if not torch.cuda.is_available():
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1")):
+        os.environ.setdefault(name, value)  # without a launcher DeepSpeed would look for MPI
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "0")
+    warnings.filterwarnings("ignore", message=".*` is deprecated. Please use `torch.distributed", category=FutureWarning)
+    import deepspeed
+
+    # It would compile a shared-memory reduction for inference, which takes a C++ compiler half a minute.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def zero_options(config: Config, world_size: int) -> dict[str, Any]:
+    """What DeepSpeed's configuration says besides what Accelerate's plugin fills in.
+
+    bf16 is autocast over fp32 parameters, as under the other strategies, not DeepSpeed's bf16 engine: that
+    would keep the router's weights in bf16. No module is listed as safe in lower precision, so gradients
+    are reduced and parameters gathered in fp32.
+    """
+    training = config.training
+    options: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": training.micro_batch_size,
+        "train_batch_size": training.global_batch_size,
+        "gradient_clipping": training.max_grad_norm,  # left out, DeepSpeed clips to 1.0
+        "gradient_accumulation_steps": config.gradient_accumulation_steps(world_size),
+    }
+    if training.precision == "bf16":
+        options["torch_autocast"] = {
+            "enabled": True,
+            "dtype": "bfloat16",
+            "lower_precision_safe_modules": [],
+        }
+    return options
+
+
+def stop_if_diverged(zero: Any, grad_norm: float, step: int) -> None:
+    """Stop where a gradient was not finite: DeepSpeed's engine has taken or left the step by itself.
+
+    Every rank has the same norm, so all of them stop, before anything is saved.
+
+    Raises:
+        DivergedError: on every rank.
+    """
+    if math.isfinite(grad_norm) and not zero.overflow:
+        return
+    error = DivergedError(
+        f"distributed.strategy: deepspeed takes no step back, and the gradient of step {step + 1} is not "
+        "finite; the run's last checkpoint is sound: continue with a lower optimizer.learning_rate or "
+        "another data.seed, or under ddp or fsdp, which skip such a step"
+    )
+    error.shared = True
+    raise error
+
+
+def clip_as_torch(zero: Any, model: nn.Module, config: Config, device: torch.device) -> None:
+    """Let ZeRO-1 clip by the very norm that `clip_grad_norm_` computes under DDP, to its last bit.
+
+    By itself it takes the norm of what each rank holds, more accurately than torch does; that alone tells
+    it from DDP at two ranks. The price is to gather every gradient once per step, so it is paid where bits
+    are promised. ZeRO-2 and 3 add up the micro batches in another order anyway.
+    """
+    if getattr(zero, "partition_gradients", True) or (
+        device.type != "cpu" and not config.training.deterministic
+    ):
+        return
+    parameters, max_norm = list(model.parameters()), config.training.max_grad_norm
+
+    def total_norm(norm_type: float = 2) -> Tensor:
+        from deepspeed.utils import safe_get_full_grad
+
+        norms = [torch.linalg.vector_norm(safe_get_full_grad(parameter)) for parameter in parameters]
+        return torch.linalg.vector_norm(torch.stack(norms))
+
+    def clip(gradients: list[Tensor], norm: Tensor) -> None:
+        if max_norm:
+            for gradient in gradients:
+                gradient.mul_(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+
+    zero.scaled_global_norm, zero.unscale_and_clip_grads = total_norm, clip
+
+
+@contextmanager
+def lent_state(
+    zero: Any, model: nn.Module, config: Config, *, loading: bool
+) -> Iterator[tuple[nn.Module, Optimizer]]:
+    """A plain model and AdamW on the CPU that stand for ZeRO's partitions, on every rank; collective.
+
+    Read (`loading` false) they hold what trains. Filled (`loading` true) they are handed back when the
+    block ends without an error. Each rank holds all of it: 12 bytes per parameter.
+
+    Args:
+        zero: DeepSpeed's ZeRO optimizer.
+        model: The unwrapped model, whose parameters ZeRO may have partitioned.
+        config: Says how the optimizer is built.
+        loading: Whether the block fills what it gets.
+
+    Raises:
+        CheckpointError: AdamW's steps differ between parameters, for which ZeRO has no place.
+    """
+    assert isinstance(model, Decoder)
+    stand_in = Decoder(model.config)
+    optimizer = build_optimizer(stand_in, config.optimizer)
+    pairs = list(zip(model.parameters(), stand_in.parameters(), strict=True))
+    if not loading:
+        _read(zero, pairs, optimizer)
+        _copy_buffers(model, stand_in)
+    yield stand_in, optimizer
+    if loading:
+        _write(zero, pairs, optimizer)
+        _copy_buffers(stand_in, model)
+
+
+@torch.no_grad()
+def _read(zero: Any, pairs: list[tuple[nn.Parameter, nn.Parameter]], optimizer: Optimizer) -> None:
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    for theirs, ours in pairs:
+        ours.copy_(safe_get_full_fp32_param(theirs))
+    _copy_groups(zero, optimizer)
+    steps = [state["step"] for state in zero.state.values()]
+    if steps:
+        _link_moments(zero)
+    for theirs, ours in pairs if steps else ():
+        optimizer.state[ours] = {"step": steps[0].detach().cpu().clone()} | {
+            key: safe_get_full_optimizer_state(theirs, key).cpu().clone() for key in MOMENTS
+        }
+
+
+@torch.no_grad()
+def _write(zero: Any, pairs: list[tuple[nn.Parameter, nn.Parameter]], optimizer: Optimizer) -> None:
+    from deepspeed.utils import safe_set_full_optimizer_state
+    from deepspeed.runtime.zero import GatheredParameters
+
+    for theirs, ours in pairs:
+        with GatheredParameters([theirs], modifier_rank=0):  # does nothing where they are not partitioned
+            theirs.data.copy_(ours)
+    zero.refresh_fp32_params()
+    _copy_groups(optimizer, zero)
+    steps = {float(state["step"]) for state in optimizer.state.values()}
+    if len(steps) > 1 or len(optimizer.state) not in (0, len(pairs)):
+        raise CheckpointError(
+            f"the checkpoint's AdamW counts {sorted(steps)} steps over {len(optimizer.state)} of {len(pairs)} "
+            "parameters, and ZeRO keeps one count for all; resume it with distributed.strategy ddp"
+        )
+    for step in steps:
+        _create_moments(zero, step)
+        for theirs, ours in pairs:
+            for key in MOMENTS:
+                safe_set_full_optimizer_state(theirs, optimizer.state[ours][key].to(zero.device), key)
+
+
+def _create_moments(zero: Any, step: float) -> None:
+    """Give the flat partitions the state that AdamW's first step would give them, with this counter."""
+    partitioned: list[Tensor] = (
+        zero.fp32_partitioned_groups_flat if _is_partitioned(zero) else zero.single_partition_of_fp32_groups
+    )
+    for flat in partitioned:
+        zero.state[flat] = {"step": torch.tensor(step, dtype=torch.float32, device=flat.device)} | {
+            key: torch.zeros_like(flat, requires_grad=False) for key in MOMENTS
+        }
+    _link_moments(zero)
+
+
+def _link_moments(zero: Any) -> None:
+    """Let ZeRO-1 and 2 find the moments of every group's parameters.
+
+    DeepSpeed links them when the first group has stepped, at which time the others have none yet.
+    """
+    if not _is_partitioned(zero):
+        zero._hp_optimizer_states_linked = False
+        zero._lazy_init_hp_params_optimizer_state()
+
+
+def _is_partitioned(zero: Any) -> bool:
+    """Whether it is ZeRO-3, which partitions the parameters themselves."""
+    return hasattr(zero, "fp32_partitioned_groups_flat")
+
+
+def _copy_groups(source: Any, target: Any) -> None:
+    """What an optimizer keeps in its groups besides the parameters: the learning rate above all."""
+    for group, other in zip(source.param_groups, target.param_groups, strict=True):
+        other.update({key: value for key, value in group.items() if key != "params"})
+
+
+def _copy_buffers(source: nn.Module, target: nn.Module) -> None:
+    for buffer, other in zip(source.buffers(), target.buffers(), strict=True):
+        other.copy_(buffer)
