@@ -69,7 +69,8 @@ class AccelerateEngine:
         accumulation_steps = config.gradient_accumulation_steps(int(os.environ.get("WORLD_SIZE", "1")))
         check_accelerate_settings(config, accumulation_steps)
         on_gpu = torch.cuda.is_available()
-        if config.training.precision == "fp16" and not on_gpu:
+        precision = config.training.precision
+        if precision == "fp16" and not on_gpu:
             raise ConfigError(
                 "training.precision: fp16 through Accelerate needs a GPU (on CPU it would silently train in "
                 "fp32), found none; use bf16 or fp32, or torchrun with train_pretrain.py"
@@ -78,7 +79,7 @@ class AccelerateEngine:
         self.uses_deepspeed = config.distributed.strategy == "deepspeed"
         self.accelerator = Accelerator(
             cpu=not on_gpu and not self.uses_deepspeed,  # with cpu=True Accelerate forgets DeepSpeed
-            mixed_precision=accelerate_precision(config),
+            mixed_precision="no" if precision == "fp32" or self.uses_deepspeed else precision,
             deepspeed_plugin=zero_plugin(config) if self.uses_deepspeed else None,
             gradient_accumulation_plugin=GradientAccumulationPlugin(
                 num_steps=accumulation_steps, sync_with_dataloader=False
@@ -170,10 +171,6 @@ def zero_plugin(config: Config) -> DeepSpeedPlugin:
     )
     plugin.deepspeed_config |= zero_options(config, world_size)
     return plugin
-
-
-def accelerate_precision(config: Config) -> str:
-    return "no" if config.training.precision == "fp32" or config.distributed.strategy == "deepspeed" else config.training.precision
 
 
 def main(argv: list[str] | None = None) -> int:
