@@ -56,7 +56,7 @@ def test_two_ranks_give_the_bits_of_ddp_where_no_norm_is_summed(outcomes: Outcom
         assert outcomes[f"{path} {kind}"][0].driven.hashes == outcomes[f"ddp {kind}"][0].driven.hashes
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "long"])
+@pytest.mark.parametrize("kind", [*KINDS, "long", "long, experts"])
 def test_it_is_ddp_within_rounding(outcomes: Outcomes, kind: str):
     ddp = outcomes[f"ddp {kind}"][0]
     assert ddp.model_class == "DistributedDataParallel"

@@ -28,7 +28,8 @@ KINDS: dict[str, Changes] = {
     "global counts": {"model": {"router_aux_loss_scope": "global_batch", "router_bias_update_rate": 0.125}},
 }
 FP16: Changes = {"training": {"precision": "fp16", "max_steps": 4}}
-LONG: Changes = {"training": {"max_steps": 20}, "model": {"num_experts": 0}}
+LONG_EXPERTS: Changes = {"training": {"max_steps": 20}}
+LONG: Changes = LONG_EXPERTS | {"model": {"num_experts": 0}}
 
 ONE_RANK_NAN = {
     name: Edit(
@@ -80,6 +81,8 @@ CASES |= {
     "torchrun long": Case("torchrun", changes=sharded(LONG)),
     "accelerate long": Case("accelerate", changes=sharded(LONG)),
     "ddp long": Case("accelerate", changes=sharded(LONG, "ddp")),
+    "accelerate long, experts": Case("accelerate", changes=sharded(LONG_EXPERTS)),
+    "ddp long, experts": Case("torchrun", changes=sharded(LONG_EXPERTS, "ddp")),
     "stays ddp": Case("accelerate", (STAYS_DDP,), sharded({})),
     "stays ddp, uncompared": Case("accelerate", (STAYS_DDP, UNCOMPARED), sharded({})),
     "all in low precision": Case("torchrun", (ALL_LOW,), sharded(KINDS["bf16 unclipped"])),
