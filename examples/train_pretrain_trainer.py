@@ -67,7 +67,9 @@ class WitnessTrainer(Trainer):
         )
         self.remove_callback(PrinterCallback)
         if self.args.n_gpu > 1:
-            raise ConfigError("launch: one process on several GPUs would split each micro batch; use torchrun")
+            raise ConfigError(
+                "launch: one process on several GPUs would split each micro batch; use torchrun"
+            )
         check_world_size(self.args.world_size)
         self.model.register_forward_hook(self._note_aux_loss)
 
@@ -288,7 +290,9 @@ def train(config: Config) -> int:
     if rank == 0:
         folder.acquire()
         if folder.metrics.exists():
-            raise OutputError(f"{folder.path}: expected a new run folder (nothing here resumes), found a run's")
+            raise OutputError(
+                f"{folder.path}: expected a new run folder (nothing here resumes), found a run's"
+            )
     status = Status(folder.status, rank=rank, world_size=world_size, launcher="trainer")
     metrics = None
     try:
