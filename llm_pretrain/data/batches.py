@@ -89,7 +89,7 @@ class MicroBatches(Dataset[Batch]):
             input_ids: int64 [B, S], on any device.
             labels: int64 [B, S], shifted, and -100 where no loss is taken.
         """
-        samples = [(number % self._global_batch_size, *self._order[number]) for number in numbers]
+        samples = [(number % self._global_batch_size, *self.order[number]) for number in numbers]
         stores = [source.store for source in self._assembler.sources]
         heads = [digest_head(slot, stores[source], sequence) for slot, source, sequence in samples]
         ids, targets = input_ids.cpu().numpy(), labels.cpu().numpy()

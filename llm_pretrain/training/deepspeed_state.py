@@ -46,7 +46,9 @@ def prepare_deepspeed() -> None:
         os.environ.setdefault(name, value)  # without a launcher DeepSpeed would look for MPI
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "0")
-    warnings.filterwarnings("ignore", message=".*` is deprecated. Please use `torch.distributed", category=FutureWarning)
+    warnings.filterwarnings(
+        "ignore", message=".*` is deprecated. Please use `torch.distributed", category=FutureWarning
+    )
     import deepspeed
 
     # It would compile a shared-memory reduction for inference, which takes a C++ compiler half a minute.
