@@ -335,6 +335,8 @@ def test_the_last_words_are_the_cause_and_not_the_launchers_summary(tmp_path: Pa
         "W1122 signal\n======\ntorch.distributed.elastic.ChildFailedError: \ntime : now\nexitcode : 65\n"
     )
     assert last_words(log) == ["error: data.sources: no store"]
+    log.write_text("ValueError: the cause\nsubprocess.CalledProcessError: Command '[…]' returned 1\n")
+    assert last_words(log) == ["ValueError: the cause"]
     log.write_text("nothing but\nwords\n")
     assert last_words(log) == ["nothing but", "words"]
 

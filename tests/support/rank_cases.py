@@ -30,6 +30,7 @@ import torch.distributed as dist
 from support.engines import ENGINES, SCRIPTS, rendezvous_in, reset_accelerate, small_config
 from support.mutation import ROOT, Edit, mutated
 from support.stepping import Driven, drive
+from torch.nn.parallel import DistributedDataParallel
 
 from llm_pretrain.training import prepare_process
 
@@ -51,11 +52,18 @@ class Case:
 
 @dataclass
 class Outcome:
-    """What one rank did. `events`: the barriers and the end of the process group, in order, while closing."""
+    """What one rank did.
+
+    `events`: the barriers and the end of the process group, in order, while closing. `reductions`: for each
+    forward pass with gradients (the first settles the buckets), whether its backward pass reduces them.
+    `model_class`: of the model that the engine trained.
+    """
 
     driven: Driven = field(default_factory=Driven)
     error: str | None = None
+    model_class: str | None = None
     events: list[str] = field(default_factory=list)
+    reductions: list[bool] = field(default_factory=list)
 
 
 def case_config(store: Path, case: Case) -> Any:
@@ -65,7 +73,7 @@ def case_config(store: Path, case: Case) -> Any:
 
 
 def run_ranks(
-    store: Path, folder: Path, timeout: float = 150, *, plan: str = "rank_plan", world_size: int = WORLD_SIZE
+    store: Path, folder: Path, timeout: float = 600, *, plan: str = "rank_plan", world_size: int = WORLD_SIZE
 ) -> dict[str, list[Outcome]]:
     """Run all cases of a plan in so many processes; returns the ranks' outcomes by case."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
@@ -94,6 +102,7 @@ def run_case(case: Case, store: Path, rendezvous: Path) -> Outcome:
     """Run one case on this rank, in a process group of its own."""
     outcome = Outcome()
     leave, barrier = dist.destroy_process_group, dist.barrier
+    forward = DistributedDataParallel.forward
     reset_accelerate()
     try:
         with rendezvous_in(rendezvous):
@@ -101,6 +110,7 @@ def run_case(case: Case, store: Path, rendezvous: Path) -> Outcome:
     except Exception as error:
         outcome.error = f"{type(error).__name__}: {error}"
     dist.destroy_process_group, dist.barrier = leave, barrier
+    DistributedDataParallel.forward = forward
     gc.collect()  # whatever the case left behind: this process is to live on
     meet(rendezvous)
     if dist.is_initialized():
@@ -111,7 +121,12 @@ def run_case(case: Case, store: Path, rendezvous: Path) -> Outcome:
 def _train(case: Case, store: Path, outcome: Outcome) -> None:
     """Train and close, noting in which order; the group itself is left later, when nothing hangs on it."""
     wrapped: Callable[[], Any] = lambda: None  # noqa: E731
-    barrier = dist.barrier
+    barrier, forward = dist.barrier, DistributedDataParallel.forward
+
+    def note_forward(self: DistributedDataParallel, *arguments: Any, **options: Any) -> Any:
+        if torch.is_grad_enabled():
+            outcome.reductions.append(self.require_backward_grad_sync)
+        return forward(self, *arguments, **options)
 
     def note_barrier(*arguments: Any, **options: Any) -> None:
         outcome.events.append("barrier")
@@ -121,11 +136,13 @@ def _train(case: Case, store: Path, outcome: Outcome) -> None:
         outcome.events.append("leave" if wrapped() is None else "leave with a live model")
 
     dist.destroy_process_group, dist.barrier = note_leaving, note_barrier
+    DistributedDataParallel.forward = note_forward
     with mutated(*case.edits) as load:
         config = case_config(store, case)
         prepare_process(config)
         engine = getattr(load(SCRIPTS[case.launcher]), ENGINES[case.launcher])(config)
         outcome.driven = drive(engine, config)
+        outcome.model_class = type(engine.model).__name__
         wrapped = weakref.ref(engine.model)
         outcome.events.clear()
         engine.close()
