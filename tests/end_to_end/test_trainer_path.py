@@ -198,7 +198,7 @@ def test_its_own_schedules_are_ours(script: ModuleType, name: str, lowest: float
     scheduler = get_scheduler(kind, optimizer, 0, 30, arguments)
     for step in range(30):
         rate = learning_rate(config, step)
-        assert relative(rate, scheduler.get_last_lr()[0]) < 1e-12, step
+        assert relative(rate, float(scheduler.get_last_lr()[0])) < 1e-12, step
         optimizer.step()
         scheduler.step()
 
