@@ -27,6 +27,7 @@ KINDS: dict[str, Changes] = {
     },
     "global counts": {"model": {"router_aux_loss_scope": "global_batch", "router_bias_update_rate": 0.125}},
 }
+FP16: Changes = {"training": {"precision": "fp16", "max_steps": 4}}
 LONG: Changes = {"training": {"max_steps": 20}, "model": {"num_experts": 0}}
 
 ONE_RANK_NAN = {
@@ -54,9 +55,9 @@ STALE = Edit(
 EVERY_REDUCED = Edit(TORCHRUN, "set_requires_gradient_sync(is_last)", "set_requires_gradient_sync(True)")
 BY_ADDRESS = Edit(
     ACCELERATE,
-    "        if names is not None:  # `prepare` tells parameters by their address, and empty parts have none\n"
-    "            adopt_parameters(model, optimizer, names)\n",
-    "",
+    "# `prepare` tells parameters by their address, and empty parts have none\n",
+    "\n            if not all(self.gather_objects(release_parameters(model, optimizer) == names)):\n"
+    "                raise RuntimeError('the optimizer has other parameters')\n",
 )
 
 
@@ -74,6 +75,8 @@ for kind, changes in KINDS.items():
 for path in ("torchrun", "accelerate"):
     CASES[f"{path} one rank NaN"] = Case(path, (ONE_RANK_NAN[path],), sharded({}))
 CASES |= {
+    "torchrun fp16": Case("torchrun", changes=sharded(FP16)),
+    "ddp fp16": Case("torchrun", changes=sharded(FP16, "ddp")),
     "torchrun long": Case("torchrun", changes=sharded(LONG)),
     "accelerate long": Case("accelerate", changes=sharded(LONG)),
     "ddp long": Case("accelerate", changes=sharded(LONG, "ddp")),
