@@ -78,17 +78,19 @@ class AccelerateEngine:
         accumulation_steps = config.gradient_accumulation_steps(int(os.environ.get("WORLD_SIZE", "1")))
         check_accelerate_settings(config, accumulation_steps)
         on_gpu = torch.cuda.is_available()
-        if config.training.precision == "fp16" and not on_gpu:
+        precision = config.training.precision
+        if precision == "fp16" and not on_gpu:
             raise ConfigError(
                 "training.precision: fp16 through Accelerate needs a GPU (on CPU it would silently train in "
                 "fp32), found none; use bf16 or fp32, or torchrun with train_pretrain.py"
             )
         timeout = timedelta(seconds=config.distributed.timeout_seconds)
         self.uses_deepspeed = config.distributed.strategy == "deepspeed"
+        # named for DeepSpeed alone: a named back-end needs a process group, and one process of DDP has none
         zero_backend = ("nccl" if on_gpu else "gloo") if self.uses_deepspeed else None
         self.accelerator = Accelerator(
             cpu=not on_gpu and not self.uses_deepspeed,  # with cpu=True Accelerate forgets DeepSpeed
-            mixed_precision=accelerate_precision(config),
+            mixed_precision="no" if precision == "fp32" or self.uses_deepspeed else precision,
             deepspeed_plugin=zero_plugin(config) if self.uses_deepspeed else None,
             fsdp_plugin=fsdp_plugin(config, timeout) if config.distributed.strategy == "fsdp" else None,
             gradient_accumulation_plugin=GradientAccumulationPlugin(
@@ -97,7 +99,6 @@ class AccelerateEngine:
             dataloader_config=DataLoaderConfiguration(even_batches=False, non_blocking=True),
             kwargs_handlers=[
                 DistributedDataParallelKwargs(**DDP_OPTIONS),
-                # named for DeepSpeed alone: one process of DDP has no group, and a named back-end needs one
                 InitProcessGroupKwargs(backend=zero_backend, init_method=meeting_point(), timeout=timeout),
             ],
         )
@@ -209,12 +210,6 @@ def fsdp_plugin(config: Config, timeout: timedelta) -> FullyShardedDataParallelP
         activation_checkpointing=False,  # the model's own
         cpu_ram_efficient_loading=False,
     )
-
-
-def accelerate_precision(config: Config) -> str:
-    """Accelerate's word; DeepSpeed's engine has its precision from `zero_options`."""
-    precision = config.training.precision
-    return "no" if precision == "fp32" or config.distributed.strategy == "deepspeed" else precision
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -16,7 +16,7 @@ import socket
 import sys
 from pathlib import Path
 
-import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import ProcessExitedException, spawn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -47,12 +47,12 @@ def main() -> int:
     parser.add_argument("options", nargs=argparse.REMAINDER, help="the script's own")
     chosen = parser.parse_args()
     arguments = (chosen.processes, free_port(), chosen.script.removesuffix(".py"), chosen.options)
-    workers = mp.spawn(worker, args=arguments, nprocs=chosen.processes, join=False)
+    workers = spawn(worker, args=arguments, nprocs=chosen.processes, join=False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the workers by itself: they save and leave
     try:
-        while not workers.join():
+        while workers and not workers.join():
             pass
-    except mp.ProcessExitedException as ended:
+    except ProcessExitedException as ended:
         return ended.exit_code
     return 0
 

@@ -161,6 +161,11 @@ def _machine_surprises(gpus: int, config: Config | None) -> Iterator[str]:
     )
     if version < (2, 10):
         yield "torch is older than 2.10, which opens weights unsafely (GHSA-63cw-57p8-fm3p); do upgrade it"
+    if xla := _version("torch_xla"):
+        yield (
+            f"torch_xla {xla} is installed, but TPUs are untested here and both scripts would train on the "
+            "CPU; do train on CUDA GPUs or expect the CPU"
+        )
     if gpus and "nccl" not in _backends():
         yield "GPUs without the nccl back-end; do install torch's CUDA build"
     if left := [name for name in _LAUNCHED if name in os.environ]:

@@ -186,7 +186,7 @@ def _matches(kind: Any, value: object) -> bool:
     if get_origin(kind) in (Union, types.UnionType):
         return any(_matches(part, value) for part in get_args(kind))
     if get_origin(kind) is Literal:
-        return isinstance(value, str) and value in get_args(kind)
+        return any(type(value) is type(choice) and value == choice for choice in get_args(kind))
     if get_origin(kind) is list:
         return isinstance(value, list) and all(_matches(get_args(kind)[0], entry) for entry in value)
     if kind in (int, float):

@@ -54,7 +54,8 @@ def validate(config: Config, world_size: int = 1, *, needs_data: bool = True) ->
     """
     alone = [*_ranges(config), *_names(config), *data_problems(config.data, needs_data)]
     wrong = {line.partition(":")[0] for line in alone}
-    relations = [*model_relations(config), *_batch(config, world_size), *_schedule(config), *_samples(config)]
+    relations = [*model_relations(config), *_batch(config, world_size), *_schedule(config)]
+    relations += [*_samples(config), *_strategy(config)]
     # a relation to a value that is impossible anyway says nothing new, and may not be computable
     return alone + [text for names, text in relations if not wrong.intersection(names)]
 
@@ -179,3 +180,13 @@ def _samples(config: Config) -> Iterator[Relation]:
     names = ("evaluation.sample_tokens", "model.max_position_embeddings")
     if config.evaluation.sample_prompts and tokens >= positions:
         yield names, f"{names[0]}: expected less than {names[1]} = {positions}, found {tokens}"
+
+
+def _strategy(config: Config) -> Iterator[Relation]:
+    names = ("training.precision", "distributed.strategy")
+    if config.distributed.strategy == "deepspeed" and config.training.precision == "fp16":
+        yield (
+            names,
+            f"{names[0]}: expected fp32 or bf16 with {names[1]} deepspeed, found fp16, whose loss scale "
+            "DeepSpeed would keep to itself and no checkpoint has; use bf16",
+        )

@@ -157,24 +157,26 @@ def lent_state(
 
 @torch.no_grad()
 def _read(zero: Any, pairs: list[tuple[nn.Parameter, nn.Parameter]], optimizer: Optimizer) -> None:
-    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+    from deepspeed import utils
 
+    get_parameter: Any = utils.safe_get_full_fp32_param  # None only for what does not train
+    get_moment: Any = utils.safe_get_full_optimizer_state
     for theirs, ours in pairs:
-        ours.copy_(safe_get_full_fp32_param(theirs))
+        ours.copy_(get_parameter(theirs))
     _copy_groups(zero, optimizer)
     steps = [state["step"] for state in zero.state.values()]
     if steps:
         _link_moments(zero)
     for theirs, ours in pairs if steps else ():
         optimizer.state[ours] = {"step": steps[0].detach().cpu().clone()} | {
-            key: safe_get_full_optimizer_state(theirs, key).cpu().clone() for key in MOMENTS
+            key: get_moment(theirs, key).cpu().clone() for key in MOMENTS
         }
 
 
 @torch.no_grad()
 def _write(zero: Any, pairs: list[tuple[nn.Parameter, nn.Parameter]], optimizer: Optimizer) -> None:
-    from deepspeed.utils import safe_set_full_optimizer_state
     from deepspeed.runtime.zero import GatheredParameters
+    from deepspeed.utils import safe_set_full_optimizer_state
 
     for theirs, ours in pairs:
         with GatheredParameters([theirs], modifier_rank=0):  # does nothing where they are not partitioned
@@ -184,8 +186,9 @@ def _write(zero: Any, pairs: list[tuple[nn.Parameter, nn.Parameter]], optimizer:
     steps = {float(state["step"]) for state in optimizer.state.values()}
     if len(steps) > 1 or len(optimizer.state) not in (0, len(pairs)):
         raise CheckpointError(
-            f"the checkpoint's AdamW counts {sorted(steps)} steps over {len(optimizer.state)} of {len(pairs)} "
-            "parameters, and ZeRO keeps one count for all; resume it with distributed.strategy ddp"
+            f"the checkpoint's AdamW counts {sorted(steps)} steps over {len(optimizer.state)} of "
+            f"{len(pairs)} parameters, and ZeRO keeps one count for all; resume it with "
+            "distributed.strategy ddp"
         )
     for step in steps:
         _create_moments(zero, step)

@@ -167,3 +167,5 @@ def seed_dropout(seed: int, batch: Batch) -> None:
     torch.default_generator.manual_seed(number)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed(number)
+    elif batch.input_ids.device.type != "cpu":
+        torch.manual_seed(number)  # another kind of device, whose generator only this one knows

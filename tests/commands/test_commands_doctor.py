@@ -142,7 +142,7 @@ def test_the_environment_and_the_machine(
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
     monkeypatch.setattr(doctor, "_has_bf16", lambda gpus: False)
     monkeypatch.setattr(doctor, "_free", lambda folder: 10**9)
-    versions = {"torch": "2.9.1", "numpy": "2.0"}
+    versions = {"torch": "2.9.1", "numpy": "2.0", "torch_xla": "2.9.0"}
     monkeypatch.setattr(doctor, "_version", versions.get)
     file = str(ROOT / "configs" / "gpt2-124m.yaml")
     assert main(["doctor", "--config", file]) == 1
@@ -150,7 +150,8 @@ def test_the_environment_and_the_machine(
     for text in (
         "warning: RANK in the environment", "warning: ACCELERATE_MIXED_PRECISION in the environment",
         "warning: training.precision: bf16 is emulated", "warning: accelerate is not installed",
-        "warning: torch is older than 2.10", "warning: runs/gpt2-124m: 3 checkpoints and weights take 5.2 GB",
+        "warning: torch is older than 2.10", "warning: torch_xla 2.9.0 is installed, but TPUs are untested",
+        "warning: runs/gpt2-124m: 3 checkpoints and weights take 5.2 GB",
     ):  # fmt: skip
         assert text in output, text
 

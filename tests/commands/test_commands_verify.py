@@ -344,8 +344,9 @@ def test_a_killed_run_that_fell_back_and_changed_its_settings(
 
     def poisoned(self, batch):
         output = forward(self, batch)
-        bad = batch.step == 3 and torch.is_grad_enabled()
-        return output._replace(loss_sum=output.loss_sum * math.inf) if bad else output
+        if output.loss_sum is None or batch.step != 3 or not torch.is_grad_enabled():
+            return output
+        return output._replace(loss_sum=output.loss_sum * math.inf)
 
     monkeypatch.setattr(train_pretrain.TorchrunEngine, "forward", poisoned)
     every = ("--checkpoint.save_steps", "5", "--evaluation.eval_steps", "4", "--logging.logging_steps", "3")

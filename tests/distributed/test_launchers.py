@@ -36,6 +36,8 @@ TORCHRUN, ACCELERATE = str(TORCHRUN_SCRIPT), str(ACCELERATE_SCRIPT)
 RUN = [sys.executable, "-m", "torch.distributed.run"]
 LAUNCH = [sys.executable, "-m", "accelerate.commands.launch"]
 SPAWN = [sys.executable, str(ROOT / "examples" / "spawn.py"), "--processes", str(PROCESSES)]
+PATIENT = {"OMP_WAIT_POLICY": "passive"}
+"""Where other programs share the cores, threads that spin while they wait take them from one another."""
 TWO_MACHINES = ROOT / "examples" / "multi_node"
 
 
@@ -151,7 +153,7 @@ def run(parts: list[Part], folder: Path, options: Sequence[str]) -> Finished:
         subprocess.Popen(
             [*part.command, *NO_REPORT, "--run.output_dir", str(folder), *options],
             cwd=ROOT,
-            env=environment() | part.variables,
+            env=environment() | PATIENT | dict(part.variables),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -262,7 +264,7 @@ def test_the_notebook_trains_the_same(
     """From examples/, with two processes and then with the kernel itself, which outlives a failed run."""
     for name in set(os.environ) - set(environment()):
         monkeypatch.delenv(name)
-    for name, value in environment().items():
+    for name, value in (environment() | PATIENT).items():
         monkeypatch.setenv(name, value)
     paths = f'store, runs = Path("{masked_store}"), Path("{tmp_path}")'
     parameters = f'{paths}\nsteps, port = {STEPS}, "{free_port()}"'

@@ -56,10 +56,12 @@ class Outcome:
 
     `events`: the barriers and the end of the process group, in order, while closing. `reductions`: for each
     forward pass with gradients (the first settles the buckets), whether its backward pass reduces them.
+    `model_class`: of the model that the engine trained.
     """
 
     driven: Driven = field(default_factory=Driven)
     error: str | None = None
+    model_class: str | None = None
     events: list[str] = field(default_factory=list)
     reductions: list[bool] = field(default_factory=list)
 
@@ -140,6 +142,7 @@ def _train(case: Case, store: Path, outcome: Outcome) -> None:
         prepare_process(config)
         engine = getattr(load(SCRIPTS[case.launcher]), ENGINES[case.launcher])(config)
         outcome.driven = drive(engine, config)
+        outcome.model_class = type(engine.model).__name__
         wrapped = weakref.ref(engine.model)
         outcome.events.clear()
         engine.close()

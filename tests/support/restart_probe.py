@@ -22,7 +22,8 @@ from support.stepping import resolved
 
 from llm_pretrain.config import Config, load_config
 
-ONE_STORE = {launcher: Edit(file, "init_method=meeting_point(), ", "") for launcher, file in SCRIPTS.items()}
+MEETING = "backend, init_method=meeting_point(), "
+ONE_STORE = {launcher: Edit(file, MEETING, "backend, ") for launcher, file in SCRIPTS.items()}
 """The mistake: all attempts meet in the same store."""
 
 EXIT_CODE = 75

@@ -22,7 +22,7 @@ from pathlib import Path
 import psutil
 import pytest
 from support.engines import SCRIPTS, small_config
-from support.launching import train_tiny
+from support.launching import kill_outright, train_tiny
 from support.mutation import ROOT, Edit, edited, mutated
 from support.probes import ACCELERATE, LIMIT_SECONDS, TORCHRUN, Launch, finish_probe, start_probe
 
@@ -79,7 +79,8 @@ def launched(store_folder, tmp_path_factory) -> Iterator[dict[str, tuple[subproc
                     if str(folder) in (left := psutil.Process(int(file.read_text()))).cmdline():
                         left.kill()
             if process.poll() is None:
-                process.kill()
+                kill_outright(process)
+                process.wait()
 
 
 def wait_for(what: str, happened) -> None:
@@ -98,11 +99,11 @@ def stop(process: subprocess.Popen[str], folder: Path, number: signal.Signals, v
     process.wait(LIMIT_SECONDS)
 
 
-def check_stopped(folder: Path, variant: str, expected: str) -> None:
-    """The process has been told to stop, knows by which signal, and is gone."""
+def check_stopped(folder: Path, variant: str, expected: str, patience: float = 60) -> None:
+    """The process has been told to stop, knows by which signal, and is gone after `patience` seconds."""
     worker = int((folder / f"{variant}.pid").read_text())
     with suppress(psutil.NoSuchProcess):
-        psutil.Process(worker).wait(3)
+        psutil.Process(worker).wait(patience)
     file = folder / f"{variant}.signal"
     assert file.exists(), "it was not told"
     assert file.read_text() == expected
@@ -125,7 +126,7 @@ def test_workers_stop_with_their_launcher(name, told, launched):
         mistakes = [(folder, variants[0])]
     for where, variant in mistakes:
         with pytest.raises((AssertionError, psutil.TimeoutExpired)):
-            check_stopped(where, variant, told)
+            check_stopped(where, variant, told, patience=2)
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +158,7 @@ def check_meeting_points(source: str) -> None:
 def test_every_process_group_is_formed_at_the_meeting_point(file):
     check_meeting_points(edited(file, []))
     with pytest.raises(AssertionError):
-        check_meeting_points(edited(file, [Edit(file, "init_method=meeting_point(), ", "")]))
+        check_meeting_points(edited(file, [Edit(file, "backend, init_method=meeting_point()", "backend")]))
 
 
 def test_the_status_file_knows_what_the_launcher_does_not_say(restarted, masked_store, tmp_path, monkeypatch):
