@@ -13,7 +13,7 @@ from support.engines import small_config
 from support.launching import Finished, assert_same_tensors, checkpoint_tensors
 from support.zero_cases import DIVERGING_STEP, MASKED_STEP, SAVED, STEPS, WORLD_SIZE, run_cases
 
-from llm_pretrain.checkpoints import load_weights
+from llm_pretrain.checkpoints import open_model
 from llm_pretrain.config import Config, validate
 from llm_pretrain.errors import ConfigError
 from llm_pretrain.training import check_accelerate_settings, deepspeed_state
@@ -46,7 +46,7 @@ def relative_difference(left: Finished, right: Finished) -> float:
 def scalars(folder: Path) -> dict:
     """What a checkpoint's manifest says of the optimizer's numbers, AdamW's steps among them."""
     manifest = json.loads((folder / "checkpoints" / f"step-{STEPS:08d}" / "manifest.json").read_text())
-    return {name: value for name, value in manifest.items() if "scalar" in name or "optimizer" in name}
+    return {name: manifest[name] for name in ("scalars", "optimizer")}
 
 
 def assert_same_run(left: Finished, right: Finished, *, since: int = 0) -> None:
@@ -54,7 +54,7 @@ def assert_same_run(left: Finished, right: Finished, *, since: int = 0) -> None:
     assert rows == {step: row for step, row in right.exact_rows().items() if step > since}
     assert set(rows) >= set(range(since + 1, STEPS + 1))
     assert_same_tensors(checkpoint_tensors(left.folder, STEPS), checkpoint_tensors(right.folder, STEPS))
-    assert scalars(left.folder) == scalars(right.folder) != {}
+    assert scalars(left.folder) == scalars(right.folder)
 
 
 @pytest.mark.parametrize("kind", ["", " moe", " unclipped", " bf16"])
@@ -66,7 +66,7 @@ def test_zero_1_is_ddp_to_the_last_bit(cases: Path, kind: str):
     assert ours.rows[STEPS]["train/skipped"] is None
 
 
-@pytest.mark.parametrize("name", ["zero2", "zero3", "zero3 moe"])
+@pytest.mark.parametrize("name", ["zero2", "zero2 unclipped", "zero3", "zero3 moe"])
 def test_sharded_gradients_and_parameters_stay_within_their_bound(cases: Path, name: str):
     ours, expected = run(cases, name), run(cases, name.replace("zero2", "ddp").replace("zero3", "ddp"))
     assert relative_difference(ours, expected) < BOUND
@@ -93,12 +93,12 @@ def test_a_zero_3_checkpoint_continues_under_ddp(cases: Path):
     ours = run(cases, "zero3 then ddp")
     assert ours.raw_steps()[0] == SAVED + 1
     assert relative_difference(ours, run(cases, "ddp moe")) < BOUND
-    assert scalars(ours.folder)["optimizer"] == scalars(cases / "ddp moe")["optimizer"]
+    assert scalars(ours.folder) == scalars(cases / "ddp moe")
 
 
 @pytest.mark.parametrize("name", ["zero1", "zero3 moe"])
 def test_half_precision_weights_are_the_checkpoint_s_parameters(cases: Path, name: str):
-    model, _ = load_weights(cases / name / "weights" / f"step-{STEPS:08d}")
+    model = open_model(cases / name / "weights" / f"step-{STEPS:08d}").model
     tensors = checkpoint_tensors(cases / name, STEPS)
     for parameter_name, parameter in model.named_parameters():
         assert torch.equal(parameter.bfloat16(), tensors[parameter_name].bfloat16()), parameter_name
@@ -128,8 +128,9 @@ def test_an_infinite_gradient_stops_every_rank_before_it_is_saved(cases: Path):
     ],
 )
 def test_mistakes_are_seen(cases: Path, mistake: str, sound: str):
-    """Each of them changes the parameters, which the comparisons above would not let pass."""
-    assert relative_difference(run(cases, mistake), run(cases, sound)) > 0
+    """Each of them fails the comparison above that is meant to find it."""
+    allowed = BOUND if mistake == "clipping left out" else 0
+    assert relative_difference(run(cases, mistake), run(cases, sound)) > allowed
 
 
 def zero_config(**fields: object) -> Config:
