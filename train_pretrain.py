@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
@@ -25,6 +26,7 @@ from torch.utils.data import DataLoader
 
 from llm_pretrain.config import Config, load_config
 from llm_pretrain.data import Batch, shard
+from llm_pretrain.errors import ConfigError
 from llm_pretrain.model import DecoderOutput
 from llm_pretrain.training import (
     DDP_OPTIONS,
@@ -33,14 +35,19 @@ from llm_pretrain.training import (
     StepCounts,
     StepResult,
     StepSums,
+    adopt_parameters,
     check_world_size,
+    layer_precision,
     mark_last,
     meeting_point,
+    plain_number,
     prepare_process,
     pretrain,
+    release_parameters,
     report_errors,
     seed_dropout,
     settle_buckets,
+    shard_full_precision,
     with_global_expert_counts,
 )
 
@@ -52,6 +59,11 @@ class TorchrunEngine:
 
     def __init__(self, config: Config):
         self.config = config
+        if config.distributed.strategy == "deepspeed":
+            raise ConfigError(
+                "distributed.strategy: expected ddp or fsdp, found deepspeed, which "
+                "train_pretrain_accelerate.py runs; start that with `accelerate launch`"
+            )
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         on_gpu = torch.cuda.is_available()
         self.device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
@@ -64,6 +76,7 @@ class TorchrunEngine:
             dist.init_process_group(backend, init_method=meeting_point(), timeout=timeout)
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         check_world_size(self.world_size)
+        self.is_sharded = config.distributed.strategy == "fsdp" and self.world_size > 1
         precision = config.training.precision
         self.autocast_dtype = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
         self.grad_scaler = torch.amp.GradScaler(self.device.type, enabled=precision == "fp16")
@@ -73,10 +86,13 @@ class TorchrunEngine:
         self.objective = Objective(config, self.world_size)
 
     def prepare(self, model: Module, optimizer: Optimizer, batches: DataLoader) -> Iterable[Batch]:
-        self.model: Module = model.to(self.device)
         self.unwrapped_model, self.optimizer = model, optimizer
         self.no_sync = nullcontext
-        if self.world_size > 1:
+        if self.is_sharded:
+            self.model: Any = shard_model(model, optimizer, self.config.training.precision)
+        else:
+            self.model = model.to(self.device)
+        if self.world_size > 1 and not self.is_sharded:
             device_ids = [self.device.index] if self.device.type == "cuda" else None
             self.model = DistributedDataParallel(model, device_ids=device_ids, **DDP_OPTIONS)
             self.no_sync = self.model.no_sync
@@ -95,6 +111,8 @@ class TorchrunEngine:
         micro_batches = with_global_expert_counts(self, self.config, micro_batches)
         sums = StepSums(self.config)
         for is_last, batch in mark_last(micro_batches):
+            if self.is_sharded:
+                self.model.set_requires_gradient_sync(is_last)
             with nullcontext() if is_last else self.no_sync():
                 seed_dropout(self.config.run.seed, batch)
                 output = self.forward(batch)
@@ -103,7 +121,7 @@ class TorchrunEngine:
                 sums.add(output, batch)
         self.grad_scaler.unscale_(self.optimizer)
         max_norm = self.config.training.max_grad_norm or math.inf
-        grad_norm = clip_grad_norm_(self.model.parameters(), max_norm).item()
+        grad_norm = plain_number(clip_grad_norm_(self.model.parameters(), max_norm))
         if math.isfinite(grad_norm):
             self.grad_scaler.step(self.optimizer)
         self.grad_scaler.update()
@@ -134,6 +152,21 @@ class TorchrunEngine:
         if self.world_size > 1:
             dist.barrier()
             dist.destroy_process_group()
+
+
+def shard_model(model: Module, optimizer: Optimizer, precision: str) -> Module:
+    """Split every parameter over all ranks, moving no more than a layer to the device at a time.
+
+    Each layer's matrices are a group: gathered whole for the layer's forward pass, freed, gathered again
+    for its backward pass, then their gradients are averaged over ranks, of which each keeps its part.
+    """
+    names = release_parameters(model, optimizer)
+    shard_full_precision(model)
+    for layer in model.get_submodule("model.layers").children():
+        fully_shard(layer, mp_policy=layer_precision(precision))
+    fully_shard(model)
+    adopt_parameters(model, optimizer, names)
+    return model
 
 
 def main(argv: list[str] | None = None) -> int:

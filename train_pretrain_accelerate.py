@@ -15,11 +15,13 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.utils import (
     DataLoaderConfiguration,
     DeepSpeedPlugin,
     DistributedDataParallelKwargs,
+    DistributedType,
+    FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
     gather_object,
@@ -40,14 +42,21 @@ from llm_pretrain.training import (
     StepCounts,
     StepResult,
     StepSums,
+    adopt_parameters,
     check_accelerate_settings,
+    check_fsdp_version,
+    check_strategy,
     check_world_size,
+    layer_precision,
     meeting_point,
+    plain_number,
     prepare_process,
     pretrain,
+    release_parameters,
     report_errors,
     seed_dropout,
     settle_buckets,
+    shard_full_precision,
     with_global_expert_counts,
 )
 from llm_pretrain.training.deepspeed_state import (
@@ -77,19 +86,20 @@ class AccelerateEngine:
             )
         timeout = timedelta(seconds=config.distributed.timeout_seconds)
         self.uses_deepspeed = config.distributed.strategy == "deepspeed"
+        # named for DeepSpeed alone: a named back-end needs a process group, and one process of DDP has none
+        zero_backend = ("nccl" if on_gpu else "gloo") if self.uses_deepspeed else None
         self.accelerator = Accelerator(
             cpu=not on_gpu and not self.uses_deepspeed,  # with cpu=True Accelerate forgets DeepSpeed
             mixed_precision="no" if precision == "fp32" or self.uses_deepspeed else precision,
             deepspeed_plugin=zero_plugin(config) if self.uses_deepspeed else None,
+            fsdp_plugin=fsdp_plugin(config, timeout) if config.distributed.strategy == "fsdp" else None,
             gradient_accumulation_plugin=GradientAccumulationPlugin(
                 num_steps=accumulation_steps, sync_with_dataloader=False
             ),
             dataloader_config=DataLoaderConfiguration(even_batches=False, non_blocking=True),
             kwargs_handlers=[
                 DistributedDataParallelKwargs(**DDP_OPTIONS),
-                InitProcessGroupKwargs(
-                    backend="nccl" if on_gpu else "gloo", init_method=meeting_point(), timeout=timeout
-                ),
+                InitProcessGroupKwargs(backend=zero_backend, init_method=meeting_point(), timeout=timeout),
             ],
         )
         self.rank: int = self.accelerator.process_index
@@ -97,10 +107,18 @@ class AccelerateEngine:
         self.device: torch.device = self.accelerator.device
         self.scaler = self.accelerator.scaler
         check_world_size(self.world_size)
+        check_strategy(config, self.accelerator.distributed_type.value, self.world_size)
         self.objective = Objective(config, self.world_size)
 
     def prepare(self, model: Module, optimizer: Optimizer, batches: DataLoader) -> Iterable[Batch]:
+        names = None
+        if self.accelerator.is_fsdp2:
+            names = release_parameters(model, optimizer)
+            shard_full_precision(model)
+            adopt_parameters(model, optimizer, names)
         self.model, self.optimizer, own = self.accelerator.prepare(model, optimizer, batches)
+        if names is not None:  # `prepare` tells parameters by their address, and empty parts have none
+            adopt_parameters(model, optimizer, names)
         self.unwrapped_model = model
         if self.uses_deepspeed:
             clip_as_torch(self.optimizer.optimizer, model, self.config, self.device)
@@ -109,7 +127,8 @@ class AccelerateEngine:
         return own
 
     def forward(self, batch: Batch) -> DecoderOutput:
-        return self.model(**batch.model_inputs())
+        with self.accelerator.autocast():  # FSDP's `prepare` leaves it to us, DDP's does not mind
+            return self.model(**batch.model_inputs())
 
     def train_step(self, micro_batches: Sequence[Batch]) -> StepResult:
         counts = StepCounts.of(micro_batches, self.reduce_sum)
@@ -127,7 +146,7 @@ class AccelerateEngine:
                 if self.accelerator.sync_gradients:
                     max_norm = self.config.training.max_grad_norm or math.inf
                     norm = self.accelerator.clip_grad_norm_(self.model.parameters(), max_norm)
-                    grad_norm = float(norm)  # type: ignore[arg-type]  # never None with zero_compute_grad_norm
+                    grad_norm = plain_number(norm)  # type: ignore[arg-type]  # never None: zero_compute_grad_norm
                     if self.uses_deepspeed:  # its engine has clipped and stepped inside `backward`
                         stop_if_diverged(self.optimizer.optimizer, grad_norm, batch.step)
                     if math.isfinite(grad_norm):
@@ -171,6 +190,26 @@ def zero_plugin(config: Config) -> DeepSpeedPlugin:
     )
     plugin.deepspeed_config |= zero_options(config, world_size)
     return plugin
+
+
+def fsdp_plugin(config: Config, timeout: timedelta) -> FullyShardedDataParallelPlugin:
+    """FSDP's second version, a group per layer; all that a launch file could set otherwise is set here."""
+    check_fsdp_version()
+    if not torch.cuda.is_available() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        # Accelerate shards on GPUs only, and makes DDP of it elsewhere without a word. Its private state is
+        # the one place to change its mind; on a GPU nothing is touched.
+        PartialState(cpu=True, init_method=meeting_point(), timeout=timeout)
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    return FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        reshard_after_forward=True,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["DecoderLayer"],
+        mixed_precision_policy=layer_precision(config.training.precision),  # type: ignore[arg-type]  # FSDP2's
+        cpu_offload=False,
+        activation_checkpointing=False,  # the model's own
+        cpu_ram_efficient_loading=False,
+    )
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -16,14 +16,19 @@ import socket
 import sys
 from pathlib import Path
 
-import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import ProcessExitedException, spawn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 
 def worker(local_rank: int, processes: int, port: int, script: str, argv: list[str]) -> None:
     """One rank: what a launcher would put into the environment, then the script's own `main`."""
-    place = {"RANK": local_rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
+    place = {
+        "RANK": local_rank,
+        "LOCAL_RANK": local_rank,
+        "WORLD_SIZE": processes,
+        "LOCAL_WORLD_SIZE": processes,
+    }
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in (place | meeting).items()}
     sys.exit(importlib.import_module(script).main(argv))
@@ -36,18 +41,18 @@ def free_port() -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description="A training without a launcher.")
     parser.add_argument("--processes", type=int, default=2, metavar="N")
     parser.add_argument("script", choices=("train_pretrain.py", "train_pretrain_accelerate.py"))
     parser.add_argument("options", nargs=argparse.REMAINDER, help="the script's own")
     chosen = parser.parse_args()
     arguments = (chosen.processes, free_port(), chosen.script.removesuffix(".py"), chosen.options)
-    workers = mp.spawn(worker, args=arguments, nprocs=chosen.processes, join=False)
+    workers = spawn(worker, args=arguments, nprocs=chosen.processes, join=False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the workers by itself: they save and leave
     try:
-        while not workers.join():
+        while workers and not workers.join():
             pass
-    except mp.ProcessExitedException as ended:
+    except ProcessExitedException as ended:
         return ended.exit_code
     return 0
 

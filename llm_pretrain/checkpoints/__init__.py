@@ -6,6 +6,7 @@ from llm_pretrain.checkpoints.environment import environment
 from llm_pretrain.checkpoints.folders import committed_folders
 from llm_pretrain.checkpoints.manifest import Manifest, ResumePoint, RunFacts, find_damage, read_manifest
 from llm_pretrain.checkpoints.opening import OpenedModel, is_checkpoint, open_model
+from llm_pretrain.checkpoints.state import whole_state
 from llm_pretrain.checkpoints.store import CheckpointStore
 from llm_pretrain.checkpoints.tensor_files import read_tensors
 from llm_pretrain.checkpoints.weights import best_step, save_weights
@@ -27,4 +28,5 @@ __all__ = [
     "read_manifest",
     "read_tensors",
     "save_weights",
+    "whole_state",
 ]

@@ -78,6 +78,24 @@ def raw_module(model: nn.Module) -> nn.Module:
         model = inner
 
 
+def whole_state(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
+    """The model's state dict without a sharded tensor in it; collective where it has any.
+
+    Gathered tensor by tensor, so that a device holds one of them whole at a time, and kept in the memory of
+    the processor where `keep` says so, of one rank for example. Nothing is copied where nothing is sharded.
+
+    Returns:
+        Empty where not kept.
+    """
+    state = {}
+    for name, tensor in raw_module(model).state_dict().items():
+        gather = getattr(tensor, "full_tensor", None)
+        whole = gather() if gather else tensor
+        if keep:
+            state[name] = whole.cpu() if gather else whole
+    return state
+
+
 def collect_state(model: nn.Module, optimizer: Optimizer) -> TrainingState:
     """State to save. An optimizer that has not stepped yet is left as it is.
 

@@ -39,7 +39,7 @@ _OWN_FILES = {"config.json", "generation_config.json", INDEX_FILE, BEST_FILE}
 def save_weights(
     folder: Path,
     step: int,
-    model: nn.Module,
+    model: nn.Module | dict[str, Tensor],
     config: ModelConfig,
     *,
     dtype: str,
@@ -60,7 +60,7 @@ def save_weights(
     Args:
         folder: The run's `weights/`.
         step: Optimizer steps taken.
-        model: The decoder, plain or wrapped.
+        model: The decoder, plain or wrapped, or its whole state where it is sharded (`whole_state`).
         config: Its shape, with a resolved `vocab_size`.
         dtype: `bf16` or `fp16`.
         tokenizer_folder: Its tokenizer files are copied.
@@ -78,7 +78,8 @@ def save_weights(
         folders.make_parent(folder)
         folders.clean(folder)
         temporary.mkdir()
-        _write_model(temporary, state.raw_module(model), config, dtype, token_ids)
+        tensors = state.raw_module(model).state_dict() if isinstance(model, nn.Module) else model
+        _write_model(temporary, tensors, config, dtype, token_ids)
         write_json(
             temporary / "generation_config.json",
             _generation_config(token_ids, sequence_length, tokenizer_folder),
@@ -118,7 +119,11 @@ def best_step(folder: Path) -> int | None:
 
 
 def _write_model(
-    folder: Path, model: nn.Module, config: ModelConfig, dtype: str, token_ids: dict[str, int | None]
+    folder: Path,
+    tensors: dict[str, Tensor],
+    config: ModelConfig,
+    dtype: str,
+    token_ids: dict[str, int | None],
 ) -> None:
     bos, eos, pad = (token_ids.get(f"{name}_token_id") for name in ("bos", "eos", "pad"))
     arguments: dict[str, Any] = {
@@ -132,7 +137,7 @@ def _write_model(
     except ConfigError as error:
         logger.info("these weights open with llm_pretrain only: %s", error)
         content = export.native_config(config, **arguments)
-    write_tensors(folder, export.to_huggingface(model.state_dict(), config, DTYPES[dtype]))
+    write_tensors(folder, export.to_huggingface(tensors, config, DTYPES[dtype]))
     write_json(folder / "config.json", content)
 
 

@@ -5,7 +5,6 @@ The run itself checks what really was launched (`training/process.py`); this tel
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -42,13 +41,6 @@ class Machine:
 
     gpus: int
     cores: int
-
-
-def default_file() -> Path:
-    """Where `accelerate launch` looks without `--config_file`: below HF_HOME, or the cache folder."""
-    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    home = os.environ.get("HF_HOME") or os.path.join(cache, "huggingface")
-    return Path(home).expanduser() / "accelerate" / "default_config.yaml"
 
 
 def read_file(path: Path) -> tuple[dict[str, Any], str]:

@@ -50,15 +50,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print facts, then warnings; 0 where there are none, else 1."""
-    from llm_pretrain.commands._accelerate_file import Machine, default_file, read_file, surprises
+    from llm_pretrain.commands._accelerate_file import Machine, read_file, surprises
     from llm_pretrain.config import load_config
+    from llm_pretrain.training import default_accelerate_file
 
     config = None
     if arguments.config:
         files = [word for file in arguments.config for word in ("--config", file)]
         config = load_config(files, needs_data=False)
     named = arguments.accelerate_config
-    path = Path(named) if named else default_file()
+    path = Path(named) if named else default_accelerate_file()
     settings, text = read_file(path) if named or path.exists() else ({}, "")
     gpus, cores = _gpus(), _cores()
     for name, value in _facts(gpus, cores):
@@ -160,6 +161,11 @@ def _machine_surprises(gpus: int, config: Config | None) -> Iterator[str]:
     )
     if version < (2, 10):
         yield "torch is older than 2.10, which opens weights unsafely (GHSA-63cw-57p8-fm3p); do upgrade it"
+    if xla := _version("torch_xla"):
+        yield (
+            f"torch_xla {xla} is installed, but TPUs are untested here and both scripts would train on the "
+            "CPU; do train on CUDA GPUs or expect the CPU"
+        )
     if gpus and "nccl" not in _backends():
         yield "GPUs without the nccl back-end; do install torch's CUDA build"
     if left := [name for name in _LAUNCHED if name in os.environ]:

@@ -98,6 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Launch, compare, print the table and write parity.json; 0 where all that is promised holds, else 1."""
     from llm_pretrain.commands._parity.judging import judge
+    from llm_pretrain.commands._parity.launching import ending_on_sigterm
     from llm_pretrain.commands._parity.plan import make_plan
     from llm_pretrain.commands._parity.table import is_violated, render, write_json
     from llm_pretrain.errors import ConfigError
@@ -114,8 +115,9 @@ def run(arguments: argparse.Namespace) -> int:
     )
     for note in plan.notes:
         _say(f"note   {note}")
-    judged = judge(_run_cells(plan, place), plan.config, plan.steps)
-    interrupted = _interrupted(plan, place, arguments.interrupt, judged) if plan.interruptions else None
+    with ending_on_sigterm():
+        judged = judge(_run_cells(plan, place), plan.config, plan.steps)
+        interrupted = _interrupted(plan, place, arguments.interrupt, judged) if plan.interruptions else None
     facts = _facts(plan, machine, arguments, started)
     write_json(plan.output / "parity.json", facts, judged, interrupted)
     violated = is_violated(judged, interrupted)

@@ -109,8 +109,6 @@ def _names(config: Config) -> Iterator[str]:
     project = config.logging.wandb_project
     if not re.fullmatch(r"[^/\\#?%:\s][^/\\#?%:\n]{0,127}", project):
         yield f"logging.wandb_project: expected at most 128 characters, none of /\\#?%:, found {project!r}"
-    if config.distributed.strategy == "fsdp":  # until the engines know it
-        yield f"distributed.strategy: expected ddp or deepspeed, found {config.distributed.strategy}"
     if config.logging.tensorboard and find_spec("tensorboard") is None:
         yield (
             "logging.tensorboard: expected the package tensorboard, found none; "

@@ -7,12 +7,8 @@ from __future__ import annotations
 
 import atexit
 import multiprocessing
-import os
-import signal
-import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from multiprocessing import connection, forkserver, resource_tracker
 from pathlib import Path
 from typing import TypeVar
 
@@ -25,11 +21,10 @@ from llm_pretrain.data.assembly import IGNORE_INDEX, Assembler, Batch, PackedSou
 from llm_pretrain.data.packing import pack
 from llm_pretrain.data.sample_order import BLOCK, SampleOrder, block_at, shuffled
 from llm_pretrain.data.token_store import TokenStore
+from llm_pretrain.data.worker_processes import end_workers, start_fork_server, start_worker
 from llm_pretrain.errors import DataError
 
 _T = TypeVar("_T")
-
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class MicroBatchSampler:
@@ -89,8 +84,8 @@ class MicroBatches(Dataset[Batch]):
             input_ids: int64 [B, S], on any device.
             labels: int64 [B, S], shifted, and -100 where no loss is taken.
         """
-        samples = [(number % self._global_batch_size, *self._order[number]) for number in numbers]
-        stores = [source.store for source in self._assembler.sources]
+        samples = [(number % self._global_batch_size, *self.order[number]) for number in numbers]
+        stores = [source.store for source in self.assembler.sources]
         heads = [digest_head(slot, stores[source], sequence) for slot, source, sequence in samples]
         ids, targets = input_ids.cpu().numpy(), labels.cpu().numpy()
         return digest_rows(heads, ids, targets, targets != IGNORE_INDEX)
@@ -251,55 +246,19 @@ def _loader(dataset: Dataset[Batch], sampler: MicroBatchSampler, num_workers: in
     """Workers are started apart from this process's threads, so that none inherits a lock that is held."""
     method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
     if num_workers:
-        atexit.register(_end_workers)
+        atexit.register(end_workers)
     if num_workers and method == "forkserver":
-        _start_fork_server()
+        start_fork_server()
     return DataLoader(
         dataset,
         batch_sampler=sampler,  # type: ignore[arg-type]  # torch types it Sampler, and takes any iterable
         collate_fn=_as_it_is,
         num_workers=num_workers,
         pin_memory=torch.cuda.is_available(),
-        worker_init_fn=_start_worker if num_workers else None,
+        worker_init_fn=start_worker if num_workers else None,
         multiprocessing_context=method if num_workers else None,
     )
 
 
 def _as_it_is(batch: _T) -> _T:
     return batch
-
-
-def _start_fork_server() -> None:
-    """Start what workers are forked from, once, with stop signals blocked; what it forks inherits that.
-
-    torchrun signals a training process's whole group. Python's server would die of it, and its workers
-    with it, before the training process has finished its step and saved.
-    """
-    for ensure_running in (resource_tracker.ensure_running, forkserver.ensure_running):
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
-        try:
-            ensure_running()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _start_worker(_: int) -> None:
-    """Signals are the training process's to handle: it finishes the step, and needs its batches for that."""
-    for number in _STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=_die_with_parent, daemon=True).start()
-
-
-def _end_workers() -> None:
-    """At exit Python sends SIGTERM to its daemons and waits for them; ours would never hear it."""
-    for worker in multiprocessing.active_children():
-        if worker.daemon:
-            worker.kill()
-
-
-def _die_with_parent() -> None:
-    """Ends this worker when the training process is gone; torch would watch the fork server instead."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        connection.wait([parent.sentinel])
-        os._exit(1)

@@ -1,7 +1,7 @@
 """The decoder, dense or mixture of experts: its forward pass, initial weights and sizes."""
 
 from llm_pretrain.model.cache import KeyValueCache
-from llm_pretrain.model.decoder import Decoder, DecoderOutput
+from llm_pretrain.model.decoder import Decoder, DecoderOutput, full_precision_modules
 from llm_pretrain.model.experts import Experts, experts_reference
 from llm_pretrain.model.initialization import initialize_weights
 from llm_pretrain.model.loss_head import IGNORE_INDEX
@@ -18,6 +18,7 @@ __all__ = [
     "count_parameters",
     "experts_reference",
     "flops_per_token",
+    "full_precision_modules",
     "initialize_weights",
     "update_router_bias",
 ]

@@ -203,7 +203,7 @@ class Decoder(nn.Module):
         counts, entropy = _per_layer(router_sums, hidden)
         if labels is None:
             return DecoderOutput(self.lm_head(hidden), None, None, None, None, counts, None, entropy)
-        sums = loss_head(hidden, self.lm_head.weight, labels, loss_mask)
+        sums = loss_head(self.lm_head(hidden), labels, loss_mask)
         aux_loss, router_z_loss = sums.loss.new_zeros(()), sums.loss.new_zeros(())
         if router_sums:
             aux_loss = torch.stack([layer.aux_loss for layer in router_sums]).mean()
@@ -226,3 +226,15 @@ def _per_layer(router_sums: list[RouterSums], like: Tensor) -> tuple[Tensor, Ten
         return like.new_zeros((0, 0), dtype=torch.int64), like.new_zeros(0, dtype=torch.float32)
     counts = torch.stack([layer.counts for layer in router_sums])
     return counts, torch.stack([layer.entropy for layer in router_sums])
+
+
+def full_precision_modules(model: Decoder) -> list[nn.Module]:
+    """All that has parameters except the layers' matrices: embedding, norms, routers and head.
+
+    In low precision these compute in fp32, or cast for themselves what autocast casts.
+    """
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, Embedding | RMSNorm | Router) or module is model.lm_head
+    ]

@@ -1,9 +1,9 @@
-"""The loss head: output projection, cross-entropy and z-loss sums, in fp32 also under autocast.
+"""The loss head: cross-entropy and z-loss sums of the logits, in fp32 also under autocast.
 
 Normalisation and coefficients belong to the training objective. The logits of a whole micro batch are
-held once, in the projection's type; nothing else of that size is.
+held once, in the output projection's type; nothing else of that size is.
 
-Shapes: B sequences, S positions, T = B*S, H hidden_size, V vocab_size.
+Shapes: B sequences, S positions, T = B*S, V vocab_size.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from llm_pretrain.model.layers import at_least_fp32
@@ -69,15 +68,13 @@ def _chunk_rows(logits: Tensor) -> int:
     return len(logits) if logits.device.type != "cpu" else max(1, _CHUNK_ELEMENTS // logits.shape[1])
 
 
-def loss_head(hidden: Tensor, weight: Tensor, labels: Tensor, mask: Tensor) -> LossSums:
+def loss_head(logits: Tensor, labels: Tensor, mask: Tensor) -> LossSums:
     """Cross-entropy and z-loss (PaLM, arXiv:2204.02311, section 5) sums.
 
     Args:
-        hidden: [B, S, H], after the last norm.
-        weight: [V, H].
+        logits: [B, S, V], in any floating type.
         labels: int64 [B, S], already shifted; anything where the mask is 0.
         mask: bool [B, S].
     """
-    logits = F.linear(hidden.flatten(0, 1), weight)
-    loss, z_loss, losses = _CrossEntropySums.apply(logits, labels.flatten(), mask.flatten())  # pyright: ignore[reportGeneralTypeIssues] (torch's stub of apply)
+    loss, z_loss, losses = _CrossEntropySums.apply(logits.flatten(0, 1), labels.flatten(), mask.flatten())  # pyright: ignore[reportGeneralTypeIssues] (torch's stub of apply)
     return LossSums(loss, z_loss, losses.view(labels.shape))

@@ -16,14 +16,23 @@ from llm_pretrain.training.loop import pretrain
 from llm_pretrain.training.objective import Objective, StepCounts, StepSums
 from llm_pretrain.training.process import (
     check_world_size,
+    default_accelerate_file,
     prepare_process,
     report_errors,
 )
 from llm_pretrain.training.restarts import meeting_point
+from llm_pretrain.training.run_folder import RunFolder
 from llm_pretrain.training.saving import fingerprints
 from llm_pretrain.training.schedule import learning_rate
-from llm_pretrain.training.run_folder import RunFolder
-from llm_pretrain.training.schedule import learning_rate
+from llm_pretrain.training.sharding import (
+    adopt_parameters,
+    check_fsdp_version,
+    check_strategy,
+    layer_precision,
+    plain_number,
+    release_parameters,
+    shard_full_precision,
+)
 from llm_pretrain.training.status import Status
 
 __all__ = [
@@ -37,17 +46,25 @@ __all__ = [
     "StepCounts",
     "StepResult",
     "StepSums",
+    "adopt_parameters",
     "check_accelerate_settings",
+    "check_fsdp_version",
+    "check_strategy",
     "check_world_size",
+    "default_accelerate_file",
     "fingerprints",
+    "layer_precision",
     "learning_rate",
     "mark_last",
     "meeting_point",
+    "plain_number",
     "prepare_process",
     "pretrain",
+    "release_parameters",
     "report_errors",
     "seed_dropout",
     "settle_buckets",
+    "shard_full_precision",
     "with_global_expert_counts",
     "zlib_bits_per_byte",
 ]

@@ -19,6 +19,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from llm_pretrain.config import Config
 from llm_pretrain.data import Batch
 from llm_pretrain.model import DecoderOutput
 from llm_pretrain.training.objective import DIGEST_WORDS, StepCounts, loss_sums
@@ -106,6 +107,11 @@ class Engine(Protocol):
         ...
 
 
+def forwards_together(config: Config, world_size: int) -> bool:
+    """Whether a forward pass is a collective, since parameters are sharded: every rank must take part."""
+    return world_size > 1 and config.distributed.strategy != "ddp"
+
+
 def mark_last(items: Sequence[T]) -> Iterator[tuple[bool, T]]:
     """Pairs of (is this the last one, item)."""
     for index, item in enumerate(items):
@@ -119,11 +125,24 @@ def settle_buckets(engine: Engine) -> None:
     ranks on another grouping sums in another order, so a resumed run's first step would differ in its
     last bits from the same step of a run that was never stopped. The regrouping is also a collective,
     which must not fall into an evaluation in which a rank has no batch.
+
+    Where parameters are sharded the same step makes the tensors that they are gathered into, which must
+    not happen in generation: what is made in inference mode cannot be trained with.
     """
     if engine.world_size == 1:
         return
-    ones = torch.ones((1, 2), dtype=torch.int64, device=engine.device)
-    empty = Batch(
+    _, optimizer = engine.model_and_optimizer()
+    empty = empty_batch(engine.device)
+    (0.0 * torch.stack(loss_sums(engine.forward(empty))).sum()).backward()
+    optimizer.zero_grad(set_to_none=True)
+    with torch.no_grad():
+        engine.forward(empty)
+
+
+def empty_batch(device: torch.device) -> Batch:
+    """A batch without loss tokens, for a forward pass that is needed for itself."""
+    ones = torch.ones((1, 2), dtype=torch.int64, device=device)
+    return Batch(
         input_ids=ones,
         position_ids=ones,
         document_ids=ones,
@@ -134,11 +153,6 @@ def settle_buckets(engine: Engine) -> None:
         micro_batch=0,
         digest=torch.zeros(DIGEST_WORDS, dtype=torch.int64),
     )
-    _, optimizer = engine.model_and_optimizer()
-    (0.0 * torch.stack(loss_sums(engine.forward(empty))).sum()).backward()
-    optimizer.zero_grad(set_to_none=True)
-    with torch.no_grad():
-        engine.forward(empty)
 
 
 def seed_dropout(seed: int, batch: Batch) -> None:
@@ -153,3 +167,5 @@ def seed_dropout(seed: int, batch: Batch) -> None:
     torch.default_generator.manual_seed(number)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed(number)
+    elif batch.input_ids.device.type != "cpu":
+        torch.manual_seed(number)  # another kind of device, whose generator only this one knows

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from llm_pretrain.data import Batch, EvaluationBatches, TokenStore
-from llm_pretrain.training.engine import Engine
+from llm_pretrain.training.engine import Engine, empty_batch
 
 
 class Evaluator:
@@ -25,6 +25,8 @@ class Evaluator:
         store: Whose tokenizer says how many UTF-8 bytes each token stands for.
         stop_requested: Checked between batches; a rank that was asked to stop gives up.
         labels: Names of the sources; with more than one, each gets metrics of its own.
+        together: A forward pass is a collective: a rank that has no batch left computes an empty one, and
+            ranks give up together.
     """
 
     def __init__(
@@ -34,8 +36,10 @@ class Evaluator:
         store: TokenStore,
         stop_requested: Callable[[], bool],
         labels: Sequence[str] = (),
+        together: bool = False,
     ):
         self.engine, self.batches, self.stop_requested = engine, batches, stop_requested
+        self.together = together
         self.labels = list(labels) if len(labels) > 1 else []
         self.token_bytes = torch.from_numpy(np.asarray(store.token_bytes()))
 
@@ -49,11 +53,15 @@ class Evaluator:
         was_training = model.training
         model.eval()
         sums: list[tuple[int, torch.Tensor]] | None = []
-        for index in range(self.engine.rank, len(self.batches), self.engine.world_size):
-            if self.stop_requested():
+        for first in range(0, len(self.batches), self.engine.world_size):
+            if self._gives_up():
                 sums = None
                 break
-            sums.append((index, self._batch_sums(self.batches[index])))
+            index = first + self.engine.rank
+            if index < len(self.batches):
+                sums.append((index, self._batch_sums(self.batches[index])))
+            elif self.together:
+                self.engine.forward(empty_batch(self.engine.device))
         model.train(was_training)
         gathered = self.engine.gather_objects(
             None if sums is None else [(index, values.tolist()) for index, values in sums]
@@ -84,6 +92,11 @@ class Evaluator:
                 )
                 lines.append(f"evaluation sees nothing of source {label}: {reason}")
         return lines
+
+    def _gives_up(self) -> bool:
+        if not self.together:
+            return self.stop_requested()
+        return bool(self.engine.reduce_sum(torch.tensor([int(self.stop_requested())])).item())
 
     def _batch_sums(self, batch: Batch) -> torch.Tensor:
         """float64 [4]: loss over loss tokens, their number, loss over the text's tokens, its bytes.

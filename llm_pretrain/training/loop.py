@@ -17,7 +17,7 @@ from llm_pretrain.model import Decoder, count_parameters, initialize_weights, up
 from llm_pretrain.training.agreement import on_every_rank, on_first_rank
 from llm_pretrain.training.attempts import note_attempt
 from llm_pretrain.training.changes import changed_settings
-from llm_pretrain.training.engine import Engine
+from llm_pretrain.training.engine import Engine, forwards_together
 from llm_pretrain.training.evaluation import Evaluator, zlib_bits_per_byte
 from llm_pretrain.training.initial_weights import load_initial_weights
 from llm_pretrain.training.objective import expert_counts
@@ -98,7 +98,7 @@ class Training:
         if resume is not None:
             self.saving.restore(resume)
         self.evaluator = self._build_evaluator()
-        self.samples = on_first_rank(engine, lambda: Samples(self.config, self.folder, self.stores[0]))
+        self.samples = self._open_samples()
         changes = on_first_rank(engine, self._write_config)
         self.recorder = Recorder(config, engine, self.folder, self.progress)
         with closing(self.recorder):
@@ -158,13 +158,13 @@ class Training:
             self._after_evaluation(metrics.get("eval/loss"))
 
     def _after_evaluation(self, loss: float | None) -> None:
-        """What every evaluation brings with it: the best weights, and samples on rank 0."""
+        """What every evaluation brings with it: the best weights, and samples."""
         model, _ = self.engine.model_and_optimizer()
         if loss is not None:
             self.saving.keep_best(self.progress, loss)
         if self.samples is not None:
             assert isinstance(model, Decoder)
-            self.samples.write(model, self.progress.step, self.recorder.console)
+            self.samples.write(model, self.progress.step, self.recorder.console, rank=self.engine.rank)
 
     def _check_divergence(self) -> None:
         """Stop after too many skipped steps in a row; all ranks count alike."""
@@ -209,7 +209,16 @@ class Training:
             self.engine, lambda: evaluation_batches(config) if config.evaluation.eval_steps else []
         )
         labels = [source.label for source in config.data.sources]
-        return Evaluator(self.engine, batches, self.stores[0], lambda: self.stop.requested, labels)
+        together = forwards_together(config, self.engine.world_size)
+        return Evaluator(self.engine, batches, self.stores[0], lambda: self.stop.requested, labels, together)
+
+    def _open_samples(self) -> Samples | None:
+        """On the ranks that generate them: the first, or all where a forward pass takes all."""
+        together = forwards_together(self.config, self.engine.world_size)
+        on_ranks = on_every_rank if together else on_first_rank
+        return on_ranks(
+            self.engine, lambda: Samples(self.config, self.folder, self.stores[0], together=together)
+        )
 
     def _write_config(self) -> list[str]:
         """Replace the folder's configuration by this attempt's; returns what that changes."""

@@ -85,8 +85,8 @@ def _set_threads(threads: int) -> None:
     global _trained
     if _trained is not None and _trained[0] != os.getpid() and min(threads, _trained[1]) > 1:
         raise ConfigError(
-            f"launch: this process is a fork of one that trained with {_trained[1]} threads before, and its own "
-            f"{threads} would wait for them forever; restart the notebook's kernel, or set "
+            f"launch: this process is a fork of one that trained with {_trained[1]} threads before, which "
+            f"its own {threads} would wait for; restart the notebook's kernel, or set "
             "distributed.cpu_threads to 1"
         )
     torch.set_num_threads(threads)
@@ -164,18 +164,25 @@ def _launcher_arguments() -> list[str]:
     return []
 
 
+def default_accelerate_file() -> Path:
+    """Where `accelerate launch` looks without `--config_file`: below HF_HOME, or the cache folder."""
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    home = os.environ.get("HF_HOME") or os.path.join(cache, "huggingface")
+    return Path(home).expanduser() / "accelerate" / "default_config.yaml"
+
+
 def _requested_processes() -> int | None:
-    """`--num_processes` of the `accelerate launch` above us, or its configuration file's."""
+    """`--num_processes` of the `accelerate launch` above us, or its file's; None where neither says it."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--num_processes", "--num-processes", type=int)
     parser.add_argument("--config_file", "--config-file")
     arguments = _launcher_arguments()
     script = next((i for i, word in enumerate(arguments) if word.endswith(".py")), len(arguments))
     known, _ = parser.parse_known_args(arguments[:script])
-    if known.num_processes is not None or known.config_file is None:
+    if known.num_processes is not None or not arguments:
         return known.num_processes
     try:
-        settings = yaml.safe_load(Path(known.config_file).read_text())
+        settings = yaml.safe_load(Path(known.config_file or default_accelerate_file()).read_text())
     except (OSError, yaml.YAMLError):
         return None
     count = settings.get("num_processes") if isinstance(settings, dict) else None
@@ -227,8 +234,8 @@ def _no_meeting(error: Exception) -> str:
     meeting = ":".join(os.environ.get(name, "?") for name in _MEETING)
     return (
         f"launch: {str(error).splitlines()[0]:.200} (rank {os.environ.get('RANK', '?')} of "
-        f"{os.environ.get('WORLD_SIZE', '?')}, meeting at {meeting}); start every rank, with one address and a "
-        "free port for all"
+        f"{os.environ.get('WORLD_SIZE', '?')}, meeting at {meeting}); start every rank, with one "
+        "address and a free port for all"
     )
 
 

@@ -1,6 +1,7 @@
 """Continuations of fixed prompts at every evaluation, for a look at what the model has learnt so far.
 
-On rank 0 alone, without a collective; training's random numbers and the model's mode stay as they were.
+On rank 0 alone, without a collective, except where parameters are sharded; training's random numbers and
+the model's mode stay as they were.
 """
 
 from __future__ import annotations
@@ -31,24 +32,28 @@ class Samples:
         config: Says which prompts, and how many tokens.
         folder: The run's.
         store: Whose tokenizer is used.
+        together: A forward pass is a collective: all ranks generate, and rank 0 writes.
 
     Raises:
         DataError: there are prompts, and the tokenizer cannot be opened.
     """
 
-    def __init__(self, config: Config, folder: RunFolder, store: TokenStore):
+    def __init__(self, config: Config, folder: RunFolder, store: TokenStore, *, together: bool = False):
+        self.together = together
         self.config, self.path = config, folder.samples
         self.prompts = config.evaluation.sample_prompts
         self.tokenizer = open_tokenizer(store.tokenizer_folder) if self.prompts else None
 
-    def write(self, model: Decoder, step: int, console: Console) -> None:
-        """Continue every prompt, append the rows and show the first.
+    def write(self, model: Decoder, step: int, console: Console, *, rank: int = 0) -> None:
+        """Continue every prompt; on rank 0, append the rows and show the first.
 
         A file that cannot be written is a warning: samples are no reason to stop training.
         """
         if self.tokenizer is None:
             return
         texts = self._continuations(model, self.tokenizer)
+        if rank:
+            return
         try:
             with MetricsWriter(self.path) as writer:
                 for prompt, text in zip(self.prompts, texts, strict=True):
@@ -61,9 +66,12 @@ class Samples:
         prompts = self._prompt_ids(model, tokenizer)
         new_ids: list[list[int]] = [[] for _ in prompts]
         end, was_training = tokenizer.eos_token_id, model.training
+        # Together, every rank makes the same number of forward passes, whatever it draws: a text that has
+        # ended is cut off afterwards.
+        stop_ids = () if end is None or self.together else (end,)
         model.eval()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self._precision(model):
                 for tokens in generation.generate(
                     model,
                     prompts,
@@ -72,14 +80,21 @@ class Samples:
                     temperature=TEMPERATURE,
                     top_k=TOP_K,
                     seed=self.config.run.seed,
-                    stop_ids=() if end is None else (end,),
+                    stop_ids=stop_ids,
                 ):
                     for ids, token in zip(new_ids, tokens, strict=True):
                         if token is not None:
                             ids.append(token)
         finally:
             model.train(was_training)
-        return [_continuation(tokenizer, ids, new) for ids, new in zip(prompts, new_ids, strict=True)]
+        ended = [ids[: ids.index(end) + 1] if end in ids else ids for ids in new_ids]
+        return [_continuation(tokenizer, ids, new) for ids, new in zip(prompts, ended, strict=True)]
+
+    def _precision(self, model: Decoder) -> torch.autocast:
+        """Full, except where parameters are gathered in low precision."""
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.config.training.precision)
+        device = next(model.parameters()).device.type
+        return torch.autocast(device, dtype, enabled=self.together and dtype is not None)
 
     def _prompt_ids(self, model: Decoder, tokenizer: Tokenizer) -> list[list[int]]:
         """As documents begin; of a prompt too long to be continued, its end."""

@@ -9,9 +9,17 @@ import math
 from dataclasses import asdict
 from pathlib import Path
 
+from torch import Tensor
 from torch.nn import Module
 
-from llm_pretrain.checkpoints import CheckpointStore, ResumePoint, RunFacts, best_step, save_weights
+from llm_pretrain.checkpoints import (
+    CheckpointStore,
+    ResumePoint,
+    RunFacts,
+    best_step,
+    save_weights,
+    whole_state,
+)
 from llm_pretrain.config import Config, ModelConfig
 from llm_pretrain.data import TokenStore, data_fingerprint, weight_changes_fingerprint
 from llm_pretrain.errors import ConfigError
@@ -132,7 +140,7 @@ class Saving:
         )
         with self.engine.checkpoint_state() as (model, optimizer):
             path = self.checkpoints.save(model, optimizer, self.engine.scaler, facts)
-            on_first_rank(self.engine, lambda: self._save_weights(progress, model))
+            self._save_weights(progress, model)
         return path
 
     def keep_best(self, progress: Progress, loss: float) -> None:
@@ -146,15 +154,20 @@ class Saving:
         if best is not None and best.max_batches == max_batches and not loss < best.loss:
             return
         with self.engine.checkpoint_state() as (model, _):
-            on_first_rank(self.engine, lambda: self._save_weights(progress, model, best_loss=loss))
+            self._save_weights(progress, model, best_loss=loss)
         progress.best = Best(progress.step, loss, max_batches)
 
-    def _save_weights(self, progress: Progress, model: Module, *, best_loss: float | None = None) -> Path:
+    def _save_weights(self, progress: Progress, model: Module, *, best_loss: float | None = None) -> None:
+        """Written by rank 0, from tensors that all ranks gather where they are sharded."""
+        tensors = whole_state(model, keep=self.engine.rank == 0)
+        on_first_rank(self.engine, lambda: self._write_weights(progress, tensors, best_loss))
+
+    def _write_weights(self, progress: Progress, tensors: dict[str, Tensor], best_loss: float | None) -> Path:
         store, is_best = self.stores[0], best_loss is not None
         return save_weights(
             self.folder.weights,
             progress.step,
-            model,
+            tensors,
             self.config.model,
             dtype=self.config.checkpoint.weights_dtype,
             tokenizer_folder=store.tokenizer_folder,

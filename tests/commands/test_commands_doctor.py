@@ -10,8 +10,9 @@ from support.mutation import ROOT
 
 from llm_pretrain.__main__ import main
 from llm_pretrain.commands import doctor
-from llm_pretrain.commands._accelerate_file import Machine, default_file, surprises
+from llm_pretrain.commands._accelerate_file import Machine, surprises
 from llm_pretrain.config import Config, TrainingConfig, read_yaml
+from llm_pretrain.training import default_accelerate_file
 
 CPU, GPUS = Machine(gpus=0, cores=2), Machine(gpus=2, cores=16)
 
@@ -50,9 +51,9 @@ def test_the_file_is_found_where_accelerate_finds_it(
     capsys: pytest.CaptureFixture[str],
 ):
     assert main(["doctor"]) == 0
-    assert f"no file at {default_file()}" in capsys.readouterr().out
-    default_file().parent.mkdir(parents=True)
-    default_file().write_text("distributed_type: MULTI_CPU\nnum_processes: 2\nuse_cpu: true\n")
+    assert f"no file at {default_accelerate_file()}" in capsys.readouterr().out
+    default_accelerate_file().parent.mkdir(parents=True)
+    default_accelerate_file().write_text("distributed_type: MULTI_CPU\nnum_processes: 2\nuse_cpu: true\n")
     assert main(["doctor"]) == 1
     warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
     assert len(warnings) == 1
@@ -68,7 +69,7 @@ def test_accelerate_looks_there_too(variable: str | None, tmp_path: Path, monkey
         if variable:
             patched.setenv(variable, str(tmp_path / "home"))
         theirs = importlib.reload(config_args).default_yaml_config_file
-        assert str(default_file()) == theirs
+        assert str(default_accelerate_file()) == theirs
         assert (str(tmp_path) in theirs) == (variable is not None)
     importlib.reload(config_args)
 
@@ -141,7 +142,7 @@ def test_the_environment_and_the_machine(
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
     monkeypatch.setattr(doctor, "_has_bf16", lambda gpus: False)
     monkeypatch.setattr(doctor, "_free", lambda folder: 10**9)
-    versions = {"torch": "2.9.1", "numpy": "2.0"}
+    versions = {"torch": "2.9.1", "numpy": "2.0", "torch_xla": "2.9.0"}
     monkeypatch.setattr(doctor, "_version", versions.get)
     file = str(ROOT / "configs" / "gpt2-124m.yaml")
     assert main(["doctor", "--config", file]) == 1
@@ -149,7 +150,8 @@ def test_the_environment_and_the_machine(
     for text in (
         "warning: RANK in the environment", "warning: ACCELERATE_MIXED_PRECISION in the environment",
         "warning: training.precision: bf16 is emulated", "warning: accelerate is not installed",
-        "warning: torch is older than 2.10", "warning: runs/gpt2-124m: 3 checkpoints and weights take 5.2 GB",
+        "warning: torch is older than 2.10", "warning: torch_xla 2.9.0 is installed, but TPUs are untested",
+        "warning: runs/gpt2-124m: 3 checkpoints and weights take 5.2 GB",
     ):  # fmt: skip
         assert text in output, text
 

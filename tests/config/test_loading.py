@@ -275,3 +275,12 @@ def test_importing_the_package_part_imports_no_parser():
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("words", [["--local-rank=1"], ["--local_rank", "1"]])
+def test_the_rank_that_older_launchers_append_is_passed_over(words: list[str]):
+    """`torch.distributed.launch` and DeepSpeed's launcher do; the environment says the same."""
+    options = ["--run.seed", "7"]
+    plain = load_config(options, needs_data=False)
+    assert load_config([*words, *options], needs_data=False) == plain
+    assert load_config([*options, *words], needs_data=False) == plain

@@ -255,7 +255,7 @@ def test_a_mixture_takes_its_shares_from_both_stores(store: TokenStore, tmp_path
     other = make_store(tmp_path / "other", documents=50, seed=9)
     config = make_config(store, other, weights=[3, 1], micro_batch_size=8, max_steps=128)
     loader = global_batches(config, start_step=0, world_size=1)
-    order = loader.dataset._order  # type: ignore[attr-defined]
+    order = loader.dataset.order  # type: ignore[attr-defined]
     drawn = Counter(order[number][0] for number in range(1024))
     assert drawn == {0: 768, 1: 256}
     assert len(list(loader)) == 128

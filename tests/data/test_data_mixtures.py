@@ -164,7 +164,7 @@ def test_a_batch_says_which_source_each_sequence_comes_from(store: TokenStore, o
 
 
 def _sources(config: Config) -> list:
-    return global_batches(config, start_step=0, world_size=1).dataset._assembler.sources  # type: ignore[attr-defined]
+    return global_batches(config, start_step=0, world_size=1).dataset.assembler.sources  # type: ignore[attr-defined]
 
 
 def test_only_changes_that_a_step_has_drawn_with_are_in_the_fingerprint(
@@ -195,7 +195,7 @@ def test_equal_fingerprints_at_a_step_mean_the_same_samples_before_it(
         mixture(store, other_store, *(WeightChange(step, weights) for step, weights in each))
         for each in lists
     ]
-    orders = [global_batches(each, start_step=0, world_size=1).dataset._order for each in configs]  # type: ignore[attr-defined]
+    orders = [global_batches(each, start_step=0, world_size=1).dataset.order for each in configs]  # type: ignore[attr-defined]
     drawn = [[order[g] for g in range(24 * 128)] for order in orders]
     allowed = refused = 0
     for a in range(len(lists)):

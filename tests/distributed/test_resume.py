@@ -198,3 +198,32 @@ def test_torchrun_starts_a_killed_rank_again_in_place(
     assert continued.status["state"] == "finished"
     assert continued.exact_rows() == reference.exact_rows()
     assert_same_tensors(checkpoint_tensors(folder, STEPS), checkpoint_tensors(reference.folder, STEPS))
+
+
+@pytest.mark.slow
+def test_more_and_fewer_processes_end_with_nearly_the_same_parameters(masked_store: Path, tmp_path: Path):
+    """From two to four and to one, 20 steps on: the same samples, parameters within rounding."""
+    start, end, shared = 10, 30, tmp_path / "two"
+    options = [
+        *("--config", str(ROOT / "configs" / "tiny-dense.yaml")),
+        *("--data.sources", f"[{{store: {masked_store}}}]", "--distributed.cpu_threads", "1"),
+        *("--training.micro_batch_size", "2", "--training.global_batch_size", "16"),
+        *("--training.max_steps", str(end), "--checkpoint.save_steps", str(start)),
+        *("--checkpoint.keep_last", "9", "--evaluation.eval_steps", "0"),
+        *("--model.hidden_dropout", "0.1", "--logging.logging_steps", "1"),
+    ]
+    straight = launch("torchrun", 2, shared, options)
+    expected = checkpoint_tensors(shared, end)
+    for world_size in (4, 1):
+        folder = tmp_path / str(world_size)
+        shutil.copytree(shared, folder, ignore=shutil.ignore_patterns("step-0000002*", "step-0000003*"))
+        (folder / "metrics.jsonl").unlink()
+        rows = launch("torchrun", world_size, folder, options).rows
+        assert sorted(rows) == list(range(start + 1, end + 1))
+        for step, row in rows.items():
+            assert row["data/batch_sha256"] == straight.rows[step]["data/batch_sha256"]
+        found = checkpoint_tensors(folder, end)
+        names = [name for name in expected if not name.startswith("optimizer.")]
+        off = sum(float((found[name].double() - expected[name].double()).square().sum()) for name in names)
+        norm = sum(float(expected[name].double().square().sum()) for name in names)
+        assert 0 < math.sqrt(off / norm) < 1e-6

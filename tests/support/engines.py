@@ -96,7 +96,9 @@ def rendezvous_in(file: Path) -> Iterator[None]:
 
 
 def reset_accelerate() -> None:
-    """Forget the state that Accelerate keeps per process."""
+    """Forget the state that Accelerate keeps per process, and what it wrote into the environment."""
+    for variable in ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING"):
+        os.environ.pop(variable, None)
     if "accelerate" not in sys.modules:
         return
     from accelerate.state import AcceleratorState, GradientState

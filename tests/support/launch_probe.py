@@ -22,8 +22,11 @@ from llm_pretrain.config import load_config
 
 ACCELERATE, PROCESS = "train_pretrain_accelerate.py", "llm_pretrain/training/process.py"
 NO_COUNT = Edit(PROCESS, "if asked != world_size:", "if False:")
-BARE = Edit(ACCELERATE, "            cpu=not on_gpu,\n", "")
+BARE = Edit(ACCELERATE, "            cpu=not on_gpu and not self.uses_deepspeed,", "           ")
 NO_COMPARISON = Edit(ACCELERATE, "        check_accelerate_settings(config, accumulation_steps)\n", "")
+
+LAUNCHED = dict(os.environ)
+"""What the launcher has said."""
 
 VARIANTS: dict[str, list[Edit]] = {
     "ours": [],
@@ -34,9 +37,15 @@ VARIANTS: dict[str, list[Edit]] = {
 }
 
 
+def start_again() -> None:
+    """Forget what Accelerate keeps, but nothing of what the launcher has said."""
+    reset_accelerate()
+    os.environ.update(LAUNCHED)
+
+
 def try_variant(folder: Path, variant: str) -> dict[str, object]:
     """Train a step; the number of processes that were connected and the strategy, or the error."""
-    reset_accelerate()
+    start_again()
     config = resolved(load_config(["--config", str(folder / "config.yaml")]))
     try:
         with mutated(*VARIANTS[variant]) as load:
@@ -52,7 +61,7 @@ def try_variant(folder: Path, variant: str) -> dict[str, object]:
 def main(folder: Path, variants: list[str]) -> int:
     for variant in variants:
         if variant == "main":
-            reset_accelerate()
+            start_again()
             return load_main()(["--config", str(folder / "config.yaml")])
         # a mistake's process group must leave nothing in the launcher's store, where the real one follows
         with nullcontext() if variant == "ours" else rendezvous_in(folder / f"{variant}-rendezvous"):

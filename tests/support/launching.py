@@ -15,6 +15,8 @@ import psutil
 import torch
 
 import train_pretrain
+from llm_pretrain.checkpoints.manifest import read_manifest
+from llm_pretrain.checkpoints.tensor_files import read_tensors
 from llm_pretrain.tracking import read_metrics
 
 ROOT = Path(__file__).parent.parent.parent
@@ -31,7 +33,13 @@ EXACT_KEYS += ("train/learning_rate", "train/loss_tokens", "train/tokens", "trai
 EXACT_KEYS += ("train/loss_scale", "data/batch_sha256", "moe/load", "eval/loss", "eval/bits_per_byte")
 
 
-def launch_command(launcher: str, world_size: int, *, gpu: bool = False) -> list[str]:
+CPU_FILE = ROOT / "configs" / "accelerate" / "cpu2.yaml"
+"""What launches two processes of Accelerate without a GPU."""
+
+
+def launch_command(
+    launcher: str, world_size: int, *, gpu: bool = False, accelerate_file: Path = CPU_FILE
+) -> list[str]:
     """Command up to the script's options: torchrun or accelerate, with `world_size` processes."""
     if launcher == "torchrun":
         if world_size == 1:
@@ -41,9 +49,16 @@ def launch_command(launcher: str, world_size: int, *, gpu: bool = False) -> list
     run = [sys.executable, "-m", "accelerate.commands.launch"]
     if world_size == 1:
         return [*run, *([] if gpu else ["--cpu"]), "--num_processes", "1", str(ACCELERATE_SCRIPT)]
-    config = str(ROOT / "configs" / "accelerate" / "cpu2.yaml")
     ports = ["--main_process_port", "0"]
-    return [*run, "--config_file", config, "--num_processes", str(world_size), *ports, str(ACCELERATE_SCRIPT)]
+    return [
+        *run,
+        "--config_file",
+        str(accelerate_file),
+        "--num_processes",
+        str(world_size),
+        *ports,
+        str(ACCELERATE_SCRIPT),
+    ]
 
 
 def environment(*, gpu: bool = False) -> dict[str, str]:
@@ -94,10 +109,17 @@ class Finished:
 
 
 def start(
-    launcher: str, world_size: int, folder: Path, options: Sequence[str], *, gpu: bool = False
+    launcher: str,
+    world_size: int,
+    folder: Path,
+    options: Sequence[str],
+    *,
+    gpu: bool = False,
+    accelerate_file: Path = CPU_FILE,
 ) -> subprocess.Popen[str]:
     """Start a script in a process group of its own."""
-    script = [*launch_command(launcher, world_size, gpu=gpu), *NO_REPORT]
+    command = launch_command(launcher, world_size, gpu=gpu, accelerate_file=accelerate_file)
+    script = [*command, *NO_REPORT]
     command = [*script, "--run.output_dir", str(folder), *options]
     return subprocess.Popen(
         command,
@@ -141,9 +163,11 @@ def launch(
     *,
     exit_code: int | None = 0,
     gpu: bool = False,
+    accelerate_file: Path = CPU_FILE,
 ) -> Finished:
     """Run a script to its end and check its exit code (None: any)."""
-    finished = finish(start(launcher, world_size, folder, options, gpu=gpu), folder)
+    process = start(launcher, world_size, folder, options, gpu=gpu, accelerate_file=accelerate_file)
+    finished = finish(process, folder)
     if exit_code is not None:
         assert finished.exit_code == exit_code, f"exit code {finished.exit_code}:\n{finished.output[-6000:]}"
     return finished
@@ -168,13 +192,15 @@ def train_tiny(store: Path, folder: Path, *arguments: str) -> Finished:
 
 
 def checkpoint_tensors(folder: Path, step: int) -> dict[str, torch.Tensor]:
-    """Every tensor of a full-precision checkpoint, over all of its files."""
-    from safetensors.torch import load_file
-
-    tensors: dict[str, torch.Tensor] = {}
-    for path in sorted((folder / "checkpoints" / f"step-{step:08d}").glob("**/*.safetensors")):
-        tensors |= load_file(path)
-    assert tensors, f"no checkpoint of step {step} in {folder}"
+    """Every tensor of a full-precision checkpoint, whole, over all of its files."""
+    path = folder / "checkpoints" / f"step-{step:08d}"
+    content = read_manifest(path)
+    tensors = {
+        name: torch.empty(facts["shape"], dtype=getattr(torch, facts["dtype"]))
+        for name, facts in content.tensors.items()
+    }
+    assert tensors, f"no tensors in {path}"
+    read_tensors(tensors, path, sorted(content.files), world_size=1)
     return tensors
 
 

@@ -1,10 +1,10 @@
-"""Runs of three connected processes, with and without a mistake put in, all in the same three processes.
+"""Runs of a few connected processes, with and without a mistake put in, all in the same processes.
 
-Run as `python rank_cases.py STORE FOLDER`; it forks the ranks, each of which leaves what it did in FOLDER.
-What the outcomes must look like is the tests' to say.
+Run as `python rank_cases.py STORE FOLDER PLAN WORLD_SIZE`; it forks the ranks, each of which leaves in FOLDER
+what it did in the cases of `support/PLAN.py`. What the outcomes must look like is the tests' to say.
 
-Three processes, because from three on the order of a sum depends on the gradient buckets; three micro
-batches each, because a division by a power of two changes no bits wherever it stands.
+By default three processes, because from three on the order of a sum depends on the gradient buckets; three
+micro batches each, because a division by a power of two changes no bits wherever it stands.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ import torch.distributed as dist
 from support.engines import ENGINES, SCRIPTS, rendezvous_in, reset_accelerate, small_config
 from support.mutation import ROOT, Edit, mutated
 from support.stepping import Driven, drive
+from torch.nn.parallel import DistributedDataParallel
 
 from llm_pretrain.training import prepare_process
 
@@ -50,11 +52,18 @@ class Case:
 
 @dataclass
 class Outcome:
-    """What one rank did. `events`: the barriers and the end of the process group, in order, while closing."""
+    """What one rank did.
+
+    `events`: the barriers and the end of the process group, in order, while closing. `reductions`: for each
+    forward pass with gradients (the first settles the buckets), whether its backward pass reduces them.
+    `model_class`: of the model that the engine trained.
+    """
 
     driven: Driven = field(default_factory=Driven)
     error: str | None = None
+    model_class: str | None = None
     events: list[str] = field(default_factory=list)
+    reductions: list[bool] = field(default_factory=list)
 
 
 def case_config(store: Path, case: Case) -> Any:
@@ -63,11 +72,13 @@ def case_config(store: Path, case: Case) -> Any:
     return small_config(store, **sections)
 
 
-def run_ranks(store: Path, folder: Path, timeout: float = 150) -> dict[str, list[Outcome]]:
-    """Run all cases in three processes; returns the ranks' outcomes by case."""
+def run_ranks(
+    store: Path, folder: Path, timeout: float = 600, *, plan: str = "rank_plan", world_size: int = WORLD_SIZE
+) -> dict[str, list[Outcome]]:
+    """Run all cases of a plan in so many processes; returns the ranks' outcomes by case."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     variables = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, __file__, str(store), str(folder)]
+    command = [sys.executable, __file__, str(store), str(folder), plan, str(world_size)]
     with (folder / "output").open("w") as output:
         process = subprocess.Popen(
             command,
@@ -83,7 +94,7 @@ def run_ranks(store: Path, folder: Path, timeout: float = 150) -> dict[str, list
         os.killpg(process.pid, signal.SIGKILL)
         code = process.wait()
     assert code == 0, (folder / "output").read_text()[-4000:]
-    ranks = [pickle.loads((folder / f"rank-{rank}").read_bytes()) for rank in range(WORLD_SIZE)]
+    ranks = [pickle.loads((folder / f"rank-{rank}").read_bytes()) for rank in range(world_size)]
     return {name: [outcomes[name] for outcomes in ranks] for name in ranks[0]}
 
 
@@ -91,6 +102,7 @@ def run_case(case: Case, store: Path, rendezvous: Path) -> Outcome:
     """Run one case on this rank, in a process group of its own."""
     outcome = Outcome()
     leave, barrier = dist.destroy_process_group, dist.barrier
+    forward = DistributedDataParallel.forward
     reset_accelerate()
     try:
         with rendezvous_in(rendezvous):
@@ -98,6 +110,7 @@ def run_case(case: Case, store: Path, rendezvous: Path) -> Outcome:
     except Exception as error:
         outcome.error = f"{type(error).__name__}: {error}"
     dist.destroy_process_group, dist.barrier = leave, barrier
+    DistributedDataParallel.forward = forward
     gc.collect()  # whatever the case left behind: this process is to live on
     meet(rendezvous)
     if dist.is_initialized():
@@ -108,7 +121,12 @@ def run_case(case: Case, store: Path, rendezvous: Path) -> Outcome:
 def _train(case: Case, store: Path, outcome: Outcome) -> None:
     """Train and close, noting in which order; the group itself is left later, when nothing hangs on it."""
     wrapped: Callable[[], Any] = lambda: None  # noqa: E731
-    barrier = dist.barrier
+    barrier, forward = dist.barrier, DistributedDataParallel.forward
+
+    def note_forward(self: DistributedDataParallel, *arguments: Any, **options: Any) -> Any:
+        if torch.is_grad_enabled():
+            outcome.reductions.append(self.require_backward_grad_sync)
+        return forward(self, *arguments, **options)
 
     def note_barrier(*arguments: Any, **options: Any) -> None:
         outcome.events.append("barrier")
@@ -118,11 +136,13 @@ def _train(case: Case, store: Path, outcome: Outcome) -> None:
         outcome.events.append("leave" if wrapped() is None else "leave with a live model")
 
     dist.destroy_process_group, dist.barrier = note_leaving, note_barrier
+    DistributedDataParallel.forward = note_forward
     with mutated(*case.edits) as load:
         config = case_config(store, case)
         prepare_process(config)
         engine = getattr(load(SCRIPTS[case.launcher]), ENGINES[case.launcher])(config)
         outcome.driven = drive(engine, config)
+        outcome.model_class = type(engine.model).__name__
         wrapped = weakref.ref(engine.model)
         outcome.events.clear()
         engine.close()
@@ -132,21 +152,22 @@ def meet(rendezvous: Path, timeout: float = HANG_SECONDS) -> None:
     """Wait until every rank is done with a case: one that failed must not leave another in mid-collective."""
     rendezvous.with_suffix(f".rank{os.environ['RANK']}").touch()
     end = time.monotonic() + timeout
-    while len(list(rendezvous.parent.glob(f"{rendezvous.name}.rank*"))) < WORLD_SIZE:
+    world_size = int(os.environ["WORLD_SIZE"])
+    while len(list(rendezvous.parent.glob(f"{rendezvous.name}.rank*"))) < world_size:
         assert time.monotonic() < end, f"{rendezvous}: another rank did not finish its case"
         time.sleep(0.02)
 
 
-def main(store: Path, folder: Path) -> int:
+def main(store: Path, folder: Path, plan: str, world_size: int) -> int:
     """Fork the ranks, which saves each of them the imports; 0 when all came to their end."""
-    from support.rank_plan import CASES
-
+    cases = import_module(f"support.{plan}").CASES
     import_scripts()
     children = []
-    for rank in range(WORLD_SIZE):
+    os.environ |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), "MASTER_PORT": "1"}
+    for rank in range(world_size):
         child = os.fork()
         if not child:
-            run_rank(rank, CASES, store, folder)
+            run_rank(rank, cases, store, folder)
             os._exit(0)
         children.append(child)
     return max(os.waitpid(child, 0)[1] for child in children) and 1
@@ -162,7 +183,6 @@ def import_scripts() -> None:
 def run_rank(rank: int, cases: dict[str, Case], store: Path, folder: Path) -> None:
     """Run every case as this rank, and leave the outcomes in `folder`."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
-    os.environ |= {"WORLD_SIZE": str(WORLD_SIZE), "LOCAL_WORLD_SIZE": str(WORLD_SIZE), "MASTER_PORT": "1"}
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     outcomes = {}
@@ -178,4 +198,4 @@ if __name__ == "__main__":
     # under its importable name, so that the tests can read what it leaves
     from support import rank_cases
 
-    sys.exit(rank_cases.main(Path(sys.argv[1]), Path(sys.argv[2])))
+    sys.exit(rank_cases.main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])))

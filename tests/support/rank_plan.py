@@ -164,4 +164,10 @@ CASES |= {
         FEW_TOKENS_PER_EXPERT,
     ),
     "static graph": Case("torchrun", (STATIC_GRAPH,)),
+    "static graph, first pass unreduced": Case(
+        "torchrun", (STATIC_GRAPH, Edit(TORCHRUN, "        settle_buckets(self)\n", ""))
+    ),
+    "no accumulate": Case(
+        "accelerate", (Edit(ACCELERATE, "with self.accelerator.accumulate(self.model):", "if True:"),)
+    ),
 }

@@ -42,20 +42,26 @@ class Driven:
     first_moments: dict[str, Tensor] = field(default_factory=dict)
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """A copy of all of it, gathered from all ranks where it is spread over them."""
+    gather = getattr(tensor, "full_tensor", None)
+    return (gather() if gather else tensor).detach().clone()
+
+
 class Taps:
     """Notes gradients and learning rate whenever an optimizer really steps."""
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, driven: Driven):
-        self.names = {parameter: name for name, parameter in model.named_parameters()}
-        self.driven = driven
+        self.model, self.driven = model, driven
         optimizer.register_step_pre_hook(self.note)
 
     def note(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         groups = optimizer.param_groups
+        names = {parameter: name for name, parameter in self.model.named_parameters()}
         self.driven.rates.append(float(groups[0]["lr"]))
         self.driven.gradients.append(
             {
-                self.names[parameter]: parameter.grad.detach().clone()
+                names[parameter]: whole(parameter.grad)
                 for group in groups
                 for parameter in group["params"]
                 if parameter.grad is not None
@@ -81,7 +87,7 @@ def parameter_hash(model: torch.nn.Module) -> str:
     """SHA-256 over all parameters, to the last bit."""
     digest = hashlib.sha256()
     for parameter in model.parameters():
-        digest.update(parameter.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        digest.update(whole(parameter).contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -117,9 +123,9 @@ def drive(engine: Any, config: Config, *, windows: Sequence[list[Batch]] | None 
         training._step(window)
         driven.updates.append(len(driven.rates) - before)
         driven.hashes.append(parameter_hash(model))
-    driven.parameters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    driven.parameters = {name: whole(parameter) for name, parameter in model.named_parameters()}
     driven.first_moments = {
-        name: optimizer.state[parameter]["exp_avg"].clone()
+        name: whole(optimizer.state[parameter]["exp_avg"])
         for name, parameter in model.named_parameters()
         if parameter in optimizer.state
     }

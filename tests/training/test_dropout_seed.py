@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from llm_pretrain.data import Batch
 from llm_pretrain.training import seed_dropout
 
 
-def draw(seed: int, step: int, micro_batch: int) -> torch.Tensor:
-    ones = torch.ones((1, 2), dtype=torch.int64)
-    batch = Batch(
+def batch_at(step: int, micro_batch: int, device: str = "cpu") -> Batch:
+    ones = torch.ones((1, 2), dtype=torch.int64, device=device)
+    return Batch(
         input_ids=ones,
         position_ids=ones,
         document_ids=ones,
@@ -21,7 +22,10 @@ def draw(seed: int, step: int, micro_batch: int) -> torch.Tensor:
         micro_batch=micro_batch,
         digest=torch.zeros(8, dtype=torch.int64),
     )
-    seed_dropout(seed, batch)
+
+
+def draw(seed: int, step: int, micro_batch: int) -> torch.Tensor:
+    seed_dropout(seed, batch_at(step, micro_batch))
     return torch.nn.functional.dropout(torch.ones(256), 0.5)
 
 
@@ -35,3 +39,14 @@ def test_another_seed_step_or_micro_batch_drops_otherwise():
     places = [(1, 2, 3), (0, 2, 3), (1, 3, 3), (1, 2, 4), (12, 3, 3)]
     drawn = {tuple(draw(*place).tolist()) for place in places}
     assert len(drawn) == len(places)
+
+
+def test_a_device_of_another_kind_is_seeded_too(monkeypatch: pytest.MonkeyPatch):
+    seeded: list[int] = []
+    monkeypatch.setattr(torch, "manual_seed", seeded.append)
+    seed_dropout(1, batch_at(2, 3))
+    assert seeded == []  # a CPU's costs less by itself
+    for _ in range(2):
+        seed_dropout(1, batch_at(2, 3, "meta"))
+    assert len(seeded) == 2
+    assert seeded[0] == seeded[1] == torch.initial_seed()

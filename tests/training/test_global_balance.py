@@ -169,9 +169,12 @@ def test_gradients_and_loss_are_the_global_batch_s_at_every_split(
     bound: float,
 ):
     config = config_of(store, micro_batch_size)
+    stored: dict[str, Tensor] = {}
     for checkpointing in (False, True):
         engine = OneProcess(build(config, dtype, checkpointing=checkpointing), world_size)
         gradients, sums = train(engine, config)
+        stored = stored or gradients
+        assert all(torch.equal(stored[name], gradients[name]) for name in stored), "recomputed otherwise"
         for part in ("", "mlp.gate"):
             assert relative_error(gradients, exact[0], part) < bound, (part, checkpointing)
         tokens = sum(batch.num_loss_tokens for batch in window_of(config, world_size))

@@ -3,16 +3,37 @@
 | trap | check |
 |---|---|
 | counts of one rank instead of all | gradients, three ranks |
+| counts of each micro batch, summed over ranks; of the micro batches so far | gradients |
 | counting under data parallelism reduces something, or regroups its buckets | same bits on both paths |
 """
 
 from __future__ import annotations
 
 import pytest
+from support.engines import run_engine
+from support.mutation import Edit
 from support.rank_cases import Outcome
 from support.stepping import micro_batches_of, reference_gradients, relative_error
 
 from llm_pretrain.config import Config
+
+COUNTING = "llm_pretrain/training/expert_counting.py"
+ZERO = "counts = torch.zeros((), dtype=torch.int64, device=engine.device)"
+ADDED = "counts = counts + engine.forward(batch).expert_counts"
+EACH = [
+    Edit(COUNTING, ZERO, f"{ZERO}; each = []"),
+    Edit(
+        COUNTING,
+        "global_expert_counts=total) for batch in micro_batches]",
+        "global_expert_counts=total) for batch, total in zip(micro_batches, each)]",
+    ),
+]
+OTHER_COUNTS = {
+    "of each micro batch": Edit(
+        COUNTING, ADDED, "each.append(engine.reduce_sum(engine.forward(batch).expert_counts))"
+    ),
+    "so far": Edit(COUNTING, ADDED, f"{ADDED}; each.append(engine.reduce_sum(counts))"),
+}
 
 
 def check_gradients(outcomes: list[Outcome], config: Config) -> None:
@@ -41,3 +62,22 @@ def test_both_paths_balance_with_the_same_bits(ranks):
             other = outcome.driven
             assert other.hashes == one.hashes
             assert (other.losses, other.grad_norms) == (one.losses, one.grad_norms)
+
+
+def check_balance(config: Config, *edits: Edit) -> None:
+    """One process that accumulates has the router's gradients of the whole global batch at once."""
+    window = list(micro_batches_of(config, 0))
+    gradients = run_engine("torchrun", config, *edits, windows=[window]).gradients[0]
+    error = relative_error(gradients, reference_gradients(config, window), "mlp.gate")
+    assert error < 1e-6, f"the router's gradients are off by {error:.1%}"
+
+
+@pytest.mark.parametrize("counts", OTHER_COUNTS)
+def test_other_counts_are_seen(counts, config):
+    balanced = config(
+        model={"router_aux_loss_scope": "global_batch", "router_aux_loss_coef": 1.0},
+        training={"max_grad_norm": 0.0},
+    )
+    check_balance(balanced)
+    with pytest.raises(AssertionError, match="are off by"):
+        check_balance(balanced, *EACH, OTHER_COUNTS[counts])

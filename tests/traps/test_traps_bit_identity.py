@@ -28,7 +28,8 @@ from llm_pretrain.config import Config, ModelConfig
 from llm_pretrain.errors import ConfigError
 from llm_pretrain.training import process
 
-ACCELERATE = "train_pretrain_accelerate.py"
+TORCHRUN, ACCELERATE = "train_pretrain.py", "train_pretrain_accelerate.py"
+OPTIMIZERS = "llm_pretrain/training/optimizers.py"
 ROUTER, LOSS_HEAD = "llm_pretrain/model/router.py", "llm_pretrain/model/loss_head.py"
 PROCESS = "llm_pretrain/training/process.py"
 
@@ -42,6 +43,12 @@ ROUTER_IN_AUTOCAST = [
 ]
 LOW_LOGSUMEXP = Edit(LOSS_HEAD, "[at_least_fp32(part).logsumexp(-1)", "[part.logsumexp(-1)")
 FP16_ALLOWED = Edit(ACCELERATE, 'if config.training.precision == "fp16" and not on_gpu:', "if False:")
+ANOTHER_OPTIMIZER = Edit(OPTIMIZERS, "fused=True", "fused=False")
+DIVIDED_ELSEWHERE = Edit(
+    TORCHRUN,
+    "self.objective(output, counts.num_loss_tokens) / self.accumulation_steps",
+    "self.objective(output, counts.num_loss_tokens * self.accumulation_steps)",
+)
 THREADS_LEFT_ALONE = Edit(PROCESS, "    torch.set_num_threads(cpu_threads(config))\n", "")
 
 
@@ -75,6 +82,23 @@ def test_a_difference_on_one_side_is_seen(case, ranks):
     assert all(outcome.error is None for outcome in ranks[case]), "the trap is silent"
     with pytest.raises(AssertionError):
         check_same_bits(ranks[case], ranks["accelerate fp32"])
+
+
+def check_alone(config: Config, *edits: Edit) -> None:
+    """One process computes the same bits on either path; the mistakes are on one."""
+    left, right = run_engine("torchrun", config, *edits), run_engine("accelerate", config)
+    check_same_bits([Outcome(left)], [Outcome(right)])
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("accumulation_steps", [3, 4])
+def test_one_process_computes_the_same_bits_on_both_paths(precision, accumulation_steps, config):
+    training = {"precision": precision, "global_batch_size": 2 * accumulation_steps}
+    check_alone(alone := config(training=training))
+    if accumulation_steps == 3:  # dividing by a power of two changes no bits wherever it stands
+        for mistake in (ANOTHER_OPTIMIZER, DIVIDED_ELSEWHERE):
+            with pytest.raises(AssertionError):
+                check_alone(alone, mistake)
 
 
 def check_dropout(outcomes: list[Outcome], config: Config) -> None:
@@ -118,7 +142,7 @@ def check_loss_head_precision() -> None:
     hidden, weight = torch.randn(2, 16, 32), torch.randn(100, 32)
     labels, mask = torch.randint(100, (2, 16)), torch.ones(2, 16, dtype=torch.bool)
     with torch.autocast("cpu", torch.bfloat16):
-        sums = loss_head.loss_head(hidden, weight, labels, mask)
+        sums = loss_head.loss_head(torch.nn.functional.linear(hidden, weight), labels, mask)
     logits = (hidden.bfloat16() @ weight.bfloat16().t()).double().flatten(0, 1)
     loss = torch.nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum")
     torch.testing.assert_close(sums.loss.double(), loss, rtol=1e-6, atol=0.0)

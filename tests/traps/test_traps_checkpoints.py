@@ -8,12 +8,14 @@
 | no checksums: a flipped bit loads silently | passed over for the older one |
 | overwriting by default, and no mark of completion | a save cut short changes nothing |
 | the old checkpoint deleted before the new one is written | a failed save leaves it |
+| Accelerate's own `save_state`, which does that, and pickles | not used |
 | metadata that is a pickle | JSON and safetensors only, nothing is unpickled |
 | the loss scaler's state lost; a disabled scaler's empty state does not load into an enabled one | restored |
 """
 
 from __future__ import annotations
 
+import ast
 import errno
 import json
 import pickle
@@ -23,7 +25,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.mutation import Edit, mutated
+from support.mutation import Edit, edited, mutated
 from support.resuming import Attempt, drift
 from torch.distributed.checkpoint.filesystem import FileSystem
 
@@ -31,6 +33,7 @@ from llm_pretrain.checkpoints import tensor_files
 from llm_pretrain.config import Config
 from llm_pretrain.errors import CheckpointError, MismatchError
 
+ACCELERATE = "train_pretrain_accelerate.py"
 STORE, STATE = "llm_pretrain/checkpoints/store.py", "llm_pretrain/checkpoints/state.py"
 MANIFEST, DIFFERENCES = "llm_pretrain/checkpoints/manifest.py", "llm_pretrain/checkpoints/differences.py"
 FILES = "llm_pretrain/checkpoints/tensor_files.py"
@@ -79,6 +82,11 @@ PICKLED_METADATA = [
         "path=str(folder), thread_count=1",
     ),
 ]
+LIBRARY_STATE = Edit(
+    ACCELERATE,
+    "        del self.model, self.unwrapped_model, self.optimizer\n",
+    "        self.accelerator.save_state('state')\n",
+)
 NO_SCALER = Edit(STORE, "scaler=state.scaler_state(scaler)", "scaler=None")
 EMPTY_SCALER = Edit(
     STATE,
@@ -222,6 +230,35 @@ def test_a_save_that_is_cut_short_changes_nothing(small, tmp_path, monkeypatch):
         for number, edit in enumerate((IN_PLACE, OLD_GOES_FIRST)):
             with pytest.raises(AssertionError):
                 check_cut_short(small, tmp_path / f"{name} {number}", monkeypatch, more_steps, edit)
+
+
+def check_own_state(source: str) -> None:
+    """A script has none of its state saved or loaded by the library."""
+    attributes = {node.attr for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)}
+    assert not attributes & {"save_state", "load_state", "register_for_checkpointing"}
+
+
+def test_the_library_saves_no_state(tmp_path, monkeypatch):
+    check_own_state(edited(ACCELERATE, []))
+    with pytest.raises(AssertionError):
+        check_own_state(edited(ACCELERATE, [LIBRARY_STATE]))
+    import accelerate
+
+    settings = accelerate.utils.ProjectConfiguration(
+        str(tmp_path), automatic_checkpoint_naming=True, total_limit=1
+    )
+    accelerator = accelerate.Accelerator(cpu=True, project_config=settings)
+    accelerator.prepare(torch.nn.Linear(1, 1))
+    first = Path(accelerator.save_state())
+    assert any(file.suffix == ".pkl" for file in first.iterdir())
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(accelerate.accelerator, "save_accelerator_state", full)
+    with pytest.raises(OSError, match="No space left"):
+        accelerator.save_state()
+    assert not first.exists(), "the trap is gone: a failed save leaves the one before"
 
 
 def check_no_pickle(config: Config, folder: Path, monkeypatch, *edits: Edit) -> None:

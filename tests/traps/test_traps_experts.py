@@ -3,6 +3,7 @@
 | trap | check |
 |---|---|
 | experts in a list get no gradient without a token: data parallelism fails, a step late | every gradient |
+| a static graph and `no_sync`: an internal assertion fails | all ranks finish |
 | data parallelism broadcasts buffers at every forward pass | each rank keeps its own |
 | a complex rotary table cannot be broadcast on a GPU | no complex buffer |
 | a persistent rotary table is a part of every checkpoint | the router's bias is the only one |
@@ -74,6 +75,12 @@ def test_ranks_whose_tokens_choose_other_experts_agree(ranks):
     check_ranks_agree(ranks["few tokens per expert"])
     with pytest.raises(AssertionError, match="finished reduction"):
         check_ranks_agree(ranks["experts in a list"])
+
+
+def test_a_static_graph_does_not_go_together_with_no_sync(ranks):
+    """Unless a reduced pass comes first (as `settle_buckets` is); then it gives other bits."""
+    with pytest.raises(AssertionError, match="INTERNAL ASSERT FAILED"):
+        check_ranks_agree(ranks["static graph, first pass unreduced"])
 
 
 def check_buffers(outcomes: list[Outcome]) -> None:

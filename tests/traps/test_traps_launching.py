@@ -10,28 +10,18 @@
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import subprocess
-import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from support.engines import small_config
-from support.launching import environment
 from support.mutation import ROOT
 from support.once import once
+from support.probes import ACCELERATE, TORCHRUN, Launch, finish_probe, kill_group, start_probe
 from support.rank_cases import Outcome
 
 from llm_pretrain.config import dump_yaml
 
 PROBE = ROOT / "tests" / "support" / "launch_probe.py"
-LIMIT_SECONDS = 400
-"""Far above what a launch takes; reached when something hangs."""
-
 PROCESSES = 2
 HOW_TO_LAUNCH = ("accelerate launch --config_file configs/accelerate/cpu2.yaml", "torchrun --nproc_per_node")
 
@@ -41,23 +31,6 @@ LAUNCHER_FILES = {
     "multi_cpu": YAML + "distributed_type: MULTI_CPU\n",
     "fsdp": YAML + "distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 2\n",
 }
-
-
-@dataclass
-class Launch:
-    """A finished launch of the probe."""
-
-    exit_code: int
-    output: str
-    folder: Path
-
-    def variant(self, name: str) -> list[dict]:
-        """What each process did."""
-        return [json.loads(path.read_text()) for path in self.folder.glob(f"{name}-*.json")]
-
-
-def accelerate(*options: str) -> list[str]:
-    return [sys.executable, "-m", "accelerate.commands.launch", *options]
 
 
 @pytest.fixture(scope="session")
@@ -71,17 +44,16 @@ def launch_all(store: Path, folder: Path) -> dict[str, Launch]:
     config = dump_yaml(small_config(store, training={"max_steps": 1}))
     for name, text in LAUNCHER_FILES.items():
         (folder / f"{name}.yaml").write_text(text)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     count, bare = "no count of processes", "bare accelerator"
     plans: dict[str, tuple[list[str], list[str]]] = {
-        "cpu": (accelerate("--cpu", "--num_processes", str(PROCESSES)), [count, "main"]),
-        "multi_cpu": (accelerate("--config_file", str(folder / "multi_cpu.yaml")), [count, "main"]),
+        "cpu": ([*ACCELERATE, "--cpu", "--num_processes", str(PROCESSES)], [count, "main"]),
+        "multi_cpu": ([*ACCELERATE, "--config_file", str(folder / "multi_cpu.yaml")], [count, "main"]),
         "fsdp": (
-            accelerate("--config_file", str(folder / "fsdp.yaml"), "--main_process_port", "0"),
+            [*ACCELERATE, "--config_file", str(folder / "fsdp.yaml"), "--main_process_port", "0"],
             ["no comparison of settings", "main"],
         ),
         "torchrun": (
-            [*torchrun, "--nproc_per_node", str(PROCESSES)],
+            [*TORCHRUN, "--nproc_per_node", str(PROCESSES)],
             [bare, f"{bare}, {count}", "ours"],
         ),
     }
@@ -90,32 +62,13 @@ def launch_all(store: Path, folder: Path) -> dict[str, Launch]:
         own = folder / name
         own.mkdir()
         (own / "config.yaml").write_text(config)
-        running.append((name, own, start([*command, str(PROBE), str(own), *variants], own)))
+        running.append((name, own, start_probe([*command, str(PROBE), str(own), *variants], own)))
     try:
-        return {name: finish(process, own) for name, own, process in running}
+        return {name: finish_probe(process, own) for name, own, process in running}
     finally:
         for _, _, process in running:
             if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-
-
-def start(command: Sequence[str], folder: Path) -> subprocess.Popen[str]:
-    path = f"{ROOT}:{ROOT / 'tests'}"
-    options = environment() | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    with (folder / "output").open("w") as output:
-        return subprocess.Popen(
-            command, cwd=folder, env=options, stdout=output, stderr=output, text=True, start_new_session=True
-        )
-
-
-def finish(process: subprocess.Popen[str], folder: Path) -> Launch:
-    try:
-        process.wait(LIMIT_SECONDS)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        raise AssertionError((folder / "output").read_text()[-3000:]) from None
-    return Launch(process.returncode, (folder / "output").read_text(), folder)
+                kill_group(process)
 
 
 def check_connected(variant: list[dict]) -> None:

@@ -5,6 +5,7 @@ The scaler's state in checkpoints is in `test_traps_checkpoints.py`.
 | trap | check |
 |---|---|
 | clipping before unscaling: the norm is the scaled one, the update shrinks by the scale | as in fp32 |
+| a loss that is not scaled | as in fp32 |
 | `update` left out: the scale never recovers from an overflow | the scale falls |
 | ranks decide for themselves whether to skip a step | all skip together |
 """
@@ -21,6 +22,7 @@ from llm_pretrain.config import Config
 
 TORCHRUN = "train_pretrain.py"
 CLIP_FIRST = Edit(TORCHRUN, "        self.grad_scaler.unscale_(self.optimizer)\n", "")
+UNSCALED = Edit(TORCHRUN, "self.grad_scaler.scale(loss).backward()", "loss.backward()")
 NO_UPDATE = Edit(TORCHRUN, "        self.grad_scaler.update()\n", "")
 HUGE_SCALE = Edit(
     TORCHRUN,
@@ -42,8 +44,9 @@ def test_clipping_sees_unscaled_gradients(config):
     half = config(training={"precision": "fp16", "max_steps": 1})
     full = config(training={"max_steps": 1})
     check_scaled_step(half, full)
-    with pytest.raises(AssertionError):
-        check_scaled_step(half, full, CLIP_FIRST)
+    for mistake in (CLIP_FIRST, UNSCALED):
+        with pytest.raises(AssertionError):
+            check_scaled_step(half, full, mistake)
 
 
 def check_recovery(config: Config, *edits: Edit) -> None:

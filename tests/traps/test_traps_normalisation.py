@@ -6,6 +6,7 @@
 | dividing by the accumulation steps twice, or not at all | gradients |
 | an auxiliary loss added after the scaling, never divided | gradients |
 | a step gate of one's own beside `accumulate()`; no `accumulate()` at all | one update per window |
+| gradients that stay for the next window; micro batches that are reduced one by one | its own, once |
 | windows that end with the loader step on every micro batch, by default | one update per window |
 | the mean of a rank's own tokens is not the mean over all of them | gradients, three ranks |
 | sharding before `prepare`, which shards again; not sharding; filling up uneven ends | samples, three ranks |
@@ -18,7 +19,7 @@ from __future__ import annotations
 import pytest
 from support.engines import accelerate_loader, run_engine
 from support.mutation import Edit
-from support.rank_cases import Outcome
+from support.rank_cases import WORLD_SIZE, Outcome
 from support.stepping import Driven, masked, micro_batches_of, reference_gradients, relative_error
 
 from llm_pretrain.config import Config
@@ -64,6 +65,10 @@ OWN_GATE = Edit(
 )
 NO_ACCUMULATE = Edit(ACCELERATE, "with self.accelerator.accumulate(self.model):", "if True:")
 SYNC_WITH_LOADER = Edit(ACCELERATE, "sync_with_dataloader=False", "sync_with_dataloader=True")
+KEPT_GRADIENTS = {
+    "torchrun": Edit(TORCHRUN, "        self.optimizer.zero_grad(set_to_none=True)\n", ""),
+    "accelerate": Edit(ACCELERATE, "                    self.optimizer.zero_grad()\n", ""),
+}
 ITERABLE_DATA = [
     Edit(ACCELERATE, "import torch\n", "import torch\nfrom torch.utils.data import IterableDataset\n"),
     Edit(
@@ -144,6 +149,47 @@ def test_other_numbers_of_updates_are_seen(edit, config):
     driven = run_engine("accelerate", config(), edit)
     with pytest.raises(AssertionError):
         check_one_update_per_window(driven, config().training.max_steps)
+
+
+def check_own_gradients(launcher: str, config: Config, *edits: Edit, tail: int = 0) -> None:
+    """An update has the gradients of its own window, and nothing of the one before (nor of its tail)."""
+    before, window = (list(micro_batches_of(config, step)) for step in (0, 1))
+    windows = [before, before[:tail], window] if tail else [before, window]
+    driven = run_engine(launcher, config, *edits, windows=windows)
+    error = relative_error(driven.gradients[1], reference_gradients(config, window))
+    assert error < 1e-5, f"gradients are off by {error:.1%}"
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
+def test_an_update_has_its_own_window_s_gradients(launcher, config):
+    still = config(training={"max_grad_norm": 0.0}, optimizer={"learning_rate": 0.0})
+    check_own_gradients(launcher, still)
+    with pytest.raises(AssertionError, match="are off by"):
+        check_own_gradients(launcher, still, KEPT_GRADIENTS[launcher])
+
+
+def test_the_tail_of_an_unfinished_window_would_leak_into_the_next(config):
+    """Hence whole windows only, which `check_samples` sees to."""
+    still = config(training={"max_grad_norm": 0.0}, optimizer={"learning_rate": 0.0})
+    with pytest.raises(AssertionError, match="are off by"):
+        check_own_gradients("accelerate", still, tail=3)
+
+
+def check_reductions(outcomes: list[Outcome], config: Config) -> None:
+    """Gradients are reduced over ranks once per step, with the last micro batch."""
+    per_step = config.gradient_accumulation_steps(WORLD_SIZE)
+    for outcome in outcomes:
+        assert outcome.error is None
+        window = [False] * (per_step - 1) + [True]
+        assert outcome.reductions == [True] + window * config.training.max_steps
+
+
+def test_gradients_are_reduced_once_per_step(ranks, rank_config):
+    for case in ("torchrun fp32", "accelerate fp32"):
+        check_reductions(ranks[case], rank_config(case))
+    for case in ("every micro batch reduced", "no accumulate"):
+        with pytest.raises(AssertionError):
+            check_reductions(ranks[case], rank_config(case))
 
 
 def test_every_rank_reads_its_own_share(config):

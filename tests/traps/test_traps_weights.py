@@ -4,8 +4,8 @@
 |---|---|
 | casting to half: 7e4 becomes infinite, in bf16 3.4e38 too | refused by name |
 | casting to fp16: 1e-8 becomes 0 | kept by the default precision |
-| casting everything: integers lose their last digits | integers stay |
-| tied weights are written as two copies | the head is left out |
+| casting everything: integers lose their last digits, complex numbers a half | they stay |
+| tied weights are written as two copies, or not at all | the head is left out |
 | a compiled model has other names (`_orig_mod.`), and lenient loading leaves random weights | same tensors |
 | versions of torch whose `weights_only=True` could be exploited | not installable |
 """
@@ -19,7 +19,7 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 from packaging.version import Version
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from support.mutation import ROOT, Edit, edited, mutated
 
 import llm_pretrain.checkpoints as checkpoints
@@ -78,11 +78,12 @@ def test_small_values_survive_the_default_precision():
         check()
 
 
-def test_integers_stay():
+@pytest.mark.parametrize("value", [torch.tensor([2**20 + 1]), torch.tensor([1 + 2j])], ids=str)
+@pytest.mark.filterwarnings("ignore:Casting complex values to real")
+def test_what_is_no_real_number_stays(value):
     def check() -> None:
-        counter = torch.tensor([2**20 + 1])
-        written = export.to_huggingface({"counter": counter}, SHAPE, torch.bfloat16)["counter"]
-        assert torch.equal(written.long(), counter)
+        written = export.to_huggingface({"counter": value}, SHAPE, torch.bfloat16)["counter"]
+        assert torch.equal(written.to(value.dtype), value)
 
     check()
     with mutated(CAST_ALL), pytest.raises(AssertionError):
@@ -119,6 +120,10 @@ def test_a_tied_head_is_written_once(tmp_path, store_folder):
     check(tmp_path / "ours")
     with mutated(TWO_COPIES), pytest.raises(AssertionError):
         check(tmp_path / "trap")
+    state = decoder().state_dict()
+    assert state["lm_head.weight"].data_ptr() == state["model.embed_tokens.weight"].data_ptr()
+    with pytest.raises(RuntimeError, match="share memory"):
+        save_file(state, tmp_path / "raw")
 
 
 class Compiled(torch.nn.Module):
@@ -129,10 +134,18 @@ class Compiled(torch.nn.Module):
         self._orig_mod = model
 
 
+class DataParallel(torch.nn.Module):
+    """Names a model's parameters as `DistributedDataParallel` does, without a process group."""
+
+    def __init__(self, module: torch.nn.Module):
+        super().__init__()
+        self.module = module
+
+
 def check_opens_again(folder: Path, store_folder: Path) -> None:
-    """What was written from a compiled model opens with the same tensors, or not at all."""
+    """What was written from a wrapped compiled model opens with the same tensors, or not at all."""
     model = decoder()
-    path = saved_weights(folder, store_folder, Compiled(model))
+    path = saved_weights(folder, store_folder, DataParallel(Compiled(model)))
     again = export.load_pretrained(path).state_dict()
     assert again.keys() == model.state_dict().keys()
     assert all(

@@ -97,7 +97,8 @@ def build_cells(
         if why := _unsupported(path, precision, strategy, machine):
             left_out[path, precision] = f"{path} {precision} is left out: {why}"
     cells = []
-    for precision, world_size, accumulation in product(precisions, world_sizes, accumulations or [None]):
+    possible = [size for size in world_sizes if size <= machine.most_processes]
+    for precision, world_size, accumulation in product(precisions, possible, accumulations or [None]):
         split = _split(config, world_size, accumulation)
         if isinstance(split, str):
             problems.append(split)
@@ -106,7 +107,7 @@ def build_cells(
         cells += [Cell(path, world_size, *split, precision, strategy) for path in kept]
     if problems:
         raise ConfigError(*dict.fromkeys(problems))
-    if not any(cell.path != "trainer" for cell in cells):
+    if all(cell.path == "trainer" for cell in cells):
         notes = "".join(f" ({note})" for note in left_out.values())
         raise ConfigError(f"--paths: expected torchrun or accelerate among them, to compare with{notes}")
     return cells, list(left_out.values())

@@ -26,7 +26,9 @@ from llm_pretrain.config import Config
 from llm_pretrain.errors import PretrainError
 from llm_pretrain.tracking import read_metrics
 
-_TAIL_LINES = 4
+_TAIL_LINES, _TAIL_CHARACTERS = 4, 300
+_LAUNCHERS_ERRORS = ("ChildFailedError", "CalledProcessError")
+"""What torchrun and accelerate raise about a script that failed."""
 _NOISE = (
     "=====",
     "-----",
@@ -219,6 +221,7 @@ def last_words(log: Path) -> list[str]:
         return []
     lines = [line for line in lines if line.strip() and not line.strip().startswith(_NOISE)]
     causes = [line for line in lines if line.startswith("error: ")] or [
-        line for line in lines if "Error: " in line and "ChildFailedError" not in line
+        line for line in lines if "Error: " in line and not any(name in line for name in _LAUNCHERS_ERRORS)
     ]
-    return list(dict.fromkeys(causes))[-_TAIL_LINES:] or lines[-_TAIL_LINES:]
+    last = list(dict.fromkeys(causes))[-_TAIL_LINES:] or lines[-_TAIL_LINES:]
+    return [line[:_TAIL_CHARACTERS] for line in last]

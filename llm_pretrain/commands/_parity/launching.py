@@ -6,8 +6,10 @@ It knows commands and processes, not what the runs are for.
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -79,7 +81,7 @@ class Launched:
             log.write(f"$ {' '.join(command)}\n".encode())
             log.flush()
             self.process = subprocess.Popen(
-                command, env=_environment(gpus), stdin=subprocess.DEVNULL, stdout=log,
+                command, env=_environment(place.scripts, gpus), stdin=subprocess.DEVNULL, stdout=log,
                 stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
         self._members: list[psutil.Process] = []
@@ -167,6 +169,23 @@ def run_side_by_side(
 
 
 @contextmanager
+def ending_on_sigterm() -> Iterator[None]:
+    """Turns SIGTERM into an ordinary exit, so that what was started is killed; only in the main thread."""
+
+    def leave(*_: object) -> None:
+        sys.exit(128 + signal.SIGTERM)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
 def killed_at_the_end(launched: Launched) -> Iterator[Launched]:
     """Leaves no process behind, however the block is left."""
     try:
@@ -184,7 +203,7 @@ def _visible(taken: Sequence[int], place: Place) -> list[str]:
     return [names[number] if names else str(number) for number in taken]
 
 
-def _environment(gpus: Sequence[str]) -> dict[str, str]:
+def _environment(scripts: Path, gpus: Sequence[str]) -> dict[str, str]:
     """This process's environment, without what a launcher would take for its own."""
     kept = {
         name: value
@@ -192,7 +211,7 @@ def _environment(gpus: Sequence[str]) -> dict[str, str]:
         if name not in _LAUNCHER_VARIABLES and not name.startswith(("ACCELERATE_", "TORCHELASTIC_"))
     }
     # A package beside the script comes before this path, so edited copies can be compared too.
-    paths = [str(PACKAGE_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(scripts), str(PACKAGE_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     kept["PYTHONPATH"] = os.pathsep.join(paths)
     kept["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     return kept

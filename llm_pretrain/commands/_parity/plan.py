@@ -104,7 +104,9 @@ def make_plan(arguments: Namespace, machine: Machine) -> Plan:
     if machine.gpus and not config.training.deterministic:
         options += ["--training.deterministic", "true"]
         notes.append("training.deterministic true in every cell: bit identity on a GPU needs it")
-    scripts = find_scripts(arguments.scripts, sorted({each.path for each in launches}))
+    scripts = find_scripts(
+        arguments.scripts, [path for path in SCRIPTS if path in {each.path for each in launches}]
+    )
     if any(each.path == "accelerate" for each in launches):
         settings_for(config, 1, on_gpu=machine.gpus > 0, scripts=scripts)
     resolved = load_config([*options, "--training.micro_batch_size", str(cells[0].micro_batch_size)])

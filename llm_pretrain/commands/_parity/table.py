@@ -88,12 +88,10 @@ def _details(judged: Sequence[Judged], interrupted: Interrupted | None) -> list[
         lines += _explain(name, each.comparison, each.failure, log, f"exit code {each.run.exit_code}")
     if interrupted:
         for number, attempt in enumerate(interrupted.attempts, start=1):
-            ended = (
-                f"killed after step {attempt.last_step}" if attempt.killed else f"step {attempt.last_step}"
-            )
             lines.append(
                 f"attempt {number}: {attempt.path} W={attempt.world_size} from step {attempt.first_step} "
-                f"(checkpoint {attempt.checkpoint or 'none'}) to {ended}"
+                f"(checkpoint {attempt.checkpoint or 'none'}) to {attempt.last_step}"
+                f"{', killed' if attempt.killed else ''}"
             )
             if attempt.wrong_start:
                 lines.append(f"interrupted differs: {attempt.wrong_start}")

@@ -93,6 +93,7 @@ def verify_isolation(
     config = resolve_model(config, TokenStore(store).vocab_size)
     data = replace(config.data, sources=[SourceConfig(store)], weight_changes=[], num_workers=0)
     samples = train_samples(replace(config, data=data))
+    cases: list[_Case] = []
     with checks.check("sequences") as check:
         cases = list(_choose(samples, sequences, documents, seed))
         taken = sorted({case.sequence for case in cases})

@@ -60,7 +60,8 @@ def verify_run(checks: Checks, folder: Path, samples: str | int | None) -> None:
         needed = status.get("state") in ("finished", "preempted")
         place = folder / "checkpoints"
         sound = check_checkpoints(checks, place, config, expected, attempts, needed=needed)
-        check_weights(checks, folder / "weights", config, attempts, manifests, sound)
+        tokenizer = expected["tokenizer"] if expected else None
+        check_weights(checks, folder / "weights", config, attempts, manifests, sound, tokenizer)
     if status:
         check_status(checks, folder, _newest_status(folder, status), config, attempts)
 

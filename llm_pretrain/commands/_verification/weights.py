@@ -5,6 +5,7 @@ Tensor by tensor: no more than one tensor of the checkpoint and its exports are 
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ def check_weights(
     attempts: list[Attempt],
     manifests: dict[int, Manifest],
     sound: list[int],
+    tokenizer: str | None,
 ) -> None:
     """Checks every folder of weights, `best` too.
 
@@ -42,6 +44,7 @@ def check_weights(
         attempts: For settings of earlier exports, and the evaluation that `best` speaks of.
         manifests: Of the run's checkpoints, by step.
         sound: Steps of the checkpoints that were found sound.
+        tokenizer: SHA-256 of the stores' tokenizer.json; None where they cannot be opened.
     """
     found = dict(committed_folders(folder))
     if not found and not (folder / _BEST).is_dir():
@@ -62,6 +65,8 @@ def check_weights(
                 checkpoint = folder.parent / "checkpoints" / f"step-{step or 0:08d}"
                 manifest = manifests.get(step) if step in sound else None  # type: ignore[arg-type]  # None is no step
                 _check_one(check, path, config, attempts, checkpoint, manifest)
+                if tokenizer is not None:
+                    _check_tokenizer(check, path / "tokenizer.json", tokenizer)
             except (PretrainError, OSError) as error:
                 check.fail(str(error))
             if not path.exists():
@@ -83,6 +88,12 @@ def _check_best(check: Check, path: Path, attempts: list[Attempt]) -> int | None
     elif not losses and attempts:
         check.fail(f"best.json: expected a step with a row of evaluation, found {step!r:.40}")
     return step if isinstance(step, int) else None
+
+
+def _check_tokenizer(check: Check, file: Path, expected: str) -> None:
+    if (found := hashlib.sha256(file.read_bytes()).hexdigest()) != expected:
+        check.fail(f"tokenizer.json: expected the stores' tokenizer ({expected[:12]}), found {found[:12]}")
+    check.looked_at += "; tokenizer"
 
 
 def _check_one(

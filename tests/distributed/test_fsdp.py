@@ -1,0 +1,117 @@
+"""Sharded training by hand and through Accelerate: the same bits on both, up to a sum's order those of DDP.
+
+All in two processes that are started once, and in the same two with mistakes put in.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from support.fsdp_plan import CASES, KINDS
+from support.rank_cases import Outcome, run_ranks
+from support.stepping import relative_error
+
+Outcomes = dict[str, list[Outcome]]
+
+
+@pytest.fixture(scope="module")
+def outcomes(masked_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    folder = tmp_path_factory.mktemp("fsdp")
+    return run_ranks(masked_store, folder, timeout=600, plan="fsdp_plan", world_size=2)
+
+
+def failed(outcomes: Outcomes) -> dict[str, str | None]:
+    return {name: ranks[0].error for name, ranks in outcomes.items() if any(rank.error for rank in ranks)}
+
+
+def test_what_is_right_runs_and_the_ranks_agree(outcomes: Outcomes):
+    assert outcomes.keys() == CASES.keys()
+    assert set(failed(outcomes)) <= {"stays ddp", "by address", "old parameters"}
+    for name, ranks in outcomes.items():
+        first, second = (rank.driven for rank in ranks)
+        assert first.hashes == second.hashes, name
+        assert first.grad_norms == second.grad_norms, name
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "long", "one rank NaN"])
+def test_both_paths_give_the_same_bits(outcomes: Outcomes, kind: str):
+    by_hand, accelerated = (outcomes[f"{path} {kind}"][0] for path in ("torchrun", "accelerate"))
+    assert by_hand.model_class == accelerated.model_class == "FSDPDecoder"
+    left, right = by_hand.driven, accelerated.driven
+    assert left.hashes
+    assert left.hashes == right.hashes
+    assert left.losses == right.losses
+    assert left.grad_norms == right.grad_norms
+    assert left.buffers.keys() == right.buffers.keys()
+    assert all(torch.equal(left.buffers[name], right.buffers[name]) for name in left.buffers)
+
+
+@pytest.mark.parametrize("kind", ["unclipped", "bf16 unclipped"])
+def test_two_ranks_give_the_bits_of_ddp_where_no_norm_is_summed(outcomes: Outcomes, kind: str):
+    """Two ranks' gradients have one sum; the norm that clipping divides by is summed in another order."""
+    for path in ("torchrun", "accelerate"):
+        assert outcomes[f"{path} {kind}"][0].driven.hashes == outcomes[f"ddp {kind}"][0].driven.hashes
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "long"])
+def test_it_is_ddp_within_rounding(outcomes: Outcomes, kind: str):
+    ddp = outcomes[f"ddp {kind}"][0]
+    assert ddp.model_class == "DistributedDataParallel"
+    sharded = outcomes[f"accelerate {kind}"][0].driven
+    bound = 1e-5 if "bf16" not in str(KINDS.get(kind)) else 2e-3
+    assert relative_error(sharded.parameters, ddp.driven.parameters) <= bound
+    for left, right in zip(sharded.losses, ddp.driven.losses, strict=True):
+        assert left is not None
+        assert right is not None
+        assert math.isclose(left, right, rel_tol=bound)
+
+
+def test_it_learns(outcomes: Outcomes):
+    """The comparisons above compare something."""
+    losses = outcomes["accelerate long"][0].driven.losses
+    assert len(losses) == 20
+    assert losses[0] is not None
+    assert losses[-1] is not None
+    assert losses[-1] < 0.8 * losses[0]
+
+
+def test_fp16_scales_its_loss_under_sharding_too(outcomes: Outcomes):
+    """By hand alone: Accelerate has none on a CPU."""
+    sharded, ddp = (outcomes[f"{name} fp16"][0].driven for name in ("torchrun", "ddp"))
+    assert sharded.skipped == ddp.skipped
+    assert sharded.skipped[-1] is None
+    assert relative_error(sharded.parameters, ddp.parameters) < 1e-3
+
+
+@pytest.mark.parametrize("path", ["torchrun", "accelerate"])
+def test_one_rank_s_infinite_gradient_skips_the_step_on_all(outcomes: Outcomes, path: str):
+    for rank in outcomes[f"{path} one rank NaN"]:
+        assert rank.driven.skipped == ["nonfinite_gradient"] * 3
+        assert rank.driven.updates == [0] * 3
+        assert len(set(rank.driven.hashes)) == 1
+
+
+def test_a_request_that_would_become_ddp_stops(outcomes: Outcomes):
+    for rank in outcomes["stays ddp"]:
+        assert rank.error is not None
+        assert "distributed.strategy: fsdp, but Accelerate has set up ddp (MULTI_CPU)" in rank.error
+    silent = outcomes["stays ddp, uncompared"][0]
+    assert silent.error is None
+    assert silent.model_class == "DistributedDataParallel", "without the comparison, nobody would know"
+
+
+def test_mistakes_are_seen(outcomes: Outcomes):
+    """Norms, routers, embedding and head in bf16 are another model; reducing early is another sum."""
+    low, right = (outcomes[name][0].driven for name in ("all in low precision", "torchrun bf16 unclipped"))
+    assert relative_error(low.gradients[0], right.gradients[0]) > 1e-3
+    early, right = (outcomes[name][0].driven for name in ("every micro batch reduced", "torchrun unclipped"))
+    assert early.hashes != right.hashes
+    assert outcomes["old parameters"][0].driven.hashes != outcomes["torchrun fp32"][0].driven.hashes
+
+
+def test_empty_parts_of_parameters_find_their_place(outcomes: Outcomes):
+    """The second rank's parts of single experts' routers are empty: Accelerate takes one for the other."""
+    assert "other parameters" in str(outcomes["by address"][0].error)

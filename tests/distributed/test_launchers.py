@@ -1,0 +1,282 @@
+"""Every way to start the two scripts trains the same numbers, to the last bit, at one number of processes.
+
+Each way runs once, for a few steps of the tiny mixture of experts; docs/launching.md has the table of them.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+from support.launching import (
+    ACCELERATE_SCRIPT,
+    NO_REPORT,
+    ROOT,
+    TORCHRUN_SCRIPT,
+    Finished,
+    assert_same_tensors,
+    checkpoint_tensors,
+    environment,
+    finish,
+    kill_outright,
+)
+
+STEPS, PROCESSES = 4, 2
+HERE = "127.0.0.1"
+TORCHRUN, ACCELERATE = str(TORCHRUN_SCRIPT), str(ACCELERATE_SCRIPT)
+RUN = [sys.executable, "-m", "torch.distributed.run"]
+LAUNCH = [sys.executable, "-m", "accelerate.commands.launch"]
+SPAWN = [sys.executable, str(ROOT / "examples" / "spawn.py"), "--processes", str(PROCESSES)]
+PATIENT = {"OMP_WAIT_POLICY": "passive"}
+"""Where other programs share the cores, threads that spin while they wait take them from one another."""
+TWO_MACHINES = ROOT / "examples" / "multi_node"
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of the commands that make a launch together: a machine's, or a single rank's."""
+
+    command: Sequence[str]
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+
+def free_port() -> str:
+    """A port that nobody listens at, outside the range that outgoing connections draw from."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as probe:
+            try:
+                probe.bind((HERE, port))
+            except OSError:
+                continue
+            return str(port)
+
+
+def by_hand(script: str, port: str) -> list[Part]:
+    """The variables that a launcher would set, without the number of processes on this machine."""
+    shared = {"MASTER_ADDR": HERE, "MASTER_PORT": port, "WORLD_SIZE": str(PROCESSES)}
+    return [
+        Part([sys.executable, script], shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(PROCESSES)
+    ]
+
+
+def example_torchrun(port: str) -> list[Part]:
+    """examples/multi_node/torchrun.sh on two machines, both of them this one."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return [
+        Part(
+            [str(TWO_MACHINES / "torchrun.sh")],
+            {"MACHINE": str(machine), "FIRST": HERE, "PORT": port, "PATH": path},
+        )
+        for machine in range(2)
+    ]
+
+
+def c10d(port: str) -> list[Part]:
+    meeting = ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"{HERE}:{port}", "--rdzv_id", "launchers"]
+    return [Part([*RUN, "--nnodes", "2", *meeting, "--nproc_per_node", "1", TORCHRUN])] * 2
+
+
+def accelerate_machines(*options: str) -> list[Part]:
+    """Two launches of Accelerate with one process each, told apart by their number."""
+    machines = [*LAUNCH, *options, "--num_processes", "2", "--main_process_ip", HERE, "--machine_rank"]
+    return [Part([*machines, str(machine), ACCELERATE]) for machine in range(2)]
+
+
+WAYS: dict[str, Callable[[str], list[Part]]] = {
+    "torch.distributed.run": lambda port: [
+        Part([*RUN, "--nproc_per_node", "2", "--master_port", port, TORCHRUN])
+    ],
+    "variables by hand": lambda port: by_hand(TORCHRUN, port),
+    "variables by hand, accelerate": lambda port: by_hand(ACCELERATE, port),
+    "torchrun, accelerate": lambda port: [Part([*RUN, "--standalone", "--nproc_per_node", "2", ACCELERATE])],
+    "accelerate flags": lambda port: [
+        Part([*LAUNCH, "--multi_gpu", "--num_processes", "2", "--main_process_port", port, ACCELERATE])
+    ],
+    "spawn": lambda port: [Part([*SPAWN, Path(TORCHRUN).name])],
+    "spawn, accelerate": lambda port: [Part([*SPAWN, Path(ACCELERATE).name])],
+    "torch.distributed.launch": lambda port: [
+        Part(
+            [
+                *(sys.executable, "-W", "ignore", "-m", "torch.distributed.launch"),
+                *("--nproc_per_node", "2", "--master_port", port, TORCHRUN),
+            ]
+        )
+    ],
+}
+"""name: the commands, given a free port."""
+
+MACHINES: dict[str, Callable[[str], list[Part]]] = {
+    "torchrun": example_torchrun,
+    "torchrun c10d": c10d,
+    "accelerate": lambda port: accelerate_machines(
+        "--config_file", str(TWO_MACHINES / "accelerate.yaml"), "--main_process_port", port
+    ),
+    "accelerate flags": lambda port: accelerate_machines(
+        "--multi_gpu", "--num_machines", "2", "--main_process_port", port
+    ),
+}
+
+ALONE: dict[str, Callable[[str], list[Part]]] = {
+    "accelerate script": lambda port: [Part([sys.executable, ACCELERATE])],
+    "accelerate launch": lambda port: [Part([*LAUNCH, "--cpu", "--num_processes", "1", ACCELERATE])],
+    "torchrun, accelerate": lambda port: [Part([*RUN, "--standalone", "--nproc_per_node", "1", ACCELERATE])],
+}
+
+RARE = {
+    *("torch.distributed.run", "torch.distributed.launch", "variables by hand", "spawn"),
+    *("accelerate flags on two machines", "accelerate launch, alone", "torchrun, accelerate, alone"),
+}
+"""What `make test-slow` runs: each is covered in its parts by another way."""
+
+
+def cases(ways: Mapping[str, object], suffix: str = "") -> list[object]:
+    return [
+        pytest.param(name, marks=[pytest.mark.slow] if name + suffix in RARE else [], id=name)
+        for name in ways
+    ]
+
+
+def run(parts: list[Part], folder: Path, options: Sequence[str]) -> Finished:
+    """Start all parts together, and wait until each has left with 0."""
+    processes = [
+        subprocess.Popen(
+            [*part.command, *NO_REPORT, "--run.output_dir", str(folder), *options],
+            cwd=ROOT,
+            env=environment() | PATIENT | dict(part.variables),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        for part in parts
+    ]
+    try:
+        finished = [finish(process, folder) for process in processes]
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                kill_outright(process)
+    for each in finished:
+        assert each.exit_code == 0, f"exit code {each.exit_code}:\n{each.output[-6000:]}"
+    return finished[0]
+
+
+def assert_same(left: Finished, right: Finished) -> None:
+    """The same rows and the same parameters and moments, bit for bit."""
+    rows = left.exact_rows()
+    assert set(rows) == set(range(STEPS + 1))
+    assert rows == right.exact_rows()
+    assert_same_tensors(checkpoint_tensors(left.folder, STEPS), checkpoint_tensors(right.folder, STEPS))
+
+
+@pytest.fixture(scope="module")
+def options(masked_store: Path) -> list[str]:
+    """The notebook's. `distributed.cpu_threads` is left to its default, which every way must come to."""
+    return [
+        *("--config", str(ROOT / "configs" / "tiny-moe.yaml")),
+        *("--data.sources", f"[{{store: {masked_store}}}]", "--training.max_steps", str(STEPS)),
+    ]
+
+
+@pytest.fixture(scope="module")
+def reference(options: list[str], tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """`torchrun --standalone` on two processes."""
+    torchrun = str(Path(sys.executable).with_name("torchrun"))
+    command = [torchrun, "--standalone", "--nproc_per_node", str(PROCESSES), TORCHRUN]
+    return run([Part(command)], tmp_path_factory.mktemp("reference") / "run", options)
+
+
+@pytest.fixture(scope="module")
+def alone(options: list[str], tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """`python train_pretrain.py`."""
+    return run([Part([sys.executable, TORCHRUN])], tmp_path_factory.mktemp("alone") / "run", options)
+
+
+def test_the_reference_trains(reference: Finished, alone: Finished):
+    """The comparisons compare something: parameters move, and two processes are not one in the last bits."""
+    for finished, processes in ((reference, PROCESSES), (alone, 1)):
+        rows = finished.rows
+        assert rows[STEPS]["train/loss"] < rows[1]["train/loss"]
+        assert finished.status["world_size"] == processes
+        digests = [rows[step]["data/batch_sha256"] for step in range(1, STEPS + 1)]
+        assert len(set(digests)) == STEPS
+    with pytest.raises(AssertionError):
+        assert_same(reference, alone)
+
+
+@pytest.mark.parametrize("name", cases(WAYS))
+def test_every_launcher_trains_the_same(name: str, reference: Finished, options: list[str], tmp_path: Path):
+    finished = run(WAYS[name](free_port()), tmp_path / "run", options)
+    assert_same(finished, reference)
+    assert finished.status["world_size"] == PROCESSES
+    engine = "accelerate" if "accelerate" in name else "torchrun"
+    assert finished.status["launcher"] == engine
+
+
+@pytest.mark.parametrize("name", cases(MACHINES, " on two machines"))
+def test_two_machines_train_the_same(name: str, reference: Finished, options: list[str], tmp_path: Path):
+    """Each of the two believes that the machine is its own, so the number of threads is said."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = ["--distributed.cpu_threads", str(max(1, usable // PROCESSES))]
+    finished = run(MACHINES[name](free_port()), tmp_path / "run", [*options, *threads])
+    assert_same(finished, reference)
+    assert finished.status["world_size"] == PROCESSES
+
+
+@pytest.mark.parametrize("name", cases(ALONE, ", alone"))
+def test_one_process_trains_the_same(name: str, alone: Finished, options: list[str], tmp_path: Path):
+    finished = run(ALONE[name](free_port()), tmp_path / "run", options)
+    assert_same(finished, alone)
+    assert finished.status["launcher"] == "accelerate"
+
+
+def executed(notebook: Path, start: Path, more: str, parameters: str) -> str:
+    """Run a notebook in a fresh kernel that starts in `start`; returns what `more`, added last, printed."""
+    content = nbformat.read(notebook, as_version=4)
+    assert all(not cell.get("outputs") for cell in content.cells), "outputs are stripped"
+    (cell,) = [cell for cell in content.cells if "parameters" in cell.metadata.get("tags", [])]
+    cell.source += "\n" + parameters
+    content.cells.append(nbformat.v4.new_code_cell(more))
+    resources = {"metadata": {"path": str(start)}}
+    NotebookClient(content, timeout=300, kernel_name="python3", resources=resources).execute()
+    return "".join(output.get("text", "") for output in content.cells[-1].outputs)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+def test_the_notebook_trains_the_same(
+    masked_store: Path,
+    tmp_path: Path,
+    reference: Finished,
+    alone: Finished,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """From examples/, with two processes and then with the kernel itself, which outlives a failed run."""
+    for name in set(os.environ) - set(environment()):
+        monkeypatch.delenv(name)
+    for name, value in (environment() | PATIENT).items():
+        monkeypatch.setenv(name, value)
+    paths = f'store, runs = Path("{masked_store}"), Path("{tmp_path}")'
+    parameters = f'{paths}\nsteps, port = {STEPS}, "{free_port()}"'
+    failing = (
+        "try:\n    main(['--config', 'missing.yaml'])\n"
+        "except SystemExit as left:\n    print('left with', left.code, Path.cwd())\n"
+    )
+    printed = executed(ROOT / "examples" / "notebook.ipynb", ROOT / "examples", failing, parameters)
+    assert "left with 2" in printed
+    assert str(ROOT) in printed
+    two, one = (Finished(0, "", tmp_path / name) for name in ("two", "one"))
+    assert (two.status["world_size"], one.status["world_size"]) == (2, 1)
+    assert [run.status["state"] for run in (two, one)] == ["finished", "finished"]
+    assert_same(two, reference)
+    assert_same(one, alone)

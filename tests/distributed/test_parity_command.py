@@ -1,0 +1,167 @@
+"""`llm-pretrain parity` with the real scripts: what holds is found to hold, and what is broken is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.broken_scripts import MISTAKES, Mistake, write_scripts
+from support.corpora import make_store
+from support.launching import ROOT
+
+from llm_pretrain.__main__ import main
+from llm_pretrain.config import load_config
+from llm_pretrain.data import sequences_per_epoch
+
+QUICK = ("divided twice", "a gate of one's own")
+"""On one process, a few seconds each; the others are marked slow."""
+
+
+@pytest.fixture(scope="module")
+def small_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Ragged masks, and so few sequences that a run of 20 steps reads them more than once."""
+    return make_store(tmp_path_factory.mktemp("small") / "store", documents=100, masked=True).path
+
+
+def options(preset: str, store: Path, output: Path, *more: str) -> list[str]:
+    return [
+        *("parity", "--config", str(ROOT / "configs" / f"{preset}.yaml"), "--output", str(output)),
+        *("--data.sources", f"[{{store: {store}}}]", *more),
+    ]
+
+
+def parity(output: Path, arguments: list[str]) -> tuple[int, dict[str, Any]]:
+    """Exit code and parity.json of a call."""
+    code = main(arguments)
+    return code, json.loads((output / "parity.json").read_text())
+
+
+def epochs(arguments: list[str], steps: int) -> float:
+    """How often the store is read."""
+    config = load_config(["--config", arguments[2], *arguments[5:7]])
+    return steps * config.training.global_batch_size / sequences_per_epoch(config)
+
+
+def test_the_contract_holds_on_two_paths_and_two_world_sizes_over_an_epochs_edge(
+    small_store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    output = tmp_path / "parity"
+    arguments = options(
+        "tiny-dense", small_store, output, "--world_size", "1,2", "--model.hidden_dropout", "0.1"
+    )
+    code, result = parity(output, arguments)
+    printed = capsys.readouterr().out
+    assert (code, result["verdict"], result["steps"]) == (0, "holds", 20), printed
+    assert epochs(arguments, 20) > 1.5
+    cells = {(cell["path"], cell["world_size"]): cell for cell in result["cells"]}
+    verdicts = {key: cell["verdict"] for key, cell in cells.items()}
+    assert verdicts == {
+        ("torchrun", 1): "identical",
+        ("accelerate", 1): "identical",
+        ("torchrun", 2): "within bound",
+        ("accelerate", 2): "identical",
+    }
+    assert cells["accelerate", 2]["compared_with"] == "torchrun-w2-a3-fp32"
+    split = cells["torchrun", 2]["largest_differences"]
+    assert 0 < split["parameters"] < 1e-6
+    assert 0 < split["train/loss"] < 1e-5
+    for cell in cells.values():
+        status = json.loads((Path(cell["folder"]) / "status.json").read_text())
+        assert (status["world_size"], status["launcher"]) == (cell["world_size"], cell["path"]), "really"
+        rows = (Path(cell["folder"]) / "metrics.jsonl").read_text().splitlines()
+        assert len({json.loads(row)["train/parameters_sha256"] for row in rows}) == 20
+        assert not (Path(cell["folder"]) / "report.html").exists()
+    assert {"torch", "accelerate", "transformers", "python"} <= set(result["versions"])
+    assert result["threads"] >= 1
+    assert "[4/4]" in printed
+    assert "accelerate  2  3  4  fp32       identical" in printed
+
+
+def check_mistake(mistake: Mistake, store: Path, folder: Path, printed: pytest.CaptureFixture[str]) -> None:
+    """`parity` fails, and says which cell is wrong, from which step on, by which number."""
+    scripts, output = write_scripts(folder / "scripts", mistake.edits), folder / "parity"
+    more = ("--steps", "4", "--scripts", str(scripts), *mistake.options)
+    code, result = parity(output, options("tiny-dense", store, output, *more))
+    text = printed.readouterr().out
+    assert code == 1, text
+    assert f"{mistake.cell} differs first at step {mistake.step} {mistake.key}: expected" in text
+    wrong = [cell for cell in result["cells"] if cell["verdict"] in ("differs", "failed")]
+    assert len(wrong) == 1
+    assert (wrong[0]["first_difference"]["step"], wrong[0]["first_difference"]["key"]) == (
+        mistake.step,
+        mistake.key,
+    )
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_broken_engine_fails_and_is_named(
+    name: str, small_store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    check_mistake(MISTAKES[name], small_store, tmp_path, capsys)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in MISTAKES if name not in QUICK])
+def test_a_broken_engine_on_two_processes_fails_and_is_named(
+    name: str, small_store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    check_mistake(MISTAKES[name], small_store, tmp_path, capsys)
+
+
+@pytest.mark.slow
+def test_the_contract_holds_for_a_mixture_of_experts_in_all_precisions(
+    small_store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """The quickstart's shape; fp16 by hand alone, since Accelerate has none on a CPU."""
+    output = tmp_path / "parity"
+    arguments = options("quickstart", small_store, output, "--precision", "fp32,bf16,fp16", "--steps", "8")
+    code, result = parity(output, arguments)
+    assert code == 0, capsys.readouterr().out
+    assert epochs(arguments, 8) > 1.5
+    assert len(result["cells"]) == 10
+    assert any("accelerate fp16" in note for note in result["notes"])
+    for cell in result["cells"]:
+        twin = cell["path"] == "accelerate" or cell["world_size"] == 1
+        assert cell["verdict"] == ("identical" if twin else "within bound"), cell
+
+
+@pytest.mark.slow
+def test_an_interrupted_run_continues_on_other_paths_and_world_sizes(
+    small_store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    output = tmp_path / "parity"
+    more = ("--world-size", "1", "--interrupt", "torchrun@2:17,accelerate@1:31")
+    code, result = parity(output, options("tiny-moe", small_store, output, *more))
+    assert code == 0, capsys.readouterr().out
+    interrupted = result["interrupted"]
+    assert interrupted["verdict"] == "within bound"
+    first, second, third = interrupted["attempts"]
+    assert [(each["path"], each["world_size"]) for each in (first, second, third)] == [
+        ("torchrun", 1), ("torchrun", 2), ("accelerate", 1),
+    ]  # fmt: skip
+    assert (first["first_step"], second["checkpoint"]) == (1, second["first_step"] - 1)
+    assert second["checkpoint"] >= 15
+    assert third["checkpoint"] >= 30
+    assert third["last_step"] == result["steps"] == 40
+
+
+@pytest.mark.slow
+def test_a_silent_start_from_zero_is_a_violation(
+    small_store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """All rows are right, and the run was not continued."""
+    from support.mutation import Edit
+
+    blind = Edit(
+        "llm_pretrain/training/saving.py",
+        "return self.checkpoints.find(expected=self.fingerprints_at, source=source)",
+        "return None",
+    )
+    scripts, output = write_scripts(tmp_path / "scripts", [blind]), tmp_path / "parity"
+    more = ("--paths", "torchrun", "--world-size", "1", "--steps", "30", "--interrupt", "torchrun@1:6")
+    code, _ = parity(output, options("tiny-dense", small_store, output, *more, "--scripts", str(scripts)))
+    printed = capsys.readouterr().out
+    assert code == 1, printed
+    assert "began at step 1, expected" in printed

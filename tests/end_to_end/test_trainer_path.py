@@ -1,0 +1,260 @@
+"""transformers' Trainer, from our weights on our samples, trains what we train; where not, by how much.
+
+The same 32 sequences a step on every layout. The bound is what fp32 leaves: docs/trainer.md has the
+measurements, and how far our own runs are apart when their weights start one rounding apart.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from support.launching import ROOT, environment, train
+from support.mutation import Edit, mutated
+
+from benchmarks.trainer_witness import (
+    CELLS,
+    differences,
+    load_script,
+    options,
+    ratio,
+    relative,
+    router_gradients,
+    run,
+)
+from llm_pretrain.config import load_config
+from llm_pretrain.training import learning_rate
+
+SCRIPT = "examples/train_pretrain_trainer.py"
+STEPS = 50
+BOUND = 1e-5
+"""Relative, over all steps, for losses and gradient norms; some 2e-7 is what is measured."""
+DENSE = ("--schedule.warmup_steps", "0")
+"""Trainer's own cosine; the mixture of experts warms up, for which it has no schedule like ours."""
+NO_BALANCE = ("--model.router_aux_loss_coef", "0")
+
+
+@pytest.fixture(autouse=True)
+def libraries_may_warn() -> Iterator[None]:
+    """What transformers and accelerate say of themselves is not ours to mend."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        yield
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        return load_script()
+
+
+def ours(folder: Path, *arguments: str) -> Path:
+    """A run by train_pretrain.py on one process, in this one."""
+    assert train(*arguments, "--training.micro_batch_size", "8", "--run.output_dir", str(folder)) == 0
+    return folder
+
+
+def theirs(script: ModuleType, folder: Path, *arguments: str) -> Path:
+    """The same by Trainer."""
+    assert script.main([*arguments, "--run.output_dir", str(folder)]) == 0
+    return folder
+
+
+def assert_same_training(left: Path, right: Path) -> None:
+    """The same samples, rates and tokens; losses and gradient norms but for rounding."""
+    found = differences(left, right)
+    assert found["data/batch_sha256"] == found["train/loss_tokens"] == 0, found
+    assert found["train/learning_rate"] < 1e-12, found
+    assert found["train/loss"] < BOUND, found
+    assert found["train/grad_norm"] < BOUND, found
+
+
+@pytest.fixture(scope="module")
+def dense(masked_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Our run of the dense model on ragged masks, one process."""
+    folder = tmp_path_factory.mktemp("trainer") / "dense"
+    return ours(folder, *options("tiny-dense.yaml", masked_store, *DENSE))
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+def test_one_process(dense: Path, masked_store: Path, script: ModuleType, tmp_path: Path, steps: int):
+    size = ("--training.micro_batch_size", str(CELLS[1, steps]))
+    run_folder = theirs(script, tmp_path / "run", *options("tiny-dense.yaml", masked_store, *DENSE, *size))
+    assert_same_training(dense, run_folder)
+    status = json.loads((run_folder / "status.json").read_text())
+    assert (status["state"], status["exit_code"], status["launcher"]) == ("finished", 0, "trainer")
+
+
+@pytest.mark.parametrize("steps", [pytest.param(1, marks=pytest.mark.slow), 4])
+def test_two_processes(dense: Path, masked_store: Path, tmp_path: Path, steps: int):
+    size = ("--training.micro_batch_size", str(CELLS[2, steps]))
+    arguments = options("tiny-dense.yaml", masked_store, *DENSE, *size)
+    run(ROOT / SCRIPT, 2, [*arguments, "--run.output_dir", str(tmp_path / "run")], variables=environment())
+    assert_same_training(dense, tmp_path / "run")
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["world_size"] == 2
+
+
+def test_experts_without_balance_loss(masked_store: Path, script: ModuleType, tmp_path: Path):
+    chosen = options("tiny-moe.yaml", masked_store, *NO_BALANCE, "--training.max_steps", "20")
+    left = ours(tmp_path / "ours", *chosen)
+    size = ("--training.micro_batch_size", str(CELLS[1, 4]))
+    assert_same_training(left, theirs(script, tmp_path / "theirs", *chosen, *size))
+
+
+MISTAKES = {
+    "documents see one another": (
+        '"position_ids": batch.position_ids,',
+        '"position_ids": torch.arange(batch.input_ids.shape[1]).expand_as(batch.input_ids),',
+    ),
+    "mean of the micro batches' means": (
+        "super().training_step(model, inputs, num_items_in_batch)",
+        "super().training_step(model, inputs, None)",
+    ),
+    "samples in another order": ('train_sampling_strategy="sequential"', 'train_sampling_strategy="random"'),
+    "labels that are shifted twice": (
+        "return super().training_step(model, inputs, num_items",
+        'inputs.pop("shift_labels")\n        return super().training_step(model, inputs, num_items',
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def start(masked_store: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """Our first steps, and the options that they and the mistakes are made with."""
+    chosen = options("tiny-dense.yaml", masked_store, *DENSE, "--training.max_steps", "3")
+    return ours(tmp_path_factory.mktemp("trainer") / "start", *chosen), chosen
+
+
+@pytest.mark.parametrize("mistake", [None, *MISTAKES])
+def test_the_comparison_sees_mistakes(start: tuple[Path, list[str]], tmp_path: Path, mistake: str | None):
+    edits = [Edit(SCRIPT, *MISTAKES[mistake])] if mistake else []
+    left, chosen = start
+    with mutated(*edits) as load:
+        right = theirs(load(SCRIPT), tmp_path / "run", *chosen, "--training.micro_batch_size", "8")
+    if mistake is None:
+        assert_same_training(left, right)
+    else:
+        with pytest.raises(AssertionError):
+            assert_same_training(left, right)
+
+
+def test_measured_trainer_sums_the_balance_loss_over_micro_batches(
+    masked_store: Path, script: ModuleType, tmp_path: Path
+):
+    """A finding about transformers 5.23, not a promise: where this fails, Trainer has mended it.
+
+    The gradient of its balance loss grows with the accumulation steps: 4 of them count it 4 times (and a
+    little more, since each micro batch is balanced for itself).
+    """
+
+    def balance_gradient(steps: int) -> dict[str, torch.Tensor]:
+        size = ("--training.micro_batch_size", str(32 // steps))
+        return router_gradients(
+            script,
+            options(
+                *("tiny-moe.yaml", masked_store, "--model.router_aux_loss_coef", "1.0", *size),
+                *("--run.output_dir", str(tmp_path / str(steps))),
+            ),
+        )
+
+    base = router_gradients(
+        script,
+        options(
+            *("tiny-moe.yaml", masked_store, *NO_BALANCE, "--training.micro_batch_size", "32"),
+            *("--run.output_dir", str(tmp_path / "without")),
+        ),
+    )
+    found = {
+        steps: {name: each - base[name] for name, each in balance_gradient(steps).items()} for steps in (1, 4)
+    }
+    assert len(base) == 2
+    assert ratio(found[4], found[1]) == pytest.approx(4.05, abs=0.15)
+    rows = {
+        steps: json.loads((tmp_path / str(steps) / "metrics.jsonl").read_text())["train/aux_loss"]
+        for steps in (1, 4)
+    }
+    assert rows[4] / rows[1] == pytest.approx(4, rel=0.02)
+
+
+@pytest.mark.parametrize("name", ["cosine", "linear", "constant", "wsd"])
+@pytest.mark.parametrize("lowest", [0.0, 1e-4])
+def test_its_own_schedules_are_ours(script: ModuleType, name: str, lowest: float):
+    from transformers import get_scheduler
+
+    config = load_config(
+        [
+            *("--schedule.name", name, "--schedule.min_learning_rate", str(lowest)),
+            *("--training.max_steps", "30", "--data.sources", "[{store: nowhere}]"),
+        ]
+    )
+    kind, arguments = script.own_schedule(config)
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=config.optimizer.learning_rate)
+    scheduler = get_scheduler(kind, optimizer, 0, 30, arguments)
+    for step in range(30):
+        rate = learning_rate(config, step)
+        assert relative(rate, float(scheduler.get_last_lr()[0])) < 1e-12, step
+        optimizer.step()
+        scheduler.step()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ("--schedule.warmup_steps", "2"),
+        ("--schedule.decay_steps", "9"),
+        ("--schedule.name", "linear", "--schedule.decay_steps", "9"),
+    ],
+)
+def test_a_schedule_that_it_lacks_is_ours(script: ModuleType, changes: tuple[str, ...]):
+    config = load_config(["--data.sources", "[{store: nowhere}]", "--training.max_steps", "30", *changes])
+    assert script.own_schedule(config) is None
+
+
+REFUSED = {
+    "distributed.strategy": ("tiny-dense.yaml", "fsdp"),
+    "model.attention_dropout": ("tiny-dense.yaml", "0.1"),
+    "training.z_loss_coef": ("tiny-dense.yaml", "1e-4"),
+    "training.precision": ("tiny-dense.yaml", "fp16"),
+    "model.router_z_loss_coef": ("tiny-moe.yaml", "1e-3"),
+    "model.n_shared_experts": ("tiny-moe.yaml", "1"),
+    "model.router_bias_update_rate": ("tiny-moe.yaml", "1e-3"),
+}
+
+
+@pytest.mark.parametrize("field", REFUSED)
+def test_what_it_cannot_follow_is_one_line(
+    script: ModuleType,
+    plain_store: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    field: str,
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    preset, value = REFUSED[field]
+    chosen = options(preset, plain_store, f"--{field}", value, "--run.output_dir", str(tmp_path / "run"))
+    with pytest.raises(SystemExit) as exit_:
+        script.main(chosen)
+    assert exit_.value.code == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1, lines
+    assert field in lines[0]
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_with_a_run_is_left_alone(
+    script: ModuleType, start: tuple[Path, list[str]], capsys: pytest.CaptureFixture[str]
+):
+    folder, chosen = start
+    before = (folder / "metrics.jsonl").read_bytes()
+    with pytest.raises(SystemExit) as exit_:
+        script.main([*chosen, "--run.output_dir", str(folder)])
+    assert exit_.value.code == 73
+    assert "new run folder" in capsys.readouterr().err
+    assert (folder / "metrics.jsonl").read_bytes() == before

@@ -1,0 +1,60 @@
+"""Starts probe scripts under a launcher, in a process group of their own, and waits for their end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from support.launching import environment
+from support.mutation import ROOT
+
+LIMIT_SECONDS = 400
+"""Far above what a launch takes; reached when something hangs."""
+
+ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+
+
+@dataclass
+class Launch:
+    """A finished launch of a probe."""
+
+    exit_code: int
+    output: str
+    folder: Path
+
+    def variant(self, name: str) -> list:
+        """What each process did."""
+        return [json.loads(path.read_text()) for path in sorted(self.folder.glob(f"{name}-*.json"))]
+
+
+def start_probe(command: Sequence[str], folder: Path) -> subprocess.Popen[str]:
+    """Start a launcher with `folder` as working directory; its output goes to a file there."""
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    options = environment() | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    with (folder / "output").open("w") as output:
+        return subprocess.Popen(
+            command, cwd=folder, env=options, stdout=output, stderr=output, text=True, start_new_session=True
+        )
+
+
+def finish_probe(process: subprocess.Popen[str], folder: Path) -> Launch:
+    """Wait for a launcher's end; one that hangs is ended."""
+    try:
+        process.wait(LIMIT_SECONDS)
+    except subprocess.TimeoutExpired:
+        kill_group(process)
+        process.wait()
+        raise AssertionError((folder / "output").read_text()[-3000:]) from None
+    return Launch(process.returncode, (folder / "output").read_text(), folder)
+
+
+def kill_group(process: subprocess.Popen[str]) -> None:
+    """`kill -9` of a launcher and of what shares its process group."""
+    os.killpg(process.pid, signal.SIGKILL)

@@ -1,0 +1,74 @@
+"""A script for torchrun: what a restarted process finds in the store that all attempts share.
+
+Run as `torchrun --max-restarts 2 --nproc_per_node 2 restart_probe.py FOLDER`; FOLDER holds config.yaml. In
+the first attempt a rank is killed. In each further one the ranks note what became of one engine, with and
+without the prefix of the attempt; at last they leave with 75.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from support.engines import ENGINES, SCRIPTS, reset_accelerate
+from support.mutation import Edit, mutated
+from support.stepping import resolved
+
+from llm_pretrain.config import Config, load_config
+
+MEETING = "backend, init_method=meeting_point(), "
+ONE_STORE = {launcher: Edit(file, MEETING, "backend, ") for launcher, file in SCRIPTS.items()}
+"""The mistake: all attempts meet in the same store."""
+
+EXIT_CODE = 75
+
+
+def meet(launcher: str, config: Config, *edits: Edit) -> str | float:
+    """Build an engine and sum ones over its ranks; the sum, or the error."""
+    reset_accelerate()
+    try:
+        with mutated(*edits) as load:
+            engine = getattr(load(SCRIPTS[launcher]), ENGINES[launcher])(config)
+            return engine.reduce_sum(torch.ones(())).item()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def try_both(rank: int, launcher: str, config: Config, folder: Path) -> None:
+    """Leave what an engine finds; one rank waits until the other is done with the mistake."""
+    first = folder / f"{launcher}-first-is-done"
+    while rank == 1 and not first.exists():
+        time.sleep(0.02)
+    soon = replace(config, distributed=replace(config.distributed, timeout_seconds=2))
+    mistaken = meet(launcher, soon, ONE_STORE[launcher])
+    first.touch()
+    (folder / f"{launcher} one store-{rank}.json").write_text(json.dumps(mistaken))
+    (folder / f"{launcher}-{rank}.json").write_text(json.dumps(meet(launcher, config)))
+
+
+def main(folder: Path) -> int:
+    rank, attempt = (int(os.environ[name]) for name in ("RANK", "TORCHELASTIC_RESTART_COUNT"))
+    config = resolved(load_config(["--config", str(folder / "config.yaml")]))
+    if attempt == 0:
+        assert meet("torchrun", config, ONE_STORE["torchrun"]) == 2.0
+    else:
+        try_both(rank, list(SCRIPTS)[attempt - 1], config, folder)
+    if attempt == len(SCRIPTS):
+        return EXIT_CODE
+    (folder / f"attempt-{attempt}-rank-{rank}").touch()
+    if rank == 1:
+        while not (folder / f"attempt-{attempt}-rank-0").exists():
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(600)  # until the launcher ends it
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

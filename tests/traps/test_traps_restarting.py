@@ -1,0 +1,176 @@
+"""Traps of leaving and starting again: each check passes on our code and fails with the mistake put in.
+
+| trap | check |
+|---|---|
+| torchrun's exit code is 1, whatever its workers' is | status.json has the worker's |
+| all attempts of `torchrun --max-restarts` share a store, in which killed processes left addresses | sum |
+| a launcher's death leaves workers behind: `kill -9` of torchrun, SIGTERM to `accelerate launch` | stopped |
+| SIGUSR1 ends a process that does not expect it; torchrun hands it on where told to | stopped |
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+from support.engines import SCRIPTS, small_config
+from support.launching import kill_outright, train_tiny
+from support.mutation import ROOT, Edit, edited, mutated
+from support.probes import ACCELERATE, LIMIT_SECONDS, TORCHRUN, Launch, finish_probe, start_probe
+
+import llm_pretrain.training.loop as loop
+from llm_pretrain.config import dump_yaml
+from llm_pretrain.errors import EXIT_PREEMPTED
+from llm_pretrain.training.status import read_status
+
+RESTART_PROBE = ROOT / "tests" / "support" / "restart_probe.py"
+STOP_PROBE = ROOT / "tests" / "support" / "stop_probe.py"
+LOOP = "llm_pretrain/training/loop.py"
+LAUNCHERS_WORD_ONLY = Edit(LOOP, "self.status.ended(step, EXIT_PREEMPTED, reason)", "pass")
+
+FORMING = ("init_process_group", "InitProcessGroupKwargs", "PartialState", "init_distributed")
+
+UNTOLD = "not told of the launcher's death"
+STOPS: dict[str, tuple[list[str], signal.Signals, list[str]]] = {
+    "torchrun killed": ([*TORCHRUN, "--nproc_per_node", "2"], signal.SIGKILL, ["ours", UNTOLD]),
+    "torchrun, SIGUSR1": (
+        [*TORCHRUN, "--nproc_per_node", "2", "--signals-to-handle", "SIGTERM,SIGUSR1"],
+        signal.SIGUSR1,
+        ["ours", "no SIGUSR1"],
+    ),
+    "accelerate, SIGTERM": ([*ACCELERATE, "--cpu", "--num_processes", "1"], signal.SIGTERM, ["ours"]),
+    "accelerate, SIGTERM, the mistake": (
+        [*ACCELERATE, "--cpu", "--num_processes", "1"],
+        signal.SIGTERM,
+        [UNTOLD],
+    ),
+}
+"""name: (launcher, the signal it alone gets, each rank's variant of the probe)."""
+
+
+@pytest.fixture(scope="module")
+def launched(store_folder, tmp_path_factory) -> Iterator[dict[str, tuple[subprocess.Popen[str], Path]]]:
+    """All launchers of this file, started together, each with its folder."""
+    base = tmp_path_factory.mktemp("launched")
+    plans = {name: [*launcher, str(STOP_PROBE)] for name, (launcher, _, _) in STOPS.items()}
+    plans["restart"] = [*TORCHRUN, "--max-restarts", "2", "--nproc_per_node", "2", str(RESTART_PROBE)]
+    running: dict[str, tuple[subprocess.Popen[str], Path]] = {}
+    try:
+        for name, command in plans.items():
+            folder = base / name.replace(" ", "-")
+            folder.mkdir()
+            config = small_config(store_folder, distributed={"timeout_seconds": 30})
+            (folder / "config.yaml").write_text(dump_yaml(config))
+            variants = STOPS[name][2] if name in STOPS else []
+            running[name] = start_probe([*command, str(folder), *variants], folder), folder
+        yield running
+    finally:
+        for process, folder in running.values():
+            for file in folder.glob("*.pid"):
+                with suppress(psutil.NoSuchProcess):
+                    if str(folder) in (left := psutil.Process(int(file.read_text()))).cmdline():
+                        left.kill()
+            if process.poll() is None:
+                kill_outright(process)
+                process.wait()
+
+
+def wait_for(what: str, happened) -> None:
+    end = time.monotonic() + LIMIT_SECONDS
+    while not happened():
+        assert time.monotonic() < end, what
+        time.sleep(0.02)
+
+
+def stop(process: subprocess.Popen[str], folder: Path, number: signal.Signals, variants: list[str]) -> None:
+    """Send the launcher alone a signal, when every rank waits for one; returns when it has gone."""
+    ready = [folder / f"{variant}.pid" for variant in variants]
+    for file in ready:
+        wait_for(f"{file} did not start: {(folder / 'output').read_text()[-2000:]}", file.exists)
+    os.kill(process.pid, number)
+    process.wait(LIMIT_SECONDS)
+
+
+def check_stopped(folder: Path, variant: str, expected: str, patience: float = 60) -> None:
+    """The process has been told to stop, knows by which signal, and is gone after `patience` seconds."""
+    worker = int((folder / f"{variant}.pid").read_text())
+    with suppress(psutil.NoSuchProcess):
+        psutil.Process(worker).wait(patience)
+    file = folder / f"{variant}.signal"
+    assert file.exists(), "it was not told"
+    assert file.read_text() == expected
+    assert not psutil.pid_exists(worker)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [("torchrun killed", "SIGTERM"), ("torchrun, SIGUSR1", "SIGUSR1"), ("accelerate, SIGTERM", "SIGTERM")],
+)
+def test_workers_stop_with_their_launcher(name, told, launched):
+    _, number, variants = STOPS[name]
+    process, folder = launched[name]
+    stop(process, folder, number, variants)
+    check_stopped(folder, "ours", told)
+    mistakes = [(folder, variant) for variant in variants[1:]]
+    if not mistakes:
+        (process, folder), (_, _, variants) = (each[f"{name}, the mistake"] for each in (launched, STOPS))
+        stop(process, folder, number, variants)
+        mistakes = [(folder, variants[0])]
+    for where, variant in mistakes:
+        with pytest.raises((AssertionError, psutil.TimeoutExpired)):
+            check_stopped(where, variant, told, patience=2)
+
+
+@pytest.fixture(scope="module")
+def restarted(launched) -> Launch:
+    return finish_probe(*launched["restart"])
+
+
+@pytest.mark.parametrize("launcher", SCRIPTS)
+def test_a_restarted_process_meets_those_of_its_own_attempt(launcher, restarted):
+    def check(name: str) -> None:
+        assert restarted.variant(name) == [2.0, 2.0], restarted.output[-3000:]
+
+    check(launcher)
+    with pytest.raises(AssertionError, match="connectFullMesh"):
+        check(f"{launcher} one store")
+
+
+def check_meeting_points(source: str) -> None:
+    """Whatever forms a process group forms it at the attempt's own meeting point."""
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    forming = [call for call in calls if ast.unparse(call.func).split(".")[-1] in FORMING]
+    assert forming
+    for call in forming:
+        given = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+        assert given.get("init_method") == "meeting_point()", ast.unparse(call)
+
+
+@pytest.mark.parametrize("file", SCRIPTS.values())
+def test_every_process_group_is_formed_at_the_meeting_point(file):
+    check_meeting_points(edited(file, []))
+    with pytest.raises(AssertionError):
+        check_meeting_points(edited(file, [Edit(file, "backend, init_method=meeting_point()", "backend")]))
+
+
+def test_the_status_file_knows_what_the_launcher_does_not_say(restarted, masked_store, tmp_path, monkeypatch):
+    assert restarted.exit_code == 1, "its workers left with 75"
+
+    def check(folder: Path, *edits: Edit) -> None:
+        with monkeypatch.context() as patch, mutated(*edits):
+            patch.setattr(loop.Training, "_stop_agreed", lambda self: self.progress.step == 1)
+            with suppress(AssertionError):  # on the exit code, which is 75
+                train_tiny(masked_store, folder)
+        assert read_status(folder / "status.json")["exit_code"] == EXIT_PREEMPTED
+
+    check(tmp_path / "ours")
+    with pytest.raises(AssertionError):
+        check(tmp_path / "trap", LAUNCHERS_WORD_ONLY)

@@ -1,0 +1,63 @@
+"""The table of traps in docs/exactness.md: what it names is there."""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import cache
+
+import pytest
+from support.mutation import ROOT
+
+HEADING = "## Traps, guards, tests"
+NAMED = re.compile(r"`((?:[\w.-]+/)*[\w.-]+\.(?:py|yaml|toml|md|ipynb))(?:::(\w+))?`")
+
+
+def rows() -> dict[int, list[str]]:
+    """Cells (trap, guard, tests) by number."""
+    section = (ROOT / "docs" / "exactness.md").read_text().split(HEADING)[1].split("\n## ")[0]
+    cells = [line.strip("| ").split(" | ") for line in section.splitlines() if re.match(r"\| \d", line)]
+    return {int(number): rest for number, *rest in cells}
+
+
+@cache
+def names(path: str) -> set[str]:
+    """Names that a file defines at its top."""
+    found: set[str] = set()
+    for node in ast.parse((ROOT / path).read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        found |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return found
+
+
+def check(cell: str, tests: bool) -> None:
+    """A cell names at least one thing, and whatever it names is there."""
+    named = NAMED.findall(cell)
+    assert named, f"names nothing: {cell}"
+    for path, name in named:
+        assert (ROOT / path).is_file(), path
+        assert path.startswith("tests/") == tests, path
+        assert name.startswith("test_") or not tests, path
+        assert not name or name in names(path), f"{path} has no {name}"
+
+
+def test_the_traps_are_numbered_and_each_has_three_cells():
+    assert sorted(rows()) == list(range(1, 27))
+    assert all(len(cells) == 3 for cells in rows().values())
+
+
+@pytest.mark.parametrize("number", rows())
+def test_guards_and_tests_of_a_trap_exist(number):
+    _, guard, tests = rows()[number]
+    check(guard, tests=False)
+    check(tests, tests=True)
+
+
+@pytest.mark.parametrize(
+    "cell", ["`tests/traps/test_traps_table.py::test_nothing`", "`tests/nothing.py::test_x`", "a test"]
+)
+def test_a_name_that_is_gone_would_be_noticed(cell):
+    with pytest.raises(AssertionError):
+        check(cell, tests=True)
