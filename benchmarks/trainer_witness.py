@@ -14,7 +14,6 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -76,7 +75,7 @@ def relative(left: float | None, right: float | None) -> float:
     return 0.0 if left == right else abs(left - right) / (abs(left) or 1.0)
 
 
-def load_script(path: Path = TRAINER_SCRIPT) -> ModuleType:
+def load_script(path: Path = TRAINER_SCRIPT) -> Any:
     """The trainer script as a module, for runs in this process."""
     specification = importlib.util.spec_from_file_location(path.stem, path)
     assert specification is not None
@@ -86,7 +85,7 @@ def load_script(path: Path = TRAINER_SCRIPT) -> ModuleType:
     return module
 
 
-def router_gradients(script: ModuleType, arguments: Sequence[str]) -> dict[str, Tensor]:
+def router_gradients(script: Any, arguments: Sequence[str]) -> dict[str, Tensor]:
     """Gradients of the routers in Trainer's first step, as its optimizer would get them, unclipped.
 
     Args:

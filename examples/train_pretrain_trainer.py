@@ -59,11 +59,12 @@ class WitnessTrainer(Trainer):
         self.digest = torch.zeros(8, dtype=torch.int64)
         self.num_loss_tokens = self.tokens_seen = 0
         self.aux_loss = 0.0
+        model = initial_model(config, store)
         super().__init__(
-            model=initial_model(config, store),
+            model=model,
             args=training_arguments(config, world_size),
             train_dataset=samples,
-            data_collator=self.collate,
+            data_collator=self.collate,  # type: ignore[arg-type]  # typed for lists of samples
         )
         self.remove_callback(PrinterCallback)
         if self.args.n_gpu > 1:
@@ -71,7 +72,7 @@ class WitnessTrainer(Trainer):
                 "launch: one process on several GPUs would split each micro batch; use torchrun"
             )
         check_world_size(self.args.world_size)
-        self.model.register_forward_hook(self._note_aux_loss)
+        model.register_forward_hook(self._note_aux_loss)
 
     def collate(self, batch: Batch) -> dict[str, Tensor]:
         """What the model gets, and `sample_numbers` [B].
@@ -103,7 +104,7 @@ class WitnessTrainer(Trainer):
         self._check_decay()
         if self.lr_scheduler is None and own_schedule(self.config) is None:
             peak = self.config.optimizer.learning_rate
-            chosen = optimizer or self.optimizer
+            chosen: Any = optimizer or self.optimizer
             self.lr_scheduler = LambdaLR(chosen, lambda step: learning_rate(self.config, step) / peak)
         return super().create_scheduler(num_training_steps, optimizer)
 
@@ -150,8 +151,9 @@ class WitnessTrainer(Trainer):
 
     def _check_decay(self) -> None:
         """Trainer chooses by name what decays, we by dimensions; both must choose the same."""
-        decaying = set(self.get_decay_parameter_names(self.model))
-        named = self.model.named_parameters()  # a tied head once; Trainer lists it twice
+        model: Any = self.model
+        decaying = set(self.get_decay_parameter_names(model))
+        named = model.named_parameters()  # a tied head once; Trainer lists it twice
         differing = [name for name, each in named if (each.dim() >= 2) != (name in decaying)]
         if differing and self.config.optimizer.weight_decay:
             raise ConfigError(
@@ -177,9 +179,10 @@ def initial_model(config: Config, store: TokenStore) -> PreTrainedModel:
         weights = to_huggingface(decoder.state_dict(), config.model, torch.float32)
         save_file(weights, Path(folder) / "model.safetensors", {"format": "pt"})
         (Path(folder) / "config.json").write_text(json.dumps(described))
-        model, report = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="sdpa", output_loading_info=True
         )
+        model, report = loaded
     strays = {kind: names for kind, names in report.items() if names}
     assert not strays, f"weights that did not find their place: {strays}"
     return model

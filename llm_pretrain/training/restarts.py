@@ -13,6 +13,8 @@ from typing import Any
 import torch
 
 SCHEME = "attempt"
+distributed: Any = torch.distributed
+"""Untyped, because what is documented of it is not all exported in pyright's eyes."""
 
 
 @cache
@@ -23,11 +25,12 @@ def meeting_point() -> str:
     the addresses that killed ones left there, and on gloo connecting to them is refused
     (pytorch/pytorch#135712).
     """
-    torch.distributed.register_rendezvous_handler(SCHEME, _meet)
+    distributed.register_rendezvous_handler(SCHEME, _meet)
     return f"{SCHEME}://"
 
 
-def _meet(url: str, **options: Any) -> Iterator[tuple[torch.distributed.Store, int, int]]:
+def _meet(url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
+    """Store, rank and world size of `env://`, with the attempt's prefix before every key."""
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    for store, rank, world_size in torch.distributed.rendezvous("env" + url.removeprefix(SCHEME), **options):
-        yield torch.distributed.PrefixStore(f"attempt_{attempt}", store), rank, world_size
+    for store, rank, world_size in distributed.rendezvous("env" + url.removeprefix(SCHEME), **options):
+        yield distributed.PrefixStore(f"attempt_{attempt}", store), rank, world_size

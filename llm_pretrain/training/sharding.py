@@ -74,10 +74,10 @@ def adopt_parameters(model: nn.Module, optimizer: Optimizer, names: list[list[st
         group["params"] = [parameters[name] for name in own]
 
 
-def plain_number(norm: Tensor) -> float:
+def plain_number(norm: Tensor | float) -> float:
     """A norm's value, the same on every rank; collective where it is still spread over them."""
     whole = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # type: ignore[operator]  # a DTensor's
-    return float(whole.item())
+    return float(whole)  # DeepSpeed gives a number
 
 
 def check_strategy(config: Config, distributed_type: str, world_size: int) -> None:
