@@ -139,9 +139,14 @@ def _machines(settings: Mapping[str, Any]) -> int:
 
 
 def _strategy(settings: Mapping[str, Any], machine: Machine, config: Config | None) -> Iterator[str]:
-    """FSDP and DeepSpeed: without a GPU they are not what runs."""
+    """FSDP's first version, which the script refuses; DeepSpeed, which without a GPU is not what runs."""
     kind = str(settings.get("distributed_type", "NO")).upper()
-    if kind in _SHARDED and (machine.gpus == 0 or settings.get("use_cpu") is True):
+    if kind == "FSDP" and str(_fsdp_version(settings)) != "2":
+        yield (
+            f"fsdp_version: {_fsdp_version(settings)}, Accelerate's default, is not this project's FSDP, "
+            "and the run stops; do set fsdp_version: 2 under fsdp_config"
+        )
+    elif kind == "DEEPSPEED" and (machine.gpus == 0 or settings.get("use_cpu") is True):
         yield (
             f"distributed_type: {kind} on a CPU becomes DDP without a word, with the whole model on each; "
             "do set MULTI_GPU with use_cpu: true, or run where there is a GPU"
@@ -154,6 +159,11 @@ def _strategy(settings: Mapping[str, Any], machine: Machine, config: Config | No
             f"distributed_type: {kind} against distributed.strategy: {strategy}, and the run stops; do make "
             "them agree"
         )
+
+
+def _fsdp_version(settings: Mapping[str, Any]) -> Any:
+    options = settings.get("fsdp_config")
+    return options.get("fsdp_version", options.get("version", 1)) if isinstance(options, Mapping) else 1
 
 
 def _against(settings: Mapping[str, Any], config: Config) -> Iterator[str]:

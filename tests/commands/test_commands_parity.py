@@ -141,6 +141,43 @@ def test_a_later_promise_holds_from_its_step():
         assert compare(rows(), other, STEPS, promises).verdict == verdict
 
 
+def routed(moved: float, step: int, **changes: dict[int, Any]) -> dict[int, dict[str, Any]]:
+    """Rows of a mixture of experts whose routing differs from the others' from `step` on."""
+    made = rows(**changes)
+    for each, row in made.items():
+        share = moved if each >= step else 0.0
+        row["moe/load"] = [[0.5, 0.5], [0.5 - share, 0.5 + share]]
+    return made
+
+
+def test_from_the_step_on_at_which_a_token_goes_elsewhere_there_are_wider_bounds():
+    """And not one step before: until then the difference is rounding, or an error."""
+    made = promise(TWO, ONE, MOE, STEPS)
+    loss = rows()[4]["train/loss"]
+    off = {"loss": {4: loss * (1 + 1e-3)}, "digest": {4: "a"}}
+    reference = routed(0.0, 1)
+    assert compare(reference, routed(0.0, 1, **off), STEPS, [(1, made)]).verdict == "differs"
+    assert compare(reference, routed(3e-4, 5, **off), STEPS, [(1, made)]).verdict == "differs"
+    parted = compare(reference, routed(3e-4, 4, **off), STEPS, [(1, made)])
+    assert (parted.verdict, parted.parted) == ("within bound", 4)
+    assert "from step 4 on a token goes to another expert" in parted.note
+    judge_parameters(parted, 1e-2, STEPS, made)
+    assert parted.verdict == "within bound"
+    far = routed(3e-4, 4, loss={4: loss * 1.1})
+    assert compare(reference, far, STEPS, [(1, made)]).verdict == "differs"
+
+
+def test_more_than_ties_going_elsewhere_at_once_is_an_error_and_twins_have_no_ties():
+    reference = routed(0.0, 1)
+    many = compare(reference, routed(0.05, 3), STEPS, [(1, promise(TWO, ONE, MOE, STEPS))])
+    assert many.verdict == "differs"
+    assert many.first is not None
+    assert (many.first.step, many.first.key) == (3, "moe/load")
+    twin = promise(on("accelerate", TWO), TWO, MOE, STEPS)
+    assert not twin.parted
+    assert not promise(TWO, ONE, DENSE, STEPS).parted
+
+
 def test_final_parameters_are_judged_where_they_are_promised():
     for bound, verdict in (({"parameters": 1e-6}, "differs"), ({}, "within bound")):
         made = Promise(SAMPLES, {**WITHIN.within, **bound})

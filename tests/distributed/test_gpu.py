@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -61,6 +63,34 @@ def test_launchers_agree_and_resume_exactly(masked_store: Path, tmp_path: Path, 
     continued = Finished(0, "", folder)
     assert continued.exact_rows() == by_hand.exact_rows()
     assert_same_tensors(tensors, checkpoint_tensors(folder, STEPS))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_sharded_runs_agree_and_continue_each_other(masked_store: Path, tmp_path: Path, precision: str):
+    """By hand, through Accelerate from the first one's checkpoint, and against DDP, on two GPUs."""
+    chosen = [*options("quickstart.yaml", masked_store, precision), "--training.global_batch_size", "32"]
+    sharded = [*chosen, "--distributed.strategy", "fsdp"]
+    file = tmp_path / "fsdp2.yaml"
+    text = (ROOT / "configs" / "accelerate" / "fsdp2.yaml").read_text()
+    file.write_text(text.replace("use_cpu: true", "use_cpu: false"))
+    by_hand = launch("torchrun", 2, tmp_path / "torchrun", sharded, gpu=True)
+    later = [f"step-{step:08d}" for step in range(21, STEPS + 1)]
+    ignored = shutil.ignore_patterns(*later, "best", "metrics.jsonl")
+    shutil.copytree(by_hand.folder, tmp_path / "accelerate", ignore=ignored)
+    continued = launch(
+        "accelerate", 2, tmp_path / "accelerate", sharded, gpu=True, accelerate_file=file
+    ).exact_rows()
+    assert max(continued) == STEPS
+    rows = by_hand.exact_rows()
+    assert continued == {step: rows[step] for step in continued}
+    tensors = checkpoint_tensors(by_hand.folder, STEPS)
+    assert_same_tensors(tensors, checkpoint_tensors(tmp_path / "accelerate", STEPS))
+    whole = launch("torchrun", 2, tmp_path / "ddp", chosen, gpu=True).rows
+    for step in range(1, STEPS + 1):
+        assert rows[step]["data/batch_sha256"] == whole[step]["data/batch_sha256"]
+    bound = 1e-5 if precision == "fp32" else 1e-2
+    assert math.isclose(rows[STEPS]["train/loss"], whole[STEPS]["train/loss"], rel_tol=bound)
 
 
 def test_weights_open_in_transformers_with_the_same_logits(plain_store: Path, tmp_path: Path):

@@ -42,14 +42,14 @@ ROUTER_IN_AUTOCAST = [
     ),
 ]
 LOW_LOGSUMEXP = Edit(LOSS_HEAD, "[at_least_fp32(part).logsumexp(-1)", "[part.logsumexp(-1)")
-FP16_ALLOWED = Edit(ACCELERATE, 'if config.training.precision == "fp16" and not on_gpu:', "if False:")
+FP16_ALLOWED = Edit(ACCELERATE, 'if precision == "fp16" and not on_gpu:', "if False:")
 ANOTHER_OPTIMIZER = Edit(OPTIMIZERS, "fused=True", "fused=False")
 DIVIDED_ELSEWHERE = Edit(
     TORCHRUN,
     "self.objective(output, counts.num_loss_tokens) / self.accumulation_steps",
     "self.objective(output, counts.num_loss_tokens * self.accumulation_steps)",
 )
-THREADS_LEFT_ALONE = Edit(PROCESS, "    torch.set_num_threads(cpu_threads(config))\n", "")
+THREADS_LEFT_ALONE = Edit(PROCESS, "    torch.set_num_threads(threads)\n", "")
 
 
 def check_same_bits(left: list[Outcome], right: list[Outcome]) -> None:

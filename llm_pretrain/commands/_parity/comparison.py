@@ -5,12 +5,22 @@ It knows what a row is, not where it comes from.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from llm_pretrain.commands._parity.contract import DIGEST, KEYS, PARAMETERS, REQUIRED, SAMPLES, Promise
+from llm_pretrain.commands._parity.contract import (
+    DIGEST,
+    KEYS,
+    LARGEST_TIE,
+    PARAMETERS,
+    REQUIRED,
+    ROUTING,
+    SAMPLES,
+    Promise,
+)
 
 Rows = Mapping[int, Mapping[str, Any]]
 """Step to row of metrics.jsonl."""
@@ -37,6 +47,8 @@ class Difference:
     def __str__(self) -> str:
         if self.key == PARAMETERS:
             return f"step {self.step}: the parameters differ by {self.found:.2g}, more than {self.bound:.2g}"
+        if self.key == ROUTING:
+            return f"step {self.step}: {self.found:.1%} of a layer's choices go elsewhere, too many for ties"
         text = f"step {self.step} {self.key}: expected {_shown(self.expected)}, found {_shown(self.found)}"
         relative = relative_difference(self.expected, self.found)
         if self.bound is not None and relative is not None:
@@ -53,12 +65,14 @@ class Comparison:
         first: The first broken promise, by step and then by the order of `KEYS`.
         largest: Key to its largest relative difference over all steps, judged or not.
         note: What was not promised, and why.
+        parted: First step at which a token went to another expert; None where none did, or nothing routes.
     """
 
     verdict: Verdict
     first: Difference | None = None
     largest: dict[str, float] = field(default_factory=dict)
     note: str = ""
+    parted: int | None = None
 
 
 def compare(reference: Rows, rows: Rows, steps: int, promises: Sequence[tuple[int, Promise]]) -> Comparison:
@@ -71,7 +85,7 @@ def compare(reference: Rows, rows: Rows, steps: int, promises: Sequence[tuple[in
         promises: (first step, promise) in ascending order; each holds until the next begins.
     """
     largest: dict[str, float] = {}
-    first, same = None, True
+    first, same, parted = None, True, None
     for step in range(1, steps + 1):
         current = [each for start, each in promises if start <= step][-1]
         left, right = reference.get(step), rows.get(step)
@@ -79,15 +93,26 @@ def compare(reference: Rows, rows: Rows, steps: int, promises: Sequence[tuple[in
             there = ["missing" if row is None else "there" for row in (left, right)]
             first = first or Difference(step, "row", there[0], there[1])
             continue
+        moved = routing_moved(left, right) if current.parted else 0.0
+        if parted is None and moved:
+            parted = step
+            if moved > LARGEST_TIE:
+                first = first or Difference(step, ROUTING, 0.0, moved, LARGEST_TIE)
+        if parted is not None:
+            current = dataclasses.replace(current, within=current.parted)
         for key in KEYS:
             same = same and left.get(key) == right.get(key)
             relative = relative_difference(left.get(key), right.get(key))
             if relative is not None and key not in SAMPLES:
                 largest[key] = max(largest.get(key, 0.0), relative)
             first = first or _broken(step, key, left, right, current)
-    return Comparison(
-        _verdict(first, promises, same and _has_digests(rows)), first, largest, _notes(promises)
-    )
+    verdict = _verdict(first, promises, same and _has_digests(rows))
+    notes = _notes(promises)
+    if parted is not None:
+        notes.append(
+            f"from step {parted} on a token goes to another expert of a tie: wider bounds from there"
+        )
+    return Comparison(verdict, first, largest, "; ".join(notes), parted)
 
 
 def _verdict(first: Difference | None, promises: Sequence[tuple[int, Promise]], same: bool) -> Verdict:
@@ -103,14 +128,23 @@ def _has_digests(rows: Rows) -> bool:
     return bool(rows) and all(row.get(DIGEST) for step, row in rows.items() if step >= 1)
 
 
-def _notes(promises: Sequence[tuple[int, Promise]]) -> str:
-    return "; ".join(dict.fromkeys(each.note for _, each in promises if each.note))
+def _notes(promises: Sequence[tuple[int, Promise]]) -> list[str]:
+    return list(dict.fromkeys(each.note for _, each in promises if each.note))
+
+
+def routing_moved(left: Mapping[str, Any], right: Mapping[str, Any]) -> float:
+    """Largest share of a layer's choices that two rows' `moe/load` distribute otherwise; 0 without."""
+    mine, theirs = left.get(ROUTING), right.get(ROUTING)
+    if mine is None or theirs is None or mine == theirs:
+        return 0.0
+    pairs = zip(mine, theirs, strict=True)
+    return max(sum(abs(a - b) for a, b in zip(*layers, strict=True)) / 2 for layers in pairs)
 
 
 def judge_parameters(comparison: Comparison, distance: float, steps: int, promise: Promise) -> None:
     """Enter the relative norm of the final parameters' difference, and judge it where it is promised."""
     comparison.largest[PARAMETERS] = distance
-    bound = promise.within.get(PARAMETERS)
+    bound = promise.within.get(PARAMETERS) if comparison.parted is None else None
     if bound is not None and not distance <= bound and comparison.first is None:
         comparison.first = Difference(steps, PARAMETERS, 0.0, distance, bound)
         comparison.verdict = "differs"

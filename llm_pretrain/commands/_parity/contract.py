@@ -33,6 +33,14 @@ PARAMETERS_BOUND = {"fp32": 1e-6}
 """The same of the final parameters; stated for fp32 and for runs of at most PARAMETERS_STEPS steps."""
 PARAMETERS_STEPS = 20
 
+ROUTING = "moe/load"
+"""Where each layer's tokens went, as shares: integers over integers, equal where no token went elsewhere."""
+PARTED_BOUND = {"train/loss": 2**-8, "train/aux_loss": 2**-5, GRAD_NORM: 2**-2}
+"""The bounds from the step on at which a token goes to another expert. Routing is discrete: where two experts
+tie within rounding, another split may take the other one, and what follows is no rounding. Measured."""
+LARGEST_TIE = 0.01
+"""Share of a layer's choices that may change at the first such step; more are not ties but an error."""
+
 
 @dataclass(frozen=True)
 class Promise:
@@ -42,11 +50,13 @@ class Promise:
         exact: Keys whose values are the same bits.
         within: Key to the largest relative difference; `parameters` stands for the final ones.
         note: What is not promised, and why; empty where everything is.
+        parted: Replaces `within` from the first step on whose `moe/load` differs; empty: nothing does.
     """
 
     exact: tuple[str, ...]
     within: Mapping[str, float] = field(default_factory=dict)
     note: str = ""
+    parted: Mapping[str, float] = field(default_factory=dict)
 
 
 def promise(cell: Cell, reference: Cell, config: Config, steps: int) -> Promise:
@@ -56,13 +66,14 @@ def promise(cell: Cell, reference: Cell, config: Config, steps: int) -> Promise:
     if cell.split == reference.split:
         if cell.strategy == "ddp":
             return Promise(exact=KEYS)
-        return _within(cell.precision, steps, f"bit identity is promised for ddp, not for {cell.strategy}")
+        why = f"bit identity is promised for ddp, not for {cell.strategy}"
+        return _within(cell.precision, config, steps, why)
     if why := _differs_by_split(cell, reference, config):
         return Promise(SAMPLES, note=why)
-    return _within(cell.precision, steps)
+    return _within(cell.precision, config, steps)
 
 
-def _within(precision: str, steps: int, note: str = "") -> Promise:
+def _within(precision: str, config: Config, steps: int, note: str = "") -> Promise:
     """Two splits of the same batches: the same sums, added in another order."""
     within = dict.fromkeys(LOSSES, LOSS_BOUND[precision]) | {GRAD_NORM: GRAD_NORM_BOUND[precision]}
     notes = [note] if note else []
@@ -70,7 +81,7 @@ def _within(precision: str, steps: int, note: str = "") -> Promise:
         within[PARAMETERS] = PARAMETERS_BOUND[precision]
     elif precision in PARAMETERS_BOUND:
         notes.append(f"parameters are promised after {PARAMETERS_STEPS} steps, not after {steps}: shown")
-    return Promise(SAMPLES, within, "; ".join(notes))
+    return Promise(SAMPLES, within, "; ".join(notes), PARTED_BOUND if config.model.moe_layers else {})
 
 
 def _differs_by_split(cell: Cell, reference: Cell, config: Config) -> str:

@@ -162,6 +162,7 @@ def _compared(comparison: Comparison) -> dict[str, Any]:
         "first_difference": dataclasses.asdict(first) if first else None,
         "largest_differences": comparison.largest,
         "note": comparison.note,
+        "routing_parted_at_step": comparison.parted,
     }
 
 

@@ -1,0 +1,145 @@
+"""What runs is what was asked for, and every rank takes part in what needs all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from support.engines import reset_accelerate, small_config
+
+import train_pretrain
+import train_pretrain_accelerate
+from llm_pretrain.data import Batch, TokenStore, evaluation_batches
+from llm_pretrain.errors import ConfigError
+from llm_pretrain.model import Decoder, DecoderOutput, full_precision_modules, initialize_weights
+from llm_pretrain.training import Evaluator, RunFolder, check_strategy
+from llm_pretrain.training.samples import Samples
+
+
+def test_a_difference_between_asked_and_set_up_names_both(plain_store: Path):
+    config = small_config(plain_store, distributed={"strategy": "fsdp"})
+    for kind, found in (("MULTI_CPU", "ddp"), ("MULTI_GPU", "ddp"), ("DEEPSPEED", "deepspeed")):
+        with pytest.raises(ConfigError, match=f"strategy: fsdp, but Accelerate has set up {found} .{kind}"):
+            check_strategy(config, kind, 2)
+    with pytest.raises(ConfigError, match=r"strategy: ddp, but Accelerate has set up fsdp .FSDP"):
+        check_strategy(small_config(plain_store), "FSDP", 2)
+    check_strategy(config, "FSDP", 2)
+    check_strategy(config, "NO", 1)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "version", "said"),
+    [
+        ("ddp", "2", "distributed.strategy: ddp, but accelerate runs fsdp"),
+        ("fsdp", "1", "distributed.strategy: fsdp is FSDP version 2, but accelerate runs fsdp_version 1"),
+    ],
+)
+def test_a_launch_file_that_asks_for_another_stops(
+    plain_store: Path, monkeypatch: pytest.MonkeyPatch, strategy: str, version: str, said: str
+):
+    reset_accelerate()
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", version)
+    config = small_config(plain_store, distributed={"strategy": strategy})
+    with pytest.raises(ConfigError, match=said):
+        train_pretrain_accelerate.AccelerateEngine(config)
+
+
+def test_deepspeed_by_hand_names_the_script_that_runs_it(plain_store: Path):
+    config = small_config(plain_store, distributed={"strategy": "deepspeed"})
+    with pytest.raises(ConfigError, match=r"found deepspeed, which train_pretrain_accelerate\.py runs"):
+        train_pretrain.TorchrunEngine(config)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_only_the_layers_matrices_are_left_for_low_precision(plain_store: Path, tied: bool):
+    config = small_config(plain_store, model={"tie_word_embeddings": tied, "n_shared_experts": 1})
+    model = Decoder(config.model)
+    exempt = {id(p) for module in full_precision_modules(model) for p in module.parameters()}
+    left = {name for name, p in model.named_parameters() if id(p) not in exempt}
+    assert left
+    assert all(".layers." in name and "norm" not in name and "gate.weight" not in name for name in left)
+    assert {name.rpartition("mlp.")[2] for name in left if "mlp" in name} == {
+        *("experts.gate_up_proj", "experts.down_proj"),
+        *(f"shared_experts.{part}_proj.weight" for part in ("gate", "up", "down")),
+    }
+    modules = full_precision_modules(model)
+    assert modules[0] is model.model.embed_tokens
+    assert modules[-1] is model.lm_head
+
+
+class OneOfTwo:
+    """One of two ranks, of which the other is asked to stop after `stop_after` rounds."""
+
+    rank, world_size, device = 1, 2, torch.device("cpu")
+
+    def __init__(self, model: Decoder, stop_after: int = 99):
+        self.model, self.stop_after = model, stop_after
+        self.rounds = 0
+        self.tokens: list[int] = []
+
+    def forward(self, batch: Batch) -> DecoderOutput:
+        self.tokens.append(batch.num_loss_tokens)
+        return self.model(**batch.model_inputs())
+
+    def reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.rounds += 1
+        return tensor + int(self.rounds > self.stop_after)
+
+    def gather_objects(self, value: object) -> Sequence[object]:
+        return [value, value]
+
+    def model_and_optimizer(self) -> tuple[Decoder, None]:
+        return self.model, None
+
+
+@pytest.fixture
+def model(plain_store: Path) -> Decoder:
+    model = Decoder(small_config(plain_store).model)
+    initialize_weights(model, 0)
+    return model
+
+
+def evaluator(store: Path, engine: OneOfTwo, *, together: bool) -> Evaluator:
+    batches = list(evaluation_batches(small_config(store)))[:3]
+    assert len(batches) == 3
+    return Evaluator(engine, batches, TokenStore(store), lambda: False, together=together)  # type: ignore[arg-type]
+
+
+def test_a_rank_without_a_batch_computes_an_empty_one(plain_store: Path, model: Decoder):
+    together, apart = OneOfTwo(model), OneOfTwo(model)
+    metrics = evaluator(plain_store, together, together=True)()
+    assert metrics == evaluator(plain_store, apart, together=False)()
+    assert metrics
+    assert len(together.tokens) == 2
+    assert together.tokens == [*apart.tokens, 0]
+
+
+def test_ranks_give_up_together(plain_store: Path, model: Decoder):
+    engine = OneOfTwo(model, stop_after=1)
+    assert evaluator(plain_store, engine, together=True)() is None
+    assert len(engine.tokens) == 1
+
+
+def test_samples_of_all_ranks_are_those_of_one(plain_store: Path, model: Decoder, tmp_path: Path):
+    """Also where a text ends early: it is cut afterwards, and the number of forward passes stays the same."""
+    store, passes = TokenStore(plain_store), []
+    model.register_forward_hook(lambda *_: passes.append(1))
+
+    def sampled(seed: int, *, together: bool) -> tuple[list[str], int]:
+        evaluation = {"sample_prompts": ["a"], "sample_tokens": 12}
+        config = small_config(plain_store, evaluation=evaluation, run={"seed": seed})
+        samples = Samples(config, RunFolder(tmp_path), store, together=together)
+        assert samples.tokenizer is not None
+        passes.clear()
+        return samples._continuations(model, samples.tokenizer), len(passes)
+
+    for seed in range(1000):
+        texts, count = sampled(seed, together=False)
+        if seed % 100 == 0 or count < 12:
+            assert sampled(seed, together=True) == (texts, 12)
+        if count < 12:
+            return
+    raise AssertionError("no text ended early")
