@@ -25,8 +25,11 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 # What only the tests need is large (a browser's driver, llama.cpp), so training does not wait for it.
+# DeepSpeed comes as source that imports torch while it is built; nothing is compiled.
 $(VENV)/.installed-tests: $(VENV)/.installed
 	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[test]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt setuptools wheel
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation "$$(grep '^deepspeed==' constraints.txt)"
 	touch $@
 
 setup: $(VENV)/.installed-tests  ## Make .venv with everything

@@ -37,6 +37,7 @@ SLOW_IMPORTS = {
     "wandb",
     "sentencepiece",
     "accelerate",
+    "deepspeed",
     "tokenizers",
     "jsonargparse",
     "plotly",

@@ -90,7 +90,7 @@ def stop_if_diverged(zero: Any, grad_norm: float, step: int) -> None:
         return
     error = DivergedError(
         f"distributed.strategy: deepspeed takes no step back, and the gradient of step {step + 1} is not "
-        "finite; the run's last checkpoint is sound: continue with a lower optimizer.learning_rate or "
+        "finite; what the run has saved is sound: continue it with a lower optimizer.learning_rate or "
         "another data.seed, or under ddp or fsdp, which skip such a step"
     )
     error.shared = True

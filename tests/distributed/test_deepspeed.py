@@ -171,9 +171,7 @@ def test_deepspeed_is_never_run_unasked(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_fp16_is_refused_in_one_line(masked_store: Path):
-    config = small_config(
-        masked_store, distributed={"strategy": "deepspeed"}, training={"precision": "fp16"}
-    )
+    config = small_config(masked_store, distributed={"strategy": "deepspeed"}, training={"precision": "fp16"})
     (line,) = validate(config)
     assert line.startswith("training.precision: expected fp32 or bf16 with distributed.strategy deepspeed")
 

@@ -44,7 +44,9 @@ DIVIDED_TWICE = Edit(
     "self.accelerator.backward(loss / self.accelerator.gradient_accumulation_steps)",
 )
 CLIPPING_LEFT_OUT = Edit(STATE, '        "gradient_clipping": training.max_grad_norm,', "       ")
-OWN_NORM = Edit(STATE, "    zero.scaled_global_norm, zero.unscale_and_clip_grads = total_norm, clip", "    return")
+OWN_NORM = Edit(
+    STATE, "    zero.scaled_global_norm, zero.unscale_and_clip_grads = total_norm, clip", "    return"
+)
 COUNTER_LOST = Edit(STATE, '"step": torch.tensor(step, ', '"step": torch.tensor(0.0, ')
 
 
