@@ -44,7 +44,7 @@ def relative_difference(left: Finished, right: Finished) -> float:
 
 
 def scalars(folder: Path) -> dict:
-    """What a checkpoint's manifest says of the optimizer's numbers, AdamW's steps among them."""
+    """What a manifest says of the optimizer: AdamW's steps, its groups."""
     manifest = json.loads((folder / "checkpoints" / f"step-{STEPS:08d}" / "manifest.json").read_text())
     return {name: manifest[name] for name in ("scalars", "optimizer")}
 
@@ -59,7 +59,7 @@ def assert_same_run(left: Finished, right: Finished, *, since: int = 0) -> None:
 
 @pytest.mark.parametrize("kind", ["", " moe", " unclipped", " bf16"])
 def test_zero_1_is_ddp_to_the_last_bit(cases: Path, kind: str):
-    """Also with clipping, without it (left out, DeepSpeed would clip to 1.0), and in a step without tokens."""
+    """With clipping and without, in both precisions, and past a step in which no token counts."""
     ours, expected = run(cases, f"zero1{kind}"), run(cases, f"ddp{kind}")
     assert_same_run(ours, expected)
     assert ours.rows[MASKED_STEP + 1]["train/skipped"] == "no_loss_tokens"
