@@ -37,6 +37,7 @@ from llm_pretrain.training import (
     StepSums,
     adopt_parameters,
     check_world_size,
+    forget_process_groups,
     layer_precision,
     mark_last,
     meeting_point,
@@ -152,6 +153,8 @@ class TorchrunEngine:
         if self.world_size > 1:
             dist.barrier()
             dist.destroy_process_group()
+        if self.is_sharded:
+            forget_process_groups()
 
 
 def shard_model(model: Module, optimizer: Optimizer, precision: str) -> Module:

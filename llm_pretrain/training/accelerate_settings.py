@@ -60,8 +60,8 @@ def check_accelerate_settings(config: Config, accumulation_steps: int) -> None:
             problems.append(f"distributed.strategy: {strategy}, but accelerate runs {launched}")
     if (before := _strategy_before()) and "deepspeed" in (strategy, before):
         raise ConfigError(
-            f"distributed.strategy: {strategy}, but Accelerate has set up {before} in this process before, and "
-            "keeps to it; restart the notebook's kernel"
+            f"distributed.strategy: {strategy}, but Accelerate has set up {before} in this process "
+            "before, and keeps to it; restart the notebook's kernel"
         )
     problems += _foreign_problems(config)
     if strategy == "deepspeed":

@@ -6,11 +6,13 @@ what was asked for is what runs. Sharding layer by layer is the engines' busines
 
 from __future__ import annotations
 
+import gc
 import os
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.optim import Optimizer
 
@@ -78,6 +80,17 @@ def plain_number(norm: Tensor | float) -> float:
     """A norm's value, the same on every rank; collective where it is still spread over them."""
     whole = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # type: ignore[operator]  # a DTensor's
     return float(whole)  # DeepSpeed gives a number
+
+
+def forget_process_groups() -> None:
+    """Let process groups end that were destroyed, by name only, while a mesh still held them.
+
+    Every mesh stays in caches of DTensor's, and with it gloo's threads, which now and then abort a finished
+    run as the interpreter leaves ("terminate called without an active exception").
+    """
+    gc.collect()  # FSDP's own holders are cycles
+    for mesh in [each for each in gc.get_objects() if type(each) is DeviceMesh]:
+        getattr(mesh, "_pg_registry", {}).clear()
 
 
 def check_strategy(config: Config, distributed_type: str, world_size: int) -> None:

@@ -8,11 +8,21 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from support.launching import ROOT, Finished, assert_same_tensors, checkpoint_tensors, launch, train
+from support.launching import (
+    ROOT,
+    Finished,
+    assert_same_tensors,
+    checkpoint_tensors,
+    environment,
+    launch,
+    train,
+)
 from support.stepping import relative_error
 
 from llm_pretrain.checkpoints import open_model
@@ -136,3 +146,23 @@ def test_the_manifest_says_how_it_was_sharded(runs: dict[str, Finished]):
     assert content["run"]["strategy"] == "fsdp"
     assert content["run"]["world_size"] == 2
     assert len(content["files"]) == 2, "each rank writes its own part"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_no_thread_of_the_process_group_outlives_it(masked_store: Path, tmp_path: Path):
+    """One that does aborts a finished run now and then, as the interpreter leaves."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command += [str(ROOT / "tests" / "support" / "leave_probe.py"), "train_pretrain", str(tmp_path / "run")]
+    command += [
+        *options(masked_store, 1, "fsdp"),
+        "--evaluation.eval_steps",
+        "0",
+        "--logging.report",
+        "false",
+    ]
+    finished = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
+    assert finished.returncode == 0, finished.stderr
+    for rank in range(2):
+        threads = (tmp_path / "run" / f"threads-{rank}").read_text()
+        assert "python" in threads
+        assert "gloo" not in threads
