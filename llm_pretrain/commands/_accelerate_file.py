@@ -72,7 +72,7 @@ def surprises(
     """
     yield from _spelling(settings, text)
     yield from _processes(settings, machine)
-    yield from _strategy(settings, machine, config)
+    yield from _strategy(settings, config)
     if config is not None:
         yield from _against(settings, config)
 
@@ -138,18 +138,18 @@ def _machines(settings: Mapping[str, Any]) -> int:
     return value if type(value) is int else 1
 
 
-def _strategy(settings: Mapping[str, Any], machine: Machine, config: Config | None) -> Iterator[str]:
-    """FSDP's first version, which the script refuses; DeepSpeed, which without a GPU is not what runs."""
+def _strategy(settings: Mapping[str, Any], config: Config | None) -> Iterator[str]:
+    """FSDP's first version, which the script refuses; DeepSpeed where Accelerate would drop it."""
     kind = str(settings.get("distributed_type", "NO")).upper()
     if kind == "FSDP" and str(_fsdp_version(settings)) != "2":
         yield (
             f"fsdp_version: {_fsdp_version(settings)}, Accelerate's default, is not this project's FSDP, "
             "and the run stops; do set fsdp_version: 2 under fsdp_config"
         )
-    elif kind == "DEEPSPEED" and (machine.gpus == 0 or settings.get("use_cpu") is True):
+    elif kind == "DEEPSPEED" and settings.get("use_cpu") is True:
         yield (
-            f"distributed_type: {kind} on a CPU becomes DDP without a word, with the whole model on each; "
-            "do set MULTI_GPU with use_cpu: true, or run where there is a GPU"
+            "distributed_type: DEEPSPEED with use_cpu: true becomes DDP in Accelerate without a word; do set "
+            "use_cpu: false, also on a machine without a GPU, as configs/accelerate/zero2.yaml does"
         )
     elif kind == "MEGATRON_LM":
         yield "distributed_type: MEGATRON_LM takes a model of its own; do set MULTI_GPU"

@@ -47,6 +47,13 @@ def test_a_machine_without_surprises_is_fine(capsys: pytest.CaptureFixture[str])
     assert output.splitlines()[-1] == "nothing here would surprise a run"
 
 
+@pytest.mark.parametrize(
+    "file", sorted((ROOT / "configs" / "accelerate").glob("*.yaml")), ids=lambda f: f.stem
+)
+def test_the_launch_files_of_the_project_surprise_nobody(file: Path):
+    assert told(file.read_text()) == []
+
+
 def test_the_file_is_found_where_accelerate_finds_it(
     capsys: pytest.CaptureFixture[str],
 ):
@@ -80,7 +87,7 @@ def test_accelerate_looks_there_too(variable: str | None, tmp_path: Path, monkey
         ("distributed_type: MULTI_CPU\nnum_processes: 4", CPU, "distributed_type: MULTI_CPU starts"),
         ("distributed_type: 'NO'\nnum_processes: 2\nuse_cpu: true", CPU, "distributed_type: NO starts one"),
         ("distributed_type: FSDP\nnum_processes: 2", CPU, "fsdp_version: 1, Accelerate's default"),
-        ("distributed_type: DEEPSPEED\nnum_processes: 2", CPU, "distributed_type: DEEPSPEED on a CPU"),
+        ("distributed_type: DEEPSPEED\nnum_processes: 2\nuse_cpu: true", CPU, "distributed_type: DEEPSP"),
         ("distributed_type: FSDP\nnum_processes: 2\nuse_cpu: true", GPUS, "fsdp_version: 1, Accelerate's"),
         ("distributed_type: MULTI_GPU", GPUS, "num_processes is not set"),
         ("distributed_type: MULTI_GPU\nnum_processes: 8", GPUS, "num_processes: 8 on 2 GPUs"),

@@ -166,7 +166,7 @@ def test_what_was_launched_is_held_against_the_configuration(
 
 def test_deepspeed_is_never_run_unasked(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    with pytest.raises(ConfigError, match=r"distributed.strategy: ddp, but accelerate runs deepspeed"):
+    with pytest.raises(ConfigError, match=r"distributed\.strategy: ddp, but accelerate runs deepspeed"):
         check_accelerate_settings(Config(), 1)
 
 
