@@ -551,6 +551,8 @@ def test_an_order_that_repeats_samples_is_noticed(
         (["run", "--samples", "few"], "--samples"),
         (["run", "--sequences", "3"], "--sequences"),
         (["--packing", "store", "--sequences", "0"], "--sequences: expected 1 or more"),
+        (["--packing", "store", "--seed", str(1 << 64)], "--seed: expected less than 2^62"),
+        (["--packing", "store", "--sequence_length", "99999"], "at most model.max_position_embeddings"),
     ],
 )
 def test_usage_is_answered_in_a_line(options: list[str], said: str, capsys: pytest.CaptureFixture[str]):
