@@ -47,6 +47,7 @@ from llm_pretrain.training import (
     check_fsdp_version,
     check_strategy,
     check_world_size,
+    launch_settings,
     layer_precision,
     meeting_point,
     plain_number,
@@ -54,6 +55,7 @@ from llm_pretrain.training import (
     pretrain,
     release_parameters,
     report_errors,
+    restore_launch_settings,
     seed_dropout,
     settle_buckets,
     shard_full_precision,
@@ -88,6 +90,7 @@ class AccelerateEngine:
         self.uses_deepspeed = config.distributed.strategy == "deepspeed"
         # named for DeepSpeed alone: a named back-end needs a process group, and one process of DDP has none
         zero_backend = ("nccl" if on_gpu else "gloo") if self.uses_deepspeed else None
+        launched = launch_settings()
         self.accelerator = Accelerator(
             cpu=not on_gpu and not self.uses_deepspeed,  # with cpu=True Accelerate forgets DeepSpeed
             mixed_precision="no" if precision == "fp32" or self.uses_deepspeed else precision,
@@ -102,6 +105,7 @@ class AccelerateEngine:
                 InitProcessGroupKwargs(backend=zero_backend, init_method=meeting_point(), timeout=timeout),
             ],
         )
+        restore_launch_settings(launched)
         self.rank: int = self.accelerator.process_index
         self.world_size: int = self.accelerator.num_processes
         self.device: torch.device = self.accelerator.device

@@ -1,6 +1,10 @@
 """Everything a training run does that no launcher needs to know."""
 
-from llm_pretrain.training.accelerate_settings import check_accelerate_settings
+from llm_pretrain.training.accelerate_settings import (
+    check_accelerate_settings,
+    launch_settings,
+    restore_launch_settings,
+)
 from llm_pretrain.training.engine import (
     DDP_OPTIONS,
     Engine,
@@ -53,6 +57,7 @@ __all__ = [
     "check_world_size",
     "default_accelerate_file",
     "fingerprints",
+    "launch_settings",
     "layer_precision",
     "learning_rate",
     "mark_last",
@@ -62,6 +67,7 @@ __all__ = [
     "pretrain",
     "release_parameters",
     "report_errors",
+    "restore_launch_settings",
     "seed_dropout",
     "settle_buckets",
     "shard_full_precision",

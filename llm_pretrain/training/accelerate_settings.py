@@ -1,11 +1,13 @@
 """What `accelerate launch` or its YAML asks for, held against the configuration, which decides.
 
-Reads the environment in which Accelerate hands its settings over; imports no accelerate, changes nothing.
+Reads the environment in which Accelerate hands its settings over, and leaves it as it was found; what is
+done with the settings is the script's business.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 
 from llm_pretrain.config import Config
@@ -13,6 +15,23 @@ from llm_pretrain.errors import ConfigError
 
 _NOT_OURS = ("offload_optimizer_device", "offload_param_device", "deepspeed_config_file")
 """Settings of Accelerate's for DeepSpeed that no field of the configuration stands for."""
+_WRITTEN_BY_ACCELERATE = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "FSDP_CPU_RAM_EFFICIENT_LOADING")
+
+
+def launch_settings() -> dict[str, str | None]:
+    """What the launcher left where Accelerate will write, for `restore_launch_settings`."""
+    return {name: os.environ.get(name) for name in _WRITTEN_BY_ACCELERATE}
+
+
+def restore_launch_settings(settings: dict[str, str | None]) -> None:
+    """Take back what Accelerate notes in the environment: which plugin it was given.
+
+    The next training of the same process, a notebook's, would take it for what a launcher asked for.
+    """
+    for name, value in settings.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
 
 
 def check_accelerate_settings(config: Config, accumulation_steps: int) -> None:
@@ -39,10 +58,46 @@ def check_accelerate_settings(config: Config, accumulation_steps: int) -> None:
     for launched, variable in (("fsdp", "ACCELERATE_USE_FSDP"), ("deepspeed", "ACCELERATE_USE_DEEPSPEED")):
         if _is_on(variable) and launched != strategy:
             problems.append(f"distributed.strategy: {strategy}, but accelerate runs {launched}")
+    if (before := _strategy_before()) and "deepspeed" in (strategy, before):
+        raise ConfigError(
+            f"distributed.strategy: {strategy}, but Accelerate has set up {before} in this process before, and "
+            "keeps to it; restart the notebook's kernel"
+        )
+    problems += _foreign_problems(config)
     if strategy == "deepspeed":
         problems += _zero_problems(config)
     if problems:
         raise ConfigError(*(f"{problem}; make them agree" for problem in problems))
+
+
+def _strategy_before() -> str | None:
+    """Whether an earlier training of this process ran DeepSpeed; None where there was none."""
+    state = sys.modules.get("accelerate.state")
+    if state is None or not state.is_initialized():
+        return None
+    return "deepspeed" if state.AcceleratorState().distributed_type.value == "DEEPSPEED" else "ddp or fsdp"
+
+
+def _foreign_problems(config: Config) -> Iterator[str]:
+    """What accelerate would do to the model, or leave undone, for which the configuration has no word.
+
+    A compiled model sums in another order than the other script's, and one that does not fit without
+    offloading would run out of memory instead of saying why.
+    """
+    environment = os.environ.get
+    if (backend := environment("ACCELERATE_DYNAMO_BACKEND", "no").lower()) != "no":
+        yield f"launch: nothing is compiled here, but accelerate's dynamo_backend is {backend}"
+    for name in ("parallelism_config", "megatron_lm"):
+        if _is_on(f"ACCELERATE_USE_{name.upper()}"):
+            yield f"distributed.strategy: {config.distributed.strategy}, but accelerate was told use_{name}"
+    if not _is_on("ACCELERATE_USE_FSDP"):
+        return
+    if _is_on("FSDP_OFFLOAD_PARAMS"):
+        yield "distributed.strategy: fsdp knows no offloading, but accelerate's fsdp_offload_params is true"
+    if _is_on("FSDP_ACTIVATION_CHECKPOINTING") and not config.training.activation_checkpointing:
+        yield (
+            "training.activation_checkpointing: false, but accelerate's fsdp_activation_checkpointing is true"
+        )
 
 
 def _zero_problems(config: Config) -> Iterator[str]:

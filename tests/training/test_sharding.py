@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from support.engines import reset_accelerate, small_config
+from support.launching import ROOT
 
 import train_pretrain
 import train_pretrain_accelerate
 from llm_pretrain.data import Batch, TokenStore, evaluation_batches
 from llm_pretrain.errors import ConfigError
 from llm_pretrain.model import Decoder, DecoderOutput, full_precision_modules, initialize_weights
-from llm_pretrain.training import Evaluator, RunFolder, check_strategy
+from llm_pretrain.training import (
+    Evaluator,
+    RunFolder,
+    check_accelerate_settings,
+    check_strategy,
+    launch_settings,
+    restore_launch_settings,
+)
 from llm_pretrain.training.samples import Samples
 
 
@@ -45,6 +54,75 @@ def test_a_launch_file_that_asks_for_another_stops(
     config = small_config(plain_store, distributed={"strategy": strategy})
     with pytest.raises(ConfigError, match=said):
         train_pretrain_accelerate.AccelerateEngine(config)
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "dynamo_backend is inductor"),
+        ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, "use_parallelism_config"),
+        ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "use_megatron_lm"),
+        ({"ACCELERATE_USE_FSDP": "true", "FSDP_OFFLOAD_PARAMS": "true"}, "fsdp_offload_params is true"),
+        (
+            {"ACCELERATE_USE_FSDP": "true", "FSDP_ACTIVATION_CHECKPOINTING": "true"},
+            "training.activation_checkpointing: false",
+        ),
+    ],
+)
+def test_what_no_field_of_ours_stands_for_is_refused(
+    plain_store: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], said: str
+):
+    defaults = {"ACCELERATE_DYNAMO_BACKEND": "NO", "ACCELERATE_USE_FSDP": "true"}
+    defaults |= {"FSDP_OFFLOAD_PARAMS": "false", "FSDP_ACTIVATION_CHECKPOINTING": "false"}
+    for name, value in defaults.items():
+        monkeypatch.setenv(name, value)
+    config = small_config(plain_store, distributed={"strategy": "fsdp"})
+    check_accelerate_settings(config, 1)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=said):
+        check_accelerate_settings(config, 1)
+
+
+def test_activation_checkpointing_may_be_asked_for_twice(plain_store: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_ACTIVATION_CHECKPOINTING", "true")
+    training = {"activation_checkpointing": True}
+    check_accelerate_settings(
+        small_config(plain_store, distributed={"strategy": "fsdp"}, training=training), 1
+    )
+
+
+def test_one_training_s_strategy_is_not_the_next_one_s_launch(
+    plain_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """As in a notebook's kernel, where several trainings follow one another."""
+    monkeypatch.delenv("ACCELERATE_USE_FSDP", raising=False)
+    reset_accelerate()
+    for number, strategy in enumerate(("fsdp", "fsdp", "ddp")):
+        assert train_pretrain_accelerate.main(short_run(plain_store, tmp_path / str(number), strategy)) == 0
+    assert "ACCELERATE_USE_FSDP" not in os.environ
+    with pytest.raises(SystemExit) as stopped:
+        train_pretrain_accelerate.main(short_run(plain_store, tmp_path / "zero", "deepspeed"))
+    assert stopped.value.code == ConfigError.exit_code
+    reset_accelerate()
+
+
+def test_what_a_launcher_asked_for_stays_asked_for(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    launched = launch_settings()
+    os.environ["ACCELERATE_USE_FSDP"] = "false"
+    restore_launch_settings(launched)
+    assert os.environ["ACCELERATE_USE_FSDP"] == "true"
+
+
+def short_run(store: Path, folder: Path, strategy: str) -> list[str]:
+    return [
+        *("--config", str(ROOT / "configs" / "tiny-dense.yaml"), "--data.sources", f"[{{store: {store}}}]"),
+        *("--training.max_steps", "1", "--training.global_batch_size", "4", "--evaluation.eval_steps", "0"),
+        *("--schedule.warmup_steps", "0", "--logging.report", "false", "--distributed.strategy", strategy),
+        *("--run.output_dir", str(folder), "--distributed.cpu_threads", "1"),
+    ]
 
 
 def test_deepspeed_by_hand_names_the_script_that_runs_it(plain_store: Path):
