@@ -107,7 +107,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--timeout: expected more than 0 seconds, found {arguments.timeout:g}")
     started, machine = time.time(), _machine()
     plan = make_plan(arguments, machine)
-    plan.output.mkdir(parents=True, exist_ok=True)
+    # a name of our own choice that another call took a moment ago must not be shared with it
+    plan.output.mkdir(parents=True, exist_ok=arguments.output is not None)
     place = _place(plan, machine, arguments.timeout)
     _say(
         f"{len(plan.cells)} runs of {plan.steps} steps in {plan.output}, {plan.threads} "

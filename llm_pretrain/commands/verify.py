@@ -145,6 +145,8 @@ def _check_usage(arguments: argparse.Namespace) -> None:
         value = getattr(arguments, name)
         if value is not None and value < least:
             problems.append(f"--{name}: expected {least} or more, found {value}")
+    if arguments.seed is not None and arguments.seed >= 1 << 62:  # torch's generators take 64 bits
+        problems.append(f"--seed: expected less than 2^62, found {arguments.seed}")
     if problems:
         raise ConfigError(*problems)
 
@@ -162,4 +164,9 @@ def _config(arguments: argparse.Namespace) -> Config:
     if arguments.sequence_length is not None:
         training = replace(config.training, sequence_length=arguments.sequence_length)
         config = replace(config, training=training)
+        if arguments.sequence_length > config.model.max_position_embeddings:
+            raise ConfigError(
+                f"--sequence_length: expected at most model.max_position_embeddings = "
+                f"{config.model.max_position_embeddings}, found {arguments.sequence_length}"
+            )
     return config

@@ -11,7 +11,7 @@ import pytest
 from support.run_folders import make_run, training_row
 
 from llm_pretrain.commands._parity.cells import Cell, Machine, build_cells
-from llm_pretrain.commands._parity.comparison import Difference, compare, judge_parameters
+from llm_pretrain.commands._parity.comparison import Difference, compare, judge_parameters, routing_moved
 from llm_pretrain.commands._parity.contract import DIGEST, KEYS, LOSS_BOUND, SAMPLES, Promise, promise
 from llm_pretrain.commands._parity.interruption import Attempt
 from llm_pretrain.commands._parity.judging import Judged, Run, judge, judge_interrupted, last_words
@@ -184,6 +184,26 @@ def test_final_parameters_are_judged_where_they_are_promised():
         comparison = compare(rows(), rows(digest={6: "a"}), STEPS, [(1, made)])
         judge_parameters(comparison, 2e-6, STEPS, made)
         assert (comparison.verdict, comparison.largest["parameters"]) == (verdict, 2e-6)
+
+
+def test_where_every_bit_is_promised_the_checkpoints_have_the_same_parameters():
+    """Also of rows without digests, or with digests of what was not saved."""
+    for made in (
+        rows(),
+        {
+            step: {k: v for k, v in row.items() if k != "train/parameters_sha256"}
+            for step, row in rows().items()
+        },
+    ):
+        comparison = compare(made, made, STEPS, [(1, Promise(exact=KEYS))])
+        judge_parameters(comparison, 0.0, STEPS, Promise(exact=KEYS))
+        assert comparison.verdict == "identical"
+        judge_parameters(comparison, 1e-9, STEPS, Promise(exact=KEYS))
+        assert comparison.verdict == "differs"
+
+
+def test_routing_of_other_shapes_is_no_tie():
+    assert routing_moved({"moe/load": [[0.5, 0.5]]}, {"moe/load": [[1.0], [1.0]]}) == 1.0
 
 
 def test_both_paths_promise_every_bit_and_other_splits_a_bound():

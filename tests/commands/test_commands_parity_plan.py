@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -19,7 +20,14 @@ from llm_pretrain.commands._parity import launching, plan
 from llm_pretrain.commands._parity.accelerate_files import settings_for
 from llm_pretrain.commands._parity.cells import Machine
 from llm_pretrain.commands._parity.interruption import choose_save_steps, parse_interruptions, row_steps
-from llm_pretrain.commands._parity.launching import Job, Launched, Place, run_side_by_side
+from llm_pretrain.commands._parity.launching import (
+    Job,
+    Launched,
+    Place,
+    ending_on_sigterm,
+    killed_at_the_end,
+    run_side_by_side,
+)
 from llm_pretrain.config import Config, DistributedConfig
 from llm_pretrain.errors import ConfigError, OutputError
 
@@ -51,6 +59,9 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--training.micro_batch_size", "24"], 2, "found 2 * 24 = 48; 2, 3, 4, 6 or 12 would"),
         (["--training.max_steps", "0"], 2, "training.max_steps: expected more than 0"),
         (["--scripts", "/nowhere"], 2, "--scripts /nowhere: expected train_pretrain.py, train_pretr"),
+        (["--paths", "torchrun", "--world-size", "1"], 2, "expected two runs of one precision or more"),
+        (["--paths", "torchrun", "--world-size", "1", "--precision", "fp32,bf16"], 2, "to compare, found"),
+        (["--world-size", "1", "--precision", "fp16"], 2, "silently train in fp32"),
         (["--timeout", "0"], 2, "--timeout: expected more than 0 seconds"),
         (["--data.sources", "[{store: /nowhere}]"], 65, "/nowhere"),
         (["--interrupt", "torchrun@2"], 2, "--interrupt: expected PATH@PROCESSES:STEP"),
@@ -172,6 +183,34 @@ def test_a_kill_ends_the_launcher_and_workers_in_sessions_of_their_own(tmp_path:
     launched.kill()
     assert launched.process.returncode == -9
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_that_ends_parity_ends_what_it_started(number: int, tmp_path: Path):
+    """A terminal that closes sends SIGHUP, and the launches are in sessions of their own."""
+    (tmp_path / "train_pretrain.py").write_text(
+        f"import os, signal, time\nos.kill(os.getppid(), signal.Signals({int(number)}))\ntime.sleep(60)"
+    )
+    started: list[Launched] = []
+
+    def run_for_ever() -> None:
+        with ending_on_sigterm(), killed_at_the_end(Launched(job(tmp_path), place(tmp_path))) as launched:
+            started.append(launched)
+            time.sleep(30)
+
+    with pytest.raises(SystemExit) as left:
+        run_for_ever()
+    assert left.value.code == 128 + number
+    assert started[0].process.returncode == -9
+
+
+def test_a_hangup_that_is_ignored_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with ending_on_sigterm():
+            os.kill(os.getpid(), signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_launch_that_takes_too_long_is_killed(tmp_path: Path):

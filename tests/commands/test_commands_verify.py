@@ -45,7 +45,8 @@ def whole(masked_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Twelve steps, a row for each, saved after 5, 10 and 12; the first checkpoint is pruned."""
     folder = tmp_path_factory.mktemp("verify") / "run"
     every = ("--training.max_steps", "12", "--checkpoint.save_steps", "5", "--evaluation.eval_steps", "6")
-    return train_tiny(masked_store, folder, *SHORT, *every).folder
+    digest = ("--logging.parameters_sha256", "true")
+    return train_tiny(masked_store, folder, *SHORT, *every, *digest).folder
 
 
 @pytest.fixture
@@ -189,8 +190,21 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], set[str], str]] = {
     ),
     "one value of a checkpoint": (
         lambda run: rewrite_tensors(run, lambda tensors: tensors[NORM].add_(0.1)),
+        {"checkpoint step-00000012"},
+        "as train/parameters_sha256 of step 12",
+    ),
+    "one value of a checkpoint, without a digest in its row": (
+        lambda run: (
+            rewrite_tensors(run, lambda tensors: tensors[NORM].add_(0.1)),
+            rewrite_row(run, 12, lambda row: row.pop("train/parameters_sha256")),
+        ),
         {"weights step-00000012", "weights best"},
         NORM,
+    ),
+    "another digest of the parameters": (
+        lambda run: rewrite_row(run, 10, lambda row: row.update({"train/parameters_sha256": "0" * 64})),
+        {"checkpoint step-00000010"},
+        "as train/parameters_sha256 of step 10",
     ),
     "weights of another step": (
         lambda run: shutil.copy(
@@ -262,8 +276,35 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], set[str], str]] = {
     "half a line": (half_a_line, {"rows"}, "metrics.jsonl:5"),
     "another order of samples": (
         other_seed,
-        {"data", "samples", "checkpoint step-00000010", "checkpoint step-00000012"},
+        {"settings", "data", "samples", "checkpoint step-00000010", "checkpoint step-00000012"},
         "data.packing",
+    ),
+    "a setting that the run did not have": (
+        lambda run: (run / "config.yaml").write_text(
+            (run / "config.yaml").read_text().replace("weight_decay: 0.1", "weight_decay: 0.2")
+        ),
+        {"settings"},
+        "expected optimizer.weight_decay 0.1",
+    ),
+    "a step beyond all": (
+        lambda run: rewrite_row(run, 12, lambda row: row.update(step=1 << 62)),
+        {"rows"},
+        "expected steps up to training.max_steps 12",
+    ),
+    "a number that no float holds": (
+        lambda run: rewrite_row(run, 6, lambda row: row.update({"eval/loss": 10**400})),
+        {"finite rows"},
+        "eval/loss",
+    ),
+    "a best step that is no number": (
+        lambda run: rewrite_json(run / "weights/best/best.json", lambda content: content.update(step=[1])),
+        {"weights best"},
+        "expected a whole number of steps",
+    ),
+    "no processes": (
+        lambda run: rewrite_json(run / "status.json", lambda content: content.update(world_size=0)),
+        {"status"},
+        "world_size: expected a number of processes",
     ),
     "no attempts": (lambda run: (run / "attempts.jsonl").unlink(), {"rows"}, "attempts.jsonl"),
     "no configuration": (
@@ -295,6 +336,45 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], set[str], str]] = {
     ),
     "no status": (lambda run: (run / "status.json").write_text("{"), {"status.json"}, "JSON"),
 }
+
+
+def preempted(run: Path) -> None:
+    """The same run as one that was asked to stop after its twelfth step of many."""
+
+    def asked_to_stop(content: dict) -> None:
+        content.update(state="preempted", exit_code=75)
+
+    rewrite_json(run / "status.json", asked_to_stop)
+
+
+def test_the_rows_of_a_preempted_run_must_be_there_up_to_its_end(
+    run: Path, capsys: pytest.CaptureFixture[str]
+):
+    preempted(run)
+    assert results(verify(run, capsys)[1], "failed") == set()
+    rows = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(rows[:9]))
+    (run / "weights/best/best.json").unlink()
+    _, outcomes = verify(run, capsys)
+    assert "steps" in results(outcomes, "failed")
+    assert "none of step 9-12" in outcomes["steps"]["problems"][0]
+
+
+@pytest.mark.parametrize("state", ["preempted", "running", "failed"])
+def test_a_run_with_checkpoints_has_rows(state: str, run: Path, capsys: pytest.CaptureFixture[str]):
+    codes = {"preempted": 75, "running": None, "failed": 1}
+    rewrite_json(run / "status.json", lambda content: content.update(state=state, exit_code=codes[state]))
+    (run / "metrics.jsonl").unlink()
+    assert results(verify(run, capsys)[1], "failed") == {"rows"}
+
+
+def test_an_attempts_settings_that_cannot_be_are_not_on_record(run: Path, capsys: pytest.CaptureFixture[str]):
+    row = json.loads((run / "attempts.jsonl").read_text())
+    row["config"]["logging"]["logging_steps"] = 0
+    (run / "attempts.jsonl").write_text(json.dumps(row) + "\n")
+    _, outcomes = verify(run, capsys)
+    assert results(outcomes, "failed") == set()
+    assert outcomes["settings"]["result"] == "skipped"
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -471,6 +551,8 @@ def test_an_order_that_repeats_samples_is_noticed(
         (["run", "--samples", "few"], "--samples"),
         (["run", "--sequences", "3"], "--sequences"),
         (["--packing", "store", "--sequences", "0"], "--sequences: expected 1 or more"),
+        (["--packing", "store", "--seed", str(1 << 64)], "--seed: expected less than 2^62"),
+        (["--packing", "store", "--sequence_length", "99999"], "at most model.max_position_embeddings"),
     ],
 )
 def test_usage_is_answered_in_a_line(options: list[str], said: str, capsys: pytest.CaptureFixture[str]):

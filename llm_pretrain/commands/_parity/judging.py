@@ -179,11 +179,11 @@ def _compare_parameters(comparison: Comparison, left: Run, right: Run, steps: in
     if comparison.verdict == "not compared" or "trainer" in (left.cell.path, right.cell.path):
         return
     digests = [run.rows.get(steps, {}).get(DIGEST) for run in (left, right)]
-    if digests[0] is not None and digests[0] == digests[1]:
-        return judge_parameters(comparison, 0.0, steps, made)
-    try:
+    try:  # also where the digests are equal: they are what the scripts say, and a checkpoint is what they did
         distance = parameters_distance(left.folder, right.folder, steps)
     except PretrainError as error:
+        if digests[0] is not None and digests[0] == digests[1]:
+            return judge_parameters(comparison, 0.0, steps, made)
         comparison.note = "; ".join(filter(None, [comparison.note, f"parameters not compared: {error}"]))
         return None
     judge_parameters(comparison, distance, steps, made)
@@ -196,6 +196,9 @@ def parameters_distance(left: Path, right: Path, step: int) -> float:
         PretrainError: a checkpoint is missing or damaged.
     """
     models = [open_model(folder / "checkpoints" / f"step-{step:08d}").model for folder in (left, right)]
+    shapes = [{name: each.shape for name, each in model.named_parameters()} for model in models]
+    if shapes[0] != shapes[1]:
+        return math.inf
     others = dict(models[1].named_parameters())
     difference = norm = 0.0
     for name, parameter in models[0].named_parameters():

@@ -170,19 +170,26 @@ def run_side_by_side(
 
 @contextmanager
 def ending_on_sigterm() -> Iterator[None]:
-    """Turns SIGTERM into an ordinary exit, so that what was started is killed; only in the main thread."""
+    """Turns SIGTERM, and a terminal that closes, into an ordinary exit, so that what was started is killed.
 
-    def leave(*_: object) -> None:
-        sys.exit(128 + signal.SIGTERM)
+    Only in the main thread. A SIGHUP that is ignored, as under nohup, stays ignored.
+    """
+
+    def leave(number: int, *_: object) -> None:
+        sys.exit(128 + number)
 
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, leave)
+    numbers = [signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    before = {number: signal.signal(number, leave) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager

@@ -96,6 +96,12 @@ def make_plan(arguments: Namespace, machine: Machine) -> Plan:
         accumulations=accumulations, precisions=precisions,
     )  # fmt: skip
     _check_interruptions(interruptions, cells[0], config, machine)
+    if not interruptions and len({cell.precision for cell in cells}) == len(cells):
+        why = "".join(f" ({note})" for note in notes)
+        raise ConfigError(
+            f"--paths, --world-size: expected two runs of one precision or more, to compare, found "
+            f"{', '.join(map(str, cells))} alone{why}"
+        )
     launches = [*cells, *interruptions]
     threads = config.distributed.cpu_threads or max(
         1, machine.cores // max(each.world_size for each in launches)

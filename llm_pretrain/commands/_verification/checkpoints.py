@@ -5,6 +5,7 @@ A running run deletes its oldest checkpoints: one that goes while it is read is 
 
 from __future__ import annotations
 
+import hashlib
 import math
 from pathlib import Path
 from typing import Any
@@ -142,7 +143,7 @@ def _check_one(
     for problem in _name_problems(manifest, config):
         check.fail(problem)
     _check_values(check, path, manifest)
-    _check_row(check, step, manifest, attempts)
+    _check_row(check, step, path, manifest, config, attempts)
 
 
 def _name_problems(manifest: Manifest, config: Config) -> list[str]:
@@ -201,8 +202,10 @@ def _check_values(check: Check, path: Path, manifest: Manifest) -> None:
     )
 
 
-def _check_row(check: Check, step: int, manifest: Manifest, attempts: list[Attempt]) -> None:
-    """Whether the checkpoint and a row of its step count the same tokens."""
+def _check_row(
+    check: Check, step: int, path: Path, manifest: Manifest, config: Config, attempts: list[Attempt]
+) -> None:
+    """Whether the checkpoint and a row of its step count the same tokens, and have the same parameters."""
     rows = [row for attempt in attempts for row in attempt.rows if row["step"] == step]
     if not rows:
         return
@@ -213,3 +216,25 @@ def _check_row(check: Check, step: int, manifest: Manifest, attempts: list[Attem
             f"{step}, found {manifest.run.tokens_seen}"
         )
     check.looked_at += "; tokens as in the row"
+    digests = {
+        row["train/parameters_sha256"] for row in rows if isinstance(row.get("train/parameters_sha256"), str)
+    }
+    if digests and not check.problems:
+        found = _parameters_sha256(path, manifest, config)
+        if found not in digests:
+            check.fail(
+                f"parameters: expected SHA-256 {' or '.join(sorted(digests)):.40}, as "
+                f"train/parameters_sha256 of step {step}, found {found}"
+            )
+        check.looked_at += "; parameters as in the row"
+
+
+def _parameters_sha256(path: Path, manifest: Manifest, config: Config) -> str:
+    """What `train/parameters_sha256` would be of the checkpoint's parameters."""
+    digest = hashlib.sha256()
+    with torch.device("meta"):
+        names = [name for name, _ in Decoder(config.model).named_parameters()]
+    with CheckpointTensors(path, manifest) as tensors:
+        for name in names:
+            digest.update(tensors.read(name).contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

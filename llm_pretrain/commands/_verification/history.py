@@ -6,17 +6,20 @@ an older attempt wrote later than that belong to work which was lost. Nothing is
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from llm_pretrain.config import Config, YamlError, from_dict, read_yaml, resolve_model, validate
+from llm_pretrain.commands._verification.checks import Checks
+from llm_pretrain.config import Config, YamlError, from_dict, read_yaml, resolve_model, to_dict, validate
 from llm_pretrain.data import open_stores
 from llm_pretrain.errors import CheckpointError, ConfigError, PretrainError
 from llm_pretrain.tracking import read_rows
 
 Row = dict[str, Any]
+_MOST_STEPS = 1 << 24
+"""Steps that are believed where nothing on record bounds them."""
 
 
 @dataclass
@@ -131,8 +134,41 @@ def _began_elsewhere(attempt: Attempt, line: list[Row], own_checkpoints: Path) -
     return not is_own and attempt.start > max((row["step"] for row in line), default=0)
 
 
+def last_possible_step(attempts: list[Attempt], config: Config | None) -> int:
+    """Largest `training.max_steps` that any attempt had; where one's is not on record, what memory allows."""
+    known = [each.config for each in attempts]
+    steps = [each.training.max_steps for each in (*known, config) if each is not None]
+    return max(steps) if steps and None not in known else max([_MOST_STEPS, *steps])
+
+
+def check_settings(checks: Checks, folder: Path, config: Config, attempts: list[Attempt]) -> None:
+    """Whether config.yaml still says what the newest attempt began with."""
+    with checks.check("settings") as check:
+        begun = attempts[-1].config
+        if begun is None:
+            return check.skip("those of the newest attempt are not on record")
+        if begun.model.vocab_size is None:
+            begun = replace(begun, model=replace(begun.model, vocab_size=config.model.vocab_size))
+        for name, wanted, found in _other_settings(begun, config):
+            check.fail(
+                f"{folder / 'config.yaml'}: expected {name} {wanted!r:.40}, with which "
+                f"the newest attempt began, found {found!r:.40}"
+            )
+        check.looked_at = "config.yaml says what the newest attempt began with"
+    return None
+
+
+def _other_settings(left: Config, right: Config) -> Iterator[tuple[str, object, object]]:
+    mine, theirs = to_dict(left), to_dict(right)
+    for section, settings in mine.items():
+        for name, value in settings.items():
+            if theirs[section][name] != value:
+                yield f"{section}.{name}", value, theirs[section][name]
+
+
 def _config_of(row: Row) -> Config | None:
     try:
-        return from_dict(row["config"]) if isinstance(row.get("config"), dict) else None
+        config = from_dict(row["config"]) if isinstance(row.get("config"), dict) else None
     except PretrainError:
         return None  # of another version; what needs it says that it is not on record
+    return config if config is not None and not validate(config) else None

@@ -18,17 +18,17 @@ _ALWAYS = ("train/learning_rate", "train/loss_tokens", "train/tokens")
 _UNLESS_SKIPPED = ("train/loss", "train/grad_norm", "train/z_loss", "train/aux_loss", "train/router_z_loss")
 
 
-def check_rows(checks: Checks, attempts: list[Attempt], config: Config, *, finished: bool) -> None:
+def check_rows(checks: Checks, attempts: list[Attempt], config: Config, *, ended: int | None) -> None:
     """Checks every row that any attempt wrote, also those whose work was lost.
 
     Args:
         checks: Takes the outcomes.
         attempts: With their rows.
         config: The newest attempt's; stands in for that of an attempt which has none on record.
-        finished: Whether the last attempt says that it came to its end.
+        ended: Step at which the last attempt says that it ended by itself; None where it does not say so.
     """
     with checks.check("steps") as check:
-        _check_steps(check, attempts, config, finished=finished)
+        _check_steps(check, attempts, config, ended)
     with checks.check("learning rate") as check:
         _check_learning_rate(check, attempts, config)
     with checks.check("tokens") as check:
@@ -42,12 +42,20 @@ def is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def is_finite(value: object) -> bool:
+    """Whether it is a number that a float holds; JSON's integers may be larger."""
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:
+        return False
+
+
 def logging_steps(attempt: Attempt, config: Config) -> int:
     """The attempt's own, or the newest attempt's."""
     return (attempt.config or config).logging.logging_steps
 
 
-def _check_steps(check: Check, attempts: list[Attempt], config: Config, *, finished: bool) -> None:
+def _check_steps(check: Check, attempts: list[Attempt], config: Config, ended: int | None) -> None:
     total = 0
     for number, attempt in enumerate(attempts):
         every = logging_steps(attempt, config)
@@ -57,8 +65,8 @@ def _check_steps(check: Check, attempts: list[Attempt], config: Config, *, finis
         last = max(steps, default=attempt.start)
         if number + 1 < len(attempts) and not attempts[number + 1].began_elsewhere:
             last = max(last, attempts[number + 1].start)
-        elif number + 1 == len(attempts) and finished:
-            last = max(last, (attempt.config or config).training.max_steps)
+        elif number + 1 == len(attempts) and ended is not None:
+            last = max(last, ended)
         if attempt.began_elsewhere:
             check.reason = f"the steps before {attempt.start} are another run's"
         due = set(range((attempt.start // every + 1) * every, last + 1, every))
@@ -164,11 +172,11 @@ def _check_finite(check: Check, attempts: list[Attempt]) -> None:
             if not isinstance(value, int | float) or isinstance(value, bool):
                 check.fail(f"step {row['step']}: expected {key} to be a number, found {value!r:.40}")
         for key, value in row.items():
-            if isinstance(value, float) and not math.isfinite(value):
-                check.fail(f"step {row['step']}: expected {key} to be finite or null, found {value}")
+            if isinstance(value, int | float) and not isinstance(value, bool) and not is_finite(value):
+                check.fail(f"step {row['step']}: expected {key} to be finite or null, found {value!r:.40}")
     for attempt in attempts:
         for step, loss in attempt.evaluations.items():
-            if not isinstance(loss, float | int) or not math.isfinite(loss):
+            if not is_finite(loss):
                 check.fail(f"step {step}: expected eval/loss to be a finite number, found {loss!r:.40}")
     check.looked_at = f"{rows} rows, {skipped} of skipped steps, which may have nulls"
     if not rows and not check.problems:

@@ -5,12 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from llm_pretrain.checkpoints import Manifest
 from llm_pretrain.commands._verification.checkpoints import check_checkpoints, check_data, read_manifests
 from llm_pretrain.commands._verification.checks import Checks
-from llm_pretrain.commands._verification.history import Attempt, assign_rows, read_attempts, read_config
+from llm_pretrain.commands._verification.history import (
+    Attempt,
+    assign_rows,
+    check_settings,
+    last_possible_step,
+    read_attempts,
+    read_config,
+)
 from llm_pretrain.commands._verification.rows import check_rows
 from llm_pretrain.commands._verification.samples import check_samples
-from llm_pretrain.commands._verification.status import check_status, read_status_file
+from llm_pretrain.commands._verification.status import check_status, ended_at, read_status_file
 from llm_pretrain.commands._verification.weights import check_weights
 from llm_pretrain.config import Config
 from llm_pretrain.errors import CheckpointError, ConfigError
@@ -39,11 +47,12 @@ def verify_run(checks: Checks, folder: Path, samples: str | int | None) -> None:
         check.looked_at = f"state {status['state']}"
     config: Config | None = None
     with checks.check("config.yaml") as check:
-        world_size = status.get("world_size")
-        config = read_config(folder / "config.yaml", world_size if isinstance(world_size, int) else 1)
+        size = status.get("world_size")
+        world_size = size if isinstance(size, int) and size > 0 else 1  # `status` names what is none
+        config = read_config(folder / "config.yaml", world_size)
         check.looked_at = "every setting is known and none contradicts another"
     manifests = read_manifests(folder / "checkpoints")
-    attempts = _read_history(checks, folder, status)
+    attempts = _read_history(checks, folder, status, config, manifests)
     expected = None
     if config is None:
         with checks.check("everything else") as check:
@@ -51,7 +60,8 @@ def verify_run(checks: Checks, folder: Path, samples: str | int | None) -> None:
     else:
         expected = check_data(checks, config, manifests)
         if attempts:
-            check_rows(checks, attempts, config, finished=status.get("state") == "finished")
+            check_settings(checks, folder, config, attempts)
+            check_rows(checks, attempts, config, ended=ended_at(status, config))
         if attempts and expected is not None:
             check_samples(checks, attempts, config, samples)
         else:
@@ -66,12 +76,18 @@ def verify_run(checks: Checks, folder: Path, samples: str | int | None) -> None:
         check_status(checks, folder, _newest_status(folder, status), config, attempts)
 
 
-def _read_history(checks: Checks, folder: Path, status: dict[str, Any]) -> list[Attempt]:
+def _read_history(
+    checks: Checks,
+    folder: Path,
+    status: dict[str, Any],
+    config: Config | None,
+    manifests: dict[int, Manifest],
+) -> list[Attempt]:
     """The attempts with their rows; empty where the files cannot be read, or are not there yet."""
     attempts: list[Attempt] = []
     with checks.check("rows") as check:
         file = folder / "metrics.jsonl"
-        if not file.exists() and status.get("state") != "finished":
+        if not file.exists() and status.get("state") not in ("finished", "preempted") and not manifests:
             check.skip("the run has not come to its first row yet")
             return []
         # Before the attempts: the attempt of each row is then among them. Tables of experts are large.
@@ -82,6 +98,11 @@ def _read_history(checks: Checks, folder: Path, status: dict[str, Any]) -> list[
         attempts = read_attempts(folder / "attempts.jsonl")
         if strange := [row["step"] for row in rows if row["step"] < 0 or isinstance(row["step"], bool)]:
             raise CheckpointError(f"{file}: expected steps from 0 on, found {strange[0]}")
+        last = last_possible_step(attempts, config)
+        if late := [
+            step for step in [*(r["step"] for r in rows), *(a.start for a in attempts)] if step > last
+        ]:
+            raise CheckpointError(f"{file}: expected steps up to training.max_steps {last}, found {late[0]}")
         assign_rows(attempts, rows, folder / "checkpoints")
         check.looked_at = f"{len(rows)} rows by {len(attempts)} attempts, all JSON"
     return attempts if not check.problems else []

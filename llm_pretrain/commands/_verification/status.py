@@ -38,6 +38,15 @@ def read_status_file(file: Path) -> dict[str, Any]:
     return content
 
 
+def ended_at(status: dict[str, Any], config: Config) -> int | None:
+    """Step at which a run says that it ended by itself, so that it has a row up to there; None otherwise."""
+    if status.get("state") == "finished":
+        return config.training.max_steps
+    step = status.get("step")
+    is_step = is_integer(step) and 0 <= step <= config.training.max_steps  # type: ignore[operator]  # an integer
+    return step if status.get("state") == "preempted" and is_step else None
+
+
 def check_status(
     checks: Checks, folder: Path, status: dict[str, Any], config: Config | None, attempts: list[Attempt]
 ) -> None:
@@ -61,6 +70,9 @@ def check_status(
             state != "failed" and code != expected
         ):
             check.fail(f"exit_code: expected {expected if state != 'failed' else 'an error'}, found {code!r}")
+        size = status.get("world_size", 1)
+        if not is_integer(size) or size < 1:
+            check.fail(f"world_size: expected a number of processes, found {size!r:.40}")
         if not is_integer(step) or step < 0:  # type: ignore[operator]  # an integer by then
             check.fail(f"step: expected a whole number of steps, found {step!r:.40}")
             return

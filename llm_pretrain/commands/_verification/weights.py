@@ -17,6 +17,7 @@ from llm_pretrain.checkpoints import Manifest, committed_folders
 from llm_pretrain.commands._verification.checkpoints import model_tensors
 from llm_pretrain.commands._verification.checks import Check, Checks
 from llm_pretrain.commands._verification.history import Attempt
+from llm_pretrain.commands._verification.rows import is_integer
 from llm_pretrain.commands._verification.tensors import CheckpointTensors, count_non_finite, dtype_name
 from llm_pretrain.config import Config
 from llm_pretrain.errors import CheckpointError, ConfigError, PretrainError
@@ -82,6 +83,8 @@ def _check_best(check: Check, path: Path, attempts: list[Attempt]) -> int | None
         step, loss = content["step"], content["eval/loss"]
     except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{file}: expected step and eval/loss as JSON, found: {error}") from error
+    if not is_integer(step):
+        raise CheckpointError(f"{file}: expected a whole number of steps, found {step!r:.40}")
     losses = [each.evaluations[step] for each in attempts if step in each.evaluations]
     if losses and loss not in losses:
         check.fail(f"best.json: expected eval/loss {losses[-1]} of step {step}, found {loss!r:.40}")
