@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -37,6 +36,7 @@ from llm_pretrain.training import (
     StepSums,
     adopt_parameters,
     check_world_size,
+    end_script,
     forget_process_groups,
     layer_precision,
     mark_last,
@@ -182,4 +182,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_script(main())

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -47,6 +46,7 @@ from llm_pretrain.training import (
     check_fsdp_version,
     check_strategy,
     check_world_size,
+    end_script,
     launch_settings,
     layer_precision,
     meeting_point,
@@ -226,4 +226,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_script(main())

@@ -35,6 +35,7 @@ examples:
   llm-pretrain parity --config configs/quickstart.yaml --precision fp32,bf16 --steps 20
   llm-pretrain parity --config configs/tiny-dense.yaml --accumulation 1,3 --model.hidden_dropout 0.1
   llm-pretrain parity --config configs/tiny-dense.yaml --paths torchrun,accelerate,trainer --world-size 2
+  llm-pretrain parity --config configs/tiny-dense.yaml --world-size 2 --strategies ddp,fsdp,deepspeed
   llm-pretrain parity --config configs/tiny-moe.yaml --world-size 1 --interrupt torchrun@2:17,accelerate@1:31
 """
 
@@ -70,6 +71,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="accumulation steps; the micro batch size follows (default: it follows from the configuration's "
              "micro batch size)")  # fmt: skip
     add("--precision", metavar="LIST", help="of fp32, bf16, fp16 (default: the configuration's)")
+    add("--strategies", metavar="LIST",
+        help="of ddp, fsdp, deepspeed (default: the configuration's)")  # fmt: skip
     add(
         "--steps",
         type=int,
@@ -136,7 +139,7 @@ def _run_cells(plan: Plan, place: Place) -> list[Run]:
     jobs = {
         cell: Job(
             cell.path, cell.world_size, plan.output / cell.name, plan.output / f"{cell.name}.log",
-            plan.options_of(cell), plan.threads,
+            plan.options_of(cell), plan.threads, cell.strategy,
         )
         for cell in plan.cells
     }  # fmt: skip
@@ -167,7 +170,7 @@ def _interrupted(plan: Plan, place: Place, text: str, judged: list[Judged]) -> I
     first, folder, log = plan.cells[0], plan.output / "interrupted", plan.output / "interrupted.log"
     options = (*plan.options_of(first), "--checkpoint.save_steps", str(plan.save_steps))
     starts = [(first.path, first.world_size), *((each.path, each.world_size) for each in plan.interruptions)]
-    jobs = [Job(path, size, folder, log, options, plan.threads) for path, size in starts]
+    jobs = [Job(path, size, folder, log, options, plan.threads, first.strategy) for path, size in starts]
     reference = judged[0].run
     try:
         attempts = run_interrupted(jobs, [each.step for each in plan.interruptions], place, _say)
@@ -185,9 +188,11 @@ def _place(plan: Plan, machine: Any, timeout_seconds: float) -> Place:
     from llm_pretrain.commands._parity.launching import Place
 
     files = {}
-    for size in plan.accelerate_sizes:
-        settings = settings_for(plan.config, size, on_gpu=machine.gpus > 0, scripts=plan.scripts)
-        files[size] = write_settings(settings, plan.output / f"accelerate-w{size}.yaml")
+    stage, on_gpu = plan.config.distributed.zero_stage, machine.gpus > 0
+    for strategy, size in plan.accelerate_launches:
+        settings = settings_for(strategy, stage, size, on_gpu=on_gpu, scripts=plan.scripts)
+        file = plan.output / f"accelerate-{strategy}-w{size}.yaml"
+        files[strategy, size] = write_settings(settings, file)
     return Place(plan.scripts, machine, files, timeout_seconds)
 
 

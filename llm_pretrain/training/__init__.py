@@ -21,6 +21,7 @@ from llm_pretrain.training.objective import Objective, StepCounts, StepSums
 from llm_pretrain.training.process import (
     check_world_size,
     default_accelerate_file,
+    end_script,
     prepare_process,
     report_errors,
 )
@@ -57,6 +58,7 @@ __all__ = [
     "check_strategy",
     "check_world_size",
     "default_accelerate_file",
+    "end_script",
     "fingerprints",
     "forget_process_groups",
     "launch_settings",

@@ -239,7 +239,8 @@ class Training:
         training, size = config.training, count_parameters(config.model)
         console.info(
             f"{config.run.name}: {size.total / 1e6:.1f}M parameters ({size.active / 1e6:.1f}M active), "
-            f"{engine.world_size} x {engine.device.type} by {engine.launcher}, {training.precision}"
+            f"{engine.world_size} x {engine.device.type} by {engine.launcher}, "
+            f"{config.distributed.strategy}, {training.precision}"
         )
         console.info(
             f"{training.max_steps} steps of {training.global_batch_size} x {training.sequence_length} tokens "

@@ -221,6 +221,19 @@ def report_errors() -> Iterator[None]:
         _leave(1)
 
 
+def end_script(exit_code: int) -> None:
+    """End a script's own process with this code, at once where it was one of several.
+
+    A back-end's threads may outlive the process group (gloo's do under FSDP and DeepSpeed), and one of them
+    still at work when Python takes its libraries down aborts a run that has finished.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if int(os.environ.get("WORLD_SIZE") or 1) > 1:
+        os._exit(exit_code)
+    sys.exit(exit_code)
+
+
 def _exit(error: PretrainError, rank: int) -> None:
     if rank == 0 or not error.shared:
         where = f"rank {rank}: " if rank else ""

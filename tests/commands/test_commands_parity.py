@@ -220,9 +220,10 @@ def test_both_paths_promise_every_bit_and_other_splits_a_bound():
     assert "20 steps" in longer.note
 
 
-def test_sharded_strategies_promise_a_bound():
+def test_the_paths_of_one_strategy_promise_every_bit_and_two_strategies_a_bound():
     sharded = dataclasses.replace(TWO, strategy="fsdp")
-    made = promise(on("accelerate", sharded), sharded, DENSE, 20)
+    assert promise(on("accelerate", sharded), sharded, DENSE, 20).exact == KEYS
+    made = promise(sharded, TWO, DENSE, 20)
     assert made.exact == SAMPLES
     assert made.within["train/loss"] == 1e-5
 
@@ -257,7 +258,7 @@ def test_the_trainer_path_promises_the_loss_of_a_dense_model_in_fp32():
 
 def cells_of(config: Config, **asked: Any) -> tuple[list[Cell], list[str]]:
     given = {"paths": ["torchrun", "accelerate"], "world_sizes": [1, 2], "accumulations": None}
-    return build_cells(config, TWO_CORES, **(given | {"precisions": ["fp32"]} | asked))
+    return build_cells(config, TWO_CORES, **(given | {"precisions": ["fp32"], "strategies": ["ddp"]} | asked))
 
 
 def test_the_micro_batch_size_is_the_configurations_or_follows_from_the_accumulation():
@@ -296,9 +297,28 @@ def test_fp16_without_a_gpu_leaves_accelerate_out_and_says_so():
     assert "accelerate fp16" in notes[0]
     on_gpu, none = build_cells(
         DENSE, Machine(2, 8), paths=["torchrun", "accelerate"], world_sizes=[1], accumulations=None,
-        precisions=["fp16"],
+        precisions=["fp16"], strategies=["ddp"],
     )  # fmt: skip
     assert (len(on_gpu), none) == (2, [])
+
+
+def test_a_strategy_leaves_out_the_paths_that_do_not_have_it():
+    paths = ["torchrun", "accelerate", "trainer"]
+    cells, notes = cells_of(DENSE, paths=paths, world_sizes=[2], strategies=["ddp", "fsdp", "deepspeed"])
+    assert [(cell.strategy, cell.path) for cell in cells] == [
+        *(("ddp", path) for path in paths),
+        *(("fsdp", path) for path in paths[:2]),
+        ("deepspeed", "accelerate"),
+    ]
+    assert len(notes) == 3
+    assert len({cell.name for cell in cells}) == len({str(cell) for cell in cells}) == 6
+
+
+def test_the_trainer_path_is_left_out_where_the_configuration_is_not_its_own():
+    cells, notes = cells_of(DROPOUT, paths=["torchrun", "trainer"])
+    assert {cell.path for cell in cells} == {"torchrun"}
+    assert len(notes) == 1
+    assert "dropout" in notes[0]
 
 
 def run_of(cell: Cell, folder: Path, made: dict[int, dict[str, Any]], exit_code: int = 0) -> Run:
@@ -327,7 +347,7 @@ def test_each_cell_is_compared_with_its_twin_or_with_the_first(tmp_path: Path):
     assert not is_violated(judged[:3], None)
     text = render(judged, None)
     assert "accelerate W=2 A=2 fp32 differs first at step 3 train/loss: expected" in text
-    assert text.splitlines()[1].split()[:6] == ["torchrun", "1", "4", "4", "fp32", "reference"]
+    assert text.splitlines()[1].split()[:7] == ["torchrun", "ddp", "1", "4", "4", "fp32", "reference"]
 
 
 def test_every_precision_has_a_reference_of_its_own(tmp_path: Path):

@@ -28,7 +28,6 @@ from llm_pretrain.commands._parity.launching import (
     killed_at_the_end,
     run_side_by_side,
 )
-from llm_pretrain.config import Config, DistributedConfig
 from llm_pretrain.errors import ConfigError, OutputError
 
 TINY = str(ROOT / "configs" / "tiny-dense.yaml")
@@ -135,7 +134,7 @@ def test_a_torn_row_is_not_counted(tmp_path: Path):
 
 def test_accelerate_is_told_what_really_starts_as_many_processes(tmp_path: Path):
     kinds = {
-        (size, gpu): settings_for(Config(), size, on_gpu=gpu, scripts=tmp_path)
+        (size, gpu): settings_for("ddp", None, size, on_gpu=gpu, scripts=tmp_path)
         for size in (1, 2)
         for gpu in (False, True)
     }
@@ -143,13 +142,12 @@ def test_accelerate_is_told_what_really_starts_as_many_processes(tmp_path: Path)
         assert settings["num_processes"] == size
         assert settings["use_cpu"] is not gpu
         assert settings["distributed_type"] == ("MULTI_GPU" if size > 1 else "NO")
-    sharded = Config(distributed=DistributedConfig(strategy="fsdp"))
     with pytest.raises(ConfigError, match=r"fsdp2\.yaml"):
-        settings_for(sharded, 2, on_gpu=False, scripts=tmp_path)
+        settings_for("fsdp", None, 2, on_gpu=False, scripts=tmp_path)
     (tmp_path / "configs" / "accelerate").mkdir(parents=True)
     own = {"distributed_type": "FSDP", "num_processes": 2}
     (tmp_path / "configs" / "accelerate" / "fsdp2.yaml").write_text(yaml.safe_dump(own))
-    assert settings_for(sharded, 4, on_gpu=False, scripts=tmp_path) == own | {"num_processes": 4}
+    assert settings_for("fsdp", None, 4, on_gpu=False, scripts=tmp_path) == own | {"num_processes": 4}
 
 
 FAMILY = """

@@ -10,7 +10,6 @@ from typing import Any
 
 import yaml
 
-from llm_pretrain.config import Config
 from llm_pretrain.errors import ConfigError
 
 _COMMON = {
@@ -24,12 +23,14 @@ _COMMON = {
 }
 
 
-def settings_for(config: Config, world_size: int, *, on_gpu: bool, scripts: Path) -> dict[str, Any]:
+def settings_for(
+    strategy: str, zero_stage: int | None, world_size: int, *, on_gpu: bool, scripts: Path
+) -> dict[str, Any]:
     """The settings of a launch file.
 
     Args:
-        config: Names the strategy. A sharded one takes its settings from the project's own file for it,
-            `configs/accelerate/` beside the scripts.
+        strategy, zero_stage: As in the configuration. A sharded strategy takes its settings from the
+            project's own file for it, `configs/accelerate/` beside the scripts.
         world_size: Processes.
         on_gpu: Whether there are GPUs to use.
         scripts: Folder with the scripts.
@@ -37,14 +38,13 @@ def settings_for(config: Config, world_size: int, *, on_gpu: bool, scripts: Path
     Raises:
         ConfigError: the strategy's file is missing.
     """
-    strategy = config.distributed.strategy
     own: dict[str, Any] = {"num_processes": world_size}
     if strategy == "ddp":
         kind = "MULTI_GPU" if world_size > 1 else "NO"
         return _COMMON | {"distributed_type": kind, "use_cpu": not on_gpu} | own
     if on_gpu:  # without one each file knows best: with `use_cpu: true` DeepSpeed would become DDP
         own["use_cpu"] = False
-    name = "fsdp2.yaml" if strategy == "fsdp" else f"zero{config.distributed.zero_stage or 2}.yaml"
+    name = "fsdp2.yaml" if strategy == "fsdp" else f"zero{zero_stage or 2}.yaml"
     file = scripts / "configs" / "accelerate" / name
     try:
         return dict(yaml.safe_load(file.read_text("utf-8"))) | own

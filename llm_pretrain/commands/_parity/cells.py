@@ -19,6 +19,7 @@ SCRIPTS = {
 }
 """Path to its script, inside of the folder with the scripts."""
 PRECISIONS = ("fp32", "bf16", "fp16")
+STRATEGIES = ("ddp", "fsdp", "deepspeed")
 
 
 @dataclass(frozen=True)
@@ -48,10 +49,12 @@ class Cell:
     @property
     def name(self) -> str:
         """Name of the run's folder."""
-        return f"{self.path}-w{self.world_size}-a{self.accumulation}-{self.precision}"
+        strategy = "" if self.strategy == "ddp" else f"-{self.strategy}"
+        return f"{self.path}-w{self.world_size}-a{self.accumulation}-{self.precision}{strategy}"
 
     def __str__(self) -> str:
-        return f"{self.path} W={self.world_size} A={self.accumulation} {self.precision}"
+        strategy = "" if self.strategy == "ddp" else f" {self.strategy}"
+        return f"{self.path} W={self.world_size} A={self.accumulation} {self.precision}{strategy}"
 
 
 @dataclass(frozen=True)
@@ -75,13 +78,15 @@ def build_cells(
     world_sizes: Sequence[int],
     accumulations: Sequence[int] | None,
     precisions: Sequence[str],
+    strategies: Sequence[str],
 ) -> tuple[list[Cell], list[str]]:
-    """Every combination in the order of precision, W, A, path; and a note for each that is left out.
+    """Every combination in the order of precision, W, A, strategy, path; a note for each that is left out.
 
     Args:
-        config: The run's; gives the global batch size, the strategy, and B where `accumulations` is None.
+        config: The run's; gives the global batch size, B where `accumulations` is None, and what a path
+            may not have.
         machine: Where it runs.
-        paths, world_sizes, accumulations, precisions: As asked for.
+        paths, world_sizes, accumulations, precisions, strategies: As asked for.
 
     Raises:
         ConfigError: every size that does not divide the global batch or does not fit the machine.
@@ -92,10 +97,10 @@ def build_cells(
         for size in world_sizes
         if size > machine.most_processes
     ]
-    strategy, left_out = config.distributed.strategy, {}
-    for path, precision in product(paths, precisions):
-        if why := _unsupported(path, precision, strategy, machine):
-            left_out[path, precision] = f"{path} {precision} is left out: {why}"
+    left_out = {}
+    for path, precision, strategy in product(paths, precisions, strategies):
+        if why := _unsupported(path, precision, strategy, machine, config):
+            left_out[path, precision, strategy] = f"{path} {precision} {strategy} is left out: {why}"
     cells = []
     possible = [size for size in world_sizes if size <= machine.most_processes]
     for precision, world_size, accumulation in product(precisions, possible, accumulations or [None]):
@@ -103,8 +108,11 @@ def build_cells(
         if isinstance(split, str):
             problems.append(split)
             continue
-        kept = [path for path in paths if (path, precision) not in left_out]
-        cells += [Cell(path, world_size, *split, precision, strategy) for path in kept]
+        cells += [
+            Cell(path, world_size, *split, precision, strategy)
+            for strategy, path in product(strategies, paths)
+            if (path, precision, strategy) not in left_out
+        ]
     if problems:
         raise ConfigError(*dict.fromkeys(problems))
     if all(cell.path == "trainer" for cell in cells):
@@ -145,15 +153,24 @@ def _or(numbers: Sequence[int]) -> str:
     return f"{', '.join(first)} or {last}" if first else last
 
 
-def _unsupported(path: str, precision: str, strategy: str, machine: Machine) -> str:
+def _unsupported(path: str, precision: str, strategy: str, machine: Machine, config: Config) -> str:
     """Why a path has no such run; empty where it has."""
     if precision == "fp16" and path != "torchrun" and not machine.gpus:
         return "without a GPU, fp16 through Accelerate would silently train in fp32, and is refused"
     if strategy == "deepspeed" and path != "accelerate":
         return "distributed.strategy deepspeed goes through Accelerate only"
-    if strategy != "ddp" and path == "trainer":
+    if path != "trainer":
+        return ""
+    if strategy != "ddp":
         return f"it has no distributed.strategy {strategy}"
-    return ""
+    unknown = {
+        "model.attention_dropout": config.model.attention_dropout,
+        "model.hidden_dropout": config.model.hidden_dropout,
+        "training.z_loss_coef": config.training.z_loss_coef,
+        "model.router_z_loss_coef": config.model.router_z_loss_coef if config.model.moe_layers else 0,
+    }
+    fields = [name for name, value in unknown.items() if value]
+    return f"it has no {' and no '.join(fields)} of ours" if fields else ""
 
 
 def reference_of(cell: Cell, cells: Sequence[Cell]) -> Cell:
@@ -162,7 +179,8 @@ def reference_of(cell: Cell, cells: Sequence[Cell]) -> Cell:
 
 
 def twin_of(cell: Cell, cells: Sequence[Cell]) -> Cell | None:
-    """The first other cell of the same precision and split; None where this one comes first."""
-    same = [each for each in cells if (each.precision, each.split) == (cell.precision, cell.split)]
+    """The first other cell of the same precision, split and strategy; None where this one comes first."""
+    kind = (cell.precision, cell.split, cell.strategy)
+    same = [each for each in cells if (each.precision, each.split, each.strategy) == kind]
     first = next((each for each in same if each.path != "trainer"), cell)
     return None if first == cell else first

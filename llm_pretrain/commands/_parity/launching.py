@@ -40,6 +40,7 @@ class Job:
         log: Where its output goes; appended.
         options: Of the script, but for its folder.
         threads: Per process.
+        strategy: As in the configuration.
     """
 
     path: str
@@ -48,6 +49,7 @@ class Job:
     log: Path
     options: tuple[str, ...]
     threads: int
+    strategy: str = "ddp"
 
 
 @dataclass(frozen=True)
@@ -57,13 +59,13 @@ class Place:
     Args:
         scripts: Folder with the scripts.
         machine: GPUs and cores.
-        accelerate_files: World size to the file of settings for `accelerate launch`.
+        accelerate_files: Strategy and world size to the file of settings for `accelerate launch`.
         timeout_seconds: A job that takes longer is killed.
     """
 
     scripts: Path
     machine: Machine
-    accelerate_files: Mapping[int, Path]
+    accelerate_files: Mapping[tuple[str, int], Path]
     timeout_seconds: float
 
 
@@ -75,7 +77,7 @@ class Launched:
         self.started = time.monotonic()
         self._deadline = self.started + place.timeout_seconds
         job.log.parent.mkdir(parents=True, exist_ok=True)
-        command = [*launch_command(job.path, job.world_size, place), *job.options]
+        command = [*launch_command(job, place), *job.options]
         command += ["--run.output_dir", str(job.folder)]
         with job.log.open("ab") as log:
             log.write(f"$ {' '.join(command)}\n".encode())
@@ -119,11 +121,11 @@ class Launched:
         psutil.wait_procs([*self._members, *known], timeout=10)
 
 
-def launch_command(path: str, world_size: int, place: Place) -> list[str]:
+def launch_command(job: Job, place: Place) -> list[str]:
     """The command up to the script's options."""
-    script = str(place.scripts / SCRIPTS[path])
-    if path == "accelerate":
-        settings = place.accelerate_files[world_size]
+    script, world_size = str(place.scripts / SCRIPTS[job.path]), job.world_size
+    if job.path == "accelerate":
+        settings = place.accelerate_files[job.strategy, world_size]
         run = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(settings)]
         # port 0: a free one, so that launches side by side do not meet
         return [*run, "--num_processes", str(world_size), "--main_process_port", "0", script]

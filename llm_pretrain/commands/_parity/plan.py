@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from llm_pretrain.commands._parity.accelerate_files import settings_for
-from llm_pretrain.commands._parity.cells import PRECISIONS, SCRIPTS, Cell, Machine, build_cells
+from llm_pretrain.commands._parity.cells import PRECISIONS, SCRIPTS, STRATEGIES, Cell, Machine, build_cells
 from llm_pretrain.commands._parity.interruption import (
     Interruption,
     choose_save_steps,
@@ -64,14 +64,18 @@ class Plan:
             cell.precision,
             "--training.micro_batch_size",
             str(cell.micro_batch_size),
+            "--distributed.strategy",
+            cell.strategy,
         ]
         return (*self.options, *own)
 
     @property
-    def accelerate_sizes(self) -> list[int]:
-        """World sizes of the launches through Accelerate."""
-        launches = [*self.cells, *self.interruptions]
-        return sorted({each.world_size for each in launches if each.path == "accelerate"})
+    def accelerate_launches(self) -> list[tuple[str, int]]:
+        """Strategies and world sizes of the launches through Accelerate."""
+        launches = [(each.path, each.strategy, each.world_size) for each in self.cells]
+        first = self.cells[0].strategy  # of the interrupted run
+        launches += [(each.path, first, each.world_size) for each in self.interruptions]
+        return sorted({(strategy, size) for path, strategy, size in launches if path == "accelerate"})
 
 
 def make_plan(arguments: Namespace, machine: Machine) -> Plan:
@@ -91,9 +95,12 @@ def make_plan(arguments: Namespace, machine: Machine) -> Plan:
     precisions = [config.training.precision]
     if arguments.precision:
         precisions = _words("--precision", arguments.precision, PRECISIONS)
+    strategies = [config.distributed.strategy]
+    if arguments.strategies:
+        strategies = _words("--strategies", arguments.strategies, STRATEGIES)
     cells, notes = build_cells(
         config, machine, paths=paths, world_sizes=_numbers("--world-size", sizes),
-        accumulations=accumulations, precisions=precisions,
+        accumulations=accumulations, precisions=precisions, strategies=strategies,
     )  # fmt: skip
     _check_interruptions(interruptions, cells[0], config, machine)
     if not interruptions and len({cell.precision for cell in cells}) == len(cells):
@@ -113,8 +120,11 @@ def make_plan(arguments: Namespace, machine: Machine) -> Plan:
     scripts = find_scripts(
         arguments.scripts, [path for path in SCRIPTS if path in {each.path for each in launches}]
     )
-    if any(each.path == "accelerate" for each in launches):
-        settings_for(config, 1, on_gpu=machine.gpus > 0, scripts=scripts)
+    stage = config.distributed.zero_stage
+    for strategy in {cell.strategy for cell in cells if "accelerate" in {each.path for each in launches}}:
+        settings_for(strategy, stage, 1, on_gpu=machine.gpus > 0, scripts=scripts)
+    if steps < config.schedule.warmup_steps:
+        notes.append(f"schedule.warmup_steps {steps}, not {config.schedule.warmup_steps}: the runs are short")
     resolved = load_config([*options, "--training.micro_batch_size", str(cells[0].micro_batch_size)])
     resolved = resolve_model(resolved, open_stores(resolved)[0].vocab_size)
     first_kill = interruptions[0].step if interruptions else 0
@@ -190,7 +200,7 @@ def _check_interruptions(
         )
         possible, notes = build_cells(
             one, machine, paths=("torchrun", each.path), world_sizes=[each.world_size], accumulations=None,
-            precisions=[first.precision],
+            precisions=[first.precision], strategies=[first.strategy],
         )  # fmt: skip
         if not any(cell.path == each.path for cell in possible):
             raise ConfigError(f"--interrupt: {notes[0]}")

@@ -39,21 +39,29 @@ def is_violated(judged: Sequence[Judged], interrupted: Interrupted | None) -> bo
 
 def render(judged: Sequence[Judged], interrupted: Interrupted | None) -> str:
     """The table, and under it a line or more about each cell that does not hold or is not compared."""
-    rows = [("path", "W", "A", "B", "precision", "verdict", "against", "largest difference")]
+    rows = [("path", "strategy", "W", "A", "B", "precision", "verdict", "against", "largest difference")]
     for each in judged:
         cell, against = each.run.cell, each.against
         rows.append(
             (
-                *(cell.path, str(cell.world_size), str(cell.accumulation), str(cell.micro_batch_size)),
+                *(
+                    cell.path,
+                    cell.strategy,
+                    str(cell.world_size),
+                    str(cell.accumulation),
+                    str(cell.micro_batch_size),
+                ),
                 *(cell.precision, _verdict(each)),
-                f"{against.path} W={against.world_size} A={against.accumulation}" if against else "",
+                f"{against.path} {against.strategy} W={against.world_size} A={against.accumulation}"
+                if against
+                else "",
                 _largest(each.comparison),
             )
         )
     if interrupted:
         shown = interrupted.comparison
         start = "interrupted"
-        rows.append((start, "", "", "", "", shown.verdict, "the first cell", _largest(shown)))
+        rows.append((start, "", "", "", "", "", shown.verdict, "the first cell", _largest(shown)))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
