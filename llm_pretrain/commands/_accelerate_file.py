@@ -139,17 +139,12 @@ def _machines(settings: Mapping[str, Any]) -> int:
 
 
 def _strategy(settings: Mapping[str, Any], config: Config | None) -> Iterator[str]:
-    """FSDP's first version, which the script refuses; DeepSpeed where Accelerate would drop it."""
+    """FSDP's first version, which the script refuses; what no strategy of ours is."""
     kind = str(settings.get("distributed_type", "NO")).upper()
     if kind == "FSDP" and str(_fsdp_version(settings)) != "2":
         yield (
             f"fsdp_version: {_fsdp_version(settings)}, Accelerate's default, is not this project's FSDP, "
             "and the run stops; do set fsdp_version: 2 under fsdp_config"
-        )
-    elif kind == "DEEPSPEED" and settings.get("use_cpu") is True:
-        yield (
-            "distributed_type: DEEPSPEED with use_cpu: true becomes DDP in Accelerate without a word; do set "
-            "use_cpu: false, also on a machine without a GPU, as configs/accelerate/zero2.yaml does"
         )
     elif kind == "MEGATRON_LM":
         yield "distributed_type: MEGATRON_LM takes a model of its own; do set MULTI_GPU"

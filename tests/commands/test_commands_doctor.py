@@ -87,7 +87,6 @@ def test_accelerate_looks_there_too(variable: str | None, tmp_path: Path, monkey
         ("distributed_type: MULTI_CPU\nnum_processes: 4", CPU, "distributed_type: MULTI_CPU starts"),
         ("distributed_type: 'NO'\nnum_processes: 2\nuse_cpu: true", CPU, "distributed_type: NO starts one"),
         ("distributed_type: FSDP\nnum_processes: 2", CPU, "fsdp_version: 1, Accelerate's default"),
-        ("distributed_type: DEEPSPEED\nnum_processes: 2\nuse_cpu: true", CPU, "distributed_type: DEEPSP"),
         ("distributed_type: FSDP\nnum_processes: 2\nuse_cpu: true", GPUS, "fsdp_version: 1, Accelerate's"),
         ("distributed_type: MULTI_GPU", GPUS, "num_processes is not set"),
         ("distributed_type: MULTI_GPU\nnum_processes: 8", GPUS, "num_processes: 8 on 2 GPUs"),
