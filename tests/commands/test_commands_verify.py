@@ -233,6 +233,11 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], set[str], str]] = {
         {"weights best"},
         "eval/loss",
     ),
+    "a better evaluation than the best's": (
+        lambda run: rewrite_row(run, 6, lambda row: row.update({"eval/loss": row["eval/loss"] / 2})),
+        {"weights best"},
+        "expected the lowest eval/loss, that of step 6",
+    ),
     "a learning rate one bit off": (
         lambda run: rewrite_row(run, 7, next_up),
         {"learning rate"},

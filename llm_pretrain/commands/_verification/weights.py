@@ -60,9 +60,10 @@ def check_weights(
             continue
         with checks.check(f"weights {name}") as check:
             try:
-                step = (
-                    int(name.removeprefix("step-")) if name != _BEST else _check_best(check, path, attempts)
-                )
+                if name == _BEST:
+                    step = _check_best(check, path, attempts, newest=max(manifests, default=0))
+                else:
+                    step = int(name.removeprefix("step-"))
                 checkpoint = folder.parent / "checkpoints" / f"step-{step or 0:08d}"
                 manifest = manifests.get(step) if step in sound else None  # type: ignore[arg-type]  # None is no step
                 _check_one(check, path, config, attempts, checkpoint, manifest)
@@ -75,8 +76,11 @@ def check_weights(
                 check.skip("the run has deleted or replaced them meanwhile")
 
 
-def _check_best(check: Check, path: Path, attempts: list[Attempt]) -> int | None:
-    """Reads best.json and finds the evaluation that it speaks of; returns its step."""
+def _check_best(check: Check, path: Path, attempts: list[Attempt], newest: int) -> int | None:
+    """Reads best.json, finds the evaluation that it speaks of, and looks for a better one; returns its step.
+
+    Up to the newest checkpoint only: what was evaluated after it may be work that was lost.
+    """
     file = path / "best.json"
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
@@ -90,7 +94,30 @@ def _check_best(check: Check, path: Path, attempts: list[Attempt]) -> int | None
         check.fail(f"best.json: expected eval/loss {losses[-1]} of step {step}, found {loss!r:.40}")
     elif not losses and attempts:
         check.fail(f"best.json: expected a step with a row of evaluation, found {step!r:.40}")
+    else:
+        for other in _better(attempts, step, loss, newest):
+            check.fail(f"best.json: expected the lowest eval/loss, that of step {other}, found step {step}'s")
     return step if isinstance(step, int) else None
+
+
+def _better(attempts: list[Attempt], step: int, loss: Any, newest: int) -> list[int]:
+    """Steps with a lower evaluation loss than the best's, in the attempts from the one that wrote it on.
+
+    Empty where losses cannot be compared: settings not on record, or another `evaluation.max_batches`.
+    """
+    writers = [number for number, each in enumerate(attempts) if each.evaluations.get(step) == loss]
+    since = attempts[writers[0] :] if writers else []
+    sizes = {each.config.evaluation.max_batches if each.config else 0 for each in since}
+    if len(sizes) != 1 or 0 in sizes:
+        return []
+    return sorted(
+        {
+            other
+            for each in since
+            for other, value in each.evaluations.items()
+            if 0 < other <= newest and isinstance(value, float) and value < loss
+        }
+    )
 
 
 def _check_tokenizer(check: Check, file: Path, expected: str) -> None:
