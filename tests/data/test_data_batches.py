@@ -235,15 +235,15 @@ def test_the_digest_stays_on_the_cpu_and_the_rest_moves(store: TokenStore):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], ids=str)
 def test_a_stop_signal_to_the_process_group_leaves_workers_alone(store: TokenStore, number: signal.Signals):
     """The training process still needs its batches; torchrun signals a worker's whole group."""
-    others = set(psutil.Process().children())  # of earlier tests: prepare's own helpers, for one
+    others = set(psutil.Process().children(recursive=True))  # of earlier tests, some about to end
     iterator = iter(global_batches(make_config(store, num_workers=1), start_step=0, world_size=1))
     next(iterator)
-    family = [
-        member
-        for member in psutil.Process().children(recursive=True)
-        if member not in others or "forkserver" in " ".join(member.cmdline())
-    ]
-    assert any("forkserver" in " ".join(member.cmdline()) for member in family)
+    process = psutil.Process()
+    servers = [each for each in process.children() if "forkserver" in " ".join(each.cmdline())]
+    workers = [each for each in process.children(recursive=True) if each not in others]
+    assert servers
+    assert workers
+    family = {*servers, *workers}
     for member in family:
         member.send_signal(number)
     gone, _ = psutil.wait_procs(family, timeout=0.5)
