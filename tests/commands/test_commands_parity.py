@@ -12,7 +12,15 @@ from support.run_folders import make_run, training_row
 
 from llm_pretrain.commands._parity.cells import Cell, Machine, build_cells
 from llm_pretrain.commands._parity.comparison import Difference, compare, judge_parameters, routing_moved
-from llm_pretrain.commands._parity.contract import DIGEST, KEYS, LOSS_BOUND, SAMPLES, Promise, promise
+from llm_pretrain.commands._parity.contract import (
+    DIGEST,
+    KEYS,
+    LOSS_BOUND,
+    SAMPLES,
+    Promise,
+    by_steps,
+    promise,
+)
 from llm_pretrain.commands._parity.interruption import Attempt
 from llm_pretrain.commands._parity.judging import Judged, Run, judge, judge_interrupted, last_words
 from llm_pretrain.commands._parity.table import Interrupted, is_violated, render, write_json
@@ -218,6 +226,30 @@ def test_both_paths_promise_every_bit_and_other_splits_a_bound():
     longer = promise(TWO, ONE, MOE, 21)
     assert "parameters" not in longer.within
     assert "20 steps" in longer.note
+
+
+@pytest.mark.parametrize(
+    ("key", "step", "times", "verdict"),
+    [
+        ("train/loss", 1, 1 + 2e-6, "differs"),  # nothing has been trained: only the order of a sum differs
+        ("train/loss", 2, 1 + 2e-6, "within bound"),
+        ("train/loss", 20, 1 + 2e-5, "differs"),
+        ("train/loss", 21, 1.5, "within bound"),
+        ("train/grad_norm", 10, 1 + 2e-4, "differs"),
+        ("train/grad_norm", 11, 1.5, "within bound"),
+        ("data/batch_sha256", 30, 2, "differs"),
+    ],
+)
+def test_bounds_hold_until_rounding_has_had_time_to_grow(key: str, step: int, times: float, verdict: str):
+    steps = 30
+    reference = {n: {**rows()[1], "data/batch_sha256": f"{n:064x}"} for n in range(1, steps + 1)}
+    other = {n: dict(row) for n, row in reference.items()}
+    other[step][key] *= times  # of a digest: the same text twice
+    promises = by_steps(promise(TWO, ONE, DENSE, steps))
+    comparison = compare(reference, other, steps, promises)
+    assert comparison.verdict == verdict
+    assert "later ones shown" in comparison.note
+    assert compare(reference, other, min(step, 10), promises).note == promises[0][1].note
 
 
 def test_the_paths_of_one_strategy_promise_every_bit_and_two_strategies_a_bound():

@@ -107,7 +107,7 @@ def compare(reference: Rows, rows: Rows, steps: int, promises: Sequence[tuple[in
                 largest[key] = max(largest.get(key, 0.0), relative)
             first = first or _broken(step, key, left, right, current)
     verdict = _verdict(first, promises, same and _has_digests(rows))
-    notes = _notes(promises)
+    notes = _notes(promises, steps)
     if parted is not None:
         notes.append(
             f"from step {parted} on a token goes to another expert of a tie: wider bounds from there"
@@ -128,8 +128,10 @@ def _has_digests(rows: Rows) -> bool:
     return bool(rows) and all(row.get(DIGEST) for step, row in rows.items() if step >= 1)
 
 
-def _notes(promises: Sequence[tuple[int, Promise]]) -> list[str]:
-    return list(dict.fromkeys(each.note for _, each in promises if each.note))
+def _notes(promises: Sequence[tuple[int, Promise]], steps: int) -> list[str]:
+    """What each promise that was in force says, once; the last one's note begins with those before."""
+    notes = list(dict.fromkeys(each.note for start, each in promises if each.note and start <= steps))
+    return [note for note in notes if not any(other != note and other.startswith(note) for other in notes)]
 
 
 def routing_moved(left: Mapping[str, Any], right: Mapping[str, Any]) -> float:

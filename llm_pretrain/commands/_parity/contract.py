@@ -7,7 +7,7 @@ docs/exactness.md, under "Parity"; the two are changed together.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from llm_pretrain.commands._parity.cells import Cell
 from llm_pretrain.config import Config
@@ -32,6 +32,12 @@ GRAD_NORM_BOUND = {"fp32": 1e-4, "bf16": 2**-6, "fp16": 2**-9}
 PARAMETERS_BOUND = {"fp32": 1e-6}
 """The same of the final parameters; stated for fp32 and for runs of at most PARAMETERS_STEPS steps."""
 PARAMETERS_STEPS = 20
+FIRST_LOSS_BOUND = {"fp32": 1e-6}
+"""The bound of a loss at the first step, where nothing is trained yet and only the sum's order differs."""
+LOSS_STEPS, GRAD_NORM_STEPS, TRAINER_STEPS = 20, 10, 50
+"""How many steps the bounds of losses and of the gradient norm hold for, from the first one that differs in
+its split. A run amplifies rounding by its own sensitivity: what is 1e-7 at the first step has been seen to
+be a percent of the norm after 25 steps of a run at a high learning rate, on code that computes the same."""
 
 ROUTING = "moe/load"
 """Where each layer's tokens went, as shares: integers over integers, equal where no token went elsewhere."""
@@ -51,12 +57,16 @@ class Promise:
         within: Key to the largest relative difference; `parameters` stands for the final ones.
         note: What is not promised, and why; empty where everything is.
         parted: Replaces `within` from the first step on whose `moe/load` differs; empty: nothing does.
+        first: Narrower bounds, of the first step alone.
+        steps: How long `within` holds; see `by_steps`.
     """
 
     exact: tuple[str, ...]
     within: Mapping[str, float] = field(default_factory=dict)
     note: str = ""
     parted: Mapping[str, float] = field(default_factory=dict)
+    first: Mapping[str, float] = field(default_factory=dict)
+    steps: int = LOSS_STEPS
 
 
 def promise(cell: Cell, reference: Cell, config: Config, steps: int) -> Promise:
@@ -78,7 +88,8 @@ def _within(precision: str, config: Config, steps: int) -> Promise:
         within[PARAMETERS] = PARAMETERS_BOUND[precision]
     elif precision in PARAMETERS_BOUND:
         note = f"parameters: promised for runs of up to {PARAMETERS_STEPS} steps, of {steps} shown only"
-    return Promise(SAMPLES, within, note, PARTED_BOUND if config.model.moe_layers else {})
+    first = {"train/loss": FIRST_LOSS_BOUND[precision]} if precision in FIRST_LOSS_BOUND else {}
+    return Promise(SAMPLES, within, note, PARTED_BOUND if config.model.moe_layers else {}, first)
 
 
 def _differs_by_split(cell: Cell, reference: Cell, config: Config) -> str:
@@ -102,7 +113,22 @@ def _trainer(cell: Cell, config: Config) -> Promise:
         )
     if cell.precision != "fp32":
         return Promise(SAMPLES, note=f"promised in fp32, not in {cell.precision}: losses shown, not judged")
-    return Promise(SAMPLES, {"train/loss": LOSS_BOUND["fp32"]})
+    return Promise(SAMPLES, {"train/loss": LOSS_BOUND["fp32"]}, steps=TRAINER_STEPS)
+
+
+def by_steps(made: Promise, start: int = 1) -> list[tuple[int, Promise]]:
+    """(first step, promise) of a promise that begins at `start`, and fades as its bounds run out."""
+    if not made.within:
+        return [(start, made)]
+    losses = {key: bound for key, bound in made.within.items() if key != GRAD_NORM}
+    parted = {key: bound for key, bound in made.parted.items() if key != GRAD_NORM}
+    without_norm = replace(made, within=losses, parted=parted)
+    shown = f"bounds are promised for {made.steps} steps, of the norm for {GRAD_NORM_STEPS}; later ones shown"
+    faded = Promise(made.exact, note="; ".join(filter(None, [made.note, shown])))
+    promises = [(start, made), (start + GRAD_NORM_STEPS, without_norm), (start + made.steps, faded)]
+    if made.first:
+        promises[:1] = [(start, replace(made, within={**made.within, **made.first})), (start + 1, made)]
+    return promises
 
 
 def has_dropout(config: Config) -> bool:

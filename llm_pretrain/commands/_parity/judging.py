@@ -20,7 +20,7 @@ from llm_pretrain.commands._parity.comparison import (
     compare,
     judge_parameters,
 )
-from llm_pretrain.commands._parity.contract import DIGEST, KEYS, Promise, promise
+from llm_pretrain.commands._parity.contract import DIGEST, KEYS, Promise, by_steps, promise
 from llm_pretrain.commands._parity.interruption import Attempt
 from llm_pretrain.config import Config
 from llm_pretrain.errors import PretrainError
@@ -118,7 +118,7 @@ def _judge_one(run: Run, against: Run | None, config: Config, steps: int, *, alo
         comparison, rows = Comparison("failed"), run.rows
         if against is not None and rows:
             made = promise(run.cell, against.cell, config, steps)
-            comparison.first = compare(against.rows, rows, min(max(rows), steps), [(1, made)]).first
+            comparison.first = compare(against.rows, rows, min(max(rows), steps), by_steps(made)).first
         return Judged(run, comparison, against.cell if against else None, failure=tuple(run.last_words))
     if against is None:
         if alone:
@@ -126,7 +126,7 @@ def _judge_one(run: Run, against: Run | None, config: Config, steps: int, *, alo
         complete = compare(run.rows, run.rows, steps, [(1, Promise(exact=KEYS))])
         return Judged(run, complete, is_reference=True)
     made = promise(run.cell, against.cell, config, steps)
-    comparison = compare(against.rows, run.rows, steps, [(1, made)])
+    comparison = compare(against.rows, run.rows, steps, by_steps(made))
     _compare_parameters(comparison, against, run, steps, made)
     return Judged(run, comparison, against.cell)
 
@@ -149,15 +149,16 @@ def judge_interrupted(
     reference: Run, folder: Path, attempts: Sequence[Attempt], config: Config, steps: int
 ) -> Comparison:
     """An interrupted run against one that nobody stopped: the same bits up to the first other world size."""
-    promises = [(1, promise(reference.cell, reference.cell, config, steps))]
+    made = promise(reference.cell, reference.cell, config, steps)
+    promises = [(1, made)]
     for attempt in attempts:
         if attempt.world_size != reference.cell.world_size and attempt.first_step is not None:
-            cell = _resplit(reference.cell, attempt.world_size)
-            promises.append((max(attempt.first_step, 2), promise(cell, reference.cell, config, steps)))
+            made = promise(_resplit(reference.cell, attempt.world_size), reference.cell, config, steps)
+            promises += by_steps(made, max(attempt.first_step, 2))
             break
     comparison = compare(reference.rows, rows_of(folder), steps, promises)
     run = Run(reference.cell, folder, reference.log, 0, 0.0)
-    _compare_parameters(comparison, reference, run, steps, promises[-1][1])
+    _compare_parameters(comparison, reference, run, steps, made)
     for attempt in attempts:
         if attempt.wrong_start:
             comparison.verdict = "differs"
