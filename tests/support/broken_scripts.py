@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from support.mutation import PACKAGE, ROOT, Edit, edited
-from support.rank_plan import ACCELERATE, OBJECTIVE, SHARDED_TWICE, TORCHRUN
+from support.rank_plan import ACCELERATE, OBJECTIVE, PREPARED_SCHEDULE, SHARDED_TWICE, TORCHRUN
 
 
 @dataclass(frozen=True)
@@ -56,18 +56,7 @@ MISTAKES = {
     ),
     "a prepared scheduler": Mistake(
         (
-            Edit(
-                ACCELERATE,
-                "self.model, self.optimizer, own = self.accelerator.prepare(model, optimizer, batches)",
-                "from llm_pretrain.training.schedule import learning_rate\n"
-                "        config = self.config\n"
-                "        schedule = torch.optim.lr_scheduler.LambdaLR(\n"
-                "            optimizer, lambda n: learning_rate(config, n) / config.optimizer.learning_rate\n"
-                "        )\n"
-                "        self.model, self.optimizer, own, self.schedule = self.accelerator.prepare(\n"
-                "            model, optimizer, batches, schedule\n"
-                "        )",
-            ),
+            PREPARED_SCHEDULE[0],
             Edit(
                 ACCELERATE,
                 _STEP,
