@@ -9,9 +9,9 @@ from typing import Any
 
 from support.mutation import Edit
 from support.rank_cases import Case
+from support.rank_plan import ACCELERATE, ONE_RANK_NAN, TORCHRUN
 
-TORCHRUN, ACCELERATE = "train_pretrain.py", "train_pretrain_accelerate.py"
-SHARDING, DECODER = "llm_pretrain/training/sharding.py", "llm_pretrain/model/decoder.py"
+SHARDING = "llm_pretrain/training/sharding.py"
 
 Changes = dict[str, dict[str, Any]]
 
@@ -31,16 +31,6 @@ FP16: Changes = {"training": {"precision": "fp16", "max_steps": 4}}
 LONG_EXPERTS: Changes = {"training": {"max_steps": 20}}
 LONG: Changes = LONG_EXPERTS | {"model": {"num_experts": 0}}
 
-ONE_RANK_NAN = {
-    name: Edit(
-        file,
-        "        self.objective = Objective(config, self.world_size)\n",
-        "        plain = Objective(config, self.world_size)\n"
-        "        factor = math.nan if self.rank == 1 else 1.0\n"
-        "        self.objective = lambda output, tokens: factor * plain(output, tokens)\n",
-    )
-    for name, file in (("torchrun", TORCHRUN), ("accelerate", ACCELERATE))
-}
 STAYS_DDP = Edit(ACCELERATE, '_shared_state["distributed_type"] = DistributedType.MULTI_GPU', "_shared_state")
 UNCOMPARED = Edit(
     ACCELERATE,
