@@ -10,7 +10,7 @@ RUN ?= runs/quickstart
 # Processes of `make pretrain`: one per GPU, or two on a machine without one.
 NPROC ?= $(shell $(BIN)/python -c "import torch; print(torch.cuda.device_count() or 2)" 2>/dev/null)
 
-.PHONY: help setup pretrain store test test-slow lint bench docs clean
+.PHONY: help setup pretrain store test test-slow test-faults fuzz lint bench docs clean
 
 help:  ## What can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 14
@@ -58,6 +58,12 @@ test: $(VENV)/.installed-tests  ## The test suite, without what takes minutes
 
 test-slow: $(VENV)/.installed-tests  ## What takes minutes
 	$(BIN)/python -m pytest -m slow
+
+test-faults: $(VENV)/.installed-tests  ## Every fault: kills, full disks, damage, lost networks (about an hour)
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/faults
+
+fuzz: $(VENV)/.installed-tests  ## Look for input that breaks a reader, for longer than the tests do
+	FUZZ_EXAMPLES=$(or $(EXAMPLES),20000) $(BIN)/python -m pytest -n 2 --dist loadfile -m fuzz
 
 bench: $(STORE)/store.json  ## Measure: make bench NAME=startup; docs/benchmarks.md has the results
 	$(BIN)/python -m benchmarks $(or $(NAME),all)

@@ -142,6 +142,9 @@ class TrainingConfig:
         max_grad_norm: Global gradient norm is clipped to this; 0 turns clipping off.
         z_loss_coef: Coefficient of the squared log-partition of the output softmax (PaLM, section 5).
         max_skipped_steps: The run stops as diverged after this many skipped steps in a row.
+        spike_action: What follows a step whose loss or gradient norm is far beyond those of the steps before:
+            `log` it, `skip` its update, or `rollback` to the parameters and optimizer state of the last
+            periodic checkpoint and go on with the next step's data.
         deterministic: Deterministic algorithms, for bit identity on a GPU.
         activation_checkpointing: Recompute each layer's activations in the backward pass.
     """
@@ -154,6 +157,7 @@ class TrainingConfig:
     max_grad_norm: float = 1.0
     z_loss_coef: float = 0.0
     max_skipped_steps: int = 20
+    spike_action: Literal["log", "skip", "rollback"] = "log"
     deterministic: bool = False
     activation_checkpointing: bool = False
 
@@ -166,6 +170,7 @@ class CheckpointConfig:
         save_steps: Save every this many steps, and at the end; 0 saves at the end only.
         keep_last: Checkpoints and weights to keep; at least 2.
         keep_best: Keep the weights of the lowest evaluation loss in `weights/best`.
+        async_save: Copy the state to the processor's memory, and write it while training goes on.
         resume: `auto` continues from the newest sound checkpoint of the run's folder, `never` refuses a
             folder that has checkpoints, a path names a checkpoint folder to start from.
         weights_dtype: Precision of the exported weights.
@@ -174,6 +179,7 @@ class CheckpointConfig:
     save_steps: int = 500
     keep_last: int = 2
     keep_best: bool = True
+    async_save: bool = False
     resume: str = "auto"
     weights_dtype: Literal["bf16", "fp16"] = "bf16"
 

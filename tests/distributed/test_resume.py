@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import math
-import os
 import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
+from support.interrupting import check_continued, kill_at, newest_checkpoint, wait_for_step
 from support.launching import (
     ACCELERATE_SCRIPT,
     ROOT,
-    TIMEOUT_SECONDS,
     TORCHRUN_SCRIPT,
     Finished,
     assert_same_tensors,
     checkpoint_tensors,
     environment,
     finish,
-    kill_outright,
     launch,
-    start,
 )
 
 STEPS, SAVE_STEPS, KILL_STEP = 40, 5, 17
@@ -50,26 +45,6 @@ def reference(options: list[str], tmp_path_factory: pytest.TempPathFactory) -> F
     return launch("torchrun", 2, tmp_path_factory.mktemp("reference") / "run", options)
 
 
-def kill_at(launcher: str, folder: Path, options: list[str], step: int, number: int) -> Finished:
-    """Start on two processes and send a signal when the row of `step` is written; SIGKILL to all of them."""
-    process = start(launcher, 2, folder, options)
-    wait_for_step(process, folder, step)
-    if number == signal.SIGKILL:
-        kill_outright(process)
-    else:
-        os.killpg(process.pid, number)
-    return finish(process, folder)
-
-
-def wait_for_step(process: subprocess.Popen[str], folder: Path, step: int) -> None:
-    """Return as soon as the row of `step` is written."""
-    metrics, deadline = folder / "metrics.jsonl", time.monotonic() + TIMEOUT_SECONDS
-    while not (metrics.exists() and f'"step": {step},' in metrics.read_text()):
-        assert process.poll() is None, f"ended before step {step}:\n{process.communicate()[0][-4000:]}"
-        assert time.monotonic() < deadline, f"step {step} not reached"
-        time.sleep(0.01)
-
-
 @pytest.fixture(scope="module")
 def killed(options: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A folder per launcher, left behind by `kill -9` of the launcher and both workers."""
@@ -80,20 +55,6 @@ def killed(options: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict
         assert finished.exit_code == -signal.SIGKILL
         assert newest_checkpoint(folders[launcher]) % SAVE_STEPS == 0, "it had the time to save"
     return folders
-
-
-def newest_checkpoint(folder: Path) -> int:
-    return max(int(path.name.removeprefix("step-")) for path in (folder / "checkpoints").glob("step-*"))
-
-
-def check_continued(folder: Path, continue_run: Callable[[], object]) -> int:
-    """Continue a killed run; its first row must follow the newest committed checkpoint. Returns that step."""
-    before, rows_before = newest_checkpoint(folder), len(Finished(0, "", folder).raw_steps())
-    continue_run()
-    new_rows = Finished(0, "", folder).raw_steps()[rows_before:]
-    assert before > 0
-    assert new_rows[0] == before + 1, f"expected to begin at step {before + 1}, began at {new_rows[0]}"
-    return before
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,40 @@
+"""What the fault tests share: one small run with everything that can differ, and the run nobody disturbed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.launching import ROOT, Finished, launch
+from support.once import once
+
+STEPS, SAVE_STEPS = 24, 4
+
+
+@pytest.fixture(scope="session")
+def options(masked_store: Path) -> list[str]:
+    """Options of a mixture of experts with dropout, a row per step, a save every `SAVE_STEPS`."""
+    return [
+        *("--config", str(ROOT / "configs" / "tiny-moe.yaml")),
+        *("--data.sources", f"[{{store: {masked_store}}}]"),
+        *("--training.max_steps", str(STEPS), "--checkpoint.save_steps", str(SAVE_STEPS)),
+        *("--model.hidden_dropout", "0.1", "--model.router_bias_update_rate", "1e-3"),
+        *("--evaluation.eval_steps", "0", "--logging.logging_steps", "1"),
+        *("--distributed.cpu_threads", "1"),
+    ]
+
+
+@pytest.fixture(scope="session")
+def undisturbed(options: list[str], tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """The run on two processes that nothing happened to; the oracle of every other on two."""
+    return once(
+        tmp_path_factory, "undisturbed", lambda folder: launch("torchrun", 2, folder / "run", options)
+    )
+
+
+@pytest.fixture(scope="session")
+def undisturbed_alone(options: list[str], tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """The same on one process."""
+    return once(
+        tmp_path_factory, "undisturbed-alone", lambda folder: launch("torchrun", 1, folder / "run", options)
+    )
