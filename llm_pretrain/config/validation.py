@@ -55,7 +55,7 @@ def validate(config: Config, world_size: int = 1, *, needs_data: bool = True) ->
     alone = [*_ranges(config), *_names(config), *data_problems(config.data, needs_data)]
     wrong = {line.partition(":")[0] for line in alone}
     relations = [*model_relations(config), *_batch(config, world_size), *_schedule(config)]
-    relations += [*_samples(config), *_strategy(config)]
+    relations += [*_samples(config), *_strategy(config), *_spikes(config)]
     # a relation to a value that is impossible anyway says nothing new, and may not be computable
     return alone + [text for names, text in relations if not wrong.intersection(names)]
 
@@ -87,8 +87,6 @@ def _ranges(config: Config) -> Iterator[str]:
                 yield f"{name}: expected at least 0 and less than 1, found {value}"
     if config.checkpoint.async_save:
         yield "checkpoint.async_save: expected false, found true, which is not built yet"
-    if config.training.spike_action != "log":
-        yield f"training.spike_action: expected log, found {config.training.spike_action}: not built yet"
     if config.checkpoint.keep_last < 2:
         yield (
             f"checkpoint.keep_last: expected 2 or more, found {config.checkpoint.keep_last}; the last but "
@@ -193,4 +191,22 @@ def _strategy(config: Config) -> Iterator[Relation]:
             names,
             f"{names[0]}: expected fp32 or bf16 with {names[1]} deepspeed, found fp16, whose loss scale "
             "DeepSpeed would keep to itself and no checkpoint has; use bf16",
+        )
+
+
+def _spikes(config: Config) -> Iterator[Relation]:
+    action = config.training.spike_action
+    names = ("training.spike_action", "distributed.strategy")
+    if action != "log" and config.distributed.strategy == "deepspeed":
+        yield (
+            names,
+            f"{names[0]}: expected log with {names[1]} deepspeed, found {action}, but its engine takes every "
+            "step before it can be judged; use ddp or fsdp",
+        )
+    names = ("training.spike_action", "checkpoint.save_steps")
+    if action == "rollback" and config.checkpoint.save_steps == 0:
+        yield (
+            names,
+            f"{names[0]}: expected log or skip with {names[1]} 0, found rollback, which goes back to a "
+            f"periodic checkpoint; set {names[1]}",
         )

@@ -39,15 +39,18 @@ from llm_pretrain.training.sharding import (
     release_parameters,
     shard_full_precision,
 )
+from llm_pretrain.training.spikes import Judge, SpikeHistory
 from llm_pretrain.training.status import Status
 
 __all__ = [
     "DDP_OPTIONS",
     "Engine",
     "Evaluator",
+    "Judge",
     "Launcher",
     "Objective",
     "RunFolder",
+    "SpikeHistory",
     "Status",
     "StepCounts",
     "StepResult",
