@@ -19,9 +19,8 @@ from pathlib import Path
 
 import psutil
 import torch
-import yaml
 
-from llm_pretrain.config import Config
+from llm_pretrain.config import Config, YamlError, read_yaml_file
 from llm_pretrain.errors import CheckpointError, ConfigError, PretrainError, ResourceError
 
 INTERRUPTED = 130
@@ -182,8 +181,8 @@ def _requested_processes() -> int | None:
     if known.num_processes is not None or not arguments:
         return known.num_processes
     try:
-        settings = yaml.safe_load(Path(known.config_file or default_accelerate_file()).read_text())
-    except (OSError, yaml.YAMLError):
+        settings = read_yaml_file(known.config_file or default_accelerate_file())
+    except (OSError, ValueError, YamlError):
         return None
     count = settings.get("num_processes") if isinstance(settings, dict) else None
     return count if isinstance(count, int) else None
