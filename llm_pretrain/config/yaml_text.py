@@ -25,6 +25,8 @@ MAX_VALUES = 20_000
 aliases would be billions of them, and to read, to compare and to print them would take all memory."""
 MAX_DEPTH = 32
 """Levels of nesting; far below where Python's own recursion ends."""
+MAX_DIGITS = 500
+"""Of an integer; a double has 309 before its point."""
 
 _TAG = "tag:yaml.org,2002:"
 _DIGITS = "[0-9]+(?:_[0-9]+)*"
@@ -84,7 +86,11 @@ class _Reader(yaml.SafeLoader):
 
 
 def _integer(loader: _Reader, node: Any) -> int:
-    return int(str(loader.construct_scalar(node)))
+    text = str(loader.construct_scalar(node))
+    if len(text) > MAX_DIGITS:
+        problem = f"a number of {len(text)} characters"
+        raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+    return int(text)
 
 
 def _number(loader: _Reader, node: Any) -> float:
