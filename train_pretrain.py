@@ -10,7 +10,6 @@ import math
 import os
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -36,6 +35,7 @@ from llm_pretrain.training import (
     StepSums,
     adopt_parameters,
     check_world_size,
+    collective_timeout,
     end_script,
     forget_process_groups,
     layer_precision,
@@ -49,6 +49,7 @@ from llm_pretrain.training import (
     seed_dropout,
     settle_buckets,
     shard_full_precision,
+    watching,
     with_global_expert_counts,
 )
 
@@ -72,7 +73,7 @@ class TorchrunEngine:
             torch.cuda.set_device(self.device)
         self.rank, self.world_size = 0, 1
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            timeout = timedelta(seconds=config.distributed.timeout_seconds)
+            timeout = collective_timeout(config)
             backend = "nccl" if on_gpu else "gloo"
             dist.init_process_group(backend, init_method=meeting_point(), timeout=timeout)
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
@@ -179,7 +180,8 @@ def main(argv: list[str] | None = None) -> int:
     with report_errors():
         config = load_config(argv)
         prepare_process(config)
-        return pretrain(config, TorchrunEngine(config))
+        with watching(config):
+            return pretrain(config, TorchrunEngine(config))
     raise AssertionError("report_errors leaves by itself")
 
 

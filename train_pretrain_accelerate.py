@@ -46,6 +46,7 @@ from llm_pretrain.training import (
     check_fsdp_version,
     check_strategy,
     check_world_size,
+    collective_timeout,
     end_script,
     launch_settings,
     layer_precision,
@@ -59,6 +60,7 @@ from llm_pretrain.training import (
     seed_dropout,
     settle_buckets,
     shard_full_precision,
+    watching,
     with_global_expert_counts,
 )
 from llm_pretrain.training.deepspeed_state import (
@@ -86,7 +88,7 @@ class AccelerateEngine:
                 "training.precision: fp16 through Accelerate needs a GPU (on CPU it would silently train in "
                 "fp32), found none; use bf16 or fp32, or torchrun with train_pretrain.py"
             )
-        timeout = timedelta(seconds=config.distributed.timeout_seconds)
+        timeout = collective_timeout(config)
         self.uses_deepspeed = config.distributed.strategy == "deepspeed"
         # named for DeepSpeed alone: a named back-end needs a process group, and one process of DDP has none
         zero_backend = ("nccl" if on_gpu else "gloo") if self.uses_deepspeed else None
@@ -223,7 +225,8 @@ def main(argv: list[str] | None = None) -> int:
     with report_errors():
         config = load_config(argv)
         prepare_process(config)
-        return pretrain(config, AccelerateEngine(config))
+        with watching(config):
+            return pretrain(config, AccelerateEngine(config))
     raise AssertionError("report_errors leaves by itself")
 
 
