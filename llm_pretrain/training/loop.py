@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, suppress
 from itertools import islice
 
 import torch
@@ -42,20 +42,22 @@ def pretrain(config: Config, engine: Engine) -> int:
         PretrainError: with the exit code of its kind; `status.json` says the same.
     """
     folder = RunFolder(config.run.folder)
-    on_first_rank(engine, folder.acquire)
-    status = Status(folder.status, rank=engine.rank, world_size=engine.world_size, launcher=engine.launcher)
-    try:
-        with StopRequest() as stop:
+    with StopRequest(says=engine.rank == 0) as stop:  # to the very end, or a second signal would tear it
+        on_first_rank(engine, folder.acquire)  # nobody passes before every rank has its handlers
+        status = Status(
+            folder.status, rank=engine.rank, world_size=engine.world_size, launcher=engine.launcher
+        )
+        try:
             status.started()
             exit_code = Training(config, engine, folder, status, stop).run()
-    except BaseException as error:
-        status.failed(error)
-        raise
-    finally:
-        if engine.rank == 0 and config.logging.report:
-            report_run(folder)
-        folder.release()
-    engine.close()
+        except BaseException as error:
+            status.failed(error)
+            raise
+        finally:
+            if engine.rank == 0 and config.logging.report:
+                report_run(folder)
+            folder.release()
+        engine.close()
     return exit_code
 
 
@@ -95,6 +97,8 @@ class Training:
             lambda: global_batches(config, start_step=self.progress.step, world_size=engine.world_size),
         )
         batches = engine.prepare(model, optimizer, loader)
+        if self._stop_agreed():  # there is nothing to save; what follows may take longer than a grace period
+            return self._preempted(self._print)
         if resume is not None:
             self.saving.restore(resume)
         self.evaluator = self._build_evaluator()
@@ -194,14 +198,25 @@ class Training:
         if saved_step != step:
             self._save()
         if step < self.config.training.max_steps or self.progress.evaluation_owed:
-            reason = self.stop.signal.name if self.stop.signal else "a signal to another rank"
-            self.status.ended(step, EXIT_PREEMPTED, reason)
-            console.info(f"stopped by {reason} after step {step}; start the same command again to continue")
-            return EXIT_PREEMPTED
+            return self._preempted(console.info)
         self.status.ended(step, 0, None)
         console.info(f"finished at step {step}: {self.folder.path}")
         console.info(f"weights: {self.saving.weights_of(step)}")
         return 0
+
+    def _preempted(self, say: Callable[[str], object]) -> int:
+        """Write and say that the run was asked to stop, with all of it saved; returns the exit code."""
+        step = self.progress.step
+        reason = self.stop.signal.name if self.stop.signal else "a signal to another rank"
+        self.status.ended(step, EXIT_PREEMPTED, reason)
+        say(f"stopped by {reason} after step {step}; start the same command again to continue")
+        return EXIT_PREEMPTED
+
+    def _print(self, text: str) -> None:
+        """Before there is a console."""
+        with suppress(OSError):  # a closed terminal
+            if self.engine.rank == 0:
+                print(text, flush=True)
 
     def _build_evaluator(self) -> Evaluator:
         config = self.config

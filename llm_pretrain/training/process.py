@@ -23,6 +23,7 @@ import yaml
 
 from llm_pretrain.config import Config
 from llm_pretrain.errors import CheckpointError, ConfigError, PretrainError, ResourceError
+from llm_pretrain.training.signals import ignore_stop_signals
 
 INTERRUPTED = 130
 """Exit code of a Ctrl-C before the run began; afterwards it saves and leaves with 75."""
@@ -227,6 +228,7 @@ def end_script(exit_code: int) -> None:
     A back-end's threads may outlive the process group (gloo's do under FSDP and DeepSpeed), and one of them
     still at work when Python takes its libraries down aborts a run that has finished.
     """
+    ignore_stop_signals()  # one more would replace the exit code
     sys.stdout.flush()
     sys.stderr.flush()
     if int(os.environ.get("WORLD_SIZE") or 1) > 1:
