@@ -22,6 +22,7 @@ from llm_pretrain.training.evaluation import Evaluator, zlib_bits_per_byte
 from llm_pretrain.training.initial_weights import load_initial_weights
 from llm_pretrain.training.objective import expert_counts
 from llm_pretrain.training.optimizers import build_optimizer
+from llm_pretrain.training.out_of_memory import check_memory, out_of_memory_in_words
 from llm_pretrain.training.recorder import Recorder
 from llm_pretrain.training.reporting import report_run
 from llm_pretrain.training.run_folder import RunFolder
@@ -49,7 +50,9 @@ def pretrain(config: Config, engine: Engine) -> int:
         )
         try:
             status.started()
-            exit_code = Training(config, engine, folder, status, stop).run()
+            training = Training(config, engine, folder, status, stop)
+            with out_of_memory_in_words(training.config, engine):
+                exit_code = training.run()
         except BaseException as error:
             status.failed(error)
             raise
@@ -88,6 +91,7 @@ class Training:
                 f"checkpoint, found {config.training.max_steps}; raise it or choose another run.name"
             )
         self.status.running(self.progress.step, resume.path if resume else None)
+        on_every_rank(engine, lambda: check_memory(config, engine))
         model = Decoder(config.model, activation_checkpointing=config.training.activation_checkpointing)
         initialize_weights(model, config.run.seed)
         notes = [] if resume else on_every_rank(engine, lambda: load_initial_weights(model, config))

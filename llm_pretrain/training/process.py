@@ -23,6 +23,7 @@ import yaml
 
 from llm_pretrain.config import Config
 from llm_pretrain.errors import CheckpointError, ConfigError, PretrainError, ResourceError
+from llm_pretrain.training.out_of_memory import out_of_memory_in_words
 from llm_pretrain.training.signals import ignore_stop_signals
 
 INTERRUPTED = 130
@@ -200,14 +201,10 @@ def report_errors() -> Iterator[None]:
     number = os.environ.get("RANK", "")
     rank = int(number) if number.isdecimal() else 0
     try:
-        yield
+        with out_of_memory_in_words():
+            yield
     except KeyboardInterrupt:
         _leave(INTERRUPTED)
-    except torch.OutOfMemoryError as error:
-        _exit(
-            ResourceError(f"out of memory: {str(error).splitlines()[0]}; lower training.micro_batch_size"),
-            rank,
-        )
     except PretrainError as error:
         _exit(error, rank)
     except OSError as error:

@@ -7,9 +7,8 @@ import os
 import tempfile
 from pathlib import Path
 
-import torch
-
 from llm_pretrain.errors import EXIT_PREEMPTED, CheckpointError, DivergedError, PretrainError, ResourceError
+from llm_pretrain.training.out_of_memory import is_out_of_memory
 
 
 def read_status(path: Path) -> dict:
@@ -25,7 +24,7 @@ def exit_code_of(error: BaseException) -> int:
     """The worker's exit code for an error; 1 for a bug of ours."""
     if isinstance(error, PretrainError):
         return error.exit_code
-    if isinstance(error, torch.OutOfMemoryError):
+    if is_out_of_memory(error):
         return ResourceError.exit_code
     return CheckpointError.exit_code if isinstance(error, OSError) else 1
 
