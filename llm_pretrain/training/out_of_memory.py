@@ -31,9 +31,18 @@ _SIGNS = (
     "CUBLAS_STATUS_ALLOC_FAILED",
     os.strerror(errno.ENOMEM),
 )
-_ASKED = re.compile(r"(?i)(?:tried to|unable to) allocate ([\d.]+) ?(bytes|[KMGT]?i?B)\b")
+_ASKED = re.compile(r"(?i)(?:tried to|unable to) allocate ([\d.]+) ?(bytes|[KMGTPE]?i?B)\b")
 _ON_GPU = re.compile(r"total capacity of ([\d.]+ \w+) of which ([\d.]+ \w+) is free")
-_UNITS = {"bytes": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_UNITS = {
+    "bytes": 1,
+    "b": 1,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+    "pib": 2**50,
+    "eib": 2**60,
+}
 _CGROUP = Path("/sys/fs/cgroup")
 
 
