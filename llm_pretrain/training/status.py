@@ -7,8 +7,6 @@ import os
 import tempfile
 from pathlib import Path
 
-import torch
-
 from llm_pretrain.errors import (
     EXIT_PREEMPTED,
     CheckpointError,
@@ -17,6 +15,7 @@ from llm_pretrain.errors import (
     ResourceError,
     StuckError,
 )
+from llm_pretrain.training.out_of_memory import is_out_of_memory
 
 
 def read_status(path: Path) -> dict:
@@ -32,7 +31,7 @@ def exit_code_of(error: BaseException) -> int:
     """The worker's exit code for an error; 1 for a bug of ours."""
     if isinstance(error, PretrainError):
         return error.exit_code
-    if isinstance(error, torch.OutOfMemoryError):
+    if is_out_of_memory(error):
         return ResourceError.exit_code
     return CheckpointError.exit_code if isinstance(error, OSError) else 1
 
