@@ -93,9 +93,7 @@ def read_journal(file: Path) -> list[Call]:
         rank, number, call, path, other, offset, size, kept, outcome = content[start:end].decode().split("\t")
         start = end + 1 + int(kept)
         data = content[end + 1 : start]
-        calls.append(
-            Call(int(rank), int(number), call, path, other, int(offset), int(size), outcome, data)
-        )
+        calls.append(Call(int(rank), int(number), call, path, other, int(offset), int(size), outcome, data))
     return calls
 
 
@@ -113,8 +111,9 @@ class _Folder:
 Tree = dict[str, bytes | None]
 """Relative path → content of a file, None for a folder."""
 
-CUTS = ("as it is", "content gone", "content zeros", "names gone", "names and content gone")
-"""What a power cut may leave: nothing is lost, or what was not synced is."""
+CUTS = ("as it is", "content gone", "content zeros", "names gone", "names and content gone", "outer names gone")
+"""What a power cut may leave: nothing is lost, or what was not synced is: content, names, or only the names
+in the run's folder, in checkpoints/ and in weights/, while what is below those has come as far as it has."""
 
 
 class Disk:
@@ -156,7 +155,7 @@ class Disk:
     def after_cut(self, cut: str) -> Tree:
         """What is found when the power is back."""
         tree: Tree = {}
-        self._collect(self._top, "", cut, tree)
+        self._collect(self._top, "", cut, tree, 0)
         return tree
 
     def _change(self, file: _File, call: Call) -> None:
@@ -192,12 +191,13 @@ class Disk:
         assert isinstance(node, _Folder)
         return node, Path(path).name
 
-    def _collect(self, folder: _Folder, prefix: str, cut: str, tree: Tree) -> None:
-        for name, node in (folder.synced if "names" in cut else folder.entries).items():
+    def _collect(self, folder: _Folder, prefix: str, cut: str, tree: Tree, depth: int) -> None:
+        names_gone = "names" in cut and not ("outer" in cut and depth > 1)
+        for name, node in (folder.synced if names_gone else folder.entries).items():
             path = f"{prefix}{name}"
             if isinstance(node, _Folder):
                 tree[path] = None
-                self._collect(node, f"{path}/", cut, tree)
+                self._collect(node, f"{path}/", cut, tree, depth + 1)
             elif cut == "content zeros" and node.data != node.synced:
                 tree[path] = node.synced + bytes(max(0, len(node.data) - len(node.synced)))
             else:
