@@ -22,6 +22,7 @@ from llm_pretrain.training.evaluation import Evaluator, zlib_bits_per_byte
 from llm_pretrain.training.initial_weights import load_initial_weights
 from llm_pretrain.training.objective import expert_counts
 from llm_pretrain.training.optimizers import build_optimizer
+from llm_pretrain.training.peers import lost_contact
 from llm_pretrain.training.recorder import Recorder
 from llm_pretrain.training.reporting import report_run
 from llm_pretrain.training.run_folder import RunFolder
@@ -30,6 +31,7 @@ from llm_pretrain.training.saving import Saving
 from llm_pretrain.training.schedule import learning_rate, set_learning_rate
 from llm_pretrain.training.signals import StopRequest
 from llm_pretrain.training.status import Status
+from llm_pretrain.training.watchdog import beat, report_hangs_to
 
 
 def pretrain(config: Config, engine: Engine) -> int:
@@ -42,19 +44,26 @@ def pretrain(config: Config, engine: Engine) -> int:
         PretrainError: with the exit code of its kind; `status.json` says the same.
     """
     folder = RunFolder(config.run.folder)
+    beat("opening the run's folder")
     on_first_rank(engine, folder.acquire)
     status = Status(folder.status, rank=engine.rank, world_size=engine.world_size, launcher=engine.launcher)
     try:
         with StopRequest() as stop:
             status.started()
+            report_hangs_to(folder, status)
             exit_code = Training(config, engine, folder, status, stop).run()
     except BaseException as error:
-        status.failed(error)
+        lost = lost_contact(error, engine.rank)
+        status.failed(lost or error)
+        if lost:
+            raise lost from None
         raise
     finally:
         if engine.rank == 0 and config.logging.report:
+            beat("writing the report")
             report_run(folder)
         folder.release()
+    beat("leaving the process group")
     engine.close()
     return exit_code
 
@@ -71,6 +80,7 @@ class Training:
 
     def __init__(self, config: Config, engine: Engine, folder: RunFolder, status: Status, stop: StopRequest):
         self.engine, self.folder, self.status, self.stop = engine, folder, status, stop
+        beat("opening the data", files=True)
         self.stores: list[TokenStore] = on_every_rank(engine, lambda: open_stores(config))
         self.config = on_every_rank(engine, lambda: resolve_model(config, self.stores[0].vocab_size))
         self.saving = Saving(self.config, engine, folder, self.stores)
@@ -78,6 +88,7 @@ class Training:
     def run(self) -> int:
         """Build, restore, train, save; returns the exit code."""
         config, engine = self.config, self.engine
+        beat("looking for a checkpoint", files=True)
         resume = on_every_rank(engine, self.saving.find)
         self.progress = self.saving.progress(resume)
         if self.progress.step > config.training.max_steps:
@@ -86,6 +97,7 @@ class Training:
                 f"checkpoint, found {config.training.max_steps}; raise it or choose another run.name"
             )
         self.status.running(self.progress.step, resume.path if resume else None)
+        beat("building the model", files=True)  # which may read weights
         model = Decoder(config.model, activation_checkpointing=config.training.activation_checkpointing)
         initialize_weights(model, config.run.seed)
         notes = [] if resume else on_every_rank(engine, lambda: load_initial_weights(model, config))
@@ -96,7 +108,9 @@ class Training:
         )
         batches = engine.prepare(model, optimizer, loader)
         if resume is not None:
+            beat(f"restoring step {resume.step}", files=True)
             self.saving.restore(resume)
+        beat("getting ready to train", files=True)
         self.evaluator = self._build_evaluator()
         self.samples = self._open_samples()
         changes = on_first_rank(engine, self._write_config)
@@ -116,6 +130,7 @@ class Training:
         remaining = windows(batches, config.gradient_accumulation_steps(self.engine.world_size))
         self.recorder.restart_clock()
         while progress.step < config.training.max_steps and not stopping:
+            beat(f"waiting for the data of step {progress.step + 1}")
             self._step(next(remaining))
             self._evaluate_and_write(due=self._evaluation_is_due())
             self._check_divergence()
@@ -129,6 +144,7 @@ class Training:
         """One optimizer step: learning rate, the engine's work, the router's bias, the books."""
         config, engine, progress = self.config, self.engine, self.progress
         model, optimizer = engine.model_and_optimizer()
+        beat(f"step {progress.step + 1}")
         rate = learning_rate(config, progress.step)
         set_learning_rate(optimizer, rate)
         result = engine.train_step(micro_batches)
@@ -148,6 +164,7 @@ class Training:
 
         An evaluation that a stop signal cut short is owed: the resumed run writes it as a row of its own.
         """
+        beat(f"the evaluation after step {self.progress.step}" if due else None)
         metrics = self.evaluator() if due else {}
         self.progress.evaluation_owed = metrics is None
         if metrics:
@@ -161,8 +178,10 @@ class Training:
         """What every evaluation brings with it: the best weights, and samples."""
         model, _ = self.engine.model_and_optimizer()
         if loss is not None:
+            beat(f"keeping the best weights of step {self.progress.step}", files=True)
             self.saving.keep_best(self.progress, loss)
         if self.samples is not None:
+            beat(f"generating samples after step {self.progress.step}")
             assert isinstance(model, Decoder)
             self.samples.write(model, self.progress.step, self.recorder.console, rank=self.engine.rank)
 
@@ -179,11 +198,13 @@ class Training:
 
     def _stop_agreed(self) -> bool:
         """Whether any rank was asked to stop; the same answer on all."""
+        beat(f"agreeing whether to stop after step {self.progress.step}")
         flag = torch.tensor([int(self.stop.requested)])
         return bool(self.engine.reduce_sum(flag).item())
 
     def _save(self) -> int:
         """Save checkpoint and weights; returns the step they are of."""
+        beat(f"saving step {self.progress.step}", files=True)
         path = self.saving.save(self.progress)
         self.status.running(self.progress.step, path)
         return self.progress.step

@@ -9,7 +9,14 @@ from pathlib import Path
 
 import torch
 
-from llm_pretrain.errors import EXIT_PREEMPTED, CheckpointError, DivergedError, PretrainError, ResourceError
+from llm_pretrain.errors import (
+    EXIT_PREEMPTED,
+    CheckpointError,
+    DivergedError,
+    PretrainError,
+    ResourceError,
+    StuckError,
+)
 
 
 def read_status(path: Path) -> dict:
@@ -65,7 +72,7 @@ class Status:
 
     def failed(self, error: BaseException) -> None:
         """The run failed. A user-level error of one rank outranks what its loss does to the others."""
-        if isinstance(error, PretrainError):
+        if isinstance(error, PretrainError) and not isinstance(error, StuckError):
             if error.shared and self.rank != 0:
                 return
         elif read_status(self.path).get("state") != "running":
