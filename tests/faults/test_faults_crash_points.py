@@ -7,10 +7,8 @@ every power cut of one process, and every few of the kills.
 
 from __future__ import annotations
 
-import errno
 import shutil
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,7 +24,17 @@ from support.crash_checks import (
     small_options,
 )
 from support.crash_probe import CrashProbe
-from support.faulty_io import CUTS, Call, Disk, Fault, Tree, build_library, read_journal, read_tree, write_tree
+from support.faulty_io import (
+    CUTS,
+    Call,
+    Disk,
+    Fault,
+    Tree,
+    build_library,
+    read_journal,
+    read_tree,
+    write_tree,
+)
 
 SURVIVOR_SECONDS = 60
 """A rank that has lost another must end by itself within this; it takes a fraction of a second."""
@@ -35,7 +43,12 @@ SAVES = ":/checkpoints :/weights"
 """Calls of the saves alone: under async_save their order does not depend on two threads' race."""
 
 ASYNC = ["--checkpoint.async_save", "true"]
-MATRIX = [(launcher, size, mode) for launcher in ("torchrun", "accelerate") for size in (1, 2) for mode in ([], ASYNC)]
+MATRIX = [
+    (launcher, size, mode)
+    for launcher in ("torchrun", "accelerate")
+    for size in (1, 2)
+    for mode in ([], ASYNC)
+]
 NAMES = [f"{launcher}-{size}-{'async' if mode else 'sync'}" for launcher, size, mode in MATRIX]
 
 
@@ -51,7 +64,9 @@ def probe(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CrashProbe]:
 @pytest.fixture(scope="module")
 def crash_options(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Of a run so small that it takes a fraction of a second."""
-    return small_options(make_store(tmp_path_factory.mktemp("small") / "store", documents=60, masked=True).path)
+    return small_options(
+        make_store(tmp_path_factory.mktemp("small") / "store", documents=60, masked=True).path
+    )
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +96,9 @@ def journal_of(
     return root, calls
 
 
-def power_cuts(scenario: Scenario, root: Path, calls: list[Call]) -> Iterator[tuple[str, Tree, tuple[int, int]]]:
+def power_cuts(
+    scenario: Scenario, root: Path, calls: list[Call]
+) -> Iterator[tuple[str, Tree, tuple[int, int]]]:
     """Each different folder that a cut after any call may leave: when, content, steps that must be there."""
     disk, seen = Disk(root, scenario.start), set()
     for call, durable in zip(calls, durable_steps(calls, root, scenario), strict=True):
@@ -94,7 +111,9 @@ def power_cuts(scenario: Scenario, root: Path, calls: list[Call]) -> Iterator[tu
                 yield f"{cut}, after call {call.number} of rank {call.rank}: {call.kind}", tree, durable
 
 
-def failures_of_cuts(scenario: Scenario, root: Path, calls: list[Call], *, first: bool = False) -> dict[str, str]:
+def failures_of_cuts(
+    scenario: Scenario, root: Path, calls: list[Call], *, first: bool = False
+) -> dict[str, str]:
     """When → what a power cut there breaks; the first alone, or all."""
     failures, folder = {}, root.parent / "cut"
     for when, tree, durable in power_cuts(scenario, root, calls):
@@ -119,7 +138,11 @@ def kill_points(calls: list[Call], world_size: int) -> list[tuple[int, str, int,
 
 
 def check_kills(
-    scenario: Scenario, probe: CrashProbe, folder: Path, points: list[tuple[int, str, int, str]], only: str = ""
+    scenario: Scenario,
+    probe: CrashProbe,
+    folder: Path,
+    points: list[tuple[int, str, int, str]],
+    only: str = "",
 ) -> float:
     """Kill a rank at each point and go on from there; returns the longest that another rank outlived it."""
     longest = 0.0

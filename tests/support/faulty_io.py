@@ -111,7 +111,14 @@ class _Folder:
 Tree = dict[str, bytes | None]
 """Relative path → content of a file, None for a folder."""
 
-CUTS = ("as it is", "content gone", "content zeros", "names gone", "names and content gone", "outer names gone")
+CUTS = (
+    "as it is",
+    "content gone",
+    "content zeros",
+    "names gone",
+    "names and content gone",
+    "outer names gone",
+)
 """What a power cut may leave: nothing is lost, or what was not synced is: content, names, or only the names
 in the run's folder, in checkpoints/ and in weights/, while what is below those has come as far as it has."""
 
