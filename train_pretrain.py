@@ -6,11 +6,15 @@ Everything that distributed data parallelism asks for stands here in plain sight
 
 from __future__ import annotations
 
+import signal
+
+if __name__ == "__main__":  # until the run begins a Ctrl-C just ends the process, wherever it waits
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import math
 import os
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -37,6 +41,7 @@ from llm_pretrain.training import (
     StepSums,
     adopt_parameters,
     check_world_size,
+    collective_timeout,
     end_script,
     forget_process_groups,
     layer_precision,
@@ -50,6 +55,7 @@ from llm_pretrain.training import (
     seed_dropout,
     settle_buckets,
     shard_full_precision,
+    watching,
     with_global_expert_counts,
 )
 
@@ -73,7 +79,7 @@ class TorchrunEngine:
             torch.cuda.set_device(self.device)
         self.rank, self.world_size = 0, 1
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            timeout = timedelta(seconds=config.distributed.timeout_seconds)
+            timeout = collective_timeout(config)
             backend = "nccl" if on_gpu else "gloo"
             dist.init_process_group(backend, init_method=meeting_point(), timeout=timeout)
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
@@ -180,7 +186,8 @@ def main(argv: list[str] | None = None) -> int:
     with report_errors():
         config = load_config(argv)
         prepare_process(config)
-        return pretrain(config, TorchrunEngine(config))
+        with watching(config):
+            return pretrain(config, TorchrunEngine(config))
     raise AssertionError("report_errors leaves by itself")
 
 

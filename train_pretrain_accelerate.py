@@ -6,6 +6,11 @@ of Accelerate stands for.
 
 from __future__ import annotations
 
+import signal
+
+if __name__ == "__main__":  # until the run begins a Ctrl-C just ends the process, wherever it waits
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import math
 import os
 from collections.abc import Iterable, Sequence
@@ -47,6 +52,7 @@ from llm_pretrain.training import (
     check_fsdp_version,
     check_strategy,
     check_world_size,
+    collective_timeout,
     end_script,
     launch_settings,
     layer_precision,
@@ -60,6 +66,7 @@ from llm_pretrain.training import (
     seed_dropout,
     settle_buckets,
     shard_full_precision,
+    watching,
     with_global_expert_counts,
 )
 from llm_pretrain.training.deepspeed_state import (
@@ -87,7 +94,7 @@ class AccelerateEngine:
                 "training.precision: fp16 through Accelerate needs a GPU (on CPU it would silently train in "
                 "fp32), found none; use bf16 or fp32, or torchrun with train_pretrain.py"
             )
-        timeout = timedelta(seconds=config.distributed.timeout_seconds)
+        timeout = collective_timeout(config)
         self.uses_deepspeed = config.distributed.strategy == "deepspeed"
         # named for DeepSpeed alone: a named back-end needs a process group, and one process of DDP has none
         zero_backend = ("nccl" if on_gpu else "gloo") if self.uses_deepspeed else None
@@ -225,7 +232,8 @@ def main(argv: list[str] | None = None) -> int:
     with report_errors():
         config = load_config(argv)
         prepare_process(config)
-        return pretrain(config, AccelerateEngine(config))
+        with watching(config):
+            return pretrain(config, AccelerateEngine(config))
     raise AssertionError("report_errors leaves by itself")
 
 

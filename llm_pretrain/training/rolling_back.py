@@ -15,6 +15,7 @@ from llm_pretrain.training.engine import StepResult
 from llm_pretrain.training.progress import Progress
 from llm_pretrain.training.saving import Saving
 from llm_pretrain.training.spikes import SpikeHistory
+from llm_pretrain.training.watchdog import beat
 
 
 def roll_back(
@@ -28,6 +29,7 @@ def roll_back(
         The step's result, with `skipped="spike"` where there is no sound one to go back to.
     """
     step = progress.step + 1
+    beat(f"rolling back at step {step}", files=True)
     target, problem = _target(saving, progress)
     if target is None:
         warn(f"step {step}: training.spike_action: rollback acts as skip: {problem}")
