@@ -194,14 +194,14 @@ def compile_template(template: str, begin: str, end: str) -> Any:
     class Counting(jinja2.visitor.NodeTransformer):
         """Puts the bounds where a template repeats or joins without a call."""
 
-        def visit_For(self, node: Any) -> Any:
+        def visit_For(self, node: Any) -> Any:  # noqa: N802  Jinja looks for these names
             static = sum(len(data.data) for data in node.find_all(nodes.TemplateData))
             self.generic_visit(node)
             arguments = [nodes.Const(static)]
             node.iter = nodes.Filter(node.iter, "_steps", arguments, [], None, None, lineno=node.lineno)
             return node
 
-        def visit_Concat(self, node: Any) -> Any:
+        def visit_Concat(self, node: Any) -> Any:  # noqa: N802
             self.generic_visit(node)
             parts = nodes.List(node.nodes, lineno=node.lineno)
             return nodes.Filter(parts, "_joined", [], [], None, None, lineno=node.lineno)
