@@ -49,7 +49,8 @@ class Recorder:
     def step(self, result: StepResult, learning_rate: float) -> None:
         """Take in one finished step; `progress` already counts it."""
         self._interval.add(result.counts.num_loss_tokens)
-        self._due = bool(result.skipped) or self.progress.step % self.config.logging.logging_steps == 0
+        self._due = self.progress.step % self.config.logging.logging_steps == 0
+        self._due = self._due or bool(result.skipped) or result.spike is not None
         if not self._due:
             return
         losses = (
@@ -68,6 +69,10 @@ class Recorder:
             "data/batch_sha256": _hex(self.progress.take_digest()),
             **self._performance(),
         }
+        if result.spike is not None:
+            self._row["train/spike"] = result.spike.of
+            done = f"skipped ({result.skipped})" if result.skipped else "only logged"
+            self.console.warning(f"step {self.progress.step}, {done}: spike in {result.spike.text}")
         if self.config.logging.parameters_sha256:
             model, _ = self.engine.model_and_optimizer()
             self._row["train/parameters_sha256"] = parameters_sha256(model, first=self.engine.rank == 0)
