@@ -1,4 +1,4 @@
-"""A rank that hangs, or is gone: the run ends by itself within its time-out, says where, and continues exactly.
+"""A rank that hangs or is gone: the run ends within its time-out, says where it stood, and continues exactly.
 
 | fault | what ends the run | exit code in status.json |
 |---|---|---|
