@@ -6,6 +6,11 @@ Everything that distributed data parallelism asks for stands here in plain sight
 
 from __future__ import annotations
 
+import signal
+
+if __name__ == "__main__":  # until the run begins a Ctrl-C just ends the process, wherever it waits
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import math
 import os
 from collections.abc import Iterable, Sequence
@@ -108,8 +113,9 @@ class TorchrunEngine:
 
     def train_step(self, micro_batches: Sequence[Batch]) -> StepResult:
         counts = StepCounts.of(micro_batches, self.reduce_sum)
+        result = StepResult(counts, skipped="no_loss_tokens")
         if counts.num_loss_tokens == 0:
-            return StepResult(counts, skipped="no_loss_tokens")
+            return result
         micro_batches = with_global_expert_counts(self, self.config, micro_batches)
         sums = StepSums(self.config)
         for is_last, batch in mark_last(micro_batches):
@@ -124,11 +130,12 @@ class TorchrunEngine:
         self.grad_scaler.unscale_(self.optimizer)
         max_norm = self.config.training.max_grad_norm or math.inf
         grad_norm = plain_number(clip_grad_norm_(self.model.parameters(), max_norm))
-        if math.isfinite(grad_norm):
+        result = StepResult.of(counts, sums.reduced(self.reduce_sum), grad_norm, self.scaler)
+        if not result.skipped:
             self.grad_scaler.step(self.optimizer)
         self.grad_scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        return StepResult.of(counts, sums.reduced(self.reduce_sum), grad_norm, self.scaler)
+        return result
 
     def reduce_sum(self, tensor: Tensor) -> Tensor:
         total = tensor.to(self.device, copy=True)
