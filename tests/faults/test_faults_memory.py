@@ -1,4 +1,4 @@
-"""Memory that runs out, with real limits: one line with sizes and what to change, exit code 71, nothing left."""
+"""Memory that runs out, by real limits: one line of sizes and what to change, exit code 71, nothing left."""
 
 from __future__ import annotations
 
