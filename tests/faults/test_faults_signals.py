@@ -134,7 +134,7 @@ CHAINS = {
     "accelerate": [
         Stop("accelerate", row_of(3), to_launcher(SIGTERM)),
         Stop("accelerate", row_of(6), to_group(SIGINT, SIGINT, gap=0.3), WORKERS),
-        Stop("accelerate usr1", row_of(9), to_launcher(SIGUSR1)),
+        Stop("accelerate", row_of(9), to_launcher(SIGUSR1)),
         Stop("accelerate", row_of(12), to_rank(1, SIGUSR1)),
         Stop("accelerate", row_of(14), to_everything(SIGTERM), WORKERS),
         Stop("accelerate", during_save(), to_launcher(SIGINT, SIGTERM, gap=0.2)),

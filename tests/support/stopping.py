@@ -45,7 +45,6 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "torchrun usr1": (*_TORCHRUN, *_USR1, str(TORCHRUN_SCRIPT)),
     "accelerate 1": (*_ACCELERATE, "--cpu", "--num_processes", "1", str(ACCELERATE_SCRIPT)),
     "accelerate": (*_ACCELERATE, *_TWO, str(ACCELERATE_SCRIPT)),
-    "accelerate usr1": (*_ACCELERATE, *_TWO, *_USR1, str(ACCELERATE_SCRIPT)),
 }
 """Launchers up to the script's options, by a short name."""
 
