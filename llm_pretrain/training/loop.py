@@ -13,6 +13,7 @@ from llm_pretrain.config import Config, dump_yaml, resolve_model
 from llm_pretrain.data import Batch, TokenStore, evaluation_batches, global_batches, open_stores
 from llm_pretrain.errors import EXIT_PREEMPTED, ConfigError, DivergedError
 from llm_pretrain.export import home_of
+from llm_pretrain.files import replace_text
 from llm_pretrain.model import Decoder, count_parameters, initialize_weights, update_router_bias
 from llm_pretrain.training.agreement import on_every_rank, on_first_rank
 from llm_pretrain.training.attempts import note_attempt
@@ -173,6 +174,7 @@ class Training:
     def _save(self) -> int:
         """Save checkpoint and weights; returns the step they are of."""
         beat(f"saving step {self.progress.step}", files=True)
+        on_first_rank(self.engine, self.recorder.sync)  # a row that a power cut takes is never written again
         path = self.saving.save(self.progress)
         self.status.running(self.progress.step, path)
         return self.progress.step
@@ -224,7 +226,7 @@ class Training:
     def _write_config(self) -> list[str]:
         """Replace the folder's configuration by this attempt's; returns what that changes."""
         changes = changed_settings(self.folder.config, self.config)
-        self.folder.config.write_text(dump_yaml(self.config))
+        replace_text(self.folder.config, dump_yaml(self.config))
         return changes
 
     def _without_home(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""A run from the outside: its folder and lock, its signals, its status, whatever ends it. The loop is inside."""
+"""A run from the outside: its folder and lock, its signals, its status, whatever ends it; not the loop."""
 
 from __future__ import annotations
 
