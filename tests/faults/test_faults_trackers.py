@@ -1,4 +1,4 @@
-"""Whatever becomes of wandb, a run trains the same bits, ends as it would have, and is held up for moments."""
+"""Whatever becomes of wandb, a run trains the same bits, ends as it would have, and waits for moments only."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LONG = ("--training.max_steps", "240", "--checkpoint.save_steps", "80")
 class Refusing(http.server.BaseHTTPRequestHandler):
     """A server that knows nobody."""
 
-    def do_POST(self) -> None:  # noqa: N802 (as the server calls it)
+    def do_POST(self) -> None:
         self.rfile.read(int(self.headers.get("Content-Length", 0)))
         body = b'{"errors": [{"message": "user is not logged in"}]}'
         self.send_response(401)
