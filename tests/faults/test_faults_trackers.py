@@ -1,4 +1,4 @@
-"""Whatever becomes of wandb, a run trains the same bits, ends as it would have, and waits for moments only."""
+"""Whatever becomes of wandb, a run trains the same bits, ends as it would have, and waits moments only."""
 
 from __future__ import annotations
 
