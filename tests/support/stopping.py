@@ -115,7 +115,7 @@ def wait_until(launch: Launch, happened: Callable[[], bool], what: str) -> None:
             f"ended before {what}:\n{launch.process.communicate()[0][-4000:]}"
         )
         assert time.monotonic() < deadline, f"{what} did not happen"
-        time.sleep(0.002)
+        time.sleep(0.005)
 
 
 def row_of(step: int) -> Callable[[Launch], None]:
