@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 from support.interrupting import assert_exact
-from support.launching import Finished
+from support.launching import TIMEOUT_SECONDS, Finished
 from support.once import once
 from support.stopping import (
     Launch,
@@ -160,6 +160,16 @@ def service_of(launch: Launch) -> psutil.Process:
     return core
 
 
+def finish_beside(launch: Launch, services: list[psutil.Process]) -> tuple[Finished, float]:
+    """Wait for the run itself, and when it ended; a service that stands still would keep its output open."""
+    launch.process.wait(TIMEOUT_SECONDS)
+    ended = time.time()
+    for service in services:
+        with suppress(psutil.NoSuchProcess):
+            service.kill()
+    return launch.finish(), ended
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["killed", "stopped"])
 def test_a_service_that_goes_away_in_the_middle(
@@ -170,10 +180,7 @@ def test_a_service_that_goes_away_in_the_middle(
     core = service_of(launch)
     at = len((launch.folder / "metrics.jsonl").read_text().splitlines())
     (core.kill if what == "killed" else core.suspend)()
-    finished = launch.finish()
-    ended = time.time()
-    with suppress(psutil.NoSuchProcess):
-        core.kill()
+    finished, ended = finish_beside(launch, [core])
     assert at < 200, "the service was there too late"
     assert finished.exit_code == 0
     assert_exact(finished, long_run)
@@ -208,11 +215,7 @@ def test_a_stop_signal_meanwhile(
         for core in cores:
             core.suspend()
     to_launcher(signal.SIGTERM)(launch)
-    finished = launch.finish()
-    ended = time.time()
-    for core in cores:
-        with suppress(psutil.NoSuchProcess):
-            core.kill()
+    finished, ended = finish_beside(launch, cores)
     stopped_cleanly(launch, finished, 0, 0)
     check_held_up(finished, ended)
     assert len(warnings_of(finished)) <= 2
