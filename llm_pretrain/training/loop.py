@@ -188,6 +188,7 @@ class Training:
         if saved_step != step:
             self._save()
         if step < self.config.training.max_steps or self.progress.evaluation_owed:
+            self.recorder.hurried = True
             return self._preempted(console.info)
         self.status.ended(step, 0, None)
         console.info(f"finished at step {step}: {self.folder.path}")

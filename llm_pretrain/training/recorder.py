@@ -41,6 +41,8 @@ class Recorder:
             warn=self.console.warning,
         )
         progress.wandb_id = self.trackers.wandb_id
+        self.hurried = False
+        """Whether a signal ends the run, so that its end must not take long."""
         self._row: dict[str, object] = {}
         self._due = False
         self._peak_flops = device_peak_flops(_device_name(engine.device))
@@ -108,8 +110,8 @@ class Recorder:
         """Close metrics file, console and trackers."""
         if self.metrics is not None:
             self.metrics.close()
-        self.console.close()
-        self.trackers.close(0 if sys.exc_info()[0] is None else 1)
+        self.trackers.close(0 if sys.exc_info()[0] is None else 1, hurried=self.hurried)
+        self.console.close()  # last, since trackers may have to warn
 
     def _performance(self) -> dict[str, float | None]:
         interval, self._interval = self._interval, _Interval()
