@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
@@ -73,7 +74,7 @@ class CrashProbe:
         journal: Path | None = None,
         with_data: bool = False,
         limit: float = 120,
-        edits: list[tuple[str, str, str]] | None = None,
+        edits: Sequence[Any] = (),
     ) -> list[Ended]:
         """Run a script with `options` in `world_size` forks; their ends in the order of ranks.
 
@@ -95,7 +96,7 @@ class CrashProbe:
             "journal": str(journal) if journal else "/dev/null",
             "with_data": with_data,
             "limit": limit,
-            "edits": edits or [],
+            "edits": [[edit.file, edit.old, edit.new] for edit in edits],
         }
         assert self._process.stdin is not None
         assert self._process.stdout is not None

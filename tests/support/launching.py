@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,6 +116,7 @@ def start(
     *,
     gpu: bool = False,
     accelerate_file: Path = CPU_FILE,
+    variables: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[str]:
     """Start a script in a process group of its own."""
     command = launch_command(launcher, world_size, gpu=gpu, accelerate_file=accelerate_file)
@@ -124,7 +125,7 @@ def start(
     return subprocess.Popen(
         command,
         cwd=ROOT,
-        env=environment(gpu=gpu),
+        env=environment(gpu=gpu) | dict(variables or {}),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -164,9 +165,12 @@ def launch(
     exit_code: int | None = 0,
     gpu: bool = False,
     accelerate_file: Path = CPU_FILE,
+    variables: Mapping[str, str] | None = None,
 ) -> Finished:
     """Run a script to its end and check its exit code (None: any)."""
-    process = start(launcher, world_size, folder, options, gpu=gpu, accelerate_file=accelerate_file)
+    process = start(
+        launcher, world_size, folder, options, gpu=gpu, accelerate_file=accelerate_file, variables=variables
+    )
     finished = finish(process, folder)
     if exit_code is not None:
         assert finished.exit_code == exit_code, f"exit code {finished.exit_code}:\n{finished.output[-6000:]}"
