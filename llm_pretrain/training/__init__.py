@@ -16,8 +16,9 @@ from llm_pretrain.training.engine import (
 )
 from llm_pretrain.training.evaluation import Evaluator, zlib_bits_per_byte
 from llm_pretrain.training.expert_counting import with_global_expert_counts
-from llm_pretrain.training.loop import pretrain
 from llm_pretrain.training.objective import Objective, StepCounts, StepSums
+from llm_pretrain.training.peers import collective_timeout
+from llm_pretrain.training.pretraining import pretrain
 from llm_pretrain.training.process import (
     check_world_size,
     default_accelerate_file,
@@ -40,6 +41,7 @@ from llm_pretrain.training.sharding import (
     shard_full_precision,
 )
 from llm_pretrain.training.status import Status
+from llm_pretrain.training.watchdog import watching
 
 __all__ = [
     "DDP_OPTIONS",
@@ -57,6 +59,7 @@ __all__ = [
     "check_fsdp_version",
     "check_strategy",
     "check_world_size",
+    "collective_timeout",
     "default_accelerate_file",
     "end_script",
     "fingerprints",
@@ -75,6 +78,7 @@ __all__ = [
     "seed_dropout",
     "settle_buckets",
     "shard_full_precision",
+    "watching",
     "with_global_expert_counts",
     "zlib_bits_per_byte",
 ]

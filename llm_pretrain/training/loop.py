@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, suppress
 from itertools import islice
 
 import torch
@@ -23,41 +23,15 @@ from llm_pretrain.training.evaluation import Evaluator, zlib_bits_per_byte
 from llm_pretrain.training.initial_weights import load_initial_weights
 from llm_pretrain.training.objective import expert_counts
 from llm_pretrain.training.optimizers import build_optimizer
+from llm_pretrain.training.out_of_memory import check_memory
 from llm_pretrain.training.recorder import Recorder
-from llm_pretrain.training.reporting import report_run
 from llm_pretrain.training.run_folder import RunFolder
 from llm_pretrain.training.samples import Samples
 from llm_pretrain.training.saving import Saving
 from llm_pretrain.training.schedule import learning_rate, set_learning_rate
 from llm_pretrain.training.signals import StopRequest
 from llm_pretrain.training.status import Status
-
-
-def pretrain(config: Config, engine: Engine) -> int:
-    """Run the training that `config` describes, from its newest checkpoint if it has one.
-
-    Returns:
-        The worker's exit code: 0 finished, 75 stopped by a signal after a clean save.
-
-    Raises:
-        PretrainError: with the exit code of its kind; `status.json` says the same.
-    """
-    folder = RunFolder(config.run.folder)
-    on_first_rank(engine, folder.acquire)
-    status = Status(folder.status, rank=engine.rank, world_size=engine.world_size, launcher=engine.launcher)
-    try:
-        with StopRequest() as stop:
-            status.started()
-            exit_code = Training(config, engine, folder, status, stop).run()
-    except BaseException as error:
-        status.failed(error)
-        raise
-    finally:
-        if engine.rank == 0 and config.logging.report:
-            report_run(folder)
-        folder.release()
-    engine.close()
-    return exit_code
+from llm_pretrain.training.watchdog import beat
 
 
 def windows(batches: Iterable[Batch], size: int) -> Iterator[list[Batch]]:
@@ -72,6 +46,7 @@ class Training:
 
     def __init__(self, config: Config, engine: Engine, folder: RunFolder, status: Status, stop: StopRequest):
         self.engine, self.folder, self.status, self.stop = engine, folder, status, stop
+        beat("opening the data", files=True)
         self.stores: list[TokenStore] = on_every_rank(engine, lambda: open_stores(config))
         self.config = on_every_rank(engine, lambda: resolve_model(config, self.stores[0].vocab_size))
         self.saving = Saving(self.config, engine, folder, self.stores)
@@ -79,6 +54,7 @@ class Training:
     def run(self) -> int:
         """Build, restore, train, save; returns the exit code."""
         config, engine = self.config, self.engine
+        beat("looking for a checkpoint", files=True)
         resume = on_every_rank(engine, self.saving.find)
         self.progress = self.saving.progress(resume)
         if self.progress.step > config.training.max_steps:
@@ -87,6 +63,8 @@ class Training:
                 f"checkpoint, found {config.training.max_steps}; raise it or choose another run.name"
             )
         self.status.running(self.progress.step, resume.path if resume else None)
+        on_every_rank(engine, lambda: check_memory(config, engine))
+        beat("building the model", files=True)  # which may read weights
         model = Decoder(config.model, activation_checkpointing=config.training.activation_checkpointing)
         initialize_weights(model, config.run.seed)
         notes = [] if resume else on_every_rank(engine, lambda: load_initial_weights(model, config))
@@ -96,8 +74,12 @@ class Training:
             lambda: global_batches(config, start_step=self.progress.step, world_size=engine.world_size),
         )
         batches = engine.prepare(model, optimizer, loader)
+        if self._stop_agreed():  # there is nothing to save; what follows may take longer than a grace period
+            return self._preempted(self._print)
         if resume is not None:
+            beat(f"restoring step {resume.step}", files=True)
             self.saving.restore(resume)
+        beat("getting ready to train", files=True)
         self.evaluator = self._build_evaluator()
         self.samples = self._open_samples()
         changes = on_first_rank(engine, self._write_config)
@@ -117,6 +99,7 @@ class Training:
         remaining = windows(batches, config.gradient_accumulation_steps(self.engine.world_size))
         self.recorder.restart_clock()
         while progress.step < config.training.max_steps and not stopping:
+            beat(f"waiting for the data of step {progress.step + 1}")
             self._step(next(remaining))
             self._evaluate_and_write(due=self._evaluation_is_due())
             self._check_divergence()
@@ -130,6 +113,7 @@ class Training:
         """One optimizer step: learning rate, the engine's work, the router's bias, the books."""
         config, engine, progress = self.config, self.engine, self.progress
         model, optimizer = engine.model_and_optimizer()
+        beat(f"step {progress.step + 1}")
         rate = learning_rate(config, progress.step)
         set_learning_rate(optimizer, rate)
         result = engine.train_step(micro_batches)
@@ -149,6 +133,7 @@ class Training:
 
         An evaluation that a stop signal cut short is owed: the resumed run writes it as a row of its own.
         """
+        beat(f"the evaluation after step {self.progress.step}" if due else None)
         metrics = self.evaluator() if due else {}
         self.progress.evaluation_owed = metrics is None
         if metrics:
@@ -162,8 +147,10 @@ class Training:
         """What every evaluation brings with it: the best weights, and samples."""
         model, _ = self.engine.model_and_optimizer()
         if loss is not None:
+            beat(f"keeping the best weights of step {self.progress.step}", files=True)
             self.saving.keep_best(self.progress, loss)
         if self.samples is not None:
+            beat(f"generating samples after step {self.progress.step}")
             assert isinstance(model, Decoder)
             self.samples.write(model, self.progress.step, self.recorder.console, rank=self.engine.rank)
 
@@ -180,11 +167,13 @@ class Training:
 
     def _stop_agreed(self) -> bool:
         """Whether any rank was asked to stop; the same answer on all."""
+        beat(f"agreeing whether to stop after step {self.progress.step}")
         flag = torch.tensor([int(self.stop.requested)])
         return bool(self.engine.reduce_sum(flag).item())
 
     def _save(self) -> int:
         """Save checkpoint and weights; returns the step they are of."""
+        beat(f"saving step {self.progress.step}", files=True)
         on_first_rank(self.engine, self.recorder.sync)  # a row that a power cut takes is never written again
         path = self.saving.save(self.progress)
         self.status.running(self.progress.step, path)
@@ -196,14 +185,25 @@ class Training:
         if saved_step != step:
             self._save()
         if step < self.config.training.max_steps or self.progress.evaluation_owed:
-            reason = self.stop.signal.name if self.stop.signal else "a signal to another rank"
-            self.status.ended(step, EXIT_PREEMPTED, reason)
-            console.info(f"stopped by {reason} after step {step}; start the same command again to continue")
-            return EXIT_PREEMPTED
+            return self._preempted(console.info)
         self.status.ended(step, 0, None)
         console.info(f"finished at step {step}: {self.folder.path}")
         console.info(f"weights: {self.saving.weights_of(step)}")
         return 0
+
+    def _preempted(self, say: Callable[[str], object]) -> int:
+        """Write and say that the run was asked to stop, with all of it saved; returns the exit code."""
+        step = self.progress.step
+        reason = self.stop.signal.name if self.stop.signal else "a signal to another rank"
+        self.status.ended(step, EXIT_PREEMPTED, reason)
+        say(f"stopped by {reason} after step {step}; start the same command again to continue")
+        return EXIT_PREEMPTED
+
+    def _print(self, text: str) -> None:
+        """Before there is a console."""
+        with suppress(OSError):  # a closed terminal
+            if self.engine.rank == 0:
+                print(text, flush=True)
 
     def _build_evaluator(self) -> Evaluator:
         config = self.config

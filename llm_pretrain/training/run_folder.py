@@ -26,6 +26,10 @@ class RunFolder:
         self.weights = path / "weights"
         self._lock = FileLock(path / ".lock")
 
+    def stacks(self, rank: int) -> Path:
+        """Where the watchdog of a rank leaves the stacks of a hang."""
+        return self.path / f"stacks-rank{rank}.txt"
+
     def acquire(self) -> None:
         """Create the folder and lock it.
 
