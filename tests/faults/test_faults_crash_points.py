@@ -189,19 +189,14 @@ def check_kills(
 
 MISTAKES: dict[str, list[Edit]] = {
     "tensors are not synced": [
-        Edit(
-            "llm_pretrain/checkpoints/tensor_files.py",
-            "self.written: set[str] = set()",
-            "self.written: set[str] = set(); self.sync_files = False",
-        ),
-        Edit("llm_pretrain/checkpoints/store.py", "folders.fsync_file(folder / name)", "pass"),
+        Edit("llm_pretrain/checkpoints/tensor_files.py", "os.fsync(stream.fileno())", "pass"),
     ],
     "the manifest is not synced": [
         Edit("llm_pretrain/checkpoints/manifest.py", "os.fsync(stream.fileno())", "pass"),
     ],
     "the manifest is not last": [
         Edit(
-            "llm_pretrain/checkpoints/store.py",
+            "llm_pretrain/checkpoints/writing.py",
             "write_manifest(temporary, content)\n    "
             "return folders.commit_folder(temporary, content.run.step)",
             "path = folders.commit_folder(temporary, content.run.step)\n    "
@@ -232,9 +227,8 @@ MISTAKES: dict[str, list[Edit]] = {
         Edit("llm_pretrain/checkpoints/folders.py", "MINIMUM_KEPT = 2", "MINIMUM_KEPT = 0"),
         Edit(
             "llm_pretrain/checkpoints/store.py",
-            "path = ranks.first(doing, lambda: _commit(",
-            "folders.prune(self.folder, newest=facts.step, keep_last=1); "
-            "path = ranks.first(doing, lambda: _commit(",
+            "path = write_staged(",
+            "folders.prune(self.folder, newest=step, keep_last=1); path = write_staged(",
         ),
     ],
     "weights are not synced": [
