@@ -117,10 +117,11 @@ def start(
     gpu: bool = False,
     accelerate_file: Path = CPU_FILE,
     variables: Mapping[str, str] | None = None,
+    prefix: Sequence[str] = (),
 ) -> subprocess.Popen[str]:
-    """Start a script in a process group of its own."""
+    """Start a script in a process group of its own; `prefix` is a command that starts the launcher."""
     command = launch_command(launcher, world_size, gpu=gpu, accelerate_file=accelerate_file)
-    script = [*command, *NO_REPORT]
+    script = [*prefix, *command, *NO_REPORT]
     command = [*script, "--run.output_dir", str(folder), *options]
     return subprocess.Popen(
         command,
@@ -166,10 +167,18 @@ def launch(
     gpu: bool = False,
     accelerate_file: Path = CPU_FILE,
     variables: Mapping[str, str] | None = None,
+    prefix: Sequence[str] = (),
 ) -> Finished:
     """Run a script to its end and check its exit code (None: any)."""
     process = start(
-        launcher, world_size, folder, options, gpu=gpu, accelerate_file=accelerate_file, variables=variables
+        launcher,
+        world_size,
+        folder,
+        options,
+        gpu=gpu,
+        accelerate_file=accelerate_file,
+        variables=variables,
+        prefix=prefix,
     )
     finished = finish(process, folder)
     if exit_code is not None:
