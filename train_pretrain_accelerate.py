@@ -46,10 +46,12 @@ from llm_pretrain.training import (
     check_fsdp_version,
     check_strategy,
     check_world_size,
+    close_channel,
     end_script,
     launch_settings,
     layer_precision,
     meeting_point,
+    open_channel,
     plain_number,
     prepare_process,
     pretrain,
@@ -111,6 +113,7 @@ class AccelerateEngine:
         self.device: torch.device = self.accelerator.device
         self.scaler = self.accelerator.scaler
         check_world_size(self.world_size)
+        self.channel = open_channel(config, self.world_size)
         check_strategy(config, self.accelerator.distributed_type.value, self.world_size)
         self.objective = Objective(config, self.world_size)
 
@@ -180,6 +183,7 @@ class AccelerateEngine:
         del self.model, self.unwrapped_model, self.optimizer
         self.accelerator.free_memory()
         self.accelerator.wait_for_everyone()
+        close_channel(self.channel)
         self.accelerator.end_training()
 
 
