@@ -6,11 +6,15 @@ Everything that distributed data parallelism asks for stands here in plain sight
 
 from __future__ import annotations
 
+import signal
+
+if __name__ == "__main__":  # until the run begins a Ctrl-C just ends the process, wherever it waits
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import math
 import os
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -37,6 +41,7 @@ from llm_pretrain.training import (
     adopt_parameters,
     check_world_size,
     close_channel,
+    collective_timeout,
     end_script,
     forget_process_groups,
     layer_precision,
@@ -51,6 +56,7 @@ from llm_pretrain.training import (
     seed_dropout,
     settle_buckets,
     shard_full_precision,
+    watching,
     with_global_expert_counts,
 )
 
@@ -74,7 +80,7 @@ class TorchrunEngine:
             torch.cuda.set_device(self.device)
         self.rank, self.world_size = 0, 1
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            timeout = timedelta(seconds=config.distributed.timeout_seconds)
+            timeout = collective_timeout(config)
             backend = "nccl" if on_gpu else "gloo"
             dist.init_process_group(backend, init_method=meeting_point(), timeout=timeout)
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
@@ -110,8 +116,9 @@ class TorchrunEngine:
 
     def train_step(self, micro_batches: Sequence[Batch]) -> StepResult:
         counts = StepCounts.of(micro_batches, self.reduce_sum)
+        result = StepResult(counts, skipped="no_loss_tokens")
         if counts.num_loss_tokens == 0:
-            return StepResult(counts, skipped="no_loss_tokens")
+            return result
         micro_batches = with_global_expert_counts(self, self.config, micro_batches)
         sums = StepSums(self.config)
         for is_last, batch in mark_last(micro_batches):
@@ -126,11 +133,12 @@ class TorchrunEngine:
         self.grad_scaler.unscale_(self.optimizer)
         max_norm = self.config.training.max_grad_norm or math.inf
         grad_norm = plain_number(clip_grad_norm_(self.model.parameters(), max_norm))
-        if math.isfinite(grad_norm):
+        result = StepResult.of(counts, sums.reduced(self.reduce_sum), grad_norm, self.scaler)
+        if not result.skipped:
             self.grad_scaler.step(self.optimizer)
         self.grad_scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        return StepResult.of(counts, sums.reduced(self.reduce_sum), grad_norm, self.scaler)
+        return result
 
     def reduce_sum(self, tensor: Tensor) -> Tensor:
         total = tensor.to(self.device, copy=True)
@@ -181,7 +189,8 @@ def main(argv: list[str] | None = None) -> int:
     with report_errors():
         config = load_config(argv)
         prepare_process(config)
-        return pretrain(config, TorchrunEngine(config))
+        with watching(config):
+            return pretrain(config, TorchrunEngine(config))
     raise AssertionError("report_errors leaves by itself")
 
 

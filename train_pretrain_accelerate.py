@@ -6,6 +6,11 @@ of Accelerate stands for.
 
 from __future__ import annotations
 
+import signal
+
+if __name__ == "__main__":  # until the run begins a Ctrl-C just ends the process, wherever it waits
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import math
 import os
 from collections.abc import Iterable, Sequence
@@ -47,6 +52,7 @@ from llm_pretrain.training import (
     check_strategy,
     check_world_size,
     close_channel,
+    collective_timeout,
     end_script,
     launch_settings,
     layer_precision,
@@ -61,6 +67,7 @@ from llm_pretrain.training import (
     seed_dropout,
     settle_buckets,
     shard_full_precision,
+    watching,
     with_global_expert_counts,
 )
 from llm_pretrain.training.deepspeed_state import (
@@ -88,7 +95,7 @@ class AccelerateEngine:
                 "training.precision: fp16 through Accelerate needs a GPU (on CPU it would silently train in "
                 "fp32), found none; use bf16 or fp32, or torchrun with train_pretrain.py"
             )
-        timeout = timedelta(seconds=config.distributed.timeout_seconds)
+        timeout = collective_timeout(config)
         self.uses_deepspeed = config.distributed.strategy == "deepspeed"
         # named for DeepSpeed alone: a named back-end needs a process group, and one process of DDP has none
         zero_backend = ("nccl" if on_gpu else "gloo") if self.uses_deepspeed else None
@@ -139,10 +146,11 @@ class AccelerateEngine:
 
     def train_step(self, micro_batches: Sequence[Batch]) -> StepResult:
         counts = StepCounts.of(micro_batches, self.reduce_sum)
+        result = StepResult(counts, skipped="no_loss_tokens")
         if counts.num_loss_tokens == 0:
-            return StepResult(counts, skipped="no_loss_tokens")
+            return result
         micro_batches = with_global_expert_counts(self, self.config, micro_batches)
-        sums, grad_norm = StepSums(self.config), math.nan
+        sums = StepSums(self.config)
         for batch in micro_batches:
             with self.accelerator.accumulate(self.model):
                 seed_dropout(self.config.run.seed, batch)
@@ -154,14 +162,15 @@ class AccelerateEngine:
                     max_norm = self.config.training.max_grad_norm or math.inf
                     norm = self.accelerator.clip_grad_norm_(self.model.parameters(), max_norm)
                     grad_norm = plain_number(norm)  # type: ignore[arg-type]  # never None: zero_compute_grad_norm
+                    result = StepResult.of(counts, sums.reduced(self.reduce_sum), grad_norm, self.scaler)
                     if self.uses_deepspeed:  # its engine has clipped and stepped inside `backward`
-                        stop_if_diverged(self.optimizer.optimizer, grad_norm, batch.step)
-                    if math.isfinite(grad_norm):
+                        stop_if_diverged(self.optimizer.optimizer, result, batch.step)
+                    if not result.skipped:
                         self.optimizer.step()  # with a scaler: its step and its update
                     elif self.scaler:
                         self.scaler.update()
                     self.optimizer.zero_grad()
-        return StepResult.of(counts, sums.reduced(self.reduce_sum), grad_norm, self.scaler)
+        return result
 
     def reduce_sum(self, tensor: Tensor) -> Tensor:
         total = self.accelerator.reduce(tensor.to(self.device), "sum")
@@ -225,7 +234,8 @@ def main(argv: list[str] | None = None) -> int:
     with report_errors():
         config = load_config(argv)
         prepare_process(config)
-        return pretrain(config, AccelerateEngine(config))
+        with watching(config):
+            return pretrain(config, AccelerateEngine(config))
     raise AssertionError("report_errors leaves by itself")
 
 

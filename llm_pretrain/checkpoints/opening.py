@@ -22,7 +22,7 @@ from llm_pretrain.checkpoints.manifest import (
     read_manifest,
 )
 from llm_pretrain.checkpoints.tensor_files import read_tensors
-from llm_pretrain.config import Config, YamlError, from_dict, read_yaml
+from llm_pretrain.config import Config, YamlError, from_dict, read_yaml_file
 from llm_pretrain.errors import CheckpointError, PretrainError
 from llm_pretrain.model import Decoder
 
@@ -202,7 +202,7 @@ def _run_config(path: Path) -> Config | None:
     if path.absolute().parent.name not in ("weights", "checkpoints") or not file.is_file():
         return None
     try:
-        return from_dict(read_yaml(file.read_text("utf-8")) or {})
+        return from_dict(read_yaml_file(file) or {})
     except (OSError, ValueError, YamlError, PretrainError) as error:
         raise CheckpointError(
             f"{file}: expected a run's configuration, found: {' '.join(str(error).split())}"

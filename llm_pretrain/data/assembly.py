@@ -15,6 +15,7 @@ import torch
 
 from llm_pretrain.data.packing import PackedIndex
 from llm_pretrain.data.token_store import TokenStore
+from llm_pretrain.errors import DataError
 
 IGNORE_INDEX = -100
 
@@ -106,6 +107,7 @@ class Assembler:
         else:
             document_ids = self._padding_ids(samples, shape)
             position_ids = np.tile(np.arange(length), (len(samples), 1))
+        self._check_ids(samples, input_ids, labels)
         labels[~loss_mask] = IGNORE_INDEX
         return Batch(
             input_ids=torch.from_numpy(input_ids),
@@ -139,10 +141,23 @@ class Assembler:
                 loss_mask[begin:end] = split.mask_at(start + 1, start + length + 1)
             begin = end
         if begin < self.sequence_length:
-            input_ids[begin:] = self.pad_id
+            input_ids[begin:] = labels[begin:] = self.pad_id
             loss_mask[begin:] = False
             lengths.append(self.sequence_length - begin)
         return lengths
+
+    def _check_ids(
+        self, samples: Sequence[tuple[int, int]], input_ids: np.ndarray, labels: np.ndarray
+    ) -> None:
+        """Of a store too large to be read when it is opened, ids are seen here first."""
+        for row, (source, sequence) in enumerate(samples):
+            packed = self.sources[source]
+            found = max(int(input_ids[row].max()), int(labels[row].max()))
+            if found >= packed.store.vocab_size:
+                raise DataError(
+                    f"{packed.store.path}: expected token ids below vocab_size {packed.store.vocab_size}, "
+                    f"found {found} in sequence {sequence} of {packed.split}; prepare the store again"
+                )
 
     def _padding_ids(self, samples: Sequence[tuple[int, int]], shape: tuple[int, int]) -> np.ndarray:
         """int64 [B, S]: 0 on documents, all of which attend to one another, and 1 on padding."""

@@ -231,10 +231,15 @@ def evaluation_batches(config: Config, *, split: str = "validation") -> Evaluati
 
 def _packed(config: Config, split: str) -> list[PackedSource]:
     length, packing = config.training.sequence_length, config.data.packing
-    return [
-        PackedSource(store, split, pack(store.split(split).offsets, length, packing))
-        for store in open_stores(config)
-    ]
+    stores = open_stores(config)
+    for store in stores:
+        facts = store.facts["splits"][split]
+        if split == "train" and facts["tokens"] and not facts["targets"]:
+            raise DataError(
+                f"{store.path}: expected tokens to train on, found all {facts['tokens']} masked in its train "
+                "split; prepare it from records with a loss"
+            )
+    return [PackedSource(store, split, pack(store.split(split).offsets, length, packing)) for store in stores]
 
 
 def _assembler(config: Config, sources: Sequence[PackedSource]) -> Assembler:

@@ -12,7 +12,7 @@ from typing import Any
 
 from llm_pretrain.data.inputs import STDLIB, find_files
 from llm_pretrain.data.readers import batch_records, read_records, read_sources
-from llm_pretrain.data.records import EMPTY, RawRecord, RecordError
+from llm_pretrain.data.records import EMPTY, NUL, RawRecord, RecordError
 
 __all__ = [
     "EMPTY",
@@ -76,11 +76,11 @@ def parse_record(record: RawRecord, text_column: str = "text") -> Document:
     try:
         text = record.data.decode("utf-8")
     except UnicodeDecodeError as error:
-        if not record.line:
-            line = record.data.count(b"\n", 0, error.start) + 1
-            location = f"{record.name}:{line}"
         found = f"found byte 0x{record.data[error.start]:02x} at offset {error.start}"
-        raise RecordError("invalid UTF-8", location, found) from error
+        raise RecordError("invalid UTF-8", _location(record, error.start), found) from error
+    if (record.kind == "json" or not record.line) and (place := record.data.find(0)) >= 0:
+        found = f"found one at offset {place}; is it text, and was its writer interrupted?"
+        raise RecordError(NUL, _location(record, place), found)
     if record.kind == "text":
         return _text_document(location, ((text, True),))
     try:
@@ -89,11 +89,20 @@ def parse_record(record: RawRecord, text_column: str = "text") -> Document:
         found = str(error) or "nesting too deep"
         if isinstance(error, json.JSONDecodeError):
             found = f"{error.msg.removesuffix(' at')} at column {error.colno}"
+        elif isinstance(error, ValueError):
+            found = "a number of thousands of digits"
         detail = f"expected one JSON object per line, found: {found}"
         raise RecordError("invalid JSON", location, detail) from error
     if not isinstance(fields, dict):
         raise RecordError("wrong type", location, f"expected a JSON object, found {_kind(fields)}")
     return _document_of_fields(location, fields, text_column)
+
+
+def _location(record: RawRecord, offset: int) -> str:
+    """Of a byte of the record: in a file that is one document, the line on which it stands."""
+    if record.line:
+        return record.location
+    return f"{record.name}:{record.data.count(10, 0, offset) + 1}"
 
 
 def _document_of_fields(location: str, fields: dict[str, Any], text_column: str) -> Document:
@@ -159,10 +168,8 @@ def _messages(location: str, value: Any, key: str) -> list[dict[str, Any]]:
             message["role"] = message.pop("from")
             message["content"] = message.pop("value", None)
         content = message.get("content", "" if message.get("tool_calls") else None)
-        if isinstance(content, list) and all(
-            isinstance(p, dict) and p.get("type") == "text" for p in content
-        ):
-            content = "".join(str(part.get("text", "")) for part in content)
+        if isinstance(content, list) and all(_is_text_part(part) for part in content):
+            content = "".join(part["text"] for part in content)
         if not isinstance(message.get("role"), str) or not isinstance(content, str):
             found = f"found {_kind(message.get('role'))} and {_kind(content)}"
             detail = f"expected {key}[{number}] to have a role and a content that are strings, {found}"
@@ -176,6 +183,10 @@ def _messages(location: str, value: Any, key: str) -> list[dict[str, Any]]:
         detail = f"expected a message of the assistant in {key}, found {roles}"
         raise RecordError("no assistant turn", location, detail)
     return messages
+
+
+def _is_text_part(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
 def _tools(location: str, value: Any) -> list[Any] | None:
@@ -220,7 +231,7 @@ def _mask_of_labels(location: str, ids: list[int], labels: Any) -> list[int]:
         detail = f"expected labels as many as input_ids ({len(ids)}), found {len(labels)}"
         raise RecordError("wrong length", location, detail)
     for place, (token, label) in enumerate(zip(ids, labels, strict=True)):
-        if label not in (token, IGNORE_LABEL):
+        if type(label) is not int or label not in (token, IGNORE_LABEL):
             shifted = labels[:-1] == ids[1:]
             hint = "; labels are shifted here, and must not be" if shifted else ""
             detail = f"expected {token} (as in input_ids) or {IGNORE_LABEL} at {place}, found {label}{hint}"

@@ -14,6 +14,7 @@ import numpy as np
 
 from llm_pretrain.data.chat import ChatTemplateError, NoChatTemplateError, encode_chat
 from llm_pretrain.data.documents import EMPTY, Document, RawRecord, RecordError, parse_record
+from llm_pretrain.data.records import NO_TARGET
 from llm_pretrain.data.tokenizers import Tokenizer
 
 
@@ -89,6 +90,7 @@ class Encoder:
                     document = self._rendered(document)
                 else:
                     self._check_ids(document)
+                _check_targets(document)
                 documents.append(document)
                 places.append(place)
             except NoChatTemplateError as missing:
@@ -181,6 +183,16 @@ class Encoder:
         counts = np.array(lengths, dtype=np.int64)
         starts = np.cumsum(counts) - counts
         return np.add.reduceat(self._piece_bytes[tokens], starts)
+
+
+def _check_targets(document: Document) -> None:
+    """Nothing is learned from a document of which no token is predicted; the first of one never is."""
+    if document.input_ids is None:
+        if not any(loss for _, loss in document.segments):
+            raise RecordError(NO_TARGET, document.location, "expected a segment with loss, found none")
+    elif not any((document.loss_mask or ())[1:]):
+        detail = "expected a target behind the first token, found none"
+        raise RecordError(NO_TARGET, document.location, detail)
 
 
 def _form(document: Document) -> bytes:

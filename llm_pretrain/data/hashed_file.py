@@ -8,15 +8,20 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from llm_pretrain.data.store_contents import sample_digest
+
 
 class StaleStateError(Exception):
     """The files are not those that a writer's state speaks of."""
 
 
 class HashedFile:
-    """A file that is hashed while it is written; with `keep`, its first so many bytes stay."""
+    """A file that is hashed while it is written; with `keep`, its first so many bytes stay.
 
-    def __init__(self, path: Path, keep: int | None = None):
+    Raises StaleStateError where these are not there, or have another `sha256`.
+    """
+
+    def __init__(self, path: Path, keep: int | None = None, sha256: str = ""):
         self.path = path
         self._hash = hashlib.sha256()
         self.bytes = 0
@@ -30,17 +35,20 @@ class HashedFile:
         while data := self._file.read(1 << 20):
             self._hash.update(data)
             self.bytes += len(data)
+        if self._hash.hexdigest() != sha256:
+            self._file.close()
+            raise StaleStateError(path)
 
     def write(self, data: bytes | memoryview) -> None:
         self._file.write(data)
         self._hash.update(data)
         self.bytes += len(data)
 
-    def sync(self) -> int:
-        """Brings everything onto the disk; returns the file's size."""
+    def sync(self) -> tuple[int, str]:
+        """Brings everything onto the disk; returns the file's size and SHA-256 so far."""
         self._file.flush()
         os.fsync(self._file.fileno())
-        return self.bytes
+        return self.bytes, self._hash.hexdigest()
 
     def abandon(self) -> None:
         """Closes a file that is not wanted; what is still to be written may find no room any more."""
@@ -50,4 +58,6 @@ class HashedFile:
     def close(self) -> dict[str, Any]:
         self.sync()
         self._file.close()
-        return {"bytes": self.bytes, "sha256": self._hash.hexdigest()}
+        with self.path.open("rb") as written:
+            sample = sample_digest(written, self.bytes)
+        return {"bytes": self.bytes, "sha256": self._hash.hexdigest(), "sample": sample}

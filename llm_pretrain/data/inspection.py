@@ -13,7 +13,7 @@ from llm_pretrain.data.document_files import check_ids
 from llm_pretrain.data.packing import pack
 from llm_pretrain.data.token_store import TokenStore
 from llm_pretrain.data.tokenizers import Tokenizer
-from llm_pretrain.errors import ConfigError, DataError
+from llm_pretrain.errors import ConfigError
 
 PACKINGS = ("best_fit", "concat", "pad")
 SAMPLE_TOKENS = 300
@@ -86,11 +86,6 @@ def _split_facts(store: TokenStore, name: str, sequence_length: int) -> dict[str
     if not split.documents:
         return counts
     lengths = np.diff(split.offsets)
-    if int(lengths.min()) < 1:
-        raise DataError(
-            f"{store.path / name / 'offsets.bin'}: expected rising offsets, found a document of "
-            f"{int(lengths.min())} tokens; prepare the store again"
-        )
     low, p95, high = np.percentile(lengths, [0, 95, 100], method="nearest").tolist()
     median = float(np.median(lengths))
     learnable = split.tokens - split.documents  # a document's first token is nobody's target

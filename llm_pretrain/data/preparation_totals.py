@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import zlib
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
@@ -41,9 +42,9 @@ class Totals:
                 setattr(self, name, state[name])
             self.skipped.update(state["skipped"])
             self.entries = list(state["entries"])
-        self._text = _open(folder / "validation-text", None if state is None else state["text_bytes"])
+        self._text = _KeptFile(folder / "validation-text", None if state is None else state["text"])
         try:
-            self._keys = _open(folder / "document-keys", None if state is None else state["key_bytes"])
+            self._keys = _KeptFile(folder / "document-keys", None if state is None else state["keys"])
         except StaleStateError:
             self._text.close()
             raise
@@ -71,27 +72,23 @@ class Totals:
             self.highest = max(self.highest, int(batch.hashes.max()))
         self.validation_documents += len(batch.texts)
         for text in batch.texts:
-            self._text.write(text[: max(0, ZLIB_LIMIT - self._text.tell())])
+            self._text.write(text[: max(0, ZLIB_LIMIT - self._text.bytes)])
         if keep_keys:
             self._keys.write(batch.keys.tobytes())
 
     def state(self) -> dict[str, Any]:
         """What another one needs to go on from here; the files are on disk then."""
-        for file in (self._text, self._keys):
-            file.flush()
-            os.fsync(file.fileno())
         return {
             **{name: getattr(self, name) for name in _COUNTS},
             "skipped": dict(self.skipped),
             "entries": self.entries,
-            "text_bytes": self._text.tell(),
-            "key_bytes": self._keys.tell(),
+            "text": self._text.sync(),
+            "keys": self._keys.sync(),
         }
 
     def keys(self) -> np.ndarray:
         """uint64 keys of all documents that were added with theirs."""
-        self._keys.seek(0)
-        return np.frombuffer(self._keys.read(), dtype=np.uint64)
+        return np.frombuffer(b"".join(self._keys.content()), dtype=np.uint64)
 
     def other_threshold(self, threshold: int) -> int | None:
         """A threshold that leaves neither split empty, where this one did and another can."""
@@ -103,12 +100,11 @@ class Totals:
 
     def zlib_bits_per_byte(self) -> float | None:
         """Of the validation text at level 9; None without any."""
-        size, packed = self._text.tell(), 0
+        size, packed = self._text.bytes, 0
         if not size:
             return None
         compressor = zlib.compressobj(9)
-        self._text.seek(0)
-        while data := self._text.read(1 << 20):
+        for data in self._text.content():
             packed += len(compressor.compress(data))
         return 8 * (packed + len(compressor.flush())) / size
 
@@ -120,13 +116,43 @@ class Totals:
         return f" (left out: {', '.join(parts)})"
 
 
-def _open(path: Path, keep: int | None) -> BinaryIO:
-    """A file to append to, with the first `keep` bytes of what it held."""
-    if keep is None:
-        return path.open("w+b")
-    if not path.is_file() or path.stat().st_size < keep:
-        raise StaleStateError(path)
-    file = path.open("r+b")
-    file.truncate(keep)
-    file.seek(keep)
-    return file
+class _KeptFile:
+    """A file to append to and to read back, with what another one's `sync` returned; it checks that."""
+
+    def __init__(self, path: Path, kept: Sequence[int] | None):
+        self.bytes = self._check = 0
+        if kept is None:
+            self._file = path.open("w+b")
+            return
+        if not path.is_file():
+            raise StaleStateError(path)
+        self._file = path.open("r+b")
+        self._file.truncate(kept[0])
+        for data in self.content():
+            self._count(data)
+        if [self.bytes, self._check] != list(kept):
+            self._file.close()
+            raise StaleStateError(path)
+
+    def write(self, data: bytes) -> None:
+        self._file.write(data)
+        self._count(data)
+
+    def _count(self, data: bytes) -> None:
+        self.bytes += len(data)
+        self._check = zlib.crc32(data, self._check)
+
+    def content(self) -> Iterator[bytes]:
+        """All of it; writing goes on behind its end."""
+        self._file.seek(0)
+        while data := self._file.read(1 << 20):
+            yield data
+
+    def sync(self) -> tuple[int, int]:
+        """Brings everything onto the disk; returns what tells that it is all there."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return self.bytes, self._check
+
+    def close(self) -> None:
+        self._file.close()

@@ -27,8 +27,9 @@ from llm_pretrain.data.hub import HUB_PREFIX, HubInterruptedError
 from llm_pretrain.data.inputs import COMPRESSIONS, TABLE_SUFFIXES, Source, find_sources
 from llm_pretrain.data.parallel_encoding import EncoderSettings, Origin, encoded_batches
 from llm_pretrain.data.preparation_totals import HASHES, Totals
+from llm_pretrain.data.store_facts import FORMAT_VERSION
 from llm_pretrain.data.store_writer import SHARD_BYTES, SplitWriter, StoreWriter
-from llm_pretrain.data.token_store import FORMAT_VERSION, TokenStore
+from llm_pretrain.data.token_store import TokenStore
 from llm_pretrain.data.tokenizers import TOKENIZER_FILES, Tokenizer, convert_tokenizer, open_tokenizer
 from llm_pretrain.data.workspace import STORE, Workspace
 from llm_pretrain.errors import ConfigError, DataError
@@ -112,7 +113,8 @@ def _source_bytes(sources: Sequence[Source]) -> int | None:
     for source in sources:
         if source.path is None or source.path.suffix.lower() in (*COMPRESSIONS, *TABLE_SUFFIXES):
             return None
-        total += source.path.stat().st_size
+        if not source.fault:
+            total += source.status[0]
     return total
 
 

@@ -9,6 +9,18 @@ EMPTY = "empty document"
 """The one cause that is never an error: there is nothing to learn from no text."""
 
 BROKEN = "truncated or damaged file"
+UNREADABLE = "unreadable file"
+CHANGED = "file changed while it was read"
+REPEATED = "file named twice"
+TOO_LARGE = "record too large"
+NUL = "NUL byte"
+NO_TARGET = "no loss token"
+
+RECORD_BYTES = 1 << 27
+"""A longer line, element or text file is bad: to tokenise a byte takes 25 bytes of memory, or up to 100."""
+
+_DETAIL = 300
+"""Characters of a detail that are shown; a record may bring one of its own size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +49,9 @@ class RecordError(Exception):
 
     def __init__(self, cause: str, location: str, detail: str):
         self.cause = cause
-        super().__init__(f"{location}: {cause}: {detail}")
+        detail = " ".join(detail[: 4 * _DETAIL].split())
+        shown = detail if len(detail) <= _DETAIL else f"{detail[:_DETAIL]}…"
+        super().__init__(f"{location}: {cause}: {shown}")
 
 
 def bad_record(name: str, line: int, cause: str, detail: str, source: int = 0) -> RawRecord:

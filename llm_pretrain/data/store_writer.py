@@ -18,7 +18,8 @@ import numpy as np
 
 from llm_pretrain import __version__
 from llm_pretrain.data.hashed_file import HashedFile, StaleStateError
-from llm_pretrain.data.token_store import FORMAT, FORMAT_VERSION
+from llm_pretrain.data.store_contents import sample_digest
+from llm_pretrain.data.store_facts import FORMAT, FORMAT_VERSION
 from llm_pretrain.data.tokenizers import TOKENIZER_FILES, Tokenizer
 
 SHARD_BYTES = 1 << 30
@@ -53,7 +54,7 @@ class SplitWriter:
 
     def state(self) -> dict[str, Any]:
         """What another writer needs to go on from here; all that was appended is on disk then."""
-        kept: dict[str, int | None] = {"offsets": self._offsets.sync(), "shard": None, "mask": None}
+        kept: dict[str, Any] = {"offsets": self._offsets.sync(), "shard": None, "mask": None}
         for name, file in (("shard", self._shard), ("mask", self._mask)):
             if file is not None:
                 kept[name] = file.sync()
@@ -79,12 +80,15 @@ class SplitWriter:
         for name, facts in self._files.items():
             if not (file := self._folder / name).is_file() or file.stat().st_size != facts["bytes"]:
                 raise StaleStateError(file)
-        self._offsets = HashedFile(self._folder / "offsets.bin", kept["offsets"])
+            with file.open("rb") as closed:
+                if sample_digest(closed, facts["bytes"]) != facts["sample"]:
+                    raise StaleStateError(file)
+        self._offsets = HashedFile(self._folder / "offsets.bin", *kept["offsets"])
         try:
             if kept["shard"] is not None:
-                self._shard = HashedFile(self._folder / last, kept["shard"])
+                self._shard = HashedFile(self._folder / last, *kept["shard"])
             if kept["mask"] is not None:
-                self._mask = HashedFile(self._folder / "loss_mask.bin", kept["mask"])
+                self._mask = HashedFile(self._folder / "loss_mask.bin", *kept["mask"])
         except StaleStateError:
             self.abandon()
             raise

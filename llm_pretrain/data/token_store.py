@@ -5,36 +5,19 @@ Writing one is in `store_writer.py`. Knows nothing of sequences or batches.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from llm_pretrain.data.store_contents import check_digests, check_ids_below, check_offsets, check_samples
+from llm_pretrain.data.store_facts import read_facts
 from llm_pretrain.data.tokenizers import Tokenizer, open_tokenizer
 from llm_pretrain.errors import DataError
 
-FORMAT = "llm_pretrain token store"
-FORMAT_VERSION = 1
 VERIFY_LIMIT = 256 << 20
-"""Stores of at most this many bytes are read and hashed when opened; of larger ones only sizes are."""
-
-_FACTS: dict[str, Any] = {
-    **{"dtype": str, "vocab_size": int, "tokenizer_hash": str, "special_ids": list},
-    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), int | None),
-    **{"zlib_bits_per_byte": float | None, "splits": dict, "files": dict},
-}
-_SPLIT_FACTS: dict[str, Any] = {
-    **dict.fromkeys(("documents", "tokens", "targets", "text_bytes", "max_token_id"), int),
-    **{"shards": list, "masked": bool},
-}
-
-_OPTIONAL_FACTS: dict[str, Any] = {
-    **{"inputs": list, "input_documents": list | None, "skipped": dict},
-    **{"duplicates": int, "altered_documents": int},
-}
+"""Stores of at most this many bytes are read and hashed when opened; larger ones at sampled places."""
 
 _verified: set[tuple[Any, ...]] = set()
 
@@ -50,9 +33,8 @@ class TokenStore:
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
-        self.facts = _read_facts(self.path)
-        self.hash = hashlib.sha256((self.path / "store.json").read_bytes()).hexdigest()
-        self._check_files()
+        self.facts, self.hash = read_facts(self.path)
+        key = self._check_sizes()
         self.tokenizer_folder = self.path / "tokenizer"
         self.tokenizer_hash: str = self.facts["tokenizer_hash"]
         self.vocab_size: int = self.facts["vocab_size"]
@@ -62,6 +44,7 @@ class TokenStore:
         self.pad_token_id: int | None = self.facts["pad_token_id"]
         self.zlib_bits_per_byte: float | None = self.facts["zlib_bits_per_byte"]
         self._splits: dict[str, StoreSplit] = {}
+        self._check_contents(key)
 
     def split(self, name: str) -> StoreSplit:
         """The `train` or `validation` split."""
@@ -77,6 +60,11 @@ class TokenStore:
                 f"{self.tokenizer_folder}: expected the tokenizer that wrote the store "
                 f"({self.tokenizer_hash[:12]}), found another ({tokenizer.hash[:12]}); prepare it again"
             )
+        if tokenizer.vocab_size != self.vocab_size:
+            raise DataError(
+                f"{self.path / 'store.json'}: expected the tokenizer's vocab_size {tokenizer.vocab_size}, "
+                f"found {self.vocab_size}; prepare the store again"
+            )
         return tokenizer
 
     def token_bytes(self) -> np.ndarray:
@@ -85,13 +73,14 @@ class TokenStore:
 
     def verify(self) -> None:
         """Reads and hashes every file, whatever the store's size. Raises DataError for an altered one."""
-        self._check_hashes(self.facts["files"])
+        check_digests(self.path, self.facts["files"])
+        self._check_ids()
 
     def __reduce__(self):
         return TokenStore, (self.path,)
 
-    def _check_files(self) -> None:
-        """Sizes of all files always; contents once per process, where the store is small."""
+    def _check_sizes(self) -> tuple[Any, ...]:
+        """Returns what changes with the files."""
         files: dict[str, dict[str, Any]] = self.facts["files"]
         seen: list[Any] = [str(self.path.resolve()), self.hash]
         for name, expected in files.items():
@@ -103,30 +92,31 @@ class TokenStore:
             status = file.stat()
             if status.st_size != expected["bytes"]:
                 raise DataError(
-                    f"{file}: expected {expected['bytes']} bytes, found {status.st_size}; prepare it again"
+                    f"{file}: expected {expected['bytes']!r:.40} bytes, found {status.st_size}; "
+                    "prepare it again"
                 )
-            seen += [status.st_size, status.st_mtime_ns]
-        key = tuple(seen)
-        if sum(expected["bytes"] for expected in files.values()) > VERIFY_LIMIT or key in _verified:
+            seen += [status.st_size, status.st_mtime_ns, status.st_ino]
+        return tuple(seen)
+
+    def _check_contents(self, key: tuple[Any, ...]) -> None:
+        """Once per process: all contents where the store is small, or else what tells its files apart."""
+        if key in _verified:
             return
-        self._check_hashes(files)
+        files: dict[str, dict[str, Any]] = self.facts["files"]
+        if sum(expected["bytes"] for expected in files.values()) > VERIFY_LIMIT:
+            check_samples(self.path, files)
+        else:
+            check_digests(self.path, files)
+            self._check_ids()
+        for name in ("train", "validation"):
+            split = self.split(name)
+            check_offsets(self.path / name, split.offsets, split.shard_starts)
         _verified.add(key)
 
-    def _check_hashes(self, files: dict[str, dict[str, Any]]) -> None:
-        for name, expected in files.items():
-            with (self.path / name).open("rb") as file:
-                found = hashlib.file_digest(file, "sha256").hexdigest()
-            if found == expected["sha256"]:
-                continue
-            what = (
-                "the tokenizer that wrote the store"
-                if name.startswith("tokenizer/")
-                else "unaltered contents"
-            )
-            raise DataError(
-                f"{self.path / name}: expected {what} (SHA-256 {expected['sha256'][:12]}), "
-                f"found {found[:12]}; prepare the store again"
-            )
+    def _check_ids(self) -> None:
+        for name in ("train", "validation"):
+            for file, tokens in zip(self.split(name).shard_files, self.split(name).shards, strict=True):
+                check_ids_below(file, tokens, self.vocab_size)
 
 
 class StoreSplit:
@@ -146,7 +136,8 @@ class StoreSplit:
         counts = [shard["tokens"] for shard in facts["shards"]]
         self.shard_starts = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
         names = [shard["file"] for shard in facts["shards"]]
-        self.shards = [_map(folder / n, dtype, count) for n, count in zip(names, counts, strict=True)]
+        self.shard_files = [folder / name for name in names]
+        self.shards = [_map(f, dtype, count) for f, count in zip(self.shard_files, counts, strict=True)]
         bits = -(-self.tokens // 8)
         self._mask = _map(folder / "loss_mask.bin", np.dtype("u1"), bits) if facts["masked"] else None
         if self.offsets[-1] != self.tokens or self.shard_starts[-1] != self.tokens:
@@ -192,87 +183,3 @@ def _map(file: Path, dtype: np.dtype, count: int) -> np.ndarray:
     if count == 0:
         return np.zeros(0, dtype=dtype)
     return np.asarray(np.memmap(file, dtype=dtype, mode="r", shape=(count,)))
-
-
-def _read_facts(path: Path) -> dict[str, Any]:
-    file = path / "store.json"
-    if not file.is_file():
-        raise DataError(
-            f"{path}: expected a folder with store.json, found none; make one with `llm-pretrain prepare`"
-        )
-    try:
-        facts = json.loads(file.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{file}: expected JSON, found: {error}") from error
-    if not isinstance(facts, dict) or facts.get("format") != FORMAT:
-        raise DataError(f"{file}: expected format {FORMAT!r}, found another file; name a store's folder")
-    if facts.get("format_version") != FORMAT_VERSION:
-        found = facts.get("format_version")
-        raise DataError(
-            f"{file}: expected format_version {FORMAT_VERSION}, found {found}; prepare the store again"
-        )
-    _check_facts(file, facts)
-    return facts
-
-
-def _check_facts(file: Path, facts: dict[str, Any]) -> None:
-    """What later code relies on; a store.json edited by hand is named here, not by a KeyError later."""
-    _check_types(file, "", facts, _FACTS)
-    _check_types(file, "", facts, {key: kind for key, kind in _OPTIONAL_FACTS.items() if key in facts})
-    if facts["dtype"] not in ("<u2", "<u4"):
-        raise DataError(f"{file}: expected dtype <u2 or <u4, found {facts['dtype']}; prepare the store again")
-    for name in ("train", "validation"):
-        split = facts["splits"].get(name)
-        if not isinstance(split, dict):
-            raise DataError(f"{file}: expected a split {name}, found none; prepare the store again")
-        _check_types(file, f"splits.{name}.", split, _SPLIT_FACTS)
-        if split["max_token_id"] >= facts["vocab_size"]:
-            raise DataError(
-                f"{file}: expected token ids below vocab_size {facts['vocab_size']}, "
-                f"found {split['max_token_id']} in {name}; prepare the store again"
-            )
-    _check_entries(file, facts)
-
-
-def _check_entries(file: Path, facts: dict[str, Any]) -> None:
-    """What lists and mappings hold; that every file which is read has its size and hash among `files`."""
-    shapes = {"bytes": int, "sha256": str}
-    files = facts["files"]
-    counts = [
-        *facts["special_ids"],
-        *(facts.get("input_documents") or ()),
-        *facts.get("skipped", {}).values(),
-    ]
-    sound = all(isinstance(entry, dict) and _has(entry, shapes) for entry in files.values())
-    sound &= all(isinstance(count, int) for count in counts)
-    sound &= all(isinstance(name, str) for name in facts.get("inputs", ()))
-    needed = ["tokenizer/tokenizer.json"]
-    for name in ("train", "validation"):
-        split = facts["splits"][name]
-        shards = [shard for shard in split["shards"] if isinstance(shard, dict)]
-        shards = [shard for shard in shards if _has(shard, {"file": str, "tokens": int})]
-        sound &= len(shards) == len(split["shards"])
-        parts = ["offsets.bin", *(["loss_mask.bin"] if split["masked"] else []), *(s["file"] for s in shards)]
-        needed += [f"{name}/{part}" for part in parts]
-    if not sound:
-        raise DataError(
-            f"{file}: expected what prepare writes, found entries of other types; prepare it again"
-        )
-    if missing := [name for name in needed if name not in files]:
-        raise DataError(f"{file}: expected {missing[0]} in files, found none; prepare the store again")
-
-
-def _has(entry: dict[str, Any], types: dict[str, type]) -> bool:
-    return all(isinstance(entry.get(key), kind) for key, kind in types.items())
-
-
-def _check_types(file: Path, prefix: str, facts: dict[str, Any], types: dict[str, Any]) -> None:
-    for key, kind in types.items():
-        if key not in facts:
-            raise DataError(f"{file}: expected the field {prefix}{key}, found none; prepare the store again")
-        if not isinstance(facts[key], kind):
-            expected = kind.__name__ if isinstance(kind, type) else str(kind)
-            raise DataError(
-                f"{file}: expected {prefix}{key} of type {expected}, found {facts[key]!r:.40}; "
-                "prepare the store again"
-            )

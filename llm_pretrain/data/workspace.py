@@ -5,6 +5,7 @@ What was done survives a kill, and is taken up again by the same work alone: sam
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -76,7 +77,8 @@ class Workspace:
         self.state = state
         file = self.folder / "state.json.new"
         with file.open("w", encoding="utf-8") as stream:
-            json.dump({"fingerprint": self._fingerprint, "state": state}, stream)
+            content = {"fingerprint": self._fingerprint, "digest": _digest(state), "state": state}
+            json.dump(content, stream)
             stream.flush()
             os.fsync(stream.fileno())
         file.replace(self.folder / "state.json")
@@ -106,8 +108,9 @@ class Workspace:
     def _read_state(self) -> dict[str, Any] | None:
         try:
             content = json.loads((self.folder / "state.json").read_text(encoding="utf-8"))
-            return content["state"] if content["fingerprint"] == self._fingerprint else None
-        except (OSError, ValueError, KeyError, TypeError):
+            known = content["fingerprint"] == self._fingerprint
+            return content["state"] if known and content["digest"] == _digest(content["state"]) else None
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
 
     def _holder(self) -> str:
@@ -115,3 +118,8 @@ class Workspace:
             return f"process {int((self.folder / 'pid').read_text())}"
         except (OSError, ValueError):
             return "one"
+
+
+def _digest(state: dict[str, Any]) -> str:
+    """What a damaged or edited state cannot have by chance: going on from one could make a wrong store."""
+    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()

@@ -18,8 +18,9 @@ from llm_pretrain.training.engine import (
 from llm_pretrain.training.evaluation import Evaluator, zlib_bits_per_byte
 from llm_pretrain.training.expert_counting import with_global_expert_counts
 from llm_pretrain.training.fingerprints import fingerprints
-from llm_pretrain.training.loop import pretrain
 from llm_pretrain.training.objective import Objective, StepCounts, StepSums
+from llm_pretrain.training.peers import collective_timeout
+from llm_pretrain.training.pretraining import pretrain
 from llm_pretrain.training.process import (
     check_world_size,
     default_accelerate_file,
@@ -41,6 +42,7 @@ from llm_pretrain.training.sharding import (
     shard_full_precision,
 )
 from llm_pretrain.training.status import Status
+from llm_pretrain.training.watchdog import watching
 
 __all__ = [
     "DDP_OPTIONS",
@@ -59,6 +61,7 @@ __all__ = [
     "check_strategy",
     "check_world_size",
     "close_channel",
+    "collective_timeout",
     "default_accelerate_file",
     "end_script",
     "fingerprints",
@@ -78,6 +81,7 @@ __all__ = [
     "seed_dropout",
     "settle_buckets",
     "shard_full_precision",
+    "watching",
     "with_global_expert_counts",
     "zlib_bits_per_byte",
 ]

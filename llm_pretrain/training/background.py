@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from llm_pretrain.config import Config
+from llm_pretrain.training.peers import collective_timeout
 
 T = TypeVar("T")
 distributed: Any = torch.distributed
@@ -41,7 +42,7 @@ def open_channel(config: Config, world_size: int) -> Channel | None:
     """The channel for background saves, where the configuration asks for them and others are there."""
     if world_size == 1 or not config.checkpoint.async_save:
         return None
-    return Channel(timedelta(seconds=config.distributed.timeout_seconds))
+    return Channel(collective_timeout(config))
 
 
 def close_channel(channel: Channel | None) -> None:

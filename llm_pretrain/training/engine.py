@@ -23,7 +23,7 @@ from llm_pretrain.config import Config
 from llm_pretrain.data import Batch
 from llm_pretrain.model import DecoderOutput
 from llm_pretrain.training.background import Channel
-from llm_pretrain.training.objective import DIGEST_WORDS, StepCounts, loss_sums
+from llm_pretrain.training.objective import DIGEST_WORDS, StepCounts, loss_sums, losses_are_finite
 
 T = TypeVar("T")
 
@@ -44,8 +44,9 @@ class StepResult:
     Args:
         counts: Loss tokens and sample digest of the whole global batch.
         sums: float64 vector of `StepSums`, reduced over all ranks; None for a step without loss tokens.
-        grad_norm: Global gradient norm before clipping; None when the step was skipped.
-        skipped: Why parameters did not move: `no_loss_tokens`, `overflow` (fp16) or `nonfinite_gradient`.
+        grad_norm: Global gradient norm before clipping; None where it is not finite.
+        skipped: Why parameters do not move: `no_loss_tokens`, `overflow` (fp16), `nonfinite_gradient` or
+            `nonfinite_loss`; None where they do.
     """
 
     counts: StepCounts
@@ -57,10 +58,15 @@ class StepResult:
     def of(
         cls, counts: StepCounts, sums: Tensor, grad_norm: float, scaler: torch.amp.GradScaler | None
     ) -> StepResult:
-        """The result of a step that ran; one whose gradient is not finite was skipped."""
-        if math.isfinite(grad_norm):
-            return cls(counts, sums, grad_norm)
-        return cls(counts, sums, skipped="overflow" if scaler else "nonfinite_gradient")
+        """The verdict on a step whose gradients are there, before the optimizer may use them.
+
+        What it judges by is global, so all ranks come to the same.
+        """
+        if not math.isfinite(grad_norm):
+            return cls(counts, sums, skipped="overflow" if scaler else "nonfinite_gradient")
+        if not losses_are_finite(sums):
+            return cls(counts, sums, grad_norm, skipped="nonfinite_loss")
+        return cls(counts, sums, grad_norm)
 
 
 class Engine(Protocol):
@@ -83,7 +89,7 @@ class Engine(Protocol):
         ...
 
     def train_step(self, micro_batches: Sequence[Batch]) -> StepResult:
-        """Accumulate the window's gradients, unscale, clip, step."""
+        """Accumulate the window's gradients, unscale, clip, judge, and step unless the verdict is to skip."""
         ...
 
     def reduce_sum(self, tensor: Tensor) -> Tensor:

@@ -113,6 +113,11 @@ class StepSums:
         return reduce_sum(self._total)
 
 
+def losses_are_finite(sums: Tensor) -> bool:
+    """Whether every term of the objective is a finite number, out of a reduced `StepSums` vector."""
+    return all(map(math.isfinite, sums[:4].tolist()))
+
+
 def source_sums(output: DecoderOutput, batch: Batch, num_sources: int) -> Tensor:
     """float64 [2, K]: cross-entropy over the loss tokens of each source's sequences, and their number.
 

@@ -6,6 +6,7 @@ import math
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext, suppress
 
 import torch
 
@@ -103,6 +104,11 @@ class Recorder:
         if self.failure is not None:
             raise self.failure
 
+    def sync(self) -> None:
+        """Let the rows so far outlive a power cut; a checkpoint of their step may then be committed."""
+        if self.metrics is not None:
+            self.metrics.sync()
+
     def restart_clock(self) -> None:
         """Leave out what happened since the last step (evaluation, saving) from the step times."""
         self._interval.mark()
@@ -110,7 +116,8 @@ class Recorder:
     def close(self) -> None:
         """Close metrics file, console and trackers."""
         if self.metrics is not None:
-            self.metrics.close()
+            with nullcontext() if self.failure is None else suppress(OSError, OutputError):
+                self.metrics.close()
         self.console.close()
         self.trackers.close(0 if sys.exc_info()[0] is None else 1)
 

@@ -6,10 +6,8 @@ failed saves too.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,31 +31,14 @@ from llm_pretrain.training.background import Background
 from llm_pretrain.training.engine import Engine, forwards_together
 from llm_pretrain.training.fingerprints import fingerprints
 from llm_pretrain.training.progress import Best, Progress
+from llm_pretrain.training.recorder import Recorder
 from llm_pretrain.training.run_folder import RunFolder
 from llm_pretrain.training.run_weights import weights_writer
+from llm_pretrain.training.save_outcomes import Saved, SaveOutcomes, failed
 from llm_pretrain.training.status import Status
-
-logger = logging.getLogger(__name__)
-
-MAX_FAILED_SAVES = 3
-"""Failed saves in a row that training goes on after, less one."""
+from llm_pretrain.training.watchdog import beat
 
 Gather = Callable[[Any], list[Any]]
-
-
-@dataclass(frozen=True)
-class Saved:
-    """What became of a save, the same on every rank.
-
-    Args:
-        step: The step saved.
-        checkpoint: The committed checkpoint; None where it failed.
-        failure: Why the checkpoint, or its weights after it, could not be written.
-    """
-
-    step: int
-    checkpoint: Path | None = None
-    failure: CheckpointError | None = None
 
 
 class Saving:
@@ -73,13 +54,11 @@ class Saving:
     ):
         self.config, self.engine, self.folder, self.stores = config, engine, folder, stores
         self.notes: list[str] = []
-        self.warn: Callable[[str], None] = logger.warning
-        self.failures_in_a_row = 0
-        self._status = status
+        self._outcomes = SaveOutcomes(folder, status, rank=engine.rank)
+        self._sync_rows: Callable[[], None] = lambda: None
         channel = engine.channel
         self._gather_in_background: Gather = channel.gather_objects if channel else lambda value: [value]
         self._pending: Background[Saved] | None = None
-        self._announced = 0
         # DeepSpeed's state is a copy already
         copies = config.checkpoint.async_save and config.distributed.strategy != "deepspeed"
         self._buffers = HostBuffers() if copies else None
@@ -91,6 +70,10 @@ class Saving:
             gather_objects=engine.gather_objects,
             keep_last=config.checkpoint.keep_last,
         )
+
+    def attach(self, recorder: Recorder) -> None:
+        """Warn on its console, and commit no checkpoint before the rows up to it are on the disk."""
+        self._outcomes.warn, self._sync_rows = recorder.console.warning, recorder.sync
 
     def find(self) -> ResumePoint | None:
         """The checkpoint to continue from, as `checkpoint.resume` says; None starts from scratch.
@@ -162,6 +145,7 @@ class Saving:
             DivergedError: likewise, when a value is not finite.
         """
         self.settle(last=last)
+        beat(f"saving step {progress.step}", files=True)
         in_background = self.config.checkpoint.async_save and not last
         try:
             with self.engine.checkpoint_state() as (model, optimizer):
@@ -172,8 +156,8 @@ class Saving:
                     return
                 saved = write(self.engine.gather_objects)
         except CheckpointError as error:
-            saved = _failed(progress.step, error)
-        self._take(saved, last=last)
+            saved = failed(progress.step, error)
+        self._outcomes.take(saved, last=last)
 
     def settle(self, *, last: bool = False) -> None:
         """Wait for the save in the background, if there is one, and take what became of it.
@@ -184,12 +168,13 @@ class Saving:
         """
         pending, self._pending = self._pending, None
         if pending is not None:
-            self._take(pending.result(), tried_again=last)
+            beat("waiting for the save in the background", files=True)
+            self._outcomes.take(pending.result(), tried_again=last)
 
     def announce(self) -> None:
         """Tell of a save in the background as soon as it is done; no collective, for one rank or all."""
         if self._pending is not None and self._pending.is_done and self._pending.error is None:
-            self._tell(self._pending.result())
+            self._outcomes.tell(self._pending.result())
 
     @property
     def has_stopped(self) -> bool:
@@ -198,8 +183,10 @@ class Saving:
 
     def close(self) -> None:
         """Let the save in the background commit, for a run that ends by an error; raises nothing."""
-        if self._pending is not None and self._pending.wait(self.config.distributed.timeout_seconds):
-            self.announce()
+        if self._pending is not None:
+            beat("waiting for the save in the background", files=True)
+            if self._pending.wait(self.config.distributed.timeout_seconds):
+                self.announce()
 
     def keep_best(self, progress: Progress, loss: float) -> None:
         """Write `weights/best` where this step's evaluation loss is the lowest so far; collective.
@@ -218,7 +205,7 @@ class Saving:
             try:
                 on_first_rank(self.engine, write)
             except CheckpointError as error:
-                self._take(_failed(progress.step, error))
+                self._outcomes.take(failed(progress.step, error))
                 return
         progress.best = Best(progress.step, loss, max_batches)
 
@@ -247,11 +234,13 @@ class Saving:
 
         def write(gather_objects: Gather) -> Saved:
             path = None
+            # a row that a power cut takes is never written again
+            on_first_rank(self.engine, self._sync_rows, gather_objects)
             try:
                 path = self.checkpoints.write(staged, gather_objects)
                 on_first_rank(self.engine, write_weights, gather_objects)
             except CheckpointError as error:
-                return _failed(facts.step, error, path)
+                return failed(facts.step, error, path)
             return Saved(facts.step, path)
 
         return write
@@ -262,36 +251,3 @@ class Saving:
         return weights_writer(
             self.config, self.engine, self.folder, self.stores, progress, tensors, best_loss=best_loss
         )
-
-    def _take(self, saved: Saved, *, last: bool = False, tried_again: bool = False) -> None:
-        """Tell of a save, and judge it; every rank has the same."""
-        self._tell(saved)
-        if saved.failure is None:
-            self.failures_in_a_row = 0
-            return
-        self.failures_in_a_row += 1
-        count = f"failed saves in a row: {self.failures_in_a_row} of {MAX_FAILED_SAVES}"
-        if not tried_again and (last or self.failures_in_a_row >= MAX_FAILED_SAVES):
-            reason = "the run's last save must not fail" if last else count
-            error = CheckpointError(f"{saved.failure}; {reason}")
-            error.shared = True
-            raise error
-        if self.engine.rank == 0:
-            self.warn(f"step {saved.step} was not saved: {saved.failure}; training goes on ({count})")
-
-    def _tell(self, saved: Saved) -> None:
-        """Let status.json name a committed checkpoint, once."""
-        if saved.checkpoint is None or self._announced == saved.step:
-            return
-        self._announced = saved.step
-        try:
-            self._status.running(saved.step, saved.checkpoint)
-        except OSError as error:
-            self.warn(f"{self.folder.status} could not be written: {error}")
-
-
-def _failed(step: int, error: CheckpointError, checkpoint: Path | None = None) -> Saved:
-    """A save that failed alike on every rank; what only this one met is raised, and ends the run."""
-    if not error.shared:
-        raise error
-    return Saved(step, checkpoint, error)

@@ -14,7 +14,7 @@ TEXTS = [
     "   leading and trailing   ",
     "你好，世界。今天天气很好。" * 4,
     "emoji 😀😃👩‍👩‍👧 and e\u0301 combining",
-    "control \x00\x01\x07\x1b and \u2028 and \ufeff and </s><s><unk>",
+    "control \x01\x07\x1b and \u2028 and \ufeff and </s><s><unk>",
     "aaaaaaa aaaa ababab abababa\n\n\n\n\n        spaces         ",
 ]
 

@@ -74,7 +74,7 @@ def test_invalid_utf8_in_a_text_file_is_found_on_its_line(tmp_path: Path):
 
 
 def test_a_text_file_is_one_document_to_the_last_byte(tmp_path: Path):
-    text = "\ufeff a\r\n\n\tb \x00 \n"
+    text = "\ufeff a\r\n\n\tb \x01 \n"
     (tmp_path / "a.txt").write_bytes(text.encode())
     (record,) = read_records([str(tmp_path / "a.txt")])
     assert parse_record(record).segments == ((text, True),)
