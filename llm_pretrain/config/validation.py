@@ -85,8 +85,6 @@ def _ranges(config: Config) -> Iterator[str]:
                 yield f"{name}: expected 0 or more, found {value}"
             elif name in _BELOW_ONE and not 0 <= value < 1:
                 yield f"{name}: expected at least 0 and less than 1, found {value}"
-    if config.checkpoint.async_save:
-        yield "checkpoint.async_save: expected false, found true, which is not built yet"
     if config.training.spike_action != "log":
         yield f"training.spike_action: expected log, found {config.training.spike_action}: not built yet"
     if config.checkpoint.keep_last < 2:
