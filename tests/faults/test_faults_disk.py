@@ -2,7 +2,7 @@
 
 | fault | what comes of it |
 |---|---|
-| full disk in a periodic save | warning, training goes on; 74 after three in a row; the checkpoint before is intact |
+| full disk in a periodic save | warning, training goes on; 74 after three in a row; older checkpoints intact |
 | space comes back | the next save passes, nothing is lost |
 | a limit on the size of files | as a full disk |
 | I/O error in fsync or rename | as a full disk |
@@ -33,14 +33,15 @@ from support.interrupting import assert_exact
 from support.launching import Finished, launch
 
 from llm_pretrain.checkpoints import committed_folders, find_damage, read_manifest
-from llm_pretrain.training.saving import MAX_FAILED_SAVES
 
 STEPS = 8
+MAX_FAILED_SAVES = 3
+"""Failures in a row that end a run, as documented."""
 ASYNC = ["--checkpoint.async_save", "true"]
 MODES = pytest.mark.parametrize("mode", [[], ASYNC], ids=["sync", "async"])
 LAUNCHERS = pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
 needs_mount = pytest.mark.skipif(
-    os.geteuid() != 0 or subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode != 0,
+    os.geteuid() != 0 or subprocess.call(["unshare", "--mount", "true"], stderr=subprocess.DEVNULL) != 0,
     reason="mounting a small disk needs root",
 )
 
@@ -158,10 +159,9 @@ def test_a_full_disk_stops_after_three_saves_and_continues_with_more_room(probe,
 
 @MODES
 @pytest.mark.parametrize(
-    "only", ["write:shard-", "fsync:manifest.json", "rename:checkpoints/.step-", "write:.tmp"]
+    "only", ["write:shard-", "fsync:manifest.json", "rename:checkpoints/.step-", "write:weights/.step-"]
 )
 def test_two_failed_saves_and_room_again_lose_nothing(probe, small, oracle, tmp_path, mode, only):
-    """`write:.tmp` is the model.safetensors of the weights."""
     fault = Fault("refuse", 2, errno.ENOSPC, times=2, only=only)
     (end,) = probe.train(tmp_path / "run", [*small, *mode], faults={0: fault})
     assert end.exit_code == 0, end.output
@@ -234,10 +234,8 @@ def test_a_limit_on_the_size_of_files(probe, small, oracle, tmp_path):
 def test_a_full_disk_at_a_small_file_is_one_line(probe, small, oracle, tmp_path, file, codes):
     folder = tmp_path / "run"
     options = [*small, "--logging.report", "true"]
-    fault = Fault("refuse", 0 if file in ("attempts.jsonl", "config.yaml") else 1, errno.ENOSPC, times=-1)
-    if file == "report.html":
-        fault = Fault("refuse", 0, errno.ENOSPC, times=-1)
-    fault = Fault("refuse", fault.at, errno.ENOSPC, times=-1, only=f"write:{file}")
+    at = 1 if file in ("metrics.jsonl", "status.json") else 0
+    fault = Fault("refuse", at, errno.ENOSPC, times=-1, only=f"write:{file}")
     (end,) = probe.train(folder, options, faults={0: fault})
     assert end.exit_code in codes, end.output
     assert "Traceback" not in end.output
@@ -250,9 +248,7 @@ def test_a_full_disk_at_a_small_file_is_one_line(probe, small, oracle, tmp_path,
     check_same_end(folder, oracle)
 
 
-@pytest.mark.skipif(
-    os.geteuid() == 0 and not shutil.which("setpriv"), reason="no setpriv to give up root's rights"
-)
+@pytest.mark.skipif(os.geteuid() == 0 and not shutil.which("setpriv"), reason="no setpriv")
 def test_a_folder_without_the_right_to_write_is_refused(small, oracle, tmp_path):
     """The public command; nothing is left behind."""
     (tmp_path / "locked").mkdir(mode=0o555)
