@@ -85,7 +85,7 @@ class TorchrunEngine:
             dist.init_process_group(backend, init_method=meeting_point(), timeout=timeout)
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         check_world_size(self.world_size)
-        self.channel = open_channel(config, self.world_size)
+        self.channel = open_channel(config, self.world_size, collective_timeout(config))
         self.is_sharded = config.distributed.strategy == "fsdp" and self.world_size > 1
         precision = config.training.precision
         self.autocast_dtype = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]

@@ -120,7 +120,7 @@ class AccelerateEngine:
         self.device: torch.device = self.accelerator.device
         self.scaler = self.accelerator.scaler
         check_world_size(self.world_size)
-        self.channel = open_channel(config, self.world_size)
+        self.channel = open_channel(config, self.world_size, collective_timeout(config))
         check_strategy(config, self.accelerator.distributed_type.value, self.world_size)
         self.objective = Objective(config, self.world_size)
 

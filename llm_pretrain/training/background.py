@@ -14,7 +14,6 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from llm_pretrain.config import Config
-from llm_pretrain.training.peers import collective_timeout
 
 T = TypeVar("T")
 distributed: Any = torch.distributed
@@ -38,11 +37,11 @@ class Channel:
         distributed.destroy_process_group(self._group)
 
 
-def open_channel(config: Config, world_size: int) -> Channel | None:
+def open_channel(config: Config, world_size: int, timeout: timedelta) -> Channel | None:
     """The channel for background saves, where the configuration asks for them and others are there."""
     if world_size == 1 or not config.checkpoint.async_save:
         return None
-    return Channel(collective_timeout(config))
+    return Channel(timeout)
 
 
 def close_channel(channel: Channel | None) -> None:
