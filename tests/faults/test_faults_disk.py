@@ -102,7 +102,8 @@ def room_for_two(finished: Path) -> int:
     """Size of a disk that holds two checkpoints and their weights, and half as much again as one."""
     (one, *_) = committed_folders(finished / "checkpoints").values()
     (weights, *_) = committed_folders(finished / "weights").values()
-    return 2 * (used(one) + used(weights)) + used(one) // 2 + 20 * 4096
+    small_files = sum(file.stat().st_size + 4096 for file in finished.iterdir() if file.is_file())
+    return 2 * (used(one) + used(weights)) + used(one) // 2 + small_files
 
 
 def sound_steps(folder: Path) -> list[int]:
@@ -116,11 +117,14 @@ def sound_steps(folder: Path) -> list[int]:
 
 
 def lines(output: str, start: str) -> list[str]:
-    return [line for line in output.splitlines() if start in line]
+    return [line for line in output.splitlines() if line.startswith(start)]
 
 
-def check_stopped(folder: Path, output: str, reason: str, *, step: int) -> None:
-    """Three failed saves in a row ended the run at `step`, with a line that says where, how much and why."""
+def check_stopped(folder: Path, output: str, reason: str, *, step: int, later: int = 0) -> None:
+    """Three failed saves in a row ended the run at `step`, with a line that says where, how much and why.
+
+    Or up to `later` steps after it: what became of a save in the background is taken when the next is due.
+    """
     (error,) = lines(output, "error: ")
     assert reason in error
     assert str(folder) in error
@@ -128,7 +132,7 @@ def check_stopped(folder: Path, output: str, reason: str, *, step: int) -> None:
     assert "Traceback" not in output
     status = Finished(0, "", folder).status
     assert (status["state"], status["exit_code"]) == ("failed", 74)
-    assert max(exact_rows(folder)) == step, "training went on until the third failure"
+    assert step <= max(exact_rows(folder)) <= step + later, "training goes on until the third failure"
     warnings = lines(output, "warning: ")
     told = [line for line in warnings if reason in line and "bytes" in line]
     assert len(told) >= MAX_FAILED_SAVES - 1, output
@@ -149,7 +153,7 @@ def test_a_full_disk_stops_after_three_saves_and_continues_with_more_room(probe,
     folder = disk(room_for_two(oracle)) / "run"
     (end,) = probe.train(folder, [*small, *mode])
     assert end.exit_code == 74, end.output
-    check_stopped(folder, end.output, "No space left on device", step=5)
+    check_stopped(folder, end.output, "No space left on device", step=5, later=len(mode) // 2)
     assert sound_steps(folder) == [1, 2]
     resize(folder.parent, 2 * room_for_two(oracle))
     (end,) = probe.train(folder, [*small, *mode])
@@ -159,7 +163,11 @@ def test_a_full_disk_stops_after_three_saves_and_continues_with_more_room(probe,
 
 @MODES
 @pytest.mark.parametrize(
-    "only", ["write:shard-", "fsync:manifest.json", "rename:checkpoints/.step-", "write:weights/.step-"]
+    "only",
+    [
+        *("create:shard-", "fsync:shard-", "fsync:manifest.json"),
+        *("rename:checkpoints/.step-", "truncate:weights/.step-"),
+    ],
 )
 def test_two_failed_saves_and_room_again_lose_nothing(probe, small, oracle, tmp_path, mode, only):
     fault = Fault("refuse", 2, errno.ENOSPC, times=2, only=only)
@@ -170,7 +178,7 @@ def test_two_failed_saves_and_room_again_lose_nothing(probe, small, oracle, tmp_
     check_same_end(tmp_path / "run", oracle)
 
 
-@pytest.mark.parametrize("only", ["write:shard-", "fsync:shard-", "rename:checkpoints/.step-"])
+@pytest.mark.parametrize("only", ["create:shard-", "fsync:shard-", "rename:checkpoints/.step-"])
 def test_a_disk_that_breaks_for_good_stops_the_run(probe, small, oracle, tmp_path, only):
     folder = tmp_path / "run"
     fault = Fault("refuse", 2, errno.EIO, times=-1, only=only)
@@ -185,7 +193,7 @@ def test_a_disk_that_breaks_for_good_stops_the_run(probe, small, oracle, tmp_pat
 
 def test_a_failure_of_the_last_save_is_an_error_at_once(probe, small, oracle, tmp_path):
     folder = tmp_path / "run"
-    fault = Fault("refuse", STEPS - 1, errno.ENOSPC, only="write:shard-")
+    fault = Fault("refuse", STEPS - 1, errno.ENOSPC, only="fsync:shard-")
     (end,) = probe.train(folder, small, faults={0: fault})
     assert end.exit_code == 74, end.output
     assert sound_steps(folder) == [STEPS - 2, STEPS - 1]
@@ -281,7 +289,7 @@ def test_a_launched_run_on_a_full_disk(launcher, mode, options, undisturbed, dis
     folder = disk(room_for_two(undisturbed.folder)) / "run"
     failed = launch(launcher, 2, folder, [*options, *mode], exit_code=None)
     assert failed.exit_code != 0
-    check_stopped(folder, failed.output, "No space left on device", step=20)
+    check_stopped(folder, failed.output, "No space left on device", step=20, later=4 * len(mode) // 2)
     assert sound_steps(folder) == [4, 8]
     resize(folder.parent, 2 * room_for_two(undisturbed.folder))
     assert_exact(launch(launcher, 2, folder, [*options, *mode]), undisturbed)
@@ -321,7 +329,7 @@ def test_a_launched_run_with_a_limit_on_files(launcher, mode, options, undisturb
         launcher, 2, folder, [*options, *mode], exit_code=None, prefix=["prlimit", "--fsize=200000"]
     )
     assert failed.exit_code != 0
-    check_stopped(folder, failed.output, "File too large", step=4 * MAX_FAILED_SAVES)
+    check_stopped(folder, failed.output, "File too large", step=4 * MAX_FAILED_SAVES, later=2 * len(mode))
     assert_exact(launch(launcher, 2, folder, [*options, *mode]), undisturbed)
 
 
