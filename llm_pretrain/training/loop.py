@@ -172,13 +172,10 @@ class Training:
     def _stop_agreed(self) -> bool:
         """Whether any rank was asked to stop, the same on all; what one rank alone met ends all here."""
         beat(f"agreeing whether to stop after step {self.progress.step}")
-        failed = self.recorder.failure is not None or self.saving.has_stopped
-        stopping, failing = self.engine.reduce_sum(
-            torch.tensor([self.stop.requested, failed], dtype=torch.int64)
-        ).tolist()
+        flags = torch.tensor([self.stop.requested, self.saving.has_stopped], dtype=torch.int64)
+        stopping, failing = self.engine.reduce_sum(flags).tolist()
         if failing:
-            on_every_rank(self.engine, self.recorder.check)
-            self.saving.settle()
+            self.saving.stop()
         self.saving.announce()
         return bool(stopping)
 
