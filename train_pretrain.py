@@ -41,12 +41,14 @@ from llm_pretrain.training import (
     StepSums,
     adopt_parameters,
     check_world_size,
+    close_channel,
     collective_timeout,
     end_script,
     forget_process_groups,
     layer_precision,
     mark_last,
     meeting_point,
+    open_channel,
     plain_number,
     prepare_process,
     pretrain,
@@ -84,6 +86,7 @@ class TorchrunEngine:
             dist.init_process_group(backend, init_method=meeting_point(), timeout=timeout)
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         check_world_size(self.world_size)
+        self.channel = open_channel(config, self.world_size, collective_timeout(config))
         self.is_sharded = config.distributed.strategy == "fsdp" and self.world_size > 1
         precision = config.training.precision
         self.autocast_dtype = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
@@ -161,6 +164,7 @@ class TorchrunEngine:
         del self.model, self.no_sync, self.unwrapped_model, self.optimizer
         if self.world_size > 1:
             dist.barrier()
+            close_channel(self.channel)
             dist.destroy_process_group()
         if self.is_sharded:
             forget_process_groups()

@@ -52,11 +52,13 @@ from llm_pretrain.training import (
     check_fsdp_version,
     check_strategy,
     check_world_size,
+    close_channel,
     collective_timeout,
     end_script,
     launch_settings,
     layer_precision,
     meeting_point,
+    open_channel,
     plain_number,
     prepare_process,
     pretrain,
@@ -119,6 +121,7 @@ class AccelerateEngine:
         self.device: torch.device = self.accelerator.device
         self.scaler = self.accelerator.scaler
         check_world_size(self.world_size)
+        self.channel = open_channel(config, self.world_size, collective_timeout(config))
         check_strategy(config, self.accelerator.distributed_type.value, self.world_size)
         self.objective = Objective(config, self.world_size)
 
@@ -191,6 +194,7 @@ class AccelerateEngine:
         del self.model, self.unwrapped_model, self.optimizer
         self.accelerator.free_memory()
         self.accelerator.wait_for_everyone()
+        close_channel(self.channel)
         self.accelerator.end_training()
 
 

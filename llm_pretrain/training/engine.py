@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 from llm_pretrain.config import Config
 from llm_pretrain.data import Batch
 from llm_pretrain.model import DecoderOutput
+from llm_pretrain.training.background import Channel
 from llm_pretrain.training.objective import DIGEST_WORDS, StepCounts, loss_sums, objective_terms
 from llm_pretrain.training.spikes import Judge, Spike
 
@@ -91,6 +92,8 @@ class Engine(Protocol):
     world_size: int
     device: torch.device
     scaler: torch.amp.GradScaler | None
+    channel: Channel | None
+    """Between the ranks for background saves, where the configuration asks for them."""
 
     def prepare(self, model: Module, optimizer: Optimizer, batches: DataLoader) -> Iterable[Batch]:
         """Place and wrap the model, keep the optimizer, return this rank's batches on its device."""
