@@ -47,6 +47,10 @@ class Spike:
 Judge = Callable[[float, float, int], Spike | None]
 """Of a step's loss, gradient norm and loss tokens, all global."""
 
+SPIKE_KINDS = ("loss", "grad_norm", "loss+grad_norm")
+"""What a row's `train/spike` may be."""
+SPIKE_REASONS = ("spike", "rollback")
+"""What its `train/skipped` may be then, besides null."""
 SKIPPED = {"log": None, "skip": "spike", "rollback": "rollback"}
 """`training.spike_action` → the row's `train/skipped`."""
 

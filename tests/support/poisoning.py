@@ -46,7 +46,9 @@ def poisoned_store(folder: Path, steps: Collection[int] = POISONED) -> Path:
 def _store(folder: Path, count: int, bad: Collection[int]) -> TokenStore:
     generator = random.Random(5)
     garbage = ["".join(chr(generator.randrange(33, 127)) for _ in range(28)) for _ in range(count)]
-    texts = [garbage[number] if number in bad else f"{number:04d} aaaaaaaaaaaaaaaaaaaaa" for number in range(count)]
+    texts = [
+        garbage[number] if number in bad else f"{number:04d} aaaaaaaaaaaaaaaaaaaaa" for number in range(count)
+    ]
     corpus = write_jsonl(folder.with_name(folder.name + "-corpus.jsonl"), [{"text": text} for text in texts])
     tokenizer = make_tokenizer(folder.with_name(folder.name + "-tokenizer"))
     return prepare_store(Preparation([str(corpus)], tokenizer, folder, validation_fraction=0.0, workers=1))
