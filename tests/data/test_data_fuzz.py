@@ -389,7 +389,7 @@ CONFIG = {
 
 @pytest.mark.parametrize("part", ["type", "unk_id"])
 def test_a_tokenizer_that_lacks_a_part_is_one_line(tmp_path: Path, part: str):
-    """Both were found below: the one opens in the library alone, the other fails when it meets a character."""
+    """The library opens the one, and the other until it meets a character that it does not know."""
     content = json.loads(json.dumps(SMALL[1]))
     del content["model"][part]
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
