@@ -40,9 +40,11 @@ def prepare_process(config: Config) -> None:
 
     Raises:
         ConfigError: the launcher's variables are not whole, or a fork inherited threads that are gone.
+        ResourceError: the launcher has died meanwhile.
     """
     check_environment()
     die_with_launcher()
+    check_launcher_lives()
     # Accelerate's DDP options know the old name only, and both paths must set the same.
     warnings.filterwarnings("ignore", message=".*`broadcast_buffers` is deprecated", category=FutureWarning)
     keep_freed_memory()

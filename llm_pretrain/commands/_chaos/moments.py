@@ -54,7 +54,7 @@ class Kill:
 
 @dataclass(frozen=True)
 class Target:
-    """A death aimed: `step` is that of the row waited for, or of the save or evaluation hit; 0 at start-up."""
+    """A death aimed: `step` is that of the row waited for, or of the save or evaluation hit."""
 
     where: str
     step: int = 0
@@ -163,8 +163,8 @@ def aim(
         new = 1 + int(kill.place * (spare // (commits_later + 1) + 1))
     last = ahead[new - 1] if new else checkpoint
     following = ahead[new] if new < len(ahead) else steps
-    if kill.where == "save":
-        return Target("save", following)
+    if kill.where == "save":  # the last save only where there is no other: after it the run is done
+        return Target("save", ahead[-1] if following == steps and ahead else following)
     if kill.where == "evaluation":
         first = last + 2  # the row before it must be this attempt's
         found = [s for s in range(first, min(following, steps - 1) + 1) if eval_steps and s % eval_steps == 0]

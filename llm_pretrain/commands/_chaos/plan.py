@@ -94,8 +94,8 @@ def make_plan(arguments: Namespace, machine: Machine) -> Plan:
     saves = -(-steps // save_steps)
     if save_steps < 2 or saves < least_saves(kills):
         raise ConfigError(
-            f"--steps, --save-steps: expected saves at least two steps apart and {least_saves(kills)} of them "
-            f"or more, since about half of --kills {arguments.kills} come after a new checkpoint, found "
+            f"--steps, --save-steps: expected saves at least two steps apart, and {least_saves(kills)} of "
+            f"them or more, since about half of --kills {arguments.kills} come after a new checkpoint, found "
             f"{saves} in {steps} steps, one every {save_steps}; "
             f"--steps {max(2, save_steps) * least_saves(kills)} would do"
         )
@@ -181,7 +181,7 @@ def _evaluation(
 
 
 def _follow(reference: Path) -> list[str]:
-    """What a reference decides: its configuration's digests of parameters, which its rows have or have not."""
+    """What a reference decides: whether rows have digests of the parameters."""
     digests = _config_of(reference).logging.parameters_sha256
     return ["--logging.parameters_sha256", str(digests).lower()]
 
