@@ -39,8 +39,8 @@ def check_launcher_lives() -> None:
 def is_orphan() -> bool:
     """Whether this process has a launcher's variables, and a parent that is neither one nor started by one.
 
-    Launchers are Python programs. Another parent is a wrapper, which has the launcher's variables too, or it is
-    `init`, or another process that adopts orphans, and has them not.
+    Launchers are Python programs. Another parent is a wrapper, which has the launcher's variables too, or
+    it is `init`, or another process that adopts orphans, and has them not.
     """
     elastic = _ELASTIC in os.environ
     if not elastic and not (all(name in os.environ for name in _ACCELERATE) and os.getppid() == 1):

@@ -22,6 +22,7 @@ import torch
 
 from llm_pretrain.config import Config, YamlError, read_yaml_file
 from llm_pretrain.errors import CheckpointError, ConfigError, PretrainError, ResourceError, StuckError
+from llm_pretrain.training.orphans import check_launcher_lives
 from llm_pretrain.training.peers import lost_contact
 
 INTERRUPTED = 130
