@@ -160,6 +160,8 @@ def write_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
             save_file(shard, folder / file, metadata={"format": "pt"})
         except SafetensorError as error:  # its word for a full disk and the like
             raise OSError(f"{file}: {error}") from error
+        # safetensors makes a file that nobody else can read; the folder knows who may
+        (folder / file).chmod(folder.stat().st_mode & 0o666)
         folders.fsync_file(folder / file)
         index |= dict.fromkeys(shard, file)
     if len(shards) > 1:

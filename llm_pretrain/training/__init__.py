@@ -16,9 +16,9 @@ from llm_pretrain.training.engine import (
 )
 from llm_pretrain.training.evaluation import Evaluator, zlib_bits_per_byte
 from llm_pretrain.training.expert_counting import with_global_expert_counts
-from llm_pretrain.training.loop import pretrain
 from llm_pretrain.training.objective import Objective, StepCounts, StepSums
 from llm_pretrain.training.peers import collective_timeout
+from llm_pretrain.training.pretraining import pretrain
 from llm_pretrain.training.process import (
     check_world_size,
     default_accelerate_file,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, suppress
 from itertools import islice
 
 import torch
@@ -13,6 +13,7 @@ from llm_pretrain.config import Config, dump_yaml, resolve_model
 from llm_pretrain.data import Batch, TokenStore, evaluation_batches, global_batches, open_stores
 from llm_pretrain.errors import EXIT_PREEMPTED, ConfigError, DivergedError
 from llm_pretrain.export import home_of
+from llm_pretrain.files import replace_text
 from llm_pretrain.model import Decoder, count_parameters, initialize_weights, update_router_bias
 from llm_pretrain.training.agreement import on_every_rank, on_first_rank
 from llm_pretrain.training.attempts import note_attempt
@@ -22,50 +23,15 @@ from llm_pretrain.training.evaluation import Evaluator, zlib_bits_per_byte
 from llm_pretrain.training.initial_weights import load_initial_weights
 from llm_pretrain.training.objective import expert_counts
 from llm_pretrain.training.optimizers import build_optimizer
-from llm_pretrain.training.peers import lost_contact
+from llm_pretrain.training.out_of_memory import check_memory
 from llm_pretrain.training.recorder import Recorder
-from llm_pretrain.training.reporting import report_run
 from llm_pretrain.training.run_folder import RunFolder
 from llm_pretrain.training.samples import Samples
 from llm_pretrain.training.saving import Saving
 from llm_pretrain.training.schedule import learning_rate, set_learning_rate
 from llm_pretrain.training.signals import StopRequest
 from llm_pretrain.training.status import Status
-from llm_pretrain.training.watchdog import beat, report_hangs_to
-
-
-def pretrain(config: Config, engine: Engine) -> int:
-    """Run the training that `config` describes, from its newest checkpoint if it has one.
-
-    Returns:
-        The worker's exit code: 0 finished, 75 stopped by a signal after a clean save.
-
-    Raises:
-        PretrainError: with the exit code of its kind; `status.json` says the same.
-    """
-    folder = RunFolder(config.run.folder)
-    beat("opening the run's folder")
-    on_first_rank(engine, folder.acquire)
-    status = Status(folder.status, rank=engine.rank, world_size=engine.world_size, launcher=engine.launcher)
-    try:
-        with StopRequest() as stop:
-            status.started()
-            report_hangs_to(folder, status)
-            exit_code = Training(config, engine, folder, status, stop).run()
-    except BaseException as error:
-        lost = lost_contact(error, engine.rank)
-        status.failed(lost or error)
-        if lost:
-            raise lost from None
-        raise
-    finally:
-        if engine.rank == 0 and config.logging.report:
-            beat("writing the report")
-            report_run(folder)
-        folder.release()
-    beat("leaving the process group")
-    engine.close()
-    return exit_code
+from llm_pretrain.training.watchdog import beat
 
 
 def windows(batches: Iterable[Batch], size: int) -> Iterator[list[Batch]]:
@@ -97,6 +63,7 @@ class Training:
                 f"checkpoint, found {config.training.max_steps}; raise it or choose another run.name"
             )
         self.status.running(self.progress.step, resume.path if resume else None)
+        on_every_rank(engine, lambda: check_memory(config, engine))
         beat("building the model", files=True)  # which may read weights
         model = Decoder(config.model, activation_checkpointing=config.training.activation_checkpointing)
         initialize_weights(model, config.run.seed)
@@ -107,6 +74,8 @@ class Training:
             lambda: global_batches(config, start_step=self.progress.step, world_size=engine.world_size),
         )
         batches = engine.prepare(model, optimizer, loader)
+        if self._stop_agreed():  # there is nothing to save; what follows may take longer than a grace period
+            return self._preempted(self._print)
         if resume is not None:
             beat(f"restoring step {resume.step}", files=True)
             self.saving.restore(resume)
@@ -205,6 +174,7 @@ class Training:
     def _save(self) -> int:
         """Save checkpoint and weights; returns the step they are of."""
         beat(f"saving step {self.progress.step}", files=True)
+        on_first_rank(self.engine, self.recorder.sync)  # a row that a power cut takes is never written again
         path = self.saving.save(self.progress)
         self.status.running(self.progress.step, path)
         return self.progress.step
@@ -215,14 +185,25 @@ class Training:
         if saved_step != step:
             self._save()
         if step < self.config.training.max_steps or self.progress.evaluation_owed:
-            reason = self.stop.signal.name if self.stop.signal else "a signal to another rank"
-            self.status.ended(step, EXIT_PREEMPTED, reason)
-            console.info(f"stopped by {reason} after step {step}; start the same command again to continue")
-            return EXIT_PREEMPTED
+            return self._preempted(console.info)
         self.status.ended(step, 0, None)
         console.info(f"finished at step {step}: {self.folder.path}")
         console.info(f"weights: {self.saving.weights_of(step)}")
         return 0
+
+    def _preempted(self, say: Callable[[str], object]) -> int:
+        """Write and say that the run was asked to stop, with all of it saved; returns the exit code."""
+        step = self.progress.step
+        reason = self.stop.signal.name if self.stop.signal else "a signal to another rank"
+        self.status.ended(step, EXIT_PREEMPTED, reason)
+        say(f"stopped by {reason} after step {step}; start the same command again to continue")
+        return EXIT_PREEMPTED
+
+    def _print(self, text: str) -> None:
+        """Before there is a console."""
+        with suppress(OSError):  # a closed terminal
+            if self.engine.rank == 0:
+                print(text, flush=True)
 
     def _build_evaluator(self) -> Evaluator:
         config = self.config
@@ -244,7 +225,7 @@ class Training:
     def _write_config(self) -> list[str]:
         """Replace the folder's configuration by this attempt's; returns what that changes."""
         changes = changed_settings(self.folder.config, self.config)
-        self.folder.config.write_text(dump_yaml(self.config))
+        replace_text(self.folder.config, dump_yaml(self.config))
         return changes
 
     def _without_home(self) -> list[str]:

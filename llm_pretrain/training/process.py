@@ -23,7 +23,9 @@ import torch
 from llm_pretrain.config import Config, YamlError, read_yaml_file
 from llm_pretrain.errors import CheckpointError, ConfigError, PretrainError, ResourceError, StuckError
 from llm_pretrain.training.orphans import check_launcher_lives
+from llm_pretrain.training.out_of_memory import out_of_memory_in_words
 from llm_pretrain.training.peers import lost_contact
+from llm_pretrain.training.signals import ignore_stop_signals
 
 INTERRUPTED = 130
 """Exit code of a Ctrl-C before the run began; afterwards it saves and leaves with 75."""
@@ -202,14 +204,10 @@ def report_errors() -> Iterator[None]:
     number = os.environ.get("RANK", "")
     rank = int(number) if number.isdecimal() else 0
     try:
-        yield
+        with out_of_memory_in_words():
+            yield
     except KeyboardInterrupt:
         _leave(INTERRUPTED)
-    except torch.OutOfMemoryError as error:
-        _exit(
-            ResourceError(f"out of memory: {str(error).splitlines()[0]}; lower training.micro_batch_size"),
-            rank,
-        )
     except PretrainError as error:
         _exit(lost_contact(error, rank) or error, rank)
     except OSError as error:
@@ -233,6 +231,7 @@ def end_script(exit_code: int) -> None:
     A back-end's threads may outlive the process group (gloo's do under FSDP and DeepSpeed), and one of them
     still at work when Python takes its libraries down aborts a run that has finished.
     """
+    ignore_stop_signals()  # one more would replace the exit code
     sys.stdout.flush()
     sys.stderr.flush()
     if int(os.environ.get("WORLD_SIZE") or 1) > 1:

@@ -90,6 +90,11 @@ class Recorder:
             self.trackers.log(row)
         self._row, self._due = {}, False
 
+    def sync(self) -> None:
+        """Let the rows so far outlive a power cut; a checkpoint of their step may then be committed."""
+        if self.metrics is not None:
+            self.metrics.sync()
+
     def restart_clock(self) -> None:
         """Leave out what happened since the last step (evaluation, saving) from the step times."""
         self._interval.mark()
