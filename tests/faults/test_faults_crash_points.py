@@ -7,10 +7,8 @@ every power cut of one process, and every few of the kills.
 
 from __future__ import annotations
 
-import errno
 import shutil
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest

@@ -109,7 +109,7 @@ def check_rows(
         owed: Step whose evaluation a stop signal put off to the next attempt.
         steps: All of them must be there; None: those up to the last.
     """
-    last = steps if steps is not None else max(found, default=0)
+    last = steps if steps is not None else max(found, default=-1)
     for step in sorted(step for step in {*reference, *found} if step <= last):
         if step not in found or step not in reference:
             where = "there" if step in found else "missing"
