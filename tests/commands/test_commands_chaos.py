@@ -99,13 +99,15 @@ def kill(where: str, *, commits: bool = False, place: float = 0.0) -> Kill:
         (kill("evaluation", commits=True), 4, 3, Target("evaluation", 10)),
         (kill("evaluation"), 4, 0, Target("step", 5)),  # step 5's own row must come first
         (kill("step", commits=True), 16, 0, Target("step", 17)),  # none is left to commit
+        (kill("save", commits=True), 19, 0, Target("start-up")),  # told to stop, it went on for too long
+        (kill("step"), 20, 0, Target("start-up")),
     ],
 )
 def test_a_death_is_aimed_from_where_its_attempt_begins(
     drawn: Kill, checkpoint: int, later: int, expected: Target
 ):
     aimed = aim(
-        drawn, checkpoint=checkpoint, steps=20, save_steps=4, eval_steps=5, commits_later=later
+        drawn, checkpoint=checkpoint, steps=20, save_steps=4, eval_steps=5, going_on=later
     )  # fmt: skip
     assert aimed == expected
 
@@ -117,12 +119,14 @@ def test_every_death_finds_its_place_before_the_run_is_done(seed: int):
     save_steps = 3
     steps, checkpoint, committed = save_steps * least_saves(kills), 0, 0
     for number, each in enumerate(kills, start=1):
-        later = sum(other.commits for other in kills[number:])
+        later = sum(other.progresses for other in kills[number:])
         target = aim(
-            each, checkpoint=checkpoint, steps=steps, save_steps=save_steps, eval_steps=4, commits_later=later
+            each, checkpoint=checkpoint, steps=steps, save_steps=save_steps, eval_steps=4, going_on=later
         )
         assert 0 <= target.step < steps + (target.where == "save")
         reached = max(checkpoint, (target.step - (target.where != "step")) // save_steps * save_steps)
+        if each.kind == "launcher" and target.where != "start-up":  # its workers save where they are
+            reached = min(target.step + 1, steps)
         committed += reached > checkpoint
         checkpoint = reached
     assert committed >= 12
@@ -531,10 +535,11 @@ def test_a_long_warm_up_and_rare_saves_and_evaluations_are_fitted_into_the_run(
         return planning.make_plan(arguments, Machine(0, 2))
 
     made = plan("--kills", "50", "--schedule.warmup_steps", "900", "--training.max_steps", "9000")
-    assert (made.steps, made.save_steps, made.eval_steps, made.world_size) == (112, 4, 5, 2)
-    assert (made.config.training.max_steps, made.config.schedule.warmup_steps) == (112, 112)
+    assert (made.save_steps, made.eval_steps, made.world_size) == (4, 5, 2)
+    assert 4 * least_saves(made.kills) < made.steps < 8 * least_saves(made.kills)
+    assert (made.config.training.max_steps, made.config.schedule.warmup_steps) == (made.steps,) * 2
     assert made.in_save == 12
     small = plan("--kills", "3", "--steps", "12")
-    assert (small.steps, small.save_steps) == (12, 3)
+    assert (small.steps, small.save_steps) == (12, 2)
     own = plan("--checkpoint.save_steps", "6", "--evaluation.eval_steps", "7", "--training.max_steps", "99")
     assert (own.save_steps, own.eval_steps) == (6, 7)

@@ -14,7 +14,8 @@ from llm_pretrain.errors import ConfigError
 
 KINDS = ("group", "rank", "launcher", "term")
 """SIGKILL of launcher and workers at once, of one worker, of the launcher alone; SIGTERM to the launcher."""
-DEFAULT_KINDS = ("group", "rank", "launcher")
+STOPPING = ("launcher", "term")
+"""After these the workers are told to stop: they save, and leave."""
 WITHOUT_PROGRESS = 2
 """So many attempts in a row may be killed before they commit anything, but no more."""
 
@@ -50,6 +51,11 @@ class Kill:
     commits: bool
     place: float
     delay: float
+
+    @property
+    def progresses(self) -> bool:
+        """Whether the next attempt begins further on: workers that are told to stop save where they are."""
+        return self.commits or (self.kind in STOPPING and self.where != "start-up")
 
 
 @dataclass(frozen=True)
@@ -141,12 +147,12 @@ def _commits(count: int, draw: random.Random) -> list[bool]:
 
 
 def least_saves(kills: Sequence[Kill]) -> int:
-    """Saves that a run must have for every death to find its place: one each that commits, and the last."""
-    return sum(kill.commits for kill in kills) + 1
+    """Saves that a run must have for every death to find its place: one each that goes on, and the last."""
+    return sum(kill.progresses for kill in kills) + 1
 
 
 def aim(
-    kill: Kill, *, checkpoint: int, steps: int, save_steps: int, eval_steps: int, commits_later: int
+    kill: Kill, *, checkpoint: int, steps: int, save_steps: int, eval_steps: int, going_on: int
 ) -> Target:
     """Where in an attempt its death falls.
 
@@ -154,13 +160,15 @@ def aim(
         kill: As drawn.
         checkpoint: Step that the attempt goes on from.
         steps, save_steps, eval_steps: The run's.
-        commits_later: Later deaths that want a new checkpoint first; as many saves are left to them.
+        going_on: Later deaths after which the run is further on; as many saves are left to them.
     """
+    if checkpoint >= steps - 1:  # stop signals have brought it here sooner than was drawn
+        return Target("start-up")
     ahead = [step for step in range(save_steps, steps, save_steps) if step > checkpoint]
     new = 0
     if kill.commits and ahead:
-        spare = max(0, len(ahead) - 1 - commits_later)
-        new = 1 + int(kill.place * (spare // (commits_later + 1) + 1))
+        spare = max(0, len(ahead) - 1 - going_on)
+        new = 1 + int(kill.place * (spare // (going_on + 1) + 1))
     last = ahead[new - 1] if new else checkpoint
     following = ahead[new] if new < len(ahead) else steps
     if kill.where == "save":  # the last save only where there is no other: after it the run is done
