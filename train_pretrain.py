@@ -6,11 +6,15 @@ Everything that distributed data parallelism asks for stands here in plain sight
 
 from __future__ import annotations
 
+import signal
+
+if __name__ == "__main__":  # until the run begins a Ctrl-C just ends the process, wherever it waits
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import math
 import os
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -29,6 +33,7 @@ from llm_pretrain.errors import ConfigError
 from llm_pretrain.model import DecoderOutput
 from llm_pretrain.training import (
     DDP_OPTIONS,
+    Judge,
     Launcher,
     Objective,
     StepCounts,
@@ -36,11 +41,14 @@ from llm_pretrain.training import (
     StepSums,
     adopt_parameters,
     check_world_size,
+    close_channel,
+    collective_timeout,
     end_script,
     forget_process_groups,
     layer_precision,
     mark_last,
     meeting_point,
+    open_channel,
     plain_number,
     prepare_process,
     pretrain,
@@ -49,6 +57,7 @@ from llm_pretrain.training import (
     seed_dropout,
     settle_buckets,
     shard_full_precision,
+    watching,
     with_global_expert_counts,
 )
 
@@ -72,11 +81,12 @@ class TorchrunEngine:
             torch.cuda.set_device(self.device)
         self.rank, self.world_size = 0, 1
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            timeout = timedelta(seconds=config.distributed.timeout_seconds)
+            timeout = collective_timeout(config)
             backend = "nccl" if on_gpu else "gloo"
             dist.init_process_group(backend, init_method=meeting_point(), timeout=timeout)
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         check_world_size(self.world_size)
+        self.channel = open_channel(config, self.world_size, collective_timeout(config))
         self.is_sharded = config.distributed.strategy == "fsdp" and self.world_size > 1
         precision = config.training.precision
         self.autocast_dtype = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
@@ -105,10 +115,11 @@ class TorchrunEngine:
         with torch.autocast(self.device.type, self.autocast_dtype, enabled=self.autocast_dtype is not None):
             return self.model(**batch.model_inputs())
 
-    def train_step(self, micro_batches: Sequence[Batch]) -> StepResult:
+    def train_step(self, micro_batches: Sequence[Batch], judge: Judge) -> StepResult:
         counts = StepCounts.of(micro_batches, self.reduce_sum)
+        result = StepResult(counts, skipped="no_loss_tokens")
         if counts.num_loss_tokens == 0:
-            return StepResult(counts, skipped="no_loss_tokens")
+            return result
         micro_batches = with_global_expert_counts(self, self.config, micro_batches)
         sums = StepSums(self.config)
         for is_last, batch in mark_last(micro_batches):
@@ -123,11 +134,12 @@ class TorchrunEngine:
         self.grad_scaler.unscale_(self.optimizer)
         max_norm = self.config.training.max_grad_norm or math.inf
         grad_norm = plain_number(clip_grad_norm_(self.model.parameters(), max_norm))
-        if math.isfinite(grad_norm):
+        result = StepResult.of(counts, sums.reduced(self.reduce_sum), grad_norm, judge, self.scaler)
+        if not result.skipped:
             self.grad_scaler.step(self.optimizer)
         self.grad_scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        return StepResult.of(counts, sums.reduced(self.reduce_sum), grad_norm, self.scaler)
+        return result
 
     def reduce_sum(self, tensor: Tensor) -> Tensor:
         total = tensor.to(self.device, copy=True)
@@ -152,6 +164,7 @@ class TorchrunEngine:
         del self.model, self.no_sync, self.unwrapped_model, self.optimizer
         if self.world_size > 1:
             dist.barrier()
+            close_channel(self.channel)
             dist.destroy_process_group()
         if self.is_sharded:
             forget_process_groups()
@@ -177,7 +190,8 @@ def main(argv: list[str] | None = None) -> int:
     with report_errors():
         config = load_config(argv)
         prepare_process(config)
-        return pretrain(config, TorchrunEngine(config))
+        with watching(config):
+            return pretrain(config, TorchrunEngine(config))
     raise AssertionError("report_errors leaves by itself")
 
 

@@ -6,6 +6,11 @@ of Accelerate stands for.
 
 from __future__ import annotations
 
+import signal
+
+if __name__ == "__main__":  # until the run begins a Ctrl-C just ends the process, wherever it waits
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import math
 import os
 from collections.abc import Iterable, Sequence
@@ -36,6 +41,7 @@ from llm_pretrain.errors import ConfigError
 from llm_pretrain.model import DecoderOutput
 from llm_pretrain.training import (
     DDP_OPTIONS,
+    Judge,
     Launcher,
     Objective,
     StepCounts,
@@ -46,10 +52,13 @@ from llm_pretrain.training import (
     check_fsdp_version,
     check_strategy,
     check_world_size,
+    close_channel,
+    collective_timeout,
     end_script,
     launch_settings,
     layer_precision,
     meeting_point,
+    open_channel,
     plain_number,
     prepare_process,
     pretrain,
@@ -59,6 +68,7 @@ from llm_pretrain.training import (
     seed_dropout,
     settle_buckets,
     shard_full_precision,
+    watching,
     with_global_expert_counts,
 )
 from llm_pretrain.training.deepspeed_state import (
@@ -86,7 +96,7 @@ class AccelerateEngine:
                 "training.precision: fp16 through Accelerate needs a GPU (on CPU it would silently train in "
                 "fp32), found none; use bf16 or fp32, or torchrun with train_pretrain.py"
             )
-        timeout = timedelta(seconds=config.distributed.timeout_seconds)
+        timeout = collective_timeout(config)
         self.uses_deepspeed = config.distributed.strategy == "deepspeed"
         # named for DeepSpeed alone: a named back-end needs a process group, and one process of DDP has none
         zero_backend = ("nccl" if on_gpu else "gloo") if self.uses_deepspeed else None
@@ -111,6 +121,7 @@ class AccelerateEngine:
         self.device: torch.device = self.accelerator.device
         self.scaler = self.accelerator.scaler
         check_world_size(self.world_size)
+        self.channel = open_channel(config, self.world_size, collective_timeout(config))
         check_strategy(config, self.accelerator.distributed_type.value, self.world_size)
         self.objective = Objective(config, self.world_size)
 
@@ -134,12 +145,13 @@ class AccelerateEngine:
         with self.accelerator.autocast():  # FSDP's `prepare` leaves it to us, DDP's does not mind
             return self.model(**batch.model_inputs())
 
-    def train_step(self, micro_batches: Sequence[Batch]) -> StepResult:
+    def train_step(self, micro_batches: Sequence[Batch], judge: Judge) -> StepResult:
         counts = StepCounts.of(micro_batches, self.reduce_sum)
+        result = StepResult(counts, skipped="no_loss_tokens")
         if counts.num_loss_tokens == 0:
-            return StepResult(counts, skipped="no_loss_tokens")
+            return result
         micro_batches = with_global_expert_counts(self, self.config, micro_batches)
-        sums, grad_norm = StepSums(self.config), math.nan
+        sums = StepSums(self.config)
         for batch in micro_batches:
             with self.accelerator.accumulate(self.model):
                 seed_dropout(self.config.run.seed, batch)
@@ -151,14 +163,16 @@ class AccelerateEngine:
                     max_norm = self.config.training.max_grad_norm or math.inf
                     norm = self.accelerator.clip_grad_norm_(self.model.parameters(), max_norm)
                     grad_norm = plain_number(norm)  # type: ignore[arg-type]  # never None: zero_compute_grad_norm
+                    reduced = sums.reduced(self.reduce_sum)
+                    result = StepResult.of(counts, reduced, grad_norm, judge, self.scaler)
                     if self.uses_deepspeed:  # its engine has clipped and stepped inside `backward`
-                        stop_if_diverged(self.optimizer.optimizer, grad_norm, batch.step)
-                    if math.isfinite(grad_norm):
+                        stop_if_diverged(self.optimizer.optimizer, result, batch.step)
+                    if not result.skipped:
                         self.optimizer.step()  # with a scaler: its step and its update
                     elif self.scaler:
                         self.scaler.update()
                     self.optimizer.zero_grad()
-        return StepResult.of(counts, sums.reduced(self.reduce_sum), grad_norm, self.scaler)
+        return result
 
     def reduce_sum(self, tensor: Tensor) -> Tensor:
         total = self.accelerator.reduce(tensor.to(self.device), "sum")
@@ -180,6 +194,7 @@ class AccelerateEngine:
         del self.model, self.unwrapped_model, self.optimizer
         self.accelerator.free_memory()
         self.accelerator.wait_for_everyone()
+        close_channel(self.channel)
         self.accelerator.end_training()
 
 
@@ -221,7 +236,8 @@ def main(argv: list[str] | None = None) -> int:
     with report_errors():
         config = load_config(argv)
         prepare_process(config)
-        return pretrain(config, AccelerateEngine(config))
+        with watching(config):
+            return pretrain(config, AccelerateEngine(config))
     raise AssertionError("report_errors leaves by itself")
 
 

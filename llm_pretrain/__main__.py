@@ -22,6 +22,7 @@ COMMANDS = {
     "configs": "list the presets; write other frameworks' configurations as ours",
     "doctor": "look for what on this machine would surprise a run",
     "parity": "launch a configuration in every way, and compare the runs bit for bit",
+    "chaos": "kill a run again and again; it must end as the run that nobody killed, bit for bit",
     "generate": "continue a prompt with trained weights",
     "chat": "talk to trained weights in the terminal",
     "evaluate": "loss, perplexity and bits per byte on a token store, on files, or lm-eval's tasks",

@@ -44,6 +44,10 @@ class ResourceError(PretrainError):
     exit_code = 71
 
 
+class StuckError(ResourceError):
+    """A rank hangs, or has lost another one. The message names the rank; any other error says more."""
+
+
 class OutputError(PretrainError):
     """The run's folder is locked by another run, or not writable."""
 

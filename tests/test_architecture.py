@@ -15,14 +15,17 @@ SCRIPTS = {"torchrun": ROOT / "train_pretrain.py", "accelerate": ROOT / "train_p
 
 ALLOWED = {
     "errors": set(),
+    "files": set(),
     "config": {"errors"},
     "model": {"errors", "config"},
     "export": {"errors", "config", "model"},
-    "checkpoints": {"errors", "config", "model", "export"},
+    "checkpoints": {"errors", "files", "config", "model", "export"},
     "generation": {"errors", "config", "model"},
     "data": {"errors", "config"},
-    "tracking": {"errors", "config"},
-    "training": {"errors", "config", "model", "export", "checkpoints", "generation", "data", "tracking"},
+    "tracking": {"errors", "files", "config"},
+    "training": {
+        *("errors", "files", "config", "model", "export", "checkpoints", "generation", "data", "tracking")
+    },
     "commands": {
         *("errors", "config", "model", "export", "checkpoints", "generation", "data", "tracking", "training")
     },

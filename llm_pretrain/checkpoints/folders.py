@@ -10,7 +10,6 @@ made room for a new `step-N`: as long as that one does not exist, it still count
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import re
@@ -18,6 +17,10 @@ import shutil
 import uuid
 from collections.abc import Collection
 from pathlib import Path
+
+from llm_pretrain.files import fsync_file as fsync_file
+from llm_pretrain.files import fsync_folder
+from llm_pretrain.files import make_folder as make_parent  # noqa: F401  # of the parts that use this module
 
 logger = logging.getLogger(__name__)
 
@@ -60,33 +63,6 @@ def committed_folders(parent: Path) -> dict[int, Path]:
             elif match := _REPLACED.fullmatch(entry.name):
                 replaced[int(match[1])] = Path(entry.path)
     return dict(sorted({**replaced, **committed}.items()))
-
-
-def make_parent(parent: Path) -> None:
-    """Create `parent` durably."""
-    if not parent.is_dir():
-        parent.mkdir(parents=True, exist_ok=True)
-        fsync_folder(parent.parent)
-
-
-def fsync_folder(folder: Path) -> None:
-    """Make the folder's entries survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if (
-            error.errno != errno.EINVAL
-        ):  # some network file systems cannot sync a folder, and say so like this
-            raise
-    finally:
-        os.close(descriptor)
-
-
-def fsync_file(file: Path) -> None:
-    """Make the file's content survive a power cut."""
-    with file.open("rb") as stream:
-        os.fsync(stream.fileno())
 
 
 def commit_folder(temporary: Path, step: int) -> Path:
@@ -143,21 +119,29 @@ def best_folder(parent: Path) -> Path | None:
     return best if best.is_dir() else None
 
 
-def prune(parent: Path, *, newest: int, keep_last: int, unsound: Collection[int] = ()) -> None:
+def multiples(steps: Collection[int], period: int, newest: int) -> list[int]:
+    """Those of `steps` up to `newest` that are multiples of `period`; none where that is 0."""
+    return [step for step in steps if period and step <= newest and step % period == 0]
+
+
+def prune(
+    parent: Path, *, newest: int, keep_last: int, unsound: Collection[int] = (), period: int = 0
+) -> None:
     """Delete old folders, by renaming first; failures are logged, since the new one is already safe.
 
     Of the folders up to step `newest` (the one just committed), the last `keep_last` stay, at least two,
-    not counting those known to be `unsound`. Later ones belong to an attempt that this run has not
-    caught up with; they are left alone until it has.
+    not counting those known to be `unsound`, and the last of a multiple of `period`, to which a run may have
+    to go back when stop signals have written newer ones. Later ones belong to an attempt that this run has
+    not caught up with; they are left alone until it has.
     """
     steps = [step for step in reversed(committed_folders(parent)) if step <= newest]
-    kept = [step for step in steps if step not in unsound][: max(MINIMUM_KEPT, keep_last)]
-    for step in steps:
-        if step in kept:
-            continue
+    sound = [step for step in steps if step not in unsound]
+    kept = sound[: max(MINIMUM_KEPT, keep_last)] + multiples(sound, period, newest)[:1]
+    for step in [step for step in steps if step not in kept]:
         retired = parent / f".{folder_name(step)}.old-{uuid.uuid4().hex}"
         try:
             os.rename(parent / folder_name(step), retired)
+            fsync_folder(parent)  # or a power cut may give the name back to what is half deleted
         except OSError as error:
             logger.warning("%s could not be deleted: %s", parent / folder_name(step), error)
         else:

@@ -5,7 +5,10 @@ Needs no process group, only a function that gathers values; with one rank it is
 
 from __future__ import annotations
 
+import errno
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 from llm_pretrain.errors import CheckpointError, PretrainError
@@ -32,7 +35,9 @@ class Ranks:
 
         Raises:
             PretrainError: the error of the first rank that failed, the same on every rank. What the
-                file system refuses becomes a CheckpointError that says `doing`, the rank and the path.
+                file system refuses becomes a CheckpointError that says `doing`, the rank and the path. A
+                bug is raised as it is where it happened, and ends the other ranks as no CheckpointError
+                would, which some callers live with.
         """
         value: T | None = None
         failure: PretrainError | None = None
@@ -45,7 +50,7 @@ class Ranks:
             failure = CheckpointError(f"{doing} failed on rank {self.rank}: {one_line(error)}")
         except Exception as error:
             bug = error
-            failure = CheckpointError(f"{doing} failed on rank {self.rank}: {one_line(error)}")
+            failure = PretrainError(f"{doing} failed on rank {self.rank}: {one_line(error)}")
         gathered = self._gather((value, failure))
         if bug is not None:
             raise bug  # ours: the traceback is shown where it happened
@@ -69,4 +74,16 @@ class Ranks:
 def one_line(error: BaseException) -> str:
     """The error's text without line breaks, with its type where the text alone says too little."""
     text = " ".join(str(error).split())
-    return text if isinstance(error, OSError) else f"{type(error).__name__}: {text}"
+    if isinstance(error, OSError):
+        return text + _free_space(error)
+    return f"{type(error).__name__}: {text}"
+
+
+def _free_space(error: OSError) -> str:
+    """What is left of a full disk, which a later look at it may not show."""
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not isinstance(error.filename, str):
+        return ""
+    try:
+        return f" ({shutil.disk_usage(Path(error.filename).parent).free} bytes free)"
+    except OSError:
+        return ""

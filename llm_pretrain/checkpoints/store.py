@@ -6,7 +6,7 @@ what is restored is what was saved, to the last bit, or an error. All ranks call
 
 from __future__ import annotations
 
-import uuid
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,13 +29,13 @@ from llm_pretrain.checkpoints.manifest import (
     ResumePoint,
     RunFacts,
     UnsoundError,
-    file_digest,
     find_damage,
     read_manifest,
-    write_manifest,
 )
 from llm_pretrain.checkpoints.ranks import Ranks
-from llm_pretrain.checkpoints.tensor_files import read_tensors, write_tensors
+from llm_pretrain.checkpoints.staging import HostBuffers, own_pieces
+from llm_pretrain.checkpoints.tensor_files import read_tensors
+from llm_pretrain.checkpoints.writing import Staged, write_staged
 from llm_pretrain.errors import CheckpointError
 
 Expected = dict[str, str] | Callable[[int], dict[str, str]]
@@ -50,6 +50,7 @@ class CheckpointStore:
         world_size: Number of processes.
         gather_objects: Gives every rank the list of all ranks' values; a barrier.
         keep_last: Checkpoints to keep; at least 2 are kept.
+        period: Besides these, the newest of a multiple of this step is kept; 0 keeps none besides.
     """
 
     def __init__(
@@ -60,10 +61,11 @@ class CheckpointStore:
         world_size: int,
         gather_objects: Callable[[Any], list],
         keep_last: int,
+        period: int = 0,
     ):
         self.folder = Path(folder)
         self._ranks = Ranks(rank, world_size, gather_objects)
-        self._keep_last = keep_last
+        self._keep_last, self._period = keep_last, period
         self._unsound: set[int] = set()
 
     def committed(self) -> list[int]:
@@ -74,40 +76,84 @@ class CheckpointStore:
         """Step of the newest committed checkpoint."""
         return max(self.committed(), default=None)
 
+    def newest_periodic(self, step: int) -> Path | None:
+        """The newest checkpoint of a multiple of `period` up to `step`, as rank 0 sees it; None without."""
+        doing = f"{self.folder}: looking for a periodic checkpoint"
+        committed = self._ranks.first(doing, lambda: folders.committed_folders(self.folder))
+        return committed.get(max(folders.multiples(committed, self._period, step), default=-1))
+
     def save(self, model: nn.Module, optimizer: Optimizer, scaler: Any, facts: RunFacts) -> Path:
         """Commit the state after step `facts.step`; returns the checkpoint's folder.
 
         Raises:
             CheckpointError: on every rank, when one of them fails; nothing was committed, and earlier
                 checkpoints are as they were.
+            DivergedError: likewise, when a value is not finite.
+        """
+        return self.write(self.stage(model, optimizer, scaler, facts))
+
+    def stage(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        scaler: Any,
+        facts: RunFacts,
+        *,
+        buffers: HostBuffers | None = None,
+    ) -> Staged:
+        """Take down the state after step `facts.step`, for `write`.
+
+        Args:
+            model, optimizer, scaler: What trains.
+            facts: Where the run stands.
+            buffers: Where to copy this rank's share of the tensors to; without it they stay live, and
+                training must not go on before they are written.
         """
         model, ranks = state.raw_module(model), self._ranks
-        token = ranks.first("naming a checkpoint", lambda: uuid.uuid4().hex)
-        temporary = folders.temporary_folder(self.folder, facts.step, token)
-        doing = f"{temporary}: writing a checkpoint"
-        try:
-            ranks.first(doing, self._make_room)
-            current = ranks.each(doing, lambda: state.collect_state(model, optimizer))
-            written = write_tensors(current.tensors, temporary, world_size=ranks.world_size)
-            shares = ranks.all_results(doing, lambda: _settle(temporary, written))
+
+        def collect() -> Staged:
+            current = state.collect_state(model, optimizer)
+            pieces = own_pieces(current.tensors, rank=ranks.rank, world_size=ranks.world_size)
             content = Manifest(
-                run=facts,
+                run=copy.deepcopy(facts),
                 environment=environment(_device(model)),
                 tensors=current.describe_tensors(),
                 tied=current.tied,
                 scalars=current.scalars,
                 optimizer=state.describe_optimizer(model, optimizer),
                 scaler=state.scaler_state(scaler),
-                files={name: digest for share in shares for name, digest in share.items()},
+                files={},
             )
-            path = ranks.first(doing, lambda: _commit(temporary, content))
-        except Exception:
-            if ranks.rank == 0:
-                folders.discard(temporary)
-            raise
-        self._unsound.discard(facts.step)
+            size = sum(tensor.nbytes for tensor in current.tensors.values())
+            return Staged(content, buffers.pieces(pieces) if buffers else pieces, size)
+
+        return ranks.each(f"{self.folder}: collecting the state of step {facts.step}", collect)
+
+    def write(self, staged: Staged, gather_objects: Callable[[Any], list] | None = None) -> Path:
+        """Commit what was staged; returns the checkpoint's folder.
+
+        Args:
+            staged: From `stage`.
+            gather_objects: Another channel between the ranks, for a thread beside the training.
+
+        Raises:
+            CheckpointError: on every rank, when one of them fails; nothing was committed, and earlier
+                checkpoints are as they were.
+            DivergedError: likewise, when a value is not finite.
+        """
+        ranks, step = self._ranks, staged.content.run.step
+        if gather_objects is not None:
+            ranks = Ranks(ranks.rank, ranks.world_size, gather_objects)
+        path = write_staged(staged, self.folder, ranks)
+        self._unsound.discard(step)
         if ranks.rank == 0:
-            folders.prune(self.folder, newest=facts.step, keep_last=self._keep_last, unsound=self._unsound)
+            folders.prune(
+                self.folder,
+                newest=step,
+                keep_last=self._keep_last,
+                unsound=self._unsound,
+                period=self._period,
+            )
         return path
 
     def find(self, *, expected: Expected, source: Path | None = None) -> ResumePoint | None:
@@ -182,10 +228,6 @@ class CheckpointStore:
             self.load(found, model, optimizer, scaler)
         return found
 
-    def _make_room(self) -> None:
-        folders.make_parent(self.folder)
-        folders.clean(self.folder)
-
     def _candidates(self, source: Path | None) -> list[tuple[Path, int | None]]:
         """Folders to try in order, as rank 0 sees them, each with the step its name promises."""
         doing = f"{source or self.folder}: looking for a checkpoint"
@@ -225,27 +267,6 @@ def _targets(path: Path, content: Manifest, model: nn.Module, optimizer: Optimiz
     if differences := state_differences(content, target):
         raise mismatch(path, differences)
     return target
-
-
-def _settle(folder: Path, names: list[str]) -> dict[str, dict[str, Any]]:
-    """Sync this rank's files to disk; returns their sizes and digests."""
-    digests = {}
-    for name in names:
-        folders.fsync_file(folder / name)
-        digests[name] = file_digest(folder / name)
-    return digests
-
-
-def _commit(temporary: Path, content: Manifest) -> Path:
-    for name, expected in content.files.items():
-        file = temporary / name
-        if not file.is_file() or file.stat().st_size != expected["bytes"]:
-            raise CheckpointError(
-                f"{file}: expected {expected['bytes']} bytes written by some rank, rank 0 does not see them; "
-                "checkpoints need a folder that all machines share"
-            )
-    write_manifest(temporary, content)
-    return folders.commit_folder(temporary, content.run.step)
 
 
 def _check_source(source: Path) -> None:

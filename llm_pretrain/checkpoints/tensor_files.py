@@ -1,49 +1,53 @@
-"""Tensors to safetensors files and back, through torch.distributed.checkpoint.
+"""Tensors to safetensors files and back.
 
-Every rank writes its share: of tensors that all ranks hold, each is written once, balanced by size; of
-sharded ones, each rank writes its own part. Any number of ranks can read them. Knows nothing of
-commits or digests. The only collectives here are torch.distributed.checkpoint's own.
+Every rank writes its own pieces, in the layout of torch.distributed.checkpoint's safetensors writer, whose
+reader gives them to any number of ranks. Written here rather than there, so that nothing is in memory twice,
+a background thread leaves the interpreter to the training, and what is no finite number is found on the way.
+The only collectives here are torch.distributed.checkpoint's own, in reading.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
+import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 
 from llm_pretrain.checkpoints.ranks import one_line
-from llm_pretrain.errors import CheckpointError
+from llm_pretrain.checkpoints.staging import Piece
+from llm_pretrain.errors import CheckpointError, DivergedError
 
 BYTES_PER_FILE = 256 << 20
-"""A rank writes files of about this size: while one is written, it is in memory twice over."""
-
-
-class _RecordingWriter(HuggingFaceStorageWriter):
-    """Remembers which files this rank wrote."""
-
-    def __init__(self, folder: Path, file_numbers: dict[str, int]):
-        # More than one thread reports success after a failed write; files are synced before they are closed.
-        super().__init__(
-            path=str(folder), fqn_to_index_mapping=file_numbers, thread_count=1, save_distributed=True
-        )
-        self.written: set[str] = set()
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        future = super().write_data(plan, planner)
-        self.written = {result.storage_data.relative_path for result in future.value()}
-        return future
+"""A rank writes files of about this size, so that ranks can share the work of verifying them."""
+CHUNK_BYTES = 4 << 20
+"""Checked, hashed and written at a time, while it is in the processor's cache."""
+_FORMAT = {"DCP_VERSION": "1.0", "format": "pt"}
+"""What torch.distributed.checkpoint writes into every file."""
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 
 
 class _ListedFiles(FileSystem):
@@ -56,17 +60,95 @@ class _ListedFiles(FileSystem):
         return [str(Path(str(path)) / name) for name in self.names]
 
 
-def write_tensors(tensors: dict[str, Tensor], folder: Path, *, world_size: int) -> list[str]:
-    """Write and fsync tensors into `folder` (collective); returns the names of the files this rank wrote.
+def write_pieces(pieces: list[Piece], folder: Path, *, rank: int) -> dict[str, dict[str, Any]]:
+    """Write and fsync this rank's pieces into `folder`; returns its files' sizes and digests.
 
     Raises:
-        CheckpointError: on every rank, when one of them fails; names the folder and the ranks.
+        DivergedError: a value is not finite; names its tensor.
+        OSError: naming the file.
     """
-    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    writer = _RecordingWriter(folder, _file_numbers(contiguous, BYTES_PER_FILE * world_size))
-    with _one_line_errors(folder, "writing tensors"):
-        save(contiguous, storage_writer=writer, no_dist=world_size == 1)
-    return sorted(writer.written)
+    files = list(_files_of(pieces))
+    written = {}
+    for number, content in enumerate(files, start=1):
+        name = f"shard-{rank + 1:05d}-model-{number:05d}-of-{len(files):05d}.safetensors"
+        written[name] = _write_file(folder / name, content)
+    return written
+
+
+def _files_of(pieces: list[Piece]) -> Iterator[list[Piece]]:
+    content: list[Piece] = []
+    filled = 0
+    for piece in pieces:
+        if content and filled + piece.tensor.nbytes > BYTES_PER_FILE:
+            yield content
+            content, filled = [], 0
+        content.append(piece)
+        filled += piece.tensor.nbytes
+    if content:
+        yield content
+
+
+def _write_file(file: Path, pieces: list[Piece]) -> dict[str, Any]:
+    """One safetensors file: length of the header, header, data."""
+    # large elements first, so that every tensor lies at a multiple of its element's size
+    pieces = sorted(pieces, key=lambda piece: (-piece.tensor.element_size(), piece.name))
+    digest, size = hashlib.sha256(), 0
+    try:
+        with file.open("wb") as stream:
+            for chunk in _chunks(pieces):
+                digest.update(chunk)
+                stream.write(chunk)
+                size += len(chunk)
+            stream.flush()
+            os.fsync(stream.fileno())
+    except OSError as error:
+        error.filename = error.filename or str(file)
+        raise
+    return {"bytes": size, "sha256": digest.hexdigest()}
+
+
+def _chunks(pieces: list[Piece]) -> Iterator[bytes | memoryview]:
+    offsets = {piece.name: {"saved_offsets": list(piece.offsets)} for piece in pieces}
+    header: dict[str, Any] = {"__metadata__": {"DCP_SHARDING_INFO": json.dumps(offsets), **_FORMAT}}
+    end = 0
+    for piece in pieces:
+        tensor, begin = piece.tensor, end
+        end += tensor.nbytes
+        header[piece.name] = {
+            "dtype": _DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for piece in pieces:
+        flat = piece.tensor.detach().cpu().contiguous().view(-1)
+        elements = max(1, CHUNK_BYTES // flat.element_size())
+        for chunk in flat.split(elements):
+            check_finite(piece.name, chunk)
+            yield chunk.view(torch.uint8).numpy().data
+
+
+def check_finite(name: str, values: Tensor) -> None:
+    """Stop at a value that is no finite number.
+
+    Raises:
+        DivergedError: naming the tensor.
+    """
+    if not values.is_floating_point():
+        return
+    if values.dtype in (torch.float32, torch.float64):  # by numpy, which starts no threads of its own
+        with np.errstate(over="ignore", invalid="ignore"):
+            finite = np.isfinite(values.numpy().sum())
+    else:
+        finite = torch.isfinite(values.sum(dtype=torch.float32))
+    if not finite and not bool(torch.isfinite(values).all()):  # a sum may be too large by itself
+        found = values[~torch.isfinite(values)][0].item()
+        raise DivergedError(
+            f"{name}: expected finite values to save, found {found}; what was saved before is sound: "
+            "continue from there with a lower optimizer.learning_rate or another data.seed"
+        )
 
 
 def read_tensors(tensors: dict[str, Tensor], folder: Path, files: list[str], *, world_size: int) -> None:
@@ -83,21 +165,11 @@ def read_tensors(tensors: dict[str, Tensor], folder: Path, files: list[str], *, 
         load(dict(tensors), storage_reader=reader, no_dist=world_size == 1)
 
 
-def _file_numbers(tensors: dict[str, Tensor], bytes_per_file: int) -> dict[str, int]:
-    numbers, number, filled = {}, 1, 0
-    for name, tensor in tensors.items():
-        size = tensor.numel() * tensor.element_size()
-        if filled and filled + size > bytes_per_file:
-            number, filled = number + 1, 0
-        numbers[name] = number
-        filled += size
-    return numbers
-
-
 @contextmanager
 def _one_line_errors(folder: Path, doing: str) -> Iterator[None]:
+    """For the main thread, while no other one logs or warns: both are switched off for the whole process."""
     before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)  # it logs a line per tensor, and the tracebacks of what is raised below
+    logging.disable(logging.CRITICAL)  # it logs the tracebacks of what is raised below
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")

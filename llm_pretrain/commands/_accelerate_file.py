@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llm_pretrain.config import Config, YamlError, read_yaml, validate
+from llm_pretrain.config import Config, YamlError, read_settings_text, read_yaml, validate
 from llm_pretrain.errors import ConfigError
 
 _KEYS = {
@@ -46,7 +46,7 @@ class Machine:
 def read_file(path: Path) -> tuple[dict[str, Any], str]:
     """Settings and text of the file; ConfigError where it is none."""
     try:
-        text = path.read_text("utf-8")
+        text = read_settings_text(path)
         settings = read_yaml(text)
     except YamlError as error:
         place = f"{path}:{error.line}" if error.line else str(path)

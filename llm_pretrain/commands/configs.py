@@ -129,11 +129,11 @@ def _row(file: Path) -> tuple[str, str, str, str, str, str]:
     """A preset's line."""
     import dataclasses
 
-    from llm_pretrain.config import YamlError, from_dict, read_yaml
+    from llm_pretrain.config import YamlError, from_dict, read_settings_text, read_yaml
     from llm_pretrain.model import count_parameters
 
     try:
-        text = file.read_text("utf-8")
+        text = read_settings_text(file)
         tree = read_yaml(text) or {}
         config = from_dict(tree)
     except (YamlError, ConfigError, ValueError) as error:

@@ -7,17 +7,12 @@ It starts the real scripts as a user would and judges by what they wrote; the co
 from __future__ import annotations
 
 import argparse
-import os
-import platform
 import time
-from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
-from llm_pretrain.config import Config
-
 if TYPE_CHECKING:
+    from llm_pretrain.commands._launching.launching import Place
     from llm_pretrain.commands._parity.judging import Judged, Run
-    from llm_pretrain.commands._parity.launching import Place
     from llm_pretrain.commands._parity.plan import Plan
     from llm_pretrain.commands._parity.table import Interrupted
 
@@ -39,19 +34,10 @@ examples:
   llm-pretrain parity --config configs/tiny-moe.yaml --world-size 1 --interrupt torchrun@2:17,accelerate@1:31
 """
 
-_PACKAGES = ("torch", "accelerate", "transformers", "numpy")
-
-
-class _Setting(argparse.Action):
-    """Keeps a setting as it was written, for the scripts."""
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        namespace.settings = [*(getattr(namespace, "settings", None) or []), option_string, values]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options, and every setting of the configuration."""
-    import dataclasses
+    from llm_pretrain.commands._launching.options import add_settings
 
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.usage = "llm-pretrain parity --config FILE [options] [--section.field VALUE ...]"
@@ -91,24 +77,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--timeout", type=float, default=1800.0, metavar="SECONDS",
         help="a launch that takes longer is killed and has failed (default: %(default)g)")  # fmt: skip
-    parser.set_defaults(settings=[])
-    for section in dataclasses.fields(Config):
-        for each in dataclasses.fields(section.default_factory()):  # type: ignore[misc,arg-type]  # a section's class
-            add(f"--{section.name}.{each.name}", action=_Setting, dest="settings", help=argparse.SUPPRESS,
-                default=argparse.SUPPRESS)  # fmt: skip
+    add_settings(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Launch, compare, print the table and write parity.json; 0 where all that is promised holds, else 1."""
+    from llm_pretrain.commands._launching.launching import ending_on_sigterm
+    from llm_pretrain.commands._launching.machine import call_facts, this_machine
     from llm_pretrain.commands._parity.judging import judge
-    from llm_pretrain.commands._parity.launching import ending_on_sigterm
     from llm_pretrain.commands._parity.plan import make_plan
     from llm_pretrain.commands._parity.table import is_violated, render, write_json
     from llm_pretrain.errors import ConfigError
 
     if not arguments.timeout > 0:
         raise ConfigError(f"--timeout: expected more than 0 seconds, found {arguments.timeout:g}")
-    started, machine = time.time(), _machine()
+    started, machine = time.time(), this_machine()
     plan = make_plan(arguments, machine)
     # a name of our own choice that another call took a moment ago must not be shared with it
     plan.output.mkdir(parents=True, exist_ok=arguments.output is not None)
@@ -122,7 +105,10 @@ def run(arguments: argparse.Namespace) -> int:
     with ending_on_sigterm():
         judged = judge(_run_cells(plan, place), plan.config, plan.steps)
         interrupted = _interrupted(plan, place, arguments.interrupt, judged) if plan.interruptions else None
-    facts = _facts(plan, machine, arguments, started)
+    facts = call_facts(
+        arguments, machine, started=started, threads=plan.threads, scripts=plan.scripts, steps=plan.steps,
+        notes=plan.notes, config=plan.config,
+    )  # fmt: skip
     write_json(plan.output / "parity.json", facts, judged, interrupted)
     violated = is_violated(judged, interrupted)
     _say("\n" + render(judged, interrupted))
@@ -133,8 +119,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _run_cells(plan: Plan, place: Place) -> list[Run]:
     """Launch every cell, with a line of progress for each; in the order of the table."""
+    from llm_pretrain.commands._launching.launching import Job, Launched, run_side_by_side
     from llm_pretrain.commands._parity.judging import Run
-    from llm_pretrain.commands._parity.launching import Job, Launched, run_side_by_side
 
     jobs = {
         cell: Job(
@@ -161,10 +147,10 @@ def _run_cells(plan: Plan, place: Place) -> list[Run]:
 
 def _interrupted(plan: Plan, place: Place, text: str, judged: list[Judged]) -> Interrupted:
     """Run the first cell again with its interruptions, and compare it with the run that nobody stopped."""
+    from llm_pretrain.commands._launching.launching import Job
     from llm_pretrain.commands._parity.comparison import Comparison
     from llm_pretrain.commands._parity.interruption import LaunchError, run_interrupted
     from llm_pretrain.commands._parity.judging import judge_interrupted, last_words
-    from llm_pretrain.commands._parity.launching import Job
     from llm_pretrain.commands._parity.table import Interrupted
 
     first, folder, log = plan.cells[0], plan.output / "interrupted", plan.output / "interrupted.log"
@@ -184,8 +170,8 @@ def _interrupted(plan: Plan, place: Place, text: str, judged: list[Judged]) -> I
 
 
 def _place(plan: Plan, machine: Any, timeout_seconds: float) -> Place:
-    from llm_pretrain.commands._parity.accelerate_files import settings_for, write_settings
-    from llm_pretrain.commands._parity.launching import Place
+    from llm_pretrain.commands._launching.accelerate_files import settings_for, write_settings
+    from llm_pretrain.commands._launching.launching import Place
 
     files = {}
     stage, on_gpu = plan.config.distributed.zero_stage, machine.gpus > 0
@@ -194,51 +180,6 @@ def _place(plan: Plan, machine: Any, timeout_seconds: float) -> Place:
         file = plan.output / f"accelerate-{strategy}-w{size}.yaml"
         files[strategy, size] = write_settings(settings, file)
     return Place(plan.scripts, machine, files, timeout_seconds)
-
-
-def _machine() -> Any:
-    import torch
-
-    from llm_pretrain.commands._parity.cells import Machine
-
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return Machine(torch.cuda.device_count() if torch.cuda.is_available() else 0, usable)
-
-
-def _facts(plan: Plan, machine: Any, arguments: argparse.Namespace, started: float) -> dict[str, Any]:
-    """What parity.json says besides the results."""
-    import torch
-
-    from llm_pretrain.checkpoints import environment
-    from llm_pretrain.config import to_dict
-
-    found = environment(torch.device("cuda", 0) if machine.gpus else torch.device("cpu"))
-    versions: dict[str, str | None] = {
-        "python": platform.python_version(),
-        "llm_pretrain": found["llm_pretrain"],
-    }
-    for package in _PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            versions[package] = None
-    return {
-        "versions": versions,
-        "machine": found["platform"],
-        "cpu" if not machine.gpus else "gpu": found["device"],
-        "cores": machine.cores,
-        "gpus": machine.gpus,
-        "threads": plan.threads,
-        "git_revision": found["git_revision"],
-        "started": started,
-        "seconds": round(time.time() - started, 1),
-        "config_files": arguments.config,
-        "settings": arguments.settings,
-        "scripts": str(plan.scripts),
-        "steps": plan.steps,
-        "notes": plan.notes,
-        "config": to_dict(plan.config),
-    }
 
 
 def _say(line: str) -> None:

@@ -17,7 +17,7 @@ from llm_pretrain.config.tree import (
     WeightChange,
 )
 from llm_pretrain.config.validation import shape_problems, validate
-from llm_pretrain.config.yaml_text import YamlError, read_yaml, write_yaml
+from llm_pretrain.config.yaml_text import YamlError, read_settings_text, read_yaml, read_yaml_file, write_yaml
 
 __all__ = [
     "VOCAB_MULTIPLE",
@@ -38,7 +38,9 @@ __all__ = [
     "dump_yaml",
     "from_dict",
     "load_config",
+    "read_settings_text",
     "read_yaml",
+    "read_yaml_file",
     "resolve_model",
     "shape_problems",
     "to_dict",

@@ -31,7 +31,7 @@ from llm_pretrain.config.checking import (
 from llm_pretrain.config.model_config import VOCAB_MULTIPLE
 from llm_pretrain.config.tree import Config
 from llm_pretrain.config.validation import validate
-from llm_pretrain.config.yaml_text import YamlError, read_yaml, write_yaml
+from llm_pretrain.config.yaml_text import YamlError, read_yaml, read_yaml_file, write_yaml
 from llm_pretrain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -192,7 +192,7 @@ def _read_file(name: str) -> tuple[Any, list[Problem]]:
     everything = tuple(settings())  # without this file no contradiction is certain
     shown = one_line(name)
     try:
-        return read_yaml(Path(name).read_text(encoding="utf-8")), []
+        return read_yaml_file(name), []
     except FileNotFoundError:
         folder = Path(name).parent
         files = [str(path) for path in folder.glob("*.y*ml")] if folder.is_dir() else []

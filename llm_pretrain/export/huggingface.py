@@ -7,13 +7,14 @@ business.
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from llm_pretrain.config import ModelConfig
-from llm_pretrain.errors import CheckpointError
+from llm_pretrain.errors import CheckpointError, DivergedError
 from llm_pretrain.export.config_json import model_config_from_huggingface
 from llm_pretrain.export.tensor_files import TensorFiles
 from llm_pretrain.export.tensor_layout import from_disk, to_disk
@@ -21,15 +22,24 @@ from llm_pretrain.model import Decoder
 
 
 def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Floating tensors in `dtype`, others as they are; CheckpointError where a value becomes infinite.
+    """Floating tensors in `dtype`, others as they are.
 
     A router's bias stays in fp32: it moves in steps that a low precision would swallow.
+
+    Raises:
+        CheckpointError: a value becomes infinite.
+        DivergedError: it was no finite number before.
     """
     if not tensor.is_floating_point() or name.endswith(("e_score_correction_bias", "expert_bias")):
         return tensor.detach().cpu().clone()
     cast = tensor.detach().to("cpu", dtype, copy=True).contiguous()
     if not bool(torch.isfinite(cast).all()):
-        value = tensor.detach().float().nan_to_num(nan=float("inf")).abs().max().item()
+        value = tensor.detach().float().abs().max().item()
+        if not math.isfinite(value):
+            raise DivergedError(
+                f"{name}: expected finite values to save, found {value}; what was saved before is sound: "
+                "continue from there with a lower optimizer.learning_rate or another data.seed"
+            )
         limit = torch.finfo(dtype).max
         raise CheckpointError(
             f"{name}: expected finite values within {limit:.4g} for {dtype}, found {value:.6g}; "
@@ -52,6 +62,7 @@ def to_huggingface(state: dict[str, Tensor], model: ModelConfig, dtype: torch.dt
 
     Raises:
         CheckpointError: Naming tensor and value, where a value does not fit in `dtype`.
+        DivergedError: Likewise, where a value is not finite.
     """
     return {name: _cast(name, tensor, dtype) for name, tensor in to_disk(state, model)}
 

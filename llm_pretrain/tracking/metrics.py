@@ -9,11 +9,13 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from llm_pretrain.errors import CheckpointError, OutputError
+from llm_pretrain.files import fsync_folder, make_folder
 
 _EVERY_ROW = {"step", "time"}
 """What stands in every row and measures nothing."""
@@ -38,8 +40,11 @@ class MetricsWriter:
         self.path = Path(path)
         self.resume_step = resume_step
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(self.path.parent)
+            is_new = not self.path.exists()
             self.path.touch()
+            if is_new:
+                fsync_folder(self.path.parent)
             _cut_torn_end(self.path)
             self._file = self.path.open("ab")
         except OSError as error:
@@ -65,16 +70,29 @@ class MetricsWriter:
         except OSError as error:
             raise OutputError(f"{self.path}: cannot write step {step}: {error.strerror}") from error
 
+    def sync(self) -> None:
+        """Lets the rows outlive a power cut: before a checkpoint that goes on after them is committed.
+
+        Raises:
+            OutputError: the disk is full or gone.
+        """
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise OutputError(f"{self.path}: cannot be completed: {error.strerror}") from error
+
     def close(self) -> None:
         """Closes the file, its rows on the disk."""
         if self._file.closed:
             return
         try:
             self._file.flush()
-            os.fsync(self._file.fileno())
-            self._file.close()
+            self.sync()
         except OSError as error:
             raise OutputError(f"{self.path}: cannot be completed: {error.strerror}") from error
+        finally:
+            with suppress(OSError):  # it tries once more to write what could not be written
+                self._file.close()
 
     def __enter__(self) -> MetricsWriter:
         return self

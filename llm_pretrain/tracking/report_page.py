@@ -65,7 +65,7 @@ def write(page: str, output: Path) -> Path:
         if output.is_dir():
             raise OutputError(f"{output}: expected a file to write, found a folder; name a file in it")
         output.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=output.parent, prefix=f".{output.name}-")
+        descriptor, temporary = tempfile.mkstemp(dir=output.parent, prefix=f".{output.name}.tmp-")
         with os.fdopen(descriptor, "w", encoding="utf-8", errors="replace") as file:
             file.write(page)
         os.chmod(temporary, 0o644)

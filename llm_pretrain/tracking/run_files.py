@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from llm_pretrain.config import YamlError, read_yaml
+from llm_pretrain.config import YamlError, read_yaml_file
 from llm_pretrain.errors import ConfigError
 from llm_pretrain.tracking.metrics import read_metrics
 
@@ -121,7 +121,7 @@ def _compact(row: Row) -> Row:
 
 def _config(path: Path, problems: list[str]) -> dict[str, dict[str, Any]]:
     try:
-        tree = read_yaml(path.read_text(encoding="utf-8"))
+        tree = read_yaml_file(path)
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, YamlError) as error:

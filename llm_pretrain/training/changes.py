@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from llm_pretrain.config import Config, YamlError, read_yaml, to_dict
+from llm_pretrain.config import Config, YamlError, read_yaml_file, to_dict
 
 NOT_REPORTED = {"run.output_dir", "checkpoint.resume"}
 """Where a run lies and what it starts from change nothing in it."""
@@ -17,7 +17,7 @@ def changed_settings(path: Path, config: Config) -> list[str]:
     Empty where there is no such file, or none that can be read: it is a report, not a check.
     """
     try:
-        before = read_yaml(path.read_text())
+        before = read_yaml_file(path)
     except (OSError, ValueError, YamlError):
         return []
     lines = []

@@ -6,7 +6,6 @@ is asked for. What calls DeepSpeed's engine is in `train_pretrain_accelerate.py`
 
 from __future__ import annotations
 
-import math
 import os
 import warnings
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from torch.optim import Optimizer
 from llm_pretrain.config import Config
 from llm_pretrain.errors import CheckpointError, ConfigError, DivergedError
 from llm_pretrain.model import Decoder
+from llm_pretrain.training.engine import StepResult
 from llm_pretrain.training.optimizers import build_optimizer
 
 BUCKET_ELEMENTS = 50_000_000
@@ -78,18 +78,19 @@ def zero_options(config: Config, world_size: int) -> dict[str, Any]:
     return options
 
 
-def stop_if_diverged(zero: Any, grad_norm: float, step: int) -> None:
-    """Stop where a gradient was not finite: DeepSpeed's engine has taken or left the step by itself.
+def stop_if_diverged(zero: Any, result: StepResult, step: int) -> None:
+    """Stop where a gradient or loss was not finite: DeepSpeed's engine has taken or left the step by itself.
 
-    Every rank has the same norm, so all of them stop, before anything is saved.
+    Every rank has the same verdict, so all of them stop, before anything is saved.
 
     Raises:
         DivergedError: on every rank.
     """
-    if math.isfinite(grad_norm) and not zero.overflow:
+    if not (result.skipped or zero.overflow):
         return
+    what = "loss" if result.skipped == "nonfinite_loss" else "gradient"
     error = DivergedError(
-        f"distributed.strategy: deepspeed takes no step back, and the gradient of step {step + 1} is not "
+        f"distributed.strategy: deepspeed takes no step back, and the {what} of step {step + 1} is not "
         "finite; what the run has saved is sound: continue it with a lower optimizer.learning_rate or "
         "another data.seed, or under ddp or fsdp, which skip such a step"
     )

@@ -14,6 +14,7 @@ import torch
 
 from llm_pretrain.data import Batch, EvaluationBatches, TokenStore
 from llm_pretrain.training.engine import Engine, empty_batch
+from llm_pretrain.training.watchdog import beat
 
 
 class Evaluator:
@@ -57,6 +58,7 @@ class Evaluator:
             if self._gives_up():
                 sums = None
                 break
+            beat()
             index = first + self.engine.rank
             if index < len(self.batches):
                 sums.append((index, self._batch_sums(self.batches[index])))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, suppress
 from itertools import islice
 
 import torch
@@ -13,6 +13,7 @@ from llm_pretrain.config import Config, dump_yaml, resolve_model
 from llm_pretrain.data import Batch, TokenStore, evaluation_batches, global_batches, open_stores
 from llm_pretrain.errors import EXIT_PREEMPTED, ConfigError, DivergedError
 from llm_pretrain.export import home_of
+from llm_pretrain.files import replace_text
 from llm_pretrain.model import Decoder, count_parameters, initialize_weights, update_router_bias
 from llm_pretrain.training.agreement import on_every_rank, on_first_rank
 from llm_pretrain.training.attempts import note_attempt
@@ -22,41 +23,16 @@ from llm_pretrain.training.evaluation import Evaluator, zlib_bits_per_byte
 from llm_pretrain.training.initial_weights import load_initial_weights
 from llm_pretrain.training.objective import expert_counts
 from llm_pretrain.training.optimizers import build_optimizer
+from llm_pretrain.training.out_of_memory import check_memory
 from llm_pretrain.training.recorder import Recorder
-from llm_pretrain.training.reporting import report_run
+from llm_pretrain.training.rolling_back import roll_back
 from llm_pretrain.training.run_folder import RunFolder
 from llm_pretrain.training.samples import Samples
 from llm_pretrain.training.saving import Saving
 from llm_pretrain.training.schedule import learning_rate, set_learning_rate
 from llm_pretrain.training.signals import StopRequest
 from llm_pretrain.training.status import Status
-
-
-def pretrain(config: Config, engine: Engine) -> int:
-    """Run the training that `config` describes, from its newest checkpoint if it has one.
-
-    Returns:
-        The worker's exit code: 0 finished, 75 stopped by a signal after a clean save.
-
-    Raises:
-        PretrainError: with the exit code of its kind; `status.json` says the same.
-    """
-    folder = RunFolder(config.run.folder)
-    on_first_rank(engine, folder.acquire)
-    status = Status(folder.status, rank=engine.rank, world_size=engine.world_size, launcher=engine.launcher)
-    try:
-        with StopRequest() as stop:
-            status.started()
-            exit_code = Training(config, engine, folder, status, stop).run()
-    except BaseException as error:
-        status.failed(error)
-        raise
-    finally:
-        if engine.rank == 0 and config.logging.report:
-            report_run(folder)
-        folder.release()
-    engine.close()
-    return exit_code
+from llm_pretrain.training.watchdog import beat
 
 
 def windows(batches: Iterable[Batch], size: int) -> Iterator[list[Batch]]:
@@ -71,13 +47,15 @@ class Training:
 
     def __init__(self, config: Config, engine: Engine, folder: RunFolder, status: Status, stop: StopRequest):
         self.engine, self.folder, self.status, self.stop = engine, folder, status, stop
+        beat("opening the data", files=True)
         self.stores: list[TokenStore] = on_every_rank(engine, lambda: open_stores(config))
         self.config = on_every_rank(engine, lambda: resolve_model(config, self.stores[0].vocab_size))
-        self.saving = Saving(self.config, engine, folder, self.stores)
+        self.saving = Saving(self.config, engine, folder, self.stores, status)
 
     def run(self) -> int:
         """Build, restore, train, save; returns the exit code."""
         config, engine = self.config, self.engine
+        beat("looking for a checkpoint", files=True)
         resume = on_every_rank(engine, self.saving.find)
         self.progress = self.saving.progress(resume)
         if self.progress.step > config.training.max_steps:
@@ -86,6 +64,8 @@ class Training:
                 f"checkpoint, found {config.training.max_steps}; raise it or choose another run.name"
             )
         self.status.running(self.progress.step, resume.path if resume else None)
+        on_every_rank(engine, lambda: check_memory(config, engine))
+        beat("building the model", files=True)  # which may read weights
         model = Decoder(config.model, activation_checkpointing=config.training.activation_checkpointing)
         initialize_weights(model, config.run.seed)
         notes = [] if resume else on_every_rank(engine, lambda: load_initial_weights(model, config))
@@ -95,13 +75,18 @@ class Training:
             lambda: global_batches(config, start_step=self.progress.step, world_size=engine.world_size),
         )
         batches = engine.prepare(model, optimizer, loader)
+        if self._stop_agreed():  # there is nothing to save; what follows may take longer than a grace period
+            return self._preempted(self._print)
         if resume is not None:
+            beat(f"restoring step {resume.step}", files=True)
             self.saving.restore(resume)
+        beat("getting ready to train", files=True)
         self.evaluator = self._build_evaluator()
         self.samples = self._open_samples()
         changes = on_first_rank(engine, self._write_config)
         self.recorder = Recorder(config, engine, self.folder, self.progress)
-        with closing(self.recorder):
+        self.saving.attach(self.recorder)
+        with closing(self.recorder), closing(self.saving):
             self._announce(resume, changes or [], notes)
             return self._train(batches)
 
@@ -116,12 +101,13 @@ class Training:
         remaining = windows(batches, config.gradient_accumulation_steps(self.engine.world_size))
         self.recorder.restart_clock()
         while progress.step < config.training.max_steps and not stopping:
+            beat(f"waiting for the data of step {progress.step + 1}")
             self._step(next(remaining))
             self._evaluate_and_write(due=self._evaluation_is_due())
             self._check_divergence()
             stopping = self._stop_agreed()
-            if stopping or self.saving.is_due(progress.step):
-                saved_step = self._save()
+            if not stopping and self.saving.is_due(progress.step):
+                self.saving.save(progress)
             self.recorder.restart_clock()
         return self._finish(saved_step)
 
@@ -129,9 +115,12 @@ class Training:
         """One optimizer step: learning rate, the engine's work, the router's bias, the books."""
         config, engine, progress = self.config, self.engine, self.progress
         model, optimizer = engine.model_and_optimizer()
+        beat(f"step {progress.step + 1}")
         rate = learning_rate(config, progress.step)
         set_learning_rate(optimizer, rate)
-        result = engine.train_step(micro_batches)
+        result = engine.train_step(micro_batches, progress.spikes.judge(config.training.spike_action))
+        if result.skipped == "rollback":
+            result = roll_back(self.saving, progress, result, self.recorder.console.warning)
         if config.model.router_bias_update_rate and result.sums is not None and not result.skipped:
             update_router_bias(
                 model, expert_counts(result.sums, config), config.model.router_bias_update_rate
@@ -148,6 +137,7 @@ class Training:
 
         An evaluation that a stop signal cut short is owed: the resumed run writes it as a row of its own.
         """
+        beat(f"the evaluation after step {self.progress.step}" if due else None)
         metrics = self.evaluator() if due else {}
         self.progress.evaluation_owed = metrics is None
         if metrics:
@@ -161,8 +151,10 @@ class Training:
         """What every evaluation brings with it: the best weights, and samples."""
         model, _ = self.engine.model_and_optimizer()
         if loss is not None:
+            beat(f"keeping the best weights of step {self.progress.step}", files=True)
             self.saving.keep_best(self.progress, loss)
         if self.samples is not None:
+            beat(f"generating samples after step {self.progress.step}")
             assert isinstance(model, Decoder)
             self.samples.write(model, self.progress.step, self.recorder.console, rank=self.engine.rank)
 
@@ -178,30 +170,41 @@ class Training:
             raise error
 
     def _stop_agreed(self) -> bool:
-        """Whether any rank was asked to stop; the same answer on all."""
-        flag = torch.tensor([int(self.stop.requested)])
-        return bool(self.engine.reduce_sum(flag).item())
-
-    def _save(self) -> int:
-        """Save checkpoint and weights; returns the step they are of."""
-        path = self.saving.save(self.progress)
-        self.status.running(self.progress.step, path)
-        return self.progress.step
+        """Whether any rank was asked to stop, the same on all; what one rank alone met ends all here."""
+        beat(f"agreeing whether to stop after step {self.progress.step}")
+        flags = torch.tensor([self.stop.requested, self.saving.has_stopped], dtype=torch.int64)
+        stopping, failing = self.engine.reduce_sum(flags).tolist()
+        if failing:
+            self.saving.stop()
+        self.saving.announce()
+        return bool(stopping)
 
     def _finish(self, saved_step: int | None) -> int:
         """Save what is not saved yet and say how the run ended; returns the exit code."""
         step, console = self.progress.step, self.recorder.console
         if saved_step != step:
-            self._save()
+            self.saving.save(self.progress, last=True)
         if step < self.config.training.max_steps or self.progress.evaluation_owed:
-            reason = self.stop.signal.name if self.stop.signal else "a signal to another rank"
-            self.status.ended(step, EXIT_PREEMPTED, reason)
-            console.info(f"stopped by {reason} after step {step}; start the same command again to continue")
-            return EXIT_PREEMPTED
+            self.recorder.hurried = True
+            return self._preempted(console.info)
         self.status.ended(step, 0, None)
         console.info(f"finished at step {step}: {self.folder.path}")
         console.info(f"weights: {self.saving.weights_of(step)}")
         return 0
+
+    def _preempted(self, say: Callable[[str], object]) -> int:
+        """Write and say that the run was asked to stop, with all of it saved; returns the exit code."""
+        step = self.progress.step
+        reason = self.stop.signal.name if self.stop.signal else "a signal to another rank"
+        self.status.ended(step, EXIT_PREEMPTED, reason)
+        say(f"stopped by {reason} after step {step}; start the same command again to continue")
+        return EXIT_PREEMPTED
+
+    def _print(self, text: str) -> None:
+        """Before there is a console."""
+        with suppress(OSError):  # a closed terminal
+            if self.engine.rank == 0:
+                print(text, flush=True)
 
     def _build_evaluator(self) -> Evaluator:
         config = self.config
@@ -223,7 +226,7 @@ class Training:
     def _write_config(self) -> list[str]:
         """Replace the folder's configuration by this attempt's; returns what that changes."""
         changes = changed_settings(self.folder.config, self.config)
-        self.folder.config.write_text(dump_yaml(self.config))
+        replace_text(self.folder.config, dump_yaml(self.config))
         return changes
 
     def _without_home(self) -> list[str]:

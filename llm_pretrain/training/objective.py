@@ -113,6 +113,11 @@ class StepSums:
         return reduce_sum(self._total)
 
 
+def objective_terms(sums: Tensor) -> list[float]:
+    """Cross-entropy, z-loss, auxiliary loss, router z-loss, summed over the global batch's loss tokens."""
+    return sums[:4].tolist()
+
+
 def source_sums(output: DecoderOutput, batch: Batch, num_sources: int) -> Tensor:
     """float64 [2, K]: cross-entropy over the loss tokens of each source's sequences, and their number.
 

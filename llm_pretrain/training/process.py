@@ -19,10 +19,13 @@ from pathlib import Path
 
 import psutil
 import torch
-import yaml
 
-from llm_pretrain.config import Config
-from llm_pretrain.errors import CheckpointError, ConfigError, PretrainError, ResourceError
+from llm_pretrain.config import Config, YamlError, read_yaml_file
+from llm_pretrain.errors import CheckpointError, ConfigError, PretrainError, ResourceError, StuckError
+from llm_pretrain.training.orphans import check_launcher_lives
+from llm_pretrain.training.out_of_memory import out_of_memory_in_words
+from llm_pretrain.training.peers import lost_contact
+from llm_pretrain.training.signals import ignore_stop_signals
 
 INTERRUPTED = 130
 """Exit code of a Ctrl-C before the run began; afterwards it saves and leaves with 75."""
@@ -40,9 +43,11 @@ def prepare_process(config: Config) -> None:
 
     Raises:
         ConfigError: the launcher's variables are not whole, or a fork inherited threads that are gone.
+        ResourceError: the launcher has died meanwhile.
     """
     check_environment()
     die_with_launcher()
+    check_launcher_lives()
     # Accelerate's DDP options know the old name only, and both paths must set the same.
     warnings.filterwarnings("ignore", message=".*`broadcast_buffers` is deprecated", category=FutureWarning)
     keep_freed_memory()
@@ -182,8 +187,8 @@ def _requested_processes() -> int | None:
     if known.num_processes is not None or not arguments:
         return known.num_processes
     try:
-        settings = yaml.safe_load(Path(known.config_file or default_accelerate_file()).read_text())
-    except (OSError, yaml.YAMLError):
+        settings = read_yaml_file(known.config_file or default_accelerate_file())
+    except (OSError, ValueError, YamlError):
         return None
     count = settings.get("num_processes") if isinstance(settings, dict) else None
     return count if isinstance(count, int) else None
@@ -199,22 +204,21 @@ def report_errors() -> Iterator[None]:
     number = os.environ.get("RANK", "")
     rank = int(number) if number.isdecimal() else 0
     try:
-        yield
+        with out_of_memory_in_words():
+            yield
     except KeyboardInterrupt:
         _leave(INTERRUPTED)
-    except torch.OutOfMemoryError as error:
-        _exit(
-            ResourceError(f"out of memory: {str(error).splitlines()[0]}; lower training.micro_batch_size"),
-            rank,
-        )
     except PretrainError as error:
-        _exit(error, rank)
+        _exit(lost_contact(error, rank) or error, rank)
     except OSError as error:
         _exit(CheckpointError(f"{error.filename or 'input/output'}: {error.strerror or error}"), rank)
     except Exception as error:
-        distributed = torch.distributed
-        if isinstance(error, distributed.DistError) and not distributed.is_initialized():
+        lost = lost_contact(error, rank)
+        is_met = torch.distributed.is_initialized()
+        if not is_met and (lost or isinstance(error, torch.distributed.DistError)):
             _exit(ResourceError(_no_meeting(error)), rank)
+        if lost:
+            _exit(lost, rank)
         if not _has_peers():
             raise
         traceback.print_exc()
@@ -227,6 +231,7 @@ def end_script(exit_code: int) -> None:
     A back-end's threads may outlive the process group (gloo's do under FSDP and DeepSpeed), and one of them
     still at work when Python takes its libraries down aborts a run that has finished.
     """
+    ignore_stop_signals()  # one more would replace the exit code
     sys.stdout.flush()
     sys.stderr.flush()
     if int(os.environ.get("WORLD_SIZE") or 1) > 1:
@@ -236,7 +241,7 @@ def end_script(exit_code: int) -> None:
 
 def _exit(error: PretrainError, rank: int) -> None:
     if rank == 0 or not error.shared:
-        where = f"rank {rank}: " if rank else ""
+        where = f"rank {rank}: " if rank and not isinstance(error, StuckError) else ""
         for line in str(error).splitlines():
             print(f"error: {where}{line}", file=sys.stderr)
     _leave(error.exit_code)

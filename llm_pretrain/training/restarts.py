@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from llm_pretrain.training.peers import PATIENCE
+
 SCHEME = "attempt"
 distributed: Any = torch.distributed
 """Untyped, because what is documented of it is not all exported in pyright's eyes."""
@@ -32,5 +34,7 @@ def meeting_point() -> str:
 def _meet(url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
     """Store, rank and world size of `env://`, with the attempt's prefix before every key."""
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if "timeout" in options:  # the collectives'; nobody is written for here, and a rank may never come
+        options["timeout"] /= PATIENCE
     for store, rank, world_size in distributed.rendezvous("env" + url.removeprefix(SCHEME), **options):
         yield distributed.PrefixStore(f"attempt_{attempt}", store), rank, world_size

@@ -7,6 +7,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from llm_pretrain.errors import OutputError
+from llm_pretrain.files import make_folder, remove_leftovers
 from llm_pretrain.training.status import read_status
 
 
@@ -25,6 +26,10 @@ class RunFolder:
         self.weights = path / "weights"
         self._lock = FileLock(path / ".lock")
 
+    def stacks(self, rank: int) -> Path:
+        """Where the watchdog of a rank leaves the stacks of a hang."""
+        return self.path / f"stacks-rank{rank}.txt"
+
     def acquire(self) -> None:
         """Create the folder and lock it.
 
@@ -32,8 +37,9 @@ class RunFolder:
             OutputError: it cannot be written, or another run holds it.
         """
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            make_folder(self.path)
             self._lock.acquire(blocking=False)
+            remove_leftovers(self.path)
         except Timeout:
             pid = read_status(self.status).get("pid", "unknown")
             raise OutputError(

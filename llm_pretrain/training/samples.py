@@ -18,6 +18,7 @@ from llm_pretrain.errors import OutputError
 from llm_pretrain.model import Decoder
 from llm_pretrain.tracking import Console, MetricsWriter
 from llm_pretrain.training.run_folder import RunFolder
+from llm_pretrain.training.watchdog import beat
 
 TEMPERATURE, TOP_K = 0.8, 50
 _SHOWN = 100
@@ -82,6 +83,7 @@ class Samples:
                     seed=self.config.run.seed,
                     stop_ids=stop_ids,
                 ):
+                    beat()
                     for ids, token in zip(new_ids, tokens, strict=True):
                         if token is not None:
                             ids.append(token)

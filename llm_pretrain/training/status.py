@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from pathlib import Path
 
-import torch
-
-from llm_pretrain.errors import EXIT_PREEMPTED, CheckpointError, DivergedError, PretrainError, ResourceError
+from llm_pretrain.errors import (
+    EXIT_PREEMPTED,
+    CheckpointError,
+    DivergedError,
+    PretrainError,
+    ResourceError,
+    StuckError,
+)
+from llm_pretrain.files import replace_text
+from llm_pretrain.training.out_of_memory import is_out_of_memory
 
 
 def read_status(path: Path) -> dict:
@@ -25,7 +31,7 @@ def exit_code_of(error: BaseException) -> int:
     """The worker's exit code for an error; 1 for a bug of ours."""
     if isinstance(error, PretrainError):
         return error.exit_code
-    if isinstance(error, torch.OutOfMemoryError):
+    if is_out_of_memory(error):
         return ResourceError.exit_code
     return CheckpointError.exit_code if isinstance(error, OSError) else 1
 
@@ -65,7 +71,7 @@ class Status:
 
     def failed(self, error: BaseException) -> None:
         """The run failed. A user-level error of one rank outranks what its loss does to the others."""
-        if isinstance(error, PretrainError):
+        if isinstance(error, PretrainError) and not isinstance(error, StuckError):
             if error.shared and self.rank != 0:
                 return
         elif read_status(self.path).get("state") != "running":
@@ -77,13 +83,4 @@ class Status:
     def _replace(self, state: str, exit_code: int | None, reason: str | None) -> None:
         """Replace the file atomically, so that a reader sees the old or the new, never half."""
         fields = {"state": state, "exit_code": exit_code, "reason": reason} | self._progress | self._launch
-        descriptor, temporary = tempfile.mkstemp(dir=self.path.parent, prefix=".status-")
-        try:
-            with os.fdopen(descriptor, "w") as file:
-                json.dump(fields, file, indent=1)
-                file.write("\n")
-            os.chmod(temporary, 0o644)
-            os.replace(temporary, self.path)
-        except OSError:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+        replace_text(self.path, json.dumps(fields, indent=1) + "\n")

@@ -15,6 +15,7 @@ from checkpoint_helpers import Run, everything, same_bits
 from safetensors.torch import load_file, save_file
 from torch.nn.parallel import DistributedDataParallel
 
+from llm_pretrain.checkpoints import tensor_files
 from llm_pretrain.errors import CheckpointError, MismatchError
 
 WORLD_SIZE = 2
@@ -57,8 +58,8 @@ def worker(rank: int, folder: Path) -> None:
     results["path"] = str(run.store.save(module, run.optimizer, run.scaler, run.facts()))
     save_file(everything(run), folder / f"step4-{rank}.safetensors")
 
-    # One rank's disk is full: before, during and after the tensors are written.
-    original = os.fsync
+    # One rank's disk is full: at its first file, and at its second.
+    original, tensor_files.BYTES_PER_FILE = os.fsync, 1000
     for number in range(2):
         calls = []
 
@@ -72,6 +73,7 @@ def worker(rank: int, folder: Path) -> None:
         run.step = 5
         results[f"full_disk_{number}"] = raises(run.save)
         os.fsync = original
+    tensor_files.BYTES_PER_FILE = 1 << 20
     if rank == 1:
         run.model.half()
     results["half"] = raises(run.save)

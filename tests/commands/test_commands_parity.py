@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 from support.run_folders import make_run, training_row
 
-from llm_pretrain.commands._parity.cells import Cell, Machine, build_cells
+from llm_pretrain.commands._launching.machine import Machine
+from llm_pretrain.commands._launching.records import last_words
+from llm_pretrain.commands._parity.cells import Cell, build_cells
 from llm_pretrain.commands._parity.comparison import Difference, compare, judge_parameters, routing_moved
 from llm_pretrain.commands._parity.contract import (
     DIGEST,
@@ -22,7 +24,7 @@ from llm_pretrain.commands._parity.contract import (
     promise,
 )
 from llm_pretrain.commands._parity.interruption import Attempt
-from llm_pretrain.commands._parity.judging import Judged, Run, judge, judge_interrupted, last_words
+from llm_pretrain.commands._parity.judging import Judged, Run, judge, judge_interrupted
 from llm_pretrain.commands._parity.table import Interrupted, is_violated, render, write_json
 from llm_pretrain.config import Config, ModelConfig, TrainingConfig
 from llm_pretrain.errors import ConfigError

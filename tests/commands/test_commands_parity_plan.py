@@ -15,12 +15,9 @@ import yaml
 from support.launching import ROOT
 
 from llm_pretrain.__main__ import main
-from llm_pretrain.commands import parity
-from llm_pretrain.commands._parity import launching, plan
-from llm_pretrain.commands._parity.accelerate_files import settings_for
-from llm_pretrain.commands._parity.cells import Machine
-from llm_pretrain.commands._parity.interruption import choose_save_steps, parse_interruptions, row_steps
-from llm_pretrain.commands._parity.launching import (
+from llm_pretrain.commands._launching import launching, machine, options
+from llm_pretrain.commands._launching.accelerate_files import settings_for
+from llm_pretrain.commands._launching.launching import (
     Job,
     Launched,
     Place,
@@ -28,6 +25,9 @@ from llm_pretrain.commands._parity.launching import (
     killed_at_the_end,
     run_side_by_side,
 )
+from llm_pretrain.commands._launching.machine import Machine
+from llm_pretrain.commands._launching.records import row_steps
+from llm_pretrain.commands._parity.interruption import choose_save_steps, parse_interruptions
 from llm_pretrain.errors import ConfigError, OutputError
 
 TINY = str(ROOT / "configs" / "tiny-dense.yaml")
@@ -39,7 +39,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("something was launched")
 
     monkeypatch.setattr(launching.subprocess, "Popen", started)
-    monkeypatch.setattr(parity, "_machine", lambda: Machine(gpus=0, cores=2))
+    monkeypatch.setattr(machine, "this_machine", lambda: Machine(gpus=0, cores=2))
 
 
 @pytest.mark.usefixtures("nothing_starts")
@@ -106,11 +106,11 @@ def test_a_folder_with_files_is_never_written_into(tmp_path: Path, monkeypatch: 
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "file").touch()
     with pytest.raises(OutputError, match="expected a new or empty folder"):
-        plan.choose_output(str(tmp_path / "mine"), "name")
+        options.choose_output(str(tmp_path / "mine"), "name")
     monkeypatch.chdir(tmp_path)
     names = []
     for _ in range(3):
-        folder = plan.choose_output(None, "name")
+        folder = options.choose_output(None, "parity-name")
         folder.mkdir(parents=True)
         names.append(folder.name)
     assert names == ["parity-name", "parity-name-2", "parity-name-3"]

@@ -44,8 +44,8 @@ MISTAKES = {
         (
             Edit(
                 ACCELERATE,
-                "if math.isfinite(grad_norm):\n",
-                "if math.isfinite(grad_norm) and (batch.step + 1) % len(micro_batches) == 0:\n",
+                "if not result.skipped:\n",
+                "if not result.skipped and (batch.step + 1) % len(micro_batches) == 0:\n",
             ),
         ),
         ONE_PROCESS,

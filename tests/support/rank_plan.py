@@ -22,7 +22,7 @@ GLOBAL_BALANCE = {
 FEW_TOKENS_PER_EXPERT = {"model": {"num_experts": 32, "num_experts_per_tok": 1}}
 
 SKIP_BY_OWN_LOSS = {
-    name: Edit(file, "if math.isfinite(grad_norm):\n", "if math.isfinite(loss.item()):\n")
+    name: Edit(file, "if not result.skipped:\n", "if math.isfinite(loss.item()):\n")
     for name, file in (("torchrun", TORCHRUN), ("accelerate", ACCELERATE))
 }
 ONE_RANK_NAN = {

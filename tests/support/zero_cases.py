@@ -29,6 +29,7 @@ from support.mutation import ROOT, Edit, mutated
 from support.stepping import masked
 
 import llm_pretrain.training.loop as loop
+import llm_pretrain.training.pretraining as pretraining
 from llm_pretrain.config import load_config
 from llm_pretrain.training import prepare_process
 
@@ -140,7 +141,7 @@ def run_case(case: Case, rank: int, store: Path, folder: Path) -> None:
             engine.objective = diverging(engine.objective)
         loop.windows = lambda batches, size: without_tokens(windows(batches, size))
         try:
-            loop.pretrain(config, engine)
+            pretraining.pretrain(config, engine)
         except Exception as error:
             folder.with_name(f"{folder.name}-{rank}.error").write_text(f"{type(error).__name__}: {error}")
             engine.accelerator.free_memory()

@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 import textwrap
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from llm_pretrain.config import from_dict, validate, write_yaml
+from llm_pretrain.config import from_dict, read_settings_text, validate, write_yaml
 from llm_pretrain.errors import ConfigError
 
 
@@ -98,7 +97,7 @@ def file_name(text: str) -> str:
 def read_text(path: str, option: str) -> str:
     """A foreign file's text; ConfigError in one line where it cannot be read."""
     try:
-        return Path(path).read_text("utf-8")
+        return read_settings_text(path)
     except (OSError, ValueError) as error:
         reason = (error.strerror or str(error)) if isinstance(error, OSError) else "not UTF-8 text"
         raise ConfigError(f"{option} {path}: expected a text file, found: {reason}") from error

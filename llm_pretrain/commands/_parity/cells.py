@@ -9,15 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
+from llm_pretrain.commands._launching.machine import Machine
 from llm_pretrain.config import Config
 from llm_pretrain.errors import ConfigError
 
-SCRIPTS = {
-    "torchrun": "train_pretrain.py",
-    "accelerate": "train_pretrain_accelerate.py",
-    "trainer": "examples/train_pretrain_trainer.py",
-}
-"""Path to its script, inside of the folder with the scripts."""
 PRECISIONS = ("fp32", "bf16", "fp16")
 STRATEGIES = ("ddp", "fsdp", "deepspeed")
 
@@ -55,19 +50,6 @@ class Cell:
     def __str__(self) -> str:
         strategy = "" if self.strategy == "ddp" else f" {self.strategy}"
         return f"{self.path} W={self.world_size} A={self.accumulation} {self.precision}{strategy}"
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What runs here: GPUs, and cores that this process may use."""
-
-    gpus: int
-    cores: int
-
-    @property
-    def most_processes(self) -> int:
-        """Largest world size: one process per GPU; without one, per core, and two on a single core."""
-        return self.gpus or max(2, self.cores)
 
 
 def build_cells(

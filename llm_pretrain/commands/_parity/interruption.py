@@ -5,21 +5,19 @@ It says where each attempt began; what its rows must be is the contract's busine
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from llm_pretrain.checkpoints import is_checkpoint
-from llm_pretrain.commands._parity.launching import (
+from llm_pretrain.commands._launching.launching import (
     POLL_SECONDS,
     Job,
     Launched,
     Place,
     killed_at_the_end,
 )
+from llm_pretrain.commands._launching.records import newest_checkpoint, row_steps
 from llm_pretrain.errors import ConfigError
 
 _PATHS = ("torchrun", "accelerate")
@@ -126,24 +124,6 @@ def run_interrupted(
         how = f"killed after step {ends[1]}" if kill is not None else "to its end"
         say(f"attempt {number + 1} of {len(jobs)}: {job.path} W={job.world_size}, from step {ends[0]}, {how}")
     return attempts
-
-
-def newest_checkpoint(folder: Path) -> int:
-    """Step of the newest committed checkpoint of a run; 0 without any."""
-    found = [
-        int(path.name.removeprefix("step-"))
-        for path in (folder / "checkpoints").glob("step-*")
-        if path.name.removeprefix("step-").isdecimal() and is_checkpoint(path)
-    ]
-    return max(found, default=0)
-
-
-def row_steps(folder: Path) -> list[int]:
-    """Steps of the rows in the order in which they were written, over all attempts; torn lines left out."""
-    file = folder / "metrics.jsonl"
-    if not file.exists():
-        return []
-    return [json.loads(line)["step"] for line in file.read_bytes().split(b"\n")[:-1]]
 
 
 def _wait(launched: Launched, kill: int | None) -> None:

@@ -6,12 +6,12 @@ It reads rows and final checkpoints; it starts nothing and prints nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from llm_pretrain.checkpoints import open_model
+from llm_pretrain.commands._launching.records import last_words, rows_of
 from llm_pretrain.commands._parity.cells import Cell, reference_of, twin_of
 from llm_pretrain.commands._parity.comparison import (
     Comparison,
@@ -24,26 +24,6 @@ from llm_pretrain.commands._parity.contract import DIGEST, KEYS, Promise, by_ste
 from llm_pretrain.commands._parity.interruption import Attempt
 from llm_pretrain.config import Config
 from llm_pretrain.errors import PretrainError
-from llm_pretrain.tracking import read_metrics
-
-_TAIL_LINES, _TAIL_CHARACTERS = 4, 300
-_LAUNCHERS_ERRORS = ("ChildFailedError", "CalledProcessError")
-"""What torchrun and accelerate raise about a script that failed."""
-_NOISE = (
-    "=====",
-    "-----",
-    "~~~~~",
-    "<",
-    "W1",
-    "E1",
-    "time ",
-    "host ",
-    "rank ",
-    "exitcode",
-    "error_file",
-    "To enable",
-)
-"""How lines of torchrun's own summary begin, which says nothing about the cause."""
 
 
 @dataclass
@@ -207,25 +187,3 @@ def parameters_distance(left: Path, right: Path, step: int) -> float:
         difference += float((mine - others[name].detach().double()).square().sum())
         norm += float(mine.square().sum())
     return math.sqrt(difference / norm) if norm else math.sqrt(difference)
-
-
-def rows_of(folder: Path) -> Mapping[int, Mapping[str, Any]]:
-    """Step to row; the later attempt's where a step stands twice; empty where nothing can be read."""
-    try:
-        return {row["step"]: row for row in read_metrics(folder / "metrics.jsonl")}
-    except PretrainError:
-        return {}
-
-
-def last_words(log: Path) -> list[str]:
-    """The last lines of a log that name a cause; without such lines, the last ones."""
-    try:
-        lines = [line.rstrip() for line in log.read_text("utf-8", errors="replace").splitlines()]
-    except OSError:
-        return []
-    lines = [line for line in lines if line.strip() and not line.strip().startswith(_NOISE)]
-    causes = [line for line in lines if line.startswith("error: ")] or [
-        line for line in lines if "Error: " in line and not any(name in line for name in _LAUNCHERS_ERRORS)
-    ]
-    last = list(dict.fromkeys(causes))[-_TAIL_LINES:] or lines[-_TAIL_LINES:]
-    return [line[:_TAIL_CHARACTERS] for line in last]

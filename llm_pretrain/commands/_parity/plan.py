@@ -6,23 +6,31 @@ Nothing is launched here.
 from __future__ import annotations
 
 import dataclasses
-import os
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from llm_pretrain.commands._parity.accelerate_files import settings_for
-from llm_pretrain.commands._parity.cells import PRECISIONS, SCRIPTS, STRATEGIES, Cell, Machine, build_cells
+from llm_pretrain.commands._launching.accelerate_files import settings_for
+from llm_pretrain.commands._launching.machine import SCRIPTS, Machine
+from llm_pretrain.commands._launching.options import (
+    as_options,
+    choose_output,
+    find_scripts,
+    forced_settings,
+    given_options,
+    numbers,
+    words,
+)
+from llm_pretrain.commands._parity.cells import PRECISIONS, STRATEGIES, Cell, build_cells
 from llm_pretrain.commands._parity.interruption import (
     Interruption,
     choose_save_steps,
     parse_interruptions,
 )
-from llm_pretrain.commands._parity.launching import PACKAGE_ROOT
 from llm_pretrain.config import Config, load_config, resolve_model
 from llm_pretrain.data import open_stores
-from llm_pretrain.errors import ConfigError, OutputError
+from llm_pretrain.errors import ConfigError
 
 DEFAULT_STEPS = 20
 """After as many the contract speaks of the parameters."""
@@ -84,9 +92,9 @@ def make_plan(arguments: Namespace, machine: Machine) -> Plan:
     Raises:
         PretrainError: anything that would make a launch fail for a reason known before.
     """
-    paths = _words("--paths", arguments.paths, tuple(SCRIPTS))
-    accumulations = _numbers("--accumulation", arguments.accumulation) if arguments.accumulation else None
-    given = [word for file in arguments.config for word in ("--config", file)] + list(arguments.settings)
+    paths = words("--paths", arguments.paths, tuple(SCRIPTS))
+    accumulations = numbers("--accumulation", arguments.accumulation) if arguments.accumulation else None
+    given = given_options(arguments)
     # with --accumulation the micro batch size follows, so the configuration's need not divide
     config = load_config([*given, *(["--training.micro_batch_size", "1"] if accumulations else [])])
     interruptions = parse_interruptions(arguments.interrupt) if arguments.interrupt else []
@@ -94,12 +102,12 @@ def make_plan(arguments: Namespace, machine: Machine) -> Plan:
     sizes = arguments.world_size or ("1,2" if machine.most_processes > 1 else "1")
     precisions = [config.training.precision]
     if arguments.precision:
-        precisions = _words("--precision", arguments.precision, PRECISIONS)
+        precisions = words("--precision", arguments.precision, PRECISIONS)
     strategies = [config.distributed.strategy]
     if arguments.strategies:
-        strategies = _words("--strategies", arguments.strategies, STRATEGIES)
+        strategies = words("--strategies", arguments.strategies, STRATEGIES)
     cells, notes = build_cells(
-        config, machine, paths=paths, world_sizes=_numbers("--world-size", sizes),
+        config, machine, paths=paths, world_sizes=numbers("--world-size", sizes),
         accumulations=accumulations, precisions=precisions, strategies=strategies,
     )  # fmt: skip
     _check_interruptions(interruptions, cells[0], config, machine)
@@ -113,7 +121,9 @@ def make_plan(arguments: Namespace, machine: Machine) -> Plan:
     threads = config.distributed.cpu_threads or max(
         1, machine.cores // max(each.world_size for each in launches)
     )
-    options = [*given, *_forced(config, steps, threads)]
+    forced = forced_settings(config, steps, threads)
+    forced |= {"evaluation.eval_steps": 0, "checkpoint.save_steps": 0}  # they take time, and nothing else
+    options = [*given, *as_options(forced)]
     if machine.gpus and not config.training.deterministic:
         options += ["--training.deterministic", "true"]
         notes.append("training.deterministic true in every cell: bit identity on a GPU needs it")
@@ -134,33 +144,12 @@ def make_plan(arguments: Namespace, machine: Machine) -> Plan:
         steps=steps,
         options=options,
         scripts=scripts,
-        output=choose_output(arguments.output, config.run.name),
+        output=choose_output(arguments.output, f"parity-{config.run.name}"),
         threads=threads,
         interruptions=interruptions,
         save_steps=choose_save_steps(config.checkpoint.save_steps, first_kill),
         notes=notes,
     )
-
-
-def _forced(config: Config, steps: int, threads: int) -> list[str]:
-    """What every cell has alike: its length, a row and a digest per step, nothing that takes time besides."""
-    warmup, decay = min(config.schedule.warmup_steps, steps), config.schedule.decay_steps
-    forced = {
-        "training.max_steps": steps,
-        "schedule.warmup_steps": warmup,
-        "logging.logging_steps": 1,
-        "logging.parameters_sha256": "true",
-        "logging.report": "false",
-        "logging.tensorboard": "false",
-        "logging.wandb_mode": "disabled",
-        "evaluation.eval_steps": 0,
-        "checkpoint.save_steps": 0,
-        "checkpoint.resume": "auto",
-        "distributed.cpu_threads": threads,
-    }
-    if config.schedule.name == "wsd" and decay is not None and decay > steps - warmup:
-        forced["schedule.decay_steps"] = steps - warmup or "null"
-    return [word for name, value in forced.items() for word in (f"--{name}", str(value))]
 
 
 def _steps(given: int | None, config: Config, interruptions: Sequence[Interruption]) -> int:
@@ -204,57 +193,3 @@ def _check_interruptions(
         )  # fmt: skip
         if not any(cell.path == each.path for cell in possible):
             raise ConfigError(f"--interrupt: {notes[0]}")
-
-
-def find_scripts(given: str | None, paths: Sequence[str]) -> Path:
-    """The folder with the scripts of these paths: as given, else where this is started, else the project's.
-
-    Raises:
-        ConfigError: a script is not there.
-    """
-    candidates = [Path(given)] if given else [Path.cwd(), PACKAGE_ROOT]
-    missing: list[str] = []
-    for folder in candidates:
-        missing = [SCRIPTS[path] for path in paths if not (folder / SCRIPTS[path]).is_file()]
-        if not missing:
-            return folder.resolve()
-    raise ConfigError(
-        f"--scripts {candidates[-1]}: expected {', '.join(missing)} there, found none; start in the "
-        "project's folder, name the one with the scripts, or leave the path out of --paths"
-    )
-
-
-def choose_output(given: str | None, name: str) -> Path:
-    """The folder for the runs: as given, where it is new or empty; by default the first free one of its name.
-
-    Raises:
-        OutputError: a given folder has something in it, or cannot be one.
-    """
-    if given is not None:
-        folder = Path(given)
-        if folder.exists() and not folder.is_dir():
-            raise OutputError(f"--output {folder}: expected a folder, found another thing")
-        if folder.exists() and os.listdir(folder):
-            raise OutputError(
-                f"--output {folder}: expected a new or empty folder, found files in it; choose another"
-            )
-        return folder
-    number, folder = 1, Path("runs") / f"parity-{name}"
-    while folder.exists():
-        number += 1
-        folder = Path("runs") / f"parity-{name}-{number}"
-    return folder
-
-
-def _words(option: str, text: str, known: Sequence[str]) -> list[str]:
-    words = [word.strip() for word in text.split(",")]
-    if wrong := [word for word in words if word not in known]:
-        raise ConfigError(f"{option}: expected some of {', '.join(known)}, found {wrong[0]!r}")
-    return list(dict.fromkeys(words))
-
-
-def _numbers(option: str, text: str) -> list[int]:
-    words = [word.strip() for word in text.split(",")]
-    if wrong := [word for word in words if not word.isdecimal() or int(word) < 1]:
-        raise ConfigError(f"{option}: expected whole numbers from 1 on, with commas, found {wrong[0]!r}")
-    return list(dict.fromkeys(map(int, words)))

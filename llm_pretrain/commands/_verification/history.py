@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from llm_pretrain.commands._verification.checks import Checks
-from llm_pretrain.config import Config, YamlError, from_dict, read_yaml, resolve_model, to_dict, validate
+from llm_pretrain.config import Config, YamlError, from_dict, read_yaml_file, resolve_model, to_dict, validate
 from llm_pretrain.data import open_stores
 from llm_pretrain.errors import CheckpointError, ConfigError, PretrainError
 from llm_pretrain.tracking import read_rows
@@ -59,7 +59,7 @@ def read_config(file: Path, world_size: int = 1) -> Config:
         ConfigError: it cannot be read, or contradicts itself.
     """
     try:
-        tree = read_yaml(file.read_text(encoding="utf-8"))
+        tree = read_yaml_file(file)
     except OSError as error:
         raise ConfigError(
             f"{file}: expected the run's configuration, found: {error.strerror or error}"

@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 
 import llm_pretrain
-from llm_pretrain.commands._parity.cells import SCRIPTS, Machine
+from llm_pretrain.commands._launching.machine import SCRIPTS, Machine
 
 PACKAGE_ROOT = Path(llm_pretrain.__file__).parent.parent
 _LAUNCHER_VARIABLES = (
@@ -41,6 +41,7 @@ class Job:
         options: Of the script, but for its folder.
         threads: Per process.
         strategy: As in the configuration.
+        with_launcher: Whether one process of path torchrun has torchrun above it, too.
     """
 
     path: str
@@ -50,6 +51,7 @@ class Job:
     options: tuple[str, ...]
     threads: int
     strategy: str = "ddp"
+    with_launcher: bool = False
 
 
 @dataclass(frozen=True)
@@ -98,27 +100,43 @@ class Launched:
             return self.process.wait()
         return code
 
-    def remember_members(self) -> None:
-        """Look up the launcher's workers now, so that a later kill need not look first."""
+    def remember_members(self) -> list[psutil.Process]:
+        """Look up the launcher's workers now, so that a later kill need not look first; returns them."""
         with suppress(psutil.Error):
             self._members = psutil.Process(self.process.pid).children(recursive=True)
+        return self._members
 
     def kill(self) -> None:
         """SIGKILL to the launcher and all that it started; torchrun gives workers sessions of their own."""
         known = self._members
         for _ in range(2):  # once what is known already, once what was started since
-            for member in known:
+            _kill_all(known)
+            if self.process.poll() is None:  # else its number may be another process's by now
                 with suppress(psutil.Error):
-                    member.kill()
-            with suppress(psutil.Error):
-                known = psutil.Process(self.process.pid).children(recursive=True)
-        for member in known:
-            with suppress(psutil.Error):
-                member.kill()
+                    known = psutil.Process(self.process.pid).children(recursive=True)
+        _kill_all(known)
         with suppress(ProcessLookupError):
             self.process.kill()
         self.process.wait()
         psutil.wait_procs([*self._members, *known], timeout=10)
+
+
+def _kill_all(processes: Sequence[psutil.Process]) -> None:
+    for process in processes:
+        with suppress(psutil.Error):
+            process.kill()
+
+
+def processes_of(folder: Path) -> list[psutil.Process]:
+    """Every process on this machine that was started to train in `folder`, zombies left out."""
+    found, folder_option = [], ["--run.output_dir", str(folder)]
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            words = process.cmdline()
+            pairs = (words[i : i + 2] for i, word in enumerate(words) if word == folder_option[0])
+            if folder_option in pairs and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
 
 
 def launch_command(job: Job, place: Place) -> list[str]:
@@ -129,7 +147,7 @@ def launch_command(job: Job, place: Place) -> list[str]:
         run = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(settings)]
         # port 0: a free one, so that launches side by side do not meet
         return [*run, "--num_processes", str(world_size), "--main_process_port", "0", script]
-    if world_size == 1:
+    if world_size == 1 and not job.with_launcher:
         return [sys.executable, script]
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
     return [*run, str(world_size), script]
@@ -157,7 +175,7 @@ def run_side_by_side(
                 taken, free = free[:wanted], free[wanted:]
                 waiting.remove(job)
                 on_start(job)
-                running.append((Launched(job, place, _visible(taken, place)), taken))
+                running.append((Launched(job, place, visible_gpus(taken, place)), taken))
             time.sleep(POLL_SECONDS)
             for launched, taken in list(running):
                 code = launched.exit_code
@@ -196,15 +214,14 @@ def ending_on_sigterm() -> Iterator[None]:
 
 @contextmanager
 def killed_at_the_end(launched: Launched) -> Iterator[Launched]:
-    """Leaves no process behind, however the block is left."""
+    """Leaves no process behind, however the block is left: the launcher's workers may have outlived it."""
     try:
         yield launched
     finally:
-        if launched.process.poll() is None:
-            launched.kill()
+        launched.kill()
 
 
-def _visible(taken: Sequence[int], place: Place) -> list[str]:
+def visible_gpus(taken: Sequence[int], place: Place) -> list[str]:
     """Names of the GPUs with these numbers, as CUDA_VISIBLE_DEVICES has them; none without a GPU."""
     if not place.machine.gpus:
         return []

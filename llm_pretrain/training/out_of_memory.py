@@ -1,0 +1,216 @@
+"""Running out of memory in one line: what was asked for, what is there, what the model takes, what to change.
+
+Also the refusal of a model that cannot fit at all, before a machine swaps or its kernel ends a process. Not a
+plan of a run's memory: activations are left out.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+import torch
+
+from llm_pretrain.config import Config
+from llm_pretrain.errors import PretrainError, ResourceError
+from llm_pretrain.model import count_parameters
+from llm_pretrain.training.engine import Engine
+
+_SIGNS = (
+    "can't allocate memory",  # torch on Linux
+    "not enough memory: you tried to allocate",  # torch elsewhere
+    "std::bad_alloc",
+    "CUDA out of memory",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    os.strerror(errno.ENOMEM),
+)
+_ASKED = re.compile(r"(?i)(?:tried to|unable to) allocate ([\d.]+) ?(bytes|[KMGTPE]?i?B)\b")
+_ON_GPU = re.compile(r"total capacity of ([\d.]+ \w+) of which ([\d.]+ \w+) is free")
+_UNITS = {
+    "bytes": 1,
+    "b": 1,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+    "pib": 2**50,
+    "eib": 2**60,
+}
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+class Memory(NamedTuple):
+    """Bytes that a process may have, and what sets the bound."""
+
+    free: int
+    total: int
+    bound: str
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out, on a GPU or in the processor's memory, in torch, numpy or Python itself."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    if isinstance(error, ResourceError) or not isinstance(error, Exception):
+        return False  # said already, or no error
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return any(sign in str(error) for sign in _SIGNS)
+
+
+@contextmanager
+def out_of_memory_in_words(config: Config | None = None, engine: Engine | None = None) -> Iterator[None]:
+    """Turn any error of running out of memory into a ResourceError of one line.
+
+    Args:
+        config: Resolved; without it the line has no figures of the model.
+        engine: Tells processes and device.
+    """
+    # beforehand, since counting takes memory as well
+    lines = model_lines(config, engine) if config and engine else ("", "lower training.micro_batch_size")
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        line = ResourceError(_line(error, *lines))
+        line.shared = isinstance(error, PretrainError) and error.shared
+        raise line from error
+
+
+def check_memory(config: Config, engine: Engine) -> None:
+    """Refuse a model whose parameters, gradients and moments are more than there is at all.
+
+    Linux hands out memory that it does not have, and ends processes when they use it.
+
+    Raises:
+        ResourceError: with both sizes.
+    """
+    count = count_parameters(config.model).total
+    on_cpu = engine.device.type == "cpu"
+    needs = _bytes_per_parameter(config, engine.world_size) * count
+    # every process builds the whole model in the processor's memory, whatever becomes of it
+    bounds = [(max(needs, 4 * count) if on_cpu else 4 * count, memory) for memory in _processor_bounds()]
+    if engine.device.type == "cuda":
+        total = torch.cuda.get_device_properties(engine.device).total_memory
+        bounds.append((needs, Memory(total, total, "the GPU has")))
+    for needed, memory in bounds:
+        if needed > memory.total:
+            raise ResourceError(
+                f"out of memory before it was used: {_takes(config, engine, count)}; {memory.bound} "
+                f"{_size(memory.total)}; {_fewer(config, engine)}"
+            )
+
+
+def model_lines(config: Config, engine: Engine) -> tuple[str, str]:
+    """What the model takes, and what to change, in order of what it costs."""
+    training, count = config.training, count_parameters(config.model).total
+    advice = []
+    per_step = training.global_batch_size // engine.world_size
+    smaller = [size for size in range(1, training.micro_batch_size) if per_step % size == 0]
+    if smaller:
+        now = training.micro_batch_size
+        advice.append(f"training.micro_batch_size {smaller[-1]} instead of {now} (the result stays)")
+    if not training.activation_checkpointing:
+        advice.append("training.activation_checkpointing true")
+    advice.append(f"training.sequence_length below {training.sequence_length}")
+    advice.append(_fewer(config, engine))
+    return f"{_takes(config, engine, count)}, without activations", "in this order: " + ", ".join(advice)
+
+
+def _line(error: Exception, model: str, advice: str) -> str:
+    text = str(error)
+    found = _ASKED.search(text)
+    asked = f"{_size(_bytes(*found.groups()))} asked for, " if found else ""
+    if on_gpu := _ON_GPU.search(text):
+        there = f"{on_gpu[2]} of {on_gpu[1]} free on the GPU"
+    elif "CUDA" in text or "CUBLAS" in text:
+        there = "none left on the GPU"
+    else:
+        least = min(_processor_bounds(per_process=False), key=lambda memory: memory.free)
+        there = f"{_size(least.free)} left of what {least.bound}: {_size(least.total)}"
+    where = f" ({text.splitlines()[0]:.160})" if isinstance(error, PretrainError) else ""
+    return "; ".join(part for part in (f"out of memory{where}: {asked}{there}", model, advice) if part)
+
+
+def _takes(config: Config, engine: Engine, count: int) -> str:
+    each = " in each process" if engine.world_size > 1 else ""
+    needs = int(_bytes_per_parameter(config, engine.world_size) * count)
+    return f"{count:,} parameters take {_size(needs)}{each} with gradients and AdamW's moments in fp32"
+
+
+def _fewer(config: Config, engine: Engine) -> str:
+    """Settings that make the model's own share smaller."""
+    split = engine.world_size > 1 and config.distributed.strategy == "ddp"
+    experts = ", model.num_experts" if config.model.num_experts else ""
+    fewer = f"a smaller model (model.vocab_size, model.hidden_size, model.num_hidden_layers{experts})"
+    return f"distributed.strategy fsdp, {fewer}" if split else fewer
+
+
+def _bytes_per_parameter(config: Config, world_size: int) -> float:
+    """A process's share of parameter (4 bytes), gradient (4), and AdamW's two moments (8)."""
+    strategy, stage = config.distributed.strategy, config.distributed.zero_stage or 2
+    if strategy == "fsdp" or (strategy == "deepspeed" and stage == 3):
+        return 16 / world_size
+    if strategy == "deepspeed":  # gradients stay whole in stage 1
+        return 4 + (12 / world_size if stage == 2 else 4 + 8 / world_size)
+    return 16
+
+
+def _processor_bounds(*, per_process: bool = True) -> list[Memory]:
+    """What bounds this process's memory: the machine, its container, its own limit.
+
+    Args:
+        per_process: Divide what all processes of this run on this machine share among them.
+    """
+    sharing = int(os.environ.get("LOCAL_WORLD_SIZE") or 1) if per_process else 1
+    machine = psutil.virtual_memory()
+    swap = psutil.swap_memory() if per_process else None
+    bounds = [
+        Memory(
+            machine.available // sharing,
+            (machine.total + (swap.total if swap else 0)) // sharing,
+            "the machine has for it" if sharing > 1 else "the machine has",
+        )
+    ]
+    limit = _number(_CGROUP / "memory.max")
+    if limit is not None:
+        used = _number(_CGROUP / "memory.current") or 0
+        bounds.append(Memory(max(0, limit - used) // sharing, limit // sharing, "the container may have"))
+    if hasattr(psutil, "RLIMIT_AS"):
+        process = psutil.Process()
+        limit, _ = process.rlimit(psutil.RLIMIT_AS)
+        if limit != psutil.RLIM_INFINITY:
+            bounds.append(
+                Memory(max(0, limit - process.memory_info().vms), limit, "the process may have (ulimit -v)")
+            )
+    return bounds
+
+
+def _number(file: Path) -> int | None:
+    """A control group's number; None where there is none or no limit."""
+    try:
+        return int(file.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _bytes(number: str, unit: str) -> int:
+    return int(float(number) * _UNITS.get(unit.lower(), 1))
+
+
+def _size(number: int) -> str:
+    """`1.5 GiB`, with the unit that leaves something before the point."""
+    size = float(number)
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"

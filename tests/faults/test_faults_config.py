@@ -1,0 +1,316 @@
+"""Whatever stands in a configuration: exit code 2, every problem in its line, soon, and nothing written.
+
+Both scripts, both launchers and every command that takes `--config`; folders that a process might write to
+are empty before and after. CPU time is judged, not the clock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+from support.launching import ACCELERATE_SCRIPT, ROOT, TORCHRUN_SCRIPT, environment, launch_command
+
+from llm_pretrain.__main__ import COMMANDS
+from llm_pretrain.__main__ import main as run_command
+from llm_pretrain.config import YamlError, read_yaml, yaml_text
+
+CPU_SECONDS = 5.0
+"""Of one process, half of them the import of torch; a launcher is one more."""
+MEMORY_BYTES = 1 << 30
+
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n"
+    for before, name in zip("abcdefgh", "bcdefghi", strict=True)
+)
+"""Nine to the ninth values, in nine lines."""
+MERGE_BOMB = "a: &a {k: 1}\n" + "".join(
+    f"{name}: &{name} {{!!merge <<: [{', '.join([f'*{before}'] * 9)}]}}\n"
+    for before, name in zip("abcdefgh", "bcdefghi", strict=True)
+)
+
+WRONG_FILES: dict[str, tuple[str | bytes, str]] = {
+    "typo.yaml": ("training: {max_step: 5}", "training.max_step: no such setting; did you mean"),
+    "section.yaml": ("trainig: {max_steps: 5}", "trainig: no such setting; did you mean training"),
+    "type.yaml": ("model: {hidden_size: wide}", "model.hidden_size: expected an integer"),
+    "boolean.yaml": ("logging: {report: 1}", "logging.report: expected true or false"),
+    "huge.yaml": (f"run: {{seed: {'9' * 400}}}", "run.seed: expected an integer"),
+    "digits.yaml": (f"run: {{seed: {'9' * 5000}}}", "digits.yaml:1: not a valid YAML file: a number of 5000"),
+    "infinite.yaml": ("optimizer: {learning_rate: 1e999}", "optimizer.learning_rate: expected a finite"),
+    "nan.yaml": ("training: {z_loss_coef: .nan}", "training.z_loss_coef: expected a finite number"),
+    "negative.yaml": ("training: {sequence_length: -64}", "training.sequence_length: expected more than 0"),
+    "system.yaml": ("run: !!python/object/apply:os.system [touch PWNED]", "could not determine a constr"),
+    "name.yaml": ("run:\n  name: !!python/name:os.system ''", "could not determine a constructor"),
+    "module.yaml": ("!!python/object/new:subprocess.Popen [[touch, PWNED]]", "could not determine a constr"),
+    "bomb.yaml": (BOMB, "bomb.yaml:5: not a valid YAML file: more than 10000 values"),
+    "merge.yaml": (MERGE_BOMB, "merge.yaml:5: not a valid YAML file: more than 10000 values"),
+    "itself.yaml": ("run: &r {name: *r}", "itself.yaml:1: not a valid YAML file: an alias inside of what"),
+    "deep.yaml": ("[" * 100_000, "deep.yaml:1: not a valid YAML file: nested deeper than 32 levels"),
+    "wide.yaml": ("run: [" + "1," * 100_000 + "]", "wide.yaml:1: not a valid YAML file: more than 10000"),
+    "twice.yaml": ("run: {seed: 1, seed: 2}", "twice.yaml:1: not a valid YAML file: the key seed stands"),
+    "half.yaml": ("run: {seed: 1", "half.yaml"),
+    "binary.yaml": (bytes(range(256)), "binary.yaml: cannot be read: not UTF-8 text"),
+    "nul.yaml": (b"\0" * 100, "nul.yaml: not a valid YAML file"),
+    "list.yaml": ("- run", "configuration: expected sections such as"),
+    "upward.yaml": ("run: {name: ../../x}", "run.name: expected at most 128 letters"),
+    "absolute.yaml": ("logging: {wandb_project: /etc}", "logging.wandb_project: expected at most"),
+    "source.yaml": (
+        "data: {sources: [{store: a, name: ../x}, {store: b, name: /x}]}",
+        "data.sources[1].name: expected 1 to 64 letters",
+    ),
+    "file.yaml": ("run: {output_dir: /dev/null}", "run.output_dir: expected a folder, found another thing"),
+    "resume.yaml": ("checkpoint: {resume: ../nowhere}", "checkpoint.resume: expected auto, never or"),
+    "prompt.yaml": ("evaluation: {sample_prompts: [{../x: 1}]}", "evaluation.sample_prompts: expected"),
+}  # fmt: skip
+CERTAIN = {"infinite", "nan", "negative", "upward", "absolute", "source", "file", "resume"}
+"""Contradictions and impossible values: said when every file could be read."""
+SPECIAL = {
+    "missing.yaml": "missing.yaml: no such file",
+    "folder.yaml": "folder.yaml: cannot be read: Is a directory",
+    "fifo.yaml": "fifo.yaml: cannot be read: no plain file",
+    "giant.yaml": "giant.yaml: cannot be read: larger than 256 KiB",
+    "/dev/zero": "/dev/zero: cannot be read: no plain file",
+}
+CONTRADICTIONS = {
+    "training.global_batch_size": ("7", "training.global_batch_size: expected a multiple of"),
+    "training.max_steps": ("-1", "training.max_steps: expected more than 0"),
+    "model.num_key_value_heads": ("3", "model.num_attention_heads: expected a multiple of"),
+    "model.first_k_dense_replace": ("-2", "model.first_k_dense_replace: expected 0 or more"),
+    "checkpoint.keep_last": ("1", "checkpoint.keep_last: expected 2 or more"),
+    "model.rope_factor": ("4", "model.rope_factor: expected 1 with model.rope_type = default"),
+    "schedule.min_learning_rate": ("10", "schedule.min_learning_rate: expected at most"),
+    "model.hidden_sise": ("3", "model.hidden_sise: no such setting"),
+    "data.sources": ("[{store: a, name: ../a}]", "data.sources[0].name: expected 1 to 64"),
+    "run.name": ("../../x", "run.name: expected at most 128"),
+}
+
+
+def write_wrong_files(folder: Path) -> dict[str, str]:
+    """Path of every wrong file, and what its line must say."""
+    expected = {}
+    for name, (content, words) in WRONG_FILES.items():
+        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+        expected[str(folder / name)] = words
+    (folder / "folder.yaml").mkdir()
+    os.mkfifo(folder / "fifo.yaml")
+    with (folder / "giant.yaml").open("wb") as file:
+        file.truncate(1 << 30)
+    return expected | {str(folder / name): words for name, words in SPECIAL.items()}
+
+
+@dataclass
+class Refused:
+    """How a process ended."""
+
+    exit_code: int
+    lines: list[str]
+    cpu_seconds: float
+    memory_bytes: int
+    written: dict[str, str]
+
+
+class World:
+    """Empty folders for everything that a process may write to, and a process in them."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        for name in ("work", "home", "tmp"):
+            (folder / name).mkdir(exist_ok=True)
+
+    def run(self, command: list[str]) -> Refused:
+        own = {"HOME": str(self.folder / "home"), "TMPDIR": str(self.folder / "tmp")}
+        kept = {key: value for key, value in environment().items() if not key.startswith(("XDG_", "HF_"))}
+        with tempfile.TemporaryFile("w+") as output:
+            process = subprocess.Popen(
+                command, cwd=self.folder / "work", env=kept | own, stdout=output, stderr=output,
+                stdin=subprocess.DEVNULL,
+            )  # fmt: skip
+            _, status, usage = os.wait4(process.pid, 0)
+            process.returncode = os.waitstatus_to_exitcode(status)
+            output.seek(0)
+            lines = output.read().splitlines()
+        return Refused(
+            exit_code=process.returncode,
+            lines=lines,
+            cpu_seconds=usage.ru_utime + usage.ru_stime,
+            memory_bytes=usage.ru_maxrss * 1024,
+            written=tree(self.folder),
+        )
+
+
+def tree(folder: Path) -> dict[str, str]:
+    """Everything below a folder, with its size; what a launcher of torch keeps for itself left out."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        name = str(path.relative_to(folder))
+        if not re.match(r"tmp/(torchelastic_|pymp-|accelerate_)", name):
+            found[name] = str(path.lstat().st_size) if not path.is_dir() else "folder"
+    return found
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+def check(
+    world: World,
+    command: list[str],
+    expected: list[tuple[str, ...]],
+    *,
+    processes: int = 1,
+    exit_code: int = 2,
+) -> None:
+    """One launch: refused, soon, each problem said once in its own line, nothing written, no traceback."""
+    before = tree(world.folder)
+    refused = world.run(command)
+    text = "\n".join(refused.lines)
+    assert refused.exit_code == exit_code, text[-3000:]
+    assert refused.cpu_seconds < CPU_SECONDS * processes, f"{refused.cpu_seconds} s"
+    assert refused.memory_bytes < MEMORY_BYTES
+    assert refused.written == before
+    for words in expected:
+        found = [line for line in refused.lines if all(word in line for word in words)]
+        assert len(found) == 1, f"{words} in {len(found)} lines:\n{text[-6000:]}"
+    for ours in ("llm_pretrain/", "train_pretrain"):
+        assert f'File "{ROOT}/{ours}' not in text, "a traceback through our code"
+    assert max(map(len, refused.lines)) < 600
+
+
+def options(settings: dict[str, tuple[str, str]]) -> list[str]:
+    return [word for name, (value, _) in settings.items() for word in (f"--{name}", value)]
+
+
+SCRIPTS = {"torchrun": TORCHRUN_SCRIPT, "accelerate": ACCELERATE_SCRIPT}
+ALL_CONTRADICTIONS = [(f"error: {words}",) for _, words in CONTRADICTIONS.values()]
+
+
+@pytest.fixture(scope="module")
+def wrong_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return write_wrong_files(tmp_path_factory.mktemp("wrong"))
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("accelerate", marks=pytest.mark.slow)])
+def test_all_wrong_files_at_once(world: World, wrong_files: dict[str, str], launcher: str):
+    """Each is read and said, whatever the others are; what only follows from values is not certain then."""
+    files = [word for file in wrong_files for word in ("--config", file)]
+    said = [
+        ("error: ", Path(file).name, words)
+        for file, words in wrong_files.items()
+        if Path(file).stem not in CERTAIN
+    ]
+    check(world, [sys.executable, str(SCRIPTS[launcher]), *files], said)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*WRONG_FILES, *SPECIAL])
+def test_each_wrong_file(world: World, wrong_files: dict[str, str], name: str):
+    (file,) = [file for file in wrong_files if Path(file).name == Path(name).name]
+    check(world, [sys.executable, str(TORCHRUN_SCRIPT), "--config", file], [("error: ", wrong_files[file])])
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("accelerate", marks=pytest.mark.slow)])
+def test_two_ranks_speak_once(world: World, launcher: str):
+    command = [*launch_command(launcher, 2), *options(CONTRADICTIONS)]
+    check(world, command, ALL_CONTRADICTIONS, processes=3, exit_code=1)  # launchers know zero and not zero
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
+def test_one_process_says_every_contradiction(world: World, launcher: str):
+    check(world, [sys.executable, str(SCRIPTS[launcher]), *options(CONTRADICTIONS)], ALL_CONTRADICTIONS)
+
+
+COMMAND_LINES: dict[str, list[str]] = {
+    "doctor": [],
+    "parity": [],
+    "prepare": ["--input", "stdlib", "--tokenizer", "nowhere", "--output", "store"],
+    "verify": ["--packing", "nowhere"],
+}
+"""What each command needs beside `--config`."""
+
+
+def commands_with_config() -> list[str]:
+    """Every command that takes `--config`."""
+    found = []
+    for name in COMMANDS:
+        parser = argparse.ArgumentParser()
+        import_module(f"llm_pretrain.commands.{name}").add_arguments(parser)
+        if "--config" in parser._option_string_actions:
+            found.append(name)
+    return found
+
+
+def test_every_command_that_takes_a_configuration_is_tried():
+    assert set(commands_with_config()) <= COMMAND_LINES.keys()
+
+
+WRONG_FOR_COMMANDS = ["typo.yaml", "bomb.yaml", "system.yaml", "fifo.yaml", "giant.yaml", "folder.yaml"]
+
+
+@pytest.mark.parametrize("name", WRONG_FOR_COMMANDS)
+@pytest.mark.parametrize("command", commands_with_config())
+def test_a_command_refuses_a_wrong_file(
+    command: str,
+    name: str,
+    wrong_files: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    """In this process, since each is a second of imports otherwise."""
+    (file,) = [file for file in wrong_files if Path(file).name == name]
+    monkeypatch.chdir(tmp_path)
+    assert run_command([command, *COMMAND_LINES.get(command, []), "--config", file]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"llm-pretrain {command}: error: ")
+    assert wrong_files[file] in error
+    assert "Traceback" not in error
+    assert tree(tmp_path) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", commands_with_config())
+def test_a_command_of_its_own_refuses_every_wrong_file(
+    command: str, world: World, wrong_files: dict[str, str]
+):
+    run = [sys.executable, "-m", "llm_pretrain", command, *COMMAND_LINES.get(command, [])]
+    for name in ("typo.yaml", "bomb.yaml", "fifo.yaml", "binary.yaml", "system.yaml", "missing.yaml"):
+        (file,) = [file for file in wrong_files if Path(file).name == name]
+        check(world, [*run, "--config", file], [(wrong_files[file],)])
+
+
+@pytest.mark.parametrize("name", ["bomb.yaml", "fifo.yaml", "giant.yaml", "binary.yaml", "system.yaml"])
+@pytest.mark.parametrize("option", ["--accelerate_config", "--from_litgpt", "--from_nanogpt"])
+def test_a_foreign_file_is_refused_as_ours_are(
+    option: str,
+    name: str,
+    wrong_files: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    (file,) = [file for file in wrong_files if Path(file).name == name]
+    monkeypatch.chdir(tmp_path)
+    command = ["doctor"] if option == "--accelerate_config" else ["configs", "--output", "new.yaml"]
+    assert run_command([*command, option, file]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert name in line
+    assert tree(tmp_path) == {}
+
+
+def test_bounds_can_be_told_from_their_absence(monkeypatch: pytest.MonkeyPatch):
+    """Without the count of values the bomb is read, and to print a part of it takes what it stands for."""
+    small = "".join(BOMB.splitlines(keepends=True)[:5])  # 9 ** 5, not 9 ** 9
+    with pytest.raises(YamlError):
+        read_yaml(small)
+    monkeypatch.setattr(yaml_text, "MAX_VALUES", 10**12)
+    assert len(repr(read_yaml(small)["e"])) > 9**5

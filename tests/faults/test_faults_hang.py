@@ -1,0 +1,252 @@
+"""A rank that hangs or is gone: the run ends within its time-out, says where it stood, and continues exactly.
+
+| fault | what ends the run | exit code in status.json |
+|---|---|---|
+| a rank stopped (SIGSTOP) in a step or a save | the watchdogs of the other ranks | 71 |
+| a rank killed (SIGKILL) in a step or a save | the others' next collective | 71 |
+| one process alone: a data worker stopped, an evaluation that blocks | its own watchdog | 71 |
+| the same, with Python's lock held | faulthandler | 1, by the launcher |
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import psutil
+import pytest
+from support.broken_scripts import write_scripts
+from support.hanging import HANG_SECONDS, SLACK_SECONDS, WATCHED, disturb, disturb_save, unfinished
+from support.interrupting import assert_exact, check_continued, wait_for_step
+from support.launching import (
+    ACCELERATE_SCRIPT,
+    NO_REPORT,
+    TORCHRUN_SCRIPT,
+    Finished,
+    environment,
+    finish,
+    kill_outright,
+    launch,
+    start,
+)
+from support.mutation import Edit
+
+from llm_pretrain.training.watchdog import GRACE_SECONDS
+
+EVALUATION = "llm_pretrain/training/evaluation.py"
+LAUNCHERS = ("torchrun", "accelerate")
+STOP_STEP = 9
+PLACES = ("step", "save", "background save")
+
+
+def cases(quick: tuple[str, int, str]) -> list[object]:
+    """Both launchers x both ranks x every place; all but one are slow."""
+    every = [(launcher, rank, place) for launcher in LAUNCHERS for rank in (0, 1) for place in PLACES]
+    return [pytest.param(*case, marks=[] if case == quick else [pytest.mark.slow]) for case in every]
+
+
+def options_at(place: str, options: list[str]) -> list[str]:
+    """With a short time-out, and with background saves where one is to be met."""
+    return [*options, *WATCHED, *(["--checkpoint.async_save", "true"] if place == "background save" else [])]
+
+
+def doing_at(place: str) -> str:
+    """What the ranks that are left may be at, as a pattern."""
+    step = r"(step|agreeing whether to stop after step|waiting for the data of step) \d+"
+    save = r"saving step \d+"
+    background = rf"({step}|{save}|waiting for the save in the background)"
+    return {"step": rf"({step}|{save})", "save": save, "background save": background}[place]
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def disturbed(
+    launcher: str, rank: int, place: str, folder: Path, options: list[str], action: str
+) -> Finished:
+    """A run on two processes of which one is stopped or killed."""
+
+    def act(worker: psutil.Process) -> None:
+        worker.suspend() if action == "stop" else worker.kill()
+
+    if place != "step":
+        return disturb_save(launcher, folder, options, act, rank)
+    return disturb(start(launcher, 2, folder, options), folder, STOP_STEP, act, rank)
+
+
+def check_failed(run: Finished, reason: str) -> str:
+    """One line says it, on the terminal and in status.json, which has 71; returns it."""
+    status = run.status
+    assert (status["state"], status["exit_code"]) == ("failed", 71), (status, run.output[-3000:])
+    assert re.match(reason, status["reason"]), status["reason"]
+    assert f"error: {status['reason']}\n" in run.output
+    return status["reason"]
+
+
+def check_stacks(run: Finished, rank: int, where: str) -> None:
+    """The stacks are in the output and in the file, and lead to where the rank stood."""
+    stacks = (run.folder / f"stacks-rank{rank}.txt").read_text()
+    assert stacks.startswith(f"rank {rank}: no sign of life for ")
+    assert f"rank {rank}: stacks of all threads:\n" in run.output
+    for text in (stacks, run.output):
+        assert re.search(rf'File ".*", line \d+ in {where}', text), text[-4000:]
+
+
+def check_continues(launcher: str, run: Finished, options: list[str], undisturbed: Finished) -> None:
+    """The same command goes on exactly, and clears away what a save had not finished."""
+    check_continued(run.folder, lambda: launch(launcher, 2, run.folder, options))
+    assert_exact(run, undisturbed)
+    assert not unfinished(run.folder)
+    assert run.status["state"] == "finished"
+
+
+@pytest.mark.parametrize(("launcher", "rank", "place"), cases(("torchrun", 1, "step")))
+def test_a_stopped_rank_ends_the_run(
+    launcher: str, rank: int, place: str, options: list[str], undisturbed: Finished, tmp_path: Path
+):
+    options = options_at(place, options)
+    run = disturbed(launcher, rank, place, tmp_path / "run", options, "stop")
+    said = rf"rank {1 - rank}: no sign of life for 1\d s in {doing_at(place)} "
+    check_failed(run, said + r"\(distributed.timeout_seconds: 10\)")
+    check_stacks(run, 1 - rank, "pretrain")
+    assert not (run.folder / f"stacks-rank{rank}.txt").exists(), "the stopped rank has no say"
+    check_continues(launcher, run, options, undisturbed)
+
+
+@pytest.mark.parametrize(("launcher", "rank", "place"), cases(("torchrun", 0, "step")))
+def test_a_killed_rank_is_one_line_of_the_other(
+    launcher: str, rank: int, place: str, options: list[str], undisturbed: Finished, tmp_path: Path
+):
+    options = options_at(place, options)
+    run = disturbed(launcher, rank, place, tmp_path / "run", options, "kill")
+    said = rf"rank {1 - rank}: lost contact with another rank in {doing_at(place)} \(.*\): that one's own"
+    check_failed(run, said)
+    assert "RuntimeError" not in run.output
+    assert not list(run.folder.glob("stacks-*"))
+    if (launcher, rank, place) != ("torchrun", 0, "step"):
+        check_continues(launcher, run, options, undisturbed)
+
+
+def start_alone(
+    script: Path, folder: Path, options: list[str], place: Mapping[str, str] | None = None
+) -> subprocess.Popen[str]:
+    """One process of a script, or of a copy of it with the package beside it; a rank where it has a place."""
+    variables = environment() | {"PYTHONPATH": str(script.parent)} | dict(place or {})
+    return subprocess.Popen(
+        [sys.executable, str(script), *NO_REPORT, "--run.output_dir", str(folder), *options],
+        cwd=script.parent,
+        env=variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+EVALUATING = ("--evaluation.eval_steps", "6")
+BLOCKED = Edit(
+    EVALUATION, "            beat()\n", "            beat()\n            __import__('time').sleep(3600)\n"
+)
+LOCKED = Edit(
+    EVALUATION,
+    "            beat()\n",
+    "            beat()\n            __import__('ctypes').PyDLL(None).sleep(3600)\n",
+)
+
+
+def test_an_evaluation_that_blocks_ends_a_run_on_one_process(options: list[str], tmp_path: Path):
+    script = write_scripts(tmp_path / "scripts", [BLOCKED]) / "train_pretrain.py"
+    folder = tmp_path / "run"
+    run = finish(start_alone(script, folder, [*options, *WATCHED, *EVALUATING]), folder)
+    assert run.exit_code == 71
+    check_failed(run, r"rank 0: no sign of life for 1\d s in the evaluation after step 0 ")
+    check_stacks(run, 0, "__call__")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["train_pretrain.py", "train_pretrain_accelerate.py"])
+def test_a_data_worker_that_is_stopped_ends_a_run_on_one_process(
+    script: str, options: list[str], undisturbed_alone: Finished, tmp_path: Path
+):
+    folder = tmp_path / "run"
+    options = [*options, *WATCHED, "--data.num_workers", "1"]
+    process = start("torchrun" if script == "train_pretrain.py" else "accelerate", 1, folder, options)
+    try:
+        wait_for_step(process, folder, STOP_STEP)
+        members = psutil.Process(process.pid).children(recursive=True)
+        for member in members:
+            if "multiprocessing" in " ".join(member.cmdline()) or "forkserver" in " ".join(member.cmdline()):
+                member.suspend()
+        run = finish(process, folder)
+    finally:
+        if process.poll() is None:
+            kill_outright(process)
+    assert run.exit_code == (71 if script == "train_pretrain.py" else 1)
+    check_failed(run, r"rank 0: no sign of life for 1\d s in waiting for the data of step \d+ ")
+    check_stacks(run, 0, "windows")
+    _, alive = psutil.wait_procs(members, timeout=30)
+    assert not alive
+    check_continued(folder, lambda: launch("torchrun", 1, folder, options))
+    assert_exact(run, undisturbed_alone)
+
+
+@pytest.mark.slow
+def test_a_hang_that_holds_pythons_lock_ends_too(options: list[str], tmp_path: Path):
+    """No thread of Python's can run; faulthandler's own leaves the stacks, and its exit code is 1."""
+    script = write_scripts(tmp_path / "scripts", [LOCKED]) / "train_pretrain.py"
+    folder, began = tmp_path / "run", time.monotonic()
+    run = finish(start_alone(script, folder, [*options, *WATCHED, *EVALUATING]), folder)
+    assert time.monotonic() - began < HANG_SECONDS + GRACE_SECONDS + 2 * SLACK_SECONDS
+    assert run.exit_code == 1
+    assert re.search(r'File ".*evaluation.py", line \d+ in __call__', run.output), run.output[-3000:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", [TORCHRUN_SCRIPT, ACCELERATE_SCRIPT], ids=LAUNCHERS)
+def test_a_rank_that_hangs_while_ranks_meet_ends_the_others(script: Path, options: list[str], tmp_path: Path):
+    """It comes to the meeting point and says no more; nothing is written, for no folder is anyone's yet."""
+    folder, port = tmp_path / "run", free_port()
+    join = f"from torch.distributed import TCPStore; store = TCPStore('127.0.0.1', {port}, 2, False)"
+    other = subprocess.Popen(
+        [sys.executable, "-c", f"import time; {join}; time.sleep(600)"], env=environment()
+    )
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    place["MASTER_PORT"] = port
+    try:
+        run = finish(start_alone(script, folder, [*options, *WATCHED], place), folder)
+    finally:
+        other.kill()
+        other.wait()
+    assert run.exit_code == 71
+    said = r"\nerror: rank 0: no sign of life for 2\d s in meeting the other ranks .* are above; start"
+    assert re.search(said, run.output), run.output[-3000:]
+    assert not folder.exists()
+
+
+@pytest.mark.slow
+def test_a_process_stopped_for_longer_than_the_time_out_goes_on(
+    options: list[str], undisturbed_alone: Finished, tmp_path: Path
+):
+    """Ctrl-Z and `fg`: nobody hangs where nobody runs."""
+    folder = tmp_path / "run"
+    process = start("torchrun", 1, folder, [*options, *WATCHED])
+    try:
+        wait_for_step(process, folder, STOP_STEP)
+        worker = psutil.Process(process.pid)
+        worker.suspend()
+        time.sleep(2 * HANG_SECONDS)
+        worker.resume()
+        run = finish(process, folder)
+    finally:
+        if process.poll() is None:
+            kill_outright(process)
+    assert run.exit_code == 0, run.output[-3000:]
+    assert_exact(run, undisturbed_alone)

@@ -1,0 +1,196 @@
+"""Memory that runs out, by real limits: one line of sizes and what to change, exit code 71, nothing left."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+from support.interrupting import assert_exact, newest_checkpoint
+from support.launching import ROOT, Finished
+from support.stopping import COMMANDS, Launch, begin, no_traceback_of_ours, nothing_left, row_of, wait_until
+
+pytestmark = pytest.mark.skipif(not hasattr(psutil, "RLIMIT_AS"), reason="limits of other processes: Linux")
+
+LIMIT = 1_500_000_000
+"""Bytes of address space; the libraries take half of them."""
+HUNGRY = ("--training.micro_batch_size", "1536", "--training.global_batch_size", "3072")
+HUGE = (
+    *("--model.hidden_size", "12288", "--model.num_hidden_layers", "96", "--model.num_attention_heads", "96"),
+    *(
+        "--model.num_experts",
+        "0",
+        "--model.intermediate_size",
+        "32768",
+        "--model.router_bias_update_rate",
+        "0",
+    ),
+)
+"""145 billion parameters."""
+
+
+def limited(command: str, limit: int = LIMIT) -> list[str]:
+    """The command below a limit of address space, which its children inherit."""
+    code = "import os, resource, sys; resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[1]),) * 2)"
+    return [
+        sys.executable,
+        "-c",
+        f"{code}; os.execv(sys.argv[2], sys.argv[2:])",
+        str(limit),
+        *COMMANDS[command],
+    ]
+
+
+def check_line(launch: Launch, finished: Finished, *, rank: int = 0) -> str:
+    """One line, the same in status.json, exit code 71, nothing left; returns the line."""
+    errors = [line for line in finished.output.splitlines() if line.startswith("error: ")]
+    start = "error: " + (f"rank {rank}: " if rank else "") + "out of memory"
+    (line,) = [line for line in errors if "out of memory" in line] or [f"none of {finished.output[-4000:]}"]
+    assert line.startswith(start), line
+    status = finished.status
+    assert (status["state"], status["exit_code"]) == ("failed", 71), status
+    assert status["reason"] == line.removeprefix("error: ").removeprefix(f"rank {rank}: ")
+    assert re.search(r"[\d,]+ parameters take [\d.]+ .iB", line), line
+    no_traceback_of_ours(finished.output)
+    nothing_left(launch)
+    return line
+
+
+def test_a_step_that_needs_too_much(options: list[str], tmp_path: Path):
+    launch = begin(limited("python"), tmp_path / "run", [*options, *HUNGRY])
+    finished = launch.finish()
+    assert finished.exit_code == 71
+    line = check_line(launch, finished)
+    assert re.search(r"[\d.]+ .iB asked for, [\d.]+ .iB left of what the process may have", line)
+    assert (
+        "training.micro_batch_size 1024 instead of 1536 (the result stays), training.activation_check" in line
+    )
+
+
+@pytest.mark.parametrize(
+    "command", ["python", *(pytest.param(c, marks=pytest.mark.slow) for c in ("torchrun", "accelerate"))]
+)
+def test_a_model_beyond_the_machine_is_refused_in_seconds(options: list[str], tmp_path: Path, command: str):
+    """Below a limit all the same, should it be built."""
+    launch = begin(limited(command, 4_000_000_000), tmp_path / "run", [*options, *HUGE])
+    finished = launch.finish()
+    line = check_line(launch, finished)
+    assert re.search(r"out of memory before it was used: 14\d,[\d,]+ parameters take 2\.1 TiB", line)
+    assert not (launch.folder / "metrics.jsonl").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["python", "python accelerate"])
+def test_building_a_model_that_does_not_fit(options: list[str], tmp_path: Path, command: str):
+    """It would fit were it alone in the process, so it is not refused."""
+    wide = ("--model.hidden_size", "512", "--model.moe_intermediate_size", "2200", "--model.num_experts", "8")
+    limit = 950_000_000
+    launch = begin(limited(command, limit), tmp_path / "run", [*options, *wide])
+    finished = launch.finish()
+    assert finished.exit_code == 71, finished.output[-4000:]
+    assert "asked for" in check_line(launch, finished)
+    assert not (launch.folder / "metrics.jsonl").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["torchrun", "accelerate"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_rank_of_two_takes_the_other_with_it(options: list[str], tmp_path: Path, command: str, rank: int):
+    launch = begin(command, tmp_path / "run", [*options, *HUNGRY])
+    wait_until(launch, lambda: len(launch.workers()) == 2, "both ranks")
+    launch.workers()[rank].rlimit(psutil.RLIMIT_AS, (LIMIT, LIMIT))
+    start = time.monotonic()
+    finished = launch.finish()
+    assert finished.exit_code != 0
+    assert time.monotonic() - start < 240
+    check_line(launch, finished, rank=rank)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("saves", [(), ("--checkpoint.async_save", "true")], ids=["sync", "async"])
+def test_memory_that_runs_out_in_a_run_leaves_its_checkpoints(
+    options: list[str], undisturbed_alone: Finished, tmp_path: Path, saves: Sequence[str]
+):
+    """From one step to the next nothing more is to be had; the same command goes on when there is."""
+    options = [*options, *saves]
+    launch = begin("python", tmp_path / "run", options)
+    row_of(6)(launch)
+    process = psutil.Process(launch.process.pid)
+    process.rlimit(psutil.RLIMIT_AS, (process.memory_info().vms,) * 2)
+    finished = launch.finish()
+    if finished.exit_code:  # small runs reuse what they have
+        check_line(launch, finished)
+    assert newest_checkpoint(launch.folder) >= 4
+    nothing_left(launch)
+    again = begin("python", launch.folder, options)
+    assert_exact(again.finish(), undisturbed_alone)
+
+
+HUNGRY_SAVE = """
+import os, sys
+sys.path.insert(0, {root!r})
+import torch
+from llm_pretrain.checkpoints import tensor_files
+real = tensor_files._chunks
+def hungry(pieces):
+    if os.environ.get("RANK", "0") == "{rank}":
+        torch.empty(1 << 58, dtype=torch.uint8)
+    return real(pieces)
+tensor_files._chunks = hungry
+import {script}
+{script}.end_script({script}.main())
+"""
+"""A script whose saves ask for what no machine has."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("command", ["python", "torchrun", "accelerate"])
+@pytest.mark.parametrize("saves", [(), ("--checkpoint.async_save", "true")], ids=["sync", "async"])
+def test_a_save_that_needs_too_much(
+    options: list[str], tmp_path: Path, command: str, saves: Sequence[str], rank: int
+):
+    """Which is no trouble of a disk: the run ends, on every rank."""
+    if command == "python" and rank:
+        pytest.skip("there is one")
+    *launcher, path = COMMANDS[command]
+    script = tmp_path / "hungry.py"
+    script.write_text(HUNGRY_SAVE.format(root=str(ROOT), rank=rank, script=Path(path).stem))
+    launch = begin([*launcher, str(script)], tmp_path / "run", [*options, *saves])
+    finished = launch.finish()
+    assert finished.exit_code != 0
+    assert (launch.folder / "status.json").exists(), finished.output[-4000:]
+    status = finished.status
+    assert (status["state"], status["exit_code"]) == ("failed", 71), (status, finished.output[-4000:])
+    assert "can't allocate memory" in status["reason"] or "asked for" in status["reason"]
+    no_traceback_of_ours(finished.output)
+    nothing_left(launch)
+    assert not list((launch.folder / "checkpoints").glob("step-*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["python", "torchrun"])
+def test_a_save_takes_no_memory_of_its_own(options: list[str], tmp_path: Path, command: str):
+    """Held to what it has after two steps, a run whose batch is small beside its model saves all the same.
+
+    In the background a save copies the state first, and that copy is refused.
+    """
+    options = [*options, "--model.hidden_size", "256", "--model.vocab_size", "120000"]
+    options += ["--training.micro_batch_size", "1", "--training.global_batch_size", "2"]
+    options += ["--training.max_steps", "5"]
+    for saves, ends in (((), "finished"), (("--checkpoint.async_save", "true"), "failed")):
+        launch = begin(command, tmp_path / ends, [*options, *saves])
+        row_of(2)(launch)
+        for worker in launch.workers().values():
+            worker.rlimit(psutil.RLIMIT_AS, (worker.memory_info().vms + (8 << 20),) * 2)
+        finished = launch.finish()
+        assert finished.status["state"] == ends, finished.output[-4000:]
+        if ends == "failed":
+            assert finished.status["exit_code"] == 71
+            assert "out of memory" in finished.output
+        no_traceback_of_ours(finished.output)
+        nothing_left(launch)

@@ -1,0 +1,157 @@
+"""Running out of memory is recognised whoever says it, and told in one line with what to change."""
+
+from __future__ import annotations
+
+import errno
+import re
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from llm_pretrain.config import Config, from_dict
+from llm_pretrain.errors import CheckpointError, DataError, ResourceError
+from llm_pretrain.training import out_of_memory
+from llm_pretrain.training.engine import Engine
+from llm_pretrain.training.out_of_memory import Memory, check_memory, is_out_of_memory, out_of_memory_in_words
+
+CUDA = (
+    "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.15 GiB of which 5.25 "
+    "MiB is free. Including non-PyTorch memory, this process has 79.13 GiB memory in use.\nmore lines"
+)
+SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4}
+
+
+def raises(error: Exception) -> Callable[[], object]:
+    def action() -> object:
+        raise error
+
+    return action
+
+
+REAL: dict[str, Callable[[], object]] = {
+    "torch": lambda: torch.empty(1 << 58, dtype=torch.uint8),
+    "python": lambda: bytes(1 << 60),
+    "numpy": lambda: np.zeros(1 << 58, dtype=np.uint8),
+    "C++": raises(RuntimeError("std::bad_alloc")),
+    "C++ through pybind": raises(MemoryError("std::bad_alloc")),
+    "the system": raises(OSError(errno.ENOMEM, "Cannot allocate memory")),
+    "a GPU": raises(torch.OutOfMemoryError(CUDA)),
+    "cuBLAS": raises(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`")),
+    "a save": raises(
+        CheckpointError("c: writing failed on rank 0: RuntimeError: can't allocate memory: you tr")
+    ),
+}
+
+
+def engine(world_size: int = 1) -> Engine:
+    return cast(Engine, SimpleNamespace(world_size=world_size, device=torch.device("cpu")))
+
+
+def config(**sections: dict[str, Any]) -> Config:
+    model = {"vocab_size": 256} | SMALL | sections.pop("model", {})
+    return from_dict({"model": model, **sections})
+
+
+def line_of(action: Callable[[], object], *known: Any) -> str:
+    with pytest.raises(ResourceError) as told, out_of_memory_in_words(*known):
+        action()
+    (line,) = str(told.value).splitlines()
+    return line
+
+
+@pytest.mark.parametrize("where", REAL)
+def test_whoever_runs_out_of_memory_it_is_one_line(where: str):
+    with pytest.raises(Exception) as caught:  # noqa: PT011 (any kind)
+        REAL[where]()
+    assert is_out_of_memory(caught.value)
+    assert line_of(REAL[where]).startswith("out of memory")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("shapes differ"), DataError("no text"), OSError(errno.ENOSPC, "No space left"), KeyError()],
+)
+def test_other_errors_pass(error: Exception):
+    assert not is_out_of_memory(error)
+    with pytest.raises(type(error)), out_of_memory_in_words(config(), engine()):
+        raise error
+
+
+def test_the_line_of_a_processor_names_what_was_asked_for_and_what_is_there():
+    line = line_of(REAL["torch"], config(training={"micro_batch_size": 6, "global_batch_size": 12}), engine())
+    assert "262144.0 TiB asked for, " in line
+    assert re.search(r"[\d.]+ [MG]iB left of what the (machine|container|process) (has|may have)", line)
+    assert "training.micro_batch_size 4 instead of 6 (the result stays)" in line
+
+
+def test_the_line_of_a_gpu_names_its_memory():
+    line = line_of(REAL["a GPU"], config(), engine())
+    assert "20.0 MiB asked for, 5.25 MiB of 79.15 GiB free on the GPU" in line
+    assert "more lines" not in line
+
+
+def test_numpy_s_sizes_are_read():
+    assert "262144.0 TiB asked for" in line_of(REAL["numpy"])
+
+
+def test_the_settings_stand_in_the_order_of_their_cost():
+    line = line_of(REAL["a GPU"], config(model={"num_experts": 4, "num_experts_per_tok": 2}), engine(2))
+    settings = ["training.micro_batch_size", "training.activation_checkpointing", "training.sequence_length"]
+    settings += ["distributed.strategy fsdp", "model.vocab_size", "model.num_experts"]
+    places = [line.index(setting) for setting in settings]
+    assert places == sorted(places)
+
+
+def test_what_is_in_use_already_is_not_advised():
+    training = {"micro_batch_size": 1, "activation_checkpointing": True, "global_batch_size": 8}
+    line = line_of(REAL["a GPU"], config(training=training), engine())
+    assert "micro_batch_size" not in line
+    assert "activation_checkpointing" not in line
+    assert "fsdp" not in line
+
+
+@pytest.mark.parametrize(
+    ("distributed", "world_size", "each"),
+    [({}, 1, 16.0), ({}, 4, 16.0), ({"strategy": "fsdp"}, 4, 4.0), ({"strategy": "fsdp"}, 1, 16.0)]
+    + [
+        ({"strategy": "deepspeed", "zero_stage": stage}, 4, each)
+        for stage, each in ((1, 10.0), (2, 7.0), (3, 4.0))
+    ],
+)
+def test_a_process_s_share_of_the_model(distributed: dict, world_size: int, each: float):
+    assert out_of_memory._bytes_per_parameter(config(distributed=distributed), world_size) == each
+
+
+def test_a_model_that_cannot_fit_is_refused_before_it_is_built(monkeypatch: pytest.MonkeyPatch):
+    huge = config(model={"hidden_size": 16384, "intermediate_size": 65536, "num_hidden_layers": 40})
+    with pytest.raises(ResourceError, match=r"parameters take [\d.]+ TiB with gradients"):
+        check_memory(huge, engine())
+    monkeypatch.setattr(out_of_memory, "_processor_bounds", lambda: [Memory(0, 1 << 19, "it has")])
+    with pytest.raises(ResourceError, match=r"it has 512\.0 KiB"):
+        check_memory(config(), engine())
+    monkeypatch.setattr(out_of_memory, "_processor_bounds", lambda: [Memory(0, 1 << 24, "it has")])
+    check_memory(config(), engine())  # what is in use by others now may be free later
+
+
+def test_processes_of_one_machine_share_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    alone = out_of_memory._processor_bounds()[0].total
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert out_of_memory._processor_bounds()[0].total == alone // 4
+    assert alone >= psutil.virtual_memory().total
+
+
+def test_a_container_s_limit_counts(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(out_of_memory, "_CGROUP", tmp_path)
+    (tmp_path / "memory.max").write_text("max\n")
+    unbounded = len(out_of_memory._processor_bounds())
+    (tmp_path / "memory.max").write_text("1048576\n")
+    (tmp_path / "memory.current").write_text("48576\n")
+    bounds = out_of_memory._processor_bounds()
+    assert len(bounds) == unbounded + 1
+    assert Memory(1000000, 1048576, "the container may have") in bounds
