@@ -30,13 +30,12 @@ def validate(config: Config, world_size: int = 1, *, needs_data: bool = True) ->
     """
     alone = [
         *range_problems(config),
-        *_not_built(config),
         *_names(config),
         *data_problems(config.data, needs_data),
     ]
     wrong = {line.partition(":")[0] for line in alone}
     relations = [*model_relations(config), *_batch(config, world_size), *_schedule(config)]
-    relations += [*_samples(config), *_strategy(config)]
+    relations += [*_samples(config), *_strategy(config), *_spikes(config)]
     # a relation to a value that is impossible anyway says nothing new, and may not be computable
     return alone + [text for names, text in relations if not wrong.intersection(names)]
 
@@ -48,14 +47,6 @@ def shape_problems(model: ModelConfig) -> list[str]:
     config = Config(model=model)
     alone = [line for line in range_problems(config) if line.startswith("model.")]
     return alone or [line for _, line in attention_relations(model)]
-
-
-def _not_built(config: Config) -> Iterator[str]:
-    """Settings that wait for their code."""
-    if config.checkpoint.async_save:
-        yield "checkpoint.async_save: expected false, found true, which is not built yet"
-    if config.training.spike_action != "log":
-        yield f"training.spike_action: expected log, found {config.training.spike_action}: not built yet"
 
 
 def _names(config: Config) -> Iterator[str]:
@@ -155,4 +146,22 @@ def _strategy(config: Config) -> Iterator[Relation]:
             names,
             f"{names[0]}: expected fp32 or bf16 with {names[1]} deepspeed, found fp16, whose loss scale "
             "DeepSpeed would keep to itself and no checkpoint has; use bf16",
+        )
+
+
+def _spikes(config: Config) -> Iterator[Relation]:
+    action = config.training.spike_action
+    names = ("training.spike_action", "distributed.strategy")
+    if action != "log" and config.distributed.strategy == "deepspeed":
+        yield (
+            names,
+            f"{names[0]}: expected log with {names[1]} deepspeed, found {action}, but its engine takes every "
+            "step before it can be judged; use ddp or fsdp",
+        )
+    names = ("training.spike_action", "checkpoint.save_steps")
+    if action == "rollback" and config.checkpoint.save_steps == 0:
+        yield (
+            names,
+            f"{names[0]}: expected log or skip with {names[1]} 0, found rollback, which goes back to a "
+            f"periodic checkpoint; set {names[1]}",
         )
