@@ -69,7 +69,7 @@ def test_a_foreign_configuration_is_read_or_refused(
     }
 
     @given(content=contents[name])
-    @fuzz_settings(30)
+    @fuzz_settings(12)
     def check(content: bytes) -> None:
         (tmp_path / "theirs").write_bytes(content)
         (tmp_path / "ours.yaml").unlink(missing_ok=True)
@@ -100,7 +100,7 @@ def test_a_foreign_config_json_is_read_or_refused(
     monkeypatch.chdir(tmp_path)
 
     @given(content=damaged_json(HUGGINGFACE).map(dumped) | damaged_bytes(dumped(HUGGINGFACE)))
-    @fuzz_settings(30)
+    @fuzz_settings(12)
     def check(content: bytes) -> None:
         (tmp_path / "config.json").write_bytes(content)
         (tmp_path / "ours.yaml").unlink(missing_ok=True)
@@ -119,7 +119,7 @@ def test_a_launch_file_of_accelerate_is_looked_through_or_refused(
     contents |= st.sampled_from([file.read_bytes() for file in ACCELERATE]).flatmap(damaged_bytes)
 
     @given(content=contents)
-    @fuzz_settings(20)
+    @fuzz_settings(8)
     def check(content: bytes) -> None:
         (tmp_path / "theirs.yaml").write_bytes(content)
         command_or_refusal(
