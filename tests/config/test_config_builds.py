@@ -116,7 +116,7 @@ def test_whatever_is_accepted_builds(plain_store: Path, changed_store: Path, see
     stores = [str(plain_store), str(changed_store)]
 
     @given(tree=trees(stores=stores), world_size=st.sampled_from([1, 1, 2, 3]))
-    @settings(QUIET, max_examples=EXAMPLES or 100)
+    @settings(QUIET, max_examples=EXAMPLES or 60)
     def check(tree: dict[str, Any], world_size: int) -> None:
         seen["accepted" if accepted(tree, world_size) else "refused"] += 1
 
