@@ -144,7 +144,7 @@ class TrainingConfig:
         max_skipped_steps: The run stops as diverged after this many skipped steps in a row.
         spike_action: What follows a step whose loss or gradient norm is far beyond those of the steps before:
             `log` it, `skip` its update, or `rollback` to the parameters and optimizer state of the last
-            periodic checkpoint and go on with the next step's data.
+            periodic checkpoint and go on with the next step's data (docs/exactness.md has the bounds).
         deterministic: Deterministic algorithms, for bit identity on a GPU.
         activation_checkpointing: Recompute each layer's activations in the backward pass.
     """

@@ -185,7 +185,7 @@ def _with_experts(row: Row) -> Row:
 def _skipped(rows: Sequence[Row], axes: _Axes) -> list[dict[str, Any]]:
     marks, loss = [], None
     for row in rows:
-        if row.get("train/skipped"):
-            marks.append(axes.at(row["step"]) | {"label": str(row["train/skipped"]), "value": short(loss)})
+        if label := row.get("train/skipped") or (row.get("train/spike") and "spike, logged"):
+            marks.append(axes.at(row["step"]) | {"label": str(label), "value": short(loss)})
         loss = loss if (new := number(row.get("train/loss"))) is None else new
     return marks[-MARKS:]

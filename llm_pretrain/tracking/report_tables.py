@@ -102,13 +102,18 @@ def attempts_table(run: RunRecord) -> Table | None:
 
 
 def skipped_table(run: RunRecord) -> Table | None:
-    """The last skipped steps, None for a run without any."""
-    skipped = [row for row in run.rows if row.get("train/skipped")]
+    """The last skipped steps and logged spikes, None for a run without any."""
+    skipped = [row for row in run.rows if row.get("train/skipped") or row.get("train/spike")]
     rows = [
-        [f"{row['step']:,}", str(row["train/skipped"]), _number(row.get("train/loss_scale"))]
-        for row in skipped[-SKIPPED:]
+        [f"{row['step']:,}", _reason(row), _number(row.get("train/loss_scale"))] for row in skipped[-SKIPPED:]
     ]
     return Table(["Step", "Reason", "Loss scale"], rows) if rows else None
+
+
+def _reason(row: Mapping[str, Any]) -> str:
+    """Why a step was skipped, and of what it was a spike."""
+    reason = str(row.get("train/skipped") or "not skipped")
+    return f"{reason} (spike in {row['train/spike']})" if row.get("train/spike") else reason
 
 
 def samples(run: RunRecord) -> list[dict[str, Any]]:

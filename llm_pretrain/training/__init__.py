@@ -41,12 +41,14 @@ from llm_pretrain.training.sharding import (
     release_parameters,
     shard_full_precision,
 )
-from llm_pretrain.training.spikes import Judge, SpikeHistory
+from llm_pretrain.training.spikes import SPIKE_KINDS, SPIKE_REASONS, Judge, SpikeHistory
 from llm_pretrain.training.status import Status
 from llm_pretrain.training.watchdog import watching
 
 __all__ = [
     "DDP_OPTIONS",
+    "SPIKE_KINDS",
+    "SPIKE_REASONS",
     "Engine",
     "Evaluator",
     "Judge",

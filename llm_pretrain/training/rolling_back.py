@@ -30,6 +30,7 @@ def roll_back(
     """
     step = progress.step + 1
     beat(f"rolling back at step {step}", files=True)
+    saving.settle()  # the checkpoint to go back to may still be on its way to the disk
     target, problem = _target(saving, progress)
     if target is None:
         warn(f"step {step}: training.spike_action: rollback acts as skip: {problem}")

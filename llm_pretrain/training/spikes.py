@@ -14,7 +14,7 @@ from typing import Any
 
 WINDOW = 128
 """Accepted steps that a bound looks back on, as in llm.c (`OUTLIER_DETECTOR_WINDOW_SIZE`) and OLMo-core."""
-MINIMUM = 20
+MINIMUM = 16
 """Accepted steps before which nothing is a spike: there is no telling what is usual."""
 DEVIATIONS = 8.0
 """Robust standard deviations above the median; OLMo-core's `SkipStepOptimizer` has 6 of plain ones."""
@@ -47,6 +47,10 @@ class Spike:
 Judge = Callable[[float, float, int], Spike | None]
 """Of a step's loss, gradient norm and loss tokens, all global."""
 
+SPIKE_KINDS = ("loss", "grad_norm", "loss+grad_norm")
+"""What a row's `train/spike` may be."""
+SPIKE_REASONS = ("spike", "rollback")
+"""What its `train/skipped` may be then, besides null."""
 SKIPPED = {"log": None, "skip": "spike", "rollback": "rollback"}
 """`training.spike_action` → the row's `train/skipped`."""
 

@@ -12,9 +12,10 @@ from itertools import pairwise
 from llm_pretrain.commands._verification.checks import Check, Checks, spans
 from llm_pretrain.commands._verification.history import Attempt, Row
 from llm_pretrain.config import Config
-from llm_pretrain.training import learning_rate
+from llm_pretrain.training import SPIKE_KINDS, SPIKE_REASONS, learning_rate
 
 _ALWAYS = ("train/learning_rate", "train/loss_tokens", "train/tokens")
+_NOT_JUDGED = ("no_loss_tokens", "overflow", "nonfinite_gradient", "nonfinite_loss")
 _UNLESS_SKIPPED = ("train/loss", "train/grad_norm", "train/z_loss", "train/aux_loss", "train/router_z_loss")
 
 
@@ -79,8 +80,11 @@ def _check_steps(check: Check, attempts: list[Attempt], config: Config, ended: i
         if repeated := sorted({a for a, b in pairwise(steps) if b <= a}):
             check.fail(f"{who}: expected ascending steps, found another order after step {spans(repeated)}")
         for row in attempt.rows:
-            if row["step"] % every and not row.get("train/skipped"):
-                check.fail(f"{who}: expected a row off every {_th(every)} to be skipped, found {row['step']}")
+            if row["step"] % every and not (row.get("train/skipped") or row.get("train/spike")):
+                check.fail(
+                    f"{who}: expected a row off every {_th(every)} to be skipped or a spike, found step "
+                    f"{row['step']}"
+                )
     kept = attempts[-1].history
     reached = f"steps up to {kept[-1]['step']}" if kept else "no steps"
     check.looked_at = f"{total} rows of {len(attempts)} attempts, {reached}"
@@ -158,13 +162,31 @@ def pairs(attempts: list[Attempt]) -> Iterator[tuple[Attempt, Row | None, Row]]:
             before = row
 
 
+def _check_verdict(check: Check, row: Row) -> None:
+    """`train/skipped` and `train/spike` have values that training writes, and fit each other."""
+    skipped, spike, step = row.get("train/skipped"), row.get("train/spike"), row["step"]
+    if skipped is not None and skipped not in (*_NOT_JUDGED, *SPIKE_REASONS):
+        check.fail(f"step {step}: expected train/skipped to be a reason, found {skipped!r:.40}")
+    if spike is not None and spike not in SPIKE_KINDS:
+        check.fail(
+            f"step {step}: expected train/spike to be one of {', '.join(SPIKE_KINDS)}, found {spike!r:.40}"
+        )
+    if (spike is None and skipped in SPIKE_REASONS) or (spike is not None and skipped in _NOT_JUDGED):
+        check.fail(f"step {step}: expected train/spike with a step skipped for it alone, found {spike!r:.40}")
+
+
 def _check_finite(check: Check, attempts: list[Attempt]) -> None:
     rows = skipped = 0
     for _, _, row in pairs(attempts):
         rows += 1
         is_skipped = bool(row.get("train/skipped"))
         skipped += is_skipped
-        needed = _ALWAYS if is_skipped else (*_ALWAYS, *(key for key in _UNLESS_SKIPPED if key in row))
+        _check_verdict(check, row)
+        needed = (
+            _ALWAYS
+            if is_skipped and "train/spike" not in row
+            else (*_ALWAYS, *(key for key in _UNLESS_SKIPPED if key in row))
+        )
         if not is_skipped and "train/loss" not in row:
             check.fail(f"step {row['step']}: expected train/loss, found none")
         for key in needed:

@@ -1,0 +1,337 @@
+"""Spikes: what is one, what follows it, and that a resumed run judges as one that nobody stopped.
+
+Whole runs here are of one process; `tests/faults/test_faults_divergence.py` has two, killed for real.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from support.launching import ROOT, Finished, assert_same_tensors, checkpoint_tensors, train
+from support.mutation import Edit, mutated
+from support.once import once
+from support.poisoning import DATA_OPTIONS, POISONED, poisoned_store
+
+import train_pretrain
+from llm_pretrain.__main__ import main
+from llm_pretrain.checkpoints import folders
+from llm_pretrain.config import from_dict, validate
+from llm_pretrain.training.engine import StepResult
+from llm_pretrain.training.objective import DIGEST_WORDS, StepCounts
+from llm_pretrain.training.progress import Progress
+from llm_pretrain.training.spikes import MINIMUM, NEW_LEVEL, WINDOW, SpikeHistory, upper_bound
+
+SPIKES, PROGRESS = "llm_pretrain/training/spikes.py", "llm_pretrain/training/progress.py"
+STORE = "llm_pretrain/checkpoints/store.py"
+FIRST = POISONED[0]
+
+
+def taught(steps: int, *, seed: int = 0, loss: float = 3.0, tokens: int = 64) -> SpikeHistory:
+    """A history of steps whose loss and gradient norm scatter around 3 and 1."""
+    history, generator = SpikeHistory(), random.Random(seed)
+    for _ in range(steps):
+        step = (loss + generator.gauss(0, 0.05), 1 + abs(generator.gauss(0, 0.1)), tokens)
+        history.take(*step, None)
+    return history
+
+
+def test_a_bound_is_the_median_and_a_margin():
+    values = [1.0, 2.0, 3.0, 4.0, 5.0]  # median 3, median absolute deviation 1
+    assert upper_bound(values, 0.25) == pytest.approx(3 + 8 * 1.4826)
+    assert upper_bound([3.0] * 5, 0.25) == 3.75
+    assert upper_bound([3.0] * 5, 0.25, widening=2.0) == 4.5
+
+
+def test_what_is_a_spike():
+    judge = taught(WINDOW).judge("log")
+    assert judge(3.1, 1.1, 64) is None
+    assert judge(0.1, 0.01, 64) is None, "below is no spike"
+    for numbers, of in [((9.0, 1.0), "loss"), ((3.0, 50.0), "grad_norm"), ((9.0, 50.0), "loss+grad_norm")]:
+        spike = judge(*numbers, 64)
+        assert spike is not None
+        assert (spike.of, spike.skipped) == (of, None)
+    assert judge(4.5, 1.0, 64), "half as much again"
+    assert judge(4.5, 1.0, 4) is None, "a mean over few tokens scatters more"
+
+
+def test_nothing_is_a_spike_before_there_is_a_history():
+    assert taught(MINIMUM - 1).judge("skip")(100.0, 100.0, 64) is None
+    assert taught(MINIMUM).judge("skip")(100.0, 100.0, 64)
+
+
+@pytest.mark.parametrize(("action", "skipped"), [("log", None), ("skip", "spike"), ("rollback", "rollback")])
+def test_the_action_decides_what_follows(action: str, skipped: str | None):
+    spike = taught(MINIMUM).judge(action)(100.0, 1.0, 64)
+    assert spike is not None
+    assert spike.skipped == skipped
+
+
+def check_history(history: SpikeHistory) -> None:
+    """A spike does not move the bounds, so the next one is seen as well."""
+    for _ in range(3 * MINIMUM):
+        spike = history.judge("skip")(100.0, 30.0, 64)
+        assert spike is not None
+        history.take(100.0, 30.0, 64, spike)
+
+
+def test_a_spike_is_no_part_of_the_history():
+    check_history(taught(MINIMUM))
+    mistake = Edit(
+        SPIKES,
+        "        if spike is None:\n            self.steps",
+        "        if True:\n            self.steps",
+    )
+    with mutated(mistake) as load:
+        broken = load(SPIKES).SpikeHistory(taught(MINIMUM).steps)
+        with pytest.raises(AssertionError):
+            check_history(broken)
+
+
+def test_a_new_level_that_is_only_logged_becomes_the_usual_one():
+    history = taught(WINDOW)
+    seen = 0
+    for _ in range(NEW_LEVEL + MINIMUM + 4):
+        spike = history.judge("log")(9.0, 1.0, 64)
+        seen += spike is not None
+        history.take(9.0, 1.0, 64, spike)
+    assert seen == NEW_LEVEL
+    kept = taught(WINDOW)
+    for _ in range(2 * NEW_LEVEL):
+        kept.take(9.0, 1.0, 64, kept.judge("skip")(9.0, 1.0, 64))
+    assert kept.judge("skip")(9.0, 1.0, 64), "skipped steps teach nothing"
+
+
+def test_json_brings_the_history_back_exactly():
+    history = taught(WINDOW + 9)
+    assert len(history.steps) == WINDOW
+    again = SpikeHistory.resumed(json.loads(json.dumps(history.extra())))
+    assert again == history
+    assert SpikeHistory.resumed(None) == SpikeHistory(), "checkpoints of before"
+
+
+def verdict(sums: list[float], grad_norm: float, scaler: object = None) -> StepResult:
+    counts = StepCounts(10, torch.zeros(DIGEST_WORDS, dtype=torch.int64))
+    vector = torch.tensor(sums, dtype=torch.float64)
+    return StepResult.of(counts, vector, grad_norm, SpikeHistory().judge("log"), scaler)  # type: ignore[arg-type]  # only asked whether there is one
+
+
+def test_reasons_to_skip():
+    fine = verdict([20.0, 0, 0, 0], 1.0)
+    assert (fine.skipped, fine.loss, fine.grad_norm) == (None, 2.0, 1.0)
+    for norm in (math.nan, math.inf):
+        assert verdict([20.0, 0, 0, 0], norm).skipped == "nonfinite_gradient"
+        assert verdict([20.0, 0, 0, 0], norm, object()).skipped == "overflow"
+    for place in range(4):
+        sums = [20.0, 0.0, 0.0, 0.0]
+        sums[place] = math.inf
+        lost = verdict(sums, 1.0, object())
+        assert (lost.skipped, lost.loss) == ("nonfinite_loss", None)
+
+
+def test_steps_that_could_not_be_judged_teach_nothing():
+    progress = Progress()
+    for result in (verdict([math.nan, 0, 0, 0], 1.0), verdict([1.0, 0, 0, 0], math.inf)):
+        progress.advance(result)
+    progress.advance(
+        StepResult(StepCounts(0, torch.zeros(DIGEST_WORDS, dtype=torch.int64)), skipped="no_loss_tokens")
+    )
+    assert progress.spikes == SpikeHistory()
+    assert progress.skipped_in_a_row == 3
+    progress.advance(verdict([20.0, 0, 0, 0], 1.0))
+    assert progress.spikes.steps == [(2.0, 1.0, 10)]
+
+
+def test_retention_keeps_the_checkpoint_to_go_back_to(tmp_path: Path):
+    for step in (4, 8, 9, 10, 11, 12):
+        (tmp_path / folders.folder_name(step)).mkdir()
+    folders.prune(tmp_path, newest=11, keep_last=2, period=4)
+    assert list(folders.committed_folders(tmp_path)) == [8, 10, 11, 12]
+    folders.prune(tmp_path, newest=12, keep_last=2, period=4)
+    assert list(folders.committed_folders(tmp_path)) == [11, 12]
+
+
+@pytest.mark.parametrize("action", ["skip", "rollback"])
+def test_what_cannot_be_done_is_refused_by_name(action: str):
+    tree = {"data": {"sources": [{"store": "x"}]}, "training": {"spike_action": action}}
+    assert validate(from_dict(tree)) == []
+    (line,) = validate(from_dict(tree | {"distributed": {"strategy": "deepspeed"}}))
+    assert line.startswith("training.spike_action: expected log with distributed.strategy deepspeed")
+    lines = validate(from_dict(tree | {"checkpoint": {"save_steps": 0}}))
+    assert [line.startswith("training.spike_action") for line in lines] == [True] * (action == "rollback")
+
+
+# Whole runs
+
+
+@pytest.fixture(scope="module")
+def poison(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store whose steps `POISONED` are garbage."""
+    return once(tmp_path_factory, "poison", poisoned_store)
+
+
+def options(store: Path, folder: Path, action: str, *more: str) -> list[str]:
+    return [
+        *("--config", str(ROOT / "configs" / "tiny-moe.yaml"), *DATA_OPTIONS),
+        *("--data.sources", f"[{{store: {store}}}]", "--run.output_dir", str(folder)),
+        *("--model.router_bias_update_rate", "1e-3", "--model.hidden_dropout", "0.1"),
+        *(
+            "--optimizer.learning_rate",
+            "3e-2",
+            "--schedule.name",
+            "constant",
+            "--training.spike_action",
+            action,
+        ),
+        *(
+            "--checkpoint.save_steps",
+            "4",
+            "--evaluation.eval_steps",
+            "0",
+            "--logging.parameters_sha256",
+            "true",
+        ),
+        *("--distributed.cpu_threads", "1", *more),
+    ]
+
+
+def run(store: Path, folder: Path, action: str, *more: str) -> Finished:
+    """A run in this process, to its end or until it stops."""
+    return Finished(train(*options(store, folder, action, *more)), "", folder)
+
+
+@contextmanager
+def cut(step: int, stop: Callable[[], None]) -> Iterator[None]:
+    """Call `stop` when step `step`, counted from 1, has been taken and before anything is written of it."""
+    steps = train_pretrain.TorchrunEngine.train_step
+
+    def train_step(self, micro_batches, judge):
+        result = steps(self, micro_batches, judge)
+        if micro_batches[0].step + 1 == step:
+            stop()
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_pretrain.TorchrunEngine, "train_step", train_step)
+        yield
+
+
+def die() -> None:
+    raise RuntimeError("died")
+
+
+def interrupted(store: Path, folder: Path, action: str, *more: str) -> Finished:
+    """The same run: asked to stop before the spike and after a periodic save, then dying in and after it."""
+    with cut(FIRST - 1, lambda: os.kill(os.getpid(), signal.SIGTERM)):
+        assert run(store, folder, action, *more).exit_code == 75
+    for step in (FIRST, FIRST + 2):
+        with cut(step, die), pytest.raises(RuntimeError, match="died"):
+            run(store, folder, action, *more)
+    return run(store, folder, action, *more)
+
+
+def digests(run: Finished) -> dict[int, str]:
+    return {step: row["train/parameters_sha256"] for step, row in run.rows.items()}
+
+
+@pytest.fixture(scope="module")
+def whole(poison: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finished]:
+    """A run with each action that nobody stopped."""
+    base = tmp_path_factory.mktemp("whole")
+    return {action: run(poison, base / action, action) for action in ("log", "skip", "rollback")}
+
+
+def check_same(found: Finished, expected: Finished) -> None:
+    assert found.exit_code == 0
+    assert found.exact_rows() == expected.exact_rows()
+    assert digests(found) == digests(expected)
+    last = max(expected.rows)
+    assert_same_tensors(checkpoint_tensors(found.folder, last), checkpoint_tensors(expected.folder, last))
+
+
+def test_what_each_action_does(whole: dict[str, Finished]):
+    log, skip, back = (whole[action] for action in ("log", "skip", "rollback"))
+    assert log.rows[FIRST]["train/spike"] in ("loss", "loss+grad_norm")
+    assert {row["train/skipped"] for row in log.rows.values()} == {None}
+    for finished, reason in ((skip, "spike"), (back, "rollback")):
+        spikes = {step for step, row in finished.rows.items() if "train/spike" in row}
+        assert set(POISONED) <= spikes
+        assert {step for step, row in finished.rows.items() if row["train/skipped"]} == spikes
+        assert {finished.rows[step]["train/skipped"] for step in spikes} == {reason}
+        assert spikes != set(finished.rows), "healthy steps are not skipped"
+        row = finished.rows[FIRST]
+        assert math.isfinite(row["train/loss"] + row["train/grad_norm"])
+        assert row["train/loss"] == log.rows[FIRST]["train/loss"]
+        assert digests(finished)[FIRST - 1] == digests(log)[FIRST - 1]
+    assert digests(skip)[FIRST] == digests(skip)[FIRST - 1]
+    assert digests(back)[FIRST] == digests(back)[FIRST // 4 * 4]
+    assert digests(log)[FIRST] != digests(log)[FIRST - 1]
+
+
+def test_a_logged_spike_has_a_row_and_changes_nothing(
+    poison: Path,
+    tmp_path: Path,
+    whole: dict[str, Finished],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    sparse = run(poison, tmp_path / "run", "log", "--logging.logging_steps", "10")
+    spikes = {step for step, row in whole["log"].rows.items() if "train/spike" in row}
+    assert set(sparse.rows) == {10, 20} | spikes
+    assert f"warning: step {FIRST}, only logged: spike in " in capsys.readouterr().err
+    last = max(whole["log"].rows)
+    monkeypatch.setattr(SpikeHistory, "_judged", lambda *_: None)
+    silent = run(poison, tmp_path / "silent", "log")
+    assert all("train/spike" not in row for row in silent.rows.values())
+    assert digests(silent) == digests(whole["log"])
+    assert_same_tensors(checkpoint_tensors(silent.folder, last), checkpoint_tensors(sparse.folder, last))
+
+
+@pytest.mark.parametrize("action", ["skip", "rollback"])
+def test_a_stopped_and_killed_run_ends_as_the_others(
+    action: str, poison: Path, tmp_path: Path, whole: dict[str, Finished]
+):
+    check_same(interrupted(poison, tmp_path / "run", action), whole[action])
+
+
+FORGOTTEN = Edit(PROGRESS, '            spikes=SpikeHistory.resumed(extra.get("spikes")),\n', "")
+NEWEST = Edit(STORE, "folders.multiples(committed, self._period, step)", "committed")
+
+
+@pytest.mark.parametrize(("action", "mistake"), [("skip", FORGOTTEN), ("rollback", NEWEST)])
+def test_mistakes_show(action: str, mistake: Edit, poison: Path, tmp_path: Path, whole: dict[str, Finished]):
+    """A history that is not brought back, and going back to what a stop signal saved."""
+    with mutated(mistake):
+        broken = interrupted(poison, tmp_path / "run", action)
+    with pytest.raises(AssertionError):
+        check_same(broken, whole[action])
+
+
+def test_rollback_without_a_checkpoint_is_a_skip(
+    poison: Path, tmp_path: Path, whole: dict[str, Finished], capsys: pytest.CaptureFixture[str]
+):
+    alone = run(poison, tmp_path / "run", "rollback", "--checkpoint.save_steps", "100")
+    assert "rollback acts as skip: no periodic checkpoint has been written yet" in capsys.readouterr().err
+    assert alone.exact_rows() == whole["skip"].exact_rows()
+
+
+def test_spikes_in_a_row_end_the_run_as_diverged(poison: Path, tmp_path: Path):
+    ended = run(poison, tmp_path / "run", "skip", "--training.max_skipped_steps", "2")
+    assert ended.status["state"] == "diverged"
+    assert ended.status["exit_code"] == ended.exit_code == 70
+    assert max(ended.rows) == FIRST + 1
+
+
+@pytest.mark.parametrize("action", ["log", "skip", "rollback"])
+def test_verify_understands_such_a_run(
+    action: str, whole: dict[str, Finished], capsys: pytest.CaptureFixture[str]
+):
+    assert main(["verify", str(whole[action].folder)]) == 0, capsys.readouterr().out
