@@ -26,7 +26,7 @@ from llm_pretrain.checkpoints import (
 from llm_pretrain.config import Config
 from llm_pretrain.data import TokenStore, weight_changes_fingerprint
 from llm_pretrain.errors import CheckpointError, ConfigError
-from llm_pretrain.training.agreement import on_first_rank
+from llm_pretrain.training.agreement import on_every_rank, on_first_rank
 from llm_pretrain.training.background import Background
 from llm_pretrain.training.engine import Engine, forwards_together
 from llm_pretrain.training.fingerprints import fingerprints
@@ -55,7 +55,7 @@ class Saving:
         self.config, self.engine, self.folder, self.stores = config, engine, folder, stores
         self.notes: list[str] = []
         self._outcomes = SaveOutcomes(folder, status, rank=engine.rank)
-        self._sync_rows: Callable[[], None] = lambda: None
+        self._recorder: Recorder | None = None
         channel = engine.channel
         self._gather_in_background: Gather = channel.gather_objects if channel else lambda value: [value]
         self._pending: Background[Saved] | None = None
@@ -69,11 +69,12 @@ class Saving:
             world_size=engine.world_size,
             gather_objects=engine.gather_objects,
             keep_last=config.checkpoint.keep_last,
+            period=config.checkpoint.save_steps if config.training.spike_action == "rollback" else 0,
         )
 
     def attach(self, recorder: Recorder) -> None:
         """Warn on its console, and commit no checkpoint before the rows up to it are on the disk."""
-        self._outcomes.warn, self._sync_rows = recorder.console.warning, recorder.sync
+        self._outcomes.warn, self._recorder = recorder.console.warning, recorder
 
     def find(self) -> ResumePoint | None:
         """The checkpoint to continue from, as `checkpoint.resume` says; None starts from scratch.
@@ -178,8 +179,16 @@ class Saving:
 
     @property
     def has_stopped(self) -> bool:
-        """Whether the save in the background has ended by an error that ends the run."""
+        """Whether this rank's files have ended the run: a row, or the save in the background by an error."""
+        if self._recorder is not None and self._recorder.failure is not None:
+            return True
         return self._pending is not None and self._pending.is_done and self._pending.error is not None
+
+    def stop(self) -> None:
+        """Raise, on every rank, what has ended the run on one."""
+        if self._recorder is not None:
+            on_every_rank(self.engine, self._recorder.check)
+        self.settle()
 
     def close(self) -> None:
         """Let the save in the background commit, for a run that ends by an error; raises nothing."""
@@ -234,8 +243,8 @@ class Saving:
 
         def write(gather_objects: Gather) -> Saved:
             path = None
-            # a row that a power cut takes is never written again
-            on_first_rank(self.engine, self._sync_rows, gather_objects)
+            if self._recorder is not None:  # a row that a power cut takes is never written again
+                on_first_rank(self.engine, self._recorder.sync, gather_objects)
             try:
                 path = self.checkpoints.write(staged, gather_objects)
                 on_first_rank(self.engine, write_weights, gather_objects)
