@@ -227,8 +227,8 @@ def test_pickles_are_never_run(scenario, probe, store, command, tmp_path):
         ),
         ("verify", folder),
     ):
-        done = command(*arguments)
-        assert done.returncode == 0, f"{arguments}: {done.stdout[-1500:]}{done.stderr[-1500:]}"
+        code, output = command(*arguments)
+        assert code == 0, f"{arguments}: {output[-3000:]}"
     assert not exploded.exists()
 
 
