@@ -92,14 +92,22 @@ def save_weights(
             return folders.commit_as(temporary, folders.BEST)
         path = folders.commit_folder(temporary, step)
     except OSError as error:
+        free = _free_bytes(folder)  # as long as what was written is there
         folders.discard(temporary)
         text = " ".join(str(error).split())
-        raise CheckpointError(f"{folder}: writing weights of step {step} failed: {text}") from error
+        raise CheckpointError(f"{folder}: writing weights of step {step} failed: {text} ({free})") from error
     except Exception:
         folders.discard(temporary)
         raise
     folders.prune(folder, newest=step, keep_last=keep_last)
     return path
+
+
+def _free_bytes(folder: Path) -> str:
+    try:
+        return f"{shutil.disk_usage(folder).free} bytes free"
+    except OSError:
+        return "the folder is not there"
 
 
 def best_step(folder: Path) -> int | None:
