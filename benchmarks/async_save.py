@@ -1,7 +1,7 @@
-"""What the training loop loses by a save: one that it waits for, against one that is written in the background.
+"""What the training loop loses by a save that it waits for, and by one that is written in the background.
 
-The loop that users run, `pretrain` with the torchrun engine, on a dense model of about 100M parameters that is
-two layers wide; one process, one thread of the machine's cores. Blocks of steps with no save, a synchronous
+The loop that users run, `pretrain` with the torchrun engine, on a dense model of about 100M parameters in two
+layers; one process, one thread of the machine's cores. Blocks of steps with no save, a synchronous
 one and a background one take turns; what a save costs is its block's time less that of the block without. Two
 clocks: the wall's, which other processes disturb, and the training thread's CPU time, which knows of no
 waiting: not for a disk, nor for Python's lock. `in save()` is the part that the loop spends inside the call.
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass
 class Block:
-    """Seconds of one block: by the wall's clock, of the training thread, inside the save, and waiting for it."""
+    """Seconds of a block: by the wall's clock, of the training thread, inside the save, waiting for it."""
 
     kind: str
     wall: float = 0.0
@@ -126,7 +126,8 @@ def run(arguments: argparse.Namespace) -> None:
             loop.Saving = Saving  # type: ignore[misc]
     size = count_parameters(replace(config.model, vocab_size=config.model.vocab_size or 4096)).total
     print(
-        f"model                     {size / 1e6:.0f}M parameters, {plan.steps} steps a block, {arguments.pairs} blocks"
+        f"model                     {size / 1e6:.0f}M parameters, {arguments.pairs} rounds of 3 blocks of "
+        f"{plan.steps} steps"
     )
     _report(plan.blocks[2:])
 
@@ -138,9 +139,8 @@ def _report(blocks: list[Block]) -> None:
         for none, sync, background in rounds:
             lost["sync"].append(getattr(sync, clock) - getattr(none, clock))
             lost["async"].append(getattr(background, clock) - getattr(none, clock))
-        print(
-            f"{clock}: a block without a save {Spread.of(getattr(each[0], clock) for each in rounds).text('s', 2)}"
-        )
+        without = Spread.of(getattr(each[0], clock) for each in rounds)
+        print(f"{clock}: a block without a save {without.text('s', 2)}")
         for kind, values in lost.items():
             print(f"  lost by {kind:5}           {Spread.of(values).text('s')}")
         share = statistics.median(lost["async"]) / statistics.median(lost["sync"])
