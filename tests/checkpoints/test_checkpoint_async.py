@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint_helpers import Run, everything, same_bits
+from safetensors.torch import load_file, save_file
 
-from llm_pretrain.checkpoints import HostBuffers, staging
+from llm_pretrain.checkpoints import HostBuffers, staging, tensor_files
+from llm_pretrain.checkpoints.tensor_files import write_safetensors
 from llm_pretrain.errors import CheckpointError, DivergedError
 from llm_pretrain.training.background import Background
 
@@ -156,3 +158,19 @@ def test_what_is_not_finite_is_never_saved(tmp_path, found, copied):
     assert run.store.committed() == [1]
     assert not list(tmp_path.glob(".step-*"))
     assert same_bits(state_at(tmp_path), sound)
+
+
+def test_our_files_are_those_of_the_safetensors_library(tmp_path):
+    """Byte for byte where all elements are of one type, as in exported weights; else the same tensors."""
+    for dtype in (torch.bfloat16, torch.float32):
+        tensors = {name: torch.randn(5, 3).to(dtype) for name in ("z", "a.weight", "ü")}
+        write_safetensors(tmp_path / "ours", tensors, {"format": "pt"})
+        save_file(tensors, tmp_path / "theirs", metadata={"format": "pt"})
+        assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
+    mixed = {
+        f"{number}.{dtype}": torch.arange(number, number + 6).view(2, 3).to(dtype)
+        for number, dtype in enumerate(tensor_files._DTYPES)
+    }
+    mixed["empty"] = torch.empty(0, 4)
+    write_safetensors(tmp_path / "mixed", mixed, {"format": "pt"})
+    assert same_bits(load_file(tmp_path / "mixed"), mixed)
