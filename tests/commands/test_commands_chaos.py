@@ -166,6 +166,17 @@ def test_one_other_bit_or_a_step_left_out_is_found(found: dict[int, dict[str, An
         assert "step 3" in violation.text
 
 
+def test_what_goes_in_is_named_before_what_comes_out():
+    found = rows(6, loss=9.0)
+    for made in (reference := rows(6), found):
+        for step, row in made.items():
+            row["data/batch_sha256"] = str(step)
+    found[3]["data/batch_sha256"] = "4"
+    violation = check_rows(reference, found)
+    assert violation is not None
+    assert violation.key == "data/batch_sha256"
+
+
 def test_the_end_needs_every_row_and_zero_is_not_minus_zero():
     short = check_rows(rows(6), rows(5), steps=6)
     assert short is not None
