@@ -33,6 +33,7 @@ from llm_pretrain.errors import ConfigError
 from llm_pretrain.model import DecoderOutput
 from llm_pretrain.training import (
     DDP_OPTIONS,
+    Judge,
     Launcher,
     Objective,
     StepCounts,
@@ -40,12 +41,14 @@ from llm_pretrain.training import (
     StepSums,
     adopt_parameters,
     check_world_size,
+    close_channel,
     collective_timeout,
     end_script,
     forget_process_groups,
     layer_precision,
     mark_last,
     meeting_point,
+    open_channel,
     plain_number,
     prepare_process,
     pretrain,
@@ -83,6 +86,7 @@ class TorchrunEngine:
             dist.init_process_group(backend, init_method=meeting_point(), timeout=timeout)
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         check_world_size(self.world_size)
+        self.channel = open_channel(config, self.world_size, collective_timeout(config))
         self.is_sharded = config.distributed.strategy == "fsdp" and self.world_size > 1
         precision = config.training.precision
         self.autocast_dtype = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
@@ -111,7 +115,7 @@ class TorchrunEngine:
         with torch.autocast(self.device.type, self.autocast_dtype, enabled=self.autocast_dtype is not None):
             return self.model(**batch.model_inputs())
 
-    def train_step(self, micro_batches: Sequence[Batch]) -> StepResult:
+    def train_step(self, micro_batches: Sequence[Batch], judge: Judge) -> StepResult:
         counts = StepCounts.of(micro_batches, self.reduce_sum)
         result = StepResult(counts, skipped="no_loss_tokens")
         if counts.num_loss_tokens == 0:
@@ -130,7 +134,7 @@ class TorchrunEngine:
         self.grad_scaler.unscale_(self.optimizer)
         max_norm = self.config.training.max_grad_norm or math.inf
         grad_norm = plain_number(clip_grad_norm_(self.model.parameters(), max_norm))
-        result = StepResult.of(counts, sums.reduced(self.reduce_sum), grad_norm, self.scaler)
+        result = StepResult.of(counts, sums.reduced(self.reduce_sum), grad_norm, judge, self.scaler)
         if not result.skipped:
             self.grad_scaler.step(self.optimizer)
         self.grad_scaler.update()
@@ -160,6 +164,7 @@ class TorchrunEngine:
         del self.model, self.no_sync, self.unwrapped_model, self.optimizer
         if self.world_size > 1:
             dist.barrier()
+            close_channel(self.channel)
             dist.destroy_process_group()
         if self.is_sharded:
             forget_process_groups()

@@ -41,6 +41,7 @@ from llm_pretrain.errors import ConfigError
 from llm_pretrain.model import DecoderOutput
 from llm_pretrain.training import (
     DDP_OPTIONS,
+    Judge,
     Launcher,
     Objective,
     StepCounts,
@@ -51,11 +52,13 @@ from llm_pretrain.training import (
     check_fsdp_version,
     check_strategy,
     check_world_size,
+    close_channel,
     collective_timeout,
     end_script,
     launch_settings,
     layer_precision,
     meeting_point,
+    open_channel,
     plain_number,
     prepare_process,
     pretrain,
@@ -118,6 +121,7 @@ class AccelerateEngine:
         self.device: torch.device = self.accelerator.device
         self.scaler = self.accelerator.scaler
         check_world_size(self.world_size)
+        self.channel = open_channel(config, self.world_size, collective_timeout(config))
         check_strategy(config, self.accelerator.distributed_type.value, self.world_size)
         self.objective = Objective(config, self.world_size)
 
@@ -141,7 +145,7 @@ class AccelerateEngine:
         with self.accelerator.autocast():  # FSDP's `prepare` leaves it to us, DDP's does not mind
             return self.model(**batch.model_inputs())
 
-    def train_step(self, micro_batches: Sequence[Batch]) -> StepResult:
+    def train_step(self, micro_batches: Sequence[Batch], judge: Judge) -> StepResult:
         counts = StepCounts.of(micro_batches, self.reduce_sum)
         result = StepResult(counts, skipped="no_loss_tokens")
         if counts.num_loss_tokens == 0:
@@ -159,7 +163,8 @@ class AccelerateEngine:
                     max_norm = self.config.training.max_grad_norm or math.inf
                     norm = self.accelerator.clip_grad_norm_(self.model.parameters(), max_norm)
                     grad_norm = plain_number(norm)  # type: ignore[arg-type]  # never None: zero_compute_grad_norm
-                    result = StepResult.of(counts, sums.reduced(self.reduce_sum), grad_norm, self.scaler)
+                    reduced = sums.reduced(self.reduce_sum)
+                    result = StepResult.of(counts, reduced, grad_norm, judge, self.scaler)
                     if self.uses_deepspeed:  # its engine has clipped and stepped inside `backward`
                         stop_if_diverged(self.optimizer.optimizer, result, batch.step)
                     if not result.skipped:
@@ -189,6 +194,7 @@ class AccelerateEngine:
         del self.model, self.unwrapped_model, self.optimizer
         self.accelerator.free_memory()
         self.accelerator.wait_for_everyone()
+        close_channel(self.channel)
         self.accelerator.end_training()
 
 

@@ -6,6 +6,7 @@ from llm_pretrain.checkpoints.environment import environment
 from llm_pretrain.checkpoints.folders import committed_folders
 from llm_pretrain.checkpoints.manifest import Manifest, ResumePoint, RunFacts, find_damage, read_manifest
 from llm_pretrain.checkpoints.opening import OpenedModel, is_checkpoint, open_model
+from llm_pretrain.checkpoints.staging import HostBuffers
 from llm_pretrain.checkpoints.state import whole_state
 from llm_pretrain.checkpoints.store import CheckpointStore
 from llm_pretrain.checkpoints.tensor_files import read_tensors
@@ -13,6 +14,7 @@ from llm_pretrain.checkpoints.weights import best_step, save_weights
 
 __all__ = [
     "CheckpointStore",
+    "HostBuffers",
     "Manifest",
     "OpenedModel",
     "ResumePoint",

@@ -78,11 +78,12 @@ def raw_module(model: nn.Module) -> nn.Module:
         model = inner
 
 
-def whole_state(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
+def whole_state(model: nn.Module, *, keep: bool, copy: bool = False) -> dict[str, Tensor]:
     """The model's state dict without a sharded tensor in it; collective where it has any.
 
     Gathered tensor by tensor, so that a device holds one of them whole at a time, and kept in the memory of
-    the processor where `keep` says so, of one rank for example. Nothing is copied where nothing is sharded.
+    the processor where `keep` says so, of one rank for example. What is not sharded is copied where `copy`
+    says so, else live.
 
     Returns:
         Empty where not kept.
@@ -92,7 +93,7 @@ def whole_state(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
         gather = getattr(tensor, "full_tensor", None)
         whole = gather() if gather else tensor
         if keep:
-            state[name] = whole.cpu() if gather else whole
+            state[name] = whole.cpu() if gather else whole.clone() if copy else whole
     return state
 
 

@@ -127,7 +127,7 @@ def _chunks(pieces: list[Piece]) -> Iterator[bytes | memoryview]:
         elements = max(1, CHUNK_BYTES // flat.element_size())
         for chunk in flat.split(elements):
             check_finite(piece.name, chunk)
-            yield memoryview(chunk.view(torch.uint8).numpy())
+            yield chunk.view(torch.uint8).numpy().data
 
 
 def check_finite(name: str, values: Tensor) -> None:

@@ -74,11 +74,12 @@ def save_weights(
         CheckpointError: a value does not fit `dtype`, or writing failed; earlier exports are as they were.
     """
     temporary = folders.temporary_folder(folder, step, uuid.uuid4().hex)
+    tensors = state.raw_module(model).state_dict() if isinstance(model, nn.Module) else model
+    size = sum(tensor.numel() for tensor in tensors.values()) * DTYPES[dtype].itemsize
     try:
         folders.make_parent(folder)
         folders.clean(folder)
         temporary.mkdir()
-        tensors = state.raw_module(model).state_dict() if isinstance(model, nn.Module) else model
         _write_model(temporary, tensors, config, dtype, token_ids)
         write_json(
             temporary / "generation_config.json",
@@ -94,7 +95,9 @@ def save_weights(
     except OSError as error:
         folders.discard(temporary)
         text = " ".join(str(error).split())
-        raise CheckpointError(f"{folder}: writing weights of step {step} failed: {text}") from error
+        raise CheckpointError(
+            f"{folder}: writing weights of step {step}, {size} bytes, failed: {text}"
+        ) from error
     except Exception:
         folders.discard(temporary)
         raise

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from llm_pretrain.checkpoints import folders
 from llm_pretrain.checkpoints.manifest import Manifest, write_manifest
 from llm_pretrain.checkpoints.ranks import Ranks
-from llm_pretrain.checkpoints.staging import Piece
+from llm_pretrain.checkpoints.staging import HostBuffers, Piece
 from llm_pretrain.checkpoints.tensor_files import check_finite, write_pieces
 from llm_pretrain.errors import CheckpointError
 
@@ -37,6 +38,18 @@ class Staged:
     content: Manifest
     pieces: list[Piece]
     bytes: int
+
+    def copied(self, live: dict[str, Tensor], buffers: HostBuffers) -> dict[str, Tensor]:
+        """Copies of the model's tensors, by name: those that stand here, the others made in `buffers`."""
+        here = {
+            piece.name: piece.tensor
+            for piece in self.pieces
+            if list(piece.tensor.shape) == self.content.tensors[piece.name]["shape"]
+        }
+        first = {name: self.content.tied.get(name, name) for name in live}
+        missing = {first[name]: tensor for name, tensor in live.items() if first[name] not in here}
+        here |= buffers.tensors(missing)
+        return {name: here[first[name]] for name in live}
 
 
 def write_staged(staged: Staged, parent: Path, ranks: Ranks) -> Path:

@@ -5,6 +5,7 @@ from llm_pretrain.training.accelerate_settings import (
     launch_settings,
     restore_launch_settings,
 )
+from llm_pretrain.training.background import close_channel, open_channel
 from llm_pretrain.training.engine import (
     DDP_OPTIONS,
     Engine,
@@ -16,6 +17,7 @@ from llm_pretrain.training.engine import (
 )
 from llm_pretrain.training.evaluation import Evaluator, zlib_bits_per_byte
 from llm_pretrain.training.expert_counting import with_global_expert_counts
+from llm_pretrain.training.fingerprints import fingerprints
 from llm_pretrain.training.objective import Objective, StepCounts, StepSums
 from llm_pretrain.training.peers import collective_timeout
 from llm_pretrain.training.pretraining import pretrain
@@ -28,7 +30,6 @@ from llm_pretrain.training.process import (
 )
 from llm_pretrain.training.restarts import meeting_point
 from llm_pretrain.training.run_folder import RunFolder
-from llm_pretrain.training.saving import fingerprints
 from llm_pretrain.training.schedule import learning_rate
 from llm_pretrain.training.sharding import (
     adopt_parameters,
@@ -40,6 +41,7 @@ from llm_pretrain.training.sharding import (
     release_parameters,
     shard_full_precision,
 )
+from llm_pretrain.training.spikes import Judge, SpikeHistory
 from llm_pretrain.training.status import Status
 from llm_pretrain.training.watchdog import watching
 
@@ -47,9 +49,11 @@ __all__ = [
     "DDP_OPTIONS",
     "Engine",
     "Evaluator",
+    "Judge",
     "Launcher",
     "Objective",
     "RunFolder",
+    "SpikeHistory",
     "Status",
     "StepCounts",
     "StepResult",
@@ -59,6 +63,7 @@ __all__ = [
     "check_fsdp_version",
     "check_strategy",
     "check_world_size",
+    "close_channel",
     "collective_timeout",
     "default_accelerate_file",
     "end_script",
@@ -69,6 +74,7 @@ __all__ = [
     "learning_rate",
     "mark_last",
     "meeting_point",
+    "open_channel",
     "plain_number",
     "prepare_process",
     "pretrain",

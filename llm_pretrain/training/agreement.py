@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from llm_pretrain.errors import OutputError, PretrainError
 from llm_pretrain.training.engine import Engine
@@ -11,8 +11,15 @@ from llm_pretrain.training.engine import Engine
 T = TypeVar("T")
 
 
-def on_every_rank(engine: Engine, action: Callable[[], T]) -> T:
+def on_every_rank(
+    engine: Engine, action: Callable[[], T], gather_objects: Callable[[Any], list[Any]] | None = None
+) -> T:
     """Run `action` on every rank; if it fails on any, every rank raises the first failure.
+
+    Args:
+        engine: Its ranks.
+        action: What each of them does.
+        gather_objects: Another channel between them, for a thread beside the training.
 
     Raises:
         PretrainError: the failure of the lowest failing rank, marked `shared` so that it is printed once.
@@ -25,13 +32,17 @@ def on_every_rank(engine: Engine, action: Callable[[], T]) -> T:
         failure = error
     except OSError as error:
         failure = OutputError(f"{error.filename or 'file system'}: {error.strerror or error}")
-    first = next((each for each in engine.gather_objects(failure) if each is not None), None)
+    first = next(
+        (each for each in (gather_objects or engine.gather_objects)(failure) if each is not None), None
+    )
     if first is not None:
         first.shared = True
         raise first
     return value  # type: ignore[return-value]  # no failure anywhere, so action() returned a T
 
 
-def on_first_rank(engine: Engine, action: Callable[[], T]) -> T | None:
+def on_first_rank(
+    engine: Engine, action: Callable[[], T], gather_objects: Callable[[Any], list[Any]] | None = None
+) -> T | None:
     """Run `action` on rank 0 alone; every rank raises its failure. Other ranks get None."""
-    return on_every_rank(engine, action if engine.rank == 0 else lambda: None)
+    return on_every_rank(engine, action if engine.rank == 0 else lambda: None, gather_objects)

@@ -25,6 +25,7 @@ from llm_pretrain.training.objective import expert_counts
 from llm_pretrain.training.optimizers import build_optimizer
 from llm_pretrain.training.out_of_memory import check_memory
 from llm_pretrain.training.recorder import Recorder
+from llm_pretrain.training.rolling_back import roll_back
 from llm_pretrain.training.run_folder import RunFolder
 from llm_pretrain.training.samples import Samples
 from llm_pretrain.training.saving import Saving
@@ -49,7 +50,7 @@ class Training:
         beat("opening the data", files=True)
         self.stores: list[TokenStore] = on_every_rank(engine, lambda: open_stores(config))
         self.config = on_every_rank(engine, lambda: resolve_model(config, self.stores[0].vocab_size))
-        self.saving = Saving(self.config, engine, folder, self.stores)
+        self.saving = Saving(self.config, engine, folder, self.stores, status)
 
     def run(self) -> int:
         """Build, restore, train, save; returns the exit code."""
@@ -84,7 +85,8 @@ class Training:
         self.samples = self._open_samples()
         changes = on_first_rank(engine, self._write_config)
         self.recorder = Recorder(config, engine, self.folder, self.progress)
-        with closing(self.recorder):
+        self.saving.attach(self.recorder)
+        with closing(self.recorder), closing(self.saving):
             self._announce(resume, changes or [], notes)
             return self._train(batches)
 
@@ -104,8 +106,8 @@ class Training:
             self._evaluate_and_write(due=self._evaluation_is_due())
             self._check_divergence()
             stopping = self._stop_agreed()
-            if stopping or self.saving.is_due(progress.step):
-                saved_step = self._save()
+            if not stopping and self.saving.is_due(progress.step):
+                self.saving.save(progress)
             self.recorder.restart_clock()
         return self._finish(saved_step)
 
@@ -116,7 +118,9 @@ class Training:
         beat(f"step {progress.step + 1}")
         rate = learning_rate(config, progress.step)
         set_learning_rate(optimizer, rate)
-        result = engine.train_step(micro_batches)
+        result = engine.train_step(micro_batches, progress.spikes.judge(config.training.spike_action))
+        if result.skipped == "rollback":
+            result = roll_back(self.saving, progress, result, self.recorder.console.warning)
         if config.model.router_bias_update_rate and result.sums is not None and not result.skipped:
             update_router_bias(
                 model, expert_counts(result.sums, config), config.model.router_bias_update_rate
@@ -166,25 +170,22 @@ class Training:
             raise error
 
     def _stop_agreed(self) -> bool:
-        """Whether any rank was asked to stop; the same answer on all."""
+        """Whether any rank was asked to stop, the same on all; what one rank alone met ends all here."""
         beat(f"agreeing whether to stop after step {self.progress.step}")
-        flag = torch.tensor([int(self.stop.requested)])
-        return bool(self.engine.reduce_sum(flag).item())
-
-    def _save(self) -> int:
-        """Save checkpoint and weights; returns the step they are of."""
-        beat(f"saving step {self.progress.step}", files=True)
-        on_first_rank(self.engine, self.recorder.sync)  # a row that a power cut takes is never written again
-        path = self.saving.save(self.progress)
-        self.status.running(self.progress.step, path)
-        return self.progress.step
+        flags = torch.tensor([self.stop.requested, self.saving.has_stopped], dtype=torch.int64)
+        stopping, failing = self.engine.reduce_sum(flags).tolist()
+        if failing:
+            self.saving.stop()
+        self.saving.announce()
+        return bool(stopping)
 
     def _finish(self, saved_step: int | None) -> int:
         """Save what is not saved yet and say how the run ended; returns the exit code."""
         step, console = self.progress.step, self.recorder.console
         if saved_step != step:
-            self._save()
+            self.saving.save(self.progress, last=True)
         if step < self.config.training.max_steps or self.progress.evaluation_owed:
+            self.recorder.hurried = True
             return self._preempted(console.info)
         self.status.ended(step, 0, None)
         console.info(f"finished at step {step}: {self.folder.path}")

@@ -6,10 +6,12 @@ import math
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext, suppress
 
 import torch
 
 from llm_pretrain.config import Config
+from llm_pretrain.errors import OutputError
 from llm_pretrain.model import flops_per_token
 from llm_pretrain.tracking import Console, MetricsWriter, Trackers, device_peak_flops, memory_bytes
 from llm_pretrain.training.engine import Engine, StepResult
@@ -41,6 +43,9 @@ class Recorder:
             warn=self.console.warning,
         )
         progress.wandb_id = self.trackers.wandb_id
+        self.hurried = False
+        """Whether a signal ends the run, so that its end must not take long."""
+        self.failure: OutputError | None = None
         self._row: dict[str, object] = {}
         self._due = False
         self._peak_flops = device_peak_flops(_device_name(engine.device))
@@ -49,7 +54,8 @@ class Recorder:
     def step(self, result: StepResult, learning_rate: float) -> None:
         """Take in one finished step; `progress` already counts it."""
         self._interval.add(result.counts.num_loss_tokens)
-        self._due = bool(result.skipped) or self.progress.step % self.config.logging.logging_steps == 0
+        self._due = self.progress.step % self.config.logging.logging_steps == 0
+        self._due = self._due or bool(result.skipped) or result.spike is not None
         if not self._due:
             return
         losses = (
@@ -68,6 +74,10 @@ class Recorder:
             "data/batch_sha256": _hex(self.progress.take_digest()),
             **self._performance(),
         }
+        if result.spike is not None:
+            self._row["train/spike"] = result.spike.of
+            done = f"skipped ({result.skipped})" if result.skipped else "only logged"
+            self.console.warning(f"step {self.progress.step}, {done}: spike in {result.spike.text}")
         if self.config.logging.parameters_sha256:
             model, _ = self.engine.model_and_optimizer()
             self._row["train/parameters_sha256"] = parameters_sha256(model, first=self.engine.rank == 0)
@@ -78,17 +88,28 @@ class Recorder:
         self._due = True
 
     def flush(self) -> None:
-        """Write the current step's row, if one is due."""
+        """Write the current step's row, if one is due.
+
+        One that cannot be written is kept as `failure`, for all ranks to end together.
+        """
         if self._due:
             row: dict[str, object] = {"step": self.progress.step, "time": time.time()} | {
                 key: None if isinstance(value, float) and not math.isfinite(value) else value
                 for key, value in self._row.items()
             }
             if self.metrics is not None:
-                self.metrics.append(row)
+                try:
+                    self.metrics.append(row)
+                except OutputError as error:
+                    self.failure = error
             self.console.row(row)
             self.trackers.log(row)
         self._row, self._due = {}, False
+
+    def check(self) -> None:
+        """Raise the failure to write a row, where there was one."""
+        if self.failure is not None:
+            raise self.failure
 
     def sync(self) -> None:
         """Let the rows so far outlive a power cut; a checkpoint of their step may then be committed."""
@@ -102,9 +123,10 @@ class Recorder:
     def close(self) -> None:
         """Close metrics file, console and trackers."""
         if self.metrics is not None:
-            self.metrics.close()
-        self.console.close()
-        self.trackers.close(0 if sys.exc_info()[0] is None else 1)
+            with nullcontext() if self.failure is None else suppress(OSError, OutputError):
+                self.metrics.close()
+        self.trackers.close(0 if sys.exc_info()[0] is None else 1, hurried=self.hurried)
+        self.console.close()  # last, since trackers may have to warn
 
     def _performance(self) -> dict[str, float | None]:
         interval, self._interval = self._interval, _Interval()

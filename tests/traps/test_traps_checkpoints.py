@@ -4,7 +4,7 @@
 |---|---|
 | half-precision weights as resume source; moments dropped because the optimizer had no state yet | no drift |
 | half loaded into fp32, or saved from half, without a word | refused |
-| more than one writing thread reports success after a failed write | the save fails |
+| a writing thread fails, and the save reports success | the save fails |
 | no checksums: a flipped bit loads silently | passed over for the older one |
 | overwriting by default, and no mark of completion | a save cut short changes nothing |
 | the old checkpoint deleted before the new one is written | a failed save leaves it |
@@ -18,6 +18,7 @@ from __future__ import annotations
 import ast
 import errno
 import json
+import os
 import pickle
 import threading
 from collections.abc import Callable
@@ -27,7 +28,6 @@ import pytest
 import torch
 from support.mutation import Edit, edited, mutated
 from support.resuming import Attempt, drift
-from torch.distributed.checkpoint.filesystem import FileSystem
 
 from llm_pretrain.checkpoints import tensor_files
 from llm_pretrain.config import Config
@@ -37,12 +37,13 @@ ACCELERATE = "train_pretrain_accelerate.py"
 STORE, STATE = "llm_pretrain/checkpoints/store.py", "llm_pretrain/checkpoints/state.py"
 MANIFEST, DIFFERENCES = "llm_pretrain/checkpoints/manifest.py", "llm_pretrain/checkpoints/differences.py"
 FILES = "llm_pretrain/checkpoints/tensor_files.py"
+WRITING = "llm_pretrain/checkpoints/writing.py"
 
 HALF_WEIGHTS = [
     Edit(
         STORE,
-        "write_tensors(current.tensors, ",
-        "write_tensors({name: tensor if name.startswith('optimizer.') else tensor.bfloat16().float()"
+        "own_pieces(current.tensors, ",
+        "own_pieces({name: tensor if name.startswith('optimizer.') else tensor.bfloat16().float()"
         " for name, tensor in current.tensors.items()}, ",
     )
 ]
@@ -53,35 +54,37 @@ MOMENTS_DROPPED = [
 ]
 HALF_SAVED = Edit(STATE, "parameter.dtype.itemsize < 4", "False")
 DTYPE_IGNORED = Edit(DIFFERENCES, "f\"{tensor['dtype']}{tensor['shape']}\"", "f\"{tensor['shape']}\"")
-TWO_THREADS = Edit(FILES, "fqn_to_index_mapping=file_numbers, thread_count=1", "thread_count=2")
+UNHEARD_THREAD = Edit(
+    FILES,
+    "        written[name] = _write_file(folder / name, content)\n",
+    "        import threading\n"
+    "        write = lambda: written.update({name: _write_file(folder / name, content)})\n"
+    "        thread = threading.Thread(target=write)\n"
+    "        thread.start()\n"
+    "        thread.join()\n",
+)
 NO_CHECKSUM = Edit(
     MANIFEST,
     'elif (found := file_digest(folder / name)["sha256"]) != expected["sha256"]:',
     "elif found := None:",
 )
 IN_PLACE = Edit(
-    STORE,
-    "folders.temporary_folder(self.folder, facts.step, token)",
-    "self.folder / folders.folder_name(facts.step)",
+    WRITING,
+    "folders.temporary_folder(parent, staged.content.run.step, token)",
+    "parent / folders.folder_name(staged.content.run.step)",
 )
 OLD_GOES_FIRST = Edit(
-    STORE,
-    "        folders.clean(self.folder)\n",
-    "        folders.clean(self.folder)\n"
-    "        for path in folders.committed_folders(self.folder).values():\n"
-    "            folders.discard(path)\n",
+    WRITING,
+    "    folders.clean(parent)\n",
+    "    folders.clean(parent)\n"
+    "    for path in folders.committed_folders(parent).values():\n"
+    "        folders.discard(path)\n",
 )
-PICKLED_METADATA = [
-    Edit(FILES, "filesystem import FileSystem\n", "filesystem import FileSystem, FileSystemWriter\n"),
-    Edit(
-        FILES, "class _RecordingWriter(HuggingFaceStorageWriter)", "class _RecordingWriter(FileSystemWriter)"
-    ),
-    Edit(
-        FILES,
-        "path=str(folder), fqn_to_index_mapping=file_numbers, thread_count=1, save_distributed=True",
-        "path=str(folder), thread_count=1",
-    ),
-]
+PICKLED_METADATA = Edit(
+    FILES,
+    "    return written\n",
+    "    (folder / '.metadata').write_bytes(__import__('pickle').dumps(written))\n    return written\n",
+)
 LIBRARY_STATE = Edit(
     ACCELERATE,
     "        del self.model, self.unwrapped_model, self.optimizer\n",
@@ -147,20 +150,18 @@ def test_half_precision_is_no_resume_state(small, tmp_path):
         check_half_is_not_loaded(small, tmp_path / "loaded silently", DTYPE_IGNORED)
 
 
-def fail_a_writing_thread(monkeypatch) -> None:
-    """One writing thread finds the disk full: a second one where there is one, else the only one."""
-    failed, original = threading.Event(), FileSystem.create_stream
+def fill_the_disk(monkeypatch) -> None:
+    """The second file does not reach the disk, whichever thread writes it."""
+    calls: list[int] = []
+    original = os.fsync
 
-    def create_stream(self, path, mode):
-        if "w" in mode:
-            if threading.current_thread() is not threading.main_thread():
-                failed.set()
-                raise OSError(errno.ENOSPC, "No space left on device")
-            if not failed.wait(0.5):
-                raise OSError(errno.ENOSPC, "No space left on device")
-        return original(self, path, mode)
+    def fsync(descriptor: int) -> None:
+        calls.append(descriptor)
+        if len(calls) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        original(descriptor)
 
-    monkeypatch.setattr(FileSystem, "create_stream", create_stream)
+    monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
 
 
@@ -169,7 +170,7 @@ def check_failed_write(config: Config, folder: Path, monkeypatch, *edits: Edit) 
     attempt = Attempt(config, folder).train(1)
     with monkeypatch.context() as patch, mutated(*edits):
         patch.setattr(tensor_files, "BYTES_PER_FILE", 20_000)  # several files
-        fail_a_writing_thread(patch)
+        fill_the_disk(patch)
         with pytest.raises(CheckpointError, match="No space left"):
             attempt.save()
     assert attempt.store.committed() == []
@@ -178,7 +179,7 @@ def check_failed_write(config: Config, folder: Path, monkeypatch, *edits: Edit) 
 def test_a_failed_write_is_never_a_success(small, tmp_path, monkeypatch):
     check_failed_write(small, tmp_path / "ours", monkeypatch)
     with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
-        check_failed_write(small, tmp_path / "trap", monkeypatch, TWO_THREADS)
+        check_failed_write(small, tmp_path / "trap", monkeypatch, UNHEARD_THREAD)
 
 
 def check_flipped_bit(config: Config, folder: Path, *edits: Edit) -> None:
@@ -280,7 +281,7 @@ def check_no_pickle(config: Config, folder: Path, monkeypatch, *edits: Edit) -> 
 def test_nothing_is_pickled(small, tmp_path, monkeypatch):
     check_no_pickle(small, tmp_path / "ours", monkeypatch)
     with pytest.raises(AssertionError):
-        check_no_pickle(small, tmp_path / "trap", monkeypatch, *PICKLED_METADATA)
+        check_no_pickle(small, tmp_path / "trap", monkeypatch, PICKLED_METADATA)
 
 
 def scaler(scale: float, *, enabled: bool = True) -> torch.amp.GradScaler:
