@@ -49,7 +49,12 @@ from llm_pretrain.errors import ConfigError
 
 TINY = str(ROOT / "configs" / "tiny-dense.yaml")
 KINDS = [Kind("group"), Kind("rank"), Kind("launcher")]
-ALL = {"paths": ["torchrun", "accelerate"], "kinds": KINDS, "world_size": 2, "evaluates": True}
+ALL: dict[str, Any] = {
+    "paths": ["torchrun", "accelerate"],
+    "kinds": KINDS,
+    "world_size": 2,
+    "evaluates": True,
+}
 
 
 def test_the_same_seed_draws_the_same_deaths_and_another_one_others():
@@ -76,7 +81,8 @@ def test_kinds_launchers_saves_and_new_checkpoints_have_their_shares(seed: int):
 
 def test_a_rank_that_was_named_is_the_one_that_dies():
     assert parse_kinds("group, rank:1,term", 2) == [Kind("group"), Kind("rank", 1), Kind("term")]
-    kills = draw_kills(9, 0, in_save=0, **ALL | {"kinds": [Kind("rank", 1)]})
+    named: dict[str, Any] = {**ALL, "kinds": [Kind("rank", 1)]}
+    kills = draw_kills(9, 0, in_save=0, **named)
     assert {(kill.kind, kill.rank) for kill in kills} == {("rank", 1)}
 
 
