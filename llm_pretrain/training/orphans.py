@@ -16,7 +16,9 @@ from llm_pretrain.errors import ResourceError
 _ELASTIC = "TORCHELASTIC_RUN_ID"
 """torchrun's, and that of `accelerate launch` with several processes, to its workers alone."""
 _ACCELERATE = ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_DYNAMO_BACKEND")
-"""What `accelerate launch` of one process sets; who sets both by hand has its processes adopted by nobody."""
+"""What `accelerate launch` of one process sets; a daemon of whoever sets both by hand would be stopped."""
+_ADOPTERS = ("systemd", "slurmstepd", "tini", "dumb-init", "docker-init", "catatonit", "conmon")
+"""Who, besides process 1, takes in processes whose parent has died. Another parent is no reason to stop."""
 
 
 def check_launcher_lives() -> None:
@@ -37,20 +39,21 @@ def check_launcher_lives() -> None:
 
 
 def is_orphan() -> bool:
-    """Whether this process has a launcher's variables, and a parent that is neither one nor started by one.
+    """Whether this process has a launcher's variables, and one who adopts orphans for a parent.
 
-    Launchers are Python programs. Another parent is a wrapper, which has the launcher's variables too, or
-    it is `init`, or another process that adopts orphans, and has them not.
+    Process 1 may be the launcher itself, in a container: a Python program. Or it may have been started by
+    one, as a wrapper of this process: then it has the launcher's variables, too.
     """
     elastic = _ELASTIC in os.environ
-    if not elastic and not (all(name in os.environ for name in _ACCELERATE) and os.getppid() == 1):
+    if not elastic and not all(name in os.environ for name in _ACCELERATE):
         return False
     with suppress(psutil.Error):
         parent = psutil.Process().parent()
         if parent is None:  # outside of this container: not for us to judge
             return False
         words = parent.cmdline()
-        if words and "python" in os.path.basename(words[0]):
+        program = os.path.basename(words[0]).split(":")[0] if words else ""  # slurmstepd: [12.0]
+        if "python" in program or (os.getppid() != 1 and program not in _ADOPTERS):
             return False
         with suppress(psutil.AccessDenied):  # another user's cannot be a wrapper of ours
             return not (elastic and _ELASTIC in parent.environ())

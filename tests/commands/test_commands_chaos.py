@@ -49,7 +49,12 @@ from llm_pretrain.errors import ConfigError
 
 TINY = str(ROOT / "configs" / "tiny-dense.yaml")
 KINDS = [Kind("group"), Kind("rank"), Kind("launcher")]
-ALL = {"paths": ["torchrun", "accelerate"], "kinds": KINDS, "world_size": 2, "evaluates": True}
+ALL: dict[str, Any] = {
+    "paths": ["torchrun", "accelerate"],
+    "kinds": KINDS,
+    "world_size": 2,
+    "evaluates": True,
+}
 
 
 def test_the_same_seed_draws_the_same_deaths_and_another_one_others():
@@ -76,7 +81,8 @@ def test_kinds_launchers_saves_and_new_checkpoints_have_their_shares(seed: int):
 
 def test_a_rank_that_was_named_is_the_one_that_dies():
     assert parse_kinds("group, rank:1,term", 2) == [Kind("group"), Kind("rank", 1), Kind("term")]
-    kills = draw_kills(9, 0, in_save=0, **ALL | {"kinds": [Kind("rank", 1)]})
+    named: dict[str, Any] = {**ALL, "kinds": [Kind("rank", 1)]}
+    kills = draw_kills(9, 0, in_save=0, **named)
     assert {(kill.kind, kill.rank) for kill in kills} == {("rank", 1)}
 
 
@@ -164,6 +170,17 @@ def test_one_other_bit_or_a_step_left_out_is_found(found: dict[int, dict[str, An
         assert violation is not None
         assert (violation.step, violation.key) == (3, key)
         assert "step 3" in violation.text
+
+
+def test_what_goes_in_is_named_before_what_comes_out():
+    found = rows(6, loss=9.0)
+    for made in (reference := rows(6), found):
+        for step, row in made.items():
+            row["data/batch_sha256"] = str(step)
+    found[3]["data/batch_sha256"] = "4"
+    violation = check_rows(reference, found)
+    assert violation is not None
+    assert violation.key == "data/batch_sha256"
 
 
 def test_the_end_needs_every_row_and_zero_is_not_minus_zero():

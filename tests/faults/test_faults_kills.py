@@ -90,7 +90,11 @@ FROM_ZERO = Edit(
 )
 MISTAKES = {
     "without the optimizer": (
-        Edit("llm_pretrain/checkpoints/state.py", "if state.optimizer is not None:", "if False:"),
+        Edit(  # its moments are filled in place, so that leaving out the call would change nothing
+            "llm_pretrain/checkpoints/state.py",
+            "if state.optimizer is not None:",
+            "if optimizer.state.clear():",
+        ),
         "train/",
     ),
     "without the position in the data": (

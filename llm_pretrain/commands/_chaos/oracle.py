@@ -14,6 +14,7 @@ from typing import Any
 
 from llm_pretrain.checkpoints import committed_folders, find_damage, read_manifest
 from llm_pretrain.commands._chaos.watching import FOLDERS, leftovers, training_steps
+from llm_pretrain.commands._parity.contract import SAMPLES
 from llm_pretrain.errors import PretrainError
 from llm_pretrain.tracking import read_metrics, read_rows
 
@@ -103,6 +104,8 @@ def check_rows(
 ) -> Violation | None:
     """Rows merged by step are the reference's, bit for bit; only times and speeds are left out.
 
+    Of a row's keys the samples come first: what goes in before what comes out.
+
     Args:
         reference: The run that nobody killed.
         found: The killed one's so far.
@@ -115,7 +118,7 @@ def check_rows(
             where = "there" if step in found else "missing"
             return Violation(f"step {step}: a row is {where}, the reference's is not", step, "row")
         left, right = reference[step], found[step]
-        for key in [*left, *(key for key in right if key not in left)]:
+        for key in dict.fromkeys([*(key for key in SAMPLES if key in left), *left, *right]):
             if key.startswith(_NOT_COMPARED) or (step == owed and key not in right):
                 continue
             expected, value = left.get(key, "missing"), right.get(key, "missing")
