@@ -15,6 +15,7 @@ BENCHMARKS = {
     "data_path": "tokens per second and core of tokenising, packing and batch assembly",
     "normalisation": "gradient errors of other ways to normalise, and the exact balance loss's cost",
     "moe_layer": "a mixture-of-experts layer against a dense one of equal FLOPs",
+    "async_save": "what the loop loses by a save in the background, against one that it waits for",
     "gpu_step": "tokens per second and MFU of minimind-26m on one GPU",
 }
 """Module of this package and its line of help."""

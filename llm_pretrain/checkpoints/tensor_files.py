@@ -89,13 +89,24 @@ def _files_of(pieces: list[Piece]) -> Iterator[list[Piece]]:
 
 
 def _write_file(file: Path, pieces: list[Piece]) -> dict[str, Any]:
-    """One safetensors file: length of the header, header, data."""
+    offsets = {piece.name: {"saved_offsets": list(piece.offsets)} for piece in pieces}
+    metadata = {"DCP_SHARDING_INFO": json.dumps(offsets), **_FORMAT}
+    return write_safetensors(file, {piece.name: piece.tensor for piece in pieces}, metadata)
+
+
+def write_safetensors(file: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> dict[str, Any]:
+    """Write and fsync one file; returns its size and digest. Nothing is in memory twice.
+
+    Raises:
+        DivergedError: a value is not finite; names its tensor.
+        OSError: naming the file.
+    """
     # large elements first, so that every tensor lies at a multiple of its element's size
-    pieces = sorted(pieces, key=lambda piece: (-piece.tensor.element_size(), piece.name))
+    ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
     digest, size = hashlib.sha256(), 0
     try:
         with file.open("wb") as stream:
-            for chunk in _chunks(pieces):
+            for chunk in _chunks(ordered, metadata):
                 digest.update(chunk)
                 stream.write(chunk)
                 size += len(chunk)
@@ -107,26 +118,25 @@ def _write_file(file: Path, pieces: list[Piece]) -> dict[str, Any]:
     return {"bytes": size, "sha256": digest.hexdigest()}
 
 
-def _chunks(pieces: list[Piece]) -> Iterator[bytes | memoryview]:
-    offsets = {piece.name: {"saved_offsets": list(piece.offsets)} for piece in pieces}
-    header: dict[str, Any] = {"__metadata__": {"DCP_SHARDING_INFO": json.dumps(offsets), **_FORMAT}}
+def _chunks(tensors: dict[str, Tensor], metadata: dict[str, str]) -> Iterator[bytes | memoryview]:
+    """Length of the header, header, data."""
+    header: dict[str, Any] = {"__metadata__": metadata}
     end = 0
-    for piece in pieces:
-        tensor, begin = piece.tensor, end
-        end += tensor.nbytes
-        header[piece.name] = {
+    for name, tensor in tensors.items():
+        begin, end = end, end + tensor.nbytes
+        header[name] = {
             "dtype": _DTYPES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [begin, end],
         }
-    text = json.dumps(header).encode()
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text
-    for piece in pieces:
-        flat = piece.tensor.detach().cpu().contiguous().view(-1)
+    for name, tensor in tensors.items():
+        flat = tensor.detach().cpu().contiguous().view(-1)
         elements = max(1, CHUNK_BYTES // flat.element_size())
         for chunk in flat.split(elements):
-            check_finite(piece.name, chunk)
+            check_finite(name, chunk)
             yield chunk.view(torch.uint8).numpy().data
 
 

@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from llm_pretrain import export
 from llm_pretrain.checkpoints import folders, state
+from llm_pretrain.checkpoints.tensor_files import write_safetensors
 from llm_pretrain.config import ModelConfig
 from llm_pretrain.errors import CheckpointError, ConfigError
 
@@ -93,16 +92,24 @@ def save_weights(
             return folders.commit_as(temporary, folders.BEST)
         path = folders.commit_folder(temporary, step)
     except OSError as error:
+        free = _free_bytes(folder)  # as long as what was written is there
         folders.discard(temporary)
         text = " ".join(str(error).split())
         raise CheckpointError(
-            f"{folder}: writing weights of step {step}, {size} bytes, failed: {text}"
+            f"{folder}: writing weights of step {step}, {size} bytes, failed: {text} ({free})"
         ) from error
     except Exception:
         folders.discard(temporary)
         raise
     folders.prune(folder, newest=step, keep_last=keep_last)
     return path
+
+
+def _free_bytes(folder: Path) -> str:
+    try:
+        return f"{shutil.disk_usage(folder).free} bytes free"
+    except OSError:
+        return "the folder is not there"
 
 
 def best_step(folder: Path) -> int | None:
@@ -159,13 +166,7 @@ def write_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
         file = "model.safetensors"
         if len(shards) > 1:
             file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        try:
-            save_file(shard, folder / file, metadata={"format": "pt"})
-        except SafetensorError as error:  # its word for a full disk and the like
-            raise OSError(f"{file}: {error}") from error
-        # safetensors makes a file that nobody else can read; the folder knows who may
-        (folder / file).chmod(folder.stat().st_mode & 0o666)
-        folders.fsync_file(folder / file)
+        write_safetensors(folder / file, shard, {"format": "pt"})
         index |= dict.fromkeys(shard, file)
     if len(shards) > 1:
         total = sum(tensor.nbytes for tensor in tensors.values())

@@ -170,7 +170,8 @@ class CheckpointConfig:
         save_steps: Save every this many steps, and at the end; 0 saves at the end only.
         keep_last: Checkpoints and weights to keep; at least 2.
         keep_best: Keep the weights of the lowest evaluation loss in `weights/best`.
-        async_save: Copy the state to the processor's memory, and write it while training goes on.
+        async_save: Copy the state to the processor's memory, and write it while training goes on. Takes as
+            much memory again as a rank's share of the state; what is written is the same.
         resume: `auto` continues from the newest sound checkpoint of the run's folder, `never` refuses a
             folder that has checkpoints, a path names a checkpoint folder to start from.
         weights_dtype: Precision of the exported weights.

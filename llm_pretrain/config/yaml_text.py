@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from yaml.composer import ComposerError
 
 MAX_BYTES = 1 << 18
 """Size of the largest file that is read as settings; the longest of ours has a hundredth of it."""
@@ -60,15 +61,15 @@ class _Reader(yaml.SafeLoader):
         mark, is_alias, before = self.peek_event().start_mark, self.check_event(yaml.AliasEvent), self._values
         self._depth += 1
         if self._depth > MAX_DEPTH:
-            raise yaml.composer.ComposerError(None, None, f"nested deeper than {MAX_DEPTH} levels", mark)
+            raise ComposerError(None, None, f"nested deeper than {MAX_DEPTH} levels", mark)
         node = super().compose_node(parent, index)
         self._depth -= 1
         if is_alias and id(node) not in self._sizes:
-            raise yaml.composer.ComposerError(None, None, "an alias inside of what it stands for", mark)
+            raise ComposerError(None, None, "an alias inside of what it stands for", mark)
         self._values += self._sizes[id(node)] if is_alias else 1
         if self._values > MAX_VALUES:
             problem = f"more than {MAX_VALUES} values, aliases written out"
-            raise yaml.composer.ComposerError(None, None, problem, mark)
+            raise ComposerError(None, None, problem, mark)
         self._sizes.setdefault(id(node), self._values - before)
         return node
 

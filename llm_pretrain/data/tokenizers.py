@@ -123,7 +123,8 @@ class Tokenizer:
         return encoded
 
     def _encode(self, texts: Sequence[str]) -> list[list[int]]:
-        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        with self._refusing():  # one without an unknown token, say, that meets an unknown character
+            encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -11,7 +11,7 @@ import signal
 import threading
 from multiprocessing import connection, forkserver, resource_tracker
 
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 def start_fork_server() -> None:

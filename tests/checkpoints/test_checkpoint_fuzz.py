@@ -89,7 +89,7 @@ def test_any_manifest_is_read_or_refused(run: Path, true_manifest: dict[str, Any
         )
         | damaged_bytes(dumped(true_manifest))
     )
-    @fuzz_settings(150)
+    @fuzz_settings(40)
     def check(content: bytes) -> None:
         nonlocal accepted
         put(folder / MANIFEST_NAME, content)
@@ -195,7 +195,7 @@ def test_any_tensors_of_a_checkpoint_are_read_or_refused(
     file = safetensors_of(folder)
 
     @given(content=damaged_header(file.read_bytes()))
-    @fuzz_settings(40)
+    @fuzz_settings(10)
     def check(content: bytes) -> None:
         put(file, content)
         put(folder / MANIFEST_NAME, dumped(true_manifest))
@@ -219,7 +219,7 @@ def test_any_weights_are_opened_or_refused(run: Path, tmp_path: Path, name: str)
     )
 
     @given(content=contents)
-    @fuzz_settings(40)
+    @fuzz_settings(12)
     def check(content: bytes) -> None:
         put(folder / name, content)
         model_or_refusal(folder)
@@ -246,6 +246,7 @@ COMMANDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.fuzz
 @pytest.mark.parametrize("command", sorted(COMMANDS))
 def test_commands_refuse_damaged_folders(
@@ -268,6 +269,7 @@ def test_commands_refuse_damaged_folders(
     check()
 
 
+@pytest.mark.slow
 @pytest.mark.fuzz
 def test_a_run_goes_on_from_a_damaged_checkpoint_or_says_why_not(
     run: Path, true_manifest: dict[str, Any], plain_store: Path, tmp_path: Path

@@ -116,7 +116,7 @@ def test_whatever_is_accepted_builds(plain_store: Path, changed_store: Path, see
     stores = [str(plain_store), str(changed_store)]
 
     @given(tree=trees(stores=stores), world_size=st.sampled_from([1, 1, 2, 3]))
-    @settings(QUIET, max_examples=EXAMPLES or 150)
+    @settings(QUIET, max_examples=EXAMPLES or 60)
     def check(tree: dict[str, Any], world_size: int) -> None:
         seen["accepted" if accepted(tree, world_size) else "refused"] += 1
 
@@ -131,7 +131,7 @@ def test_edges_are_refused_or_build(plain_store: Path):
     """Fewer settings drawn, but from the edges of their types, without those that a training cannot have."""
 
     @given(tree=trees(stores=[str(plain_store)], edges=12, most=2, without={"data.num_workers"}))
-    @settings(QUIET, max_examples=EXAMPLES or 150)
+    @settings(QUIET, max_examples=EXAMPLES or 40)
     def check(tree: dict[str, Any]) -> None:
         accepted(tree, 1)
 
@@ -151,7 +151,7 @@ def test_whatever_is_accepted_trains(
 ):
     """Two steps of it, in this process: finished, diverged, or a refusal that only the data can tell."""
     codes: Counter[int] = Counter()
-    count = max(12, EXAMPLES // 50)
+    count = max(6, EXAMPLES // 50)
 
     @given(tree=trees(stores=[str(plain_store), str(masked_store)], most=5, edges=3))
     @settings(QUIET, max_examples=count)

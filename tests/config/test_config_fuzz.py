@@ -47,7 +47,7 @@ def test_any_damaged_file_is_accepted_or_refused_soon(tmp_path: Path):
     @example(b"? {a: 1}\n: 1")
     @example(b"run: {seed: 2024-99-99}")
     @example(b"a: &a {b: *a}")
-    @fuzz_settings(150)
+    @fuzz_settings(80)
     def check(content: bytes) -> None:
         file.write_bytes(content)
         assert cpu_seconds_of(file) < CPU_SECONDS
@@ -58,7 +58,7 @@ def test_any_damaged_file_is_accepted_or_refused_soon(tmp_path: Path):
 @pytest.mark.fuzz
 def test_nothing_but_plain_values_is_constructed():
     @given(text=st.lists(pieces, max_size=60).map("".join))
-    @fuzz_settings(300)
+    @fuzz_settings(100)
     def check(text: str) -> None:
         try:
             value = read_yaml(text)
@@ -77,6 +77,7 @@ def plain(value: object) -> bool:
     return value is None or type(value) in (str, int, float, bool)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text",
     [

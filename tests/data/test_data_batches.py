@@ -232,7 +232,7 @@ def test_the_digest_stays_on_the_cpu_and_the_rest_moves(store: TokenStore):
     assert list(moved.model_inputs()) == ["input_ids", "position_ids", "document_ids", "labels", "loss_mask"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], ids=str)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP], ids=str)
 def test_a_stop_signal_to_the_process_group_leaves_workers_alone(store: TokenStore, number: signal.Signals):
     """The training process still needs its batches; torchrun signals a worker's whole group."""
     others = set(psutil.Process().children(recursive=True))  # of earlier tests, some about to end

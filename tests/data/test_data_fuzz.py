@@ -387,6 +387,29 @@ CONFIG = {
 }
 
 
+@pytest.mark.parametrize("part", ["type", "unk_id"])
+def test_a_tokenizer_that_lacks_a_part_is_one_line(tmp_path: Path, part: str):
+    """The library opens the one, and the other until it meets a character that it does not know."""
+    content = json.loads(json.dumps(SMALL[1]))
+    del content["model"][part]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(CONFIG))
+    with pytest.raises(DataError, match=r"tokenizer\.json: expected a tokenizer, found: ") as caught:
+        open_tokenizer(tmp_path).encode(["a", "é"])
+    check_message(caught.value)
+
+
+@pytest.mark.parametrize("name", ["a.arrow", "b.arrow", "e.arrow"])
+def test_offsets_of_an_arrow_file_beyond_its_end_are_damage(tmp_path: Path, name: str):
+    """pyarrow by itself reads where they point, which ended the process."""
+    whole = FILES[name]
+    length = np.array([0, len(TEXTS[0])], dtype="<i4").tobytes()
+    if length in whole:
+        whole = whole.replace(length, np.array([0, 1 << 30], dtype="<i4").tobytes())
+    (tmp_path / name).write_bytes(whole)
+    read_all(tmp_path / name)
+
+
 @fuzzed(80)
 @given(st.data())
 def test_any_tokenizer_folder(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject):
@@ -461,7 +484,8 @@ _PARTS = [
     "{% set n = namespace(x='ab') %}{% for a in range(60) %}{% set n.x = [n.x, n.x] | join %}{% endfor %}"
 )
 @example(
-    "{% set n = namespace(x='ab') %}{% for a in range(60) %}{% set n.x %}{{ n.x }}{{ n.x }}{% endset %}{% endfor %}"
+    "{% set n = namespace(x='ab') %}{% for a in range(60) %}"
+    "{% set n.x %}{{ n.x }}{{ n.x }}{% endset %}{% endfor %}"
 )
 @example("{{ '%99999999999d' | format(1) }}")
 @example("{{ '{:99999999999}'.format(1) }}")

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from llm_pretrain.config import ModelConfig
-from llm_pretrain.errors import CheckpointError, ConfigError
+from llm_pretrain.errors import CheckpointError, ConfigError, DivergedError
 from llm_pretrain.export import (
     from_huggingface,
     huggingface_config,
@@ -240,7 +240,7 @@ def test_a_value_that_overflows_is_refused_by_name_and_value(dtype, value):
 def test_a_tensor_of_nan_is_refused():
     state = make(BASE).state_dict()
     state["model.norm.weight"] = torch.full((48,), float("nan"))
-    with pytest.raises(CheckpointError, match=r"model\.norm\.weight"):
+    with pytest.raises(DivergedError, match=r"model\.norm\.weight"):
         to_huggingface(state, BASE, torch.bfloat16)
 
 

@@ -230,6 +230,7 @@ def test_one_process_says_every_contradiction(world: World, launcher: str):
 
 
 COMMAND_LINES: dict[str, list[str]] = {
+    "chaos": [],
     "doctor": [],
     "parity": [],
     "prepare": ["--input", "stdlib", "--tokenizer", "nowhere", "--output", "store"],

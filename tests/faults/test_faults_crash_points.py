@@ -235,7 +235,11 @@ MISTAKES: dict[str, list[Edit]] = {
         Edit("llm_pretrain/checkpoints/weights.py", "folders.fsync_file(folder / file)", "pass"),
     ],
     "rows are not synced": [
-        Edit("llm_pretrain/training/loop.py", "on_first_rank(self.engine, self.recorder.sync)", "pass"),
+        Edit(
+            "llm_pretrain/training/saving.py",
+            "on_first_rank(self.engine, self._recorder.sync, gather_objects)",
+            "pass",
+        ),
     ],
     "status.json is not synced": [
         Edit("llm_pretrain/files.py", "os.fsync(stream.fileno())  # or", "pass  # or"),

@@ -2,7 +2,7 @@
 
 | fault | what comes of it |
 |---|---|
-| full disk in a periodic save | warning, training goes on; 74 after three in a row; older checkpoints intact |
+| full disk in a periodic save | warning, training goes on; 74 after three in a row; older ones intact |
 | space comes back | the next save passes, nothing is lost |
 | a limit on the size of files | as a full disk |
 | I/O error in fsync or rename | as a full disk |

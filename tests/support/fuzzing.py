@@ -1,4 +1,4 @@
-"""Hypothesis strategies that alter what is valid: JSON by its structure, and bytes. `FUZZ_EXAMPLES` says how often."""
+"""Hypothesis strategies that alter what is valid: JSON by its structure, and bytes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ def fuzzed(examples: int) -> settings:
         derandomize=wanted is None,
         database=None,
         deadline=None,
-        suppress_health_check=list(HealthCheck),
+        suppress_health_check=[
+            *(HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much),
+            *(HealthCheck.large_base_example, HealthCheck.function_scoped_fixture),
+        ],
     )
 
 

@@ -12,7 +12,9 @@ import psutil
 from support.interrupting import wait_for_step
 from support.launching import TIMEOUT_SECONDS, Finished, finish, kill_outright, start
 
-HANG_SECONDS = 10
+HANG_SECONDS = 15
+"""Longer than anything of a small run takes on a machine that does much else."""
+
 LAUNCHER_WAITS_SECONDS = 30
 """Between the launcher's SIGTERM and its SIGKILL, which alone ends a stopped process."""
 

@@ -107,7 +107,7 @@ def _hear_ctrl_c() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def wait_until(launch: Launch, happened: Callable[[], bool], what: str) -> None:
+def wait_until(launch: Launch, happened: Callable[[], bool], what: str, *, pause: float = 0.005) -> None:
     """Return as soon as `happened()`; fail where the launch ends before."""
     deadline = time.monotonic() + TIMEOUT_SECONDS
     while not happened():
@@ -115,7 +115,7 @@ def wait_until(launch: Launch, happened: Callable[[], bool], what: str) -> None:
             f"ended before {what}:\n{launch.process.communicate()[0][-4000:]}"
         )
         assert time.monotonic() < deadline, f"{what} did not happen"
-        time.sleep(0.005)
+        time.sleep(pause)
 
 
 def row_of(step: int) -> Callable[[Launch], None]:
@@ -157,16 +157,17 @@ def during_save(step: int | None = None) -> Callable[[Launch], None]:
 
     def moment(launch: Launch) -> None:
         checkpoints, deadline = launch.folder / "checkpoints", time.monotonic() + TIMEOUT_SECONDS
-        workers = None
+        start_of_run(launch)
+        workers = launch.workers().values()  # to look for them takes longer than a save
         while time.monotonic() < deadline:
-            wait_until(launch, lambda: any(checkpoints.glob(pattern)), "a save")
-            workers = workers or launch.workers()
-            for worker in workers.values():
+            wait_until(launch, lambda: any(checkpoints.glob(pattern)), "a save", pause=0.001)
+            for worker in workers:
                 worker.suspend()
             time.sleep(0.05)
             if any(checkpoints.glob(pattern)):
                 return
-            go_on(launch)
+            for worker in workers:
+                worker.resume()
         raise AssertionError("no save was met")
 
     return moment

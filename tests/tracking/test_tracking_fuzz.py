@@ -79,7 +79,9 @@ COMMANDS = {
 
 @pytest.mark.fuzz
 @pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("command", sorted(COMMANDS))
+@pytest.mark.parametrize(
+    "command", ["top", *(pytest.param(name, marks=pytest.mark.slow) for name in ("report", "verify"))]
+)
 def test_a_command_reads_or_refuses(
     command: str, name: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -94,6 +96,7 @@ def test_a_command_reads_or_refuses(
     check()
 
 
+@pytest.mark.slow
 @pytest.mark.fuzz
 @pytest.mark.parametrize("name", FILES)
 def test_a_run_goes_on(name: str, run: Path, plain_store: Path, tmp_path: Path):

@@ -14,6 +14,7 @@ from typing import Any
 
 from llm_pretrain.checkpoints import committed_folders, find_damage, read_manifest
 from llm_pretrain.commands._chaos.watching import FOLDERS, leftovers, training_steps
+from llm_pretrain.commands._parity.contract import SAMPLES
 from llm_pretrain.errors import PretrainError
 from llm_pretrain.tracking import read_metrics, read_rows
 
@@ -84,9 +85,8 @@ def check_start(folder: Path, before: Before) -> Violation | None:
     """The attempt goes on right after the newest checkpoint, and its rows leave out no step."""
     first, steps = began_at(folder, before)
     expected = before.checkpoint + 1
-    after = (
-        f"after the checkpoint of step {before.checkpoint}" if before.checkpoint else "without a checkpoint"
-    )
+    newest = before.checkpoint
+    after = f"after the checkpoint of step {newest}" if newest else "without a checkpoint"
     starts = lines_of(folder / "attempts.jsonl")[before.starts :]
     said = [start["step"] + 1 for start in starts] + ([first] if first is not None else [])
     for found in said:
@@ -104,19 +104,21 @@ def check_rows(
 ) -> Violation | None:
     """Rows merged by step are the reference's, bit for bit; only times and speeds are left out.
 
+    Of a row's keys the samples come first: what goes in before what comes out.
+
     Args:
         reference: The run that nobody killed.
         found: The killed one's so far.
         owed: Step whose evaluation a stop signal put off to the next attempt.
         steps: All of them must be there; None: those up to the last.
     """
-    last = steps if steps is not None else max(found, default=0)
+    last = steps if steps is not None else max(found, default=-1)
     for step in sorted(step for step in {*reference, *found} if step <= last):
         if step not in found or step not in reference:
             where = "there" if step in found else "missing"
             return Violation(f"step {step}: a row is {where}, the reference's is not", step, "row")
         left, right = reference[step], found[step]
-        for key in [*left, *(key for key in right if key not in left)]:
+        for key in dict.fromkeys([*(key for key in SAMPLES if key in left), *left, *right]):
             if key.startswith(_NOT_COMPARED) or (step == owed and key not in right):
                 continue
             expected, value = left.get(key, "missing"), right.get(key, "missing")

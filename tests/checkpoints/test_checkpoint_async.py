@@ -1,0 +1,176 @@
+"""A checkpoint is staged in memory and written later, by a thread beside the training."""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_helpers import Run, everything, same_bits
+from safetensors.torch import load_file, save_file
+
+from llm_pretrain.checkpoints import HostBuffers, staging, tensor_files
+from llm_pretrain.checkpoints.tensor_files import write_safetensors
+from llm_pretrain.errors import CheckpointError, DivergedError
+from llm_pretrain.training.background import Background
+
+
+def staged(run: Run, buffers: HostBuffers | None):
+    return run.store.stage(run.model, run.optimizer, run.scaler, run.facts(), buffers=buffers)
+
+
+def state_at(folder: Path) -> dict[str, torch.Tensor]:
+    run = Run(folder, seed=1)
+    assert run.restore() is not None
+    return everything(run)
+
+
+def check_training_does_not_reach_what_was_staged(folder: Path, buffers: HostBuffers | None) -> None:
+    run = Run(folder).train(2)
+    before = everything(run)
+    taken = staged(run, buffers)
+    run.train(3)
+    run.store.write(taken)
+    assert same_bits(state_at(folder), before)
+
+
+def test_training_changes_nothing_of_what_was_staged(tmp_path):
+    check_training_does_not_reach_what_was_staged(tmp_path / "copied", HostBuffers())
+    with pytest.raises(AssertionError):
+        check_training_does_not_reach_what_was_staged(tmp_path / "live", None)
+
+
+def test_scalars_scaler_and_facts_are_those_of_the_staged_step(tmp_path):
+    run = Run(tmp_path).train(2)
+    run.scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    run.scaler.scale(torch.ones(()))
+    extra = {"list": [1]}
+    facts = run.facts(extra=extra)
+    taken = run.store.stage(run.model, run.optimizer, run.scaler, facts, buffers=HostBuffers())
+    run.train(1)
+    run.scaler.update(8.0)
+    extra["list"].append(2)
+    run.model.updates += 1
+    run.optimizer.param_groups[0]["lr"] = 9.0
+    run.store.write(taken)
+    again = Run(tmp_path, seed=1)
+    again.scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    found = again.restore()
+    assert found is not None
+    assert found.extra == {"list": [1]}
+    assert again.scaler.get_scale() == 64.0
+    assert again.model.updates.item() == 3
+    assert again.optimizer.param_groups[0]["lr"] == 1e-2
+    assert again.optimizer.state[again.model.experts]["step"].item() == 2
+
+
+def test_buffers_are_used_again(tmp_path):
+    run, buffers = Run(tmp_path).train(1), HostBuffers()
+    first = staged(run, buffers)
+    addresses = {piece.name: piece.tensor.data_ptr() for piece in first.pieces}
+    run.store.write(first)
+    second = staged(run.train(1), buffers)
+    assert {piece.name: piece.tensor.data_ptr() for piece in second.pieces} == addresses
+    run.store.write(second)
+    assert same_bits(state_at(tmp_path), everything(run))
+
+
+def test_weights_are_copied_once_and_tied_ones_stay_one(tmp_path):
+    run, buffers = Run(tmp_path).train(1), HostBuffers()
+    taken = staged(run, buffers)
+    live = run.model.state_dict()
+    copies = taken.copied(live, buffers)
+    before = {name: tensor.clone() for name, tensor in live.items()}
+    run.train(1)
+    assert same_bits(copies, before)
+    assert copies["lm_head.weight"].data_ptr() == copies["embed_tokens.weight"].data_ptr()
+    staged_here = {piece.tensor.data_ptr() for piece in taken.pieces}
+    assert copies["experts"].data_ptr() in staged_here
+
+
+def test_all_ranks_together_write_every_tensor_once():
+    tensors = {f"t{number}": torch.zeros(number + 1, 3) for number in range(20)}
+    for world_size in (1, 2, 3, 7):
+        shares = [staging.own_pieces(tensors, rank=rank, world_size=world_size) for rank in range(world_size)]
+        names = [piece.name for share in shares for piece in share]
+        assert sorted(names) == sorted(tensors)
+        sizes = [sum(piece.tensor.nbytes for piece in share) for share in shares]
+        assert max(sizes) <= min(sizes) + max(tensor.nbytes for tensor in tensors.values())
+
+
+def test_a_failure_in_the_thread_is_raised_where_its_result_is_taken(tmp_path, monkeypatch):
+    run = Run(tmp_path).train(1)
+    run.save()
+    taken = staged(run.train(1), HostBuffers())
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        background = Background(lambda: run.store.write(taken))
+        assert background.wait(60)
+    assert background.is_done
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        background.result()
+    assert run.store.committed() == [1]
+    assert not list(tmp_path.glob(".step-*"))
+
+
+def test_what_is_written_in_a_thread_is_what_the_main_one_would_write(tmp_path):
+    """Bit for bit, file by file, while the main thread trains on; neither logs nor warnings are touched."""
+    run = Run(tmp_path / "thread").train(2)
+    taken = staged(run, HostBuffers())
+    run_alone = Run(tmp_path / "main").train(2)
+    expected = run_alone.save()
+    background = Background(lambda: run.store.write(taken))
+    run.train(5)
+    path = background.result()
+    files = sorted(file.name for file in expected.glob("*.safetensors"))
+    assert files == sorted(file.name for file in path.glob("*.safetensors"))
+    assert all((path / name).read_bytes() == (expected / name).read_bytes() for name in files)
+    assert threading.active_count() >= 1
+
+
+@pytest.mark.parametrize("found", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("copied", [False, True])
+def test_what_is_not_finite_is_never_saved(tmp_path, found, copied):
+    run = Run(tmp_path).train(1)
+    run.save()
+    sound = everything(run)
+    for name, tensor in (
+        ("experts", run.model.experts.data),
+        ("norm.weight", run.model.norm.weight.data),
+        ("optimizer.state.experts.exp_avg_sq", run.optimizer.state[run.model.experts]["exp_avg_sq"]),
+        ("router_bias", run.model.router_bias),
+    ):
+        kept = tensor.clone()
+        tensor.view(-1)[-1] = found
+        run.step = 2
+        with pytest.raises(DivergedError, match=rf"^{name}: expected finite .* found -?(nan|inf)") as caught:
+            run.store.write(staged(run, HostBuffers() if copied else None))
+        assert caught.value.shared
+        tensor.copy_(kept)
+    assert run.store.committed() == [1]
+    assert not list(tmp_path.glob(".step-*"))
+    assert same_bits(state_at(tmp_path), sound)
+
+
+def test_our_files_are_those_of_the_safetensors_library(tmp_path):
+    """Byte for byte where all elements are of one type, as in exported weights; else the same tensors."""
+    for dtype in (torch.bfloat16, torch.float32):
+        tensors = {name: torch.randn(5, 3).to(dtype) for name in ("z", "a.weight", "ü")}
+        write_safetensors(tmp_path / "ours", tensors, {"format": "pt"})
+        save_file(tensors, tmp_path / "theirs", metadata={"format": "pt"})
+        assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
+    mixed = {
+        f"{number}.{dtype}": torch.arange(number, number + 6).view(2, 3).to(dtype)
+        for number, dtype in enumerate(tensor_files._DTYPES)
+    }
+    mixed["empty"] = torch.empty(0, 4)
+    write_safetensors(tmp_path / "mixed", mixed, {"format": "pt"})
+    assert same_bits(load_file(tmp_path / "mixed"), mixed)

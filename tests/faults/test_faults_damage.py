@@ -1,0 +1,287 @@
+"""Files that are damaged, missing, strange or hostile, in a run's folder and beside it.
+
+| fault | what comes of it |
+|---|---|
+| a file of the newest checkpoint cut, emptied, removed, one bit flipped | named; the next older is taken |
+| all checkpoints damaged | 74, every one named; nothing is overwritten, never from the start |
+| temporary folders, junk, links of any kind | ignored |
+| a pickle where a reader may look | never run |
+
+Whole runs of the script, in forks; the hostile ones through the public commands.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from support.corpora import make_store
+from support.crash_checks import LAST, Scenario, exact_rows, make_scenarios, small_options, tensor_digests
+from support.crash_probe import CrashProbe
+from support.faulty_io import Fault, build_library, read_tree, write_tree
+from support.launching import Finished, environment, launch
+
+from llm_pretrain.__main__ import main
+
+NEWEST = "checkpoints/step-00000002"
+
+
+@pytest.fixture(scope="module")
+def probe(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CrashProbe]:
+    """Forks trainings."""
+    folder = tmp_path_factory.mktemp("probe")
+    running = CrashProbe(build_library(folder), folder / "own")
+    yield running
+    running.close()
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small token store."""
+    return make_store(tmp_path_factory.mktemp("small") / "store", documents=60, masked=True).path
+
+
+@pytest.fixture(scope="module")
+def scenario(probe, store, tmp_path_factory) -> Scenario:
+    """A run that was killed with two sound checkpoints, and what it must come to."""
+    folder = tmp_path_factory.mktemp("damage")
+    fresh, _ = make_scenarios(probe, folder, small_options(store), world_size=1)
+    fault = Fault("before", 0, only=f"mkdir:weights/.step-{LAST:08d}")
+    (end,) = probe.train(folder / "sound", fresh.options, faults={0: fault})
+    assert end.exit_code == -9, end.output
+    fresh.start = read_tree(folder / "sound")
+    return fresh
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "cut": lambda file: os.truncate(file, file.stat().st_size - 1),
+    "emptied": lambda file: os.truncate(file, 0),
+    "removed": lambda file: file.unlink(),
+    "one bit": flip,
+    "a folder": lambda file: (file.unlink(), file.mkdir()),
+    "a link to nothing": lambda file: (file.unlink(), file.symlink_to("nothing")),
+    "zeros": lambda file: file.write_bytes(bytes(file.stat().st_size)),
+}
+
+
+def check_end(scenario: Scenario, folder: Path) -> None:
+    """The run is at its end as if nothing had happened."""
+    assert exact_rows(folder) == scenario.rows
+    assert tensor_digests(folder / f"checkpoints/step-{LAST:08d}") == scenario.checkpoints[LAST]
+    assert Finished(0, "", folder).status["state"] == "finished"
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_named_and_the_older_one_taken(scenario, probe, tmp_path, damage):
+    names = [name for name in scenario.start if name.startswith(f"{NEWEST}/")]
+    assert len(names) == 2
+    for number, name in enumerate(names):
+        folder = write_tree(scenario.start, tmp_path / str(number))
+        DAMAGES[damage](folder / name)
+        (end,) = probe.train(folder, scenario.options)
+        assert end.exit_code == 0, end.output
+        (warning,) = [line for line in end.output.splitlines() if "damaged" in line]
+        assert f"{folder / NEWEST} is damaged: {Path(name).name}: " in warning
+        assert "passed over for an older one" in warning
+        assert Finished(0, "", folder).attempts[-1]["step"] == 1
+        check_end(scenario, folder)
+
+
+def test_when_all_are_damaged_nothing_is_overwritten(scenario, probe, tmp_path):
+    folder = write_tree(scenario.start, tmp_path / "run")
+    flip(next((folder / NEWEST).glob("shard-*")))
+    (folder / "checkpoints/step-00000001/manifest.json").unlink()
+    before = read_tree(folder)
+    for _ in range(2):
+        (end,) = probe.train(folder, scenario.options)
+        assert end.exit_code == 74, end.output
+        (error,) = [line for line in end.output.splitlines() if line.startswith("error: ")]
+        assert "step-00000001 is damaged: manifest.json: expected a file, found none" in error
+        assert "step-00000002 is damaged: shard-" in error
+        assert "no sound checkpoint is left" in error
+        after = read_tree(folder)
+        changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
+        assert changed <= {"status.json", ".lock"}, changed
+        assert Finished(0, "", folder).status["exit_code"] == 74
+
+
+def test_what_lies_beside_checkpoints_is_ignored(scenario, probe, tmp_path):
+    """Leftovers, junk, and links by the name of a later step, also dangling and in a circle."""
+    folder = write_tree(scenario.start, tmp_path / "run")
+    for parent in (folder / "checkpoints", folder / "weights"):
+        (parent / "step-00000099").symlink_to(parent / "step-00000002")
+        (parent / "step-00000098").symlink_to("nothing")
+        (parent / "step-00000097").symlink_to("step-00000097")
+        (parent / "step-00000096").write_bytes(b"a file")
+        (parent / "step-95").mkdir()
+        (parent / "best.old").mkdir()
+        (parent / ".DS_Store").write_bytes(b"\0")
+        shutil.copytree(parent / "step-00000002", parent / ".step-00000094.tmp-0123abcd")
+        shutil.copytree(parent / "step-00000002", parent / ".step-00000093.old-0123abcd")
+        os.mkfifo(parent / "step-00000092")
+    (folder / "checkpoints" / "notes").write_text("mine")
+    (end,) = probe.train(folder, scenario.options)
+    assert end.exit_code == 0, end.output
+    assert "damaged" not in end.output
+    assert Finished(0, "", folder).attempts[-1]["step"] == 2
+    check_end(scenario, folder)
+    for parent in ("checkpoints", "weights"):
+        left = {path.name for path in (folder / parent).iterdir()}
+        assert not {name for name in left if ".tmp-" in name or ".old-" in name}
+        assert {f"step-000000{number}" for number in (92, 96, 97, 98, 99)} <= left
+
+
+def test_a_checkpoint_folder_that_is_a_link_is_followed(scenario, probe, tmp_path):
+    """Somebody keeps checkpoints on a larger disk."""
+    folder = write_tree(scenario.start, tmp_path / "run")
+    (folder / "checkpoints").rename(tmp_path / "elsewhere")
+    (folder / "checkpoints").symlink_to(tmp_path / "elsewhere")
+    (end,) = probe.train(folder, scenario.options)
+    assert end.exit_code == 0, end.output
+    assert Finished(0, "", folder).attempts[-1]["step"] == 2
+    check_end(scenario, folder)
+
+
+class Bomb:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, target: Path):
+        self.target = target
+
+    def __reduce__(self):
+        return Path.touch, (self.target,)
+
+
+BAIT = (
+    *(".metadata", "__0_0.distcp", "__0.metadata", "optimizer.pt", "optimizer.bin", "scheduler.bin"),
+    *("data.pkl", "training_args.bin", "pytorch_model.bin", "adapter_model.bin", "random_states_0.pkl"),
+    *("rng_state.pth", "sampler.bin", "scaler.pt", "arrays.npy", "tokens.npz", "added.pkl", "model.pt"),
+)
+"""Names under which other programs keep pickles."""
+
+
+def plant(folder: Path, exploded: Path) -> None:
+    """Leave pickles, plain and in torch's archive, under every such name in `folder` and in those below."""
+    plain, archive = pickle.dumps(Bomb(exploded)), io.BytesIO()
+    torch.save(Bomb(exploded), archive)
+    for each in [folder, *(path for path in folder.rglob("*") if path.is_dir())]:
+        for number, name in enumerate(BAIT):
+            if not (each / name).exists():
+                (each / name).write_bytes(archive.getvalue() if number % 2 else plain)
+
+
+@pytest.fixture(params=["here", pytest.param("apart", marks=pytest.mark.slow)])
+def command(request, capfd) -> Callable[..., tuple[int, str]]:
+    """`llm-pretrain` in this process, or in one of its own: exit code and what it printed."""
+
+    def here(*arguments: object) -> tuple[int, str]:
+        code = main([*map(str, arguments)])
+        return code, "".join(capfd.readouterr())
+
+    def apart(*arguments: object) -> tuple[int, str]:
+        command = [sys.executable, "-m", "llm_pretrain", *map(str, arguments)]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment(), check=False)
+        return done.returncode, done.stdout + done.stderr
+
+    return here if request.param == "here" else apart
+
+
+def test_pickles_are_never_run(scenario, probe, store, command, tmp_path):
+    """Training that goes on, and each command that reads weights: with bait beside what they read."""
+    shutil.copytree(store, tmp_path / "store")
+    folder, exploded = write_tree(scenario.start, tmp_path / "run"), tmp_path / "exploded"
+    pickle.loads(pickle.dumps(Bomb(tmp_path / "works")))
+    assert (tmp_path / "works").exists()
+    for planted in (folder, tmp_path / "store"):
+        plant(planted, exploded)
+    options = [text.replace(str(store), str(tmp_path / "store")) for text in scenario.options]
+    (end,) = probe.train(folder, options)
+    assert end.exit_code == 0, end.output
+    assert Finished(0, "", folder).attempts[-1]["step"] == 2
+    check_end(scenario, folder)
+    plant(folder, exploded)
+    for arguments in (
+        ("generate", folder, "--prompt", "one", "--max_new_tokens", "4"),
+        ("evaluate", folder, "--store", tmp_path / "store", "--max_batches", "1"),
+        (
+            "export",
+            folder / "weights/step-00000003",
+            "--to",
+            "huggingface",
+            "--output",
+            tmp_path / "exported",
+        ),
+        ("verify", folder),
+    ):
+        code, output = command(*arguments)
+        assert code == 0, f"{arguments}: {output[-3000:]}"
+    assert not exploded.exists()
+
+
+@pytest.mark.slow
+def test_pickles_in_place_of_files_are_never_run(scenario, probe, store, command, tmp_path):
+    """Every file that is read, one after the other, is a pickle: a line, or passed by."""
+    exploded = tmp_path / "exploded"
+    plain, archive = pickle.dumps(Bomb(exploded)), io.BytesIO()
+    torch.save(Bomb(exploded), archive)
+    folder = write_tree(scenario.start, tmp_path / "run")
+    (end,) = probe.train(folder, scenario.options)
+    assert end.exit_code == 0, end.output
+    victims = [
+        *(folder / "weights/step-00000003").iterdir(),
+        *(folder / "checkpoints/step-00000003").iterdir(),
+        folder / "config.yaml",
+        folder / "metrics.jsonl",
+        *(path for path in store.rglob("*") if path.is_file()),
+    ]
+    assert len(victims) > 12
+    for number, file in enumerate(victims):
+        before = file.read_bytes()
+        file.write_bytes(archive.getvalue() if number % 2 else plain)
+        for arguments in (
+            ("generate", folder, "--prompt", "one", "--max_new_tokens", "4"),
+            ("evaluate", folder, "--store", store, "--max_batches", "1"),
+            ("export", folder / "weights/step-00000003", "--to", "huggingface", "--output", tmp_path / "out"),
+            ("verify", folder),
+        ):
+            code, output = command(*arguments)
+            assert code == 0 or "error: " in output or arguments[0] == "verify", (
+                f"{arguments}, {file}: {output}"
+            )
+            assert "Traceback" not in output, f"{arguments}, {file}: {output}"
+            shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        file.write_bytes(before)
+        assert not exploded.exists(), f"{file} was unpickled"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
+@pytest.mark.parametrize("damage", ["one bit", "removed"])
+def test_a_launched_run_takes_the_older_one(launcher, damage, options, undisturbed, tmp_path):
+    """Two processes and the public commands: a file of the second rank, or the manifest."""
+    folder = tmp_path / "run"
+    launch(launcher, 2, folder, [*options, "--training.max_steps", "12"])
+    newest = folder / "checkpoints" / "step-00000012"
+    file = newest / "manifest.json" if damage == "removed" else next(newest.glob("shard-00002-*"))
+    DAMAGES[damage](file)
+    finished = launch(launcher, 2, folder, options)
+    assert f"step-00000012 is damaged: {file.name}: " in finished.output
+    assert finished.attempts[-1]["step"] == 8
+    rows = undisturbed.exact_rows()
+    assert {step: row["data/batch_sha256"] for step, row in finished.rows.items()} == {
+        step: row["data/batch_sha256"] for step, row in rows.items()
+    }
