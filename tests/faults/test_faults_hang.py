@@ -183,9 +183,10 @@ def test_a_data_worker_that_is_stopped_ends_a_run_on_one_process(
     try:
         wait_for_step(process, folder, STOP_STEP)
         members = psutil.Process(process.pid).children(recursive=True)
-        for member in members:
-            if "multiprocessing" in " ".join(member.cmdline()) or "forkserver" in " ".join(member.cmdline()):
-                member.suspend()
+        servers = {member.pid for member in members if "forkserver" in " ".join(member.cmdline())}
+        workers = [member for member in members if member.ppid() in servers]  # forks of their server
+        assert len(workers) == 1
+        workers[0].suspend()
         run = finish(process, folder)
     finally:
         if process.poll() is None:
