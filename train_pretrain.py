@@ -33,6 +33,7 @@ from llm_pretrain.errors import ConfigError
 from llm_pretrain.model import DecoderOutput
 from llm_pretrain.training import (
     DDP_OPTIONS,
+    Judge,
     Launcher,
     Objective,
     StepCounts,
@@ -114,7 +115,7 @@ class TorchrunEngine:
         with torch.autocast(self.device.type, self.autocast_dtype, enabled=self.autocast_dtype is not None):
             return self.model(**batch.model_inputs())
 
-    def train_step(self, micro_batches: Sequence[Batch]) -> StepResult:
+    def train_step(self, micro_batches: Sequence[Batch], judge: Judge) -> StepResult:
         counts = StepCounts.of(micro_batches, self.reduce_sum)
         result = StepResult(counts, skipped="no_loss_tokens")
         if counts.num_loss_tokens == 0:
@@ -133,7 +134,7 @@ class TorchrunEngine:
         self.grad_scaler.unscale_(self.optimizer)
         max_norm = self.config.training.max_grad_norm or math.inf
         grad_norm = plain_number(clip_grad_norm_(self.model.parameters(), max_norm))
-        result = StepResult.of(counts, sums.reduced(self.reduce_sum), grad_norm, self.scaler)
+        result = StepResult.of(counts, sums.reduced(self.reduce_sum), grad_norm, judge, self.scaler)
         if not result.skipped:
             self.grad_scaler.step(self.optimizer)
         self.grad_scaler.update()

@@ -41,6 +41,7 @@ from llm_pretrain.errors import ConfigError
 from llm_pretrain.model import DecoderOutput
 from llm_pretrain.training import (
     DDP_OPTIONS,
+    Judge,
     Launcher,
     Objective,
     StepCounts,
@@ -144,7 +145,7 @@ class AccelerateEngine:
         with self.accelerator.autocast():  # FSDP's `prepare` leaves it to us, DDP's does not mind
             return self.model(**batch.model_inputs())
 
-    def train_step(self, micro_batches: Sequence[Batch]) -> StepResult:
+    def train_step(self, micro_batches: Sequence[Batch], judge: Judge) -> StepResult:
         counts = StepCounts.of(micro_batches, self.reduce_sum)
         result = StepResult(counts, skipped="no_loss_tokens")
         if counts.num_loss_tokens == 0:
@@ -162,7 +163,8 @@ class AccelerateEngine:
                     max_norm = self.config.training.max_grad_norm or math.inf
                     norm = self.accelerator.clip_grad_norm_(self.model.parameters(), max_norm)
                     grad_norm = plain_number(norm)  # type: ignore[arg-type]  # never None: zero_compute_grad_norm
-                    result = StepResult.of(counts, sums.reduced(self.reduce_sum), grad_norm, self.scaler)
+                    reduced = sums.reduced(self.reduce_sum)
+                    result = StepResult.of(counts, reduced, grad_norm, judge, self.scaler)
                     if self.uses_deepspeed:  # its engine has clipped and stepped inside `backward`
                         stop_if_diverged(self.optimizer.optimizer, result, batch.step)
                     if not result.skipped:

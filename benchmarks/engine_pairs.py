@@ -18,7 +18,7 @@ import torch
 from llm_pretrain.config import Config, load_config, resolve_model
 from llm_pretrain.data import Batch, global_batches, open_stores
 from llm_pretrain.model import Decoder, initialize_weights
-from llm_pretrain.training import Engine, prepare_process
+from llm_pretrain.training import Engine, SpikeHistory, prepare_process
 from llm_pretrain.training.loop import windows
 from llm_pretrain.training.optimizers import build_optimizer
 from train_pretrain import TorchrunEngine
@@ -40,7 +40,7 @@ class Steps:
         """Fetch the next batches and take a step."""
         before = time.process_time()
         micro_batches: list[Batch] = next(self.windows)
-        self.engine.train_step(micro_batches)
+        self.engine.train_step(micro_batches, SpikeHistory().judge("log"))
         self.seconds.append(time.process_time() - before)
 
 

@@ -31,7 +31,7 @@ from benchmarks.launching import add_store_option, token_store, training_options
 from benchmarks.measuring import Spread, goal
 from llm_pretrain.config import Config, load_config
 from llm_pretrain.data import Batch
-from llm_pretrain.training import StepResult, prepare_process, pretrain
+from llm_pretrain.training import Judge, StepResult, prepare_process, pretrain
 from llm_pretrain.training.loop import windows
 from llm_pretrain.training.optimizers import build_optimizer
 
@@ -95,11 +95,11 @@ class MeasuredEngine(train_pretrain.TorchrunEngine):
         optimizer.zero_grad = self._arithmetic(optimizer.zero_grad)  # type: ignore[method-assign]
         return self._in_turns(own, bare)
 
-    def train_step(self, micro_batches: Any) -> StepResult:
+    def train_step(self, micro_batches: Any, judge: Judge) -> StepResult:
         backward, before = torch.Tensor.backward, time.process_time()
         torch.Tensor.backward = self._arithmetic(backward)  # type: ignore[method-assign]
         try:
-            return super().train_step(micro_batches)
+            return super().train_step(micro_batches, judge)
         finally:
             torch.Tensor.backward = backward  # type: ignore[method-assign]
             self._engine_seconds = time.process_time() - before

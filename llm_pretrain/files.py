@@ -20,9 +20,9 @@ def fsync_folder(folder: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if (
-            error.errno != errno.EINVAL
-        ):  # some network file systems cannot sync a folder, and say so like this
+        # some network file systems cannot sync a folder, and say so like this
+        if error.errno != errno.EINVAL:
+            error.filename = str(folder)
             raise
     finally:
         os.close(descriptor)
@@ -31,7 +31,11 @@ def fsync_folder(folder: Path) -> None:
 def fsync_file(file: Path) -> None:
     """Make the file's content survive a power cut."""
     with file.open("rb") as stream:
-        os.fsync(stream.fileno())
+        try:
+            os.fsync(stream.fileno())
+        except OSError as error:
+            error.filename = str(file)
+            raise
 
 
 def make_folder(folder: Path) -> None:
@@ -46,7 +50,7 @@ def replace_text(file: Path, text: str) -> None:
     """Replace a file by one with this text: a reader, and a crash at any point, finds the old or the new.
 
     Raises:
-        OSError: it cannot be written; the old one stays, and nothing else is left.
+        OSError: naming the file that cannot be written; the old one stays, and nothing else is left.
     """
     descriptor, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.tmp-")
     try:
@@ -56,7 +60,8 @@ def replace_text(file: Path, text: str) -> None:
             os.fsync(stream.fileno())  # or a power cut may leave the new name with nothing in it
         os.chmod(temporary, 0o644)
         os.replace(temporary, file)
-    except OSError:
+    except OSError as error:
+        error.filename = str(file)
         Path(temporary).unlink(missing_ok=True)
         raise
 

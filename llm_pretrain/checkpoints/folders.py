@@ -119,15 +119,24 @@ def best_folder(parent: Path) -> Path | None:
     return best if best.is_dir() else None
 
 
-def prune(parent: Path, *, newest: int, keep_last: int, unsound: Collection[int] = ()) -> None:
+def multiples(steps: Collection[int], period: int, newest: int) -> list[int]:
+    """Those of `steps` up to `newest` that are multiples of `period`; none where that is 0."""
+    return [step for step in steps if period and step <= newest and step % period == 0]
+
+
+def prune(
+    parent: Path, *, newest: int, keep_last: int, unsound: Collection[int] = (), period: int = 0
+) -> None:
     """Delete old folders, by renaming first; failures are logged, since the new one is already safe.
 
     Of the folders up to step `newest` (the one just committed), the last `keep_last` stay, at least two,
-    not counting those known to be `unsound`. Later ones belong to an attempt that this run has not
-    caught up with; they are left alone until it has.
+    not counting those known to be `unsound`, and the last of a multiple of `period`, to which a run may have
+    to go back when stop signals have written newer ones. Later ones belong to an attempt that this run has
+    not caught up with; they are left alone until it has.
     """
     steps = [step for step in reversed(committed_folders(parent)) if step <= newest]
-    kept = [step for step in steps if step not in unsound][: max(MINIMUM_KEPT, keep_last)]
+    sound = [step for step in steps if step not in unsound]
+    kept = sound[: max(MINIMUM_KEPT, keep_last)] + multiples(sound, period, newest)[:1]
     for step in [step for step in steps if step not in kept]:
         retired = parent / f".{folder_name(step)}.old-{uuid.uuid4().hex}"
         try:

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from llm_pretrain.checkpoints.manifest_parts import wrong_part
 from llm_pretrain.errors import CheckpointError
 
 MANIFEST_NAME = "manifest.json"
@@ -152,12 +153,15 @@ def read_manifest(folder: Path) -> Manifest:
                 f"{file}: format_version is {version}, this version of llm_pretrain reads {FORMAT_VERSION}; "
                 "continue with the version that wrote it"
             )
-        return Manifest(run=RunFacts(**content.pop("run")), **content)
+        manifest = Manifest(run=RunFacts(**content.pop("run")), **content)
+        if wrong := wrong_part(manifest):
+            raise UnsoundError(f"{MANIFEST_NAME}: expected {wrong}; it was not written by this package")
+        return manifest
     except FileNotFoundError:
         raise UnsoundError(f"{MANIFEST_NAME}: expected a file, found none") from None
     except OSError as error:
         raise UnsoundError(f"{MANIFEST_NAME}: cannot be read: {error}") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise UnsoundError(f"{MANIFEST_NAME}: expected a complete manifest, found damaged content") from None
 
 
@@ -172,10 +176,12 @@ def find_damage(folder: Path, manifest: Manifest, *, rank: int = 0, world_size: 
     """One line per file of this rank's share (every W-th) that is not what the manifest says."""
     problems = []
     for name, expected in sorted(manifest.files.items())[rank::world_size]:
-        if Path(name).name != name:
+        if Path(name).name != name:  # `..` and paths: nothing outside of the folder is read
             problems.append(f"{MANIFEST_NAME}: expected plain file names, found {name!r}")
             continue
         try:
+            if not (folder / name).is_file():  # a pipe would be waited for
+                raise FileNotFoundError
             size = (folder / name).stat().st_size
             if size != expected["bytes"]:
                 problems.append(f"{name}: expected {expected['bytes']} bytes, found {size}")

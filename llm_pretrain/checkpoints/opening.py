@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from llm_pretrain import export
 from llm_pretrain.checkpoints.folders import committed_folders
 from llm_pretrain.checkpoints.manifest import (
@@ -22,7 +24,7 @@ from llm_pretrain.checkpoints.manifest import (
     read_manifest,
 )
 from llm_pretrain.checkpoints.tensor_files import read_tensors
-from llm_pretrain.config import Config, YamlError, from_dict, read_yaml_file
+from llm_pretrain.config import Config, YamlError, from_dict, read_yaml_file, shape_problems
 from llm_pretrain.errors import CheckpointError, PretrainError
 from llm_pretrain.model import Decoder
 
@@ -164,8 +166,11 @@ def _read_model(path: Path, content: Manifest, run: Config) -> Decoder:
                 f"{path.parent.parent / 'config.yaml'}: expected {key} {saved[key]}, as the checkpoint "
                 f"{path.name} has it, found {fields[key]}; it is another run's configuration"
             )
-    model = Decoder(run.model)
-    tensors = {name: value for name, value in model.state_dict().items() if name not in content.tied}
+    if problems := shape_problems(run.model):
+        raise CheckpointError(f"{path.parent.parent / 'config.yaml'}: {problems[0]}")
+    with torch.device("meta"):  # nothing is allocated before the files are known to have it
+        described = Decoder(run.model).state_dict()
+    tensors = {name: value for name, value in described.items() if name not in content.tied}
     expected = {name: ["float32", list(value.shape)] for name, value in tensors.items()}
     found = {
         name: [facts["dtype"], list(facts["shape"])]
@@ -178,6 +183,8 @@ def _read_model(path: Path, content: Manifest, run: Config) -> Decoder:
             f"{path}: expected {name} as {expected.get(name, 'absent')}, by the run's config.yaml, found "
             f"{found.get(name, 'absent')} ({len(different)} tensors differ)"
         )
+    model = Decoder(run.model)
+    tensors = {name: value for name, value in model.state_dict().items() if name not in content.tied}
     read_tensors(tensors, path, sorted(content.files), world_size=1)
     return model
 

@@ -50,6 +50,7 @@ class CheckpointStore:
         world_size: Number of processes.
         gather_objects: Gives every rank the list of all ranks' values; a barrier.
         keep_last: Checkpoints to keep; at least 2 are kept.
+        period: Besides these, the newest of a multiple of this step is kept; 0 keeps none besides.
     """
 
     def __init__(
@@ -60,10 +61,11 @@ class CheckpointStore:
         world_size: int,
         gather_objects: Callable[[Any], list],
         keep_last: int,
+        period: int = 0,
     ):
         self.folder = Path(folder)
         self._ranks = Ranks(rank, world_size, gather_objects)
-        self._keep_last = keep_last
+        self._keep_last, self._period = keep_last, period
         self._unsound: set[int] = set()
 
     def committed(self) -> list[int]:
@@ -73,6 +75,12 @@ class CheckpointStore:
     def latest_step(self) -> int | None:
         """Step of the newest committed checkpoint."""
         return max(self.committed(), default=None)
+
+    def newest_periodic(self, step: int) -> Path | None:
+        """The newest checkpoint of a multiple of `period` up to `step`, as rank 0 sees it; None without."""
+        doing = f"{self.folder}: looking for a periodic checkpoint"
+        committed = self._ranks.first(doing, lambda: folders.committed_folders(self.folder))
+        return committed.get(max(folders.multiples(committed, self._period, step), default=-1))
 
     def save(self, model: nn.Module, optimizer: Optimizer, scaler: Any, facts: RunFacts) -> Path:
         """Commit the state after step `facts.step`; returns the checkpoint's folder.
@@ -139,7 +147,13 @@ class CheckpointStore:
         path = write_staged(staged, self.folder, ranks)
         self._unsound.discard(step)
         if ranks.rank == 0:
-            folders.prune(self.folder, newest=step, keep_last=self._keep_last, unsound=self._unsound)
+            folders.prune(
+                self.folder,
+                newest=step,
+                keep_last=self._keep_last,
+                unsound=self._unsound,
+                period=self._period,
+            )
         return path
 
     def find(self, *, expected: Expected, source: Path | None = None) -> ResumePoint | None:

@@ -73,11 +73,12 @@ def save_weights(
         CheckpointError: a value does not fit `dtype`, or writing failed; earlier exports are as they were.
     """
     temporary = folders.temporary_folder(folder, step, uuid.uuid4().hex)
+    tensors = state.raw_module(model).state_dict() if isinstance(model, nn.Module) else model
+    size = sum(tensor.numel() for tensor in tensors.values()) * DTYPES[dtype].itemsize
     try:
         folders.make_parent(folder)
         folders.clean(folder)
         temporary.mkdir()
-        tensors = state.raw_module(model).state_dict() if isinstance(model, nn.Module) else model
         _write_model(temporary, tensors, config, dtype, token_ids)
         write_json(
             temporary / "generation_config.json",
@@ -94,7 +95,9 @@ def save_weights(
         free = _free_bytes(folder)  # as long as what was written is there
         folders.discard(temporary)
         text = " ".join(str(error).split())
-        raise CheckpointError(f"{folder}: writing weights of step {step} failed: {text} ({free})") from error
+        raise CheckpointError(
+            f"{folder}: writing weights of step {step}, {size} bytes, failed: {text} ({free})"
+        ) from error
     except Exception:
         folders.discard(temporary)
         raise

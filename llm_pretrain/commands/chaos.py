@@ -18,11 +18,11 @@ HELP = "kill a run again and again; it must end as the run that nobody killed, b
 EXAMPLES = """\
 Every other option is a setting, --section.field VALUE, and goes to every launch.
 
-deaths: group, SIGKILL of launcher and workers at once; rank, of one worker (rank:1, of that one), after which
-the launcher must end within 60 s; launcher, of the launcher alone, after which no worker may live on for 30 s;
-term, a stop signal. Rows, sample digests, parameters, every tensor of the last checkpoint and every file of
-the weights must be the other run's; every attempt must begin right after the newest committed checkpoint.
-exit code: 0 where all of this holds, 1 where it does not or less was shown than asked for, 2 or 65 for wrong input
+deaths: group, SIGKILL of launcher and workers at once; rank, of one worker (rank:1, of that one), after
+which the launcher must end within 60 s; launcher, of the launcher alone, after which no worker may live on
+for 30 s; term, a stop signal. Rows, sample digests, parameters, every tensor of the last checkpoint and every
+file of the weights must be the other run's; every attempt must begin right after the newest checkpoint.
+exit code: 0 where this holds, 1 where it does not or less was shown than asked for, 2 or 65 for wrong input
 
 examples:
   llm-pretrain chaos --config configs/tiny-dense.yaml --kills 3 --steps 12
@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Launch, kill, compare, print a line per kill and write chaos.json; 0 where all that is promised holds."""
+    """Launch, kill, compare, print a line per kill and write chaos.json; 0 where all that was asked holds."""
     from llm_pretrain.commands._chaos.plan import make_plan
     from llm_pretrain.commands._chaos.running import Result, run_chaos
     from llm_pretrain.commands._chaos.table import attempt_line, heading, summary, write_json
@@ -92,8 +92,8 @@ def run(arguments: argparse.Namespace) -> int:
     plan.output.mkdir(parents=True, exist_ok=arguments.output is not None)
     place = _place(plan, machine, arguments.timeout)
     _say(
-        f"{len(plan.kills)} kills in {plan.steps} steps, a save every {plan.save_steps}, seed {arguments.seed}; "
-        f"W={plan.world_size}, in {plan.output}"
+        f"{len(plan.kills)} kills in {plan.steps} steps, a save every {plan.save_steps}, "
+        f"seed {arguments.seed}; W={plan.world_size}, in {plan.output}"
     )
     for note in plan.notes:
         _say(f"note   {note}")

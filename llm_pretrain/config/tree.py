@@ -235,7 +235,9 @@ class DistributedConfig:
         zero_stage: What ZeRO shards: 1 optimizer state, 2 gradients too, 3 parameters too. Default: what
             `accelerate launch` was told, else 2.
         cpu_threads: Threads per process. Default: cores / processes on this machine.
-        timeout_seconds: A collective that waits longer than this fails.
+        timeout_seconds: A process without a sign of life (a step, a batch of an evaluation, bytes of a save)
+            for this long is taken to hang: it leaves its threads' stacks and ends with exit code 71. Also how
+            long ranks wait for each other at the start.
     """
 
     strategy: Literal["ddp", "fsdp", "deepspeed"] = "ddp"

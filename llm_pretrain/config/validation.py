@@ -7,7 +7,6 @@ of the machine except whether the paths and packages that a field names can be u
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -18,30 +17,7 @@ from llm_pretrain.config.model_config import ModelConfig
 from llm_pretrain.config.tree import Config
 from llm_pretrain.config.validation_data import data_problems
 from llm_pretrain.config.validation_model import Relation, attention_relations, model_relations
-
-_POSITIVE = (
-    *("model.vocab_size", "model.hidden_size", "model.intermediate_size", "model.num_hidden_layers"),
-    *("model.num_attention_heads", "model.num_key_value_heads", "model.head_dim"),
-    *("model.max_position_embeddings", "model.rms_norm_eps", "model.initializer_range", "model.rope_theta"),
-    *("model.rope_factor", "model.original_max_position_embeddings", "model.routed_scaling_factor"),
-    *("model.rope_beta_fast", "model.rope_beta_slow", "evaluation.sample_tokens"),
-    *("model.num_experts_per_tok", "model.moe_intermediate_size", "model.decoder_sparse_step"),
-    *("optimizer.learning_rate", "optimizer.adam_epsilon", "schedule.decay_steps"),
-    *("training.sequence_length", "training.micro_batch_size", "training.global_batch_size"),
-    *("training.max_steps", "training.max_skipped_steps", "evaluation.max_batches"),
-    *("logging.logging_steps", "distributed.cpu_threads", "distributed.timeout_seconds"),
-)
-_NOT_NEGATIVE = (
-    *("run.seed", "data.seed", "data.num_workers", "model.num_experts", "model.first_k_dense_replace"),
-    "model.n_shared_experts",
-    *("model.router_aux_loss_coef", "model.router_z_loss_coef", "model.router_bias_update_rate"),
-    *("optimizer.weight_decay", "schedule.warmup_steps", "schedule.min_learning_rate"),
-    *("training.max_grad_norm", "training.z_loss_coef", "checkpoint.save_steps", "evaluation.eval_steps"),
-)
-_BELOW_ONE = (
-    *("model.attention_dropout", "model.hidden_dropout"),
-    *("optimizer.adam_beta1", "optimizer.adam_beta2"),
-)
+from llm_pretrain.config.validation_ranges import range_problems
 
 
 def validate(config: Config, world_size: int = 1, *, needs_data: bool = True) -> list[str]:
@@ -52,10 +28,14 @@ def validate(config: Config, world_size: int = 1, *, needs_data: bool = True) ->
         world_size: Number of processes of the run.
         needs_data: Whether `data.sources` must name a store.
     """
-    alone = [*_ranges(config), *_names(config), *data_problems(config.data, needs_data)]
+    alone = [
+        *range_problems(config),
+        *_names(config),
+        *data_problems(config.data, needs_data),
+    ]
     wrong = {line.partition(":")[0] for line in alone}
     relations = [*model_relations(config), *_batch(config, world_size), *_schedule(config)]
-    relations += [*_samples(config), *_strategy(config)]
+    relations += [*_samples(config), *_strategy(config), *_spikes(config)]
     # a relation to a value that is impossible anyway says nothing new, and may not be computable
     return alone + [text for names, text in relations if not wrong.intersection(names)]
 
@@ -65,33 +45,8 @@ def shape_problems(model: ModelConfig) -> list[str]:
     if problems := check_tree({"model": dataclasses.asdict(model)})[1]:
         return [problem.line for problem in problems]
     config = Config(model=model)
-    alone = [line for line in _ranges(config) if line.startswith("model.")]
+    alone = [line for line in range_problems(config) if line.startswith("model.")]
     return alone or [line for _, line in attention_relations(model)]
-
-
-def _ranges(config: Config) -> Iterator[str]:
-    """Fields whose own value is impossible."""
-    for section in dataclasses.fields(config):
-        for field in dataclasses.fields(getattr(config, section.name)):
-            name = f"{section.name}.{field.name}"
-            value = getattr(getattr(config, section.name), field.name)
-            if not isinstance(value, int | float):
-                continue
-            if isinstance(value, float) and not math.isfinite(value):
-                yield f"{name}: expected a finite number, found {value}"
-            elif name in _POSITIVE and value <= 0:
-                yield f"{name}: expected more than 0, found {value}"
-            elif name in _NOT_NEGATIVE and value < 0:
-                yield f"{name}: expected 0 or more, found {value}"
-            elif name in _BELOW_ONE and not 0 <= value < 1:
-                yield f"{name}: expected at least 0 and less than 1, found {value}"
-    if config.training.spike_action != "log":
-        yield f"training.spike_action: expected log, found {config.training.spike_action}: not built yet"
-    if config.checkpoint.keep_last < 2:
-        yield (
-            f"checkpoint.keep_last: expected 2 or more, found {config.checkpoint.keep_last}; the last but "
-            "one is what a run falls back to when the last is damaged"
-        )
 
 
 def _names(config: Config) -> Iterator[str]:
@@ -191,4 +146,22 @@ def _strategy(config: Config) -> Iterator[Relation]:
             names,
             f"{names[0]}: expected fp32 or bf16 with {names[1]} deepspeed, found fp16, whose loss scale "
             "DeepSpeed would keep to itself and no checkpoint has; use bf16",
+        )
+
+
+def _spikes(config: Config) -> Iterator[Relation]:
+    action = config.training.spike_action
+    names = ("training.spike_action", "distributed.strategy")
+    if action != "log" and config.distributed.strategy == "deepspeed":
+        yield (
+            names,
+            f"{names[0]}: expected log with {names[1]} deepspeed, found {action}, but its engine takes every "
+            "step before it can be judged; use ddp or fsdp",
+        )
+    names = ("training.spike_action", "checkpoint.save_steps")
+    if action == "rollback" and config.checkpoint.save_steps == 0:
+        yield (
+            names,
+            f"{names[0]}: expected log or skip with {names[1]} 0, found rollback, which goes back to a "
+            f"periodic checkpoint; set {names[1]}",
         )

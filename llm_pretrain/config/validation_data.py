@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from llm_pretrain.config.tree import DataConfig
+from llm_pretrain.config.validation_ranges import LARGEST_INTEGER
 
 _LABEL = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
 
@@ -72,6 +73,8 @@ def _weight_changes(data: DataConfig) -> Iterator[str]:
         name = f"data.weight_changes[{j}]"
         if change.step < 0:
             yield f"{name}.step: expected 0 or more, found {change.step}"
+        elif change.step > LARGEST_INTEGER:
+            yield f"{name}.step: expected at most {LARGEST_INTEGER}, found {change.step}"
         elif change.step <= before:
             yield f"{name}.step: expected more than the {before} of the change before, found {change.step}"
         before = max(before, change.step)

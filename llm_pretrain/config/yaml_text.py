@@ -20,7 +20,7 @@ import yaml
 
 MAX_BYTES = 1 << 18
 """Size of the largest file that is read as settings; the longest of ours has a hundredth of it."""
-MAX_VALUES = 20_000
+MAX_VALUES = 10_000
 """Values that a text may stand for, those of an alias counted at every use: a few lines of aliases to
 aliases would be billions of them, and to read, to compare and to print them would take all memory."""
 MAX_DEPTH = 32

@@ -12,7 +12,8 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from llm_pretrain.data.chat_rendering import ChatRenderer, ChatTemplateError, Rendered
+from llm_pretrain.data.chat_rendering import ChatRenderer, Rendered
+from llm_pretrain.data.chat_sandbox import ChatTemplateError
 from llm_pretrain.data.tokenizers import Tokenizer
 from llm_pretrain.errors import DataError
 

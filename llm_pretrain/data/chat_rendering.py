@@ -7,7 +7,6 @@ a placeholder takes its place until the template is done. Knows no token ids: `c
 from __future__ import annotations
 
 import datetime
-import functools
 import json
 import re
 from collections.abc import Sequence
@@ -15,17 +14,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from llm_pretrain.errors import DataError
+from llm_pretrain.data.chat_sandbox import ChatTemplateError, compile_template, render
 
 TRAINING_DATE = datetime.datetime(2024, 7, 26)
 """What templates that name the day are told for training, so that a corpus is the same on every day."""
 
 _PRIVATE = range(0xF0000, 0xFFFFE)
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-
-
-class ChatTemplateError(DataError):
-    """A conversation that its template does not take, or whose turns cannot be told apart."""
 
 
 @dataclass(frozen=True)
@@ -86,13 +81,14 @@ class _Job:
                 "expected messages and tools to be flatter, found deep nesting"
             ) from error
         self._date = date
-        self._compiled = _compile(renderer._template, self._begin, self._end)
+        self._compiled = compile_template(renderer._template, self._begin, self._end)
         self._has_marks = bool(_GENERATION.search(renderer._template))
         self.text, self._marked = self._without_marks(self._raw(len(messages), False))
 
     def _take(self, renderer: ChatRenderer, messages: Sequence[dict], tools: Any) -> None:
         """Guards what is said, with characters for the marks that occur nowhere in it."""
-        seen = set(json.dumps([messages, tools], ensure_ascii=False, default=str) + renderer._template)
+        given = json.dumps([messages, tools], ensure_ascii=False, default=str) + renderer._template
+        self._size, seen = len(given), set(given)
         free = (chr(code) for code in _PRIVATE if chr(code) not in seen)
         self._open, self._close, self._begin, self._end = (next(free) for _ in range(4))
         self._marks = re.compile(f"{self._open}(\\d+){self._close}")
@@ -111,13 +107,15 @@ class _Job:
 
     def _raw(self, count: int, add_generation_prompt: bool) -> str:
         try:
-            return self._compiled.render(
-                messages=self._guard(self._messages[:count]),  # a copy: templates may change what they get
-                tools=self._tools,
-                add_generation_prompt=add_generation_prompt,
-                strftime_now=self._date.strftime,
-                **self._variables,
-            )
+            variables = {
+                "messages": self._guard(self._messages[:count]),  # a copy: templates may change what they get
+                "tools": self._tools,
+                "add_generation_prompt": add_generation_prompt,
+                "strftime_now": self._date.strftime,
+            }
+            return render(self._compiled, self._size, variables | self._variables)
+        except ChatTemplateError:
+            raise
         except Exception as error:  # what a template does wrong shows in any kind
             reason = " ".join(str(error).split()) or type(error).__name__
             raise ChatTemplateError(
@@ -227,43 +225,3 @@ class _Job:
             return place + next((shift for end, shift in reversed(cuts) if end <= place), 0)
 
         return Rendered(restored, tuple(literal), tuple((moved(start), moved(end)) for start, end in spans))
-
-
-@functools.lru_cache(maxsize=8)
-def _compile(template: str, begin: str, end: str) -> Any:
-    """The template in a sandbox, with what transformers offers to one; `{% generation %}` leaves marks."""
-    import jinja2
-    import jinja2.ext
-    import jinja2.nodes
-    import jinja2.sandbox
-
-    class Generation(jinja2.ext.Extension):
-        """`{% generation %}…{% endgeneration %}` around what the assistant says."""
-
-        tags = {"generation"}  # noqa: RUF012  Jinja's own way to declare it
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return jinja2.nodes.CallBlock(self.call_method("mark"), [], [], body).set_lineno(line)
-
-        def mark(self, caller: Any) -> str:
-            return f"{begin}{caller()}{end}"
-
-    def refuse(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = to_json
-    environment.globals["raise_exception"] = refuse
-    try:
-        return environment.from_string(template)
-    except (jinja2.TemplateError, RecursionError, MemoryError, SyntaxError) as error:
-        raise ChatTemplateError(
-            f"expected a Jinja template, found: {' '.join(str(error).split()) or type(error).__name__}"
-        ) from error

@@ -135,8 +135,9 @@ def _without_repetition(sources: Iterable[Source]) -> Iterable[Source]:
     names: dict[tuple[object, ...], str] = {}
     for source in sources:
         key = (source.conversations, *(source.status[2:] or (source.name,)))
-        first = names.setdefault(key, source.name)
-        if first is not source.name:
+        first = names.get(key)
+        names.setdefault(key, source.name)
+        if first is not None:
             advice = "to weigh it more, prepare it apart and give data.sources a weight"
             fault = (REPEATED, f"expected each file once, found it as {first} before; {advice}")
             yield replace(source, fault=source.fault or fault, status=source.status[:3])

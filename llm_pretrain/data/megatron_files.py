@@ -49,10 +49,15 @@ def _open(prefix: Path) -> DocumentFile:
             raise DataError(f"{file}: expected it beside {partner.name}, found no such file")
     dtype, lengths, pointers, documents = _read_index(index)
     size = content.stat().st_size
-    ends = pointers + lengths.astype(np.int64) * dtype.itemsize
+    bounds = np.minimum(pointers, 1 << 62)  # a sum must not overflow
+    ends = bounds + lengths.astype(np.int64) * dtype.itemsize
     if len(ends) and (int(pointers.min()) < 0 or int(ends.max()) > size or np.any(pointers % dtype.itemsize)):
         raise DataError(
             f"{content}: expected {int(ends.max())} bytes as {index.name} says, found {size} bytes"
+        )
+    if int(lengths.sum(dtype=np.int64)) * dtype.itemsize > size:
+        raise DataError(
+            f"{index}: expected sequences that lie apart in {content.name}, found some that overlap"
         )
     tokens = map_numbers(content, dtype, 0, size // dtype.itemsize)
     edges = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])

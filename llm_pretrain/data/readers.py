@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import BinaryIO
@@ -87,9 +88,11 @@ def _read_source(index: int, source: Source, text_column: str) -> Iterator[RawRe
                 yield record
     except (*DAMAGE, OSError) as error:
         # bz2 has no error of its own for damage
-        unreadable = isinstance(error, OSError) and error.errno is not None
-        cause, detail = (UNREADABLE, f"found: {error.strerror}") if unreadable else (BROKEN, str(error))
-        yield bad_record(name, last + 1 if last >= 0 or not unreadable else 0, cause, detail, index)
+        number = error.errno if isinstance(error, OSError) else None
+        unreadable = number is not None
+        cause, detail = (UNREADABLE, f"found: {os.strerror(number)}") if unreadable else (BROKEN, str(error))
+        line = 0 if unreadable and last < 0 else max(last, 0) + 1
+        yield bad_record(name, line, cause, detail, index)
         return
     if change := source.change():
         yield bad_record(name, last + 1, CHANGED, change, index)

@@ -7,6 +7,7 @@ reading them: exchanged or half-copied shards are found at once, a single altere
 from __future__ import annotations
 
 import hashlib
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -52,7 +53,7 @@ def check_samples(path: Path, files: dict[str, dict[str, Any]]) -> None:
             raise _altered(path, name, "sample", expected["sample"], found)
 
 
-def _open(file: Path) -> BinaryIO:
+def _open(file: Path) -> BufferedReader:
     try:
         return file.open("rb")
     except OSError as error:

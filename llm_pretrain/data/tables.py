@@ -58,13 +58,14 @@ def table_records(
     with path.open("rb") as file:
         try:
             is_parquet = path.suffix.lower() == ".parquet"
-            batches = _parquet(file, name, text_column) if is_parquet else _ipc(file)
+            read = _parquet if is_parquet else _ipc
+            batches = read(file, name, text_column)
             columns = None
             for batch in batches:
                 columns = columns or choose_columns(name, batch.schema.names, text_column)
                 yield from _rows(index, name, batch, columns, text_column, row)
                 row += batch.num_rows
-        except (pyarrow.ArrowException, EOFError, OSError) as error:
+        except (pyarrow.ArrowException, EOFError, OSError, ValueError, TypeError, ArithmeticError) as error:
             if isinstance(error, OSError) and error.errno is not None:
                 raise
             yield bad_record(name, row + 1 if row else 0, BROKEN, str(error), index)
@@ -92,8 +93,20 @@ def _parquet(file: BinaryIO, name: str, text_column: str) -> Iterator[Any]:
     yield from table.iter_batches(batch_size=rows, columns=columns, use_threads=False)
 
 
-def _ipc(file: BinaryIO) -> Iterator[Any]:
-    """Record batches of Arrow's file form (which begins with its name) or stream form."""
+def _ipc(file: BinaryIO, name: str, text_column: str) -> Iterator[Any]:
+    """Record batches of Arrow's file form (which begins with its name) or stream form; the columns asked for.
+
+    They are as they lie in the file, and pyarrow reads beyond the memory's end where they point there.
+    """
+    for batch in _ipc_batches(file):
+        batch.validate()
+        chosen = batch.select(choose_columns(name, batch.schema.names, text_column))
+        if chosen.num_columns > 1 or _binary_type(chosen.column(0).type) is None:
+            chosen.validate(full=True)
+        yield chosen
+
+
+def _ipc_batches(file: BinaryIO) -> Iterator[Any]:
     import pyarrow.ipc
 
     if file.read(6) == b"ARROW1":
@@ -138,13 +151,28 @@ def _named(value: Any) -> dict[str, str]:
 
 def _utf8(column: Any) -> list[bytes | None] | None:
     """The bytes of a column of strings or bytes, unchecked; None where it holds something else."""
-    import pyarrow
     from pyarrow import types
 
     if types.is_dictionary(column.type):
+        column.validate(full=True)
         column = column.dictionary_decode()
-    kinds = (types.is_string, types.is_large_string, types.is_binary, types.is_large_binary)
-    view = types.is_string_view(column.type) or types.is_binary_view(column.type)
-    if not view and not any(kind(column.type) for kind in kinds):
+    binary = _binary_type(column.type)
+    if binary is None:
         return None
-    return column.cast(pyarrow.binary_view() if view else pyarrow.large_binary()).to_pylist()
+    column = column.view(binary)
+    column.validate(full=True)  # that its offsets lie within it
+    return column.to_pylist()
+
+
+def _binary_type(kind: Any) -> Any:
+    """The type of bytes that lies in memory as a type of strings does; None for other types."""
+    import pyarrow
+    from pyarrow import types
+
+    if types.is_string(kind) or types.is_binary(kind):
+        return pyarrow.binary()
+    if types.is_large_string(kind) or types.is_large_binary(kind):
+        return pyarrow.large_binary()
+    if types.is_string_view(kind) or types.is_binary_view(kind):
+        return pyarrow.binary_view()
+    return None

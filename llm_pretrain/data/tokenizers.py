@@ -10,12 +10,14 @@ import json
 import os
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from llm_pretrain.data.token_pieces import components, piece_decoder
 from llm_pretrain.errors import DataError
 
 TOKENIZER_FILES = (
@@ -50,7 +52,6 @@ _SEGMENTS = (
 _KNOWN_CHARACTERS = 1 << 23
 MAX_VOCAB_SIZE = 1 << 24
 """Ids above it are a mistake, and tables with an entry for each id would fill the memory."""
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class Tokenizer:
@@ -67,21 +68,35 @@ class Tokenizer:
 
         self.folder = folder
         data = _read(folder / "tokenizer.json")
-        try:
+        with self._refusing():
             self._spec: dict[str, Any] = json.loads(data)
             self._backend = tokenizers.Tokenizer.from_str(data.decode("utf-8"))
-        except Exception as error:  # the library raises plain Exception
-            raise DataError(f"{folder / 'tokenizer.json'}: expected a tokenizer, found: {error}") from error
+            self._open(hashlib.sha256(data).hexdigest())
+
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
+        """Turns what the library raises (Exception, its own panic) and our KeyErrors into a DataError."""
+        try:
+            yield
+        except (DataError, KeyboardInterrupt, SystemExit, GeneratorExit):
+            raise
+        except BaseException as error:
+            reason = " ".join(f"{type(error).__name__} {error}".split())
+            raise DataError(
+                f"{self.folder / 'tokenizer.json'}: expected a tokenizer, found: {reason:.300}"
+            ) from error
+
+    def _open(self, digest: str) -> None:
         self._backend.no_truncation()
         self._backend.no_padding()
         self._backend.encode_special_tokens = True
         self._segmenter = _find_segmenter(self._spec)
         self._known: dict[str, list[int]] = {}
         self._known_characters = 0
-        self.hash = hashlib.sha256(data).hexdigest()
+        self.hash = digest
         vocabulary = self._backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values()) + 1
-        named = _special_tokens(folder)
+        named = _special_tokens(self.folder)
         special = {entry["id"] for entry in self._spec.get("added_tokens", []) if entry.get("special")}
         ids = {key: vocabulary.get(token) for key, token in named.items()}
         special |= {token for token in ids.values() if token is not None}
@@ -90,7 +105,7 @@ class Tokenizer:
         self.eos_token_id = ids.get("eos_token")
         self.pad_token_id = ids.get("pad_token")
         self.kind = _kind(self._spec)
-        self.chat_template = _chat_template(folder)
+        self.chat_template = _chat_template(self.folder)
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of each text, without special tokens."""
@@ -108,7 +123,8 @@ class Tokenizer:
         return encoded
 
     def _encode(self, texts: Sequence[str]) -> list[list[int]]:
-        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        with self._refusing():  # one without an unknown token, say, that meets an unknown character
+            encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -125,15 +141,16 @@ class Tokenizer:
         For a lossless tokenizer the pieces of a text's ids, joined, are the text's own bytes. One whose
         normaliser changes text, or that adds a prefix space, has none to give; its pieces are close.
         """
-        pieces = [b""] * self.vocab_size
-        decode_piece = _piece_decoder(self._spec)
-        for token, index in self._backend.get_vocab(with_added_tokens=False).items():
-            pieces[index] = decode_piece(token)
-        for entry in self._spec.get("added_tokens", []):
-            pieces[entry["id"]] = entry["content"].encode("utf-8")
-        for index in self.special_ids:
-            pieces[index] = b""
-        return pieces
+        with self._refusing():
+            pieces = [b""] * self.vocab_size
+            decode_piece = piece_decoder(self._spec)
+            for token, index in self._backend.get_vocab(with_added_tokens=False).items():
+                pieces[index] = decode_piece(token)
+            for entry in self._spec.get("added_tokens", []):
+                pieces[entry["id"]] = entry["content"].encode("utf-8")
+            for index in self.special_ids:
+                pieces[index] = b""
+            return pieces
 
     def token_bytes(self) -> np.ndarray:
         """int64 [vocab_size]: the number of UTF-8 bytes each id stands for."""
@@ -205,7 +222,7 @@ def _kind(spec: dict[str, Any]) -> str:
     model = spec["model"]
     if model["type"] != "BPE":
         return model["type"].lower()
-    if any(part["type"] == "ByteLevel" for part in _components(spec.get("pre_tokenizer"))):
+    if any(part["type"] == "ByteLevel" for part in components(spec.get("pre_tokenizer"))):
         return "byte-level BPE"
     return "BPE with byte fallback" if model["merges"] else "characters"
 
@@ -251,43 +268,3 @@ def _find_segmenter(spec: dict[str, Any]) -> re.Pattern[str] | None:
     pieces = ["".join(pair) for pair in model["merges"]]
     fitting = (p for p in _SEGMENTS if all(p.fullmatch(s) and len(p.findall(s)) == 1 for s in pieces))
     return next(fitting, None)
-
-
-def _components(part: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
-    if part is None:
-        return
-    inner = part.get("decoders") or part.get("pretokenizers")
-    if inner is None:
-        yield part
-    else:
-        for component in inner:
-            yield from _components(component)
-
-
-def _piece_decoder(spec: dict[str, Any]):
-    """How one token of the vocabulary becomes bytes, by the decoder that tokenizer.json declares."""
-    parts = [*_components(spec.get("decoder")), *_components(spec.get("pre_tokenizer"))]
-    kinds = {part["type"] for part in parts}
-    if "ByteLevel" in kinds:
-        byte_of = {character: byte for byte, character in enumerate(_byte_level_alphabet())}
-        return lambda token: (
-            bytes(byte_of[c] for c in token) if all(c in byte_of for c in token) else token.encode()
-        )
-    has_space_symbol = "Metaspace" in kinds or any(
-        part["type"] == "Replace" and part.get("pattern") == {"String": "▁"} for part in parts
-    )
-
-    def decode(token: str) -> bytes:
-        match = _BYTE_TOKEN.fullmatch(token)
-        if match and "ByteFallback" in kinds:
-            return bytes([int(match[1], 16)])
-        return (token.replace("▁", " ") if has_space_symbol else token).encode("utf-8")
-
-    return decode
-
-
-def _byte_level_alphabet() -> list[str]:
-    """What byte-level BPE writes for each byte: its own character if that prints, or the next above 255."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    free = iter(range(256, 512))
-    return [chr(byte) if byte in printable else chr(next(free)) for byte in range(256)]

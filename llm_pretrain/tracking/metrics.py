@@ -9,6 +9,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -90,7 +91,8 @@ class MetricsWriter:
         except OSError as error:
             raise OutputError(f"{self.path}: cannot be completed: {error.strerror}") from error
         finally:
-            self._file.close()
+            with suppress(OSError):  # it tries once more to write what could not be written
+                self._file.close()
 
     def __enter__(self) -> MetricsWriter:
         return self

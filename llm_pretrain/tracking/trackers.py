@@ -6,6 +6,7 @@ TensorBoard gets the same numbers under the same keys (`event_files.py`).
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import logging
 import math
@@ -14,7 +15,8 @@ import queue
 import secrets
 import string
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,8 @@ FINISH_SECONDS = 8.0
 """How long wandb may upload after the last row."""
 CLOSE_SECONDS = 25.0
 """How long the end of a run waits for wandb, whatever it does."""
+STOP_SECONDS = 10.0
+"""The same where a signal ends the run: launchers kill after 30 seconds, and the save comes first."""
 
 _logger = logging.getLogger("llm_pretrain.tracking")
 
@@ -81,13 +85,13 @@ class Trackers:
         if self._event_files is not None:
             self._event_files.log(numbers, row.get("time"))
 
-    def close(self, exit_code: int = 0) -> None:
-        """Lets the trackers finish, for `CLOSE_SECONDS` at most."""
+    def close(self, exit_code: int = 0, *, hurried: bool = False) -> None:
+        """Lets the trackers finish, for `CLOSE_SECONDS` at most, `STOP_SECONDS` where `hurried`."""
         if self._event_files is not None:
             self._event_files.close()
             self._event_files = None
         if self._worker is not None:
-            self._worker.close(exit_code)
+            self._worker.close(exit_code, STOP_SECONDS if hurried else CLOSE_SECONDS)
             self._worker = None
 
 
@@ -106,17 +110,18 @@ class _WandbWorker(threading.Thread):
         self._id = wandb_id
         self._warn = warn
         self._failed = False
+        self._exit_hooks: list[Callable[..., object]] = []
         self._queue: queue.SimpleQueue[dict[str, Any] | _Finish] = queue.SimpleQueue()
 
     def put(self, item: dict[str, Any] | _Finish) -> None:
         if not self._failed:
             self._queue.put(item)
 
-    def close(self, exit_code: int) -> None:
+    def close(self, exit_code: int, seconds: float) -> None:
         self.put(_Finish(exit_code))
-        self.join(CLOSE_SECONDS)
+        self.join(seconds)
         if self.is_alive():
-            self._give_up(f"it took more than {CLOSE_SECONDS:.0f} s to finish")
+            self._give_up(f"it took more than {seconds:.0f} s to finish")
 
     def run(self) -> None:
         try:
@@ -130,10 +135,16 @@ class _WandbWorker(threading.Thread):
     def _give_up(self, reason: str) -> None:
         if not self._failed:
             self._failed = True
+            for hook in self._exit_hooks:  # they would wait for its service, or complain that it is gone
+                atexit.unregister(hook)
             self._warn(f"wandb is left out from here on: {reason}; metrics.jsonl goes on")
 
     def _start(self) -> Any:
         mode = self._config.logging.wandb_mode
+        with _noting_exit_hooks("wandb", self._exit_hooks):
+            return self._start_as(mode)
+
+    def _start_as(self, mode: str) -> Any:
         try:
             return self._init(mode)
         except Exception as error:
@@ -176,6 +187,23 @@ class _WandbWorker(threading.Thread):
         run.define_metric("step")
         run.define_metric("*", step_metric="step")
         return run
+
+
+@contextmanager
+def _noting_exit_hooks(package: str, hooks: list[Callable[..., object]]) -> Iterator[None]:
+    """Add to `hooks` what a package's code registers to run at exit; those of others pass unnoticed."""
+    register = atexit.register
+
+    def noting(function: Callable[..., Any], *arguments: Any, **options: Any) -> Callable[..., Any]:
+        if str(getattr(function, "__module__", "")).partition(".")[0] == package:
+            hooks.append(function)
+        return register(function, *arguments, **options)
+
+    atexit.register = noting  # type: ignore[assignment]  # ours takes the same
+    try:
+        yield
+    finally:
+        atexit.register = register
 
 
 def _is_number(value: object) -> bool:

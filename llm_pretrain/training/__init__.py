@@ -41,6 +41,7 @@ from llm_pretrain.training.sharding import (
     release_parameters,
     shard_full_precision,
 )
+from llm_pretrain.training.spikes import Judge, SpikeHistory
 from llm_pretrain.training.status import Status
 from llm_pretrain.training.watchdog import watching
 
@@ -48,9 +49,11 @@ __all__ = [
     "DDP_OPTIONS",
     "Engine",
     "Evaluator",
+    "Judge",
     "Launcher",
     "Objective",
     "RunFolder",
+    "SpikeHistory",
     "Status",
     "StepCounts",
     "StepResult",

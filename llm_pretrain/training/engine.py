@@ -23,7 +23,8 @@ from llm_pretrain.config import Config
 from llm_pretrain.data import Batch
 from llm_pretrain.model import DecoderOutput
 from llm_pretrain.training.background import Channel
-from llm_pretrain.training.objective import DIGEST_WORDS, StepCounts, loss_sums, losses_are_finite
+from llm_pretrain.training.objective import DIGEST_WORDS, StepCounts, loss_sums, objective_terms
+from llm_pretrain.training.spikes import Judge, Spike
 
 T = TypeVar("T")
 
@@ -45,28 +46,42 @@ class StepResult:
         counts: Loss tokens and sample digest of the whole global batch.
         sums: float64 vector of `StepSums`, reduced over all ranks; None for a step without loss tokens.
         grad_norm: Global gradient norm before clipping; None where it is not finite.
-        skipped: Why parameters do not move: `no_loss_tokens`, `overflow` (fp16), `nonfinite_gradient` or
-            `nonfinite_loss`; None where they do.
+        loss: Cross-entropy per loss token, the row's `train/loss`; None of a step that could not be judged.
+        skipped: Why parameters do not move: `no_loss_tokens`, `overflow` (fp16), `nonfinite_gradient`,
+            `nonfinite_loss`, `spike`, or `rollback` where they move back; None where they do.
+        spike: What is unusual about the step; None of a step that could not be judged.
     """
 
     counts: StepCounts
     sums: Tensor | None = None
     grad_norm: float | None = None
+    loss: float | None = None
     skipped: str | None = None
+    spike: Spike | None = None
 
     @classmethod
     def of(
-        cls, counts: StepCounts, sums: Tensor, grad_norm: float, scaler: torch.amp.GradScaler | None
+        cls,
+        counts: StepCounts,
+        sums: Tensor,
+        grad_norm: float,
+        judge: Judge,
+        scaler: torch.amp.GradScaler | None,
     ) -> StepResult:
         """The verdict on a step whose gradients are there, before the optimizer may use them.
 
-        What it judges by is global, so all ranks come to the same.
+        What it judges by is global, so all ranks come to the same. This is where a step waits for the device
+        (and in `plain_number` of the norm): a verdict on the device, given to a fused optimizer as its
+        `found_inf`, could take its place where spikes are only logged, judged when a row is due.
         """
         if not math.isfinite(grad_norm):
             return cls(counts, sums, skipped="overflow" if scaler else "nonfinite_gradient")
-        if not losses_are_finite(sums):
+        losses = objective_terms(sums)
+        if not all(map(math.isfinite, losses)):
             return cls(counts, sums, grad_norm, skipped="nonfinite_loss")
-        return cls(counts, sums, grad_norm)
+        loss = losses[0] / counts.num_loss_tokens
+        spike = judge(loss, grad_norm, counts.num_loss_tokens)
+        return cls(counts, sums, grad_norm, loss, spike.skipped if spike else None, spike)
 
 
 class Engine(Protocol):
@@ -88,7 +103,7 @@ class Engine(Protocol):
         """The wrapped model in the configured precision."""
         ...
 
-    def train_step(self, micro_batches: Sequence[Batch]) -> StepResult:
+    def train_step(self, micro_batches: Sequence[Batch], judge: Judge) -> StepResult:
         """Accumulate the window's gradients, unscale, clip, judge, and step unless the verdict is to skip."""
         ...
 

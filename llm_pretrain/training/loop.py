@@ -25,6 +25,7 @@ from llm_pretrain.training.objective import expert_counts
 from llm_pretrain.training.optimizers import build_optimizer
 from llm_pretrain.training.out_of_memory import check_memory
 from llm_pretrain.training.recorder import Recorder
+from llm_pretrain.training.rolling_back import roll_back
 from llm_pretrain.training.run_folder import RunFolder
 from llm_pretrain.training.samples import Samples
 from llm_pretrain.training.saving import Saving
@@ -117,7 +118,9 @@ class Training:
         beat(f"step {progress.step + 1}")
         rate = learning_rate(config, progress.step)
         set_learning_rate(optimizer, rate)
-        result = engine.train_step(micro_batches)
+        result = engine.train_step(micro_batches, progress.spikes.judge(config.training.spike_action))
+        if result.skipped == "rollback":
+            result = roll_back(self.saving, progress, result, self.recorder.console.warning)
         if config.model.router_bias_update_rate and result.sums is not None and not result.skipped:
             update_router_bias(
                 model, expert_counts(result.sums, config), config.model.router_bias_update_rate
@@ -182,6 +185,7 @@ class Training:
         if saved_step != step:
             self.saving.save(self.progress, last=True)
         if step < self.config.training.max_steps or self.progress.evaluation_owed:
+            self.recorder.hurried = True
             return self._preempted(console.info)
         self.status.ended(step, 0, None)
         console.info(f"finished at step {step}: {self.folder.path}")

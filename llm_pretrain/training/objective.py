@@ -113,9 +113,9 @@ class StepSums:
         return reduce_sum(self._total)
 
 
-def losses_are_finite(sums: Tensor) -> bool:
-    """Whether every term of the objective is a finite number, out of a reduced `StepSums` vector."""
-    return all(map(math.isfinite, sums[:4].tolist()))
+def objective_terms(sums: Tensor) -> list[float]:
+    """Cross-entropy, z-loss, auxiliary loss, router z-loss, summed over the global batch's loss tokens."""
+    return sums[:4].tolist()
 
 
 def source_sums(output: DecoderOutput, batch: Batch, num_sources: int) -> Tensor:

@@ -22,6 +22,7 @@ import torch
 
 from llm_pretrain.config import Config, YamlError, read_yaml_file
 from llm_pretrain.errors import CheckpointError, ConfigError, PretrainError, ResourceError, StuckError
+from llm_pretrain.training.orphans import check_launcher_lives
 from llm_pretrain.training.out_of_memory import out_of_memory_in_words
 from llm_pretrain.training.peers import lost_contact
 from llm_pretrain.training.signals import ignore_stop_signals
@@ -42,9 +43,11 @@ def prepare_process(config: Config) -> None:
 
     Raises:
         ConfigError: the launcher's variables are not whole, or a fork inherited threads that are gone.
+        ResourceError: the launcher has died meanwhile.
     """
     check_environment()
     die_with_launcher()
+    check_launcher_lives()
     # Accelerate's DDP options know the old name only, and both paths must set the same.
     warnings.filterwarnings("ignore", message=".*`broadcast_buffers` is deprecated", category=FutureWarning)
     keep_freed_memory()

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from llm_pretrain.training.engine import StepResult
 from llm_pretrain.training.objective import DIGEST_WORDS
+from llm_pretrain.training.spikes import SpikeHistory
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class Progress:
         evaluation: Metrics `eval/…` of the last evaluation, for the model card.
         evaluation_step: Its step; None before the first.
         best: What `weights/best` holds, or will hold again once the run comes past; None without.
+        spikes: What later steps are judged by.
     """
 
     step: int = 0
@@ -54,6 +56,7 @@ class Progress:
     evaluation: dict[str, float] = field(default_factory=dict)
     evaluation_step: int | None = None
     best: Best | None = None
+    spikes: SpikeHistory = field(default_factory=SpikeHistory)
 
     def advance(self, result: StepResult) -> None:
         """Count one finished step."""
@@ -61,6 +64,8 @@ class Progress:
         self.tokens_seen += result.counts.num_loss_tokens
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.skipped else 0
         self.digest = self.digest + result.counts.digest
+        if result.loss is not None and result.grad_norm is not None:
+            self.spikes.take(result.loss, result.grad_norm, result.counts.num_loss_tokens, result.spike)
 
     def evaluated(self, metrics: Mapping[str, float | None]) -> None:
         """Remember this step's evaluation."""
@@ -85,6 +90,7 @@ class Progress:
             "best": asdict(self.best) if self.best else None,
             "evaluation": self.evaluation,
             "evaluation_step": self.evaluation_step,
+            "spikes": self.spikes.extra(),
         }
 
     @classmethod
@@ -100,4 +106,5 @@ class Progress:
             best=Best(**extra["best"]) if extra.get("best") else None,
             evaluation=extra.get("evaluation") or {},
             evaluation_step=extra.get("evaluation_step"),
+            spikes=SpikeHistory.resumed(extra.get("spikes")),
         )

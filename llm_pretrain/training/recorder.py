@@ -43,6 +43,8 @@ class Recorder:
             warn=self.console.warning,
         )
         progress.wandb_id = self.trackers.wandb_id
+        self.hurried = False
+        """Whether a signal ends the run, so that its end must not take long."""
         self.failure: OutputError | None = None
         self._row: dict[str, object] = {}
         self._due = False
@@ -52,7 +54,8 @@ class Recorder:
     def step(self, result: StepResult, learning_rate: float) -> None:
         """Take in one finished step; `progress` already counts it."""
         self._interval.add(result.counts.num_loss_tokens)
-        self._due = bool(result.skipped) or self.progress.step % self.config.logging.logging_steps == 0
+        self._due = self.progress.step % self.config.logging.logging_steps == 0
+        self._due = self._due or bool(result.skipped) or result.spike is not None
         if not self._due:
             return
         losses = (
@@ -71,6 +74,10 @@ class Recorder:
             "data/batch_sha256": _hex(self.progress.take_digest()),
             **self._performance(),
         }
+        if result.spike is not None:
+            self._row["train/spike"] = result.spike.of
+            done = f"skipped ({result.skipped})" if result.skipped else "only logged"
+            self.console.warning(f"step {self.progress.step}, {done}: spike in {result.spike.text}")
         if self.config.logging.parameters_sha256:
             model, _ = self.engine.model_and_optimizer()
             self._row["train/parameters_sha256"] = parameters_sha256(model, first=self.engine.rank == 0)
@@ -118,8 +125,8 @@ class Recorder:
         if self.metrics is not None:
             with nullcontext() if self.failure is None else suppress(OSError, OutputError):
                 self.metrics.close()
-        self.console.close()
-        self.trackers.close(0 if sys.exc_info()[0] is None else 1)
+        self.trackers.close(0 if sys.exc_info()[0] is None else 1, hurried=self.hurried)
+        self.console.close()  # last, since trackers may have to warn
 
     def _performance(self) -> dict[str, float | None]:
         interval, self._interval = self._interval, _Interval()

@@ -69,6 +69,7 @@ class Saving:
             world_size=engine.world_size,
             gather_objects=engine.gather_objects,
             keep_last=config.checkpoint.keep_last,
+            period=config.checkpoint.save_steps if config.training.spike_action == "rollback" else 0,
         )
 
     def attach(self, recorder: Recorder) -> None:

@@ -157,7 +157,7 @@ class Watchdog:
         with suppress(OSError):
             temporary = stacks.with_name(f".{stacks.name}.tmp")
             with temporary.open("w") as file:
-                file.write(f"{error}\n\n")
+                file.write(f"{error}\n\n{time.strftime('%Y-%m-%d %H:%M:%S %z')}, process {os.getpid()}\n\n")
                 file.flush()
                 faulthandler.dump_traceback(file=file, all_threads=True)
             temporary.replace(stacks)

@@ -49,7 +49,7 @@ def test_only_equal_text_with_equal_targets_is_a_duplicate(tmp_path: Path):
         {"segments": [{"text": "a", "loss": True}, {"text": "b", "loss": False}]},
         {"text": "ab "},
         {"input_ids": [1, 2]},
-        {"input_ids": [1, 2], "loss_mask": [1, 0]},
+        {"input_ids": [1, 2], "loss_mask": [0, 1]},
     ]
     store = prepare(tmp_path, kinds, kinds[::-1], [{"text": "ab", "id": 5}])
     assert store.facts["duplicates"] == len(kinds) + 1

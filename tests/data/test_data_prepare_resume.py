@@ -223,9 +223,14 @@ def test_other_work_begins_anew(preparation: Preparation, change: str):
 
 
 def test_a_commit_that_forgets_what_is_not_on_disk_is_noticed(preparation: Preparation):
-    """The property can fail: without cutting files back, what was written after the last commit stays."""
+    """The property can fail: without cutting files back, what was written after the last commit stays.
+
+    The digest of what was committed would notice, and the work begin anew.
+    """
     expected = expected_files(preparation)
-    with mutated(Edit("llm_pretrain/data/hashed_file.py", "        self._file.truncate(keep)\n", "")):
+    file = "llm_pretrain/data/hashed_file.py"
+    uncut = Edit(file, "        self._file.truncate(keep)\n", "")
+    with mutated(uncut, Edit(file, "if self._hash.hexdigest() != sha256:", "if False:")):
         found = []
         for kill_at in range(MIDDLE, MIDDLE + 12):
             assert run_until_killed(lambda: prepare_store(preparation), kill_at)

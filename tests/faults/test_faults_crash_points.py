@@ -8,8 +8,11 @@ every power cut of one process, and every few of the kills.
 from __future__ import annotations
 
 import errno
+import functools
+import os
+import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,7 +29,22 @@ from support.crash_checks import (
     small_options,
 )
 from support.crash_probe import CrashProbe
-from support.faulty_io import CUTS, Call, Disk, Fault, Tree, build_library, read_journal, read_tree, write_tree
+from support.faulty_io import (
+    CUTS,
+    HOW,
+    Call,
+    Disk,
+    Fault,
+    Tree,
+    build_library,
+    change_tree,
+    read_journal,
+    read_tree,
+    write_tree,
+)
+from support.interrupting import assert_exact, newest_checkpoint
+from support.launching import launch
+from support.mutation import Edit
 
 SURVIVOR_SECONDS = 60
 """A rank that has lost another must end by itself within this; it takes a fraction of a second."""
@@ -35,7 +53,12 @@ SAVES = ":/checkpoints :/weights"
 """Calls of the saves alone: under async_save their order does not depend on two threads' race."""
 
 ASYNC = ["--checkpoint.async_save", "true"]
-MATRIX = [(launcher, size, mode) for launcher in ("torchrun", "accelerate") for size in (1, 2) for mode in ([], ASYNC)]
+MATRIX = [
+    (launcher, size, mode)
+    for launcher in ("torchrun", "accelerate")
+    for size in (1, 2)
+    for mode in ([], ASYNC)
+]
 NAMES = [f"{launcher}-{size}-{'async' if mode else 'sync'}" for launcher, size, mode in MATRIX]
 
 
@@ -51,19 +74,31 @@ def probe(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CrashProbe]:
 @pytest.fixture(scope="module")
 def crash_options(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Of a run so small that it takes a fraction of a second."""
-    return small_options(make_store(tmp_path_factory.mktemp("small") / "store", documents=60, masked=True).path)
+    return small_options(
+        make_store(tmp_path_factory.mktemp("small") / "store", documents=60, masked=True).path
+    )
 
 
 @pytest.fixture(scope="module")
-def alone(probe, crash_options, tmp_path_factory) -> tuple[Scenario, Scenario]:
-    """One process: from the start, and going on."""
-    return make_scenarios(probe, tmp_path_factory.mktemp("alone"), crash_options, world_size=1)
+def scenarios(probe, crash_options, tmp_path_factory) -> Callable[..., tuple[Scenario, Scenario]]:
+    """A function of launcher, world size and further options: the run from its start, and going on."""
+
+    @functools.cache
+    def made(launcher: str, world_size: int) -> tuple[Scenario, Scenario]:
+        folder = tmp_path_factory.mktemp(f"{launcher}-{world_size}")
+        return make_scenarios(probe, folder, crash_options, world_size=world_size, launcher=launcher)
+
+    def with_options(launcher: str, world_size: int, options: Sequence[str] = ()):
+        fresh, going_on = made(launcher, world_size)
+        return tuple(replace(each, options=[*each.options, *options]) for each in (fresh, going_on))
+
+    return with_options
 
 
 @pytest.fixture(scope="module")
-def pair(probe, crash_options, tmp_path_factory) -> tuple[Scenario, Scenario]:
-    """Two processes likewise."""
-    return make_scenarios(probe, tmp_path_factory.mktemp("pair"), crash_options, world_size=2)
+def alone(scenarios) -> Scenario:
+    """One process going on from a checkpoint."""
+    return scenarios("torchrun", 1)[1]
 
 
 def journal_of(
@@ -81,7 +116,9 @@ def journal_of(
     return root, calls
 
 
-def power_cuts(scenario: Scenario, root: Path, calls: list[Call]) -> Iterator[tuple[str, Tree, tuple[int, int]]]:
+def power_cuts(
+    scenario: Scenario, root: Path, calls: list[Call]
+) -> Iterator[tuple[str, Tree, tuple[int, int]]]:
     """Each different folder that a cut after any call may leave: when, content, steps that must be there."""
     disk, seen = Disk(root, scenario.start), set()
     for call, durable in zip(calls, durable_steps(calls, root, scenario), strict=True):
@@ -94,17 +131,23 @@ def power_cuts(scenario: Scenario, root: Path, calls: list[Call]) -> Iterator[tu
                 yield f"{cut}, after call {call.number} of rank {call.rank}: {call.kind}", tree, durable
 
 
-def failures_of_cuts(scenario: Scenario, root: Path, calls: list[Call], *, first: bool = False) -> dict[str, str]:
+def failures_of_cuts(
+    scenario: Scenario, root: Path, calls: list[Call], *, first: bool = False
+) -> dict[str, str]:
     """When → what a power cut there breaks; the first alone, or all."""
-    failures, folder = {}, root.parent / "cut"
+    failures: dict[str, str] = {}
+    folder, before = root.parent / "cut", {}
+    folder.mkdir()
     for when, tree, durable in power_cuts(scenario, root, calls):
-        shutil.rmtree(folder, ignore_errors=True)
+        change_tree(before, tree, folder)
+        before = tree
         try:
-            check_folder(write_tree(tree, folder), scenario, durable)
+            check_folder(folder, scenario, durable)
         except Exception as error:
             failures[when] = f"{type(error).__name__}: {error}"[:300]
             if first:
                 break
+    shutil.rmtree(folder)
     return failures
 
 
@@ -119,7 +162,11 @@ def kill_points(calls: list[Call], world_size: int) -> list[tuple[int, str, int,
 
 
 def check_kills(
-    scenario: Scenario, probe: CrashProbe, folder: Path, points: list[tuple[int, str, int, str]], only: str = ""
+    scenario: Scenario,
+    probe: CrashProbe,
+    folder: Path,
+    points: list[tuple[int, str, int, str]],
+    only: str = "",
 ) -> float:
     """Kill a rank at each point and go on from there; returns the longest that another rank outlived it."""
     longest = 0.0
@@ -140,9 +187,76 @@ def check_kills(
     return longest
 
 
+MISTAKES: dict[str, list[Edit]] = {
+    "tensors are not synced": [
+        Edit("llm_pretrain/checkpoints/tensor_files.py", "os.fsync(stream.fileno())", "pass"),
+    ],
+    "the manifest is not synced": [
+        Edit("llm_pretrain/checkpoints/manifest.py", "os.fsync(stream.fileno())", "pass"),
+    ],
+    "the manifest is not last": [
+        Edit(
+            "llm_pretrain/checkpoints/writing.py",
+            "write_manifest(temporary, content)\n    "
+            "return folders.commit_folder(temporary, content.run.step)",
+            "path = folders.commit_folder(temporary, content.run.step)\n    "
+            "write_manifest(path, content)\n    return path",
+        ),
+    ],
+    "the folder is not synced before it gets its name": [
+        Edit("llm_pretrain/checkpoints/folders.py", "    fsync_folder(temporary)\n", ""),
+    ],
+    "the old one goes before the new one has its name": [
+        Edit("llm_pretrain/checkpoints/folders.py", "os.rename(target, replaced)", "discard(target)"),
+    ],
+    "old ones are deleted under their own names": [
+        Edit(
+            "llm_pretrain/checkpoints/folders.py",
+            "os.rename(parent / folder_name(step), retired)",
+            "retired = parent / folder_name(step)",
+        ),
+    ],
+    "old ones are deleted before their new names are safe": [
+        Edit(
+            "llm_pretrain/checkpoints/folders.py",
+            "            fsync_folder(parent)  # or a",
+            "            # or a",
+        ),
+    ],
+    "old ones go first": [
+        Edit("llm_pretrain/checkpoints/folders.py", "MINIMUM_KEPT = 2", "MINIMUM_KEPT = 0"),
+        Edit(
+            "llm_pretrain/checkpoints/store.py",
+            "path = write_staged(",
+            "folders.prune(self.folder, newest=step, keep_last=1); path = write_staged(",
+        ),
+    ],
+    "weights are not synced": [
+        Edit("llm_pretrain/checkpoints/weights.py", "folders.fsync_file(folder / file)", "pass"),
+    ],
+    "rows are not synced": [
+        Edit("llm_pretrain/training/loop.py", "on_first_rank(self.engine, self.recorder.sync)", "pass"),
+    ],
+    "status.json is not synced": [
+        Edit("llm_pretrain/files.py", "os.fsync(stream.fileno())  # or", "pass  # or"),
+    ],
+    "config.yaml is written in place": [
+        Edit(
+            "llm_pretrain/training/loop.py",
+            "replace_text(self.folder.config, dump_yaml(self.config))",
+            "self.folder.config.write_text(dump_yaml(self.config))",
+        ),
+    ],
+}
+"""What the enumeration must notice."""
+
+UNSEEN_GOING_ON = {"rows are not synced"}
+"""What only a run from its start shows: an attempt before has written the rows already."""
+
+
 def test_a_power_cut_after_any_call_leaves_what_was_saved(alone, probe, tmp_path):
     """The newest checkpoint and best that were safe, each bit of them, and the rows up to them."""
-    scenario = alone[1]
+    scenario = alone
     root, calls = journal_of(scenario, probe, tmp_path)
     kinds = {call.call for call in calls}
     assert kinds == {"create", "write", "fsync", "rename", "mkdir", "unlink", "rmdir", "truncate"}
@@ -154,8 +268,142 @@ def test_a_power_cut_after_any_call_leaves_what_was_saved(alone, probe, tmp_path
 
 def test_a_kill_now_and_then_loses_nothing(alone, probe, tmp_path):
     """One process; every few of the points that the slow test takes all of."""
-    scenario = alone[1]
+    scenario = alone
     _, calls = journal_of(scenario, probe, tmp_path)
     points = kill_points(calls, 1)
     assert len(points) > 200
     check_kills(scenario, probe, tmp_path, points[3::24])
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_in_the_protocol_is_noticed(scenarios, probe, tmp_path, mistake):
+    scenario = scenarios("torchrun", 1)[mistake not in UNSEEN_GOING_ON]
+    root, file = tmp_path / "run", tmp_path / "journal"
+    ends = run(scenario, probe, root, {}, file, edits=MISTAKES[mistake])
+    assert {end.exit_code for end in ends} == {0}, ends[0].output
+    assert failures_of_cuts(scenario, root, read_journal(file), first=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("from_start", [True, False])
+@pytest.mark.parametrize(("launcher", "size", "mode"), MATRIX, ids=NAMES)
+def test_every_power_cut(scenarios, probe, tmp_path, launcher, size, mode, from_start):
+    """Whole and undamaged after each; and the run goes on from each different folder."""
+    scenario = scenarios(launcher, size, mode)[0 if from_start else 1]
+    root, calls = journal_of(scenario, probe, tmp_path)
+    assert failures_of_cuts(scenario, root, calls) == {}
+    continued: set[frozenset] = set()
+    for when, tree, _ in power_cuts(scenario, root, calls):
+        outline = frozenset(_outline(tree))
+        if outline not in continued:
+            continued.add(outline)
+            shutil.rmtree(tmp_path / "cut", ignore_errors=True)
+            try:
+                check_continued(scenario, probe, write_tree(tree, tmp_path / "cut"))
+            except Exception as error:
+                raise AssertionError(f"{when}: {error}") from error
+    assert len(continued) > 20
+
+
+def _outline(tree: Tree) -> Iterator[tuple[str, int]]:
+    """Names without their random parts, and whether each is empty: what may make a difference."""
+    for name, content in tree.items():
+        size = -1 if content is None else len(content) if name.count("/") < 1 or b"\0" * 64 in content else 1
+        yield re.sub(r"(tmp|old|replaced)-\w+", r"\1", name), size if content else 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("from_start", [True, False])
+@pytest.mark.parametrize(("launcher", "size", "mode"), MATRIX, ids=NAMES)
+def test_every_kill(scenarios, probe, tmp_path, launcher, size, mode, from_start):
+    """Each rank dies before, after and in the midst of each of its calls."""
+    scenario = scenarios(launcher, size, mode)[0 if from_start else 1]
+    only = SAVES if mode else ""
+    _, calls = journal_of(scenario, probe, tmp_path, only)
+    for rank in range(size):
+        numbers = [call.number for call in calls if call.rank == rank and call.number >= 0]
+        assert sorted(numbers) == list(range(len(numbers)))
+        assert len(numbers) >= 5
+    longest = check_kills(scenario, probe, tmp_path, kill_points(calls, size), only)
+    print(f"{scenario.name}: {len(calls)} calls, survivors ended within {longest:.2f} s")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC])
+@pytest.mark.parametrize(("launcher", "size", "mode"), MATRIX, ids=NAMES)
+def test_every_refusal(scenarios, probe, tmp_path, launcher, size, mode, error):
+    """Each call of each rank fails once: the run ends as it should have, or says in a line why it stopped."""
+    scenario = scenarios(launcher, size, mode)[1]
+    only = SAVES if mode else ""
+    _, calls = journal_of(scenario, probe, tmp_path, only)
+    check_refusals(scenario, probe, tmp_path, [call for call in calls if call.number >= 0], error, only)
+
+
+def test_a_refusal_now_and_then_loses_nothing(alone, probe, tmp_path):
+    """One process, I/O errors; every few of the calls that the slow test takes all of."""
+    _, calls = journal_of(alone, probe, tmp_path)
+    check_refusals(alone, probe, tmp_path, calls[5::31], errno.EIO)
+
+
+def check_refusals(
+    scenario: Scenario, probe: CrashProbe, folder: Path, calls: list[Call], error: int, only: str = ""
+) -> None:
+    """Refuse each call in turn, once."""
+    for call in calls:
+        root = folder / "refused"
+        shutil.rmtree(root, ignore_errors=True)
+        ends = run(scenario, probe, root, {call.rank: Fault("refuse", call.number, error, only=only)})
+        where = f"{scenario.name}: rank {call.rank} refused call {call.number}, {call.kind}"
+        codes, output = {end.exit_code for end in ends}, "".join(end.output for end in ends)
+        try:
+            assert codes <= {0} or codes <= {73, 74}, f"exit codes {codes}"
+            assert "Traceback" not in output
+            if codes == {0}:
+                check_finished(scenario, root, tidy=False)
+            else:
+                (line,) = [each for each in output.splitlines() if each.startswith("error: ")]
+                assert os.strerror(error) in line, line
+                assert str(root) in line, line
+                check_continued(scenario, probe, root)
+        except Exception as failure:
+            raise AssertionError(f"{where}: {failure}\n{output[-3000:]}") from failure
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", [[], ASYNC], ids=["sync", "async"])
+@pytest.mark.parametrize(
+    ("rank", "how", "only"),
+    [
+        (0, "before", "rename:.step-00000008.tmp-"),
+        (0, "after", "rename:.step-00000008.tmp-"),
+        (0, "half", "write:manifest.json"),
+        (1, "half", "write:shard-00002"),
+        (1, "before", "fsync:shard-00002"),
+        (0, "before", "unlink:.old-"),
+    ],
+)
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
+def test_a_launched_run_killed_in_a_save_goes_on(
+    launcher, rank, how, only, mode, options, undisturbed, probe, tmp_path
+):
+    """The public commands: the launcher ends with an error, and the same command comes to the same end."""
+    folder, journal = tmp_path / "run", tmp_path / "journal"
+    fault = Fault(how, 0, only=only)
+    finished = launch(
+        launcher,
+        2,
+        folder,
+        [*options, *mode],
+        exit_code=None,
+        variables=fault.environment(probe.library, folder, journal, rank),
+    )
+    assert finished.exit_code != 0
+    assert [(call.rank, call.outcome) for call in read_journal(journal) if call.outcome in HOW] == [
+        (rank, how)
+    ]
+    before = newest_checkpoint(folder) if list((folder / "checkpoints").glob("step-*")) else 0
+    again = launch(launcher, 2, folder, [*options, *mode])
+    assert again.attempts[-1]["step"] == before
+    assert "damaged" not in again.output
+    assert_exact(again, undisturbed)
+    assert list(folder.glob("*/.*")) == []

@@ -1,4 +1,4 @@
-"""A rank that hangs, or is gone: the run ends by itself within its time-out, says where, and continues exactly.
+"""A rank that hangs or is gone: the run ends within its time-out, says where it stood, and continues exactly.
 
 | fault | what ends the run | exit code in status.json |
 |---|---|---|
@@ -11,9 +11,11 @@
 from __future__ import annotations
 
 import re
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
@@ -21,7 +23,17 @@ import pytest
 from support.broken_scripts import write_scripts
 from support.hanging import HANG_SECONDS, SLACK_SECONDS, WATCHED, disturb, disturb_save, unfinished
 from support.interrupting import assert_exact, check_continued, wait_for_step
-from support.launching import NO_REPORT, Finished, environment, finish, kill_outright, launch, start
+from support.launching import (
+    ACCELERATE_SCRIPT,
+    NO_REPORT,
+    TORCHRUN_SCRIPT,
+    Finished,
+    environment,
+    finish,
+    kill_outright,
+    launch,
+    start,
+)
 from support.mutation import Edit
 
 from llm_pretrain.training.watchdog import GRACE_SECONDS
@@ -29,14 +41,32 @@ from llm_pretrain.training.watchdog import GRACE_SECONDS
 EVALUATION = "llm_pretrain/training/evaluation.py"
 LAUNCHERS = ("torchrun", "accelerate")
 STOP_STEP = 9
+PLACES = ("step", "save", "background save")
 
 
-def cases(rare: set[tuple[str, int, str]]) -> list[object]:
-    """Both launchers x both ranks x in a step and in a save; all but a few are slow."""
-    every = [
-        (launcher, rank, place) for launcher in LAUNCHERS for rank in (0, 1) for place in ("step", "save")
-    ]
-    return [pytest.param(*case, marks=[pytest.mark.slow] if case not in rare else []) for case in every]
+def cases(quick: tuple[str, int, str]) -> list[object]:
+    """Both launchers x both ranks x every place; all but one are slow."""
+    every = [(launcher, rank, place) for launcher in LAUNCHERS for rank in (0, 1) for place in PLACES]
+    return [pytest.param(*case, marks=[] if case == quick else [pytest.mark.slow]) for case in every]
+
+
+def options_at(place: str, options: list[str]) -> list[str]:
+    """With a short time-out, and with background saves where one is to be met."""
+    return [*options, *WATCHED, *(["--checkpoint.async_save", "true"] if place == "background save" else [])]
+
+
+def doing_at(place: str) -> str:
+    """What the ranks that are left may be at, as a pattern."""
+    step = r"(step|agreeing whether to stop after step|waiting for the data of step) \d+"
+    save = r"saving step \d+"
+    background = rf"({step}|{save}|waiting for the save in the background)"
+    return {"step": rf"({step}|{save})", "save": save, "background save": background}[place]
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
 
 
 def disturbed(
@@ -47,7 +77,7 @@ def disturbed(
     def act(worker: psutil.Process) -> None:
         worker.suspend() if action == "stop" else worker.kill()
 
-    if place == "save":
+    if place != "step":
         return disturb_save(launcher, folder, options, act, rank)
     return disturb(start(launcher, 2, folder, options), folder, STOP_STEP, act, rank)
 
@@ -78,39 +108,38 @@ def check_continues(launcher: str, run: Finished, options: list[str], undisturbe
     assert run.status["state"] == "finished"
 
 
-@pytest.mark.parametrize(("launcher", "rank", "place"), cases({("torchrun", 1, "step")}))
+@pytest.mark.parametrize(("launcher", "rank", "place"), cases(("torchrun", 1, "step")))
 def test_a_stopped_rank_ends_the_run(
     launcher: str, rank: int, place: str, options: list[str], undisturbed: Finished, tmp_path: Path
 ):
-    options = [*options, *WATCHED]
+    options = options_at(place, options)
     run = disturbed(launcher, rank, place, tmp_path / "run", options, "stop")
-    doing = r"(step \d+|agreeing whether to stop after step \d+)" if place == "step" else r"saving step \d+"
-    check_failed(
-        run, rf"rank {1 - rank}: no sign of life for 1\d s in {doing} \(distributed.timeout_seconds: 10\)"
-    )
+    said = rf"rank {1 - rank}: no sign of life for 1\d s in {doing_at(place)} "
+    check_failed(run, said + r"\(distributed.timeout_seconds: 10\)")
     check_stacks(run, 1 - rank, "pretrain")
     assert not (run.folder / f"stacks-rank{rank}.txt").exists(), "the stopped rank has no say"
     check_continues(launcher, run, options, undisturbed)
 
 
-@pytest.mark.parametrize(("launcher", "rank", "place"), cases({("torchrun", 0, "step")}))
+@pytest.mark.parametrize(("launcher", "rank", "place"), cases(("torchrun", 0, "step")))
 def test_a_killed_rank_is_one_line_of_the_other(
     launcher: str, rank: int, place: str, options: list[str], undisturbed: Finished, tmp_path: Path
 ):
-    options = [*options, *WATCHED]
+    options = options_at(place, options)
     run = disturbed(launcher, rank, place, tmp_path / "run", options, "kill")
-    check_failed(
-        run, rf"rank {1 - rank}: lost contact with another rank in .*step \d+ \(.*\): that one's own"
-    )
+    said = rf"rank {1 - rank}: lost contact with another rank in {doing_at(place)} \(.*\): that one's own"
+    check_failed(run, said)
     assert "RuntimeError" not in run.output
     assert not list(run.folder.glob("stacks-*"))
     if (launcher, rank, place) != ("torchrun", 0, "step"):
         check_continues(launcher, run, options, undisturbed)
 
 
-def start_alone(script: Path, folder: Path, options: list[str]) -> subprocess.Popen[str]:
-    """One process of a script, or of a copy of it with the package beside it."""
-    variables = environment() | {"PYTHONPATH": str(script.parent)}
+def start_alone(
+    script: Path, folder: Path, options: list[str], place: Mapping[str, str] | None = None
+) -> subprocess.Popen[str]:
+    """One process of a script, or of a copy of it with the package beside it; a rank where it has a place."""
+    variables = environment() | {"PYTHONPATH": str(script.parent)} | dict(place or {})
     return subprocess.Popen(
         [sys.executable, str(script), *NO_REPORT, "--run.output_dir", str(folder), *options],
         cwd=script.parent,
@@ -178,6 +207,28 @@ def test_a_hang_that_holds_pythons_lock_ends_too(options: list[str], tmp_path: P
     assert time.monotonic() - began < HANG_SECONDS + GRACE_SECONDS + 2 * SLACK_SECONDS
     assert run.exit_code == 1
     assert re.search(r'File ".*evaluation.py", line \d+ in __call__', run.output), run.output[-3000:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", [TORCHRUN_SCRIPT, ACCELERATE_SCRIPT], ids=LAUNCHERS)
+def test_a_rank_that_hangs_while_ranks_meet_ends_the_others(script: Path, options: list[str], tmp_path: Path):
+    """It comes to the meeting point and says no more; nothing is written, for no folder is anyone's yet."""
+    folder, port = tmp_path / "run", free_port()
+    join = f"from torch.distributed import TCPStore; store = TCPStore('127.0.0.1', {port}, 2, False)"
+    other = subprocess.Popen(
+        [sys.executable, "-c", f"import time; {join}; time.sleep(600)"], env=environment()
+    )
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    place["MASTER_PORT"] = port
+    try:
+        run = finish(start_alone(script, folder, [*options, *WATCHED], place), folder)
+    finally:
+        other.kill()
+        other.wait()
+    assert run.exit_code == 71
+    said = r"\nerror: rank 0: no sign of life for 2\d s in meeting the other ranks .* are above; start"
+    assert re.search(said, run.output), run.output[-3000:]
+    assert not folder.exists()
 
 
 @pytest.mark.slow

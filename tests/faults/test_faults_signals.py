@@ -78,7 +78,6 @@ def test_one_process_stopped_in_every_way_is_the_run_that_nobody_stopped(
         Stop("python", row_of(3), to_launcher(SIGUSR1), says=["SIGUSR1: the run stops"]),
         Stop("python", during_save(), to_group(SIGINT, SIGINT, gap=0.1), says=["stopped by SIGINT after"]),
         Stop("python", row_of(14), to_everything(SIGINT), WORKERS),
-        Stop("accelerate 1", row_of(18), to_launcher(SIGTERM)),
     ]
     assert_exact(run_chain(tmp_path / "run", options, stops, "python"), undisturbed_alone)
 
@@ -134,7 +133,7 @@ CHAINS = {
     "accelerate": [
         Stop("accelerate", row_of(3), to_launcher(SIGTERM)),
         Stop("accelerate", row_of(6), to_group(SIGINT, SIGINT, gap=0.3), WORKERS),
-        Stop("accelerate usr1", row_of(9), to_launcher(SIGUSR1)),
+        Stop("accelerate", row_of(9), to_launcher(SIGUSR1)),
         Stop("accelerate", row_of(12), to_rank(1, SIGUSR1)),
         Stop("accelerate", row_of(14), to_everything(SIGTERM), WORKERS),
         Stop("accelerate", during_save(), to_launcher(SIGINT, SIGTERM, gap=0.2)),

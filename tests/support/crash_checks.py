@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from support.crash_probe import CrashProbe, Ended
 from support.faulty_io import Call, Fault, Tree, read_tree, write_tree
 from support.launching import ROOT, Finished
+from support.mutation import Edit
 
 from llm_pretrain.checkpoints import committed_folders, find_damage, read_manifest
 from llm_pretrain.checkpoints.manifest import file_digest
@@ -53,6 +55,7 @@ class Scenario:
         rows: Exact rows of the undisturbed run.
         checkpoints: Step → a digest of every tensor, of every step of the undisturbed run.
         weights: Step → digest of model.safetensors, likewise.
+        sound: Hashes of checkpoints that were looked at before.
     """
 
     options: list[str]
@@ -63,6 +66,7 @@ class Scenario:
     rows: dict[int, dict]
     checkpoints: dict[int, dict]
     weights: dict[int, dict]
+    sound: set[int] = field(default_factory=set)
 
     @property
     def name(self) -> str:
@@ -127,9 +131,14 @@ def exact_rows(folder: Path) -> dict[int, dict]:
 
 
 def run(
-    scenario: Scenario, probe: CrashProbe, folder: Path, faults: dict[int, Fault], journal: Path | None = None
+    scenario: Scenario,
+    probe: CrashProbe,
+    folder: Path,
+    faults: dict[int, Fault],
+    journal: Path | None = None,
+    edits: Sequence[Edit] = (),
 ) -> list[Ended]:
-    """Start the scenario in `folder` with faults in it."""
+    """Start the scenario in `folder` with faults in it, and mistakes if there are `edits`."""
     if not folder.exists():
         write_tree(scenario.start, folder)
     return probe.train(
@@ -140,6 +149,7 @@ def run(
         faults=faults,
         journal=journal,
         with_data=journal is not None,
+        edits=edits,
     )
 
 
@@ -190,14 +200,17 @@ def check_folder(folder: Path, scenario: Scenario, durable: tuple[int, int] = (0
 def _check_checkpoints(folder: Path, scenario: Scenario) -> int:
     newest = 0
     for step, path in committed_folders(folder / "checkpoints").items():
-        try:
-            problems = find_damage(path, read_manifest(path))
-        except CheckpointError as error:
-            problems = [str(error)]
-        if problems and step in scenario.damaged:
-            continue
-        assert not problems, f"{path.name} counts and is damaged: {problems}"
-        assert tensor_digests(path) == scenario.checkpoints[step], f"{path.name} is not the undisturbed run's"
+        content = hash((step, *sorted(read_tree(path).items())))
+        if content not in scenario.sound:
+            try:
+                problems = find_damage(path, read_manifest(path))
+            except CheckpointError as error:
+                problems = [str(error)]
+            if problems and step in scenario.damaged:
+                continue
+            assert not problems, f"{path.name} counts and is damaged: {problems}"
+            assert tensor_digests(path) == scenario.checkpoints[step], f"{path.name} is not the undisturbed's"
+            scenario.sound.add(content)
         newest = max(newest, step)
     return newest
 
@@ -231,12 +244,12 @@ def check_continued(scenario: Scenario, probe: CrashProbe, folder: Path) -> None
     check_finished(scenario, folder)
 
 
-def check_finished(scenario: Scenario, folder: Path) -> None:
-    """The run is at its end, as if nothing had happened, and nothing is left lying about."""
+def check_finished(scenario: Scenario, folder: Path, *, tidy: bool = True) -> None:
+    """The run is at its end, as if nothing had happened, and if `tidy`, nothing is left lying about."""
     assert check_folder(folder, scenario) == LAST
     assert exact_rows(folder) == scenario.rows
     assert json.loads((folder / "status.json").read_text())["state"] == "finished"
-    for parent, kept in (("checkpoints", []), ("weights", ["best"])):
+    for parent, kept in (("checkpoints", []), ("weights", ["best"])) if tidy else ():
         names = sorted(path.name for path in (folder / parent).iterdir())
         assert names == [*kept, "step-00000002", "step-00000003"], (parent, names)
     assert [path.name for path in folder.iterdir() if ".tmp-" in path.name] == []

@@ -9,11 +9,13 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
@@ -73,7 +75,8 @@ class CrashProbe:
         journal: Path | None = None,
         with_data: bool = False,
         limit: float = 120,
-        edits: list[tuple[str, str, str]] | None = None,
+        edits: Sequence[Any] = (),
+        file_size: int | None = None,
     ) -> list[Ended]:
         """Run a script with `options` in `world_size` forks; their ends in the order of ranks.
 
@@ -85,6 +88,7 @@ class CrashProbe:
             journal: Where the calls of all ranks are written, with their data if `with_data`.
             limit: Seconds until what still runs is killed; such a rank's exit code is -14.
             edits: Mistakes to put in (`support.mutation.Edit`).
+            file_size: Bytes that no file may exceed (RLIMIT_FSIZE).
         """
         request = {
             "folder": str(folder),
@@ -95,7 +99,8 @@ class CrashProbe:
             "journal": str(journal) if journal else "/dev/null",
             "with_data": with_data,
             "limit": limit,
-            "edits": edits or [],
+            "file_size": file_size,
+            "edits": [[edit.file, edit.old, edit.new] for edit in edits],
         }
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -179,6 +184,8 @@ def _child(hook: Any, request: dict[str, Any], rank: int, port: int, output: Pat
             size = str(request["world_size"])
             os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size}
             os.environ |= {"LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        if request["file_size"]:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (request["file_size"], request["file_size"]))
         _arm(hook, request, rank)
         code = _train(request)
         if rank == 0:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -111,7 +110,14 @@ class _Folder:
 Tree = dict[str, bytes | None]
 """Relative path → content of a file, None for a folder."""
 
-CUTS = ("as it is", "content gone", "content zeros", "names gone", "names and content gone", "outer names gone")
+CUTS = (
+    "as it is",
+    "content gone",
+    "content zeros",
+    "names gone",
+    "names and content gone",
+    "outer names gone",
+)
 """What a power cut may leave: nothing is lost, or what was not synced is: content, names, or only the names
 in the run's folder, in checkpoints/ and in weights/, while what is below those has come as far as it has."""
 
@@ -223,8 +229,14 @@ def write_tree(tree: Tree, folder: Path) -> Path:
     return folder
 
 
-def prefixes(disk: Disk, calls: Iterable[Call]) -> Iterable[tuple[Call, Disk]]:
-    """`disk` after each call in turn."""
-    for call in calls:
-        disk.apply(call)
-        yield call, disk
+def change_tree(before: Tree, after: Tree, folder: Path) -> None:
+    """Make `folder`, which holds `before`, hold `after`."""
+    for name in sorted(before.keys() - after.keys(), reverse=True):
+        (folder / name).rmdir() if before[name] is None else (folder / name).unlink()
+    for name, content in sorted(after.items()):
+        if name in before and before[name] == content:
+            continue
+        if content is None:
+            (folder / name).mkdir()
+        else:
+            (folder / name).write_bytes(content)

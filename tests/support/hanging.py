@@ -50,7 +50,7 @@ def disturb_save(
     """
     process = start(launcher, 2, folder, options)
     try:
-        wait_for_step(process, folder, 1)
+        wait_for_step(process, folder, 5)  # a checkpoint is committed: there is one to go on from
         worker, deadline = ranks_of(process)[rank], time.monotonic() + TIMEOUT_SECONDS
         while True:
             assert time.monotonic() < deadline, "no save was met"

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,15 +116,17 @@ def start(
     *,
     gpu: bool = False,
     accelerate_file: Path = CPU_FILE,
+    variables: Mapping[str, str] | None = None,
+    prefix: Sequence[str] = (),
 ) -> subprocess.Popen[str]:
-    """Start a script in a process group of its own."""
+    """Start a script in a process group of its own; `prefix` is a command that starts the launcher."""
     command = launch_command(launcher, world_size, gpu=gpu, accelerate_file=accelerate_file)
-    script = [*command, *NO_REPORT]
+    script = [*prefix, *command, *NO_REPORT]
     command = [*script, "--run.output_dir", str(folder), *options]
     return subprocess.Popen(
         command,
         cwd=ROOT,
-        env=environment(gpu=gpu),
+        env=environment(gpu=gpu) | dict(variables or {}),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -164,9 +166,20 @@ def launch(
     exit_code: int | None = 0,
     gpu: bool = False,
     accelerate_file: Path = CPU_FILE,
+    variables: Mapping[str, str] | None = None,
+    prefix: Sequence[str] = (),
 ) -> Finished:
     """Run a script to its end and check its exit code (None: any)."""
-    process = start(launcher, world_size, folder, options, gpu=gpu, accelerate_file=accelerate_file)
+    process = start(
+        launcher,
+        world_size,
+        folder,
+        options,
+        gpu=gpu,
+        accelerate_file=accelerate_file,
+        variables=variables,
+        prefix=prefix,
+    )
     finished = finish(process, folder)
     if exit_code is not None:
         assert finished.exit_code == exit_code, f"exit code {finished.exit_code}:\n{finished.output[-6000:]}"

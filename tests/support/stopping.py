@@ -45,7 +45,6 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "torchrun usr1": (*_TORCHRUN, *_USR1, str(TORCHRUN_SCRIPT)),
     "accelerate 1": (*_ACCELERATE, "--cpu", "--num_processes", "1", str(ACCELERATE_SCRIPT)),
     "accelerate": (*_ACCELERATE, *_TWO, str(ACCELERATE_SCRIPT)),
-    "accelerate usr1": (*_ACCELERATE, *_TWO, *_USR1, str(ACCELERATE_SCRIPT)),
 }
 """Launchers up to the script's options, by a short name."""
 
@@ -98,8 +97,14 @@ def begin(command: str | Sequence[str], folder: Path, options: Sequence[str], **
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        preexec_fn=_hear_ctrl_c,  # noqa: PLW1509 (no thread runs beside the tests)
     )
     return Launch(process, folder, mark)
+
+
+def _hear_ctrl_c() -> None:
+    """A shell's background job ignores it, and so would all that the job starts."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def wait_until(launch: Launch, happened: Callable[[], bool], what: str) -> None:
@@ -110,7 +115,7 @@ def wait_until(launch: Launch, happened: Callable[[], bool], what: str) -> None:
             f"ended before {what}:\n{launch.process.communicate()[0][-4000:]}"
         )
         assert time.monotonic() < deadline, f"{what} did not happen"
-        time.sleep(0.002)
+        time.sleep(0.005)
 
 
 def row_of(step: int) -> Callable[[Launch], None]:

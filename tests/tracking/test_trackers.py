@@ -175,7 +175,9 @@ def test_without_wandb_installed_a_run_goes_on(monkeypatch, tmp_path, caplog):
     assert "wandb is left out" in caplog.text
 
 
-def run_real(mode: str, folder: Path, init_seconds: float = 12.0, **environment: str):
+def run_real(
+    mode: str, folder: Path, init_seconds: float = 12.0, before_the_end: str = "", **environment: str
+):
     """A process that tracks five rows with the real wandb; returns its result and its seconds."""
     code = (
         "import sys; from pathlib import Path\n"
@@ -184,6 +186,7 @@ def run_real(mode: str, folder: Path, init_seconds: float = 12.0, **environment:
         "config = from_dict({'logging': {'wandb_mode': sys.argv[1]}})\n"
         "tracked = Trackers(config, Path(sys.argv[2]), None, True)\n"
         "for step in range(5):\n    tracked.log({'step': step, 'train/loss': 1.0})\n"
+        f"{before_the_end}"
         "tracked.close(0); print(tracked.wandb_id)"
     )
     clean = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
@@ -243,3 +246,32 @@ def test_online_without_a_key_asks_nobody(tmp_path):
     assert seconds < 20
     assert "recorded offline" in result.stderr
     assert recorded(tmp_path, result.stdout.strip()).count(b"train/loss") >= 5
+
+
+def test_a_service_that_is_killed_costs_one_line_and_nothing_at_exit(tmp_path):
+    """wandb's own exit hook would print a traceback."""
+    kill = (
+        "import psutil\n"
+        "import time\n"
+        "while not list(Path(sys.argv[2]).glob('wandb/offline-run-*/*.wandb')): time.sleep(0.05)\n"
+        "(core,) = [each for each in psutil.Process().children() if 'wandb-core' in each.name()]\n"
+        "core.kill(); core.wait()\n"
+        "for step in range(5, 8): tracked.log({'step': step})\n"
+    )
+    result, _ = run_real("offline", tmp_path, before_the_end=kill)
+    assert result.stderr.startswith("wandb is left out from here on: ")
+    assert result.stderr.count("\n") == 1
+
+
+def test_hooks_of_others_stay(monkeypatch):
+    """Whatever else is registered while wandb starts runs at exit."""
+    kept: list = []
+    monkeypatch.setattr(trackers.atexit, "register", kept.append)
+    hooks: list = []
+    theirs = type("Hook", (), {"__module__": "wandb.sdk", "__call__": lambda self: None})()
+    with trackers._noting_exit_hooks("wandb", hooks):
+        trackers.atexit.register(theirs)
+        trackers.atexit.register(len)
+    trackers.atexit.register(max)
+    assert hooks == [theirs]
+    assert kept == [theirs, len, max]

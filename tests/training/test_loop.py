@@ -122,12 +122,12 @@ def test_a_gradient_that_is_not_finite_moves_nothing(
     before: dict[int, list[Tensor]] = {}
     steps = train_pretrain.TorchrunEngine.train_step
 
-    def train_step(self, micro_batches):
+    def train_step(self, micro_batches, judge):
         step = micro_batches[0].step
         state = [p.detach().clone() for p in self.unwrapped_model.parameters()]
         moments = [value.clone() for each in self.optimizer.state.values() for value in each.values()]
         before[step] = [*state, *moments, *(b.clone() for b in self.unwrapped_model.buffers())]
-        return steps(self, micro_batches)
+        return steps(self, micro_batches, judge)
 
     monkeypatch.setattr(train_pretrain.TorchrunEngine, "train_step", train_step)
     poison(monkeypatch, {3})

@@ -14,7 +14,8 @@ from llm_pretrain.errors import ConfigError
 
 KINDS = ("group", "rank", "launcher", "term")
 """SIGKILL of launcher and workers at once, of one worker, of the launcher alone; SIGTERM to the launcher."""
-DEFAULT_KINDS = ("group", "rank", "launcher")
+STOPPING = ("launcher", "term")
+"""After these the workers are told to stop: they save, and leave."""
 WITHOUT_PROGRESS = 2
 """So many attempts in a row may be killed before they commit anything, but no more."""
 
@@ -51,10 +52,15 @@ class Kill:
     place: float
     delay: float
 
+    @property
+    def progresses(self) -> bool:
+        """Whether the next attempt begins further on: workers that are told to stop save where they are."""
+        return self.commits or (self.kind in STOPPING and self.where != "start-up")
+
 
 @dataclass(frozen=True)
 class Target:
-    """A death aimed: `step` is that of the row waited for, or of the save or evaluation hit; 0 at start-up."""
+    """A death aimed: `step` is that of the row waited for, or of the save or evaluation hit."""
 
     where: str
     step: int = 0
@@ -141,12 +147,12 @@ def _commits(count: int, draw: random.Random) -> list[bool]:
 
 
 def least_saves(kills: Sequence[Kill]) -> int:
-    """Saves that a run must have for every death to find its place: one each that commits, and the last."""
-    return sum(kill.commits for kill in kills) + 1
+    """Saves that a run must have for every death to find its place: one each that goes on, and the last."""
+    return sum(kill.progresses for kill in kills) + 1
 
 
 def aim(
-    kill: Kill, *, checkpoint: int, steps: int, save_steps: int, eval_steps: int, commits_later: int
+    kill: Kill, *, checkpoint: int, steps: int, save_steps: int, eval_steps: int, going_on: int
 ) -> Target:
     """Where in an attempt its death falls.
 
@@ -154,17 +160,19 @@ def aim(
         kill: As drawn.
         checkpoint: Step that the attempt goes on from.
         steps, save_steps, eval_steps: The run's.
-        commits_later: Later deaths that want a new checkpoint first; as many saves are left to them.
+        going_on: Later deaths after which the run is further on; as many saves are left to them.
     """
+    if checkpoint >= steps - 1:  # stop signals have brought it here sooner than was drawn
+        return Target("start-up")
     ahead = [step for step in range(save_steps, steps, save_steps) if step > checkpoint]
     new = 0
     if kill.commits and ahead:
-        spare = max(0, len(ahead) - 1 - commits_later)
-        new = 1 + int(kill.place * (spare // (commits_later + 1) + 1))
+        spare = max(0, len(ahead) - 1 - going_on)
+        new = 1 + int(kill.place * (spare // (going_on + 1) + 1))
     last = ahead[new - 1] if new else checkpoint
     following = ahead[new] if new < len(ahead) else steps
-    if kill.where == "save":
-        return Target("save", following)
+    if kill.where == "save":  # the last save only where there is no other: after it the run is done
+        return Target("save", ahead[-1] if following == steps and ahead else following)
     if kill.where == "evaluation":
         first = last + 2  # the row before it must be this attempt's
         found = [s for s in range(first, min(following, steps - 1) + 1) if eval_steps and s % eval_steps == 0]

@@ -84,9 +84,8 @@ def check_start(folder: Path, before: Before) -> Violation | None:
     """The attempt goes on right after the newest checkpoint, and its rows leave out no step."""
     first, steps = began_at(folder, before)
     expected = before.checkpoint + 1
-    after = (
-        f"after the checkpoint of step {before.checkpoint}" if before.checkpoint else "without a checkpoint"
-    )
+    newest = before.checkpoint
+    after = f"after the checkpoint of step {newest}" if newest else "without a checkpoint"
     starts = lines_of(folder / "attempts.jsonl")[before.starts :]
     said = [start["step"] + 1 for start in starts] + ([first] if first is not None else [])
     for found in said:
@@ -110,7 +109,7 @@ def check_rows(
         owed: Step whose evaluation a stop signal put off to the next attempt.
         steps: All of them must be there; None: those up to the last.
     """
-    last = steps if steps is not None else max(found, default=0)
+    last = steps if steps is not None else max(found, default=-1)
     for step in sorted(step for step in {*reference, *found} if step <= last):
         if step not in found or step not in reference:
             where = "there" if step in found else "missing"

@@ -84,18 +84,18 @@ def make_plan(arguments: Namespace, machine: Machine) -> Plan:
     in_save = arguments.kills // 4 if arguments.in_save is None else arguments.in_save
     if not 0 <= in_save <= arguments.kills:
         raise ConfigError(f"--in-save: expected 0 to --kills {arguments.kills}, found {in_save}")
-    reference = Path(arguments.reference) if arguments.reference else None
-    steps, save_steps = _cadence(arguments, config, reference)
-    eval_steps, evaluation = _evaluation(arguments, config, steps, save_steps)
     kills = draw_kills(
         arguments.kills, arguments.seed, paths=paths, kinds=parse_kinds(arguments.kinds, world_size),
-        in_save=in_save, world_size=world_size, evaluates=eval_steps > 0,
+        in_save=in_save, world_size=world_size, evaluates=config.evaluation.eval_steps > 0,
     )  # fmt: skip
+    reference = Path(arguments.reference) if arguments.reference else None
+    steps, save_steps = _cadence(arguments, config, reference, least_saves(kills))
+    eval_steps, evaluation = _evaluation(arguments, config, steps, save_steps)
     saves = -(-steps // save_steps)
     if save_steps < 2 or saves < least_saves(kills):
         raise ConfigError(
-            f"--steps, --save-steps: expected saves at least two steps apart and {least_saves(kills)} of them "
-            f"or more, since about half of --kills {arguments.kills} come after a new checkpoint, found "
+            f"--steps, --save-steps: expected saves at least two steps apart, and {least_saves(kills)} of "
+            f"them or more, since after so many of --kills {arguments.kills} the run is further on, found "
             f"{saves} in {steps} steps, one every {save_steps}; "
             f"--steps {max(2, save_steps) * least_saves(kills)} would do"
         )
@@ -151,8 +151,8 @@ def _world_size(given: str | None, config: Config, machine: Machine, paths: Sequ
     return size
 
 
-def _cadence(arguments: Namespace, config: Config, reference: Path | None) -> tuple[int, int]:
-    """Steps of the run, and between its saves."""
+def _cadence(arguments: Namespace, config: Config, reference: Path | None, least: int) -> tuple[int, int]:
+    """Steps of the run, and between its saves, of which there must be `least`."""
     steps, save_steps = arguments.steps, arguments.save_steps
     for option, value in (("--steps", steps), ("--save-steps", save_steps)):
         if value is not None and value < 1:
@@ -161,7 +161,7 @@ def _cadence(arguments: Namespace, config: Config, reference: Path | None) -> tu
         save_steps = config.checkpoint.save_steps
     if steps is None and reference is not None:
         steps = read_status(reference).get("step")
-    wanted = arguments.kills // 2 + 3  # saves: some more than there must be
+    wanted = least + least // 2 + 1  # a run that is told to stop goes on for some steps
     if save_steps is None:
         fitting = max(2, steps // wanted) if steps else DEFAULT_SAVE_STEPS
         save_steps = min(fitting, DEFAULT_SAVE_STEPS, max(2, config.checkpoint.save_steps or fitting))
@@ -181,7 +181,7 @@ def _evaluation(
 
 
 def _follow(reference: Path) -> list[str]:
-    """What a reference decides: its configuration's digests of parameters, which its rows have or have not."""
+    """What a reference decides: whether rows have digests of the parameters."""
     digests = _config_of(reference).logging.parameters_sha256
     return ["--logging.parameters_sha256", str(digests).lower()]
 

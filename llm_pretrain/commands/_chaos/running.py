@@ -192,10 +192,10 @@ def _attempt(
     before = look_at(folder)
     target = None
     if kill is not None:
-        later = sum(each.commits for each in plan.kills[number:])
+        later = sum(each.progresses for each in plan.kills[number:])
         target = aim(
             kill, checkpoint=before.checkpoint, steps=plan.steps, save_steps=plan.save_steps,
-            eval_steps=plan.eval_steps, commits_later=later,
+            eval_steps=plan.eval_steps, going_on=later,
         )  # fmt: skip
     attempt = run_attempt(_job(plan, path, folder), place, timing, kill, target)
     violation, began = attempt.violation, None

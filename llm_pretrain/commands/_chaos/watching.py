@@ -42,7 +42,7 @@ class Timing:
         self.start_up[path] = min(seconds, self.start_up.get(path, seconds))
 
     def of_start_up(self, path: str) -> float:
-        """Seconds that a start-up takes, at least; a launcher not seen yet is taken to be as fast as another."""
+        """Seconds that a start-up takes, at least; for a launcher not seen yet, another's."""
         return self.start_up.get(path) or min(self.start_up.values(), default=4.0)
 
 
@@ -101,7 +101,7 @@ class Watch:
                 self.first_row_after = time.monotonic() - self.started
 
     def saving(self) -> int | None:
-        """Step of what is being written right now; None where nothing is. What earlier attempts left is not."""
+        """Step of what this attempt is writing right now; None where nothing is."""
         steps = [
             int(match[1])
             for name in leftovers(self.folder)

@@ -1,0 +1,85 @@
+#!/usr/bin/env bash
+# Whether a run should be started again, by its status.json: launchers themselves only say zero or not.
+#
+#   before=$(examples/requeue.sh mark RUN)              before the launch
+#   examples/requeue.sh decide RUN "$before" RESTARTS   after it; exit code 0: start again, 1: do not
+#   examples/requeue.sh code RUN "$before" CODE         exit code: the worker's, else the launcher's CODE
+#
+# RUN is the run's folder, RESTARTS how often it was started again before. Again: after a stop by a signal
+# (75), and, MAX_RESTARTS times (10), after what another attempt may be spared: a lost process or machine,
+# memory, a hang (71), input and output (74), a folder still locked (73). Not again: a finished run (0), a
+# wrong configuration (2), wrong data (65), a diverged run (70), a checkpoint of something else (78), and an
+# attempt that never reached its folder, since what stopped it will be there the next time too.
+set -euo pipefail
+
+say() { echo "requeue: $*" >&2; }
+
+read_status() { # sets state, code, step and reason; empty where status.json does not say
+    {
+        read -r state
+        read -r code
+        read -r step
+        read -r reason
+    } < <("${PYTHON:-python3}" -I -S - "$run/status.json" <<'PYTHON'
+import json, sys
+try:
+    with open(sys.argv[1], encoding="utf-8") as file:
+        status = dict(json.load(file))
+except (OSError, ValueError, TypeError):
+    status = {}
+for name in ("state", "exit_code", "step", "reason"):
+    value = status.get(name)
+    print("" if value is None else " ".join(str(value).split()))
+PYTHON
+    )
+}
+
+mark() { # which status.json is there: every attempt replaces the file as it begins
+    stat -c '%i %y' "$run/status.json" 2>/dev/null || echo none
+}
+
+action=${1:?expected mark, decide or code} run=${2:?expected the folder of the run}
+case $action in
+mark)
+    mark
+    ;;
+code)
+    before=${3:?expected what mark printed} code=${4:?expected the exit code of the launcher}
+    launchers=$code
+    [ "$(mark)" = "$before" ] && exit "$launchers"
+    read_status
+    case $code in
+    '' | *[!0-9]*) exit "$launchers" ;;
+    *) exit "$code" ;;
+    esac
+    ;;
+decide)
+    before=${3:?expected what mark printed} restarts=${4:?expected the number of restarts}
+    if [ "$(mark)" = "$before" ]; then
+        say "not again: the attempt never reached $run; its own message says why"
+        exit 1
+    fi
+    read_status
+    case $code in
+    75)
+        say "again: stopped by $reason after step $step, and saved"
+        exit 0
+        ;;
+    0 | 2 | 65 | 70 | 78)
+        say "not again: $state, exit code $code: $reason"
+        exit 1
+        ;;
+    esac
+    # without a code its process was killed before it could say anything
+    if [ "$restarts" -lt "${MAX_RESTARTS:-10}" ]; then
+        say "again: ${state:-unknown}, exit code ${code:-none}: $reason"
+        exit 0
+    fi
+    say "not again: $state, exit code ${code:-none}, and started again $restarts times already"
+    exit 1
+    ;;
+*)
+    say "expected mark, decide or code, found $action"
+    exit 2
+    ;;
+esac

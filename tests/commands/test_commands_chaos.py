@@ -1,0 +1,545 @@
+"""`chaos` draws and aims its kills by its seed, finds all that must not be, and refuses wrong input."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.launching import ROOT, Finished
+from support.run_folders import attempt_row, training_row
+
+from llm_pretrain.__main__ import main
+from llm_pretrain.checkpoints.manifest import file_digest, read_manifest, write_manifest
+from llm_pretrain.commands._chaos import plan as planning
+from llm_pretrain.commands._chaos import running
+from llm_pretrain.commands._chaos.attempts import Attempt
+from llm_pretrain.commands._chaos.ending import check_end
+from llm_pretrain.commands._chaos.moments import (
+    WITHOUT_PROGRESS,
+    Kill,
+    Kind,
+    Target,
+    aim,
+    draw_kills,
+    least_saves,
+    parse_kinds,
+)
+from llm_pretrain.commands._chaos.oracle import (
+    Before,
+    Soundness,
+    check_leftovers,
+    check_rows,
+    check_start,
+    look_at,
+)
+from llm_pretrain.commands._chaos.running import Result, run_chaos
+from llm_pretrain.commands._chaos.table import attempt_line, heading, summary, write_json
+from llm_pretrain.commands._chaos.watching import Watch, leftovers, timing_of
+from llm_pretrain.commands._launching import launching, machine
+from llm_pretrain.commands._launching.launching import Place
+from llm_pretrain.commands._launching.machine import Machine
+from llm_pretrain.config import Config
+from llm_pretrain.errors import ConfigError
+
+TINY = str(ROOT / "configs" / "tiny-dense.yaml")
+KINDS = [Kind("group"), Kind("rank"), Kind("launcher")]
+ALL = {"paths": ["torchrun", "accelerate"], "kinds": KINDS, "world_size": 2, "evaluates": True}
+
+
+def test_the_same_seed_draws_the_same_deaths_and_another_one_others():
+    first, again, other = (draw_kills(50, seed, in_save=10, **ALL) for seed in (1, 1, 2))
+    assert first == again
+    assert first != other
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_kinds_launchers_saves_and_new_checkpoints_have_their_shares(seed: int):
+    kills = draw_kills(50, seed, in_save=10, **ALL)
+    assert sorted(Counter(kill.kind for kill in kills).values()) == [16, 17, 17]
+    assert [kill.path for kill in kills] == ["torchrun", "accelerate"] * 25
+    assert Counter(kill.where for kill in kills)["save"] == 10
+    assert {kill.where for kill in kills} == {"save", "step", "start-up", "evaluation"}
+    assert {kill.rank for kill in kills if kill.kind == "rank"} == {0, 1}
+    assert {kill.rank for kill in kills if kill.kind != "rank"} == {None}
+    commits = [kill.commits for kill in kills]
+    assert 25 <= sum(commits) <= 30
+    idle = "".join("x" if each else " " for each in commits).split("x")
+    assert max(map(len, idle)) <= WITHOUT_PROGRESS
+    assert not any(kill.commits for kill in kills if kill.where == "start-up")
+
+
+def test_a_rank_that_was_named_is_the_one_that_dies():
+    assert parse_kinds("group, rank:1,term", 2) == [Kind("group"), Kind("rank", 1), Kind("term")]
+    kills = draw_kills(9, 0, in_save=0, **ALL | {"kinds": [Kind("rank", 1)]})
+    assert {(kill.kind, kill.rank) for kill in kills} == {("rank", 1)}
+
+
+def kill(where: str, *, commits: bool = False, place: float = 0.0) -> Kill:
+    return Kill(1, "torchrun", "group", None, where, commits, place, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("drawn", "checkpoint", "later", "expected"),
+    [
+        (kill("start-up"), 4, 0, Target("start-up")),
+        (kill("step", place=0.0), 4, 0, Target("step", 5)),
+        (kill("step", place=0.99), 4, 0, Target("step", 7)),
+        (kill("step", commits=True), 4, 3, Target("step", 9)),  # one new checkpoint, and no more
+        (kill("step", commits=True, place=0.99), 4, 0, Target("step", 19)),  # no other wants any
+        (kill("save"), 4, 0, Target("save", 8)),
+        (kill("save", commits=True), 4, 3, Target("save", 12)),
+        (kill("save"), 16, 0, Target("save", 20)),  # the last save, where there is no other
+        (kill("save", commits=True), 12, 0, Target("save", 16)),
+        (kill("evaluation", commits=True), 4, 3, Target("evaluation", 10)),
+        (kill("evaluation"), 4, 0, Target("step", 5)),  # step 5's own row must come first
+        (kill("step", commits=True), 16, 0, Target("step", 17)),  # none is left to commit
+        (kill("save", commits=True), 19, 0, Target("start-up")),  # told to stop, it went on for too long
+        (kill("step"), 20, 0, Target("start-up")),
+    ],
+)
+def test_a_death_is_aimed_from_where_its_attempt_begins(
+    drawn: Kill, checkpoint: int, later: int, expected: Target
+):
+    aimed = aim(
+        drawn, checkpoint=checkpoint, steps=20, save_steps=4, eval_steps=5, going_on=later
+    )  # fmt: skip
+    assert aimed == expected
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_death_finds_its_place_before_the_run_is_done(seed: int):
+    """Even where every attempt commits as much as it may before it dies, and saves are as few as can be."""
+    kills = draw_kills(30, seed, in_save=8, **ALL)
+    save_steps = 3
+    steps, checkpoint, committed = save_steps * least_saves(kills), 0, 0
+    for number, each in enumerate(kills, start=1):
+        later = sum(other.progresses for other in kills[number:])
+        target = aim(
+            each, checkpoint=checkpoint, steps=steps, save_steps=save_steps, eval_steps=4, going_on=later
+        )
+        assert 0 <= target.step < steps + (target.where == "save")
+        reached = max(checkpoint, (target.step - (target.where != "step")) // save_steps * save_steps)
+        if each.kind == "launcher" and target.where != "start-up":  # its workers save where they are
+            reached = min(target.step + 1, steps)
+        committed += reached > checkpoint
+        checkpoint = reached
+    assert committed >= 12
+
+
+def rows(steps: int, **changed: Any) -> dict[int, dict[str, Any]]:
+    made = {step: training_row(step) for step in range(1, steps + 1)}
+    for name, value in changed.items():
+        made[3][f"train/{name}"] = value
+    return made
+
+
+def test_rows_are_the_same_but_for_what_measures_the_machine():
+    other = rows(6)
+    for row in other.values():
+        row["time"], row["perf/step_seconds"] = 1.0, 2.0
+    assert check_rows(rows(6), other, steps=6) is None
+    assert check_rows(rows(6), rows(4)) is None, "so far"
+    assert check_rows(rows(6) | {0: {"step": 0, "eval/loss": 9.0}}, {}) is None, "died before any row"
+
+
+@pytest.mark.parametrize(
+    ("found", "key"),
+    [
+        (rows(6, loss=math.nextafter(rows(6)[3]["train/loss"], 9)), "train/loss"),
+        (rows(6, skipped="overflow"), "train/skipped"),
+        (rows(6, more=1), "train/more"),
+        ({step: row for step, row in rows(6).items() if step != 3}, "row"),
+        (rows(6) | {3: {k: v for k, v in rows(6)[3].items() if k != "train/tokens"}}, "train/tokens"),
+    ],
+)
+def test_one_other_bit_or_a_step_left_out_is_found(found: dict[int, dict[str, Any]], key: str):
+    for steps in (None, 6):
+        violation = check_rows(rows(6), found, steps=steps)
+        assert violation is not None
+        assert (violation.step, violation.key) == (3, key)
+        assert "step 3" in violation.text
+
+
+def test_the_end_needs_every_row_and_zero_is_not_minus_zero():
+    short = check_rows(rows(6), rows(5), steps=6)
+    assert short is not None
+    assert (short.step, short.key) == (6, "row")
+    assert check_rows(rows(6, loss=0.0), rows(6, loss=-0.0)) is not None
+
+
+def test_an_evaluation_that_a_signal_put_off_is_missing_for_now():
+    reference = rows(6)
+    reference[3]["eval/loss"] = 1.5
+    assert check_rows(reference, rows(6)) is not None
+    assert check_rows(reference, rows(6), owed=3) is None
+
+
+def write_rows(folder: Path, name: str, made: list[dict[str, Any]]) -> None:
+    folder.mkdir(exist_ok=True)
+    with (folder / f"{name}.jsonl").open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in made)
+
+
+@pytest.mark.parametrize(
+    ("start", "steps", "text"),
+    [
+        (4, [5, 6], None),
+        (4, [], None),
+        (None, [], None),  # died before it knew
+        (0, [1, 2], "began at step 1, expected 5 after the checkpoint of step 4"),
+        (0, [], "began at step 1, expected 5"),  # it had not written a row yet
+        (2, [3, 4], "began at step 3, expected 5"),  # an older checkpoint
+        (4, [5, 7], "wrote step 7 where step 6 was due"),
+        (4, [5, 5], "wrote step 5 where step 6 was due"),
+        (4, [6], "began at step 6, expected 5"),
+    ],
+)
+def test_an_attempt_begins_after_the_newest_checkpoint_and_skips_nothing(
+    start: int | None, steps: list[int], text: str | None, tmp_path: Path
+):
+    """A start from zero repeats the right rows, and is found all the same."""
+    folder = tmp_path / "run"
+    write_rows(folder, "metrics", [training_row(step) for step in range(1, 6)])
+    write_rows(folder, "attempts", [attempt_row(0, 0.0)])
+    (folder / "checkpoints" / "step-00000004").mkdir(parents=True)
+    before = look_at(folder)
+    assert (before.checkpoint, before.rows, before.starts) == (4, 5, 1)
+    write_rows(folder, "metrics", [training_row(step) for step in steps])
+    write_rows(folder, "attempts", [] if start is None else [attempt_row(start, 9.0)])
+    violation = check_start(folder, before)
+    assert (violation is None) == (text is None), violation
+    if violation is not None:
+        assert text is not None
+        assert violation.text.startswith(text)
+
+
+def test_an_evaluation_made_up_for_is_no_step(tmp_path: Path):
+    folder = tmp_path / "run"
+    (folder / "checkpoints" / "step-00000004").mkdir(parents=True)
+    made = [{"step": 4, "time": 1.0, "eval/loss": 2.0}, training_row(5)]
+    write_rows(folder, "metrics", made)
+    write_rows(folder, "attempts", [attempt_row(4, 0.0)])
+    assert check_start(folder, Before(checkpoint=4)) is None
+
+
+@pytest.fixture
+def killed(trained_run: Finished, tmp_path: Path) -> Path:
+    """A run that ended as another one."""
+    return Path(shutil.copytree(trained_run.folder, tmp_path / "killed", symlinks=True))
+
+
+def assert_violated(reference: Path, folder: Path, text: str, *, sound: bool = True) -> None:
+    end = check_end(reference, folder, 6, same_call=True)
+    violation = end if sound else Soundness().check(folder)
+    assert violation is not None
+    assert text in violation.text, violation.text
+
+
+def test_equal_ends_are_equal(trained_run: Finished, killed: Path):
+    assert check_end(trained_run.folder, killed, 6, same_call=True) is None
+    assert Soundness().check(killed) is None
+
+
+def test_a_tensor_changed_in_one_bit_is_named(trained_run: Finished, killed: Path):
+    """Even where the manifest vouches for it."""
+    path = killed / "checkpoints" / "step-00000006"
+    content = read_manifest(path)
+    (name,) = content.files
+    changed = bytearray((path / name).read_bytes())
+    changed[-1] ^= 1
+    (path / name).write_bytes(changed)
+    write_manifest(path, replace(content, files={name: file_digest(path / name)}))
+    assert Soundness().check(killed) is None
+    violation = check_end(trained_run.folder, killed, 6, same_call=True)
+    assert violation is not None
+    assert violation.key in content.tensors
+    assert "bit for bit" in violation.text
+
+
+@pytest.mark.parametrize("what", ["flipped", "cut", "no manifest", "another step"])
+def test_a_damaged_checkpoint_is_found(what: str, trained_run: Finished, killed: Path):
+    path = killed / "checkpoints" / "step-00000004"
+    content = read_manifest(path)
+    (name,) = content.files
+    data = bytearray((path / name).read_bytes())
+    if what == "flipped":
+        data[-9] ^= 16
+    (path / name).write_bytes(data[:-1] if what == "cut" else data)
+    if what == "no manifest":
+        (path / "manifest.json").unlink()
+    if what == "another step":
+        write_manifest(path, replace(content, run=replace(content.run, step=3)))
+    assert_violated(trained_run.folder, killed, f"{path} is damaged", sound=False)
+
+
+def test_a_checkpoint_damaged_after_it_was_found_sound_is_found_at_the_end(killed: Path):
+    sound = Soundness()
+    assert sound.check(killed) is None
+    path = killed / "checkpoints" / "step-00000006"
+    (file,) = path.glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-1])
+    assert sound.check(killed) is None, "known to be sound"
+    assert sound.check(killed, again=True) is not None
+
+
+def test_other_weights_a_missing_file_and_another_state_are_found(trained_run: Finished, killed: Path):
+    reference, weights = trained_run.folder, killed / "weights" / "step-00000006"
+    file = weights / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    assert_violated(reference, killed, f"{file}: expected the reference's bytes")
+    file.write_bytes(data[:40])
+    assert_violated(reference, killed, f"{weights} is damaged", sound=False)
+    (weights / "config.json").unlink()
+    assert_violated(reference, killed, "config.json differs")
+    status = json.loads((killed / "status.json").read_text())
+    (killed / "status.json").write_text(json.dumps(status | {"state": "running", "exit_code": None}))
+    assert_violated(reference, killed, "expected finished, 0, step 6, found running")
+
+
+@pytest.mark.parametrize("parent", ["checkpoints", "weights"])
+def test_what_is_left_over_outlives_no_save_and_no_end(parent: str, trained_run: Finished, killed: Path):
+    left = killed / parent / ".step-00000006.tmp-0123abcd"
+    left.mkdir()
+    assert leftovers(killed) == [f"{parent}/{left.name}"]
+    assert_violated(trained_run.folder, killed, f"{left} is left over")
+    before = look_at(killed)
+    assert check_leftovers(killed, before) is None, "nothing was saved since"
+    (killed / parent / "step-00000008").mkdir()
+    violation = check_leftovers(killed, before)
+    assert violation is not None
+    assert "outlived a save" in violation.text
+    left.rmdir()
+    assert check_leftovers(killed, before) is None
+
+
+def test_a_watch_sees_new_rows_and_saves_of_its_own_attempt(tmp_path: Path):
+    folder = tmp_path / "run"
+    (folder / "checkpoints" / ".step-00000004.tmp-aa").mkdir(parents=True)
+    write_rows(folder, "metrics", [training_row(step) for step in (1, 2)])
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "trai')
+    watch = Watch(folder)
+    watch.look()
+    assert (watch.last_step, watch.saving()) == (None, None)
+    whole = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)[:2]
+    (folder / "metrics.jsonl").write_text("".join(whole))  # as the next attempt cuts a torn row
+    watch.look()
+    write_rows(folder, "metrics", [{"step": 2, "time": 0.0, "eval/loss": 1.0}, training_row(3)])
+    (folder / "weights" / ".step-00000008.tmp-bb").mkdir(parents=True)
+    watch.look()
+    assert (watch.last_step, watch.saving()) == (3, 8)
+    assert watch.left() == ["weights/.step-00000008.tmp-bb"]
+
+
+def test_what_things_take_is_read_from_a_run_s_rows():
+    made, now = {}, 0.0
+    for step in range(1, 13):
+        now += 0.5 + 2.0 * (step % 4 == 1 and step > 1) + 1.0 * (step % 5 == 0 and step != 5)
+        made[step] = training_row(step) | {"time": now}
+    timing = timing_of(made, save_steps=4, eval_steps=10)
+    assert (timing.step, timing.save, timing.evaluation) == (0.5, 2.0, 1.0)
+    assert timing.longest_gap == 2.5
+
+
+def plan_of(folder: Path, kills: list[Kill], **more: Any) -> planning.Plan:
+    fields: dict[str, Any] = {
+        "config": Config(), "paths": ["torchrun"], "world_size": 1, "steps": 6, "save_steps": 2,
+        "eval_steps": 0, "kills": kills, "in_save": 0, "options": (), "scripts": folder, "output": folder,
+        "threads": 1,
+    }  # fmt: skip
+    return planning.Plan(**fields | more)
+
+
+def result_of(
+    folder: Path, attempts: list[Any], monkeypatch: pytest.MonkeyPatch, plan: planning.Plan
+) -> tuple[Result, str]:
+    """The result of attempts that are made up: each is a function that writes into the run's folder."""
+    waiting = list(attempts)
+
+    def run_attempt(job: Any, place: Any, timing: Any, kill: Any = None, target: Any = None) -> Attempt:
+        return waiting.pop(0)(job.folder)
+
+    monkeypatch.setattr(running, "run_attempt", run_attempt)
+    result, said = Result(plan.reference or folder / "reference", folder / "killed"), [heading(plan)]
+    run_chaos(
+        plan, Place(folder, Machine(0, 2), {}, 1.0), result, say=said.append,
+        on_attempt=lambda death: said.append(attempt_line(death, plan)),
+    )  # fmt: skip
+    write_json(folder / "chaos.json", {}, result, plan)
+    return result, "\n".join([*said, *summary(result, plan)])
+
+
+def to_the_end(trained: Path) -> Any:
+    def end(folder: Path) -> Attempt:
+        before = (folder / "metrics.jsonl").read_text() if folder.exists() else ""
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(trained, folder, symlinks=True)
+        (folder / "metrics.jsonl").write_text(before + (folder / "metrics.jsonl").read_text())
+        (folder / "attempts.jsonl").write_text((folder / "attempts.jsonl").read_text() * (1 + bool(before)))
+        return Attempt("torchrun", 0, 6)
+
+    return end
+
+
+def died(rows_of: Path, steps: list[int], **more: Any) -> Any:
+    """Killed after these rows, before any save."""
+
+    def die(folder: Path) -> Attempt:
+        made = {row["step"]: row for row in Finished(0, "", rows_of).rows.values()}
+        write_rows(folder, "metrics", [made[step] for step in (0, *steps)])  # evaluated before it began
+        write_rows(folder, "attempts", [attempt_row(0, 0.0)])
+        return Attempt("torchrun", -9, steps[-1] if steps else None, fired=True, **more)
+
+    return die
+
+
+def test_a_run_that_ends_as_the_other_holds(
+    trained_run: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    end = to_the_end(trained_run.folder)
+    attempts = [end, died(trained_run.folder, [1]), end]
+    result, text = result_of(tmp_path, attempts, monkeypatch, plan_of(tmp_path, [kill("step")]))
+    assert result.verdict == "holds", text
+    assert "1 of 1 kills (1 group), 0 in a save, 0 after a new checkpoint" in text
+    content = json.loads((tmp_path / "chaos.json").read_text())
+    assert (content["verdict"], content["kills"], content["violation"]) == ("holds", 1, None)
+    first, second = content["attempts"]
+    assert (first["killed"], first["moment"], first["began_at"]) == (True, "after step 1", 1)
+    assert (second["killed"], second["last_step"], second["checkpoint_after"]) == (False, 6, 6)
+
+
+def test_what_does_not_hold_ends_the_call_and_says_kill_attempt_step_and_key(
+    trained_run: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def skips(folder: Path) -> Attempt:
+        return died(trained_run.folder, [1, 2, 4])(folder)
+
+    attempts = [to_the_end(trained_run.folder), skips]
+    result, text = result_of(tmp_path, attempts, monkeypatch, plan_of(tmp_path, [kill("step")] * 3))
+    assert result.verdict == "violated"
+    assert "kill 1, attempt 1: wrote step 4 where step 3 was due" in text
+    violation = json.loads((tmp_path / "chaos.json").read_text())["violation"]
+    assert (violation["where"], violation["step"], violation["key"]) == ("kill 1, attempt 1", 3, "step")
+
+
+def test_less_than_was_asked_for_is_not_called_shown(
+    trained_run: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    end = to_the_end(trained_run.folder)
+    plan = plan_of(tmp_path, [kill("save")], in_save=1)
+    result, text = result_of(tmp_path, [end, died(trained_run.folder, [1]), end], monkeypatch, plan)
+    assert result.verdict == "not shown"
+    assert "0 kills fell into a save, 1 were asked for" in text
+    shutil.rmtree(tmp_path / "killed")
+    result, text = result_of(tmp_path, [end, end], monkeypatch, plan)
+    assert "the run was done after 0 of 1 kills" in text
+
+
+def test_a_save_that_was_missed_is_made_up_for(tmp_path: Path):
+    plan = plan_of(tmp_path, [kill("save"), kill("step")], in_save=1)
+    result = Result(tmp_path, tmp_path)
+    first = running._next_kill(plan, result, 0)
+    assert first is not None
+    assert first.where == "save"
+    second = running._next_kill(plan, result, 1)
+    assert second is not None
+    assert second.where == "save", "one is still to fall into a save, and it is the last"
+    assert running._next_kill(plan, result, 2) is None
+
+
+@pytest.fixture
+def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def started(*_: Any, **__: Any) -> None:
+        raise AssertionError("something was launched")
+
+    monkeypatch.setattr(launching.subprocess, "Popen", started)
+    monkeypatch.setattr(machine, "this_machine", lambda: Machine(gpus=0, cores=2))
+
+
+@pytest.mark.usefixtures("nothing_starts")
+@pytest.mark.parametrize(
+    ("words", "code", "expected"),
+    [
+        (["--kills", "0"], 2, "--kills: expected 1 or more, found 0"),
+        (["--kinds", "group,flood"], 2, "--kinds: expected some of group, rank, launcher, term (rank:1"),
+        (["--kinds", "group:1"], 2, "found 'group:1'"),
+        (["--kinds", "rank:2"], 2, "--kinds: expected ranks below the world size 2, found 2"),
+        (["--in-save", "11"], 2, "--in-save: expected 0 to --kills 10, found 11"),
+        (["--paths", "trainer"], 2, "--paths: expected some of torchrun, accelerate, found 'trainer'"),
+        (["--world-size", "1,2"], 2, "--world-size: expected one number"),
+        (["--world-size", "64"], 2, "--world-size: expected at most 2, the cores of this machine"),
+        (["--steps", "0"], 2, "--steps: expected 1 or more, found 0"),
+        (["--save-steps", "0"], 2, "--save-steps: expected 1 or more, found 0"),
+        (["--save-steps", "1"], 2, "expected saves at least two steps apart"),
+        (["--steps", "8"], 2, "--steps, --save-steps: expected saves at least two steps apart, and"),
+        (["--timeout", "0"], 2, "--timeout: expected more than 0 seconds"),
+        (["--training.precision", "fp16"], 2, "silently train in fp32"),
+        (["--scripts", "/nowhere"], 2, "--scripts /nowhere: expected train_pretrain.py"),
+        (
+            ["--reference", "/nowhere"],
+            2,
+            "--reference /nowhere: expected the folder of a run, found no config",
+        ),
+        (["--data.sources", "[{store: /nowhere}]"], 65, "/nowhere"),
+    ],
+)
+def test_wrong_input_is_one_line_before_anything_is_launched(
+    words: list[str],
+    code: int,
+    expected: str,
+    plain_store: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+):
+    output = tmp_path / "output"
+    sources = ["--data.sources", f"[{{store: {plain_store}}}]"]
+    assert main(["chaos", "--config", TINY, "--output", str(output), *sources, *words]) == code
+    printed = capsys.readouterr()
+    assert expected in printed.err
+    assert len(printed.err.strip().splitlines()) == 1
+    assert "Traceback" not in printed.err
+    assert not output.exists()
+
+
+def test_a_reference_must_be_this_call_s(trained_run: Finished):
+    config = planning._config_of(trained_run.folder)
+    planning.check_reference(trained_run.folder, config, 1, 1)
+    with pytest.raises(ConfigError, match="finished 6 steps on 2 processes, found finished at step 6 on 1"):
+        planning.check_reference(trained_run.folder, config, 2, 1)
+    other = replace(config, optimizer=replace(config.optimizer, learning_rate=1.0))
+    with pytest.raises(ConfigError, match=r"expected optimizer\.learning_rate 1\.0"):
+        planning.check_reference(trained_run.folder, other, 1, 1)
+
+
+def test_a_long_warm_up_and_rare_saves_and_evaluations_are_fitted_into_the_run(
+    plain_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    import argparse
+
+    from llm_pretrain.commands import chaos
+
+    parser = argparse.ArgumentParser()
+    chaos.add_arguments(parser)
+
+    def plan(*words: str) -> planning.Plan:
+        sources = ["--data.sources", f"[{{store: {plain_store}}}]", "--output", str(tmp_path / "out")]
+        arguments = parser.parse_args(["--config", TINY, *sources, *words])
+        return planning.make_plan(arguments, Machine(0, 2))
+
+    made = plan("--kills", "50", "--schedule.warmup_steps", "900", "--training.max_steps", "9000")
+    assert (made.save_steps, made.eval_steps, made.world_size) == (4, 5, 2)
+    assert 4 * least_saves(made.kills) < made.steps < 8 * least_saves(made.kills)
+    assert (made.config.training.max_steps, made.config.schedule.warmup_steps) == (made.steps,) * 2
+    assert made.in_save == 12
+    small = plan("--kills", "3", "--steps", "12")
+    assert (small.steps, small.save_steps) == (12, 2)
+    own = plan("--checkpoint.save_steps", "6", "--evaluation.eval_steps", "7", "--training.max_steps", "99")
+    assert (own.save_steps, own.eval_steps) == (6, 7)

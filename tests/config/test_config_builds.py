@@ -1,0 +1,174 @@
+"""Every configuration is refused with a message, or accepted and then really builds: nothing in between.
+
+Built are: the model (without memory where it is large), its parameters and optimizer, the learning rate of
+every step, the objective, the sample order and a batch of a tiny store, and its home in other libraries.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.config_trees import config_of, trees
+from support.launching import train
+
+from llm_pretrain.config import Config, dump_yaml, from_dict, resolve_model, validate
+from llm_pretrain.config.checking import field_types
+from llm_pretrain.data import evaluation_batches, global_batches
+from llm_pretrain.errors import ConfigError, DataError
+from llm_pretrain.export import home_of
+from llm_pretrain.model import Decoder, count_parameters, initialize_weights
+from llm_pretrain.training.objective import Objective
+from llm_pretrain.training.optimizers import build_optimizer
+from llm_pretrain.training.saving import fingerprints
+from llm_pretrain.training.schedule import learning_rate
+
+EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "0"))
+QUIET = settings(
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+FEW_PARAMETERS, FEW_TOKENS = 1 << 20, 1 << 14
+TOKENIZER_SIZE = 259
+
+
+def build(config: Config, world_size: int) -> None:
+    """Everything that a run builds before its first step and that needs no process group."""
+    config = resolve_model(config, TOKENIZER_SIZE)
+    model, training = config.model, config.training
+    with torch.device("meta"):
+        empty = Decoder(model, activation_checkpointing=training.activation_checkpointing)
+    size = count_parameters(model)
+    assert size.total == sum(parameter.numel() for parameter in empty.parameters())
+    if size.total <= FEW_PARAMETERS:
+        real = Decoder(model)
+        initialize_weights(real, config.run.seed)
+        assert all(parameter.isfinite().all() for parameter in real.parameters())
+        build_optimizer(real, config.optimizer)
+    steps = {0, 1, training.max_steps // 2, training.max_steps - 1, config.schedule.warmup_steps}
+    for step in steps | set(range(min(64, training.max_steps))):
+        rate = learning_rate(config, step)
+        assert math.isfinite(rate)
+        assert 0 <= rate <= config.optimizer.learning_rate * (1 + 1e-9), f"step {step}: {rate}"
+    assert math.isfinite(Objective(config, world_size).micro_batches_per_step)
+    assert config.gradient_accumulation_steps(world_size) >= 1
+    fingerprints(config)
+    loader = global_batches(config, start_step=0, world_size=world_size)
+    tokens = training.micro_batch_size * training.sequence_length
+    assert len(loader) * training.micro_batch_size == training.max_steps * training.global_batch_size
+    if tokens <= FEW_TOKENS:
+        assert loader.batch_sampler is not None
+        next(iter(loader))
+        last = training.max_steps * training.global_batch_size - training.micro_batch_size
+        loader.dataset.__getitems__(list(range(last, last + training.micro_batch_size)))  # type: ignore[attr-defined]
+        evaluated = evaluation_batches(config)
+        if len(evaluated):
+            evaluated[0]
+    try:
+        home = home_of(model)
+    except ConfigError as error:
+        named = [line.startswith("model.") for line in error.problems]
+        assert all(named)
+    else:
+        assert home
+
+
+def accepted(tree: dict[str, Any], world_size: int) -> bool:
+    """Whether the configuration is accepted, and then builds; asserts how it is refused."""
+    try:
+        config = config_of(tree)
+        problems = validate(config, world_size)
+    except ConfigError as error:
+        config, problems = None, list(error.problems)
+    for line in problems:
+        assert "\n" not in line
+        name, _, rest = line.partition(": ")
+        assert name.partition(".")[0] in field_types(Config)
+        assert "expected" in rest
+    if problems or config is None:
+        return False
+    said = ""
+    try:
+        build(config, world_size)
+    except (ConfigError, DataError) as error:
+        said = str(error)
+    # what only the store can tell
+    assert not said or said.startswith(("model.vocab_size: expected at least", "data.sources")), said
+    return True
+
+
+@pytest.fixture(scope="module")
+def seen() -> Counter[str]:
+    return Counter()
+
+
+@pytest.mark.fuzz
+def test_whatever_is_accepted_builds(plain_store: Path, changed_store: Path, seen: Counter[str]):
+    stores = [str(plain_store), str(changed_store)]
+
+    @given(tree=trees(stores=stores), world_size=st.sampled_from([1, 1, 2, 3]))
+    @settings(QUIET, max_examples=EXAMPLES or 150)
+    def check(tree: dict[str, Any], world_size: int) -> None:
+        seen["accepted" if accepted(tree, world_size) else "refused"] += 1
+
+    check()
+    share = seen["accepted"] / seen.total()
+    print(f"{seen.total()} configurations, {share:.0%} accepted")
+    assert 0.15 < share < 0.9
+
+
+@pytest.mark.fuzz
+def test_edges_are_refused_or_build(plain_store: Path):
+    """Fewer settings drawn, but from the edges of their types, without those that a training cannot have."""
+
+    @given(tree=trees(stores=[str(plain_store)], edges=12, most=2, without={"data.num_workers"}))
+    @settings(QUIET, max_examples=EXAMPLES or 150)
+    def check(tree: dict[str, Any]) -> None:
+        accepted(tree, 1)
+
+    check()
+
+
+def one_step(tree: dict[str, Any], folder: Path) -> int:
+    """Exit code of a training of at most two steps; a traceback is the test's failure."""
+    file = folder / "config.yaml"
+    file.write_text(dump_yaml(from_dict(tree)), encoding="utf-8")
+    return train("--config", str(file), "--run.output_dir", str(folder / "run"), "--training.max_steps", "2")
+
+
+@pytest.mark.fuzz
+def test_whatever_is_accepted_trains(
+    plain_store: Path, masked_store: Path, tmp_path_factory: pytest.TempPathFactory
+):
+    """Two steps of it, in this process: finished, diverged, or a refusal that only the data can tell."""
+    codes: Counter[int] = Counter()
+    count = max(12, EXAMPLES // 50)
+
+    @given(tree=trees(stores=[str(plain_store), str(masked_store)], most=5, edges=3))
+    @settings(QUIET, max_examples=count)
+    def check(tree: dict[str, Any]) -> None:
+        try:
+            config = config_of(tree)
+        except ConfigError:
+            return
+        tokens = config.training.global_batch_size * config.training.sequence_length
+        if validate(config) or tokens > FEW_TOKENS:
+            return
+        size = count_parameters(replace(config.model, vocab_size=config.model.vocab_size or 320)).total
+        if size > FEW_PARAMETERS or config.evaluation.sample_tokens > 64:
+            return
+        codes[one_step(tree, tmp_path_factory.mktemp("run"))] += 1
+
+    check()
+    print(f"exit codes {dict(codes)}")
+    assert set(codes) <= {0, 2, 65, 70}
+    assert codes[0] > codes.total() / 2

@@ -1,0 +1,628 @@
+"""Whatever stands in a file, it is read as something sound or refused in one line, and nothing else."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import hashlib
+import io
+import json
+import lzma
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import zstandard
+from hypothesis import example, given
+from hypothesis import strategies as st
+from support.corpora import make_store, make_texts, make_tokenizer, write_jsonl
+from support.fuzzing import VALUES, altered_bytes, altered_json, dumped, fuzzed
+
+from llm_pretrain.data import (
+    Tokenizer,
+    TokenStore,
+    inspect_store,
+    open_tokenizer,
+    sample_documents,
+)
+from llm_pretrain.data import prepare as prepare_module
+from llm_pretrain.data.chat import encode_chat
+from llm_pretrain.data.conversion import Conversion, convert
+from llm_pretrain.data.documents import RecordError, parse_record, read_records
+from llm_pretrain.data.encoding import Encoder
+from llm_pretrain.data.packing import pack
+from llm_pretrain.data.prepare import Preparation, prepare_store
+from llm_pretrain.data.records import RawRecord
+from llm_pretrain.data.tokenizer_folder import CHAT_TEMPLATE
+from llm_pretrain.errors import DataError, PretrainError
+
+pytestmark = pytest.mark.fuzz
+
+TEXTS = make_texts(12, longest=12)
+
+
+def check_message(error: Exception) -> None:
+    assert str(error)
+    assert "\n" not in str(error)
+    assert len(str(error)) < 1500
+
+
+# --- stores ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def sound_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("fuzz-store")
+    return make_store(folder / "store", documents=24, masked=True, longest=9, validation_fraction=0.3).path
+
+
+@pytest.fixture(scope="module")
+def facts(sound_store: Path) -> dict[str, Any]:
+    return json.loads((sound_store / "store.json").read_text())
+
+
+def use_store(path: Path) -> None:
+    """Everything that is done with a store; of one that is taken, all tokens are sound."""
+    try:
+        store = TokenStore(path)
+        for name in ("train", "validation"):
+            split = store.split(name)
+            for packing in ("best_fit", "concat", "pad"):
+                index = pack(split.offsets, 16, packing)
+                assert not len(index.piece_start) or index.piece_start.max() < split.tokens
+            for ids, mask in split.iterate():
+                assert len(ids) == len(mask) > 0
+                assert ids.max() < store.vocab_size
+        inspect_store(store, 32)
+        list(sample_documents(store, 2, 0))
+    except PretrainError as error:
+        check_message(error)
+
+
+def forge(path: Path) -> None:
+    content = json.loads((path / "store.json").read_text())
+    for name, entry in content["files"].items():
+        data = (path / name).read_bytes()
+        digest = hashlib.sha256(data).hexdigest()
+        entry.update(bytes=len(data), sha256=digest, sample=digest)
+    (path / "store.json").write_text(json.dumps(content))
+
+
+@fuzzed(40)
+@given(st.data())
+def test_any_store_json(sound_store: Path, facts: dict[str, Any], data: st.DataObject):
+    whole = (sound_store / "store.json").read_bytes()
+    by_bytes = data.draw(st.booleans())
+    content = data.draw(altered_bytes(whole)) if by_bytes else dumped(data.draw(altered_json(facts)))
+    try:
+        (sound_store / "store.json").write_bytes(content)
+        use_store(sound_store)
+    finally:
+        (sound_store / "store.json").write_bytes(whole)
+
+
+@fuzzed(40)
+@given(st.data())
+def test_any_files_of_a_store_whether_their_digests_fit_or_not(
+    sound_store: Path, facts: dict[str, Any], data: st.DataObject
+):
+    names = [name for name in facts["files"] if not name.startswith("tokenizer")]
+    name = data.draw(st.sampled_from(names))
+    before = {name: (sound_store / name).read_bytes() for name in (name, "store.json")}
+    content = data.draw(
+        st.one_of(altered_bytes(before[name]), st.binary(max_size=64), integers_of(before[name]))
+    )
+    try:
+        (sound_store / name).write_bytes(content)
+        if data.draw(st.booleans()):
+            forge(sound_store)
+        use_store(sound_store)
+    finally:
+        for each, sound in before.items():
+            (sound_store / each).write_bytes(sound)
+
+
+@st.composite
+def integers_of(draw: st.DrawFn, original: bytes) -> bytes:
+    """One of the numbers replaced, as offsets or as ids."""
+    values = np.frombuffer(original[: len(original) // 8 * 8], dtype="<i8").copy()
+    if not len(values):
+        return original
+    place = draw(st.integers(0, len(values) - 1))
+    values[place] = draw(st.one_of(st.integers(-2, 400), st.integers(-(2**63), 2**63 - 1)))
+    return values.tobytes() + original[len(values) * 8 :]
+
+
+# --- records -----------------------------------------------------------------------------------------
+
+RECORDS: list[Any] = [
+    {"text": "a text"},
+    {"prompt": "ask", "completion": "answer"},
+    {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}], "tools": None},
+    {
+        "messages": [
+            {"role": "system", "content": "be"},
+            {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+            {
+                "role": "assistant",
+                "content": "</s>",
+                "tool_calls": [{"function": {"name": "f", "arguments": {}}}],
+            },
+            {"role": "tool", "content": "5"},
+            {"role": "assistant", "content": "five"},
+        ],
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}],
+    },
+    {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}]},
+    {"segments": [{"text": "a", "loss": False}, {"text": "b", "loss": True}, {"text": "c", "loss": 1}]},
+    {"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1]},
+    {"input_ids": [1, 2, 3], "labels": [-100, 2, 3]},
+]
+
+
+@pytest.fixture(scope="module")
+def chat_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make_tokenizer(tmp_path_factory.mktemp("fuzz-chat") / "tokenizer")
+    template = CHAT_TEMPLATE.replace("<|im_start|>", "<s>").replace("<|im_end|>", "</s>")
+    (folder / "chat_template.jinja").write_text(template)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def chat_tokenizer(chat_folder: Path) -> Tokenizer:
+    return open_tokenizer(chat_folder)
+
+
+@st.composite
+def lines(draw: st.DrawFn) -> bytes:
+    """A line of a jsonl file: JSON of any kind, or a record that was altered, as JSON or as bytes."""
+    original = draw(st.sampled_from(RECORDS))
+    return draw(
+        st.one_of(
+            altered_json(original).map(dumped),
+            altered_bytes(dumped(original)),
+            VALUES.map(dumped),
+            st.binary(max_size=40),
+        )
+    )
+
+
+@fuzzed(150)
+@example([b'{"messages": [{"role": "assistant", "content": [{"type": "text", "text": null}]}]}'])
+@example([b'{"input_ids": [1' + b"0" * 4200 + b"]}"])
+@given(st.lists(lines(), min_size=1, max_size=4))
+def test_any_records(chat_tokenizer: Tokenizer, content: list[bytes]):
+    for kind in ("json", "text"):
+        records = [RawRecord("f.jsonl", number, data, kind) for number, data in enumerate(content, start=1)]
+        strict = Encoder(chat_tokenizer, threshold=1 << 63, fail_on_error=True).encode(records)
+        batch = Encoder(chat_tokenizer, threshold=1 << 63, fail_on_error=False).encode(records)
+        assert len(batch.lengths) + batch.skipped.total() == len(records)
+        assert batch.error is None
+        assert (strict.error is None) == (set(batch.skipped) <= {"empty document"})
+        if strict.error:
+            check_message(ValueError(strict.error))
+            assert strict.error.startswith("f.jsonl:")
+        assert len(batch.ids) == len(batch.loss_mask) == batch.lengths.sum()
+        assert not len(batch.ids) or batch.ids.max() < chat_tokenizer.vocab_size
+        start = 0
+        for length in batch.lengths.tolist():
+            assert batch.loss_mask[start + 1 : start + length].any()
+            start += length
+
+
+# --- files -------------------------------------------------------------------------------------------
+
+
+def _delimited() -> bytes:
+    file = io.StringIO(newline="")
+    csv.writer(file).writerows([["id", "text"], *([k, f'{text}"\n,'] for k, text in enumerate(TEXTS))])
+    return file.getvalue().encode()
+
+
+def _parquet(table: pyarrow.Table, **options: Any) -> bytes:
+    sink = pyarrow.BufferOutputStream()
+    pyarrow.parquet.write_table(table, sink, **options)
+    return sink.getvalue().to_pybytes()
+
+
+def _arrow(table: pyarrow.Table, *, stream: bool) -> bytes:
+    sink = pyarrow.BufferOutputStream()
+    new = pyarrow.ipc.new_stream if stream else pyarrow.ipc.new_file
+    with new(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=4)
+    return sink.getvalue().to_pybytes()
+
+
+_TABLE = pyarrow.table({"id": list(range(len(TEXTS))), "text": TEXTS})
+_CHATS = pyarrow.Table.from_pylist([RECORDS[2]] * 3)
+_LINES = b"".join(dumped({"text": text}) + b"\n" for text in TEXTS)
+FILES = {
+    "a.jsonl": _LINES,
+    "a.json": dumped([{"text": text} for text in TEXTS]),
+    "b.json": _LINES,
+    "a.csv": _delimited(),
+    "a.txt": "".join(TEXTS).encode(),
+    "a.jsonl.gz": gzip.compress(_LINES, mtime=0),
+    "a.jsonl.zst": zstandard.compress(_LINES),
+    "a.jsonl.xz": lzma.compress(_LINES),
+    "a.parquet": _parquet(_TABLE, row_group_size=5),
+    "b.parquet": _parquet(_TABLE, compression="zstd", use_dictionary=False),
+    "c.parquet": _parquet(_CHATS),
+    "a.arrow": _arrow(_TABLE, stream=True),
+    "b.arrow": _arrow(_TABLE, stream=False),
+    "c.arrow": _arrow(_CHATS, stream=False),
+    "d.arrow": _arrow(pyarrow.table({"text": pyarrow.array(TEXTS).dictionary_encode()}), stream=True),
+    "e.arrow": _arrow(pyarrow.table({"text": pyarrow.array(TEXTS, pyarrow.string_view())}), stream=True),
+}
+
+
+def read_all(path: Path) -> None:
+    last = -1
+    try:
+        for record in read_records([str(path)]):
+            assert record.line > last
+            last = record.line
+            try:
+                parse_record(record)
+            except RecordError as error:
+                check_message(error)
+    except DataError as error:
+        check_message(error)
+
+
+@fuzzed(150)
+@given(st.sampled_from(sorted(FILES)), st.data())
+def test_any_bytes_in_files_of_every_form(
+    tmp_path_factory: pytest.TempPathFactory, name: str, data: st.DataObject
+):
+    path = tmp_path_factory.getbasetemp() / name
+    path.write_bytes(data.draw(st.one_of(altered_bytes(FILES[name]), st.binary(max_size=200))))
+    before = pyarrow.total_allocated_bytes()
+    read_all(path)
+    assert pyarrow.total_allocated_bytes() - before < 1 << 24
+
+
+# --- tokenizers and templates ------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tokenizer_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    folder = make_tokenizer(tmp_path_factory.mktemp("fuzz-tokenizer") / "t")
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+SMALL: list[dict[str, Any]] = [
+    {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [
+            {
+                "id": k,
+                "content": c,
+                "single_word": False,
+                "lstrip": False,
+                "rstrip": False,
+                "normalized": False,
+                "special": True,
+            }
+            for k, c in enumerate(("<s>", "</s>"))
+        ],
+        "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+        "pre_tokenizer": {
+            "type": "Split",
+            "pattern": {"Regex": "▁+[^▁]*|[^▁]+"},
+            "behavior": "Isolated",
+            "invert": False,
+        },
+        "post_processor": None,
+        "decoder": {
+            "type": "Sequence",
+            "decoders": [
+                {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+                {"type": "ByteFallback"},
+                {"type": "Fuse"},
+            ],
+        },
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": True,
+            "byte_fallback": True,
+            "ignore_merges": False,
+            "vocab": {"<s>": 0, "</s>": 1, "a": 2, "b": 3, "▁": 4, "ab": 5, "▁a": 6, "<0x41>": 7},
+            "merges": [["a", "b"], ["▁", "a"]],
+        },
+    },
+    {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": {
+            "type": "Sequence",
+            "pretokenizers": [
+                {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "never", "split": True}
+            ],
+        },
+        "post_processor": None,
+        "decoder": {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "never", "split": True},
+        "model": {
+            "type": "Unigram",
+            "unk_id": 0,
+            "byte_fallback": False,
+            "vocab": [["<unk>", 0.0], ["</s>", 0.0], ["a", -1.0], ["b", -2.0], ["ab", -1.5]],
+        },
+    },
+    {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": {
+            "type": "ByteLevel",
+            "add_prefix_space": False,
+            "trim_offsets": True,
+            "use_regex": True,
+        },
+        "post_processor": None,
+        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+        "model": {"type": "WordLevel", "vocab": {"a": 0, "</s>": 1, "<unk>": 2}, "unk_token": "<unk>"},
+    },
+]
+CONFIG = {
+    "eos_token": "</s>",
+    "bos_token": {"content": "<s>"},
+    "chat_template": [{"name": "default", "template": "x"}],
+}
+
+
+@pytest.mark.parametrize("part", ["type", "unk_id"])
+def test_a_tokenizer_that_lacks_a_part_is_one_line(tmp_path: Path, part: str):
+    """The library opens the one, and the other until it meets a character that it does not know."""
+    content = json.loads(json.dumps(SMALL[1]))
+    del content["model"][part]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(CONFIG))
+    with pytest.raises(DataError, match=r"tokenizer\.json: expected a tokenizer, found: ") as caught:
+        open_tokenizer(tmp_path).encode(["a", "é"])
+    check_message(caught.value)
+
+
+@pytest.mark.parametrize("name", ["a.arrow", "b.arrow", "e.arrow"])
+def test_offsets_of_an_arrow_file_beyond_its_end_are_damage(tmp_path: Path, name: str):
+    """pyarrow by itself reads where they point, which ended the process."""
+    whole = FILES[name]
+    length = np.array([0, len(TEXTS[0])], dtype="<i4").tobytes()
+    if length in whole:
+        whole = whole.replace(length, np.array([0, 1 << 30], dtype="<i4").tobytes())
+    (tmp_path / name).write_bytes(whole)
+    read_all(tmp_path / name)
+
+
+@fuzzed(80)
+@given(st.data())
+def test_any_tokenizer_folder(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject):
+    folder = tmp_path_factory.getbasetemp() / "any-tokenizer"
+    folder.mkdir(exist_ok=True)
+    content, config = data.draw(st.sampled_from(SMALL)), CONFIG
+    if data.draw(st.booleans()):
+        whole = dumped(data.draw(altered_json(content)))
+    else:
+        whole = data.draw(altered_bytes(dumped(content)))
+    if data.draw(st.booleans()):
+        config = data.draw(altered_json(CONFIG))
+    (folder / "tokenizer.json").write_bytes(whole)
+    (folder / "tokenizer_config.json").write_bytes(dumped(config))
+    try:
+        tokenizer = open_tokenizer(folder)
+        assert tokenizer.vocab_size > 0
+        texts = ["a b ab", "Ab é\n", ""]
+        records = [RawRecord("f", k, text.encode(), "text") for k, text in enumerate(texts, start=1)]
+        batch = Encoder(tokenizer, threshold=0, fail_on_error=False).encode(records)
+        assert batch.ids.max() < tokenizer.vocab_size
+    except PretrainError as error:
+        check_message(error)
+
+
+_PARTS = [
+    "{% for m in messages %}",
+    "{% endfor %}",
+    "{{ m.content }}",
+    "{{ m['role'] }}",
+    "{% if m.role == 'user' %}",
+    "{% else %}",
+    "{% endif %}",
+    "{% generation %}",
+    "{% endgeneration %}",
+    "<s>",
+    "</s>",
+    "{{ bos_token }}",
+    "{% set x = 'ab' * 3 %}",
+    "{{ x }}",
+    "{{ messages | tojson }}",
+    "{{ raise_exception('no') }}",
+    "{{ 1 / 0 }}",
+    "{% if add_generation_prompt %}<s>assistant\n{% endif %}",
+    "{{ m.content.split(' ')[9] }}",
+    "{{ loop.index0 }}",
+    "{% macro f(a) %}{{ a }}{% endmacro %}",
+    "{{ f(m) }}",
+    "{{ ''.__class__ }}",
+    "{{ strftime_now('%Y') }}",
+    "{#",
+    "#}",
+    "{% for a in range(9) %}",
+    "{{ messages[0].content ~ m.content }}",
+    "{{ undefined.x }}",
+    "\n",
+    "{%- ",
+    " -%}",
+]
+
+
+@fuzzed(60)
+@example("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}")
+@example("{% for a in range(99999) %}{% for b in range(99999) %}x{% endfor %}{% endfor %}")
+@example("{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}")
+@example("{{ 'x' * 99999999999 }}")
+@example("{{ ['x'] * 99999999999 }}")
+@example("{{ 9 ** 9 ** 9 }}")
+@example("{% set n = namespace(x='ab') %}{% for a in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}")
+@example("{% set n = namespace(x='ab') %}{% for a in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}")
+@example(
+    "{% set n = namespace(x='ab') %}{% for a in range(60) %}{% set n.x = [n.x, n.x] | join %}{% endfor %}"
+)
+@example(
+    "{% set n = namespace(x='ab') %}{% for a in range(60) %}"
+    "{% set n.x %}{{ n.x }}{{ n.x }}{% endset %}{% endfor %}"
+)
+@example("{{ '%99999999999d' | format(1) }}")
+@example("{{ '{:99999999999}'.format(1) }}")
+@example("{{ 'x'.ljust(99999999999) }}")
+@example("{{ 'x' | center(99999999999) }}")
+@example("{{ 'x' | indent(99999999999) }}")
+@given(
+    st.one_of(
+        st.lists(st.sampled_from(_PARTS), max_size=9).map("".join),
+        altered_bytes(CHAT_TEMPLATE.encode()).map(lambda b: b.decode("utf-8", "replace")),
+    )
+)
+def test_any_chat_template(chat_tokenizer: Tokenizer, template: str):
+    tokenizer = open_tokenizer(chat_tokenizer.folder)
+    tokenizer.chat_template = template
+    for fields in (RECORDS[2], RECORDS[3]):
+        document = parse_record(RawRecord("f", 1, dumped(fields)))
+        assert document.messages is not None
+        try:
+            ids, mask = encode_chat(tokenizer, document.messages, document.tools)
+            assert len(ids) == len(mask)
+        except DataError as error:
+            check_message(error)
+
+
+# --- conversion --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def foreign(sound_store: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("foreign")
+    for target in ("nanogpt", "megatron"):
+        convert(Conversion("store", target, [str(sound_store)], folder / target))
+    return {target: folder / target for target in ("nanogpt", "megatron")}
+
+
+@fuzzed(60)
+@given(st.sampled_from(["nanogpt", "megatron"]), st.data())
+def test_any_token_files_of_others(
+    foreign: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, form: str, data: st.DataObject
+):
+    folder = foreign[form]
+    name = data.draw(st.sampled_from(sorted(path.name for path in folder.glob("*.*"))))
+    whole = (folder / name).read_bytes()
+    content = data.draw(st.one_of(altered_bytes(whole), integers_of(whole), header(whole)))
+    output = tmp_path_factory.getbasetemp() / "converted"
+    shutil.rmtree(output, ignore_errors=True)
+    try:
+        (folder / name).write_bytes(content)
+        convert(Conversion(form, "store", [str(folder)], output))
+        use_store(output)
+        TokenStore(output).verify()
+    except PretrainError as error:
+        check_message(error)
+        assert not output.exists()
+    finally:
+        (folder / name).write_bytes(whole)
+    assert not list(output.parent.glob(".converted*"))
+
+
+@st.composite
+def header(draw: st.DrawFn, original: bytes) -> bytes:
+    """llm.c's header before the ids, or another number in Megatron's."""
+    if original.startswith(b"MMIDIDX"):
+        data = bytearray(original)
+        start = draw(st.sampled_from([9, 17, 18, 26, 34, 38]))
+        data[start : start + 8] = draw(st.integers(0, 2**64 - 1)).to_bytes(8, "little")
+        return bytes(data)
+    numbers = [20240520, draw(st.sampled_from([1, 7, 0])), draw(st.integers(-1, 2**31 - 1))]
+    numbers[2] = draw(st.sampled_from([numbers[2], len(original) // 2]))
+    return np.array(numbers + [0] * 253, dtype="<i4").tobytes() + original
+
+
+# --- the state of prepare ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Preparation, Path, dict[str, bytes]]:
+    """A preparation, the folder that it left when it was stopped midway, and what it would have written."""
+    folder = tmp_path_factory.mktemp("interrupted")
+    records: list[dict] = [{"text": text} for text in make_texts(60, longest=9)]
+    records += [{"prompt": "a", "completion": text} for text in TEXTS] + [{"no": 1}] * 3
+    corpus = write_jsonl(folder / "a.jsonl", records)
+    preparation = Preparation(
+        [str(corpus)],
+        make_tokenizer(folder / "tokenizer"),
+        folder / "store",
+        0.2,
+        on_error="skip",
+        deduplicate=True,
+        workers=1,
+        shard_bytes=600,
+        commit_seconds=0.0,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepare_module, "BATCH_BYTES", 300)
+        expected = files_of(prepare_store(replace(preparation, output=folder / "whole")).path)
+        done = []
+
+        def stop(_: int) -> None:
+            done.append(1)
+            if len(done) == 9:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            prepare_store(replace(preparation, progress=stop))
+    return preparation, folder / ".store.partial", expected
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {
+        p.relative_to(folder).as_posix(): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()
+    }
+
+
+@fuzzed(25)
+@given(st.data())
+def test_any_state_of_prepare_makes_the_right_store(
+    interrupted: tuple[Preparation, Path, dict[str, bytes]], data: st.DataObject
+):
+    preparation, partial, expected = interrupted
+    output = Path(preparation.output)
+    kept = partial.with_name("kept")
+    if not kept.exists():
+        shutil.copytree(partial, kept)
+    shutil.rmtree(partial, ignore_errors=True)
+    shutil.rmtree(output, ignore_errors=True)
+    shutil.copytree(kept, partial)
+    files = files_of(partial)
+    name = data.draw(st.sampled_from(["state.json", *sorted(files)]))
+    if name == "state.json" and data.draw(st.booleans()):
+        content = dumped(data.draw(altered_json(json.loads(files[name]))))
+    else:
+        content = data.draw(altered_bytes(files[name]))
+    (partial / name).write_bytes(content)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepare_module, "BATCH_BYTES", 300)
+        prepare_store(preparation)
+    assert files_of(output) == expected
+    assert not partial.exists()

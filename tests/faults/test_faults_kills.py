@@ -1,0 +1,334 @@
+"""A run that is killed, however and whenever, ends as the run that nobody killed; and dies whole.
+
+| death | promised |
+|---|---|
+| SIGKILL of launcher and workers | the next attempt goes on from the newest checkpoint, bit for bit |
+| SIGKILL of one worker, in a step or in a save | the launcher ends within 60 s, nothing partial counts |
+| SIGKILL of the launcher, at start-up too | no worker lives on for 30 s, the folder is not locked |
+| SIGKILL of a worker under `torchrun --max-restarts` | the launcher goes on by itself |
+| of `chaos` itself | nothing that it started lives on |
+
+The oracle is `chaos`'s own; that it can fail is tested here with resumes that are broken on purpose.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from support.broken_scripts import write_scripts
+from support.interrupting import assert_exact
+from support.launching import (
+    ACCELERATE_SCRIPT,
+    ROOT,
+    TIMEOUT_SECONDS,
+    TORCHRUN_SCRIPT,
+    Finished,
+    environment,
+    finish,
+    start,
+)
+from support.mutation import Edit
+
+from llm_pretrain.__main__ import main
+from llm_pretrain.commands._chaos.attempts import WORKER_SECONDS
+from llm_pretrain.commands._chaos.watching import Watch
+from llm_pretrain.commands._launching.launching import processes_of
+
+SAVES = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+SLOW_MACHINE = 3
+"""Room in limits that the product promises: these machines have other work."""
+
+
+def chaos(
+    folder: Path, reference: Finished, options: list[str], *more: str, asynchronous: bool = False
+) -> tuple[int, dict[str, Any]]:
+    """Exit code and chaos.json of a call that compares with `reference`."""
+    words = [*options, "--output", str(folder), "--reference", str(reference.folder), "--save-steps", "4"]
+    code = main(["chaos", *words, *more, *(["--async-save"] if asynchronous else [])])
+    return code, json.loads((folder / "chaos.json").read_text())
+
+
+def deaths(result: dict[str, Any]) -> set[tuple[str, bool]]:
+    """(kind, whether it fell into a save) of all kills."""
+    return {(each["kill"]["kind"], each["in_save"]) for each in result["attempts"] if each["killed"]}
+
+
+def test_a_rank_in_a_step_and_in_a_save_and_the_launcher_at_start_up_and_in_a_step(
+    undisturbed: Finished, options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    more = ("--kills", "4", "--in-save", "1", "--kinds", "rank:1,launcher", "--seed", "61")
+    code, result = chaos(tmp_path / "chaos", undisturbed, options, *more)
+    printed = capsys.readouterr().out
+    assert code == 0, printed
+    assert result["kills"] == 4
+    assert result["in_save"] >= 1
+    aimed = [(each["kill"]["kind"], each["aimed_at"].split()[0]) for each in result["attempts"][:-1]]
+    assert sorted(aimed) == [
+        ("launcher", "after"),
+        ("launcher", "start-up"),
+        ("rank", "after"),
+        ("rank", "save"),
+    ]
+    assert {each["path"] for each in result["attempts"]} == {"torchrun", "accelerate"}
+    assert "it ended as the run that nobody killed" in printed
+
+
+FROM_ZERO = Edit(
+    "llm_pretrain/training/saving.py",
+    "return self.checkpoints.find(expected=self.fingerprints_at, source=source)",
+    "return None",
+)
+MISTAKES = {
+    "without the optimizer": (
+        Edit("llm_pretrain/checkpoints/state.py", "if state.optimizer is not None:", "if False:"),
+        "train/",
+    ),
+    "without the position in the data": (
+        Edit("llm_pretrain/training/loop.py", "start_step=self.progress.step,", "start_step=0,"),
+        "data/batch_sha256",
+    ),
+    "from an older checkpoint": (
+        Edit(
+            "llm_pretrain/checkpoints/store.py",
+            "reversed(committed.items())",
+            "list(committed.items())[-2::-1]",
+        ),
+        "step",
+    ),
+}
+
+
+def check_mistake(
+    mistake: Edit, key: str, reference: Finished, options: list[str], folder: Path
+) -> dict[str, Any]:
+    """`chaos` fails on scripts with this mistake, by this key; returns what it says is wrong."""
+    scripts = write_scripts(folder / "scripts", [mistake])
+    more = ("--kills", "1", "--in-save", "0", "--world-size", "1", "--kinds", "group", "--seed", "8")
+    more += ("--scripts", str(scripts), "--paths", "torchrun")
+    code, result = chaos(folder / "chaos", reference, options, *more)
+    assert (code, result["verdict"]) == (1, "violated")
+    first, second = result["attempts"]
+    assert (first["killed"], first["verdict"], second["verdict"]) == (True, "ok", "violated")
+    assert first["checkpoint_after"] >= 8, "two checkpoints or more to choose from"
+    violation = result["violation"]
+    assert violation["where"] == "attempt 2"
+    assert violation["key"].startswith(key), violation
+    return violation | {"checkpoint": first["checkpoint_after"]}
+
+
+def test_a_start_from_zero_fails_though_it_repeats_the_rows(
+    undisturbed_alone: Finished, options: list[str], tmp_path: Path
+):
+    violation = check_mistake(FROM_ZERO, "step", undisturbed_alone, options, tmp_path)
+    assert violation["text"].startswith("began at step 1, expected")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_broken_resume_fails_and_is_named(
+    name: str, undisturbed_alone: Finished, options: list[str], tmp_path: Path
+):
+    mistake, key = MISTAKES[name]
+    violation = check_mistake(mistake, key, undisturbed_alone, options, tmp_path)
+    checkpoint = violation["checkpoint"]
+    if name == "without the optimizer":  # the loss of the first step is still the right one
+        assert checkpoint < violation["step"] <= checkpoint + 3
+    elif name == "without the position in the data":
+        assert violation["step"] == checkpoint + 1
+    else:
+        assert violation["text"].startswith(f"began at step {checkpoint - 3}, expected {checkpoint + 1}")
+
+
+@pytest.mark.slow
+@SAVES
+def test_fifty_kills(
+    asynchronous: bool, options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Both launchers in turn, ten kills or more in a save, an evaluation now and then."""
+    words = [*options, "--output", str(tmp_path / "chaos"), "--kills", "50", "--in-save", "10", "--seed", "1"]
+    words += ["--kinds", "group,rank,launcher,term", "--evaluation.eval_steps", "5"]
+    words += ["--evaluation.max_batches", "2", *(["--async-save"] if asynchronous else [])]
+    code = main(["chaos", *words])
+    result = json.loads((tmp_path / "chaos" / "chaos.json").read_text())
+    assert code == 0, capsys.readouterr().out
+    assert result["kills"] == 50
+    assert result["in_save"] >= 10
+    assert result["after_a_new_checkpoint"] >= 15
+    assert {kind for kind, _ in deaths(result)} == {"group", "rank", "launcher", "term"}
+
+
+@pytest.mark.slow
+@SAVES
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
+def test_one_rank_dies_in_steps_and_in_saves(
+    launcher: str, asynchronous: bool, undisturbed: Finished, options: list[str], tmp_path: Path
+):
+    more = ("--kills", "6", "--in-save", "3", "--kinds", "rank:0,rank:1", "--paths", launcher, "--seed", "2")
+    code, result = chaos(tmp_path / "chaos", undisturbed, options, *more, asynchronous=asynchronous)
+    assert code == 0, result["violation"] or result["missing"]
+    assert deaths(result) == {("rank", True), ("rank", False)}
+    assert {each["kill"]["rank"] for each in result["attempts"] if each["killed"]} == {0, 1}
+
+
+@pytest.mark.slow
+@SAVES
+@pytest.mark.parametrize(("launcher", "world_size"), [("torchrun", 2), ("accelerate", 2), ("accelerate", 1)])
+def test_the_launcher_alone_dies(
+    launcher: str,
+    world_size: int,
+    asynchronous: bool,
+    undisturbed: Finished,
+    undisturbed_alone: Finished,
+    options: list[str],
+    tmp_path: Path,
+):
+    reference = undisturbed if world_size == 2 else undisturbed_alone
+    more = ("--kills", "4", "--in-save", "1", "--kinds", "launcher", "--paths", launcher, "--seed", "5")
+    more += ("--world-size", str(world_size))
+    code, result = chaos(tmp_path / "chaos", reference, options, *more, asynchronous=asynchronous)
+    assert code == 0, result["violation"] or result["missing"]
+    assert result["kills"] == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("launcher", "world_size"), [("torchrun", 2), ("accelerate", 2), ("accelerate", 1)])
+def test_workers_that_are_still_starting_end_with_their_launcher(
+    launcher: str, world_size: int, options: list[str], tmp_path: Path
+):
+    """They import for seconds before they can ask Linux to be told."""
+    folder = tmp_path / "run"
+    script = TORCHRUN_SCRIPT if launcher == "torchrun" else ACCELERATE_SCRIPT
+    process = start(launcher, world_size, folder, [*options, "--training.max_steps", "5000"])
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    while len(workers_of(process, script)) < world_size:
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.kill()
+    process.communicate()
+    killed = time.monotonic()
+    left = processes_of(folder)
+    try:
+        while left and time.monotonic() - killed < WORKER_SECONDS * SLOW_MACHINE:
+            time.sleep(0.1)
+            left = processes_of(folder)
+        assert not left, "they wait for a launcher that is gone"
+    finally:
+        for each in left:
+            each.kill()
+
+
+def workers_of(process: subprocess.Popen[str], script: Path) -> dict[int, psutil.Process]:
+    """Rank to worker of a running launcher."""
+    found = {}
+    for child in psutil.Process(process.pid).children():
+        try:
+            if str(script) in child.cmdline():
+                found[int(child.environ().get("RANK", "0"))] = child
+        except psutil.Error:
+            continue
+    return found
+
+
+@pytest.mark.slow
+@SAVES
+@pytest.mark.parametrize("script", [TORCHRUN_SCRIPT, ACCELERATE_SCRIPT], ids=["by hand", "accelerate"])
+def test_torchrun_starts_killed_ranks_again_in_place(
+    script: Path, asynchronous: bool, undisturbed: Finished, options: list[str], tmp_path: Path
+):
+    """Either rank, in a step and in a save: four restarts of one launch, and nothing shows in the numbers."""
+    folder, strikes = tmp_path / "run", [(1, "step", 6), (0, "step", 10), (1, "save", 12), (0, "save", 16)]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "4"]
+    process = subprocess.Popen(
+        [
+            *(*torchrun, "--nproc_per_node", "2", str(script), "--logging.report", "false"),
+            *("--run.output_dir", str(folder), *options),
+            *(["--checkpoint.async_save", "true"] if asynchronous else []),
+        ],
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    for rank, where, step in strikes:
+        watch = Watch(folder)
+        wait_until(process, watch, where, step)
+        worker = workers_of(process, script)[rank]
+        worker.kill()
+        worker.wait(TIMEOUT_SECONDS)
+        wait_for_restart(process, script, folder, worker.pid)
+    continued = finish(process, folder)
+    assert continued.exit_code == 0, continued.output[-6000:]
+    assert len(continued.attempts) == len(strikes) + 1
+    for before, after in zip(continued.attempts, continued.attempts[1:], strict=False):
+        assert after["step"] >= before["step"]
+    assert_exact(continued, undisturbed)
+
+
+def wait_until(process: subprocess.Popen[str], watch: Watch, where: str, step: int) -> None:
+    """The row of `step` is there, or the save of `step` or a later one is under way."""
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    while True:
+        watch.look()
+        reached = (watch.saving() or 0) if where == "save" else (watch.last_step or 0)
+        if reached >= step:
+            return
+        assert process.poll() is None, process.communicate()[0][-4000:]
+        assert time.monotonic() < deadline, f"{where} of step {step} not reached"
+        time.sleep(0.001)
+
+
+def wait_for_restart(process: subprocess.Popen[str], script: Path, folder: Path, before: int) -> None:
+    """torchrun has ended the other worker and started both again."""
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    while True:
+        pids = [worker.pid for worker in workers_of(process, script).values()]
+        if len(pids) == 2 and before not in pids:
+            return
+        assert process.poll() is None, process.communicate()[0][-4000:]
+        assert time.monotonic() < deadline, f"nothing was started again in {folder}"
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def command(options: list[str], tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A call of `chaos` that runs, in a session of its own."""
+    words = ["-m", "llm_pretrain", "chaos", *options, "--output", str(tmp_path / "chaos"), "--kills", "2"]
+    process = subprocess.Popen(
+        [sys.executable, *words], cwd=ROOT, env=environment(), text=True, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    yield process
+    process.kill()
+    process.communicate()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_chaos_itself_leaves_nothing_when_it_is_ended(
+    number: int, command: subprocess.Popen[str], tmp_path: Path
+):
+    folder, deadline = tmp_path / "chaos" / "reference", time.monotonic() + TIMEOUT_SECONDS
+    while not (folder / "metrics.jsonl").exists():
+        assert command.poll() is None, command.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert processes_of(folder)
+    os.kill(command.pid, number)
+    output, _ = command.communicate(timeout=TIMEOUT_SECONDS)
+    assert command.returncode == 128 + number, output
+    assert "Traceback" not in output
+    assert processes_of(folder) == []
+    assert json.loads((tmp_path / "chaos" / "chaos.json").read_text())["verdict"] == "interrupted"

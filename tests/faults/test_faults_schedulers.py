@@ -1,0 +1,234 @@
+"""Slurm and Kubernetes: what their examples do with a run that is stopped, fails, or is done.
+
+No cluster is needed: `srun` and `scontrol` are small scripts on PATH, everything else is real.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from support.interrupting import assert_exact
+from support.launching import NO_REPORT, ROOT, TIMEOUT_SECONDS, Finished, environment
+
+from llm_pretrain import errors
+
+EXAMPLES = ROOT / "examples"
+REQUEUE = EXAMPLES / "requeue.sh"
+SCRIPTS = [REQUEUE, *sorted((EXAMPLES / "slurm").iterdir()), EXAMPLES / "kubernetes" / "worker.sh"]
+CODES = {each.exit_code for each in vars(errors).values() if isinstance(each, type)} | {
+    0,
+    errors.EXIT_PREEMPTED,
+}
+NEVER_AGAIN = {0, 2, 65, 70, 78}
+
+
+def requeue(*words: str) -> subprocess.CompletedProcess[str]:
+    command = ["bash", str(REQUEUE), *words]
+    env = environment() | {"PYTHON": sys.executable}
+    return subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+
+
+def write_status(folder: Path, **fields: Any) -> None:
+    """As a run does: a new file in the place of the old."""
+    (folder / "new").write_text(json.dumps({"state": "failed", "step": 3, "reason": "because"} | fields))
+    os.replace(folder / "new", folder / "status.json")
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_scripts_are_sound(script: Path):
+    assert os.access(script, os.X_OK)
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    checker = shutil.which("shellcheck") or shutil.which("shellcheck", path=str(Path(sys.executable).parent))
+    if checker:
+        subprocess.run([checker, str(script)], check=True)
+
+
+def test_every_exit_code_has_its_decision(tmp_path: Path):
+    before = requeue("mark", str(tmp_path)).stdout.strip()
+    for code in sorted(CODES):
+        write_status(tmp_path, exit_code=code)
+        decided = requeue("decide", str(tmp_path), before, "0")
+        assert decided.returncode == (1 if code in NEVER_AGAIN else 0), (code, decided.stderr)
+        expected = "not again: " if code in NEVER_AGAIN else "again: "
+        assert decided.stderr.startswith(f"requeue: {expected}")
+        assert requeue("code", str(tmp_path), before, "1").returncode == code
+
+
+@pytest.mark.parametrize(
+    ("fields", "restarts", "again"),
+    [
+        ({"state": "running", "exit_code": None}, "0", True),  # killed before it could say anything
+        ({"state": "running", "exit_code": None}, "10", False),
+        ({"state": "failed", "exit_code": 74}, "9", True),
+        ({"state": "failed", "exit_code": 74}, "10", False),
+        ({"state": "preempted", "exit_code": 75}, "1000", True),
+    ],
+)
+def test_restarts_are_bounded_but_for_stops_by_a_signal(
+    tmp_path: Path, fields: dict[str, Any], restarts: str, again: bool
+):
+    write_status(tmp_path, **fields)
+    assert (requeue("decide", str(tmp_path), "none", restarts).returncode == 0) == again
+
+
+def test_an_attempt_that_never_reached_its_folder_is_not_started_again(tmp_path: Path):
+    """A configuration mistyped after a preemption: the status is still that of the attempt before."""
+    assert requeue("decide", str(tmp_path), "none", "0").returncode == 1
+    write_status(tmp_path, state="preempted", exit_code=75)
+    before = requeue("mark", str(tmp_path)).stdout.strip()
+    decided = requeue("decide", str(tmp_path), before, "0")
+    assert decided.returncode == 1
+    assert "never reached" in decided.stderr
+    assert requeue("code", str(tmp_path), before, "2").returncode == 2
+    write_status(tmp_path, state="preempted", exit_code=75)
+    assert requeue("decide", str(tmp_path), before, "0").returncode == 0
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"exit_code": null}', '{"exit_code": {}}'])
+def test_a_damaged_status_is_no_reason_to_go_on_for_ever(tmp_path: Path, content: str):
+    (tmp_path / "status.json").write_text(content)
+    assert requeue("decide", str(tmp_path), "none", "0").returncode == 0
+    assert requeue("decide", str(tmp_path), "none", "10").returncode == 1
+
+
+def documents() -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all((EXAMPLES / "kubernetes" / "job.yaml").read_text()))
+
+
+def test_the_job_judges_every_exit_code():
+    service, job = documents()
+    assert (service["kind"], job["kind"], job["apiVersion"]) == ("Service", "Job", "batch/v1")
+    spec, pod = job["spec"], job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    actions = {
+        code: rule["action"]
+        for rule in spec["podFailurePolicy"]["rules"]
+        if (codes := rule.get("onExitCodes"))
+        for code in codes["values"]
+    }
+    assert {code for code, action in actions.items() if action == "FailJob"} == NEVER_AGAIN - {0}
+    assert {code for code, action in actions.items() if action == "Ignore"} == {errors.EXIT_PREEMPTED}
+    assert actions.keys() == CODES - {0}
+    for rule in spec["podFailurePolicy"]["rules"]:
+        assert rule.get("onExitCodes", {}).get("containerName", container["name"]) == container["name"]
+    assert pod["restartPolicy"] == "Never"  # what podFailurePolicy asks for
+    assert (spec["completionMode"], spec["completions"]) == ("Indexed", spec["parallelism"])
+    assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
+    assert pod["subdomain"] == service["metadata"]["name"]
+    variables = {each["name"]: each["value"] for each in container["env"]}
+    assert variables["FIRST"] == f"{job['metadata']['name']}-0.{pod['subdomain']}"
+    assert int(variables["PODS"]) == spec["completions"]
+    assert int(variables["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < pod["terminationGracePeriodSeconds"]
+    assert (ROOT / container["command"][0]).is_file()
+    assert {mount["name"] for mount in container["volumeMounts"]} == {each["name"] for each in pod["volumes"]}
+
+
+def test_slurm_gives_a_save_the_time_that_it_asks_for():
+    text = (EXAMPLES / "slurm" / "pretrain.sbatch").read_text()
+    match = re.search(r"--signal=USR1@(\d+)", text)
+    shutdown = re.search(r"SHUTDOWN_TIMEOUT:-(\d+)}", text)
+    assert match is not None
+    assert shutdown is not None
+    assert 30 < int(shutdown[1]) < int(match[1])
+    assert "#SBATCH --requeue" in text
+
+
+def cluster(folder: Path) -> dict[str, str]:
+    """A node called localhost, whose `scontrol requeue` leaves a note."""
+    folder.mkdir()
+    scripts = {
+        "srun": 'while [ "${1#-}" != "$1" ]; do shift; done\nexec "$@"\n',
+        "scontrol": 'if [ "$1" = show ]; then echo localhost; else echo "$2" >> "$NOTES"; fi\n',
+        "torchrun": f'exec {sys.executable} -m torch.distributed.run "$@"\n',
+        "accelerate": f'exec {sys.executable} -m accelerate.commands.accelerate_cli "$@"\n',
+    }
+    for name, text in scripts.items():
+        (folder / name).write_text("#!/usr/bin/env bash\n" + text)
+        (folder / name).chmod(0o755)
+    return environment() | {
+        "PATH": f"{folder}:{os.environ['PATH']}", "NOTES": str(folder / "notes"), "PYTHON": sys.executable,
+        "SLURM_JOB_NODELIST": "localhost", "SLURM_NNODES": "1", "SLURM_NODEID": "0", "PROCESSES": "2",
+        "ACCELERATE_USE_CPU": "true", "SLURM_SUBMIT_DIR": str(ROOT),
+    }  # fmt: skip
+
+
+def wait_for_rows(process: subprocess.Popen[str], metrics: Path, count: int) -> None:
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    while not metrics.exists() or metrics.read_bytes().count(b"\n") < count:
+        assert process.poll() is None, f"ended before row {count}:\n{process.communicate()[0][-4000:]}"
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def start_job(command: list[str], env: dict[str, str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
+def test_a_slurm_job_is_requeued_until_its_run_is_done(
+    launcher: str, options: list[str], undisturbed: Finished, tmp_path: Path
+):
+    """Stopped by SIGUSR1 before its time limit, twice; the third time it ends. Exact in the end."""
+    env, run = cluster(tmp_path / "cluster"), tmp_path / "run"
+    notes = Path(env["NOTES"])
+    for restart, rows in enumerate((5, 14, None)):
+        job = {"RUN": str(run), "SLURM_JOB_ID": f"{os.getpid() % 20000}", "SLURM_RESTART_COUNT": str(restart)}
+        job["PORT"] = str(20000 + (os.getpid() * 3 + restart) % 20000)
+        process = start_job(
+            ["bash", "examples/slurm/pretrain.sbatch", *NO_REPORT, *options],
+            env | job | {"LAUNCHER": launcher},
+        )
+        if rows is not None:
+            wait_for_rows(process, run / "metrics.jsonl", rows)
+            os.killpg(process.pid, signal.SIGUSR1)  # the batch script ignores it, as Slurm spares it
+        output, _ = process.communicate(timeout=TIMEOUT_SECONDS)
+        requeued = notes.read_text().splitlines() if notes.exists() else []
+        assert len(requeued) == min(restart + 1, 2), output[-4000:]
+    status = json.loads((run / "status.json").read_text())
+    assert (status["state"], process.returncode) == ("finished", 0)
+    assert len((run / "attempts.jsonl").read_text().splitlines()) == 3
+    assert_exact(Finished(0, "", run), undisturbed)
+
+
+@pytest.mark.slow
+def test_a_slurm_job_with_a_wrong_configuration_is_not_requeued(options: list[str], tmp_path: Path):
+    env = cluster(tmp_path / "cluster") | {"RUN": str(tmp_path / "run"), "SLURM_JOB_ID": "7"}
+    wrong = ["--training.max_step", "5"]
+    process = start_job(["bash", "examples/slurm/pretrain.sbatch", *options, *wrong], env)
+    output, _ = process.communicate(timeout=TIMEOUT_SECONDS)
+    assert process.returncode == 1  # torchrun's
+    assert "requeue: not again: the attempt never reached" in output
+    assert not Path(env["NOTES"]).exists()
+
+
+@pytest.mark.slow
+def test_a_pod_ends_with_the_exit_code_of_its_run(options: list[str], undisturbed: Finished, tmp_path: Path):
+    """SIGTERM to the pod's first process: 75 after a save; the pod that replaces it ends with 0."""
+    run = tmp_path / "run"
+    env = cluster(tmp_path / "cluster") | {"RUN": str(run), "FIRST": "localhost"}
+    env["PORT"] = str(20000 + (os.getpid() * 3 + 7) % 20000)
+    worker = ["bash", "examples/kubernetes/worker.sh", *NO_REPORT, *options]
+    process = start_job(worker, env)
+    wait_for_rows(process, run / "metrics.jsonl", 6)
+    process.send_signal(signal.SIGTERM)  # to the one process, as a kubelet does
+    output, _ = process.communicate(timeout=TIMEOUT_SECONDS)
+    assert process.returncode == errors.EXIT_PREEMPTED, output[-4000:]
+    process = start_job(worker, env)
+    output, _ = process.communicate(timeout=TIMEOUT_SECONDS)
+    assert process.returncode == 0, output[-4000:]
+    assert_exact(Finished(0, "", run), undisturbed)

@@ -1,0 +1,117 @@
+"""Whatever stands in a run's own files, what reads them says in one line what it found.
+
+`report`, `top` and `verify` read everything; a run that goes on reads status.json, config.yaml and the end
+of metrics.jsonl, and none of these may keep it from going on.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.launching import ROOT, train, train_tiny
+from support.mutating import (
+    damaged_bytes,
+    damaged_json,
+    damaged_lines,
+    dumped,
+    fuzz_settings,
+    linked_copy,
+    put,
+)
+
+from llm_pretrain.__main__ import main as run_command
+
+FILES = [
+    "metrics.jsonl",
+    "attempts.jsonl",
+    "samples.jsonl",
+    "status.json",
+    "config.yaml",
+    "weights/best/best.json",
+]
+OPTIONS = (
+    *("--training.max_steps", "4", "--schedule.warmup_steps", "0", "--checkpoint.save_steps", "2"),
+    *("--evaluation.eval_steps", "2", "--evaluation.max_batches", "1", "--logging.logging_steps", "1"),
+    *("--evaluation.sample_prompts", "[a]", "--evaluation.sample_tokens", "2"),
+)
+
+
+@pytest.fixture(scope="module")
+def run(plain_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with every file that a run can have."""
+    folder = train_tiny(plain_store, tmp_path_factory.mktemp("fuzzed") / "run", *OPTIONS).folder
+    assert all((folder / name).is_file() for name in FILES)
+    return folder
+
+
+def damaged(run: Path, name: str) -> st.SearchStrategy[bytes]:
+    """Contents of a damaged file of the run."""
+    content = (run / name).read_bytes()
+    if name.endswith(".jsonl"):
+        return damaged_lines(content)
+    if name.endswith(".json"):
+        return damaged_json(json.loads(content)).map(dumped) | damaged_bytes(content)
+    return damaged_bytes(content)
+
+
+def command_or_refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """A command whose errors are lines of its own."""
+    capsys.readouterr()
+    code = run_command(arguments)
+    error = capsys.readouterr().err
+    assert code in (0, 1, 2, 65, 74, 78), error
+    assert "Traceback" not in error
+    assert all(line.startswith(f"llm-pretrain {arguments[0]}: ") for line in error.splitlines()), error
+
+
+COMMANDS = {
+    "report": lambda run: ["report", str(run)],
+    "top": lambda run: ["top", "--once", str(run)],
+    "verify": lambda run: ["verify", str(run), "--samples", "1"],
+}
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_a_command_reads_or_refuses(
+    command: str, name: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    copy = linked_copy(run, tmp_path / "run")
+
+    @given(content=damaged(run, name))
+    @fuzz_settings({"report": 3, "top": 12, "verify": 2}[command], per_cent=100 if command == "top" else 10)
+    def check(content: bytes) -> None:
+        put(copy / name, content)
+        command_or_refusal(COMMANDS[command](copy), capsys)
+
+    check()
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("name", FILES)
+def test_a_run_goes_on(name: str, run: Path, plain_store: Path, tmp_path: Path):
+    """Neither its rows nor its status decide where a run goes on: its checkpoints do."""
+
+    @given(content=damaged(run, name))
+    @fuzz_settings(1, per_cent=2)
+    def check(content: bytes) -> None:
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+        shutil.copytree(run, tmp_path / "run")
+        put(tmp_path / "run" / name, content)
+        code = train(
+            *("--config", str(ROOT / "configs" / "tiny-moe.yaml"), "--run.output_dir", str(tmp_path / "run")),
+            *("--data.sources", f"[{{store: {plain_store}}}]", "--distributed.cpu_threads", "1"),
+            *OPTIONS, "--training.max_steps", "5", "--logging.report", "true",
+        )  # fmt: skip
+        assert code == 0
+        status: dict[str, Any] = json.loads((tmp_path / "run" / "status.json").read_text())
+        assert (status["state"], status["step"]) == ("finished", 5)
+
+    check()

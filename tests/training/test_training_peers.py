@@ -1,0 +1,134 @@
+"""Which errors mean that another rank is gone; what real launches raise is in tests/faults."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from llm_pretrain.config import Config, DistributedConfig
+from llm_pretrain.errors import CheckpointError, DataError, StuckError
+from llm_pretrain.training import process
+from llm_pretrain.training.peers import collective_timeout, lost_contact
+
+CLOSED = (
+    "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:21343. "
+    "This may be caused by other ranks that exited"
+)
+LOST = {
+    "closed": RuntimeError(CLOSED),
+    "reset": RuntimeError(
+        "[../gloo/gloo/transport/tcp/pair.cc:799] Read error [10.0.0.2]:3: Connection reset by peer"
+    ),
+    "timed out": RuntimeError(
+        "[../gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 8000ms for recv operation"
+    ),
+    "remote": dist.DistBackendError(
+        "NCCL error in: ../x.cpp:1, remote process exited, ncclRemoteError: A call"
+    ),
+    "aborted": dist.DistBackendError("NCCL communicator was aborted on rank 0. Original reason: timed out"),
+    "store": dist.DistNetworkError("recv, remote peer closed connection"),
+}
+OURS = {
+    "shapes": RuntimeError(
+        "[enforce fail at ../third_party/gloo/gloo/transport/tcp/pair.cc:446] op.nbytes. 8 vs 4"
+    ),
+    "another": RuntimeError("Expected all tensors to be on the same device; Connection closed by peer"),
+    "misuse": dist.DistBackendError(
+        "NCCL error in: ../x.cpp:1, invalid usage, ncclInvalidUsage: gloo timed out"
+    ),
+    "memory": dist.DistBackendError(
+        "ncclUnhandledCudaError: Call to CUDA failed. Cuda failure 'out of memory'"
+    ),
+    "type": TypeError(CLOSED),
+    "data": DataError(CLOSED),
+}
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_a_lost_peer_is_one_line(name: str):
+    said = lost_contact(LOST[name], 2)
+    assert isinstance(said, StuckError)
+    assert str(said).startswith("rank 2: lost contact with another rank in the run (")
+    assert len(str(said).splitlines()) == 1
+    assert ".cc:" not in str(said)
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_a_bug_of_ours_keeps_its_traceback(name: str):
+    assert lost_contact(OURS[name], 0) is None
+
+
+def test_a_lost_peer_behind_a_failed_checkpoint_counts():
+    wrapped = CheckpointException("write", {1: (LOST["closed"], None)})  # type: ignore[dict-item]  # no stack summary
+
+    def save() -> None:
+        try:
+            raise wrapped
+        except CheckpointException:
+            raise CheckpointError("step-4: writing tensors failed on rank 1") from None
+
+    with pytest.raises(CheckpointError) as raised:
+        save()
+    assert lost_contact(raised.value, 0) is not None
+    assert lost_contact(CheckpointError("step-4: no space left on device"), 0) is None
+
+
+def test_a_collective_outwaits_the_watchdog():
+    config = Config(distributed=DistributedConfig(timeout_seconds=7))
+    assert collective_timeout(config).total_seconds() >= 4 * 7
+
+
+def test_report_errors_says_it_once_and_leaves_with_71(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    with pytest.raises(SystemExit) as left, process.report_errors():
+        raise LOST["closed"]
+    assert left.value.code == StuckError.exit_code
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: rank 1: lost contact with another rank in")
+
+
+def a_rank(rank: int, store: Path, found: Path, collective: str) -> None:
+    """One of two; the second dies, the first notes what its next collective becomes."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    dist.all_reduce(torch.ones(1))
+    if rank == 1:
+        os._exit(9)
+    time.sleep(0.5)
+    try:
+        if collective == "all_reduce":
+            dist.all_reduce(torch.ones(1))
+        elif collective == "all_gather_object":
+            dist.all_gather_object([None, None], "x")
+        else:
+            dist.barrier()
+    except Exception as error:
+        found.write_text(str(lost_contact(error, 0) or f"not known: {type(error)} {error}"))
+    os._exit(0)
+
+
+@pytest.mark.parametrize("collective", ["all_reduce", "all_gather_object", "barrier"])
+def test_what_gloo_raises_when_a_rank_dies_is_known(collective: str, tmp_path: Path):
+    fork = multiprocessing.get_context("fork")
+    ranks = [
+        fork.Process(target=a_rank, args=(rank, tmp_path / "store", tmp_path / "found", collective))
+        for rank in (0, 1)
+    ]
+    for each in ranks:
+        each.start()
+    for each in ranks:
+        each.join(120)
+        if each.is_alive():
+            each.kill()
+            each.join()
+    assert (tmp_path / "found").read_text().startswith("rank 0: lost contact with another rank in the run (")
