@@ -313,6 +313,8 @@ def command(options: list[str], tmp_path: Path) -> Iterator[subprocess.Popen[str
     process = subprocess.Popen(
         [sys.executable, *words], cwd=ROOT, env=environment(), text=True, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        # tests in a shell's background have SIGINT ignored, and would hand that on
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509  # one thread
     )  # fmt: skip
     yield process
     process.kill()
