@@ -112,7 +112,7 @@ def make_scenarios(
 def tensor_digests(checkpoint: Path) -> dict[str, str]:
     """Digest of every tensor's bits, and of all scalars; the files differ in the order of their remarks."""
     content = read_manifest(checkpoint)
-    digests = {"scalars": json.dumps([content.scalars, content.optimizer, content.run.extra])}
+    digests = {"scalars": json.dumps([content.scalars, content.optimizer])}
     for name in content.files:
         data = (checkpoint / name).read_bytes()
         start = 8 + int.from_bytes(data[:8], "little")
