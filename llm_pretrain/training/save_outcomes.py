@@ -25,18 +25,20 @@ class Saved:
         step: The step saved.
         checkpoint: The committed checkpoint; None where there is none.
         failure: Why the checkpoint, or the weights after it, could not be written.
+        missing: What there is not because of the failure, for the warning.
     """
 
     step: int
     checkpoint: Path | None = None
     failure: CheckpointError | None = None
+    missing: str = ""
 
 
-def failed(step: int, error: CheckpointError, checkpoint: Path | None = None) -> Saved:
+def failed(step: int, error: CheckpointError, missing: str, checkpoint: Path | None = None) -> Saved:
     """A save that failed alike on every rank; what only this one met is raised, and ends the run."""
     if not error.shared:
         raise error
-    return Saved(step, checkpoint, error)
+    return Saved(step, checkpoint, error, missing)
 
 
 class SaveOutcomes:
@@ -78,10 +80,7 @@ class SaveOutcomes:
             error.shared = True
             raise error
         if self._rank == 0:
-            what = (
-                f"step {saved.step} was not saved" if saved.checkpoint is None else "weights were not saved"
-            )
-            self.warn(f"{what}: {saved.failure}; training goes on ({count})")
+            self.warn(f"not saved, {saved.missing}: {saved.failure}; training goes on ({count})")
 
     def tell(self, saved: Saved) -> None:
         """Let status.json name a committed checkpoint, once."""

@@ -157,7 +157,7 @@ class Saving:
                     return
                 saved = write(self.engine.gather_objects)
         except CheckpointError as error:
-            saved = failed(progress.step, error)
+            saved = failed(progress.step, error, f"step {progress.step}")
         self._outcomes.take(saved, last=last)
 
     def settle(self, *, last: bool = False) -> None:
@@ -214,7 +214,7 @@ class Saving:
             try:
                 on_first_rank(self.engine, write)
             except CheckpointError as error:
-                self._outcomes.take(failed(progress.step, error))
+                self._outcomes.take(failed(progress.step, error, f"the best weights (step {progress.step})"))
                 return
         progress.best = Best(progress.step, loss, max_batches)
 
@@ -249,7 +249,8 @@ class Saving:
                 path = self.checkpoints.write(staged, gather_objects)
                 on_first_rank(self.engine, write_weights, gather_objects)
             except CheckpointError as error:
-                return failed(facts.step, error, path)
+                missing = f"step {facts.step}" if path is None else f"the weights of step {facts.step}"
+                return failed(facts.step, error, missing, path)
             return Saved(facts.step, path)
 
         return write
