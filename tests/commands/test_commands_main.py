@@ -66,7 +66,8 @@ def test_what_a_file_says_neither_breaks_a_line_nor_steers_the_terminal(
     assert main(["prepare", *arguments]) == 65
     error = capsys.readouterr().err
     assert error.removesuffix("\n").isprintable()
-    assert error.count(field.encode("unicode_escape").decode()) == 2
+    is_space = field.split() != [field]  # the file's name stays what it is, the field's loses line breaks
+    assert error.count(field.encode("unicode_escape").decode()) == (1 if is_space else 2)
 
 
 @pytest.mark.parametrize("encoding", ["ascii:strict", "utf-8:strict"])

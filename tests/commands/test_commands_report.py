@@ -9,7 +9,7 @@ from support.launching import ROOT, train
 from support.run_folders import make_run, training_row
 
 from llm_pretrain.__main__ import main
-from llm_pretrain.training import loop
+from llm_pretrain.training.saving import Saving
 
 
 def options(store: Path, folder: Path, *more: str) -> list[str]:
@@ -92,13 +92,13 @@ def test_a_report_that_fails_is_a_warning(
 def test_a_run_that_fails_is_reported_as_failed(
     plain_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    save = loop.Training._save
+    save = Saving.save
 
-    def full_disk(self):
-        save(self)
+    def full_disk(self, progress, *, last=False):
+        save(self, progress, last=last)
         raise OSError(28, "No space left on device", "somewhere")
 
-    monkeypatch.setattr(loop.Training, "_save", full_disk)
+    monkeypatch.setattr(Saving, "save", full_disk)
     folder = tmp_path / "run"
     assert train(*options(plain_store, folder)) == 74
     page = (folder / "report.html").read_text()

@@ -113,7 +113,7 @@ def test_a_preset_takes_a_step(
     preset: Path, plain_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """The whole shape on short sequences; its checkpoint, as large as it is, is not written."""
-    monkeypatch.setattr(Saving, "save", lambda self, progress: tmp_path)
+    monkeypatch.setattr(Saving, "save", lambda self, progress, *, last: None)
     config = loaded(preset)
     code = train(
         *("--config", str(preset), "--data.sources", f"[{{store: {plain_store}}}]"),

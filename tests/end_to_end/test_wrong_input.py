@@ -271,13 +271,6 @@ def test_a_missing_store(refusal: Refusal, tmp_path: Path):
     )
 
 
-def test_a_store_with_nothing_to_learn(refusal: Refusal, tmp_path: Path):
-    corpus = write_jsonl(tmp_path / "corpus.jsonl", [{"input_ids": [token]} for token in range(5)])
-    tokenizer = make_tokenizer(tmp_path / "tokenizer")
-    store = prepare_store(Preparation([str(corpus)], tokenizer, tmp_path / "store")).path
-    refusal.of_run(options(tmp_path / "run", store), tmp_path / "run", 65, "data.sources[0]", "found none")
-
-
 def test_sources_of_different_tokenizers(refusal: Refusal, plain_store: Path, tmp_path: Path):
     other = make_tokenizer(tmp_path / "other-tokenizer", bos=False)
     corpus = write_jsonl(tmp_path / "corpus.jsonl", [{"text": text} for text in make_texts(20)])

@@ -231,8 +231,8 @@ MISTAKES: dict[str, list[Edit]] = {
             "folders.prune(self.folder, newest=step, keep_last=1); path = write_staged(",
         ),
     ],
-    "weights are not synced": [
-        Edit("llm_pretrain/checkpoints/weights.py", "folders.fsync_file(folder / file)", "pass"),
+    "what lies beside the weights is not synced": [
+        Edit("llm_pretrain/checkpoints/weights.py", "os.fsync(stream.fileno())", "pass"),
     ],
     "rows are not synced": [
         Edit(

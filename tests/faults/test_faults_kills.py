@@ -177,7 +177,7 @@ def test_fifty_kills(
 def test_one_rank_dies_in_steps_and_in_saves(
     launcher: str, asynchronous: bool, undisturbed: Finished, options: list[str], tmp_path: Path
 ):
-    more = ("--kills", "6", "--in-save", "3", "--kinds", "rank:0,rank:1", "--paths", launcher, "--seed", "2")
+    more = ("--kills", "6", "--in-save", "2", "--kinds", "rank:0,rank:1", "--paths", launcher, "--seed", "2")
     code, result = chaos(tmp_path / "chaos", undisturbed, options, *more, asynchronous=asynchronous)
     assert code == 0, result["violation"] or result["missing"]
     assert deaths(result) == {("rank", True), ("rank", False)}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -27,6 +28,8 @@ NO_COMPARISON = Edit(ACCELERATE, "        check_accelerate_settings(config, accu
 
 LAUNCHED = dict(os.environ)
 """What the launcher has said."""
+
+PATIENCE_SECONDS = 120
 
 VARIANTS: dict[str, list[Edit]] = {
     "ours": [],
@@ -66,10 +69,20 @@ def main(folder: Path, variants: list[str]) -> int:
         # a mistake's process group must leave nothing in the launcher's store, where the real one follows
         with nullcontext() if variant == "ours" else rendezvous_in(folder / f"{variant}-rendezvous"):
             found = try_variant(folder, variant)
+            (folder / f"{variant}-{os.getpid()}.json").write_text(json.dumps(found))
+            wait_for_all(folder, variant)
             if dist.is_initialized():
                 dist.destroy_process_group()
-        (folder / f"{variant}-{os.getpid()}.json").write_text(json.dumps(found))
     return 0
+
+
+def wait_for_all(folder: Path, variant: str) -> None:
+    """Until every process has got as far: leaving a group that another still joins would tear it."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while len(list(folder.glob(f"{variant}-*.json"))) < int(LAUNCHED.get("WORLD_SIZE", "1")):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{variant}: another process has not come as far")
+        time.sleep(0.02)
 
 
 def load_main() -> Callable[[list[str]], int]:
