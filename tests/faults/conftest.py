@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.crash_probe import CrashProbe
+from support.faulty_io import build_library
 from support.launching import ROOT, Finished, launch
 from support.once import once
 
@@ -38,3 +41,12 @@ def undisturbed_alone(options: list[str], tmp_path_factory: pytest.TempPathFacto
     return once(
         tmp_path_factory, "undisturbed-alone", lambda folder: launch("torchrun", 1, folder / "run", options)
     )
+
+
+@pytest.fixture(scope="module")
+def probe(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CrashProbe]:
+    """Forks trainings, with faults."""
+    folder = tmp_path_factory.mktemp("probe")
+    running = CrashProbe(build_library(folder), folder / "own")
+    yield running
+    running.close()

@@ -36,7 +36,6 @@ from support.faulty_io import (
     Disk,
     Fault,
     Tree,
-    build_library,
     change_tree,
     read_journal,
     read_tree,
@@ -60,15 +59,6 @@ MATRIX = [
     for mode in ([], ASYNC)
 ]
 NAMES = [f"{launcher}-{size}-{'async' if mode else 'sync'}" for launcher, size, mode in MATRIX]
-
-
-@pytest.fixture(scope="module")
-def probe(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CrashProbe]:
-    """Forks trainings, with faults."""
-    folder = tmp_path_factory.mktemp("probe")
-    running = CrashProbe(build_library(folder), folder / "own")
-    yield running
-    running.close()
 
 
 @pytest.fixture(scope="module")

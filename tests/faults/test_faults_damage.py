@@ -18,29 +18,19 @@ import pickle
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from support.corpora import make_store
 from support.crash_checks import LAST, Scenario, exact_rows, make_scenarios, small_options, tensor_digests
-from support.crash_probe import CrashProbe
-from support.faulty_io import Fault, build_library, read_tree, write_tree
+from support.faulty_io import Fault, read_tree, write_tree
 from support.launching import Finished, environment, launch
 
 from llm_pretrain.__main__ import main
 
 NEWEST = "checkpoints/step-00000002"
-
-
-@pytest.fixture(scope="module")
-def probe(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CrashProbe]:
-    """Forks trainings."""
-    folder = tmp_path_factory.mktemp("probe")
-    running = CrashProbe(build_library(folder), folder / "own")
-    yield running
-    running.close()
 
 
 @pytest.fixture(scope="module")

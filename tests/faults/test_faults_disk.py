@@ -28,8 +28,7 @@ from pathlib import Path
 import pytest
 from support.corpora import make_store
 from support.crash_checks import exact_rows, small_options, tensor_digests
-from support.crash_probe import CrashProbe
-from support.faulty_io import Fault, build_library
+from support.faulty_io import Fault
 from support.interrupting import assert_exact
 from support.launching import Finished, launch
 
@@ -45,15 +44,6 @@ needs_mount = pytest.mark.skipif(
     os.geteuid() != 0 or subprocess.call(["unshare", "--mount", "true"], stderr=subprocess.DEVNULL) != 0,
     reason="mounting a small disk needs root",
 )
-
-
-@pytest.fixture(scope="module")
-def probe(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CrashProbe]:
-    """Forks trainings, with faults."""
-    folder = tmp_path_factory.mktemp("probe")
-    running = CrashProbe(build_library(folder), folder / "own")
-    yield running
-    running.close()
 
 
 @pytest.fixture(scope="module")
