@@ -56,10 +56,10 @@ pretrain: $(STORE)/store.json  ## Pretrain a small mixture of experts on the emb
 test: $(VENV)/.installed-tests  ## The test suite, without what takes minutes
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
 
-test-slow: $(VENV)/.installed-tests  ## What takes minutes
-	$(BIN)/python -m pytest -m slow
+test-slow: $(VENV)/.installed-tests  ## What takes minutes, but for the faults
+	$(BIN)/python -m pytest -m slow --ignore tests/faults
 
-test-faults: $(VENV)/.installed-tests  ## Every fault: kills, full disks, damage, lost networks (about an hour)
+test-faults: $(VENV)/.installed-tests  ## Every fault: kills, full disks, damage, lost networks (an hour or more)
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests/faults
 
 fuzz: $(VENV)/.installed-tests  ## Look for input that breaks a reader, for longer than the tests do
