@@ -62,7 +62,11 @@ def main(argv: list[str] | None = None) -> int:
         command = import_module(f"llm_pretrain.commands.{name}")
         parser = argparse.ArgumentParser(prog=f"llm-pretrain {name}", description=command.HELP)
         command.add_arguments(parser)
-        parsed = parser.parse_args(rest)
+        parsed, unknown = parser.parse_known_args(rest)
+        if unknown:
+            if refuse := parser.get_default("refuse"):  # of a command that takes settings
+                refuse(unknown)
+            parser.error(f"unrecognized arguments: {' '.join(unknown)}")
         exit_code = command.run(parsed)
         sys.stdout.flush()
         return exit_code

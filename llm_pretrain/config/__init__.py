@@ -1,5 +1,6 @@
 """The configuration tree, its loading and its validation. Knows no other part of the package."""
 
+from llm_pretrain.config.checking import unknown_setting
 from llm_pretrain.config.loading import dump_yaml, from_dict, load_config, resolve_model, to_dict
 from llm_pretrain.config.model_config import VOCAB_MULTIPLE, ModelConfig
 from llm_pretrain.config.tree import (
@@ -44,6 +45,7 @@ __all__ = [
     "resolve_model",
     "shape_problems",
     "to_dict",
+    "unknown_setting",
     "validate",
     "write_yaml",
 ]

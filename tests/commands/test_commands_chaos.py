@@ -560,3 +560,8 @@ def test_a_long_warm_up_and_rare_saves_and_evaluations_are_fitted_into_the_run(
     assert (small.steps, small.save_steps) == (12, 2)
     own = plan("--checkpoint.save_steps", "6", "--evaluation.eval_steps", "7", "--training.max_steps", "99")
     assert (own.save_steps, own.eval_steps) == (6, 7)
+
+
+def test_a_mistyped_setting_names_its_neighbour(capsys: pytest.CaptureFixture[str]):
+    assert main(["chaos", "--config", "configs/tiny-dense.yaml", "--training.max_stepz", "3"]) == 2
+    assert "training.max_stepz: no such setting; did you mean training.max_steps?" in capsys.readouterr().err

@@ -14,7 +14,7 @@ from typing import Any
 
 from llm_pretrain.commands._launching.launching import PACKAGE_ROOT
 from llm_pretrain.commands._launching.machine import SCRIPTS
-from llm_pretrain.config import Config
+from llm_pretrain.config import Config, unknown_setting
 from llm_pretrain.errors import ConfigError, OutputError
 
 
@@ -27,13 +27,20 @@ class _Setting(argparse.Action):
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
     """Declare every setting of the configuration, without a line of help each."""
-    parser.set_defaults(settings=[])
+    parser.set_defaults(settings=[], refuse=refuse_unknown)
     for section in dataclasses.fields(Config):
         for each in dataclasses.fields(section.default_factory()):  # type: ignore[misc,arg-type]  # a section's class
             parser.add_argument(
                 f"--{section.name}.{each.name}", action=_Setting, dest="settings", help=argparse.SUPPRESS,
                 default=argparse.SUPPRESS,
             )  # fmt: skip
+
+
+def refuse_unknown(words: list[str]) -> None:
+    """Name the neighbours of mistyped settings among words that no option took; argparse has the rest."""
+    names = [word[2:].partition("=")[0] for word in words if word.startswith("--") and "." in word]
+    if names:
+        raise ConfigError(*(unknown_setting(name).line for name in names))
 
 
 def given_options(arguments: argparse.Namespace) -> list[str]:
