@@ -251,7 +251,7 @@ def test_samples_that_take_longer_than_the_time_out_are_no_hang(
     monkeypatch.setattr(launching, name, scripts / getattr(launching, name).name)
     sampled = ["--evaluation.sample_prompts", "[a]", "--evaluation.sample_tokens", str(HANG_SECONDS + 5)]
     options = [*options, *WATCHED, "--evaluation.eval_steps", "6", *sampled, "--training.max_steps", "1"]
-    run = launch(launcher, 2, tmp_path / "run", [*options, "--schedule.name", "constant"])
+    run = launch(launcher, 2, tmp_path / "run", [*options, "--schedule.warmup_steps", "0"])
     rows = [json.loads(line) for line in (run.folder / "samples.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1]
 

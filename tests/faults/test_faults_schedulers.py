@@ -83,7 +83,7 @@ def test_restarts_are_bounded_but_for_stops_by_a_signal(
 
 
 def test_failures_count_from_the_last_stop_by_a_signal(tmp_path: Path):
-    """A job that that is stopped at its time limit every few hours was started again often before it fails."""
+    """A job that is stopped at its time limit every few hours was started again often before it fails."""
     decided = []
     steps = (*range(1, 31), 30)
     for restarts, step in enumerate(steps):
