@@ -63,6 +63,10 @@ class Training:
                 f"training.max_steps: expected at least {self.progress.step}, the step of the run's "
                 f"checkpoint, found {config.training.max_steps}; raise it or choose another run.name"
             )
+        if resume is None and self.status.checkpoint:  # deleted, or on a disk that is not there
+            self.saving.notes.append(
+                f"from scratch: status.json names {self.status.checkpoint}, and there is no checkpoint"
+            )
         self.status.running(self.progress.step, resume.path if resume else None)
         on_every_rank(engine, lambda: check_memory(config, engine))
         beat("building the model", files=True)  # which may read weights
