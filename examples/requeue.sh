@@ -6,8 +6,10 @@
 #   examples/requeue.sh code RUN "$before" CODE         exit code: the worker's, else the launcher's CODE
 #
 # RUN is the run's folder, RESTARTS how often it was started again before. Again: after a stop by a signal
-# (75), and, MAX_RESTARTS times (10), after what another attempt may be spared: a lost process or machine,
-# memory, a hang (71), input and output (74), a folder still locked (73). Not again: a finished run (0), a
+# (75), and, MAX_RESTARTS times (10) since the last such stop, after what another attempt may be spared: a lost
+# process or machine, memory, a hang (71), input and output (74), a folder still locked (73). A stop by a signal
+# at the step of the one before has got nowhere, and counts as one of these. RUN/.requeue remembers the last
+# stop, as RESTARTS and its step. Not again: a finished run (0), a
 # wrong configuration (2), wrong data (65), a diverged run (70), a checkpoint of something else (78), and an
 # attempt that never reached its folder, since what stopped it will be there the next time too.
 set -euo pipefail
@@ -38,6 +40,15 @@ mark() { # which status.json is there: every attempt replaces the file as it beg
     stat -c '%i %y' "$run/status.json" 2>/dev/null || echo none
 }
 
+failures_since_a_stop() { # sets failures, and stopped_at: the step of the last stop by a signal
+    local restarts=0 rest
+    stopped_at=
+    read -r restarts stopped_at rest 2>/dev/null <"$run/.requeue" || true
+    case $restarts in '' | *[!0-9]*) restarts=0 ;; esac
+    failures=$((RESTARTS - restarts))
+    [ "$failures" -ge 0 ] || failures=$RESTARTS # another job's count
+}
+
 action=${1:?expected mark, decide or code} run=${2:?expected the folder of the run}
 case $action in
 mark)
@@ -54,16 +65,21 @@ code)
     esac
     ;;
 decide)
-    before=${3:?expected what mark printed} restarts=${4:?expected the number of restarts}
+    before=${3:?expected what mark printed} RESTARTS=${4:?expected the number of restarts}
     if [ "$(mark)" = "$before" ]; then
         say "not again: the attempt never reached $run; its own message says why"
         exit 1
     fi
     read_status
+    failures_since_a_stop
     case $code in
     75)
-        say "again: stopped by $reason after step $step, and saved"
-        exit 0
+        if [ "$step" != "$stopped_at" ]; then
+            echo "$((RESTARTS + 1)) $step" >"$run/.requeue" || true
+            say "again: stopped by $reason after step $step, and saved"
+            exit 0
+        fi
+        reason="stopped by $reason at step $step, as the time before"
         ;;
     0 | 2 | 65 | 70 | 78)
         say "not again: $state, exit code $code: $reason"
@@ -71,11 +87,11 @@ decide)
         ;;
     esac
     # without a code its process was killed before it could say anything
-    if [ "$restarts" -lt "${MAX_RESTARTS:-10}" ]; then
+    if [ "$failures" -lt "${MAX_RESTARTS:-10}" ]; then
         say "again: ${state:-unknown}, exit code ${code:-none}: $reason"
         exit 0
     fi
-    say "not again: $state, exit code ${code:-none}, and started again $restarts times already"
+    say "not again: $state, exit code ${code:-none}, and started again $failures times already"
     exit 1
     ;;
 *)

@@ -18,6 +18,7 @@ import uuid
 from collections.abc import Collection
 from pathlib import Path
 
+from llm_pretrain.errors import CheckpointError
 from llm_pretrain.files import fsync_file as fsync_file
 from llm_pretrain.files import fsync_folder
 from llm_pretrain.files import make_folder as make_parent  # noqa: F401  # of the parts that use this module
@@ -44,6 +45,20 @@ def folder_name(step: int) -> str:
 def temporary_folder(parent: Path, step: int, token: str) -> Path:
     """Where step `step` is written before it is committed; `token` is the same on all ranks."""
     return parent / f".{folder_name(step)}.tmp-{token}"
+
+
+def check_parent(parent: Path) -> None:
+    """Tell a folder that is missing, and so empty, from one whose disk is.
+
+    Raises:
+        CheckpointError: a file has its name, or a link that leads nowhere: to start from scratch there would
+            be to start beside what was saved before.
+    """
+    if os.path.lexists(parent) and not parent.is_dir():
+        raise CheckpointError(
+            f"{parent}: expected a folder of checkpoints, found a file or a link that leads nowhere; bring "
+            "the folder back, or start in another one"
+        )
 
 
 def committed_folders(parent: Path) -> dict[int, Path]:
@@ -134,7 +149,11 @@ def prune(
     to go back when stop signals have written newer ones. Later ones belong to an attempt that this run has
     not caught up with; they are left alone until it has.
     """
-    steps = [step for step in reversed(committed_folders(parent)) if step <= newest]
+    try:
+        steps = [step for step in reversed(committed_folders(parent)) if step <= newest]
+    except OSError as error:
+        logger.warning("%s: old folders are not deleted: %s", parent, error)
+        return
     sound = [step for step in steps if step not in unsound]
     kept = sound[: max(MINIMUM_KEPT, keep_last)] + multiples(sound, period, newest)[:1]
     for step in [step for step in steps if step not in kept]:

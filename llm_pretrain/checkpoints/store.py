@@ -70,6 +70,7 @@ class CheckpointStore:
 
     def committed(self) -> list[int]:
         """Steps of the committed checkpoints, ascending; whether they are sound is not looked at."""
+        folders.check_parent(self.folder)
         return list(folders.committed_folders(self.folder))
 
     def latest_step(self) -> int | None:

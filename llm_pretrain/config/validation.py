@@ -61,7 +61,7 @@ def _names(config: Config) -> Iterator[str]:
         yield f"run.output_dir: expected a folder, found {output_dir!r}"
     elif output_dir is not None and _is_other_than_folder(output_dir):
         yield f"run.output_dir: expected a folder, found another thing at {output_dir!r}"
-    if resume not in ("auto", "never") and not _is_folder(resume):
+    if resume not in ("auto", "never") and not _is_folder(resume) and not _is_past(resume, config):
         yield f"checkpoint.resume: expected auto, never or a checkpoint's folder, found {resume!r}"
     project = config.logging.wandb_project
     if not re.fullmatch(r"[^/\\#?%:\s][^/\\#?%:\n]{0,127}", project):
@@ -76,6 +76,15 @@ def _names(config: Config) -> Iterator[str]:
 def _is_folder(path: str) -> bool:
     try:
         return bool(path) and Path(path).is_dir()
+    except (OSError, ValueError):
+        return False
+
+
+def _is_past(resume: str, config: Config) -> bool:
+    """Whether the run has checkpoints of its own, which outrank another run's that is gone by now."""
+    own = config.run.folder / "checkpoints"
+    try:
+        return bool(resume) and Path(resume).resolve().parent != own.resolve() and any(own.glob("step-*"))
     except (OSError, ValueError):
         return False
 

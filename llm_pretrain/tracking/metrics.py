@@ -74,10 +74,16 @@ class MetricsWriter:
         """Lets the rows outlive a power cut: before a checkpoint that goes on after them is committed.
 
         Raises:
-            OutputError: the disk is full or gone.
+            OutputError: the disk is full or gone, or so is the file's name, and nobody will find the rows.
         """
         try:
             os.fsync(self._file.fileno())
+            os.stat(self.path)
+        except FileNotFoundError:
+            raise OutputError(
+                f"{self.path}: expected the rows of this run, found no file: it, or its folder, was moved or "
+                "deleted; bring it back and start the same command again"
+            ) from None
         except OSError as error:
             raise OutputError(f"{self.path}: cannot be completed: {error.strerror}") from error
 

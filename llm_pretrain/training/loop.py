@@ -63,6 +63,10 @@ class Training:
                 f"training.max_steps: expected at least {self.progress.step}, the step of the run's "
                 f"checkpoint, found {config.training.max_steps}; raise it or choose another run.name"
             )
+        if resume is None and self.status.checkpoint:  # deleted, or on a disk that is not there
+            self.saving.notes.append(
+                f"from scratch: status.json names {self.status.checkpoint}, and there is no checkpoint"
+            )
         self.status.running(self.progress.step, resume.path if resume else None)
         on_every_rank(engine, lambda: check_memory(config, engine))
         beat("building the model", files=True)  # which may read weights
@@ -153,10 +157,9 @@ class Training:
         if loss is not None:
             beat(f"keeping the best weights of step {self.progress.step}", files=True)
             self.saving.keep_best(self.progress, loss)
-        if self.samples is not None:
-            beat(f"generating samples after step {self.progress.step}")
-            assert isinstance(model, Decoder)
-            self.samples.write(model, self.progress.step, self.recorder.console, rank=self.engine.rank)
+        beat(f"generating samples after step {self.progress.step}")
+        assert isinstance(model, Decoder)
+        self.samples.write(model, self.progress.step, self.recorder.console, rank=self.engine.rank)
 
     def _check_divergence(self) -> None:
         """Stop after too many skipped steps in a row; all ranks count alike."""
@@ -215,11 +218,11 @@ class Training:
         together = forwards_together(config, self.engine.world_size)
         return Evaluator(self.engine, batches, self.stores[0], lambda: self.stop.requested, labels, together)
 
-    def _open_samples(self) -> Samples | None:
-        """On the ranks that generate them: the first, or all where a forward pass takes all."""
+    def _open_samples(self) -> Samples:
+        """On every rank, also where a forward pass does not take all: one that waited for the first to
+        generate, for longer than the time-out, would take it for hung."""
         together = forwards_together(self.config, self.engine.world_size)
-        on_ranks = on_every_rank if together else on_first_rank
-        return on_ranks(
+        return on_every_rank(
             self.engine, lambda: Samples(self.config, self.folder, self.stores[0], together=together)
         )
 

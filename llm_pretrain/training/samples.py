@@ -1,7 +1,7 @@
 """Continuations of fixed prompts at every evaluation, for a look at what the model has learnt so far.
 
-On rank 0 alone, without a collective, except where parameters are sharded; training's random numbers and
-the model's mode stay as they were.
+By every rank, so that none waits in silence for another, and written by the first; without a collective,
+except where parameters are sharded. Training's random numbers and the model's mode stay as they were.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Samples:
         config: Says which prompts, and how many tokens.
         folder: The run's.
         store: Whose tokenizer is used.
-        together: A forward pass is a collective: all ranks generate, and rank 0 writes.
+        together: A forward pass is a collective: all ranks make the same number of them.
 
     Raises:
         DataError: there are prompts, and the tokenizer cannot be opened.

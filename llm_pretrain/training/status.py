@@ -53,6 +53,11 @@ class Status:
             "checkpoint": before.get("checkpoint"),
         }
 
+    @property
+    def checkpoint(self) -> object:
+        """The newest checkpoint, as the attempt before left it until this one knows better; None without."""
+        return self._progress["checkpoint"]
+
     def started(self) -> None:
         """The attempt begins; until it knows better, the run is where the attempt before left it."""
         if self.rank == 0:

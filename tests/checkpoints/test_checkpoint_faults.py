@@ -220,6 +220,30 @@ def test_failing_to_delete_an_old_one_is_no_failure_to_save(tmp_path, monkeypatc
     run.train(1).save()
     assert run.store.committed() == [1, 2, 3]
     assert "step-00000001 could not be deleted" in caplog.text
+    failing_call(monkeypatch, "scandir", 2, OSError(errno.EIO, "Input/output error"))
+    run.train(1).save()
+    assert run.store.committed() == [1, 2, 3, 4]
+    assert "old folders are not deleted: [Errno 5] Input/output error" in caplog.text
+
+
+def link_to_nowhere(folder: Path) -> None:
+    folder.symlink_to("a-disk-that-is-not-there")
+
+
+def file_in_its_place(folder: Path) -> None:
+    folder.write_text("")
+
+
+@pytest.mark.parametrize("replace", [link_to_nowhere, file_in_its_place])
+def test_a_folder_that_is_none_is_not_an_empty_one(tmp_path, replace):
+    """Training would start from scratch beside the checkpoints on a disk that comes back later."""
+    run = Run(tmp_path / "checkpoints")
+    run.train(1).save()
+    (tmp_path / "checkpoints").rename(tmp_path / "elsewhere")
+    assert run.store.committed() == []
+    replace(tmp_path / "checkpoints")
+    with pytest.raises(CheckpointError, match="checkpoints: expected a folder of checkpoints, found a file"):
+        run.store.committed()
 
 
 class Bomb:

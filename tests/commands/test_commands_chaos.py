@@ -19,7 +19,7 @@ from llm_pretrain.checkpoints.manifest import file_digest, read_manifest, write_
 from llm_pretrain.commands._chaos import plan as planning
 from llm_pretrain.commands._chaos import running
 from llm_pretrain.commands._chaos.attempts import Attempt
-from llm_pretrain.commands._chaos.ending import check_end
+from llm_pretrain.commands._chaos.ending import check_end, check_stop
 from llm_pretrain.commands._chaos.moments import (
     WITHOUT_PROGRESS,
     Kill,
@@ -445,6 +445,26 @@ def test_what_does_not_hold_ends_the_call_and_says_kill_attempt_step_and_key(
     assert "kill 1, attempt 1: wrote step 4 where step 3 was due" in text
     violation = json.loads((tmp_path / "chaos.json").read_text())["violation"]
     assert (violation["where"], violation["step"], violation["key"]) == ("kill 1, attempt 1", 3, "step")
+
+
+def test_a_stop_that_loses_steps_does_not_hold(
+    trained_run: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """As where a launcher kills workers that are still saving: what follows would be exact all the same."""
+    attempts = [to_the_end(trained_run.folder), died(trained_run.folder, [1, 2, 3])]
+    stop = replace(kill("step"), kind="term")
+    result, _ = result_of(tmp_path, attempts, monkeypatch, plan_of(tmp_path, [stop]))
+    assert result.violation is not None
+    assert "a stop signal after step 3 left step 0 as the newest checkpoint" in result.violation[1].text
+
+
+def test_a_stop_that_loses_nothing_says_so_in_its_status(killed: Path):
+    assert check_stop(killed, 6) is None  # the last step was done
+    assert check_stop(killed, None) is None
+    status = json.loads((killed / "status.json").read_text())
+    for state, code, problem in (("preempted", 75, False), ("running", None, True), ("failed", 71, True)):
+        (killed / "status.json").write_text(json.dumps(status | {"state": state, "exit_code": code}))
+        assert (check_stop(killed, 6) is not None) == problem
 
 
 def test_less_than_was_asked_for_is_not_called_shown(

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import socket
 import subprocess
@@ -20,6 +21,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from support import launching
 from support.broken_scripts import write_scripts
 from support.hanging import HANG_SECONDS, SLACK_SECONDS, WATCHED, disturb, disturb_save, unfinished
 from support.interrupting import assert_exact, check_continued, wait_for_step
@@ -155,6 +157,11 @@ EVALUATING = ("--evaluation.eval_steps", "6")
 BLOCKED = Edit(
     EVALUATION, "            beat()\n", "            beat()\n            __import__('time').sleep(3600)\n"
 )
+SLOW_SAMPLES = Edit(
+    "llm_pretrain/training/samples.py",
+    "    beat()\n",
+    "    beat()\n" + 20 * " " + "__import__('time').sleep(1)\n",
+)
 LOCKED = Edit(
     EVALUATION,
     "            beat()\n",
@@ -231,6 +238,22 @@ def test_a_rank_that_hangs_while_ranks_meet_ends_the_others(script: Path, option
     said = r"\nerror: rank 0: no sign of life for 3\d s in meeting the other ranks .* are above; start"
     assert re.search(said, run.output), run.output[-3000:]
     assert not folder.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_samples_that_take_longer_than_the_time_out_are_no_hang(
+    launcher: str, options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Every token is a sign of life, on all ranks: none waits in silence for the first one's."""
+    scripts = write_scripts(tmp_path / "scripts", [SLOW_SAMPLES])
+    name = {"torchrun": "TORCHRUN_SCRIPT", "accelerate": "ACCELERATE_SCRIPT"}[launcher]
+    monkeypatch.setattr(launching, name, scripts / getattr(launching, name).name)
+    sampled = ["--evaluation.sample_prompts", "[a]", "--evaluation.sample_tokens", str(HANG_SECONDS + 5)]
+    options = [*options, *WATCHED, "--evaluation.eval_steps", "6", *sampled, "--training.max_steps", "1"]
+    run = launch(launcher, 2, tmp_path / "run", [*options, "--schedule.warmup_steps", "0"])
+    rows = [json.loads(line) for line in (run.folder / "samples.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 1]
 
 
 @pytest.mark.slow

@@ -82,6 +82,29 @@ def test_restarts_are_bounded_but_for_stops_by_a_signal(
     assert (requeue("decide", str(tmp_path), "none", restarts).returncode == 0) == again
 
 
+def test_failures_count_from_the_last_stop_by_a_signal(tmp_path: Path):
+    """A job that is stopped at its time limit every few hours was started again often before it fails."""
+    decided = []
+    steps = (*range(1, 31), 30)
+    for restarts, step in enumerate(steps):
+        write_status(tmp_path, state="preempted", exit_code=75, step=step)
+        assert requeue("decide", str(tmp_path), "none", str(restarts)).returncode == 0
+    for restarts in range(len(steps), len(steps) + 10):
+        write_status(tmp_path, exit_code=71)
+        decided.append(requeue("decide", str(tmp_path), "none", str(restarts)).returncode)
+    assert decided == [0] * 9 + [1]
+    assert requeue("decide", str(tmp_path), "none", "0").returncode == 0  # another job
+
+
+def test_stops_by_a_signal_that_get_nowhere_are_bounded(tmp_path: Path):
+    """A time limit that is shorter than the start-up."""
+    decided = []
+    for restarts in range(12):
+        write_status(tmp_path, state="preempted", exit_code=75, step=0)
+        decided.append(requeue("decide", str(tmp_path), "none", str(restarts)).returncode)
+    assert decided == [0] * 11 + [1]
+
+
 def test_an_attempt_that_never_reached_its_folder_is_not_started_again(tmp_path: Path):
     """A configuration mistyped after a preemption: the status is still that of the attempt before."""
     assert requeue("decide", str(tmp_path), "none", "0").returncode == 1

@@ -152,3 +152,16 @@ def test_a_full_disk_is_an_output_error(path):
     writer._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115  # closed two lines below
     with writer._file, pytest.raises(OutputError, match=r"cannot write step 1: No space left"):
         writer.append({"step": 1})
+
+
+def test_a_file_that_is_gone_is_no_record(path):
+    """Rows that go on into a deleted file, or into a run's folder under another name, are nobody's."""
+    with MetricsWriter(path) as writer:
+        writer.append({"step": 1})
+        writer.sync()
+        path.rename(path.with_suffix(".moved"))
+        writer.append({"step": 2})
+        with pytest.raises(OutputError, match=r"metrics.jsonl: expected the rows of this run, found no file"):
+            writer.sync()
+        path.with_suffix(".moved").rename(path)
+    assert [row["step"] for row in read_metrics(path)] == [1, 2]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -197,6 +198,13 @@ def test_a_path_to_resume_from_that_is_not_used_is_said(
     assert train(*options(plain_store, second, *quick, *begun)) == 0
     said = capsys.readouterr().out
     assert f"checkpoint.resume: {first / 'checkpoints' / 'step-00000003'} is not used" in said
+    shutil.rmtree(first / "checkpoints")
+    assert train(*options(plain_store, first, *quick)) == 0
+    named = f"status.json names {first / 'checkpoints' / 'step-00000004'}, and there is no checkpoint"
+    assert named in capsys.readouterr().out.replace("\n", " ")
+    shutil.rmtree(first)  # or the other run has gone on, and keeps its last two only
+    assert train(*options(plain_store, second, *quick, *begun)) == 0
+    assert train(*options(plain_store, tmp_path / "third", *quick, *begun)) == 2
 
 
 PROMPTS = ["one two", "", "über 你好"]

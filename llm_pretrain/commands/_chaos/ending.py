@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from llm_pretrain.checkpoints import Manifest, read_manifest, read_tensors
-from llm_pretrain.commands._chaos.oracle import Violation
+from llm_pretrain.commands._chaos.oracle import Violation, newest
 from llm_pretrain.commands._chaos.watching import leftovers
-from llm_pretrain.errors import PretrainError
+from llm_pretrain.errors import EXIT_PREEMPTED, PretrainError
 
 _CARD = "README.md"
 _NOT_COMPARED = ("launcher", "wandb_id")
@@ -39,6 +39,27 @@ def check_end(reference: Path, folder: Path, steps: int, *, same_call: bool) -> 
     return _compare_checkpoints(
         reference / "checkpoints" / name, folder / "checkpoints" / name, steps
     ) or _compare_weights(reference / "weights", folder / "weights", steps, cards=same_call)
+
+
+def check_stop(folder: Path, last_step: int | None) -> Violation | None:
+    """A stop signal loses nothing: the last step that has a row is in a checkpoint, and status.json says so.
+
+    Args:
+        folder: The run's, that a signal stopped.
+        last_step: Of the attempt's rows; without any it had not begun, and promises nothing.
+    """
+    if last_step is None:
+        return None
+    saved = newest(folder)
+    if saved != last_step:
+        text = f"a stop signal after step {last_step} left step {saved} as the newest checkpoint"
+        return Violation(f"{text}; is a step and its save longer than a launcher waits?", last_step, "step")
+    status = read_status(folder)
+    found = (status.get("state"), status.get("exit_code"), status.get("step"))
+    if found not in (("preempted", EXIT_PREEMPTED, last_step), ("finished", 0, last_step)):
+        text = f"status.json: expected preempted, 75, step {last_step}, found {', '.join(map(str, found))}"
+        return Violation(text, last_step, "status")
+    return None
 
 
 def read_status(folder: Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from llm_pretrain.commands._chaos.attempts import Attempt, run_attempt
-from llm_pretrain.commands._chaos.ending import check_end
+from llm_pretrain.commands._chaos.ending import check_end, check_stop
 from llm_pretrain.commands._chaos.moments import Kill, Target, aim
 from llm_pretrain.commands._chaos.oracle import (
     Rows,
@@ -207,6 +207,7 @@ def _attempt(
             or sound.check(folder)
             or check_rows(rows, rows_of(folder), owed=owed_evaluation(folder))
             or check_leftovers(folder, before)
+            or (check_stop(folder, attempt.last_step) if _is_stopped(attempt, kill) else None)
         )
     except PretrainError as error:  # a file that cannot be read is what this looks for
         violation = violation or Violation(str(error))
@@ -214,6 +215,10 @@ def _attempt(
         number, kill, target, attempt, began, before.checkpoint, newest(folder),
         _moment(attempt, target, plan.eval_steps), violation,
     )  # fmt: skip
+
+
+def _is_stopped(attempt: Attempt, kill: Kill | None) -> bool:
+    return attempt.fired and kill is not None and kill.kind == "term"
 
 
 def _judge_the_end(plan: Plan, result: Result, rows: Rows, sound: Soundness) -> Violation | None:
