@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.corpora import make_store
 from support.crash_probe import CrashProbe
 from support.faulty_io import build_library
 from support.launching import ROOT, Finished, launch
@@ -15,11 +16,21 @@ STEPS, SAVE_STEPS = 24, 4
 
 
 @pytest.fixture(scope="session")
-def options(masked_store: Path) -> list[str]:
+def fault_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A token store with ragged loss masks, one for all test processes, which compare settings too."""
+    return once(
+        tmp_path_factory,
+        "fault-store",
+        lambda folder: make_store(folder / "store", documents=400, masked=True).path,
+    )
+
+
+@pytest.fixture(scope="session")
+def options(fault_store: Path) -> list[str]:
     """Options of a mixture of experts with dropout, a row per step, a save every `SAVE_STEPS`."""
     return [
         *("--config", str(ROOT / "configs" / "tiny-moe.yaml")),
-        *("--data.sources", f"[{{store: {masked_store}}}]"),
+        *("--data.sources", f"[{{store: {fault_store}}}]"),
         *("--training.max_steps", str(STEPS), "--checkpoint.save_steps", str(SAVE_STEPS)),
         *("--model.hidden_dropout", "0.1", "--model.router_bias_update_rate", "1e-3"),
         *("--evaluation.eval_steps", "0", "--logging.logging_steps", "1"),

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 from support.launching import ACCELERATE_SCRIPT, ROOT, TORCHRUN_SCRIPT, environment, launch_command
+from support.measured import Measured, run_measured
 
 from llm_pretrain.__main__ import COMMANDS
 from llm_pretrain.__main__ import main as run_command
@@ -106,14 +107,11 @@ def write_wrong_files(folder: Path) -> dict[str, str]:
     return expected | {str(folder / name): words for name, words in SPECIAL.items()}
 
 
-@dataclass
-class Refused:
-    """How a process ended."""
+@dataclass(frozen=True)
+class Refused(Measured):
+    """How a process ended, and what it left."""
 
-    exit_code: int
     lines: list[str]
-    cpu_seconds: float
-    memory_bytes: int
     written: dict[str, str]
 
 
@@ -129,21 +127,13 @@ class World:
         own = {"HOME": str(self.folder / "home"), "TMPDIR": str(self.folder / "tmp")}
         kept = {key: value for key, value in environment().items() if not key.startswith(("XDG_", "HF_"))}
         with tempfile.TemporaryFile("w+") as output:
-            process = subprocess.Popen(
+            measured = run_measured(
                 command, cwd=self.folder / "work", env=kept | own, stdout=output, stderr=output,
                 stdin=subprocess.DEVNULL,
             )  # fmt: skip
-            _, status, usage = os.wait4(process.pid, 0)
-            process.returncode = os.waitstatus_to_exitcode(status)
             output.seek(0)
             lines = output.read().splitlines()
-        return Refused(
-            exit_code=process.returncode,
-            lines=lines,
-            cpu_seconds=usage.ru_utime + usage.ru_stime,
-            memory_bytes=usage.ru_maxrss * 1024,
-            written=tree(self.folder),
-        )
+        return Refused(**vars(measured), lines=lines, written=tree(self.folder))
 
 
 def tree(folder: Path) -> dict[str, str]:
