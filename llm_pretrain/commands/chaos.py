@@ -35,7 +35,7 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options, and every setting of the configuration."""
-    from llm_pretrain.commands._launching.options import add_settings
+    from llm_pretrain.commands._launching.options import add_place, add_settings
 
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.usage = "llm-pretrain chaos --config FILE [options] [--section.field VALUE ...]"
@@ -64,14 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--async-save", "--async_save", action="store_true",
         help="save while training goes on (checkpoint.async_save)")  # fmt: skip
     add("--reference", metavar="FOLDER", help="a finished run of the same settings to compare with again")
-    add(
-        "--output", metavar="FOLDER", help="new folder for the runs and chaos.json (default: runs/chaos-NAME)"
-    )
-    add(
-        "--scripts", metavar="FOLDER", help="where the scripts lie (default: this folder, else the project's)"
-    )
-    add("--timeout", type=float, default=1800.0, metavar="SECONDS",
-        help="an attempt that takes longer is killed and has failed (default: %(default)g)")  # fmt: skip
+    add_place(parser, "chaos", "an attempt")
     add_settings(parser)
 
 
@@ -82,10 +75,9 @@ def run(arguments: argparse.Namespace) -> int:
     from llm_pretrain.commands._chaos.table import attempt_line, heading, summary, write_json
     from llm_pretrain.commands._launching.launching import ending_on_sigterm
     from llm_pretrain.commands._launching.machine import call_facts, this_machine
-    from llm_pretrain.errors import ConfigError
+    from llm_pretrain.commands._launching.options import check_timeout
 
-    if not arguments.timeout > 0:
-        raise ConfigError(f"--timeout: expected more than 0 seconds, found {arguments.timeout:g}")
+    check_timeout(arguments)
     started, machine = time.time(), this_machine()
     plan = make_plan(arguments, machine)
     # a name of our own choice that another call took a moment ago must not be shared with it

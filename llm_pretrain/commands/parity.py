@@ -37,7 +37,7 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options, and every setting of the configuration."""
-    from llm_pretrain.commands._launching.options import add_settings
+    from llm_pretrain.commands._launching.options import add_place, add_settings
 
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.usage = "llm-pretrain parity --config FILE [options] [--section.field VALUE ...]"
@@ -67,16 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--interrupt", metavar="PATH@W:STEP,...",
         help="also kill a run of the first cell after STEP, and go on with PATH on W processes")  # fmt: skip
-    add(
-        "--output",
-        metavar="FOLDER",
-        help="new folder for the runs and parity.json (default: runs/parity-NAME)",
-    )
-    add(
-        "--scripts", metavar="FOLDER", help="where the scripts lie (default: this folder, else the project's)"
-    )
-    add("--timeout", type=float, default=1800.0, metavar="SECONDS",
-        help="a launch that takes longer is killed and has failed (default: %(default)g)")  # fmt: skip
+    add_place(parser, "parity", "a launch")
     add_settings(parser)
 
 
@@ -84,13 +75,12 @@ def run(arguments: argparse.Namespace) -> int:
     """Launch, compare, print the table and write parity.json; 0 where all that is promised holds, else 1."""
     from llm_pretrain.commands._launching.launching import ending_on_sigterm
     from llm_pretrain.commands._launching.machine import call_facts, this_machine
+    from llm_pretrain.commands._launching.options import check_timeout
     from llm_pretrain.commands._parity.judging import judge
     from llm_pretrain.commands._parity.plan import make_plan
     from llm_pretrain.commands._parity.table import is_violated, render, write_json
-    from llm_pretrain.errors import ConfigError
 
-    if not arguments.timeout > 0:
-        raise ConfigError(f"--timeout: expected more than 0 seconds, found {arguments.timeout:g}")
+    check_timeout(arguments)
     started, machine = time.time(), this_machine()
     plan = make_plan(arguments, machine)
     # a name of our own choice that another call took a moment ago must not be shared with it

@@ -25,6 +25,27 @@ class _Setting(argparse.Action):
         namespace.settings = [*(getattr(namespace, "settings", None) or []), option_string, values]
 
 
+def add_place(parser: argparse.ArgumentParser, command: str, launch: str) -> None:
+    """Declare where a command's launches write, where the scripts lie, and how long a `launch` may take."""
+    parser.add_argument(
+        "--output", metavar="FOLDER",
+        help=f"new folder for the runs and {command}.json (default: runs/{command}-NAME)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--scripts", metavar="FOLDER", help="where the scripts lie (default: this folder, else the project's)"
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=1800.0, metavar="SECONDS",
+        help=f"{launch} that takes longer is killed and has failed (default: %(default)g)",
+    )  # fmt: skip
+
+
+def check_timeout(arguments: argparse.Namespace) -> None:
+    """Raises ConfigError for a time limit that nothing can keep."""
+    if not arguments.timeout > 0:
+        raise ConfigError(f"--timeout: expected more than 0 seconds, found {arguments.timeout:g}")
+
+
 def add_settings(parser: argparse.ArgumentParser) -> None:
     """Declare every setting of the configuration, without a line of help each."""
     parser.set_defaults(settings=[], refuse=refuse_unknown)
