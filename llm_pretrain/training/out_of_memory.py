@@ -26,6 +26,7 @@ _SIGNS = (
     "can't allocate memory",  # torch on Linux
     "not enough memory: you tried to allocate",  # torch elsewhere
     "std::bad_alloc",
+    "can't start new thread",  # whose stack has no room
     "CUDA out of memory",
     "CUDA error: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
