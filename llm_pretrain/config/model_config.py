@@ -27,6 +27,8 @@ class ModelConfig:
         max_position_embeddings: Longest position the exported model promises; at least the sequence length.
         rms_norm_eps: Epsilon of every RMSNorm.
         initializer_range: Standard deviation of the initial weights.
+        zero_init_residual: Start the matrices that write into the residual stream (o_proj, down_proj) at
+            zero, so that every layer begins as the identity.
         tie_word_embeddings: Share the embedding with the output projection.
         attention_dropout: Dropout probability of the attention weights.
         hidden_dropout: Dropout probability of each block's output, before the residual addition.
@@ -70,6 +72,7 @@ class ModelConfig:
     max_position_embeddings: int = 32768
     rms_norm_eps: float = 1e-6
     initializer_range: float = 0.02
+    zero_init_residual: bool = False
     tie_word_embeddings: bool = True
     attention_dropout: float = 0.0
     hidden_dropout: float = 0.0

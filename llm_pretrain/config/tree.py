@@ -78,7 +78,8 @@ class DataConfig:
         packing: How documents fill sequences: `best_fit` (few splits, ~no padding), `concat`, or `pad`.
         isolate_documents: Attention never crosses a document inside a sequence.
         seed: Seed of the sample order.
-        num_workers: Worker processes that assemble batches; 0 assembles in the training process.
+        num_workers: Worker processes that assemble batches; 0 assembles in the training process. Default: 2
+            on a GPU, so that a step never waits for its batch, else 0.
         on_error: What `prepare` does with a bad record: count and `skip` it, or `fail` with file and line.
     """
 
@@ -87,7 +88,7 @@ class DataConfig:
     packing: Literal["best_fit", "concat", "pad"] = "best_fit"
     isolate_documents: bool = True
     seed: int = 0
-    num_workers: int = 0
+    num_workers: int | None = None
     on_error: Literal["skip", "fail"] = "fail"
 
 
@@ -96,20 +97,31 @@ class OptimizerConfig:
     """The optimizer.
 
     Args:
-        name: `adamw`: AdamW with decoupled weight decay (arXiv:1711.05101).
-        learning_rate: Peak learning rate.
+        name: `adamw`: AdamW with decoupled weight decay (arXiv:1711.05101). `muon`: orthogonalised momentum
+            (github.com/KellerJordan/Muon) for the layers' matrices, AdamW for embedding, head and norms.
+        learning_rate: Peak learning rate. With `muon`, that of what AdamW updates.
+        muon_learning_rate: Peak learning rate of the matrices that Muon updates.
+        muon_momentum: Its momentum (Nesterov's).
         weight_decay: Decay of matrices; norms and biases are never decayed.
         adam_beta1: First-moment decay.
         adam_beta2: Second-moment decay.
         adam_epsilon: Added to the root of the second moment.
+        base_hidden_size: Width at which the learning rates were found. Set, initial values and learning rates
+            of other widths follow from it, so that the best rate stays the best (arXiv:2203.03466).
+        ema_decay: Keep an exponential moving average of the parameters with this decay per step; evaluation
+            and exported weights are the average's. 0 turns it off.
     """
 
-    name: Literal["adamw"] = "adamw"
+    name: Literal["adamw", "muon"] = "adamw"
     learning_rate: float = 1e-3
+    muon_learning_rate: float = 0.02
+    muon_momentum: float = 0.95
     weight_decay: float = 0.1
     adam_beta1: float = 0.9
     adam_beta2: float = 0.95
     adam_epsilon: float = 1e-8
+    base_hidden_size: int | None = None
+    ema_decay: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -147,6 +159,14 @@ class TrainingConfig:
             periodic checkpoint and go on with the next step's data (docs/exactness.md has the bounds).
         deterministic: Deterministic algorithms, for bit identity on a GPU.
         activation_checkpointing: Recompute each layer's activations in the backward pass.
+        compile: Compile each layer with `torch.compile`: `auto` on a GPU only, `on`, `off`.
+        float8: Products of the layers' matrices in FP8 through torchao, on GPUs with FP8 (extra `float8`).
+        experts_implementation: Kernel of the experts: `auto` the fastest one for the device and type,
+            `streamed` (CPU), `grouped` (CUDA, bf16), `reference` (the definition; slow).
+        attention_implementation: Kernel of attention within documents: `auto`, `sdpa` (one call per document
+            on a CPU, a mask elsewhere), `varlen` or `flex` (CUDA).
+        loss_implementation: Kernel of head and cross-entropy: `auto`, `full` (holds all logits), `fused` (in
+            chunks, forward and backward in one), `liger` (CUDA, extra `liger`).
     """
 
     sequence_length: int = 512
@@ -160,6 +180,11 @@ class TrainingConfig:
     spike_action: Literal["log", "skip", "rollback"] = "log"
     deterministic: bool = False
     activation_checkpointing: bool = False
+    compile: Literal["auto", "on", "off"] = "auto"
+    float8: bool = False
+    experts_implementation: Literal["auto", "streamed", "grouped", "reference"] = "auto"
+    attention_implementation: Literal["auto", "sdpa", "varlen", "flex"] = "auto"
+    loss_implementation: Literal["auto", "full", "fused", "liger"] = "auto"
 
 
 @dataclass(frozen=True)

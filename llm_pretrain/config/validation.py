@@ -35,7 +35,7 @@ def validate(config: Config, world_size: int = 1, *, needs_data: bool = True) ->
     ]
     wrong = {line.partition(":")[0] for line in alone}
     relations = [*model_relations(config), *_batch(config, world_size), *_schedule(config)]
-    relations += [*_samples(config), *_strategy(config), *_spikes(config)]
+    relations += [*_samples(config), *_strategy(config), *_spikes(config), *_not_built(config)]
     # a relation to a value that is impossible anyway says nothing new, and may not be computable
     return alone + [text for names, text in relations if not wrong.intersection(names)]
 
@@ -156,6 +156,25 @@ def _strategy(config: Config) -> Iterator[Relation]:
             f"{names[0]}: expected fp32 or bf16 with {names[1]} deepspeed, found fp16, whose loss scale "
             "DeepSpeed would keep to itself and no checkpoint has; use bf16",
         )
+
+
+def _not_built(config: Config) -> Iterator[Relation]:
+    """Settings whose code is still to come; each line goes with what it waits for."""
+    training, optimizer = config.training, config.optimizer
+    waiting = {
+        "model.zero_init_residual": config.model.zero_init_residual,
+        "optimizer.name": optimizer.name == "muon",
+        "optimizer.base_hidden_size": optimizer.base_hidden_size is not None,
+        "optimizer.ema_decay": optimizer.ema_decay > 0,
+        "training.compile": training.compile == "on",
+        "training.float8": training.float8,
+        "training.experts_implementation": training.experts_implementation != "auto",
+        "training.attention_implementation": training.attention_implementation != "auto",
+        "training.loss_implementation": training.loss_implementation != "auto",
+    }
+    for name, is_set in waiting.items():
+        if is_set:
+            yield (name,), f"{name}: expected the default, found a value that is not built yet"
 
 
 def _spikes(config: Config) -> Iterator[Relation]:

@@ -20,6 +20,7 @@ _POSITIVE = (
     *("model.rope_beta_fast", "model.rope_beta_slow", "evaluation.sample_tokens"),
     *("model.num_experts_per_tok", "model.moe_intermediate_size", "model.decoder_sparse_step"),
     *("optimizer.learning_rate", "optimizer.adam_epsilon", "schedule.decay_steps"),
+    *("optimizer.muon_learning_rate", "optimizer.base_hidden_size"),
     *("training.sequence_length", "training.micro_batch_size", "training.global_batch_size"),
     *("training.max_steps", "training.max_skipped_steps", "evaluation.max_batches"),
     *("logging.logging_steps", "distributed.cpu_threads", "distributed.timeout_seconds"),
@@ -33,7 +34,7 @@ _NOT_NEGATIVE = (
 )
 _BELOW_ONE = (
     *("model.attention_dropout", "model.hidden_dropout"),
-    *("optimizer.adam_beta1", "optimizer.adam_beta2"),
+    *("optimizer.adam_beta1", "optimizer.adam_beta2", "optimizer.muon_momentum", "optimizer.ema_decay"),
 )
 _AT_LEAST = {
     # fp32 rounds anything less to 0, and what it keeps from being divided by 0 is

@@ -192,7 +192,10 @@ def global_batches(config: Config, *, start_step: int, world_size: int) -> DataL
     per_step = config.gradient_accumulation_steps(world_size) * world_size
     numbers = range(start_step * per_step, training.max_steps * per_step)
     sampler = MicroBatchSampler(numbers, training.micro_batch_size)
-    return _loader(train_samples(config), sampler, config.data.num_workers)
+    workers = config.data.num_workers
+    if workers is None:
+        workers = 2 if torch.cuda.is_available() else 0
+    return _loader(train_samples(config), sampler, workers)
 
 
 def train_samples(config: Config) -> MicroBatches:

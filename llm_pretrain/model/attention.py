@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from llm_pretrain.config import ModelConfig
 from llm_pretrain.model.cache import LayerCache
+from llm_pretrain.model.kernels import AUTO, Kernels
 from llm_pretrain.model.layers import Linear, RMSNorm, apply_rotary
 
 _CPU_LOW_PRECISION_LENGTH = 256
@@ -125,8 +126,9 @@ def cached_attention(query: Tensor, key: Tensor, value: Tensor, cache: LayerCach
 class Attention(nn.Module):
     """Self-attention with rotary positions and, where configured, RMSNorm on each head's query and key."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, kernels: Kernels = AUTO):
         super().__init__()
+        self.kernels = kernels
         self.head_dim = config.attention_head_dim
         self.dropout = config.attention_dropout
         query_size = config.num_attention_heads * self.head_dim

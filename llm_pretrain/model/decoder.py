@@ -18,6 +18,7 @@ from llm_pretrain.config import ModelConfig
 from llm_pretrain.model.attention import Attention, DocumentLayout, document_layout
 from llm_pretrain.model.cache import KeyValueCache, LayerCache
 from llm_pretrain.model.experts import Experts
+from llm_pretrain.model.kernels import AUTO, Kernels
 from llm_pretrain.model.layers import Embedding, FeedForward, Linear, RMSNorm
 from llm_pretrain.model.loss_head import IGNORE_INDEX, loss_head
 from llm_pretrain.model.rotary import rotary_tables
@@ -48,10 +49,10 @@ class DecoderOutput(NamedTuple):
 class MoeFeedForward(nn.Module):
     """Router and experts, and the shared experts that see every token, in the place of a dense SwiGLU."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, kernels: Kernels = AUTO):
         super().__init__()
         self.gate = Router(config)
-        self.experts = Experts(config)
+        self.experts = Experts(config, kernels)
         # Shared experts side by side are one SwiGLU of their summed width (arXiv:2401.06066, section 3.2).
         size = config.n_shared_experts * config.expert_intermediate_size
         self.shared_experts = FeedForward(config.hidden_size, size) if size else None
@@ -67,14 +68,14 @@ class MoeFeedForward(nn.Module):
 class DecoderLayer(nn.Module):
     """Pre-norm attention and feed-forward, each with its residual addition."""
 
-    def __init__(self, config: ModelConfig, layer: int):
+    def __init__(self, config: ModelConfig, layer: int, kernels: Kernels = AUTO):
         super().__init__()
         self.hidden_dropout = config.hidden_dropout
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config)
+        self.self_attn = Attention(config, kernels)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         if config.is_moe_layer(layer):
-            self.mlp = MoeFeedForward(config)
+            self.mlp = MoeFeedForward(config, kernels)
         else:
             self.mlp = FeedForward(config.hidden_size, config.intermediate_size)
 
@@ -104,7 +105,7 @@ class DecoderLayer(nn.Module):
 class DecoderStack(nn.Module):
     """Everything below the output projection."""
 
-    def __init__(self, config: ModelConfig, activation_checkpointing: bool):
+    def __init__(self, config: ModelConfig, activation_checkpointing: bool, kernels: Kernels):
         super().__init__()
         if config.vocab_size is None:
             raise ValueError("model.vocab_size must be resolved before the model is built")
@@ -112,7 +113,8 @@ class DecoderStack(nn.Module):
         self.activation_checkpointing = activation_checkpointing
         self.has_dropout = config.attention_dropout > 0 or config.hidden_dropout > 0
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(config.num_hidden_layers))
+        layers = range(config.num_hidden_layers)
+        self.layers = nn.ModuleList(DecoderLayer(config, layer, kernels) for layer in layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(
@@ -160,12 +162,15 @@ class Decoder(nn.Module):
     Args:
         config: Its shape; `vocab_size` must be set.
         activation_checkpointing: Recompute each layer in the backward pass of training.
+        kernels: Implementations of its parts.
     """
 
-    def __init__(self, config: ModelConfig, *, activation_checkpointing: bool = False):
+    def __init__(
+        self, config: ModelConfig, *, activation_checkpointing: bool = False, kernels: Kernels = AUTO
+    ):
         super().__init__()
-        self.config = config
-        self.model = DecoderStack(config, activation_checkpointing)
+        self.config, self.kernels = config, kernels
+        self.model = DecoderStack(config, activation_checkpointing, kernels)
         self.lm_head = Linear(config.hidden_size, self.model.embed_tokens.num_embeddings)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from llm_pretrain.config import ModelConfig
 from llm_pretrain.model.experts_grouped import grouped_experts, runs_grouped
 from llm_pretrain.model.experts_streamed import streamed_experts
+from llm_pretrain.model.kernels import AUTO, Kernels
 
 
 def experts_reference(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
@@ -39,8 +40,9 @@ def experts_reference(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor,
 class Experts(nn.Module):
     """E SwiGLUs in two stacked parameters, so that no expert's gradient is ever missing."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, kernels: Kernels = AUTO):
         super().__init__()
+        self.kernels = kernels
         experts, size = config.num_experts, config.expert_intermediate_size
         self.gate_up_proj = nn.Parameter(torch.zeros(experts, 2 * size, config.hidden_size))
         self.down_proj = nn.Parameter(torch.zeros(experts, config.hidden_size, size))

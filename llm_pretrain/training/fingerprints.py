@@ -7,7 +7,7 @@ from dataclasses import asdict
 from llm_pretrain.config import Config, ModelConfig
 from llm_pretrain.data import data_fingerprint
 
-NOT_IN_FINGERPRINT = {"max_position_embeddings", "init_from"}
+NOT_IN_FINGERPRINT = {"max_position_embeddings", "init_from", "zero_init_residual"}
 """Model fields that change neither shapes nor arithmetic of a run that has a checkpoint."""
 
 

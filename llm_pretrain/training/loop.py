@@ -17,6 +17,7 @@ from llm_pretrain.files import replace_text
 from llm_pretrain.model import Decoder, count_parameters, initialize_weights, update_router_bias
 from llm_pretrain.training.agreement import on_every_rank, on_first_rank
 from llm_pretrain.training.attempts import note_attempt
+from llm_pretrain.training.building import build_model
 from llm_pretrain.training.changes import changed_settings
 from llm_pretrain.training.engine import Engine, forwards_together
 from llm_pretrain.training.evaluation import Evaluator, zlib_bits_per_byte
@@ -70,7 +71,7 @@ class Training:
         self.status.running(self.progress.step, resume.path if resume else None)
         on_every_rank(engine, lambda: check_memory(config, engine))
         beat("building the model", files=True)  # which may read weights
-        model = Decoder(config.model, activation_checkpointing=config.training.activation_checkpointing)
+        model = build_model(config)
         initialize_weights(model, config.run.seed)
         notes = [] if resume else on_every_rank(engine, lambda: load_initial_weights(model, config))
         optimizer = build_optimizer(model, config.optimizer)
