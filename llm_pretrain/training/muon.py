@@ -151,9 +151,9 @@ class _Matrices:
     @property
     def shape(self) -> tuple[int, int, int]:
         """(n, out, in) of what is orthogonalised."""
-        if self.whole is not None:
-            return (1, *self.whole.shape)
-        return tuple(self.parameter.shape)  # type: ignore[return-value]
+        whole = () if self.whole is None else (1, *self.whole.shape)
+        count, rows, columns = whole or self.parameter.shape
+        return count, rows, columns
 
     def momentum_update(self, momentum: float, found_inf: Tensor | None) -> Tensor:
         """Advance the momentum; returns Nesterov's update, whole; collective where the matrix is sharded."""

@@ -96,7 +96,7 @@ def test_stacked_experts_move_as_their_matrices_would_apart(full_precision: None
             parameter.grad = half.clone()
         together.step()
         single.step()
-    assert relative(stacked.detach().view(6, 8, 12), torch.stack(apart).detach()) < 1e-6
+    assert relative(stacked.detach().view(6, 8, 12), torch.stack(tuple(apart)).detach()) < 1e-6
 
 
 @pytest.mark.parametrize("shape", [(4, 32, 96), (4, 96, 32), (4, 48, 48)])
