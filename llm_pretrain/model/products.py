@@ -1,4 +1,4 @@
-"""Matrix products into given memory, by the library that is fast on this processor. No gradients.
+"""Matrix products by the library that is fast on this processor, into given memory or with gradients.
 
 torch gives fp32 products on a CPU to MKL, which leaves AVX-512 unused on processors that are not Intel's:
 oneDNN, which has the low types anyway, takes less than half the time there.
@@ -9,8 +9,10 @@ from __future__ import annotations
 import functools
 import platform
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -49,3 +51,28 @@ def product(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
 def fp32_product(left: Tensor, right: Tensor) -> Tensor:
     """`left @ right` by oneDNN, fp32 [M, K] and [K, N] on a CPU."""
     return torch.ops.mkldnn._linear_pointwise(left, right.t(), None, "none", [], "")
+
+
+class _Linear(torch.autograd.Function):
+    """`F.linear` without bias, by `fp32_product`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return fp32_product(x.flatten(0, -2), weight.t()).view(*x.shape[:-1], len(weight))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        grad = grads[0].reshape(-1, len(weight))
+        grad_x = fp32_product(grad, weight).view_as(x) if ctx.needs_input_grad[0] else None
+        grad_weight = fp32_product(grad.t(), x.flatten(0, -2)) if ctx.needs_input_grad[1] else None
+        return grad_x, grad_weight
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """`x @ weight.T`, [..., in] and [out, in] of one type to [..., out]."""
+    on_cpu = x.device.type == "cpu" and x.dtype == torch.float32 and x.dim() > 1
+    if on_cpu and prefers_onednn() and not torch.compiler.is_compiling():
+        return _Linear.apply(x, weight)  # pyright: ignore[reportReturnType] (torch's stub of apply)
+    return F.linear(x, weight)
