@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from llm_pretrain.training.engine import StepResult
-from llm_pretrain.training.objective import DIGEST_WORDS
+from llm_pretrain.training.objective import DIGEST_WORDS, StepCounts
 from llm_pretrain.training.spikes import SpikeHistory
 
 
@@ -58,10 +58,13 @@ class Progress:
     best: Best | None = None
     spikes: SpikeHistory = field(default_factory=SpikeHistory)
 
-    def advance(self, result: StepResult) -> None:
+    def advance(self, counts: StepCounts) -> None:
         """Count one finished step."""
         self.step += 1
-        self.tokens_seen += result.counts.num_loss_tokens
+        self.tokens_seen += counts.num_loss_tokens
+
+    def learn(self, result: StepResult) -> None:
+        """Take in what became of a finished step, each in its turn."""
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.skipped else 0
         self.digest = self.digest + result.counts.digest
         if result.loss is not None and result.grad_norm is not None:

@@ -140,13 +140,13 @@ def test_reasons_to_skip():
 def test_steps_that_could_not_be_judged_teach_nothing():
     progress = Progress()
     for result in (verdict([math.nan, 0, 0, 0], 1.0), verdict([1.0, 0, 0, 0], math.inf)):
-        progress.advance(result)
-    progress.advance(
+        progress.learn(result)
+    progress.learn(
         StepResult(StepCounts(0, torch.zeros(DIGEST_WORDS, dtype=torch.int64)), skipped="no_loss_tokens")
     )
     assert progress.spikes == SpikeHistory()
     assert progress.skipped_in_a_row == 3
-    progress.advance(verdict([20.0, 0, 0, 0], 1.0))
+    progress.learn(verdict([20.0, 0, 0, 0], 1.0))
     assert progress.spikes.steps == [(2.0, 1.0, 10)]
 
 
