@@ -118,7 +118,7 @@ class TorchrunEngine:
             return self.model(**batch.model_inputs())
 
     def train_step(self, micro_batches: Sequence[Batch], judge: Judge | None) -> StepResult:
-        counts = StepCounts.of(micro_batches, self.reduce_sum)
+        counts = StepCounts.of(micro_batches, self.sum_integers)
         result = StepResult(counts, skipped="no_loss_tokens")
         if counts.num_loss_tokens == 0:
             return result
@@ -150,6 +150,11 @@ class TorchrunEngine:
         total = tensor.clone()
         dist.all_reduce(total)
         return total
+
+    def sum_integers(self, values: Sequence[int]) -> list[int]:
+        if self.world_size == 1:
+            return list(values)
+        return self.reduce_sum(torch.tensor(values, dtype=torch.int64)).tolist()
 
     def gather_objects(self, value: Any) -> list[Any]:
         gathered = [value] * self.world_size

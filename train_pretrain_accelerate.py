@@ -150,7 +150,7 @@ class AccelerateEngine:
             return self.model(**batch.model_inputs())
 
     def train_step(self, micro_batches: Sequence[Batch], judge: Judge | None) -> StepResult:
-        counts = StepCounts.of(micro_batches, self.reduce_sum)
+        counts = StepCounts.of(micro_batches, self.sum_integers)
         result = StepResult(counts, skipped="no_loss_tokens")
         if counts.num_loss_tokens == 0:
             return result
@@ -180,9 +180,15 @@ class AccelerateEngine:
         return result
 
     def reduce_sum(self, tensor: Tensor) -> Tensor:
-        own = tensor.to(self.device) if self.uses_deepspeed else tensor  # its back-end knows one device
-        total = self.accelerator.reduce(own, "sum")
+        total = self.accelerator.reduce(tensor, "sum")
         return total  # type: ignore[return-value]  # typed for nests of tensors
+
+    def sum_integers(self, values: Sequence[int]) -> list[int]:
+        if self.world_size == 1:
+            return list(values)
+        own = torch.tensor(values, dtype=torch.int64)
+        # DeepSpeed's back-end knows one device alone
+        return self.reduce_sum(own.to(self.device) if self.uses_deepspeed else own).tolist()
 
     def gather_objects(self, value: Any) -> list[Any]:
         return gather_object([value])

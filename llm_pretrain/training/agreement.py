@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch
-
 from llm_pretrain.errors import OutputError, PretrainError
 from llm_pretrain.training.engine import Engine
 
@@ -15,9 +13,7 @@ T = TypeVar("T")
 
 def on_any_rank(engine: Engine, *flags: bool) -> list[bool]:
     """Of each flag, whether it is up on any rank: the same on all; collective where there are others."""
-    if engine.world_size == 1:
-        return list(flags)
-    return [count > 0 for count in engine.reduce_sum(torch.tensor(flags, dtype=torch.int64)).tolist()]
+    return [count > 0 for count in engine.sum_integers(flags)]
 
 
 def on_every_rank(

@@ -155,10 +155,11 @@ class Engine(Protocol):
         ...
 
     def reduce_sum(self, tensor: Tensor) -> Tensor:
-        """Sum over ranks, on the tensor's own device: what the host knows never waits for a GPU.
+        """Sum over ranks, on the tensor's own device; the tensor itself where there is one rank only."""
+        ...
 
-        May return the tensor itself where there is one rank only.
-        """
+    def sum_integers(self, values: Sequence[int]) -> list[int]:
+        """Sums over ranks of what the host knows: no device takes part."""
         ...
 
     def gather_objects(self, value: Any) -> list[Any]:

@@ -18,6 +18,7 @@ from llm_pretrain.data import Batch
 from llm_pretrain.model import DecoderOutput
 
 ReduceSum = Callable[[Tensor], Tensor]
+SumIntegers = Callable[[Sequence[int]], list[int]]
 
 DIGEST_WORDS = 8
 NUM_LOSSES = 4
@@ -30,22 +31,21 @@ class StepCounts:
 
     Args:
         num_loss_tokens: N, over all ranks and micro batches.
-        digest: int64 [8] on the CPU, sums of the 32-bit words of the sample digests.
+        digest: Sums of each of the eight 32-bit words of the sample digests.
     """
 
     num_loss_tokens: int
-    digest: Tensor
+    digest: list[int]
 
     @classmethod
-    def of(cls, micro_batches: Sequence[Batch], reduce_sum: ReduceSum) -> StepCounts:
+    def of(cls, micro_batches: Sequence[Batch], sum_integers: SumIntegers) -> StepCounts:
         """Counts of this rank's micro batches, summed over ranks in one integer collective.
 
-        All of them are known to the host, so no device is waited for where `reduce_sum` leaves them there.
+        The host knows all of them, so no device is waited for.
         """
-        tokens = torch.tensor([sum(batch.num_loss_tokens for batch in micro_batches)])
-        digest = torch.stack([batch.digest for batch in micro_batches]).sum(0)
-        total = reduce_sum(torch.cat([tokens, digest])).cpu()
-        return cls(int(total[0]), total[1:])
+        own = [[batch.num_loss_tokens, *batch.digest.tolist()] for batch in micro_batches]
+        num_loss_tokens, *digest = sum_integers([sum(column) for column in zip(*own, strict=True)])
+        return cls(num_loss_tokens, digest)
 
 
 def loss_sums(output: DecoderOutput) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -178,9 +178,9 @@ class _Interval:
         self.seconds += finished.seconds
 
 
-def _hex(digest: torch.Tensor) -> str:
-    assert digest.numel() == DIGEST_WORDS
-    return "".join(f"{int(word) & 0xFFFF_FFFF:08x}" for word in digest)
+def _hex(digest: list[int]) -> str:
+    assert len(digest) == DIGEST_WORDS
+    return "".join(f"{word & 0xFFFF_FFFF:08x}" for word in digest)
 
 
 def _device_name(device: torch.device) -> str:

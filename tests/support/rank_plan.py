@@ -45,11 +45,7 @@ OWN_BUFFERS = {
     for name, file in (("torchrun", TORCHRUN), ("accelerate", ACCELERATE))
 }
 MEAN_PER_RANK = (
-    Edit(
-        OBJECTIVE,
-        "total = reduce_sum(torch.cat([tokens, digest])).cpu()",
-        "total = torch.cat([tokens, digest])",
-    ),
+    Edit(OBJECTIVE, "= sum_integers([", "= list(["),
     Edit(
         OBJECTIVE,
         "world_size * config.gradient_accumulation_steps(world_size)",
