@@ -125,7 +125,9 @@ def drive(engine: Any, config: Config, *, windows: Sequence[list[Batch]] | None 
         driven.hashes.append(parameter_hash(model))
     driven.parameters = {name: whole(parameter) for name, parameter in model.named_parameters()}
     driven.first_moments = {
-        name: whole(optimizer.state[parameter]["exp_avg"])
+        name: whole(
+            optimizer.state[parameter].get("exp_avg", optimizer.state[parameter].get("momentum_buffer"))
+        )
         for name, parameter in model.named_parameters()
         if parameter in optimizer.state
     }

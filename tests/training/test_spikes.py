@@ -199,7 +199,7 @@ def options(store: Path, folder: Path, action: str, *more: str) -> list[str]:
             "--logging.parameters_sha256",
             "true",
         ),
-        *("--distributed.cpu_threads", "1", *more),
+        *("--training.precision", "fp32", "--distributed.cpu_threads", "1", *more),
     ]
 
 
