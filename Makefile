@@ -65,8 +65,8 @@ test-faults: $(VENV)/.installed-tests  ## Every fault: kills, full disks, damage
 fuzz: $(VENV)/.installed-tests  ## Look for input that breaks a reader, for longer than the tests do
 	FUZZ_EXAMPLES=$(or $(EXAMPLES),20000) $(BIN)/python -m pytest -n 2 --dist loadfile -m fuzz
 
-bench: $(STORE)/store.json  ## Measure: make bench NAME=startup; docs/benchmarks.md has the results
-	$(BIN)/python -m benchmarks $(or $(NAME),all)
+bench: $(STORE)/store.json  ## Measure everything, or one part: make bench NAME=startup; see docs/benchmarks.md
+	$(BIN)/python -m benchmarks $(or $(NAME),all --quick)
 
 lint: $(VENV)/.installed-tests  ## Lint, format check, types
 	$(BIN)/ruff check .

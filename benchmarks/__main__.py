@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
+import time
 from importlib import import_module
 
+from benchmarks.machine import ROOT
+from benchmarks.reporting import begin, end
 from llm_pretrain.errors import PretrainError
 
 BENCHMARKS = {
+    "whole_run": "real tokens per second of whole training loops: ours, Trainer's, LitGPT's, a bare one",
     "startup": "seconds from the start of a training process to the end of its first step",
     "loop_overhead": "what the training loop adds to forward, backward, clipping and optimizer",
     "launchers": "the Accelerate script's step against the torchrun script's",
@@ -21,17 +26,18 @@ BENCHMARKS = {
 """Module of this package and its line of help."""
 
 _EXIT_USAGE = 2
+_EXIT_FAILED = 1
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one benchmark, or `all` with their default options; returns the exit code."""
+    """Runs one benchmark, or `all`, each in a process of its own; returns the exit code."""
     arguments = sys.argv[1:] if argv is None else argv
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_usage())
         return 0 if arguments else _EXIT_USAGE
     name, *rest = arguments
-    if name == "all" and not rest:
-        return max(_run(each, []) for each in BENCHMARKS)
+    if name == "all" and rest in ([], ["--quick"]):
+        return _run_all(quick=bool(rest))
     if name not in BENCHMARKS:
         known = ", ".join(BENCHMARKS)
         print(f"benchmarks: expected a name ({known}) or all, found {name!r}", file=sys.stderr)
@@ -39,9 +45,28 @@ def main(argv: list[str] | None = None) -> int:
     return _run(name, rest)
 
 
-def _run(name: str, rest: list[str]) -> int:
-    from benchmarks.measuring import header
+def quick_options(name: str) -> list[str]:
+    """A part's options under `all --quick`: its QUICK; none where its default is quick enough."""
+    return list(getattr(import_module(f"benchmarks.{name}"), "QUICK", []))
 
+
+def _run_all(*, quick: bool) -> int:
+    """Every part in turn; one that fails does not keep the others from running."""
+    failed = []
+    for number, name in enumerate(BENCHMARKS, 1):
+        print(f"\n== {number}/{len(BENCHMARKS)} {name}: {BENCHMARKS[name]}", flush=True)
+        options, before = quick_options(name) if quick else [], time.monotonic()
+        # threads, allocator and patches of one part are no business of the next
+        done = subprocess.run([sys.executable, "-m", "benchmarks", name, *options], cwd=ROOT, check=False)
+        print(f"took     {time.monotonic() - before:.0f} s", flush=True)
+        if done.returncode:
+            failed.append(name)
+    if failed:
+        print(f"benchmarks: these parts failed: {', '.join(failed)}", file=sys.stderr)
+    return _EXIT_FAILED if failed else 0
+
+
+def _run(name: str, rest: list[str]) -> int:
     module = import_module(f"benchmarks.{name}")
     parser = argparse.ArgumentParser(
         prog=f"python -m benchmarks {name}",
@@ -50,19 +75,21 @@ def _run(name: str, rest: list[str]) -> int:
     )
     module.add_arguments(parser)
     arguments = parser.parse_args(rest)
-    print(header(" ".join([name, *rest])), flush=True)
+    begin(" ".join([name, *rest]))
     try:
         module.run(arguments)
     except PretrainError as error:
         print(f"benchmarks {name}: {error}", file=sys.stderr)
         return error.exit_code
+    end()
     return 0
 
 
 def _usage() -> str:
     width = max(map(len, BENCHMARKS))
     lines = [f"  {name:<{width}}  {text}" for name, text in BENCHMARKS.items()]
-    return "\n".join(["usage: python -m benchmarks NAME|all …", "", *lines, "", "each NAME has --help"])
+    more = ["", "all runs every part, all --quick with fewer steps; each NAME has --help"]
+    return "\n".join(["usage: python -m benchmarks NAME|all …", "", *lines, *more])
 
 
 if __name__ == "__main__":

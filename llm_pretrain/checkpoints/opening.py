@@ -24,7 +24,14 @@ from llm_pretrain.checkpoints.manifest import (
     read_manifest,
 )
 from llm_pretrain.checkpoints.tensor_files import read_tensors
-from llm_pretrain.config import Config, YamlError, from_dict, read_yaml_file, shape_problems
+from llm_pretrain.config import (
+    Config,
+    YamlError,
+    from_dict,
+    read_yaml_file,
+    resolve_precision,
+    shape_problems,
+)
 from llm_pretrain.errors import CheckpointError, PretrainError
 from llm_pretrain.model import Decoder
 
@@ -209,7 +216,7 @@ def _run_config(path: Path) -> Config | None:
     if path.absolute().parent.name not in ("weights", "checkpoints") or not file.is_file():
         return None
     try:
-        return from_dict(read_yaml_file(file) or {})
+        return resolve_precision(from_dict(read_yaml_file(file) or {}))
     except (OSError, ValueError, YamlError, PretrainError) as error:
         raise CheckpointError(
             f"{file}: expected a run's configuration, found: {' '.join(str(error).split())}"

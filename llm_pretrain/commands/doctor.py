@@ -14,6 +14,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from llm_pretrain.config import multiplies_in_bf16
+
 if TYPE_CHECKING:
     from llm_pretrain.config import Config
 
@@ -107,7 +109,7 @@ def _facts(gpus: int, cores: int) -> Iterator[tuple[str, str]]:
     yield "extras", ", ".join(extras) or "none"
     names = [torch.cuda.get_device_name(i) for i in range(gpus)]
     yield "devices", f"{gpus} x {names[0]}" if gpus else "CPU only"
-    yield "bf16", "yes" if _has_bf16(gpus) else "no: emulated, and slower than fp32"
+    yield "bf16", "yes" if multiplies_in_bf16() else "no: emulated, and slower than fp32"
     yield "back-ends", ", ".join(_backends()) or "none: one process only"
     threads = os.environ.get("OMP_NUM_THREADS")
     yield (
@@ -115,19 +117,6 @@ def _facts(gpus: int, cores: int) -> Iterator[tuple[str, str]]:
         f"{cores} cores, OMP_NUM_THREADS {threads or 'not set'} (distributed.cpu_threads decides)",
     )
     yield "disk", f"{_free(Path('runs')) / 1e9:.1f} GB free for {Path('runs').resolve()}"
-
-
-def _has_bf16(gpus: int) -> bool:
-    """Whether the device multiplies in bf16 by itself."""
-    import torch
-
-    if gpus:
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    try:
-        flags = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return sys.platform == "darwin"
-    return any(name in flags for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
 def _backends() -> list[str]:
@@ -184,7 +173,7 @@ def _config_surprises(gpus: int, config: Config) -> Iterator[str]:
     from llm_pretrain.model import count_parameters
 
     precision = config.training.precision
-    if precision == "bf16" and not _has_bf16(gpus):
+    if precision == "bf16" and not multiplies_in_bf16():
         yield "training.precision: bf16 is emulated here and slower than fp32; do set fp32"
     if precision == "fp16" and not gpus:
         yield (

@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from llm_pretrain.commands._source import Source, add_source_arguments, open_source
-from llm_pretrain.config import Config, SourceConfig
+from llm_pretrain.config import Config, SourceConfig, TrainingConfig
 from llm_pretrain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _settings(source: Source, arguments: argparse.Namespace) -> Config:
     """The run's configuration, or the defaults outside of a run, with what the options change."""
     run, limit = source.opened.run, source.model.config.max_position_embeddings
-    config = run or Config()
+    config = run or Config(training=TrainingConfig(precision="fp32"))
     length = arguments.sequence_length or config.training.sequence_length
     if run is None and arguments.sequence_length is None:
         length = min(length, limit)

@@ -3,6 +3,7 @@
 from llm_pretrain.config.checking import unknown_setting
 from llm_pretrain.config.loading import dump_yaml, from_dict, load_config, resolve_model, to_dict
 from llm_pretrain.config.model_config import VOCAB_MULTIPLE, ModelConfig
+from llm_pretrain.config.precision import multiplies_in_bf16, resolve_precision
 from llm_pretrain.config.tree import (
     CheckpointConfig,
     Config,
@@ -39,10 +40,12 @@ __all__ = [
     "dump_yaml",
     "from_dict",
     "load_config",
+    "multiplies_in_bf16",
     "read_settings_text",
     "read_yaml",
     "read_yaml_file",
     "resolve_model",
+    "resolve_precision",
     "shape_problems",
     "to_dict",
     "unknown_setting",

@@ -29,6 +29,7 @@ from llm_pretrain.config.checking import (
     unknown_setting,
 )
 from llm_pretrain.config.model_config import VOCAB_MULTIPLE
+from llm_pretrain.config.precision import resolve_precision
 from llm_pretrain.config.tree import Config
 from llm_pretrain.config.validation import validate
 from llm_pretrain.config.yaml_text import YamlError, read_yaml, read_yaml_file, write_yaml
@@ -44,7 +45,7 @@ _PRINT_HELP = "Print the resolved settings as YAML, which can be passed back as 
 
 
 def load_config(argv: list[str] | None = None, *, prog: str | None = None, needs_data: bool = True) -> Config:
-    """The configuration that a command line asks for.
+    """The configuration that a command line asks for, its precision resolved for this machine.
 
     Later files win over earlier ones, setting by setting, and options win over all files.
 
@@ -68,7 +69,7 @@ def load_config(argv: list[str] | None = None, *, prog: str | None = None, needs
         sound, wrong = check_tree(data, file)
         layers.append(sound)
         line.problems += problems + wrong
-    config = _build(_merge([*layers, line.options]))
+    config = resolve_precision(_build(_merge([*layers, line.options])))
     if line.wants_print and not line.problems:
         print(dump_yaml(config, comments=True), end="")
         raise SystemExit(0)
@@ -81,6 +82,8 @@ def load_config(argv: list[str] | None = None, *, prog: str | None = None, needs
 
 def from_dict(data: Mapping[str, Any]) -> Config:
     """The configuration of a (partial) tree of plain values; missing settings take their defaults.
+
+    A precision of `auto` stays: `resolve_precision` is for what computes.
 
     Raises:
         ConfigError: unknown settings and wrong types; contradictions are `validate`'s business.

@@ -150,7 +150,8 @@ class TrainingConfig:
         micro_batch_size: Sequences per forward and backward pass on one process.
         global_batch_size: Sequences per optimizer step, over all processes.
         max_steps: Optimizer steps of the whole run.
-        precision: `fp32`, or autocast in `bf16` or `fp16` (with a gradient scaler) over fp32 weights.
+        precision: `fp32`, or autocast in `bf16` or `fp16` (with a gradient scaler) over fp32 weights. `auto`
+            becomes `bf16` where the GPU or CPU multiplies in it, else `fp32`, when settings are loaded.
         max_grad_norm: Global gradient norm is clipped to this; 0 turns clipping off.
         z_loss_coef: Coefficient of the squared log-partition of the output softmax (PaLM, section 5).
         max_skipped_steps: The run stops as diverged after this many skipped steps in a row.
@@ -173,7 +174,7 @@ class TrainingConfig:
     micro_batch_size: int = 8
     global_batch_size: int = 64
     max_steps: int = 1000
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     max_grad_norm: float = 1.0
     z_loss_coef: float = 0.0
     max_skipped_steps: int = 20

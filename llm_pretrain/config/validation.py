@@ -35,7 +35,8 @@ def validate(config: Config, world_size: int = 1, *, needs_data: bool = True) ->
     ]
     wrong = {line.partition(":")[0] for line in alone}
     relations = [*model_relations(config), *_batch(config, world_size), *_schedule(config)]
-    relations += [*_samples(config), *_strategy(config), *_spikes(config), *_not_built(config)]
+    relations += [*_samples(config), *_strategy(config), *_spikes(config), *_optimizer(config)]
+    relations += _not_built(config)
     # a relation to a value that is impossible anyway says nothing new, and may not be computable
     return alone + [text for names, text in relations if not wrong.intersection(names)]
 
@@ -158,12 +159,20 @@ def _strategy(config: Config) -> Iterator[Relation]:
         )
 
 
+def _optimizer(config: Config) -> Iterator[Relation]:
+    names = ("optimizer.name", "distributed.strategy")
+    if config.optimizer.name == "muon" and config.distributed.strategy == "deepspeed":
+        yield (
+            names,
+            f"{names[0]}: expected adamw with {names[1]} deepspeed, found muon, which needs whole matrices, "
+            "but ZeRO's optimizer sees flat parts of them; use ddp or fsdp",
+        )
+
+
 def _not_built(config: Config) -> Iterator[Relation]:
     """Settings whose code is still to come; each line goes with what it waits for."""
     training, optimizer = config.training, config.optimizer
     waiting = {
-        "model.zero_init_residual": config.model.zero_init_residual,
-        "optimizer.name": optimizer.name == "muon",
         "optimizer.base_hidden_size": optimizer.base_hidden_size is not None,
         "optimizer.ema_decay": optimizer.ema_decay > 0,
         "training.compile": training.compile == "on",

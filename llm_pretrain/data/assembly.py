@@ -19,6 +19,9 @@ from llm_pretrain.errors import DataError
 
 IGNORE_INDEX = -100
 
+_LEAST_OFFSETS = 64
+"""Entries of `Batch.document_offsets`, at least."""
+
 
 @dataclass(slots=True, eq=False)
 class Batch:
@@ -29,7 +32,9 @@ class Batch:
     batches of a step over all ranks. `digest` int64 [8], on the CPU: the sum over the samples of the eight
     32-bit words of SHA-256(slot, store hash, sequence number, input ids, labels, mask); sums over micro
     batches and ranks combine, and are taken modulo 2^32 at the end. `sources` int64 [B] are the numbers of
-    the sources that the sequences come from, None where there is one source only. `global_expert_counts`
+    the sources that the sequences come from, None where there is one source only. `document_offsets` int32
+    are the places in the flattened [B·S] batch at which a document's piece or padding begins, first 0, and
+    B·S repeated up to a power of two of them: a compiled step sees few lengths. `global_expert_counts`
     int64 [MoE layers, E] are put in by training alone, where the balance loss asks for them.
     """
 
@@ -43,6 +48,7 @@ class Batch:
     micro_batch: int
     digest: torch.Tensor
     sources: torch.Tensor | None = None
+    document_offsets: torch.Tensor | None = None
     global_expert_counts: torch.Tensor | None = None
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
@@ -62,7 +68,8 @@ class Batch:
         return {name: getattr(self, name) for name in names}
 
     def _movable(self) -> dict[str, torch.Tensor]:
-        return self.model_inputs() | ({} if self.sources is None else {"sources": self.sources})
+        others = {"sources": self.sources, "document_offsets": self.document_offsets}
+        return self.model_inputs() | {name: tensor for name, tensor in others.items() if tensor is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +114,9 @@ class Assembler:
         else:
             document_ids = self._padding_ids(samples, shape)
             position_ids = np.tile(np.arange(length), (len(samples), 1))
+            starts = np.flatnonzero(position_ids.ravel() == 0)
+            padded = np.flatnonzero(document_ids.ravel()[1:] > document_ids.ravel()[:-1]) + 1
+            starts = np.union1d(starts, padded)
         self._check_ids(samples, input_ids, labels)
         labels[~loss_mask] = IGNORE_INDEX
         return Batch(
@@ -120,6 +130,7 @@ class Assembler:
             micro_batch=micro_batch,
             digest=self._digest(samples, slot, input_ids, labels, loss_mask),
             sources=torch.tensor([source for source, _ in samples]) if len(self.sources) > 1 else None,
+            document_offsets=padded_offsets(starts, len(samples) * length),
         )
 
     def _fill_row(
@@ -182,6 +193,14 @@ class Assembler:
             for row, (source, sequence) in enumerate(samples)
         ]
         return digest_rows(heads, input_ids, labels, loss_mask)
+
+
+def padded_offsets(starts: np.ndarray, end: int) -> torch.Tensor:
+    """`Batch.document_offsets` from the places at which pieces begin."""
+    count = max(_LEAST_OFFSETS, 1 << len(starts).bit_length())  # a power of two with room for one `end`
+    offsets = np.full(count, end, dtype=np.int32)
+    offsets[: len(starts)] = starts
+    return torch.from_numpy(offsets)
 
 
 def digest_head(slot: int, store: TokenStore, sequence: int) -> bytes:

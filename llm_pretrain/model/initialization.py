@@ -17,8 +17,9 @@ def initialize_weights(model: Decoder, seed: int) -> None:
 
     Norms are one and router biases zero. Matrices are normal(0, initializer_range); those that write
     into the residual stream (o_proj, down_proj) are narrower by sqrt(2 · num_hidden_layers), so that
-    its variance does not grow with depth (GPT-2, section 2.3). Values are drawn on the CPU in the order
-    of `named_parameters`: the same for every device, launcher and world size.
+    its variance does not grow with depth (GPT-2, section 2.3), or zero with `zero_init_residual`. Values
+    are drawn on the CPU in the order of `named_parameters`, those that zero replaces too: the same for
+    every device, launcher and world size.
 
     Args:
         model: Any placement and floating type.
@@ -30,9 +31,11 @@ def initialize_weights(model: Decoder, seed: int) -> None:
         if parameter.dim() == 1:
             parameter.fill_(1.0)
             continue
-        narrower = math.sqrt(2 * model.config.num_hidden_layers) if name.endswith(_RESIDUAL_OUTPUTS) else 1.0
+        is_output = name.endswith(_RESIDUAL_OUTPUTS)
+        narrower = math.sqrt(2 * model.config.num_hidden_layers) if is_output else 1.0
         values = torch.empty(parameter.shape, dtype=torch.float32)
-        parameter.copy_(values.normal_(0.0, width / narrower, generator=generator))
+        values.normal_(0.0, width / narrower, generator=generator)
+        parameter.copy_(values.zero_() if is_output and model.config.zero_init_residual else values)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.zero_()

@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from llm_pretrain.errors import OutputError, PretrainError
+from llm_pretrain.config import Config
+from llm_pretrain.errors import ConfigError, OutputError, PretrainError
 from llm_pretrain.training.engine import Engine
 
 T = TypeVar("T")
+
+
+def on_any_rank(engine: Engine, *flags: bool) -> list[bool]:
+    """Of each flag, whether it is up on any rank: the same on all; collective where there are others."""
+    return [count > 0 for count in engine.sum_integers(flags)]
 
 
 def on_every_rank(
@@ -46,3 +52,20 @@ def on_first_rank(
 ) -> T | None:
     """Run `action` on rank 0 alone; every rank raises its failure. Other ranks get None."""
     return on_every_rank(engine, action if engine.rank == 0 else lambda: None, gather_objects)
+
+
+def check_precision(engine: Engine, config: Config) -> None:
+    """Stop where ranks compute in different precisions, as when `auto` meets machines that are not alike.
+
+    Raises:
+        ConfigError: with every rank's precision that is not the first one's; marked `shared`.
+    """
+    values = engine.gather_objects(config.training.precision)
+    others = [f"rank {rank} {value}" for rank, value in enumerate(values) if value != values[0]]
+    if others:
+        error = ConfigError(
+            f"training.precision: expected one on all ranks, found rank 0 {values[0]}, {', '.join(others)}; "
+            "on machines that are not alike set bf16 or fp32 instead of auto"
+        )
+        error.shared = True
+        raise error

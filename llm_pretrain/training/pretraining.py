@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from llm_pretrain.config import Config
-from llm_pretrain.training.agreement import on_first_rank
+from llm_pretrain.training.agreement import check_precision, on_first_rank
 from llm_pretrain.training.engine import Engine
 from llm_pretrain.training.loop import Training
 from llm_pretrain.training.out_of_memory import out_of_memory_in_words
@@ -34,6 +34,7 @@ def pretrain(config: Config, engine: Engine) -> int:
         try:
             status.started()
             report_hangs_to(folder, status)
+            check_precision(engine, config)
             training = Training(config, engine, folder, status, stop)
             with out_of_memory_in_words(training.config, engine):
                 exit_code = training.run()

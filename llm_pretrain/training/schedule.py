@@ -34,6 +34,6 @@ def learning_rate(config: Config, step: int) -> float:
 
 
 def set_learning_rate(optimizer: Optimizer, value: float) -> None:
-    """Set every group's learning rate."""
+    """Set every group's learning rate: `value` times the group's `lr_ratio`, which is 1 where it has none."""
     for group in optimizer.param_groups:
-        group["lr"] = value
+        group["lr"] = value * group.get("lr_ratio", 1.0)

@@ -26,7 +26,7 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.delenv(name)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     monkeypatch.setattr(doctor, "_gpus", lambda: 0)
-    monkeypatch.setattr(doctor, "_has_bf16", lambda gpus: True)
+    monkeypatch.setattr(doctor, "multiplies_in_bf16", lambda: True)
 
 
 def told(text: str, machine: Machine = CPU, config: Config | None = None) -> list[str]:
@@ -147,7 +147,7 @@ def test_the_environment_and_the_machine(
 ):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
-    monkeypatch.setattr(doctor, "_has_bf16", lambda gpus: False)
+    monkeypatch.setattr(doctor, "multiplies_in_bf16", lambda: False)
     monkeypatch.setattr(doctor, "_free", lambda folder: 10**9)
     versions = {"torch": "2.9.1", "numpy": "2.0", "torch_xla": "2.9.0"}
     monkeypatch.setattr(doctor, "_version", versions.get)

@@ -38,7 +38,9 @@ def source(trained_run) -> Source:
 @pytest.fixture
 def scores(source: Source) -> DecoderScores:
     model = DecoderScores()
-    model.prepare(source, Config(training=TrainingConfig(sequence_length=LENGTH, micro_batch_size=3)))
+    model.prepare(
+        source, Config(training=TrainingConfig(sequence_length=LENGTH, micro_batch_size=3, precision="fp32"))
+    )
     return model
 
 

@@ -31,7 +31,7 @@ from llm_pretrain.errors import ConfigError
 
 STEPS = 6
 TWO_CORES = Machine(gpus=0, cores=2)
-DENSE = Config(training=TrainingConfig(micro_batch_size=4, global_batch_size=16))
+DENSE = Config(training=TrainingConfig(micro_batch_size=4, global_batch_size=16, precision="fp32"))
 MOE = dataclasses.replace(DENSE, model=ModelConfig(num_experts=4, num_experts_per_tok=2))
 SPLIT_SCOPE = dataclasses.replace(
     MOE, model=dataclasses.replace(MOE.model, router_aux_loss_scope="micro_batch")
@@ -317,7 +317,9 @@ def test_what_cannot_be_run_is_refused_with_its_sizes(asked: dict[str, Any], exp
 
 
 def test_a_micro_batch_size_that_does_not_divide_is_refused_with_its_sizes():
-    odd = dataclasses.replace(DENSE, training=TrainingConfig(micro_batch_size=8, global_batch_size=24))
+    odd = dataclasses.replace(
+        DENSE, training=TrainingConfig(micro_batch_size=8, global_batch_size=24, precision="fp32")
+    )
     with pytest.raises(ConfigError, match=r"found 2 \* 8 = 16; 2, 3, 4, 6 or 12 would work"):
         cells_of(odd)
 

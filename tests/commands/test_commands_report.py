@@ -16,7 +16,16 @@ def options(store: Path, folder: Path, *more: str) -> list[str]:
     return [
         *("--config", str(ROOT / "configs" / "tiny-moe.yaml"), "--data.sources", f"[{{store: {store}}}]"),
         *("--run.output_dir", str(folder), "--training.max_steps", "2", "--schedule.warmup_steps", "1"),
-        *("--checkpoint.save_steps", "0", "--evaluation.max_batches", "1", "--distributed.cpu_threads", "1"),
+        *(
+            "--checkpoint.save_steps",
+            "0",
+            "--evaluation.max_batches",
+            "1",
+            "--training.precision",
+            "fp32",
+            "--distributed.cpu_threads",
+            "1",
+        ),
         *("--logging.report", "true", *more),
     ]
 

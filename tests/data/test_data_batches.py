@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -27,9 +28,10 @@ from llm_pretrain.data import (
     shard,
     tokens_per_epoch,
 )
+from llm_pretrain.data.assembly import padded_offsets
 
 IGNORE_INDEX = -100
-TENSORS = ("input_ids", "position_ids", "document_ids", "labels", "loss_mask", "digest")
+TENSORS = ("input_ids", "position_ids", "document_ids", "labels", "loss_mask", "digest", "document_offsets")
 
 
 def equal(first: Batch, second: Batch) -> bool:
@@ -103,6 +105,36 @@ def test_padding_is_a_document_of_its_own_without_loss(store: TokenStore):
         begin = int(batch.loss_mask.sum())
         assert (batch.input_ids[0, begin:] == store.pad_token_id).all()
         assert batch.document_ids[0].tolist() == [0] * begin + [1] * (64 - begin)
+
+
+@pytest.mark.parametrize("isolate", [True, False])
+def test_document_offsets_are_where_document_ids_change(masked_store: TokenStore, isolate: bool):
+    config = make_config(
+        masked_store, packing="pad", isolate_documents=isolate, micro_batch_size=8, max_steps=12
+    )
+    entries = set()
+    for batch in [
+        *batches_of(config),
+        *batches_of(replace(config, data=replace(config.data, packing="concat"))),
+    ]:
+        offsets, size = batch.document_offsets, batch.input_ids.numel()
+        assert offsets is not None
+        assert offsets.dtype == torch.int32
+        rows = torch.arange(len(batch.input_ids))[:, None] * 1000 + batch.document_ids
+        begins = [0, *(rows.flatten().diff().nonzero().flatten() + 1).tolist()]
+        assert offsets.tolist() == begins + [size] * (len(offsets) - len(begins))
+        assert offsets[-1] == size
+        entries.add(len(offsets))
+        assert batch.to("meta").document_offsets.device.type == "meta"  # type: ignore[union-attr]
+        assert "document_offsets" not in batch.model_inputs()
+    assert entries <= {64, 128}
+
+
+def test_there_is_always_an_offset_at_the_end():
+    for pieces in (1, 63, 64, 127, 128):
+        offsets = padded_offsets(np.arange(pieces), 500)
+        assert offsets.tolist() == list(range(pieces)) + [500] * (len(offsets) - pieces)
+        assert len(offsets) == {1: 64, 63: 64, 64: 128, 127: 128, 128: 256}[pieces]
 
 
 def test_without_isolation_positions_run_on_and_only_padding_is_apart(store: TokenStore):

@@ -21,7 +21,7 @@ def runs(masked_store: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
         *("--data.sources", f"[{{store: {masked_store}}}]"),
         *("--training.global_batch_size", "24", "--training.max_steps", str(STEPS)),
         *("--training.z_loss_coef", "1e-4", "--evaluation.eval_steps", str(STEPS)),
-        *("--checkpoint.save_steps", "0", "--distributed.cpu_threads", "1"),
+        *("--checkpoint.save_steps", "0", "--training.precision", "fp32", "--distributed.cpu_threads", "1"),
     ]
     return {
         name: launch(

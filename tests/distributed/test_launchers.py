@@ -186,6 +186,7 @@ def options(masked_store: Path) -> list[str]:
     return [
         *("--config", str(ROOT / "configs" / "tiny-moe.yaml")),
         *("--data.sources", f"[{{store: {masked_store}}}]", "--training.max_steps", str(STEPS)),
+        *("--training.precision", "fp32"),
     ]
 
 

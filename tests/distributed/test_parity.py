@@ -83,7 +83,7 @@ def mixture_options(plain_store: Path, masked_store: Path) -> list[str]:
         *("--evaluation.eval_steps", "4", "--evaluation.max_batches", "1"),
         *("--evaluation.sample_prompts", "[one, two]", "--evaluation.sample_tokens", "4"),
         *("--checkpoint.save_steps", str(RESUMED_FROM), "--checkpoint.keep_last", "9"),
-        *("--logging.report", "false", "--distributed.cpu_threads", "1"),
+        *("--logging.report", "false", "--training.precision", "fp32", "--distributed.cpu_threads", "1"),
     ]
 
 

@@ -28,7 +28,7 @@ def small_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def options(preset: str, store: Path, output: Path, *more: str) -> list[str]:
     return [
         *("parity", "--config", str(ROOT / "configs" / f"{preset}.yaml"), "--output", str(output)),
-        *("--data.sources", f"[{{store: {store}}}]", *more),
+        *("--data.sources", f"[{{store: {store}}}]", "--training.precision", "fp32", *more),
     ]
 
 

@@ -35,7 +35,7 @@ def options(masked_store: Path) -> list[str]:
         *("--training.max_steps", str(STEPS), "--checkpoint.save_steps", str(SAVE_STEPS)),
         *("--model.hidden_dropout", "0.1", "--model.router_bias_update_rate", "1e-3"),
         *("--evaluation.eval_steps", "20", "--logging.logging_steps", "1"),
-        *("--distributed.cpu_threads", "1"),
+        *("--training.precision", "fp32", "--distributed.cpu_threads", "1"),
     ]
 
 
@@ -167,7 +167,14 @@ def test_more_and_fewer_processes_end_with_nearly_the_same_parameters(masked_sto
     start, end, shared = 10, 30, tmp_path / "two"
     options = [
         *("--config", str(ROOT / "configs" / "tiny-dense.yaml")),
-        *("--data.sources", f"[{{store: {masked_store}}}]", "--distributed.cpu_threads", "1"),
+        *(
+            "--data.sources",
+            f"[{{store: {masked_store}}}]",
+            "--training.precision",
+            "fp32",
+            "--distributed.cpu_threads",
+            "1",
+        ),
         *("--training.micro_batch_size", "2", "--training.global_batch_size", "16"),
         *("--training.max_steps", str(end), "--checkpoint.save_steps", str(start)),
         *("--checkpoint.keep_last", "9", "--evaluation.eval_steps", "0"),

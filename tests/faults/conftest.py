@@ -34,7 +34,7 @@ def options(fault_store: Path) -> list[str]:
         *("--training.max_steps", str(STEPS), "--checkpoint.save_steps", str(SAVE_STEPS)),
         *("--model.hidden_dropout", "0.1", "--model.router_bias_update_rate", "1e-3"),
         *("--evaluation.eval_steps", "0", "--logging.logging_steps", "1"),
-        *("--distributed.cpu_threads", "1"),
+        *("--training.precision", "fp32", "--distributed.cpu_threads", "1"),
     ]
 
 

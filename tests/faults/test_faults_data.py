@@ -674,7 +674,16 @@ SAMPLED = ("shards exchanged", "a shard of zeros", "a mask of other bits")
 def run_options(store: Path, folder: Path) -> list[str]:
     return [
         *("--config", str(ROOT / "configs" / "tiny-moe.yaml"), "--data.sources", f"[{{store: {store}}}]"),
-        *("--run.output_dir", str(folder), "--training.max_steps", "8", "--distributed.cpu_threads", "1"),
+        *(
+            "--run.output_dir",
+            str(folder),
+            "--training.max_steps",
+            "8",
+            "--training.precision",
+            "fp32",
+            "--distributed.cpu_threads",
+            "1",
+        ),
         *("--training.sequence_length", "64"),
     ]
 

@@ -154,7 +154,7 @@ def spiky(store: Path, action: str, *more: str) -> list[str]:
         *("--model.router_bias_update_rate", "1e-3", "--model.hidden_dropout", "0.1"),
         *("--optimizer.learning_rate", "3e-2", "--schedule.name", "constant"),
         *("--checkpoint.save_steps", "4", "--evaluation.eval_steps", "0", "--logging.logging_steps", "1"),
-        *("--distributed.cpu_threads", "1", *more),
+        *("--training.precision", "fp32", "--distributed.cpu_threads", "1", *more),
     ]
 
 

@@ -109,5 +109,6 @@ def make_config(
             micro_batch_size=micro_batch_size,
             global_batch_size=global_batch_size,
             max_steps=max_steps,
+            precision="fp32",
         ),
     )

@@ -26,7 +26,16 @@ def small_options(store: Path) -> list[str]:
     """Three steps of a very small mixture of experts with dropout, each evaluated and saved."""
     return [
         *("--config", str(ROOT / "configs" / "tiny-moe.yaml"), "--data.sources", f"[{{store: {store}}}]"),
-        *("--distributed.cpu_threads", "1", "--model.hidden_size", "16", "--model.num_hidden_layers", "1"),
+        *(
+            "--training.precision",
+            "fp32",
+            "--distributed.cpu_threads",
+            "1",
+            "--model.hidden_size",
+            "16",
+            "--model.num_hidden_layers",
+            "1",
+        ),
         *("--model.num_experts", "2", "--model.moe_intermediate_size", "16"),
         *("--model.intermediate_size", "32", "--model.hidden_dropout", "0.1"),
         *("--training.max_steps", str(LAST), "--schedule.warmup_steps", "1", "--checkpoint.save_steps", "1"),

@@ -45,7 +45,12 @@ _MODEL = ModelConfig(
     initializer_range=0.1,
 )
 _TRAINING = TrainingConfig(
-    sequence_length=32, micro_batch_size=2, global_batch_size=8, max_steps=3, z_loss_coef=0.01
+    sequence_length=32,
+    micro_batch_size=2,
+    global_batch_size=8,
+    max_steps=3,
+    z_loss_coef=0.01,
+    precision="fp32",
 )
 _SECTIONS: dict[str, Any] = {"model": _MODEL, "training": _TRAINING}
 

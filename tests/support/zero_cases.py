@@ -101,7 +101,14 @@ def options(case: Case, store: Path, folder: Path) -> list[str]:
         *("--run.output_dir", str(folder), "--logging.report", "false", "--logging.logging_steps", "1"),
         *("--training.max_steps", str(STEPS), "--checkpoint.save_steps", str(SAVED)),
         *("--evaluation.eval_steps", str(STEPS), "--evaluation.max_batches", "2"),
-        *("--distributed.cpu_threads", "1", "--distributed.timeout_seconds", str(HANG_SECONDS)),
+        *(
+            "--training.precision",
+            "fp32",
+            "--distributed.cpu_threads",
+            "1",
+            "--distributed.timeout_seconds",
+            str(HANG_SECONDS),
+        ),
         *case.options,
     ]
 

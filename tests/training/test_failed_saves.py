@@ -27,7 +27,15 @@ def options(store: Path, folder: Path, mode: str, *more: str) -> list[str]:
         *("--config", str(TINY), "--data.sources", f"[{{store: {store}}}]", "--run.output_dir", str(folder)),
         *("--training.sequence_length", "32", "--training.global_batch_size", "8"),
         *("--training.max_steps", "10", "--evaluation.eval_steps", "0", "--checkpoint.save_steps", "2"),
-        *("--distributed.cpu_threads", "1", "--checkpoint.async_save", mode, *more),
+        *(
+            "--training.precision",
+            "fp32",
+            "--distributed.cpu_threads",
+            "1",
+            "--checkpoint.async_save",
+            mode,
+            *more,
+        ),
     ]
 
 

@@ -267,7 +267,7 @@ def options(store: Path, folder: Path, model: ModelConfig, *more: str) -> list[s
         *("--run.output_dir", str(folder), "--training.sequence_length", "64"),
         *("--training.micro_batch_size", "2", "--training.global_batch_size", "8"),
         *("--training.max_steps", "2", "--checkpoint.save_steps", "1", "--logging.logging_steps", "1"),
-        *("--evaluation.max_batches", "1", "--distributed.cpu_threads", "1"),
+        *("--evaluation.max_batches", "1", "--training.precision", "fp32", "--distributed.cpu_threads", "1"),
         *("--logging.wandb_mode", "disabled", "--logging.report", "false", *more),
     ]
 

@@ -14,7 +14,16 @@ def options(store: Path, folder: Path, *more: str) -> list[str]:
         *("--config", TINY, "--data.sources", f"[{{store: {store}}}]", "--run.output_dir", str(folder)),
         *("--training.sequence_length", "32", "--training.global_batch_size", "8"),
         *("--training.max_steps", "4", "--schedule.name", "constant", "--evaluation.eval_steps", "3"),
-        *("--evaluation.max_batches", "1", "--checkpoint.save_steps", "2", "--distributed.cpu_threads", "1"),
+        *(
+            "--evaluation.max_batches",
+            "1",
+            "--checkpoint.save_steps",
+            "2",
+            "--training.precision",
+            "fp32",
+            "--distributed.cpu_threads",
+            "1",
+        ),
         *more,
     ]
 

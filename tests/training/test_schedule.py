@@ -60,7 +60,7 @@ def test_only_matrices_decay_and_every_parameter_is_in_one_group():
             num_attention_heads=2, num_key_value_heads=1, num_experts=2, num_experts_per_tok=1,
         )
     )  # fmt: skip
-    decayed, plain = parameter_groups(model, 0.1)
+    decayed, plain = parameter_groups(model, OptimizerConfig(weight_decay=0.1))
     assert (decayed["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)
     assert {p.dim() for p in plain["params"]} == {1}
     assert {p.dim() for p in decayed["params"]} == {2, 3}

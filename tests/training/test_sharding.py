@@ -121,7 +121,7 @@ def short_run(store: Path, folder: Path, strategy: str) -> list[str]:
         *("--config", str(ROOT / "configs" / "tiny-dense.yaml"), "--data.sources", f"[{{store: {store}}}]"),
         *("--training.max_steps", "1", "--training.global_batch_size", "4", "--evaluation.eval_steps", "0"),
         *("--schedule.warmup_steps", "0", "--logging.report", "false", "--distributed.strategy", strategy),
-        *("--run.output_dir", str(folder), "--distributed.cpu_threads", "1"),
+        *("--run.output_dir", str(folder), "--training.precision", "fp32", "--distributed.cpu_threads", "1"),
     ]
 
 

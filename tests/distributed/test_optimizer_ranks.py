@@ -1,0 +1,72 @@
+"""Muon over several ranks: the same bits on both paths, and sharded what it is whole.
+
+All in two processes that are started once.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.optimizer_plan import CASES, KINDS
+from support.rank_cases import Outcome, run_ranks
+from support.stepping import relative_error
+
+Outcomes = dict[str, list[Outcome]]
+
+
+@pytest.fixture(scope="module")
+def outcomes(masked_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    folder = tmp_path_factory.mktemp("optimizers")
+    return run_ranks(masked_store, folder, timeout=600, plan="optimizer_plan", world_size=2)
+
+
+def test_every_case_runs_and_the_ranks_agree(outcomes: Outcomes):
+    assert outcomes.keys() == CASES.keys()
+    for name, ranks in outcomes.items():
+        assert [rank.error for rank in ranks] == [None, None], name
+        first, second = (rank.driven for rank in ranks)
+        assert first.hashes == second.hashes, name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_both_paths_give_the_same_bits(outcomes: Outcomes, strategy: str, kind: str):
+    by_hand, accelerated = (
+        outcomes[f"{path} {strategy} {kind}"][0].driven for path in ("torchrun", "accelerate")
+    )
+    assert len(set(by_hand.hashes)) == 3
+    assert by_hand.hashes == accelerated.hashes
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "clipped"])
+def test_sharded_muon_has_the_bits_of_whole_muon(outcomes: Outcomes, kind: str):
+    """Where no norm is summed in another order, gradients have the same bits."""
+    ddp, sharded = (outcomes[f"torchrun {strategy} {kind}"][0].driven for strategy in ("ddp", "fsdp"))
+    assert ddp.hashes == sharded.hashes
+    assert relative_error(sharded.first_moments, ddp.first_moments) == 0.0
+
+
+def test_with_clipping_it_is_whole_muon_within_rounding(outcomes: Outcomes):
+    """The bound is that of products in bf16, whose rounding a norm's last bit may turn."""
+    ddp, sharded = (outcomes[f"torchrun {strategy} clipped"][0].driven for strategy in ("ddp", "fsdp"))
+    assert relative_error(sharded.parameters, ddp.parameters) <= 5e-3
+
+
+def test_a_rank_that_orthogonalises_its_part_alone_is_seen(outcomes: Outcomes):
+    wrong, right = outcomes["in parts"][0].driven, outcomes["torchrun ddp four experts"][0].driven
+    assert relative_error(wrong.parameters, right.parameters) > 2e-2
+
+
+@pytest.mark.parametrize("path", ["torchrun", "accelerate"])
+def test_one_rank_s_infinite_gradient_skips_the_step_on_all(outcomes: Outcomes, path: str):
+    for rank in outcomes[f"{path} one rank NaN"]:
+        assert rank.driven.skipped == ["nonfinite_gradient"] * 3
+        assert len(set(rank.driven.hashes)) == 1
+
+
+def test_fp16_steps_alike_whole_and_sharded(outcomes: Outcomes):
+    ddp, sharded = (outcomes[f"torchrun {strategy} fp16"][0].driven for strategy in ("ddp", "fsdp"))
+    assert ddp.skipped == sharded.skipped
+    assert ddp.skipped[-1] is None
+    assert relative_error(sharded.parameters, ddp.parameters) < 1e-3
