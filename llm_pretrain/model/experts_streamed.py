@@ -172,7 +172,9 @@ class _StreamedExperts(torch.autograd.Function):
         hidden, size = down.shape[1:]
         rows = _sort_by_expert(chosen, len(gate_up), dtype)
         x_low = rows.of_low_type(x, dtype)
-        weight_P = x_low.new_zeros(len(rows.token)).index_copy_(0, rows.position.flatten(), weights.flatten().to(dtype))
+        weight_P = x_low.new_zeros(len(rows.token)).index_copy_(
+            0, rows.position.flatten(), weights.flatten().to(dtype)
+        )
         gate_up_flat, silu_flat = (x_low.new_empty(len(rows.token) * width) for width in (2 * size, size))
         most = max(rows.sizes)
         gathered, inner = x_low.new_empty(most, hidden), x_low.new_empty(most * size)
@@ -182,7 +184,9 @@ class _StreamedExperts(torch.autograd.Function):
             rows_e = torch.index_select(x_low, 0, part.token, out=gathered[: part.size])
             product(gate_up_weights[part.expert], rows_e.t(), part.gate_up)
             torch.ops.aten.silu.out(part.gate, out=part.silu)
-            weighted = torch.mul(part.silu, part.up, out=inner[: len(part.up)]).view(size, -1).mul_(part.weight)
+            weighted = (
+                torch.mul(part.silu, part.up, out=inner[: len(part.up)]).view(size, -1).mul_(part.weight)
+            )
             out.add(part.start, part.token, weighted.t(), down_weights[part.expert].t())
         ctx.save_for_backward(x, gate_up, down, rows.token, rows.position, weight_P, gate_up_flat, silu_flat)
         ctx.sizes, ctx.weights_dtype = rows.sizes, weights.dtype
@@ -197,7 +201,11 @@ class _StreamedExperts(torch.autograd.Function):
         gathered = x_low.new_empty(most, hidden)
         buffers = [x_low.new_empty(most * width) for width in (size, size, size, 2 * size)]
         gate_up_weights, down_weights = _Weights(gate_up, dtype), _Weights(down, dtype)
-        grad_x, grad_gate_up, grad_down = _Sum(rows, x, dtype), torch.empty_like(gate_up), torch.empty_like(down)
+        grad_x, grad_gate_up, grad_down = (
+            _Sum(rows, x, dtype),
+            torch.empty_like(gate_up),
+            torch.empty_like(down),
+        )
         grad_weight_P = weight_P.new_empty(len(token), dtype=ctx.weights_dtype)
         for part in _parts(rows, weight_P, gate_up_flat, silu_flat):
             count = len(part.up)
@@ -226,8 +234,12 @@ class _StreamedExperts(torch.autograd.Function):
         return grad_x.total(), grad_gate_up, grad_down, grad_weight_P[position], None, None
 
 
+@torch.compiler.disable
 def streamed_experts(
     x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, chosen: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """`experts_reference` with the products in `dtype`, sums over experts in at least fp32; x's type."""
+    """`experts_reference` with the products in `dtype`, sums over experts in at least fp32; x's type.
+
+    Its loops run over numbers that are known when it runs, so `torch.compile` leaves it out of its graphs.
+    """
     return _StreamedExperts.apply(x, gate_up, down, weights, chosen, dtype)  # pyright: ignore[reportReturnType] (torch's stub of apply)

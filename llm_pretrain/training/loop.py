@@ -70,7 +70,7 @@ class Training:
         self.status.running(self.progress.step, resume.path if resume else None)
         on_every_rank(engine, lambda: check_memory(config, engine))
         beat("building the model", files=True)  # which may read weights
-        model = build_model(config)
+        model = build_model(config, engine.device)
         initialize_weights(model, config.run.seed)
         notes = [] if resume else on_every_rank(engine, lambda: load_initial_weights(model, config))
         optimizer = build_optimizer(model, config.optimizer)
