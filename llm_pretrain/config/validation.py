@@ -178,9 +178,8 @@ def _optimizer(config: Config) -> Iterator[Relation]:
 
 def _not_built(config: Config) -> Iterator[Relation]:
     """Settings whose code is still to come; each line goes with what it waits for."""
-    training, optimizer = config.training, config.optimizer
+    training = config.training
     waiting = {
-        "optimizer.base_hidden_size": optimizer.base_hidden_size is not None,
         "training.compile": training.compile == "on",
         "training.float8": training.float8,
         "training.experts_implementation": training.experts_implementation != "auto",

@@ -73,7 +73,7 @@ class Training:
         on_every_rank(engine, lambda: check_memory(config, engine))
         beat("building the model", files=True)  # which may read weights
         model = build_model(config)
-        initialize_weights(model, config.run.seed)
+        initialize_weights(model, config.run.seed, config.optimizer.base_hidden_size)
         notes = [] if resume else on_every_rank(engine, lambda: load_initial_weights(model, config))
         optimizer = build_optimizer(model, config.optimizer)
         loader = on_every_rank(
