@@ -25,8 +25,8 @@ def initialize_weights(model: Decoder, seed: int, base_hidden_size: int | None =
     Args:
         model: Any placement and floating type.
         seed: Decides all values.
-        base_hidden_size: Width at which the learning rates were found, where they are to be transferred to the
-            model's (`transfer.py`); initial values follow.
+        base_hidden_size: Width at which the learning rates were found, where they are to be transferred
+            to the model's (`transfer.py`); initial values follow.
     """
     generator = torch.Generator("cpu").manual_seed(seed)
     for name, parameter in model.named_parameters():

@@ -1,26 +1,24 @@
-"""What a parameter is to the width of the model, and what its initial values and rates do as the width grows.
+"""What a parameter is to the width of the model, and how its initial values and rates follow the width.
 
-Only factors; who applies them are `initialization.py` and the optimizer's groups. With the width at which rates
-were found as the base, all factors are 1 there, and the best rates of that width stay the best at others.
+Only factors; who applies them are `initialization.py` and the optimizer's groups. With the width at which
+rates were found as the base, all factors are 1 there, and its best rates stay the best at other widths.
 
-How they follow, with n the width, r = base / n, and number of heads and inner sizes in proportion to n (of
-attention heads the number, not `head_dim`). From arXiv:2203.03466, table 8 (Adam); the spectral view of the same is
-arXiv:2310.17813:
+How they follow, with n the width and r = base / n, while inner sizes grow in proportion to n, and the number
+of heads rather than `head_dim`. After arXiv:2203.03466, table 8 (Adam), and spectrally arXiv:2310.17813:
 
-- A map of n features to n sums n products. Independent at the start, they add up like sqrt(n), so entries are
-  drawn narrower by sqrt(r). An update of AdamW has entries of one size whose signs follow the inputs: its products
-  add up like n, so its rate is multiplied by r. Decoupled decay is `rate · weight_decay` a step; the factor
-  1 / r on `weight_decay` leaves it as it was (arXiv:2405.13698).
+- A map of n features to n sums n products. Independent at the start, they add up like sqrt(n), so entries
+  are drawn narrower by sqrt(r). An update of AdamW has entries of one size whose signs follow the inputs:
+  its products add up like n, so its rate is multiplied by r. Decoupled decay takes `rate · weight_decay`
+  off in a step; the factor 1 / r on `weight_decay` leaves that as it was (arXiv:2405.13698).
 - An embedding's row is looked up, not summed: nothing changes.
-- The head sums n products into a logit, and its updates, those of a tied embedding too, follow the features: the sum
-  grows like n. A factor 1 / n belongs behind it; ours stands before it, where a parameter is that has it by
-  its nature: the last norm's weight starts at r instead of 1, and its rate is multiplied by r, which is the same as
-  a weight that starts at 1 behind a constant r. The head itself stays as it is, tied or not.
-- A router is a head whose outputs are experts: its entries, and its rate, are multiplied by r.
+- The head sums n products into a logit, and its updates, a tied embedding's too, follow the features: the
+  sum grows like n. A factor 1 / n belongs to it; ours stands where a parameter can hold it, before the
+  head: the last norm's weight starts at r instead of 1 and its rate is multiplied by r, which is a weight
+  that starts at 1 behind a constant r. The head itself stays as it is, tied or not.
+- A router is a head whose outputs are experts: its entries and its rate are multiplied by r.
 - Other norms act on one feature each: nothing changes.
-- Muon's update has singular values lr · sqrt(max(1, out / in)) whatever the width, and a map drawn by sqrt(r) has
-  singular values near a constant times sqrt(out / in): the ratio of the two, by which a feature moves, is that of
-  the base, so its rate stays.
+- Muon's update has singular values lr · sqrt(max(1, out / in)) whatever the width, and a map drawn narrower
+  by sqrt(r) keeps singular values near a constant times sqrt(out / in): the rate stays.
 """
 
 from __future__ import annotations
@@ -34,8 +32,10 @@ Role = Literal["table", "map", "router", "last norm", "vector"]
 
 
 def parameter_role(name: str, parameter: Tensor) -> Role:
-    """What a parameter of the decoder does, by its name: a table has a row for each token, a map is a matrix, or a
-    stack of them, between two spaces of features."""
+    """What a parameter of the decoder does, by its name.
+
+    A table has a row for each token; a map is a matrix, or a stack of them, between two spaces of features.
+    """
     if name == "model.norm.weight":
         return "last norm"
     if parameter.dim() < 2:

@@ -26,8 +26,8 @@ def parameter_groups(model: Decoder, config: OptimizerConfig) -> list[dict[str, 
     alike. An expert's gate and up stand in one parameter and are two maps, orthogonalised apart, as the two
     matrices of a dense layer are.
 
-    A group's `lr_ratio` is its learning rate over `optimizer.learning_rate`. With a base width it has the factors of
-    `model/transfer.py`.
+    A group's `lr_ratio` is its learning rate over `optimizer.learning_rate`. With a base width it has the
+    factors of `model/transfer.py`.
     """
     groups: dict[tuple[str, ...], dict[str, Any]] = {}
     for name, parameter in model.named_parameters():

@@ -127,7 +127,7 @@ def outputs(model: Decoder, ids: Tensor) -> dict[str, Tensor]:
 @NAMES
 @TIED
 def test_a_step_moves_the_function_as_far_at_every_width(name: str, tied: bool):
-    """Eight times as wide: within a third with a base; without one, blocks and logits move several times as far."""
+    """Eight times as wide: about as far with a base, and without one several times as far, in every part."""
     narrow, wide = (moved(width, BASE, name, tied) for width in (BASE, 8 * BASE))
     unscaled = moved(8 * BASE, None, name, tied)
     assert narrow.keys() >= {"model.layers.1.mlp", "lm_head"}
@@ -185,9 +185,8 @@ def final_loss(width: int, base: int | None, name: str, rate: float) -> float:
 
 def best(width: int, base: int | None, name: str) -> int:
     losses = [final_loss(width, base, name, rate) for rate in RATES[name]]
-    print(
-        f"{name} width {width} base {base}: {[f'{rate:g}: {loss:.3f}' for rate, loss in zip(RATES[name], losses, strict=True)]}"
-    )
+    shown = ", ".join(f"{rate:g}: {loss:.3f}" for rate, loss in zip(RATES[name], losses, strict=True))
+    print(f"{name}, width {width}, base {base}: {shown}")
     return losses.index(min(losses))
 
 
