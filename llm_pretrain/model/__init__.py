@@ -8,6 +8,7 @@ from llm_pretrain.model.kernels import Kernels
 from llm_pretrain.model.loss_head import IGNORE_INDEX
 from llm_pretrain.model.router import update_router_bias
 from llm_pretrain.model.sizes import ParameterCounts, count_parameters, flops_per_token
+from llm_pretrain.model.transfer import Role, adamw_factor, parameter_role
 
 __all__ = [
     "IGNORE_INDEX",
@@ -17,11 +18,14 @@ __all__ = [
     "Kernels",
     "KeyValueCache",
     "ParameterCounts",
+    "Role",
+    "adamw_factor",
     "count_parameters",
     "experts_obstacle",
     "experts_reference",
     "flops_per_token",
     "full_precision_modules",
     "initialize_weights",
+    "parameter_role",
     "update_router_bias",
 ]
