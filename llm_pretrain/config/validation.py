@@ -167,6 +167,13 @@ def _optimizer(config: Config) -> Iterator[Relation]:
             f"{names[0]}: expected adamw with {names[1]} deepspeed, found muon, which needs whole matrices, "
             "but ZeRO's optimizer sees flat parts of them; use ddp or fsdp",
         )
+    names = ("optimizer.ema_decay", "distributed.strategy")
+    if config.optimizer.ema_decay and config.distributed.strategy == "deepspeed":
+        yield (
+            names,
+            f"{names[0]}: expected 0 with {names[1]} deepspeed, found {config.optimizer.ema_decay}, but "
+            "ZeRO's optimizer has no place for an average of the parameters; use ddp or fsdp",
+        )
 
 
 def _not_built(config: Config) -> Iterator[Relation]:
@@ -174,7 +181,6 @@ def _not_built(config: Config) -> Iterator[Relation]:
     training, optimizer = config.training, config.optimizer
     waiting = {
         "optimizer.base_hidden_size": optimizer.base_hidden_size is not None,
-        "optimizer.ema_decay": optimizer.ema_decay > 0,
         "training.compile": training.compile == "on",
         "training.float8": training.float8,
         "training.experts_implementation": training.experts_implementation != "auto",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing, suppress
+from contextlib import closing, nullcontext, suppress
 from itertools import islice
 
 import torch
@@ -17,6 +17,7 @@ from llm_pretrain.files import replace_text
 from llm_pretrain.model import Decoder, count_parameters, initialize_weights, update_router_bias
 from llm_pretrain.training.agreement import on_every_rank, on_first_rank
 from llm_pretrain.training.attempts import note_attempt
+from llm_pretrain.training.averaging import averaged
 from llm_pretrain.training.building import build_model
 from llm_pretrain.training.changes import changed_settings
 from llm_pretrain.training.engine import Engine, forwards_together
@@ -141,16 +142,18 @@ class Training:
         """Evaluate if due, and write the step's row: one row per step, whole.
 
         An evaluation that a stop signal cut short is owed: the resumed run writes it as a row of its own.
+        Where an average of the parameters is kept, that is evaluated, and kept where it is the best.
         """
         beat(f"the evaluation after step {self.progress.step}" if due else None)
-        metrics = self.evaluator() if due else {}
-        self.progress.evaluation_owed = metrics is None
-        if metrics:
-            self.recorder.evaluation(metrics)
-            self.progress.evaluated(metrics)
-        self.recorder.flush()
-        if due and metrics is not None:
-            self._after_evaluation(metrics.get("eval/loss"))
+        with averaged(self.engine.model_and_optimizer()[1]) if due else nullcontext():
+            metrics = self.evaluator() if due else {}
+            self.progress.evaluation_owed = metrics is None
+            if metrics:
+                self.recorder.evaluation(metrics)
+                self.progress.evaluated(metrics)
+            self.recorder.flush()
+            if due and metrics is not None:
+                self._after_evaluation(metrics.get("eval/loss"))
 
     def _after_evaluation(self, loss: float | None) -> None:
         """What every evaluation brings with it: the best weights, and samples."""

@@ -7,8 +7,10 @@ from typing import Any
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
+from llm_pretrain.checkpoints import AVERAGE
 from llm_pretrain.config import OptimizerConfig
 from llm_pretrain.model import Decoder
+from llm_pretrain.training.averaging import keep_average
 from llm_pretrain.training.muon import Muon
 
 _TABLES = ("embed_tokens.weight", "lm_head.weight")
@@ -55,6 +57,13 @@ def _is_map(name: str, parameter: Tensor) -> bool:
     return parameter.dim() >= 2 and not name.endswith((*_TABLES, _ROUTER))
 
 
+def state_tensors(name: str, parameter: Tensor, config: OptimizerConfig) -> tuple[str, ...]:
+    """Keys of what the optimizer keeps of this parameter in its own shape, once it has stepped."""
+    on_muon = config.name == "muon" and _is_map(name, parameter)
+    moments = ("momentum_buffer",) if on_muon else ("exp_avg", "exp_avg_sq")
+    return (*moments, AVERAGE) if config.ema_decay else moments
+
+
 def build_optimizer(model: Decoder, config: OptimizerConfig) -> Optimizer:
     """The optimizer that `config` names, over all parameters of the model.
 
@@ -69,4 +78,6 @@ def build_optimizer(model: Decoder, config: OptimizerConfig) -> Optimizer:
         optimizer = AdamW(groups, lr=config.learning_rate, betas=betas, eps=eps, fused=True)
     # a setting, which a resumed run takes from its configuration, as all that stands here
     optimizer.defaults["lr_ratio"] = 1.0
+    if config.ema_decay:
+        keep_average(optimizer, config.ema_decay)
     return optimizer
