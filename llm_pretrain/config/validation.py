@@ -177,7 +177,6 @@ def _not_built(config: Config) -> Iterator[Relation]:
         "optimizer.ema_decay": optimizer.ema_decay > 0,
         "training.compile": training.compile == "on",
         "training.float8": training.float8,
-        "training.experts_implementation": training.experts_implementation != "auto",
         "training.attention_implementation": training.attention_implementation != "auto",
         "training.loss_implementation": training.loss_implementation != "auto",
     }

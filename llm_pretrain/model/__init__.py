@@ -4,7 +4,7 @@ from llm_pretrain.model.activation_sizes import Shape as ActivationShape
 from llm_pretrain.model.activation_sizes import head_bytes, layer_activation_bytes
 from llm_pretrain.model.cache import KeyValueCache
 from llm_pretrain.model.decoder import Decoder, DecoderOutput, full_precision_modules
-from llm_pretrain.model.experts import Experts, experts_reference
+from llm_pretrain.model.experts import Experts, experts_obstacle, experts_reference
 from llm_pretrain.model.initialization import initialize_weights
 from llm_pretrain.model.kernels import Kernels
 from llm_pretrain.model.loss_head import IGNORE_INDEX
@@ -26,6 +26,7 @@ __all__ = [
     "KeyValueCache",
     "ParameterCounts",
     "count_parameters",
+    "experts_obstacle",
     "experts_reference",
     "flops_per_token",
     "full_precision_modules",
