@@ -52,6 +52,9 @@ VALIDATION_SHARE = 0.1
 SEQUENCE_LENGTH, BATCH_SIZE = 64, 12
 PEAK, FLOOR, WARMUP_STEPS = 1e-3, 1e-4, 100
 
+EVALUATION = ["--evaluation.max_batches", "null"]
+"""The whole validation split."""
+
 QUICK = ["--quick"]
 
 
@@ -86,13 +89,8 @@ def _pair(store: Path, steps: int, seed: int) -> tuple[TrainingRun, TrainingRun]
 
 def _options(steps: int, seed: int) -> list[str]:
     """Over the preset: its length, and evaluations of the whole split at thirds of the steps of the goal."""
-    options = ["--training.max_steps", str(steps), "--training.precision", "fp32"]
-    options += [
-        "--evaluation.eval_steps",
-        str(round(steps * GOAL_STEPS / 3)),
-        "--evaluation.max_batches",
-        "null",
-    ]
+    options = [*EVALUATION, "--training.max_steps", str(steps), "--training.precision", "fp32"]
+    options += ["--evaluation.eval_steps", str(round(steps * GOAL_STEPS / 3))]
     return [*options, "--run.seed", str(seed), "--data.seed", str(seed)]
 
 
@@ -157,8 +155,7 @@ def train_peer(store: Path, steps: int, seed: int) -> TrainingRun:
     """The published recipe on the store's train split, its decay as long as the run."""
     split = TokenStore(store).split("train")
     stored = torch.from_numpy(split.tokens_at(0, int(split.offsets[-1])).astype(np.int64))
-    config = preset_config(PRESET, store, store, _options(steps, seed))
-    batches = evaluation_batches(config)
+    batches = evaluation_batches(preset_config(PRESET, store, store, EVALUATION))
     own_ids, vocab_size = own_vocabulary([stored, *(batch.labels for batch in batches)])
     torch.manual_seed(seed)
     model = _gpt2(vocab_size)

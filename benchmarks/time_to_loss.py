@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--rate", type=float, help="AdamW's best, where it is known: no grid")
     parser.add_argument("--decay", choices=["linear", "cosine"], help="likewise")
-    parser.add_argument("--quick", action="store_true", help="20 steps at one rate, one seed, without goals")
+    parser.add_argument("--quick", action="store_true", help="40 steps at one rate, one seed, without goals")
     add_store_option(parser)
 
 
@@ -106,7 +106,7 @@ def adamw_options(rate: float, decay: str) -> list[str]:
 
 def run(arguments: argparse.Namespace) -> None:
     """Prints every training's loss, the ratios of steps and of time, and the goals."""
-    steps, seeds = (20, 1) if arguments.quick else (arguments.steps, arguments.seeds)
+    steps, seeds = (40, 1) if arguments.quick else (arguments.steps, arguments.seeds)
     with token_store(arguments.store) as store:
         runs = Runs(store, steps, arguments.share, arguments.precision)
         decay = arguments.decay or "linear"
