@@ -27,7 +27,7 @@ from llm_pretrain.model.attention_blocks import block_attention
 from llm_pretrain.model.cache import LayerCache
 from llm_pretrain.model.document_layout import DocumentLayout
 from llm_pretrain.model.kernels import AUTO, Kernels
-from llm_pretrain.model.layers import Linear, RMSNorm, apply_rotary
+from llm_pretrain.model.layers import Linear, RMSNorm, apply_rotary, for_products
 
 _BLOCKS_FROM, _BLOCKS_TO = 64, 1024
 """Mean length of documents between which `block_attention` is faster on a CPU; in bf16 it is above, too."""
@@ -184,9 +184,10 @@ class Attention(nn.Module):
     ) -> Tensor:
         """[B, S, H] to [B, S, H]; `cos` and `sin` from `rotary_tables`. With a cache, no layout."""
         shape = (*hidden.shape[:-1], -1, self.head_dim)
-        query = self.q_proj(hidden).view(shape)
-        key = self.k_proj(hidden).view(shape)
-        value = self.v_proj(hidden).view(shape)
+        for_query, for_key, for_value = for_products(hidden, 3)
+        query = self.q_proj(for_query).view(shape)
+        key = self.k_proj(for_key).view(shape)
+        value = self.v_proj(for_value).view(shape)
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         query, key = apply_rotary(query, cos, sin), apply_rotary(key, cos, sin)
