@@ -100,23 +100,31 @@ def test_documents_that_may_see_each_other_are_said_to(
     assert all(name in said for name in QUANTITIES)
 
 
-ATTENTION, EXPERTS = "llm_pretrain/model/attention.py", "llm_pretrain/model/experts_streamed.py"
+LAYOUT, EXPERTS = "llm_pretrain/model/document_layout.py", "llm_pretrain/model/experts_streamed.py"
 ASSEMBLY, ROUTER = "llm_pretrain/data/assembly.py", "llm_pretrain/model/router.py"
 
 LEAKS = {
     "attention crosses documents": (
         "dense",
-        Edit(ATTENTION, "if len(edges) - 1 == rows:", "if edges:"),
+        Edit(
+            LAYOUT,
+            'if document_ids.device.type == "cpu":',
+            "if True:\n        return DocumentLayout()\n    if False:",
+        ),
         {*QUANTITIES, "gradient into it"},
     ),
     "attention crosses documents in experts": (
         "moe",
-        Edit(ATTENTION, "if len(edges) - 1 == rows:", "if edges:"),
+        Edit(
+            LAYOUT,
+            'if document_ids.device.type == "cpu":',
+            "if True:\n        return DocumentLayout()\n    if False:",
+        ),
         {*QUANTITIES, "gradient into it"},
     ),
     "two documents are taken for one": (
         "dense",
-        Edit(ASSEMBLY, "numbers += range(len(taken))", "numbers += [k // 2 for k in range(len(taken))]"),
+        Edit(ASSEMBLY, "numbers += range(", "taken[:2] = [sum(taken[:2])]\n            numbers += range("),
         {*QUANTITIES, "gradient into it"},
     ),
     "the router looks at the sequence's mean": (
