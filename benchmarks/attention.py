@@ -1,4 +1,4 @@
-"""A step on packed, isolated documents against the same step on whole rows, and against a mask, on one CPU thread.
+"""A step on packed, isolated documents against one on whole rows, and against a mask, on one CPU thread.
 
 Forward and backward of two decoder layers of width 512 (8 query heads of 64, 2 key heads), layout of the
 documents included, in interleaved rounds by CPU time of this process, with the allocator set as a training

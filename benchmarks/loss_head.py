@@ -1,11 +1,11 @@
 """The loss head in chunks against whole logits: processor time and peak memory, on one CPU thread.
 
-Projection, cross-entropy, z-loss and their gradients for T = 2048 tokens of width 512, half a micro batch of a
-small model. Time in interleaved rounds by CPU time of this process, with the allocator set as a training
-process sets it. Memory in a process of its own per side: the most that was resident (`ru_maxrss`), less what was
-resident before the first pass, with labels, weight and states in place. Three sides: `fused` (what `auto` chooses
-here), `full` (our own code for whole logits), and `torch` (`linear` and `cross_entropy`, and `logsumexp` for the
-z-loss), as a plain training loop has it. Goals are judged against `full`, the harder one in memory and time.
+Projection, cross-entropy, z-loss and their gradients for T = 2048 tokens of width 512. Time in interleaved
+rounds by CPU time of this process, with the allocator set as a training process sets it. Memory in a process
+of its own per side: the most that was resident, less what was resident before the pass, with labels, weight
+and states in place. Three sides: `fused`, `full` (our own code for whole logits), and `torch` (`linear`,
+`cross_entropy`, and `logsumexp` for the z-loss), as a plain training loop has it. Goals are judged against
+`full`, the harder one in memory and time.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def print_memory(side: str, vocab_size: str, precision: str) -> None:
     step = build(side, int(vocab_size), precision)
     before = resident_bytes("VmRSS")
     step()
-    print(resident_bytes("VmHWM") - before)
+    print(f"added {resident_bytes('VmHWM') - before} bytes")
 
 
 def memory(side: str, vocab_size: int, precision: str) -> float:
@@ -100,7 +100,7 @@ def memory(side: str, vocab_size: int, precision: str) -> float:
     output = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True
     ).stdout
-    return int(output.split()[-1]) / 2**20
+    return int(output.partition("added ")[2].split()[0]) / 2**20
 
 
 def run(arguments: argparse.Namespace) -> None:
