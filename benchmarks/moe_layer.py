@@ -1,8 +1,8 @@
 """Cost of a mixture-of-experts layer relative to a dense SwiGLU of equal FLOPs, on one CPU thread.
 
 Forward and backward of T = 2048 tokens, new ones in every round as in training, so that no two rounds route
-alike; in interleaved turns, by CPU time of this process, with the allocator set as a training process sets it.
-The expert layer includes router, balance loss and counts. Not a benchmark of whole training steps.
+alike; in interleaved turns, by CPU time of this process, with the allocator set as training sets it. The
+expert layer includes router, balance loss and counts. Not a benchmark of whole training steps.
 """
 
 from __future__ import annotations

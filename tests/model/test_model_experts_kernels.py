@@ -197,7 +197,7 @@ def test_grouped_is_refused_by_name_where_it_cannot_run():
     assert experts_obstacle(dense, kernels, torch.device("cpu"), torch.float32) is None
 
 
-def layer_outcome(kernel: str, compiled: bool) -> list[Tensor]:
+def layer_outcome(kernel, compiled: bool) -> list[Tensor]:
     layer = DecoderLayer(CONFIG, 0, Kernels(experts=kernel))
     generator = torch.Generator().manual_seed(0)
     for parameter in layer.parameters():
