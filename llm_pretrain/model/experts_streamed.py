@@ -127,8 +127,8 @@ def _parts(rows: _Rows, weight_P: Tensor, gate_up_flat: Tensor, silu_flat: Tenso
     for expert, (size, token, weight, block, silu) in enumerate(columns):
         if size:
             gate_up = block.view(2 * intermediate, size)
-            halves_e = halves[2 * expert : 2 * expert + 2]
-            yield _Part(expert, start, size, token, weight, gate_up, *halves_e, silu)
+            gate, up = halves[2 * expert : 2 * expert + 2]
+            yield _Part(expert, start, size, token, weight, gate_up, gate, up, silu)
         start += size
 
 
