@@ -157,6 +157,13 @@ def _strategy(config: Config) -> Iterator[Relation]:
             f"{names[0]}: expected fp32 or bf16 with {names[1]} deepspeed, found fp16, whose loss scale "
             "DeepSpeed would keep to itself and no checkpoint has; use bf16",
         )
+    names = ("training.compile", "distributed.strategy")
+    if config.distributed.strategy == "deepspeed" and config.training.compile == "on":
+        yield (
+            names,
+            f"{names[0]}: expected auto or off with {names[1]} deepspeed, found on, whose graphs DeepSpeed's "
+            "hooks would cut; use ddp or fsdp",
+        )
 
 
 def _optimizer(config: Config) -> Iterator[Relation]:
@@ -175,7 +182,6 @@ def _not_built(config: Config) -> Iterator[Relation]:
     waiting = {
         "optimizer.base_hidden_size": optimizer.base_hidden_size is not None,
         "optimizer.ema_decay": optimizer.ema_decay > 0,
-        "training.compile": training.compile == "on",
         "training.float8": training.float8,
         "training.experts_implementation": training.experts_implementation != "auto",
         "training.attention_implementation": training.attention_implementation != "auto",

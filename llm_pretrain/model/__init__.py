@@ -1,5 +1,6 @@
 """The decoder, dense or mixture of experts: its forward pass, initial weights and sizes."""
 
+from llm_pretrain.model.attention import Attention
 from llm_pretrain.model.cache import KeyValueCache
 from llm_pretrain.model.decoder import Decoder, DecoderOutput, full_precision_modules
 from llm_pretrain.model.experts import Experts, experts_reference
@@ -11,6 +12,7 @@ from llm_pretrain.model.sizes import ParameterCounts, count_parameters, flops_pe
 
 __all__ = [
     "IGNORE_INDEX",
+    "Attention",
     "Decoder",
     "DecoderOutput",
     "Experts",

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from llm_pretrain.config import Config
 from llm_pretrain.model import Decoder, Kernels
+from llm_pretrain.training.compiling import compile_layers
 
 
 def build_model(config: Config) -> Decoder:
-    """The decoder with the kernels that `config.training` names; its values are still to be set.
+    """The decoder with the kernels that `config.training` names, compiled if it says so.
+
+    Its values are still to be set.
 
     Args:
         config: Resolved.
@@ -19,4 +22,6 @@ def build_model(config: Config) -> Decoder:
         loss=training.loss_implementation,
         z_loss_coef=training.z_loss_coef,
     )
-    return Decoder(config.model, activation_checkpointing=training.activation_checkpointing, kernels=kernels)
+    model = Decoder(config.model, activation_checkpointing=training.activation_checkpointing, kernels=kernels)
+    compile_layers(model, config)
+    return model
