@@ -129,7 +129,6 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, kernels: Kernels = AUTO):
         super().__init__()
         self.kernels = kernels
-        self.attend = document_attention  # an attribute, so that it can be kept out of compiled graphs
         self.head_dim = config.attention_head_dim
         self.dropout = config.attention_dropout
         query_size = config.num_attention_heads * self.head_dim
@@ -158,7 +157,7 @@ class Attention(nn.Module):
             query, key = self.q_norm(query), self.k_norm(key)
         query, key = apply_rotary(query, cos, sin), apply_rotary(key, cos, sin)
         if cache is None:
-            out = self.attend(query, key, value, layout, self.dropout if self.training else 0.0)
+            out = document_attention(query, key, value, layout, self.dropout if self.training else 0.0)
         else:
             out = cached_attention(query, key, value, cache)
         return self.o_proj(out.flatten(-2))
