@@ -174,16 +174,20 @@ def _optimizer(config: Config) -> Iterator[Relation]:
             f"{names[0]}: expected adamw with {names[1]} deepspeed, found muon, which needs whole matrices, "
             "but ZeRO's optimizer sees flat parts of them; use ddp or fsdp",
         )
+    names = ("optimizer.ema_decay", "distributed.strategy")
+    if config.optimizer.ema_decay and config.distributed.strategy == "deepspeed":
+        yield (
+            names,
+            f"{names[0]}: expected 0 with {names[1]} deepspeed, found {config.optimizer.ema_decay}, but "
+            "ZeRO's optimizer has no place for an average of the parameters; use ddp or fsdp",
+        )
 
 
 def _not_built(config: Config) -> Iterator[Relation]:
     """Settings whose code is still to come; each line goes with what it waits for."""
-    training, optimizer = config.training, config.optimizer
+    training = config.training
     waiting = {
-        "optimizer.base_hidden_size": optimizer.base_hidden_size is not None,
-        "optimizer.ema_decay": optimizer.ema_decay > 0,
         "training.float8": training.float8,
-        "training.experts_implementation": training.experts_implementation != "auto",
         "training.attention_implementation": training.attention_implementation != "auto",
         "training.loss_implementation": training.loss_implementation != "auto",
     }

@@ -53,6 +53,8 @@ class Batch:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """The batch on `device`; the digest stays where it is."""
+        if self.input_ids.device == torch.device(device):
+            return self
         moved = {name: t.to(device, non_blocking=non_blocking) for name, t in self._movable().items()}
         return replace(self, **moved)
 

@@ -10,28 +10,31 @@ Shapes: B sequences, S positions, T = B*S, N query heads, M key and value heads,
 from __future__ import annotations
 
 import itertools
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo  # torch.compiler.disable imports the compiler, for a second
 
 from llm_pretrain.config import ModelConfig
 from llm_pretrain.model.cache import LayerCache
 from llm_pretrain.model.kernels import AUTO, Kernels
-from llm_pretrain.model.layers import Linear, RMSNorm, apply_rotary
+from llm_pretrain.model.layers import Linear, RMSNorm, apply_rotary, for_products
 
 _CPU_LOW_PRECISION_LENGTH = 256
 """Shorter pieces are faster in fp32 on a CPU: the low-precision backward kernel costs twice as much at
 170 positions and as much at 256 (AVX-512, AMX)."""
 
 
-class DocumentLayout(NamedTuple):
+@dataclass
+class DocumentLayout:
     """Where documents lie in a batch, worked out once per forward for all layers.
 
     Both None: every row is one document, plain causal attention. `lengths`: the pieces' lengths along the
     flattened batch, rows in order, no piece across two rows (CPU). `mask` [B, 1, S, S] bool: who may be
-    attended to (other devices).
+    attended to (other devices). No tuple: a layer would be compiled again where a field is None in one
+    batch and set in the next.
     """
 
     lengths: list[int] | None = None
@@ -84,19 +87,28 @@ def document_attention(
     Returns:
         [B, S, N, D].
     """
+    dtype = value.dtype
+    with torch.autocast(query.device.type, enabled=False):
+        if query.device.type == "cpu" and layout.mask is None:
+            return _on_cpu(query, key, value, layout, dropout).to(dtype)
+        return _attend(query.to(dtype), key.to(dtype), value, layout.mask, dropout)
+
+
+@_disable_dynamo  # as many pieces as a batch happens to have
+def _on_cpu(query: Tensor, key: Tensor, value: Tensor, layout: DocumentLayout, dropout: float) -> Tensor:
+    """`document_attention`, document by document; in value's type or a wider one."""
     rows, columns = query.shape[:2]
     dtype = value.dtype
     mean_length = rows * columns / len(layout.lengths) if layout.lengths else columns
-    if query.device.type == "cpu" and mean_length < _CPU_LOW_PRECISION_LENGTH:
+    if mean_length < _CPU_LOW_PRECISION_LENGTH:
         dtype = torch.promote_types(dtype, torch.float32)
     q, k, v = query.to(dtype), key.to(dtype), value.to(dtype)
-    with torch.autocast(query.device.type, enabled=False):
-        if layout.lengths is None:
-            return _attend(q, k, v, layout.mask, dropout).to(value.dtype)
-        # `split`, not slices: its backward is one concatenation, a slice's is a full-size tensor each.
-        pieces = zip(*(x.flatten(0, 1).split(layout.lengths) for x in (q, k, v)), strict=True)
-        out = [_attend(qp[None], kp[None], vp[None], None, dropout)[0] for qp, kp, vp in pieces]
-    return torch.cat(out).view(query.shape).to(value.dtype)
+    if layout.lengths is None:
+        return _attend(q, k, v, None, dropout)
+    # `split`, not slices: its backward is one concatenation, a slice's is a full-size tensor each.
+    pieces = zip(*(x.flatten(0, 1).split(layout.lengths) for x in (q, k, v)), strict=True)
+    out = [_attend(qp[None], kp[None], vp[None], None, dropout)[0] for qp, kp, vp in pieces]
+    return torch.cat(out).view(query.shape)
 
 
 def cached_attention(query: Tensor, key: Tensor, value: Tensor, cache: LayerCache) -> Tensor:
@@ -150,9 +162,10 @@ class Attention(nn.Module):
     ) -> Tensor:
         """[B, S, H] to [B, S, H]; `cos` and `sin` from `rotary_tables`. With a cache, no layout."""
         shape = (*hidden.shape[:-1], -1, self.head_dim)
-        query = self.q_proj(hidden).view(shape)
-        key = self.k_proj(hidden).view(shape)
-        value = self.v_proj(hidden).view(shape)
+        for_query, for_key, for_value = for_products(hidden, 3)
+        query = self.q_proj(for_query).view(shape)
+        key = self.k_proj(for_key).view(shape)
+        value = self.v_proj(for_value).view(shape)
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         query, key = apply_rotary(query, cos, sin), apply_rotary(key, cos, sin)

@@ -11,6 +11,7 @@ from llm_pretrain.training.engine import (
     Engine,
     Launcher,
     StepResult,
+    heed_verdict,
     mark_last,
     seed_dropout,
     settle_buckets,
@@ -19,6 +20,7 @@ from llm_pretrain.training.evaluation import Evaluator, zlib_bits_per_byte
 from llm_pretrain.training.expert_counting import with_global_expert_counts
 from llm_pretrain.training.fingerprints import fingerprints
 from llm_pretrain.training.objective import Objective, StepCounts, StepSums
+from llm_pretrain.training.optimizers import state_tensors
 from llm_pretrain.training.peers import collective_timeout
 from llm_pretrain.training.pretraining import pretrain
 from llm_pretrain.training.process import (
@@ -37,9 +39,9 @@ from llm_pretrain.training.sharding import (
     check_strategy,
     forget_process_groups,
     layer_precision,
-    plain_number,
     release_parameters,
     shard_full_precision,
+    whole_norm,
 )
 from llm_pretrain.training.spikes import SPIKE_KINDS, SPIKE_REASONS, Judge, SpikeHistory
 from llm_pretrain.training.status import Status
@@ -71,13 +73,13 @@ __all__ = [
     "end_script",
     "fingerprints",
     "forget_process_groups",
+    "heed_verdict",
     "launch_settings",
     "layer_precision",
     "learning_rate",
     "mark_last",
     "meeting_point",
     "open_channel",
-    "plain_number",
     "prepare_process",
     "pretrain",
     "release_parameters",
@@ -86,7 +88,9 @@ __all__ = [
     "seed_dropout",
     "settle_buckets",
     "shard_full_precision",
+    "state_tensors",
     "watching",
+    "whole_norm",
     "with_global_expert_counts",
     "zlib_bits_per_byte",
 ]

@@ -17,7 +17,7 @@ from torch import nn
 
 from llm_pretrain.config import Config
 from llm_pretrain.errors import ConfigError
-from llm_pretrain.model import Attention, Decoder, Experts
+from llm_pretrain.model import Decoder, Experts
 
 
 def compiles(config: Config) -> bool:
@@ -62,17 +62,15 @@ def _has_cpp_compiler() -> bool:
 def compile_layers(model: Decoder, config: Config) -> None:
     """Compile the layers of a model that is not wrapped or sharded yet, if the configuration asks for it.
 
-    Layers that are alike share what is compiled. On a CPU attention within documents and the experts stay
-    opaque: both run over Python numbers that differ from batch to batch, and would be compiled for each.
+    Layers that are alike share what is compiled. On a CPU the experts stay opaque, as attention within
+    documents does: both run over numbers that differ from batch to batch, and would be compiled for each.
     """
     if not compiles(config):
         return
     for layer in model.model.layers:
         if not torch.cuda.is_available():
             for module in layer.modules():
-                if isinstance(module, Attention):
-                    module.attend = torch.compiler.disable(module.attend)
-                elif isinstance(module, Experts):
+                if isinstance(module, Experts):
                     module.forward = torch.compiler.disable(module.forward)
         layer.compile()
 
