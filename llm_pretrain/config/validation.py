@@ -159,6 +159,13 @@ def _strategy(config: Config) -> Iterator[Relation]:
             f"{names[0]}: expected fp32 or bf16 with {names[1]} deepspeed, found fp16, whose loss scale "
             "DeepSpeed would keep to itself and no checkpoint has; use bf16",
         )
+    names = ("training.compile", "distributed.strategy")
+    if config.distributed.strategy == "deepspeed" and config.training.compile == "on":
+        yield (
+            names,
+            f"{names[0]}: expected auto or off with {names[1]} deepspeed, found on, whose graphs DeepSpeed's "
+            "hooks would cut; use ddp or fsdp",
+        )
 
 
 def _optimizer(config: Config) -> Iterator[Relation]:
@@ -182,7 +189,6 @@ def _not_built(config: Config) -> Iterator[Relation]:
     """Settings whose code is still to come; each line goes with what it waits for."""
     training = config.training
     waiting = {
-        "training.compile": training.compile == "on",
         "training.float8": training.float8,
     }
     for name, is_set in waiting.items():

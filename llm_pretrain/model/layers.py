@@ -118,6 +118,9 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     Runs in the tables' type (at least fp32), also under autocast.
     """
+    if torch.compiler.is_compiling():  # writes into views would end the graph, and it fuses this by itself
+        first, second = x.to(cos.dtype).chunk(2, -1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
     return _RotaryFunction.apply(x.to(cos.dtype), cos, sin)  # pyright: ignore[reportReturnType] (torch's stub of apply)
 
 

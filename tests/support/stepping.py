@@ -17,6 +17,7 @@ from torch import Tensor
 import llm_pretrain.data as data
 import llm_pretrain.model as model_part
 import llm_pretrain.training.averaging as averaging
+import llm_pretrain.training.building as building
 import llm_pretrain.training.loop as loop
 import llm_pretrain.training.optimizers as optimizers
 from llm_pretrain.config import Config
@@ -125,7 +126,7 @@ def drive(engine: Any, config: Config, *, windows: Sequence[list[Batch]] | None 
         windows: This rank's micro batches of each step; default: what the prepared loader yields.
     """
     driven = Driven()
-    model = model_part.Decoder(config.model)
+    model = building.build_model(config)
     model_part.initialize_weights(model, config.run.seed, config.optimizer.base_hidden_size)
     optimizer = optimizers.build_optimizer(model, config.optimizer)
     Taps(model, optimizer, driven)
