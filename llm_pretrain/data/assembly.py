@@ -53,6 +53,8 @@ class Batch:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """The batch on `device`; the digest stays where it is."""
+        if self.input_ids.device == torch.device(device):
+            return self
         moved = {name: t.to(device, non_blocking=non_blocking) for name, t in self._movable().items()}
         return replace(self, **moved)
 
@@ -63,13 +65,12 @@ class Batch:
     def model_inputs(self) -> dict[str, Any]:
         """The keyword arguments of the decoder's forward."""
         names = ["input_ids", "position_ids", "document_ids", "labels", "loss_mask"]
-        if self.global_expert_counts is not None:
-            names.append("global_expert_counts")
+        optional = ("document_offsets", "global_expert_counts")
+        names += [name for name in optional if getattr(self, name) is not None]
         return {name: getattr(self, name) for name in names}
 
     def _movable(self) -> dict[str, torch.Tensor]:
-        others = {"sources": self.sources, "document_offsets": self.document_offsets}
-        return self.model_inputs() | {name: tensor for name, tensor in others.items() if tensor is not None}
+        return self.model_inputs() | ({} if self.sources is None else {"sources": self.sources})
 
 
 @dataclass(frozen=True, slots=True)

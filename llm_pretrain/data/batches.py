@@ -8,7 +8,7 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -210,10 +210,17 @@ def train_samples(config: Config) -> MicroBatches:
     return MicroBatches(_assembler(config, sources), order, config)
 
 
-def shard(loader: DataLoader[Batch], rank: int, world_size: int) -> DataLoader[Batch]:
-    """A loader of rank `rank`'s micro batches of `loader`."""
+def shard(loader: DataLoader[Batch], rank: int, world_size: int) -> Iterable[Batch]:
+    """Rank `rank`'s micro batches of `loader`.
+
+    Where this process assembles them itself, for no GPU, there is nothing that a loader would add.
+    """
     sampler = loader.batch_sampler
     assert isinstance(sampler, MicroBatchSampler)
+    if not (loader.num_workers or loader.pin_memory):
+        samples = loader.dataset
+        assert isinstance(samples, MicroBatches)
+        return map(samples.__getitems__, sampler[rank::world_size])
     return _loader(loader.dataset, sampler[rank::world_size], loader.num_workers)
 
 

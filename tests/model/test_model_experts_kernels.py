@@ -11,8 +11,8 @@ from torch._dynamo.utils import counters
 from llm_pretrain.config import Config, ModelConfig
 from llm_pretrain.errors import ConfigError
 from llm_pretrain.model import Experts, Kernels, experts, experts_obstacle, experts_streamed, products
-from llm_pretrain.model.attention import document_layout
 from llm_pretrain.model.decoder import DecoderLayer, MoeFeedForward
+from llm_pretrain.model.document_layout import document_layout
 from llm_pretrain.model.experts_grouped import grouped_experts
 from llm_pretrain.model.experts_streamed import streamed_experts
 from llm_pretrain.model.rotary import rotary_tables
