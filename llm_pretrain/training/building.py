@@ -8,6 +8,7 @@ from llm_pretrain.config import Config
 from llm_pretrain.errors import ConfigError
 from llm_pretrain.model import Decoder, Kernels, experts_obstacle
 from llm_pretrain.training.compiling import compile_layers
+from llm_pretrain.training.float8 import use_float8
 
 _PRODUCTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """Type of the matrix products by precision; fp32 otherwise."""
@@ -35,6 +36,8 @@ def build_model(config: Config, device: torch.device | None = None) -> Decoder:
     if device is not None:
         _check_kernels(config, kernels, device)
     model = Decoder(config.model, activation_checkpointing=training.activation_checkpointing, kernels=kernels)
+    if training.float8:
+        use_float8(model)
     compile_layers(model, config)
     return model
 
