@@ -20,7 +20,7 @@ from llm_pretrain.config import Config
 from llm_pretrain.data.assembly import IGNORE_INDEX, Assembler, Batch
 from llm_pretrain.data.digests import Contents, digest_head
 from llm_pretrain.data.gathering import PackedSource
-from llm_pretrain.data.packing import pack
+from llm_pretrain.data.packing_index import packed_index
 from llm_pretrain.data.sample_order import BLOCK, SampleOrder, block_at, shuffled
 from llm_pretrain.data.token_store import TokenStore
 from llm_pretrain.data.worker_processes import end_workers, start_fork_server, start_worker
@@ -247,7 +247,7 @@ def _packed(config: Config, split: str) -> list[PackedSource]:
                 f"{store.path}: expected tokens to train on, found all {facts['tokens']} masked in its train "
                 "split; prepare it from records with a loss"
             )
-    return [PackedSource(store, split, pack(store.split(split).offsets, length, packing)) for store in stores]
+    return [PackedSource(store, split, packed_index(store, split, length, packing)) for store in stores]
 
 
 def _assembler(config: Config, sources: Sequence[PackedSource]) -> Assembler:

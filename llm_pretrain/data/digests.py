@@ -33,7 +33,7 @@ class Contents:
         """`Batch.digest`, int64 [8], of the samples with these `digest_head`s and this mask, bool [B, S]."""
         data = self._words.view(np.uint8)
         data[:, self._mask_start : self._size] = np.packbits(loss_mask, axis=1)
-        rows, stride = memoryview(data.reshape(-1)), data.shape[1]
+        rows, stride = data.reshape(-1).data, data.shape[1]
         words = bytearray()
         for start, head in zip(range(0, len(rows), stride), heads, strict=True):
             sample = hashlib.sha256(head)

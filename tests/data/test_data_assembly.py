@@ -134,7 +134,10 @@ def test_every_batch_is_what_a_plain_reading_gives(stores: list[TokenStore], dat
 
 MISTAKES = {
     "labels of the piece's own ids": ("labels.append(following[", "labels.append(shard["),
-    "labels of another shard's ids": ("labels.append(shard[begin + 1 :", "labels.append(shard[begin :"),
+    "labels of another shard's ids": (
+        "labels.append(shard[begin + 1 : begin + size + 1])",
+        "labels.append(shard[begin : begin + size])",
+    ),
     "mask of the ids": ("            where += 1\n", ""),
     "mask of other rows": ("_bits_at(mask, where[of_source])", "_bits_at(mask, where[: of_source.sum()])"),
     "bits from the other end": ("where.astype(np.uint8) & 7", "~where.astype(np.uint8) & 7"),
