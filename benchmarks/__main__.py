@@ -13,6 +13,7 @@ from benchmarks.reporting import begin, end
 from llm_pretrain.errors import PretrainError
 
 BENCHMARKS = {
+    "whole_run": "real tokens per second of whole training loops: ours, Trainer's, LitGPT's, a bare one",
     "startup": "seconds from the start of a training process to the end of its first step",
     "loop_overhead": "what the training loop adds to forward, backward, clipping and optimizer",
     "launchers": "the Accelerate script's step against the torchrun script's",

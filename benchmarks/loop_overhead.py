@@ -130,7 +130,8 @@ def _report(bare: list[float], loop: list[float], arguments: argparse.Namespace)
     pairs = list(zip(bare, loop, strict=True))
     added, low, high = median_interval([ours - theirs for theirs, ours in pairs])
     share, least, most = median_interval([ours / theirs - 1 for theirs, ours in pairs])
-    print(f"bare step            {statistics.median(bare):.3f} ms, {len(pairs)} x {arguments.logging_steps} steps")
+    stretches = f"{len(pairs)} x {arguments.logging_steps} steps"
+    print(f"bare step            {statistics.median(bare):.3f} ms, {stretches}")
     print(f"added by the loop    {added:.3f} ms (95 % of the median: {low:.3f} to {high:.3f})")
     print(f"share of a bare step {share:.2%} ({least:.2%} to {most:.2%})")
     if arguments.config == "minimind-26m":

@@ -49,6 +49,8 @@ def report(
     at_most: float | None = None,
     at_least: float | None = None,
     note: str = "",
+    bound: str = "",
+    met: bool = True,
 ) -> bool:
     """Print a figure, beside its goal if it has one, and keep it as a row.
 
@@ -60,6 +62,8 @@ def report(
         at_most: The goal, in the figure's unit.
         at_least: Likewise; at most one of the two.
         note: What else to say in the figure's column.
+        bound: The goal of a text figure, in words.
+        met: Whether a text figure meets it.
 
     Returns:
         Whether the goal was met; True where there is none.
@@ -67,7 +71,8 @@ def report(
     text = figure if isinstance(figure, str) else figure.text(unit, digits)
     text = f"{text}; {note}" if note else text
     print(f"{what}: {text}", flush=True)
-    met, bound = True, ""
+    if bound:
+        print(goal(f"{what} {bound}", met), flush=True)
     if at_most is not None or at_least is not None:
         if not isinstance(figure, Interval):
             raise TypeError(f"{what}: a goal is judged by an Interval, found {type(figure).__name__}")

@@ -18,9 +18,10 @@ from llm_pretrain.config import ModelConfig
 from llm_pretrain.model.attention import Attention, DocumentLayout, document_layout
 from llm_pretrain.model.cache import KeyValueCache, LayerCache
 from llm_pretrain.model.experts import Experts
+from llm_pretrain.model.head import OutputHead
 from llm_pretrain.model.kernels import AUTO, Kernels
-from llm_pretrain.model.layers import Embedding, FeedForward, Linear, RMSNorm
-from llm_pretrain.model.loss_head import IGNORE_INDEX, loss_head
+from llm_pretrain.model.layers import Embedding, FeedForward, RMSNorm
+from llm_pretrain.model.loss_head import IGNORE_INDEX
 from llm_pretrain.model.rotary import rotary_tables
 from llm_pretrain.model.router import Router, RouterSums
 
@@ -171,7 +172,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config, self.kernels = config, kernels
         self.model = DecoderStack(config, activation_checkpointing, kernels)
-        self.lm_head = Linear(config.hidden_size, self.model.embed_tokens.num_embeddings)
+        self.lm_head = OutputHead(config.hidden_size, self.model.embed_tokens.num_embeddings, kernels)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
@@ -208,7 +209,7 @@ class Decoder(nn.Module):
         counts, entropy = _per_layer(router_sums, hidden)
         if labels is None:
             return DecoderOutput(self.lm_head(hidden), None, None, None, None, counts, None, entropy)
-        sums = loss_head(self.lm_head(hidden), labels, loss_mask)
+        sums = self.lm_head(hidden, labels, loss_mask)
         aux_loss, router_z_loss = sums.loss.new_zeros(()), sums.loss.new_zeros(())
         if router_sums:
             aux_loss = torch.stack([layer.aux_loss for layer in router_sums]).mean()

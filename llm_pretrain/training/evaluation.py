@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from llm_pretrain.data import Batch, EvaluationBatches, TokenStore
+from llm_pretrain.training.agreement import on_any_rank
 from llm_pretrain.training.engine import Engine, empty_batch
 from llm_pretrain.training.watchdog import beat
 
@@ -98,7 +99,7 @@ class Evaluator:
     def _gives_up(self) -> bool:
         if not self.together:
             return self.stop_requested()
-        return bool(self.engine.reduce_sum(torch.tensor([int(self.stop_requested())])).item())
+        return on_any_rank(self.engine, self.stop_requested())[0]
 
     def _batch_sums(self, batch: Batch) -> torch.Tensor:
         """float64 [4]: loss over loss tokens, their number, loss over the text's tokens, its bytes.

@@ -75,10 +75,10 @@ def adopt_parameters(model: nn.Module, optimizer: Optimizer, names: list[list[st
         group["params"] = [parameters[name] for name in own]
 
 
-def plain_number(norm: Tensor | float) -> float:
-    """A norm's value, the same on every rank; collective where it is still spread over them."""
-    whole = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # type: ignore[operator]  # a DTensor's
-    return float(whole)  # DeepSpeed gives a number
+def whole_norm(norm: Tensor | float) -> Tensor | float:
+    """A norm of all ranks' gradients, left on the device; collective where it is still spread over them."""
+    is_spread = hasattr(norm, "full_tensor")
+    return norm.full_tensor() if is_spread else norm  # type: ignore[operator]  # a DTensor's
 
 
 def forget_process_groups() -> None:

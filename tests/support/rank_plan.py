@@ -45,7 +45,7 @@ OWN_BUFFERS = {
     for name, file in (("torchrun", TORCHRUN), ("accelerate", ACCELERATE))
 }
 MEAN_PER_RANK = (
-    Edit(OBJECTIVE, "total = reduce_sum(local).cpu()", "total = local"),
+    Edit(OBJECTIVE, "= sum_integers([", "= list(["),
     Edit(
         OBJECTIVE,
         "world_size * config.gradient_accumulation_steps(world_size)",

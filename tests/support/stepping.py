@@ -21,7 +21,8 @@ import llm_pretrain.training.loop as loop
 import llm_pretrain.training.optimizers as optimizers
 from llm_pretrain.config import Config
 from llm_pretrain.data import Batch
-from llm_pretrain.training import StepResult
+from llm_pretrain.training.books import Books
+from llm_pretrain.training.engine import FinishedStep
 from llm_pretrain.training.progress import Progress
 
 
@@ -82,7 +83,17 @@ class _Record:
     def __init__(self, driven: Driven):
         self.driven = driven
 
-    def step(self, result: StepResult, learning_rate: float) -> None:
+    def is_logged(self, step: int) -> bool:
+        return False
+
+    def lap(self) -> float:
+        return 0.0
+
+    def flush(self) -> None:
+        pass
+
+    def step(self, finished: FinishedStep) -> None:
+        result = finished.result
         mean = None if result.sums is None else float(result.sums[0]) / result.counts.num_loss_tokens
         self.driven.losses.append(mean if mean is None or math.isfinite(mean) else None)
         self.driven.grad_norms.append(result.grad_norm)
@@ -122,7 +133,10 @@ def drive(engine: Any, config: Config, *, windows: Sequence[list[Batch]] | None 
     own = engine.prepare(model, optimizer, loader)
     training: Any = object.__new__(loop.Training)
     training.config, training.engine = config, engine
-    training.progress, training.recorder = Progress(), _Record(driven)
+    training.progress = Progress()
+    record: Any = _Record(driven)
+    training.books = Books(config, engine, training.progress, record, lambda step: False)
+    training.recorder = record
     per_step = config.gradient_accumulation_steps(engine.world_size)
     first: list[Batch] = []
     for window in windows if windows is not None else loop.windows(own, per_step):
@@ -132,6 +146,7 @@ def drive(engine: Any, config: Config, *, windows: Sequence[list[Batch]] | None 
         training._step(window)
         driven.updates.append(len(driven.rates) - before)
         driven.hashes.append(parameter_hash(model))
+    training.books.settle()
     driven.parameters = {name: whole(parameter) for name, parameter in model.named_parameters()}
     driven.first_moments = {
         name: whole(
