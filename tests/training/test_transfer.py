@@ -140,7 +140,7 @@ def test_a_step_moves_the_function_as_far_at_every_width(name: str, tied: bool):
 
 CHARACTERS = {character: number for number, character in enumerate(string.printable)}
 SEQUENCE, SEQUENCES, STEPS = 64, 4, 120
-RATES = {"adamw": [2.0**-k for k in (9, 8, 7, 6, 5)], "muon": [0.32 * 2.0**-k for k in (6, 5, 4, 3, 2)]}
+RATES = {"adamw": [2.0**-k for k in (12, 11, 10, 9, 8)], "muon": [0.32 * 2.0**-k for k in (6, 5, 4, 3, 2)]}
 """Of what the layers' matrices take; with Muon, the rest has a quarter of it."""
 
 
