@@ -261,7 +261,8 @@ def test_the_digest_stays_on_the_cpu_and_the_rest_moves(store: TokenStore):
     moved = batch.to("meta")
     assert {tensor.device.type for tensor in moved.model_inputs().values()} == {"meta"}
     assert moved.digest.device.type == "cpu"
-    assert list(moved.model_inputs()) == ["input_ids", "position_ids", "document_ids", "labels", "loss_mask"]
+    names = ["input_ids", "position_ids", "document_ids", "labels", "loss_mask", "document_offsets"]
+    assert list(moved.model_inputs()) == names
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP], ids=str)
