@@ -63,7 +63,6 @@ def test_the_loop_tells_it_every_step(monkeypatch: pytest.MonkeyPatch, plain_sto
         yield told.append
 
     monkeypatch.setattr(loop, "scheduled_collections", noted)
-    train_tiny(
-        plain_store, tmp_path / "run", "--training.max_steps", "3", "--training.global_batch_size", "4"
-    )
+    steps = ("--training.max_steps", "3", "--schedule.warmup_steps", "0")
+    train_tiny(plain_store, tmp_path / "run", *steps, "--training.global_batch_size", "4")
     assert told == [1, 2, 3]
