@@ -21,6 +21,14 @@ def at_least_fp32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def product_dtype(hidden: Tensor) -> torch.dtype:
+    """The type in which a linear map of `hidden` runs: autocast's where it is on."""
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
+        return torch.get_autocast_dtype(device)
+    return hidden.dtype
+
+
 class Linear(nn.Linear):
     """A linear map without bias that starts at zero; `initialize_weights` draws the values."""
 

@@ -50,3 +50,10 @@ def _check_kernels(config: Config, kernels: Kernels, device: torch.device) -> No
             "training.experts_implementation: expected auto, streamed or reference, found "
             f"{kernels.experts}, which needs {needed}"
         )
+    needs_cuda = {
+        "training.attention_implementation": (kernels.attention, ("varlen", "flex"), "auto or sdpa"),
+        "training.loss_implementation": (kernels.loss, ("liger",), "auto, full or fused"),
+    }
+    for name, (found, kinds, others) in needs_cuda.items():
+        if found in kinds and device.type != "cuda":
+            raise ConfigError(f"{name}: expected {others} on {device.type}, found {found}, which needs CUDA")

@@ -30,7 +30,11 @@ KINDS: dict[str, Changes] = {
         "optimizer": {"ema_decay": 0.5},
     },
 }
-IN_PARTS = Edit(MUON, "return spread.full_tensor()[None]", "return torch.cat([rows, rows])[None]")
+IN_PARTS = Edit(
+    MUON,
+    "return gathered(update[0].to(product_dtype(update.device)), self.whole)[None]",
+    "return torch.cat([update, update], 1)",
+)
 
 
 def case_of(path: str, strategy: str, changes: Changes, *edits: Edit) -> Case:
