@@ -90,8 +90,8 @@ _IMPORTS = ("interpreter", "import torch", "other imports")
 
 
 _LONG = ("--training.sequence_length", "1024", "--training.micro_batch_size", "1")
-_LONG += ("--training.global_batch_size", "1")
-"""One sequence of a usual length: the first step costs next to nothing beside what comes before it."""
+_LONG += ("--training.global_batch_size", "1", "--distributed.cpu_threads", "1")
+"""One sequence of a usual length, by one thread: the step itself costs next to nothing."""
 
 
 def _parts(arguments: argparse.Namespace, store: Path, *options: str) -> dict[str, Any]:
