@@ -145,7 +145,8 @@ class Training:
 
         An evaluation that a stop signal cut short is owed: the resumed run writes it as a row of its own.
         """
-        beat(f"the evaluation after step {self.progress.step}" if due else None)
+        if due:
+            beat(f"the evaluation after step {self.progress.step}")
         metrics = self.evaluator() if due else {}
         self.progress.evaluation_owed = metrics is None
         if metrics:
