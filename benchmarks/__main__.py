@@ -21,6 +21,8 @@ BENCHMARKS = {
     "normalisation": "gradient errors of other ways to normalise, and the exact balance loss's cost",
     "moe_layer": "a mixture-of-experts layer against a dense one of equal FLOPs",
     "async_save": "what the loop loses by a save in the background, against one that it waits for",
+    "time_to_loss": "steps and time of the quickstart's recipe to the loss of AdamW at its best rate",
+    "char_recipe": "steps and loss of char-0.8m against GPT-2 under nanoGPT's recipe for a CPU",
     "gpu_step": "tokens per second and MFU of minimind-26m on one GPU",
 }
 """Module of this package and its line of help."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from llm_pretrain.config import ModelConfig
 from llm_pretrain.model.layers import at_least_fp32
+from llm_pretrain.model.products import linear
 
 
 class RouterSums(NamedTuple):
@@ -133,7 +134,7 @@ class Router(nn.Module):
             Weights [T, K] in at least fp32, chosen experts int64 [T, K], and the sums.
         """
         with torch.autocast(hidden.device.type, enabled=False):
-            logits = F.linear(at_least_fp32(hidden), at_least_fp32(self.weight))
+            logits = linear(at_least_fp32(hidden), at_least_fp32(self.weight))
             log_scores = F.logsigmoid(logits) if self.sigmoid else logits
             probs = log_scores.softmax(-1)
             scores = logits.sigmoid() if self.sigmoid else probs

@@ -1,0 +1,102 @@
+"""What a forward pass keeps for its backward pass, in bytes, without running it.
+
+Every term names the tensor that it stands for; a test compares the sums with what autograd really keeps. Not
+the memory of a step: weights, gradients and optimizer state are `training/estimation.py`'s.
+
+Letters: H hidden_size, Q and K widths of all query and all key heads, I intermediate_size, E experts.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from llm_pretrain.config import ModelConfig
+
+_FP32, _INT64 = 4, 8
+SHORT_DOCUMENT = 256
+"""A CPU attends in fp32 within documents that are shorter on average (see attention.py)."""
+
+
+class Shape(NamedTuple):
+    """The micro batch and how it is computed.
+
+    Args:
+        rows: Sequences.
+        length: Positions of each.
+        document_length: Mean tokens of a document piece; `length` or more is one document a row.
+        low_precision: Whether autocast makes the products bf16 or fp16.
+        on_gpu: Whether it runs on CUDA.
+    """
+
+    rows: int
+    length: int
+    document_length: int
+    low_precision: bool
+    on_gpu: bool
+
+    @property
+    def tokens(self) -> int:
+        """Of the micro batch."""
+        return self.rows * self.length
+
+    @property
+    def product_bytes(self) -> int:
+        """Of an element of a matrix product."""
+        return 2 if self.low_precision else _FP32
+
+
+def layer_activation_bytes(config: ModelConfig, shape: Shape, layer: int) -> int:
+    """What decoder layer `layer` keeps; low-precision copies of its weights are not in it."""
+    per_token = _norm_bytes(config, shape) * 2 + _attention_bytes(config, shape)
+    per_token += _moe_bytes(config, shape) if config.is_moe_layer(layer) else _dense_bytes(config, shape)
+    return int(per_token * shape.tokens)
+
+
+def _norm_bytes(config: ModelConfig, shape: Shape) -> int:
+    """Of an RMSNorm: its input, which is the residual stream, and the scale; the result for the products."""
+    return config.hidden_size * (_FP32 + shape.product_bytes) + _FP32
+
+
+def _attention_bytes(config: ModelConfig, shape: Shape) -> int:
+    heads, keys = config.num_attention_heads, config.num_key_value_heads
+    query_size, key_size = (each * config.attention_head_dim for each in (heads, keys))
+    short = not shape.on_gpu and shape.document_length < SHORT_DOCUMENT
+    inside = _FP32 if short else shape.product_bytes  # of query, key, value and result in the kernel
+    kept = inside * (2 * query_size + 2 * key_size) + _FP32 * heads  # and its log-partition
+    if config.qk_norm:  # its input and scales
+        kept += shape.product_bytes * (query_size + key_size) + _FP32 * (heads + keys)
+    if shape.document_length < shape.length or inside != shape.product_bytes:
+        kept += shape.product_bytes * query_size  # the pieces joined, for o_proj
+    return kept
+
+
+def _dense_bytes(config: ModelConfig, shape: Shape) -> int:
+    """Gate and up, and their product for down_proj."""
+    return 3 * config.intermediate_size * shape.product_bytes
+
+
+def _moe_bytes(config: ModelConfig, shape: Shape) -> int:
+    """Router and experts: gate, up and silu of every assignment; the input in fp32 for both."""
+    experts, chosen = config.num_experts, config.num_experts_per_tok
+    router = 2 * experts * _FP32 + chosen * (_INT64 + 2 * _FP32) + 3 * _FP32
+    inside = chosen * (3 * config.expert_intermediate_size * shape.product_bytes + _INT64 + _FP32)
+    wide_input = config.hidden_size * (_FP32 - shape.product_bytes)  # in fp32 in place of the product's type
+    shared = config.n_shared_experts * config.expert_intermediate_size
+    kept = 3 * shared * shape.product_bytes
+    if shared and shape.low_precision:
+        kept += config.hidden_size * shape.product_bytes
+    return router + inside + wide_input + kept
+
+
+def head_bytes(config: ModelConfig, shape: Shape, *, fused_rows: int | None) -> int:
+    """At the peak of head and cross-entropy: final norm, logits and their gradient.
+
+    Args:
+        fused_rows: Tokens worked on at a time where the logits are never held whole; None where they are.
+    """
+    norm = _norm_bytes(config, shape) * shape.tokens
+    vocabulary = config.vocab_size or 0
+    rows = shape.tokens if fused_rows is None else min(shape.tokens, fused_rows)
+    logits = 2 * rows * vocabulary * (shape.product_bytes if fused_rows is None else _FP32)
+    gradient = shape.tokens * config.hidden_size * _FP32 if fused_rows else 0  # of the hidden states, kept
+    return norm + logits + gradient
