@@ -21,7 +21,10 @@ BENCHMARKS = {
     "normalisation": "gradient errors of other ways to normalise, and the exact balance loss's cost",
     "moe_layer": "a mixture-of-experts layer against a dense one of equal FLOPs",
     "async_save": "what the loop loses by a save in the background, against one that it waits for",
-    "gpu_step": "tokens per second and MFU of minimind-26m on one GPU",
+    "optimizer": "an optimizer's step: fused AdamW, torch's other kernels, Muon",
+    "checkpoint": "saving and restoring a run's state, against torch.save",
+    "scaling": "tokens per second of both scripts on one and on two processes",
+    "gpu_step": "tokens per second and MFU on one GPU, by preset and by choice of kernels",
 }
 """Module of this package and its line of help."""
 
