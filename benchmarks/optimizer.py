@@ -1,7 +1,7 @@
-"""An optimizer's step on a preset's parameters: ours, torch's other AdamW kernels, and Muon, on one CPU thread.
+"""An optimizer's step on a preset's parameters: ours, torch's other AdamW kernels, Muon; one CPU thread.
 
-Interleaved, by the process's CPU time; gradients are random, nothing is trained. `ours` is what `build_optimizer`
-makes of optimizer.name adamw, `muon` of muon.
+Interleaved, by the process's CPU time; gradients are random, nothing is trained. `ours` is what
+`build_optimizer` makes of optimizer.name adamw, `muon` of muon.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 """Full-precision checkpoints to resume from, exact to the last bit, and exported half-precision weights."""
 
+from llm_pretrain.checkpoints.averages import AVERAGE, average_name, averages
 from llm_pretrain.checkpoints.conversion import convert_weights
 from llm_pretrain.checkpoints.differences import fingerprint_differences
 from llm_pretrain.checkpoints.environment import environment
@@ -13,12 +14,15 @@ from llm_pretrain.checkpoints.tensor_files import read_tensors
 from llm_pretrain.checkpoints.weights import best_step, save_weights
 
 __all__ = [
+    "AVERAGE",
     "CheckpointStore",
     "HostBuffers",
     "Manifest",
     "OpenedModel",
     "ResumePoint",
     "RunFacts",
+    "average_name",
+    "averages",
     "best_step",
     "committed_folders",
     "convert_weights",

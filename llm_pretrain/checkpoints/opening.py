@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 
 from llm_pretrain import export
+from llm_pretrain.checkpoints.averages import average_name
 from llm_pretrain.checkpoints.folders import committed_folders
 from llm_pretrain.checkpoints.manifest import (
     MANIFEST_NAME,
@@ -66,7 +67,7 @@ class OpenedModel:
     world_size: int | None = None
 
 
-def open_model(source: str | Path) -> OpenedModel:
+def open_model(source: str | Path, *, average: bool = True) -> OpenedModel:
     """Open what `source` names.
 
     Args:
@@ -74,6 +75,7 @@ def open_model(source: str | Path) -> OpenedModel:
             folders in it, `RUN`, `RUN/weights`, `RUN/checkpoints`: then the one of the latest step, and of
             the same step the checkpoint, which is in full precision. A running run may delete the folder
             while it is read; then the next one is taken.
+        average: Of a checkpoint that has an average of the parameters, read that, as its run evaluates it.
 
     Raises:
         CheckpointError: nothing to open there, or a damaged file; names it.
@@ -85,7 +87,7 @@ def open_model(source: str | Path) -> OpenedModel:
         path = _newest(source)
         there = path.exists()
         try:
-            return _open_checkpoint(path) if is_checkpoint(path) else _open_weights(path)
+            return _open_checkpoint(path, average) if is_checkpoint(path) else _open_weights(path)
         except (PretrainError, OSError) as error:
             if path.exists() or not there:
                 if isinstance(error, OSError):
@@ -138,7 +140,7 @@ def _open_weights(path: Path) -> OpenedModel:
     )
 
 
-def _open_checkpoint(path: Path) -> OpenedModel:
+def _open_checkpoint(path: Path, average: bool) -> OpenedModel:
     try:
         content = read_manifest(path)
     except UnsoundError as error:
@@ -150,7 +152,7 @@ def _open_checkpoint(path: Path) -> OpenedModel:
             "found none; name a checkpoint inside of its run's folder, RUN/checkpoints/step-00000100"
         )
     return OpenedModel(
-        model=_read_model(path, content, run).eval(),
+        model=_read_model(path, content, run, average).eval(),
         path=path,
         kind="checkpoint",
         step=content.run.step,
@@ -161,7 +163,7 @@ def _open_checkpoint(path: Path) -> OpenedModel:
     )
 
 
-def _read_model(path: Path, content: Manifest, run: Config) -> Decoder:
+def _read_model(path: Path, content: Manifest, run: Config, average: bool) -> Decoder:
     """The decoder of a checkpoint whose files are all as its manifest says."""
     if problems := find_damage(path, content):
         raise CheckpointError(f"{path} is damaged: {'; '.join(problems)}; name an older checkpoint")
@@ -191,7 +193,11 @@ def _read_model(path: Path, content: Manifest, run: Config) -> Decoder:
             f"{found.get(name, 'absent')} ({len(different)} tensors differ)"
         )
     model = Decoder(run.model)
-    tensors = {name: value for name, value in model.state_dict().items() if name not in content.tied}
+    tensors = {}
+    for name, value in model.state_dict().items():
+        if name not in content.tied:
+            averaged = average_name(name)
+            tensors[averaged if average and averaged in content.tensors else name] = value
     read_tensors(tensors, path, sorted(content.files), world_size=1)
     return model
 

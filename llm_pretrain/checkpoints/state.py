@@ -78,18 +78,21 @@ def raw_module(model: nn.Module) -> nn.Module:
         model = inner
 
 
-def whole_state(model: nn.Module, *, keep: bool, copy: bool = False) -> dict[str, Tensor]:
+def whole_state(
+    model: nn.Module, *, keep: bool, copy: bool = False, instead: dict[str, Tensor] | None = None
+) -> dict[str, Tensor]:
     """The model's state dict without a sharded tensor in it; collective where it has any.
 
     Gathered tensor by tensor, so that a device holds one of them whole at a time, and kept in the memory of
     the processor where `keep` says so, of one rank for example. What is not sharded is copied where `copy`
-    says so, else live.
+    says so, else live. A name in `instead` (`averages`) has that tensor.
 
     Returns:
         Empty where not kept.
     """
     state = {}
-    for name, tensor in raw_module(model).state_dict().items():
+    for name, own in raw_module(model).state_dict().items():
+        tensor: Any = instead.get(name, own) if instead else own
         gather = getattr(tensor, "full_tensor", None)
         whole = gather() if gather else tensor
         if keep:

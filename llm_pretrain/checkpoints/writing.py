@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from llm_pretrain.checkpoints import folders
+from llm_pretrain.checkpoints.averages import average_name
 from llm_pretrain.checkpoints.manifest import Manifest, write_manifest
 from llm_pretrain.checkpoints.ranks import Ranks
 from llm_pretrain.checkpoints.staging import HostBuffers, Piece
@@ -40,16 +41,24 @@ class Staged:
     bytes: int
 
     def copied(self, live: dict[str, Tensor], buffers: HostBuffers) -> dict[str, Tensor]:
-        """Copies of the model's tensors, by name: those that stand here, the others made in `buffers`."""
+        """Copies of `live`, by the model's names: those that stand here, the others made in `buffers`.
+
+        Where a parameter's average stands here, `live` has that under its name.
+        """
         here = {
             piece.name: piece.tensor
             for piece in self.pieces
             if list(piece.tensor.shape) == self.content.tensors[piece.name]["shape"]
         }
-        first = {name: self.content.tied.get(name, name) for name in live}
+        first = {name: self._stands_as(self.content.tied.get(name, name)) for name in live}
         missing = {first[name]: tensor for name, tensor in live.items() if first[name] not in here}
         here |= buffers.tensors(missing)
         return {name: here[first[name]] for name in live}
+
+    def _stands_as(self, name: str) -> str:
+        """What weights are made of: the average, or the parameter where there is none."""
+        average = average_name(name)
+        return average if average in self.content.tensors else name
 
 
 def write_staged(staged: Staged, parent: Path, ranks: Ranks) -> Path:

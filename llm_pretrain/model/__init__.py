@@ -15,6 +15,7 @@ from llm_pretrain.model.sizes import (
     flops_per_token,
     matrix_parameters,
 )
+from llm_pretrain.model.transfer import Role, adamw_factor, parameter_role
 
 __all__ = [
     "IGNORE_INDEX",
@@ -25,6 +26,8 @@ __all__ = [
     "Kernels",
     "KeyValueCache",
     "ParameterCounts",
+    "Role",
+    "adamw_factor",
     "count_parameters",
     "experts_obstacle",
     "experts_reference",
@@ -34,5 +37,6 @@ __all__ = [
     "initialize_weights",
     "layer_activation_bytes",
     "matrix_parameters",
+    "parameter_role",
     "update_router_bias",
 ]

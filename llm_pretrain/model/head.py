@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from llm_pretrain.model.kernels import AUTO, Kernels
-from llm_pretrain.model.layers import Linear
+from llm_pretrain.model.layers import Linear, product_dtype
 from llm_pretrain.model.loss_head import LossSums, loss_head
-from llm_pretrain.model.loss_head_fused import fused_loss_head, product_dtype
+from llm_pretrain.model.loss_head_fused import fused_loss_head
 from llm_pretrain.model.loss_head_liger import liger_kernel
 
 _FUSED_FROM = 1024

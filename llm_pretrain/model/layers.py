@@ -23,6 +23,14 @@ def at_least_fp32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def product_dtype(hidden: Tensor) -> torch.dtype:
+    """The type in which a linear map of `hidden` runs: autocast's where it is on."""
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
+        return torch.get_autocast_dtype(device)
+    return hidden.dtype
+
+
 class Linear(nn.Linear):
     """A linear map without bias that starts at zero; `initialize_weights` draws the values."""
 
@@ -118,6 +126,9 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     Runs in the tables' type (at least fp32), also under autocast.
     """
+    if torch.compiler.is_compiling():  # writes into views would end the graph, and it fuses this by itself
+        first, second = x.to(cos.dtype).chunk(2, -1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
     return _RotaryFunction.apply(x.to(cos.dtype), cos, sin)  # pyright: ignore[reportReturnType] (torch's stub of apply)
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from llm_pretrain.model.layers import at_least_fp32
+from llm_pretrain.model.layers import at_least_fp32, product_dtype
 from llm_pretrain.model.loss_head import LossSums
 
 _CPU_CHUNK = 1 << 24
@@ -158,14 +158,6 @@ def _in_ratio(grad_loss: Tensor, grad_z: Tensor | None, options: _Options) -> bo
     kept = near | ~grad_loss.isfinite() | ~grad_z.isfinite()
     torch.ops.aten._assert_async.msg(kept, "the z-loss has another coefficient than the loss head was told")
     return True
-
-
-def product_dtype(hidden: Tensor) -> torch.dtype:
-    """The type in which a linear map of `hidden` runs: autocast's where it is on."""
-    device = hidden.device.type
-    if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
-        return torch.get_autocast_dtype(device)
-    return hidden.dtype
 
 
 def sums_and_gradients(

@@ -20,6 +20,7 @@ from llm_pretrain.training.evaluation import Evaluator, zlib_bits_per_byte
 from llm_pretrain.training.expert_counting import with_global_expert_counts
 from llm_pretrain.training.fingerprints import fingerprints
 from llm_pretrain.training.objective import Objective, StepCounts, StepSums
+from llm_pretrain.training.optimizers import state_tensors
 from llm_pretrain.training.peers import collective_timeout
 from llm_pretrain.training.pretraining import pretrain
 from llm_pretrain.training.process import (
@@ -87,6 +88,7 @@ __all__ = [
     "seed_dropout",
     "settle_buckets",
     "shard_full_precision",
+    "state_tensors",
     "watching",
     "whole_norm",
     "with_global_expert_counts",

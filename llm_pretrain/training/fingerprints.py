@@ -13,6 +13,8 @@ NOT_IN_FINGERPRINT = {"max_position_embeddings", "init_from", "zero_init_residua
 
 def fingerprints(config: Config) -> dict[str, str]:
     """What must be equal for a resume at any step to continue the same run."""
+    # an average of the parameters is state that a checkpoint has or has not, whatever its decay
+    averaging = {"optimizer.ema_decay": "more than 0"} if config.optimizer.ema_decay else {}
     return (
         model_fingerprint(config.model)
         | data_fingerprint(config)
@@ -21,6 +23,7 @@ def fingerprints(config: Config) -> dict[str, str]:
             "training.global_batch_size": str(config.training.global_batch_size),
             "optimizer.name": config.optimizer.name,
         }
+        | averaging
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing, suppress
+from contextlib import closing, nullcontext, suppress
 from itertools import islice
 
 from llm_pretrain.checkpoints import ResumePoint
@@ -15,6 +15,7 @@ from llm_pretrain.files import replace_text
 from llm_pretrain.model import Decoder, count_parameters, initialize_weights, update_router_bias
 from llm_pretrain.training.agreement import on_any_rank, on_every_rank, on_first_rank
 from llm_pretrain.training.attempts import note_attempt
+from llm_pretrain.training.averaging import averaged
 from llm_pretrain.training.books import Books
 from llm_pretrain.training.building import build_model
 from llm_pretrain.training.changes import changed_settings
@@ -71,7 +72,7 @@ class Training:
         on_every_rank(engine, lambda: check_memory(config, engine))
         beat("building the model", files=True)  # which may read weights
         model = build_model(config, engine.device)
-        initialize_weights(model, config.run.seed)
+        initialize_weights(model, config.run.seed, config.optimizer.base_hidden_size)
         notes = [] if resume else on_every_rank(engine, lambda: load_initial_weights(model, config))
         optimizer = build_optimizer(model, config.optimizer)
         loader = on_every_rank(
@@ -144,16 +145,18 @@ class Training:
         """Evaluate if due, and write the step's row: one row per step, whole.
 
         An evaluation that a stop signal cut short is owed: the resumed run writes it as a row of its own.
+        Where an average of the parameters is kept, that is evaluated, and kept where it is the best.
         """
         beat(f"the evaluation after step {self.progress.step}" if due else None)
-        metrics = self.evaluator() if due else {}
-        self.progress.evaluation_owed = metrics is None
-        if metrics:
-            self.recorder.evaluation(metrics)
-            self.progress.evaluated(metrics)
-        self.recorder.flush()
-        if due and metrics is not None:
-            self._after_evaluation(metrics.get("eval/loss"))
+        with averaged(self.engine.model_and_optimizer()[1]) if due else nullcontext():
+            metrics = self.evaluator() if due else {}
+            self.progress.evaluation_owed = metrics is None
+            if metrics:
+                self.recorder.evaluation(metrics)
+                self.progress.evaluated(metrics)
+            self.recorder.flush()
+            if due and metrics is not None:
+                self._after_evaluation(metrics.get("eval/loss"))
 
     def _after_evaluation(self, loss: float | None) -> None:
         """What every evaluation brings with it: the best weights, and samples."""

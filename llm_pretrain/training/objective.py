@@ -44,15 +44,16 @@ class StepCounts:
         The host knows all of them, so no device is waited for.
         """
         own = [[batch.num_loss_tokens, *batch.digest.tolist()] for batch in micro_batches]
-        num_loss_tokens, *digest = sum_integers([sum(column) for column in zip(*own, strict=True)])
+        whole = own[0] if len(own) == 1 else [sum(column) for column in zip(*own, strict=True)]
+        num_loss_tokens, *digest = sum_integers(whole)
         return cls(num_loss_tokens, digest)
 
 
 def loss_sums(output: DecoderOutput) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Sums over loss tokens of cross-entropy, z-loss, auxiliary loss and router z-loss, each 0-dim."""
+    assert output.loss_sum is not None, "the forward pass had no labels"
     sums = output.loss_sum, output.z_loss_sum, output.aux_loss_sum, output.router_z_loss_sum
-    assert all(each is not None for each in sums), "the forward pass had no labels"
-    return sums  # type: ignore[return-value]  # the line above
+    return sums  # type: ignore[return-value]  # all four come together
 
 
 class Objective:
@@ -115,7 +116,7 @@ class StepSums:
 
 def objective_terms(sums: Tensor) -> list[float]:
     """Cross-entropy, z-loss, auxiliary loss, router z-loss, summed over the global batch's loss tokens."""
-    return sums[:NUM_LOSSES].tolist()
+    return sums.tolist()[:NUM_LOSSES]
 
 
 def source_sums(output: DecoderOutput, batch: Batch, num_sources: int) -> Tensor:

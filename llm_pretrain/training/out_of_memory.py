@@ -144,7 +144,7 @@ def _line(error: Exception, model: str, advice: str) -> str:
 def _takes(config: Config, engine: Engine, count: int) -> str:
     each = " in each process" if engine.world_size > 1 else ""
     needs = int(_bytes_per_parameter(config, engine.world_size) * count)
-    return f"{count:,} parameters take {_size(needs)}{each} with gradients and AdamW's moments in fp32"
+    return f"{count:,} parameters take {_size(needs)}{each} with gradients and the optimizer's state in fp32"
 
 
 def _fewer(config: Config, engine: Engine) -> str:
@@ -156,13 +156,18 @@ def _fewer(config: Config, engine: Engine) -> str:
 
 
 def _bytes_per_parameter(config: Config, world_size: int) -> float:
-    """A process's share of parameter (4 bytes), gradient (4), and AdamW's two moments (8)."""
+    """A process's share of parameter (4 bytes), gradient (4), and the optimizer's state.
+
+    That is AdamW's two moments (8) or Muon's one (4; what AdamW keeps of embeddings beside it is left out),
+    and an average of the parameters where one is kept (4).
+    """
     strategy, stage = config.distributed.strategy, config.distributed.zero_stage or 2
+    state = (4 if config.optimizer.name == "muon" else 8) + (4 if config.optimizer.ema_decay else 0)
     if strategy == "fsdp" or (strategy == "deepspeed" and stage == 3):
-        return 16 / world_size
+        return (8 + state) / world_size
     if strategy == "deepspeed":  # gradients stay whole in stage 1
-        return 4 + (12 / world_size if stage == 2 else 4 + 8 / world_size)
-    return 16
+        return 4 + ((4 + state) / world_size if stage == 2 else 4 + state / world_size)
+    return 8 + state
 
 
 def _processor_bounds(*, per_process: bool = True) -> list[Memory]:

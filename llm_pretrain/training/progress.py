@@ -63,7 +63,7 @@ class Progress:
     def learn(self, result: StepResult) -> None:
         """Take in what became of a finished step, each in its turn."""
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.skipped else 0
-        self.digest = [sum(words) for words in zip(self.digest, result.counts.digest, strict=True)]
+        self.digest = [a + b for a, b in zip(self.digest, result.counts.digest, strict=True)]
         if result.loss is not None and result.grad_norm is not None:
             self.spikes.take(result.loss, result.grad_norm, result.counts.num_loss_tokens, result.spike)
 

@@ -20,6 +20,7 @@ from llm_pretrain.checkpoints import (
     HostBuffers,
     ResumePoint,
     RunFacts,
+    averages,
     best_step,
     whole_state,
 )
@@ -200,7 +201,8 @@ class Saving:
     def keep_best(self, progress: Progress, loss: float) -> None:
         """Write `weights/best` where this step's evaluation loss is the lowest so far; collective.
 
-        Nothing is written before the first step, nor for a loss that is no finite number.
+        The weights are what the model is now: the loop calls this while it is what was evaluated. Nothing is
+        written before the first step, nor for a loss that is no finite number.
         """
         best, max_batches = progress.best, self.config.evaluation.max_batches
         if not (self.config.checkpoint.keep_best and progress.step > 0 and math.isfinite(loss)):
@@ -236,7 +238,12 @@ class Saving:
         )
         staged = self.checkpoints.stage(model, optimizer, self.engine.scaler, facts, buffers=buffers)
         sharded = forwards_together(self.config, self.engine.world_size)
-        weights = whole_state(model, keep=self.engine.rank == 0, copy=sharded and buffers is not None)
+        weights = whole_state(
+            model,
+            keep=self.engine.rank == 0,
+            copy=sharded and buffers is not None,
+            instead=averages(model, optimizer),
+        )
         if buffers is not None and not sharded:
             weights = staged.copied(weights, buffers)
         write_weights = self._weights_writer(progress, weights)

@@ -101,7 +101,7 @@ def test_documents_that_may_see_each_other_are_said_to(
 
 
 ATTENTION, EXPERTS = "llm_pretrain/model/attention.py", "llm_pretrain/model/experts_streamed.py"
-ASSEMBLY, ROUTER = "llm_pretrain/data/assembly.py", "llm_pretrain/model/router.py"
+GATHERING, ROUTER = "llm_pretrain/data/gathering.py", "llm_pretrain/model/router.py"
 
 LEAKS = {
     "attention crosses documents": (
@@ -116,7 +116,7 @@ LEAKS = {
     ),
     "two documents are taken for one": (
         "dense",
-        Edit(ASSEMBLY, "numbers += range(len(taken))", "numbers += [k // 2 for k in range(len(taken))]"),
+        Edit(GATHERING, "numbers += range(len(sizes))", "numbers += [k // 2 for k in range(len(sizes))]"),
         {*QUANTITIES, "gradient into it"},
     ),
     "the router looks at the sequence's mean": (

@@ -176,7 +176,8 @@ def parameters_distance(left: Path, right: Path, step: int) -> float:
     Raises:
         PretrainError: a checkpoint is missing or damaged.
     """
-    models = [open_model(folder / "checkpoints" / f"step-{step:08d}").model for folder in (left, right)]
+    paths = [folder / "checkpoints" / f"step-{step:08d}" for folder in (left, right)]
+    models = [open_model(path, average=False).model for path in paths]
     shapes = [{name: each.shape for name, each in model.named_parameters()} for model in models]
     if shapes[0] != shapes[1]:
         return math.inf

@@ -28,10 +28,9 @@ from llm_pretrain.config import Config
 from llm_pretrain.data import weight_changes_fingerprint
 from llm_pretrain.errors import PretrainError
 from llm_pretrain.model import Decoder
-from llm_pretrain.training import fingerprints
+from llm_pretrain.training import fingerprints, state_tensors
 
 _OPTIMIZER = "optimizer.state."
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def model_tensors(config: Config) -> tuple[dict[str, Tensor], set[str]]:
@@ -160,9 +159,9 @@ def _name_problems(manifest: Manifest, config: Config) -> list[str]:
     else:
         stateless = set(manifest.optimizer.get("without_state", []))
         expected |= {
-            f"{_OPTIMIZER}{name}.{moment}": expected[name]
+            f"{_OPTIMIZER}{name}.{key}": expected[name]
             for name in (parameters & expected.keys()) - stateless
-            for moment in _MOMENTS
+            for key in state_tensors(name, state[name], config.optimizer)
         }
     return [
         f"{name}: expected {_words(expected.get(name))}, by config.yaml, found {_words(found.get(name))}"

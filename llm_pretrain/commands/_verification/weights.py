@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from llm_pretrain.checkpoints import Manifest, committed_folders
+from llm_pretrain.checkpoints import Manifest, average_name, committed_folders
 from llm_pretrain.commands._verification.checkpoints import model_tensors
 from llm_pretrain.commands._verification.checks import Check, Checks
 from llm_pretrain.commands._verification.history import Attempt
@@ -151,13 +152,25 @@ def _check_one(
         try:
             with CheckpointTensors(checkpoint, manifest) as tensors:
                 names = [name for name in state if name in manifest.tensors]
-                count = _compare(check, files, names, tensors.read, config, dtype, values=True)
+                averaged = average_name(names[0]) in manifest.tensors
+                count = _compare(check, files, names, _reader(tensors, manifest), config, dtype, values=True)
         except (PretrainError, OSError):
             if checkpoint.exists():
                 raise
             check.reason = "comparing values: the run has deleted the checkpoint meanwhile"
             return
-    check.looked_at += f"; {count} tensors, each the checkpoint's in {found}, bit for bit, and finite"
+    whose = "checkpoint's average" if averaged else "checkpoint's"
+    check.looked_at += f"; {count} tensors, each the {whose} in {found}, bit for bit, and finite"
+
+
+def _reader(tensors: CheckpointTensors, manifest: Manifest) -> Callable[[str], Tensor]:
+    """Reads what weights are made of: a parameter's average, or the parameter where there is none."""
+
+    def read(name: str) -> Tensor:
+        average = average_name(name)
+        return tensors.read(average if average in manifest.tensors else name)
+
+    return read
 
 
 def _check_config(
