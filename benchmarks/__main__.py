@@ -27,7 +27,6 @@ BENCHMARKS = {
     "gpu_step": "tokens per second and MFU on one GPU, by preset and by choice of kernels",
     "time_to_loss": "steps and time of the quickstart's recipe to the loss of AdamW at its best rate",
     "char_recipe": "steps and loss of char-0.8m against GPT-2 under nanoGPT's recipe for a CPU",
-    "gpu_step": "tokens per second and MFU of minimind-26m on one GPU",
 }
 """Module of this package and its line of help."""
 

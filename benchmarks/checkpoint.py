@@ -1,7 +1,8 @@
 """Saving and restoring a run's whole state: ours against torch.save and torch.load of the same tensors.
 
 Ours hashes every file, syncs it to the disk and commits by a rename; restoring verifies every hash.
-torch.save does none of that. Gigabytes of state per second by the wall's clock, in turns; the page cache is warm.
+torch.save does none of that. Gigabytes of state per second by the wall's clock, in turns; the page cache is
+warm.
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@
 The torchrun script as users start it, on documents of lognormal length that fill packed sequences, in
 bf16. A run's figure is the interval of its steps' `perf/tokens_per_second` after the warm-up; tokens are loss
 tokens, MFU is against the datasheet's dense bf16 peak. The mixture (1.08B parameters, 0.19B active) is
-compared with a dense model whose feed-forward is as wide as the experts that one token sees: equal active FLOPs. Needs CUDA;
-written for one H200, and takes about 10 minutes. `--profile` adds a table of where a step's time goes.
+compared with a dense model whose feed-forward is as wide as the experts that one token sees: equal active
+FLOPs. Needs CUDA; written for one H200, and takes about 10 minutes. `--profile` adds a table of where a
+step's time goes.
 """
 
 from __future__ import annotations
