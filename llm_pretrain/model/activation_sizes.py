@@ -13,6 +13,8 @@ from typing import NamedTuple
 from llm_pretrain.config import ModelConfig
 
 _FP32, _INT64 = 4, 8
+_CPU_CHUNK, _GPU_CHUNK = 1 << 24, 1 << 27
+"""Logits of a chunk of the fused loss head (see loss_head_fused.py)."""
 SHORT_DOCUMENT = 256
 """A CPU attends in fp32 within documents that are shorter on average (see attention.py)."""
 
@@ -88,15 +90,17 @@ def _moe_bytes(config: ModelConfig, shape: Shape) -> int:
     return router + inside + wide_input + kept
 
 
-def head_bytes(config: ModelConfig, shape: Shape, *, fused_rows: int | None) -> int:
-    """At the peak of head and cross-entropy: final norm, logits and their gradient.
+def head_bytes(config: ModelConfig, shape: Shape, *, is_fused: bool) -> int:
+    """At the peak of head and cross-entropy.
 
-    Args:
-        fused_rows: Tokens worked on at a time where the logits are never held whole; None where they are.
+    Whole logits: final norm, logits and their gradient. In chunks: final norm, the gradients of hidden states
+    and weight, which are made in the forward pass, and a chunk's logits.
     """
-    norm = _norm_bytes(config, shape) * shape.tokens
-    vocabulary = config.vocab_size or 0
-    rows = shape.tokens if fused_rows is None else min(shape.tokens, fused_rows)
-    logits = 2 * rows * vocabulary * (shape.product_bytes if fused_rows is None else _FP32)
-    gradient = shape.tokens * config.hidden_size * _FP32 if fused_rows else 0  # of the hidden states, kept
-    return norm + logits + gradient
+    norm, vocabulary = _norm_bytes(config, shape) * shape.tokens, config.vocab_size or 0
+    if not is_fused:
+        return norm + 2 * shape.tokens * vocabulary * shape.product_bytes
+    chunk = min(shape.tokens * vocabulary, _GPU_CHUNK if shape.on_gpu else _CPU_CHUNK) * shape.product_bytes
+    weight = vocabulary * config.hidden_size * _FP32
+    if shape.low_precision:  # a product's result before it is added to the sum
+        weight += vocabulary * config.hidden_size * shape.product_bytes
+    return norm + shape.tokens * config.hidden_size * shape.product_bytes + weight + chunk

@@ -43,8 +43,8 @@ def _reference_experts(
     x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, chosen: Tensor, dtype: torch.dtype
 ) -> Tensor:
     """`experts_reference` in `dtype`; returns x's type."""
-    low = (tensor.to(dtype) for tensor in (x, gate_up, down, weights))
-    return experts_reference(*low, chosen).to(x.dtype)
+    out = experts_reference(x.to(dtype), gate_up.to(dtype), down.to(dtype), weights.to(dtype), chosen)
+    return out.to(x.dtype)
 
 
 def experts_obstacle(
@@ -100,5 +100,5 @@ class Experts(nn.Module):
             return _reference_experts
         _, hidden, intermediate = self.down_proj.shape
         if self.kernels.experts == "streamed" or grouped_obstacle(device, dtype, hidden, intermediate):
-            return streamed_experts
+            return streamed_experts  # pyright: ignore[reportReturnType] (torch's stub of disable)
         return grouped_experts

@@ -31,16 +31,9 @@ class _Rows(NamedTuple):
     sizes: list[int]
     """Rows of each expert, padding included."""
     token: Tensor
-    """int64 [P], each row's token; T where the row is padding."""
+    """int64 [P], each row's token; padding repeats the first one, with a routing weight of 0."""
     position: Tensor
     """int64 [T, K], each assignment's row."""
-
-    def of_low_type(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """[T + 1, H]: x in the type of the products, and a row of zeros for padding to read."""
-        out = torch.empty(len(x) + 1, x.shape[1], dtype=dtype, device=x.device)
-        out[:-1].copy_(x)
-        out[-1].zero_()
-        return out
 
 
 def _padded(rows: int) -> int:
@@ -50,7 +43,6 @@ def _padded(rows: int) -> int:
 
 def _sort_by_expert(chosen: Tensor, num_experts: int, dtype: torch.dtype) -> _Rows:
     """Sort the assignments, each expert's rows padded to a size that others will have too."""
-    tokens, top_k = chosen.shape
     flat = chosen.flatten()
     if flat.device.type == "cpu" and num_experts < 2**15:
         # NumPy sorts 16-bit integers by radix, in a tenth of the time of torch's stable sort.
@@ -65,7 +57,7 @@ def _sort_by_expert(chosen: Tensor, num_experts: int, dtype: torch.dtype) -> _Ro
         sizes = [_padded(size) for size in sizes]
         padding = torch.tensor(sizes) - counts
         row += torch.repeat_interleave(padding.cumsum(0) - padding, counts)
-    token = torch.full((sum(sizes),), tokens, device=flat.device).index_copy_(0, row, order // top_k)
+    token = order.new_zeros(sum(sizes)).index_copy_(0, row, order // chosen.shape[1])
     position = torch.empty_like(order).index_copy_(0, order, row)
     return _Rows(sizes, token, position.view_as(chosen))
 
@@ -83,7 +75,7 @@ class _Sum:
         size = (len(rows.token) if self.collects else max(rows.sizes), like.shape[1])
         self.parts = torch.empty(size, dtype=dtype, device=like.device)
         if not self.collects:
-            self.sum = torch.zeros(len(like) + 1, like.shape[1], dtype=dtype, device=like.device)
+            self.sum = torch.zeros(like.shape, dtype=dtype, device=like.device)
 
     def add(self, start: int, token: Tensor, left: Tensor, right: Tensor) -> None:
         """Add the rows `left @ right` of an expert whose first row is `start`."""
@@ -95,7 +87,7 @@ class _Sum:
     def total(self) -> Tensor:
         """[T, H] in the type of `like`."""
         if not self.collects:
-            return self.sum[:-1].to(self.like.dtype)
+            return self.sum.to(self.like.dtype)
         return F.embedding_bag(self.rows.position, self.parts, mode="sum").to(self.like.dtype)
 
 
@@ -127,8 +119,8 @@ def _parts(rows: _Rows, weight_P: Tensor, gate_up_flat: Tensor, silu_flat: Tenso
     for expert, (size, token, weight, block, silu) in enumerate(columns):
         if size:
             gate_up = block.view(2 * intermediate, size)
-            halves_e = halves[2 * expert : 2 * expert + 2]
-            yield _Part(expert, start, size, token, weight, gate_up, *halves_e, silu)
+            gate, up = halves[2 * expert : 2 * expert + 2]
+            yield _Part(expert, start, size, token, weight, gate_up, gate, up, silu)
         start += size
 
 
@@ -171,7 +163,7 @@ class _StreamedExperts(torch.autograd.Function):
     ) -> Tensor:
         hidden, size = down.shape[1:]
         rows = _sort_by_expert(chosen, len(gate_up), dtype)
-        x_low = rows.of_low_type(x, dtype)
+        x_low = x.to(dtype)
         weight_P = x_low.new_zeros(len(rows.token)).index_copy_(
             0, rows.position.flatten(), weights.flatten().to(dtype)
         )
@@ -196,7 +188,7 @@ class _StreamedExperts(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, gate_up, down, token, position, weight_P, gate_up_flat, silu_flat = ctx.saved_tensors
         rows, dtype, (hidden, size) = _Rows(ctx.sizes, token, position), weight_P.dtype, down.shape[1:]
-        x_low, grad_low = rows.of_low_type(x, dtype), rows.of_low_type(grads[0], dtype)
+        x_low, grad_low = x.to(dtype), grads[0].to(dtype)
         most = max(rows.sizes)
         gathered = x_low.new_empty(most, hidden)
         buffers = [x_low.new_empty(most * width) for width in (size, size, size, 2 * size)]

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from llm_pretrain.model.products import linear
+
 
 def at_least_fp32(x: Tensor) -> Tensor:
     """`x` in fp32, or in float64 where it is float64 already (a float64 model is the tests' reference)."""
@@ -37,6 +39,12 @@ class Linear(nn.Linear):
 
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.weight)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., in] to [..., out], by the processor's faster library; under autocast in its type."""
+        if torch.is_autocast_enabled(input.device.type):
+            return F.linear(input, self.weight)
+        return linear(input, self.weight)
 
 
 class Embedding(nn.Embedding):
@@ -118,6 +126,9 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     Runs in the tables' type (at least fp32), also under autocast.
     """
+    if torch.compiler.is_compiling():  # writes into views would end the graph, and it fuses this by itself
+        first, second = x.to(cos.dtype).chunk(2, -1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
     return _RotaryFunction.apply(x.to(cos.dtype), cos, sin)  # pyright: ignore[reportReturnType] (torch's stub of apply)
 
 

@@ -72,7 +72,7 @@ class _Linear(torch.autograd.Function):
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """`x @ weight.T`, [..., in] and [out, in] of one type to [..., out]."""
-    on_cpu = x.device.type == "cpu" and x.dtype == torch.float32 and x.dim() > 1 and x.numel() > 0
-    if on_cpu and prefers_onednn() and not torch.compiler.is_compiling():
+    fits = x.device.type == "cpu" and x.dtype == torch.float32 and x.dim() > 1 and x.numel() > 0
+    if fits and not torch.compiler.is_compiling() and prefers_onednn():
         return _Linear.apply(x, weight)  # pyright: ignore[reportReturnType] (torch's stub of apply)
     return F.linear(x, weight)

@@ -7,13 +7,17 @@ import torch
 from llm_pretrain.config import Config
 from llm_pretrain.errors import ConfigError
 from llm_pretrain.model import Decoder, Kernels, experts_obstacle
+from llm_pretrain.training.compiling import compile_layers
+from llm_pretrain.training.float8 import use_float8
 
 _PRODUCTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """Type of the matrix products by precision; fp32 otherwise."""
 
 
 def build_model(config: Config, device: torch.device | None = None) -> Decoder:
-    """The decoder with the kernels that `config.training` names; its values are still to be set.
+    """The decoder with the kernels that `config.training` names, compiled if it says so.
+
+    Its values are still to be set.
 
     Args:
         config: Resolved.
@@ -31,7 +35,11 @@ def build_model(config: Config, device: torch.device | None = None) -> Decoder:
     )
     if device is not None:
         _check_kernels(config, kernels, device)
-    return Decoder(config.model, activation_checkpointing=training.activation_checkpointing, kernels=kernels)
+    model = Decoder(config.model, activation_checkpointing=training.activation_checkpointing, kernels=kernels)
+    if training.float8:
+        use_float8(model)
+    compile_layers(model, config)
+    return model
 
 
 def _check_kernels(config: Config, kernels: Kernels, device: torch.device) -> None:

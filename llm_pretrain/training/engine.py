@@ -23,6 +23,7 @@ from llm_pretrain.config import Config
 from llm_pretrain.data import Batch
 from llm_pretrain.model import DecoderOutput
 from llm_pretrain.training.background import Channel
+from llm_pretrain.training.compiling import eagerly
 from llm_pretrain.training.objective import DIGEST_WORDS, NUM_LOSSES, StepCounts, loss_sums, objective_terms
 from llm_pretrain.training.spikes import Judge, Spike
 
@@ -206,12 +207,13 @@ def settle_buckets(engine: Engine) -> None:
     """
     if engine.world_size == 1:
         return
-    _, optimizer = engine.model_and_optimizer()
+    model, optimizer = engine.model_and_optimizer()
     empty = empty_batch(engine.device)
-    (0.0 * torch.stack(loss_sums(engine.forward(empty))).sum()).backward()
-    optimizer.zero_grad(set_to_none=True)
-    with torch.no_grad():
-        engine.forward(empty)
+    with eagerly(model):  # compiled for so small a batch, every graph would be compiled again
+        (0.0 * torch.stack(loss_sums(engine.forward(empty))).sum()).backward()
+        optimizer.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            engine.forward(empty)
 
 
 def empty_batch(device: torch.device) -> Batch:

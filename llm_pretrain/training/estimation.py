@@ -21,8 +21,8 @@ from llm_pretrain.model import (
 CHINCHILLA_TOKENS = 20
 """Compute-optimal tokens per parameter (arXiv:2203.15556, table 3, rounded); of a mixture, per active one."""
 
-FUSED_HEAD_ROWS = 1024
-"""Tokens whose logits the fused loss head holds at a time, about."""
+FUSED_FROM = 1024
+"""Vocabulary from which the loss head works in chunks."""
 
 _FP32 = 4
 _COUNTED_IN_LOW = 2
@@ -124,8 +124,7 @@ def estimate_memory(
     copies = _COUNTED_IN_LOW * matrices if low and sharded == 1 else 0
     if sharded > 1:
         copies = _gathered_bytes(config, parameters, low)
-    fused = training.loss_implementation != "full" and _head_is_fused(config, on_gpu=on_gpu)
-    logits = head_bytes(model, shape, fused_rows=FUSED_HEAD_ROWS if fused else None)
+    logits = head_bytes(model, shape, is_fused=_head_is_fused(config))
     temporaries = _temporary_bytes(config, shape)
     routers = 2 * len(model.moe_layers) * model.num_experts * 8
     persistent = weights + optimizer + routers
@@ -164,8 +163,12 @@ def _optimizer_bytes(config: Config, parameters: int) -> int:
     return _FP32 * values
 
 
-def _head_is_fused(config: Config, *, on_gpu: bool) -> bool:
-    return config.training.loss_implementation in ("fused", "liger")
+def _head_is_fused(config: Config) -> bool:
+    """As `auto` decides in the model's head.py."""
+    chosen, training = config.training.loss_implementation, config.training
+    if chosen != "auto":
+        return chosen != "full"
+    return (config.model.vocab_size or 0) >= FUSED_FROM and training.precision != "fp16"
 
 
 def _gathered_bytes(config: Config, parameters: int, low: bool) -> int:

@@ -14,6 +14,7 @@ import torch
 
 from llm_pretrain.data import Batch, EvaluationBatches, TokenStore
 from llm_pretrain.training.agreement import on_any_rank
+from llm_pretrain.training.compiling import eagerly
 from llm_pretrain.training.engine import Engine, empty_batch
 from llm_pretrain.training.watchdog import beat
 
@@ -55,16 +56,17 @@ class Evaluator:
         was_training = model.training
         model.eval()
         sums: list[tuple[int, torch.Tensor]] | None = []
-        for first in range(0, len(self.batches), self.engine.world_size):
-            if self._gives_up():
-                sums = None
-                break
-            beat()
-            index = first + self.engine.rank
-            if index < len(self.batches):
-                sums.append((index, self._batch_sums(self.batches[index])))
-            elif self.together:
-                self.engine.forward(empty_batch(self.engine.device))
+        with eagerly(model):
+            for first in range(0, len(self.batches), self.engine.world_size):
+                if self._gives_up():
+                    sums = None
+                    break
+                beat()
+                index = first + self.engine.rank
+                if index < len(self.batches):
+                    sums.append((index, self._batch_sums(self.batches[index])))
+                elif self.together:
+                    self.engine.forward(empty_batch(self.engine.device))
         model.train(was_training)
         gathered = self.engine.gather_objects(
             None if sums is None else [(index, values.tolist()) for index, values in sums]

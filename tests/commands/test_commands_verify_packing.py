@@ -100,8 +100,8 @@ def test_documents_that_may_see_each_other_are_said_to(
     assert all(name in said for name in QUANTITIES)
 
 
-LAYOUT, EXPERTS = "llm_pretrain/model/document_layout.py", "llm_pretrain/model/experts_streamed.py"
-ASSEMBLY, ROUTER = "llm_pretrain/data/assembly.py", "llm_pretrain/model/router.py"
+GATHERING, LAYOUT = "llm_pretrain/data/gathering.py", "llm_pretrain/model/document_layout.py"
+ROUTER, EXPERTS = "llm_pretrain/model/router.py", "llm_pretrain/model/experts_streamed.py"
 
 LEAKS = {
     "attention crosses documents": (
@@ -124,7 +124,11 @@ LEAKS = {
     ),
     "two documents are taken for one": (
         "dense",
-        Edit(ASSEMBLY, "numbers += range(", "taken[:2] = [sum(taken[:2])]\n            numbers += range("),
+        Edit(
+            GATHERING,
+            "first_tokens += begin",
+            "begin[:2], sizes[:2] = begin[:1], [sum(sizes[:2])]\n            first_tokens += begin",
+        ),
         {*QUANTITIES, "gradient into it"},
     ),
     "the router looks at the sequence's mean": (

@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 from llm_pretrain.config import Config, ModelConfig
 from llm_pretrain.errors import ConfigError
 from llm_pretrain.model import Experts, Kernels, experts, experts_obstacle, experts_streamed, products
-from llm_pretrain.model.decoder import DecoderLayer
+from llm_pretrain.model.decoder import DecoderLayer, MoeFeedForward
 from llm_pretrain.model.document_layout import document_layout
 from llm_pretrain.model.experts_grouped import grouped_experts
 from llm_pretrain.model.experts_streamed import streamed_experts
@@ -197,28 +197,54 @@ def test_grouped_is_refused_by_name_where_it_cannot_run():
     assert experts_obstacle(dense, kernels, torch.device("cpu"), torch.float32) is None
 
 
-def layer_outcome(kernels: Kernels, compiled: bool) -> list[Tensor]:
-    layer = DecoderLayer(CONFIG, 0, kernels)
+def layer_outcome(kernel, compiled: bool) -> list[Tensor]:
+    layer = DecoderLayer(CONFIG, 0, Kernels(experts=kernel))
     generator = torch.Generator().manual_seed(0)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.2, generator=generator)
     hidden = torch.randn(2, 12, H, generator=generator).requires_grad_()
     cos, sin = rotary_tables(torch.arange(12)[None], CONFIG, torch.float32)
     run = torch.compile(layer, backend="aot_eager") if compiled else layer
-    out, sums = run(hidden, cos, sin, document_layout(None), torch.ones(2, 12, dtype=torch.bool))
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # the only type that a compiled grouped_mm takes
+        out, sums = run(hidden, cos, sin, document_layout(None), torch.ones(2, 12, dtype=torch.bool))
     (out.square().sum() + sums.aux_loss + sums.z_loss).backward()
-    return [out.detach(), hidden.grad, *(parameter.grad for parameter in layer.parameters()), sums.counts]
+    return [out.detach(), hidden.grad, *(parameter.grad for parameter in layer.parameters())]
 
 
-# torch's own tracing of any autograd function does what its warning advises against
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize(("kernel", "breaks"), [("streamed", 1), ("grouped", 0), ("reference", 0)])
-def test_a_layer_of_experts_compiles(kernel, breaks, monkeypatch):
+# torch's own tracing does what its warnings advise against: with autograd functions, and after a graph's end
+COMPILES = [
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+]
+
+
+def compiles(test):
+    for mark in COMPILES:
+        test = mark(test)
+    return test
+
+
+@compiles
+@pytest.mark.parametrize("kernel", ["streamed", "grouped"])
+def test_a_compiled_layer_of_experts_gives_the_same_numbers(kernel, monkeypatch):
     monkeypatch.setattr(experts, "grouped_obstacle", lambda *_: None)
     torch._dynamo.reset()
     counters.clear()
-    compiled = layer_outcome(Kernels(experts=kernel), compiled=True)
-    assert sum(counters["graph_break"].values()) <= breaks
+    compiled = layer_outcome(kernel, compiled=True)
     assert counters["frames"]["ok"] >= 1
-    for mine, theirs in zip(compiled, layer_outcome(Kernels(experts=kernel), compiled=False), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+    for mine, theirs in zip(compiled, layer_outcome(kernel, compiled=False), strict=True):
+        assert (mine - theirs).norm() < 0.02 * theirs.norm()
+
+
+@compiles
+@pytest.mark.parametrize("kernel", ["streamed", "grouped"])
+def test_only_the_streamed_kernel_stays_out_of_a_graph(kernel, monkeypatch):
+    monkeypatch.setattr(experts, "grouped_obstacle", lambda *_: None)
+    torch._dynamo.reset()
+    layer = MoeFeedForward(CONFIG, Kernels(experts=kernel))
+    hidden, mask = torch.randn(2, 12, H, requires_grad=True), torch.ones(2, 12, dtype=torch.bool)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        explained = torch._dynamo.explain(layer)(hidden, mask)
+    reasons = [str(reason.reason) for reason in explained.break_reasons]
+    assert all("streamed_experts" in reason for reason in reasons), reasons
+    assert bool(reasons) == (kernel == "streamed")

@@ -17,11 +17,12 @@ from torch import Tensor
 import llm_pretrain.data as data
 import llm_pretrain.model as model_part
 import llm_pretrain.training.averaging as averaging
+import llm_pretrain.training.books as books
+import llm_pretrain.training.building as building
 import llm_pretrain.training.loop as loop
 import llm_pretrain.training.optimizers as optimizers
 from llm_pretrain.config import Config
 from llm_pretrain.data import Batch
-from llm_pretrain.training.books import Books
 from llm_pretrain.training.engine import FinishedStep
 from llm_pretrain.training.progress import Progress
 
@@ -125,7 +126,7 @@ def drive(engine: Any, config: Config, *, windows: Sequence[list[Batch]] | None 
         windows: This rank's micro batches of each step; default: what the prepared loader yields.
     """
     driven = Driven()
-    model = model_part.Decoder(config.model)
+    model = building.build_model(config)
     model_part.initialize_weights(model, config.run.seed, config.optimizer.base_hidden_size)
     optimizer = optimizers.build_optimizer(model, config.optimizer)
     Taps(model, optimizer, driven)
@@ -135,7 +136,7 @@ def drive(engine: Any, config: Config, *, windows: Sequence[list[Batch]] | None 
     training.config, training.engine = config, engine
     training.progress = Progress()
     record: Any = _Record(driven)
-    training.books = Books(config, engine, training.progress, record, lambda step: False)
+    training.books = books.Books(config, engine, training.progress, record, lambda step: False)
     training.recorder = record
     per_step = config.gradient_accumulation_steps(engine.world_size)
     first: list[Batch] = []

@@ -141,9 +141,7 @@ def test_steps_that_could_not_be_judged_teach_nothing():
     progress = Progress()
     for result in (verdict([math.nan, 0, 0, 0], 1.0), verdict([1.0, 0, 0, 0], math.inf)):
         progress.learn(result)
-    progress.learn(
-        StepResult(StepCounts(0, [0] * DIGEST_WORDS), skipped="no_loss_tokens")
-    )
+    progress.learn(StepResult(StepCounts(0, [0] * DIGEST_WORDS), skipped="no_loss_tokens"))
     assert progress.spikes == SpikeHistory()
     assert progress.skipped_in_a_row == 3
     progress.learn(verdict([20.0, 0, 0, 0], 1.0))
