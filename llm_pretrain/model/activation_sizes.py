@@ -15,8 +15,9 @@ from llm_pretrain.config import ModelConfig
 _FP32, _INT64 = 4, 8
 _CPU_CHUNK, _GPU_CHUNK = 1 << 24, 1 << 27
 """Logits of a chunk of the fused loss head (see loss_head_fused.py)."""
-SHORT_DOCUMENT = 256
-"""A CPU attends in fp32 within documents that are shorter on average (see attention.py)."""
+_BLOCKS_FROM, _BLOCKS_TO, _KEPT_LENGTH = 64, 1024, 512
+_ROWS, _LOW_PRECISION_ROWS = 64, 128
+"""Of attention in blocks on a CPU (see attention.py and attention_blocks.py)."""
 
 
 class Shape(NamedTuple):
@@ -59,17 +60,27 @@ def _norm_bytes(config: ModelConfig, shape: Shape) -> int:
     return config.hidden_size * (_FP32 + shape.product_bytes) + _FP32
 
 
-def _attention_bytes(config: ModelConfig, shape: Shape) -> int:
-    heads, keys = config.num_attention_heads, config.num_key_value_heads
+def _attention_bytes(config: ModelConfig, shape: Shape) -> float:
+    heads, keys, low = config.num_attention_heads, config.num_key_value_heads, shape.product_bytes
     query_size, key_size = (each * config.attention_head_dim for each in (heads, keys))
-    short = not shape.on_gpu and shape.document_length < SHORT_DOCUMENT
-    inside = _FP32 if short else shape.product_bytes  # of query, key, value and result in the kernel
-    kept = inside * (2 * query_size + 2 * key_size) + _FP32 * heads  # and its log-partition
+    kept: float = low * query_size  # o_proj's input
     if config.qk_norm:  # its input and scales
-        kept += shape.product_bytes * (query_size + key_size) + _FP32 * (heads + keys)
-    if shape.document_length < shape.length or inside != shape.product_bytes:
-        kept += shape.product_bytes * query_size  # the pieces joined, for o_proj
-    return kept
+        kept += low * (query_size + key_size) + _FP32 * (heads + keys)
+    if shape.on_gpu:  # query, key, value and log-partition; the result is o_proj's input
+        return kept + low * (query_size + 2 * key_size) + _FP32 * heads
+    mean = min(shape.document_length, shape.length)
+    if mean >= _BLOCKS_FROM and (shape.low_precision or mean <= _BLOCKS_TO):
+        probabilities = heads * low * _seen_keys(mean, shape) if mean <= _KEPT_LENGTH else 0
+        return kept + _FP32 * (query_size + key_size) + low * key_size + probabilities
+    joined = mean < shape.length or shape.low_precision
+    return kept + _FP32 * (query_size + 2 * key_size + heads + (query_size if joined else 0))
+
+
+def _seen_keys(length: int, shape: Shape) -> float:
+    """Keys that a query's probabilities are kept of, on average over a document: up to its block's end."""
+    size = _LOW_PRECISION_ROWS if shape.low_precision else _ROWS
+    ends = [*range(size, length, size), length]
+    return sum((end - start) * end for start, end in zip([0, *ends], ends, strict=False)) / length
 
 
 def _dense_bytes(config: ModelConfig, shape: Shape) -> int:
@@ -81,7 +92,7 @@ def _moe_bytes(config: ModelConfig, shape: Shape) -> int:
     """Router and experts: gate, up and silu of every assignment; the input in fp32 for both."""
     experts, chosen = config.num_experts, config.num_experts_per_tok
     router = 2 * experts * _FP32 + chosen * (_INT64 + 2 * _FP32) + 3 * _FP32
-    inside = chosen * (3 * config.expert_intermediate_size * shape.product_bytes + _INT64 + _FP32)
+    inside = chosen * (3 * config.expert_intermediate_size + 1) * shape.product_bytes + chosen * 2 * _INT64
     wide_input = config.hidden_size * (_FP32 - shape.product_bytes)  # in fp32 in place of the product's type
     shared = config.n_shared_experts * config.expert_intermediate_size
     kept = 3 * shared * shape.product_bytes
