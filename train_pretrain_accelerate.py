@@ -16,8 +16,10 @@ import os
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
+import accelerate.optimizer
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import (
@@ -79,6 +81,9 @@ from llm_pretrain.training.deepspeed_state import (
     stop_if_diverged,
     zero_options,
 )
+
+# at every step it would search sys.path for a package of other optimizers
+accelerate.optimizer.is_lomo_available = cache(accelerate.optimizer.is_lomo_available)
 
 
 class AccelerateEngine:

@@ -20,6 +20,8 @@ BENCHMARKS = {
     "data_path": "tokens per second and core of tokenising, packing and batch assembly",
     "normalisation": "gradient errors of other ways to normalise, and the exact balance loss's cost",
     "moe_layer": "a mixture-of-experts layer against a dense one of equal FLOPs",
+    "loss_head": "the loss head in chunks against whole logits, in time and memory",
+    "attention": "a step on packed documents against one on whole rows",
     "async_save": "what the loop loses by a save in the background, against one that it waits for",
     "optimizer": "an optimizer's step: fused AdamW, torch's other kernels, Muon",
     "checkpoint": "saving and restoring a run's state, against torch.save",

@@ -8,9 +8,9 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -215,17 +215,10 @@ def train_samples(config: Config) -> MicroBatches:
     return MicroBatches(_assembler(config, sources), order, config)
 
 
-def shard(loader: DataLoader[Batch], rank: int, world_size: int) -> Iterable[Batch]:
-    """Rank `rank`'s micro batches of `loader`.
-
-    Where this process assembles them itself, for no GPU, there is nothing that a loader would add.
-    """
+def shard(loader: DataLoader[Batch], rank: int, world_size: int) -> DataLoader[Batch]:
+    """A loader of rank `rank`'s micro batches of `loader`."""
     sampler = loader.batch_sampler
     assert isinstance(sampler, MicroBatchSampler)
-    if not (loader.num_workers or loader.pin_memory):
-        samples = loader.dataset
-        assert isinstance(samples, MicroBatches)
-        return map(samples.__getitems__, sampler[rank::world_size])
     return _loader(loader.dataset, sampler[rank::world_size], loader.num_workers)
 
 
@@ -262,6 +255,17 @@ def _assembler(config: Config, sources: Sequence[PackedSource]) -> Assembler:
     return Assembler(sources, length, isolate_documents=isolate)
 
 
+class _Loader(DataLoader[Batch]):
+    """torch's, which has nothing to add where this process assembles batches itself, for no GPU."""
+
+    def __iter__(self) -> Any:
+        if self.num_workers or self.pin_memory:
+            return super().__iter__()
+        samples: Any = self.dataset
+        assert self.batch_sampler is not None
+        return map(samples.__getitems__, self.batch_sampler)
+
+
 def _loader(dataset: Dataset[Batch], sampler: MicroBatchSampler, num_workers: int) -> DataLoader[Batch]:
     """Workers are started apart from this process's threads, so that none inherits a lock that is held."""
     method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
@@ -269,7 +273,7 @@ def _loader(dataset: Dataset[Batch], sampler: MicroBatchSampler, num_workers: in
         atexit.register(end_workers)
     if num_workers and method == "forkserver":
         start_fork_server()
-    return DataLoader(
+    return _Loader(
         dataset,
         batch_sampler=sampler,  # type: ignore[arg-type]  # torch types it Sampler, and takes any iterable
         collate_fn=_as_it_is,

@@ -14,7 +14,7 @@ import functools
 import inspect
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -75,24 +75,42 @@ def document_attention(
         return _attend(query, key, value, layout.mask, dropout)
 
 
-@_disable_dynamo  # as many pieces as a batch happens to have
 def _on_cpu(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor | None, dropout: float) -> Tensor:
-    """`document_attention`, document by document; in value's type or a wider one."""
+    """`document_attention` without a mask, in value's type or a wider one."""
+    if offsets is not None:
+        return _by_documents(query, key, value, offsets, dropout)
     rows, columns = query.shape[:2]
-    edges = range(0, rows * columns + 1, columns) if offsets is None else sorted(set(offsets.tolist()))
-    lengths = [stop - start for start, stop in itertools.pairwise(edges)]
+    if _suits_blocks(value.dtype, columns, dropout):
+        return _by_blocks(query, key, value, range(0, rows * columns + 1, columns))
     wide = torch.promote_types(value.dtype, torch.float32)
-    mean, longest = rows * columns / max(1, len(lengths)), math.inf if value.dtype != wide else _BLOCKS_TO
-    if dropout == 0 and _BLOCKS_FROM <= mean <= longest:
-        q, k, v = (x.flatten(0, 1) for x in (query, key, value))
-        return block_attention(q, k, v, edges).view(query.shape)
+    return _attend(query.to(wide), key.to(wide), value.to(wide), None, dropout)
+
+
+def _suits_blocks(dtype: torch.dtype, mean_length: float, dropout: float) -> bool:
+    longest = _BLOCKS_TO if dtype.itemsize >= 4 else math.inf
+    return dropout == 0 and _BLOCKS_FROM <= mean_length <= longest
+
+
+@_disable_dynamo  # as many pieces as a batch happens to have
+def _by_documents(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, dropout: float) -> Tensor:
+    edges = sorted(set(offsets.tolist()))
+    lengths = [stop - start for start, stop in itertools.pairwise(edges)]
+    if _suits_blocks(value.dtype, edges[-1] / max(1, len(lengths)), dropout):
+        return _by_blocks(query, key, value, edges)
+    wide = torch.promote_types(value.dtype, torch.float32)
     query, key, value = query.to(wide), key.to(wide), value.to(wide)
-    if len(lengths) == rows:
+    if len(lengths) == len(query):
         return _attend(query, key, value, None, dropout)
     # `split`, not slices: its backward is one concatenation, a slice's is a full-size tensor each.
     pieces = zip(*(x.flatten(0, 1).split(lengths) for x in (query, key, value)), strict=True)
     out = [_attend(qp[None], kp[None], vp[None], None, dropout)[0] for qp, kp, vp in pieces]
     return torch.cat(out).view(query.shape)
+
+
+@_disable_dynamo  # many small products in a loop, which a graph of them would not make faster
+def _by_blocks(query: Tensor, key: Tensor, value: Tensor, edges: Sequence[int]) -> Tensor:
+    q, k, v = (x.flatten(0, 1) for x in (query, key, value))
+    return block_attention(q, k, v, edges).view(query.shape)
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from llm_pretrain.training.building import build_model
 from llm_pretrain.training.changes import changed_settings
 from llm_pretrain.training.engine import Engine, forwards_together
 from llm_pretrain.training.evaluation import Evaluator, zlib_bits_per_byte
+from llm_pretrain.training.garbage import scheduled_collections
 from llm_pretrain.training.initial_weights import load_initial_weights
 from llm_pretrain.training.objective import expert_counts
 from llm_pretrain.training.optimizers import build_optimizer
@@ -92,7 +93,7 @@ class Training:
         self.recorder = Recorder(config, engine, self.folder, self.progress)
         self.books = Books(config, engine, self.progress, self.recorder, self._books_are_needed)
         self.saving.attach(self.recorder)
-        with closing(self.recorder), closing(self.saving):
+        with closing(self.recorder), closing(self.saving), scheduled_collections() as self.collect_garbage:
             self._announce(resume, changes or [], notes)
             return self._train(batches)
 
@@ -111,6 +112,7 @@ class Training:
             self._step(next(remaining))
             self._evaluate_and_write(due=self._evaluation_is_due())
             self.books.check_divergence(progress.step)
+            self.collect_garbage(progress.step)
             stopping = self._stop_agreed()
             if not stopping and self.saving.is_due(progress.step):
                 self.saving.save(progress)

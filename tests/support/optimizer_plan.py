@@ -56,7 +56,7 @@ for kind, changes in KINDS.items():
             CASES[f"{path} {strategy} {kind}"] = case_of(path, strategy, changes)
 for path in ("torchrun", "accelerate"):
     CASES[f"{path} one rank NaN"] = case_of(path, "fsdp", {}, ONE_RANK_NAN[path])
-FP16: Changes = {"training": {"precision": "fp16"}}
+FP16: Changes = {"training": UNCLIPPED | {"precision": "fp16"}}
 CASES |= {
     "torchrun ddp fp16": case_of("torchrun", "ddp", FP16),
     "torchrun fsdp fp16": case_of("torchrun", "fsdp", FP16),

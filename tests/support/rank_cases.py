@@ -162,7 +162,7 @@ def noted_sums(sizes: list[int]) -> Iterator[None]:
         sizes.append(tensor.numel())
         return all_reduce(tensor, *arguments, **options)
 
-    def reduce(world_size: int, bucket: dist.GradBucket) -> Any:
+    def reduce(world_size, bucket):  # DDP would want annotations as types, not as text
         work: Any = noted(bucket.buffer().div_(world_size), async_op=True)
         return work.get_future().then(lambda future: future.value()[0])
 

@@ -87,6 +87,9 @@ SHARDED_TWICE = (
         "prepare(model, optimizer, shard(batches, self.rank, self.world_size))",
     ),
 )
+EVERY_MICRO_BATCH = Edit(
+    TORCHRUN, "with nullcontext() if is_last else self.no_sync():", "with nullcontext():"
+)
 STATIC_GRAPH = Edit(ENGINE, '"bucket_cap_mb": 25', '"bucket_cap_mb": 25, "static_graph": True')
 
 CASES: dict[str, Case] = {}
@@ -125,9 +128,9 @@ CASES |= {
     ),
     "every micro batch reduced": Case(
         "torchrun",
-        (Edit(TORCHRUN, "with nullcontext() if is_last else self.no_sync():", "with nullcontext():"),),
-        counted=True,
+        (EVERY_MICRO_BATCH,),
     ),
+    "every micro batch reduced, counted": Case("torchrun", (EVERY_MICRO_BATCH,), counted=True),
     "dropout by rank": Case(
         "torchrun",
         (Edit(ENGINE, "{batch.step}/{batch.micro_batch}", "{batch.step}/{torch.distributed.get_rank()}"),),

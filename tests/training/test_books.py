@@ -51,6 +51,7 @@ def spoilt(lost: set[int] = LOST, large: set[int] = LARGE) -> Iterator[None]:
         factor = float("inf") if batch.step in lost else 50.0 if batch.step in large else None
         if factor is None or not torch.is_grad_enabled():
             return output
+        assert output.loss_sum is not None
         return output._replace(loss_sum=output.loss_sum * factor)
 
     with pytest.MonkeyPatch.context() as patch:

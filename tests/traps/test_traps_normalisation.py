@@ -211,7 +211,7 @@ def test_every_gradient_crosses_the_wire_once_per_step(ranks, rank_config):
     assert rank_config("torchrun counted").gradient_accumulation_steps(WORLD_SIZE) == 3
     assert rank_config("torchrun counted, one micro batch").gradient_accumulation_steps(WORLD_SIZE) == 1
     with pytest.raises(AssertionError):
-        check_sums(ranks["every micro batch reduced"], rank_config("every micro batch reduced"))
+        check_sums(ranks["every micro batch reduced, counted"], rank_config("torchrun counted"))
 
 
 def test_every_rank_reads_its_own_share(config):
