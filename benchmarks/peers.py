@@ -64,7 +64,7 @@ def our_tokens(config: Config) -> float:
 class _TurningEngine(TorchrunEngine):
     step_done: StepDone
 
-    def train_step(self, micro_batches: Any, judge: Judge) -> StepResult:
+    def train_step(self, micro_batches: Any, judge: Judge | None) -> StepResult:
         result = super().train_step(micro_batches, judge)
         self.step_done()  # the row, the next batch and the rest of the loop belong to the next turn
         return result
