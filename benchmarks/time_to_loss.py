@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=400, help="AdamW's")
     parser.add_argument("--share", type=float, default=GOAL_STEPS, help="of them that the recipe takes")
     parser.add_argument("--pairs", type=int, default=9, help="of steps, for their times")
-    parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
+    parser.add_argument("--precision", choices=["auto", "fp32", "bf16"], default="auto")
     parser.add_argument("--rate", type=float, help="AdamW's best, where it is known: no grid")
     parser.add_argument("--decay", choices=["linear", "cosine"], help="likewise")
     parser.add_argument("--quick", action="store_true", help="40 steps at one rate, one seed, without goals")

@@ -16,7 +16,7 @@ from llm_pretrain.errors import ConfigError, ResourceError
 
 if TYPE_CHECKING:
     from llm_pretrain.config import Config
-    from llm_pretrain.training.estimation import Memory
+    from llm_pretrain.training import MemoryEstimate as Memory
 
 HELP = "what a configuration needs: parameters, memory by part, time and cost"
 
@@ -132,7 +132,7 @@ def _with_vocabulary(config: Config) -> Config:
 
 def _print_model(config: Config) -> None:
     from llm_pretrain.model import count_parameters, flops_per_token
-    from llm_pretrain.training.estimation import compute_optimal_tokens, token_budget
+    from llm_pretrain.training import compute_optimal_tokens, token_budget
 
     size, length = count_parameters(config.model), config.training.sequence_length
     print(f"{config.run.name}")
@@ -143,7 +143,7 @@ def _print_model(config: Config) -> None:
 
 
 def _print_memory(config: Config, arguments: argparse.Namespace) -> Memory:
-    from llm_pretrain.training.estimation import estimate_memory
+    from llm_pretrain.training import estimate_memory
 
     on_gpu, world_size = arguments.gpu is not None, arguments.world_size
     memory = estimate_memory(config, world_size, on_gpu=on_gpu, document_length=arguments.document_length)
@@ -176,7 +176,7 @@ def _print_memory(config: Config, arguments: argparse.Namespace) -> Memory:
 
 def _print_time(config: Config, arguments: argparse.Namespace) -> None:
     from llm_pretrain.tracking import device_peak_flops
-    from llm_pretrain.training.estimation import estimate_time, token_budget
+    from llm_pretrain.training import estimate_time, token_budget
 
     if arguments.gpu is None:
         print("time: name a --gpu for tokens per second, hours and cost")
@@ -195,7 +195,7 @@ def _print_time(config: Config, arguments: argparse.Namespace) -> None:
 
 def _verify(config: Config, arguments: argparse.Namespace, options: list[str], memory: Memory) -> int:
     """Run two steps of one rank and compare the peaks."""
-    from llm_pretrain.training.estimation import estimate_memory
+    from llm_pretrain.training import estimate_memory
 
     given = [*options, "--model.vocab_size", str(config.model.vocab_size)]
     command = [sys.executable, "-m", "llm_pretrain.training.step_memory", json.dumps(given)]

@@ -16,6 +16,13 @@ from llm_pretrain.training.engine import (
     seed_dropout,
     settle_buckets,
 )
+from llm_pretrain.training.estimation import Memory as MemoryEstimate
+from llm_pretrain.training.estimation import (
+    compute_optimal_tokens,
+    estimate_memory,
+    estimate_time,
+    token_budget,
+)
 from llm_pretrain.training.evaluation import Evaluator, zlib_bits_per_byte
 from llm_pretrain.training.expert_counting import with_global_expert_counts
 from llm_pretrain.training.fingerprints import fingerprints
@@ -55,6 +62,7 @@ __all__ = [
     "Evaluator",
     "Judge",
     "Launcher",
+    "MemoryEstimate",
     "Objective",
     "RunFolder",
     "SpikeHistory",
@@ -69,8 +77,11 @@ __all__ = [
     "check_world_size",
     "close_channel",
     "collective_timeout",
+    "compute_optimal_tokens",
     "default_accelerate_file",
     "end_script",
+    "estimate_memory",
+    "estimate_time",
     "fingerprints",
     "forget_process_groups",
     "heed_verdict",
@@ -89,6 +100,7 @@ __all__ = [
     "settle_buckets",
     "shard_full_precision",
     "state_tensors",
+    "token_budget",
     "watching",
     "whole_norm",
     "with_global_expert_counts",

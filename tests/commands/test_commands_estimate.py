@@ -60,7 +60,7 @@ def test_recomputing_keeps_less_and_twice_the_rows_twice_as_much():
     less = estimate_memory(preset("minimind3-64m", "--training.activation_checkpointing", "true")).activations
     half = estimate_memory(preset("minimind3-64m", "--training.micro_batch_size", "16")).activations
     assert less < one / 3
-    assert one == 2 * half
+    assert one == pytest.approx(2 * half, rel=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ Outcomes = dict[str, list[Outcome]]
 @pytest.fixture(scope="module")
 def outcomes(masked_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     folder = tmp_path_factory.mktemp("fsdp")
-    return run_ranks(masked_store, folder, timeout=600, plan="fsdp_plan", world_size=2)
+    return run_ranks(masked_store, folder, timeout=1200, plan="fsdp_plan", world_size=2)
 
 
 def failed(outcomes: Outcomes) -> dict[str, str | None]:

@@ -18,7 +18,7 @@ Outcomes = dict[str, list[Outcome]]
 @pytest.fixture(scope="module")
 def outcomes(masked_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     folder = tmp_path_factory.mktemp("optimizers")
-    return run_ranks(masked_store, folder, timeout=600, plan="optimizer_plan", world_size=2)
+    return run_ranks(masked_store, folder, timeout=1200, plan="optimizer_plan", world_size=2)
 
 
 def test_every_case_runs_and_the_ranks_agree(outcomes: Outcomes):

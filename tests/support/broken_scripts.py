@@ -69,7 +69,7 @@ MISTAKES = {
         *("accelerate W=2 A=3 fp32", 2, "train/parameters_sha256"),
     ),
     "counts that are not summed": Mistake(
-        (Edit(OBJECTIVE, "return cls(int(total[0]), total[1:])", "return cls(int(local[0]), total[1:])"),),
+        (Edit(OBJECTIVE, "= sum_integers(whole)", "= whole[0], *sum_integers(whole)[1:]"),),
         ("--paths", "torchrun", "--world-size", "1,2"),
         *("torchrun W=2 A=3 fp32", 1, "train/loss_tokens"),
     ),

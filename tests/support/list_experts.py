@@ -6,13 +6,14 @@ import torch
 from torch import Tensor, nn
 
 from llm_pretrain.config import ModelConfig
+from llm_pretrain.model.kernels import AUTO, Kernels
 from llm_pretrain.model.layers import FeedForward
 
 
 class ListExperts(nn.ModuleList):
     """In the place of `Experts`; an expert without tokens takes no part in the forward pass."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, kernels: Kernels = AUTO):
         size = config.expert_intermediate_size
         super().__init__([FeedForward(config.hidden_size, size) for _ in range(config.num_experts)])
 

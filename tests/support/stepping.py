@@ -210,7 +210,8 @@ def joined(micro_batches: Sequence[Batch]) -> Batch:
     names = ("input_ids", "position_ids", "document_ids", "labels", "loss_mask")
     whole = {name: torch.cat([getattr(batch, name) for batch in micro_batches]) for name in names}
     tokens = sum(batch.num_loss_tokens for batch in micro_batches)
-    return replace(micro_batches[0], **whole, num_loss_tokens=tokens)
+    # where documents begin along the whole follows from `document_ids`
+    return replace(micro_batches[0], **whole, num_loss_tokens=tokens, document_offsets=None)
 
 
 def micro_batches_of(config: Config, step: int) -> Iterator[Batch]:

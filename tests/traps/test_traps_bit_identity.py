@@ -37,8 +37,8 @@ ROUTER_IN_AUTOCAST = [
     Edit(ROUTER, "with torch.autocast(hidden.device.type, enabled=False):", "if True:"),
     Edit(
         ROUTER,
-        "F.linear(at_least_fp32(hidden), at_least_fp32(self.weight))",
-        "F.linear(hidden, self.weight)",
+        "linear(at_least_fp32(hidden), at_least_fp32(self.weight))",
+        "linear(hidden, self.weight)",
     ),
 ]
 LOW_LOGSUMEXP = Edit(LOSS_HEAD, "[at_least_fp32(part).logsumexp(-1)", "[part.logsumexp(-1)")
