@@ -43,7 +43,7 @@ $(STORE)/store.json: $(TOKENIZER)/tokenizer.json
 store: $(STORE)/store.json  ## Tokenizer and token store of the embedded corpus
 
 pretrain: $(STORE)/store.json  ## Pretrain a small mixture of experts on the embedded corpus
-	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node $(NPROC) train_pretrain.py --config $(CONFIG)
+	PYTORCH_ALLOC_CONF=expandable_segments:True OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node $(NPROC) train_pretrain.py --config $(CONFIG)
 	@echo; echo "A sample:"
 	@$(BIN)/llm-pretrain generate $(RUN) --prompt "def " --max_new_tokens 64 --temperature 0.8
 	@echo

@@ -45,11 +45,11 @@ from llm_pretrain.training import (
     collective_timeout,
     end_script,
     forget_process_groups,
+    heed_verdict,
     layer_precision,
     mark_last,
     meeting_point,
     open_channel,
-    plain_number,
     prepare_process,
     pretrain,
     release_parameters,
@@ -58,6 +58,7 @@ from llm_pretrain.training import (
     settle_buckets,
     shard_full_precision,
     watching,
+    whole_norm,
     with_global_expert_counts,
 )
 
@@ -82,14 +83,15 @@ class TorchrunEngine:
         self.rank, self.world_size = 0, 1
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             timeout = collective_timeout(config)
-            backend = "nccl" if on_gpu else "gloo"
+            backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"  # the host's integers stay on the host
             dist.init_process_group(backend, init_method=meeting_point(), timeout=timeout)
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         check_world_size(self.world_size)
         self.channel = open_channel(config, self.world_size, collective_timeout(config))
         self.is_sharded = config.distributed.strategy == "fsdp" and self.world_size > 1
         precision = config.training.precision
-        self.autocast_dtype = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+        dtype = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+        self.autocast = torch.autocast(self.device.type, dtype, enabled=dtype is not None)
         self.grad_scaler = torch.amp.GradScaler(self.device.type, enabled=precision == "fp16")
         # what a checkpoint keeps; without fp16 `grad_scaler` passes everything through
         self.scaler = self.grad_scaler if precision == "fp16" else None
@@ -112,11 +114,11 @@ class TorchrunEngine:
         return (batch.to(self.device, non_blocking=True) for batch in own)
 
     def forward(self, batch: Batch) -> DecoderOutput:
-        with torch.autocast(self.device.type, self.autocast_dtype, enabled=self.autocast_dtype is not None):
+        with self.autocast:
             return self.model(**batch.model_inputs())
 
-    def train_step(self, micro_batches: Sequence[Batch], judge: Judge) -> StepResult:
-        counts = StepCounts.of(micro_batches, self.reduce_sum)
+    def train_step(self, micro_batches: Sequence[Batch], judge: Judge | None) -> StepResult:
+        counts = StepCounts.of(micro_batches, self.sum_integers)
         result = StepResult(counts, skipped="no_loss_tokens")
         if counts.num_loss_tokens == 0:
             return result
@@ -126,26 +128,33 @@ class TorchrunEngine:
             if self.is_sharded:
                 self.model.set_requires_gradient_sync(is_last)
             with nullcontext() if is_last else self.no_sync():
-                seed_dropout(self.config.run.seed, batch)
+                seed_dropout(self.config, batch)
                 output = self.forward(batch)
                 loss = self.objective(output, counts.num_loss_tokens) / self.accumulation_steps
                 self.grad_scaler.scale(loss).backward()
                 sums.add(output, batch)
         self.grad_scaler.unscale_(self.optimizer)
         max_norm = self.config.training.max_grad_norm or math.inf
-        grad_norm = plain_number(clip_grad_norm_(self.model.parameters(), max_norm))
+        grad_norm = whole_norm(clip_grad_norm_(self.model.parameters(), max_norm))
         result = StepResult.of(counts, sums.reduced(self.reduce_sum), grad_norm, judge, self.scaler)
         if not result.skipped:
+            heed_verdict(self.optimizer, result)
             self.grad_scaler.step(self.optimizer)
         self.grad_scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         return result
 
     def reduce_sum(self, tensor: Tensor) -> Tensor:
-        total = tensor.to(self.device, copy=True)
-        if self.world_size > 1:
-            dist.all_reduce(total)
+        if self.world_size == 1:
+            return tensor
+        total = tensor.clone()
+        dist.all_reduce(total)
         return total
+
+    def sum_integers(self, values: Sequence[int]) -> list[int]:
+        if self.world_size == 1:
+            return list(values)
+        return self.reduce_sum(torch.tensor(values, dtype=torch.int64)).tolist()
 
     def gather_objects(self, value: Any) -> list[Any]:
         gathered = [value] * self.world_size

@@ -16,8 +16,10 @@ import os
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
+import accelerate.optimizer
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import (
@@ -55,11 +57,11 @@ from llm_pretrain.training import (
     close_channel,
     collective_timeout,
     end_script,
+    heed_verdict,
     launch_settings,
     layer_precision,
     meeting_point,
     open_channel,
-    plain_number,
     prepare_process,
     pretrain,
     release_parameters,
@@ -69,6 +71,7 @@ from llm_pretrain.training import (
     settle_buckets,
     shard_full_precision,
     watching,
+    whole_norm,
     with_global_expert_counts,
 )
 from llm_pretrain.training.deepspeed_state import (
@@ -78,6 +81,9 @@ from llm_pretrain.training.deepspeed_state import (
     stop_if_diverged,
     zero_options,
 )
+
+# at every step it would search sys.path for a package of other optimizers
+accelerate.optimizer.is_lomo_available = cache(accelerate.optimizer.is_lomo_available)
 
 
 class AccelerateEngine:
@@ -98,8 +104,11 @@ class AccelerateEngine:
             )
         timeout = collective_timeout(config)
         self.uses_deepspeed = config.distributed.strategy == "deepspeed"
-        # named for DeepSpeed alone: a named back-end needs a process group, and one process of DDP has none
-        zero_backend = ("nccl" if on_gpu else "gloo") if self.uses_deepspeed else None
+        backend = "cpu:gloo,cuda:nccl" if on_gpu else None  # the host's integers stay on the host
+        if self.uses_deepspeed:
+            backend = "nccl" if on_gpu else "gloo"
+        elif int(os.environ.get("WORLD_SIZE", "1")) == 1:
+            backend = None  # a named back-end needs a process group
         launched = launch_settings()
         self.accelerator = Accelerator(
             cpu=not on_gpu and not self.uses_deepspeed,  # with cpu=True Accelerate forgets DeepSpeed
@@ -112,7 +121,7 @@ class AccelerateEngine:
             dataloader_config=DataLoaderConfiguration(even_batches=False, non_blocking=True),
             kwargs_handlers=[
                 DistributedDataParallelKwargs(**DDP_OPTIONS),
-                InitProcessGroupKwargs(backend=zero_backend, init_method=meeting_point(), timeout=timeout),
+                InitProcessGroupKwargs(backend=backend, init_method=meeting_point(), timeout=timeout),
             ],
         )
         restore_launch_settings(launched)
@@ -145,8 +154,8 @@ class AccelerateEngine:
         with self.accelerator.autocast():  # FSDP's `prepare` leaves it to us, DDP's does not mind
             return self.model(**batch.model_inputs())
 
-    def train_step(self, micro_batches: Sequence[Batch], judge: Judge) -> StepResult:
-        counts = StepCounts.of(micro_batches, self.reduce_sum)
+    def train_step(self, micro_batches: Sequence[Batch], judge: Judge | None) -> StepResult:
+        counts = StepCounts.of(micro_batches, self.sum_integers)
         result = StepResult(counts, skipped="no_loss_tokens")
         if counts.num_loss_tokens == 0:
             return result
@@ -154,7 +163,7 @@ class AccelerateEngine:
         sums = StepSums(self.config)
         for batch in micro_batches:
             with self.accelerator.accumulate(self.model):
-                seed_dropout(self.config.run.seed, batch)
+                seed_dropout(self.config, batch)
                 output = self.forward(batch)
                 loss = self.objective(output, counts.num_loss_tokens)
                 self.accelerator.backward(loss)  # divides by the accumulation steps, scales for fp16
@@ -162,12 +171,13 @@ class AccelerateEngine:
                 if self.accelerator.sync_gradients:
                     max_norm = self.config.training.max_grad_norm or math.inf
                     norm = self.accelerator.clip_grad_norm_(self.model.parameters(), max_norm)
-                    grad_norm = plain_number(norm)  # type: ignore[arg-type]  # never None: zero_compute_grad_norm
+                    grad_norm = whole_norm(norm)  # type: ignore[arg-type]  # never None: zero_compute_grad_norm
                     reduced = sums.reduced(self.reduce_sum)
                     result = StepResult.of(counts, reduced, grad_norm, judge, self.scaler)
                     if self.uses_deepspeed:  # its engine has clipped and stepped inside `backward`
                         stop_if_diverged(self.optimizer.optimizer, result, batch.step)
                     if not result.skipped:
+                        heed_verdict(self.optimizer.optimizer, result)
                         self.optimizer.step()  # with a scaler: its step and its update
                     elif self.scaler:
                         self.scaler.update()
@@ -175,8 +185,15 @@ class AccelerateEngine:
         return result
 
     def reduce_sum(self, tensor: Tensor) -> Tensor:
-        total = self.accelerator.reduce(tensor.to(self.device), "sum")
+        total = self.accelerator.reduce(tensor, "sum")
         return total  # type: ignore[return-value]  # typed for nests of tensors
+
+    def sum_integers(self, values: Sequence[int]) -> list[int]:
+        if self.world_size == 1:
+            return list(values)
+        own = torch.tensor(values, dtype=torch.int64)
+        # DeepSpeed's back-end knows one device alone
+        return self.reduce_sum(own.to(self.device) if self.uses_deepspeed else own).tolist()
 
     def gather_objects(self, value: Any) -> list[Any]:
         return gather_object([value])

@@ -15,8 +15,8 @@ from llm_pretrain.data import TokenStore, open_tokenizer, train_tokenizer
 from llm_pretrain.data.store_writer import StoreWriter
 
 MEDIAN, SIGMA = 250, 0.8
-_FIRST_CHARACTER = 0x4E00
-"""Ideographs, of which there are enough for a vocabulary of one character each."""
+_FIRST_CHARACTER = 0x20000
+"""From here on there are enough code points for a vocabulary of one character each."""
 
 
 @dataclass(frozen=True)

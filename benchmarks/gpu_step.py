@@ -1,81 +1,150 @@
-"""Tokens per second and MFU of `minimind-26m` in bf16 on one GPU, through both scripts.
+"""Tokens per second and MFU of whole runs on one GPU, by preset and by choice of kernels.
 
-With and without `training.deterministic`, runs in turns; a run's figure is its median step after the warm-up.
-Tokens are loss tokens; MFU is against the datasheet's dense bf16 peak. Skipped where there is no CUDA device.
+The torchrun script as users start it, on documents of lognormal length that fill packed sequences, in
+bf16. A run's figure is the interval of its steps' `perf/tokens_per_second` after the warm-up; tokens are loss
+tokens, MFU is against the datasheet's dense bf16 peak. The mixture (1.08B parameters, 0.19B active) is
+compared with a dense model whose feed-forward is as wide as the experts that one token sees: equal active
+FLOPs. Needs CUDA; written for one H200, and takes about 10 minutes. `--profile` adds a table of where a
+step's time goes.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.launching import (
-    SCRIPTS,
-    Launched,
-    add_store_option,
-    launch,
-    launch_command,
-    token_store,
-    training_options,
-)
-from benchmarks.measuring import Spread
+from benchmarks.documents import Documents, make_store
+from benchmarks.launching import environment, launch, launch_command, training_options
+from benchmarks.machine import ROOT
+from benchmarks.measuring import Interval
+from benchmarks.reporting import report
 
 WARMUP_STEPS = 10
+EXPERTS = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "num_key_value_heads": 4}
+MOE = EXPERTS | {"num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 576}
+DENSE = EXPERTS | {"intermediate_size": 8 * 576}
+
+
+class Case(NamedTuple):
+    """A run: preset, its shape where it differs, batch, and settings of `training`."""
+
+    name: str
+    preset: str
+    length: int
+    micro_batch_size: int
+    model: dict[str, int] = {}  # noqa: RUF012 (never written to)
+    training: dict[str, str] = {}  # noqa: RUF012
+    at_least: float | None = None
+    """Thousands of tokens per second."""
+
+
+CASES = [
+    Case("gpt2-124m", "gpt2-124m", 1024, 64, at_least=500.0),
+    Case("gpt2-124m, compile off", "gpt2-124m", 1024, 64, training={"compile": "off"}),
+    Case("gpt2-124m, sdpa", "gpt2-124m", 1024, 64, training={"attention_implementation": "sdpa"}),
+    Case("gpt2-124m, varlen", "gpt2-124m", 1024, 64, training={"attention_implementation": "varlen"}),
+    Case("gpt2-124m, flex", "gpt2-124m", 1024, 64, training={"attention_implementation": "flex"}),
+    Case("gpt2-124m, full logits", "gpt2-124m", 1024, 32, training={"loss_implementation": "full"}),
+    Case("gpt2-124m, fused head", "gpt2-124m", 1024, 64, training={"loss_implementation": "fused"}),
+    Case("gpt2-124m, liger head", "gpt2-124m", 1024, 64, training={"loss_implementation": "liger"}),
+    Case("qwen3-0.6b", "qwen3-0.6b", 4096, 8, training={"activation_checkpointing": "false"}, at_least=70.0),
+    Case("mixture", "gpt2-124m", 1024, 32, model=MOE),
+    Case("dense of equal FLOPs", "gpt2-124m", 1024, 32, model=DENSE),
+]
+GOAL_MIXTURE = 0.7
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the benchmark's options."""
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=40, help="steps of a run after its warm-up")
-    parser.add_argument("--config", default="minimind-26m", help="a preset of configs/")
-    parser.add_argument("--micro_batch_size", type=int, default=32)
-    parser.add_argument("--global_batch_size", type=int, default=256)
-    add_store_option(parser)
+    parser.add_argument("--steps", type=int, default=30, help="steps of a run after its warm-up")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="cases whose names begin so")
+    parser.add_argument("--documents", type=int, default=20_000)
+    parser.add_argument("--profile", action="store_true", help="a table of each case's kernels by time")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Prints a row per script and setting, and what Accelerate and determinism cost."""
+    """Prints a row per case, and the mixture's speed over the dense model's."""
     if not torch.cuda.is_available():
-        print("skipped: no CUDA device")
+        print("skipped: no CUDA device; on a GPU: python -m benchmarks gpu_step")
         return
-    cases = [(launcher, deterministic) for deterministic in (False, True) for launcher in SCRIPTS]
-    runs: dict[tuple[str, bool], list[dict[str, float]]] = {case: [] for case in cases}
-    with token_store(arguments.store) as store:
-        for repeat in range(arguments.repeats):
-            for case in cases if repeat % 2 else reversed(cases):
-                runs[case].append(_medians(_launch(arguments, store, *case)))
-    for (launcher, deterministic), found in runs.items():
-        name = f"{launcher}{', deterministic' if deterministic else ''}"
-        tokens = Spread.of(each["perf/tokens_per_second"] / 1e3 for each in found)
-        mfu = [each["perf/mfu"] for each in found if "perf/mfu" in each]
-        utilisation = f", MFU {Spread.of(mfu).text()}" if mfu else ""
-        memory = found[0]["perf/memory_bytes"] / 2**30
-        print(f"{name:<26} {tokens.text('k tokens/s', 1)}{utilisation}, {memory:.1f} GiB")
-    seconds = {case: [each["perf/step_seconds"] for each in found] for case, found in runs.items()}
-    for text, one, other in (
-        ("accelerate / torchrun", ("accelerate", False), ("torchrun", False)),
-        ("deterministic / not", ("torchrun", True), ("torchrun", False)),
-    ):
-        ratios = [a / b for a, b in zip(seconds[one], seconds[other], strict=True)]
-        print(f"{text:<26} {Spread.of(ratios).text()} of a step")
-
-
-def _launch(arguments: argparse.Namespace, store: Path, launcher: str, deterministic: bool) -> Launched:
+    speeds: dict[str, list[float]] = {}
+    stores: dict[int, Path] = {}
     with tempfile.TemporaryDirectory() as temporary:
-        options = training_options(arguments.config, store, Path(temporary))
+        for case in CASES:
+            if arguments.only and not any(case.name.startswith(name) for name in arguments.only):
+                continue
+            try:
+                speeds[case.name] = _measure(arguments, case, Path(temporary), stores)
+            except (
+                SystemExit
+            ) as failed:  # an extra that is not there, too little memory: the others still run
+                print(f"{case.name}: FAILED, {str(failed).strip().splitlines()[-1]}", flush=True)
+    if {"mixture", "dense of equal FLOPs"} <= speeds.keys():
+        pairs = zip(speeds["mixture"], speeds["dense of equal FLOPs"], strict=True)
+        quotient = Interval.of(one / other for one, other in pairs)
+        report("tokens/s of the mixture / the dense model", quotient, at_least=GOAL_MIXTURE)
+
+
+def _measure(arguments: argparse.Namespace, case: Case, folder: Path, stores: dict[int, Path]) -> list[float]:
+    """Run a case and report it; its thousands of tokens per second by step."""
+    store = _store(arguments, case, folder, stores)
+    with tempfile.TemporaryDirectory(dir=folder) as run_folder:
+        options = case_options(case, store, Path(run_folder) / "run")
         options += ["--training.max_steps", str(arguments.steps + WARMUP_STEPS)]
-        options += ["--training.precision", "bf16", "--training.deterministic", str(deterministic).lower()]
-        for name in ("micro_batch_size", "global_batch_size"):
-            options += [f"--training.{name}", str(getattr(arguments, name))]
-        return launch(launch_command(launcher, 1, on_gpu=True), options, Path(temporary))
+        rows = launch(launch_command("torchrun", 1), options, Path(run_folder) / "run").rows[WARMUP_STEPS:]
+        speeds = [row["perf/tokens_per_second"] / 1e3 for row in rows]
+        used = [row["perf/mfu"] for row in rows if row.get("perf/mfu") is not None]
+        note = f"MFU {statistics.median(used):.1%}, " if used else ""
+        note += f"{rows[-1]['perf/memory_bytes'] / 2**30:.1f} GiB"
+        report(
+            f"{case.name}, {case.micro_batch_size} x {case.length}",
+            Interval.of(speeds), unit="k tokens/s", digits=1, note=note, at_least=case.at_least,
+        )  # fmt: skip
+        if arguments.profile:
+            _profile(case_options(case, store, Path(run_folder) / "profile"))
+    return speeds
 
 
-def _medians(launched: Launched) -> dict[str, float]:
-    """Median of every perf/… figure over the steps after the warm-up."""
-    rows = launched.rows[WARMUP_STEPS:]
-    names = [name for name, value in rows[0].items() if name.startswith("perf/") and value is not None]
-    return {name: statistics.median(row[name] for row in rows) for name in names}
+def case_options(case: Case, store: Path, folder: Path) -> list[str]:
+    """The script's options for a case."""
+    options = training_options(case.preset, store, folder)
+    size = str(case.micro_batch_size)
+    options += ["--training.micro_batch_size", size, "--training.global_batch_size", size]
+    options += ["--training.sequence_length", str(case.length), "--training.precision", "bf16"]
+    for section, settings in (("model", case.model), ("training", case.training)):
+        for name, value in settings.items():
+            options += [f"--{section}.{name}", str(value)]
+    return [*options, "--logging.report", "false"]
+
+
+def _store(arguments: argparse.Namespace, case: Case, folder: Path, stores: dict[int, Path]) -> Path:
+    """Documents in the preset's vocabulary, made once for each."""
+    from llm_pretrain.config import load_config
+
+    preset = load_config(["--config", str(ROOT / "configs" / f"{case.preset}.yaml")], needs_data=False)
+    size = preset.model.vocab_size
+    assert size is not None, case.preset
+    if size not in stores:
+        stores[size] = folder / f"store-{size}"
+        make_store(stores[size], Documents.lognormal(arguments.documents, size), size)
+    return stores[size]
+
+
+def _profile(options: list[str]) -> None:
+    """Print the kernels of a few steps, in a process of their own."""
+    command: list[Any] = [sys.executable, "-m", "benchmarks.gpu_profile", *options]
+    done = subprocess.run(
+        [*command, "--training.max_steps", "20"], cwd=ROOT, env=environment() | {"COLUMNS": "120"},
+        stderr=subprocess.STDOUT, stdout=subprocess.PIPE, text=True, check=False,
+    )  # fmt: skip
+    print(done.stdout, flush=True)
+    if done.returncode:
+        print(f"profile: FAILED with exit code {done.returncode}{os.linesep}", flush=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import hashlib
 import os
 import statistics
 import tempfile
@@ -31,7 +32,6 @@ from llm_pretrain.config import Config, load_config
 from llm_pretrain.data import Batch, train_samples
 from llm_pretrain.training import prepare_process, pretrain
 from llm_pretrain.training.loop import windows
-from llm_pretrain.training.objective import DIGEST_WORDS
 from llm_pretrain.training.optimizers import build_optimizer
 
 GOAL_MILLISECONDS = 0.15
@@ -51,6 +51,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_store_option(parser)
 
 
+class NoHash:
+    """Stands where SHA-256 does, and hashes nothing."""
+
+    def __init__(self, *_: object):
+        pass
+
+    def update(self, *_: object) -> None:
+        """Takes bytes."""
+
+    def digest(self) -> bytes:
+        """Nothing, as long as a SHA-256."""
+        return bytes(32)
+
+
 class BareLoop:
     """Batch, forward, backward, clipping and optimizer of the same objective, and nothing else."""
 
@@ -60,15 +74,15 @@ class BareLoop:
         self.in_bf16 = config.training.precision == "bf16"
         self.micro, self.whole = config.training.micro_batch_size, config.training.global_batch_size
         self.samples, self.next_sample = train_samples(config), 0
-        nothing = torch.zeros(DIGEST_WORDS, dtype=torch.int64)
-        # a digest of the samples is the loop's doing; the assembly itself is anyone's
-        self.samples.assembler._digest = lambda *_: nothing  # type: ignore[method-assign]
 
     def step(self) -> None:
         """One optimizer step."""
         first, self.next_sample = self.next_sample, self.next_sample + self.whole
         numbers = (range(each, each + self.micro) for each in range(first, first + self.whole, self.micro))
+        # a digest of the samples is the loop's doing; the assembly itself is anyone's
+        sha256, hashlib.sha256 = hashlib.sha256, NoHash
         micro_batches = [self.samples.__getitems__(each) for each in numbers]
+        hashlib.sha256 = sha256
         num_loss_tokens = sum(batch.num_loss_tokens for batch in micro_batches)
         for batch in micro_batches:
             with torch.autocast("cpu", torch.bfloat16, enabled=self.in_bf16):
@@ -130,7 +144,8 @@ def _report(bare: list[float], loop: list[float], arguments: argparse.Namespace)
     pairs = list(zip(bare, loop, strict=True))
     added, low, high = median_interval([ours - theirs for theirs, ours in pairs])
     share, least, most = median_interval([ours / theirs - 1 for theirs, ours in pairs])
-    print(f"bare step            {statistics.median(bare):.3f} ms, {len(pairs)} x {arguments.logging_steps} steps")
+    stretches = f"{len(pairs)} x {arguments.logging_steps} steps"
+    print(f"bare step            {statistics.median(bare):.3f} ms, {stretches}")
     print(f"added by the loop    {added:.3f} ms (95 % of the median: {low:.3f} to {high:.3f})")
     print(f"share of a bare step {share:.2%} ({least:.2%} to {most:.2%})")
     if arguments.config == "minimind-26m":

@@ -24,7 +24,7 @@ from benchmarks.loop_overhead import BareLoop
 from benchmarks.machine import ROOT
 from benchmarks.turns import Turns
 from llm_pretrain.config import Config, resolve_model
-from llm_pretrain.data import global_batches, open_stores, sequences_per_epoch, tokens_per_epoch
+from llm_pretrain.data import open_stores, sequences_per_epoch, tokens_per_epoch
 from llm_pretrain.model import initialize_weights
 from llm_pretrain.training import Judge, StepResult, prepare_process, pretrain
 from llm_pretrain.training.building import build_model
@@ -79,24 +79,13 @@ def _our_loop(config: Config, step_done: StepDone) -> None:
 
 
 def bare(config: Config, documents: Documents) -> Side:
-    """Forward, backward, clipping and optimizer of our model on packed batches that are there already."""
-    return Side(partial(_BareSteps(config)), our_tokens(config))
-
-
-class _BareSteps:
-    def __init__(self, config: Config):
-        prepare_process(config)
-        config = resolve_model(config, open_stores(config)[0].vocab_size)
-        model = build_model(config)
-        initialize_weights(model, config.run.seed)
-        self.loop = BareLoop(config, model, build_optimizer(model, config.optimizer))
-        batches = iter(global_batches(config, start_step=0, world_size=1))
-        self.batches = [next(batches) for _ in range(8)]
-        self.taken = 0
-
-    def __call__(self) -> None:
-        self.loop.step([self.batches[self.taken % len(self.batches)]])
-        self.taken += 1
+    """Batch assembly, forward, backward, clipping and optimizer of our model, and nothing else."""
+    prepare_process(config)
+    config = resolve_model(config, open_stores(config)[0].vocab_size)
+    model = build_model(config)
+    initialize_weights(model, config.run.seed)
+    loop = BareLoop(config, model, build_optimizer(model, config.optimizer))
+    return Side(loop.step, our_tokens(config))
 
 
 def trainer_padded(config: Config, documents: Documents) -> Side:

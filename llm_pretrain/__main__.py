@@ -20,6 +20,7 @@ COMMANDS = {
     "convert": "turn token files of nanoGPT or Megatron into a token store, or back",
     "inspect": "show what is in a token store: lengths, masks, packing, samples",
     "configs": "list the presets; write other frameworks' configurations as ours",
+    "estimate": "what a configuration needs: parameters, memory by part, time and cost",
     "doctor": "look for what on this machine would surprise a run",
     "parity": "launch a configuration in every way, and compare the runs bit for bit",
     "chaos": "kill a run again and again; it must end as the run that nobody killed, bit for bit",

@@ -121,7 +121,8 @@ def test_only_the_engines_and_checkpoints_touch_torch_distributed():
                 name for name in distributed if not name.startswith("torch.distributed.checkpoint")
             }
         if path == PACKAGE / "training" / "sharding.py":  # what both engines shard alike
-            distributed = {name for name in distributed if not name.startswith("torch.distributed.fsdp")}
+            allowed = ("torch.distributed.fsdp", "torch.distributed.tensor")
+            distributed = {name for name in distributed if not name.startswith(allowed)}
         assert not distributed, f"{path}: {distributed}"
     assert not any(name.startswith("torch.distributed") for name in imports(SCRIPTS["accelerate"]))
     for path in [*modules(), SCRIPTS["accelerate"]]:

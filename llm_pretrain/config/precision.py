@@ -13,7 +13,7 @@ from llm_pretrain.config.tree import Config
 
 
 def resolve_precision(config: Config) -> Config:
-    """The configuration with a `training.precision` of `auto` replaced: `bf16` where it is fast, else `fp32`."""
+    """The configuration with precision `auto` replaced: `bf16` where products are fast in it, else `fp32`."""
     if config.training.precision != "auto":
         return config
     precision = "bf16" if multiplies_in_bf16() else "fp32"

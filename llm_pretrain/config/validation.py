@@ -16,6 +16,7 @@ from llm_pretrain.config.checking import check_tree
 from llm_pretrain.config.model_config import ModelConfig
 from llm_pretrain.config.tree import Config
 from llm_pretrain.config.validation_data import data_problems
+from llm_pretrain.config.validation_kernels import kernel_problems, kernel_relations
 from llm_pretrain.config.validation_model import Relation, attention_relations, model_relations
 from llm_pretrain.config.validation_ranges import range_problems
 
@@ -32,11 +33,12 @@ def validate(config: Config, world_size: int = 1, *, needs_data: bool = True) ->
         *range_problems(config),
         *_names(config),
         *data_problems(config.data, needs_data),
+        *kernel_problems(config),
     ]
     wrong = {line.partition(":")[0] for line in alone}
     relations = [*model_relations(config), *_batch(config, world_size), *_schedule(config)]
     relations += [*_samples(config), *_strategy(config), *_spikes(config), *_optimizer(config)]
-    relations += _not_built(config)
+    relations += [*kernel_relations(config), *_float8(config)]
     # a relation to a value that is impossible anyway says nothing new, and may not be computable
     return alone + [text for names, text in relations if not wrong.intersection(names)]
 
@@ -157,6 +159,13 @@ def _strategy(config: Config) -> Iterator[Relation]:
             f"{names[0]}: expected fp32 or bf16 with {names[1]} deepspeed, found fp16, whose loss scale "
             "DeepSpeed would keep to itself and no checkpoint has; use bf16",
         )
+    names = ("training.compile", "distributed.strategy")
+    if config.distributed.strategy == "deepspeed" and config.training.compile == "on":
+        yield (
+            names,
+            f"{names[0]}: expected auto or off with {names[1]} deepspeed, found on, whose graphs DeepSpeed's "
+            "hooks would cut; use ddp or fsdp",
+        )
 
 
 def _optimizer(config: Config) -> Iterator[Relation]:
@@ -176,20 +185,21 @@ def _optimizer(config: Config) -> Iterator[Relation]:
         )
 
 
-def _not_built(config: Config) -> Iterator[Relation]:
-    """Settings whose code is still to come; each line goes with what it waits for."""
-    training, optimizer = config.training, config.optimizer
-    waiting = {
-        "optimizer.base_hidden_size": optimizer.base_hidden_size is not None,
-        "training.compile": training.compile == "on",
-        "training.float8": training.float8,
-        "training.experts_implementation": training.experts_implementation != "auto",
-        "training.attention_implementation": training.attention_implementation != "auto",
-        "training.loss_implementation": training.loss_implementation != "auto",
-    }
-    for name, is_set in waiting.items():
-        if is_set:
-            yield (name,), f"{name}: expected the default, found a value that is not built yet"
+def _float8(config: Config) -> Iterator[Relation]:
+    training = config.training
+    names = ("training.float8", "training.precision")
+    if training.float8 and training.precision not in ("auto", "bf16"):
+        yield names, f"{names[0]}: expected false with {names[1]} {training.precision}, found true; set bf16"
+    names = ("training.float8", "training.micro_batch_size", "training.sequence_length")
+    if training.float8 and (tokens := training.micro_batch_size * training.sequence_length) % 16:
+        yield (
+            names,
+            f"{names[0]}: expected {names[1]} * {names[2]} to be a multiple of 16, which FP8 products take, "
+            f"found {tokens}",
+        )
+    names = ("training.float8", "distributed.strategy")
+    if training.float8 and config.distributed.strategy == "deepspeed":
+        yield names, f"{names[0]}: expected false with {names[1]} deepspeed, found true; use ddp or fsdp"
 
 
 def _spikes(config: Config) -> Iterator[Relation]:

@@ -5,7 +5,6 @@ Knows nothing of steps, ranks or the order of samples: which sequences, in which
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from llm_pretrain.data.packing import PackedIndex
-from llm_pretrain.data.token_store import TokenStore
+from llm_pretrain.data.digests import Contents, digest_head
+from llm_pretrain.data.gathering import Gathered, Gatherer, PackedSource
 from llm_pretrain.errors import DataError
 
 IGNORE_INDEX = -100
@@ -53,6 +52,8 @@ class Batch:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """The batch on `device`; the digest stays where it is."""
+        if self.input_ids.device == torch.device(device):
+            return self
         moved = {name: t.to(device, non_blocking=non_blocking) for name, t in self._movable().items()}
         return replace(self, **moved)
 
@@ -63,22 +64,12 @@ class Batch:
     def model_inputs(self) -> dict[str, Any]:
         """The keyword arguments of the decoder's forward."""
         names = ["input_ids", "position_ids", "document_ids", "labels", "loss_mask"]
-        if self.global_expert_counts is not None:
-            names.append("global_expert_counts")
+        optional = ("document_offsets", "global_expert_counts")
+        names += [name for name in optional if getattr(self, name) is not None]
         return {name: getattr(self, name) for name in names}
 
     def _movable(self) -> dict[str, torch.Tensor]:
-        others = {"sources": self.sources, "document_offsets": self.document_offsets}
-        return self.model_inputs() | {name: tensor for name, tensor in others.items() if tensor is not None}
-
-
-@dataclass(frozen=True, slots=True)
-class PackedSource:
-    """One split of a store, packed."""
-
-    store: TokenStore
-    split: str
-    index: PackedIndex
+        return self.model_inputs() | ({} if self.sources is None else {"sources": self.sources})
 
 
 class Assembler:
@@ -88,145 +79,84 @@ class Assembler:
         self.sources = list(sources)
         self.sequence_length = sequence_length
         self.isolate_documents = isolate_documents
-        store = self.sources[0].store
-        candidates = (store.pad_token_id, store.eos_token_id, 0)
+        stores = [source.store for source in self.sources]
+        candidates = (stores[0].pad_token_id, stores[0].eos_token_id, 0)
         self.pad_id = next(token for token in candidates if token is not None)
+        self._vocab_size = min(store.vocab_size for store in stores)
+        self._gatherer = Gatherer(self.sources, sequence_length, self.pad_id)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_gatherer"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._gatherer = Gatherer(self.sources, self.sequence_length, self.pad_id)
 
     def assemble(
         self, samples: Sequence[tuple[int, int]], *, step: int, micro_batch: int, slot: int
     ) -> Batch:
         """The batch of `samples`, (source, sequence) each; the first stands in `slot` of the global batch."""
-        length = self.sequence_length
-        input_ids = np.empty((len(samples), length), dtype=np.int64)
-        labels = np.empty_like(input_ids)
-        loss_mask = np.empty(input_ids.shape, dtype=np.bool_)
-        numbers: list[int] = []  # of each piece within its row, padding being the last piece
-        lengths: list[int] = []
-        for row, (source, sequence) in enumerate(samples):
-            taken = self._fill_row(source, sequence, input_ids[row], labels[row], loss_mask[row])
-            numbers += range(len(taken))
-            lengths += taken
-        shape = input_ids.shape
-        if self.isolate_documents:
-            document_ids = np.repeat(np.array(numbers), lengths).reshape(shape)
-            starts = np.cumsum(lengths) - lengths
-            position_ids = (np.arange(len(samples) * length) - np.repeat(starts, lengths)).reshape(shape)
-        else:
-            document_ids = self._padding_ids(samples, shape)
-            position_ids = np.tile(np.arange(length), (len(samples), 1))
-            starts = np.flatnonzero(position_ids.ravel() == 0)
-            padded = np.flatnonzero(document_ids.ravel()[1:] > document_ids.ravel()[:-1]) + 1
-            starts = np.union1d(starts, padded)
-        self._check_ids(samples, input_ids, labels)
-        labels[~loss_mask] = IGNORE_INDEX
+        shape = (len(samples), self.sequence_length)
+        gathered = self._gatherer.gather(samples)
+        tokens, loss_mask = gathered.tokens.reshape(2, *shape), gathered.loss_mask.reshape(shape)
+        self._check_ids(samples, tokens)
+        contents = Contents(*shape)
+        labels = contents.labels
+        contents.input_ids[:], labels[:] = tokens
+        num_loss_tokens = int(np.count_nonzero(loss_mask))
+        if num_loss_tokens < loss_mask.size:  # IGNORE_INDEX where masked; `where` would take twice as long
+            labels -= IGNORE_INDEX
+            labels *= loss_mask
+            labels += IGNORE_INDEX
+        heads = [
+            digest_head(slot + row, self.sources[source].store, sequence)
+            for row, (source, sequence) in enumerate(samples)
+        ]
+        position_ids, document_ids, starts = self._documents(gathered, shape)
         return Batch(
-            input_ids=torch.from_numpy(input_ids),
-            position_ids=torch.from_numpy(position_ids),
-            document_ids=torch.from_numpy(document_ids),
-            labels=torch.from_numpy(labels),
+            input_ids=torch.from_numpy(tokens[0].astype(np.int64)),
+            position_ids=torch.from_numpy(position_ids.reshape(shape)),
+            document_ids=torch.from_numpy(document_ids.reshape(shape)),
+            labels=torch.from_numpy(labels.astype(np.int64)),
             loss_mask=torch.from_numpy(loss_mask),
-            num_loss_tokens=int(np.count_nonzero(loss_mask)),
+            num_loss_tokens=num_loss_tokens,
             step=step,
             micro_batch=micro_batch,
-            digest=self._digest(samples, slot, input_ids, labels, loss_mask),
+            digest=contents.digest(heads, loss_mask),
             sources=torch.tensor([source for source, _ in samples]) if len(self.sources) > 1 else None,
-            document_offsets=padded_offsets(starts, len(samples) * length),
+            document_offsets=padded_offsets(starts, loss_mask.size),
         )
 
-    def _fill_row(
-        self, source: int, sequence: int, input_ids: np.ndarray, labels: np.ndarray, loss_mask: np.ndarray
-    ) -> list[int]:
-        """Writes one sequence; returns the lengths of its pieces, padding included."""
-        packed = self.sources[source]
-        split, index = packed.store.split(packed.split), packed.index
-        first, last = index.sequence_offsets[sequence : sequence + 2].tolist()
-        lengths: list[int] = index.piece_length[first:last].tolist()
-        begin = 0
-        loss_mask.fill(True)
-        for start, length in zip(index.piece_start[first:last].tolist(), lengths, strict=True):
-            end = begin + length
-            tokens = split.tokens_at(start, start + length + 1)
-            input_ids[begin:end] = tokens[:-1]
-            labels[begin:end] = tokens[1:]
-            if split.has_mask:
-                loss_mask[begin:end] = split.mask_at(start + 1, start + length + 1)
-            begin = end
-        if begin < self.sequence_length:
-            input_ids[begin:] = labels[begin:] = self.pad_id
-            loss_mask[begin:] = False
-            lengths.append(self.sequence_length - begin)
-        return lengths
+    def _documents(
+        self, gathered: Gathered, shape: tuple[int, int]
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Positions and document ids, int64 [B·S], and the places at which documents begin.
 
-    def _check_ids(
-        self, samples: Sequence[tuple[int, int]], input_ids: np.ndarray, labels: np.ndarray
-    ) -> None:
+        Documents that are not isolated attend to one another: all of a row's are one, apart from padding.
+        """
+        if self.isolate_documents:
+            return gathered.positions, gathered.numbers.repeat(gathered.lengths), gathered.starts
+        first = gathered.is_padding | (gathered.numbers == 0)
+        document_ids = gathered.is_padding.astype(np.int64).repeat(gathered.lengths)
+        return np.tile(np.arange(shape[1]), shape[0]), document_ids, gathered.starts[first]
+
+    def _check_ids(self, samples: Sequence[tuple[int, int]], tokens: np.ndarray) -> None:
         """Of a store too large to be read when it is opened, ids are seen here first."""
-        for row, (source, sequence) in enumerate(samples):
+        if int(tokens.max()) < self._vocab_size:
+            return
+        for found, (source, sequence) in zip(tokens.max(axis=(0, 2)).tolist(), samples, strict=True):
             packed = self.sources[source]
-            found = max(int(input_ids[row].max()), int(labels[row].max()))
             if found >= packed.store.vocab_size:
                 raise DataError(
                     f"{packed.store.path}: expected token ids below vocab_size {packed.store.vocab_size}, "
                     f"found {found} in sequence {sequence} of {packed.split}; prepare the store again"
                 )
 
-    def _padding_ids(self, samples: Sequence[tuple[int, int]], shape: tuple[int, int]) -> np.ndarray:
-        """int64 [B, S]: 0 on documents, all of which attend to one another, and 1 on padding."""
-        document_ids = np.zeros(shape, dtype=np.int64)
-        for row, (source, sequence) in enumerate(samples):
-            index = self.sources[source].index
-            first, last = index.sequence_offsets[sequence : sequence + 2]
-            document_ids[row, int(index.piece_length[first:last].sum()) :] = 1
-        return document_ids
-
-    def _digest(
-        self,
-        samples: Sequence[tuple[int, int]],
-        slot: int,
-        input_ids: np.ndarray,
-        labels: np.ndarray,
-        loss_mask: np.ndarray,
-    ) -> torch.Tensor:
-        """Digests the arrays that the tensors share their memory with."""
-        heads = [
-            digest_head(slot + row, self.sources[source].store, sequence)
-            for row, (source, sequence) in enumerate(samples)
-        ]
-        return digest_rows(heads, input_ids, labels, loss_mask)
-
 
 def padded_offsets(starts: np.ndarray, end: int) -> torch.Tensor:
     """`Batch.document_offsets` from the places at which pieces begin."""
     count = max(_LEAST_OFFSETS, 1 << len(starts).bit_length())  # a power of two with room for one `end`
-    offsets = np.full(count, end, dtype=np.int32)
+    offsets = np.empty(count, dtype=np.int32)
     offsets[: len(starts)] = starts
+    offsets[len(starts) :] = end
     return torch.from_numpy(offsets)
-
-
-def digest_head(slot: int, store: TokenStore, sequence: int) -> bytes:
-    """What a sample's digest begins with: its slot in the global batch, its store, its sequence there."""
-    return f"{slot}/{store.hash}/{sequence}/".encode()
-
-
-def digest_rows(
-    heads: Sequence[bytes], input_ids: np.ndarray, labels: np.ndarray, loss_mask: np.ndarray
-) -> torch.Tensor:
-    """`Batch.digest`, int64 [8], of B samples.
-
-    Args:
-        heads: `digest_head` of each.
-        input_ids: Integers [B, S].
-        labels: Shifted, and -100 where masked; integers [B, S].
-        loss_mask: bool [B, S].
-    """
-    ids, targets = input_ids.astype("<i4"), labels.astype("<i4")
-    mask = np.packbits(loss_mask, axis=1)
-    words = bytearray()
-    for row, head in enumerate(heads):
-        sample = hashlib.sha256(head)
-        sample.update(ids[row])
-        sample.update(targets[row])
-        sample.update(mask[row])
-        words += sample.digest()
-    total = np.frombuffer(words, dtype=">u4").reshape(len(heads), 8).sum(axis=0, dtype=np.int64)
-    return torch.from_numpy(total)

@@ -10,15 +10,17 @@ import multiprocessing
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from llm_pretrain.config import Config
-from llm_pretrain.data.assembly import IGNORE_INDEX, Assembler, Batch, PackedSource, digest_head, digest_rows
-from llm_pretrain.data.packing import pack
+from llm_pretrain.data.assembly import IGNORE_INDEX, Assembler, Batch
+from llm_pretrain.data.digests import Contents, digest_head
+from llm_pretrain.data.gathering import PackedSource
+from llm_pretrain.data.packing_index import packed_index
 from llm_pretrain.data.sample_order import BLOCK, SampleOrder, block_at, shuffled
 from llm_pretrain.data.token_store import TokenStore
 from llm_pretrain.data.worker_processes import end_workers, start_fork_server, start_worker
@@ -72,7 +74,7 @@ class MicroBatches(Dataset[Batch]):
 
     def __getitems__(self, numbers: Sequence[int]) -> Batch:
         step, slot = divmod(numbers[0], self._global_batch_size)
-        samples = [self.order[number] for number in numbers]
+        samples = self.order.drawn(numbers)
         micro_batch = slot // self._micro_batch_size
         return self.assembler.assemble(samples, step=step, micro_batch=micro_batch, slot=slot)
 
@@ -84,11 +86,14 @@ class MicroBatches(Dataset[Batch]):
             input_ids: int64 [B, S], on any device.
             labels: int64 [B, S], shifted, and -100 where no loss is taken.
         """
-        samples = [(number % self._global_batch_size, *self.order[number]) for number in numbers]
         stores = [source.store for source in self.assembler.sources]
-        heads = [digest_head(slot, stores[source], sequence) for slot, source, sequence in samples]
-        ids, targets = input_ids.cpu().numpy(), labels.cpu().numpy()
-        return digest_rows(heads, ids, targets, targets != IGNORE_INDEX)
+        heads = [
+            digest_head(number % self._global_batch_size, stores[source], sequence)
+            for number, (source, sequence) in zip(numbers, self.order.drawn(numbers), strict=True)
+        ]
+        contents, targets = Contents(*labels.shape), labels.cpu().numpy()
+        contents.input_ids[:], contents.labels[:] = input_ids.cpu().numpy(), targets
+        return contents.digest(heads, targets != IGNORE_INDEX)
 
 
 class EvaluationBatches(Sequence[Batch]):
@@ -242,12 +247,23 @@ def _packed(config: Config, split: str) -> list[PackedSource]:
                 f"{store.path}: expected tokens to train on, found all {facts['tokens']} masked in its train "
                 "split; prepare it from records with a loss"
             )
-    return [PackedSource(store, split, pack(store.split(split).offsets, length, packing)) for store in stores]
+    return [PackedSource(store, split, packed_index(store, split, length, packing)) for store in stores]
 
 
 def _assembler(config: Config, sources: Sequence[PackedSource]) -> Assembler:
     length, isolate = config.training.sequence_length, config.data.isolate_documents
     return Assembler(sources, length, isolate_documents=isolate)
+
+
+class _Loader(DataLoader[Batch]):
+    """torch's, which has nothing to add where this process assembles batches itself, for no GPU."""
+
+    def __iter__(self) -> Any:
+        if self.num_workers or self.pin_memory:
+            return super().__iter__()
+        samples: Any = self.dataset
+        assert self.batch_sampler is not None
+        return map(samples.__getitems__, self.batch_sampler)
 
 
 def _loader(dataset: Dataset[Batch], sampler: MicroBatchSampler, num_workers: int) -> DataLoader[Batch]:
@@ -257,7 +273,7 @@ def _loader(dataset: Dataset[Batch], sampler: MicroBatchSampler, num_workers: in
         atexit.register(end_workers)
     if num_workers and method == "forkserver":
         start_fork_server()
-    return DataLoader(
+    return _Loader(
         dataset,
         batch_sampler=sampler,  # type: ignore[arg-type]  # torch types it Sampler, and takes any iterable
         collate_fn=_as_it_is,

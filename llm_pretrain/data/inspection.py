@@ -11,6 +11,7 @@ import numpy as np
 
 from llm_pretrain.data.document_files import check_ids
 from llm_pretrain.data.packing import pack
+from llm_pretrain.data.packing_index import stored_indexes
 from llm_pretrain.data.token_store import TokenStore
 from llm_pretrain.data.tokenizers import Tokenizer
 from llm_pretrain.errors import ConfigError
@@ -55,6 +56,7 @@ def inspect_store(store: TokenStore, sequence_length: int) -> dict[str, Any]:
         "package_version": facts.get("package_version"),
         "dtype": {"<u2": "uint16", "<u4": "uint32"}[facts["dtype"]],
         "bytes_on_disk": sum(file["bytes"] for file in facts["files"].values()),
+        "packing_indexes": stored_indexes(store),
         "inputs": facts.get("inputs", []),
         "input_documents": facts.get("input_documents"),
         "validation_fraction": facts.get("validation_fraction"),

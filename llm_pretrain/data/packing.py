@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PackedIndex:
     """Which pieces stand in which sequence.
 
@@ -36,20 +36,26 @@ def pack(offsets: np.ndarray, sequence_length: int, packing: str) -> PackedIndex
     sequences consecutively and splits at their edges, `pad` gives every piece a sequence of its own.
     """
     starts = np.asarray(offsets[:-1], dtype=np.int64)
-    targets = np.diff(np.asarray(offsets, dtype=np.int64)) - 1
+    targets = np.diff(np.asarray(offsets, dtype=np.int64))
+    targets -= 1
     kept = targets > 0
-    starts, targets = starts[kept], targets[kept]
+    if not kept.all():
+        starts, targets = starts[kept], targets[kept]
+    del kept  # a large store's documents are millions, and every array of theirs counts
     if packing == "concat":
         return _concat(starts, targets, sequence_length)
     piece_start, piece_length = _split_long(starts, targets, sequence_length)
+    del starts, targets
     if packing == "pad":
         return PackedIndex(piece_start, piece_length, np.arange(len(piece_start) + 1))
     if packing != "best_fit":
         raise ValueError(f"unknown packing {packing!r}")
     sequence = best_fit_decreasing(piece_length, sequence_length)
-    order = np.argsort(sequence, kind="stable")  # within a sequence: as in the corpus
     counts = np.bincount(sequence)
-    return PackedIndex(piece_start[order], piece_length[order], _cumulative(counts))
+    order = np.argsort(sequence, kind="stable")  # within a sequence: as in the corpus
+    del sequence
+    piece_length = piece_length[order]
+    return PackedIndex(piece_start[order], piece_length, _cumulative(counts))
 
 
 def _cumulative(counts: np.ndarray) -> np.ndarray:
@@ -61,17 +67,25 @@ def _cumulative(counts: np.ndarray) -> np.ndarray:
 def _split_long(starts: np.ndarray, targets: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
     """Cuts every document into pieces of `length` targets and one shorter rest."""
     pieces = -(-targets // length)
-    document = np.repeat(np.arange(len(starts)), pieces)
-    position = np.arange(len(document)) - np.repeat(_cumulative(pieces)[:-1], pieces)
-    done = position * length
-    return starts[document] + done, np.minimum(targets[document] - done, length).astype(np.int32)
+    first = _cumulative(pieces)[:-1]
+    first *= length
+    done = np.arange(0, int(pieces.sum()) * length, length)
+    done -= np.repeat(first, pieces)  # targets of the document in the pieces before
+    del first
+    piece_length = np.repeat(targets, pieces)
+    piece_length -= done
+    np.minimum(piece_length, length, out=piece_length)
+    piece_length = piece_length.astype(np.int32)
+    done += np.repeat(starts, pieces)
+    return done, piece_length
 
 
 def _concat(starts: np.ndarray, targets: np.ndarray, length: int) -> PackedIndex:
     """One stream of targets, cut at every document's edge and every sequence's edge."""
     edges = _cumulative(targets)
     total = int(edges[-1])
-    cuts = np.union1d(edges, np.arange(0, total, length))
+    cuts = np.sort(np.concatenate([edges, np.arange(0, total, length)]), kind="stable")  # merges two runs
+    cuts = cuts[np.concatenate([[True], cuts[1:] > cuts[:-1]])]
     begin = cuts[:-1]
     document = np.searchsorted(edges, begin, side="right") - 1
     piece_start = starts[document] + begin - edges[document]
@@ -84,10 +98,12 @@ def best_fit_decreasing(sizes: np.ndarray, capacity: int) -> np.ndarray:
 
     Pieces of one size are placed together: the fullest bin that takes one takes more of them until it no
     longer can, so whole groups of bins with the same room are filled at once. O(n + distinct sizes ·
-    distinct rooms). `sizes` [P] in 1..capacity; returns int64 [P], bins numbered in order of opening.
+    distinct rooms). `sizes` [P] in 1..capacity; returns integers [P], bins numbered in order of opening.
     """
-    order = np.argsort(-sizes.astype(np.int64), kind="stable")
-    bins = np.empty(len(sizes), dtype=np.int64)
+    small = np.uint16 if capacity < 1 << 16 else np.int64  # the first is sorted faster, and in less room
+    order = np.argsort((capacity - sizes).astype(small), kind="stable")
+    number = np.int32 if len(sizes) < 1 << 31 else np.int64
+    bins = np.empty(len(sizes), dtype=number)
     distinct, counts = np.unique(sizes, return_counts=True)
     rooms = _Rooms(capacity)
     placed = opened = 0
@@ -98,7 +114,7 @@ def best_fit_decreasing(sizes: np.ndarray, capacity: int) -> np.ndarray:
             if room is None:
                 room, per_bin = capacity, capacity // size
                 fresh = -(-count // per_bin)
-                candidates = np.arange(opened, opened + fresh)
+                candidates = np.arange(opened, opened + fresh, dtype=number)
                 opened += fresh
             else:
                 candidates, per_bin = rooms.take(room), room // size

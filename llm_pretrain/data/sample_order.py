@@ -133,6 +133,15 @@ class SampleOrder:
         place = number % BLOCK
         return int(sources[place]), int(sequences[place])
 
+    def drawn(self, numbers: Sequence[int]) -> list[tuple[int, int]]:
+        """(source, sequence) of each of `numbers`, which mostly follow one another."""
+        block, place = divmod(numbers[0], BLOCK)
+        stop = place + len(numbers)
+        if stop > BLOCK or list(numbers) != list(range(numbers[0], numbers[0] + len(numbers))):
+            return [self[number] for number in numbers]
+        sources, sequences = self._block(block)
+        return list(zip(sources[place:stop].tolist(), sequences[place:stop].tolist(), strict=True))
+
     def samples(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """Sources and sequences of the sample numbers start … stop - 1, int64 [stop - start] both."""
         blocks = range(start // BLOCK, max(start // BLOCK + 1, block_at(stop)))
@@ -144,6 +153,11 @@ class SampleOrder:
     def _compute_block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
         """Sources and sequences of a block's samples; numbers come in order, so blocks are reused."""
         segment = self.segments[bisect_right(self.segments, block, key=lambda each: each.start) - 1]
+        if BLOCK in segment.quotas:  # one source gives all, in its own order
+            k = segment.quotas.index(BLOCK)
+            numbers = segment.drawn[k] + (block - segment.start) * BLOCK + np.arange(BLOCK, dtype=np.int64)
+            sequences = shuffled(f"source {k}", self._seed, self._lengths[k], numbers)
+            return np.full(BLOCK, k, dtype=np.int64), sequences
         places = np.arange(block * BLOCK, (block + 1) * BLOCK, dtype=np.int64)
         drawn = shuffled("block", self._seed, BLOCK, places)
         sources = np.searchsorted(np.cumsum(segment.quotas), drawn, side="right")

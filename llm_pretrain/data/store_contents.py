@@ -23,13 +23,13 @@ _AT_ONCE = 1 << 20
 """Numbers that are looked at together."""
 
 
-def sample_digest(file: BinaryIO, size: int) -> str:
-    """SHA-256 of sampled blocks of a file of `size` bytes; of all of it where it is not larger than they."""
+def sample_digest(file: BinaryIO, size: int, start: int = 0) -> str:
+    """SHA-256 of sampled blocks of a file's `size` bytes from `start` on; of all where they are not more."""
     digest = hashlib.sha256()
     last = max(size - SAMPLE_BYTES, 0)
-    for start in sorted({last * k // (SAMPLE_BLOCKS - 1) for k in range(SAMPLE_BLOCKS)}):
-        file.seek(start)
-        digest.update(file.read(min(SAMPLE_BYTES, size - start)))
+    for place in sorted({last * k // (SAMPLE_BLOCKS - 1) for k in range(SAMPLE_BLOCKS)}):
+        file.seek(start + place)
+        digest.update(file.read(min(SAMPLE_BYTES, size - place)))
     return digest.hexdigest()
 
 

@@ -150,6 +150,11 @@ class StoreSplit:
         """Whether any token is masked; without a mask every token is a target."""
         return self._mask is not None
 
+    @property
+    def mask_bytes(self) -> np.ndarray:
+        """The loss mask as it lies in its file, the first token in the lowest bit; empty without a mask."""
+        return np.zeros(0, dtype=np.uint8) if self._mask is None else self._mask
+
     def tokens_at(self, start: int, stop: int) -> np.ndarray:
         """Token ids [start, stop), which lie in one document; uint16 or uint32, a view of the file."""
         shard = 0

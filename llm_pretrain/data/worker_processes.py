@@ -8,10 +8,21 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from multiprocessing import connection, forkserver, resource_tracker
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+
+_PRELOADED = (
+    "torch",
+    "accelerate",
+    "torch.distributed.fsdp",
+    "llm_pretrain.training",
+    "llm_pretrain.data.batches",
+)
+"""What the scripts import. A worker imports its script, and would take seconds for it; the server does that
+once, while the training process builds its model."""
 
 
 def start_fork_server() -> None:
@@ -20,6 +31,7 @@ def start_fork_server() -> None:
     torchrun signals a training process's whole group. Python's server would die of it, and its workers
     with it, before the training process has finished its step and saved.
     """
+    multiprocessing.set_forkserver_preload([name for name in _PRELOADED if name in sys.modules])
     for ensure_running in (resource_tracker.ensure_running, forkserver.ensure_running):
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
         try:

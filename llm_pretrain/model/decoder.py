@@ -15,12 +15,14 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from llm_pretrain.config import ModelConfig
-from llm_pretrain.model.attention import Attention, DocumentLayout, document_layout
+from llm_pretrain.model.attention import Attention
 from llm_pretrain.model.cache import KeyValueCache, LayerCache
+from llm_pretrain.model.document_layout import DocumentLayout, attention_implementation, document_layout
 from llm_pretrain.model.experts import Experts
+from llm_pretrain.model.head import OutputHead
 from llm_pretrain.model.kernels import AUTO, Kernels
-from llm_pretrain.model.layers import Embedding, FeedForward, Linear, RMSNorm
-from llm_pretrain.model.loss_head import IGNORE_INDEX, loss_head
+from llm_pretrain.model.layers import Embedding, FeedForward, RMSNorm, product_dtype
+from llm_pretrain.model.loss_head import IGNORE_INDEX
 from llm_pretrain.model.rotary import rotary_tables
 from llm_pretrain.model.router import Router, RouterSums
 
@@ -109,7 +111,7 @@ class DecoderStack(nn.Module):
         super().__init__()
         if config.vocab_size is None:
             raise ValueError("model.vocab_size must be resolved before the model is built")
-        self.config = config
+        self.config, self.kernels = config, kernels
         self.activation_checkpointing = activation_checkpointing
         self.has_dropout = config.attention_dropout > 0 or config.hidden_dropout > 0
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
@@ -125,6 +127,7 @@ class DecoderStack(nn.Module):
         mask: Tensor,
         cache: KeyValueCache | None = None,
         global_expert_counts: Tensor | None = None,
+        document_offsets: Tensor | None = None,
     ) -> tuple[Tensor, list[RouterSums]]:
         hidden = self.embed_tokens(input_ids)
         if cache is not None:
@@ -134,7 +137,7 @@ class DecoderStack(nn.Module):
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
         cos, sin = rotary_tables(position_ids, self.config, torch.promote_types(hidden.dtype, torch.float32))
-        shared = (cos, sin, document_layout(document_ids), mask)
+        shared = (cos, sin, self._layout(hidden, document_ids, document_offsets), mask)
         counts: dict[int, Tensor] = {}
         if global_expert_counts is not None:
             counts = dict(zip(self.config.moe_layers, global_expert_counts.unbind(), strict=True))
@@ -155,6 +158,16 @@ class DecoderStack(nn.Module):
                 all_sums.append(sums)
         return self.norm(hidden), all_sums
 
+    def _layout(
+        self, hidden: Tensor, document_ids: Tensor | None, document_offsets: Tensor | None
+    ) -> DocumentLayout:
+        config = self.config
+        dropout = config.attention_dropout if self.training else 0.0
+        kind = attention_implementation(
+            self.kernels, hidden.device, product_dtype(hidden), config.attention_head_dim, dropout
+        )
+        return document_layout(document_ids, document_offsets, kind)
+
 
 class Decoder(nn.Module):
     """A causal language model. Matrices are zero until `initialize_weights` or `load_state_dict`.
@@ -171,7 +184,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config, self.kernels = config, kernels
         self.model = DecoderStack(config, activation_checkpointing, kernels)
-        self.lm_head = Linear(config.hidden_size, self.model.embed_tokens.num_embeddings)
+        self.lm_head = OutputHead(config.hidden_size, self.model.embed_tokens.num_embeddings, kernels)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
@@ -184,6 +197,7 @@ class Decoder(nn.Module):
         loss_mask: Tensor | None = None,
         cache: KeyValueCache | None = None,
         global_expert_counts: Tensor | None = None,
+        document_offsets: Tensor | None = None,
     ) -> DecoderOutput:
         """Run one micro batch.
 
@@ -197,18 +211,20 @@ class Decoder(nn.Module):
             cache: Holds each row's earlier positions, to which `input_ids` are the next; for generation.
             global_expert_counts: int64 [MoE layers, E], assignments in the whole global batch, for the
                 balance loss of scope `global_batch`; see `Router.forward`.
+            document_offsets: int32 [P + 1], the same documents as `document_ids`, by where they begin along
+                the flattened batch; see `DocumentLayout`. For those to whom counting them would be waiting.
         """
         if loss_mask is None:
             loss_mask = (
                 torch.ones_like(input_ids, dtype=torch.bool) if labels is None else labels != IGNORE_INDEX
             )
         hidden, router_sums = self.model(
-            input_ids, position_ids, document_ids, loss_mask, cache, global_expert_counts
+            input_ids, position_ids, document_ids, loss_mask, cache, global_expert_counts, document_offsets
         )
         counts, entropy = _per_layer(router_sums, hidden)
         if labels is None:
             return DecoderOutput(self.lm_head(hidden), None, None, None, None, counts, None, entropy)
-        sums = loss_head(self.lm_head(hidden), labels, loss_mask)
+        sums = self.lm_head(hidden, labels, loss_mask)
         aux_loss, router_z_loss = sums.loss.new_zeros(()), sums.loss.new_zeros(())
         if router_sums:
             aux_loss = torch.stack([layer.aux_loss for layer in router_sums]).mean()

@@ -2,7 +2,7 @@
 
 Tokens are sorted by expert once and the groups' ends stay on the device. Gathering into sorted order
 and summing back are each other's gradient, so neither needs an atomic addition and both are
-deterministic.
+deterministic. `torch.compile` takes it whole.
 
 Shapes: T tokens, R = T*K assignments sorted by expert, H, E, K, I as in experts.py.
 """
@@ -19,11 +19,26 @@ _ALIGNMENT_BYTES = 16
 """grouped_mm wants rows that start at multiples of this."""
 
 
-def runs_grouped(device: torch.device, dtype: torch.dtype, down_shape: torch.Size) -> bool:
-    """Whether `grouped_experts` can run: CUDA's kernel takes bf16 and aligned rows only."""
-    _, hidden, intermediate = down_shape
-    aligned = all(size * dtype.itemsize % _ALIGNMENT_BYTES == 0 for size in (hidden, intermediate))
-    return device.type == "cuda" and dtype == torch.bfloat16 and aligned
+def grouped_obstacle(device: torch.device, dtype: torch.dtype, hidden: int, intermediate: int) -> str | None:
+    """What `grouped_experts` would need and does not have, in words; None where it can run.
+
+    CUDA's kernel takes bf16 and aligned rows only.
+
+    Args:
+        device: Where the experts are.
+        dtype: Of their products.
+        hidden: H.
+        intermediate: I.
+    """
+    if device.type != "cuda":
+        return f"a CUDA device instead of {device.type}"
+    if dtype != torch.bfloat16:
+        return f"products in bfloat16 instead of {str(dtype).removeprefix('torch.')}"
+    unit = _ALIGNMENT_BYTES // dtype.itemsize
+    if hidden % unit or intermediate % unit:
+        sizes = f"multiples of {unit} instead of {hidden} and {intermediate}"
+        return f"model.hidden_size and model.moe_intermediate_size in {sizes}"
+    return None
 
 
 class _Dispatch(torch.autograd.Function):
@@ -31,13 +46,13 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, token: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(token, inverse)
+        ctx.save_for_backward(inverse)
         return x[token]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        token, inverse = ctx.saved_tensors
-        return _Combine.apply(grads[0], token, inverse), None, None  # pyright: ignore[reportReturnType] (torch's stub of apply)
+        (inverse,) = ctx.saved_tensors
+        return grads[0][inverse].sum(1), None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -45,22 +60,23 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, token: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(token, inverse)
+        ctx.save_for_backward(token)
         return y[inverse].sum(1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        token, inverse = ctx.saved_tensors
-        return _Dispatch.apply(grads[0], token, inverse), None, None  # pyright: ignore[reportReturnType] (torch's stub of apply)
+        (token,) = ctx.saved_tensors
+        return grads[0][token], None, None
 
 
 def grouped_experts(
     x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, chosen: Tensor, dtype: torch.dtype
 ) -> Tensor:
     """`experts_reference` with the products in `dtype`; returns x's type."""
-    sorted_chosen, order = chosen.flatten().sort(stable=True)
-    experts = torch.arange(len(gate_up), device=x.device)
-    ends = torch.searchsorted(sorted_chosen, experts, right=True).to(torch.int32)
+    # 32-bit keys: a radix sort takes half as many passes over them
+    sorted_chosen, order = chosen.flatten().int().sort(stable=True)
+    experts = torch.arange(len(gate_up), dtype=torch.int32, device=x.device)
+    ends = torch.searchsorted(sorted_chosen, experts, right=True, out_int32=True)
     position = torch.arange(len(order), device=x.device)
     inverse_TK = torch.empty_like(order).scatter_(0, order, position).view_as(chosen)
     token_R = order // chosen.shape[1]

@@ -7,12 +7,13 @@ import math
 import torch
 
 from llm_pretrain.model.decoder import Decoder
+from llm_pretrain.model.transfer import initial_factor
 
 _RESIDUAL_OUTPUTS = ("o_proj.weight", "down_proj.weight", "experts.down_proj")
 
 
 @torch.no_grad()
-def initialize_weights(model: Decoder, seed: int) -> None:
+def initialize_weights(model: Decoder, seed: int, base_hidden_size: int | None = None) -> None:
     """Set every parameter and buffer to its initial value.
 
     Norms are one and router biases zero. Matrices are normal(0, initializer_range); those that write
@@ -24,17 +25,20 @@ def initialize_weights(model: Decoder, seed: int) -> None:
     Args:
         model: Any placement and floating type.
         seed: Decides all values.
+        base_hidden_size: Width at which the learning rates were found, where they are to be transferred
+            to the model's (`transfer.py`); initial values follow.
     """
     generator = torch.Generator("cpu").manual_seed(seed)
-    width = model.config.initializer_range
     for name, parameter in model.named_parameters():
+        factor = initial_factor(name, parameter, model.config.hidden_size, base_hidden_size)
         if parameter.dim() == 1:
-            parameter.fill_(1.0)
+            parameter.fill_(factor)
             continue
         is_output = name.endswith(_RESIDUAL_OUTPUTS)
         narrower = math.sqrt(2 * model.config.num_hidden_layers) if is_output else 1.0
         values = torch.empty(parameter.shape, dtype=torch.float32)
-        values.normal_(0.0, width / narrower, generator=generator)
+        width = factor * model.config.initializer_range / narrower
+        values.normal_(0.0, width, generator=generator)
         parameter.copy_(values.zero_() if is_output and model.config.zero_init_residual else values)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):

@@ -8,16 +8,27 @@ Shapes: B sequences, S positions, H hidden_size, D head_dim, I intermediate_size
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from llm_pretrain.model.products import linear
+
 
 def at_least_fp32(x: Tensor) -> Tensor:
     """`x` in fp32, or in float64 where it is float64 already (a float64 model is the tests' reference)."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def product_dtype(hidden: Tensor) -> torch.dtype:
+    """The type in which a linear map of `hidden` runs: autocast's where it is on."""
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
+        return torch.get_autocast_dtype(device)
+    return hidden.dtype
 
 
 class Linear(nn.Linear):
@@ -28,6 +39,12 @@ class Linear(nn.Linear):
 
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.weight)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., in] to [..., out], by the processor's faster library; under autocast in its type."""
+        if torch.is_autocast_enabled(input.device.type):
+            return F.linear(input, self.weight)
+        return linear(input, self.weight)
 
 
 class Embedding(nn.Embedding):
@@ -109,7 +126,86 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     Runs in the tables' type (at least fp32), also under autocast.
     """
+    if torch.compiler.is_compiling():  # writes into views would end the graph, and it fuses this by itself
+        first, second = x.to(cos.dtype).chunk(2, -1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
     return _RotaryFunction.apply(x.to(cos.dtype), cos, sin)  # pyright: ignore[reportReturnType] (torch's stub of apply)
+
+
+class _SharedCast(torch.autograd.Function):
+    """`copies` times x in one low-precision copy; their gradients are summed in x's type."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype, copies: int) -> tuple[Tensor, ...]:
+        ctx.dtype = x.dtype
+        low = x.to(dtype)
+        return (low, *(low.view_as(low) for _ in range(copies - 1)))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        first, *others = grads
+        total = first.to(ctx.dtype)
+        for each in others:
+            total.add_(each)
+        return total, None, None
+
+
+def for_products(x: Tensor, copies: int) -> tuple[Tensor, ...]:
+    """x for `copies` matrix products, in autocast's type where autocast is on.
+
+    Autocast alone would cast x for each product anew, and keep every copy for the backward pass.
+    """
+    device = x.device.type
+    if not torch.is_autocast_enabled(device) or torch.compiler.is_compiling():  # which casts once by itself
+        return (x,) * copies
+    dtype = torch.get_autocast_dtype(device)
+    if x.dtype == dtype or x.dtype == torch.float64:
+        return (x,) * copies
+    return _SharedCast.apply(x, dtype, copies)  # pyright: ignore[reportReturnType] (torch's stub of apply)
+
+
+_CHUNK_ELEMENTS = 1 << 17
+"""Elements worked on at a time on a CPU: what stays in its cache from one operation to the next."""
+
+
+class _SwiGLUFunction(torch.autograd.Function):
+    """`silu(gate) * up` that keeps gate and up alone; eager autograd would keep silu(gate) too."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        out = torch.empty_like(gate)
+        for part, gate_part, up_part in _row_parts(out, gate, up):
+            torch.ops.aten.silu.out(gate_part, out=part)
+            part.mul_(up_part)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
+        for grad, gate_part, up_part, into_gate, into_up in _row_parts(
+            grads[0].contiguous(), gate, up, grad_gate, grad_up
+        ):
+            torch.ops.aten.silu.out(gate_part, out=into_up)
+            into_up.mul_(grad)
+            inner = grad * up_part
+            torch.ops.aten.silu_backward.grad_input(inner, gate_part, grad_input=into_gate)
+        return grad_gate, grad_up
+
+
+def _row_parts(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The same few rows of tensors [..., I] of one shape, part by part."""
+    size = tensors[0].shape[-1]
+    rows = max(1, _CHUNK_ELEMENTS // size)
+    return zip(*(each.view(-1, size).split(rows) for each in tensors), strict=True)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """`silu(gate) * up`, all [..., I] and contiguous on a CPU."""
+    if gate.device.type != "cpu" or torch.compiler.is_compiling():
+        return F.silu(gate) * up
+    return _SwiGLUFunction.apply(gate, up)  # pyright: ignore[reportReturnType] (torch's stub of apply)
 
 
 class FeedForward(nn.Module):
@@ -122,4 +218,5 @@ class FeedForward(nn.Module):
         self.down_proj = Linear(intermediate_size, hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        for_gate, for_up = for_products(x, 2)
+        return self.down_proj(swiglu(self.gate_proj(for_gate), self.up_proj(for_up)))

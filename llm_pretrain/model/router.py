@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from llm_pretrain.config import ModelConfig
 from llm_pretrain.model.layers import at_least_fp32
+from llm_pretrain.model.products import linear
 
 
 class RouterSums(NamedTuple):
@@ -133,7 +134,7 @@ class Router(nn.Module):
             Weights [T, K] in at least fp32, chosen experts int64 [T, K], and the sums.
         """
         with torch.autocast(hidden.device.type, enabled=False):
-            logits = F.linear(at_least_fp32(hidden), at_least_fp32(self.weight))
+            logits = linear(at_least_fp32(hidden), at_least_fp32(self.weight))
             log_scores = F.logsigmoid(logits) if self.sigmoid else logits
             probs = log_scores.softmax(-1)
             scores = logits.sigmoid() if self.sigmoid else probs
@@ -182,7 +183,9 @@ class Router(nn.Module):
 
 
 @torch.no_grad()
-def update_router_bias(model: nn.Module, expert_counts: Tensor, rate: float) -> None:
+def update_router_bias(
+    model: nn.Module, expert_counts: Tensor, rate: float, found_inf: Tensor | None = None
+) -> None:
     """Move every router's bias by `rate` towards balance: `b_e += rate · sign(mean count - count_e)`.
 
     Loss-free balancing, arXiv:2408.15664, algorithm 1. Call it once per optimizer step that was not
@@ -192,10 +195,12 @@ def update_router_bias(model: nn.Module, expert_counts: Tensor, rate: float) -> 
         model: A `Decoder` (unwrapped).
         expert_counts: int64 [MoE layers, E], global.
         rate: Size of the move.
+        found_inf: 0-dim, on the device: 1 where nothing is to move, since the step was skipped, else 0.
     """
     routers = [module for module in model.modules() if isinstance(module, Router)]
     for router, counts in zip(routers, expert_counts, strict=True):
         bias = router.e_score_correction_bias
         if bias is not None:
             load = counts.to(bias.device, torch.float64)
-            bias.add_((load.mean() - load).sign().to(bias.dtype), alpha=rate)
+            move = (load.mean() - load).sign().to(bias.dtype)
+            bias.add_(move if found_inf is None else move * (1 - found_inf), alpha=rate)

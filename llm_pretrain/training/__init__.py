@@ -11,6 +11,7 @@ from llm_pretrain.training.engine import (
     Engine,
     Launcher,
     StepResult,
+    heed_verdict,
     mark_last,
     seed_dropout,
     settle_buckets,
@@ -38,9 +39,9 @@ from llm_pretrain.training.sharding import (
     check_strategy,
     forget_process_groups,
     layer_precision,
-    plain_number,
     release_parameters,
     shard_full_precision,
+    whole_norm,
 )
 from llm_pretrain.training.spikes import SPIKE_KINDS, SPIKE_REASONS, Judge, SpikeHistory
 from llm_pretrain.training.status import Status
@@ -72,13 +73,13 @@ __all__ = [
     "end_script",
     "fingerprints",
     "forget_process_groups",
+    "heed_verdict",
     "launch_settings",
     "layer_precision",
     "learning_rate",
     "mark_last",
     "meeting_point",
     "open_channel",
-    "plain_number",
     "prepare_process",
     "pretrain",
     "release_parameters",
@@ -89,6 +90,7 @@ __all__ = [
     "shard_full_precision",
     "state_tensors",
     "watching",
+    "whole_norm",
     "with_global_expert_counts",
     "zlib_bits_per_byte",
 ]

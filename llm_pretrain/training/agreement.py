@@ -12,6 +12,11 @@ from llm_pretrain.training.engine import Engine
 T = TypeVar("T")
 
 
+def on_any_rank(engine: Engine, *flags: bool) -> list[bool]:
+    """Of each flag, whether it is up on any rank: the same on all; collective where there are others."""
+    return [count > 0 for count in engine.sum_integers(flags)]
+
+
 def on_every_rank(
     engine: Engine, action: Callable[[], T], gather_objects: Callable[[Any], list[Any]] | None = None
 ) -> T:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from llm_pretrain.checkpoints import AVERAGE
+from llm_pretrain.training.sharding import own_part
 
 DECAY = "ema_decay"
 """The groups' setting, which a resumed run takes from its configuration."""
@@ -49,7 +50,7 @@ def _update(optimizer: Optimizer, *_: Any) -> None:
                 continue
             if weight is None:  # a group's parameters have taken the same steps
                 weight = _weight(state["step"], group[DECAY], found_inf)
-            _local(state[AVERAGE]).lerp_(_local(parameter), weight)
+            own_part(state[AVERAGE]).lerp_(own_part(parameter), weight)
 
 
 def _weight(step: Tensor, decay: float, found_inf: Tensor | None) -> Tensor:
@@ -66,7 +67,7 @@ def averaged(optimizer: Optimizer) -> Iterator[None]:
     changes. In the block the averages are not where they belong: neither step nor save a checkpoint.
     """
     pairs = [
-        (_local(parameter), _local(optimizer.state[parameter][AVERAGE]))
+        (own_part(parameter), own_part(optimizer.state[parameter][AVERAGE]))
         for group in optimizer.param_groups
         for parameter in group["params"]
         if AVERAGE in optimizer.state.get(parameter, {})
@@ -93,9 +94,3 @@ def _exchange(left: Tensor, right: Tensor, spare: Tensor) -> None:
 def _spare(pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
     largest = max((left for left, _ in pairs), key=Tensor.numel, default=torch.empty(0))
     return torch.empty(largest.numel(), dtype=largest.dtype, device=largest.device)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """What this rank holds of it."""
-    to_local = getattr(tensor, "to_local", None)
-    return (to_local() if to_local else tensor).detach()

@@ -23,7 +23,8 @@ from llm_pretrain.config import Config
 from llm_pretrain.data import Batch
 from llm_pretrain.model import DecoderOutput
 from llm_pretrain.training.background import Channel
-from llm_pretrain.training.objective import DIGEST_WORDS, StepCounts, loss_sums, objective_terms
+from llm_pretrain.training.compiling import eagerly
+from llm_pretrain.training.objective import DIGEST_WORDS, NUM_LOSSES, StepCounts, loss_sums, objective_terms
 from llm_pretrain.training.spikes import Judge, Spike
 
 T = TypeVar("T")
@@ -39,6 +40,27 @@ DDP_OPTIONS: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
+class Unread:
+    """A step's figures while they are on the device.
+
+    Args:
+        figures: float64 vector: the gradient norm, then `StepSums`, over all ranks.
+        found_inf: float32, 0-dim: 1 where the step must not move anything, else 0.
+    """
+
+    figures: Tensor
+    found_inf: Tensor
+
+    @classmethod
+    def of(cls, grad_norm: Tensor | float, sums: Tensor) -> Unread:
+        """Of a step that is skipped where the norm or one of the four losses is not finite."""
+        norm = torch.as_tensor(grad_norm, dtype=sums.dtype, device=sums.device)
+        figures = torch.cat([norm.reshape(1), sums])
+        is_finite = torch.isfinite(figures[: 1 + NUM_LOSSES]).all()
+        return cls(figures, torch.logical_not(is_finite).float())
+
+
+@dataclass(frozen=True)
 class StepResult:
     """What one optimizer step did, the same on every rank.
 
@@ -50,6 +72,8 @@ class StepResult:
         skipped: Why parameters do not move: `no_loss_tokens`, `overflow` (fp16), `nonfinite_gradient`,
             `nonfinite_loss`, `spike`, or `rollback` where they move back; None where they do.
         spike: What is unusual about the step; None of a step that could not be judged.
+        unread: What the four above will follow from, where nobody has waited for the device yet; `skipped`
+            is None until then.
     """
 
     counts: StepCounts
@@ -58,22 +82,25 @@ class StepResult:
     loss: float | None = None
     skipped: str | None = None
     spike: Spike | None = None
+    unread: Unread | None = None
 
     @classmethod
     def of(
         cls,
         counts: StepCounts,
         sums: Tensor,
-        grad_norm: float,
-        judge: Judge,
+        grad_norm: Tensor | float,
+        judge: Judge | None,
         scaler: torch.amp.GradScaler | None,
     ) -> StepResult:
         """The verdict on a step whose gradients are there, before the optimizer may use them.
 
-        What it judges by is global, so all ranks come to the same. This is where a step waits for the device
-        (and in `plain_number` of the norm): a verdict on the device, given to a fused optimizer as its
-        `found_inf`, could take its place where spikes are only logged, judged when a row is due.
+        What it judges by is global, so all ranks come to the same. This is where a step waits for the device,
+        unless there is no judge: then the verdict stays on the device, and `Books` reads it later.
         """
+        if judge is None:
+            return cls(counts, sums, unread=Unread.of(grad_norm, sums))
+        grad_norm = float(grad_norm)
         if not math.isfinite(grad_norm):
             return cls(counts, sums, skipped="overflow" if scaler else "nonfinite_gradient")
         losses = objective_terms(sums)
@@ -82,6 +109,24 @@ class StepResult:
         loss = losses[0] / counts.num_loss_tokens
         spike = judge(loss, grad_norm, counts.num_loss_tokens)
         return cls(counts, sums, grad_norm, loss, spike.skipped if spike else None, spike)
+
+
+@dataclass
+class FinishedStep:
+    """A step that the engine has taken, for the books.
+
+    Args:
+        step, tokens_seen: The run's, with this step counted.
+        learning_rate: That it was taken at.
+        result: What it did.
+        seconds: That the loop needed for it.
+    """
+
+    step: int
+    tokens_seen: int
+    learning_rate: float
+    result: StepResult
+    seconds: float
 
 
 class Engine(Protocol):
@@ -103,12 +148,19 @@ class Engine(Protocol):
         """The wrapped model in the configured precision."""
         ...
 
-    def train_step(self, micro_batches: Sequence[Batch], judge: Judge) -> StepResult:
-        """Accumulate the window's gradients, unscale, clip, judge, and step unless the verdict is to skip."""
+    def train_step(self, micro_batches: Sequence[Batch], judge: Judge | None) -> StepResult:
+        """Accumulate the window's gradients, unscale, clip, judge, and step unless the verdict is to skip.
+
+        Without a judge nothing waits for the device, and the optimizer heeds the verdict there.
+        """
         ...
 
     def reduce_sum(self, tensor: Tensor) -> Tensor:
-        """Sum over ranks, on this rank's device."""
+        """Sum over ranks, on the tensor's own device; the tensor itself where there is one rank only."""
+        ...
+
+    def sum_integers(self, values: Sequence[int]) -> list[int]:
+        """Sums over ranks of what the host knows: no device takes part."""
         ...
 
     def gather_objects(self, value: Any) -> list[Any]:
@@ -155,12 +207,13 @@ def settle_buckets(engine: Engine) -> None:
     """
     if engine.world_size == 1:
         return
-    _, optimizer = engine.model_and_optimizer()
+    model, optimizer = engine.model_and_optimizer()
     empty = empty_batch(engine.device)
-    (0.0 * torch.stack(loss_sums(engine.forward(empty))).sum()).backward()
-    optimizer.zero_grad(set_to_none=True)
-    with torch.no_grad():
-        engine.forward(empty)
+    with eagerly(model):  # compiled for so small a batch, every graph would be compiled again
+        (0.0 * torch.stack(loss_sums(engine.forward(empty))).sum()).backward()
+        optimizer.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            engine.forward(empty)
 
 
 def empty_batch(device: torch.device) -> Batch:
@@ -179,13 +232,25 @@ def empty_batch(device: torch.device) -> Batch:
     )
 
 
-def seed_dropout(seed: int, batch: Batch) -> None:
+def heed_verdict(optimizer: Optimizer, result: StepResult) -> None:
+    """Let the optimizer's next step do nothing where the verdict on the device says so.
+
+    As `GradScaler` does it: optimizers with `_step_supports_amp_scaling`, fused ones, look at `found_inf` in
+    their kernels, and neither parameters nor moments nor step counters move where it is 1.
+    """
+    if result.unread is not None:
+        optimizer.found_inf = result.unread.found_inf  # type: ignore[attr-defined]  # torch's own name for it
+
+
+def seed_dropout(config: Config, batch: Batch) -> None:
     """Make dropout a function of (seed, step, number of the micro batch within the step).
 
     The number a*W + r is the same whoever computes the batch, so the randomness survives a resume at
-    any layout of the same micro batch size.
+    any layout of the same micro batch size. Without dropout nothing in a step draws numbers.
     """
-    key = f"{seed}/{batch.step}/{batch.micro_batch}".encode()
+    if not (config.model.hidden_dropout or config.model.attention_dropout):
+        return
+    key = f"{config.run.seed}/{batch.step}/{batch.micro_batch}".encode()
     number = int.from_bytes(hashlib.sha256(key).digest()[:8], "little") >> 1
     # torch.manual_seed does the same, but where no GPU is in use it keeps the call stack's text each time
     torch.default_generator.manual_seed(number)

@@ -13,6 +13,8 @@ import numpy as np
 import torch
 
 from llm_pretrain.data import Batch, EvaluationBatches, TokenStore
+from llm_pretrain.training.agreement import on_any_rank
+from llm_pretrain.training.compiling import eagerly
 from llm_pretrain.training.engine import Engine, empty_batch
 from llm_pretrain.training.watchdog import beat
 
@@ -54,16 +56,17 @@ class Evaluator:
         was_training = model.training
         model.eval()
         sums: list[tuple[int, torch.Tensor]] | None = []
-        for first in range(0, len(self.batches), self.engine.world_size):
-            if self._gives_up():
-                sums = None
-                break
-            beat()
-            index = first + self.engine.rank
-            if index < len(self.batches):
-                sums.append((index, self._batch_sums(self.batches[index])))
-            elif self.together:
-                self.engine.forward(empty_batch(self.engine.device))
+        with eagerly(model):
+            for first in range(0, len(self.batches), self.engine.world_size):
+                if self._gives_up():
+                    sums = None
+                    break
+                beat()
+                index = first + self.engine.rank
+                if index < len(self.batches):
+                    sums.append((index, self._batch_sums(self.batches[index])))
+                elif self.together:
+                    self.engine.forward(empty_batch(self.engine.device))
         model.train(was_training)
         gathered = self.engine.gather_objects(
             None if sums is None else [(index, values.tolist()) for index, values in sums]
@@ -98,7 +101,7 @@ class Evaluator:
     def _gives_up(self) -> bool:
         if not self.together:
             return self.stop_requested()
-        return bool(self.engine.reduce_sum(torch.tensor([int(self.stop_requested())])).item())
+        return on_any_rank(self.engine, self.stop_requested())[0]
 
     def _batch_sums(self, batch: Batch) -> torch.Tensor:
         """float64 [4]: loss over loss tokens, their number, loss over the text's tokens, its bytes.

@@ -35,7 +35,7 @@ def with_global_expert_counts(
     counts = torch.zeros((), dtype=torch.int64, device=engine.device)
     with torch.no_grad():
         for batch in micro_batches:
-            seed_dropout(config.run.seed, batch)
+            seed_dropout(config, batch)
             counts = counts + engine.forward(batch).expert_counts
     total = engine.reduce_sum(counts)
     return [replace(batch, global_expert_counts=total) for batch in micro_batches]

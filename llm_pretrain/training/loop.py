@@ -6,22 +6,22 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, nullcontext, suppress
 from itertools import islice
 
-import torch
-
 from llm_pretrain.checkpoints import ResumePoint
 from llm_pretrain.config import Config, dump_yaml, resolve_model
 from llm_pretrain.data import Batch, TokenStore, evaluation_batches, global_batches, open_stores
-from llm_pretrain.errors import EXIT_PREEMPTED, ConfigError, DivergedError
+from llm_pretrain.errors import EXIT_PREEMPTED, ConfigError
 from llm_pretrain.export import home_of
 from llm_pretrain.files import replace_text
 from llm_pretrain.model import Decoder, count_parameters, initialize_weights, update_router_bias
-from llm_pretrain.training.agreement import on_every_rank, on_first_rank
+from llm_pretrain.training.agreement import on_any_rank, on_every_rank, on_first_rank
 from llm_pretrain.training.attempts import note_attempt
 from llm_pretrain.training.averaging import averaged
+from llm_pretrain.training.books import Books
 from llm_pretrain.training.building import build_model
 from llm_pretrain.training.changes import changed_settings
 from llm_pretrain.training.engine import Engine, forwards_together
 from llm_pretrain.training.evaluation import Evaluator, zlib_bits_per_byte
+from llm_pretrain.training.garbage import scheduled_collections
 from llm_pretrain.training.initial_weights import load_initial_weights
 from llm_pretrain.training.objective import expert_counts
 from llm_pretrain.training.optimizers import build_optimizer
@@ -72,8 +72,8 @@ class Training:
         self.status.running(self.progress.step, resume.path if resume else None)
         on_every_rank(engine, lambda: check_memory(config, engine))
         beat("building the model", files=True)  # which may read weights
-        model = build_model(config)
-        initialize_weights(model, config.run.seed)
+        model = build_model(config, engine.device)
+        initialize_weights(model, config.run.seed, config.optimizer.base_hidden_size)
         notes = [] if resume else on_every_rank(engine, lambda: load_initial_weights(model, config))
         optimizer = build_optimizer(model, config.optimizer)
         loader = on_every_rank(
@@ -91,8 +91,9 @@ class Training:
         self.samples = self._open_samples()
         changes = on_first_rank(engine, self._write_config)
         self.recorder = Recorder(config, engine, self.folder, self.progress)
+        self.books = Books(config, engine, self.progress, self.recorder, self._books_are_needed)
         self.saving.attach(self.recorder)
-        with closing(self.recorder), closing(self.saving):
+        with closing(self.recorder), closing(self.saving), scheduled_collections() as self.collect_garbage:
             self._announce(resume, changes or [], notes)
             return self._train(batches)
 
@@ -110,7 +111,8 @@ class Training:
             beat(f"waiting for the data of step {progress.step + 1}")
             self._step(next(remaining))
             self._evaluate_and_write(due=self._evaluation_is_due())
-            self._check_divergence()
+            self.books.check_divergence(progress.step)
+            self.collect_garbage(progress.step)
             stopping = self._stop_agreed()
             if not stopping and self.saving.is_due(progress.step):
                 self.saving.save(progress)
@@ -124,19 +126,22 @@ class Training:
         beat(f"step {progress.step + 1}")
         rate = learning_rate(config, progress.step)
         set_learning_rate(optimizer, rate)
-        result = engine.train_step(micro_batches, progress.spikes.judge(config.training.spike_action))
+        result = engine.train_step(micro_batches, self.books.judge)
         if result.skipped == "rollback":
             result = roll_back(self.saving, progress, result, self.recorder.console.warning)
         if config.model.router_bias_update_rate and result.sums is not None and not result.skipped:
-            update_router_bias(
-                model, expert_counts(result.sums, config), config.model.router_bias_update_rate
-            )
-        progress.advance(result)
-        self.recorder.step(result, rate)
+            counts, rate_of_bias = expert_counts(result.sums, config), config.model.router_bias_update_rate
+            found_inf = result.unread.found_inf if result.unread else None
+            update_router_bias(model, counts, rate_of_bias, found_inf)
+        self.books.enter(result, rate)
 
     def _evaluation_is_due(self) -> bool:
         eval_steps, step = self.config.evaluation.eval_steps, self.progress.step
         return eval_steps > 0 and (step % eval_steps == 0 or step == self.config.training.max_steps)
+
+    def _books_are_needed(self, step: int) -> bool:
+        """Whether something follows this step that writes or depends on what became of it."""
+        return self._evaluation_is_due() or self.saving.is_due(step)
 
     def _evaluate_and_write(self, *, due: bool) -> None:
         """Evaluate if due, and write the step's row: one row per step, whole.
@@ -165,30 +170,25 @@ class Training:
         assert isinstance(model, Decoder)
         self.samples.write(model, self.progress.step, self.recorder.console, rank=self.engine.rank)
 
-    def _check_divergence(self) -> None:
-        """Stop after too many skipped steps in a row; all ranks count alike."""
-        limit, skipped = self.config.training.max_skipped_steps, self.progress.skipped_in_a_row
-        if skipped >= limit:
-            error = DivergedError(
-                f"training.max_skipped_steps: {skipped} steps in a row were skipped, the last is step "
-                f"{self.progress.step} (train/skipped in {self.folder.metrics} says why)"
-            )
-            error.shared = True
-            raise error
-
     def _stop_agreed(self) -> bool:
         """Whether any rank was asked to stop, the same on all; what one rank alone met ends all here."""
         beat(f"agreeing whether to stop after step {self.progress.step}")
-        flags = torch.tensor([self.stop.requested, self.saving.has_stopped], dtype=torch.int64)
-        stopping, failing = self.engine.reduce_sum(flags).tolist()
+        stopping, failing = on_any_rank(self.engine, self.stop.requested, self.saving.has_stopped)
         if failing:
             self.saving.stop()
         self.saving.announce()
-        return bool(stopping)
+        return stopping
+
+    def _settle(self) -> None:
+        """Write all rows that are due and know what became of every step, where a run ends at any step."""
+        self.books.settle()
+        self.recorder.flush()
+        self.books.check_divergence(self.progress.step)
 
     def _finish(self, saved_step: int | None) -> int:
         """Save what is not saved yet and say how the run ended; returns the exit code."""
         step, console = self.progress.step, self.recorder.console
+        self._settle()
         if saved_step != step:
             self.saving.save(self.progress, last=True)
         if step < self.config.training.max_steps or self.progress.evaluation_owed:

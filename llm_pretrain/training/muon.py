@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
 from llm_pretrain.training.orthogonal import orthogonalized, product_dtype
+from llm_pretrain.training.sharding import as_sharded, gathered, own_part, split_as
 
 BATCH_ELEMENTS = 1 << 24
 """Numbers that are orthogonalised at a time: four buffers of this many are the memory it takes."""
@@ -146,7 +146,7 @@ class _Matrices:
     parameter: Tensor
     momentum: Tensor
     gradient: Tensor
-    whole: DTensor | None = None
+    whole: Any = None
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -165,17 +165,7 @@ class _Matrices:
         if self.whole is None:
             return update
         # in the type that it is orthogonalised in, so that gathering it moves no more than it must
-        rows = update[0].to(product_dtype(update.device))
-        whole = self.whole
-        spread = DTensor.from_local(
-            rows,
-            whole.device_mesh,
-            whole.placements,
-            run_check=False,
-            shape=whole.shape,
-            stride=whole.stride(),
-        )
-        return spread.full_tensor()[None]
+        return gathered(update[0].to(product_dtype(update.device)), self.whole)[None]
 
     def apply(
         self, update: Tensor, learning_rate: float, weight_decay: float, found_inf: Tensor | None
@@ -186,8 +176,7 @@ class _Matrices:
         # sqrt(out / in); below a square one Jordan's rule leaves them at 1.
         distance = learning_rate * math.sqrt(max(1.0, rows / columns))
         if self.whole is not None:
-            full = DTensor.from_local(update[0], self.whole.device_mesh, [Replicate()], run_check=False)
-            update = full.redistribute(placements=self.whole.placements).to_local()[None]
+            update = split_as(update[0], self.whole)[None]
         decayed = 1 - learning_rate * weight_decay
         if found_inf is None:
             self.parameter.mul_(decayed).add_(update, alpha=-distance)
@@ -202,13 +191,11 @@ def _stack(parameter: Tensor, momentum: Tensor, blocks: int) -> Iterator[_Matric
     """
     gradient = _gradient(parameter)
     *experts, rows, columns = parameter.shape
-    if isinstance(parameter, DTensor):
-        parts = [tensor.to_local() for tensor in (parameter, momentum, gradient)]  # type: ignore[attr-defined]
-        if not experts:
-            yield _Matrices(*(part[None] for part in parts), whole=parameter)
-            return
-    else:
-        parts = [parameter, momentum, gradient]
+    parts = [own_part(tensor) for tensor in (parameter, momentum, gradient)]
+    whole = as_sharded(parameter)
+    if whole is not None and not experts:
+        yield _Matrices(*(part[None] for part in parts), whole=whole)
+        return
     if not parts[0].numel():  # fewer experts than ranks
         return
     size = (rows // blocks, columns)

@@ -18,8 +18,11 @@ from llm_pretrain.data import Batch
 from llm_pretrain.model import DecoderOutput
 
 ReduceSum = Callable[[Tensor], Tensor]
+SumIntegers = Callable[[Sequence[int]], list[int]]
 
 DIGEST_WORDS = 8
+NUM_LOSSES = 4
+"""Cross-entropy, z-loss, auxiliary loss, router z-loss: what `StepSums` begins with."""
 
 
 @dataclass(frozen=True)
@@ -28,28 +31,29 @@ class StepCounts:
 
     Args:
         num_loss_tokens: N, over all ranks and micro batches.
-        digest: int64 [8] on the CPU, sums of the 32-bit words of the sample digests.
+        digest: Sums of each of the eight 32-bit words of the sample digests.
     """
 
     num_loss_tokens: int
-    digest: Tensor
+    digest: list[int]
 
     @classmethod
-    def of(cls, micro_batches: Sequence[Batch], reduce_sum: ReduceSum) -> StepCounts:
-        """Counts of this rank's micro batches, summed over ranks in one integer collective."""
-        local = torch.zeros(1 + DIGEST_WORDS, dtype=torch.int64)
-        for batch in micro_batches:
-            local[0] += batch.num_loss_tokens
-            local[1:] += batch.digest
-        total = reduce_sum(local).cpu()
-        return cls(int(total[0]), total[1:])
+    def of(cls, micro_batches: Sequence[Batch], sum_integers: SumIntegers) -> StepCounts:
+        """Counts of this rank's micro batches, summed over ranks in one integer collective.
+
+        The host knows all of them, so no device is waited for.
+        """
+        own = [[batch.num_loss_tokens, *batch.digest.tolist()] for batch in micro_batches]
+        whole = own[0] if len(own) == 1 else [sum(column) for column in zip(*own, strict=True)]
+        num_loss_tokens, *digest = sum_integers(whole)
+        return cls(num_loss_tokens, digest)
 
 
 def loss_sums(output: DecoderOutput) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Sums over loss tokens of cross-entropy, z-loss, auxiliary loss and router z-loss, each 0-dim."""
+    assert output.loss_sum is not None, "the forward pass had no labels"
     sums = output.loss_sum, output.z_loss_sum, output.aux_loss_sum, output.router_z_loss_sum
-    assert all(each is not None for each in sums), "the forward pass had no labels"
-    return sums  # type: ignore[return-value]  # the line above
+    return sums  # type: ignore[return-value]  # all four come together
 
 
 class Objective:
@@ -96,15 +100,12 @@ class StepSums:
 
     def add(self, output: DecoderOutput, batch: Batch) -> None:
         """Add one micro batch's sums; stays on the device."""
-        losses = torch.stack(loss_sums(output))
-        parts = [
-            losses.detach().double(),
-            output.router_entropy_sum.double(),
-            output.expert_counts.double().flatten(),
-        ]
+        parts = [torch.stack(loss_sums(output)).detach().double()]
+        if output.expert_counts.numel():
+            parts += [output.router_entropy_sum.double(), output.expert_counts.double().flatten()]
         if self._num_sources > 1:
             parts.append(source_sums(output, batch, self._num_sources).flatten())
-        total = torch.cat(parts)
+        total = torch.cat(parts) if len(parts) > 1 else parts[0]
         self._total = total if self._total is None else self._total + total
 
     def reduced(self, reduce_sum: ReduceSum) -> Tensor:
@@ -115,7 +116,7 @@ class StepSums:
 
 def objective_terms(sums: Tensor) -> list[float]:
     """Cross-entropy, z-loss, auxiliary loss, router z-loss, summed over the global batch's loss tokens."""
-    return sums[:4].tolist()
+    return sums.tolist()[:NUM_LOSSES]
 
 
 def source_sums(output: DecoderOutput, batch: Batch, num_sources: int) -> Tensor:
@@ -135,7 +136,7 @@ def source_sums(output: DecoderOutput, batch: Batch, num_sources: int) -> Tensor
 def expert_counts(sums: Tensor, config: Config) -> Tensor:
     """Global expert counts [L, E], int64, out of a reduced `StepSums` vector."""
     layers, experts = len(config.model.moe_layers), config.model.num_experts
-    first = 4 + layers
+    first = NUM_LOSSES + layers
     return sums[first : first + layers * experts].reshape(layers, experts).round().long()
 
 
@@ -174,7 +175,7 @@ def loss_metrics(sums: Tensor, num_loss_tokens: int, config: Config) -> dict[str
     for index, layer in enumerate(model.moe_layers):
         metrics[f"moe/layer_{layer}/load_max"] = max(load[index]) * model.num_experts
         metrics[f"moe/layer_{layer}/dead_experts"] = sum(share == 0 for share in load[index])
-        metrics[f"moe/layer_{layer}/router_entropy"] = _finite(values[4 + index] / num_loss_tokens)
+        metrics[f"moe/layer_{layer}/router_entropy"] = _finite(values[NUM_LOSSES + index] / num_loss_tokens)
     metrics["moe/load"] = load
     return metrics
 

@@ -9,13 +9,12 @@ from torch.optim import AdamW, Optimizer
 
 from llm_pretrain.checkpoints import AVERAGE
 from llm_pretrain.config import OptimizerConfig
-from llm_pretrain.model import Decoder
+from llm_pretrain.model import Decoder, Role, adamw_factor, parameter_role
 from llm_pretrain.training.averaging import keep_average
 from llm_pretrain.training.muon import Muon
 
-_TABLES = ("embed_tokens.weight", "lm_head.weight")
-_ROUTER = "mlp.gate.weight"
 _PAIRS = "experts.gate_up_proj"
+_SCALED_ALIKE = {"router": "map"}
 
 
 def parameter_groups(model: Decoder, config: OptimizerConfig) -> list[dict[str, Any]]:
@@ -27,39 +26,49 @@ def parameter_groups(model: Decoder, config: OptimizerConfig) -> list[dict[str, 
     alike. An expert's gate and up stand in one parameter and are two maps, orthogonalised apart, as the two
     matrices of a dense layer are.
 
-    A group's `lr_ratio` is its learning rate over `optimizer.learning_rate`.
+    A group's `lr_ratio` is its learning rate over `optimizer.learning_rate`. With a base width it has the
+    factors of `model/transfer.py`.
     """
     groups: dict[tuple[str, ...], dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        decays = parameter.dim() >= 2
-        if is_muon := config.name == "muon" and _is_map(name, parameter):
-            kind = ("muon", "pairs" if name.endswith(_PAIRS) else "single")
-        else:
-            kind = ("adamw", "decayed" if decays else "plain")
-        group = groups.setdefault(
-            kind,
-            {"params": [], "weight_decay": config.weight_decay if decays else 0.0, "lr_ratio": 1.0},
-        )
-        group["params"].append(parameter)
-        if config.name == "muon":
-            group["algorithm"], group["blocks"] = kind[0], 2 if kind[1] == "pairs" else 1
-        if is_muon:
-            group["lr_ratio"] = config.muon_learning_rate / config.learning_rate
+        if parameter.requires_grad:
+            kind, settings = _settings(name, parameter, model, config)
+            groups.setdefault(kind, {"params": [], **settings})["params"].append(parameter)
     for group in groups.values():
         group["lr"] = config.learning_rate * group["lr_ratio"]
     return list(groups.values())
 
 
-def _is_map(name: str, parameter: Tensor) -> bool:
-    """Whether it is a matrix, or a stack of them, between two spaces of features."""
-    return parameter.dim() >= 2 and not name.endswith((*_TABLES, _ROUTER))
+def _settings(
+    name: str, parameter: Tensor, model: Decoder, config: OptimizerConfig
+) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """Which group a parameter belongs to, and that group's settings."""
+    role = parameter_role(name, parameter)
+    decay = config.weight_decay if parameter.dim() >= 2 else 0.0
+    if _is_muons(role, config):
+        blocks = 2 if name.endswith(_PAIRS) else 1
+        ratio = config.muon_learning_rate / config.learning_rate
+        settings = {"algorithm": "muon", "blocks": blocks, "lr_ratio": ratio, "weight_decay": decay}
+        return ("muon", str(blocks)), settings
+    settings: dict[str, Any] = {"algorithm": "adamw", "blocks": 1} if config.name == "muon" else {}
+    if config.base_hidden_size is None:
+        kind = ("adamw", "decayed" if parameter.dim() >= 2 else "plain")
+        return kind, settings | {"lr_ratio": 1.0, "weight_decay": decay}
+    factor = adamw_factor(role, model.config.hidden_size, config.base_hidden_size)
+    # what a step takes off a matrix is lr * weight_decay, and stays
+    return ("adamw", _SCALED_ALIKE.get(role, role)), settings | {
+        "lr_ratio": factor,
+        "weight_decay": decay / factor,
+    }
+
+
+def _is_muons(role: Role, config: OptimizerConfig) -> bool:
+    return config.name == "muon" and role == "map"
 
 
 def state_tensors(name: str, parameter: Tensor, config: OptimizerConfig) -> tuple[str, ...]:
     """Keys of what the optimizer keeps of this parameter in its own shape, once it has stepped."""
-    on_muon = config.name == "muon" and _is_map(name, parameter)
+    on_muon = _is_muons(parameter_role(name, parameter), config)
     moments = ("momentum_buffer",) if on_muon else ("exp_avg", "exp_avg_sq")
     return (*moments, AVERAGE) if config.ema_decay else moments
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from llm_pretrain.config import Config
-from llm_pretrain.training.agreement import check_precision, on_first_rank
+from llm_pretrain.training.agreement import check_precision, on_every_rank, on_first_rank
+from llm_pretrain.training.compiling import check_compiler
 from llm_pretrain.training.engine import Engine
+from llm_pretrain.training.float8 import check_float8
 from llm_pretrain.training.loop import Training
 from llm_pretrain.training.out_of_memory import out_of_memory_in_words
 from llm_pretrain.training.peers import lost_contact
@@ -35,6 +37,8 @@ def pretrain(config: Config, engine: Engine) -> int:
             status.started()
             report_hangs_to(folder, status)
             check_precision(engine, config)
+            on_every_rank(engine, lambda: check_compiler(config))
+            on_every_rank(engine, lambda: check_float8(config))
             training = Training(config, engine, folder, status, stop)
             with out_of_memory_in_words(training.config, engine):
                 exit_code = training.run()

@@ -6,11 +6,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
-import torch
-from torch import Tensor
-
 from llm_pretrain.training.engine import StepResult
-from llm_pretrain.training.objective import DIGEST_WORDS
+from llm_pretrain.training.objective import DIGEST_WORDS, StepCounts
 from llm_pretrain.training.spikes import SpikeHistory
 
 
@@ -37,7 +34,7 @@ class Progress:
         step: Optimizer steps done, skipped ones included.
         tokens_seen: Loss tokens of all steps so far.
         skipped_in_a_row: Skipped steps since the last one that moved the parameters.
-        digest: int64 [8], sample digests summed since the last row.
+        digest: Sums of the sample digests' eight words since the last row.
         wandb_id: Of the run at Weights & Biases, so that a resumed run continues it.
         evaluation_owed: This step's evaluation was given up because a stop was asked for; the resumed run
             makes up for it, so that stopping leaves no gap in the evaluations.
@@ -50,7 +47,7 @@ class Progress:
     step: int = 0
     tokens_seen: int = 0
     skipped_in_a_row: int = 0
-    digest: Tensor = field(default_factory=lambda: torch.zeros(DIGEST_WORDS, dtype=torch.int64))
+    digest: list[int] = field(default_factory=lambda: [0] * DIGEST_WORDS)
     wandb_id: str | None = None
     evaluation_owed: bool = False
     evaluation: dict[str, float] = field(default_factory=dict)
@@ -58,12 +55,15 @@ class Progress:
     best: Best | None = None
     spikes: SpikeHistory = field(default_factory=SpikeHistory)
 
-    def advance(self, result: StepResult) -> None:
+    def advance(self, counts: StepCounts) -> None:
         """Count one finished step."""
         self.step += 1
-        self.tokens_seen += result.counts.num_loss_tokens
+        self.tokens_seen += counts.num_loss_tokens
+
+    def learn(self, result: StepResult) -> None:
+        """Take in what became of a finished step, each in its turn."""
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.skipped else 0
-        self.digest = self.digest + result.counts.digest
+        self.digest = [a + b for a, b in zip(self.digest, result.counts.digest, strict=True)]
         if result.loss is not None and result.grad_norm is not None:
             self.spikes.take(result.loss, result.grad_norm, result.counts.num_loss_tokens, result.spike)
 
@@ -76,16 +76,16 @@ class Progress:
         }
         self.evaluation_step = self.step
 
-    def take_digest(self) -> Tensor:
+    def take_digest(self) -> list[int]:
         """The digest since the last call, and start anew."""
-        digest, self.digest = self.digest, torch.zeros(DIGEST_WORDS, dtype=torch.int64)
+        digest, self.digest = self.digest, [0] * DIGEST_WORDS
         return digest
 
     def extra(self) -> dict[str, object]:
         """What goes into a checkpoint beside step, tokens and wandb id; plain JSON."""
         return {
             "skipped_in_a_row": self.skipped_in_a_row,
-            "digest": self.digest.tolist(),
+            "digest": self.digest,
             "evaluation_owed": self.evaluation_owed,
             "best": asdict(self.best) if self.best else None,
             "evaluation": self.evaluation,
@@ -100,7 +100,7 @@ class Progress:
             step=step,
             tokens_seen=tokens_seen,
             skipped_in_a_row=extra["skipped_in_a_row"],
-            digest=torch.tensor(extra["digest"], dtype=torch.int64),
+            digest=extra["digest"],
             wandb_id=wandb_id,
             evaluation_owed=extra.get("evaluation_owed", False),
             best=Best(**extra["best"]) if extra.get("best") else None,

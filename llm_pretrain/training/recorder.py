@@ -14,7 +14,7 @@ from llm_pretrain.config import Config
 from llm_pretrain.errors import OutputError
 from llm_pretrain.model import flops_per_token
 from llm_pretrain.tracking import Console, MetricsWriter, Trackers, device_peak_flops, memory_bytes
-from llm_pretrain.training.engine import Engine, StepResult
+from llm_pretrain.training.engine import Engine, FinishedStep
 from llm_pretrain.training.objective import DIGEST_WORDS, loss_metrics, source_metrics
 from llm_pretrain.training.parameter_digest import parameters_sha256
 from llm_pretrain.training.progress import Progress
@@ -47,14 +47,23 @@ class Recorder:
         """Whether a signal ends the run, so that its end must not take long."""
         self.failure: OutputError | None = None
         self._row: dict[str, object] = {}
-        self._due = False
+        self._due, self._step = False, progress.step
         self._peak_flops = device_peak_flops(_device_name(engine.device))
-        self._interval = _Interval()
+        self._clock, self._interval = _Clock(), _Interval()
 
-    def step(self, result: StepResult, learning_rate: float) -> None:
-        """Take in one finished step; `progress` already counts it."""
-        self._interval.add(result.counts.num_loss_tokens)
-        self._due = self.progress.step % self.config.logging.logging_steps == 0
+    def is_logged(self, step: int) -> bool:
+        """Whether a row is due after this step, whatever becomes of it."""
+        return step % self.config.logging.logging_steps == 0
+
+    def lap(self) -> float:
+        """Seconds since the last lap, or since the clock was restarted."""
+        return self._clock.lap()
+
+    def step(self, finished: FinishedStep) -> None:
+        """Take in one finished step, each in its turn; `progress` has learnt its result."""
+        result, self._step = finished.result, finished.step
+        self._interval.add(finished)
+        self._due = self.is_logged(finished.step)
         self._due = self._due or bool(result.skipped) or result.spike is not None
         if not self._due:
             return
@@ -66,9 +75,9 @@ class Recorder:
         self._row |= losses | source_metrics(result.sums, self.config)
         self._row |= {
             "train/grad_norm": result.grad_norm,
-            "train/learning_rate": learning_rate,
+            "train/learning_rate": finished.learning_rate,
             "train/loss_tokens": result.counts.num_loss_tokens,
-            "train/tokens": self.progress.tokens_seen,
+            "train/tokens": finished.tokens_seen,
             "train/loss_scale": self.engine.scaler.get_scale() if self.engine.scaler else None,
             "train/skipped": result.skipped,
             "data/batch_sha256": _hex(self.progress.take_digest()),
@@ -77,7 +86,7 @@ class Recorder:
         if result.spike is not None:
             self._row["train/spike"] = result.spike.of
             done = f"skipped ({result.skipped})" if result.skipped else "only logged"
-            self.console.warning(f"step {self.progress.step}, {done}: spike in {result.spike.text}")
+            self.console.warning(f"step {self._step}, {done}: spike in {result.spike.text}")
         if self.config.logging.parameters_sha256:
             model, _ = self.engine.model_and_optimizer()
             self._row["train/parameters_sha256"] = parameters_sha256(model, first=self.engine.rank == 0)
@@ -85,7 +94,7 @@ class Recorder:
     def evaluation(self, metrics: Mapping[str, float | None]) -> None:
         """Add evaluation metrics to the current step's row."""
         self._row |= metrics
-        self._due = True
+        self._due, self._step = True, self.progress.step
 
     def flush(self) -> None:
         """Write the current step's row, if one is due.
@@ -93,7 +102,7 @@ class Recorder:
         One that cannot be written is kept as `failure`, for all ranks to end together.
         """
         if self._due:
-            row: dict[str, object] = {"step": self.progress.step, "time": time.time()} | {
+            row: dict[str, object] = {"step": self._step, "time": time.time()} | {
                 key: None if isinstance(value, float) and not math.isfinite(value) else value
                 for key, value in self._row.items()
             }
@@ -118,7 +127,7 @@ class Recorder:
 
     def restart_clock(self) -> None:
         """Leave out what happened since the last step (evaluation, saving) from the step times."""
-        self._interval.mark()
+        self._clock.lap()
 
     def close(self) -> None:
         """Close metrics file, console and trackers."""
@@ -145,28 +154,33 @@ class Recorder:
         }
 
 
+class _Clock:
+    """Tells the time between its laps."""
+
+    def __init__(self) -> None:
+        self._since = time.perf_counter()
+
+    def lap(self) -> float:
+        before, self._since = self._since, time.perf_counter()
+        return self._since - before
+
+
 class _Interval:
     """Steps, loss tokens and seconds since the last row."""
 
     def __init__(self) -> None:
         self.steps = self.tokens = 0
         self.seconds = 0.0
-        self.mark()
 
-    def mark(self) -> None:
-        self._since = time.perf_counter()
-
-    def add(self, tokens: int) -> None:
-        now = time.perf_counter()
-        self.seconds += now - self._since
-        self._since = now
+    def add(self, finished: FinishedStep) -> None:
         self.steps += 1
-        self.tokens += tokens
+        self.tokens += finished.result.counts.num_loss_tokens
+        self.seconds += finished.seconds
 
 
-def _hex(digest: torch.Tensor) -> str:
-    assert digest.numel() == DIGEST_WORDS
-    return "".join(f"{int(word) & 0xFFFF_FFFF:08x}" for word in digest)
+def _hex(digest: list[int]) -> str:
+    assert len(digest) == DIGEST_WORDS
+    return "".join(f"{word & 0xFFFF_FFFF:08x}" for word in digest)
 
 
 def _device_name(device: torch.device) -> str:

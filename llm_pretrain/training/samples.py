@@ -17,6 +17,7 @@ from llm_pretrain.data import Tokenizer, TokenStore, open_tokenizer
 from llm_pretrain.errors import OutputError
 from llm_pretrain.model import Decoder
 from llm_pretrain.tracking import Console, MetricsWriter
+from llm_pretrain.training.compiling import eagerly
 from llm_pretrain.training.run_folder import RunFolder
 from llm_pretrain.training.watchdog import beat
 
@@ -72,7 +73,7 @@ class Samples:
         stop_ids = () if end is None or self.together else (end,)
         model.eval()
         try:
-            with torch.no_grad(), self._precision(model):
+            with torch.no_grad(), eagerly(model), self._precision(model):
                 for tokens in generation.generate(
                     model,
                     prompts,

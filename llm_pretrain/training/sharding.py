@@ -1,7 +1,7 @@
 """Fully sharded data parallelism: the parts that both launch paths must do alike.
 
-Which parameters stay in fp32, who the optimizer's parameters are once they are sharded, and the check that
-what was asked for is what runs. Sharding layer by layer is the engines' business.
+Which parameters stay in fp32, who the optimizer's parameters are once they are sharded, their parts and
+wholes, and the check that what was asked for is what runs. Sharding layer by layer is the engines' business.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from llm_pretrain.config import Config
@@ -75,10 +76,33 @@ def adopt_parameters(model: nn.Module, optimizer: Optimizer, names: list[list[st
         group["params"] = [parameters[name] for name in own]
 
 
-def plain_number(norm: Tensor | float) -> float:
-    """A norm's value, the same on every rank; collective where it is still spread over them."""
-    whole = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # type: ignore[operator]  # a DTensor's
-    return float(whole)  # DeepSpeed gives a number
+def whole_norm(norm: Tensor | float) -> Tensor | float:
+    """A norm of all ranks' gradients, left on the device; collective where it is still spread over them."""
+    is_spread = hasattr(norm, "full_tensor")
+    return norm.full_tensor() if is_spread else norm  # type: ignore[operator]  # a DTensor's
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor, in its memory: all of it where nothing is sharded."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def gathered(part: Tensor, like: DTensor) -> Tensor:
+    """The whole of which every rank has the part that it has of `like`; collective."""
+    return DTensor.from_local(
+        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    ).full_tensor()
+
+
+def split_as(whole: Tensor, like: DTensor) -> Tensor:
+    """The part of `whole`, which every rank has, that this rank has of `like`; no collective."""
+    spread = DTensor.from_local(whole, like.device_mesh, [Replicate()], run_check=False)
+    return spread.redistribute(placements=like.placements).to_local()
+
+
+def as_sharded(tensor: Tensor) -> DTensor | None:
+    """The tensor, known to be spread over the ranks; None where it is not."""
+    return tensor if isinstance(tensor, DTensor) else None
 
 
 def forget_process_groups() -> None:

@@ -7,6 +7,7 @@ a pure function of global numbers and is checkpointed, so all ranks decide alike
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, insort
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -66,6 +67,8 @@ class SpikeHistory:
 
     steps: list[tuple[float, float, int]] = field(default_factory=list)
     in_a_row: int = 0
+    _ordered: list[list[float]] = field(default_factory=list, init=False, repr=False, compare=False)
+    """Losses and gradient norms of `steps` by size, kept up step by step; empty until asked for."""
 
     def judge(self, action: str) -> Judge:
         """What tells whether a step's numbers are a spike, and what `training.spike_action` makes of one."""
@@ -78,12 +81,14 @@ class SpikeHistory:
     def take(self, loss: float, grad_norm: float, num_loss_tokens: int, spike: Spike | None) -> None:
         """Count a step whose numbers are finite, judged before."""
         if spike is None:
-            self.steps = [*self.steps, (loss, grad_norm, num_loss_tokens)][-WINDOW:]
+            self.steps = [*self.steps, (loss, grad_norm, num_loss_tokens)]
+            gone = self.steps.pop(0) if len(self.steps) > WINDOW else None
+            self._keep_order(loss, grad_norm, gone)
             self.in_a_row = 0
             return
         self.in_a_row += 1
         if spike.skipped is None and self.in_a_row >= NEW_LEVEL:
-            self.steps, self.in_a_row = [], 0
+            self.steps, self.in_a_row, self._ordered = [], 0, []
 
     def extra(self) -> dict[str, Any]:
         """For a checkpoint; JSON brings every float back exactly."""
@@ -99,7 +104,7 @@ class SpikeHistory:
     def _judged(
         self, loss: float, grad_norm: float, num_loss_tokens: int, skipped: str | None
     ) -> Spike | None:
-        if len(self.steps) < MINIMUM:
+        if len(self.steps) < MINIMUM or self._is_usual(loss, grad_norm):
             return None
         losses, grad_norms, tokens = zip(*self.steps, strict=True)
         # the fewer tokens a mean is over, the further it falls from what it estimates
@@ -113,6 +118,31 @@ class SpikeHistory:
             return None
         texts = [f"{name} {value:.4g} (bound {bound:.4g})" for name, (value, bound) in beyond.items()]
         return Spike("+".join(beyond), " and ".join(texts), skipped)
+
+    def _is_usual(self, loss: float, grad_norm: float) -> bool:
+        """Whether both numbers lie below what `upper_bound` adds to a median at least.
+
+        Almost every step does, and needs no deviation then. Rounding is monotone, so no spike is missed.
+        """
+        if not self._ordered:
+            self._ordered = [sorted(step[number] for step in self.steps) for number in (0, 1)]
+        losses, grad_norms = self._ordered
+        return loss <= _lowest_bound(losses, LOSS_MARGIN) and grad_norm <= _lowest_bound(
+            grad_norms, GRAD_NORM_MARGIN
+        )
+
+    def _keep_order(self, loss: float, grad_norm: float, gone: tuple[float, float, int] | None) -> None:
+        for number, (ordered, value) in enumerate(zip(self._ordered, (loss, grad_norm), strict=False)):
+            insort(ordered, value)
+            if gone is not None:
+                del ordered[bisect_left(ordered, gone[number])]
+
+
+def _lowest_bound(ordered: Sequence[float], margin: float) -> float:
+    """`upper_bound` of values that do not deviate at all."""
+    half = len(ordered) // 2
+    center = ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
+    return center + max(0.0, margin * center)
 
 
 def upper_bound(values: Sequence[float], margin: float, widening: float = 1.0) -> float:

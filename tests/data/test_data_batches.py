@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -20,8 +21,10 @@ from support.corpora import make_config, make_store
 from llm_pretrain.config import Config
 from llm_pretrain.data import (
     Batch,
+    MicroBatches,
     MicroBatchSampler,
     TokenStore,
+    batches,
     evaluation_batches,
     global_batches,
     sequences_per_epoch,
@@ -126,7 +129,7 @@ def test_document_offsets_are_where_document_ids_change(masked_store: TokenStore
         assert offsets[-1] == size
         entries.add(len(offsets))
         assert batch.to("meta").document_offsets.device.type == "meta"  # type: ignore[union-attr]
-        assert "document_offsets" not in batch.model_inputs()
+        assert batch.model_inputs()["document_offsets"] is offsets
     assert entries <= {64, 128}
 
 
@@ -199,6 +202,48 @@ def test_workers_give_the_same_batches(masked_store: TokenStore):
     assert all(equal(a, b) for a, b in zip(plain, worked, strict=True))
 
 
+class Counted:
+    """A dataset that leaves a file for every micro batch it has assembled, in whatever process."""
+
+    def __init__(self, dataset: MicroBatches, folder: Path):
+        self.dataset, self.folder = dataset, folder
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitems__(self, numbers: list[int]) -> Batch:
+        batch = self.dataset.__getitems__(numbers)
+        (self.folder / str(numbers[0])).touch()
+        return batch
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_are_ready_before_a_slow_consumer_asks(store: TokenStore, tmp_path: Path, workers: int):
+    """Each worker is two batches ahead; without workers there is nobody to be."""
+    loader = global_batches(make_config(store, max_steps=20, num_workers=workers), start_step=0, world_size=1)
+    counted = batches._loader(Counted(loader.dataset, tmp_path), loader.batch_sampler, workers)  # type: ignore[arg-type]
+    iterator = iter(counted)
+    for taken in range(1, 4):
+        next(iterator)
+        ahead, deadline = taken + 2 * workers, time.monotonic() + 120
+        while len(list(tmp_path.iterdir())) < ahead and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert len(list(tmp_path.iterdir())) == ahead
+
+
+def test_accelerate_keeps_the_workers(store: TokenStore):
+    from accelerate.data_loader import prepare_data_loader
+
+    loader = global_batches(make_config(store, num_workers=2), start_step=0, world_size=2)
+    prepared = prepare_data_loader(
+        loader, num_processes=2, process_index=1, put_on_device=False, even_batches=False, rng_types=[]
+    )
+    ours = shard(loader, 1, 2)
+    for name in ("num_workers", "prefetch_factor", "pin_memory", "worker_init_fn", "multiprocessing_context"):
+        assert getattr(prepared, name) == getattr(loader, name) == getattr(ours, name), name
+    assert prepared.num_workers == 2
+
+
 SCRIPT = """if __name__ == "__main__":
     import sys, time, psutil
     from support.corpora import make_config
@@ -261,7 +306,8 @@ def test_the_digest_stays_on_the_cpu_and_the_rest_moves(store: TokenStore):
     moved = batch.to("meta")
     assert {tensor.device.type for tensor in moved.model_inputs().values()} == {"meta"}
     assert moved.digest.device.type == "cpu"
-    assert list(moved.model_inputs()) == ["input_ids", "position_ids", "document_ids", "labels", "loss_mask"]
+    names = ["input_ids", "position_ids", "document_ids", "labels", "loss_mask", "document_offsets"]
+    assert list(moved.model_inputs()) == names
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP], ids=str)

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from llm_pretrain.config import ModelConfig
 from llm_pretrain.model import Decoder, count_parameters, flops_per_token, initialize_weights
-from llm_pretrain.model.attention import DocumentLayout, document_attention, document_layout
+from llm_pretrain.model.attention import document_attention
+from llm_pretrain.model.document_layout import DocumentLayout, document_layout
 from llm_pretrain.model.loss_head import loss_head
 
 DENSE = ModelConfig(
@@ -90,7 +91,8 @@ def test_rows_of_different_layouts_and_the_mask_of_other_devices_agree():
     query, key, value = (torch.randn(2, 30, heads, 8, generator=generator) for heads in (4, 2, 2))
     document = torch.cat([packed([30])["document_ids"], packed([4, 25, 1])["document_ids"]])
     layout = document_layout(document)
-    assert layout.lengths == [30, 4, 25, 1]
+    assert layout.offsets is not None
+    assert layout.offsets.tolist() == [0, 30, 34, 59, 60]
     mask = (document[:, :, None] == document[:, None]) & torch.ones(30, 30).bool().tril()
     by_pieces = document_attention(query, key, value, layout, 0.0)
     by_mask = document_attention(query, key, value, DocumentLayout(mask=mask[:, None]), 0.0)

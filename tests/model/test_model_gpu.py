@@ -7,6 +7,7 @@ import torch
 
 from llm_pretrain.config import ModelConfig
 from llm_pretrain.model import Decoder, initialize_weights
+from llm_pretrain.model.decoder import MoeFeedForward
 
 pytestmark = [
     pytest.mark.gpu,
@@ -94,3 +95,19 @@ def test_deterministic_algorithms_repeat_bit_for_bit():
         torch.use_deterministic_algorithms(False)
     assert first[0] == second[0]
     assert all(torch.equal(first[1][name], second[1][name]) for name in first[1])
+
+
+def test_experts_compile_whole_and_give_the_same_numbers():
+    layer = MoeFeedForward(CONFIG).cuda()
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    hidden, mask = torch.randn(3, 64, CONFIG.hidden_size), torch.ones(3, 64, dtype=torch.bool, device="cuda")
+    found = []
+    for run in (layer, torch.compile(layer, fullgraph=True)):
+        layer.zero_grad(set_to_none=True)
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            out, sums = run(hidden.cuda(), mask)
+        (out.float().square().sum() + sums.aux_loss).backward()
+        found.append([out.detach(), *(parameter.grad for parameter in layer.parameters())])
+    for eager, compiled in zip(*found, strict=True):
+        assert (eager - compiled).norm() <= 0.02 * eager.norm()

@@ -25,9 +25,16 @@ KINDS: dict[str, Changes] = {
         "model": {"num_experts": 1, "num_experts_per_tok": 1, "n_shared_experts": 1},
         "training": UNCLIPPED,
     },
-    "bf16": {"training": UNCLIPPED | {"precision": "bf16"}},
+    "bf16, averaged": {
+        "training": UNCLIPPED | {"precision": "bf16"},
+        "optimizer": {"ema_decay": 0.5},
+    },
 }
-IN_PARTS = Edit(MUON, "return spread.full_tensor()[None]", "return torch.cat([rows, rows])[None]")
+IN_PARTS = Edit(
+    MUON,
+    "return gathered(update[0].to(product_dtype(update.device)), self.whole)[None]",
+    "return torch.cat([update, update], 1)",
+)
 
 
 def case_of(path: str, strategy: str, changes: Changes, *edits: Edit) -> Case:
@@ -49,7 +56,7 @@ for kind, changes in KINDS.items():
             CASES[f"{path} {strategy} {kind}"] = case_of(path, strategy, changes)
 for path in ("torchrun", "accelerate"):
     CASES[f"{path} one rank NaN"] = case_of(path, "fsdp", {}, ONE_RANK_NAN[path])
-FP16: Changes = {"training": {"precision": "fp16"}}
+FP16: Changes = {"training": UNCLIPPED | {"precision": "fp16"}}
 CASES |= {
     "torchrun ddp fp16": case_of("torchrun", "ddp", FP16),
     "torchrun fsdp fp16": case_of("torchrun", "fsdp", FP16),

@@ -19,7 +19,8 @@ import sys
 import time
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -43,11 +44,12 @@ BASE: dict[str, dict[str, Any]] = {"training": {"global_batch_size": 18, "max_st
 
 @dataclass(frozen=True)
 class Case:
-    """One run: which engine, what its configuration changes, which mistake it has."""
+    """One run: which engine, what its configuration changes, its mistake, whether its sums are counted."""
 
     launcher: str
     edits: tuple[Edit, ...] = ()
     changes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    counted: bool = False
 
 
 @dataclass
@@ -56,6 +58,7 @@ class Outcome:
 
     `events`: the barriers and the end of the process group, in order, while closing. `reductions`: for each
     forward pass with gradients (the first settles the buckets), whether its backward pass reduces them.
+    `sums`: the numbers of elements of all sums over ranks, in order, where the case is counted.
     `model_class`: of the model that the engine trained.
     """
 
@@ -64,6 +67,7 @@ class Outcome:
     model_class: str | None = None
     events: list[str] = field(default_factory=list)
     reductions: list[bool] = field(default_factory=list)
+    sums: list[int] = field(default_factory=list)
 
 
 def case_config(store: Path, case: Case) -> Any:
@@ -141,11 +145,36 @@ def _train(case: Case, store: Path, outcome: Outcome) -> None:
         config = case_config(store, case)
         prepare_process(config)
         engine = getattr(load(SCRIPTS[case.launcher]), ENGINES[case.launcher])(config)
-        outcome.driven = drive(engine, config)
+        with noted_sums(outcome.sums) if case.counted else nullcontext():
+            outcome.driven = drive(engine, config)
         outcome.model_class = type(engine.model).__name__
         wrapped = weakref.ref(engine.model)
         outcome.events.clear()
         engine.close()
+
+
+@contextmanager
+def noted_sums(sizes: list[int]) -> Iterator[None]:
+    """Note the number of elements of every sum over ranks: DDP's by a hook that does as it does without."""
+    all_reduce, wrap = dist.all_reduce, DistributedDataParallel.__init__
+
+    def noted(tensor: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        sizes.append(tensor.numel())
+        return all_reduce(tensor, *arguments, **options)
+
+    def reduce(world_size, bucket):  # DDP would want annotations as types, not as text
+        work: Any = noted(bucket.buffer().div_(world_size), async_op=True)
+        return work.get_future().then(lambda future: future.value()[0])
+
+    def wrapped(self: DistributedDataParallel, *arguments: Any, **options: Any) -> None:
+        wrap(self, *arguments, **options)
+        self.register_comm_hook(dist.get_world_size(), reduce)
+
+    dist.all_reduce, DistributedDataParallel.__init__ = noted, wrapped
+    try:
+        yield
+    finally:
+        dist.all_reduce, DistributedDataParallel.__init__ = all_reduce, wrap
 
 
 def meet(rendezvous: Path, timeout: float = HANG_SECONDS) -> None:

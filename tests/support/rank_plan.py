@@ -21,6 +21,9 @@ GLOBAL_BALANCE = {
 }
 FEW_TOKENS_PER_EXPERT = {"model": {"num_experts": 32, "num_experts_per_tok": 1}}
 
+ONE_MICRO_BATCH = {"training": {"global_batch_size": 6, "max_steps": 2}}
+
+WAITING = Edit("llm_pretrain/training/books.py", 'DEVICES = ("cuda",)', 'DEVICES = ("cuda", "cpu")')
 SKIP_BY_OWN_LOSS = {
     name: Edit(file, "if not result.skipped:\n", "if math.isfinite(loss.item()):\n")
     for name, file in (("torchrun", TORCHRUN), ("accelerate", ACCELERATE))
@@ -45,7 +48,7 @@ OWN_BUFFERS = {
     for name, file in (("torchrun", TORCHRUN), ("accelerate", ACCELERATE))
 }
 MEAN_PER_RANK = (
-    Edit(OBJECTIVE, "total = reduce_sum(local).cpu()", "total = local"),
+    Edit(OBJECTIVE, "= sum_integers(whole)", "= whole"),
     Edit(
         OBJECTIVE,
         "world_size * config.gradient_accumulation_steps(world_size)",
@@ -84,6 +87,9 @@ SHARDED_TWICE = (
         "prepare(model, optimizer, shard(batches, self.rank, self.world_size))",
     ),
 )
+EVERY_MICRO_BATCH = Edit(
+    TORCHRUN, "with nullcontext() if is_last else self.no_sync():", "with nullcontext():"
+)
 STATIC_GRAPH = Edit(ENGINE, '"bucket_cap_mb": 25', '"bucket_cap_mb": 25, "static_graph": True')
 
 CASES: dict[str, Case] = {}
@@ -94,6 +100,11 @@ for path in ("torchrun", "accelerate"):
     CASES[f"{path} unclipped"] = Case(path, changes=UNCLIPPED)
     CASES[f"{path} global balance"] = Case(path, changes=GLOBAL_BALANCE)
     CASES[f"{path} buffers"] = Case(path, (OWN_BUFFERS[path],), ROUTER_BIAS)
+    CASES[f"{path} waiting verdict"] = Case(path, (WAITING,), ROUTER_BIAS)
+    CASES[f"{path} read verdict"] = Case(path, (), ROUTER_BIAS)
+    CASES[f"{path} waiting NaN"] = Case(path, (WAITING, ONE_RANK_NAN[path]), ROUTER_BIAS)
+    CASES[f"{path} counted"] = Case(path, counted=True)
+    CASES[f"{path} counted, one micro batch"] = Case(path, changes=ONE_MICRO_BATCH, counted=True)
     CASES[f"{path} one rank NaN"] = Case(path, (ONE_RANK_NAN[path],))
     CASES[f"{path} skip by own loss"] = Case(path, (ONE_RANK_NAN[path], SKIP_BY_OWN_LOSS[path]))
 CASES |= {
@@ -117,8 +128,9 @@ CASES |= {
     ),
     "every micro batch reduced": Case(
         "torchrun",
-        (Edit(TORCHRUN, "with nullcontext() if is_last else self.no_sync():", "with nullcontext():"),),
+        (EVERY_MICRO_BATCH,),
     ),
+    "every micro batch reduced, counted": Case("torchrun", (EVERY_MICRO_BATCH,), counted=True),
     "dropout by rank": Case(
         "torchrun",
         (Edit(ENGINE, "{batch.step}/{batch.micro_batch}", "{batch.step}/{torch.distributed.get_rank()}"),),

@@ -16,17 +16,24 @@ from torch import Tensor
 
 import llm_pretrain.data as data
 import llm_pretrain.model as model_part
+import llm_pretrain.training.averaging as averaging
+import llm_pretrain.training.books as books
+import llm_pretrain.training.building as building
 import llm_pretrain.training.loop as loop
 import llm_pretrain.training.optimizers as optimizers
 from llm_pretrain.config import Config
 from llm_pretrain.data import Batch
-from llm_pretrain.training import StepResult
+from llm_pretrain.training.engine import FinishedStep
 from llm_pretrain.training.progress import Progress
 
 
 @dataclass
 class Driven:
-    """What a driven engine did. Losses are per loss token; lists go by step, or by update."""
+    """What a driven engine did. Losses are per loss token; lists go by step, or by update.
+
+    Where an average of the parameters is kept: what it was in the end, as the parameters themselves show
+    it, and the first window's summed loss by it.
+    """
 
     losses: list[float | None] = field(default_factory=list)
     grad_norms: list[float | None] = field(default_factory=list)
@@ -39,6 +46,8 @@ class Driven:
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
     parameters: dict[str, Tensor] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
+    averages: dict[str, Tensor] = field(default_factory=dict)
+    averaged_loss: float | None = None
     first_moments: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -75,7 +84,17 @@ class _Record:
     def __init__(self, driven: Driven):
         self.driven = driven
 
-    def step(self, result: StepResult, learning_rate: float) -> None:
+    def is_logged(self, step: int) -> bool:
+        return False
+
+    def lap(self) -> float:
+        return 0.0
+
+    def flush(self) -> None:
+        pass
+
+    def step(self, finished: FinishedStep) -> None:
+        result = finished.result
         mean = None if result.sums is None else float(result.sums[0]) / result.counts.num_loss_tokens
         self.driven.losses.append(mean if mean is None or math.isfinite(mean) else None)
         self.driven.grad_norms.append(result.grad_norm)
@@ -107,22 +126,28 @@ def drive(engine: Any, config: Config, *, windows: Sequence[list[Batch]] | None 
         windows: This rank's micro batches of each step; default: what the prepared loader yields.
     """
     driven = Driven()
-    model = model_part.Decoder(config.model)
-    model_part.initialize_weights(model, config.run.seed)
+    model = building.build_model(config)
+    model_part.initialize_weights(model, config.run.seed, config.optimizer.base_hidden_size)
     optimizer = optimizers.build_optimizer(model, config.optimizer)
     Taps(model, optimizer, driven)
     loader = data.global_batches(config, start_step=0, world_size=engine.world_size)
     own = engine.prepare(model, optimizer, loader)
     training: Any = object.__new__(loop.Training)
     training.config, training.engine = config, engine
-    training.progress, training.recorder = Progress(), _Record(driven)
+    training.progress = Progress()
+    record: Any = _Record(driven)
+    training.books = books.Books(config, engine, training.progress, record, lambda step: False)
+    training.recorder = record
     per_step = config.gradient_accumulation_steps(engine.world_size)
+    first: list[Batch] = []
     for window in windows if windows is not None else loop.windows(own, per_step):
+        first = first or window
         before = len(driven.rates)
         driven.micro_batches.append([(batch.step, batch.micro_batch) for batch in window])
         training._step(window)
         driven.updates.append(len(driven.rates) - before)
         driven.hashes.append(parameter_hash(model))
+    training.books.settle()
     driven.parameters = {name: whole(parameter) for name, parameter in model.named_parameters()}
     driven.first_moments = {
         name: whole(
@@ -132,6 +157,12 @@ def drive(engine: Any, config: Config, *, windows: Sequence[list[Batch]] | None 
         if parameter in optimizer.state
     }
     driven.buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    if config.optimizer.ema_decay:
+        with averaging.averaged(optimizer), torch.no_grad():
+            driven.averages = {name: whole(parameter) for name, parameter in model.named_parameters()}
+            losses = [engine.forward(batch).loss_sum for batch in first]
+        driven.averaged_loss = float(torch.stack(losses).sum())
+        driven.hashes.append(parameter_hash(model))
     return driven
 
 

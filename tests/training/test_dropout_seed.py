@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from llm_pretrain.config import Config, ModelConfig, RunConfig
 from llm_pretrain.data import Batch
 from llm_pretrain.training import seed_dropout
 
@@ -24,8 +25,12 @@ def batch_at(step: int, micro_batch: int, device: str = "cpu") -> Batch:
     )
 
 
+def with_seed(seed: int, dropout: float = 0.5) -> Config:
+    return Config(run=RunConfig(seed=seed), model=ModelConfig(hidden_dropout=dropout))
+
+
 def draw(seed: int, step: int, micro_batch: int) -> torch.Tensor:
-    seed_dropout(seed, batch_at(step, micro_batch))
+    seed_dropout(with_seed(seed), batch_at(step, micro_batch))
     return torch.nn.functional.dropout(torch.ones(256), 0.5)
 
 
@@ -44,9 +49,19 @@ def test_another_seed_step_or_micro_batch_drops_otherwise():
 def test_a_device_of_another_kind_is_seeded_too(monkeypatch: pytest.MonkeyPatch):
     seeded: list[int] = []
     monkeypatch.setattr(torch, "manual_seed", seeded.append)
-    seed_dropout(1, batch_at(2, 3))
+    seed_dropout(with_seed(1), batch_at(2, 3))
     assert seeded == []  # a CPU's costs less by itself
     for _ in range(2):
-        seed_dropout(1, batch_at(2, 3, "meta"))
+        seed_dropout(with_seed(1), batch_at(2, 3, "meta"))
     assert len(seeded) == 2
     assert seeded[0] == seeded[1] == torch.initial_seed()
+
+
+@pytest.mark.parametrize(
+    "model", [ModelConfig(hidden_dropout=0.1), ModelConfig(attention_dropout=0.1), ModelConfig()]
+)
+def test_without_dropout_nothing_is_seeded(model: ModelConfig):
+    torch.manual_seed(5)
+    seed_dropout(Config(model=model), batch_at(2, 3))
+    has_dropout = model != ModelConfig()
+    assert (torch.initial_seed() != 5) == has_dropout

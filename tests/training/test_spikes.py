@@ -119,7 +119,7 @@ def test_json_brings_the_history_back_exactly():
 
 
 def verdict(sums: list[float], grad_norm: float, scaler: object = None) -> StepResult:
-    counts = StepCounts(10, torch.zeros(DIGEST_WORDS, dtype=torch.int64))
+    counts = StepCounts(10, [0] * DIGEST_WORDS)
     vector = torch.tensor(sums, dtype=torch.float64)
     return StepResult.of(counts, vector, grad_norm, SpikeHistory().judge("log"), scaler)  # type: ignore[arg-type]  # only asked whether there is one
 
@@ -140,13 +140,11 @@ def test_reasons_to_skip():
 def test_steps_that_could_not_be_judged_teach_nothing():
     progress = Progress()
     for result in (verdict([math.nan, 0, 0, 0], 1.0), verdict([1.0, 0, 0, 0], math.inf)):
-        progress.advance(result)
-    progress.advance(
-        StepResult(StepCounts(0, torch.zeros(DIGEST_WORDS, dtype=torch.int64)), skipped="no_loss_tokens")
-    )
+        progress.learn(result)
+    progress.learn(StepResult(StepCounts(0, [0] * DIGEST_WORDS), skipped="no_loss_tokens"))
     assert progress.spikes == SpikeHistory()
     assert progress.skipped_in_a_row == 3
-    progress.advance(verdict([20.0, 0, 0, 0], 1.0))
+    progress.learn(verdict([20.0, 0, 0, 0], 1.0))
     assert progress.spikes.steps == [(2.0, 1.0, 10)]
 
 

@@ -84,6 +84,26 @@ def test_a_difference_on_one_side_is_seen(case, ranks):
         check_same_bits(ranks[case], ranks["accelerate fp32"])
 
 
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
+def test_a_verdict_that_waits_on_the_device_changes_no_bits(launcher: str, ranks):
+    waiting, read = ranks[f"{launcher} waiting verdict"], ranks[f"{launcher} read verdict"]
+    check_same_bits(waiting, read)
+    for one, other in zip(waiting, read, strict=True):
+        assert one.driven.buffers.keys() == other.driven.buffers.keys()
+        assert all(
+            torch.equal(one.driven.buffers[name], other.driven.buffers[name]) for name in one.driven.buffers
+        )
+    lost, known = ranks[f"{launcher} waiting NaN"], ranks[f"{launcher} one rank NaN"]
+    for one, other in zip(lost, known, strict=True):
+        assert one.error is None
+        assert one.driven.hashes == other.driven.hashes
+        assert one.driven.skipped == other.driven.skipped == ["nonfinite_gradient"] * 2
+        assert one.driven.updates == [1, 1], "the optimizer is called, and does nothing"
+        assert not any(buffer.any() for buffer in one.driven.buffers.values()), (
+            "nor does the router's bias move"
+        )
+
+
 def check_alone(config: Config, *edits: Edit) -> None:
     """One process computes the same bits on either path; the mistakes are on one."""
     left, right = run_engine("torchrun", config, *edits), run_engine("accelerate", config)

@@ -23,6 +23,7 @@ from support.rank_cases import WORLD_SIZE, Outcome
 from support.stepping import Driven, masked, micro_batches_of, reference_gradients, relative_error
 
 from llm_pretrain.config import Config
+from llm_pretrain.training.objective import DIGEST_WORDS
 from llm_pretrain.training.schedule import learning_rate
 
 TORCHRUN, ACCELERATE = "train_pretrain.py", "train_pretrain_accelerate.py"
@@ -190,6 +191,27 @@ def test_gradients_are_reduced_once_per_step(ranks, rank_config):
     for case in ("every micro batch reduced", "no accumulate"):
         with pytest.raises(AssertionError):
             check_reductions(ranks[case], rank_config(case))
+
+
+def check_sums(outcomes: list[Outcome], config: Config) -> None:
+    """A step sums over ranks its counts, every gradient once, its losses; the empty first one gradients."""
+    for outcome in outcomes:
+        assert outcome.error is None
+        gradients = sum(parameter.numel() for parameter in outcome.driven.parameters.values())
+        assert outcome.sums[:1] == [gradients]
+        steps = [outcome.sums[first : first + 3] for first in range(1, len(outcome.sums), 3)]
+        assert len(steps) == config.training.max_steps
+        assert all(step[:2] == [1 + DIGEST_WORDS, gradients] for step in steps)
+
+
+def test_every_gradient_crosses_the_wire_once_per_step(ranks, rank_config):
+    for launcher in ("torchrun", "accelerate"):
+        for case in (f"{launcher} counted", f"{launcher} counted, one micro batch"):
+            check_sums(ranks[case], rank_config(case))
+    assert rank_config("torchrun counted").gradient_accumulation_steps(WORLD_SIZE) == 3
+    assert rank_config("torchrun counted, one micro batch").gradient_accumulation_steps(WORLD_SIZE) == 1
+    with pytest.raises(AssertionError):
+        check_sums(ranks["every micro batch reduced, counted"], rank_config("torchrun counted"))
 
 
 def test_every_rank_reads_its_own_share(config):

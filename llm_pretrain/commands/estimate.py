@@ -1,0 +1,237 @@
+"""`llm-pretrain estimate`: what a configuration needs before it is started: parameters, memory, time, cost.
+
+Arithmetic of `training/estimation.py`, nothing is built or read but the configuration; `--verify` runs real
+steps of it here, in a process of its own, and prints the estimate beside what they took.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+from llm_pretrain.errors import ConfigError, ResourceError
+
+if TYPE_CHECKING:
+    from llm_pretrain.config import Config
+    from llm_pretrain.training.estimation import Memory
+
+HELP = "what a configuration needs: parameters, memory by part, time and cost"
+
+EXAMPLES = """\
+Every other option is a setting, --section.field VALUE.
+
+examples:
+  llm-pretrain estimate --config configs/minimind3-64m.yaml
+  llm-pretrain estimate --config configs/qwen3-0.6b.yaml --gpu h200 --world-size 8 --mfu 0.45 --price 3.5
+  llm-pretrain estimate --config configs/olmoe-1b-7b.yaml --gpu h100 --world-size 64 --tokens 5e12
+  llm-pretrain estimate --config configs/qwen3-30b-a3b.yaml --world-size 64 --distributed.strategy fsdp
+  llm-pretrain estimate --config configs/minimind3-64m.yaml --training.micro_batch_size 4 --verify
+"""
+
+_GPU_GIB = {
+    "t4": 16, "v100": 32, "a10": 24, "a10g": 24, "a30": 24, "a40": 48, "a100": 80, "a800": 80, "l4": 24,
+    "l40": 48, "l40s": 48, "h20": 96, "h100": 80, "h800": 80, "h200": 141, "gh200": 96, "b100": 192,
+    "b200": 180, "b300": 288, "gb200": 186, "gb300": 288, "mi300x": 192, "mi325x": 256, "mi355x": 288,
+}  # fmt: skip
+"""Memory of each in GB, by the vendors' datasheets; the larger where there are two."""
+
+_VERIFY_BOUND = 0.15
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options, and every setting of the configuration."""
+    from llm_pretrain.commands._launching.options import add_settings
+
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.usage = "llm-pretrain estimate --config FILE [options] [--section.field VALUE ...]"
+    parser.epilog = EXAMPLES
+    parser.add_argument(
+        "--config", action="append", required=True, metavar="FILE", help="as for the scripts; later wins"
+    )
+    parser.add_argument("--gpu", metavar="NAME", help=f"device: {', '.join(_GPU_GIB)} (default: a CPU)")
+    parser.add_argument(
+        "--world-size", "--world_size", type=int, default=1, metavar="W", help="processes (default: 1)"
+    )
+    parser.add_argument(
+        "--mfu", type=float, default=0.4, help="share of the device's peak that is reached (default: 0.4)"
+    )
+    parser.add_argument("--price", type=float, metavar="P", help="of a device for an hour, for the cost")
+    parser.add_argument(
+        "--tokens", type=float, metavar="N", help="token budget, such as 2e9 (default: the configuration's)"
+    )
+    parser.add_argument(
+        "--document_length",
+        type=int,
+        default=300,
+        metavar="N",
+        help="mean tokens of a document (default: 300)",
+    )
+    parser.add_argument(
+        "--verify", action="store_true", help="run steps here, and print their memory beside the estimate"
+    )
+    add_settings(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the estimate; 1 where `--verify` finds another peak than estimated, by more than 15 %."""
+    from llm_pretrain.commands._launching.options import given_options
+    from llm_pretrain.config import load_config
+
+    options = given_options(arguments)
+    _check(arguments)
+    config = _with_vocabulary(load_config(options, needs_data=False))
+    if config.training.global_batch_size % (config.training.micro_batch_size * arguments.world_size):
+        raise ConfigError(
+            f"--world-size: expected training.global_batch_size ({config.training.global_batch_size}) to be "
+            f"a multiple of training.micro_batch_size ({config.training.micro_batch_size}) x processes, "
+            f"found {arguments.world_size} processes; change one of the three"
+        )
+    _print_model(config)
+    memory = _print_memory(config, arguments)
+    _print_time(config, arguments)
+    return _verify(config, arguments, options, memory) if arguments.verify else 0
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    problems = []
+    if arguments.gpu is not None and arguments.gpu.lower() not in _GPU_GIB:
+        problems.append(f"--gpu: expected one of {', '.join(_GPU_GIB)}, found {arguments.gpu!r}")
+    if arguments.world_size < 1:
+        problems.append(f"--world-size: expected 1 or more, found {arguments.world_size}")
+    if not 0 < arguments.mfu <= 1:
+        problems.append(f"--mfu: expected a share above 0, at most 1, found {arguments.mfu:g}")
+    if arguments.price is not None and not arguments.price >= 0:
+        problems.append(f"--price: expected 0 or more, found {arguments.price:g}")
+    if arguments.tokens is not None and not 1 <= arguments.tokens < float("inf"):
+        problems.append(f"--tokens: expected 1 or more, found {arguments.tokens:g}")
+    if arguments.document_length < 1:
+        problems.append(f"--document_length: expected 1 or more, found {arguments.document_length}")
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _with_vocabulary(config: Config) -> Config:
+    """As the run will have it: the configuration's, else that of the data, where it is there."""
+    from llm_pretrain.config import resolve_model
+    from llm_pretrain.data import open_stores
+    from llm_pretrain.errors import DataError
+
+    if config.model.vocab_size is not None:
+        return config
+    try:
+        return resolve_model(config, open_stores(config)[0].vocab_size)
+    except DataError as error:
+        raise ConfigError(
+            "model.vocab_size: expected a size, since the configuration leaves it to the data, which is not "
+            f"here ({error}); add --model.vocab_size N"
+        ) from error
+
+
+def _print_model(config: Config) -> None:
+    from llm_pretrain.model import count_parameters, flops_per_token
+    from llm_pretrain.training.estimation import compute_optimal_tokens, token_budget
+
+    size, length = count_parameters(config.model), config.training.sequence_length
+    print(f"{config.run.name}")
+    print(f"  parameters         {size.total:,} total, {size.active:,} active")
+    print(f"  FLOPs per token    {_si(flops_per_token(config.model, length))}, forward and backward")
+    print(f"  tokens of the run  {_si(token_budget(config))}")
+    print(f"  compute-optimal    {_si(compute_optimal_tokens(config))} tokens (20 per active parameter)")
+
+
+def _print_memory(config: Config, arguments: argparse.Namespace) -> Memory:
+    from llm_pretrain.training.estimation import estimate_memory
+
+    on_gpu, world_size = arguments.gpu is not None, arguments.world_size
+    memory = estimate_memory(config, world_size, on_gpu=on_gpu, document_length=arguments.document_length)
+    training, strategy = config.training, config.distributed.strategy
+    print(
+        f"memory of one of {world_size} {'process' if world_size == 1 else 'processes'} ({strategy}, "
+        f"{training.precision}, {training.micro_batch_size} x {training.sequence_length} tokens at a time)"
+    )
+    for name, text in (
+        ("weights", "in fp32"),
+        ("gradients", "in fp32; DDP's buckets are these"),
+        ("optimizer", config.optimizer.name + (", and the average" if config.optimizer.ema_decay else "")),
+        ("weight_copies", "of the products' matrices, in low precision, or gathered"),
+        ("activations", "kept by the layers for their backward passes"),
+        ("logits", "and their gradient"),
+        ("router_buffers", "biases and counts"),
+        ("temporaries", "of a layer's backward pass"),
+    ):
+        if getattr(memory, name):
+            print(f"  {name.replace('_', ' '):<16} {_size(getattr(memory, name)):>11}  {text}")
+    print(f"  {'peak':<16} {_size(memory.peak):>11}  at most at once, without libraries and fragmentation")
+    if memory.staging:
+        print(f"  {'while saving':<16} {_size(memory.staging):>11}  more in the processor's memory")
+    if on_gpu:
+        total = _GPU_GIB[arguments.gpu.lower()] * 10**9
+        fits = "fits" if memory.peak + 10**9 < total else "does NOT fit"
+        print(f"  {fits} into {arguments.gpu}'s {total // 10**9} GB with 1 GB for CUDA's context")
+    return memory
+
+
+def _print_time(config: Config, arguments: argparse.Namespace) -> None:
+    from llm_pretrain.tracking import device_peak_flops
+    from llm_pretrain.training.estimation import estimate_time, token_budget
+
+    if arguments.gpu is None:
+        print("time: name a --gpu for tokens per second, hours and cost")
+        return
+    flops = device_peak_flops(arguments.gpu)
+    assert flops is not None, arguments.gpu
+    tokens = int(arguments.tokens or token_budget(config))
+    time = estimate_time(config, arguments.world_size, tokens=tokens, flops=flops, mfu=arguments.mfu)
+    print(f"time on {arguments.world_size} x {arguments.gpu} at {arguments.mfu:.0%} of {_si(flops)}FLOP/s")
+    each = time.tokens_per_second / arguments.world_size
+    print(f"  tokens per second  {time.tokens_per_second:,.0f}, {each:,.0f} a device")
+    print(f"  {_si(tokens)} tokens in  {time.hours:,.1f} h ({time.device_hours:,.1f} device hours)")
+    if arguments.price is not None:
+        print(f"  cost               {arguments.price * time.device_hours:,.2f}")
+
+
+def _verify(config: Config, arguments: argparse.Namespace, options: list[str], memory: Memory) -> int:
+    """Run two steps of one rank and compare the peaks."""
+    from llm_pretrain.training.estimation import estimate_memory
+
+    given = [*options, "--model.vocab_size", str(config.model.vocab_size)]
+    command = [sys.executable, "-m", "llm_pretrain.training.step_memory", json.dumps(given)]
+    done = subprocess.run(
+        [*command, str(arguments.document_length)], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        lines = done.stderr.strip().splitlines()
+        reason = lines[-1] if lines else f"ended with {done.returncode}"
+        raise ResourceError(f"--verify: expected steps to run here, found: {reason:.200}")
+    found = json.loads(done.stdout.splitlines()[-1])
+    own = estimate_memory(
+        config, 1, on_gpu=found["device"] == "cuda", document_length=arguments.document_length
+    )
+    quotient = own.peak / found["peak"]
+    within = abs(quotient - 1) <= _VERIFY_BOUND
+    print(
+        f"verified on one {found['device']}: estimated {_size(own.peak)}, measured {_size(found['peak'])}, "
+        f"ratio {quotient:.3f}: {'within' if within else 'NOT within'} {_VERIFY_BOUND:.0%}"
+    )
+    return 0 if within else 1
+
+
+def _size(number: int) -> str:
+    """`1.5 GiB`."""
+    size = float(number)
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def _si(number: float) -> str:
+    """`1.28 G`: with a factor of a thousand's name."""
+    for factor, name in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= factor:
+            return f"{number / factor:.3g} {name}"
+    return f"{number:.3g} "

@@ -1,0 +1,95 @@
+"""`llm-pretrain estimate`: known sizes, memory by part, time, and a check against real steps."""
+
+from __future__ import annotations
+
+import pytest
+from support.mutation import ROOT
+
+from llm_pretrain.__main__ import main
+from llm_pretrain.config import Config, load_config
+from llm_pretrain.training.estimation import estimate_memory, estimate_time
+
+CONFIGS = ROOT / "configs"
+
+
+def preset(name: str, *options: str) -> Config:
+    return load_config(["--config", str(CONFIGS / f"{name}.yaml"), *options], needs_data=False)
+
+
+def estimate(capsys: pytest.CaptureFixture[str], name: str, *options: str) -> str:
+    assert main(["estimate", "--config", str(CONFIGS / f"{name}.yaml"), *options]) == 0
+    return capsys.readouterr().out
+
+
+def test_published_sizes(capsys: pytest.CaptureFixture[str]):
+    # arXiv:2505.09388, tables 1 and 2: 0.6B, of which 0.44B are no embedding; 30.5B, 3.3B active
+    text = estimate(capsys, "qwen3-0.6b", "--gpu", "h200", "--price", "3.5", "--tokens", "1e9")
+    assert "596,049,920 total" in text
+    assert "11.9 G tokens (20 per active parameter)" in text
+    assert "cost" in text
+    text = estimate(capsys, "qwen3-30b-a3b", "--world-size", "64", "--distributed.strategy", "fsdp")
+    assert "30,532,122,624 total, 3,353,032,704 active" in text
+
+
+def test_time_is_tokens_times_flops_over_what_the_devices_reach():
+    config = preset("gpt2-124m")
+    time = estimate_time(config, 8, tokens=10**10, flops=1e15, mfu=0.5)
+    assert time.tokens_per_second == pytest.approx(8 * 0.5e15 / time.flops_per_token)
+    assert time.hours * 3600 * time.tokens_per_second == pytest.approx(1e10)
+    assert time.device_hours == pytest.approx(8 * time.hours)
+    # 6 x 123.6M and 12 x 12 layers x 768 x 1024 positions, less the norms' few
+    assert time.flops_per_token == pytest.approx(6 * 123.587e6 + 12 * 12 * 768 * 1024, rel=1e-3)
+
+
+def test_parts_follow_the_optimizer_and_the_shards():
+    base, count = preset("minimind3-64m", "--training.precision", "bf16"), 63_912_192
+    memory = estimate_memory(base)
+    assert (memory.weights, memory.gradients, memory.optimizer) == (4 * count, 4 * count, 8 * count)
+    averaged = preset("minimind3-64m", "--optimizer.ema_decay", "0.99")
+    assert estimate_memory(averaged).optimizer == 12 * count
+    muon = estimate_memory(preset("minimind3-64m", "--optimizer.name", "muon")).optimizer
+    assert 4 * count < muon < 5 * count
+    sharded = estimate_memory(preset("minimind3-64m", "--distributed.strategy", "fsdp"), 4)
+    assert sharded.weights == -(-4 * count // 4)
+    assert sharded.optimizer == 2 * count
+    assert estimate_memory(preset("minimind3-64m", "--checkpoint.async_save", "true")).staging == 12 * count
+
+
+def test_recomputing_keeps_less_and_twice_the_rows_twice_as_much():
+    one = estimate_memory(preset("minimind3-64m")).activations
+    less = estimate_memory(preset("minimind3-64m", "--training.activation_checkpointing", "true")).activations
+    half = estimate_memory(preset("minimind3-64m", "--training.micro_batch_size", "16")).activations
+    assert less < one / 3
+    assert one == 2 * half
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--gpu", "abacus"], "--gpu: expected one of"),
+        (["--mfu", "1.5"], "--mfu: expected a share"),
+        (["--world-size", "7"], "training.global_batch_size"),
+        (["--tokens", "0"], "--tokens: expected 1 or more"),
+    ],
+)
+def test_wrong_options_are_named(options: list[str], text: str, capsys: pytest.CaptureFixture[str]):
+    assert main(["estimate", "--config", str(CONFIGS / "minimind3-64m.yaml"), *options]) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_without_data_the_vocabulary_is_asked_for(capsys: pytest.CaptureFixture[str]):
+    assert (
+        main(
+            ["estimate", "--config", str(CONFIGS / "tiny-dense.yaml"), "--data.sources", "[{store: nowhere}]"]
+        )
+        == 2
+    )
+    assert "--model.vocab_size" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_estimate_is_within_15_percent_of_real_steps(precision: str, capsys: pytest.CaptureFixture[str]):
+    size = ["--training.micro_batch_size", "4", "--training.global_batch_size", "4"]
+    text = estimate(capsys, "minimind3-64m", *size, "--training.precision", precision, "--verify")
+    assert ": within 15%" in text

@@ -1,0 +1,294 @@
+"""Attention within documents by every kernel against its definition, and which kernel runs where."""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from llm_pretrain.config import ModelConfig
+from llm_pretrain.model import Decoder, Kernels, attention, document_layout, initialize_weights
+from llm_pretrain.model.attention import document_attention
+from llm_pretrain.model.document_layout import DocumentLayout, attention_implementation
+from tests.support.mutation import Edit, mutated
+
+BLOCKS = "llm_pretrain/model/attention_blocks.py"
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+LENGTHS = [1, 63, 64, 65, 7, 200, 600]
+"""Below, at and above the size of a block; the last is too long for its probabilities to be kept."""
+
+
+def tensors(length: int, rows: int = 1, heads: tuple[int, int] = (4, 2)) -> tuple[Tensor, Tensor, Tensor]:
+    """query [rows, length, 4, 8], key and value [rows, length, 2, 8] in float64."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(rows, length, count, 8) for count in (heads[0], heads[1], heads[1])]
+    made = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    return tuple(each.requires_grad_() for each in made)
+
+
+def offsets_of(lengths: list[int], repeats: int = 1) -> Tensor:
+    total = list(itertools.accumulate(lengths, initial=0))
+    return torch.tensor(total + total[-1:] * (repeats - 1), dtype=torch.int32)
+
+
+def ids_of(lengths: list[int]) -> Tensor:
+    return torch.cat([torch.full((length,), number) for number, length in enumerate(lengths)])[None]
+
+
+def by_definition(query: Tensor, key: Tensor, value: Tensor, document_ids: Tensor) -> Tensor:
+    """Softmax of all scores but those that are masked."""
+    groups = query.shape[2] // key.shape[2]
+    key, value = key.repeat_interleave(groups, 2), value.repeat_interleave(groups, 2)
+    scores = torch.einsum("bqnd,bknd->bnqk", query, key) / query.shape[-1] ** 0.5
+    same = document_ids[:, None, :, None] == document_ids[:, None, None, :]
+    visible = same & torch.ones(scores.shape[-2:]).bool().tril()
+    return torch.einsum("bnqk,bknd->bqnd", scores.masked_fill(~visible, -torch.inf).softmax(-1), value)
+
+
+def outcome(out: Tensor, inputs: tuple[Tensor, ...]) -> list[Tensor]:
+    """The result, and gradients for a fixed direction."""
+    direction = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
+    return [out, *torch.autograd.grad(out, inputs, direction)]
+
+
+def check_blocks(heads: tuple[int, int] = (4, 2)) -> None:
+    inputs = tensors(sum(LENGTHS), heads=heads)
+    layout = DocumentLayout(offsets=offsets_of(LENGTHS, repeats=3))
+    assert attention._suits_blocks(torch.float64, sum(LENGTHS) / len(LENGTHS), 0.0)
+    ours = outcome(document_attention(*inputs, layout, 0.0), inputs)
+    theirs = outcome(by_definition(*inputs, ids_of(LENGTHS)), inputs)
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("heads", [(4, 2), (3, 3), (4, 1)])
+def test_blocks_of_queries_are_the_definition(heads):
+    check_blocks(heads)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (".triu(1)", ".triu(2)"),  # a token sees the next one
+        ("slice(0, b - start)", "slice(1, b - start)"),  # nobody sees a document's first token
+        (".mul_(_scale(query))", ""),
+    ],
+)
+def test_a_mistake_in_the_blocks_would_be_seen(old, new):
+    with mutated(Edit(BLOCKS, old, new)), pytest.raises((AssertionError, RuntimeError)):
+        check_blocks()
+
+
+@pytest.mark.parametrize("length", [40, 200, 1200])
+def test_rows_without_documents_are_the_definition(length):
+    inputs = tensors(length, rows=2)
+    ours = outcome(document_attention(*inputs, DocumentLayout(), 0.0), inputs)
+    theirs = outcome(by_definition(*inputs, torch.zeros(2, length)), inputs)
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-11)
+
+
+def test_low_precision_has_scores_in_fp32():
+    """Queries and keys come in fp32 under autocast; scores rounded to bf16 would be off by 2 to 3 times."""
+    exact = [each.detach() * factor for each, factor in zip(tensors(300), (4, 1, 1), strict=True)]
+    query, key, value = exact[0].float(), exact[1].float(), exact[2].bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        low = document_attention(query, key, value, DocumentLayout(), 0.0)
+        rounded = document_attention(query.bfloat16(), key.bfloat16(), value, DocumentLayout(), 0.0)
+    expected = by_definition(exact[0], exact[1], value.double(), torch.zeros(1, 300))
+    errors = [float((each.double() - expected).norm() / expected.norm()) for each in (low, rounded)]
+    assert low.dtype == torch.bfloat16
+    assert errors[0] < 4e-3 < errors[1]
+
+
+def test_nothing_is_kept_without_gradients():
+    query, key, value = tensors(200)
+    with torch.no_grad():
+        out = document_attention(query, key, value, DocumentLayout(), 0.0)
+    assert out.grad_fn is None
+    expected = document_attention(query, key, value, DocumentLayout(), 0.0)
+    assert torch.equal(out, expected)
+
+
+def test_probabilities_are_saved_where_checkpointing_can_drop_them():
+    """What a context holds by itself, activation checkpointing cannot take away."""
+    saved = []
+    inputs = tensors(200)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: (saved.append(x.shape), x)[1], lambda x: x):
+        document_attention(*inputs, DocumentLayout(), 0.0)
+    assert sum(shape[-1] in (64, 128, 192, 200) and len(shape) == 3 for shape in saved) >= 4
+
+
+CONFIG = ModelConfig(
+    vocab_size=96,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    initializer_range=0.15,
+)
+IDS = torch.randint(0, 96, (2, 300), generator=torch.Generator().manual_seed(1))
+DOCUMENTS = torch.cat([ids_of([120, 180]), ids_of([5, 200, 95])])
+OFFSETS = offsets_of([120, 180, 5, 200, 95], repeats=60)
+
+
+def make(**kernels) -> Decoder:
+    model = Decoder(CONFIG, kernels=Kernels(**kernels))
+    initialize_weights(model, 0)
+    return model.double()
+
+
+def test_offsets_say_the_same_as_document_ids():
+    model = make()
+    by_ids, by_offsets = (
+        model(IDS, document_ids=DOCUMENTS, document_offsets=offsets).logits for offsets in (None, OFFSETS)
+    )
+    assert torch.equal(by_ids, by_offsets)
+    assert not torch.allclose(by_ids, model(IDS).logits)
+
+
+def loop_of_documents(seen: list):
+    """`varlen_attn` as torch documents it, document by document."""
+
+    def kernel(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size, enable_gqa):
+        assert query.shape[0] == int(cu_seq_q[-1])
+        assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
+        assert max_q == max_k >= int(cu_seq_q.diff().max())
+        assert window_size == (-1, 0)
+        seen.append(len(cu_seq_q))
+        groups = query.shape[1] // key.shape[1]
+        assert enable_gqa or groups == 1
+        parts = [
+            by_definition(query[None, a:b], key[None, a:b], value[None, a:b], torch.zeros(1, b - a))[0]
+            for a, b in itertools.pairwise(cu_seq_q.tolist())
+            if b > a
+        ]
+        return torch.cat(parts)
+
+    return kernel, {"window_size": (-1, 0), "enable_gqa": True}
+
+
+def test_varlen_is_told_where_documents_lie(monkeypatch):
+    seen: list[int] = []
+    inputs = tensors(300, rows=2)
+    expected = outcome(by_definition(*inputs, DOCUMENTS), inputs)
+    monkeypatch.setattr(attention, "varlen_kernel", lambda: loop_of_documents(seen))
+    ours = outcome(attention._varlen(*inputs, OFFSETS), inputs)
+    assert seen == [len(OFFSETS)]
+    for mine, other in zip(ours, expected, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-11)
+
+
+def test_varlen_is_asked_for_causal_attention_in_the_words_of_the_installed_torch():
+    import inspect
+
+    kernel, options = attention.varlen_kernel()
+    assert options.keys() <= inspect.signature(kernel).parameters.keys()
+    assert options.get("window_size") == (-1, 0) or options.get("is_causal") is True
+
+
+@pytest.mark.parametrize("columns", [100, 128, 300, 512])
+def test_the_block_mask_sees_all_that_may_be_seen_and_little_else(columns):
+    """Against `create_block_mask`, which tests every pair."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    generator = torch.Generator().manual_seed(columns)
+    documents = (torch.rand(3, columns, generator=generator) < 0.02).cumsum(1)
+
+    def visible(row, head, query, key):
+        return (query >= key) & (documents[row, query] == documents[row, key])
+
+    expected = create_block_mask(visible, 3, None, columns, columns, device="cpu")
+    found = document_layout.document_layout(documents, implementation="flex").block_mask
+    assert torch.equal(found.to_dense().bool(), expected.to_dense().bool())
+    rows, query, key = (torch.arange(n) for n in (3, columns, columns))
+    grid = torch.meshgrid(rows, query, key, indexing="ij")
+    assert torch.equal(found.mask_mod(grid[0], None, *grid[1:]), visible(grid[0], None, *grid[1:]))
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_is_the_definition(monkeypatch):
+    from torch.nn.attention.flex_attention import flex_attention
+
+    monkeypatch.setattr(attention, "_compiled_flex", lambda: flex_attention)
+    query, key, value = (each.detach() for each in tensors(300, rows=2))
+    layout = document_layout.document_layout(DOCUMENTS, implementation="flex")
+    ours = document_attention(query, key, value, layout, 0.0)
+    expected = by_definition(query, key, value, DOCUMENTS)
+    torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-7)
+
+
+def test_the_choice_depends_on_device_type_and_shape_alone(monkeypatch):
+    bf16, fp32 = torch.bfloat16, torch.float32
+    monkeypatch.setattr(document_layout, "_capability", lambda _: (9, 0))
+
+    def choice(device=CUDA, dtype=bf16, head_dim=64, dropout=0.0, **kernels):
+        return attention_implementation(Kernels(**kernels), device, dtype, head_dim, dropout)
+
+    assert choice() == choice(dtype=torch.float16) == "varlen"
+    assert choice(device=CPU) == choice(dtype=fp32) == choice(head_dim=257) == choice(dropout=0.1) == "sdpa"
+    assert choice(head_dim=100) == "sdpa"
+    assert [choice(attention=name) for name in ("sdpa", "varlen", "flex")] == ["sdpa", "varlen", "flex"]
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert choice() == "sdpa"
+    finally:
+        torch.use_deterministic_algorithms(False)
+    monkeypatch.setattr(document_layout, "_capability", lambda _: (7, 5))
+    assert choice() == "sdpa"
+
+
+def test_without_offsets_a_gpu_gets_a_mask():
+    layout = document_layout.document_layout(DOCUMENTS.to("meta"), implementation="varlen")
+    assert layout.mask is not None
+    with_offsets = document_layout.document_layout(DOCUMENTS.to("meta"), OFFSETS, "varlen")
+    assert with_offsets.offsets is OFFSETS
+
+
+@pytest.mark.filterwarnings("ignore")  # what torch's tracing does is not ours to mend
+def test_the_documents_of_a_batch_need_no_new_graph():
+    """On a CPU the pieces are left to plain Python: no step traces a layer again."""
+    torch._dynamo.reset()
+    model = make().float()
+    layers = [torch.compile(layer, backend="eager") for layer in model.model.layers]
+    model.model.layers = torch.nn.ModuleList(layers)
+    graphs = []
+    for cut in (50, 100, 150, 200):
+        documents = ids_of([cut, 300 - cut]).repeat(2, 1)
+        model(IDS, document_ids=documents, labels=IDS).loss_sum.backward()
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert graphs[1:] == graphs[:1] * 3
+
+
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(each, marks=gpu) for each in ("auto", "sdpa", "varlen", "flex")]
+)
+def test_cuda_kernels_equal_the_cpu(kind):
+    config = dataclasses.replace(CONFIG, hidden_size=64)
+    found = {}
+    for device in ("cpu", "cuda"):
+        model = Decoder(config, kernels=Kernels(attention="auto" if device == "cpu" else kind)).to(device)
+        initialize_weights(model, 0)
+        batch = {"input_ids": IDS, "labels": IDS, "document_ids": DOCUMENTS, "document_offsets": OFFSETS}
+        for mode in ("default", "error"):  # the first pass compiles and allocates
+            model.zero_grad(set_to_none=True)
+            moved = {name: each.to(device) for name, each in batch.items()}
+            if device == "cuda":
+                torch.cuda.synchronize()
+                torch.cuda.set_sync_debug_mode(mode)
+            try:
+                with torch.autocast(device, torch.bfloat16):
+                    out = model(**moved)
+                out.loss_sum.backward()
+            finally:
+                if device == "cuda":
+                    torch.cuda.set_sync_debug_mode("default")
+        gradients = torch.cat([each.grad.flatten().cpu() for each in model.parameters()])
+        found[device] = (float(out.loss_sum), gradients)
+    assert abs(found["cuda"][0] / found["cpu"][0] - 1) < 2e-2
+    assert (found["cuda"][1] - found["cpu"][1]).norm() < 5e-2 * found["cpu"][1].norm()

@@ -1,0 +1,250 @@
+"""The experts' kernels against each other: every routing, every choice, with `torch.compile` and again."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from llm_pretrain.config import Config, ModelConfig
+from llm_pretrain.errors import ConfigError
+from llm_pretrain.model import Experts, Kernels, experts, experts_obstacle, experts_streamed, products
+from llm_pretrain.model.decoder import DecoderLayer, MoeFeedForward
+from llm_pretrain.model.document_layout import document_layout
+from llm_pretrain.model.experts_grouped import grouped_experts
+from llm_pretrain.model.experts_streamed import streamed_experts
+from llm_pretrain.model.rotary import rotary_tables
+from llm_pretrain.training.building import build_model
+
+H, INNER, E = 32, 16, 6
+KERNELS = {
+    "reference": experts._reference_experts,
+    "streamed": streamed_experts,
+    "grouped": grouped_experts,
+}
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 0.02}
+
+
+def looped_grouped_mm(left: Tensor, right: Tensor, *, offs: Tensor) -> Tensor:
+    """What CUDA's kernel computes, and what it asks of its operands."""
+    assert offs.dtype == torch.int32
+    assert offs.tolist() == sorted(offs.tolist())
+    assert offs[-1] == len(left)
+    for operand in (left, right):
+        strides = [stride for stride in operand.stride() if stride > 1]
+        assert all(stride * operand.element_size() % 16 == 0 for stride in strides)
+    bounds = zip([0, *offs.tolist()[:-1]], offs.tolist(), right.unbind(0), strict=True)
+    return torch.cat([left[start:stop] @ weight for start, stop, weight in bounds])
+
+
+@pytest.fixture
+def looped(monkeypatch):
+    monkeypatch.setattr(F, "grouped_mm", looped_grouped_mm)
+
+
+def routing(case: str) -> Tensor:
+    """int64 [T, K]; `ragged` has an empty expert and sizes that are padded."""
+    generator = torch.Generator().manual_seed(3)
+    if case == "one token":
+        return torch.tensor([[4, 1]])
+    if case == "one expert":
+        return torch.full((70, 1), 3)
+    if case == "one expert for all beside others":
+        return torch.stack([torch.full((150,), 2), torch.arange(150) % 2 * 5], 1)
+    odds = torch.tensor([0.5, 0.1, 0.02, 1.0, 0.0, 0.3])
+    return (torch.rand(333, E, generator=generator) * odds).topk(3).indices
+
+
+CASES = ["ragged", "one token", "one expert", "one expert for all beside others"]
+
+
+def outcome(kernel: str, case: str, dtype: torch.dtype) -> list[Tensor]:
+    """Output and the gradients of x, gate_up, down and weights; parameters in fp32, products in `dtype`."""
+    generator = torch.Generator().manual_seed(5)
+    chosen = routing(case)
+    shapes = [(len(chosen), H), (E, 2 * INNER, H), (E, H, INNER), tuple(chosen.shape)]
+    inputs = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+    out = KERNELS[kernel](*inputs, chosen, dtype)
+    out.backward(torch.randn(out.shape, generator=generator))
+    return [out.detach(), *(tensor.grad for tensor in inputs)]
+
+
+@pytest.mark.usefixtures("looped")
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("kernel", ["streamed", "grouped"])
+def test_kernels_give_the_references_outputs_and_gradients(kernel, case, dtype):
+    ours, theirs = outcome(kernel, case, dtype), outcome("reference", case, torch.float32)
+    for mine, reference in zip(ours, theirs, strict=True):
+        assert mine.dtype == torch.float32
+        assert (mine - reference).norm() <= TOLERANCE[dtype] * reference.norm()
+    unused = sorted(set(range(E)) - set(routing(case).flatten().tolist()))
+    assert unused
+    assert not ours[2][unused].any()
+    assert not ours[3][unused].any()
+
+
+@pytest.mark.parametrize("library", [True, False])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_the_streamed_kernel_repeats_bit_for_bit_whichever_library_multiplies(dtype, library, monkeypatch):
+    monkeypatch.setattr(products, "prefers_onednn", lambda: library)
+    first, second = outcome("streamed", "ragged", dtype), outcome("streamed", "ragged", dtype)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    for mine, reference in zip(first, outcome("reference", "ragged", torch.float32), strict=True):
+        assert (mine - reference).norm() <= TOLERANCE[dtype] * reference.norm()
+
+
+def test_no_tokens_give_no_output_and_zero_gradients():
+    gate_up, down = torch.ones(E, 2 * INNER, H, requires_grad=True), torch.ones(E, H, INNER)
+    out = streamed_experts(
+        torch.zeros(0, H), gate_up, down, torch.zeros(0, 2), torch.zeros(0, 2).long(), torch.float32
+    )
+    assert out.shape == (0, H)
+    out.sum().backward()
+    assert not gate_up.grad.any()
+
+
+def test_rows_of_low_type_are_summed_in_fp32():
+    """In bf16 256 + 1 is 256, seven times over; 263 rounds to 264."""
+    rows = experts_streamed._Rows([8], torch.zeros(8, dtype=torch.int64), torch.arange(8)[None])
+    total = experts_streamed._Sum(rows, torch.zeros(1, 4), torch.bfloat16)
+    total.add(
+        0, rows.token, torch.tensor([256.0] + [1.0] * 7)[:, None].bfloat16(), torch.ones(1, 4).bfloat16()
+    )
+    assert total.total().tolist() == [[264.0] * 4]
+
+
+def test_padding_is_small_and_gives_few_sizes():
+    sizes = [experts_streamed._padded(rows) for rows in range(4097)]
+    assert all(0 <= size - rows <= rows / 32 for rows, size in enumerate(sizes))
+    assert len({size for size in sizes if size > 64}) == 32 * 6
+    assert sizes[:65] == list(range(65))
+
+
+@pytest.mark.parametrize("transposed", [(False, False), (True, False), (False, True), (True, True)])
+def test_both_libraries_multiply_alike(transposed, monkeypatch):
+    left, right = (torch.randn(40, 40, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    left, right = (x.t() if is_t else x for x, is_t in zip((left, right), transposed, strict=True))
+    expected = (left.double() @ right.double()).float()
+    for library in (True, False):
+        monkeypatch.setattr(products, "prefers_onednn", lambda library=library: library)
+        out = torch.empty(40, 40)
+        assert products.product(left, right, out) is out
+        torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_linear_by_onednn_has_linears_gradients(monkeypatch):
+    monkeypatch.setattr(products, "prefers_onednn", lambda: True)
+    found = []
+    for apply in (products.linear, F.linear):
+        x = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        weight = torch.randn(3, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        out = apply(x, weight)
+        (out * torch.arange(out.numel()).view_as(out)).sum().backward()
+        found.append((out, x.grad, weight.grad))
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+CONFIG = ModelConfig(
+    vocab_size=64,
+    hidden_size=H,
+    intermediate_size=48,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    num_experts=E,
+    num_experts_per_tok=2,
+    moe_intermediate_size=INNER,
+)
+
+
+@pytest.mark.parametrize("name", ["auto", "streamed", "grouped", "reference"])
+def test_the_kernel_that_was_named_runs(name, monkeypatch):
+    called = []
+    for kernel in ("streamed_experts", "grouped_experts", "_reference_experts"):
+
+        def note(x: Tensor, *_: object, kernel: str = kernel) -> Tensor:
+            called.append(kernel)
+            return x
+
+        monkeypatch.setattr(experts, kernel, note)
+    monkeypatch.setattr(experts, "grouped_obstacle", lambda *_: None)
+    module = Experts(CONFIG, Kernels(experts=name))
+    module(torch.zeros(3, H), torch.zeros(3, 2), torch.zeros(3, 2).long())
+    expected = {"auto": "grouped_experts", "reference": "_reference_experts"}
+    assert called == [expected.get(name, f"{name}_experts")]
+
+
+def test_grouped_is_refused_by_name_where_it_cannot_run():
+    config = Config(model=CONFIG)
+    training = dataclasses.replace(config.training, experts_implementation="grouped", precision="bf16")
+    config = dataclasses.replace(config, training=training)
+    with pytest.raises(ConfigError) as error:
+        build_model(config, torch.device("cpu"))
+    assert str(error.value) == (
+        "training.experts_implementation: expected auto, streamed or reference, found grouped, which needs a "
+        "CUDA device instead of cpu"
+    )
+    kernels, cuda = Kernels(experts="grouped"), torch.device("cuda")
+    assert experts_obstacle(CONFIG, kernels, cuda, torch.bfloat16) is None
+    assert "bfloat16 instead of float32" in experts_obstacle(CONFIG, kernels, cuda, torch.float32)
+    odd = dataclasses.replace(CONFIG, moe_intermediate_size=20)
+    assert "multiples of 8 instead of 32 and 20" in experts_obstacle(odd, kernels, cuda, torch.bfloat16)
+    dense = dataclasses.replace(CONFIG, num_experts=0)
+    assert experts_obstacle(dense, kernels, torch.device("cpu"), torch.float32) is None
+
+
+def layer_outcome(kernel, compiled: bool) -> list[Tensor]:
+    layer = DecoderLayer(CONFIG, 0, Kernels(experts=kernel))
+    generator = torch.Generator().manual_seed(0)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.2, generator=generator)
+    hidden = torch.randn(2, 12, H, generator=generator).requires_grad_()
+    cos, sin = rotary_tables(torch.arange(12)[None], CONFIG, torch.float32)
+    run = torch.compile(layer, backend="aot_eager") if compiled else layer
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # the only type that a compiled grouped_mm takes
+        out, sums = run(hidden, cos, sin, document_layout(None), torch.ones(2, 12, dtype=torch.bool))
+    (out.square().sum() + sums.aux_loss + sums.z_loss).backward()
+    return [out.detach(), hidden.grad, *(parameter.grad for parameter in layer.parameters())]
+
+
+# torch's own tracing does what its warnings advise against: with autograd functions, and after a graph's end
+COMPILES = [
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+]
+
+
+def compiles(test):
+    for mark in COMPILES:
+        test = mark(test)
+    return test
+
+
+@compiles
+@pytest.mark.parametrize("kernel", ["streamed", "grouped"])
+def test_a_compiled_layer_of_experts_gives_the_same_numbers(kernel, monkeypatch):
+    monkeypatch.setattr(experts, "grouped_obstacle", lambda *_: None)
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = layer_outcome(kernel, compiled=True)
+    assert counters["frames"]["ok"] >= 1
+    for mine, theirs in zip(compiled, layer_outcome(kernel, compiled=False), strict=True):
+        assert (mine - theirs).norm() < 0.02 * theirs.norm()
+
+
+@compiles
+@pytest.mark.parametrize("kernel", ["streamed", "grouped"])
+def test_only_the_streamed_kernel_stays_out_of_a_graph(kernel, monkeypatch):
+    monkeypatch.setattr(experts, "grouped_obstacle", lambda *_: None)
+    torch._dynamo.reset()
+    layer = MoeFeedForward(CONFIG, Kernels(experts=kernel))
+    hidden, mask = torch.randn(2, 12, H, requires_grad=True), torch.ones(2, 12, dtype=torch.bool)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        explained = torch._dynamo.explain(layer)(hidden, mask)
+    reasons = [str(reason.reason) for reason in explained.break_reasons]
+    assert all("streamed_experts" in reason for reason in reasons), reasons
+    assert bool(reasons) == (kernel == "streamed")

@@ -1,0 +1,302 @@
+"""The loss head in chunks against whole logits: sums, gradients, precision, promises that are not kept."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from llm_pretrain.config import ModelConfig
+from llm_pretrain.model import Decoder, Kernels, initialize_weights, loss_head_fused
+from llm_pretrain.model.head import OutputHead, loss_implementation
+from llm_pretrain.model.loss_head import LossSums, loss_head
+from tests.support.mutation import Edit, mutated
+
+FUSED = "llm_pretrain/model/loss_head_fused.py"
+VOCAB, COEFFICIENT = 1500, 0.01
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    """Chunks of 7 rows of 1500 and a shorter last one, the softmax two rows at a time."""
+    monkeypatch.setattr(loss_head_fused, "_CPU_CHUNK", 7 * VOCAB)
+    monkeypatch.setattr(loss_head_fused, "_CACHED_ELEMENTS", 2 * VOCAB)
+
+
+def inputs(dtype: torch.dtype = torch.float32, masked: float = 0.3, length: int = 19) -> tuple[Tensor, ...]:
+    """hidden [2, length, 16], weight [1500, 16], labels and mask."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(2, length, 16, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    weight = torch.randn(VOCAB, 16, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    labels = torch.randint(0, VOCAB, (2, length), generator=generator)
+    mask = torch.rand(2, length, generator=generator) >= masked
+    return hidden, weight, labels.masked_fill(~mask, -100), mask
+
+
+def fused(*tensors) -> LossSums:
+    """Looked up when called: a mistake may stand in for it."""
+    return loss_head_fused.fused_loss_head(*tensors)
+
+
+def full(hidden: Tensor, weight: Tensor, labels: Tensor, mask: Tensor, _: float = 0.0) -> LossSums:
+    return loss_head(F.linear(hidden, weight), labels, mask)
+
+
+def gradients(head, tensors: tuple[Tensor, ...], on_loss: float, on_z: float) -> list[Tensor]:
+    """Gradients of hidden and weight, the head having been told COEFFICIENT."""
+    sums = head(*tensors, COEFFICIENT)
+    objective = on_loss * sums.loss if on_loss else 0
+    objective = objective + (on_z * sums.z_loss if on_z else 0)
+    return list(torch.autograd.grad(objective, tensors[:2]))
+
+
+def close(ours: Tensor, theirs: Tensor, tolerance: float) -> bool:
+    return bool((ours - theirs).norm() <= tolerance * theirs.norm())
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
+@pytest.mark.parametrize("masked", [0.0, 0.3, 0.999])
+def test_sums_and_gradients_are_those_of_whole_logits(dtype, tolerance, masked):
+    tensors = inputs(dtype, masked)
+    ours, theirs = fused(*tensors, COEFFICIENT), full(*tensors)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.dtype == dtype
+        assert close(mine, other, tolerance)
+    assert not ours.token_losses.requires_grad
+    assert (ours.token_losses[~tensors[3]] == 0).all()
+    for mine, other in zip(
+        gradients(fused, tensors, 0.7, 0.7 * COEFFICIENT),
+        gradients(full, tensors, 0.7, 0.7 * COEFFICIENT),
+        strict=True,
+    ):
+        assert mine.dtype == dtype
+        assert close(mine, other, tolerance)
+
+
+def test_a_batch_without_loss_tokens_has_zero_sums_and_gradients():
+    hidden, weight, labels, mask = inputs()
+    tensors = (hidden, weight, labels, torch.zeros_like(mask))
+    assert all(float(each.detach().sum()) == 0 for each in fused(*tensors, COEFFICIENT))
+    assert all((each == 0).all() for each in gradients(fused, tensors, 1, COEFFICIENT))
+
+
+def check_any_combination(on_loss: float, on_z: float) -> None:
+    tensors = inputs(torch.float64)
+    ours = gradients(fused, tensors, on_loss, on_z)
+    for mine, other in zip(ours, gradients(full, tensors, on_loss, on_z), strict=True):
+        assert close(mine, other, 1e-12)
+
+
+@pytest.mark.parametrize(("on_loss", "on_z"), [(1, 0), (0, 1), (0, COEFFICIENT), (2, COEFFICIENT), (1, 1)])
+def test_another_combination_of_the_sums_than_was_told_is_computed_anew(on_loss, on_z):
+    check_any_combination(on_loss, on_z)
+
+
+def test_a_trusted_combination_would_be_seen():
+    edit = Edit(FUSED, "        return bool(near)", "        return True")
+    with mutated(edit), pytest.raises(AssertionError):
+        check_any_combination(1, 1)
+
+
+def test_a_second_backward_pass_gives_the_same_gradients():
+    hidden, weight, labels, mask = inputs()
+    sums = fused(hidden, weight, labels, mask, COEFFICIENT)
+    objective = 3 * (sums.loss + COEFFICIENT * sums.z_loss)
+    first = torch.autograd.grad(objective, (hidden, weight), retain_graph=True)
+    second = torch.autograd.grad(objective, (hidden, weight))
+    for mine, other in zip(second, first, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
+
+
+def test_only_the_gradients_that_are_needed_are_returned():
+    hidden, weight, labels, mask = inputs()
+    expected = gradients(full, (hidden, weight, labels, mask), 1, COEFFICIENT)
+    for place in (0, 1):
+        pair = [hidden.detach(), weight.detach()]
+        pair[place].requires_grad_()
+        sums = fused(*pair, labels, mask, COEFFICIENT)
+        (sums.loss + COEFFICIENT * sums.z_loss).backward()
+        assert close(pair[place].grad, expected[place], 1e-6)
+        assert pair[1 - place].grad is None
+
+
+def test_no_gradient_is_computed_that_nobody_can_ask_for(monkeypatch):
+    hidden, weight, labels, mask = inputs()
+    wanted = []
+    original = loss_head_fused._chunks
+    monkeypatch.setattr(loss_head_fused, "_chunks", lambda *a: (wanted.append(a[-1]), original(*a))[1])
+    with torch.no_grad():
+        without = fused(hidden, weight, labels, mask, COEFFICIENT)
+    frozen = fused(hidden.detach(), weight.detach(), labels, mask, COEFFICIENT)
+    assert not any(map(any, wanted))
+    assert len(wanted) == 2
+    assert not frozen.loss.requires_grad
+    with_gradients = fused(hidden, weight, labels, mask, COEFFICIENT)
+    assert any(wanted[2])
+    torch.testing.assert_close(without.token_losses, with_gradients.token_losses, rtol=1e-6, atol=1e-6)
+
+
+def check_low_precision() -> None:
+    """Sums exact for the bf16 logits; gradients as near to the exact ones as those of whole logits."""
+    tensors = inputs(length=300)
+    with torch.autocast("cpu", torch.bfloat16):
+        sums = fused(*tensors, COEFFICIENT)
+        ours = gradients(fused, tensors, 1, COEFFICIENT)
+        theirs = gradients(full, tensors, 1, COEFFICIENT)
+    low = [each.detach().bfloat16().double() for each in tensors[:2]]
+    exact = full(*low, *tensors[2:])
+    for mine, other in zip(sums, exact, strict=True):
+        assert mine.dtype == torch.float32
+        assert close(mine.double(), other, 2e-3)  # the logits themselves are rounded
+    reference = gradients(
+        full,
+        tuple(each.detach().double().requires_grad_() for each in tensors[:2]) + tensors[2:],
+        1,
+        COEFFICIENT,
+    )
+    for mine, whole, other in zip(ours, theirs, reference, strict=True):
+        assert mine.dtype == torch.float32
+        error = (mine - other).norm() / other.norm()
+        assert error <= 1.1 * (whole - other).norm() / other.norm() < 2e-2
+
+
+def test_low_precision_is_that_of_whole_logits():
+    check_low_precision()
+
+
+def test_a_weight_gradient_summed_in_low_precision_would_be_seen():
+    """Over many chunks: each addition in bf16 rounds once more."""
+    chunks = Edit(FUSED, "_CPU_CHUNK = 1 << 24", f"_CPU_CHUNK = {7 * VOCAB}")
+    edit = Edit(FUSED, "torch.zeros_like(weight, dtype=wide)", "torch.zeros_like(weight)")
+    with mutated(chunks):
+        check_low_precision()
+    with mutated(chunks, edit), pytest.raises(AssertionError):
+        check_low_precision()
+
+
+def test_a_gradient_that_nothing_else_holds_is_not_copied():
+    """The weight's gradient becomes `.grad` itself: at 100,000 tokens of vocabulary a copy is 0.4 GB."""
+    hidden, weight, labels, mask = inputs()
+    sums = fused(hidden, weight, labels, mask, COEFFICIENT)
+    held = sums.loss.grad_fn.gradients[1].data_ptr()
+    (sums.loss + COEFFICIENT * sums.z_loss).backward()
+    assert weight.grad.data_ptr() == held
+
+
+SHAPE = ModelConfig(
+    vocab_size=VOCAB,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    initializer_range=0.1,
+)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_decoder_trains_alike_with_both(tied, checkpointing):
+    config = dataclasses.replace(SHAPE, tie_word_embeddings=tied)
+    ids = torch.randint(0, VOCAB, (2, 23), generator=torch.Generator().manual_seed(2))
+    found = {}
+    for loss in ("full", "fused", "auto"):
+        kernels = Kernels(loss=loss, z_loss_coef=COEFFICIENT)
+        model = Decoder(config, activation_checkpointing=checkpointing, kernels=kernels)
+        initialize_weights(model, 0)
+        model.double()
+        out = model(ids, labels=ids.roll(-1, 1), loss_mask=ids % 5 > 0)
+        ((out.loss_sum + COEFFICIENT * out.z_loss_sum) * 0.01).backward()
+        found[loss] = {name: parameter.grad for name, parameter in model.named_parameters()}
+        assert ("lm_head.weight" in found[loss]) != tied
+        assert model(ids).logits.shape == (2, 23, VOCAB)
+    for name, gradient in found["full"].items():
+        assert close(found["fused"][name], gradient, 1e-11), name
+        assert torch.equal(found["fused"][name], found["auto"][name]), name
+
+
+def test_the_choice_depends_on_vocabulary_and_type_alone():
+    fp32, bf16, fp16 = torch.float32, torch.bfloat16, torch.float16
+    assert loss_implementation(Kernels(), fp32, 6400) == "fused"
+    assert loss_implementation(Kernels(), bf16, 151936) == "fused"
+    assert loss_implementation(Kernels(), fp32, 256) == "full"
+    assert loss_implementation(Kernels(), fp16, 6400) == "full"
+    for name in ("full", "fused", "liger"):
+        assert loss_implementation(Kernels(loss=name), fp32, 256) == name
+
+
+def test_liger_stands_in_for_the_chunks(monkeypatch):
+    """What liger-kernel 0.8 returns, computed by whole logits: per token, the z-loss with its coefficient."""
+    import sys
+    import types
+
+    seen = {}
+
+    def forward(_input, weight, target, ignore_index, lse_square_scale, reduction, **options):
+        seen.update(options, reduction=reduction)
+        mask = target != ignore_index
+        with torch.enable_grad():
+            leaves = [_input.detach().requires_grad_(), weight.detach().requires_grad_()]
+            logits = F.linear(*leaves)
+            z_loss = lse_square_scale * logits.logsumexp(-1).square() * mask
+            losses = F.cross_entropy(logits, target, reduction="none", ignore_index=ignore_index) + z_loss
+            gradients = torch.autograd.grad(losses.sum(), leaves)
+        return losses.detach(), z_loss.detach(), None, None, *gradients, None
+
+    module = types.ModuleType("liger_kernel.ops.fused_linear_cross_entropy")
+    module.fused_linear_cross_entropy_forward = forward
+    for name in ("liger_kernel", "liger_kernel.ops"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    hidden, weight, labels, mask = inputs(torch.float64)
+    head = OutputHead(16, VOCAB, Kernels(loss="liger", z_loss_coef=COEFFICIENT))
+    head.weight = torch.nn.Parameter(weight.detach())
+    sums, expected = head(hidden, labels, mask), full(hidden, weight, labels, mask)
+    assert seen == {"return_z_loss": True, "accum_dtype": torch.float32, "reduction": "none"}
+    for mine, other in zip(sums, expected, strict=True):
+        assert close(mine, other, 1e-6)  # the z-loss passes through fp32
+    (sums.loss + COEFFICIENT * sums.z_loss).backward()
+    grad_hidden, grad_weight = gradients(full, (hidden, weight, labels, mask), 1, COEFFICIENT)
+    assert close(hidden.grad, grad_hidden, 1e-12)
+    assert close(head.weight.grad, grad_weight, 1e-12)
+
+
+def has_liger() -> bool:
+    from importlib.util import find_spec
+
+    return find_spec("liger_kernel") is not None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("loss", ["fused", "liger"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cuda_equals_whole_logits(loss, dtype):
+    if loss == "liger" and not has_liger():
+        pytest.skip("needs liger-kernel")
+    tensors = [each.detach().cuda() for each in inputs()]
+    expected = gradients(full, (*(t.double().requires_grad_() for t in tensors[:2]), *tensors[2:]), 1, 0.01)
+    head = OutputHead(16, VOCAB, Kernels(loss=loss, z_loss_coef=COEFFICIENT)).cuda()
+    head.weight = torch.nn.Parameter(tensors[1])
+    hidden = tensors[0].requires_grad_()
+    with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
+        sums = head(hidden, *tensors[2:])
+    (sums.loss + COEFFICIENT * sums.z_loss).backward()
+    tolerance = 2e-2 if dtype == torch.bfloat16 else 2e-3
+    assert close(hidden.grad.double(), expected[0], tolerance)
+    assert close(head.weight.grad.double(), expected[1], tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_chunks_never_wait_for_the_device():
+    tensors = [each.detach().cuda() for each in inputs()]
+    hidden, weight = (each.requires_grad_() for each in tensors[:2])
+    for mode in ("default", "error"):  # the first time allocates and loads
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            sums = fused(hidden, weight, *tensors[2:], COEFFICIENT)
+            (sums.loss + COEFFICIENT * sums.z_loss).backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")

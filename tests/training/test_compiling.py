@@ -1,0 +1,155 @@
+"""Compiled layers: the same bits on both paths, no graph after the third step, resume and names as ever."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.engines import run_engine, small_config
+from support.launching import ROOT, checkpoint_tensors, train
+from support.mutation import Edit
+from support.stepping import Driven
+
+from llm_pretrain.config import Config, from_dict, validate
+from llm_pretrain.data import Batch, global_batches
+from llm_pretrain.errors import ConfigError
+from llm_pretrain.training import compiling
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*"),  # of what its compiler is written in
+    pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning"),  # the compiler hides it by itself
+]
+ATTENTION = "llm_pretrain/model/attention.py"
+STEPS = 8
+KINDS: dict[str, dict[str, Any]] = {
+    "dense": {"model": {"num_experts": 0, "hidden_dropout": 0.1}},
+    "experts": {
+        "model": {"attention_dropout": 0.1},
+        "training": {"precision": "bf16", "activation_checkpointing": True},
+    },
+}
+
+
+def graphs() -> int:
+    """Graphs that were compiled in this process so far."""
+    from torch._dynamo.utils import counters
+
+    return counters["stats"]["unique_graphs"]
+
+
+def configured(store: Path, kind: str, choice: str) -> Config:
+    """Documents of every length, another number of them in each micro batch."""
+    changes = KINDS[kind]
+    training = changes.get("training", {}) | {"compile": choice, "max_steps": STEPS, "global_batch_size": 4}
+    return small_config(store, data={"packing": "best_fit"}, **changes | {"training": training})
+
+
+def driven(launcher: str, config: Config, *edits: Edit) -> tuple[Driven, list[int]]:
+    """What an engine did, and how many graphs there were when each step began, and at the end."""
+    loader = list(global_batches(config, start_step=0, world_size=1))
+    per_step = config.gradient_accumulation_steps(1)
+    counted: list[int] = []
+
+    def windows() -> Iterator[list[Batch]]:
+        for first in range(0, len(loader), per_step):
+            counted.append(graphs())
+            yield loader[first : first + per_step]
+
+    result = run_engine(launcher, config, *edits, windows=windows())
+    return result, [*counted, graphs()]
+
+
+@pytest.mark.parametrize("kind", ["dense", pytest.param("experts", marks=pytest.mark.slow)])
+def test_both_paths_compute_the_same_bits_with_graphs_of_three_steps(kind: str, plain_store: Path):
+    torch._dynamo.reset()
+    config = configured(plain_store, kind, "on")
+    left, counted = driven("torchrun", config)
+    assert counted[0] < counted[3] == counted[-1], "nothing was compiled, or something after the third step"
+    right, again = driven("accelerate", config)
+    assert again[-1] == counted[-1], "one path's graphs serve the other"
+    assert left.hashes == right.hashes
+    assert (left.losses, left.grad_norms) == (right.losses, right.grad_norms)
+    eager, _ = driven("torchrun", configured(plain_store, kind, "off"))
+    assert left.parameters.keys() == eager.parameters.keys()
+    assert left.hashes != eager.hashes, "compiled layers round elsewhere"
+    bound = 2e-2 if kind == "experts" else 0.1  # bf16; another draw of the dropped units
+    torch.testing.assert_close(left.losses, eager.losses, rtol=bound, atol=0.0)
+
+
+@pytest.mark.slow
+def test_what_differs_from_batch_to_batch_stays_out_of_the_graphs(plain_store: Path):
+    """Without the opaque parts every other layout of documents is compiled anew."""
+    torch._dynamo.reset()
+    config = configured(plain_store, "dense", "on")
+    open_parts = Edit(ATTENTION, "@_disable_dynamo  # as many pieces as a batch happens to have\n", "")
+    _, counted = driven("torchrun", config, open_parts)
+    assert counted[-1] > counted[3]
+
+
+def options(store: Path, folder: Path, *more: str) -> list[str]:
+    return [
+        *("--config", str(ROOT / "configs" / "tiny-moe.yaml"), "--data.sources", f"[{{store: {store}}}]"),
+        *("--run.output_dir", str(folder), "--training.compile", "on", "--training.precision", "fp32"),
+        *("--training.global_batch_size", "8", "--schedule.warmup_steps", "0", "--schedule.name", "constant"),
+        *("--checkpoint.save_steps", "2", "--evaluation.eval_steps", "2", "--evaluation.max_batches", "1"),
+        *("--evaluation.sample_prompts", "[one]", "--evaluation.sample_tokens", "4"),
+        *("--logging.parameters_sha256", "true", "--distributed.cpu_threads", "1", *more),
+    ]
+
+
+def rows(folder: Path) -> dict[int, dict[str, Any]]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return {row["step"]: row for row in map(json.loads, lines)}
+
+
+@pytest.mark.slow
+def test_a_compiled_run_resumes_exactly(plain_store: Path, tmp_path: Path):
+    """With dropout; evaluation and samples compile nothing; a checkpoint has the plain names."""
+    dropout = ("--model.hidden_dropout", "0.1", "--model.attention_dropout", "0.1")
+    assert train(*options(plain_store, tmp_path / "whole", *dropout, "--training.max_steps", "4")) == 0
+    before = graphs()
+    assert train(*options(plain_store, tmp_path / "cut", *dropout, "--training.max_steps", "2")) == 0
+    assert train(*options(plain_store, tmp_path / "cut", *dropout, "--training.max_steps", "4")) == 0
+    assert graphs() == before, "evaluation and samples run eagerly, and all runs share what is compiled"
+    whole, cut = rows(tmp_path / "whole"), rows(tmp_path / "cut")
+    for key in ("train/parameters_sha256", "eval/loss"):
+        assert [row.get(key) for row in whole.values()] == [row.get(key) for row in cut.values()]
+    assert whole[4]["train/parameters_sha256"]
+    names = checkpoint_tensors(tmp_path / "whole", 4)
+    assert not [name for name in names if "_orig_mod" in name]
+
+
+def test_a_missing_compiler_is_one_line(monkeypatch: pytest.MonkeyPatch):
+    config = from_dict({"training": {"compile": "on"}})
+    compiling.check_compiler(config)
+    monkeypatch.setattr(compiling, "_has_cpp_compiler", lambda: False)
+    with pytest.raises(ConfigError, match=r"^training.compile: expected a C\+\+ compiler .* or set .* off$"):
+        compiling.check_compiler(config)
+    compiling.check_compiler(from_dict({"training": {"compile": "off"}}))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(compiling, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="expected the package triton"):
+        compiling.check_compiler(from_dict({}))
+    monkeypatch.setattr(compiling, "find_spec", lambda name: name)
+    monkeypatch.setattr(compiling.shutil, "which", lambda name: None)
+    with pytest.raises(ConfigError, match="expected a C compiler"):
+        compiling.check_compiler(from_dict({}))
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_auto_compiles_on_a_gpu_alone(monkeypatch: pytest.MonkeyPatch, on_gpu: bool):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
+    assert compiling.compiles(from_dict({})) is on_gpu
+    assert compiling.compiles(from_dict({"training": {"compile": "on"}}))
+    assert not compiling.compiles(from_dict({"training": {"compile": "off"}}))
+    assert not compiling.compiles(from_dict({"distributed": {"strategy": "deepspeed"}}))
+
+
+def test_deepspeed_is_not_compiled():
+    tree = {"training": {"compile": "on"}, "distributed": {"strategy": "deepspeed"}}
+    (line,) = validate(from_dict(tree), needs_data=False)
+    assert line.startswith("training.compile: expected auto or off with distributed.strategy deepspeed")
