@@ -38,14 +38,8 @@ def options(preset: str, store: Path, *more: str) -> list[str]:
         *("--training.global_batch_size", str(GLOBAL_BATCH_SIZE), "--training.max_steps", "50"),
         *("--optimizer.learning_rate", "1e-3", "--schedule.min_learning_rate", "1e-4"),
         *("--evaluation.eval_steps", "0", "--checkpoint.save_steps", "0", "--logging.report", "false"),
-        *(
-            "--logging.wandb_mode",
-            "disabled",
-            "--logging.logging_steps",
-            "1",
-            "--distributed.cpu_threads",
-            "1",
-        ),
+        *("--logging.wandb_mode", "disabled", "--logging.logging_steps", "1"),
+        *("--training.precision", "fp32", "--distributed.cpu_threads", "1"),
         *(("--model.router_z_loss_coef", "0") if "moe" in preset else ()),
         *more,
     ]

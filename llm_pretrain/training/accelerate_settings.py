@@ -75,7 +75,9 @@ def _strategy_before() -> str | None:
     state = sys.modules.get("accelerate.state")
     if state is None or not state.is_initialized():
         return None
-    return "deepspeed" if state.AcceleratorState().distributed_type.value == "DEEPSPEED" else "ddp or fsdp"
+    # its constructor would read the environment again, which may be what is refused here
+    kind = state.AcceleratorState._shared_state["distributed_type"]
+    return "deepspeed" if kind.value == "DEEPSPEED" else "ddp or fsdp"
 
 
 def _foreign_problems(config: Config) -> Iterator[str]:

@@ -186,6 +186,7 @@ def test_a_kill_ends_the_launcher_and_workers_in_sessions_of_their_own(tmp_path:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_that_ends_parity_ends_what_it_started(number: int, tmp_path: Path):
     """A terminal that closes sends SIGHUP, and the launches are in sessions of their own."""
+    signals_before = signal.signal(number, signal.SIG_DFL)  # nohup has it ignored
     (tmp_path / "train_pretrain.py").write_text(
         f"import os, signal, time\nos.kill(os.getppid(), signal.Signals({int(number)}))\ntime.sleep(60)"
     )
@@ -196,8 +197,11 @@ def test_a_signal_that_ends_parity_ends_what_it_started(number: int, tmp_path: P
             started.append(launched)
             time.sleep(30)
 
-    with pytest.raises(SystemExit) as left:
-        run_for_ever()
+    try:
+        with pytest.raises(SystemExit) as left:
+            run_for_ever()
+    finally:
+        signal.signal(number, signals_before)
     assert left.value.code == 128 + number
     assert started[0].process.returncode == -9
 

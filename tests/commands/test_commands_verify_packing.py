@@ -127,7 +127,7 @@ LEAKS = {
         Edit(
             GATHERING,
             "rest = self._length - sum(sizes)",
-            "begin[:2], sizes[:2] = begin[:1], [sum(sizes[:2])]\n            rest = self._length - sum(sizes)",
+            "begin[1:2], sizes[:2] = [], [sum(sizes[:2])]\n            rest = self._length - sum(sizes)",
         ),
         {*QUANTITIES, "gradient into it"},
     ),

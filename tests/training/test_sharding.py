@@ -38,6 +38,23 @@ def test_a_difference_between_asked_and_set_up_names_both(plain_store: Path):
     check_strategy(config, "NO", 1)
 
 
+def test_an_earlier_training_is_known_whatever_the_environment_says(
+    plain_store: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A notebook trains twice; Accelerate's own constructor stops at a variable that is no truth value."""
+    from accelerate import Accelerator
+
+    reset_accelerate()
+    try:
+        Accelerator(cpu=True)
+        monkeypatch.setenv("ACCELERATE_USE_CPU", "")
+        check_accelerate_settings(small_config(plain_store), 1)
+        with pytest.raises(ConfigError, match="restart the notebook's kernel"):
+            check_accelerate_settings(small_config(plain_store, distributed={"strategy": "deepspeed"}), 1)
+    finally:
+        reset_accelerate()
+
+
 @pytest.mark.parametrize(
     ("strategy", "version", "said"),
     [
