@@ -30,6 +30,7 @@ from benchmarks.launching import add_store_option, token_store, training_options
 from benchmarks.measuring import goal
 from llm_pretrain.config import Config, load_config
 from llm_pretrain.data import Batch, train_samples
+from llm_pretrain.model import Decoder
 from llm_pretrain.training import prepare_process, pretrain
 from llm_pretrain.training.loop import windows
 from llm_pretrain.training.optimizers import build_optimizer
@@ -106,6 +107,7 @@ class MeasuredEngine(train_pretrain.TorchrunEngine):
         self.loop: list[float] = []
 
     def prepare(self, model: Module, optimizer: Optimizer, batches: DataLoader) -> Iterable[Batch]:
+        assert isinstance(model, Decoder)
         copied = copy.deepcopy(model)
         bare = BareLoop(self.config, copied, build_optimizer(copied, self.config.optimizer))
         return self._in_turns(super().prepare(model, optimizer, batches), bare)

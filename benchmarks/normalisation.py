@@ -154,7 +154,7 @@ def token_mean_errors(model: Decoder, setting: str, seed: int = 1) -> dict[str, 
         config = config_of(world_size, accumulation)
         config = replace(config, model=replace(config.model, router_aux_loss_coef=0.0))
         objective = Objective(config, world_size)
-        total = StepCounts.of(batches, lambda tensor: tensor).num_loss_tokens
+        total = StepCounts.of(batches, list).num_loss_tokens
         terms = (objective(model(**batch.model_inputs()), total) for batch in batches)
         return [term / accumulation / world_size for term in terms]
 

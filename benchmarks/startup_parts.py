@@ -100,14 +100,14 @@ def main() -> int:
 
     after: dict[str, float] = {}
 
-    def step_is_over(training: loop.Training) -> None:
+    def step_is_over(books: loop.Books, step: int) -> None:
         if "the rest" not in parts.seconds:
             parts.seconds["the rest"] = time.process_time() - sum(parts.seconds.values())
             after.update(after_imports=time.perf_counter() - imported, data_memory=memory.peak)
-        check_divergence(training)
+        check_divergence(books, step)
 
-    check_divergence = loop.Training._check_divergence
-    loop.Training._check_divergence = step_is_over  # type: ignore[method-assign]  # what follows a step
+    check_divergence = loop.Books.check_divergence
+    loop.Books.check_divergence = step_is_over  # type: ignore[method-assign]  # what follows a step
     exit_code = train_pretrain.main()
     print(json.dumps({"cpu": parts.seconds, **after}))
     return exit_code

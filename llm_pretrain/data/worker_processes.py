@@ -22,7 +22,7 @@ _PRELOADED = (
     "llm_pretrain.data.batches",
 )
 """What the scripts import. A worker imports its script, and would take seconds for it; the server does that
-once, while the training process builds its model."""
+once, beside the training process, which has built its model by then and goes on to wrap or restore it."""
 
 
 def start_fork_server() -> None:

@@ -126,8 +126,8 @@ LEAKS = {
         "dense",
         Edit(
             GATHERING,
-            "first_tokens += begin",
-            "begin[:2], sizes[:2] = begin[:1], [sum(sizes[:2])]\n            first_tokens += begin",
+            "rest = self._length - sum(sizes)",
+            "begin[:2], sizes[:2] = begin[:1], [sum(sizes[:2])]\n            rest = self._length - sum(sizes)",
         ),
         {*QUANTITIES, "gradient into it"},
     ),
@@ -144,8 +144,8 @@ LEAKS = {
         "moe",
         Edit(
             EXPERTS,
-            "x_low = x.to(dtype)\n        weight_R1",
-            "x_low = (x + 1e-3 * x.roll(1, 0)).to(dtype)\n        weight_R1",
+            "x_low = x.to(dtype)\n        weight_P",
+            "x_low = (x + 1e-3 * x.roll(1, 0)).to(dtype)\n        weight_P",
         ),
         {"logits", "token losses", "parameter gradients", "input gradients"},
     ),
