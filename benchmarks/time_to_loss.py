@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the benchmark's options."""
     parser.add_argument("--seeds", type=int, default=3, help="of the two runs that are compared")
     parser.add_argument("--steps", type=int, default=400, help="AdamW's")
-    parser.add_argument("--share", type=float, default=GOAL_STEPS, help="of them that the recipe takes")
+    parser.add_argument("--share", type=float, default=0.5, help="of them that the recipe takes")
     parser.add_argument("--pairs", type=int, default=9, help="of steps, for their times")
     parser.add_argument("--precision", choices=["auto", "fp32", "bf16"], default="auto")
     parser.add_argument("--rate", type=float, help="AdamW's best, where it is known: no grid")

@@ -61,7 +61,8 @@ def train(preset: str, store: Path, options: Sequence[str] = ()) -> TrainingRun:
         prepare_process(config)
         before = time.process_time()
         with redirect_stdout(nowhere):
-            pretrain(config, TorchrunEngine(config))
+            if code := pretrain(config, TorchrunEngine(config)):
+                raise SystemExit(code)  # stopped by a signal: half a run is compared with nothing
         seconds = time.process_time() - before
         rows = read_metrics(config.run.folder / "metrics.jsonl")
     return TrainingRun({row["step"]: row["eval/loss"] for row in rows if "eval/loss" in row}, seconds)

@@ -180,8 +180,11 @@ class OneOfTwo:
         return self.model(**batch.model_inputs())
 
     def reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def sum_integers(self, values: Sequence[int]) -> list[int]:
         self.rounds += 1
-        return tensor + int(self.rounds > self.stop_after)
+        return [value + int(self.rounds > self.stop_after) for value in values]
 
     def gather_objects(self, value: object) -> Sequence[object]:
         return [value, value]
