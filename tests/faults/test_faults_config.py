@@ -222,6 +222,7 @@ def test_one_process_says_every_contradiction(world: World, launcher: str):
 COMMAND_LINES: dict[str, list[str]] = {
     "chaos": [],
     "doctor": [],
+    "estimate": [],
     "parity": [],
     "prepare": ["--input", "stdlib", "--tokenizer", "nowhere", "--output", "store"],
     "verify": ["--packing", "nowhere"],
