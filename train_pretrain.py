@@ -109,6 +109,7 @@ class TorchrunEngine:
             device_ids = [self.device.index] if self.device.type == "cuda" else None
             self.model = DistributedDataParallel(model, device_ids=device_ids, **DDP_OPTIONS)
             self.no_sync = self.model.no_sync
+        self.parameters = list(self.model.parameters())  # to look for them takes longer than to clip them
         settle_buckets(self)
         own = shard(batches, self.rank, self.world_size)
         return (batch.to(self.device, non_blocking=True) for batch in own)
@@ -135,7 +136,7 @@ class TorchrunEngine:
                 sums.add(output, batch)
         self.grad_scaler.unscale_(self.optimizer)
         max_norm = self.config.training.max_grad_norm or math.inf
-        grad_norm = whole_norm(clip_grad_norm_(self.model.parameters(), max_norm))
+        grad_norm = whole_norm(clip_grad_norm_(self.parameters, max_norm))
         result = StepResult.of(counts, sums.reduced(self.reduce_sum), grad_norm, judge, self.scaler)
         if not result.skipped:
             heed_verdict(self.optimizer, result)
@@ -171,6 +172,7 @@ class TorchrunEngine:
     def close(self) -> None:
         # DDP must go before its process group, or finished runs abort now and then.
         del self.model, self.no_sync, self.unwrapped_model, self.optimizer
+        del self.parameters
         if self.world_size > 1:
             dist.barrier()
             close_channel(self.channel)

@@ -144,6 +144,7 @@ class AccelerateEngine:
         if names is not None:  # `prepare` tells parameters by their address, and empty parts have none
             adopt_parameters(model, optimizer, names)
         self.unwrapped_model = model
+        self.parameters = list(self.model.parameters())  # to look for them takes longer than to clip them
         if self.uses_deepspeed:
             clip_as_torch(self.optimizer.optimizer, model, self.config, self.device)
         else:
@@ -170,7 +171,7 @@ class AccelerateEngine:
                 sums.add(output, batch)
                 if self.accelerator.sync_gradients:
                     max_norm = self.config.training.max_grad_norm or math.inf
-                    norm = self.accelerator.clip_grad_norm_(self.model.parameters(), max_norm)
+                    norm = self.accelerator.clip_grad_norm_(self.parameters, max_norm)
                     grad_norm = whole_norm(norm)  # type: ignore[arg-type]  # never None: zero_compute_grad_norm
                     reduced = sums.reduced(self.reduce_sum)
                     result = StepResult.of(counts, reduced, grad_norm, judge, self.scaler)
@@ -185,6 +186,8 @@ class AccelerateEngine:
         return result
 
     def reduce_sum(self, tensor: Tensor) -> Tensor:
+        if self.world_size == 1:
+            return tensor
         total = self.accelerator.reduce(tensor, "sum")
         return total  # type: ignore[return-value]  # typed for nests of tensors
 
@@ -209,6 +212,7 @@ class AccelerateEngine:
 
     def close(self) -> None:
         del self.model, self.unwrapped_model, self.optimizer
+        del self.parameters
         self.accelerator.free_memory()
         self.accelerator.wait_for_everyone()
         close_channel(self.channel)
