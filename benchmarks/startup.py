@@ -47,8 +47,8 @@ def run(arguments: argparse.Namespace) -> None:
                 options = _options(arguments.config, store, Path(temporary))
                 script = [sys.executable, str(ROOT / "train_pretrain.py")]
                 launches.append(launch(script, options, Path(temporary)))
-            parts.append(_parts(arguments, store)["cpu"])
-        imports = _child(["-X", "importtime", "train_pretrain.py"], arguments, store)[1]
+            parts.append(measured_parts(arguments.config, store)["cpu"])
+        imports = _child(["-X", "importtime", "train_pretrain.py"], arguments.config, store)[1]
     seconds = Spread.of(each.first_step_seconds for each in launches)
     print(f"first step ends after {seconds.text('s', 2)}")
     cpu = Spread.of(each.first_step_cpu_seconds for each in launches)
@@ -71,7 +71,7 @@ def _large(arguments: argparse.Namespace) -> None:
             documents = write_large_store(large, store / "tokenizer", arguments.tokens)
         print(f"store of {arguments.tokens:,} tokens in {documents:,} documents", flush=True)
         for name in ("index is built", "index is there"):
-            found = _parts(arguments, large, *_LONG)
+            found = measured_parts(arguments.config, large, *_LONG)
             cpu = sum(found["cpu"].values()) - sum(found["cpu"][part] for part in _IMPORTS)
             print(
                 f"  {name:<15} first step {found['after_imports']:.2f} s after the imports ({cpu:.2f} s CPU, "
@@ -94,9 +94,9 @@ _LONG += ("--training.global_batch_size", "1", "--distributed.cpu_threads", "1")
 """One sequence of a usual length, by one thread: the step itself costs next to nothing."""
 
 
-def _parts(arguments: argparse.Namespace, store: Path, *options: str) -> dict[str, Any]:
-    """What `startup_parts` says of one run."""
-    return json.loads(_child(["-m", "benchmarks.startup_parts"], arguments, store, *options)[0])
+def measured_parts(config: str, store: Path, *options: str) -> dict[str, Any]:
+    """What `startup_parts` says of one run of the preset `config`."""
+    return json.loads(_child(["-m", "benchmarks.startup_parts"], config, store, *options)[0])
 
 
 def import_costs(trace: str) -> dict[str, float]:
@@ -112,11 +112,11 @@ def _options(config: str, store: Path, folder: Path) -> list[str]:
     return [*training_options(config, store, folder), "--training.max_steps", "1"]
 
 
-def _child(command: list[str], arguments: argparse.Namespace, store: Path, *options: str) -> tuple[str, str]:
+def _child(command: list[str], config: str, store: Path, *options: str) -> tuple[str, str]:
     """Last line of the standard output, and the standard error, of a Python process that trains one step."""
     with tempfile.TemporaryDirectory() as temporary:
         done = subprocess.run(
-            [sys.executable, *command, *_options(arguments.config, store, Path(temporary)), *options],
+            [sys.executable, *command, *_options(config, store, Path(temporary)), *options],
             cwd=ROOT,
             env=environment(),
             capture_output=True,

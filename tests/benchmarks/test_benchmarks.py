@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.__main__ import BENCHMARKS, main
 from benchmarks.measuring import ROOT, Spread
-from benchmarks.startup import import_costs
+from benchmarks.startup import import_costs, measured_parts
 
 RESULTS = (ROOT / "docs" / "benchmarks.md").read_text()
 
@@ -49,3 +49,14 @@ def test_import_costs_are_summed_by_package():
         "import time:       200 |        500 |   torch.nn.modules\nimport time:  100 | 100 | torch.nn\nnoise"
     )
     assert import_costs(trace)["torch.nn"] == pytest.approx(300e-6)
+
+
+def test_the_parts_of_a_start_are_those_of_the_loop(plain_store: Path):
+    """They are measured by names of the loop's own functions, which may move."""
+    found = measured_parts("tiny-dense", plain_store, "--training.precision", "fp32")
+    assert list(found["cpu"]) == [
+        *("interpreter", "import torch", "other imports", "config", "data", "model", "optimizer"),
+        *("first step", "the rest"),
+    ]
+    assert min(found["cpu"].values()) > 0
+    assert found["after_imports"] > 0
