@@ -27,7 +27,8 @@ from llm_pretrain.model.attention_blocks import block_attention
 from llm_pretrain.model.cache import LayerCache
 from llm_pretrain.model.document_layout import DocumentLayout
 from llm_pretrain.model.kernels import AUTO, Kernels
-from llm_pretrain.model.layers import Linear, RMSNorm, apply_rotary, for_products
+from llm_pretrain.model.layers import Linear, apply_rotary
+from llm_pretrain.model.norms import RMSNorm
 
 _BLOCKS_FROM, _BLOCKS_TO = 64, 1024
 """Mean length of documents between which `block_attention` is faster on a CPU; in bf16 it is above, too."""
@@ -194,15 +195,18 @@ class Attention(nn.Module):
 
     def forward(
         self,
-        hidden: Tensor,
+        hidden: tuple[Tensor, ...],
         cos: Tensor,
         sin: Tensor,
         layout: DocumentLayout,
         cache: LayerCache | None = None,
     ) -> Tensor:
-        """[B, S, H] to [B, S, H]; `cos` and `sin` from `rotary_tables`. With a cache, no layout."""
-        shape = (*hidden.shape[:-1], -1, self.head_dim)
-        for_query, for_key, for_value = for_products(hidden, 3)
+        """Three times the same [B, S, H], from `for_products`, to [B, S, H]; with a cache, no layout.
+
+        `cos` and `sin` are from `rotary_tables`.
+        """
+        for_query, for_key, for_value = hidden
+        shape = (*for_query.shape[:-1], -1, self.head_dim)
         query = self.q_proj(for_query).view(shape)
         key = self.k_proj(for_key).view(shape)
         value = self.v_proj(for_value).view(shape)

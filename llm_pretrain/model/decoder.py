@@ -21,8 +21,9 @@ from llm_pretrain.model.document_layout import DocumentLayout, attention_impleme
 from llm_pretrain.model.experts import Experts
 from llm_pretrain.model.head import OutputHead
 from llm_pretrain.model.kernels import AUTO, Kernels
-from llm_pretrain.model.layers import Embedding, FeedForward, RMSNorm, product_dtype
+from llm_pretrain.model.layers import Embedding, FeedForward, product_dtype
 from llm_pretrain.model.loss_head import IGNORE_INDEX
+from llm_pretrain.model.norms import RMSNorm
 from llm_pretrain.model.rotary import rotary_tables
 from llm_pretrain.model.router import Router, RouterSums
 
@@ -92,12 +93,12 @@ class DecoderLayer(nn.Module):
         global_counts: Tensor | None = None,
     ) -> tuple[Tensor, RouterSums | None]:
         """[B, S, H] to [B, S, H], and the router's sums where there is one."""
-        hidden = hidden + self._drop(self.self_attn(self.input_layernorm(hidden), cos, sin, layout, cache))
-        normed = self.post_attention_layernorm(hidden)
+        normed = self.input_layernorm(hidden, copies=3)
+        hidden = hidden + self._drop(self.self_attn(normed, cos, sin, layout, cache))
         if isinstance(self.mlp, MoeFeedForward):
-            out, sums = self.mlp(normed, mask, global_counts)
+            out, sums = self.mlp(self.post_attention_layernorm(hidden), mask, global_counts)
         else:
-            out, sums = self.mlp(normed), None
+            out, sums = self.mlp(self.post_attention_layernorm(hidden, copies=2)), None
         return hidden + self._drop(out), sums
 
     def _drop(self, x: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""The small parts of a decoder layer: linear map, RMSNorm, rotation, dense SwiGLU.
+"""The small parts of a decoder layer: linear map, rotation, dense SwiGLU.
 
 Each computes its delicate part in at least fp32 by itself, whatever autocast says. No routing and no
-attention here.
+attention here; normalisation is in `norms.py`.
 
 Shapes: B sequences, S positions, H hidden_size, D head_dim, I intermediate_size.
 """
@@ -52,49 +52,6 @@ class Embedding(nn.Embedding):
 
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.weight)
-
-
-class _RMSNormFunction(torch.autograd.Function):
-    """`x / rms(x) * weight` with one saved copy of x; eager autograd would keep three."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        x32 = at_least_fp32(x)
-        scale = torch.linalg.vector_norm(x32, dim=-1, keepdim=True).square_().div_(x.shape[-1])
-        scale = scale.add_(eps).rsqrt_()
-        ctx.save_for_backward(x, weight, scale)
-        return (x32 * scale).mul_(weight)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, scale = ctx.saved_tensors
-        normed = at_least_fp32(x) * scale
-        grad = grads[0]
-        grad_weight = (grad * normed).flatten(0, -2).sum(0)
-        grad = grad * weight
-        mean = (grad * normed).mean(-1, keepdim=True)
-        grad_x = grad.sub_(normed.mul_(mean)).mul_(scale)
-        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
-
-
-class RMSNorm(nn.Module):
-    """Root-mean-square normalisation over the last dimension (arXiv:1910.07467), in at least fp32.
-
-    The result has the wider of the input's and the weight's types: fp32 under autocast, where the
-    parameters are fp32, and bf16 in a model that was cast to bf16 as a whole.
-    """
-
-    def __init__(self, size: int, eps: float):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        out_dtype = torch.promote_types(x.dtype, self.weight.dtype)
-        if x.device.type == "cpu":
-            return _RMSNormFunction.apply(x, self.weight, self.eps).to(out_dtype)  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue] (torch's stub of apply)
-        weight = at_least_fp32(self.weight)
-        return F.rms_norm(at_least_fp32(x), weight.shape, weight, self.eps).to(out_dtype)
 
 
 class _RotaryFunction(torch.autograd.Function):
@@ -175,7 +132,8 @@ class _SwiGLUFunction(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
         out = torch.empty_like(gate)
-        for part, gate_part, up_part in _row_parts(out, gate, up):
+        flat = (each.view(-1, gate.shape[-1]) for each in (out, gate, up))
+        for part, gate_part, up_part in row_parts(_CHUNK_ELEMENTS, *flat):
             torch.ops.aten.silu.out(gate_part, out=part)
             part.mul_(up_part)
         return out
@@ -184,9 +142,9 @@ class _SwiGLUFunction(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
         grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
-        for grad, gate_part, up_part, into_gate, into_up in _row_parts(
-            grads[0].contiguous(), gate, up, grad_gate, grad_up
-        ):
+        whole = (grads[0].contiguous(), gate, up, grad_gate, grad_up)
+        flat = (each.view(-1, gate.shape[-1]) for each in whole)
+        for grad, gate_part, up_part, into_gate, into_up in row_parts(_CHUNK_ELEMENTS, *flat):
             torch.ops.aten.silu.out(gate_part, out=into_up)
             into_up.mul_(grad)
             inner = grad * up_part
@@ -194,11 +152,10 @@ class _SwiGLUFunction(torch.autograd.Function):
         return grad_gate, grad_up
 
 
-def _row_parts(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The same few rows of tensors [..., I] of one shape, part by part."""
-    size = tensors[0].shape[-1]
-    rows = max(1, _CHUNK_ELEMENTS // size)
-    return zip(*(each.view(-1, size).split(rows) for each in tensors), strict=True)
+def row_parts(elements: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The same few rows of tensors [R, ...], part by part, about `elements` of the first one at a time."""
+    rows = max(1, elements // tensors[0].shape[1])
+    return zip(*(each.split(rows) for each in tensors), strict=True)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -217,6 +174,7 @@ class FeedForward(nn.Module):
         self.up_proj = Linear(hidden_size, intermediate_size)
         self.down_proj = Linear(intermediate_size, hidden_size)
 
-    def forward(self, x: Tensor) -> Tensor:
-        for_gate, for_up = for_products(x, 2)
+    def forward(self, x: Tensor | tuple[Tensor, ...]) -> Tensor:
+        """x as it is, or as `for_products` gave it for two products."""
+        for_gate, for_up = for_products(x, 2) if isinstance(x, Tensor) else x
         return self.down_proj(swiglu(self.gate_proj(for_gate), self.up_proj(for_up)))

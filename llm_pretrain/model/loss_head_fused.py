@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from llm_pretrain.model.layers import at_least_fp32, product_dtype
 from llm_pretrain.model.loss_head import LossSums
+from llm_pretrain.model.products import fp32_product, product, uses_onednn
 
 _CPU_CHUNK = 1 << 24
 """Logits of a chunk on a CPU (64 MiB in fp32): fewer rows make the products slower, more gain nothing."""
@@ -26,6 +27,8 @@ _GPU_CHUNK = 1 << 27
 """Elsewhere, where a product needs thousands of rows to fill the device."""
 _CACHED_ELEMENTS = 1 << 17
 """Logits that a CPU takes the softmax of at a time: what stays in its second cache."""
+_PARTS = 4
+"""In which oneDNN computes the weight's gradient in fp32."""
 _RATIO_TOLERANCE = 1e-5
 """Relative difference up to which two gradients stand in the ratio that the forward pass was told."""
 
@@ -192,16 +195,20 @@ def _chunks(
         losses, squares = (hidden.new_empty(len(hidden), dtype=wide) for _ in range(2))
         grad_hidden = torch.empty_like(hidden) if wanted.hidden else None
         grad_weight = torch.zeros_like(weight, dtype=wide) if wanted.weight else None
-        buffer = hidden.new_empty(rows, len(weight))
+        onednn = uses_onednn(hidden)  # which takes memory of its own for a result
+        buffer = None if onednn else hidden.new_empty(rows, len(weight))
         for start in range(0, len(hidden), rows):
             chunk = slice(start, start + rows)
             states = hidden[chunk]
-            logits = torch.mm(states, weight.t(), out=buffer[: len(states)])
+            if buffer is None:
+                logits = fp32_product(states, weight.t())
+            else:
+                logits = torch.mm(states, weight.t(), out=buffer[: len(states)])
             losses[chunk], squares[chunk] = _softmax_gradient(
                 logits, labels[chunk], mask[chunk], scales if any(wanted) else None
             )
             if grad_hidden is not None:
-                torch.mm(logits, weight, out=grad_hidden[chunk])
+                product(logits, weight, grad_hidden[chunk])
             if grad_weight is not None:
                 _add_product(grad_weight, logits.t(), states)
     return SumsAndGradients(losses, squares, grad_hidden, grad_weight)
@@ -216,7 +223,12 @@ def _chunk_rows(hidden: Tensor, vocab_size: int) -> int:
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """`total += left @ right`, where the total may be wider than the factors."""
-    if left.dtype == total.dtype:
+    if uses_onednn(total) and left.dtype == total.dtype:
+        # In parts: its result would otherwise be as large as the total, beside it.
+        rows = math.ceil(len(total) / _PARTS)
+        for into, part in zip(total.split(rows), left.split(rows), strict=True):
+            into.add_(fp32_product(part, right))
+    elif left.dtype == total.dtype:
         total.addmm_(left, right)
     elif total.is_cuda and torch.cuda.get_device_capability(total.device) >= (8, 0):
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)

@@ -41,9 +41,14 @@ def builds_code_per_shape(dtype: torch.dtype, device: torch.device) -> bool:
     return dtype.itemsize < 4 or (dtype == torch.float32 and prefers_onednn())
 
 
+def uses_onednn(x: Tensor) -> bool:
+    """Whether a product in x's type, where x lies, is fp32 that belongs to oneDNN."""
+    return x.dtype == torch.float32 and x.device.type == "cpu" and prefers_onednn()
+
+
 def product(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
     """`left @ right` into `out`, [M, K] and [K, N] of one type, either of them transposed."""
-    if out.dtype == torch.float32 and out.device.type == "cpu" and prefers_onednn():
+    if uses_onednn(out):
         return out.copy_(fp32_product(left, right))
     return torch.mm(left, right, out=out)
 
