@@ -37,8 +37,8 @@ ROUTER_IN_AUTOCAST = [
     Edit(ROUTER, "with torch.autocast(hidden.device.type, enabled=False):", "if True:"),
     Edit(
         ROUTER,
-        "F.linear(at_least_fp32(hidden), at_least_fp32(self.weight))",
-        "F.linear(hidden, self.weight)",
+        "linear(at_least_fp32(hidden), at_least_fp32(self.weight))",
+        "torch.nn.functional.linear(hidden, self.weight)",
     ),
 ]
 LOW_LOGSUMEXP = Edit(LOSS_HEAD, "[at_least_fp32(part).logsumexp(-1)", "[part.logsumexp(-1)")
@@ -46,8 +46,8 @@ FP16_ALLOWED = Edit(ACCELERATE, 'if precision == "fp16" and not on_gpu:', "if Fa
 ANOTHER_OPTIMIZER = Edit(OPTIMIZERS, "fused=True", "fused=False")
 DIVIDED_ELSEWHERE = Edit(
     TORCHRUN,
-    "self.objective(output, counts.num_loss_tokens) / self.accumulation_steps",
-    "self.objective(output, counts.num_loss_tokens * self.accumulation_steps)",
+    "loss = loss / self.accumulation_steps",
+    "loss = self.objective(output, counts.num_loss_tokens * self.accumulation_steps)",
 )
 THREADS_LEFT_ALONE = Edit(PROCESS, "    torch.set_num_threads(threads)\n", "")
 
