@@ -120,9 +120,8 @@ class TorchrunEngine:
 
     def train_step(self, micro_batches: Sequence[Batch], judge: Judge | None) -> StepResult:
         counts = StepCounts.of(micro_batches, self.sum_integers)
-        result = StepResult(counts, skipped="no_loss_tokens")
         if counts.num_loss_tokens == 0:
-            return result
+            return StepResult(counts, skipped="no_loss_tokens")
         micro_batches = with_global_expert_counts(self, self.config, micro_batches)
         sums = StepSums(self.config)
         for is_last, batch in mark_last(micro_batches):
@@ -131,7 +130,9 @@ class TorchrunEngine:
             with nullcontext() if is_last else self.no_sync():
                 seed_dropout(self.config, batch)
                 output = self.forward(batch)
-                loss = self.objective(output, counts.num_loss_tokens) / self.accumulation_steps
+                loss = self.objective(output, counts.num_loss_tokens)
+                if self.accumulation_steps > 1:
+                    loss = loss / self.accumulation_steps
                 self.grad_scaler.scale(loss).backward()
                 sums.add(output, batch)
         self.grad_scaler.unscale_(self.optimizer)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing, nullcontext, suppress
+from contextlib import closing, suppress
 from itertools import islice
 
 from llm_pretrain.checkpoints import ResumePoint
@@ -149,15 +149,19 @@ class Training:
         An evaluation that a stop signal cut short is owed: the resumed run writes it as a row of its own.
         Where an average of the parameters is kept, that is evaluated, and kept where it is the best.
         """
-        beat(f"the evaluation after step {self.progress.step}" if due else None)
-        with averaged(self.engine.model_and_optimizer()[1]) if due else nullcontext():
-            metrics = self.evaluator() if due else {}
+        if not due:
+            self.progress.evaluation_owed = False
+            self.recorder.flush()
+            return
+        beat(f"the evaluation after step {self.progress.step}")
+        with averaged(self.engine.model_and_optimizer()[1]):
+            metrics = self.evaluator()
             self.progress.evaluation_owed = metrics is None
             if metrics:
                 self.recorder.evaluation(metrics)
                 self.progress.evaluated(metrics)
             self.recorder.flush()
-            if due and metrics is not None:
+            if metrics is not None:
                 self._after_evaluation(metrics.get("eval/loss"))
 
     def _after_evaluation(self, loss: float | None) -> None:

@@ -81,7 +81,7 @@ class SpikeHistory:
     def take(self, loss: float, grad_norm: float, num_loss_tokens: int, spike: Spike | None) -> None:
         """Count a step whose numbers are finite, judged before."""
         if spike is None:
-            self.steps = [*self.steps, (loss, grad_norm, num_loss_tokens)]
+            self.steps.append((loss, grad_norm, num_loss_tokens))
             gone = self.steps.pop(0) if len(self.steps) > WINDOW else None
             self._keep_order(loss, grad_norm, gone)
             self.in_a_row = 0
@@ -91,8 +91,8 @@ class SpikeHistory:
             self.steps, self.in_a_row, self._ordered = [], 0, []
 
     def extra(self) -> dict[str, Any]:
-        """For a checkpoint; JSON brings every float back exactly."""
-        return {"steps": self.steps, "in_a_row": self.in_a_row}
+        """For a checkpoint, which may be written while steps go on; JSON brings every float back exactly."""
+        return {"steps": list(self.steps), "in_a_row": self.in_a_row}
 
     @classmethod
     def resumed(cls, extra: Mapping[str, Any] | None) -> SpikeHistory:

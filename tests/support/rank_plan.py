@@ -121,8 +121,8 @@ CASES |= {
         (
             Edit(
                 TORCHRUN,
-                "self.objective(output, counts.num_loss_tokens) / self.accumulation_steps",
-                "self.objective(output, counts.num_loss_tokens * self.accumulation_steps)",
+                "loss = loss / self.accumulation_steps",
+                "loss = self.objective(output, counts.num_loss_tokens * self.accumulation_steps)",
             ),
         ),
     ),

@@ -46,8 +46,8 @@ FP16_ALLOWED = Edit(ACCELERATE, 'if precision == "fp16" and not on_gpu:', "if Fa
 ANOTHER_OPTIMIZER = Edit(OPTIMIZERS, "fused=True", "fused=False")
 DIVIDED_ELSEWHERE = Edit(
     TORCHRUN,
-    "self.objective(output, counts.num_loss_tokens) / self.accumulation_steps",
-    "self.objective(output, counts.num_loss_tokens * self.accumulation_steps)",
+    "loss = loss / self.accumulation_steps",
+    "loss = self.objective(output, counts.num_loss_tokens * self.accumulation_steps)",
 )
 THREADS_LEFT_ALONE = Edit(PROCESS, "    torch.set_num_threads(threads)\n", "")
 

@@ -36,8 +36,8 @@ MEAN_OF_MEANS = Edit(
 )
 UNDIVIDED = Edit(
     TORCHRUN,
-    "loss = self.objective(output, counts.num_loss_tokens) / self.accumulation_steps",
-    "loss = self.objective(output, counts.num_loss_tokens)",
+    "loss = loss / self.accumulation_steps",
+    "pass",
 )
 DIVIDED_TWICE = Edit(
     ACCELERATE,
@@ -48,8 +48,8 @@ NO_AUX_LOSS = Edit(OBJECTIVE, "if self.is_moe and self.router_aux_loss_coef:", "
 LATE_AUX_LOSS = {
     "torchrun": Edit(
         TORCHRUN,
-        "counts.num_loss_tokens) / self.accumulation_steps",
-        "counts.num_loss_tokens) / self.accumulation_steps"
+        "loss = loss / self.accumulation_steps",
+        "loss = loss / self.accumulation_steps"
         " + self.config.model.router_aux_loss_coef * output.aux_loss_sum / batch.num_loss_tokens",
     ),
     "accelerate": Edit(
