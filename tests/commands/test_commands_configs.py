@@ -364,6 +364,10 @@ def imported_despite_contradictions(file: Path, capsys: pytest.CaptureFixture[st
         ("- 1\n", "expected litgpt's settings"),
         ("model_name: tiny-llama-1.1b\ntrain: 3\n", "train: expected a section"),
         ("model_name: tiny-llama-1.1b\noptimizer: SGD\n", "optimizer: expected AdamW, found 'SGD'"),
+        (
+            "model_name: tiny-llama-1.1b\noptimizer: {class_path: torch.optim.AdamW, init_args: [1]}\n",
+            "optimizer.init_args: expected a section, found [1]",
+        ),
         ("model_name: tiny-llama-1.1b\ntrain: {max_seq_length: x}\n", "train.max_seq_length: expected a pos"),
         ("model_name: tiny-llama-1.1b\neval: {max_iters: x}\n", "eval.max_iters: expected a positive"),
         ("model_config: {n_layer: 2}\n", "model_config.n_embd: expected a positive integer"),

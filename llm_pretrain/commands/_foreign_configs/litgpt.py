@@ -199,6 +199,8 @@ def _optimizer(result: Imported, optimizer: Any) -> None:
         name, options = optimizer.get("class_path"), optimizer.get("init_args") or {}
     if name is not None and str(name).rpartition(".")[2] != "AdamW":
         raise ConfigError(f"{result.origin}: optimizer: expected AdamW, found {name!r}")
+    if not isinstance(options, dict):
+        raise ConfigError(f"{result.origin}: optimizer.init_args: expected a section, found {options!r}")
     for key, value in options.items():
         if key in _OPTIMIZER:
             result.set(f"optimizer.{_OPTIMIZER[key]}", value)
