@@ -163,13 +163,11 @@ def _print_memory(config: Config, arguments: argparse.Namespace) -> Memory:
         ("temporaries", "of a layer's backward pass"),
         ("embedding_gradients", "of head and lookup, until they are added"),
         ("optimizer_buffers", "of its step, when activations are gone"),
-        ("heap_holes", "between freed blocks of a CPU's heap, as measured: a quarter of what comes and goes"),
+        ("heap_holes", "between freed blocks of a CPU's heap, as measured: a quarter of the rest"),
     ):
         if getattr(memory, name):
             print(f"  {name.replace('_', ' '):<19} {_size(getattr(memory, name)):>11}  {text}")
-    print(
-        f"  {'peak':<19} {_size(memory.peak):>11}  at most at once, which not all parts are; without libraries"
-    )
+    print(f"  {'peak':<19} {_size(memory.peak):>11}  not all at once; without libraries")
     if memory.staging:
         print(f"  {'while saving':<19} {_size(memory.staging):>11}  more in the processor's memory")
     if on_gpu:

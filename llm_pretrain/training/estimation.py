@@ -31,10 +31,12 @@ FUSED_FROM = 1024
 """Vocabulary from which the loss head works in chunks."""
 
 CPU_HEAP_HOLES = 0.25
-"""Of what comes and goes within a step, what a CPU's heap grows by beyond it. Measured as resident memory
-over torch's live bytes at their peaks: 0.15 to 0.43 over presets of 0.35M to 64M parameters. The heap keeps freed
-blocks on purpose (`training/process.py`), and one that is freed in another order than it was asked for leaves
-a hole that the next larger one does not fit into. A GPU is counted by what is allocated."""
+"""Of what comes and goes within a step, what a CPU's heap grows by beyond it.
+
+Measured as resident memory over torch's live bytes at their peaks: 0.15 to 0.43 over presets of 0.35M to 64M
+parameters. The heap keeps freed blocks on purpose (`training/process.py`), and one that is freed in another
+order than it was asked for leaves a hole that the next larger one does not fit into. A GPU is counted by what
+is allocated."""
 
 _FP32 = 4
 _COUNTED_IN_LOW = 2

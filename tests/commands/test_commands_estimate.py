@@ -95,7 +95,7 @@ def test_all_wrong_options_are_named_at_once(capsys: pytest.CaptureFixture[str])
     options = ["--gpu", "abacus", "--mfu", "2", "--tokens", "-1", "--price", "-1"]
     assert main(["estimate", "--config", str(CONFIGS / "minimind3-64m.yaml"), *options]) == 2
     text = capsys.readouterr().err
-    places = [text.index(f"{name}: expected") for name in ("--gpu", "--mfu", "--tokens", "--price")]
+    places = [text.index(f"{name}: expected") for name in ("--gpu", "--mfu", "--price", "--tokens")]
     assert places == sorted(places)
 
 
