@@ -9,7 +9,7 @@ import time
 from importlib import import_module
 
 from benchmarks.machine import ROOT
-from benchmarks.reporting import begin, end
+from benchmarks.reporting import SkippedError, begin, end
 from llm_pretrain.errors import PretrainError
 
 BENCHMARKS = {
@@ -85,6 +85,9 @@ def _run(name: str, rest: list[str]) -> int:
     begin(" ".join([name, *rest]))
     try:
         module.run(arguments)
+    except SkippedError as skipped:
+        print(f"skipped  {name}: {skipped}")
+        return 0
     except PretrainError as error:
         print(f"benchmarks {name}: {error}", file=sys.stderr)
         return error.exit_code
@@ -95,7 +98,11 @@ def _run(name: str, rest: list[str]) -> int:
 def _usage() -> str:
     width = max(map(len, BENCHMARKS))
     lines = [f"  {name:<{width}}  {text}" for name, text in BENCHMARKS.items()]
-    more = ["", "all runs every part, all --quick with fewer steps; each NAME has --help"]
+    more = [
+        "",
+        "all runs every part, all --quick with fewer steps; each NAME has --help",
+        "exit codes: 0 measured, or skipped where the machine cannot run it; 1 a part of all failed; 2 usage",
+    ]
     return "\n".join(["usage: python -m benchmarks NAME|all …", "", *lines, *more])
 
 

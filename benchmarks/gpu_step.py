@@ -4,7 +4,8 @@ The torchrun script as users start it, on documents of lognormal length that fil
 bf16. A run's figure is the interval of its steps' `perf/tokens_per_second` after the warm-up; tokens are loss
 tokens, MFU is against the datasheet's dense bf16 peak. The mixture (1.08B parameters, 0.19B active) is
 compared with a dense model whose feed-forward is as wide as the experts that one token sees: equal active
-FLOPs. Needs CUDA; written for one H200, and takes about 10 minutes. `--profile` adds a table of where a
+FLOPs. Needs CUDA, and is skipped with exit code 0 where there is none, so that `all` runs
+anywhere; written for one H200, and takes about 10 minutes. `--profile` adds a table of where a
 step's time goes.
 """
 
@@ -25,7 +26,7 @@ from benchmarks.documents import Documents, make_store
 from benchmarks.launching import environment, launch, launch_command, training_options
 from benchmarks.machine import ROOT
 from benchmarks.measuring import Interval
-from benchmarks.reporting import report
+from benchmarks.reporting import SkippedError, report
 
 WARMUP_STEPS = 10
 EXPERTS = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "num_key_value_heads": 4}
@@ -73,8 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Prints a row per case, and the mixture's speed over the dense model's."""
     if not torch.cuda.is_available():
-        print("skipped: no CUDA device; on a GPU: python -m benchmarks gpu_step")
-        return
+        raise SkippedError("needs a CUDA device, found none; run it on a GPU")
     speeds: dict[str, list[float]] = {}
     stores: dict[int, Path] = {}
     with tempfile.TemporaryDirectory() as temporary:

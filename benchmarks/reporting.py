@@ -14,6 +14,10 @@ from benchmarks.measuring import Interval, Spread, goal
 HEAD = "| what | goal | figure | command | commit | machine |"
 
 
+class SkippedError(Exception):
+    """A part that this machine cannot run; what it needs, in words."""
+
+
 @dataclass
 class _Part:
     """The part that is being measured."""

@@ -103,7 +103,7 @@ def _check(arguments: argparse.Namespace) -> None:
         problems.append(f"--world-size: expected 1 or more, found {arguments.world_size}")
     if not 0 < arguments.mfu <= 1:
         problems.append(f"--mfu: expected a share above 0, at most 1, found {arguments.mfu:g}")
-    if arguments.price is not None and not arguments.price >= 0:
+    if arguments.price is not None and not 0 <= arguments.price < float("inf"):
         problems.append(f"--price: expected 0 or more, found {arguments.price:g}")
     if arguments.tokens is not None and not 1 <= arguments.tokens < float("inf"):
         problems.append(f"--tokens: expected 1 or more, found {arguments.tokens:g}")
@@ -161,12 +161,15 @@ def _print_memory(config: Config, arguments: argparse.Namespace) -> Memory:
         ("logits", "and their gradient"),
         ("router_buffers", "biases and counts"),
         ("temporaries", "of a layer's backward pass"),
+        ("embedding_gradients", "of head and lookup, until they are added"),
+        ("optimizer_buffers", "of its step, when activations are gone"),
+        ("heap_holes", "between freed blocks of a CPU's heap, as measured: a quarter of the rest"),
     ):
         if getattr(memory, name):
-            print(f"  {name.replace('_', ' '):<16} {_size(getattr(memory, name)):>11}  {text}")
-    print(f"  {'peak':<16} {_size(memory.peak):>11}  at most at once, without libraries and fragmentation")
+            print(f"  {name.replace('_', ' '):<19} {_size(getattr(memory, name)):>11}  {text}")
+    print(f"  {'peak':<19} {_size(memory.peak):>11}  not all at once; without libraries")
     if memory.staging:
-        print(f"  {'while saving':<16} {_size(memory.staging):>11}  more in the processor's memory")
+        print(f"  {'while saving':<19} {_size(memory.staging):>11}  more in the processor's memory")
     if on_gpu:
         total = _GPU_GIB[arguments.gpu.lower()] * 10**9
         fits = "fits" if memory.peak + 10**9 < total else "does NOT fit"

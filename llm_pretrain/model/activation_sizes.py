@@ -15,6 +15,8 @@ from llm_pretrain.config import ModelConfig
 _FP32, _INT64 = 4, 8
 _CPU_CHUNK, _GPU_CHUNK = 1 << 24, 1 << 27
 """Logits of a chunk of the fused loss head (see loss_head_fused.py)."""
+_CPU_SOFTMAX, _CPU_CROSS_ENTROPY = 1 << 17, 1 << 18
+"""Logits whose softmax a CPU takes at a time, in that head and in the other (see loss_head.py)."""
 _BLOCKS_FROM, _BLOCKS_TO, _KEPT_LENGTH = 64, 1024, 512
 _ROWS, _LOW_PRECISION_ROWS = 64, 128
 """Of attention in blocks on a CPU (see attention.py and attention_blocks.py)."""
@@ -105,13 +107,19 @@ def head_bytes(config: ModelConfig, shape: Shape, *, is_fused: bool) -> int:
     """At the peak of head and cross-entropy.
 
     Whole logits: final norm, logits and their gradient. In chunks: final norm, the gradients of hidden states
-    and weight, which are made in the forward pass, and a chunk's logits.
+    and weight, which are made in the forward pass, and a chunk's logits. Either: a softmax at a time.
     """
     norm, vocabulary = _norm_bytes(config, shape) * shape.tokens, config.vocab_size or 0
+    whole = shape.tokens * vocabulary
+    if shape.on_gpu:  # of all logits of a chunk at once, in fp32
+        at_a_time = min(whole, _GPU_CHUNK) if is_fused else whole
+    else:
+        at_a_time = min(whole, _CPU_SOFTMAX if is_fused else _CPU_CROSS_ENTROPY)
+    softmax = at_a_time * _FP32 * (2 if shape.low_precision else 1)  # and the logits in fp32 before it
     if not is_fused:
-        return norm + 2 * shape.tokens * vocabulary * shape.product_bytes
-    chunk = min(shape.tokens * vocabulary, _GPU_CHUNK if shape.on_gpu else _CPU_CHUNK) * shape.product_bytes
+        return norm + 2 * whole * shape.product_bytes + softmax
+    chunk = min(whole, _GPU_CHUNK if shape.on_gpu else _CPU_CHUNK) * shape.product_bytes
     weight = vocabulary * config.hidden_size * _FP32
     if shape.low_precision:  # a product's result before it is added to the sum
         weight += vocabulary * config.hidden_size * shape.product_bytes
-    return norm + shape.tokens * config.hidden_size * shape.product_bytes + weight + chunk
+    return norm + shape.tokens * config.hidden_size * shape.product_bytes + weight + chunk + softmax

@@ -1,28 +1,42 @@
 """What a training run needs before it is started: memory by part, time and cost. Arithmetic, no measurement.
 
 Of one rank's step in its steady state, from the second step on, when the optimizer's state exists. Not in it:
-the interpreter, torch's libraries and a GPU's context (about 1 GiB), and fragmentation.
+the interpreter, a GPU's context (about 1 GiB), and what libraries keep for themselves: on a CPU oneDNN's
+machine code, about 0.6 MiB for each combination of a product's sizes, 1024 of them at most.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from llm_pretrain.config import Config
 from llm_pretrain.model import (
     ActivationShape,
+    Decoder,
     count_parameters,
     flops_per_token,
     head_bytes,
     layer_activation_bytes,
     matrix_parameters,
 )
+from llm_pretrain.training.muon import step_buffers
+from llm_pretrain.training.optimizers import parameter_groups
 
 CHINCHILLA_TOKENS = 20
 """Compute-optimal tokens per parameter (arXiv:2203.15556, table 3, rounded); of a mixture, per active one."""
 
 FUSED_FROM = 1024
 """Vocabulary from which the loss head works in chunks."""
+
+CPU_HEAP_HOLES = 0.25
+"""Of what comes and goes within a step, what a CPU's heap grows by beyond it.
+
+Measured as resident memory over torch's live bytes at their peaks: 0.15 to 0.43 over presets of 0.35M to 64M
+parameters. The heap keeps freed blocks on purpose (`training/process.py`), and one that is freed in another
+order than it was asked for leaves a hole that the next larger one does not fit into. A GPU is counted by what
+is allocated."""
 
 _FP32 = 4
 _COUNTED_IN_LOW = 2
@@ -41,7 +55,12 @@ class Memory:
         activations: What the layers keep for their backward passes.
         logits: Logits and their gradient at the peak of the loss head.
         router_buffers: Balancing biases, counts.
-        temporaries: Of the backward pass of a layer.
+        temporaries: Of the backward pass of a layer: gradients of its activations, and of its widest weights
+            before they are added to others.
+        embedding_gradients: What the backward pass holds of the embedding's gradient beside `gradients`: a
+            tied one gets the head's part at its beginning and the lookup's, as large, at its end.
+        optimizer_buffers: Of the optimizer's step alone, such as Muon's batches of matrices.
+        heap_holes: What is lost between blocks of different lifetimes, on a CPU; see `CPU_HEAP_HOLES`.
         peak: The most that is alive at once; less than the sum where parts are not alive together.
         staging: Copies in the processor's memory while a checkpoint is written in the background.
     """
@@ -54,6 +73,9 @@ class Memory:
     logits: int
     router_buffers: int
     temporaries: int
+    embedding_gradients: int
+    optimizer_buffers: int
+    heap_holes: int
     peak: int
     staging: int
 
@@ -125,19 +147,26 @@ def estimate_memory(
     if sharded > 1:
         copies = _gathered_bytes(config, parameters, low)
     logits = head_bytes(model, shape, is_fused=_head_is_fused(config))
-    temporaries = _temporary_bytes(config, shape)
     routers = 2 * len(model.moe_layers) * model.num_experts * 8
+    accumulates = config.gradient_accumulation_steps(world_size) > 1 or world_size > 1
+    temporaries = _temporary_bytes(config, shape, accumulates)
+    table = _FP32 * (model.vocab_size or 0) * model.hidden_size
+    held = table if model.tie_word_embeddings or not accumulates else 0
+    at_the_end = table + (table if model.tie_word_embeddings and accumulates else 0)
+    buffers = _step_buffers(config, on_gpu)
     persistent = weights + optimizer + routers
-    micro_batches = config.gradient_accumulation_steps(world_size)
-    kept = gradients if micro_batches > 1 or world_size > 1 else 0
-    peak = persistent + max(
-        kept + copies + activations + max(logits, temporaries),  # where the forward pass ends
-        gradients + copies + temporaries,  # where the backward pass ends
+    passing = max(
+        (gradients if accumulates else 0) + copies + activations + max(logits, temporaries + held),
+        gradients + temporaries + at_the_end,  # where the backward pass ends; above, where the forward does
+        gradients + buffers,
     )
+    holes = 0 if on_gpu else int(CPU_HEAP_HOLES * max(0, passing - gradients))
+    peak = persistent + passing + holes
     staging = weights + optimizer if config.checkpoint.async_save else 0
     return Memory(
-        weights, gradients, optimizer, copies, activations, logits, routers, temporaries, peak, staging
-    )
+        weights, gradients, optimizer, copies, activations, logits, routers, temporaries,
+        max(held, at_the_end), buffers, holes, peak, staging,
+    )  # fmt: skip
 
 
 def _share(size: int, ranks: int) -> int:
@@ -179,11 +208,35 @@ def _gathered_bytes(config: Config, parameters: int, low: bool) -> int:
     return 2 * layer * (_COUNTED_IN_LOW if low else _FP32) + 2 * _FP32 * tables
 
 
-def _temporary_bytes(config: Config, shape: ActivationShape) -> int:
-    """Gradients of a layer's activations: the feed-forward's three, and two of the residual stream."""
-    model = config.model
-    wide = model.intermediate_size
+def _step_buffers(config: Config, on_gpu: bool) -> int:
+    """Of Muon, by the matrices that it would update; AdamW's kernel and the average work in place."""
+    if config.optimizer.name != "muon":
+        return 0
+    with torch.device("meta"):
+        groups = parameter_groups(Decoder(config.model), config.optimizer)
+    return step_buffers(groups, torch.device("cuda" if on_gpu else "cpu"))
+
+
+def _temporary_bytes(config: Config, shape: ActivationShape, accumulates: bool) -> int:
+    """Of the layer that needs most: its feed-forward, or its attention, and the residual stream's gradient.
+
+    A dense feed-forward makes the gradients of its product, gate and up. Experts do so for one expert's rows
+    at a time, of which a router that is not yet balanced makes up to twice the mean, and collect the rows'
+    results in low precision; the gradients of all their weights are made at once, and live beside those that
+    they are added to. Attention makes those of queries, keys and values before and after rotation.
+    """
+    model, item = config.model, shape.product_bytes
+    stream = 2 * shape.tokens * model.hidden_size * _FP32
+    heads = model.num_attention_heads + 2 * model.num_key_value_heads
+    needed = [2 * shape.tokens * heads * model.attention_head_dim * _FP32]
+    if len(model.moe_layers) < model.num_hidden_layers:
+        weight = model.hidden_size * model.intermediate_size * (_FP32 if accumulates else 0)
+        needed.append(3 * shape.tokens * model.intermediate_size * item + weight)
     if model.moe_layers:
-        wide = max(wide, model.num_experts_per_tok * model.expert_intermediate_size)
-    inner = 3 * wide * shape.product_bytes
-    return shape.tokens * (inner + 2 * model.hidden_size * _FP32)
+        wide, assigned = model.expert_intermediate_size, shape.tokens * model.num_experts_per_tok
+        rows = assigned if shape.on_gpu else min(assigned, 2 * -(-assigned // model.num_experts))
+        inside = rows * (5 * wide + model.hidden_size) * item
+        inside += assigned * model.hidden_size * item if item < _FP32 else 0
+        stacks = 3 * model.num_experts * model.hidden_size * wide * _FP32
+        needed.append(inside + (stacks if accumulates else 0))
+    return stream + max(needed)

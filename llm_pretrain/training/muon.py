@@ -223,6 +223,30 @@ def _batches(pieces: Iterable[_Matrices]) -> Iterator[list[_Matrices]]:
         yield batch
 
 
+def step_buffers(groups: Iterable[dict[str, Any]], device: torch.device) -> int:
+    """Bytes that a step takes for itself at most, on one rank that holds the groups' parameters whole.
+
+    Args:
+        groups: An optimizer's; their parameters need no memory, so those of a model on the meta device do.
+        device: Where the step would run.
+    """
+    most, kept, itemsize = 0, 0, product_dtype(device).itemsize
+    pieces: list[_Matrices] = []
+    for group in groups:
+        for parameter in group["params"] if group.get("algorithm") == "muon" else ():
+            *_, rows, columns = parameter.shape
+            stack = parameter.detach().view(-1, rows // group["blocks"], columns)
+            at_a_time = max(1, BATCH_ELEMENTS // stack[0].numel())
+            pieces += [_Matrices(each, each, each) for each in stack.split(at_a_time)]
+    for batch in _batches(pieces):
+        elements = sum(math.prod(piece.shape) for piece in batch)
+        small, large = sorted(batch[0].shape[1:])
+        # Nesterov's update in fp32; x before and after an iteration, its Gram matrix and the polynomial of it
+        needed = 4 * elements + itemsize * elements * 2 * (large + small) // large
+        most, kept = max(most, kept + needed), itemsize * elements  # the last result lives on into the next
+    return most
+
+
 def _write(target: Tensor, value: Tensor, found_inf: Tensor) -> None:
     """Set `target` to `value`, unless an infinity was found: decided where the tensors are."""
     target.copy_(torch.where(found_inf.to(target.device).reshape(()) == 0, value, target))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
 from importlib import import_module
 from pathlib import Path
 
 import pytest
+import torch
 
-from benchmarks.__main__ import BENCHMARKS, main
+from benchmarks.__main__ import BENCHMARKS, main, quick_options
 from benchmarks.measuring import ROOT, Spread
 from benchmarks.startup import import_costs, measured_parts
 
@@ -37,6 +39,38 @@ def test_no_benchmark_is_left_out_of_the_list():
 def test_an_unknown_name_is_a_usage_error(capsys: pytest.CaptureFixture[str]):
     assert main(["speed"]) == 2
     assert "startup" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the part runs here")
+def test_without_cuda_the_gpus_part_is_skipped_with_one_line(capsys: pytest.CaptureFixture[str]):
+    assert main(["gpu_step"]) == 0
+    captured = capsys.readouterr()
+    assert (
+        captured.out.splitlines()[-1] == "skipped  gpu_step: needs a CUDA device, found none; run it on a GPU"
+    )
+    assert not captured.err
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_quick_options_are_options_of_the_part(name: str):
+    module = import_module(f"benchmarks.{name}")
+    parser = argparse.ArgumentParser()
+    module.add_arguments(parser)
+    parser.parse_args(quick_options(name))
+
+
+def test_a_part_that_fails_keeps_no_other_from_running(monkeypatch: pytest.MonkeyPatch):
+    started: list[str] = []
+
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        name = command[3]
+        assert command[4:] == quick_options(name)
+        started.append(name)
+        return subprocess.CompletedProcess(command, int(name == "startup"))
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert main(["all", "--quick"]) == 1
+    assert started == list(BENCHMARKS)
 
 
 def test_a_spread_is_median_and_extremes():

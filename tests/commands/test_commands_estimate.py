@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from support.mutation import ROOT
 
 from llm_pretrain.__main__ import main
 from llm_pretrain.config import Config, load_config
 from llm_pretrain.training.estimation import estimate_memory, estimate_time
+from llm_pretrain.training.muon import step_buffers
+from llm_pretrain.training.orthogonal import product_dtype
 
 CONFIGS = ROOT / "configs"
 
@@ -69,12 +72,59 @@ def test_recomputing_keeps_less_and_twice_the_rows_twice_as_much():
         (["--gpu", "abacus"], "--gpu: expected one of"),
         (["--mfu", "1.5"], "--mfu: expected a share"),
         (["--world-size", "7"], "training.global_batch_size"),
-        (["--tokens", "0"], "--tokens: expected 1 or more"),
+        (["--mfu", "0"], "--mfu: expected a share above 0, at most 1, found 0"),
+        (["--mfu", "nan"], "--mfu: expected a share above 0, at most 1, found nan"),
+        (["--world-size", "0"], "--world-size: expected 1 or more, found 0"),
+        (["--tokens", "0"], "--tokens: expected 1 or more, found 0"),
+        (["--tokens", "inf"], "--tokens: expected 1 or more, found inf"),
+        (["--price", "-1"], "--price: expected 0 or more, found -1"),
+        (["--price", "nan"], "--price: expected 0 or more, found nan"),
+        (["--price", "inf"], "--price: expected 0 or more, found inf"),
+        (["--document_length", "0"], "--document_length: expected 1 or more, found 0"),
     ],
 )
 def test_wrong_options_are_named(options: list[str], text: str, capsys: pytest.CaptureFixture[str]):
     assert main(["estimate", "--config", str(CONFIGS / "minimind3-64m.yaml"), *options]) == 2
-    assert text in capsys.readouterr().err
+    captured = capsys.readouterr()
+    assert text in captured.err
+    assert len(captured.err.splitlines()) == 1
+    assert not captured.out
+
+
+def test_all_wrong_options_are_named_at_once(capsys: pytest.CaptureFixture[str]):
+    options = ["--gpu", "abacus", "--mfu", "2", "--tokens", "-1", "--price", "-1"]
+    assert main(["estimate", "--config", str(CONFIGS / "minimind3-64m.yaml"), *options]) == 2
+    text = capsys.readouterr().err
+    places = [text.index(f"{name}: expected") for name in ("--gpu", "--mfu", "--price", "--tokens")]
+    assert places == sorted(places)
+
+
+def test_a_tied_embedding_holds_the_heads_gradient_until_the_lookups_is_added():
+    table = 4 * 6400 * 768
+    once = ["--training.micro_batch_size", "4", "--training.global_batch_size", "4"]
+    twice = ["--training.micro_batch_size", "4", "--training.global_batch_size", "8"]
+    assert estimate_memory(preset("minimind3-64m", *once)).embedding_gradients == table
+    assert estimate_memory(preset("minimind3-64m", *twice)).embedding_gradients == 2 * table
+    apart = estimate_memory(preset("minimind3-64m", *twice, "--model.tie_word_embeddings", "false"))
+    assert apart.embedding_gradients == table
+
+
+def test_muons_buffers_are_those_of_its_largest_batch():
+    matrices = {"params": [torch.empty(6, 8, 4, device="meta")], "algorithm": "muon", "blocks": 2}
+    size, cpu = product_dtype(torch.device("cpu")).itemsize, torch.device("cpu")
+    # 12 square matrices of 4 in one batch: the update in fp32, and x, its successor and two Gram matrices
+    assert step_buffers([matrices], cpu) == 12 * 16 * (4 + 4 * size)
+    assert step_buffers([{"params": matrices["params"], "algorithm": "adamw"}], cpu) == 0
+    wide = {"params": [torch.empty(4, 16, device="meta")], "algorithm": "muon", "blocks": 1}
+    # another shape is another batch, while the last one's result still lives
+    assert step_buffers([wide, matrices], cpu) == 64 * size + 12 * 16 * (4 + 4 * size)
+
+
+def test_the_heaps_holes_are_a_cpus_alone():
+    config = preset("minimind3-64m")
+    assert estimate_memory(config, on_gpu=True).heap_holes == 0
+    found = estimate_memory(config)
+    assert 0 < found.heap_holes < found.peak / 4
 
 
 def test_without_data_the_vocabulary_is_asked_for(capsys: pytest.CaptureFixture[str]):
@@ -89,7 +139,12 @@ def test_without_data_the_vocabulary_is_asked_for(capsys: pytest.CaptureFixture[
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_estimate_is_within_15_percent_of_real_steps(precision: str, capsys: pytest.CaptureFixture[str]):
+@pytest.mark.parametrize("name", ["minimind3-64m", "tiny-moe"])
+def test_the_estimate_is_within_15_percent_of_real_steps(
+    name: str, precision: str, capsys: pytest.CaptureFixture[str]
+):
     size = ["--training.micro_batch_size", "4", "--training.global_batch_size", "4"]
-    text = estimate(capsys, "minimind3-64m", *size, "--training.precision", precision, "--verify")
+    options = size if name == "minimind3-64m" else ["--model.vocab_size", "4096"]
+    text = estimate(capsys, name, *options, "--training.precision", precision, "--verify")
     assert ": within 15%" in text
+    assert "libraries keep" in text
