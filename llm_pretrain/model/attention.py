@@ -98,14 +98,15 @@ def _by_documents(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, dr
     lengths = [stop - start for start, stop in itertools.pairwise(edges)]
     if _suits_blocks(value.dtype, edges[-1] / max(1, len(lengths)), dropout):
         return _by_blocks(query, key, value, edges)
-    wide = torch.promote_types(value.dtype, torch.float32)
+    dtype, wide = value.dtype, torch.promote_types(value.dtype, torch.float32)
     query, key, value = query.to(wide), key.to(wide), value.to(wide)
     if len(lengths) == len(query):
-        return _attend(query, key, value, None, dropout)
+        # In the type and layout of the other ways: a compiled layer sees no difference between batches.
+        return _attend(query, key, value, None, dropout).to(dtype).contiguous()
     # `split`, not slices: its backward is one concatenation, a slice's is a full-size tensor each.
     pieces = zip(*(x.flatten(0, 1).split(lengths) for x in (query, key, value)), strict=True)
     out = [_attend(qp[None], kp[None], vp[None], None, dropout)[0] for qp, kp, vp in pieces]
-    return torch.cat(out).view(query.shape)
+    return torch.cat(out).view(query.shape).to(dtype)
 
 
 @_disable_dynamo  # many small products in a loop, which a graph of them would not make faster
