@@ -19,6 +19,7 @@ class PackedIndex:
 
     `piece_start` int64 [P]: the token of the split at which the piece's inputs begin; `piece_length` int32
     [P]: its targets; `sequence_offsets` int64 [N + 1]: sequence n holds pieces [offsets[n], offsets[n + 1]).
+    Out of a file they may be of smaller types, unsigned ones: widen before computing with them.
     """
 
     piece_start: np.ndarray

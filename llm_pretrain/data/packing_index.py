@@ -29,7 +29,7 @@ FOLDER = "index"
 IN_MEMORY = 1 << 17
 """Splits of fewer documents are packed in some hundredths of a second, and have no file."""
 
-_FORMAT = "llm_pretrain packing index 1"
+_FORMAT = "llm_pretrain packing index 2"
 """To be changed with the layout below and with every change of what `pack` returns."""
 _HEADER_BYTES = 4096
 _WHOLE = 256 << 20
@@ -143,7 +143,7 @@ def _build(file: Path, arguments: tuple[TokenStore, str, int, str]) -> None:
             stream.write(bytes(_HEADER_BYTES))
             for array, (dtype, _) in zip(
                 (index.piece_start, index.sequence_offsets, index.piece_length),
-                _layout(**counts),
+                _layout(arguments, **counts),
                 strict=True,
             ):
                 stream.write(np.ascontiguousarray(array, dtype=dtype).data)
@@ -158,9 +158,18 @@ def _build(file: Path, arguments: tuple[TokenStore, str, int, str]) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def _layout(pieces: int, sequences: int) -> list[tuple[str, int]]:
-    """Types and lengths of piece_start, sequence_offsets and piece_length, as they follow the header."""
-    return [("<i8", pieces), ("<i8", sequences + 1), ("<i4", pieces)]
+def _layout(
+    arguments: tuple[TokenStore, str, int, str], pieces: int, sequences: int
+) -> list[tuple[str, int]]:
+    """Types and lengths of piece_start, sequence_offsets and piece_length, as they follow the header.
+
+    The smallest that hold them: short sequences make tens of millions of pieces out of 10^9 tokens.
+    """
+    store, split, sequence_length, _ = arguments
+    start = "<u4" if store.split(split).tokens < 1 << 32 else "<i8"
+    offset = "<u4" if pieces < 1 << 32 else "<i8"
+    length = "<u2" if sequence_length < 1 << 16 else "<i4"
+    return [(start, pieces), (offset, sequences + 1), (length, pieces)]
 
 
 def _digest(stream: BinaryIO) -> str:
@@ -186,7 +195,7 @@ def _opened(file: Path, arguments: tuple[TokenStore, str, int, str]) -> PackedIn
             raise _BrokenError("its header is damaged") from error
         if found != _facts(arguments):
             raise _BrokenError("it is that of another store or version")
-        layout = _layout(pieces, sequences)
+        layout = _layout(arguments, pieces, sequences)
         status = os.fstat(stream.fileno())
         expected = _HEADER_BYTES + sum(np.dtype(dtype).itemsize * count for dtype, count in layout)
         if min(pieces, sequences) < 0 or status.st_size != expected:
