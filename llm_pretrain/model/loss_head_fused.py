@@ -211,6 +211,7 @@ def _chunks(
                 product(logits, weight, grad_hidden[chunk])
             if grad_weight is not None:
                 _add_product(grad_weight, logits.t(), states)
+            del logits  # or the next chunk's would be made beside them
     return SumsAndGradients(losses, squares, grad_hidden, grad_weight)
 
 
