@@ -7,14 +7,12 @@ accumulation; in fp16 where the device has no bf16 (V100, T4). They are promises
 from __future__ import annotations
 
 import re
-import resource
 from contextlib import suppress
+from mmap import PAGESIZE
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
-
-_PAGE_BYTES = resource.getpagesize()
 
 _PEAK_TERAFLOPS: tuple[tuple[str, float], ...] = (
     # NVIDIA data-centre datasheets; the first pattern that matches counts, so variants stand first
@@ -77,7 +75,7 @@ def memory_bytes(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     # Linux's own, since it is read at every row and psutil takes three times as long
     with suppress(OSError), open("/proc/self/statm", "rb", buffering=0) as file:
-        return int(file.read().split()[1]) * _PAGE_BYTES
+        return int(file.read().split()[1]) * PAGESIZE
     import psutil
 
     return psutil.Process().memory_info().rss

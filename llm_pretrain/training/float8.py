@@ -65,6 +65,9 @@ def use_float8(model: Decoder, *, emulate: bool = False) -> None:
             )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about kernels that torchao brings and this does not use
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+        from torchao.float8 import (  # pyright: ignore[reportMissingImports] (an extra)
+            Float8LinearConfig,
+            convert_to_float8_training,
+        )
 
         convert_to_float8_training(model.model.layers, config=Float8LinearConfig(emulate=emulate))
