@@ -13,6 +13,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from llm_pretrain.errors import ConfigError, ResourceError
+from llm_pretrain.tracking import size_text
 
 if TYPE_CHECKING:
     from llm_pretrain.config import Config
@@ -166,10 +167,10 @@ def _print_memory(config: Config, arguments: argparse.Namespace) -> Memory:
         ("heap_holes", "between freed blocks of a CPU's heap, as measured: a quarter of the rest"),
     ):
         if getattr(memory, name):
-            print(f"  {name.replace('_', ' '):<19} {_size(getattr(memory, name)):>11}  {text}")
-    print(f"  {'peak':<19} {_size(memory.peak):>11}  not all at once; without libraries")
+            print(f"  {name.replace('_', ' '):<19} {size_text(getattr(memory, name)):>11}  {text}")
+    print(f"  {'peak':<19} {size_text(memory.peak):>11}  not all at once; without libraries")
     if memory.staging:
-        print(f"  {'while saving':<19} {_size(memory.staging):>11}  more in the processor's memory")
+        print(f"  {'while saving':<19} {size_text(memory.staging):>11}  more in the processor's memory")
     if on_gpu:
         total = _GPU_GIB[arguments.gpu.lower()] * 10**9
         fits = "fits" if memory.peak + 10**9 < total else "does NOT fit"
@@ -216,21 +217,11 @@ def _verify(config: Config, arguments: argparse.Namespace, options: list[str], m
     quotient = own.peak / found["peak"]
     within = abs(quotient - 1) <= _VERIFY_BOUND
     print(
-        f"verified on one {found['device']}: estimated {_size(own.peak)}, measured {_size(found['peak'])}, "
-        f"ratio {quotient:.3f}: {'within' if within else 'NOT within'} {_VERIFY_BOUND:.0%}"
+        f"verified on one {found['device']}: estimated {size_text(own.peak)}, "
+        f"measured {size_text(found['peak'])}, ratio {quotient:.3f}: {'within' if within else 'NOT within'} {_VERIFY_BOUND:.0%}"
     )
-    print(f"  libraries keep {_size(found['libraries'])} more for themselves, which no estimate counts")
+    print(f"  libraries keep {size_text(found['libraries'])} more for themselves, which no estimate counts")
     return 0 if within else 1
-
-
-def _size(number: int) -> str:
-    """`1.5 GiB`."""
-    size = float(number)
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
 
 
 def _si(number: float) -> str:

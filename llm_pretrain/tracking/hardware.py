@@ -79,3 +79,13 @@ def memory_bytes(device: torch.device) -> int:
     import psutil
 
     return psutil.Process().memory_info().rss
+
+
+def size_text(number: int) -> str:
+    """A number of bytes such as `1.5 GiB`, in the unit that leaves something before the point."""
+    size = float(number)
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"

@@ -20,6 +20,7 @@ import torch
 from llm_pretrain.config import Config
 from llm_pretrain.errors import PretrainError, ResourceError
 from llm_pretrain.model import count_parameters
+from llm_pretrain.tracking import size_text
 from llm_pretrain.training.engine import Engine
 
 _SIGNS = (
@@ -106,7 +107,7 @@ def check_memory(config: Config, engine: Engine) -> None:
         if needed > memory.total:
             raise ResourceError(
                 f"out of memory before it was used: {_takes(config, engine, count)}; {memory.bound} "
-                f"{_size(memory.total)}; {_fewer(config, engine)}"
+                f"{size_text(memory.total)}; {_fewer(config, engine)}"
             )
 
 
@@ -129,14 +130,14 @@ def model_lines(config: Config, engine: Engine) -> tuple[str, str]:
 def _line(error: Exception, model: str, advice: str) -> str:
     text = str(error)
     found = _ASKED.search(text)
-    asked = f"{_size(_bytes(*found.groups()))} asked for, " if found else ""
+    asked = f"{size_text(_bytes(*found.groups()))} asked for, " if found else ""
     if on_gpu := _ON_GPU.search(text):
         there = f"{on_gpu[2]} of {on_gpu[1]} free on the GPU"
     elif "CUDA" in text or "CUBLAS" in text:
         there = "none left on the GPU"
     else:
         least = min(_processor_bounds(per_process=False), key=lambda memory: memory.free)
-        there = f"{_size(least.free)} left of what {least.bound}: {_size(least.total)}"
+        there = f"{size_text(least.free)} left of what {least.bound}: {size_text(least.total)}"
     where = f" ({text.splitlines()[0]:.160})" if isinstance(error, PretrainError) else ""
     return "; ".join(part for part in (f"out of memory{where}: {asked}{there}", model, advice) if part)
 
@@ -144,7 +145,8 @@ def _line(error: Exception, model: str, advice: str) -> str:
 def _takes(config: Config, engine: Engine, count: int) -> str:
     each = " in each process" if engine.world_size > 1 else ""
     needs = int(_bytes_per_parameter(config, engine.world_size) * count)
-    return f"{count:,} parameters take {_size(needs)}{each} with gradients and the optimizer's state in fp32"
+    parts = "with gradients and the optimizer's state in fp32"
+    return f"{count:,} parameters take {size_text(needs)}{each} {parts}"
 
 
 def _fewer(config: Config, engine: Engine) -> str:
@@ -210,13 +212,3 @@ def _number(file: Path) -> int | None:
 
 def _bytes(number: str, unit: str) -> int:
     return int(float(number) * _UNITS.get(unit.lower(), 1))
-
-
-def _size(number: int) -> str:
-    """`1.5 GiB`, with the unit that leaves something before the point."""
-    size = float(number)
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
