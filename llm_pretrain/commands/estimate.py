@@ -218,7 +218,8 @@ def _verify(config: Config, arguments: argparse.Namespace, options: list[str], m
     within = abs(quotient - 1) <= _VERIFY_BOUND
     print(
         f"verified on one {found['device']}: estimated {size_text(own.peak)}, "
-        f"measured {size_text(found['peak'])}, ratio {quotient:.3f}: {'within' if within else 'NOT within'} {_VERIFY_BOUND:.0%}"
+        f"measured {size_text(found['peak'])}, ratio {quotient:.3f}: "
+        f"{'within' if within else 'NOT within'} {_VERIFY_BOUND:.0%}"
     )
     print(f"  libraries keep {size_text(found['libraries'])} more for themselves, which no estimate counts")
     return 0 if within else 1
