@@ -33,6 +33,8 @@ _SIGNS = (
     "CUBLAS_STATUS_ALLOC_FAILED",
     os.strerror(errno.ENOMEM),
 )
+_ONEDNN = re.compile(r"could not create a (primitive\b(?! desc)|memory)")
+"""Where the code that oneDNN writes for a product has no room; it names no cause."""
 _ASKED = re.compile(r"(?i)(?:tried to|unable to) allocate ([\d.]+) ?(bytes|[KMGTPE]?i?B)\b")
 _ON_GPU = re.compile(r"total capacity of ([\d.]+ \w+) of which ([\d.]+ \w+) is free")
 _UNITS = {
@@ -64,7 +66,7 @@ def is_out_of_memory(error: BaseException) -> bool:
         return False  # said already, or no error
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    return any(sign in str(error) for sign in _SIGNS)
+    return any(sign in str(error) for sign in _SIGNS) or bool(_ONEDNN.search(str(error)))
 
 
 @contextmanager

@@ -154,19 +154,13 @@ def start_alone(
 
 
 EVALUATING = ("--evaluation.eval_steps", "6")
-BLOCKED = Edit(
-    EVALUATION, "            beat()\n", "            beat()\n            __import__('time').sleep(3600)\n"
-)
+BLOCKED = Edit(EVALUATION, " beat()\n", " beat(); __import__('time').sleep(3600)\n")
 SLOW_SAMPLES = Edit(
     "llm_pretrain/training/samples.py",
-    "    beat()\n",
-    "    beat()\n" + 20 * " " + "__import__('time').sleep(1)\n",
+    " beat()\n",
+    " beat(); __import__('time').sleep(1)\n",
 )
-LOCKED = Edit(
-    EVALUATION,
-    "            beat()\n",
-    "            beat()\n            __import__('ctypes').PyDLL(None).sleep(3600)\n",
-)
+LOCKED = Edit(EVALUATION, " beat()\n", " beat(); __import__('ctypes').PyDLL(None).sleep(3600)\n")
 
 
 def test_an_evaluation_that_blocks_ends_a_run_on_one_process(options: list[str], tmp_path: Path):
