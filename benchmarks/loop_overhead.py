@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 
 import train_pretrain
 from benchmarks.launching import add_store_option, token_store, training_options
-from benchmarks.measuring import goal
+from benchmarks.measuring import Interval, goal
 from llm_pretrain.config import Config, load_config
 from llm_pretrain.data import Batch, train_samples
 from llm_pretrain.model import Decoder
@@ -144,24 +144,16 @@ def run(arguments: argparse.Namespace) -> None:
 def _report(bare: list[float], loop: list[float], arguments: argparse.Namespace) -> None:
     """Print the figures; the times are milliseconds per step, by stretches."""
     pairs = list(zip(bare, loop, strict=True))
-    added, low, high = median_interval([ours - theirs for theirs, ours in pairs])
-    share, least, most = median_interval([ours / theirs - 1 for theirs, ours in pairs])
+    added = Interval.of(ours - theirs for theirs, ours in pairs)
+    share = Interval.of(ours / theirs - 1 for theirs, ours in pairs)
     stretches = f"{len(pairs)} x {arguments.logging_steps} steps"
     print(f"bare step            {statistics.median(bare):.3f} ms, {stretches}")
-    print(f"added by the loop    {added:.3f} ms (95 % of the median: {low:.3f} to {high:.3f})")
-    print(f"share of a bare step {share:.2%} ({least:.2%} to {most:.2%})")
+    print(f"added by the loop    {added.text('ms')}")
+    print(f"share of a bare step {share.median:.2%} ({share.low:.2%} to {share.high:.2%})")
     if arguments.config == "minimind-26m":
-        print(goal(f"at most {GOAL_SHARE:.0%} of a step", most <= GOAL_SHARE))
+        print(goal(f"at most {GOAL_SHARE:.0%} of a step", share.high <= GOAL_SHARE))
     else:
-        print(goal(f"at most {GOAL_MILLISECONDS} ms", high <= GOAL_MILLISECONDS))
-
-
-def median_interval(values: list[float]) -> tuple[float, float, float]:
-    """Median, and the order statistics between which it lies with about 95 % probability (binomial)."""
-    ordered, number = sorted(values), len(values)
-    reach = int(1 + number / 2 + 0.98 * number**0.5)
-    low, high = max(0, number - reach), min(number - 1, reach - 1)
-    return statistics.median(ordered), ordered[low], ordered[high]
+        print(goal(f"at most {GOAL_MILLISECONDS} ms", added.high <= GOAL_MILLISECONDS))
 
 
 def _options(arguments: argparse.Namespace, store: Path, folder: Path) -> list[str]:
