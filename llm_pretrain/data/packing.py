@@ -7,7 +7,6 @@ one token, and every token but a document's first is a target exactly once per e
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -153,8 +152,3 @@ class _Rooms:
         if room and len(bins):
             self._bins[room].append(bins)
             self._occurring |= 1 << room
-
-
-def count_targets(indices: Iterable[PackedIndex]) -> int:
-    """Targets of one epoch, masked ones included."""
-    return sum(int(index.piece_length.sum(dtype=np.int64)) for index in indices)

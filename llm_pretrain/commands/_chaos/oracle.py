@@ -7,7 +7,7 @@ does not hold, or None.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -208,13 +208,6 @@ def check_leftovers(folder: Path, before: Before) -> Violation | None:
 def newest(folder: Path) -> int:
     """Step of the newest committed checkpoint, 0 without."""
     return max(committed_folders(folder / "checkpoints"), default=0)
-
-
-def shown_steps(steps: Sequence[int]) -> str:
-    """`7-12`, `7`, or `none`."""
-    if not steps:
-        return "none"
-    return str(steps[0]) if len(steps) == 1 else f"{steps[0]}-{steps[-1]}"
 
 
 def _shown(value: object) -> str:

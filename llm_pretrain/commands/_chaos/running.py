@@ -28,7 +28,6 @@ from llm_pretrain.commands._chaos.oracle import (
 from llm_pretrain.commands._chaos.plan import Plan
 from llm_pretrain.commands._chaos.watching import Timing, timing_of
 from llm_pretrain.commands._launching.launching import Job, Place
-from llm_pretrain.commands._launching.records import last_words
 from llm_pretrain.errors import PretrainError
 
 
@@ -262,9 +261,3 @@ def _job(plan: Plan, path: str, folder: Path) -> Job:
         path, plan.world_size, folder, folder.with_suffix(".log"), plan.options, plan.threads,
         plan.config.distributed.strategy, with_launcher=True,
     )  # fmt: skip
-
-
-def failure_lines(result: Result) -> list[str]:
-    """The last words of the attempt that something is wrong with."""
-    folder = result.folder if result.deaths else result.reference
-    return last_words(folder.with_suffix(".log"))
