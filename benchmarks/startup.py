@@ -76,7 +76,8 @@ def _large(arguments: argparse.Namespace) -> None:
             found = measured_parts(arguments.config, large, *_ONE_SEQUENCE, str(length))
             cpu = sum(found["cpu"].values()) - sum(found["cpu"][part] for part in _IMPORTS)
             print(
-                f"  length {length:<4} {name:<15} first step {found['after_imports']:.2f} s after the imports ({cpu:.2f} s CPU, "
+                f"  length {length:<4} {name:<15} "
+                f"first step {found['after_imports']:.2f} s after the imports ({cpu:.2f} s CPU, "
                 f"data {found['cpu']['data']:.2f}), order and index {found['data_memory'] / 1e6:.0f} MB"
             )
             for text, met in (
