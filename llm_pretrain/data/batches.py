@@ -27,7 +27,7 @@ from llm_pretrain.data.token_store import TokenStore
 from llm_pretrain.data.worker_processes import end_workers, start_fork_server, start_worker
 from llm_pretrain.errors import DataError
 
-_AT_ONCE = 1 << 16
+_AT_ONCE = 1 << 15
 """Tokens of micro batches that are assembled together: of fewer, numpy's calls cost more than its work."""
 
 
