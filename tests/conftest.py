@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,13 @@ from support.corpora import make_store
 def one_thread() -> None:
     """Two test processes share two cores; more threads would wait for one another."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imports_out_of_the_collectors_sight() -> None:
+    """Every training collects garbage; over all that a test process has imported it takes half a second."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
