@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from benchmarks.launching import add_store_option, environment, launch, token_st
 from benchmarks.measuring import ROOT, Spread, goal
 from benchmarks.startup_store import write_large_store
 
+QUICK = ["--repeats", "2"]
 GOAL_SECONDS = 6.0
 LARGE_GOAL_SECONDS = 3.0
 LARGE_GOAL_BYTES = 200e6
@@ -70,18 +72,19 @@ def _large(arguments: argparse.Namespace) -> None:
         with token_store(arguments.store) as store:
             documents = write_large_store(large, store / "tokenizer", arguments.tokens)
         print(f"store of {arguments.tokens:,} tokens in {documents:,} documents", flush=True)
-        for name in ("index is built", "index is there"):
-            found = measured_parts(arguments.config, large, *_LONG)
+        for length, name in product((1024, 64), ("index is built", "index is there")):
+            found = measured_parts(arguments.config, large, *_ONE_SEQUENCE, str(length))
             cpu = sum(found["cpu"].values()) - sum(found["cpu"][part] for part in _IMPORTS)
             print(
-                f"  {name:<15} first step {found['after_imports']:.2f} s after the imports ({cpu:.2f} s CPU, "
+                f"  length {length:<4} {name:<15} "
+                f"first step {found['after_imports']:.2f} s after the imports ({cpu:.2f} s CPU, "
                 f"data {found['cpu']['data']:.2f}), order and index {found['data_memory'] / 1e6:.0f} MB"
             )
             for text, met in (
                 (f"{LARGE_GOAL_SECONDS:.0f} s", found["after_imports"] <= LARGE_GOAL_SECONDS),
                 (f"{LARGE_GOAL_BYTES / 1e6:.0f} MB", found["data_memory"] <= LARGE_GOAL_BYTES),
             ):
-                print(goal(f"large store, {name}: at most {text}", met))
+                print(goal(f"large store, length {length}, {name}: at most {text}", met))
         size = sum(file.stat().st_size for file in (large / "index").glob("*.bin"))
         print(f"  index on disk   {size / 1e6:.0f} MB")
 
@@ -89,9 +92,9 @@ def _large(arguments: argparse.Namespace) -> None:
 _IMPORTS = ("interpreter", "import torch", "other imports")
 
 
-_LONG = ("--training.sequence_length", "1024", "--training.micro_batch_size", "1")
-_LONG += ("--training.global_batch_size", "1", "--distributed.cpu_threads", "1")
-"""One sequence of a usual length, by one thread: the step itself costs next to nothing."""
+_ONE_SEQUENCE = ("--training.micro_batch_size", "1", "--training.global_batch_size", "1")
+_ONE_SEQUENCE += ("--distributed.cpu_threads", "1", "--training.sequence_length")
+"""Of the length that follows, by one thread: the step itself costs next to nothing."""
 
 
 def measured_parts(config: str, store: Path, *options: str) -> dict[str, Any]:

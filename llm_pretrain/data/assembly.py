@@ -96,36 +96,54 @@ class Assembler:
         self, samples: Sequence[tuple[int, int]], *, step: int, micro_batch: int, slot: int
     ) -> Batch:
         """The batch of `samples`, (source, sequence) each; the first stands in `slot` of the global batch."""
-        shape = (len(samples), self.sequence_length)
+        return self.assemble_together([samples], step=step, micro_batches=[micro_batch], slots=[slot])[0]
+
+    def assemble_together(
+        self,
+        parts: Sequence[Sequence[tuple[int, int]]],
+        *,
+        step: int,
+        micro_batches: Sequence[int],
+        slots: Sequence[int],
+    ) -> list[Batch]:
+        """What `assemble` gives for each of `parts`, equally many samples each: slices of common arrays."""
+        shape = (len(parts), len(parts[0]), self.sequence_length)
+        samples = [sample for part in parts for sample in part]
         gathered = self._gatherer.gather(samples)
-        tokens, loss_mask = gathered.tokens.reshape(2, *shape), gathered.loss_mask.reshape(shape)
+        contents = Contents(len(samples), self.sequence_length)
+        labels, rows = contents.labels, contents.labels.shape
+        tokens, loss_mask = gathered.tokens.reshape(2, *rows), gathered.loss_mask.reshape(rows)
         self._check_ids(samples, tokens)
-        contents = Contents(*shape)
-        labels = contents.labels
         contents.input_ids[:], labels[:] = tokens
-        num_loss_tokens = int(np.count_nonzero(loss_mask))
-        if num_loss_tokens < loss_mask.size:  # IGNORE_INDEX where masked; `where` would take twice as long
+        counts = [int(np.count_nonzero(part)) for part in loss_mask.reshape(shape)]
+        if sum(counts) < loss_mask.size:  # IGNORE_INDEX where masked; `where` would take twice as long
             labels -= IGNORE_INDEX
             labels *= loss_mask
             labels += IGNORE_INDEX
         heads = [
             digest_head(slot + row, self.sources[source].store, sequence)
-            for row, (source, sequence) in enumerate(samples)
+            for part, slot in zip(parts, slots, strict=True)
+            for row, (source, sequence) in enumerate(part)
         ]
-        position_ids, document_ids, starts = self._documents(gathered, shape)
-        return Batch(
-            input_ids=torch.from_numpy(tokens[0].astype(np.int64)),
-            position_ids=torch.from_numpy(position_ids.reshape(shape)),
-            document_ids=torch.from_numpy(document_ids.reshape(shape)),
-            labels=torch.from_numpy(labels.astype(np.int64)),
-            loss_mask=torch.from_numpy(loss_mask),
-            num_loss_tokens=num_loss_tokens,
-            step=step,
-            micro_batch=micro_batch,
-            digest=contents.digest(heads, loss_mask),
-            sources=torch.tensor([source for source, _ in samples]) if len(self.sources) > 1 else None,
-            document_offsets=padded_offsets(starts, loss_mask.size),
-        )
+        digests = contents.digests(heads, loss_mask).reshape(*shape[:2], 8).sum(axis=1)
+        position_ids, document_ids, starts = self._documents(gathered, rows)
+        numbers = tokens[0].astype(np.int64), position_ids, document_ids, labels.astype(np.int64)
+        arrays = [array.reshape(shape) for array in (*numbers, loss_mask)]
+        size = shape[1] * shape[2]
+        bounds = starts.searchsorted(range(0, loss_mask.size + 1, size)).tolist()
+        several = len(self.sources) > 1
+        return [
+            Batch(
+                *[torch.from_numpy(array[k]) for array in arrays],
+                num_loss_tokens=counts[k],
+                step=step,
+                micro_batch=micro_batches[k],
+                digest=torch.from_numpy(digests[k]),
+                sources=torch.tensor([source for source, _ in part]) if several else None,
+                document_offsets=padded_offsets(starts[bounds[k] : bounds[k + 1]] - k * size, size),
+            )
+            for k, part in enumerate(parts)
+        ]
 
     def _documents(
         self, gathered: Gathered, shape: tuple[int, int]

@@ -8,9 +8,10 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby, islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +27,8 @@ from llm_pretrain.data.token_store import TokenStore
 from llm_pretrain.data.worker_processes import end_workers, start_fork_server, start_worker
 from llm_pretrain.errors import DataError
 
-_T = TypeVar("_T")
+_AT_ONCE = 1 << 16
+"""Tokens of micro batches that are assembled together: of fewer, numpy's calls cost more than its work."""
 
 
 class MicroBatchSampler:
@@ -73,10 +75,19 @@ class MicroBatches(Dataset[Batch]):
         return self.__getitems__([number])
 
     def __getitems__(self, numbers: Sequence[int]) -> Batch:
-        step, slot = divmod(numbers[0], self._global_batch_size)
-        samples = self.order.drawn(numbers)
-        micro_batch = slot // self._micro_batch_size
-        return self.assembler.assemble(samples, step=step, micro_batch=micro_batch, slot=slot)
+        return next(self.batches([numbers]))
+
+    def batches(self, micro_batches: Iterable[Sequence[int]]) -> Iterator[Batch]:
+        """What `__getitems__` gives for each; those of one step are assembled together, which is faster."""
+        at_once = max(1, _AT_ONCE // (self._micro_batch_size * self.assembler.sequence_length))
+        for step, group in groupby(micro_batches, lambda numbers: numbers[0] // self._global_batch_size):
+            while some := list(islice(group, at_once)):
+                slots = [numbers[0] % self._global_batch_size for numbers in some]
+                places = [slot // self._micro_batch_size for slot in slots]
+                drawn = [self.order.drawn(numbers) for numbers in some]
+                yield from self.assembler.assemble_together(
+                    drawn, step=step, micro_batches=places, slots=slots
+                )
 
     def digest(self, numbers: Sequence[int], input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """`Batch.digest` of the samples `numbers` as they arrived: hashed anew from what is given.
@@ -93,7 +104,7 @@ class MicroBatches(Dataset[Batch]):
         ]
         contents, targets = Contents(*labels.shape), labels.cpu().numpy()
         contents.input_ids[:], contents.labels[:] = input_ids.cpu().numpy(), targets
-        return contents.digest(heads, targets != IGNORE_INDEX)
+        return torch.from_numpy(contents.digests(heads, targets != IGNORE_INDEX).sum(axis=0))
 
 
 class EvaluationBatches(Sequence[Batch]):
@@ -263,7 +274,7 @@ class _Loader(DataLoader[Batch]):
             return super().__iter__()
         samples: Any = self.dataset
         assert self.batch_sampler is not None
-        return map(samples.__getitems__, self.batch_sampler)
+        return samples.batches(self.batch_sampler)
 
 
 def _loader(dataset: Dataset[Batch], sampler: MicroBatchSampler, num_workers: int) -> DataLoader[Batch]:
@@ -284,5 +295,5 @@ def _loader(dataset: Dataset[Batch], sampler: MicroBatchSampler, num_workers: in
     )
 
 
-def _as_it_is(batch: _T) -> _T:
+def _as_it_is(batch: Any) -> Any:
     return batch

@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 
 from llm_pretrain.data.token_store import TokenStore
 
@@ -29,8 +28,8 @@ class Contents:
         self.input_ids = self._words[:, :sequence_length]
         self.labels = self._words[:, sequence_length : 2 * sequence_length]
 
-    def digest(self, heads: Sequence[bytes], loss_mask: np.ndarray) -> torch.Tensor:
-        """`Batch.digest`, int64 [8], of the samples with these `digest_head`s and this mask, bool [B, S]."""
+    def digests(self, heads: Sequence[bytes], loss_mask: np.ndarray) -> np.ndarray:
+        """SHA-256 of each sample, int64 [B, 8], by its `digest_head` and its mask, one of bool [B, S]."""
         data = self._words.view(np.uint8)
         data[:, self._mask_start : self._size] = np.packbits(loss_mask, axis=1)
         rows, stride = data.reshape(-1).data, data.shape[1]
@@ -39,5 +38,4 @@ class Contents:
             sample = hashlib.sha256(head)
             sample.update(rows[start : start + self._size])
             words += sample.digest()
-        total = np.frombuffer(words, dtype=">u4").reshape(-1, 8).sum(axis=0, dtype=np.int64)
-        return torch.from_numpy(total)
+        return np.frombuffer(words, dtype=">u4").astype(np.int64).reshape(-1, 8)

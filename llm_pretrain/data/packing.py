@@ -7,9 +7,12 @@ one token, and every token but a document's first is a target exactly once per e
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+
+_DOCUMENTS_AT_ONCE = 1 << 17
 
 
 @dataclass(frozen=True)
@@ -29,12 +32,61 @@ class PackedIndex:
         return len(self.sequence_offsets) - 1
 
 
+@dataclass(frozen=True)
+class PackedParts:
+    """A `PackedIndex` that is never whole in memory: `whole` sequences of one piece each, then the `rest`.
+
+    `starts` int64 [D] and `whole_pieces` int64 [D] say, by document, where the pieces of `sequence_length`
+    begin and how many there are. The three columns are iterators of arrays to be joined, of any integers.
+    """
+
+    starts: np.ndarray
+    whole_pieces: np.ndarray
+    sequence_length: int
+    whole: int
+    rest: PackedIndex
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many pieces and sequences there are."""
+        return {"pieces": self.whole + len(self.rest.piece_start), "sequences": self.whole + len(self.rest)}
+
+    def piece_start(self) -> Iterator[np.ndarray]:
+        """Column of `PackedIndex`."""
+        for first in range(0, len(self.starts) if self.whole else 0, _DOCUMENTS_AT_ONCE):
+            pieces = self.whole_pieces[first : first + _DOCUMENTS_AT_ONCE]
+            done = np.arange(int(pieces.sum())) - _cumulative(pieces)[:-1].repeat(pieces)
+            done *= self.sequence_length
+            done += self.starts[first : first + _DOCUMENTS_AT_ONCE].repeat(pieces)
+            yield done
+        yield self.rest.piece_start
+
+    def piece_length(self) -> Iterator[np.ndarray]:
+        """Column of `PackedIndex`."""
+        for first in range(0, self.whole, _DOCUMENTS_AT_ONCE):
+            yield np.full(min(_DOCUMENTS_AT_ONCE, self.whole - first), self.sequence_length, dtype=np.int32)
+        yield self.rest.piece_length
+
+    def sequence_offsets(self) -> Iterator[np.ndarray]:
+        """Column of `PackedIndex`."""
+        for first in range(0, self.whole, _DOCUMENTS_AT_ONCE):
+            yield np.arange(first, min(first + _DOCUMENTS_AT_ONCE, self.whole))
+        yield self.rest.sequence_offsets + self.whole
+
+
 def pack(offsets: np.ndarray, sequence_length: int, packing: str) -> PackedIndex:
     """Packs the documents whose tokens are [offsets[d], offsets[d + 1]) into sequences of `sequence_length`.
 
     `best_fit` splits only documents longer than a sequence and wastes next to nothing, `concat` fills
     sequences consecutively and splits at their edges, `pad` gives every piece a sequence of its own.
     """
+    parts = pack_in_parts(offsets, sequence_length, packing)
+    columns = parts.piece_start(), parts.piece_length(), parts.sequence_offsets()
+    return PackedIndex(*(np.concatenate(list(column)) for column in columns))
+
+
+def pack_in_parts(offsets: np.ndarray, sequence_length: int, packing: str) -> PackedParts:
+    """What `pack` returns, in much less memory where documents are longer than sequences."""
     starts = np.asarray(offsets[:-1], dtype=np.int64)
     targets = np.diff(np.asarray(offsets, dtype=np.int64))
     targets -= 1
@@ -42,20 +94,34 @@ def pack(offsets: np.ndarray, sequence_length: int, packing: str) -> PackedIndex
     if not kept.all():
         starts, targets = starts[kept], targets[kept]
     del kept  # a large store's documents are millions, and every array of theirs counts
+    whole_pieces = np.zeros(0, dtype=np.int64)
     if packing == "concat":
-        return _concat(starts, targets, sequence_length)
-    piece_start, piece_length = _split_long(starts, targets, sequence_length)
-    del starts, targets
-    if packing == "pad":
-        return PackedIndex(piece_start, piece_length, np.arange(len(piece_start) + 1))
-    if packing != "best_fit":
+        rest = _concat(starts, targets, sequence_length)
+    elif packing == "pad":
+        piece_start, piece_length = _split_long(starts, targets, sequence_length)
+        rest = PackedIndex(piece_start, piece_length, np.arange(len(piece_start) + 1))
+    elif packing == "best_fit":
+        whole_pieces = targets // sequence_length  # best-fit decreasing places them first, by themselves
+        targets -= whole_pieces * sequence_length
+        documents = np.flatnonzero(targets)
+        piece_length = targets[documents].astype(np.int32)
+        del targets
+        order, sequence_offsets = _best_fit(piece_length, sequence_length)
+        piece_length, documents = piece_length[order], documents[order]
+        del order
+        piece_start = whole_pieces[documents] * sequence_length
+        piece_start += starts[documents]
+        rest = PackedIndex(piece_start, piece_length, sequence_offsets)
+    else:
         raise ValueError(f"unknown packing {packing!r}")
-    sequence = best_fit_decreasing(piece_length, sequence_length)
-    counts = np.bincount(sequence)
-    order = np.argsort(sequence, kind="stable")  # within a sequence: as in the corpus
-    del sequence
-    piece_length = piece_length[order]
-    return PackedIndex(piece_start[order], piece_length, _cumulative(counts))
+    return PackedParts(starts, whole_pieces, sequence_length, int(whole_pieces.sum()), rest)
+
+
+def _best_fit(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
+    """The order of pieces in which one sequence's follow another's, and where sequences begin in it."""
+    sequence = best_fit_decreasing(sizes, capacity)
+    offsets = _cumulative(np.bincount(sequence))
+    return np.argsort(sequence, kind="stable"), offsets  # within a sequence: as in the corpus
 
 
 def _cumulative(counts: np.ndarray) -> np.ndarray:

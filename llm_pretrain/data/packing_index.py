@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from filelock import FileLock, Timeout
 
-from llm_pretrain.data.packing import PackedIndex, pack
+from llm_pretrain.data.packing import PackedIndex, pack, pack_in_parts
 from llm_pretrain.data.store_contents import sample_digest
 from llm_pretrain.data.token_store import TokenStore
 
@@ -137,20 +137,17 @@ def _build(file: Path, arguments: tuple[TokenStore, str, int, str]) -> None:
     store, split, sequence_length, packing = arguments
     for left in file.parent.glob(f".{file.name}.tmp-*"):  # of a process that was killed
         left.unlink(missing_ok=True)
-    index = pack(store.split(split).offsets, sequence_length, packing)
-    counts = {"pieces": len(index.piece_start), "sequences": len(index)}
+    index = pack_in_parts(store.split(split).offsets, sequence_length, packing)
     temporary = file.parent / f".{file.name}.tmp-{uuid.uuid4().hex[:8]}"
     try:
         with temporary.open("w+b") as stream:
             stream.write(bytes(_HEADER_BYTES))
-            for array, (dtype, _) in zip(
-                (index.piece_start, index.sequence_offsets, index.piece_length),
-                _layout(arguments, **counts),
-                strict=True,
-            ):
-                stream.write(np.ascontiguousarray(array, dtype=dtype).data)
+            columns = index.piece_start(), index.sequence_offsets(), index.piece_length()
+            for column, (dtype, _) in zip(columns, _layout(arguments, **index.counts), strict=True):
+                for array in column:
+                    stream.write(np.ascontiguousarray(array, dtype=dtype).data)
             stream.flush()
-            header = _facts(arguments) | counts | {"digest": _digest(stream)}
+            header = _facts(arguments) | index.counts | {"digest": _digest(stream)}
             stream.seek(0)
             stream.write(json.dumps(header).encode())
             stream.flush()

@@ -217,18 +217,41 @@ class Counted:
         return batch
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_batches_are_ready_before_a_slow_consumer_asks(store: TokenStore, tmp_path: Path, workers: int):
-    """Each worker is two batches ahead; without workers there is nobody to be."""
-    loader = global_batches(make_config(store, max_steps=20, num_workers=workers), start_step=0, world_size=1)
-    counted = batches._loader(Counted(loader.dataset, tmp_path), loader.batch_sampler, workers)  # type: ignore[arg-type]
+def test_batches_are_ready_before_a_slow_consumer_asks(store: TokenStore, tmp_path: Path):
+    """Each of two workers is two batches ahead."""
+    loader = global_batches(make_config(store, max_steps=20, num_workers=2), start_step=0, world_size=1)
+    counted = batches._loader(Counted(loader.dataset, tmp_path), loader.batch_sampler, 2)  # type: ignore[arg-type]
     iterator = iter(counted)
     for taken in range(1, 4):
         next(iterator)
-        ahead, deadline = taken + 2 * workers, time.monotonic() + 120
+        ahead, deadline = taken + 4, time.monotonic() + 120
         while len(list(tmp_path.iterdir())) < ahead and time.monotonic() < deadline:
             time.sleep(0.01)
         assert len(list(tmp_path.iterdir())) == ahead
+
+
+@pytest.mark.parametrize(("at_once", "sizes"), [(1, [1, 1, 1, 1]), (3 * 2 * 64, [3, 1]), (1 << 16, [4])])
+def test_no_more_than_a_step_is_assembled_together(
+    masked_store: TokenStore, monkeypatch: pytest.MonkeyPatch, at_once: int, sizes: list[int]
+):
+    """Four micro batches of 2 x 64 a step; whatever is assembled with a batch, it is the same batch."""
+    monkeypatch.setattr(batches, "_AT_ONCE", at_once)
+    loader = global_batches(make_config(masked_store, max_steps=3), start_step=0, world_size=1)
+    samples: MicroBatches = loader.dataset  # type: ignore[assignment]
+    together, assemble = [], samples.assembler.assemble_together
+
+    def watched(parts: list[list[tuple[int, int]]], **places: object) -> list[Batch]:
+        together.append(len(parts))
+        return assemble(parts, **places)  # type: ignore[arg-type]
+
+    samples.assembler.assemble_together = watched  # type: ignore[method-assign]
+    iterator = iter(loader)
+    next(iterator)
+    assert together == sizes[:1]
+    found = [next(iterator) for _ in range(11)]
+    assert together == sizes * 3
+    alone = [samples.__getitems__([2 * k, 2 * k + 1]) for k in range(1, 12)]
+    assert all(equal(one, other) for one, other in zip(found, alone, strict=True))
 
 
 def test_accelerate_keeps_the_workers(store: TokenStore):
