@@ -54,7 +54,7 @@ pretrain: $(STORE)/store.json  ## Pretrain a small mixture of experts on the emb
 	@echo "      train_pretrain_accelerate.py --config $(CONFIG) --run.name quickstart-accelerate"
 
 test: $(VENV)/.installed-tests  ## The test suite, without what takes minutes
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
 
 test-slow: $(VENV)/.installed-tests  ## What takes minutes, but for the faults
 	$(BIN)/python -m pytest -m slow --ignore tests/faults

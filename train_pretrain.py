@@ -91,7 +91,7 @@ class TorchrunEngine:
         self.is_sharded = config.distributed.strategy == "fsdp" and self.world_size > 1
         precision = config.training.precision
         dtype = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
-        self.autocast = torch.autocast(self.device.type, dtype, enabled=dtype is not None)
+        self.autocast = torch.autocast(self.device.type, dtype) if dtype else nullcontext()
         self.grad_scaler = torch.amp.GradScaler(self.device.type, enabled=precision == "fp16")
         # what a checkpoint keeps; without fp16 `grad_scaler` passes everything through
         self.scaler = self.grad_scaler if precision == "fp16" else None

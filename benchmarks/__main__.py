@@ -49,11 +49,12 @@ def main(argv: list[str] | None = None) -> int:
         known = ", ".join(BENCHMARKS)
         print(f"benchmarks: expected a name ({known}) or all, found {name!r}", file=sys.stderr)
         return _EXIT_USAGE
-    return _run(name, rest)
+    options = [quick for each in rest for quick in (quick_options(name) if each == "--quick" else [each])]
+    return _run(name, options)
 
 
 def quick_options(name: str) -> list[str]:
-    """A part's options under `all --quick`: its QUICK; none where its default is quick enough."""
+    """What `--quick` stands for: a part's QUICK; nothing where its default is quick enough."""
     return list(getattr(import_module(f"benchmarks.{name}"), "QUICK", []))
 
 
@@ -100,7 +101,7 @@ def _usage() -> str:
     lines = [f"  {name:<{width}}  {text}" for name, text in BENCHMARKS.items()]
     more = [
         "",
-        "all runs every part, all --quick with fewer steps; each NAME has --help",
+        "all runs every part; --quick, after a NAME or all, takes fewer steps; each NAME has --help",
         "exit codes: 0 measured, or skipped where the machine cannot run it; 1 a part of all failed; 2 usage",
     ]
     return "\n".join(["usage: python -m benchmarks NAME|all …", "", *lines, *more])

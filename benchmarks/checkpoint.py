@@ -20,7 +20,7 @@ from benchmarks.machine import ROOT
 from benchmarks.measuring import Interval, interleaved, ratio
 from benchmarks.reporting import report
 from llm_pretrain.checkpoints import CheckpointStore, RunFacts
-from llm_pretrain.config import load_config
+from llm_pretrain.config import load_config, resolve_model
 from llm_pretrain.model import Decoder, initialize_weights
 from llm_pretrain.training.optimizers import build_optimizer
 
@@ -30,13 +30,14 @@ QUICK = ["--pairs", "7", "--config", "minimind-26m"]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the benchmark's options."""
     parser.add_argument("--pairs", type=int, default=7)
-    parser.add_argument("--config", default="minimind3-64m", help="a preset of configs/ with a vocab_size")
+    parser.add_argument("--config", default="minimind3-64m", help="a preset of configs/")
     parser.add_argument("--folder", type=Path, help="where to save (default: a temporary folder)")
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Prints speeds and ratios of saving and of restoring."""
     config = load_config(["--config", str(ROOT / "configs" / f"{arguments.config}.yaml")], needs_data=False)
+    config = resolve_model(config, config.model.vocab_size or 4096)
     model = Decoder(config.model)
     initialize_weights(model, 0)
     optimizer = build_optimizer(model, config.optimizer)

@@ -2,8 +2,9 @@
 
     torchrun --nproc_per_node W -m benchmarks.engine_pairs OPTIONS
 
-Prints each engine's CPU seconds per step, summed over the ranks, as a line of JSON, last of all. Both engines
-train on the same batches and end with the same parameters. No benchmark by itself.
+Prints each engine's CPU seconds per step, summed over the ranks, as a line of JSON, last of all: `Lap`s,
+whole and without the work that both share. Both engines train on the same batches and end with the same
+parameters. No benchmark by itself.
 """
 
 from __future__ import annotations
@@ -11,14 +12,15 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 
 import torch
 
+from benchmarks.shared_work import Lap, Stopwatch
 from llm_pretrain.config import Config, load_config, resolve_model
 from llm_pretrain.data import Batch, global_batches, open_stores
 from llm_pretrain.model import Decoder, initialize_weights
 from llm_pretrain.training import Engine, SpikeHistory, prepare_process
+from llm_pretrain.training.garbage import scheduled_collections
 from llm_pretrain.training.loop import windows
 from llm_pretrain.training.optimizers import build_optimizer
 from train_pretrain import TorchrunEngine
@@ -28,20 +30,23 @@ from train_pretrain_accelerate import AccelerateEngine
 class Steps:
     """One engine with a model of its own, step by step."""
 
-    def __init__(self, config: Config, engine: Engine):
-        self.engine, self.seconds = engine, []
+    def __init__(self, config: Config, engine: Engine, stopwatch: Stopwatch):
+        self.engine, self.stopwatch = engine, stopwatch
+        self.laps: list[Lap] = []
         model = Decoder(config.model)
         initialize_weights(model, config.run.seed)
+        optimizer = build_optimizer(model, config.optimizer)
+        stopwatch.leave_out(model, optimizer)
         loader = global_batches(config, start_step=0, world_size=engine.world_size)
-        batches = engine.prepare(model, build_optimizer(model, config.optimizer), loader)
+        batches = engine.prepare(model, optimizer, loader)
         self.windows = windows(batches, config.gradient_accumulation_steps(engine.world_size))
 
     def step(self) -> None:
         """Fetch the next batches and take a step."""
-        before = time.process_time()
+        self.stopwatch.lap()
         micro_batches: list[Batch] = next(self.windows)
         self.engine.train_step(micro_batches, SpikeHistory().judge("log"))
-        self.seconds.append(time.process_time() - before)
+        self.laps.append(self.stopwatch.lap())
 
 
 def main() -> int:
@@ -49,18 +54,20 @@ def main() -> int:
     config = load_config(sys.argv[1:])
     prepare_process(config)
     config = resolve_model(config, open_stores(config)[0].vocab_size)
-    # torchrun's comes first: it starts the process group that Accelerate then finds
-    sides = [Steps(config, TorchrunEngine(config)), Steps(config, AccelerateEngine(config))]
-    for number in range(config.training.max_steps):
-        for side in sides if number % 2 else reversed(sides):
-            side.step()
+    with Stopwatch() as stopwatch, scheduled_collections() as collect_garbage:
+        # torchrun's comes first: it starts the process group that Accelerate then finds
+        sides = [Steps(config, engine(config), stopwatch) for engine in (TorchrunEngine, AccelerateEngine)]
+        for number in range(config.training.max_steps):
+            collect_garbage(number)
+            for side in sides if number % 2 else reversed(sides):
+                side.step()
     engine = sides[0].engine
-    per_rank = engine.gather_objects({side.engine.launcher: side.seconds for side in sides})
+    per_rank = engine.gather_objects({side.engine.launcher: side.laps for side in sides})
     parameters = [list(side.engine.model_and_optimizer()[0].parameters()) for side in sides]
     assert all(torch.equal(one, other) for one, other in zip(*parameters, strict=True)), "paths differ"
     if engine.rank == 0:
         sums = {
-            name: [sum(step) for step in zip(*(rank[name] for rank in per_rank), strict=True)]
+            name: [Lap.sum(step) for step in zip(*(rank[name] for rank in per_rank), strict=True)]
             for name in per_rank[0]
         }
         print(json.dumps(sums), flush=True)

@@ -134,4 +134,6 @@ def goal(
     met = found.meets(at_most=at_most, at_least=at_least)
     end = found.worse_end(at_most=at_most, at_least=at_least)
     bound = f"at most {at_most:g}" if at_most is not None else f"at least {at_least:g}"
+    if math.isinf(end):
+        return f"goal: {description} {bound}: undecided, it takes {ENOUGH} pairs"
     return f"goal: {description} {bound}: {'met' if met else 'MISSED'} by the worse end, {end:.3f}"

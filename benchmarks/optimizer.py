@@ -17,7 +17,7 @@ from torch.optim import AdamW, Optimizer
 from benchmarks.machine import ROOT
 from benchmarks.measuring import interleaved, ratio
 from benchmarks.reporting import report
-from llm_pretrain.config import load_config
+from llm_pretrain.config import load_config, resolve_model
 from llm_pretrain.model import Decoder, initialize_weights
 from llm_pretrain.training.optimizers import build_optimizer
 from llm_pretrain.training.process import keep_freed_memory
@@ -30,7 +30,7 @@ VARIANTS = {"default": {}, "foreach": {"foreach": True}, "for loop": {"foreach":
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the benchmark's options."""
     parser.add_argument("--pairs", type=int, default=9)
-    parser.add_argument("--config", default="minimind3-64m", help="a preset of configs/ with a vocab_size")
+    parser.add_argument("--config", default="minimind3-64m", help="a preset of configs/")
     parser.add_argument("--without_muon", action="store_true", help="Muon takes seconds a step on a CPU")
 
 
@@ -39,6 +39,7 @@ def run(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     keep_freed_memory()
     config = load_config(["--config", str(ROOT / "configs" / f"{arguments.config}.yaml")], needs_data=False)
+    config = resolve_model(config, config.model.vocab_size or 4096)
     model = Decoder(config.model)
     initialize_weights(model, 0)
     for parameter in model.parameters():

@@ -5,6 +5,7 @@ A part calls `report` for each figure; `python -m benchmarks` begins and ends th
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, field
 
@@ -85,7 +86,9 @@ def report(
         bound = f"≤ {at_most:g}" if at_most is not None else f"≥ {at_least:g}"
         bound = f"{bound} {unit}".rstrip()
     if _part is not None:
-        _part.rows.append((what, bound, text if met else f"{text}: **missed**"))
+        undecided = isinstance(figure, Interval) and math.isinf(figure.high)
+        verdict = "" if met else ": undecided" if undecided else ": **missed**"
+        _part.rows.append((what, bound, text + verdict))
         _part.missed += not met
     return met
 

@@ -166,7 +166,7 @@ def restore_groups(model: nn.Module, optimizer: Optimizer, saved: dict[str, Any]
     """
     groups = describe_optimizer(model, optimizer)["groups"]
     if [group["params"] for group in groups] != [group["params"] for group in saved["groups"]]:
-        return ["the optimizer groups its parameters differently from the checkpoint's"]
+        return ["the optimizer's groups are others than the checkpoint's: the new settings are used"]
     warnings = []
     for group, now, then in zip(optimizer.param_groups, groups, saved["groups"], strict=True):
         for key, value in then.items():

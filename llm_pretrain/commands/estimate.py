@@ -39,6 +39,7 @@ _GPU_GIB = {
 }  # fmt: skip
 """Memory of each in GB, by the vendors' datasheets; the larger where there are two."""
 
+_WITHOUT_BF16 = ("t4", "v100")
 _VERIFY_BOUND = 0.15
 
 
@@ -83,7 +84,12 @@ def run(arguments: argparse.Namespace) -> int:
 
     options = given_options(arguments)
     _check(arguments)
-    config = _with_vocabulary(load_config(options, needs_data=False))
+    has_bf16 = None if arguments.gpu is None else arguments.gpu.lower() not in _WITHOUT_BF16
+    config = _with_vocabulary(load_config(options, needs_data=False, has_bf16=has_bf16))
+    if has_bf16 is False and config.training.precision == "bf16":
+        raise ConfigError(
+            f"training.precision: expected fp16 or fp32 on a {arguments.gpu}, which has no bf16, found bf16"
+        )
     if config.training.global_batch_size % (config.training.micro_batch_size * arguments.world_size):
         raise ConfigError(
             f"--world-size: expected training.global_batch_size ({config.training.global_batch_size}) to be "
@@ -155,7 +161,10 @@ def _print_memory(config: Config, arguments: argparse.Namespace) -> Memory:
     )
     for name, text in (
         ("weights", "in fp32"),
-        ("gradients", "in fp32; DDP's buckets are these"),
+        (
+            "gradients",
+            "in fp32" + ("; DDP's buckets are these" if strategy == "ddp" and world_size > 1 else ""),
+        ),
         ("optimizer", config.optimizer.name + (", and the average" if config.optimizer.ema_decay else "")),
         ("weight_copies", "of the products' matrices, in low precision, or gathered"),
         ("activations", "kept by the layers for their backward passes"),
@@ -185,6 +194,9 @@ def _print_time(config: Config, arguments: argparse.Namespace) -> None:
     if arguments.gpu is None:
         print("time: name a --gpu for tokens per second, hours and cost")
         return
+    if config.training.precision == "fp32":
+        print("time: not estimated in fp32; the peaks that are known here are those of bf16 and fp16")
+        return
     flops = device_peak_flops(arguments.gpu)
     assert flops is not None, arguments.gpu
     tokens = int(arguments.tokens or token_budget(config))
@@ -192,7 +204,7 @@ def _print_time(config: Config, arguments: argparse.Namespace) -> None:
     print(f"time on {arguments.world_size} x {arguments.gpu} at {arguments.mfu:.0%} of {_si(flops)}FLOP/s")
     each = time.tokens_per_second / arguments.world_size
     print(f"  tokens per second  {time.tokens_per_second:,.0f}, {each:,.0f} a device")
-    print(f"  {_si(tokens)} tokens in  {time.hours:,.1f} h ({time.device_hours:,.1f} device hours)")
+    print(f"  {_si(tokens)} tokens in  {_duration(time.hours)}, {_duration(time.device_hours)} of devices")
     if arguments.price is not None:
         print(f"  cost               {arguments.price * time.device_hours:,.2f}")
 
@@ -202,6 +214,7 @@ def _verify(config: Config, arguments: argparse.Namespace, options: list[str], m
     from llm_pretrain.training import estimate_memory
 
     given = [*options, "--model.vocab_size", str(config.model.vocab_size)]
+    given += ["--training.precision", config.training.precision]  # not what `auto` is here, if --gpu is named
     command = [sys.executable, "-m", "llm_pretrain.training.step_memory", json.dumps(given)]
     done = subprocess.run(
         [*command, str(arguments.document_length)], capture_output=True, text=True, check=False
@@ -223,6 +236,12 @@ def _verify(config: Config, arguments: argparse.Namespace, options: list[str], m
     )
     print(f"  libraries keep {size_text(found['libraries'])} more for themselves, which no estimate counts")
     return 0 if within else 1
+
+
+def _duration(hours: float) -> str:
+    if hours >= 1:
+        return f"{hours:,.1f} h"
+    return f"{hours * 60:.1f} min" if hours * 60 >= 1 else f"{hours * 3600:.1f} s"
 
 
 def _si(number: float) -> str:

@@ -44,8 +44,14 @@ _LAUNCHER_OPTIONS = ("local-rank", "local_rank")
 _PRINT_HELP = "Print the resolved settings as YAML, which can be passed back as --config, and exit."
 
 
-def load_config(argv: list[str] | None = None, *, prog: str | None = None, needs_data: bool = True) -> Config:
-    """The configuration that a command line asks for, its precision resolved for this machine.
+def load_config(
+    argv: list[str] | None = None,
+    *,
+    prog: str | None = None,
+    needs_data: bool = True,
+    has_bf16: bool | None = None,
+) -> Config:
+    """The configuration that a command line asks for, its precision resolved.
 
     Later files win over earlier ones, setting by setting, and options win over all files.
 
@@ -53,6 +59,7 @@ def load_config(argv: list[str] | None = None, *, prog: str | None = None, needs
         argv: Arguments without the program's name; None takes the process's own.
         prog: Program name in the help.
         needs_data: Whether `data.sources` must name a store.
+        has_bf16: What a precision of `auto` depends on; None asks this machine.
 
     Raises:
         ConfigError: with every problem that was found; contradictions that may only follow from
@@ -69,7 +76,7 @@ def load_config(argv: list[str] | None = None, *, prog: str | None = None, needs
         sound, wrong = check_tree(data, file)
         layers.append(sound)
         line.problems += problems + wrong
-    config = resolve_precision(_build(_merge([*layers, line.options])))
+    config = resolve_precision(_build(_merge([*layers, line.options])), has_bf16)
     if line.wants_print and not line.problems:
         print(dump_yaml(config, comments=True), end="")
         raise SystemExit(0)

@@ -12,11 +12,15 @@ from dataclasses import replace
 from llm_pretrain.config.tree import Config
 
 
-def resolve_precision(config: Config) -> Config:
-    """The configuration with precision `auto` replaced: `bf16` where products are fast in it, else `fp32`."""
+def resolve_precision(config: Config, has_bf16: bool | None = None) -> Config:
+    """The configuration with precision `auto` replaced: `bf16` where products are fast in it, else `fp32`.
+
+    Args:
+        has_bf16: Whether the device multiplies in it; None asks this machine.
+    """
     if config.training.precision != "auto":
         return config
-    precision = "bf16" if multiplies_in_bf16() else "fp32"
+    precision = "bf16" if (multiplies_in_bf16() if has_bf16 is None else has_bf16) else "fp32"
     return replace(config, training=replace(config.training, precision=precision))
 
 

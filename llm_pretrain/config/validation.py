@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -37,7 +37,7 @@ def validate(config: Config, world_size: int = 1, *, needs_data: bool = True) ->
     ]
     wrong = {line.partition(":")[0] for line in alone}
     relations = [*model_relations(config), *_batch(config, world_size), *_schedule(config)]
-    relations += [*_samples(config), *_strategy(config), *_spikes(config), *_optimizer(config)]
+    relations += [*_samples(config), *_deepspeed(config), *_spikes(config)]
     relations += [*kernel_relations(config), *_float8(config)]
     # a relation to a value that is impossible anyway says nothing new, and may not be computable
     return alone + [text for names, text in relations if not wrong.intersection(names)]
@@ -151,36 +151,49 @@ def _samples(config: Config) -> Iterator[Relation]:
         yield names, f"{names[0]}: expected less than {names[1]} = {positions}, found {tokens}"
 
 
-def _strategy(config: Config) -> Iterator[Relation]:
-    names = ("training.precision", "distributed.strategy")
-    if config.distributed.strategy == "deepspeed" and config.training.precision == "fp16":
-        yield (
-            names,
-            f"{names[0]}: expected fp32 or bf16 with {names[1]} deepspeed, found fp16, whose loss scale "
-            "DeepSpeed would keep to itself and no checkpoint has; use bf16",
-        )
-    names = ("training.compile", "distributed.strategy")
-    if config.distributed.strategy == "deepspeed" and config.training.compile == "on":
-        yield (
-            names,
-            f"{names[0]}: expected auto or off with {names[1]} deepspeed, found on, whose graphs DeepSpeed's "
-            "hooks would cut; use ddp or fsdp",
-        )
+_REFUSED_BY_DEEPSPEED: dict[str, tuple[Sequence[object], str, str]] = {
+    "training.precision": (
+        ["fp16"],
+        "fp32 or bf16",
+        ", whose loss scale DeepSpeed would keep to itself and no checkpoint has; use bf16",
+    ),
+    "training.compile": (
+        ["on"],
+        "auto or off",
+        ", whose graphs DeepSpeed's hooks would cut; use ddp or fsdp",
+    ),
+    "training.float8": ([True], "false", "; use ddp or fsdp"),
+    "training.spike_action": (
+        ["skip", "rollback"],
+        "log",
+        ", but its engine takes every step before it can be judged; use ddp or fsdp",
+    ),
+    "optimizer.name": (
+        ["muon"],
+        "adamw",
+        ", which needs whole matrices, but ZeRO's optimizer sees flat parts of them; use ddp or fsdp",
+    ),
+}
+"""Of each field the values that DeepSpeed cannot do, what to set instead, and why."""
 
 
-def _optimizer(config: Config) -> Iterator[Relation]:
-    names = ("optimizer.name", "distributed.strategy")
-    if config.optimizer.name == "muon" and config.distributed.strategy == "deepspeed":
+def _deepspeed(config: Config) -> Iterator[Relation]:
+    if config.distributed.strategy != "deepspeed":
+        return
+    strategy = "distributed.strategy"
+    for name, (refused, expected, why) in _REFUSED_BY_DEEPSPEED.items():
+        section, field = name.split(".")
+        found = getattr(getattr(config, section), field)
+        if found in refused:
+            shown = str(found).lower() if isinstance(found, bool) else found
+            yield (
+                (name, strategy),
+                f"{name}: expected {expected} with {strategy} deepspeed, found {shown}{why}",
+            )
+    if decay := config.optimizer.ema_decay:
         yield (
-            names,
-            f"{names[0]}: expected adamw with {names[1]} deepspeed, found muon, which needs whole matrices, "
-            "but ZeRO's optimizer sees flat parts of them; use ddp or fsdp",
-        )
-    names = ("optimizer.ema_decay", "distributed.strategy")
-    if config.optimizer.ema_decay and config.distributed.strategy == "deepspeed":
-        yield (
-            names,
-            f"{names[0]}: expected 0 with {names[1]} deepspeed, found {config.optimizer.ema_decay}, but "
+            ("optimizer.ema_decay", strategy),
+            f"optimizer.ema_decay: expected 0 with {strategy} deepspeed, found {decay}, but "
             "ZeRO's optimizer has no place for an average of the parameters; use ddp or fsdp",
         )
 
@@ -197,20 +210,10 @@ def _float8(config: Config) -> Iterator[Relation]:
             f"{names[0]}: expected {names[1]} * {names[2]} to be a multiple of 16, which FP8 products take, "
             f"found {tokens}",
         )
-    names = ("training.float8", "distributed.strategy")
-    if training.float8 and config.distributed.strategy == "deepspeed":
-        yield names, f"{names[0]}: expected false with {names[1]} deepspeed, found true; use ddp or fsdp"
 
 
 def _spikes(config: Config) -> Iterator[Relation]:
     action = config.training.spike_action
-    names = ("training.spike_action", "distributed.strategy")
-    if action != "log" and config.distributed.strategy == "deepspeed":
-        yield (
-            names,
-            f"{names[0]}: expected log with {names[1]} deepspeed, found {action}, but its engine takes every "
-            "step before it can be judged; use ddp or fsdp",
-        )
     names = ("training.spike_action", "checkpoint.save_steps")
     if action == "rollback" and config.checkpoint.save_steps == 0:
         yield (

@@ -66,7 +66,8 @@ def packed_index(store: TokenStore, split: str, sequence_length: int, packing: s
     arguments = (store, split, sequence_length, packing)
     name = f"{split}-{packing}-{sequence_length}.bin"
     reason = ""
-    for folder in (store.path / FOLDER, _cache_folder() / store.hash):
+    cache = _cache_folder()
+    for folder in (store.path / FOLDER, *([cache / store.hash] if cache else [])):
         try:
             return _opened_or_built(folder / name, arguments)
         except OSError as error:
@@ -81,9 +82,10 @@ def stored_indexes(store: TokenStore) -> list[dict[str, Any]]:
     return [{"file": file.name, "bytes": file.stat().st_size} for file in files]
 
 
-def _cache_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "llm_pretrain" / FOLDER
+def _cache_folder() -> Path | None:
+    """The user's; None where there is no home, as for a user whom a container has never heard of."""
+    base = Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache"))
+    return base / "llm_pretrain" / FOLDER if base.is_absolute() else None
 
 
 def _opened_or_built(file: Path, arguments: tuple[TokenStore, str, int, str]) -> PackedIndex:
@@ -188,7 +190,7 @@ def _opened(file: Path, arguments: tuple[TokenStore, str, int, str]) -> PackedIn
             header = json.loads(stream.read(_HEADER_BYTES).rstrip(b"\0"))
             found = {name: header[name] for name in _facts(arguments)}
             pieces, sequences = int(header["pieces"]), int(header["sequences"])
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise _BrokenError("its header is damaged") from error
         if found != _facts(arguments):
             raise _BrokenError("it is that of another store or version")

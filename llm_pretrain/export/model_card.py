@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any
 
-from llm_pretrain.config import Config, dump_yaml
+from llm_pretrain.config import Config, OptimizerConfig, dump_yaml
 from llm_pretrain.errors import ConfigError
 from llm_pretrain.export.homes import HOMES, home_of
 from llm_pretrain.model import count_parameters
@@ -115,7 +115,7 @@ def _summary(facts: CardFacts, model_type: str | None) -> str:
         ("Architecture", kind),
         ("Layers, width", f"{model.num_hidden_layers}, {model.hidden_size}"),
         ("Vocabulary", f"{facts.tokenizer_size:,} tokens ({model.vocab_size:,} rows)"),
-        ("Weights", facts.config.checkpoint.weights_dtype),
+        ("Weights", facts.config.checkpoint.weights_dtype + _average(facts.config)),
         ("Step", f"{facts.step:,}" + (", the lowest evaluation loss so far" if facts.is_best else "")),
     ]
     title = f"# {facts.config.run.name}"
@@ -158,11 +158,22 @@ def _training(facts: CardFacts) -> str:
         ("Tokens trained on", f"{facts.tokens_seen:,}"),
         ("Batch", f"{training.global_batch_size} sequences of {training.sequence_length} tokens"),
         ("Precision", training.precision),
-        ("Optimizer", f"{optimizer.name}, learning rate {optimizer.learning_rate:g}"),
+        ("Optimizer", f"{optimizer.name}, learning rate {_rates(optimizer)}"),
         ("Processes", str(facts.world_size)),
         *((name, version) for name, version in facts.versions.items() if version),
     ]
     return f"## Training\n\n{_table(('', ''), rows)}"
+
+
+def _average(config: Config) -> str:
+    decay = config.optimizer.ema_decay
+    return f", of the parameters averaged over steps (decay {decay:g})" if decay else ""
+
+
+def _rates(optimizer: OptimizerConfig) -> str:
+    if optimizer.name != "muon":
+        return f"{optimizer.learning_rate:g}"
+    return f"{optimizer.muon_learning_rate:g}, and {optimizer.learning_rate:g} of AdamW for what is no map"
 
 
 def _evaluation(facts: CardFacts) -> str:

@@ -46,10 +46,11 @@ def uses_onednn(x: Tensor) -> bool:
     return x.dtype == torch.float32 and x.device.type == "cpu" and prefers_onednn()
 
 
-def product(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
-    """`left @ right` into `out`, [M, K] and [K, N] of one type, either of them transposed."""
-    if uses_onednn(out):
-        return out.copy_(fp32_product(left, right))
+def product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
+    """`left @ right`, [M, K] and [K, N] of one type, either of them transposed; into `out` if given."""
+    if uses_onednn(left):
+        found = fp32_product(left, right)
+        return found if out is None else out.copy_(found)
     return torch.mm(left, right, out=out)
 
 

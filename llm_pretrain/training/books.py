@@ -78,11 +78,13 @@ class Books:
         progress = self.progress
         progress.advance(result.counts)
         seconds = self.recorder.lap()
-        self._waiting.append(
-            FinishedStep(progress.step, progress.tokens_seen, learning_rate, result, seconds)
-        )
-        waits = self._may_wait and len(self._waiting) < LONGEST
-        if not waits or self.recorder.is_logged(progress.step) or self._needed(progress.step):
+        step = FinishedStep(progress.step, progress.tokens_seen, learning_rate, result, seconds)
+        if not self._may_wait:
+            self._take_down(step)
+            return
+        self._waiting.append(step)
+        is_full = len(self._waiting) == LONGEST
+        if is_full or self.recorder.is_logged(progress.step) or self._needed(progress.step):
             self.settle()
 
     def settle(self) -> None:
@@ -103,8 +105,11 @@ class Books:
                 judge = self.progress.spikes.judge(self.config.training.spike_action)
                 own = next(figures)
                 step.result = StepResult.of(step.result.counts, own[1:], own[0], judge, None)
-            self.progress.learn(step.result)
-            self.recorder.step(step)
+            self._take_down(step)
+
+    def _take_down(self, step: FinishedStep) -> None:
+        self.progress.learn(step.result)
+        self.recorder.step(step)
 
     def check_divergence(self, step: int) -> None:
         """Stop after too many skipped steps in a row; all ranks count alike.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -28,5 +29,10 @@ def changed_settings(path: Path, config: Config) -> list[str]:
         for name, value in fields.items():
             setting = f"{section}.{name}"
             if name in old and old[name] != value and setting not in NOT_REPORTED:
-                lines.append(f"{setting}: {old[name]} -> {value}")
+                lines.append(f"{setting}: {_as_written(old[name])} -> {_as_written(value)}")
     return lines
+
+
+def _as_written(value: Any) -> str:
+    """As it would stand in a file: `null` and `true`, not Python's words."""
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -60,8 +60,7 @@ class Unread:
         return cls(figures, torch.logical_not(is_finite).float())
 
 
-@dataclass(frozen=True)
-class StepResult:
+class StepResult(NamedTuple):
     """What one optimizer step did, the same on every rank.
 
     Args:
@@ -111,7 +110,7 @@ class StepResult:
         return cls(counts, sums, grad_norm, loss, spike.skipped if spike else None, spike)
 
 
-@dataclass
+@dataclass(slots=True)
 class FinishedStep:
     """A step that the engine has taken, for the books.
 

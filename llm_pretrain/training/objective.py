@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,8 +25,7 @@ NUM_LOSSES = 4
 """Cross-entropy, z-loss, auxiliary loss, router z-loss: what `StepSums` begins with."""
 
 
-@dataclass(frozen=True)
-class StepCounts:
+class StepCounts(NamedTuple):
     """Loss tokens and sample digest of a whole global batch.
 
     Args:
@@ -147,9 +146,9 @@ def source_metrics(sums: Tensor | None, config: Config) -> dict[str, object]:
         sums: A reduced `StepSums` vector; None for a step without loss tokens.
         config: Names the sources.
     """
-    labels = [source.label for source in config.data.sources]
-    if len(labels) == 1:
+    if len(config.data.sources) == 1:
         return {}
+    labels = [source.label for source in config.data.sources]
     values = [0.0] * (2 * len(labels)) if sums is None else sums[-2 * len(labels) :].tolist()
     metrics: dict[str, object] = {}
     for label, loss, tokens in zip(labels, values, values[len(labels) :], strict=False):

@@ -7,7 +7,6 @@ only skipped.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from llm_pretrain.checkpoints import ResumePoint
 from llm_pretrain.errors import CheckpointError, MismatchError
@@ -34,7 +33,7 @@ def roll_back(
     target, problem = _target(saving, progress)
     if target is None:
         warn(f"step {step}: training.spike_action: rollback acts as skip: {problem}")
-        return replace(result, skipped="spike")
+        return result._replace(skipped="spike")
     saving.restore(target)
     # what followed the checkpoint is not the past of these parameters: their losses may be higher
     progress.spikes = SpikeHistory.resumed(target.extra.get("spikes"))

@@ -83,7 +83,10 @@ class SpikeHistory:
         if spike is None:
             self.steps.append((loss, grad_norm, num_loss_tokens))
             gone = self.steps.pop(0) if len(self.steps) > WINDOW else None
-            self._keep_order(loss, grad_norm, gone)
+            for number, ordered in enumerate(self._ordered):
+                insort(ordered, self.steps[-1][number])
+                if gone is not None:
+                    del ordered[bisect_left(ordered, gone[number])]
             self.in_a_row = 0
             return
         self.in_a_row += 1
@@ -130,12 +133,6 @@ class SpikeHistory:
         return loss <= _lowest_bound(losses, LOSS_MARGIN) and grad_norm <= _lowest_bound(
             grad_norms, GRAD_NORM_MARGIN
         )
-
-    def _keep_order(self, loss: float, grad_norm: float, gone: tuple[float, float, int] | None) -> None:
-        for number, (ordered, value) in enumerate(zip(self._ordered, (loss, grad_norm), strict=False)):
-            insort(ordered, value)
-            if gone is not None:
-                del ordered[bisect_left(ordered, gone[number])]
 
 
 def _lowest_bound(ordered: Sequence[float], margin: float) -> float:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import __main__ as program
 from benchmarks.__main__ import BENCHMARKS, main, quick_options
 from benchmarks.measuring import ROOT, Spread
 from benchmarks.startup import import_costs, measured_parts
@@ -57,6 +58,13 @@ def test_quick_options_are_options_of_the_part(name: str):
     parser = argparse.ArgumentParser()
     module.add_arguments(parser)
     parser.parse_args(quick_options(name))
+
+
+def test_quick_stands_for_the_same_after_a_name(monkeypatch: pytest.MonkeyPatch):
+    ran: list[list[str]] = []
+    monkeypatch.setattr(program, "_run", lambda name, options: ran.append([name, *options]) or 0)
+    assert main(["optimizer", "--quick", "--pairs", "9"]) == 0
+    assert ran == [["optimizer", *quick_options("optimizer"), "--pairs", "9"]]
 
 
 def test_a_part_that_fails_keeps_no_other_from_running(monkeypatch: pytest.MonkeyPatch):

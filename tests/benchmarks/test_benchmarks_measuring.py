@@ -45,6 +45,7 @@ def test_too_few_pairs_meet_no_goal():
     assert not found.meets(at_most=100.0)
     assert not found.meets(at_least=0.0)
     assert found.text() == "1.000 (of 6: no interval)"
+    assert goal("step", found, at_most=1.1) == "goal: step at most 1.1: undecided, it takes 7 pairs"
 
 
 def test_sides_take_turns_in_alternating_order():

@@ -91,6 +91,33 @@ def test_wrong_options_are_named(options: list[str], text: str, capsys: pytest.C
     assert not captured.out
 
 
+@pytest.mark.parametrize(("here", "gpu", "found"), [(False, "h100", "bf16"), (True, "t4", "fp32")])
+def test_auto_is_what_it_would_be_on_the_gpu_that_is_named(
+    here: bool, gpu: str, found: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("llm_pretrain.config.precision.multiplies_in_bf16", lambda: here)
+    options = ["--training.precision", "auto"]
+    assert f"(ddp, {found}, " in estimate(capsys, "minimind3-64m", "--gpu", gpu, *options)
+    assert f"(ddp, {'bf16' if here else 'fp32'}, " in estimate(capsys, "minimind3-64m", *options)
+
+
+def test_no_time_is_told_by_peaks_of_another_precision(capsys: pytest.CaptureFixture[str]):
+    text = estimate(capsys, "minimind3-64m", "--gpu", "h100", "--training.precision", "fp32")
+    assert "time: not estimated in fp32" in text
+    assert "tokens per second" not in text
+    options = ["--gpu", "t4", "--training.precision", "bf16"]
+    assert main(["estimate", "--config", str(CONFIGS / "minimind3-64m.yaml"), *options]) == 2
+    assert "training.precision: expected fp16 or fp32 on a t4" in capsys.readouterr().err
+
+
+def test_short_runs_are_told_in_minutes_or_seconds(capsys: pytest.CaptureFixture[str]):
+    for tokens, unit in (("1e6", "s"), ("1e8", "min"), ("1e12", "h")):
+        text = estimate(capsys, "minimind3-64m", "--gpu", "h100", "--tokens", tokens)
+        line = next(line for line in text.splitlines() if "tokens in" in line)
+        assert line.split(",")[0].endswith(f" {unit}"), line
+        assert " 0.0 " not in line
+
+
 def test_all_wrong_options_are_named_at_once(capsys: pytest.CaptureFixture[str]):
     options = ["--gpu", "abacus", "--mfu", "2", "--tokens", "-1", "--price", "-1"]
     assert main(["estimate", "--config", str(CONFIGS / "minimind3-64m.yaml"), *options]) == 2

@@ -113,6 +113,14 @@ def test_another_precision_than_the_attempt_before_is_reported(
     file.write_text(dump_yaml(load_config([*SOURCES])))
     monkeypatch.setattr(module, "multiplies_in_bf16", lambda: False)
     assert changed_settings(file, load_config([*SOURCES])) == ["training.precision: bf16 -> fp32"]
+    changed = load_config(
+        [*SOURCES, "--optimizer.base_hidden_size", "64", "--training.deterministic", "true"]
+    )
+    assert changed_settings(file, changed) == [
+        "optimizer.base_hidden_size: null -> 64",
+        "training.precision: bf16 -> fp32",
+        "training.deterministic: false -> true",
+    ]
 
 
 def test_the_configuration_alone_imports_no_torch():

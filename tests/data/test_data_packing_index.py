@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import os
 import pickle
+import re
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from support.corpora import make_config, make_store
+from support.mutation import ROOT
 
 from llm_pretrain.data import TokenStore, global_batches, inspect_store, packing_index, sequences_per_epoch
 from llm_pretrain.data.packing import PackedIndex, pack
@@ -80,12 +86,16 @@ def damage(file: Path, kind: str) -> None:
         content += bytes(8)
     elif kind == "empty":
         content.clear()
+    elif kind == "endless":  # JSON has no such number, Python's reader does
+        content[:4096] = re.sub(rb'"pieces": \d+', b'"pieces": 1e999', content[:4096])[:4096].ljust(
+            4096, b"\0"
+        )
     else:
         content[{"header": 3, "digest": content.index(b'"digest"') + 14, "flipped": -5}[kind]] ^= 1
     file.write_bytes(content)
 
 
-@pytest.mark.parametrize("kind", ["cut", "longer", "empty", "header", "digest", "flipped"])
+@pytest.mark.parametrize("kind", ["cut", "longer", "empty", "header", "endless", "digest", "flipped"])
 def test_a_damaged_file_is_built_anew_with_a_warning(
     large: TokenStore, kind: str, caplog: pytest.LogCaptureFixture
 ):
@@ -130,6 +140,39 @@ def test_a_store_that_cannot_be_written_to(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     check(large, packed_index(large, "train", 64, "best_fit"))
     assert "packed in memory" in caplog.text
+
+
+def test_a_user_without_a_home(
+    large: TokenStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """As in a container that runs as a number of which it has no name: `~` stands for nothing."""
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    monkeypatch.chdir(tmp_path)
+    check(large, packed_index(large, "train", 64, "best_fit"))
+    shutil.rmtree(large.path / FOLDER)
+    (large.path / FOLDER).write_text("")
+    check(large, packed_index(large, "train", 64, "best_fit"))
+    assert "packed in memory" in caplog.text
+    assert not (tmp_path / "~").exists()
+
+
+def test_what_a_killed_process_leaves_is_cleared_away_by_the_next(large: TokenStore):
+    file = large.path / FOLDER / NAME
+    program = f"""
+import os, signal
+from llm_pretrain.data import TokenStore, packing_index
+packing_index.IN_MEMORY = 0
+packing_index._digest = lambda stream: os.kill(os.getpid(), signal.SIGKILL)
+packing_index.packed_index(TokenStore({str(large.path)!r}), "train", 64, "best_fit")
+"""
+    killed = subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert not file.exists()
+    assert [*file.parent.glob(".*.tmp-*")]
+    check(large, packed_index(large, "train", 64, "best_fit"))
+    assert file.is_file()
+    assert not [*file.parent.glob(".*.tmp-*")]
 
 
 def test_a_full_disk_leaves_nothing_half_written(

@@ -14,6 +14,7 @@ from llm_pretrain.config import (
     DataConfig,
     EvaluationConfig,
     ModelConfig,
+    OptimizerConfig,
     RunConfig,
     SourceConfig,
     from_dict,
@@ -74,6 +75,14 @@ def test_it_tells_model_data_training_and_evaluation():
         'AutoModelForCausalLM.from_pretrained(".")',
     ):
         assert expected in card, expected
+
+
+def test_the_rates_of_muon_and_the_average_are_told():
+    optimizer = OptimizerConfig(name="muon", learning_rate=5e-3, muon_learning_rate=0.03, ema_decay=0.99)
+    card = model_card(dataclasses.replace(FACTS, config=dataclasses.replace(CONFIG, optimizer=optimizer)))
+    assert "| Optimizer | muon, learning rate 0.03, and 0.005 of AdamW for what is no map |" in card
+    assert "| Weights | bf16, of the parameters averaged over steps (decay 0.99) |" in card
+    assert "averaged" not in model_card(FACTS).split("## Settings")[0]
 
 
 def test_hubs_find_library_and_task_and_no_license_that_nobody_chose():

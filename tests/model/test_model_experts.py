@@ -11,7 +11,7 @@ from llm_pretrain.model import Decoder, initialize_weights, update_router_bias
 from llm_pretrain.model.experts import Experts, experts_reference
 from llm_pretrain.model.experts_grouped import grouped_experts
 from llm_pretrain.model.experts_streamed import streamed_experts
-from llm_pretrain.model.router import Router
+from llm_pretrain.model.router import Router, top_experts
 
 CONFIG = ModelConfig(
     vocab_size=64,
@@ -177,3 +177,18 @@ def test_no_gradient_is_missing_when_experts_are_unused():
     assert (out.expert_counts == 0).sum() == 2 * 15
     (out.loss_sum + out.aux_loss_sum).backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(("experts", "top_k"), [(8, 2), (64, 8), (6, 6), (3, 1)])
+@pytest.mark.parametrize("signed", [False, True])
+def test_the_chosen_experts_are_those_of_the_highest_scores(experts, top_k, signed):
+    scores = torch.rand(2, 50, experts, generator=torch.Generator().manual_seed(experts)) - signed * 0.5
+    chosen = top_experts(scores, top_k)
+    assert chosen.dtype == torch.int64
+    expected = scores.topk(top_k).indices
+    assert torch.equal(chosen.sort(-1).values, expected.sort(-1).values)
+
+
+def test_of_equal_scores_no_expert_is_chosen_twice():
+    for scores in (torch.zeros(3, 8), torch.tensor([[0.0, -0.0, 1.0, 1.0, 1.0, -1.0]]), torch.zeros(0, 4)):
+        assert all(len(set(row)) == 3 for row in top_experts(scores, 3).tolist())

@@ -110,9 +110,8 @@ def test_rows_of_low_type_are_summed_in_fp32():
     """In bf16 256 + 1 is 256, seven times over; 263 rounds to 264."""
     rows = experts_streamed._Rows([8], torch.zeros(8, dtype=torch.int64), torch.arange(8)[None])
     total = experts_streamed._Sum(rows, torch.zeros(1, 4), torch.bfloat16)
-    total.add(
-        0, rows.token, torch.tensor([256.0] + [1.0] * 7)[:, None].bfloat16(), torch.ones(1, 4).bfloat16()
-    )
+    part = experts_streamed._Part(0, rows.token, torch.ones(8, 1))
+    total.add(part, torch.tensor([256.0] + [1.0] * 7)[:, None].bfloat16(), torch.ones(1, 4).bfloat16())
     assert total.total().tolist() == [[264.0] * 4]
 
 

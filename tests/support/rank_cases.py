@@ -205,10 +205,16 @@ def main(store: Path, folder: Path, plan: str, world_size: int) -> int:
 
 
 def import_scripts() -> None:
-    """Load what both scripts import, before any process forks."""
+    """Load what both scripts and `Accelerator.prepare` import, before any process forks.
+
+    Out of the collector's sight, so that the collections after a case do not go over it again and again.
+    """
     with mutated() as load:
         for file in SCRIPTS.values():
             load(file)
+    import_module("datasets")
+    gc.collect()
+    gc.freeze()
 
 
 def run_rank(rank: int, cases: dict[str, Case], store: Path, folder: Path) -> None:

@@ -181,6 +181,8 @@ def main(store: Path, folder: Path) -> int:
         load(SCRIPTS["accelerate"])
     import deepspeed  # noqa: F401
 
+    gc.collect()
+    gc.freeze()  # or the collections after a case go over all imports again and again
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}

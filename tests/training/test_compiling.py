@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.engines import run_engine, small_config
 from support.launching import ROOT, checkpoint_tensors, train
-from support.mutation import Edit
+from support.mutation import Edit, mutated
 from support.stepping import Driven
 
 from llm_pretrain.config import Config, from_dict, validate
@@ -104,6 +104,33 @@ def options(store: Path, folder: Path, *more: str) -> list[str]:
 def rows(folder: Path) -> dict[int, dict[str, Any]]:
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return {row["step"]: row for row in map(json.loads, lines)}
+
+
+def check_eager_without_gradients(store: Path, folder: Path, *edits: Edit) -> None:
+    """Every compiled graph that runs in a training run with evaluations and samples runs in training."""
+    torch._dynamo.reset()
+    in_training: list[bool] = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:
+        def run(*arguments: object) -> object:
+            in_training.append(torch.is_grad_enabled())
+            return graph.forward(*arguments)
+
+        return run
+
+    compile_ = torch.nn.Module.compile
+    with pytest.MonkeyPatch.context() as patch, mutated(*edits):
+        patch.setattr(torch.nn.Module, "compile", lambda module: compile_(module, backend=backend))
+        assert train(*options(store, folder, "--training.max_steps", "2")) == 0
+    assert in_training, "nothing was compiled"
+    assert all(in_training)
+
+
+def test_evaluations_and_samples_run_eagerly(plain_store: Path, tmp_path: Path):
+    check_eager_without_gradients(plain_store, tmp_path / "run")
+    mistake = Edit("llm_pretrain/training/evaluation.py", "with eagerly(model):", "if True:")
+    with pytest.raises(AssertionError):
+        check_eager_without_gradients(plain_store, tmp_path / "mistaken", mistake)
 
 
 @pytest.mark.slow

@@ -10,6 +10,12 @@ import pytest
 from llm_pretrain.training import garbage, loop
 
 
+@pytest.fixture(autouse=True)
+def nobody_froze() -> None:
+    """As in a training process; the suite freezes what its own processes import."""
+    gc.unfreeze()
+
+
 class Ring:
     """Only the collector can free it."""
 

@@ -109,7 +109,7 @@ def test_a_step_without_loss_tokens_has_none(
 ):
     counted = train_pretrain.StepCounts.of
     monkeypatch.setattr(
-        train_pretrain.StepCounts, "of", lambda *arguments: replace(counted(*arguments), num_loss_tokens=0)
+        train_pretrain.StepCounts, "of", lambda *arguments: counted(*arguments)._replace(num_loss_tokens=0)
     )
     assert train(*options(stores, tmp_path / "run", "--training.max_steps", "2")) == 0
     row = Finished(0, "", tmp_path / "run").rows[1]

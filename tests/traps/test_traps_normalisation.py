@@ -68,7 +68,7 @@ NO_ACCUMULATE = Edit(ACCELERATE, "with self.accelerator.accumulate(self.model):"
 SYNC_WITH_LOADER = Edit(ACCELERATE, "sync_with_dataloader=False", "sync_with_dataloader=True")
 KEPT_GRADIENTS = {
     "torchrun": Edit(TORCHRUN, "        self.optimizer.zero_grad(set_to_none=True)\n", ""),
-    "accelerate": Edit(ACCELERATE, "                    self.optimizer.zero_grad()\n", ""),
+    "accelerate": Edit(ACCELERATE, "self.optimizer.optimizer.zero_grad(set_to_none=True)", "pass"),
 }
 ITERABLE_DATA = [
     Edit(ACCELERATE, "import torch\n", "import torch\nfrom torch.utils.data import IterableDataset\n"),
