@@ -122,9 +122,7 @@ def head_bytes(config: ModelConfig, shape: Shape, *, is_fused: bool) -> int:
         return norm + 2 * whole * shape.product_bytes + softmax
     chunk = min(whole, _GPU_CHUNK if shape.on_gpu else _CPU_CHUNK) * shape.product_bytes
     weight = vocabulary * config.hidden_size * _FP32
-    if (
-        not shape.on_gpu
-    ):  # a part's product, and a narrow one's copy in fp32, before they are added
+    if not shape.on_gpu:  # a part's product, and a narrow one's copy in fp32, before they are added
         part = -(-vocabulary // _CPU_PARTS) * config.hidden_size
         weight += part * (_FP32 + (shape.product_bytes if shape.low_precision else 0))
     return norm + shape.tokens * config.hidden_size * shape.product_bytes + weight + chunk + softmax
