@@ -108,6 +108,7 @@ class OptimizerConfig:
         adam_epsilon: Added to the root of the second moment.
         base_hidden_size: Width at which the learning rates were found. Set, initial values and learning rates
             of other widths follow from it, so that the best rate stays the best (arXiv:2203.03466).
+            `model.initializer_range` is then the base's: about its width to the power -0.5.
         ema_decay: Keep an exponential moving average of the parameters with this decay per step; evaluation
             and exported weights are the average's. 0 turns it off.
     """

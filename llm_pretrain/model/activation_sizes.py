@@ -15,6 +15,8 @@ from llm_pretrain.config import ModelConfig
 _FP32, _INT64 = 4, 8
 _CPU_CHUNK, _GPU_CHUNK = 1 << 24, 1 << 27
 """Logits of a chunk of the fused loss head (see loss_head_fused.py)."""
+_CPU_PARTS = 4
+"""In which that head computes the weight's gradient on a CPU."""
 _CPU_SOFTMAX, _CPU_CROSS_ENTROPY = 1 << 17, 1 << 18
 """Logits whose softmax a CPU takes at a time, in that head and in the other (see loss_head.py)."""
 _BLOCKS_FROM, _BLOCKS_TO, _KEPT_LENGTH = 64, 1024, 512
@@ -120,6 +122,7 @@ def head_bytes(config: ModelConfig, shape: Shape, *, is_fused: bool) -> int:
         return norm + 2 * whole * shape.product_bytes + softmax
     chunk = min(whole, _GPU_CHUNK if shape.on_gpu else _CPU_CHUNK) * shape.product_bytes
     weight = vocabulary * config.hidden_size * _FP32
-    if shape.low_precision:  # a product's result before it is added to the sum
-        weight += vocabulary * config.hidden_size * shape.product_bytes
+    if not shape.on_gpu:  # a part's product, and a narrow one's copy in fp32, before they are added
+        part = -(-vocabulary // _CPU_PARTS) * config.hidden_size
+        weight += part * (_FP32 + (shape.product_bytes if shape.low_precision else 0))
     return norm + shape.tokens * config.hidden_size * shape.product_bytes + weight + chunk + softmax

@@ -28,7 +28,7 @@ _GPU_CHUNK = 1 << 27
 _CACHED_ELEMENTS = 1 << 17
 """Logits that a CPU takes the softmax of at a time: what stays in its second cache."""
 _PARTS = 4
-"""In which oneDNN computes the weight's gradient in fp32."""
+"""In which a CPU computes the weight's gradient."""
 _RATIO_TOLERANCE = 1e-5
 """Relative difference up to which two gradients stand in the ratio that the forward pass was told."""
 
@@ -224,17 +224,18 @@ def _chunk_rows(hidden: Tensor, vocab_size: int) -> int:
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """`total += left @ right`, where the total may be wider than the factors."""
-    if uses_onednn(total) and left.dtype == total.dtype:
-        # In parts: its result would otherwise be as large as the total, beside it.
-        rows = math.ceil(len(total) / _PARTS)
-        for into, part in zip(total.split(rows), left.split(rows), strict=True):
-            into.add_(fp32_product(part, right))
-    elif left.dtype == total.dtype:
+    is_narrower = left.dtype != total.dtype
+    if not is_narrower and not uses_onednn(total):
         total.addmm_(left, right)
     elif total.is_cuda and torch.cuda.get_device_capability(total.device) >= (8, 0):
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
-        total.add_(torch.mm(left, right))
+        # In parts: the result, and a narrower one's copy in the total's type, would otherwise be as large as
+        # the total, beside it.
+        multiply = torch.mm if is_narrower else fp32_product
+        rows = math.ceil(len(total) / _PARTS)
+        for into, part in zip(total.split(rows), left.split(rows), strict=True):
+            into.add_(multiply(part, right))
 
 
 def _softmax_gradient(

@@ -33,10 +33,9 @@ FUSED_FROM = 1024
 CPU_HEAP_HOLES = 0.25
 """Of what comes and goes within a step, what a CPU's heap grows by beyond it.
 
-Measured as resident memory over torch's live bytes at their peaks: 0.15 to 0.43 over presets of 0.35M to 64M
-parameters. The heap keeps freed blocks on purpose (`training/process.py`), and one that is freed in another
-order than it was asked for leaves a hole that the next larger one does not fit into. A GPU is counted by what
-is allocated."""
+All blocks lie in the heap (`training/process.py`), and glibc's `posix_memalign`, by which torch gets them,
+asks for the alignment's bytes on top: the hole that a block leaves is too small for the next of its size. How
+many are filled by smaller ones is measured, not counted. A GPU is counted by what is allocated."""
 
 _FP32 = 4
 _COUNTED_IN_LOW = 2
@@ -160,7 +159,8 @@ def estimate_memory(
         gradients + temporaries + at_the_end,  # where the backward pass ends; above, where the forward does
         gradients + buffers,
     )
-    holes = 0 if on_gpu else int(CPU_HEAP_HOLES * max(0, passing - gradients))
+    kept = gradients if accumulates else 0  # else asked for anew, while what the forward pass kept goes
+    holes = 0 if on_gpu else int(CPU_HEAP_HOLES * max(0, passing - kept))
     peak = persistent + passing + holes
     staging = weights + optimizer if config.checkpoint.async_save else 0
     return Memory(

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from llm_pretrain.config import ModelConfig
 from llm_pretrain.model import (
     ActivationShape,
     Decoder,
     count_parameters,
+    head_bytes,
     initialize_weights,
     layer_activation_bytes,
     matrix_parameters,
 )
+from llm_pretrain.model.loss_head_fused import fused_loss_head
 
 DENSE = ModelConfig(
     vocab_size=512,
@@ -75,3 +80,35 @@ def test_matrices_are_all_parameters_but_norms_routers_and_a_lookup():
         routers = len(config.moe_layers) * config.num_experts * config.hidden_size
         total = count_parameters(config).total
         assert matrix_parameters(config, with_experts=True) == total - vectors - routers
+
+
+def peak_bytes(compute: Callable[[], Any]) -> int:
+    """The most that torch has alive at once, inside its operations too, beyond what there is at the start."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        compute()
+    result = profiler.profiler
+    assert result is not None
+    # the one view with an entry for each allocation; `key_averages` only adds them up
+    sizes = [event.nbytes() for event in result.kineto_results.events() if event.name() == "[memory]"]
+    alive = most = 0
+    for size in sizes:
+        alive += size
+        most = max(most, alive)
+    return most
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_the_head_takes_what_is_counted(bf16: bool):
+    """At its peak: in bf16 no copy of the whole weight's gradient in fp32 beside the sum."""
+    config = replace(DENSE, vocab_size=16384, hidden_size=128)
+    hidden = torch.randn(1, 96, 128, dtype=torch.bfloat16 if bf16 else torch.float32, requires_grad=True)
+    weight = torch.randn(16384, 128, requires_grad=True)
+    labels = torch.randint(0, 16384, (1, 96))
+
+    def compute() -> Any:
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            return fused_loss_head(hidden, weight, labels, labels >= 0, 1e-4)
+
+    copies = 2 * weight.numel() if bf16 else 0  # of the weight, which are counted elsewhere
+    counted = head_bytes(config, ActivationShape(1, 96, 96, bf16, False), is_fused=True)
+    assert counted == pytest.approx(peak_bytes(compute) - copies, rel=0.1)
