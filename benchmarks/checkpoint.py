@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> None:
     config = resolve_model(config, config.model.vocab_size or 4096)
     model = Decoder(config.model)
     initialize_weights(model, 0)
-    optimizer = build_optimizer(model, config.optimizer)
+    optimizer = build_optimizer(model, config.optimizer, config.training.precision)
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, 1e-3)
     optimizer.step()

@@ -35,7 +35,7 @@ class Steps:
         self.laps: list[Lap] = []
         model = Decoder(config.model)
         initialize_weights(model, config.run.seed)
-        optimizer = build_optimizer(model, config.optimizer)
+        optimizer = build_optimizer(model, config.optimizer, config.training.precision)
         stopwatch.leave_out(model, optimizer)
         loader = global_batches(config, start_step=0, world_size=engine.world_size)
         batches = engine.prepare(model, optimizer, loader)

@@ -117,7 +117,11 @@ class MeasuredEngine(train_pretrain.TorchrunEngine):
     def prepare(self, model: Module, optimizer: Optimizer, batches: DataLoader) -> Iterable[Batch]:
         assert isinstance(model, Decoder)
         copied = copy.deepcopy(model)
-        bare = BareLoop(self.config, copied, build_optimizer(copied, self.config.optimizer))
+        bare = BareLoop(
+            self.config,
+            copied,
+            build_optimizer(copied, self.config.optimizer, self.config.training.precision),
+        )
         for shared in ((model, optimizer), (copied, bare.optimizer)):
             self.stopwatch.leave_out(*shared)
         return self._in_turns(super().prepare(model, optimizer, batches), bare)

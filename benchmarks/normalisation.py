@@ -101,7 +101,7 @@ def trained_model(steps: int) -> Decoder:
     config = config_of(1, 1)
     model = Decoder(config.model)
     initialize_weights(model, seed=0)
-    optimizer = build_optimizer(model, config.optimizer)
+    optimizer = build_optimizer(model, config.optimizer, config.training.precision)
     full = torch.ones((SEQUENCES, LENGTH), dtype=torch.bool)
     for step in range(steps):
         (batch,) = micro_batches(text(SEQUENCES, seed=1000 + step), full, SEQUENCES)
@@ -247,7 +247,9 @@ def cost(pairs: int) -> tuple[Spread, Spread]:
         config = replace(base, model=replace(base.model, router_aux_loss_scope=scope))
         model = Decoder(config.model)
         initialize_weights(model, seed=0)
-        sides.append((config, AllRanks(model, 1), build_optimizer(model, config.optimizer)))
+        sides.append(
+            (config, AllRanks(model, 1), build_optimizer(model, config.optimizer, config.training.precision))
+        )
     full = torch.ones((2 * SEQUENCES, LENGTH), dtype=torch.bool)
     batches = micro_batches(text(2 * SEQUENCES, seed=1), full, SEQUENCES)
     times: tuple[list[float], list[float]] = ([], [])

@@ -44,12 +44,12 @@ def run(arguments: argparse.Namespace) -> None:
     initialize_weights(model, 0)
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter) * 1e-3
-    adamw = replace(config.optimizer, name="adamw")
+    adamw, muon = (replace(config.optimizer, name=name) for name in ("adamw", "muon"))
     sides: dict[str, Callable[[], object]] = {"ours": _steps(build_optimizer(model, adamw))}
     for name, options in VARIANTS.items():
         sides[name] = _steps(AdamW(model.parameters(), lr=1e-4, **options))
     if not arguments.without_muon:
-        sides["muon"] = _steps(build_optimizer(model, replace(config.optimizer, name="muon")))
+        sides["muon"] = _steps(build_optimizer(model, muon, "bf16"))
     times = interleaved(sides, arguments.pairs, clock=time.process_time)
     for name in sides:
         if name != "ours":

@@ -84,7 +84,7 @@ def bare(config: Config, documents: Documents) -> Side:
     config = resolve_model(config, open_stores(config)[0].vocab_size)
     model = build_model(config)
     initialize_weights(model, config.run.seed)
-    loop = BareLoop(config, model, build_optimizer(model, config.optimizer))
+    loop = BareLoop(config, model, build_optimizer(model, config.optimizer, config.training.precision))
     return Side(loop.step, our_tokens(config))
 
 

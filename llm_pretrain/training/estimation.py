@@ -23,6 +23,7 @@ from llm_pretrain.model import (
 )
 from llm_pretrain.training.muon import step_buffers
 from llm_pretrain.training.optimizers import parameter_groups
+from llm_pretrain.training.orthogonal import product_dtype
 
 CHINCHILLA_TOKENS = 20
 """Compute-optimal tokens per parameter (arXiv:2203.15556, table 3, rounded); of a mixture, per active one."""
@@ -214,7 +215,8 @@ def _step_buffers(config: Config, on_gpu: bool) -> int:
         return 0
     with torch.device("meta"):
         groups = parameter_groups(Decoder(config.model), config.optimizer)
-    return step_buffers(groups, torch.device("cuda" if on_gpu else "cpu"))
+    device = torch.device("cuda" if on_gpu else "cpu")
+    return step_buffers(groups, product_dtype(device, config.training.precision != "fp32"))
 
 
 def _temporary_bytes(config: Config, shape: ActivationShape, accumulates: bool) -> int:

@@ -75,7 +75,7 @@ class Training:
         model = build_model(config, engine.device)
         initialize_weights(model, config.run.seed, config.optimizer.base_hidden_size)
         notes = [] if resume else on_every_rank(engine, lambda: load_initial_weights(model, config))
-        optimizer = build_optimizer(model, config.optimizer)
+        optimizer = build_optimizer(model, config.optimizer, config.training.precision)
         loader = on_every_rank(
             engine,
             lambda: global_batches(config, start_step=self.progress.step, world_size=engine.world_size),

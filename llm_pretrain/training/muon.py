@@ -45,6 +45,8 @@ class Muon(Optimizer):
         momentum: Muon's.
         betas, eps: AdamW's.
         weight_decay: Of both.
+        in_bf16: Whether Muon may multiply in bf16, where that is faster. A run in fp32 must not: over another
+            number of processes a sum's last bit would turn a rounding there.
     """
 
     # torch's GradScaler then leaves it to this optimizer to do nothing when it has found an infinity
@@ -59,7 +61,9 @@ class Muon(Optimizer):
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         weight_decay: float = 0.1,
+        in_bf16: bool = True,
     ):
+        self.in_bf16 = in_bf16
         defaults = {"lr": lr, "momentum": momentum, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**defaults, "algorithm": "adamw", "blocks": 1})
 
@@ -118,10 +122,11 @@ class Muon(Optimizer):
                 _gradient(parameter).div_(scale)
             pieces += _stack(parameter, state["momentum_buffer"], group["blocks"])
         for batch in _batches(pieces):
-            updates = [piece.momentum_update(group["momentum"], found_inf) for piece in batch]
+            dtype = product_dtype(batch[0].parameter.device, self.in_bf16)
+            updates = [piece.momentum_update(group["momentum"], dtype, found_inf) for piece in batch]
             if float(group["lr"]) == 0.0:  # the end of a decay, or torch creating the state to load into
                 continue
-            for piece, update in zip(batch, orthogonalized(updates), strict=True):
+            for piece, update in zip(batch, orthogonalized(updates, dtype), strict=True):
                 piece.apply(update, float(group["lr"]), group["weight_decay"], found_inf)
 
     def _state(self, parameter: Tensor, *names: str) -> dict[str, Any]:
@@ -155,8 +160,11 @@ class _Matrices:
         count, rows, columns = whole or self.parameter.shape
         return count, rows, columns
 
-    def momentum_update(self, momentum: float, found_inf: Tensor | None) -> Tensor:
-        """Advance the momentum; returns Nesterov's update, whole; collective where the matrix is sharded."""
+    def momentum_update(self, momentum: float, dtype: torch.dtype, found_inf: Tensor | None) -> Tensor:
+        """Advance the momentum; returns Nesterov's update, whole; collective where the matrix is sharded.
+
+        What is gathered comes in `dtype`, that of the products, so that no more is moved than must be.
+        """
         if found_inf is None:
             self.momentum.lerp_(self.gradient, 1 - momentum)
         else:
@@ -164,8 +172,7 @@ class _Matrices:
         update = self.gradient.lerp(self.momentum, momentum)
         if self.whole is None:
             return update
-        # in the type that it is orthogonalised in, so that gathering it moves no more than it must
-        return gathered(update[0].to(product_dtype(update.device)), self.whole)[None]
+        return gathered(update[0].to(dtype), self.whole)[None]
 
     def apply(
         self, update: Tensor, learning_rate: float, weight_decay: float, found_inf: Tensor | None
@@ -223,14 +230,14 @@ def _batches(pieces: Iterable[_Matrices]) -> Iterator[list[_Matrices]]:
         yield batch
 
 
-def step_buffers(groups: Iterable[dict[str, Any]], device: torch.device) -> int:
+def step_buffers(groups: Iterable[dict[str, Any]], dtype: torch.dtype) -> int:
     """Bytes that a step takes for itself at most, on one rank that holds the groups' parameters whole.
 
     Args:
         groups: An optimizer's; their parameters need no memory, so those of a model on the meta device do.
-        device: Where the step would run.
+        dtype: Of the products, `product_dtype`.
     """
-    most, kept, itemsize = 0, 0, product_dtype(device).itemsize
+    most, kept, itemsize = 0, 0, dtype.itemsize
     pieces: list[_Matrices] = []
     for group in groups:
         for parameter in group["params"] if group.get("algorithm") == "muon" else ():

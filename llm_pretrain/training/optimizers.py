@@ -73,16 +73,24 @@ def state_tensors(name: str, parameter: Tensor, config: OptimizerConfig) -> tupl
     return (*moments, AVERAGE) if config.ema_decay else moments
 
 
-def build_optimizer(model: Decoder, config: OptimizerConfig) -> Optimizer:
+def build_optimizer(model: Decoder, config: OptimizerConfig, precision: str = "fp32") -> Optimizer:
     """The optimizer that `config` names, over all parameters of the model.
 
     AdamW in its fused implementation on every device: one kernel, so both launch paths do the same.
+
+    Args:
+        model: The model, before any launcher has wrapped it.
+        config: Settings of the optimizer.
+        precision: `training.precision`; where it is fp32 the update is computed in fp32 throughout.
     """
     groups = parameter_groups(model, config)
     betas, eps = (config.adam_beta1, config.adam_beta2), config.adam_epsilon
     optimizer: Optimizer
     if config.name == "muon":
-        optimizer = Muon(groups, lr=config.learning_rate, momentum=config.muon_momentum, betas=betas, eps=eps)
+        momentum, in_bf16 = config.muon_momentum, precision != "fp32"
+        optimizer = Muon(
+            groups, lr=config.learning_rate, momentum=momentum, betas=betas, eps=eps, in_bf16=in_bf16
+        )
     else:
         optimizer = AdamW(groups, lr=config.learning_rate, betas=betas, eps=eps, fused=True)
     # a setting, which a resumed run takes from its configuration, as all that stands here

@@ -16,11 +16,13 @@ price of ending between 0.7 and 1.2 rather than at 1 (kellerjordan.github.io/pos
 STEPS, EPSILON = 5, 1e-7
 
 
-def product_dtype(device: torch.device) -> torch.dtype:
-    """bf16, which is exact enough for directions, where the products are faster in it than in fp32.
+def product_dtype(device: torch.device, in_bf16: bool = True) -> torch.dtype:
+    """bf16, which is exact enough for directions, where it is allowed and the products are faster in it.
 
     Without AVX-512 BF16 or AMX a CPU emulates bf16. Four times as fast as fp32 with it.
     """
+    if not in_bf16:
+        return torch.float32
     if device.type != "cpu":
         return torch.bfloat16
     return torch.bfloat16 if _cpu_has_bf16() else torch.float32

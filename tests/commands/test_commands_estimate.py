@@ -10,7 +10,6 @@ from llm_pretrain.__main__ import main
 from llm_pretrain.config import Config, load_config
 from llm_pretrain.training.estimation import estimate_memory, estimate_time
 from llm_pretrain.training.muon import step_buffers
-from llm_pretrain.training.orthogonal import product_dtype
 
 CONFIGS = ROOT / "configs"
 
@@ -138,13 +137,13 @@ def test_a_tied_embedding_holds_the_heads_gradient_until_the_lookups_is_added():
 
 def test_muons_buffers_are_those_of_its_largest_batch():
     matrices = {"params": [torch.empty(6, 8, 4, device="meta")], "algorithm": "muon", "blocks": 2}
-    size, cpu = product_dtype(torch.device("cpu")).itemsize, torch.device("cpu")
+    dtype, size = torch.bfloat16, 2
     # 12 square matrices of 4 in one batch: the update in fp32, and x, its successor and two Gram matrices
-    assert step_buffers([matrices], cpu) == 12 * 16 * (4 + 4 * size)
-    assert step_buffers([{"params": matrices["params"], "algorithm": "adamw"}], cpu) == 0
+    assert step_buffers([matrices], dtype) == 12 * 16 * (4 + 4 * size)
+    assert step_buffers([{"params": matrices["params"], "algorithm": "adamw"}], dtype) == 0
     wide = {"params": [torch.empty(4, 16, device="meta")], "algorithm": "muon", "blocks": 1}
     # another shape is another batch, while the last one's result still lives
-    assert step_buffers([wide, matrices], cpu) == 64 * size + 12 * 16 * (4 + 4 * size)
+    assert step_buffers([wide, matrices], dtype) == 64 * size + 12 * 16 * (4 + 4 * size)
 
 
 def test_the_heaps_holes_are_a_cpus_alone():

@@ -119,6 +119,8 @@ def accelerate_loader(config: Config, *edits: Edit) -> str:
         engine = load(SCRIPTS["accelerate"]).AccelerateEngine(config)
         model = Decoder(config.model)
         loader = global_batches(config, start_step=0, world_size=1)
-        own = engine.prepare(model, build_optimizer(model, config.optimizer), loader)
+        own = engine.prepare(
+            model, build_optimizer(model, config.optimizer, config.training.precision), loader
+        )
         engine.close()
     return type(own).__name__

@@ -32,7 +32,7 @@ KINDS: dict[str, Changes] = {
 }
 IN_PARTS = Edit(
     MUON,
-    "return gathered(update[0].to(product_dtype(update.device)), self.whole)[None]",
+    "return gathered(update[0].to(dtype), self.whole)[None]",
     "return torch.cat([update, update], 1)",
 )
 

@@ -25,7 +25,7 @@ class Attempt:
         self.config, self.step, self.scaler = config, 0, scaler
         self.model = Decoder(config.model)
         initialize_weights(self.model, seed)
-        self.optimizer = build_optimizer(self.model, config.optimizer)
+        self.optimizer = build_optimizer(self.model, config.optimizer, config.training.precision)
         self.store = store.CheckpointStore(
             folder, rank=0, world_size=1, gather_objects=lambda value: [value], keep_last=2
         )

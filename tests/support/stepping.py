@@ -128,7 +128,7 @@ def drive(engine: Any, config: Config, *, windows: Sequence[list[Batch]] | None 
     driven = Driven()
     model = building.build_model(config)
     model_part.initialize_weights(model, config.run.seed, config.optimizer.base_hidden_size)
-    optimizer = optimizers.build_optimizer(model, config.optimizer)
+    optimizer = optimizers.build_optimizer(model, config.optimizer, config.training.precision)
     Taps(model, optimizer, driven)
     loader = data.global_batches(config, start_step=0, world_size=engine.world_size)
     own = engine.prepare(model, optimizer, loader)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import llm_pretrain.training.muon as muon_module
-import llm_pretrain.training.orthogonal as orthogonal
+import llm_pretrain.training.orthogonal as orthogonal_module
 from llm_pretrain.config import ModelConfig, OptimizerConfig
 from llm_pretrain.model import Decoder
 from llm_pretrain.training.muon import Muon
@@ -36,12 +36,6 @@ def group(params: list[Parameter], **settings: Any) -> dict[str, Any]:
     return {"params": params, "algorithm": "muon", **settings}
 
 
-@pytest.fixture
-def full_precision(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(orthogonal, "product_dtype", lambda device: torch.float32)
-    monkeypatch.setattr(muon_module, "product_dtype", lambda device: torch.float32)
-
-
 def after_steps(optimizer: torch.optim.Optimizer, own: list[Parameter], steps: int = 3) -> list[Tensor]:
     for step in range(steps):
         give_gradients(own, seed=step + 1)
@@ -59,14 +53,12 @@ def reference_step_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 1 << 24])
-def test_matrices_move_as_under_torch_s_muon(
-    monkeypatch: pytest.MonkeyPatch, full_precision: None, batch: int
-):
+def test_matrices_move_as_under_torch_s_muon(monkeypatch: pytest.MonkeyPatch, batch: int):
     """In fp32, where rounding is small; alone or with others of their shape."""
     monkeypatch.setattr(muon_module, "BATCH_ELEMENTS", batch)
     settings: dict[str, Any] = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.3}
     ours, theirs = parameters(SHAPES), parameters(SHAPES)
-    moved = after_steps(Muon([group(ours)], **settings), ours)
+    moved = after_steps(Muon([group(ours)], in_bf16=False, **settings), ours)
     reference_step_in_fp32(monkeypatch)
     expected = after_steps(torch.optim.Muon(theirs, **settings), theirs)
     start = parameters(SHAPES)
@@ -84,11 +76,12 @@ def test_in_bf16_the_distance_to_torch_s_muon_is_rounding():
     assert relative(moved - start, expected - start) < 0.05
 
 
-def test_stacked_experts_move_as_their_matrices_would_apart(full_precision: None):
+def test_stacked_experts_move_as_their_matrices_would_apart():
     """A parameter [E, 2 · out, in] of two blocks is 2E matrices."""
     (stacked,) = parameters([(3, 16, 12)])
     apart = [Parameter(half.detach().clone()) for expert in stacked for half in expert.chunk(2)]
-    together, single = Muon([group([stacked], blocks=2)], lr=0.02), Muon([group(apart)], lr=0.02)
+    together = Muon([group([stacked], blocks=2)], lr=0.02, in_bf16=False)
+    single = Muon([group(apart)], lr=0.02, in_bf16=False)
     for step in range(2):
         give_gradients([stacked], seed=step)
         assert stacked.grad is not None
@@ -170,3 +163,22 @@ def test_every_rate_follows_the_schedule_in_its_ratio():
     set_learning_rate(optimizer, 5e-4)
     rates = {group["algorithm"]: group["lr"] for group in optimizer.param_groups}
     assert rates == {"muon": pytest.approx(0.01), "adamw": 5e-4}
+
+
+def test_a_run_in_fp32_is_not_rounded_by_its_optimizer(monkeypatch: pytest.MonkeyPatch):
+    """Or another number of processes, whose sums differ in their last bits, would part by bf16's rounding."""
+    dtypes = []
+
+    def noted(matrices: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+        dtypes.append(dtype)
+        return orthogonalized(matrices, dtype)
+
+    monkeypatch.setattr(muon_module, "orthogonalized", noted)
+    monkeypatch.setattr(orthogonal_module, "_cpu_has_bf16", lambda: True)
+    for precision in ("fp32", "bf16", "fp16"):
+        optimizer = build_optimizer(small_model(), OptimizerConfig(name="muon"), precision)
+        for group in optimizer.param_groups:
+            give_gradients(group["params"], seed=0)
+        optimizer.step()
+        assert set(dtypes) == {torch.float32 if precision == "fp32" else torch.bfloat16}
+        dtypes.clear()

@@ -32,8 +32,8 @@ GRAD_NORM_BOUND = {"fp32": 1e-4, "bf16": 2**-6, "fp16": 2**-9}
 PARAMETERS_BOUND = {"fp32": 1e-6}
 """The same of the final parameters; stated for fp32 and for runs of at most PARAMETERS_STEPS steps."""
 PARAMETERS_STEPS = 20
-FIRST_BOUND = {"fp32": {"train/loss": 1e-6, GRAD_NORM: GRAD_NORM_BOUND["fp32"]}}
-"""The bounds at the first step, where nothing is trained yet and only the sum's order differs."""
+FIRST_LOSS_BOUND = {"fp32": 1e-6}
+"""The bound of a loss at the first step, where nothing is trained yet and only the sum's order differs."""
 LOSS_STEPS, GRAD_NORM_STEPS, TRAINER_STEPS = 20, 10, 50
 """How many steps the bounds of losses and of the gradient norm hold for, from the first one that differs in
 its split. A run amplifies rounding by its own sensitivity: what is 1e-7 at the first step has been seen to
@@ -81,23 +81,15 @@ def promise(cell: Cell, reference: Cell, config: Config, steps: int) -> Promise:
 
 
 def _within(precision: str, config: Config, steps: int) -> Promise:
-    """Two splits or strategies over the same batches: the same sums, added in another order.
-
-    Muon's products are in bf16 whatever the precision: a sum's last bit turns a rounding there, and the
-    updates part by bf16's unit round-off. What comes before the first update keeps the precision's bounds.
-    """
-    is_muon = config.optimizer.name == "muon"
-    updates = "bf16" if is_muon and precision == "fp32" else precision
-    within = dict.fromkeys(LOSSES, LOSS_BOUND[updates]) | {GRAD_NORM: GRAD_NORM_BOUND[updates]}
+    """Two splits or strategies over the same batches: the same sums, added in another order."""
+    within = dict.fromkeys(LOSSES, LOSS_BOUND[precision]) | {GRAD_NORM: GRAD_NORM_BOUND[precision]}
     note = ""
-    if updates in PARAMETERS_BOUND and steps <= PARAMETERS_STEPS:
-        within[PARAMETERS] = PARAMETERS_BOUND[updates]
-    elif updates in PARAMETERS_BOUND:
+    if precision in PARAMETERS_BOUND and steps <= PARAMETERS_STEPS:
+        within[PARAMETERS] = PARAMETERS_BOUND[precision]
+    elif precision in PARAMETERS_BOUND:
         note = f"parameters: promised for runs of up to {PARAMETERS_STEPS} steps, of {steps} shown only"
-    elif updates != precision:
-        note = "optimizer.name: muon multiplies in bf16: bounds are bf16's, and parameters shown only"
-    parted = PARTED_BOUND if config.model.moe_layers else {}
-    return Promise(SAMPLES, within, note, parted, FIRST_BOUND.get(precision, {}))
+    first = {"train/loss": FIRST_LOSS_BOUND[precision]} if precision in FIRST_LOSS_BOUND else {}
+    return Promise(SAMPLES, within, note, PARTED_BOUND if config.model.moe_layers else {}, first)
 
 
 def _differs_by_split(cell: Cell, reference: Cell, config: Config) -> str:
