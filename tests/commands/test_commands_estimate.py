@@ -169,8 +169,11 @@ def test_without_data_the_vocabulary_is_asked_for(capsys: pytest.CaptureFixture[
 def test_the_estimate_is_within_15_percent_of_real_steps(
     name: str, precision: str, capsys: pytest.CaptureFixture[str]
 ):
-    size = ["--training.micro_batch_size", "4", "--training.global_batch_size", "4"]
-    options = size if name == "minimind3-64m" else ["--model.vocab_size", "4096"]
+    """Of 50 MiB and more: the heap's own ups and downs are 2 or 3."""
+    rows = "4" if name == "minimind3-64m" else "32"
+    options = ["--training.micro_batch_size", rows, "--training.global_batch_size", rows]
+    if name == "tiny-moe":
+        options += ["--model.vocab_size", "4096"]
     text = estimate(capsys, name, *options, "--training.precision", precision, "--verify")
     assert ": within 15%" in text
     assert "libraries keep" in text
