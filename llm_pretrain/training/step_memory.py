@@ -84,10 +84,8 @@ def _run_steps(config: Config, document_length: int, device: torch.device) -> No
     model = build_model(config)
     initialize_weights(model, config.run.seed)
     model.to(device)
-    optimizer, objective = (
-        build_optimizer(model, config.optimizer, config.training.precision),
-        Objective(config, 1),
-    )
+    optimizer = build_optimizer(model, config.optimizer, config.training.precision)
+    objective = Objective(config, 1)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.training.precision)
     micro_batches = min(2, config.gradient_accumulation_steps(1))
     for _ in range(STEPS):
