@@ -28,15 +28,15 @@ from train_pretrain_accelerate import AccelerateEngine
 
 
 class Steps:
-    """One engine with a model of its own, step by step."""
+    """One engine with a model of its own, step by step; what the stopwatch is to leave out it is told."""
 
-    def __init__(self, config: Config, engine: Engine, stopwatch: Stopwatch):
-        self.engine, self.stopwatch = engine, stopwatch
+    def __init__(self, config: Config, engine: Engine, stopwatch: Stopwatch | None = None):
+        self.engine, self.stopwatch = engine, stopwatch or Stopwatch()
         self.laps: list[Lap] = []
         model = Decoder(config.model)
         initialize_weights(model, config.run.seed)
         optimizer = build_optimizer(model, config.optimizer, config.training.precision)
-        stopwatch.leave_out(model, optimizer)
+        self.stopwatch.leave_out(model, optimizer)
         loader = global_batches(config, start_step=0, world_size=engine.world_size)
         batches = engine.prepare(model, optimizer, loader)
         self.windows = windows(batches, config.gradient_accumulation_steps(engine.world_size))

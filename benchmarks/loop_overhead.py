@@ -89,7 +89,7 @@ class BareLoop:
         numbers = (range(each, each + self.micro) for each in range(first, first + self.whole, self.micro))
         # a digest of the samples is the loop's doing; the assembly itself is anyone's
         sha256, hashlib.sha256 = hashlib.sha256, NoHash
-        micro_batches = [self.samples.__getitems__(each) for each in numbers]
+        micro_batches = list(self.samples.batches(numbers))
         hashlib.sha256 = sha256
         num_loss_tokens = sum(batch.num_loss_tokens for batch in micro_batches)
         for batch in micro_batches:
