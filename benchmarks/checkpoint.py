@@ -16,11 +16,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.machine import ROOT
+from benchmarks.launching import preset_without_data
 from benchmarks.measuring import Interval, interleaved, ratio
 from benchmarks.reporting import report
 from llm_pretrain.checkpoints import CheckpointStore, RunFacts
-from llm_pretrain.config import load_config, resolve_model
 from llm_pretrain.model import Decoder, initialize_weights
 from llm_pretrain.training.optimizers import build_optimizer
 
@@ -36,8 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Prints speeds and ratios of saving and of restoring."""
-    config = load_config(["--config", str(ROOT / "configs" / f"{arguments.config}.yaml")], needs_data=False)
-    config = resolve_model(config, config.model.vocab_size or 4096)
+    config = preset_without_data(arguments.config)
     model = Decoder(config.model)
     initialize_weights(model, 0)
     optimizer = build_optimizer(model, config.optimizer, config.training.precision)

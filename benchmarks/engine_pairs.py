@@ -28,7 +28,7 @@ from train_pretrain_accelerate import AccelerateEngine
 
 
 class Steps:
-    """One engine with a model of its own, step by step; what the stopwatch is to leave out it is told."""
+    """One engine with a model of its own, step by step; it tells the stopwatch what both sides share."""
 
     def __init__(self, config: Config, engine: Engine, stopwatch: Stopwatch | None = None):
         self.engine, self.stopwatch = engine, stopwatch or Stopwatch()

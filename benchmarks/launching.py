@@ -17,9 +17,11 @@ from typing import Any
 import psutil
 
 from benchmarks.measuring import ROOT
+from llm_pretrain.config import Config, load_config, resolve_model
 from llm_pretrain.tracking import read_metrics
 
 SCRIPTS = {"torchrun": "train_pretrain.py", "accelerate": "train_pretrain_accelerate.py"}
+VOCAB_SIZE = 4096
 DEFAULT_STORE = ROOT / "data" / "stores" / "stdlib"
 NO_EXTRAS = ["--evaluation.eval_steps", "0", "--checkpoint.save_steps", "0", "--logging.logging_steps", "1"]
 NO_EXTRAS += ["--logging.wandb_mode", "disabled", "--schedule.warmup_steps", "0"]
@@ -57,9 +59,17 @@ def token_store(path: Path | None) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as temporary:
         tokenizer, store = f"{temporary}/tokenizer", f"{temporary}/store"
         command = [sys.executable, "-m", "llm_pretrain"]
-        _check([*command, "tokenizer", "--input=stdlib", "--vocab_size=4096", f"--output={tokenizer}"])
+        _check(
+            [*command, "tokenizer", "--input=stdlib", f"--vocab_size={VOCAB_SIZE}", f"--output={tokenizer}"]
+        )
         _check([*command, "prepare", "--input=stdlib", f"--tokenizer={tokenizer}", f"--output={store}"])
         yield Path(store)
+
+
+def preset_without_data(name: str) -> Config:
+    """A preset of configs/ for what needs no data; VOCAB_SIZE where the data would say."""
+    config = load_config(["--config", str(ROOT / "configs" / f"{name}.yaml")], needs_data=False)
+    return resolve_model(config, config.model.vocab_size or VOCAB_SIZE)
 
 
 def training_options(config: str, store: Path, folder: Path) -> list[str]:

@@ -14,10 +14,9 @@ from dataclasses import replace
 import torch
 from torch.optim import AdamW, Optimizer
 
-from benchmarks.machine import ROOT
+from benchmarks.launching import preset_without_data
 from benchmarks.measuring import interleaved, ratio
 from benchmarks.reporting import report
-from llm_pretrain.config import load_config, resolve_model
 from llm_pretrain.model import Decoder, initialize_weights
 from llm_pretrain.training.optimizers import build_optimizer
 from llm_pretrain.training.process import keep_freed_memory
@@ -38,8 +37,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Prints the milliseconds of each, and their ratio to ours."""
     torch.set_num_threads(1)
     keep_freed_memory()
-    config = load_config(["--config", str(ROOT / "configs" / f"{arguments.config}.yaml")], needs_data=False)
-    config = resolve_model(config, config.model.vocab_size or 4096)
+    config = preset_without_data(arguments.config)
     model = Decoder(config.model)
     initialize_weights(model, 0)
     for parameter in model.parameters():
