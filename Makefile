@@ -7,10 +7,13 @@ STORE ?= data/stores/stdlib
 TOKENIZER ?= data/tokenizers/stdlib
 CONFIG ?= configs/quickstart.yaml
 RUN ?= runs/quickstart
+# Three test processes for two cores: many tests wait, for a time-out or for another process.
+WORKERS ?= 3
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # Processes of `make pretrain`: one per GPU, or two on a machine without one.
 NPROC ?= $(shell $(BIN)/python -c "import torch; print(torch.cuda.device_count() or 2)" 2>/dev/null)
 
-.PHONY: help setup pretrain store test test-slow test-faults fuzz lint bench docs clean
+.PHONY: help setup pretrain store test test-ci test-cuda test-slow test-faults fuzz mutate gpu-check lint bench docs docs-site clean
 
 help:  ## What can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 14
@@ -18,6 +21,7 @@ help:  ## What can be made
 # Where a GPU answers, torch comes from the package index with its CUDA libraries; elsewhere the same
 # version's CPU build serves. Both are pinned in constraints.txt.
 $(VENV)/.installed: pyproject.toml constraints.txt
+	@echo "Installing torch and other packages into $(VENV), which may take minutes without a message"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt "$$(grep '^torch==' constraints.txt)"
@@ -32,6 +36,11 @@ $(VENV)/.installed-tests: $(VENV)/.installed
 	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation "$$(grep '^deepspeed==' constraints.txt)"
 	touch $@
 
+# Beside the environment, not in it: with Triton installed a CPU's torch takes other paths.
+$(VENV)-triton/.installed: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)-triton triton==3.7.0
+	touch $@
+
 setup: $(VENV)/.installed-tests  ## Make .venv with everything
 
 $(TOKENIZER)/tokenizer.json: | $(VENV)/.installed
@@ -43,30 +52,42 @@ $(STORE)/store.json: $(TOKENIZER)/tokenizer.json
 store: $(STORE)/store.json  ## Tokenizer and token store of the embedded corpus
 
 pretrain: $(STORE)/store.json  ## Pretrain a small mixture of experts on the embedded corpus
-	PYTORCH_ALLOC_CONF=expandable_segments:True OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node $(NPROC) train_pretrain.py --config $(CONFIG)
+	PYTORCH_ALLOC_CONF=expandable_segments:True $(BIN)/llm-pretrain train --nproc $(NPROC) --config $(CONFIG)
 	@echo; echo "A sample:"
 	@$(BIN)/llm-pretrain generate $(RUN) --prompt "def " --max_new_tokens 64 --temperature 0.8
 	@echo
 	@echo "The run is in $(RUN); $(RUN)/report.html shows it. Try next:"
 	@echo "  $(BIN)/llm-pretrain generate $(RUN) --prompt 'import '"
 	@echo "  $(BIN)/torchrun --nproc_per_node $(NPROC) train_pretrain.py --config $(CONFIG) --training.max_steps 1000"
-	@echo "  $(BIN)/accelerate launch --config_file configs/accelerate/cpu2.yaml \\"
-	@echo "      train_pretrain_accelerate.py --config $(CONFIG) --run.name quickstart-accelerate"
+	@echo "  $(BIN)/llm-pretrain train --launcher accelerate --nproc $(NPROC) --config $(CONFIG) \\"
+	@echo "      --run.name quickstart-accelerate"
 
-test: $(VENV)/.installed-tests  ## The test suite, without what takes minutes
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
+test: $(VENV)/.installed-tests  ## The quick suite
+	$(PYTEST) -m "not slow"
 
-test-slow: $(VENV)/.installed-tests  ## What takes minutes, but for the faults
-	$(BIN)/python -m pytest -m slow --ignore tests/faults
+test-ci: $(VENV)/.installed-tests  ## The slow tests of launchers, strategies, traps and whole journeys, which CI runs too
+	$(PYTEST) -m slow tests/distributed tests/traps tests/end_to_end/test_user_journey.py
 
-test-faults: $(VENV)/.installed-tests  ## Every fault: kills, full disks, damage, lost networks (an hour or more)
-	$(BIN)/python -m pytest -n 2 --dist loadfile tests/faults
+test-cuda: $(VENV)/.installed-tests $(VENV)-triton/.installed  ## What a GPU would run, on fake tensors and without one
+	PYTHONPATH=tests/cuda_without_gpu:$(VENV)-triton $(PYTEST) --dist load -p fake_cuda tests/cuda_without_gpu
+
+test-slow: $(VENV)/.installed-tests  ## Every slow test but the faults (nightly)
+	$(PYTEST) -m slow --ignore tests/faults
+
+test-faults: $(VENV)/.installed-tests  ## Every fault: kills, full disks, damage, lost networks (nightly; an hour or more)
+	$(PYTEST) tests/faults
 
 fuzz: $(VENV)/.installed-tests  ## Look for input that breaks a reader, for longer than the tests do
-	FUZZ_EXAMPLES=$(or $(EXAMPLES),20000) $(BIN)/python -m pytest -n 2 --dist loadfile -m fuzz
+	FUZZ_EXAMPLES=$(or $(EXAMPLES),20000) $(PYTEST) -m fuzz
+
+mutate: $(VENV)/.installed-tests  ## Count how many small faults in the core the quick tests detect: make mutate COUNT=60
+	$(BIN)/python tests/mutation_score.py --count $(or $(COUNT),60)
 
 bench: $(STORE)/store.json  ## Measure everything, or one part: make bench NAME=startup; see docs/benchmarks.md
 	$(BIN)/python -m benchmarks $(or $(NAME),all --quick)
+
+gpu-check: $(VENV)/.installed-tests  ## Check and measure training on this machine's GPUs; writes one file to send: make gpu-check MINUTES=10
+	$(BIN)/llm-pretrain doctor --gpu --minutes $(or $(MINUTES),10)
 
 lint: $(VENV)/.installed-tests  ## Lint, format check, types
 	$(BIN)/ruff check .
@@ -76,5 +97,15 @@ lint: $(VENV)/.installed-tests  ## Lint, format check, types
 docs: $(VENV)/.installed  ## Write docs/configuration.md from the docstrings of the settings
 	$(BIN)/python -m llm_pretrain.config.reference > docs/configuration.md
 
-clean:  ## Remove the environment and everything generated
-	rm -rf $(VENV) runs data/stores data/tokenizers build *.egg-info
+# Neither the package nor torch is needed: the API reference reads the sources without importing them.
+$(VENV)-docs/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)-docs
+	$(VENV)-docs/bin/python -m pip install --quiet --constraint constraints.txt \
+		$$($(PYTHON) -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'])")
+	touch $@
+
+docs-site: $(VENV)-docs/.installed  ## Build the documentation site into site/
+	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --strict --quiet
+
+clean:  ## Remove the environments and everything generated
+	rm -rf $(VENV) $(VENV)-docs $(VENV)-triton site runs data/stores data/tokenizers build *.egg-info

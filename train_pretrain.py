@@ -1,14 +1,15 @@
-"""Pretraining by hand: `torchrun --nproc_per_node N train_pretrain.py --config FILE`.
+"""Pretraining with PyTorch alone: `torchrun --nproc_per_node N train_pretrain.py --config FILE`.
 
-Everything that distributed data parallelism asks for stands here in plain sight; read it beside
-`train_pretrain_accelerate.py`, which does the same, method for method, through Accelerate.
+This file contains all of the distributed code: process group, DDP or FSDP, mixed precision, gradient
+accumulation, clipping and the optimizer's step. `train_pretrain_accelerate.py` does the same through
+Accelerate, method for method.
 """
 
 from __future__ import annotations
 
 import signal
 
-if __name__ == "__main__":  # until the run begins a Ctrl-C just ends the process, wherever it waits
+if __name__ == "__main__":  # until the run begins, Ctrl-C ends the process at once
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import math
@@ -29,42 +30,38 @@ from torch.utils.data import DataLoader
 
 from llm_pretrain.config import Config, load_config
 from llm_pretrain.data import Batch, shard
+from llm_pretrain.distributed.fsdp import (
+    clear_mesh_caches,
+    layer_precision,
+    rebound_optimizer,
+    shard_full_precision,
+)
+from llm_pretrain.distributed.launch_checks import check_world_size
+from llm_pretrain.distributed.peer_failure import collective_timeout
+from llm_pretrain.distributed.process import (
+    exit_process,
+    prepare_process,
+    rendezvous_init_method,
+    report_errors,
+)
+from llm_pretrain.distributed.watchdog import hang_watchdog
 from llm_pretrain.errors import ConfigError
 from llm_pretrain.model import DecoderOutput
 from llm_pretrain.training import (
     DDP_OPTIONS,
-    Judge,
     Launcher,
     Objective,
-    StepCounts,
-    StepResult,
-    StepSums,
-    adopt_parameters,
-    check_world_size,
-    close_channel,
-    collective_timeout,
-    end_script,
-    forget_process_groups,
-    heed_verdict,
-    layer_precision,
-    mark_last,
-    meeting_point,
-    open_channel,
-    prepare_process,
+    StepMetrics,
+    StepMonitor,
+    attach_global_expert_counts,
     pretrain,
-    release_parameters,
-    report_errors,
     seed_dropout,
-    settle_buckets,
-    shard_full_precision,
-    watching,
-    whole_norm,
-    with_global_expert_counts,
+    warm_up_backward,
 )
 
 
 class TorchrunEngine:
-    """Data parallelism on `torch.distributed`, written out."""
+    """Data parallelism by `torch.distributed`: DDP or FSDP2."""
 
     launcher: Launcher = "torchrun"
 
@@ -83,19 +80,19 @@ class TorchrunEngine:
         self.rank, self.world_size = 0, 1
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             timeout = collective_timeout(config)
-            backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"  # the host's integers stay on the host
-            dist.init_process_group(backend, init_method=meeting_point(), timeout=timeout)
+            backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"  # Gloo sums CPU integers
+            dist.init_process_group(backend, init_method=rendezvous_init_method(), timeout=timeout)
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         check_world_size(self.world_size)
-        self.channel = open_channel(config, self.world_size, collective_timeout(config))
         self.is_sharded = config.distributed.strategy == "fsdp" and self.world_size > 1
+        self.sync_each_batch = config.distributed.sync_each_batch
         precision = config.training.precision
         dtype = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
         self.autocast = torch.autocast(self.device.type, dtype) if dtype else nullcontext()
         self.grad_scaler = torch.amp.GradScaler(self.device.type, enabled=precision == "fp16")
-        # what a checkpoint keeps; without fp16 `grad_scaler` passes everything through
-        self.scaler = self.grad_scaler if precision == "fp16" else None
+        self.scaler = self.grad_scaler if precision == "fp16" else None  # saved in checkpoints
         self.accumulation_steps = config.gradient_accumulation_steps(self.world_size)
+        self.max_grad_norm = config.training.max_grad_norm or math.inf
         self.objective = Objective(config, self.world_size)
 
     def prepare(self, model: Module, optimizer: Optimizer, batches: DataLoader) -> Iterable[Batch]:
@@ -109,42 +106,38 @@ class TorchrunEngine:
             device_ids = [self.device.index] if self.device.type == "cuda" else None
             self.model = DistributedDataParallel(model, device_ids=device_ids, **DDP_OPTIONS)
             self.no_sync = self.model.no_sync
-        self.parameters = list(self.model.parameters())  # to look for them takes longer than to clip them
-        settle_buckets(self)
-        own = shard(batches, self.rank, self.world_size)
-        return (batch.to(self.device, non_blocking=True) for batch in own)
+        self.parameters = list(self.model.parameters())  # collected once: this takes longer than clipping
+        warm_up_backward(self)
+        rank_batches = shard(batches, self.rank, self.world_size)
+        return (batch.to(self.device, non_blocking=True) for batch in rank_batches)
 
     def forward(self, batch: Batch) -> DecoderOutput:
+        seed_dropout(self.config, batch)
         with self.autocast:
             return self.model(**batch.model_inputs())
 
-    def train_step(self, micro_batches: Sequence[Batch], judge: Judge | None) -> StepResult:
-        counts = StepCounts.of(micro_batches, self.sum_integers)
-        if counts.num_loss_tokens == 0:
-            return StepResult(counts, skipped="no_loss_tokens")
-        micro_batches = with_global_expert_counts(self, self.config, micro_batches)
-        sums = StepSums(self.config)
-        for is_last, batch in mark_last(micro_batches):
+    def train_step(self, micro_batches: Sequence[Batch], monitor: StepMonitor) -> StepMetrics:
+        metrics = StepMetrics.all_reduce_counts(micro_batches, self)
+        if metrics.num_loss_tokens == 0:
+            return metrics.skip("no_loss_tokens")
+        micro_batches = attach_global_expert_counts(self, micro_batches)
+        for index, batch in enumerate(micro_batches):
+            is_last = index == len(micro_batches) - 1
             if self.is_sharded:
-                self.model.set_requires_gradient_sync(is_last)
+                self.model.set_requires_gradient_sync(is_last or self.sync_each_batch)
             with nullcontext() if is_last else self.no_sync():
-                seed_dropout(self.config, batch)
                 output = self.forward(batch)
-                loss = self.objective(output, counts.num_loss_tokens)
-                if self.accumulation_steps > 1:
-                    loss = loss / self.accumulation_steps
+                # the objective is W * A / N times the sums: DDP divides by W, this line by A
+                loss = self.objective(output, metrics.num_loss_tokens) / self.accumulation_steps
                 self.grad_scaler.scale(loss).backward()
-                sums.add(output, batch)
+                metrics.add(output, batch)
         self.grad_scaler.unscale_(self.optimizer)
-        max_norm = self.config.training.max_grad_norm or math.inf
-        grad_norm = whole_norm(clip_grad_norm_(self.parameters, max_norm))
-        result = StepResult.of(counts, sums.reduced(self.reduce_sum), grad_norm, judge, self.scaler)
-        if not result.skipped:
-            heed_verdict(self.optimizer, result)
+        grad_norm = clip_grad_norm_(self.parameters, self.max_grad_norm)
+        if monitor.reduce_and_decide(metrics, grad_norm):  # on a GPU True: the optimizer reads found_inf
             self.grad_scaler.step(self.optimizer)
         self.grad_scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        return result
+        return metrics
 
     def reduce_sum(self, tensor: Tensor) -> Tensor:
         if self.world_size == 1:
@@ -171,41 +164,39 @@ class TorchrunEngine:
         return nullcontext(self.model_and_optimizer())
 
     def close(self) -> None:
-        # DDP must go before its process group, or finished runs abort now and then.
+        # a DDP module that outlives its process group can abort the process at exit
         del self.model, self.no_sync, self.unwrapped_model, self.optimizer
         del self.parameters
         if self.world_size > 1:
             dist.barrier()
-            close_channel(self.channel)
             dist.destroy_process_group()
         if self.is_sharded:
-            forget_process_groups()
+            clear_mesh_caches()
 
 
 def shard_model(model: Module, optimizer: Optimizer, precision: str) -> Module:
-    """Split every parameter over all ranks, moving no more than a layer to the device at a time.
+    """Shard every parameter over all ranks, moving at most one layer to the device at a time.
 
-    Each layer's matrices are a group: gathered whole for the layer's forward pass, freed, gathered again
-    for its backward pass, then their gradients are averaged over ranks, of which each keeps its part.
+    The matrices of a layer are one group: they are all-gathered for the layer's forward pass, freed, and
+    all-gathered again for its backward pass; then their gradients are reduce-scattered.
     """
-    names = release_parameters(model, optimizer)
-    shard_full_precision(model)
-    for layer in model.get_submodule("model.layers").children():
-        fully_shard(layer, mp_policy=layer_precision(precision))
-    fully_shard(model)
-    adopt_parameters(model, optimizer, names)
+    with rebound_optimizer(model, optimizer):
+        sharded = shard_full_precision(model)
+        for layer in model.get_submodule("model.layers").children():
+            fully_shard(layer, mp_policy=layer_precision(precision), ignored_params=sharded)
+        fully_shard(model)
     return model
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train as the options in `argv` say (default: the command line's); returns the exit code."""
+    """Train with the options in `argv` (default: the command line's); returns the exit code."""
     with report_errors():
         config = load_config(argv)
         prepare_process(config)
-        with watching(config):
+        with hang_watchdog(config):
             return pretrain(config, TorchrunEngine(config))
-    raise AssertionError("report_errors leaves by itself")
+    raise AssertionError("unreachable: report_errors exits after an error")
 
 
 if __name__ == "__main__":
-    end_script(main())
+    exit_process(main())

@@ -1,14 +1,14 @@
 """Pretraining through Accelerate: `accelerate launch train_pretrain_accelerate.py --config FILE`.
 
-The same run as `train_pretrain.py`, method for method; read the two side by side to see what each line
-of Accelerate stands for.
+The same run as `train_pretrain.py`, method for method: compare the two to see what each call of Accelerate
+does.
 """
 
 from __future__ import annotations
 
 import signal
 
-if __name__ == "__main__":  # until the run begins a Ctrl-C just ends the process, wherever it waits
+if __name__ == "__main__":  # until the run begins, Ctrl-C ends the process at once
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import math
@@ -39,55 +39,47 @@ from torch.utils.data import DataLoader
 
 from llm_pretrain.config import Config, load_config
 from llm_pretrain.data import Batch
-from llm_pretrain.errors import ConfigError
-from llm_pretrain.model import DecoderOutput
-from llm_pretrain.training import (
-    DDP_OPTIONS,
-    Judge,
-    Launcher,
-    Objective,
-    StepCounts,
-    StepResult,
-    StepSums,
-    adopt_parameters,
-    check_accelerate_settings,
-    check_fsdp_version,
-    check_strategy,
-    check_world_size,
-    close_channel,
-    collective_timeout,
-    end_script,
-    heed_verdict,
-    launch_settings,
-    layer_precision,
-    meeting_point,
-    open_channel,
-    prepare_process,
-    pretrain,
-    release_parameters,
-    report_errors,
-    restore_launch_settings,
-    seed_dropout,
-    settle_buckets,
-    shard_full_precision,
-    watching,
-    whole_norm,
-    with_global_expert_counts,
-)
-from llm_pretrain.training.deepspeed_state import (
+from llm_pretrain.distributed.deepspeed import (
     clip_as_torch,
-    lent_state,
+    materialized_state,
     prepare_deepspeed,
-    stop_if_diverged,
     zero_options,
 )
+from llm_pretrain.distributed.fsdp import layer_precision, rebound_optimizer, shard_full_precision
+from llm_pretrain.distributed.launch_checks import (
+    check_accelerate_settings,
+    check_strategy,
+    check_world_size,
+    preserved_environment,
+)
+from llm_pretrain.distributed.peer_failure import collective_timeout
+from llm_pretrain.distributed.process import (
+    exit_process,
+    prepare_process,
+    rendezvous_init_method,
+    report_errors,
+)
+from llm_pretrain.distributed.watchdog import hang_watchdog
+from llm_pretrain.errors import ConfigError
+from llm_pretrain.model import DecoderOutput, full_precision_modules
+from llm_pretrain.training import (
+    DDP_OPTIONS,
+    Launcher,
+    Objective,
+    StepMetrics,
+    StepMonitor,
+    attach_global_expert_counts,
+    pretrain,
+    seed_dropout,
+    warm_up_backward,
+)
 
-# at every step it would search sys.path for a package of other optimizers
+# AcceleratedOptimizer calls it in every step, and it searches sys.path
 accelerate.optimizer.is_lomo_available = cache(accelerate.optimizer.is_lomo_available)
 
 
 class AccelerateEngine:
-    """The same data parallelism, done by Accelerate."""
+    """Data parallelism by Accelerate: DDP, FSDP2 or DeepSpeed ZeRO."""
 
     launcher: Launcher = "accelerate"
 
@@ -104,89 +96,84 @@ class AccelerateEngine:
             )
         timeout = collective_timeout(config)
         self.uses_deepspeed = config.distributed.strategy == "deepspeed"
-        backend = "cpu:gloo,cuda:nccl" if on_gpu else None  # the host's integers stay on the host
+        backend = "cpu:gloo,cuda:nccl" if on_gpu else None  # Gloo sums CPU integers
         if self.uses_deepspeed:
             backend = "nccl" if on_gpu else "gloo"
         elif int(os.environ.get("WORLD_SIZE", "1")) == 1:
             backend = None  # a named back-end needs a process group
-        launched = launch_settings()
-        self.accelerator = Accelerator(
-            cpu=not on_gpu and not self.uses_deepspeed,  # with cpu=True Accelerate forgets DeepSpeed
-            mixed_precision="no" if precision == "fp32" or self.uses_deepspeed else precision,
-            deepspeed_plugin=zero_plugin(config) if self.uses_deepspeed else None,
-            fsdp_plugin=fsdp_plugin(config, timeout) if config.distributed.strategy == "fsdp" else None,
-            gradient_accumulation_plugin=GradientAccumulationPlugin(
-                num_steps=accumulation_steps, sync_with_dataloader=False
-            ),
-            dataloader_config=DataLoaderConfiguration(even_batches=False, non_blocking=True),
-            kwargs_handlers=[
-                DistributedDataParallelKwargs(**DDP_OPTIONS),
-                InitProcessGroupKwargs(backend=backend, init_method=meeting_point(), timeout=timeout),
-            ],
-        )
-        restore_launch_settings(launched)
+        with preserved_environment():
+            self.accelerator = Accelerator(
+                cpu=not on_gpu and not self.uses_deepspeed,  # with cpu=True Accelerate drops DeepSpeed
+                mixed_precision="no" if precision == "fp32" or self.uses_deepspeed else precision,
+                deepspeed_plugin=zero_plugin(config) if self.uses_deepspeed else None,
+                fsdp_plugin=fsdp_plugin(config, timeout) if config.distributed.strategy == "fsdp" else None,
+                gradient_accumulation_plugin=GradientAccumulationPlugin(
+                    num_steps=accumulation_steps,
+                    sync_with_dataloader=False,
+                    sync_each_batch=config.distributed.strategy == "fsdp"
+                    and config.distributed.sync_each_batch,
+                ),
+                dataloader_config=DataLoaderConfiguration(even_batches=False, non_blocking=True),
+                kwargs_handlers=[
+                    DistributedDataParallelKwargs(**DDP_OPTIONS),
+                    InitProcessGroupKwargs(
+                        backend=backend, init_method=rendezvous_init_method(), timeout=timeout
+                    ),
+                ],
+            )
         self.rank: int = self.accelerator.process_index
         self.world_size: int = self.accelerator.num_processes
         self.device: torch.device = self.accelerator.device
         self.scaler = self.accelerator.scaler
         check_world_size(self.world_size)
-        self.channel = open_channel(config, self.world_size, collective_timeout(config))
         check_strategy(config, self.accelerator.distributed_type.value, self.world_size)
+        self.max_grad_norm = config.training.max_grad_norm or math.inf
         self.objective = Objective(config, self.world_size)
 
     def prepare(self, model: Module, optimizer: Optimizer, batches: DataLoader) -> Iterable[Batch]:
-        names = None
-        if self.accelerator.is_fsdp2:
-            names = release_parameters(model, optimizer)
-            shard_full_precision(model)
-            adopt_parameters(model, optimizer, names)
-        self.model, self.optimizer, own = self.accelerator.prepare(model, optimizer, batches)
-        if names is not None:  # `prepare` tells parameters by their address, and empty parts have none
-            adopt_parameters(model, optimizer, names)
+        is_sharded = self.accelerator.is_fsdp2
+        with rebound_optimizer(model, optimizer) if is_sharded else nullcontext():
+            if is_sharded:
+                plugin: Any = self.accelerator.state.fsdp_plugin
+                plugin.ignored_modules = full_precision_modules(model)
+                shard_full_precision(model)
+            self.model, self.optimizer, rank_batches = self.accelerator.prepare(model, optimizer, batches)
         self.unwrapped_model = model
-        self.parameters = list(self.model.parameters())  # to look for them takes longer than to clip them
+        self.parameters = list(self.model.parameters())  # collected once: this takes longer than clipping
+        # AcceleratedOptimizer.zero_grad inspects a signature in every step; DeepSpeed's wrapper does nothing
+        self.zero_grad = self.optimizer.zero_grad if self.uses_deepspeed else optimizer.zero_grad
         if self.uses_deepspeed:
             clip_as_torch(self.optimizer.optimizer, model, self.config, self.device)
         else:
-            settle_buckets(self)
-        return own
+            warm_up_backward(self)
+        return rank_batches
 
     def forward(self, batch: Batch) -> DecoderOutput:
-        # what `prepare` returned casts by itself, FSDP's aside; casting twice would cost 0.1 ms each time
+        seed_dropout(self.config, batch)
+        # `prepare` wraps the forward pass in autocast, except under FSDP; a second context costs 0.1 ms
         with self.accelerator.autocast() if self.accelerator.is_fsdp2 else nullcontext():
             return self.model(**batch.model_inputs())
 
-    def train_step(self, micro_batches: Sequence[Batch], judge: Judge | None) -> StepResult:
-        counts = StepCounts.of(micro_batches, self.sum_integers)
-        result = StepResult(counts, skipped="no_loss_tokens")
-        if counts.num_loss_tokens == 0:
-            return result
-        micro_batches = with_global_expert_counts(self, self.config, micro_batches)
-        sums = StepSums(self.config)
+    def train_step(self, micro_batches: Sequence[Batch], monitor: StepMonitor) -> StepMetrics:
+        metrics = StepMetrics.all_reduce_counts(micro_batches, self)
+        if metrics.num_loss_tokens == 0:
+            return metrics.skip("no_loss_tokens")
+        micro_batches = attach_global_expert_counts(self, micro_batches)
         for batch in micro_batches:
             with self.accelerator.accumulate(self.model):
-                seed_dropout(self.config, batch)
                 output = self.forward(batch)
-                loss = self.objective(output, counts.num_loss_tokens)
-                self.accelerator.backward(loss)  # divides by the accumulation steps, scales for fp16
-                sums.add(output, batch)
+                loss = self.objective(output, metrics.num_loss_tokens)
+                # divides by the accumulation steps, scales for fp16; under DeepSpeed it also clips and steps
+                self.accelerator.backward(loss)
+                metrics.add(output, batch)
                 if self.accelerator.sync_gradients:
-                    max_norm = self.config.training.max_grad_norm or math.inf
-                    norm = self.accelerator.clip_grad_norm_(self.parameters, max_norm)
-                    grad_norm = whole_norm(norm)  # type: ignore[arg-type]  # never None: zero_compute_grad_norm
-                    reduced = sums.reduced(self.reduce_sum)
-                    result = StepResult.of(counts, reduced, grad_norm, judge, self.scaler)
-                    if self.uses_deepspeed:  # its engine has clipped and stepped inside `backward`
-                        stop_if_diverged(self.optimizer.optimizer, result, batch.step)
-                    if not result.skipped:
-                        heed_verdict(self.optimizer.optimizer, result)
-                        self.optimizer.step()  # with a scaler: its step and its update
+                    grad_norm: Any = self.accelerator.clip_grad_norm_(self.parameters, self.max_grad_norm)
+                    if monitor.reduce_and_decide(metrics, grad_norm):
+                        self.optimizer.step()  # with a scaler: scaler.step and scaler.update
                     elif self.scaler:
                         self.scaler.update()
-                    if not self.uses_deepspeed:  # whose engine has zeroed
-                        # the wrapper's own looks the method's signature up at every step
-                        self.optimizer.optimizer.zero_grad(set_to_none=True)
-        return result
+                    self.zero_grad()
+        return metrics
 
     def reduce_sum(self, tensor: Tensor) -> Tensor:
         if self.world_size == 1:
@@ -198,7 +185,7 @@ class AccelerateEngine:
         if self.world_size == 1:
             return list(values)
         own = torch.tensor(values, dtype=torch.int64)
-        # DeepSpeed's back-end knows one device alone
+        # DeepSpeed's process group has one back-end, for tensors on the device only
         return self.reduce_sum(own.to(self.device) if self.uses_deepspeed else own).tolist()
 
     def gather_objects(self, value: Any) -> list[Any]:
@@ -210,20 +197,19 @@ class AccelerateEngine:
     def checkpoint_state(self, *, loading: bool = False) -> AbstractContextManager[tuple[Module, Optimizer]]:
         model, optimizer = self.model_and_optimizer()
         if self.uses_deepspeed:
-            return lent_state(optimizer, model, self.config, loading=loading)
+            return materialized_state(optimizer, model, self.config, loading=loading)
         return nullcontext((model, optimizer))
 
     def close(self) -> None:
-        del self.model, self.unwrapped_model, self.optimizer
+        del self.model, self.unwrapped_model, self.optimizer, self.zero_grad
         del self.parameters
         self.accelerator.free_memory()
         self.accelerator.wait_for_everyone()
-        close_channel(self.channel)
         self.accelerator.end_training()
 
 
 def zero_plugin(config: Config) -> DeepSpeedPlugin:
-    """ZeRO as the configuration says; its engine clips, steps and zeroes inside `accelerator.backward`."""
+    """The plugin for ZeRO, whose engine clips, steps and zeroes gradients inside `accelerator.backward`."""
     prepare_deepspeed()
     world_size = int(os.environ["WORLD_SIZE"])
     plugin = DeepSpeedPlugin(
@@ -236,12 +222,10 @@ def zero_plugin(config: Config) -> DeepSpeedPlugin:
 
 
 def fsdp_plugin(config: Config, timeout: timedelta) -> FullyShardedDataParallelPlugin:
-    """FSDP's second version, a group per layer; all that a launch file could set otherwise is set here."""
-    check_fsdp_version()
+    """The plugin for FSDP2, one group per layer; sets every option, so that a launch file changes none."""
     if not torch.cuda.is_available() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        # Accelerate shards on GPUs only, and makes DDP of it elsewhere without a word. Its private state is
-        # the one place to change its mind; on a GPU nothing is touched.
-        PartialState(cpu=True, init_method=meeting_point(), timeout=timeout)
+        # Accelerate shards on GPUs only and silently runs DDP elsewhere; only its private state changes that
+        PartialState(cpu=True, init_method=rendezvous_init_method(), timeout=timeout)
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     return FullyShardedDataParallelPlugin(
         fsdp_version=2,
@@ -250,20 +234,20 @@ def fsdp_plugin(config: Config, timeout: timedelta) -> FullyShardedDataParallelP
         transformer_cls_names_to_wrap=["DecoderLayer"],
         mixed_precision_policy=layer_precision(config.training.precision),  # type: ignore[arg-type]  # FSDP2's
         cpu_offload=False,
-        activation_checkpointing=False,  # the model's own
+        activation_checkpointing=False,  # the model recomputes its layers itself
         cpu_ram_efficient_loading=False,
     )
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train as the options in `argv` say (default: the command line's); returns the exit code."""
+    """Train with the options in `argv` (default: the command line's); returns the exit code."""
     with report_errors():
         config = load_config(argv)
         prepare_process(config)
-        with watching(config):
+        with hang_watchdog(config):
             return pretrain(config, AccelerateEngine(config))
-    raise AssertionError("report_errors leaves by itself")
+    raise AssertionError("unreachable: report_errors exits after an error")
 
 
 if __name__ == "__main__":
-    end_script(main())
+    exit_process(main())

@@ -27,6 +27,7 @@ BENCHMARKS = {
     "checkpoint": "saving and restoring a run's state, against torch.save",
     "scaling": "tokens per second of both scripts on one and on two processes",
     "gpu_step": "tokens per second and MFU on one GPU, by preset and by choice of kernels",
+    "gpu_roofline": "lower bound of a step on four GPUs by FLOPs and bytes, and its parts; needs no GPU",
     "time_to_loss": "steps and time of the quickstart's recipe to the loss of AdamW at its best rate",
     "char_recipe": "steps and loss of char-0.8m against GPT-2 under nanoGPT's recipe for a CPU",
 }

@@ -25,10 +25,11 @@ import train_pretrain
 from benchmarks.launching import add_store_option, token_store, training_options
 from benchmarks.measuring import Spread, goal
 from llm_pretrain.config import load_config
+from llm_pretrain.distributed.process import prepare_process
 from llm_pretrain.model import count_parameters
-from llm_pretrain.training import loop, prepare_process, pretrain
-from llm_pretrain.training.progress import Progress
-from llm_pretrain.training.saving import Saving
+from llm_pretrain.training import pretrain, trainer
+from llm_pretrain.training.checkpointing import CheckpointManager
+from llm_pretrain.training.run_state import Progress
 
 GOAL_SHARE = 0.05
 WARMUP_STEPS = 2
@@ -73,7 +74,7 @@ class Plan:
     blocks: list[Block] = field(default_factory=list)
 
 
-class PlannedSaving(Saving):
+class PlannedSaving(CheckpointManager):
     """Saves as the plan says, at the beginning of a block, and takes the time at its end."""
 
     plan: Plan
@@ -81,7 +82,7 @@ class PlannedSaving(Saving):
     def __init__(self, config: Any, *others: Any):
         background = replace(config, checkpoint=replace(config.checkpoint, async_save=True))
         super().__init__(background, *others)
-        self._synchronous = Saving(config, *others)
+        self._synchronous = CheckpointManager(config, *others)
 
     def is_due(self, step: int) -> bool:
         return step >= WARMUP_STEPS and (step - WARMUP_STEPS) % self.plan.steps == 0
@@ -102,7 +103,7 @@ class PlannedSaving(Saving):
         if not self.plan.blocks or self.plan.blocks[-1].wall:
             return
         block, before = self.plan.blocks[-1], time.perf_counter()
-        self.settle()
+        self.wait()
         block.waiting = time.perf_counter() - before
         block.wall, block.thread = self._since()
 
@@ -118,12 +119,12 @@ def run(arguments: argparse.Namespace) -> None:
         prepare_process(config)
         engine = train_pretrain.TorchrunEngine(config)
         PlannedSaving.plan = plan
-        loop.Saving = PlannedSaving  # type: ignore[misc]
+        trainer.CheckpointManager = PlannedSaving  # type: ignore[misc]
         try:
             with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
                 pretrain(config, engine)
         finally:
-            loop.Saving = Saving  # type: ignore[misc]
+            trainer.CheckpointManager = CheckpointManager  # type: ignore[misc]
     size = count_parameters(replace(config.model, vocab_size=config.model.vocab_size or 4096)).total
     print(
         f"model                     {size / 1e6:.0f}M parameters, {arguments.pairs} rounds of 3 blocks of "

@@ -18,9 +18,11 @@ from torch import Tensor
 
 from benchmarks.measuring import goal, interleaved, ratio
 from llm_pretrain.config import ModelConfig
-from llm_pretrain.model import Decoder, attention, decoder, initialize_weights
-from llm_pretrain.model.document_layout import DocumentLayout
-from llm_pretrain.training.process import keep_freed_memory
+from llm_pretrain.distributed.process import keep_freed_memory
+from llm_pretrain.model import Decoder, decoder
+from llm_pretrain.model.kernels import attention
+from llm_pretrain.model.kernels.attention import DocumentLayout
+from llm_pretrain.training import initialize_weights
 
 GOAL_RATIO = 1.0
 CASES = ((1, 2048, 12), (4, 512, 3))
@@ -50,17 +52,17 @@ def documents(rows: int, columns: int, count: int) -> tuple[Tensor, Tensor, Tens
 @contextmanager
 def way(side: str, document_ids: Tensor) -> Iterator[None]:
     """Puts a layout or a kernel in the place of the chosen one."""
-    layout, suits = decoder.document_layout, attention._suits_blocks
+    layout, use_blocks = decoder.document_layout, attention._use_blocks
     causal = torch.ones(document_ids.shape[1], document_ids.shape[1]).bool().tril()
     mask = (document_ids[:, None, :, None] == document_ids[:, None, None, :]) & causal
     try:
         if side == "mask":
             decoder.document_layout = lambda *_: DocumentLayout(mask=mask)
         elif side == "sdpa":
-            attention._suits_blocks = lambda *_: False
+            attention._use_blocks = lambda *_: False
         yield
     finally:
-        decoder.document_layout, attention._suits_blocks = layout, suits
+        decoder.document_layout, attention._use_blocks = layout, use_blocks
 
 
 def build(side: str, case: tuple[int, int, int], dtype: torch.dtype | None) -> Callable[[], None]:

@@ -20,8 +20,10 @@ from benchmarks.launching import preset_without_data
 from benchmarks.measuring import Interval, interleaved, ratio
 from benchmarks.reporting import report
 from llm_pretrain.checkpoints import CheckpointStore, RunFacts
-from llm_pretrain.model import Decoder, initialize_weights
-from llm_pretrain.training.optimizers import build_optimizer
+from llm_pretrain.distributed.collectives import SingleRank
+from llm_pretrain.model import Decoder
+from llm_pretrain.optim.param_groups import build_optimizer
+from llm_pretrain.training import initialize_weights
 
 QUICK = ["--pairs", "7", "--config", "minimind-26m"]
 
@@ -55,9 +57,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _sides(model: Any, optimizer: Any, folder: Path) -> dict[str, Any]:
-    store = CheckpointStore(
-        folder / "ours", rank=0, world_size=1, gather_objects=lambda value: [value], keep_last=2
-    )
+    store = CheckpointStore(folder / "ours", SingleRank(), keep_last=2)
     step, file = 0, folder / "torch.pt"
 
     def save() -> None:

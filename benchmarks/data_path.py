@@ -21,13 +21,13 @@ from benchmarks.measuring import ENOUGH, Interval
 from benchmarks.reporting import report
 from llm_pretrain.config import Config, DataConfig, SourceConfig, TrainingConfig
 from llm_pretrain.data import TokenStore, global_batches, open_tokenizer, train_tokenizer
-from llm_pretrain.data.documents import batch_records, read_records
-from llm_pretrain.data.encoding import Encoder
-from llm_pretrain.data.packing import pack
-from llm_pretrain.data.prepare import BATCH_BYTES, Preparation, prepare_store
-from llm_pretrain.data.store_writer import StoreWriter
+from llm_pretrain.data.loader.packing import pack
+from llm_pretrain.data.prepare.encoding import Encoder
+from llm_pretrain.data.prepare.preparation import BATCH_BYTES, Preparation, prepare_store
+from llm_pretrain.data.sources import batch_records, read_records
+from llm_pretrain.data.store.writer import StoreWriter
 from llm_pretrain.data.tokenizers import use_one_thread
-from llm_pretrain.training.garbage import scheduled_collections
+from llm_pretrain.training.trainer import gc_schedule
 
 GOALS = {"tokenise": 1.4, "assemble": 50.0}
 """Beginning of a case's name -> least million tokens per second and core."""
@@ -96,7 +96,7 @@ def run(arguments: argparse.Namespace) -> None:
         rates: dict[str, list[float]] = {name: [] for name in cases}
         for _ in range(arguments.repeats):
             for name, measured in cases.items():
-                with scheduled_collections() if name.startswith("assemble") else nullcontext():
+                with gc_schedule() if name.startswith("assemble") else nullcontext():
                     before = time.process_time()
                     tokens = measured()
                     rates[name].append(tokens / (time.process_time() - before) / 1e6)

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from llm_pretrain.data import TokenStore, open_tokenizer, train_tokenizer
-from llm_pretrain.data.store_writer import StoreWriter
+from llm_pretrain.data.store.writer import StoreWriter
 
 MEDIAN, SIGMA = 250, 0.8
 _FIRST_CHARACTER = 0x20000

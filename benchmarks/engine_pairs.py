@@ -18,11 +18,11 @@ import torch
 from benchmarks.shared_work import Lap, Stopwatch
 from llm_pretrain.config import Config, load_config, resolve_model
 from llm_pretrain.data import Batch, global_batches, open_stores
-from llm_pretrain.model import Decoder, initialize_weights
-from llm_pretrain.training import Engine, SpikeHistory, prepare_process
-from llm_pretrain.training.garbage import scheduled_collections
-from llm_pretrain.training.loop import windows
-from llm_pretrain.training.optimizers import build_optimizer
+from llm_pretrain.distributed.process import prepare_process
+from llm_pretrain.optim.param_groups import build_optimizer
+from llm_pretrain.training import Engine, StepMonitor, build_model, initialize_weights
+from llm_pretrain.training.run_state import Progress
+from llm_pretrain.training.trainer import gc_schedule, windows
 from train_pretrain import TorchrunEngine
 from train_pretrain_accelerate import AccelerateEngine
 
@@ -33,19 +33,20 @@ class Steps:
     def __init__(self, config: Config, engine: Engine, stopwatch: Stopwatch | None = None):
         self.engine, self.stopwatch = engine, stopwatch or Stopwatch()
         self.laps: list[Lap] = []
-        model = Decoder(config.model)
+        model = build_model(config, engine.device)
         initialize_weights(model, config.run.seed)
         optimizer = build_optimizer(model, config.optimizer, config.training.precision)
         self.stopwatch.leave_out(model, optimizer)
         loader = global_batches(config, start_step=0, world_size=engine.world_size)
         batches = engine.prepare(model, optimizer, loader)
+        self.monitor = StepMonitor(config, engine, Progress())
         self.windows = windows(batches, config.gradient_accumulation_steps(engine.world_size))
 
     def step(self) -> None:
         """Fetch the next batches and take a step."""
         self.stopwatch.lap()
         micro_batches: list[Batch] = next(self.windows)
-        self.engine.train_step(micro_batches, SpikeHistory().judge("log"))
+        self.engine.train_step(micro_batches, self.monitor)
         self.laps.append(self.stopwatch.lap())
 
 
@@ -54,7 +55,7 @@ def main() -> int:
     config = load_config(sys.argv[1:])
     prepare_process(config)
     config = resolve_model(config, open_stores(config)[0].vocab_size)
-    with Stopwatch() as stopwatch, scheduled_collections() as collect_garbage:
+    with Stopwatch() as stopwatch, gc_schedule() as collect_garbage:
         # torchrun's comes first: it starts the process group that Accelerate then finds
         sides = [Steps(config, engine(config), stopwatch) for engine in (TorchrunEngine, AccelerateEngine)]
         for number in range(config.training.max_steps):

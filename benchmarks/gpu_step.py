@@ -12,7 +12,6 @@ step's time goes.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import subprocess
 import sys
@@ -23,7 +22,13 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.documents import Documents, make_store
-from benchmarks.launching import environment, launch, launch_command, training_options
+from benchmarks.launching import (
+    environment,
+    launch,
+    launch_command,
+    preset_without_data,
+    training_options,
+)
 from benchmarks.machine import ROOT
 from benchmarks.measuring import Interval
 from benchmarks.reporting import SkippedError, report
@@ -45,6 +50,8 @@ class Case(NamedTuple):
     training: dict[str, str] = {}  # noqa: RUF012
     at_least: float | None = None
     """Thousands of tokens per second."""
+    documents: int = 6000
+    """Documents of the store for a profile."""
 
 
 CASES = [
@@ -109,7 +116,7 @@ def _measure(arguments: argparse.Namespace, case: Case, folder: Path, stores: di
             Interval.of(speeds), unit="k tokens/s", digits=1, note=note, at_least=case.at_least,
         )  # fmt: skip
         if arguments.profile:
-            _profile(case_options(case, store, Path(run_folder) / "profile"))
+            _profile(case)
     return speeds
 
 
@@ -125,26 +132,29 @@ def case_options(case: Case, store: Path, folder: Path) -> list[str]:
     return [*options, "--logging.report", "false"]
 
 
+def case_vocabulary(case: Case) -> int:
+    """The preset's vocabulary size; some other where the data would say."""
+    size = preset_without_data(case.preset).model.vocab_size
+    assert size is not None, case.preset
+    return size
+
+
 def _store(arguments: argparse.Namespace, case: Case, folder: Path, stores: dict[int, Path]) -> Path:
     """Documents in the preset's vocabulary, made once for each."""
-    from llm_pretrain.config import load_config
-
-    preset = load_config(["--config", str(ROOT / "configs" / f"{case.preset}.yaml")], needs_data=False)
-    size = preset.model.vocab_size
-    assert size is not None, case.preset
+    size = case_vocabulary(case)
     if size not in stores:
         stores[size] = folder / f"store-{size}"
         make_store(stores[size], Documents.lognormal(arguments.documents, size), size)
     return stores[size]
 
 
-def _profile(options: list[str]) -> None:
-    """Print the kernels of a few steps, in a process of their own."""
-    command: list[Any] = [sys.executable, "-m", "benchmarks.gpu_profile", *options]
+def _profile(case: Case) -> None:
+    """Print memory, speed and the kernels of a few steps, in a process of their own."""
+    command: list[Any] = [sys.executable, "-m", "benchmarks.gpu_profile", case.name]
     done = subprocess.run(
-        [*command, "--training.max_steps", "20"], cwd=ROOT, env=environment() | {"COLUMNS": "120"},
-        stderr=subprocess.STDOUT, stdout=subprocess.PIPE, text=True, check=False,
+        command, cwd=ROOT, env=environment(), stderr=subprocess.STDOUT, stdout=subprocess.PIPE, text=True,
+        check=False,
     )  # fmt: skip
     print(done.stdout, flush=True)
     if done.returncode:
-        print(f"profile: FAILED with exit code {done.returncode}{os.linesep}", flush=True)
+        print(f"profile: FAILED with exit code {done.returncode}", flush=True)

@@ -35,10 +35,11 @@ from benchmarks.reporting import report
 from benchmarks.shared_work import Lap, Stopwatch
 from llm_pretrain.config import Config, load_config
 from llm_pretrain.data import Batch, train_samples
+from llm_pretrain.distributed.process import prepare_process
 from llm_pretrain.model import Decoder
-from llm_pretrain.training import prepare_process, pretrain
-from llm_pretrain.training.loop import windows
-from llm_pretrain.training.optimizers import build_optimizer
+from llm_pretrain.optim.param_groups import build_optimizer
+from llm_pretrain.training import pretrain
+from llm_pretrain.training.trainer import windows
 
 GOAL_MILLISECONDS = 0.15
 GOAL_PERCENT = 1.0

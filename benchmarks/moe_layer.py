@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from benchmarks.measuring import Interval, goal, interleaved, ratio
 from llm_pretrain.config import ModelConfig
+from llm_pretrain.distributed.process import keep_freed_memory
 from llm_pretrain.model import Kernels
-from llm_pretrain.model.decoder import MoeFeedForward
 from llm_pretrain.model.layers import FeedForward
-from llm_pretrain.training.process import keep_freed_memory
+from llm_pretrain.model.moe import MoeFeedForward
 
 GOALS = {"fp32": 1.15, "bf16": 1.25}
 """Largest ratio to the dense layer at any number of experts."""

@@ -34,9 +34,9 @@ from benchmarks.normalisation_batches import (
 )
 from llm_pretrain.config import Config, ModelConfig, OptimizerConfig, TrainingConfig
 from llm_pretrain.data import Batch
-from llm_pretrain.model import Decoder, DecoderOutput, initialize_weights
-from llm_pretrain.training import Objective, StepCounts, with_global_expert_counts
-from llm_pretrain.training.optimizers import build_optimizer
+from llm_pretrain.model import Decoder, DecoderOutput
+from llm_pretrain.optim.param_groups import build_optimizer
+from llm_pretrain.training import Objective, attach_global_expert_counts, initialize_weights
 
 GOAL_ERROR = 1e-6
 LAYOUTS = ((1, 2), (2, 4), (4, 4))
@@ -84,8 +84,9 @@ def config_of(world_size: int, accumulation: int) -> Config:
 class AllRanks:
     """Stands for the engines of all ranks: their micro batches go through one model, one after the other."""
 
-    def __init__(self, model: Decoder, world_size: int):
-        self.model, self.world_size, self.device = model, world_size, torch.device("cpu")
+    def __init__(self, model: Decoder, config: Config, world_size: int):
+        self.model, self.config, self.world_size = model, config, world_size
+        self.device = torch.device("cpu")
 
     def forward(self, batch: Batch) -> DecoderOutput:
         """The model in the precision of its parameters."""
@@ -154,7 +155,7 @@ def token_mean_errors(model: Decoder, setting: str, seed: int = 1) -> dict[str, 
         config = config_of(world_size, accumulation)
         config = replace(config, model=replace(config.model, router_aux_loss_coef=0.0))
         objective = Objective(config, world_size)
-        total = StepCounts.of(batches, list).num_loss_tokens
+        total = sum(batch.num_loss_tokens for batch in batches)
         terms = (objective(model(**batch.model_inputs()), total) for batch in batches)
         return [term / accumulation / world_size for term in terms]
 
@@ -195,8 +196,8 @@ def router_errors(
         return losses
 
     def ours(model: Decoder) -> list[Tensor]:
-        engine: Any = AllRanks(model, world_size)
-        counted = with_global_expert_counts(engine, config, batches)
+        engine: Any = AllRanks(model, config, world_size)
+        counted = attach_global_expert_counts(engine, batches)
         return [balance(model, batch) / total for batch in counted]
 
     def per_sequence() -> list[Tensor]:
@@ -248,7 +249,11 @@ def cost(pairs: int) -> tuple[Spread, Spread]:
         model = Decoder(config.model)
         initialize_weights(model, seed=0)
         sides.append(
-            (config, AllRanks(model, 1), build_optimizer(model, config.optimizer, config.training.precision))
+            (
+                config,
+                AllRanks(model, config, 1),
+                build_optimizer(model, config.optimizer, config.training.precision),
+            )
         )
     full = torch.ones((2 * SEQUENCES, LENGTH), dtype=torch.bool)
     batches = micro_batches(text(2 * SEQUENCES, seed=1), full, SEQUENCES)
@@ -268,7 +273,7 @@ def timed_step(
     """CPU seconds of one optimizer step."""
     start = time.process_time()
     objective, total = Objective(config, 1), sum(batch.num_loss_tokens for batch in batches)
-    for batch in with_global_expert_counts(engine, config, batches):
+    for batch in attach_global_expert_counts(engine, batches):
         (objective(engine.forward(batch), total) / len(batches)).backward()
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)

@@ -17,9 +17,10 @@ from torch.optim import AdamW, Optimizer
 from benchmarks.launching import preset_without_data
 from benchmarks.measuring import interleaved, ratio
 from benchmarks.reporting import report
-from llm_pretrain.model import Decoder, initialize_weights
-from llm_pretrain.training.optimizers import build_optimizer
-from llm_pretrain.training.process import keep_freed_memory
+from llm_pretrain.distributed.process import keep_freed_memory
+from llm_pretrain.model import Decoder
+from llm_pretrain.optim.param_groups import build_optimizer
+from llm_pretrain.training import initialize_weights
 
 QUICK = ["--pairs", "7", "--without_muon"]
 VARIANTS = {"default": {}, "foreach": {"foreach": True}, "for loop": {"foreach": False}}

@@ -25,10 +25,10 @@ from benchmarks.machine import ROOT
 from benchmarks.turns import Turns
 from llm_pretrain.config import Config, resolve_model
 from llm_pretrain.data import open_stores, sequences_per_epoch, tokens_per_epoch
-from llm_pretrain.model import initialize_weights
-from llm_pretrain.training import Judge, StepResult, prepare_process, pretrain
-from llm_pretrain.training.building import build_model
-from llm_pretrain.training.optimizers import build_optimizer
+from llm_pretrain.distributed.process import prepare_process
+from llm_pretrain.optim.param_groups import build_optimizer
+from llm_pretrain.training import StepMetrics, StepMonitor, initialize_weights, pretrain
+from llm_pretrain.training.model_setup import build_model
 from train_pretrain import TorchrunEngine
 
 StepDone = Callable[[], None]
@@ -64,8 +64,8 @@ def our_tokens(config: Config) -> float:
 class _TurningEngine(TorchrunEngine):
     step_done: StepDone
 
-    def train_step(self, micro_batches: Any, judge: Judge | None) -> StepResult:
-        result = super().train_step(micro_batches, judge)
+    def train_step(self, micro_batches: Any, monitor: StepMonitor) -> StepMetrics:
+        result = super().train_step(micro_batches, monitor)
         self.step_done()  # the row, the next batch and the rest of the loop belong to the next turn
         return result
 

@@ -86,28 +86,28 @@ def main() -> int:
     parts.seconds["import torch"] = time.process_time() - before
     before = time.process_time()
     import train_pretrain
-    from llm_pretrain.training import books, loop
+    from llm_pretrain.training import anomaly, trainer
 
     parts.seconds["other imports"] = time.process_time() - before
     imported = time.perf_counter()
     memory = Memory()
-    memory.watch(loop, "global_batches")
+    memory.watch(trainer, "global_batches")
     parts.watch("config", train_pretrain, "load_config")
-    parts.watch("data", loop, "open_stores", "global_batches")
-    parts.watch("model", loop, "build_model", "initialize_weights")
-    parts.watch("optimizer", loop, "build_optimizer")
-    parts.watch("first step", loop.Training, "_step", "_evaluate_and_write")
+    parts.watch("data", trainer, "open_stores", "global_batches")
+    parts.watch("model", trainer, "build_model", "initialize_weights")
+    parts.watch("optimizer", trainer, "build_optimizer")
+    parts.watch("first step", trainer.Trainer, "_step", "_evaluate_and_write")
 
     after: dict[str, float] = {}
 
-    def step_is_over(own: books.Books, step: int) -> None:
+    def step_is_over(own: anomaly.StepMonitor, step: int) -> None:
         if "the rest" not in parts.seconds:
             parts.seconds["the rest"] = time.process_time() - sum(parts.seconds.values())
             after.update(after_imports=time.perf_counter() - imported, data_memory=memory.peak)
         check_divergence(own, step)
 
-    check_divergence = books.Books.check_divergence
-    books.Books.check_divergence = step_is_over  # type: ignore[method-assign]  # what follows a step
+    check_divergence = anomaly.StepMonitor.check_divergence
+    anomaly.StepMonitor.check_divergence = step_is_over  # type: ignore[method-assign]  # what follows a step
     exit_code = train_pretrain.main()
     print(json.dumps({"cpu": parts.seconds, **after}))
     return exit_code

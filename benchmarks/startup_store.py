@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from llm_pretrain.data import open_tokenizer
-from llm_pretrain.data.store_writer import StoreWriter
+from llm_pretrain.data.store.writer import StoreWriter
 
 _AT_ONCE = 10_000_000
 

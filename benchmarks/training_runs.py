@@ -15,8 +15,9 @@ from pathlib import Path
 
 from benchmarks.machine import ROOT
 from llm_pretrain.config import Config, load_config
+from llm_pretrain.distributed.process import prepare_process
 from llm_pretrain.tracking import read_metrics
-from llm_pretrain.training import prepare_process, pretrain
+from llm_pretrain.training import pretrain
 from train_pretrain import TorchrunEngine
 
 QUIET = ["--evaluation.sample_prompts", "[]", "--logging.wandb_mode", "disabled", "--logging.report", "false"]

@@ -47,6 +47,7 @@ def main() -> int:
     parser.add_argument("options", nargs=argparse.REMAINDER, help="the script's own")
     chosen = parser.parse_args()
     arguments = (chosen.processes, free_port(), chosen.script.removesuffix(".py"), chosen.options)
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # waiting threads leave the cores to others
     workers = spawn(worker, args=arguments, nprocs=chosen.processes, join=False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the workers by itself: they save and leave
     try:

@@ -2,7 +2,7 @@
 
 `torchrun --nproc_per_node N examples/train_pretrain_trainer.py --config FILE`, options as the other scripts'.
 Model, loss, accumulation, clipping and optimizer are transformers'; ours are the weights that it starts
-from, the samples and their order, and the books. It evaluates nothing and saves nothing; docs/trainer.md
+from, the samples and their order, and the metrics. It evaluates nothing and saves nothing; docs/trainer.md
 says what it found.
 """
 
@@ -28,18 +28,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone runs 
 
 from llm_pretrain.config import Config, dump_yaml, load_config, resolve_model
 from llm_pretrain.data import Batch, MicroBatches, TokenStore, global_batches, open_stores
+from llm_pretrain.distributed.launch_checks import check_world_size
+from llm_pretrain.distributed.process import prepare_process, report_errors
 from llm_pretrain.errors import ConfigError, OutputError
 from llm_pretrain.export import huggingface_config, to_huggingface
-from llm_pretrain.model import Decoder, initialize_weights
+from llm_pretrain.model import Decoder
+from llm_pretrain.optim import learning_rate
 from llm_pretrain.tracking import MetricsWriter
-from llm_pretrain.training import (
-    RunFolder,
-    Status,
-    check_world_size,
-    learning_rate,
-    prepare_process,
-    report_errors,
-)
+from llm_pretrain.training import RunFolder, Status, initialize_weights
 
 
 class WitnessTrainer(Trainer):
@@ -118,8 +114,8 @@ class WitnessTrainer(Trainer):
         """`trainer/loss` is what Trainer says, unrounded: the mean over ranks of its micro batches' sum."""
         step, config = self.state.global_step, self.config
         self.tokens_seen += self.num_loss_tokens
-        books = torch.tensor([self.aux_loss], dtype=torch.float64, device=self.args.device)
-        aux_loss = float(self.accelerator.reduce(books, "sum"))  # type: ignore[arg-type]
+        aux_loss_sum = torch.tensor([self.aux_loss], dtype=torch.float64, device=self.args.device)
+        aux_loss = float(self.accelerator.reduce(aux_loss_sum, "sum"))  # type: ignore[arg-type]
         self.aux_loss = 0.0
         if step % config.logging.logging_steps:
             return
@@ -180,7 +176,11 @@ def initial_model(config: Config, store: TokenStore) -> PreTrainedModel:
         save_file(weights, Path(folder) / "model.safetensors", {"format": "pt"})
         (Path(folder) / "config.json").write_text(json.dumps(described))
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="sdpa", output_loading_info=True
+            folder,
+            dtype=torch.float32,
+            attn_implementation="sdpa",
+            output_loading_info=True,
+            trust_remote_code=False,
         )
         model, report = loaded
     strays = {kind: names for kind, names in report.items() if names}
@@ -319,14 +319,14 @@ def train(config: Config) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train as the options in `argv` say (default: the command line's); returns the exit code."""
+    """Train with the options in `argv` (default: the command line's); returns the exit code."""
     with report_errors():
         config = load_config(argv)
         prepare_process(config)
         logging.set_verbosity_error()
         logging.disable_progress_bar()
         return train(config)
-    raise AssertionError("report_errors leaves by itself")
+    raise AssertionError("unreachable: report_errors exits after an error")
 
 
 if __name__ == "__main__":

@@ -1,38 +1,35 @@
-"""`llm-pretrain COMMAND`: finds the command's module, runs it, and turns errors into one line and a code.
-
-Only the command that runs is imported.
-"""
+"""`llm-pretrain COMMAND`: imports and runs one command; reports an error as one line and an exit code."""
 
 from __future__ import annotations
 
 import argparse
-import io
-import os
 import sys
 from importlib import import_module
 
 from llm_pretrain import __version__
-from llm_pretrain.errors import CheckpointError, ConfigError, PretrainError
+from llm_pretrain.errors import CheckpointError, PretrainError, printable
+from llm_pretrain.files import flush_streams, prepare_streams
 
 COMMANDS = {
     "tokenizer": "train a tokenizer on jsonl or text files",
     "prepare": "tokenise jsonl or text files into a token store",
-    "convert": "turn token files of nanoGPT or Megatron into a token store, or back",
+    "convert": "convert token files of nanoGPT or Megatron into a token store, or back",
     "inspect": "show what is in a token store: lengths, masks, packing, samples",
     "configs": "list the presets; write other frameworks' configurations as ours",
-    "estimate": "what a configuration needs: parameters, memory by part, time and cost",
-    "doctor": "look for what on this machine would surprise a run",
+    "estimate": "estimate parameters, memory by part, time and cost of a configuration",
+    "train": "train on this machine's GPUs, or on its CPU, through torchrun or accelerate",
+    "doctor": "check this machine for settings that would break or slow down a run",
     "parity": "launch a configuration in every way, and compare the runs bit for bit",
-    "chaos": "kill a run again and again; it must end as the run that nobody killed, bit for bit",
+    "chaos": "kill a run repeatedly; it must end as an uninterrupted run, bit for bit",
     "generate": "continue a prompt with trained weights",
     "chat": "talk to trained weights in the terminal",
     "evaluate": "loss, perplexity and bits per byte on a token store, on files, or lm-eval's tasks",
     "export": "write weights for llama.cpp (GGUF) or transformers",
     "report": "write an HTML page about a run, or compare several",
     "top": "watch a run, or several, in the terminal",
-    "verify": "check from a run's files that it is what it says; that packed documents are alone",
+    "verify": "check a run by its files, or that packed documents are isolated",
 }
-"""Module of `llm_pretrain.commands` and its line of help."""
+"""Module of `llm_pretrain.commands` to its line of help."""
 
 _EXIT_USAGE = 2
 _EXIT_INTERRUPTED = 130
@@ -41,9 +38,8 @@ _EXIT_BROKEN_PIPE = 141
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
+    prepare_streams()
     arguments = sys.argv[1:] if argv is None else argv
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a file's name may not fit the terminal's encoding
     if arguments[:1] == ["--version"]:
         print(__version__)
         return 0
@@ -61,36 +57,36 @@ def main(argv: list[str] | None = None) -> int:
     parsed = argparse.Namespace()
     try:
         command = import_module(f"llm_pretrain.commands.{name}")
-        parser = argparse.ArgumentParser(prog=f"llm-pretrain {name}", description=command.HELP)
+        parser = argparse.ArgumentParser(
+            prog=f"llm-pretrain {name}",
+            description=COMMANDS[name],
+            epilog=command.EXAMPLES,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
         command.add_arguments(parser)
         parsed, unknown = parser.parse_known_args(rest)
-        if unknown:
+        if hasattr(parsed, "script_options"):  # of a command that passes them on
+            parsed.script_options = unknown
+        elif unknown:
             if refuse := parser.get_default("refuse"):  # of a command that takes settings
                 refuse(unknown)
             parser.error(f"unrecognized arguments: {' '.join(unknown)}")
         exit_code = command.run(parsed)
         sys.stdout.flush()
         return exit_code
-    except BrokenPipeError:  # its reader, `head` or a pager, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's flush at exit
+    except BrokenPipeError:  # `head` or a pager has closed the pipe
+        flush_streams()
         return _EXIT_BROKEN_PIPE
     except PretrainError as error:
-        problems = error.problems if isinstance(error, ConfigError) else (str(error),)
-        text = "\n".join(map(_printable, problems))
-        print(f"llm-pretrain {name}: error: {text}", file=sys.stderr)
+        print(f"llm-pretrain {name}: error: " + "\n".join(error.lines()), file=sys.stderr)
         return error.exit_code
     except OSError as error:  # a full disk, a folder without permission
         place = error.filename or getattr(parsed, "output", None) or "output"
         reason = f"{place}: {error.strerror or error}"
-        print(f"llm-pretrain {name}: error: {_printable(reason)}", file=sys.stderr)
+        print(f"llm-pretrain {name}: error: {printable(reason)}", file=sys.stderr)
         return CheckpointError.exit_code
     except KeyboardInterrupt:
         return _EXIT_INTERRUPTED
-
-
-def _printable(text: str) -> str:
-    """One line: what stood in a file, or is a file's name, must neither break it nor steer the terminal."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _usage() -> str:
@@ -107,6 +103,7 @@ def _usage() -> str:
             "  llm-pretrain tokenizer --input stdlib --vocab_size 6400 --output data/tokenizers/stdlib",
             "  llm-pretrain prepare --input stdlib --tokenizer data/tokenizers/stdlib "
             "--output data/stores/stdlib",
+            "  llm-pretrain train --config quickstart",
             "  llm-pretrain COMMAND --help",
         ]
     )

@@ -1,10 +1,25 @@
-"""Errors that users cause and can mend, each with the exit code of its kind.
+"""Errors that a user can correct, each kind with its exit code.
 
-A message is one line: the field or file, what was expected, what was found, what to do. Everything
-else that is raised is a bug of ours and shows its traceback.
+A message is one line: the field or file, what was expected, what was found, what to do. Any other exception
+is a bug and prints its traceback.
 """
 
 from __future__ import annotations
+
+MAX_LINE = 1000
+"""Characters of a line that is printed: a damaged file may have names of any length."""
+
+
+def printable(text: object) -> str:
+    """A text as it is printed: on one line that cannot control the terminal, its middle left out if long.
+
+    Control characters and bytes that are no text are escaped: names, paths and what files contain may have
+    any of them.
+    """
+    line = str(text)
+    if len(line) > MAX_LINE:
+        line = f"{line[: MAX_LINE // 2]} ... {line[-MAX_LINE // 3 :]}"
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
 
 
 class PretrainError(Exception):
@@ -12,7 +27,11 @@ class PretrainError(Exception):
 
     exit_code = 1
     shared = False
-    """Whether every rank raised this same error, so that one of them is enough to print it."""
+    """Whether every rank raised this error, so that only rank 0 prints it."""
+
+    def lines(self) -> list[str]:
+        """What is printed: a line, or one for each problem of a configuration."""
+        return [printable(self)]
 
 
 class ConfigError(PretrainError):
@@ -24,6 +43,10 @@ class ConfigError(PretrainError):
     def __init__(self, *problems: str):
         self.problems = problems
         super().__init__("\n".join(problems))
+
+    def lines(self) -> list[str]:
+        """A line for each problem."""
+        return [printable(problem) for problem in self.problems]
 
 
 class DataError(PretrainError):
@@ -45,7 +68,7 @@ class ResourceError(PretrainError):
 
 
 class StuckError(ResourceError):
-    """A rank hangs, or has lost another one. The message names the rank; any other error says more."""
+    """A rank hangs, or lost the connection to another one; any other error of the run takes precedence."""
 
 
 class OutputError(PretrainError):

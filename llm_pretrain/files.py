@@ -1,26 +1,119 @@
-"""Small files that are replaced whole, and what it takes for a file or a name to outlive a power cut.
+"""Reads plain files of bounded size, replaces files atomically, and tells which files this program wrote.
 
-Knows nothing of what the files say; checkpoints have a protocol of their own on top of this.
+Nothing else is deleted, truncated or replaced. A run's folder and weights have a marker (`MARKER`), a store
+has `store.json`, a checkpoint `manifest.json`. Those of weights, stores and checkpoints list their files, and
+a folder with any other file stays. A single file has a mark in its text.
 """
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
-import tempfile
+import secrets
+import stat
+import sys
+from collections.abc import Collection
+from contextlib import suppress
+from io import BufferedReader, TextIOWrapper
 from pathlib import Path
+from typing import Any
 
-_TEMPORARY = re.compile(r"\..+\.tmp-[a-z0-9_]{8}")
+from llm_pretrain.errors import OutputError
+
+MAX_BYTES = 1 << 28
+"""Largest JSON file that is read; a tokenizer.json with a large vocabulary takes 30 MB."""
+MARKER = ".llm_pretrain.json"
+"""Name of the file that marks a run's folder, with the run's id, and weights, with their files."""
+_MANIFESTS = (MARKER, "store.json", "manifest.json")
+_CHECKPOINT_KEYS = {"format_version", "run", "tensors", "files", "sha256"}
+_TEMPORARY = re.compile(r"\.(.+)\.tmp-[a-z0-9_]{8}")
+_HEAD_BYTES = 1 << 12
+"""The mark of a file is within this many bytes."""
+
+
+def prepare_streams() -> None:
+    """Open the null device in place of standard streams that were closed (`>&-`) before this process began,
+    and let standard output escape characters that its encoding lacks instead of failing.
+
+    Otherwise the next file that is opened would get their number, and all that libraries print.
+    """
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        if getattr(sys, name) is not None:
+            continue
+        try:
+            os.fstat(number)  # opened for something else meanwhile
+            stream = open(os.devnull, mode)  # noqa: SIM115  # for the process's life
+        except OSError:
+            descriptor = os.open(os.devnull, os.O_RDWR)
+            os.dup2(descriptor, number)
+            if descriptor != number:
+                os.close(descriptor)
+            stream = open(number, mode, closefd=False)  # noqa: SIM115
+        setattr(sys, name, stream)
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def flush_streams() -> None:
+    """Flush standard output and error; one whose reader has left leads to the null device from now on."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            with suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # for Python's flush at exit
+
+
+def open_plain(file: str | Path) -> BufferedReader:
+    """Open a plain file for reading; never blocks.
+
+    Raises:
+        OSError: it cannot be opened, or is no plain file: reading a pipe would block, a device has no end.
+    """
+    descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(file))
+        if not stat.S_ISREG(mode):
+            raise OSError(errno.EINVAL, "no plain file, which every process could read", str(file))
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return os.fdopen(descriptor, "rb")
+
+
+def read_plain(file: str | Path, max_bytes: int = MAX_BYTES) -> bytes:
+    """The content of a plain file of at most `max_bytes`.
+
+    Raises:
+        OSError: as `open_plain`, or it is larger.
+    """
+    with open_plain(file) as stream:
+        if os.fstat(stream.fileno()).st_size > max_bytes:
+            raise OSError(errno.EFBIG, f"larger than {max_bytes >> 10} KiB", str(file))
+        return stream.read()
+
+
+def read_json(file: str | Path) -> Any:
+    """The value in a JSON file in UTF-8.
+
+    Raises:
+        OSError: as `read_plain`.
+        ValueError, RecursionError: it is no JSON.
+    """
+    return json.loads(read_plain(file).decode())
 
 
 def fsync_folder(folder: Path) -> None:
-    """Make the folder's entries survive a power cut."""
+    """fsync a folder, so that its entries persist after a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # some network file systems cannot sync a folder, and say so like this
+        # some network file systems cannot sync a folder, and return EINVAL
         if error.errno != errno.EINVAL:
             error.filename = str(folder)
             raise
@@ -29,7 +122,7 @@ def fsync_folder(folder: Path) -> None:
 
 
 def fsync_file(file: Path) -> None:
-    """Make the file's content survive a power cut."""
+    """fsync a file, so that its content persists after a power cut."""
     with file.open("rb") as stream:
         try:
             os.fsync(stream.fileno())
@@ -39,35 +132,119 @@ def fsync_file(file: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Create a folder and those above it durably, where they are missing."""
+    """Create a folder and its missing parents, and fsync each new entry."""
     missing = [each for each in (folder, *folder.parents) if not each.is_dir()]
     folder.mkdir(parents=True, exist_ok=True)
     for each in reversed(missing):
         fsync_folder(each.parent)
 
 
+def write_text(file: Path, text: str) -> None:
+    """Write and fsync `text`."""
+    with file.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
 def replace_text(file: Path, text: str) -> None:
-    """Replace a file by one with this text: a reader, and a crash at any point, finds the old or the new.
+    """Replace a file's content atomically: a reader, also after a crash, finds the old text or the new one.
 
     Raises:
         OSError: naming the file that cannot be written; the old one stays, and nothing else is left.
     """
-    descriptor, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.tmp-")
+    temporary = file.with_name(f".{file.name}.tmp-{secrets.token_hex(4)}")
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+        with temporary.open("x", encoding="utf-8") as stream:
             stream.write(text)
             stream.flush()
-            os.fsync(stream.fileno())  # or a power cut may leave the new name with nothing in it
-        os.chmod(temporary, 0o644)
+            os.fsync(stream.fileno())  # or a power cut may leave an empty file
         os.replace(temporary, file)
     except OSError as error:
         error.filename = str(file)
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 
-def remove_leftovers(folder: Path) -> None:
-    """Delete what killed calls of `replace_text` left in `folder`; only while nobody else writes there."""
+def remove_leftovers(folder: Path, names: Collection[str]) -> None:
+    """Delete what killed calls of `replace_text` left of files of these names; nobody else may write."""
     for entry in list(os.scandir(folder)):
-        if _TEMPORARY.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
+        match = _TEMPORARY.fullmatch(entry.name)
+        if match and match[1] in names and entry.is_file(follow_symlinks=False):
             Path(entry.path).unlink(missing_ok=True)
+
+
+def write_marker(folder: Path, kind: str, **content: Any) -> None:
+    """Mark a folder as written by this program, as one of `kind`."""
+    text = json.dumps({"format": f"llm_pretrain {kind}", **content}, indent=1) + "\n"
+    replace_text(folder / MARKER, text)
+
+
+def read_marker(folder: Path, kind: str) -> dict[str, Any] | None:
+    """The content of a folder's marker; None if it has no marker of `kind`.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    try:
+        content = read_json(folder / MARKER)
+    except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
+        return None
+    is_of_kind = isinstance(content, dict) and content.get("format") == f"llm_pretrain {kind}"
+    return content if is_of_kind else None
+
+
+def listed_files(folder: Path) -> frozenset[str] | None:
+    """Relative names of the files that a folder's manifest lists, with its own; None without a manifest."""
+    for name in _MANIFESTS:
+        try:
+            content = read_json(folder / name)
+        except (OSError, ValueError, RecursionError):
+            continue
+        if not isinstance(content, dict) or not isinstance(content.get("files"), list | dict):
+            continue
+        if str(content.get("format")).startswith("llm_pretrain ") or content.keys() >= _CHECKPOINT_KEYS:
+            return frozenset([name, *map(str, content["files"])])
+    return None
+
+
+def foreign_file(folder: Path, also: str = "") -> str | None:
+    """The first file or link in a folder that its manifest does not list; None if all are listed.
+
+    Args:
+        folder: The folder, which may have no manifest.
+        also: Pattern of further names that this program writes there.
+    """
+    if folder.is_symlink() or not folder.is_dir():
+        return folder.name
+    listed, pattern = listed_files(folder) or frozenset(), re.compile(also or r"(?!)")
+    for parent, folders, files in os.walk(folder):
+        links = [name for name in folders if os.path.islink(os.path.join(parent, name))]
+        for name in sorted([*files, *links]):
+            relative = os.path.relpath(os.path.join(parent, name), folder)
+            if relative not in listed and not pattern.fullmatch(relative):
+                return relative
+    return None
+
+
+def check_replaceable(file: Path, *marks: bytes) -> None:
+    """Check that at `file` is nothing, or a file that this program wrote: with any of `marks` in its head.
+
+    Raises:
+        OutputError: there is something else.
+    """
+    if not os.path.lexists(file):
+        return
+    found = "a link"
+    if not file.is_symlink():
+        try:
+            with open_plain(file) as stream:
+                head = stream.read(_HEAD_BYTES)
+            if not head or any(mark in head for mark in marks):
+                return
+            found = "another file"
+        except OSError as error:
+            found = error.strerror or str(error)
+    raise OutputError(
+        f"{file}: expected a new file, or one that this program wrote, found {found}; choose another name"
+    )

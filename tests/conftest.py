@@ -3,11 +3,27 @@
 from __future__ import annotations
 
 import gc
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from support.corpora import make_store
+from support.fork_server import remove_shared, share_with_workers
+
+
+def pytest_configure() -> None:
+    """Before pytest-xdist starts its workers, which inherit the environment."""
+    # With it pytest writes whole differences, which takes minutes for the long lists that tests of checks
+    # compare on purpose with what they must not equal.
+    os.environ.pop("CI", None)
+    share_with_workers()
+
+
+def pytest_unconfigure() -> None:
+    """After the last worker."""
+    remove_shared()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -21,6 +37,13 @@ def imports_out_of_the_collectors_sight() -> None:
     """Every training collects garbage; over all that a test process has imported it takes half a second."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def default_algorithms() -> Iterator[None]:
+    """A run with `training.deterministic` inside the test process leaves the flag set."""
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 LONG_FIRST = ("distributed", "faults", "end_to_end", "traps", "commands")

@@ -13,23 +13,30 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "llm_pretrain"
 SCRIPTS = {"torchrun": ROOT / "train_pretrain.py", "accelerate": ROOT / "train_pretrain_accelerate.py"}
 
+_BASE = {"errors", "files", "config"}
 ALLOWED = {
     "errors": set(),
-    "files": set(),
-    "config": {"errors"},
+    "files": {"errors"},
+    "config": {"errors", "files"},
     "model": {"errors", "config"},
-    "export": {"errors", "config", "model"},
-    "checkpoints": {"errors", "files", "config", "model", "export"},
+    "data": {"errors", "files", "config"},
+    "tracking": _BASE,
+    "export": {*_BASE, "model"},
     "generation": {"errors", "config", "model"},
-    "data": {"errors", "config"},
-    "tracking": {"errors", "files", "config"},
+    "optim": {"errors", "config", "model"},
+    "memory": {"errors", "config", "model", "optim", "tracking"},
+    "distributed": {*_BASE, "model", "optim", "memory"},
+    "checkpoints": {*_BASE, "model", "export", "optim", "distributed"},
     "training": {
-        *("errors", "files", "config", "model", "export", "checkpoints", "generation", "data", "tracking")
+        *_BASE,
+        *("model", "data", "tracking", "export", "generation"),
+        *("optim", "memory", "distributed", "checkpoints"),
     },
     "commands": {
-        *("errors", "config", "model", "export", "checkpoints", "generation", "data", "tracking", "training")
+        *("errors", "files", "config", "model", "data", "tracking", "export", "generation"),
+        *("optim", "memory", "distributed", "checkpoints", "training"),
     },
-    "__main__": {"errors", "commands"},
+    "__main__": {"errors", "files", "commands"},
     "__init__": set(),
 }
 """Part of the package -> the other parts it may import."""
@@ -42,7 +49,6 @@ SLOW_IMPORTS = {
     "accelerate",
     "deepspeed",
     "tokenizers",
-    "jsonargparse",
     "plotly",
     "rich",
     "gguf",
@@ -91,13 +97,24 @@ def test_parts_are_used_through_their_face(path: Path):
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("llm_pretrain."):
             pieces = node.module.split(".")
-            assert len(pieces) == 2 or pieces[1] == part_of(path), f"{path.name} imports {node.module}"
+            by_module = pieces[1] == "distributed"  # some of its modules take a second to import
+            assert len(pieces) == 2 or by_module or pieces[1] == part_of(path), (
+                f"{path.name} imports {node.module}"
+            )
+
+
+SLOW_IMPORTED_BY = {
+    "tracking/top.py": {"rich"},
+    "data/chat/template.py": {"jinja2"},  # in its own process only
+}
 
 
 def test_slow_libraries_are_imported_where_they_are_needed():
     for path in modules():
-        roots = {name.split(".")[0] for name in imports(path, top_level_only=True)}
-        assert not roots & SLOW_IMPORTS, f"{path}: {roots & SLOW_IMPORTS}"
+        names = imports(path, top_level_only=True)
+        assert "llm_pretrain.tracking.top" not in names, path  # the one module that imports rich as a whole
+        slow = {name.split(".")[0] for name in names} & SLOW_IMPORTS
+        assert not slow - SLOW_IMPORTED_BY.get(path.relative_to(PACKAGE).as_posix(), set()), f"{path}: {slow}"
 
 
 def test_a_training_process_starts_without_the_slow_libraries():
@@ -120,7 +137,7 @@ def test_only_the_engines_and_checkpoints_touch_torch_distributed():
             distributed = {
                 name for name in distributed if not name.startswith("torch.distributed.checkpoint")
             }
-        if path == PACKAGE / "training" / "sharding.py":  # what both engines shard alike
+        if path.name in ("fsdp.py", "muon.py"):  # what both engines shard alike, and what updates it
             allowed = ("torch.distributed.fsdp", "torch.distributed.tensor")
             distributed = {name for name in distributed if not name.startswith(allowed)}
         assert not distributed, f"{path}: {distributed}"
@@ -137,7 +154,7 @@ def class_methods(path: Path, class_name: str) -> list[str]:
 
 
 def test_engines_define_the_protocol_in_the_same_order():
-    protocol = class_methods(PACKAGE / "training" / "engine.py", "Engine")
+    protocol = class_methods(PACKAGE / "training" / "step.py", "Engine")
     torchrun = class_methods(SCRIPTS["torchrun"], "TorchrunEngine")
     accelerate = class_methods(SCRIPTS["accelerate"], "AccelerateEngine")
     assert torchrun == accelerate
@@ -163,10 +180,10 @@ def test_the_scripts_differ_only_in_their_engine():
 
 
 def test_files_have_one_subject():
-    """Files stay within 300 lines, functions within 80."""
+    """Files stay within 600 lines, functions within 80."""
     for path in [*modules(), *SCRIPTS.values()]:
         source = path.read_text()
-        assert source.count("\n") <= 300, path
+        assert source.count("\n") <= 600, path
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.FunctionDef):
                 assert node.end_lineno is not None

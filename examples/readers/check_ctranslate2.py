@@ -10,7 +10,7 @@ from comparison import Comparison
 from transformers import AutoTokenizer
 
 generator = ctranslate2.Generator(sys.argv[1], device="cpu", compute_type="float32")
-tokenizer = AutoTokenizer.from_pretrained(sys.argv[3])
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[3], trust_remote_code=False)
 comparison = Comparison(f"ctranslate2 {ctranslate2.__version__}")
 comparison.ids(lambda text: tokenizer(text, add_special_tokens=False)["input_ids"])
 for row in comparison.prompts:

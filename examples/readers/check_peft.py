@@ -10,8 +10,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
-base = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1], trust_remote_code=False)
+base = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32, trust_remote_code=False)
 model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
 batch = tokenizer("The function returns a list of names.", return_tensors="pt", return_token_type_ids=False)
 optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
@@ -23,4 +23,7 @@ for _ in range(2):
     loss.backward()
     optimizer.step()
 model.merge_and_unload()
-print(f"{'ok' if losses[1] < losses[0] else 'DIFFERS'}  peft {peft.__version__}: loss {losses[0]:.4f}, after one step {losses[1]:.4f}")  # fmt: skip  # noqa: E501
+learns = losses[1] < losses[0]
+figures = f"loss {losses[0]:.4f}, after one step {losses[1]:.4f}"
+print(f"{'ok' if learns else 'DIFFERS'}  peft {peft.__version__}: {figures}")
+sys.exit(0 if learns else 1)

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 weights = sys.argv[1]
 comparison = Comparison(f"transformers {transformers.__version__}")
-tokenizer = AutoTokenizer.from_pretrained(weights)
-model = AutoModelForCausalLM.from_pretrained(weights).float().eval()
+tokenizer = AutoTokenizer.from_pretrained(weights, trust_remote_code=False)
+model = AutoModelForCausalLM.from_pretrained(weights, trust_remote_code=False).float().eval()
 comparison.ids(lambda text: tokenizer(text, add_special_tokens=False)["input_ids"])
 for row in comparison.prompts:
     count = len(row["greedy"])

@@ -15,13 +15,13 @@ talk = [{"role": "user", "content": "Name a list method."}, {"role": "assistant"
 with tempfile.TemporaryDirectory() as folder:
     settings = SFTConfig(
         output_dir=folder, max_steps=1, per_device_train_batch_size=2, report_to="none", use_cpu=True,
-        max_length=64, assistant_only_loss=True, logging_steps=1, save_strategy="no", bf16=False,
+        max_length=128, assistant_only_loss=True, logging_steps=1, save_strategy="no", bf16=False,
     )  # fmt: skip
     trainer = SFTTrainer(
         sys.argv[1],
         args=settings,
         train_dataset=Dataset.from_list([{"messages": talk}] * 2),
-        processing_class=AutoTokenizer.from_pretrained(sys.argv[1]),
+        processing_class=AutoTokenizer.from_pretrained(sys.argv[1], trust_remote_code=False),
     )
     result = trainer.train()
 print(f"ok  trl {version('trl')}: one step, loss {result.training_loss:.4f}")

@@ -1,28 +1,37 @@
-"""Full-precision checkpoints to resume from, exact to the last bit, and exported half-precision weights."""
+"""Full-precision checkpoints, from which training resumes bit for bit, and half-precision weights."""
 
-from llm_pretrain.checkpoints.averages import AVERAGE, average_name, averages
-from llm_pretrain.checkpoints.conversion import convert_weights
-from llm_pretrain.checkpoints.differences import fingerprint_differences
-from llm_pretrain.checkpoints.environment import environment
 from llm_pretrain.checkpoints.folders import committed_folders
-from llm_pretrain.checkpoints.manifest import Manifest, ResumePoint, RunFacts, find_damage, read_manifest
-from llm_pretrain.checkpoints.opening import OpenedModel, is_checkpoint, open_model
-from llm_pretrain.checkpoints.staging import HostBuffers
-from llm_pretrain.checkpoints.state import whole_state
+from llm_pretrain.checkpoints.manifest import (
+    Manifest,
+    ResumePoint,
+    RunFacts,
+    environment,
+    find_damage,
+    fingerprint_differences,
+    newest_manifest,
+    read_manifest,
+)
+from llm_pretrain.checkpoints.opening import (
+    CheckpointTensors,
+    CheckpointWeights,
+    OpenedModel,
+    is_checkpoint,
+    open_model,
+)
+from llm_pretrain.checkpoints.state import HostBuffers, whole_state
 from llm_pretrain.checkpoints.store import CheckpointStore
 from llm_pretrain.checkpoints.tensor_files import read_tensors
-from llm_pretrain.checkpoints.weights import best_step, save_weights
+from llm_pretrain.checkpoints.weights import best_step, convert_weights, other_content, save_weights
 
 __all__ = [
-    "AVERAGE",
     "CheckpointStore",
+    "CheckpointTensors",
+    "CheckpointWeights",
     "HostBuffers",
     "Manifest",
     "OpenedModel",
     "ResumePoint",
     "RunFacts",
-    "average_name",
-    "averages",
     "best_step",
     "committed_folders",
     "convert_weights",
@@ -30,7 +39,9 @@ __all__ = [
     "find_damage",
     "fingerprint_differences",
     "is_checkpoint",
+    "newest_manifest",
     "open_model",
+    "other_content",
     "read_manifest",
     "read_tensors",
     "save_weights",

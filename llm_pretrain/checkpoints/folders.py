@@ -1,11 +1,8 @@
-"""Folders named `step-00000100` that appear whole or not at all, and how old ones go.
+"""Commits and prunes folders named `step-00000100`, of checkpoints and of exported weights.
 
-Shared by checkpoints and exported weights. Knows nothing of what stands inside them.
-
-Names beside the committed ones, all ignored by readers, with one exception:
-`.step-N.tmp-UUID` is being written, `.step-N.old-UUID` is being deleted, and `.step-N.replaced-UUID`
-made room for a new `step-N`: as long as that one does not exist, it still counts as step N. The folder
-`best`, of the weights with the lowest evaluation loss, appears and is replaced in the same way.
+Other names in the parent folder: `.step-N.tmp-UUID` is being written and `.step-N.old-UUID` is being
+deleted; readers ignore both. `.step-N.replaced-UUID` was renamed to make room for a new `step-N`, and counts
+as step N until that exists. The folder `best` (lowest evaluation loss) is replaced in the same way.
 """
 
 from __future__ import annotations
@@ -16,12 +13,11 @@ import re
 import shutil
 import uuid
 from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 
 from llm_pretrain.errors import CheckpointError
-from llm_pretrain.files import fsync_file as fsync_file
-from llm_pretrain.files import fsync_folder
-from llm_pretrain.files import make_folder as make_parent  # noqa: F401  # of the parts that use this module
+from llm_pretrain.files import foreign_file, fsync_folder, listed_files
 
 logger = logging.getLogger(__name__)
 
@@ -30,11 +26,18 @@ _REPLACED = re.compile(r"\.step-(\d{8,})\.replaced-[0-9a-f]+")
 _REPLACED_BEST = re.compile(r"\.best\.replaced-[0-9a-f]+")
 _TEMPORARY = re.compile(r"\.step-\d{8,}\.(?:tmp|old)-[0-9a-f]+")
 
+_UNLISTED = (
+    r"(config|generation_config|best|tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab)\.json"
+    r"|README\.md|chat_template\.jinja|tokenizer\.model|merges\.txt|model\.safetensors(\.index\.json)?"
+    r"|(shard-\d{5}-)?model-\d{5}-of-\d{5,}\.safetensors|manifest\.json"
+)
+"""Names of files in weights of versions that listed none, and in a checkpoint whose manifest is damaged."""
+
 BEST = "best"
-"""Name of the folder that follows the lowest evaluation loss; retention does not know it."""
+"""Name of the folder with the lowest evaluation loss; `prune` never deletes it."""
 
 MINIMUM_KEPT = 2
-"""Retention never goes below this: the newest may turn out to be damaged."""
+"""Folders that `prune` always keeps, because the newest may turn out to be damaged."""
 
 
 def folder_name(step: int) -> str:
@@ -43,16 +46,16 @@ def folder_name(step: int) -> str:
 
 
 def temporary_folder(parent: Path, step: int, token: str) -> Path:
-    """Where step `step` is written before it is committed; `token` is the same on all ranks."""
+    """The folder in which step `step` is written before the commit; `token` is the same on all ranks."""
     return parent / f".{folder_name(step)}.tmp-{token}"
 
 
 def check_parent(parent: Path) -> None:
-    """Tell a folder that is missing, and so empty, from one whose disk is.
+    """Check that `parent` is a folder or does not exist.
 
     Raises:
-        CheckpointError: a file has its name, or a link that leads nowhere: to start from scratch there would
-            be to start beside what was saved before.
+        CheckpointError: it is a file or a broken link, as when a disk is not mounted. Treating it as empty
+            would start training from scratch although checkpoints exist.
     """
     if os.path.lexists(parent) and not parent.is_dir():
         raise CheckpointError(
@@ -62,7 +65,7 @@ def check_parent(parent: Path) -> None:
 
 
 def committed_folders(parent: Path) -> dict[int, Path]:
-    """Step → committed folder, in ascending order of steps. Links and foreign names do not count.
+    """Step → committed folder, in ascending order of steps. Links and other names are ignored.
 
     Raises:
         OSError: the parent exists and cannot be listed.
@@ -80,32 +83,41 @@ def committed_folders(parent: Path) -> dict[int, Path]:
     return dict(sorted({**replaced, **committed}.items()))
 
 
-def commit_folder(temporary: Path, step: int) -> Path:
-    """Give a completely written temporary folder the name of its step, by one rename.
+def commit_folder(temporary: Path, name: str) -> Path:
+    """Rename a completely written temporary folder to `name`, in the same parent folder.
 
-    Where the name is taken (the run fell back to an older step and comes past again), the old folder
-    moves aside first and is deleted last, so that at every moment one of the two counts as step `step`.
+    An existing folder of that name (the run resumed from an older step and reached this one again) is renamed
+    first and deleted last, so that at every moment one of the two counts. One with a file that no save wrote
+    stays as `NAME.kept-UUID`.
     """
-    return commit_as(temporary, folder_name(step))
-
-
-def commit_as(temporary: Path, name: str) -> Path:
-    """`commit_folder` under any name that `clean` knows: that of a step, or `best`."""
     target = temporary.parent / name
     fsync_folder(temporary)
-    replaced = None
+    old, is_kept = None, False
     if os.path.lexists(target):
-        replaced = target.parent / f".{target.name}.replaced-{uuid.uuid4().hex}"
-        os.rename(target, replaced)
-    os.rename(temporary, target)
+        is_kept = unlisted_file(target) is not None
+        name = f"{name}.kept-" if is_kept else f".{name}.replaced-"
+        old = target.parent / f"{name}{uuid.uuid4().hex}"
+        os.rename(target, old)
+    try:
+        os.rename(temporary, target)
+    except OSError:
+        if old is not None:
+            with suppress(OSError):
+                os.rename(old, target)
+        raise
     fsync_folder(target.parent)
-    if replaced is not None:
-        discard(replaced)
+    if old is not None and not is_kept:
+        discard(old)
     return target
 
 
+def unlisted_file(path: Path) -> str | None:
+    """The first file in a folder of a checkpoint or of weights that no save wrote; None without any."""
+    return foreign_file(path, _UNLISTED if listed_files(path) is None else "")
+
+
 def discard(path: Path) -> None:
-    """Delete as much of `path` as can be deleted; what stays is cleaned up by a later save."""
+    """Delete as much of `path` as possible; a later save deletes the rest."""
     if path.is_symlink() or path.is_file():
         path.unlink(missing_ok=True)
     else:
@@ -113,7 +125,7 @@ def discard(path: Path) -> None:
 
 
 def clean(parent: Path) -> None:
-    """Finish what earlier attempts left: undo an interrupted replacement, delete temporary folders."""
+    """Undo interrupted replacements, and delete the temporary folders of interrupted saves."""
     best_folder(parent)
     committed = committed_folders(parent)
     for step, path in committed.items():
@@ -125,7 +137,7 @@ def clean(parent: Path) -> None:
 
 
 def best_folder(parent: Path) -> Path | None:
-    """The folder `best`, an interrupted replacement of it undone; None where there is none."""
+    """The folder `best`, after undoing an interrupted replacement; None if there is none."""
     best = parent / BEST
     if not best.is_dir() and parent.is_dir():
         replaced = [name for name in os.listdir(parent) if _REPLACED_BEST.fullmatch(name)]
@@ -135,19 +147,19 @@ def best_folder(parent: Path) -> Path | None:
 
 
 def multiples(steps: Collection[int], period: int, newest: int) -> list[int]:
-    """Those of `steps` up to `newest` that are multiples of `period`; none where that is 0."""
+    """Those of `steps` up to `newest` that are multiples of `period`; empty if that is 0."""
     return [step for step in steps if period and step <= newest and step % period == 0]
 
 
 def prune(
     parent: Path, *, newest: int, keep_last: int, unsound: Collection[int] = (), period: int = 0
 ) -> None:
-    """Delete old folders, by renaming first; failures are logged, since the new one is already safe.
+    """Delete old folders, renaming each first; failures are logged, because the new folder is committed.
 
-    Of the folders up to step `newest` (the one just committed), the last `keep_last` stay, at least two,
-    not counting those known to be `unsound`, and the last of a multiple of `period`, to which a run may have
-    to go back when stop signals have written newer ones. Later ones belong to an attempt that this run has
-    not caught up with; they are left alone until it has.
+    Of the folders up to step `newest` (the one just committed) it keeps the last `keep_last`, at least two,
+    not counting those known to be `unsound`, the last whose step is a multiple of `period`, which a
+    rollback needs, and those with a file that no save wrote. Folders of later steps belong to an earlier
+    attempt; they are kept until this attempt has reached their step.
     """
     try:
         steps = [step for step in reversed(committed_folders(parent)) if step <= newest]
@@ -159,8 +171,10 @@ def prune(
     for step in [step for step in steps if step not in kept]:
         retired = parent / f".{folder_name(step)}.old-{uuid.uuid4().hex}"
         try:
+            if unlisted_file(parent / folder_name(step)) is not None:
+                continue
             os.rename(parent / folder_name(step), retired)
-            fsync_folder(parent)  # or a power cut may give the name back to what is half deleted
+            fsync_folder(parent)  # or after a power cut a half-deleted folder may have its old name again
         except OSError as error:
             logger.warning("%s could not be deleted: %s", parent / folder_name(step), error)
         else:

@@ -1,44 +1,54 @@
-"""`manifest.json`: everything a checkpoint knows about itself, written last.
+"""Reads, writes and validates `manifest.json`, and compares a checkpoint with the run that resumes from it.
 
-A folder with a manifest that parses and whose files match it is a sound checkpoint; nothing else is.
-Tensors are not here, only their names, dtypes and shapes; scalars are here, losslessly.
+The manifest describes a checkpoint's tensors and files and holds its scalars. It is written last: a
+checkpoint is sound if and only if its manifest is valid and its files match it.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
-import os
-from dataclasses import asdict, dataclass, field
+import math
+import platform
+import re
+import subprocess
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_type_hints
 
-from llm_pretrain.checkpoints.manifest_parts import wrong_part
-from llm_pretrain.errors import CheckpointError
+import torch
+from torch.optim import Optimizer
+
+import llm_pretrain
+from llm_pretrain.checkpoints.folders import committed_folders
+from llm_pretrain.checkpoints.state import TrainingState
+from llm_pretrain.config import matches_type
+from llm_pretrain.errors import CheckpointError, MismatchError
+from llm_pretrain.files import open_plain, read_json, write_text
 
 MANIFEST_NAME = "manifest.json"
 FORMAT_VERSION = 1
 
 
 class UnsoundError(CheckpointError):
-    """This checkpoint is damaged or incomplete; an older one may be sound."""
+    """The checkpoint is damaged or incomplete; an older one may be sound."""
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """Where a run stands, beside its tensors.
+    """Progress and settings of a run when it saved.
 
     Args:
-        step: Optimizer steps taken from the schedule.
+        step: Optimizer steps taken from the schedule, skipped ones included.
         tokens_seen: Loss tokens trained on so far.
-        launcher: Which entry script's path saved.
-        strategy: `distributed.strategy`.
-        world_size: Number of processes.
-        global_batch_size: Sequences per optimizer step; with the step, the position in the data.
-        seed: `run.seed`.
-        wandb_id: Id to continue the tracker's run with.
-        fingerprints: What must be the same to continue, as flat text: `{"model.hidden_size": "512", …}`.
-        extra: Anything else the loop wants back, as JSON.
+        global_batch_size: Sequences per optimizer step; with `step`, the position in the data.
+        wandb_id: Id of the W&B run to continue.
+        fingerprints: Settings that must be equal to resume, as text: `{"model.hidden_size": "512", …}`.
+        extra: Further state of the training loop, as JSON.
+        run_id: Id of the run's folder; None if a version without ids saved.
     """
 
     step: int
@@ -51,6 +61,7 @@ class RunFacts:
     wandb_id: str | None
     fingerprints: dict[str, str]
     extra: dict[str, Any] = field(default_factory=dict)
+    run_id: str | None = None
 
 
 @dataclass(frozen=True)
@@ -58,12 +69,11 @@ class Manifest:
     """Content of `manifest.json`.
 
     Args:
-        run: Where the run stood.
-        environment: Versions, hardware and git revision that wrote it.
+        environment: Versions, hardware and git revision.
         tensors: Name → `{"dtype": "float32", "shape": [64, 32]}` of every tensor in the files.
         tied: Second name → first name of parameters that are one tensor, saved once.
         scalars: Name → `{"dtype", "value"}` of every 0-dimensional tensor and plain number.
-        optimizer: Its class, groups, and the parameters that had no state yet.
+        optimizer: Its class, groups, and the parameters without state.
         scaler: The gradient scaler's state; None without an enabled one.
         files: Name → `{"bytes", "sha256"}` of every file beside the manifest.
     """
@@ -80,13 +90,10 @@ class Manifest:
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """A sound checkpoint that matches, and where its run stood.
+    """A verified checkpoint that matches the run.
 
     Args:
-        path: The checkpoint's folder.
-        manifest: What it says about itself.
-        warnings: What the user should know: damaged checkpoints passed over and, once it is loaded,
-            what changed since it was saved.
+        warnings: Newer checkpoints that are damaged and, after loading, what changed since it was saved.
     """
 
     path: Path
@@ -94,57 +101,35 @@ class ResumePoint:
     warnings: list[str] = field(default_factory=list)
 
     @property
+    def run(self) -> RunFacts:
+        """Progress and settings of the run when it saved."""
+        return self.manifest.run
+
+    @property
     def step(self) -> int:
         """Optimizer steps taken; the next one is `step + 1`."""
-        return self.manifest.run.step
-
-    @property
-    def tokens_seen(self) -> int:
-        """Loss tokens trained on so far."""
-        return self.manifest.run.tokens_seen
-
-    @property
-    def wandb_id(self) -> str | None:
-        """Id to continue the tracker's run with."""
-        return self.manifest.run.wandb_id
-
-    @property
-    def world_size(self) -> int:
-        """Number of processes that saved it."""
-        return self.manifest.run.world_size
-
-    @property
-    def launcher(self) -> str:
-        """Entry script's path that saved it."""
-        return self.manifest.run.launcher
-
-    @property
-    def extra(self) -> dict[str, Any]:
-        """What the loop gave along."""
-        return self.manifest.run.extra
+        return self.run.step
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write and fsync `manifest.json`; it carries its own digest, so that it can vouch for itself too."""
-    # Through JSON once, so that the digest is of what a reader will see (keys are text, tuples are lists).
+    """Write and fsync `manifest.json`, with a digest of its own content."""
+    # Converted to JSON and back, so that the digest covers what a reader gets (text keys, no tuples).
     content = json.loads(json.dumps({"format_version": FORMAT_VERSION, **asdict(manifest)}))
     content["sha256"] = _digest(content)
-    with (folder / MANIFEST_NAME).open("w", encoding="utf-8") as stream:
-        json.dump(content, stream, indent=1)  # no line break after it: the last byte counts too
-        stream.flush()
-        os.fsync(stream.fileno())
+    # Without a final line break, so that any cut is detected.
+    write_text(folder / MANIFEST_NAME, json.dumps(content, indent=1))
 
 
 def read_manifest(folder: Path) -> Manifest:
     """Read `manifest.json`.
 
     Raises:
-        UnsoundError: it is missing, cut off, or its content is not what was written.
-        CheckpointError: it is sound, but of a format that this version does not read.
+        UnsoundError: it is missing, truncated or altered.
+        CheckpointError: it has a format version that this version does not read.
     """
     file = folder / MANIFEST_NAME
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = read_json(file)
         stored = content.pop("sha256")
         if (found := _digest(content)) != stored:
             raise UnsoundError(f"{MANIFEST_NAME}: expected SHA-256 {stored} of its content, found {found}")
@@ -165,22 +150,34 @@ def read_manifest(folder: Path) -> Manifest:
         raise UnsoundError(f"{MANIFEST_NAME}: expected a complete manifest, found damaged content") from None
 
 
+def newest_manifest(parent: Path) -> Manifest | None:
+    """The manifest of the newest checkpoint in `parent` that has a readable one; None without any.
+
+    Raises:
+        OSError: the folder cannot be listed.
+    """
+    for path in reversed(committed_folders(parent).values()):
+        with suppress(CheckpointError):
+            return read_manifest(path)
+    return None
+
+
 def file_digest(file: Path) -> dict[str, Any]:
     """Size and SHA-256 of one file, as the manifest lists them."""
-    with file.open("rb") as stream:
+    with open_plain(file) as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
     return {"bytes": file.stat().st_size, "sha256": digest}
 
 
 def find_damage(folder: Path, manifest: Manifest, *, rank: int = 0, world_size: int = 1) -> list[str]:
-    """One line per file of this rank's share (every W-th) that is not what the manifest says."""
+    """One line per damaged or missing file, of every `world_size`-th file from `rank` on."""
     problems = []
     for name, expected in sorted(manifest.files.items())[rank::world_size]:
-        if Path(name).name != name:  # `..` and paths: nothing outside of the folder is read
+        if Path(name).name != name:  # never read outside of the folder
             problems.append(f"{MANIFEST_NAME}: expected plain file names, found {name!r}")
             continue
         try:
-            if not (folder / name).is_file():  # a pipe would be waited for
+            if not (folder / name).is_file():  # reading a pipe would block
                 raise FileNotFoundError
             size = (folder / name).stat().st_size
             if size != expected["bytes"]:
@@ -196,3 +193,206 @@ def find_damage(folder: Path, manifest: Manifest, *, rank: int = 0, world_size: 
 
 def _digest(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+_DTYPES = {"float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"}
+_LONGEST = 1 << 62
+
+
+def wrong_part(manifest: Any) -> str | None:
+    """The first invalid part, in words: what was expected and found; None if the manifest is valid.
+
+    The digest detects changes, but not a manifest that was written by hand or by another program. Such a file
+    must not lead to a traceback, to reading a file elsewhere or to an enormous allocation.
+    """
+    for owner in (manifest.run, manifest):
+        hints = get_type_hints(type(owner))
+        for name, value in vars(owner).items():
+            if not is_dataclass(value) and not matches_type(hints[name], value):
+                return f"{name} as {hints[name]}, found {value!r:.60}"
+    run = manifest.run
+    least = {"step": 0, "tokens_seen": 0, "world_size": 1, "global_batch_size": 1}
+    for name, bound in least.items():
+        if not bound <= getattr(run, name) < _LONGEST:
+            return f"{name} from {bound} on, found {getattr(run, name)!r:.60}"
+    for name, check in {"tensors": _tensor, "scalars": _scalar, "files": _file}.items():
+        for key, entry in getattr(manifest, name).items():
+            if wrong := check(entry):
+                return f"{name} {key!r:.80} with {wrong}, found {entry!r:.80}"
+    return _optimizer(manifest.optimizer) or _scaler(manifest.scaler)
+
+
+def _tensor(entry: Mapping[str, Any]) -> str | None:
+    shape = entry.get("shape", ())
+    if entry.get("dtype") not in _DTYPES:
+        return "a dtype of torch"
+    if not matches_type(list[int], shape) or not all(0 <= size < _LONGEST for size in shape):
+        return "a shape of whole numbers"
+    return None if math.prod(shape) < _LONGEST else "a shape that some memory could hold"
+
+
+def _scalar(entry: Mapping[str, Any]) -> str | None:
+    dtype, value = entry.get("dtype"), entry.get("value")
+    if dtype not in _DTYPES | {"int", "float", "bool"}:
+        return "a dtype"
+    if not isinstance(value, int | float) or (isinstance(value, int) and abs(value) >= _LONGEST):
+        return "a number"
+    if "int" in str(dtype) and not matches_type(int, value):
+        return "a whole number"
+    if dtype in _DTYPES - {"bool"}:
+        kind = getattr(torch, dtype)
+        limits = torch.finfo(kind) if kind.is_floating_point else torch.iinfo(kind)
+        return None if limits.min <= value <= limits.max else f"a number within {dtype}"
+    return None if math.isfinite(value) else "a finite number"
+
+
+def _file(entry: Mapping[str, Any]) -> str | None:
+    digest = entry.get("sha256")
+    if not matches_type(int, entry.get("bytes")) or entry["bytes"] < 0:
+        return "a number of bytes"
+    is_digest = isinstance(digest, str) and re.fullmatch("[0-9a-f]{64}", digest)
+    return None if is_digest else "a SHA-256"
+
+
+def _optimizer(entry: Mapping[str, Any]) -> str | None:
+    groups = entry.get("groups")
+    if not isinstance(entry.get("class"), str) or not isinstance(groups, list):
+        return f"an optimizer with its class and groups, found {entry!r:.60}"
+    for group in groups:
+        if not isinstance(group, Mapping) or not matches_type(list[str], group.get("params")):
+            return f"the names of parameters in each of the optimizer's groups, found {group!r:.60}"
+        for key, value in group.items():
+            if key == "lr" and not (matches_type(float, value) and math.isfinite(value)):
+                return f"a finite number as the optimizer's 'lr', found {value!r:.60}"
+            if key != "params" and not _setting(value):
+                return f"a number or text as the optimizer's {key!r:.40}, found {value!r:.60}"
+    if not matches_type(list[str], entry.get("without_state")):
+        return f"the optimizer's parameters without state, found {entry.get('without_state')!r:.60}"
+    return None
+
+
+def _setting(value: object) -> bool:
+    if isinstance(value, list):
+        return all(map(_setting, value))
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+_SCALER_KEYS = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
+
+
+def _scaler(entry: Mapping[str, Any] | None) -> str | None:
+    if entry is not None and not (
+        entry.keys() >= _SCALER_KEYS
+        and all(isinstance(value, int | float) for value in entry.values())
+        and entry.get("scale", 0) > 0
+        and matches_type(int, entry.get("growth_interval", 1))
+    ):
+        return f"a gradient scaler's numbers, found {entry!r:.60}"
+    return None
+
+
+_DECIDES_ARITHMETIC = ("torch", "llm_pretrain", "device")
+
+
+def environment(device: torch.device) -> dict[str, str | None]:
+    """Versions, hardware and git revision of this process."""
+    return {
+        "torch": torch.__version__,
+        "llm_pretrain": llm_pretrain.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
+        "git_revision": _git_revision(),
+    }
+
+
+def environment_changes(saved: dict[str, str | None], device: torch.device) -> list[str]:
+    """One warning per difference from the saved environment that may change the last bits of results."""
+    current = environment(device)
+    return [
+        f"{key} was {saved.get(key)} when the checkpoint was saved and is {current[key]} now: "
+        "training continues, but not bit for bit"
+        for key in _DECIDES_ARITHMETIC
+        if saved.get(key) != current[key]
+    ]
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+@functools.cache
+def _git_revision() -> str | None:
+    """Commit of the framework's own checkout, `-dirty` with local changes; None when installed."""
+    folder = Path(llm_pretrain.__file__).parent
+    git = ["git", "--no-optional-locks", "-C", str(folder)]
+    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 10}
+    try:
+        # An installed package may lie inside the repository of another project.
+        subprocess.run([*git, "ls-files", "--error-unmatch", "__init__.py"], check=True, **options)
+        described = subprocess.run(
+            [*git, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"], check=True, **options
+        )
+        return described.stdout.strip() or None
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+_ABSENT = "absent"
+
+
+def fingerprint_differences(saved: dict[str, str], expected: dict[str, str]) -> list[str]:
+    """One line per key whose text differs or is missing on one side."""
+    return _compare(saved, expected)
+
+
+def optimizer_differences(content: Manifest, optimizer: Optimizer) -> list[str]:
+    """One line if the optimizer has another class."""
+    return _compare({"optimizer": content.optimizer["class"]}, {"optimizer": type(optimizer).__name__})
+
+
+def mismatch(path: Path, differences: list[str]) -> MismatchError:
+    """The error for differences, which are the same on every rank."""
+    error = MismatchError(
+        f"checkpoint {path} does not match: {'; '.join(differences)}; "
+        "continue with the configuration it was made with, or start another run (run.name)"
+    )
+    error.shared = True
+    return error
+
+
+def state_differences(content: Manifest, target: TrainingState) -> list[str]:
+    """One line per tensor or scalar whose name, shape or dtype differs.
+
+    Optimizer state is compared only if the model's state agrees, because it follows from that.
+    """
+    saved = _describe(content.tensors, content.scalars, content.tied)
+    current = _describe(target.describe_tensors(), target.scalars, target.tied)
+    differences = _compare(*(_select(side, optimizer=False) for side in (saved, current)))
+    return differences or _compare(*(_select(side, optimizer=True) for side in (saved, current)))
+
+
+def _describe(
+    tensors: dict[str, dict[str, Any]], scalars: dict[str, dict[str, Any]], tied: dict[str, str]
+) -> dict[str, str]:
+    shapes = {name: f"{tensor['dtype']}{tensor['shape']}" for name, tensor in tensors.items()}
+    numbers = {name: scalar["dtype"] for name, scalar in scalars.items()}
+    return {**shapes, **numbers, **{name: f"tied to {first}" for name, first in tied.items()}}
+
+
+def _select(description: dict[str, str], *, optimizer: bool) -> dict[str, str]:
+    return {key: text for key, text in description.items() if key.startswith("optimizer.state.") == optimizer}
+
+
+def _compare(saved: dict[str, str], current: dict[str, str]) -> list[str]:
+    return [
+        f"{key} is {saved.get(key, _ABSENT)} in the checkpoint, {current.get(key, _ABSENT)} here"
+        for key in sorted({*saved, *current})
+        if saved.get(key) != current.get(key)
+    ]

@@ -1,21 +1,21 @@
-"""Opens a model to use: from weights, from a checkpoint, or from the folder of a run, even while it runs.
-
-Reads tensors of the model only; nothing here continues a training. One process.
-"""
+"""Opens a model for inference from weights, a checkpoint or the folder of a run, which may be running."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import re
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from llm_pretrain import export
-from llm_pretrain.checkpoints.averages import average_name
 from llm_pretrain.checkpoints.folders import committed_folders
 from llm_pretrain.checkpoints.manifest import (
     MANIFEST_NAME,
@@ -34,27 +34,29 @@ from llm_pretrain.config import (
     shape_problems,
 )
 from llm_pretrain.errors import CheckpointError, PretrainError
+from llm_pretrain.files import open_plain, read_json, read_plain
 from llm_pretrain.model import Decoder
+from llm_pretrain.optim import average_name
 
 _OPTIMIZER = "optimizer.state."
 _ATTEMPTS = 5
-"""A run deletes its oldest folders while it goes on; so often another one is looked for."""
+"""Maximum number of folders to try: a running run may delete its oldest folder while it is read."""
 
 
 @dataclass(frozen=True)
 class OpenedModel:
-    """A decoder and what is known of where it came from.
+    """A decoder and its origin.
 
     Args:
         model: In fp32, on the CPU, in eval mode.
         path: The folder it was read from.
         kind: Exported `weights`, or a full-precision `checkpoint`.
-        step: Optimizer steps it was trained for; None where the folder does not say.
-        tokenizer_folder: With its `tokenizer.json`; None where none was found.
-        token_ids: `bos_token_id`, `eos_token_id` (possibly several) and the like, as the weights' JSON files
-            have them; empty for a checkpoint.
-        run: The configuration of the run it belongs to; None for a folder outside of one.
-        world_size: Processes of that run when it saved; None for weights.
+        step: Optimizer steps it was trained for; None if unknown.
+        tokenizer_folder: With its `tokenizer.json`; None if none was found.
+        token_ids: `bos_token_id`, `eos_token_id` (possibly a list) and others from the JSON files of the
+            weights; empty for a checkpoint.
+        run: The configuration of its run; None for a folder outside of a run.
+        world_size: Number of processes that saved the checkpoint; None for weights.
     """
 
     model: Decoder
@@ -68,18 +70,18 @@ class OpenedModel:
 
 
 def open_model(source: str | Path, *, average: bool = True) -> OpenedModel:
-    """Open what `source` names.
+    """Open the model in `source`.
 
     Args:
-        source: A weights folder (ours or Hugging Face's), a checkpoint's folder, or a folder that has such
-            folders in it, `RUN`, `RUN/weights`, `RUN/checkpoints`: then the one of the latest step, and of
-            the same step the checkpoint, which is in full precision. A running run may delete the folder
-            while it is read; then the next one is taken.
-        average: Of a checkpoint that has an average of the parameters, read that, as its run evaluates it.
+        source: A weights folder (of this package or Hugging Face), a checkpoint, or a folder with several of
+            them: `RUN`, `RUN/weights` or `RUN/checkpoints`. Of these the latest step is opened, and of the
+            same step the checkpoint, which has full precision. If a running run deletes the folder while it
+            is read, the latest is looked for again.
+        average: Whether to read the parameters' average (EMA) instead, if the checkpoint has one.
 
     Raises:
-        CheckpointError: nothing to open there, or a damaged file; names it.
-        ConfigError: an architecture that our decoder cannot compute.
+        CheckpointError: there is no model, or a file is damaged.
+        ConfigError: the decoder does not support the architecture.
     """
     source = Path(source)
     path = source
@@ -123,19 +125,14 @@ def _open_weights(path: Path) -> OpenedModel:
             f"{path / 'config.json'}: expected a weights folder, a checkpoint or a run, found none of them; "
             "name a folder such as RUN/weights/step-00000100, RUN/checkpoints/step-00000100 or RUN"
         )
-    token_ids = {key: value for key, value in export.read_config(path).items() if key.endswith("token_id")}
-    token_ids |= {
-        key: value
-        for key, value in _json(path / "generation_config.json").items()
-        if key.endswith("token_id")
-    }
+    content = export.read_config(path) | _json(path / "generation_config.json")
     return OpenedModel(
         model=export.load_pretrained(path).eval(),
         path=path,
         kind="weights",
         step=_step(path),
         tokenizer_folder=path if (path / "tokenizer.json").is_file() else None,
-        token_ids=token_ids,
+        token_ids={key: value for key, value in content.items() if key.endswith("token_id")},
         run=_run_config(path),
     )
 
@@ -164,7 +161,7 @@ def _open_checkpoint(path: Path, average: bool) -> OpenedModel:
 
 
 def _read_model(path: Path, content: Manifest, run: Config, average: bool) -> Decoder:
-    """The decoder of a checkpoint whose files are all as its manifest says."""
+    """The decoder of a checkpoint, after verifying its files and comparing them with the run's config."""
     if problems := find_damage(path, content):
         raise CheckpointError(f"{path} is damaged: {'; '.join(problems)}; name an older checkpoint")
     fields = {f"model.{name}": str(value) for name, value in asdict(run.model).items()}
@@ -177,7 +174,7 @@ def _read_model(path: Path, content: Manifest, run: Config, average: bool) -> De
             )
     if problems := shape_problems(run.model):
         raise CheckpointError(f"{path.parent.parent / 'config.yaml'}: {problems[0]}")
-    with torch.device("meta"):  # nothing is allocated before the files are known to have it
+    with torch.device("meta"):  # without memory, until the shapes have been compared
         described = Decoder(run.model).state_dict()
     tensors = {name: value for name, value in described.items() if name not in content.tied}
     expected = {name: ["float32", list(value.shape)] for name, value in tensors.items()}
@@ -193,22 +190,114 @@ def _read_model(path: Path, content: Manifest, run: Config, average: bool) -> De
             f"{found.get(name, 'absent')} ({len(different)} tensors differ)"
         )
     model = Decoder(run.model)
-    tensors = {}
-    for name, value in model.state_dict().items():
-        if name not in content.tied:
-            averaged = average_name(name)
-            tensors[averaged if average and averaged in content.tensors else name] = value
+    saved_as = saved_names(content, average=average)
+    tensors = {saved_as[name]: value for name, value in model.state_dict().items()}
     read_tensors(tensors, path, sorted(content.files), world_size=1)
     return model
 
 
+class CheckpointTensors:
+    """The tensors of one checkpoint, read one at a time; a context manager.
+
+    `problems` has one line per difference between the files' headers and the manifest.
+
+    Raises:
+        CheckpointError: a file is not a safetensors file.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest):
+        self.folder, self.manifest = folder, manifest
+        files = sorted(
+            name for name in manifest.files if name.endswith(".safetensors") and Path(name).name == name
+        )
+        self._stack = ExitStack()
+        self._parts: dict[str, dict[str, Any]] = {}
+        for name in files:
+            try:
+                open_plain(folder / name).close()  # safetensors would wait for a pipe
+                file: Any = self._stack.enter_context(safe_open(str(folder / name), "pt"))
+            except (OSError, SafetensorError) as error:
+                self._stack.close()
+                reason = " ".join(str(error).split())
+                raise CheckpointError(
+                    f"{folder / name}: expected a safetensors file, found: {reason}"
+                ) from error
+            for tensor in list(file.keys()):
+                self._parts.setdefault(tensor, {})[name] = file
+        self.problems = self._differences()
+
+    def __enter__(self) -> CheckpointTensors:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def _differences(self) -> list[str]:
+        described = self.manifest.tensors
+        problems = [
+            f"{name}: expected by the manifest, in no file" for name in described.keys() - self._parts
+        ]
+        problems += [f"{name}: in a file, not in the manifest" for name in self._parts.keys() - described]
+        for name in described.keys() & self._parts.keys():
+            shapes = [file.get_slice(name).get_shape() for file in self._parts[name].values()]
+            if sum(map(prod, shapes)) != prod(described[name]["shape"]):
+                problems.append(f"{name}: expected shape {described[name]['shape']}, found {shapes}")
+        return sorted(problems)
+
+    def parts(self, name: str) -> list[Tensor]:
+        """A tensor's parts in the files: one if it is not sharded."""
+        return [file.get_tensor(name) for file in self._parts[name].values()]
+
+    def read(self, name: str) -> Tensor:
+        """A tensor, unsharded."""
+        described = self.manifest.tensors[name]
+        if len(parts := self.parts(name)) == 1 and list(parts[0].shape) == described["shape"]:
+            return parts[0]
+        tensor = torch.empty(described["shape"], dtype=getattr(torch, described["dtype"]))
+        read_tensors({name: tensor}, self.folder, list(self._parts[name]), world_size=1)
+        return tensor
+
+
+class CheckpointWeights(Mapping[str, Tensor]):
+    """The model's state dict in a checkpoint; each tensor is read when it is asked for, in fp32.
+
+    A decoder has no scalars in it.
+
+    Args:
+        tensors: Of the checkpoint.
+        average: Whether to read the parameters' averages (EMA) instead, if the checkpoint has them.
+    """
+
+    def __init__(self, tensors: CheckpointTensors, *, average: bool = True):
+        self._tensors = tensors
+        self._saved_as = saved_names(tensors.manifest, average=average)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors.read(self._saved_as[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._saved_as)
+
+    def __len__(self) -> int:
+        return len(self._saved_as)
+
+
+def saved_names(content: Manifest, *, average: bool) -> dict[str, str]:
+    """Name in the model's state dict → name in the checkpoint of its value, or of its average."""
+    names = {name: name for name in content.tensors if not name.startswith(_OPTIMIZER)}
+    if average:
+        averages = {name: average_name(name) for name in names}
+        names |= {name: saved for name, saved in averages.items() if saved in content.tensors}
+    return names | {second: names[first] for second, first in content.tied.items() if first in names}
+
+
 def _tokenizer_of(folder: Path, run: Config, digest: str | None) -> Path | None:
-    """Where the run's tokenizer lies: in its first data store, or beside weights it has exported."""
+    """The run's tokenizer: in its first token store, or with its exported weights."""
     exported = [*reversed(committed_folders(folder / "weights").values()), folder / "weights" / "best"]
     stores = [Path(source.store) / "tokenizer" for source in run.data.sources[:1]]
     for candidate in [*stores, *exported]:
         try:
-            found = hashlib.sha256((candidate / "tokenizer.json").read_bytes()).hexdigest()
+            found = hashlib.sha256(read_plain(candidate / "tokenizer.json")).hexdigest()
         except OSError:
             continue
         if digest in (None, found):
@@ -217,7 +306,7 @@ def _tokenizer_of(folder: Path, run: Config, digest: str | None) -> Path | None:
 
 
 def _run_config(path: Path) -> Config | None:
-    """The configuration in the run's folder, two above; None where the folder lies in no run."""
+    """The configuration in the run's folder, two levels up; None if the folder is not in a run."""
     file = path.absolute().parent.parent / "config.yaml"
     if path.absolute().parent.name not in ("weights", "checkpoints") or not file.is_file():
         return None
@@ -235,11 +324,11 @@ def _step(path: Path) -> int | None:
 
 
 def _json(file: Path) -> dict[str, Any]:
-    """Content of a JSON file that need not be there; empty where it is not."""
+    """Content of a JSON file; empty if there is none."""
     if not file.is_file():
         return {}
     try:
-        content = json.loads(file.read_text("utf-8"))
-    except ValueError as error:
+        content = read_json(file)
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}: expected JSON, found: {error}") from error
     return content if isinstance(content, dict) else {}

@@ -1,25 +1,20 @@
-"""What a checkpoint holds: every tensor under one flat name, every scalar as JSON, and the way back.
+"""Gets and sets the state that a checkpoint holds: tensors under flat names, and scalars as JSON.
 
-Knows nothing of files. Parameters and buffers keep their own names, optimizer state is called
-`optimizer.state.PARAMETER.KEY`. Tensors without dimensions (AdamW's `step`) and plain numbers are
-scalars: Python's JSON carries both exactly, whatever a version of the tensor format makes of an empty
-shape, and nothing is left that would have to be pickled.
+Parameters and buffers keep their own names; optimizer state is named `optimizer.state.PARAMETER.KEY`.
+0-dimensional tensors (AdamW's `step`) and plain numbers are stored as JSON scalars, which represents both
+exactly: tensor formats treat empty shapes differently.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass, field
+import os
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import psutil
+import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.optim import Optimizer
 
 from llm_pretrain.errors import CheckpointError
@@ -29,13 +24,14 @@ _IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable", "maximize
 
 @dataclass
 class TrainingState:
-    """Live views of a model's and an optimizer's state: writing into them writes into the training.
+    """State of a model and an optimizer; its tensors share their memory.
 
     Args:
-        model: Full state dict of the model, both names of a tied parameter included.
+        model: State dict of the model, with both names of a tied parameter.
         optimizer: State dict of the optimizer by parameter name; None while it has no state.
         tensors: Flat name → tensor with at least one dimension; tied parameters once.
         tied: Second name → first name of tied parameters.
+        places: Flat name of a scalar → the dictionary that holds it, and its key there.
     """
 
     model: dict[str, Any]
@@ -50,7 +46,7 @@ class TrainingState:
         return {name: _encode(container[key]) for name, (container, key) in self.places.items()}
 
     def set_scalar(self, name: str, value: Any) -> None:
-        """Write a value that was read from `scalars` back to its place, exactly."""
+        """Set the scalar `name` to a value from `scalars`."""
         container, key = self.places[name]
         if isinstance(container[key], Tensor):
             container[key].fill_(value)
@@ -58,7 +54,7 @@ class TrainingState:
             container[key] = value
 
     def describe_tensors(self) -> dict[str, dict[str, Any]]:
-        """Flat name → `{"dtype", "shape"}`, the shapes those of the whole tensors."""
+        """Flat name → `{"dtype", "shape"}`; of a sharded tensor the global shape."""
         return {
             name: {"dtype": _dtype_name(tensor), "shape": list(tensor.shape)}
             for name, tensor in self.tensors.items()
@@ -78,36 +74,35 @@ def raw_module(model: nn.Module) -> nn.Module:
         model = inner
 
 
-def whole_state(
-    model: nn.Module, *, keep: bool, copy: bool = False, instead: dict[str, Tensor] | None = None
-) -> dict[str, Tensor]:
-    """The model's state dict without a sharded tensor in it; collective where it has any.
+def whole_state(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
+    """The model's full (unsharded) state dict; collective if any tensor is sharded.
 
-    Gathered tensor by tensor, so that a device holds one of them whole at a time, and kept in the memory of
-    the processor where `keep` says so, of one rank for example. What is not sharded is copied where `copy`
-    says so, else live. A name in `instead` (`averages`) has that tensor.
+    Sharded tensors are gathered one at a time to limit device memory, and moved to the CPU.
 
-    Returns:
-        Empty where not kept.
+    Args:
+        model: Plain or wrapped.
+        keep: Whether this rank needs the result; it is empty otherwise.
     """
     state = {}
-    for name, own in raw_module(model).state_dict().items():
-        tensor: Any = instead.get(name, own) if instead else own
+    for name, tensor in raw_module(model).state_dict().items():
         gather = getattr(tensor, "full_tensor", None)
         whole = gather() if gather else tensor
         if keep:
-            state[name] = whole.cpu() if gather else whole.clone() if copy else whole
+            state[name] = whole.cpu() if gather else whole
     return state
 
 
 def collect_state(model: nn.Module, optimizer: Optimizer) -> TrainingState:
-    """State to save. An optimizer that has not stepped yet is left as it is.
+    """State to save.
 
-    (`get_state_dict` would make it step once to create its state, and count that step.)
+    `get_state_dict` is not called for an optimizer without state: it would take a step to create the state,
+    and count that step.
 
     Raises:
-        CheckpointError: a parameter is in half precision, or the optimizer keeps what cannot be saved.
+        CheckpointError: a parameter is in half precision, or the optimizer's state has an unsupported type.
     """
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict  # takes a second
+
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and parameter.dtype.itemsize < 4:
             raise CheckpointError(
@@ -121,13 +116,15 @@ def collect_state(model: nn.Module, optimizer: Optimizer) -> TrainingState:
 
 
 def collect_targets(model: nn.Module, optimizer: Optimizer, without_state: list[str]) -> TrainingState:
-    """State to load into, after which only `apply_state` is left to do.
+    """State to load into, before `apply_state`.
 
-    The optimizer's is created first: what has no place to go would be dropped without a word. Parameters
-    in `without_state` had none when the checkpoint was saved, and have none here.
+    The optimizer's state is created first, because entries without a target would be dropped silently.
+    Parameters in `without_state` had no state when the checkpoint was saved, and get none here.
     """
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict
+
     optimizer.state.clear()
-    optimizer.zero_grad(set_to_none=True)  # pending gradients would keep the state from being created
+    optimizer.zero_grad(set_to_none=True)  # with pending gradients torch would not create the state
     names = _names_in(model, optimizer)
     if set(names.values()) <= set(without_state):
         return _flatten(model, get_model_state_dict(model), None)
@@ -140,15 +137,19 @@ def collect_targets(model: nn.Module, optimizer: Optimizer, without_state: list[
 
 
 def apply_state(model: nn.Module, optimizer: Optimizer, state: TrainingState) -> None:
-    """Hand filled targets to the model and the optimizer; every parameter must be there."""
-    set_model_state_dict(model, state.model, options=StateDictOptions(strict=True))
+    """Load filled targets into the model and the optimizer; every parameter must be present."""
+    from torch.distributed.checkpoint import state_dict
+
+    options = state_dict.StateDictOptions
+    state_dict.set_model_state_dict(model, state.model, options=options(strict=True))
     if state.optimizer is not None:
-        # A parameter without state is no error here: `state_differences` has compared the names.
-        set_optimizer_state_dict(model, optimizer, state.optimizer, options=StateDictOptions(strict=False))
+        # strict=False allows parameters without state; `state_differences` has compared the names.
+        own = options(strict=False)
+        state_dict.set_optimizer_state_dict(model, optimizer, state.optimizer, options=own)
 
 
 def describe_optimizer(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """The optimizer's class, its groups with every scalar, and the parameters that have no state."""
+    """The optimizer's class, its groups with all scalars, and the parameters without state."""
     names = _names_in(model, optimizer)
     groups = []
     for group in optimizer.param_groups:
@@ -159,20 +160,24 @@ def describe_optimizer(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]
 
 
 def restore_groups(model: nn.Module, optimizer: Optimizer, saved: dict[str, Any]) -> list[str]:
-    """Bring back what an optimizer keeps in its groups; returns warnings.
+    """Restore the state that an optimizer keeps in its groups; returns warnings.
 
-    Hyper-parameters are the configuration's to decide: a changed one takes effect and is reported.
-    The learning rate and everything the optimizer was not constructed with are state, and restored.
+    The learning rate and keys that are no constructor arguments are state and are restored. Hyperparameters
+    follow the configuration; a changed one takes effect and is reported.
     """
     groups = describe_optimizer(model, optimizer)["groups"]
     if [group["params"] for group in groups] != [group["params"] for group in saved["groups"]]:
-        return ["the optimizer's groups are others than the checkpoint's: the new settings are used"]
+        return ["the optimizer's groups differ from the checkpoint's: the new settings are used"]
     warnings = []
     for group, now, then in zip(optimizer.param_groups, groups, saved["groups"], strict=True):
         for key, value in then.items():
             if key == "params" or key in _IMPLEMENTATION or now.get(key) == value:
                 continue
             if key == "lr" or key not in optimizer.defaults:
+                if key in now and isinstance(now[key], int | float) != isinstance(value, int | float):
+                    raise CheckpointError(
+                        f"manifest.json: expected the optimizer's {key} as {now[key]!r}, found {value!r:.40}"
+                    )
                 if isinstance(group.get(key), Tensor):
                     group[key].fill_(value)
                 else:
@@ -186,12 +191,12 @@ def restore_groups(model: nn.Module, optimizer: Optimizer, saved: dict[str, Any]
 
 
 def scaler_state(scaler: Any) -> dict[str, Any] | None:
-    """State of an enabled gradient scaler; None without one (a disabled one has nothing to say)."""
+    """State of an enabled gradient scaler; None without one, or if it is disabled."""
     return dict(scaler.state_dict()) if _is_enabled(scaler) else None
 
 
 def restore_scaler(scaler: Any, saved: dict[str, Any] | None) -> list[str]:
-    """Load a scaler's state where both sides have one; returns warnings where only one has."""
+    """Load a scaler's state; returns a warning if only the checkpoint or only this run has a scaler."""
     if saved is not None and _is_enabled(scaler):
         scaler.load_state_dict(saved)
     elif saved is not None:
@@ -263,3 +268,107 @@ def _plain(name: str, value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise CheckpointError(f"optimizer {name}: expected a number or text, found {type(value).__name__}")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A tensor, or a part of one.
+
+    Args:
+        name: Of the whole tensor.
+        tensor: The part, on any device; it shares memory with the training state unless it is a copy.
+        offsets: Start of the part in the whole tensor, by dimension.
+    """
+
+    name: str
+    tensor: Tensor
+    offsets: tuple[int, ...]
+
+
+def own_pieces(tensors: dict[str, Tensor], *, rank: int, world_size: int) -> list[Piece]:
+    """The pieces that `rank` writes, so that all ranks together write every element once.
+
+    Replicated tensors are distributed over ranks, balanced by size; of sharded ones each rank writes its own
+    part. Every rank computes the same assignment, without a collective.
+    """
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+    from torch.distributed.checkpoint.planner import WriteItemType
+
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(dict(tensors), is_coordinator=rank == 0)
+    pieces, loads = [], [0] * world_size
+    for item in planner.create_local_plan().items:
+        if item.type == WriteItemType.TENSOR:  # replicated: the plan has it on every rank
+            writer = loads.index(min(loads))
+            loads[writer] += tensors[item.index.fqn].nbytes
+            if writer != rank:
+                continue
+        part = planner.resolve_data(item)
+        assert isinstance(part, Tensor)
+        assert item.tensor_data is not None
+        if part.numel() or item.type == WriteItemType.TENSOR:
+            pieces.append(Piece(item.index.fqn, part.detach(), tuple(item.tensor_data.chunk.offsets)))
+    return pieces
+
+
+class HostBuffers:
+    """Copies pieces to the CPU, into buffers that the next copy reuses; pinned ones for CUDA tensors.
+
+    A copy is valid until the next one, so its writer must have finished by then. Pieces share buffers of
+    `BUFFER_BYTES`: torch rounds the size of a pinned buffer up to a power of two. At most half of the
+    machine's memory is pinned by its processes together; what exceeds that is copied more slowly.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: list[Tensor] = []
+        self._places: dict[tuple[str, tuple[int, ...]], Tensor] = {}
+
+    def pieces(self, pieces: Iterable[Piece]) -> list[Piece]:
+        """The pieces with copied tensors."""
+        pieces = list(pieces)
+        if [self._key(piece) for piece in pieces] != list(self._places) or any(
+            place.shape != piece.tensor.shape or place.dtype != piece.tensor.dtype
+            for place, piece in zip(self._places.values(), pieces, strict=True)
+        ):
+            self._allocate(pieces)
+        copies = [
+            replace(piece, tensor=place.copy_(piece.tensor.detach(), non_blocking=True))
+            for piece, place in zip(pieces, self._places.values(), strict=True)
+        ]
+        if any(piece.tensor.is_cuda for piece in pieces):
+            torch.cuda.synchronize()  # the copies are asynchronous
+        return copies
+
+    @staticmethod
+    def _key(piece: Piece) -> tuple[str, tuple[int, ...]]:
+        return piece.name, piece.offsets
+
+    def _allocate(self, pieces: list[Piece]) -> None:
+        """Give every piece a place in a buffer."""
+        self._buffers, self._places = [], {}
+        left = sum(_aligned(piece.tensor.nbytes) for piece in pieces)
+        may_pin = pinnable_bytes() if any(piece.tensor.is_cuda for piece in pieces) else 0
+        used = 0
+        for piece in pieces:
+            size = _aligned(piece.tensor.nbytes)
+            if not self._buffers or used + size > self._buffers[-1].nbytes:
+                room = max(size, min(left, BUFFER_BYTES))
+                pinned = 1 << (room - 1).bit_length()
+                self._buffers.append(torch.empty(room, dtype=torch.uint8, pin_memory=pinned <= may_pin))
+                may_pin -= pinned
+                used = 0
+            place = self._buffers[-1][used : used + piece.tensor.nbytes].view(piece.tensor.dtype)
+            self._places[self._key(piece)] = place.view(piece.tensor.shape)
+            used, left = used + size, left - size
+
+
+BUFFER_BYTES = 1 << 30
+
+
+def _aligned(size: int) -> int:
+    return max(64, -(-size // 64) * 64)
+
+
+def pinnable_bytes() -> int:
+    """Memory that this process may pin: half of the machine's, shared with the other processes on it."""
+    return psutil.virtual_memory().total // 2 // int(os.environ.get("LOCAL_WORLD_SIZE") or 1)

@@ -1,13 +1,15 @@
-"""Checkpoints of one run: commit, restore and retention.
+"""Commits, verifies, restores and prunes the checkpoints of one run.
 
-Promises: a checkpoint appears whole or not at all; an old one is deleted only after a new one is safe;
-what is restored is what was saved, to the last bit, or an error. All ranks call all methods together.
+A checkpoint appears complete or not at all, and an old one is deleted only after a new one is committed.
+Restoring gives what was saved, bit for bit, or an error. All methods but `committed` are collective.
 """
 
 from __future__ import annotations
 
 import copy
+import uuid
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,27 +18,27 @@ from torch import nn
 from torch.optim import Optimizer
 
 from llm_pretrain.checkpoints import folders, state
-from llm_pretrain.checkpoints.differences import (
-    fingerprint_differences,
-    mismatch,
-    optimizer_differences,
-    state_differences,
-)
-from llm_pretrain.checkpoints.environment import environment, environment_changes
 from llm_pretrain.checkpoints.manifest import (
     MANIFEST_NAME,
     Manifest,
     ResumePoint,
     RunFacts,
     UnsoundError,
+    environment,
+    environment_changes,
     find_damage,
+    fingerprint_differences,
+    mismatch,
+    optimizer_differences,
     read_manifest,
+    state_differences,
+    write_manifest,
 )
-from llm_pretrain.checkpoints.ranks import Ranks
-from llm_pretrain.checkpoints.staging import HostBuffers, own_pieces
-from llm_pretrain.checkpoints.tensor_files import read_tensors
-from llm_pretrain.checkpoints.writing import Staged, write_staged
+from llm_pretrain.checkpoints.state import HostBuffers, Piece, own_pieces
+from llm_pretrain.checkpoints.tensor_files import check_finite, read_tensors, write_pieces
+from llm_pretrain.distributed.collectives import RankGroup, gather_results, run_on_all_ranks, run_on_rank0
 from llm_pretrain.errors import CheckpointError
+from llm_pretrain.files import make_folder
 
 Expected = dict[str, str] | Callable[[int], dict[str, str]]
 
@@ -45,52 +47,40 @@ class CheckpointStore:
     """The checkpoints in one folder.
 
     Args:
-        folder: Where `step-00000100/` and the like stand; shared by all ranks, created at the first save.
-        rank: This process's number.
-        world_size: Number of processes.
-        gather_objects: Gives every rank the list of all ranks' values; a barrier.
-        keep_last: Checkpoints to keep; at least 2 are kept.
-        period: Besides these, the newest of a multiple of this step is kept; 0 keeps none besides.
+        folder: The parent of `step-00000100/`; shared by all ranks, created by the first save.
+        ranks: The ranks that save and restore together.
+        keep_last: Newest checkpoints to keep; at least 2 are kept.
+        period: The newest checkpoint whose step is a multiple of this is kept as well; 0 disables it.
+        check: Called on rank 0 before anything is written; raises if the folder is no longer the run's.
     """
 
     def __init__(
         self,
         folder: Path,
+        ranks: RankGroup,
         *,
-        rank: int,
-        world_size: int,
-        gather_objects: Callable[[Any], list],
         keep_last: int,
         period: int = 0,
+        check: Callable[[], None] = lambda: None,
     ):
-        self.folder = Path(folder)
-        self._ranks = Ranks(rank, world_size, gather_objects)
+        self.folder, self._check = Path(folder), check
+        self._ranks = ranks
         self._keep_last, self._period = keep_last, period
         self._unsound: set[int] = set()
 
     def committed(self) -> list[int]:
-        """Steps of the committed checkpoints, ascending; whether they are sound is not looked at."""
+        """Steps of the committed checkpoints, ascending; they are not verified."""
         folders.check_parent(self.folder)
         return list(folders.committed_folders(self.folder))
 
-    def latest_step(self) -> int | None:
-        """Step of the newest committed checkpoint."""
-        return max(self.committed(), default=None)
-
     def newest_periodic(self, step: int) -> Path | None:
-        """The newest checkpoint of a multiple of `period` up to `step`, as rank 0 sees it; None without."""
+        """The newest checkpoint up to `step` whose step is a multiple of `period`; None if there is none."""
         doing = f"{self.folder}: looking for a periodic checkpoint"
-        committed = self._ranks.first(doing, lambda: folders.committed_folders(self.folder))
+        committed = run_on_rank0(self._ranks, lambda: folders.committed_folders(self.folder), doing)
         return committed.get(max(folders.multiples(committed, self._period, step), default=-1))
 
     def save(self, model: nn.Module, optimizer: Optimizer, scaler: Any, facts: RunFacts) -> Path:
-        """Commit the state after step `facts.step`; returns the checkpoint's folder.
-
-        Raises:
-            CheckpointError: on every rank, when one of them fails; nothing was committed, and earlier
-                checkpoints are as they were.
-            DivergedError: likewise, when a value is not finite.
-        """
+        """`stage`, then `write`."""
         return self.write(self.stage(model, optimizer, scaler, facts))
 
     def stage(
@@ -102,13 +92,11 @@ class CheckpointStore:
         *,
         buffers: HostBuffers | None = None,
     ) -> Staged:
-        """Take down the state after step `facts.step`, for `write`.
+        """Collect the state after step `facts.step`, for `write`.
 
         Args:
-            model, optimizer, scaler: What trains.
-            facts: Where the run stands.
-            buffers: Where to copy this rank's share of the tensors to; without it they stay live, and
-                training must not go on before they are written.
+            buffers: Receives copies of the tensors that this rank writes. Without it nothing is copied, and
+                training must wait until they are written.
         """
         model, ranks = state.raw_module(model), self._ranks
 
@@ -128,24 +116,21 @@ class CheckpointStore:
             size = sum(tensor.nbytes for tensor in current.tensors.values())
             return Staged(content, buffers.pieces(pieces) if buffers else pieces, size)
 
-        return ranks.each(f"{self.folder}: collecting the state of step {facts.step}", collect)
+        return run_on_all_ranks(ranks, collect, f"{self.folder}: collecting the state of step {facts.step}")
 
-    def write(self, staged: Staged, gather_objects: Callable[[Any], list] | None = None) -> Path:
-        """Commit what was staged; returns the checkpoint's folder.
+    def write(self, staged: Staged, ranks: RankGroup | None = None) -> Path:
+        """Commit a staged checkpoint; returns its folder.
 
         Args:
             staged: From `stage`.
-            gather_objects: Another channel between the ranks, for a thread beside the training.
+            ranks: The group to write with, for a background thread; the store's own where None.
 
         Raises:
-            CheckpointError: on every rank, when one of them fails; nothing was committed, and earlier
-                checkpoints are as they were.
-            DivergedError: likewise, when a value is not finite.
+            CheckpointError: on every rank, if one fails; nothing was committed or deleted.
+            DivergedError: likewise, if a value is not finite.
         """
-        ranks, step = self._ranks, staged.content.run.step
-        if gather_objects is not None:
-            ranks = Ranks(ranks.rank, ranks.world_size, gather_objects)
-        path = write_staged(staged, self.folder, ranks)
+        ranks, step = ranks or self._ranks, staged.content.run.step
+        path = write_staged(staged, self.folder, ranks, self._check)
         self._unsound.discard(step)
         if ranks.rank == 0:
             folders.prune(
@@ -158,19 +143,18 @@ class CheckpointStore:
         return path
 
     def find(self, *, expected: Expected, source: Path | None = None) -> ResumePoint | None:
-        """The newest sound checkpoint, or the one in `source`, verified file by file; loads nothing.
+        """The newest sound checkpoint, or the one in `source`, after verifying all its files.
 
         Args:
-            expected: What must equal the checkpoint's fingerprints, key by key; where it depends on how far
-                the checkpoint is, a function of its step.
-            source: A checkpoint's own folder, instead of this store's.
+            expected: The fingerprints that it must have, or a function of its step that returns them.
+            source: A checkpoint's folder, to use instead of this store's checkpoints.
 
         Returns:
-            None when this store has no committed checkpoint.
+            None if this store has no committed checkpoint.
 
         Raises:
-            MismatchError: it belongs to another model, data or batch; names every key and both values.
-            CheckpointError: there are checkpoints and none is sound, or `source` is none.
+            MismatchError: it belongs to another model, data or batch size; names every key and both values.
+            CheckpointError: there are checkpoints and none is sound, or `source` is not a checkpoint.
         """
         damaged: list[str] = []
         for path, step in self._candidates(source):
@@ -191,15 +175,15 @@ class CheckpointStore:
         return None
 
     def load(self, found: ResumePoint, model: nn.Module, optimizer: Optimizer, scaler: Any) -> None:
-        """Fill model, optimizer and scaler in place from what `find` returned; adds to its warnings.
+        """Load the checkpoint that `find` returned, in place; adds to its warnings.
 
         Raises:
-            MismatchError: tensors differ in name, shape or dtype, or the optimizer is another one.
+            MismatchError: tensors differ in name, shape or dtype, or the optimizer has another class.
             CheckpointError: a file cannot be read.
         """
         model, content, ranks = state.raw_module(model), found.manifest, self._ranks
         doing = f"{found.path}: loading a checkpoint"
-        target = ranks.each(doing, lambda: _targets(found.path, content, model, optimizer))
+        target = run_on_all_ranks(ranks, lambda: _targets(found.path, content, model, optimizer), doing)
         read_tensors(target.tensors, found.path, sorted(content.files), world_size=ranks.world_size)
 
         def apply() -> list[str]:
@@ -212,7 +196,7 @@ class CheckpointStore:
                 *state.restore_scaler(scaler, content.scaler),
             ]
 
-        found.warnings.extend(ranks.each(doing, apply))
+        found.warnings.extend(run_on_all_ranks(ranks, apply, doing))
 
     def restore(
         self,
@@ -223,23 +207,23 @@ class CheckpointStore:
         expected: Expected,
         source: Path | None = None,
     ) -> ResumePoint | None:
-        """`find`, then `load`; returns None and touches nothing when there is no committed checkpoint."""
+        """`find`, then `load`; returns None if there is no committed checkpoint."""
         found = self.find(expected=expected, source=source)
         if found is not None:
             self.load(found, model, optimizer, scaler)
         return found
 
     def _candidates(self, source: Path | None) -> list[tuple[Path, int | None]]:
-        """Folders to try in order, as rank 0 sees them, each with the step its name promises."""
+        """(folder, step in its name) of each checkpoint to try, in order."""
         doing = f"{source or self.folder}: looking for a checkpoint"
         if source is not None:
-            self._ranks.first(doing, lambda: _check_source(Path(source)))
+            run_on_rank0(self._ranks, lambda: _check_source(Path(source)), doing)
             return [(Path(source), None)]
-        committed = self._ranks.first(doing, lambda: folders.committed_folders(self.folder))
+        committed = run_on_rank0(self._ranks, lambda: folders.committed_folders(self.folder), doing)
         return [(path, step) for step, path in reversed(committed.items())]
 
     def _verify(self, path: Path, step: int | None) -> tuple[Manifest | None, list[str]]:
-        """The manifest, and what is wrong with the checkpoint; ranks share the reading of files."""
+        """The manifest and the problems of a checkpoint; each rank verifies a part of the files."""
 
         def read() -> tuple[Manifest | None, list[str]]:
             try:
@@ -251,17 +235,17 @@ class CheckpointStore:
             return content, []
 
         ranks, doing = self._ranks, f"{path}: verifying a checkpoint"
-        content, problems = ranks.first(doing, read)
+        content, problems = run_on_rank0(ranks, read, doing)
         if content is None:
             return None, problems
-        shares = ranks.all_results(
-            doing, lambda: find_damage(path, content, rank=ranks.rank, world_size=ranks.world_size)
+        shares = gather_results(
+            ranks, lambda: find_damage(path, content, rank=ranks.rank, world_size=ranks.world_size), doing
         )
         return content, [problem for share in shares for problem in share]
 
 
 def _targets(path: Path, content: Manifest, model: nn.Module, optimizer: Optimizer) -> state.TrainingState:
-    """What to load into, once nothing differs."""
+    """The state to load into, after comparing it with the checkpoint."""
     if differences := optimizer_differences(content, optimizer):
         raise mismatch(path, differences)
     target = state.collect_targets(model, optimizer, content.optimizer["without_state"])
@@ -291,3 +275,77 @@ def _shared(message: str) -> CheckpointError:
 
 def _device(model: nn.Module) -> torch.device:
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+
+
+Share = tuple[dict[str, dict[str, Any]], int]
+"""The files that a rank wrote, with sizes and digests, and the bytes of tensors in them."""
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A checkpoint that is collected but not written.
+
+    Args:
+        content: Its manifest, without files.
+        pieces: The tensors or parts of tensors that this rank writes.
+        bytes: Size of all tensors, over all ranks.
+    """
+
+    content: Manifest
+    pieces: list[Piece]
+    bytes: int
+
+
+def write_staged(staged: Staged, parent: Path, ranks: RankGroup, check: Callable[[], None]) -> Path:
+    """Commit `staged` as a folder of `parent` and return it; collective.
+
+    Every rank writes its files into a temporary folder and hashes them; rank 0 gathers the hashes, writes the
+    manifest last, and commits by one rename. It calls `check` before the first file and before the commit.
+
+    Raises:
+        CheckpointError: on every rank, if one fails; nothing was committed.
+        DivergedError: likewise, if a value is not finite.
+    """
+    token = run_on_rank0(ranks, lambda: uuid.uuid4().hex)
+    temporary = folders.temporary_folder(parent, staged.content.run.step, token)
+    doing = f"{temporary}: writing a checkpoint of {staged.bytes} bytes"
+    try:
+        run_on_rank0(ranks, lambda: _make_room(parent, check), doing)
+        shares = gather_results(ranks, lambda: _write_share(staged, temporary, ranks.rank), doing)
+        return run_on_rank0(ranks, lambda: _commit(temporary, staged, shares, check), doing)
+    except Exception:
+        if ranks.rank == 0:
+            folders.discard(temporary)
+        raise
+
+
+def _make_room(parent: Path, check: Callable[[], None]) -> None:
+    check()
+    make_folder(parent)
+    folders.clean(parent)
+
+
+def _write_share(staged: Staged, folder: Path, rank: int) -> Share:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, scalar in staged.content.scalars.items():
+        check_finite(name, torch.tensor([scalar["value"]], dtype=torch.float64))
+    files = write_pieces(staged.pieces, folder, rank=rank)
+    return files, sum(piece.tensor.nbytes for piece in staged.pieces)
+
+
+def _commit(temporary: Path, staged: Staged, shares: list[Share], check: Callable[[], None]) -> Path:
+    if (written := sum(size for _, size in shares)) != staged.bytes:
+        raise CheckpointError(f"{temporary}: expected {staged.bytes} bytes of tensors, ranks wrote {written}")
+    content = replace(
+        staged.content, files={name: each for files, _ in shares for name, each in files.items()}
+    )
+    for name, expected in content.files.items():
+        file = temporary / name
+        if not file.is_file() or file.stat().st_size != expected["bytes"]:
+            raise CheckpointError(
+                f"{file}: expected {expected['bytes']} bytes written by some rank, rank 0 does not see them; "
+                "checkpoints need a folder that all machines share"
+            )
+    write_manifest(temporary, content)
+    check()
+    return folders.commit_folder(temporary, folders.folder_name(content.run.step))

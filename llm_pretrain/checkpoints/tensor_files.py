@@ -1,9 +1,8 @@
-"""Tensors to safetensors files and back.
+"""Writes and reads safetensors files in the layout of torch.distributed.checkpoint (DCP).
 
-Every rank writes its own pieces, in the layout of torch.distributed.checkpoint's safetensors writer, whose
-reader gives them to any number of ranks. Written here rather than there, so that nothing is in memory twice,
-a background thread leaves the interpreter to the training, and what is no finite number is found on the way.
-The only collectives here are torch.distributed.checkpoint's own, in reading.
+DCP reads the files, onto any number of ranks. They are written here and not by DCP, so that no tensor is in
+memory twice, a background thread holds the interpreter lock only briefly, and non-finite values are detected
+while the data is in the cache.
 """
 
 from __future__ import annotations
@@ -20,22 +19,19 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-from torch.distributed.checkpoint.state_dict_loader import load
 
-from llm_pretrain.checkpoints.ranks import one_line
-from llm_pretrain.checkpoints.staging import Piece
+from llm_pretrain.checkpoints.state import Piece
+from llm_pretrain.distributed.collectives import one_line
 from llm_pretrain.errors import CheckpointError, DivergedError
 
 BYTES_PER_FILE = 256 << 20
-"""A rank writes files of about this size, so that ranks can share the work of verifying them."""
+"""Approximate size of the files that a rank writes; ranks share the work of verifying them."""
 CHUNK_BYTES = 4 << 20
-"""Checked, hashed and written at a time, while it is in the processor's cache."""
+"""Bytes that are checked, hashed and written at a time, to stay in the CPU cache."""
 _FORMAT = {"DCP_VERSION": "1.0", "format": "pt"}
-"""What torch.distributed.checkpoint writes into every file."""
+"""Metadata that torch.distributed.checkpoint writes into every file."""
 _DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -48,16 +44,6 @@ _DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-
-
-class _ListedFiles(FileSystem):
-    """Shows a reader the named files only, whatever else lies in the folder."""
-
-    def __init__(self, names: list[str]):
-        self.names = names
-
-    def ls(self, path: object) -> list[str]:
-        return [str(Path(str(path)) / name) for name in self.names]
 
 
 def write_pieces(pieces: list[Piece], folder: Path, *, rank: int) -> dict[str, dict[str, Any]]:
@@ -95,13 +81,13 @@ def _write_file(file: Path, pieces: list[Piece]) -> dict[str, Any]:
 
 
 def write_safetensors(file: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> dict[str, Any]:
-    """Write and fsync one file; returns its size and digest. Nothing is in memory twice.
+    """Write and fsync one file; returns its size and digest.
 
     Raises:
         DivergedError: a value is not finite; names its tensor.
         OSError: naming the file.
     """
-    # large elements first, so that every tensor lies at a multiple of its element's size
+    # Largest elements first, so that every tensor's offset is a multiple of its element size.
     ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
     digest, size = hashlib.sha256(), 0
     try:
@@ -119,7 +105,7 @@ def write_safetensors(file: Path, tensors: dict[str, Tensor], metadata: dict[str
 
 
 def _chunks(tensors: dict[str, Tensor], metadata: dict[str, str]) -> Iterator[bytes | memoryview]:
-    """Length of the header, header, data."""
+    """The file's content: length of the header, header, data."""
     header: dict[str, Any] = {"__metadata__": metadata}
     end = 0
     for name, tensor in tensors.items():
@@ -141,19 +127,19 @@ def _chunks(tensors: dict[str, Tensor], metadata: dict[str, str]) -> Iterator[by
 
 
 def check_finite(name: str, values: Tensor) -> None:
-    """Stop at a value that is no finite number.
+    """Check that all values are finite.
 
     Raises:
-        DivergedError: naming the tensor.
+        DivergedError: names the tensor.
     """
     if not values.is_floating_point():
         return
-    if values.dtype in (torch.float32, torch.float64):  # by numpy, which starts no threads of its own
+    if values.dtype in (torch.float32, torch.float64):  # numpy starts no threads
         with np.errstate(over="ignore", invalid="ignore"):
             finite = np.isfinite(values.numpy().sum())
     else:
         finite = torch.isfinite(values.sum(dtype=torch.float32))
-    if not finite and not bool(torch.isfinite(values).all()):  # a sum may be too large by itself
+    if not finite and not bool(torch.isfinite(values).all()):  # the sum alone may overflow
         found = values[~torch.isfinite(values)][0].item()
         raise DivergedError(
             f"{name}: expected finite values to save, found {found}; what was saved before is sound: "
@@ -162,29 +148,55 @@ def check_finite(name: str, values: Tensor) -> None:
 
 
 def read_tensors(tensors: dict[str, Tensor], folder: Path, files: list[str], *, world_size: int) -> None:
-    """Fill `tensors` in place from those of `files` that hold tensors (collective).
+    """Fill `tensors` in place from the safetensors files among `files` (collective).
 
-    Names, shapes and dtypes must have been compared: a dtype is converted without a word.
+    Names, shapes and dtypes must have been compared before: DCP converts another dtype silently.
 
     Raises:
-        CheckpointError: on every rank, when one of them fails; names the folder and the ranks.
+        CheckpointError: on every rank, if one fails; names the folder and the ranks.
     """
-    reader = HuggingFaceStorageReader(path=str(folder), thread_count=1)
-    reader.fs = _ListedFiles(files)
+    if world_size == 1:
+        try:
+            return _read_alone(tensors, folder, files)
+        except (OSError, SafetensorError, RuntimeError, ValueError, LookupError, TypeError) as error:
+            raise CheckpointError(f"{folder}: reading tensors failed: {one_line(error)}") from error
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    reader: Any = HuggingFaceStorageReader(path=str(folder), thread_count=1)
+    reader.fs.ls = lambda path: [str(Path(path) / name) for name in files]
     with _one_line_errors(folder, "reading tensors"):
-        load(dict(tensors), storage_reader=reader, no_dist=world_size == 1)
+        load(dict(tensors), storage_reader=reader)
+
+
+def _read_alone(tensors: dict[str, Tensor], folder: Path, files: list[str]) -> None:
+    """Read without DCP, whose import takes two CPU seconds."""
+    missing = {name: tensor.numel() for name, tensor in tensors.items()}
+    for file in files:
+        with safe_open(folder / file, "pt") as content:
+            info = json.loads((content.metadata() or {})["DCP_SHARDING_INFO"])
+            for name in missing.keys() & content.keys():
+                part, place = content.get_tensor(name), tensors[name]
+                for dim, start in enumerate(info[name]["saved_offsets"]):
+                    place = place.narrow(dim, start, part.shape[dim])
+                place.copy_(part)
+                missing[name] -= part.numel()
+    if absent := [name for name, count in missing.items() if count]:
+        raise ValueError(f"{', '.join(absent[:3])}: not all values are in the files")
 
 
 @contextmanager
 def _one_line_errors(folder: Path, doing: str) -> Iterator[None]:
-    """For the main thread, while no other one logs or warns: both are switched off for the whole process."""
+    """Convert DCP's errors; logging is disabled for the whole process, so no other thread may log."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
     before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)  # it logs the tracebacks of what is raised below
+    logging.disable(logging.CRITICAL)  # DCP logs the tracebacks of the errors that it raises
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             yield
-    except CheckpointException as exception:  # not an Exception, and prints a traceback per rank
+    except CheckpointException as exception:  # a BaseException, which prints a traceback per rank
         failures = "; ".join(
             f"rank {rank}: {one_line(error)}" for rank, (error, _) in sorted(exception.failures.items())
         )

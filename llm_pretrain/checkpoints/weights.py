@@ -1,15 +1,13 @@
-"""Half-precision weights for everybody else: a folder that transformers opens without custom code.
-
-Not a resume source: it has no optimizer state, and half precision has lost bits. Called by rank 0 only.
-"""
+"""Writes half-precision weights in folders that transformers opens without custom code."""
 
 from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
 import uuid
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,24 +19,35 @@ from llm_pretrain.checkpoints import folders, state
 from llm_pretrain.checkpoints.tensor_files import write_safetensors
 from llm_pretrain.config import ModelConfig
 from llm_pretrain.errors import CheckpointError, ConfigError
+from llm_pretrain.files import (
+    MARKER,
+    fsync_file,
+    make_folder,
+    read_json,
+    read_marker,
+    read_plain,
+    write_marker,
+    write_text,
+)
+from llm_pretrain.model import count_parameters
 
 logger = logging.getLogger(__name__)
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 MAX_SHARD_BYTES = 5_000_000_000
-"""As transformers shards: what a hub, a browser and a small disk still take as one file."""
+"""Largest file, as in transformers."""
 INDEX_FILE = "model.safetensors.index.json"
 END_OF_TURN = "<|im_end|>"
 _TOKENIZER_SUFFIXES = {".json", ".model", ".txt", ".jinja", ".tiktoken"}
 BEST_FILE = "best.json"
 """In `best/`: `{"step": …, "eval/loss": …}`."""
-_OWN_FILES = {"config.json", "generation_config.json", INDEX_FILE, BEST_FILE}
+_OWN_FILES = {"config.json", "generation_config.json", INDEX_FILE, BEST_FILE, MARKER}
 
 
 def save_weights(
     folder: Path,
     step: int,
-    model: nn.Module | dict[str, Tensor],
+    model: nn.Module | Mapping[str, Tensor],
     config: ModelConfig,
     *,
     dtype: str,
@@ -47,36 +56,37 @@ def save_weights(
     keep_last: int,
     sequence_length: int,
     best_loss: float | None = None,
-    card: export.CardFacts | None = None,
+    card: export.ModelCardData | None = None,
 ) -> Path:
-    """Write `folder/step-00000100/` whole or not at all, then prune older ones; returns its path.
+    """Write `folder/step-00000100/` completely or not at all, then prune older ones (rank 0 only).
 
-    With `best_loss` it is `folder/best/` instead, which replaces the one before; nothing is pruned.
-
-    A model that no known architecture describes is written all the same, with `model_type`
-    `llm_pretrain` and our own field names in its config.json, and a warning names the field.
+    A model that matches no architecture of transformers is written with `model_type` `llm_pretrain` and this
+    package's field names in config.json, and a log line names the field.
 
     Args:
         folder: The run's `weights/`.
         step: Optimizer steps taken.
-        model: The decoder, plain or wrapped, or its whole state where it is sharded (`whole_state`).
-        config: Its shape, with a resolved `vocab_size`.
-        dtype: `bf16` or `fp16`.
+        model: The decoder, plain or wrapped, or its full state dict (`whole_state`, `CheckpointWeights`).
+        config: Its configuration, with a resolved `vocab_size`.
+        dtype: `bf16`, `fp16` or `fp32`.
         tokenizer_folder: Its tokenizer files are copied.
-        token_ids: `bos_token_id`, `eos_token_id`, `pad_token_id`; None where there is none.
-        keep_last: Exports to keep; at least 2 are kept.
-        sequence_length: Longest text the model was trained on; generation stops there by default.
-        best_loss: The evaluation loss of a new best, for its best.json.
-        card: What README.md says of them; None writes none.
+        token_ids: `bos_token_id`, `eos_token_id`, `pad_token_id`; None for a missing token.
+        keep_last: Newest exports to keep; at least 2 are kept.
+        sequence_length: Default limit of generated text, the length that the model was trained on.
+        best_loss: If given, `folder/best/` is written (replaced) instead, with this loss in best.json.
+        card: The facts in README.md; None writes no README.md.
+
+    Returns:
+        The folder with the weights.
 
     Raises:
-        CheckpointError: a value does not fit `dtype`, or writing failed; earlier exports are as they were.
+        CheckpointError: a value does not fit `dtype`, or writing failed; earlier exports are unchanged.
     """
     temporary = folders.temporary_folder(folder, step, uuid.uuid4().hex)
     tensors = state.raw_module(model).state_dict() if isinstance(model, nn.Module) else model
-    size = sum(tensor.numel() for tensor in tensors.values()) * DTYPES[dtype].itemsize
+    size = count_parameters(config).total * DTYPES[dtype].itemsize
     try:
-        folders.make_parent(folder)
+        make_folder(folder)
         folders.clean(folder)
         temporary.mkdir()
         _write_model(temporary, tensors, config, dtype, token_ids)
@@ -89,10 +99,12 @@ def save_weights(
             write_text(temporary / "README.md", export.model_card(card))
         if best_loss is not None:
             write_json(temporary / BEST_FILE, {"step": step, "eval/loss": best_loss})
-            return folders.commit_as(temporary, folders.BEST)
-        path = folders.commit_folder(temporary, step)
+        _list_files(temporary)
+        if best_loss is not None:
+            return folders.commit_folder(temporary, folders.BEST)
+        path = folders.commit_folder(temporary, folders.folder_name(step))
     except OSError as error:
-        free = _free_bytes(folder)  # as long as what was written is there
+        free = _free_bytes(folder)  # before the files are deleted
         folders.discard(temporary)
         text = " ".join(str(error).split())
         raise CheckpointError(
@@ -113,16 +125,17 @@ def _free_bytes(folder: Path) -> str:
 
 
 def best_step(folder: Path) -> int | None:
-    """Step of the weights in `folder/best/`; None where there are none, or their best.json is damaged.
+    """Step of the weights in `folder/best/`, after undoing an interrupted replacement.
 
-    Undoes a replacement of them that was interrupted.
+    Returns:
+        None if there are none, or their best.json is damaged.
     """
     best = folders.best_folder(folder)
     if best is None:
         return None
     try:
-        content = json.loads((best / BEST_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        content = read_json(best / BEST_FILE)
+    except (OSError, ValueError, RecursionError):
         return None
     step = content.get("step") if isinstance(content, dict) else None
     return step if isinstance(step, int) else None
@@ -130,29 +143,27 @@ def best_step(folder: Path) -> int | None:
 
 def _write_model(
     folder: Path,
-    tensors: dict[str, Tensor],
+    tensors: Mapping[str, Tensor],
     config: ModelConfig,
     dtype: str,
     token_ids: dict[str, int | None],
 ) -> None:
-    bos, eos, pad = (token_ids.get(f"{name}_token_id") for name in ("bos", "eos", "pad"))
-    arguments: dict[str, Any] = {
-        "bos_token_id": bos,
-        "eos_token_id": eos,
-        "pad_token_id": pad,
-        "dtype": dtype,
-    }
+    special = _special_ids(token_ids)
     try:
-        content = export.huggingface_config(config, **arguments)
+        content = export.huggingface_config(config, **special, dtype=dtype)
     except ConfigError as error:
         logger.info("these weights open with llm_pretrain only: %s", error)
-        content = export.native_config(config, **arguments)
+        content = export.native_config(config, **special, dtype=dtype)
     write_tensors(folder, export.to_huggingface(tensors, config, DTYPES[dtype]))
     write_json(folder / "config.json", content)
 
 
+def _special_ids(content: dict[str, Any]) -> dict[str, int | None]:
+    return {name: content.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+
+
 def write_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """`model.safetensors`, or shards of at most `MAX_SHARD_BYTES` and the index that readers expect."""
+    """Write `model.safetensors`, or shards of at most `MAX_SHARD_BYTES` and their index file."""
     shards: list[dict[str, Tensor]] = [{}]
     room = MAX_SHARD_BYTES
     for name, tensor in tensors.items():
@@ -176,7 +187,7 @@ def write_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
 def _generation_config(
     token_ids: dict[str, int | None], sequence_length: int, tokenizer_folder: Path
 ) -> dict[str, Any]:
-    """Text ends at the tokenizer's end of text, and at the end of a turn where it has one."""
+    """Content of generation_config.json; text ends at EOS, or at the end of a chat turn."""
     known: dict[str, Any] = {name: value for name, value in token_ids.items() if value is not None}
     end, end_of_turn = token_ids.get("eos_token_id"), _id_of(tokenizer_folder, END_OF_TURN)
     if end is not None and end_of_turn not in (None, end):
@@ -186,29 +197,87 @@ def _generation_config(
 
 def _id_of(tokenizer_folder: Path, token: str) -> int | None:
     try:
-        content = json.loads((tokenizer_folder / "tokenizer.json").read_text("utf-8"))
+        content = read_json(tokenizer_folder / "tokenizer.json")
         added = {entry["content"]: entry["id"] for entry in content.get("added_tokens") or []}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None  # whoever opens the tokenizer says so; the weights are written all the same
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None  # a damaged tokenizer does not prevent writing the weights
     return added.get(token)
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
-    """Copy what belongs to a tokenizer, its chat template too, and nothing that belongs to weights."""
+    """Copy a tokenizer's files, including its chat template, from a folder that may hold weights as well."""
     for file in sorted(Path(source).iterdir()):
         if file.suffix in _TOKENIZER_SUFFIXES and file.name not in _OWN_FILES and file.is_file():
             shutil.copyfile(file, target / file.name)
-            folders.fsync_file(target / file.name)
+            fsync_file(target / file.name)
+
+
+def _list_files(folder: Path) -> None:
+    """Mark a folder of weights, with the names of its files."""
+    write_marker(folder, "weights", files=sorted(each.name for each in folder.iterdir()))
+
+
+def other_content(folder: Path) -> str | None:
+    """What a folder has besides weights that this program wrote, in words; None for an empty one as well."""
+    if not any(folder.iterdir()):
+        return None
+    if read_marker(folder, "weights") is None and not _is_earlier(folder):
+        return "something else"
+    if name := folders.unlisted_file(folder):
+        return f"{name} in it, which this program did not write"
+    return None
+
+
+def _is_earlier(folder: Path) -> bool:
+    """Whether a version without markers wrote the weights in a folder, by their card or their own fields."""
+    with suppress(OSError):
+        if b"pretrained from text by llm_pretrain." in read_plain(folder / "README.md"):
+            return True
+    with suppress(OSError, ValueError, RecursionError):
+        content = read_json(folder / "config.json")
+        return isinstance(content, dict) and export.NATIVE_MODEL_TYPE in (content.get("model_type"), *content)
+    return False
 
 
 def write_json(file: Path, content: dict[str, Any]) -> None:
-    """Write `content` so that it outlives a power cut."""
+    """Write and fsync `content`."""
     write_text(file, json.dumps(content, indent=2) + "\n")
 
 
-def write_text(file: Path, text: str) -> None:
-    """Write `text` likewise."""
-    with file.open("w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
+_ALSO_COPIED = ("generation_config.json", "README.md")
+
+
+def convert_weights(source: Path, output: Path, dtype: str) -> None:
+    """Convert the weights in `source` to `dtype` in `output/`, which is replaced completely or not at all.
+
+    Args:
+        source: A weights folder, ours or transformers'.
+        output: The folder to write.
+        dtype: `bf16`, `fp16` or `fp32`.
+
+    Raises:
+        ConfigError: names each field that no architecture of transformers has.
+        CheckpointError: damaged weights, a value that does not fit in `dtype`, or writing failed.
+    """
+    content = export.read_config(source)
+    model = export.model_config_from_huggingface(content)
+    config = export.huggingface_config(model, **_special_ids(content), dtype=dtype)
+    decoder = export.load_pretrained(source)
+    temporary = output.with_name(f".{output.name}.tmp-{uuid.uuid4().hex}")
+    try:
+        make_folder(output.parent)
+        temporary.mkdir()
+        tensors = export.to_huggingface(decoder.state_dict(), model, DTYPES[dtype])
+        write_tensors(temporary, tensors)
+        write_json(temporary / "config.json", config)
+        copy_tokenizer(source, temporary)
+        for name in _ALSO_COPIED:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, temporary / name)
+        _list_files(temporary)
+        folders.commit_folder(temporary, output.name)
+    except OSError as error:
+        reason = error.strerror or " ".join(str(error).split())
+        raise CheckpointError(f"{output}: writing failed: {reason}") from error
+    finally:
+        folders.discard(temporary)

@@ -1,7 +1,4 @@
-"""Runs tasks of lm-eval on our own decoder: the adapter between its requests and our scores and texts.
-
-Not through transformers, so that checkpoints and models that transformers does not know run too.
-"""
+"""lm-eval's tasks on a `Decoder`, also of checkpoints and architectures that transformers cannot load."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llm_pretrain.commands._scoring import autocast, rolling_windows, score_windows
+from llm_pretrain.commands.evaluate import autocast, rolling_windows, score_windows
 from llm_pretrain.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -21,7 +18,7 @@ if TYPE_CHECKING:
     from llm_pretrain.config import Config
 
 _NEW_TOKENS = 256
-"""Of a generated answer, where a task does not say; lm-eval's own default."""
+"""Of a generated answer if the task does not set it, as in lm-eval."""
 
 
 def require_lm_eval() -> None:
@@ -35,11 +32,11 @@ def require_lm_eval() -> None:
 def evaluate_tasks(
     source: Source, config: Config, arguments: argparse.Namespace
 ) -> dict[str, dict[str, Any]]:
-    """Task → metric → value.
+    """Run the tasks of `arguments`; returns task → metric → value.
 
     Raises:
-        ConfigError: a task that lm-eval does not know, or a missing folder.
-        DataError: a task whose file or data cannot be loaded.
+        ConfigError: A task or a folder does not exist.
+        DataError: The file or the data of a task cannot be loaded.
     """
     folder = arguments.include_path
     if folder is not None and not Path(folder).is_dir():
@@ -59,7 +56,7 @@ def evaluate_tasks(
             raise ConfigError(f"--tasks: expected a task that lm-eval knows, found {name}; {hint}")
     try:
         manager.load(names)
-    except Exception as error:  # of a task file or of the library that loads its data, of any kind
+    except Exception as error:  # task files and the libraries that load their data raise any type
         reason = " ".join(str(error).split())
         raise DataError(
             f"--tasks {','.join(names)}: expected task files and data that load, found: "
@@ -79,17 +76,16 @@ def evaluate_tasks(
 
 
 def adapter(source: Source, config: Config) -> Any:
-    """An `lm_eval.api.model.LM` of the source, with length, batch size and precision of `config`."""
+    """An `lm_eval.api.model.LM` of the source, with sequence length, batch size and precision of `config`."""
     from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports] (the extra `eval`)
 
-    kind = type("DecoderLM", (DecoderScores, TemplateLM), {})
-    model = kind()
+    model = type("DecoderLM", (DecoderScores, TemplateLM), {})()
     model.prepare(source, config)
     return model
 
 
 def _metrics(row: dict[str, Any]) -> dict[str, Any]:
-    """`{"acc,none": 0.5, "alias": …}` → `{"acc": 0.5}`, with another filter's name where there is one."""
+    """`{"acc,none": 0.5, "alias": …}` → `{"acc": 0.5}`; the name of another filter than `none` is kept."""
     metrics = {}
     for key, value in row.items():
         name, _, filtered = key.partition(",")
@@ -99,14 +95,14 @@ def _metrics(row: dict[str, Any]) -> dict[str, Any]:
 
 
 class DecoderScores:
-    """The methods that lm-eval asks of a language model; `adapter` gives it lm-eval's own base class.
+    """The methods of a language model that lm-eval calls; `adapter` adds lm-eval's base class.
 
-    A context begins with BOS (or else EOS), as documents do in training; so does a text of which lm-eval
-    wants the whole log-likelihood. What is too long for `max_length` loses its beginning.
+    Contexts, and texts of `loglikelihood_rolling`, begin with BOS (or else EOS), as documents do in training.
+    A context that is too long for `max_length` is cut at its beginning.
     """
 
     def prepare(self, source: Source, config: Config) -> None:
-        """Tell what to compute with; apart from the constructor, which is lm-eval's."""
+        """Set the model and its settings; the constructor is lm-eval's."""
         if source.start_id is None:
             raise ConfigError(
                 f"{source.tokenizer.folder}: expected a tokenizer with a BOS or EOS token, found neither"
@@ -118,22 +114,22 @@ class DecoderScores:
 
     @property
     def eot_token_id(self) -> int:
-        """What a text ends with."""
+        """The end of a text."""
         return min(self.source.stop_ids, default=self.prefix_token_id)
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text."""
+        """The beginning of a text."""
         assert self.source.start_id is not None
         return self.source.start_id
 
     @property
     def tokenizer_name(self) -> str:
-        """Names the tokenizer in lm-eval's caches."""
+        """The tokenizer's name in lm-eval's caches."""
         return self.source.tokenizer.hash
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Ids of the text alone."""
+        """Ids of the text, without special tokens."""
         return self.source.tokenizer.encode([string])[0]
 
     def _loglikelihood_tokens(
@@ -149,7 +145,7 @@ class DecoderScores:
         return self._scores(windows)
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Log-likelihood of whole texts, by windows of `max_length`."""
+        """Log-likelihood of whole texts, in windows of `max_length`."""
         totals = []
         for (text,) in (request.args for request in requests):
             windows = list(rolling_windows(self.tok_encode(text), self.prefix_token_id, self.max_length))
@@ -157,7 +153,7 @@ class DecoderScores:
         return totals
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """A continuation of each context, up to the first of its `until` texts."""
+        """A continuation of each context, which ends before the first of its `until` texts."""
         answers: dict[int, str] = {}
         groups: dict[str, list[int]] = {}
         for index, request in enumerate(requests):
@@ -180,7 +176,7 @@ class DecoderScores:
         )
 
     def _continue(self, contexts: Sequence[str], settings: dict[str, Any]) -> list[str]:
-        """Continuations of contexts with the same generation settings, as lm-eval names them."""
+        """Continuations of contexts with the same generation settings, in lm-eval's names."""
         from llm_pretrain.generation import TextStream, generate
 
         until = settings.get("until") or []

@@ -1,9 +1,8 @@
-"""What the commands that use a trained model share: their SOURCE, its tokenizer, device and precision."""
+"""Options of the commands that use a trained model, and opening the model with its tokenizer."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llm_pretrain.errors import CheckpointError, ConfigError
+from llm_pretrain.files import read_json
 
 if TYPE_CHECKING:
     import torch
@@ -27,15 +27,15 @@ SOURCE_HELP = (
 
 @dataclass(frozen=True)
 class Source:
-    """An opened model, ready to compute.
+    """An opened model with its tokenizer.
 
     Args:
         model: On `device`, in eval mode.
-        tokenizer: The one it was trained with.
-        start_id: What a text begins with, as in training: BOS, or else EOS; None with neither.
-        stop_ids: What ends a text.
-        opened: Where it came from.
-        device: Where it computes.
+        tokenizer: The model's.
+        start_id: The first id of a text, as in training: BOS, or else EOS; None with neither.
+        stop_ids: Ids that end a text.
+        opened: The opened files.
+        device: Of the model.
     """
 
     model: Decoder
@@ -46,14 +46,13 @@ class Source:
     device: torch.device
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a document's beginning: start id and text, in which nothing is read as special."""
+        """Start id and the ids of the text, in which no special token is recognised."""
         start = [] if self.start_id is None else [self.start_id]
         return start + self.tokenizer.encode([text])[0]
 
 
 def add_source_arguments(parser: argparse.ArgumentParser, *, dtype: bool = True) -> None:
-    """Declare SOURCE and how to open it; without `dtype` the command chooses the precision itself."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    """Declare SOURCE and the options for opening it; `--dtype` only if `dtype`."""
     parser.add_argument("source", metavar="SOURCE", help=SOURCE_HELP)
     parser.add_argument(
         "--tokenizer", metavar="FOLDER", help="tokenizer folder (default: the one beside the model)"
@@ -69,7 +68,7 @@ def add_source_arguments(parser: argparse.ArgumentParser, *, dtype: bool = True)
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser, *, max_new_tokens: int) -> None:
-    """Declare how tokens are drawn."""
+    """Declare the options of sampling."""
     parser.add_argument(
         "--max_new_tokens",
         type=int,
@@ -93,7 +92,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, *, max_new_tokens: i
 
 
 def check_sampling(arguments: argparse.Namespace) -> list[str]:
-    """What is out of range, before a model is opened."""
+    """Problems of sampling options that are out of range, found before a model is opened."""
     problems = [
         f"--{name}: expected 0 or more, found {getattr(arguments, name)}"
         for name in ("max_new_tokens", "temperature", "top_k")
@@ -107,7 +106,7 @@ def check_sampling(arguments: argparse.Namespace) -> list[str]:
 
 
 def check_utf8(option: str, text: str) -> str:
-    """`text`, as the shell passed it on; bytes that are no UTF-8 arrive as lone surrogates."""
+    """`text` if it is valid UTF-8; other bytes of the command line arrive as lone surrogates."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -117,26 +116,26 @@ def check_utf8(option: str, text: str) -> str:
     return text
 
 
-def say(text: str) -> None:
-    """Print at once, without a line's end; a character that the terminal has no code for becomes `?`."""
+def write_out(text: str) -> None:
+    """Print and flush without a newline; a character that the terminal cannot encode becomes `?`."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
     sys.stdout.flush()
 
 
 def special_token_id(tokenizer: Tokenizer, token: str) -> int | None:
-    """The id of a special token of the vocabulary; None where it has none of that name."""
-    added = json.loads((tokenizer.folder / "tokenizer.json").read_text("utf-8")).get("added_tokens", [])
+    """The id of a special token of the vocabulary, None if there is none of that name."""
+    added = read_json(tokenizer.folder / "tokenizer.json").get("added_tokens", [])
     return next((entry["id"] for entry in added if entry["content"] == token and entry["special"]), None)
 
 
 def open_source(arguments: argparse.Namespace) -> Source:
-    """Open what `add_source_arguments` has read.
+    """Open the model of the options of `add_source_arguments`.
 
     Raises:
-        CheckpointError: no model there, a damaged one, or no tokenizer for it.
-        ConfigError: no such device, or an architecture that our decoder cannot compute.
-        DataError: a broken tokenizer.
+        CheckpointError: The model or its tokenizer is missing, damaged or does not match.
+        ConfigError: The device does not exist, or the decoder does not support the architecture.
+        DataError: The tokenizer is damaged.
     """
     import torch
 
@@ -179,7 +178,7 @@ def open_source(arguments: argparse.Namespace) -> Source:
 
 
 def _ids(value: object) -> list[int]:
-    """The ids of a JSON entry: a number, a list of them, or none."""
+    """The ids of a JSON entry, a number, a list of numbers, or neither."""
     values = value if isinstance(value, list) else [value]
     return [each for each in values if isinstance(each, int)]
 
@@ -191,7 +190,7 @@ def _device(name: str | None) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-        torch.zeros(1, device=device).item()  # `meta` would hold no values
+        torch.zeros(1, device=device).item()  # fails on `meta`, which has no values
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = " ".join(str(error).split()).partition(". ")[0]
         raise ConfigError(

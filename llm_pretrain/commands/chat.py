@@ -1,7 +1,8 @@
-"""`llm-pretrain chat`: talk to a trained model in the terminal, or through a pipe, one line a turn.
+"""`llm-pretrain chat`: a conversation with a trained model in the terminal, or through a pipe, one line a
+turn.
 
-The conversation is laid out by the tokenizer's chat template. A base model has none: it continues what
-has been written so far.
+The tokenizer's chat template formats the conversation. Without a template (a base model) the model continues
+the text of all turns.
 """
 
 from __future__ import annotations
@@ -18,14 +19,12 @@ from llm_pretrain.commands._source import (
     check_sampling,
     check_utf8,
     open_source,
-    say,
     special_token_id,
+    write_out,
 )
 from llm_pretrain.errors import ConfigError, DataError
 
-HELP = "talk to trained weights in the terminal"
-
-_EPILOG = """\
+EXAMPLES = """\
 /reset forgets the conversation, /quit (or the end of input) leaves, Ctrl-C stops an answer. A conversation
 that outgrows the model's max_position_embeddings loses its oldest turns. Input that is not a terminal is read
 line by line, one turn each, and only the answers are printed.
@@ -37,19 +36,18 @@ examples:
 """
 
 _TURN_END = "<|im_end|>"
-"""Ends a turn in ChatML, where the vocabulary has it."""
+"""The end of a turn in ChatML, used if the vocabulary has it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     add_source_arguments(parser)
-    parser.epilog = _EPILOG
     parser.add_argument("--system", metavar="TEXT", help="instruction that stands before the conversation")
     add_sampling_arguments(parser, max_new_tokens=512)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Talk until the input ends; returns the exit code."""
+    """Answer each line until the input ends; returns the exit code."""
     if problems := check_sampling(arguments):
         raise ConfigError(*problems)
     system = None if arguments.system is None else check_utf8("--system", arguments.system)
@@ -76,9 +74,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 class Conversation:
-    """What has been said, and its token ids by the tokenizer's chat template.
+    """The turns of a conversation, and their token ids by the tokenizer's chat template.
 
-    Attributes: `turns`, (role, text) from the oldest to the newest, without the system's.
+    Attributes: `turns`, (role, text) from the oldest to the newest, without the system message.
     """
 
     def __init__(self, source: Source, system: str | None):
@@ -86,7 +84,7 @@ class Conversation:
         self.turns: list[tuple[str, str]] = []
 
     def prompt_ids(self) -> list[int]:
-        """The conversation so far, and the head of the answer."""
+        """The conversation so far and the header of the answer."""
         from llm_pretrain.data import chat_prompt_ids
 
         turns = [("system", self.system)] if self.system is not None else []
@@ -96,14 +94,14 @@ class Conversation:
         return chat_prompt_ids(self.source.tokenizer, messages)
 
     def stop_ids(self) -> frozenset[int]:
-        """What ends an answer."""
+        """Ids that end an answer."""
         turn_end = special_token_id(self.source.tokenizer, _TURN_END)
         return self.source.stop_ids | ({turn_end} if turn_end is not None else set())
 
     def fit(self, room: int) -> int:
         """Drop the oldest turns until the prompt takes at most `room` ids; returns how many were dropped.
 
-        The newest turn stays, too long or not. An answer goes with its question.
+        The newest turn is kept even if it is too long. An answer is dropped with its question.
         """
         before = len(self.turns)
         while len(self.turns) > 1 and len(self.prompt_ids()) > room:
@@ -114,21 +112,21 @@ class Conversation:
 
 
 class PlainText(Conversation):
-    """A base model's: one text, in which turns follow upon one another."""
+    """A base model's conversation: the text of all turns, concatenated."""
 
     def prompt_ids(self) -> list[int]:
         """The text so far."""
         return self.source.encode((self.system or "") + "".join(text for _, text in self.turns))
 
     def stop_ids(self) -> frozenset[int]:
-        """What ends a text."""
+        """Ids that end a text."""
         return self.source.stop_ids
 
 
 def _answer(
     source: Source, conversation: Conversation, line: str, arguments: argparse.Namespace, seed: int
 ) -> None:
-    """Take one turn: print the answer as it comes, and remember both."""
+    """Print the answer to a line during generation, and append both to the conversation."""
     from llm_pretrain.generation import TextStream, generate
 
     limit = source.model.config.max_position_embeddings
@@ -158,22 +156,22 @@ def _answer(
             ended = token in stop_ids
             if token is not None and not ended:
                 parts.append(stream.push(token))
-                say(parts[-1])
+                write_out(parts[-1])
         parts.append(stream.finish())
-        say(parts[-1])
+        write_out(parts[-1])
     except KeyboardInterrupt:
         ended = True
-        say("\n")
+        write_out("\n")
         _note("stopped")
     else:
-        say("\n")
+        write_out("\n")
     conversation.turns.append(("assistant", "".join(parts)))
     if not ended:
         _note("cut off at --max_new_tokens, or at the model's positions")
 
 
 def _lines() -> Iterator[str]:
-    """The user's lines, without their ends; from a pipe they are UTF-8 whatever the terminal is."""
+    """The user's lines without their ends; from a pipe in UTF-8 whatever the terminal's encoding."""
     if not sys.stdin.isatty():
         for number, data in enumerate(sys.stdin.buffer, start=1):
             try:
@@ -183,7 +181,7 @@ def _lines() -> Iterator[str]:
                     f"standard input:{number}: expected UTF-8 text, found byte 0x{data[error.start]:02x}"
                 ) from error
         return
-    import readline  # noqa: F401  # `input` then edits lines and remembers them
+    import readline  # noqa: F401  # gives `input` line editing and history
 
     while True:
         try:
@@ -191,13 +189,13 @@ def _lines() -> Iterator[str]:
         except UnicodeDecodeError:
             _note("that line is no UTF-8 text")
         except KeyboardInterrupt:
-            say("\n")
+            write_out("\n")
             _note("/quit leaves")
         except EOFError:
-            say("\n")
+            write_out("\n")
             return
 
 
 def _note(text: str) -> None:
-    """To people, beside the answers: on standard error."""
+    """Print a message to standard error, apart from the answers."""
     print(f"({text})", file=sys.stderr, flush=True)

@@ -1,7 +1,4 @@
-"""`llm-pretrain configs`: lists the presets with their sizes, and writes foreign configurations as ours.
-
-The readers of foreign formats are in `_foreign_configs/`. Nothing is trained and nothing is run.
-"""
+"""`llm-pretrain configs`: lists the presets, and converts configurations of other frameworks."""
 
 from __future__ import annotations
 
@@ -10,12 +7,11 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llm_pretrain.errors import ConfigError, OutputError
+from llm_pretrain.errors import ConfigError, OutputError, printable
+from llm_pretrain.files import check_replaceable, replace_text
 
 if TYPE_CHECKING:
-    from llm_pretrain.commands._foreign_configs import Imported
-
-HELP = "list the presets; write other frameworks' configurations as ours"
+    from llm_pretrain.commands._imported_config import ImportedConfig
 
 EXAMPLES = """\
 examples:
@@ -27,18 +23,16 @@ examples:
 """
 
 _ROWS = 4096
-"""Rows of the vocabulary that a listing counts where a preset names none, not even in its first line."""
+"""Vocabulary size for presets that name none, not even in their first line."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = EXAMPLES
     parser.description = (
-        "Without an option: the presets in a folder with their sizes. With one of --from_…: a configuration "
-        "file, in whose comments stands whatever could not be carried over."
+        "Without an option: lists the presets, whose names --config takes, with their sizes. With one of "
+        "--from_…: writes a configuration file; its comments list what could not be carried over."
     )
-    parser.add_argument("--folder", default="configs", help="folder of presets (default: %(default)s)")
+    parser.add_argument("--folder", help="list the files of this folder (default: the presets)")
     source = parser.add_mutually_exclusive_group()
     source.add_argument(
         "--from_pretrained", metavar="FOLDER", help="the model section of a Hugging Face folder's config.json"
@@ -59,29 +53,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """List, or import one configuration; returns the exit code."""
-    from llm_pretrain.commands._foreign_configs import (
-        from_litgpt,
-        from_minimind,
-        from_nanogpt,
-        from_pretrained,
-    )
-
-    if arguments.from_pretrained is not None:
-        return _write(from_pretrained(arguments.from_pretrained), arguments)
-    if arguments.from_minimind is not None:
-        return _write(from_minimind(arguments.from_minimind, arguments.minimind_version), arguments)
-    if arguments.from_nanogpt is not None:
-        return _write(from_nanogpt(arguments.from_nanogpt), arguments)
-    if arguments.from_litgpt is not None:
-        return _write(from_litgpt(arguments.from_litgpt), arguments)
+    """List the presets, or convert one configuration; returns the exit code."""
+    imported = _imported(arguments)
+    if imported is not None:
+        return _write(imported, arguments)
     if arguments.output is not None:
         raise ConfigError("--output: expected one of the options --from_… beside it, found none")
-    return _list(Path(arguments.folder))
+    return _list(None if arguments.folder is None else Path(arguments.folder))
 
 
-def _write(imported: Imported, arguments: argparse.Namespace) -> int:
-    """The file, whole or not at all, and its notes on the console; without --output the file's text."""
+def _imported(arguments: argparse.Namespace) -> ImportedConfig | None:
+    """The configuration that one of the options --from_… names."""
+    from llm_pretrain.commands._import_litgpt import from_litgpt
+    from llm_pretrain.commands._import_minimind import from_minimind
+    from llm_pretrain.commands._import_nanogpt import from_nanogpt
+    from llm_pretrain.commands._imported_config import from_pretrained
+
+    if arguments.from_minimind is not None:
+        return from_minimind(arguments.from_minimind, arguments.minimind_version)
+    for read in (from_pretrained, from_nanogpt, from_litgpt):
+        if (source := getattr(arguments, read.__name__)) is not None:
+            return read(source)
+    return None
+
+
+def _write(imported: ImportedConfig, arguments: argparse.Namespace) -> int:
+    """Write the file atomically and print its notes; without --output print the file's text."""
     text = imported.text()
     if arguments.output is None:
         print(text, end="")
@@ -89,29 +86,27 @@ def _write(imported: Imported, arguments: argparse.Namespace) -> int:
     output = Path(arguments.output)
     if output.exists() and not arguments.overwrite:
         raise OutputError(f"--output {output}: expected a new file, found one; choose another or --overwrite")
-    temporary = output.with_name(f".{output.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(output)
+    check_replaceable(output, b"`llm-pretrain")
+    replace_text(output, text)
     for note in imported.notes:
-        print(f"note   {note}")
+        print(printable(f"note   {note}"))
     for command in imported.commands:
-        print(f"data   {command}")
-    print(f"wrote  {output}")
+        print(printable(f"data   {command}"))
+    print(printable(f"wrote  {output}"))
     if imported.last_note:
-        print(f"note   {imported.last_note}")
+        print(printable(f"note   {imported.last_note}"))
     return 0
 
 
-def _list(folder: Path) -> int:
+def _list(folder: Path | None) -> int:
     """One line per preset: sizes, experts, batch."""
-    files = sorted(folder.glob("*.yaml"))
+    from llm_pretrain.config import PRESETS
+
+    files = sorted((folder or PRESETS).glob("*.yaml"))
     if not files:
-        raise ConfigError(
-            f"--folder {folder}: expected a folder with presets (*.yaml), found none; start in the project's "
-            "folder or name it"
-        )
+        raise ConfigError(f"--folder {folder}: expected a folder with presets (*.yaml), found none")
     rows = [("preset", "parameters", "active", "layers", "sequence", "tokens/step")]
-    rows += [_row(file) for file in files]
+    rows += [(str(file) if folder else file.stem, *_sizes(file)) for file in files]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
         cells = [
@@ -119,14 +114,14 @@ def _list(folder: Path) -> int:
             for i, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         print("  ".join(cells).rstrip())
-    print("\nlayers: `7 of 4/32+1`: 7 layers in which 4 of 32 experts, and 1 shared, answer a token")
+    print("\nlayers: `7 of 4/32+1`: 7 layers in which 4 of 32 experts, and 1 shared, process a token")
     if any("*" in row[1] for row in rows):
         print("*: with the vocabulary that the file's first line names; a run takes its tokenizer's")
     return 0
 
 
-def _row(file: Path) -> tuple[str, str, str, str, str, str]:
-    """A preset's line."""
+def _sizes(file: Path) -> tuple[str, str, str, str, str]:
+    """Parameters, active parameters, layers, sequence length and tokens per step of a preset."""
     import dataclasses
 
     from llm_pretrain.config import YamlError, from_dict, read_settings_text, read_yaml
@@ -141,7 +136,7 @@ def _row(file: Path) -> tuple[str, str, str, str, str, str]:
         raise ConfigError(f"{file}: expected a configuration, found: {found}") from error
     model, training, mark = config.model, config.training, ""
     if "hidden_size" not in (tree.get("model") or {}):
-        return str(file), "", "", "of the preset that it goes over", "", ""
+        return "", "", "extends another preset", "", ""
     if model.vocab_size is None:
         stated = re.match(r"# .*with a vocabulary of ([\d,]+)", text)
         rows = int(stated[1].replace(",", "")) if stated else _ROWS
@@ -155,7 +150,7 @@ def _row(file: Path) -> tuple[str, str, str, str, str, str]:
         kind += f", {dense} dense" if dense else ""
     tokens = training.global_batch_size * training.sequence_length
     sizes = (_short(size.total) + mark, _short(size.active) + mark)
-    return str(file), *sizes, kind, f"{training.sequence_length:,}", f"{tokens:,}"
+    return *sizes, kind, f"{training.sequence_length:,}", f"{tokens:,}"
 
 
 def _short(count: int) -> str:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import argparse
 
-HELP = "turn token files of nanoGPT or Megatron into a token store, or back"
+from llm_pretrain.errors import printable
 
-_EXAMPLES = """formats:
+EXAMPLES = """formats:
   store     what `llm-pretrain prepare` writes
   nanogpt   .bin files of uint16 token ids, also with the header of llm.c and modded-nanogpt; documents end
             with the tokenizer's eos token, and get one where they lack it (conversations do), since
-            nothing else parts them; meta.pkl is never opened (a pickle can run code)
-  megatron  pairs of .bin and .idx (indexed dataset); the loss mask, which Megatron has no place for, is a
+            nothing else separates them; the characters in a meta.pkl beside them are the default tokenizer
+            and must be those of --tokenizer (read without running what a pickle may contain)
+  megatron  pairs of .bin and .idx (indexed dataset); the loss mask, which Megatron cannot store, is a
             second dataset beside it, NAME-loss_mask
 
 Files with `val` in their names are the validation split. Without any, documents are split by their hash.
@@ -29,8 +30,6 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's options to `parser`."""
-    parser.epilog = _EXAMPLES
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description = "Converts tokens as they are; nothing is tokenised again."
     formats = ["store", "nanogpt", "megatron"]
     parser.add_argument("--from", dest="source", choices=formats, required=True, help="format of --input")
@@ -46,7 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokenizer",
         metavar="FOLDER",
-        help="the tokenizer that wrote the ids (default: the folder `tokenizer` that lies with the input)",
+        help="the tokenizer that wrote the ids (default: the folder `tokenizer` that lies with the input, "
+        "else nanoGPT's meta.pkl)",
     )
     parser.add_argument(
         "--validation_fraction",
@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Converts, and says what was read and written."""
+    """Converts, and prints what was read and written."""
     from llm_pretrain.data import Conversion, convert
 
     report = convert(
@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
             keep_ids=arguments.keep_ids,
         )
     )
-    print(f"{arguments.target:<10} {arguments.output}")
+    print(f"{arguments.target:<10} {printable(arguments.output)}")
     print(f"read       {report.tokens_read:,} tokens")
     for name in ("train", "validation"):
         print(f"{name:<10} {report.documents[name]:,} documents, {report.tokens[name]:,} tokens")
@@ -97,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
     if report.empty_documents:
         print(f"left out   {report.empty_documents:,} × empty document")
     for name in report.unended:
-        print(f"warning    {name}: not one end of a document in it; is this its tokenizer?")
+        print(f"warning    {printable(name)}: not one end of a document in it; is this its tokenizer?")
     if report.mask_lost:
         print(f"warning    {arguments.target} has no place for the loss mask: it is lost")
     return 0

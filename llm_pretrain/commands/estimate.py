@@ -1,7 +1,6 @@
-"""`llm-pretrain estimate`: what a configuration needs before it is started: parameters, memory, time, cost.
+"""`llm-pretrain estimate`: parameters, memory, time and cost of a configuration, computed without running it.
 
-Arithmetic of `training/estimation.py`, nothing is built or read but the configuration; `--verify` runs real
-steps of it here, in a process of its own, and prints the estimate beside what they took.
+`--verify` runs real steps in a separate process and compares their memory with the estimate.
 """
 
 from __future__ import annotations
@@ -17,9 +16,7 @@ from llm_pretrain.tracking import size_text
 
 if TYPE_CHECKING:
     from llm_pretrain.config import Config
-    from llm_pretrain.training import MemoryEstimate as Memory
-
-HELP = "what a configuration needs: parameters, memory by part, time and cost"
+    from llm_pretrain.memory import MemoryEstimate as Memory
 
 EXAMPLES = """\
 Every other option is a setting, --section.field VALUE.
@@ -37,19 +34,19 @@ _GPU_GIB = {
     "l40": 48, "l40s": 48, "h20": 96, "h100": 80, "h800": 80, "h200": 141, "gh200": 96, "b100": 192,
     "b200": 180, "b300": 288, "gb200": 186, "gb300": 288, "mi300x": 192, "mi325x": 256, "mi355x": 288,
 }  # fmt: skip
-"""Memory of each in GB, by the vendors' datasheets; the larger where there are two."""
+"""Memory in GB, by the vendors' datasheets; the larger variant where there are two."""
 
 _WITHOUT_BF16 = ("t4", "v100")
-_VERIFY_BOUND = 0.15
+VERIFY_BOUND = 0.15
+"""Largest relative difference between the estimated and the measured peak."""
+DEFAULT_MFU = 0.4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options, and every setting of the configuration."""
-    from llm_pretrain.commands._launching.options import add_settings
+    from llm_pretrain.commands._launch_options import add_settings
 
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.usage = "llm-pretrain estimate --config FILE [options] [--section.field VALUE ...]"
-    parser.epilog = EXAMPLES
     parser.add_argument(
         "--config", action="append", required=True, metavar="FILE", help="as for the scripts; later wins"
     )
@@ -58,7 +55,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--world-size", "--world_size", type=int, default=1, metavar="W", help="processes (default: 1)"
     )
     parser.add_argument(
-        "--mfu", type=float, default=0.4, help="share of the device's peak that is reached (default: 0.4)"
+        "--mfu",
+        type=float,
+        default=DEFAULT_MFU,
+        help="share of the device's peak that is reached (default: 0.4)",
     )
     parser.add_argument("--price", type=float, metavar="P", help="of a device for an hour, for the cost")
     parser.add_argument(
@@ -72,14 +72,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="mean tokens of a document (default: 300)",
     )
     parser.add_argument(
-        "--verify", action="store_true", help="run steps here, and print their memory beside the estimate"
+        "--verify", action="store_true", help="run steps here, and compare their memory with the estimate"
     )
     add_settings(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the estimate; 1 where `--verify` finds another peak than estimated, by more than 15 %."""
-    from llm_pretrain.commands._launching.options import given_options
+    """Print the estimate; 1 where the peak that `--verify` measures is more than 15 % off, else 0."""
+    from llm_pretrain.commands._launch_options import given_options
     from llm_pretrain.config import load_config
 
     options = given_options(arguments)
@@ -121,7 +121,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _with_vocabulary(config: Config) -> Config:
-    """As the run will have it: the configuration's, else that of the data, where it is there."""
+    """The configuration with the vocabulary size that the run will have."""
     from llm_pretrain.config import resolve_model
     from llm_pretrain.data import open_stores
     from llm_pretrain.errors import DataError
@@ -138,8 +138,8 @@ def _with_vocabulary(config: Config) -> Config:
 
 
 def _print_model(config: Config) -> None:
+    from llm_pretrain.memory import compute_optimal_tokens, token_budget
     from llm_pretrain.model import count_parameters, flops_per_token
-    from llm_pretrain.training import compute_optimal_tokens, token_budget
 
     size, length = count_parameters(config.model), config.training.sequence_length
     print(f"{config.run.name}")
@@ -150,7 +150,7 @@ def _print_model(config: Config) -> None:
 
 
 def _print_memory(config: Config, arguments: argparse.Namespace) -> Memory:
-    from llm_pretrain.training import estimate_memory
+    from llm_pretrain.memory import CUDA_CONTEXT, estimate_memory
 
     on_gpu, world_size = arguments.gpu is not None, arguments.world_size
     memory = estimate_memory(config, world_size, on_gpu=on_gpu, document_length=arguments.document_length)
@@ -182,14 +182,14 @@ def _print_memory(config: Config, arguments: argparse.Namespace) -> Memory:
         print(f"  {'while saving':<19} {size_text(memory.staging):>11}  more in the processor's memory")
     if on_gpu:
         total = _GPU_GIB[arguments.gpu.lower()] * 10**9
-        fits = "fits" if memory.peak + 10**9 < total else "does NOT fit"
+        fits = "fits" if memory.peak + CUDA_CONTEXT <= total else "does NOT fit"
         print(f"  {fits} into {arguments.gpu}'s {total // 10**9} GB with 1 GB for CUDA's context")
     return memory
 
 
 def _print_time(config: Config, arguments: argparse.Namespace) -> None:
+    from llm_pretrain.memory import estimate_time, token_budget
     from llm_pretrain.tracking import device_peak_flops
-    from llm_pretrain.training import estimate_time, token_budget
 
     if arguments.gpu is None:
         print("time: name a --gpu for tokens per second, hours and cost")
@@ -210,12 +210,12 @@ def _print_time(config: Config, arguments: argparse.Namespace) -> None:
 
 
 def _verify(config: Config, arguments: argparse.Namespace, options: list[str], memory: Memory) -> int:
-    """Run two steps of one rank and compare the peaks."""
-    from llm_pretrain.training import estimate_memory
+    """Run two steps on one process and compare the measured peak with the estimate."""
+    from llm_pretrain.memory import estimate_memory
 
     given = [*options, "--model.vocab_size", str(config.model.vocab_size)]
-    given += ["--training.precision", config.training.precision]  # not what `auto` is here, if --gpu is named
-    command = [sys.executable, "-m", "llm_pretrain.training.step_memory", json.dumps(given)]
+    given += ["--training.precision", config.training.precision]  # `auto` may differ here
+    command = [sys.executable, "-m", "llm_pretrain.commands._measured_steps", json.dumps(given)]
     done = subprocess.run(
         [*command, str(arguments.document_length)], capture_output=True, text=True, check=False
     )
@@ -228,11 +228,11 @@ def _verify(config: Config, arguments: argparse.Namespace, options: list[str], m
         config, 1, on_gpu=found["device"] == "cuda", document_length=arguments.document_length
     )
     quotient = own.peak / found["peak"]
-    within = abs(quotient - 1) <= _VERIFY_BOUND
+    within = abs(quotient - 1) <= VERIFY_BOUND
     print(
         f"verified on one {found['device']}: estimated {size_text(own.peak)}, "
         f"measured {size_text(found['peak'])}, ratio {quotient:.3f}: "
-        f"{'within' if within else 'NOT within'} {_VERIFY_BOUND:.0%}"
+        f"{'within' if within else 'NOT within'} {VERIFY_BOUND:.0%}"
     )
     print(f"  libraries keep {size_text(found['libraries'])} more for themselves, which no estimate counts")
     return 0 if within else 1
@@ -245,7 +245,7 @@ def _duration(hours: float) -> str:
 
 
 def _si(number: float) -> str:
-    """`1.28 G`: with a factor of a thousand's name."""
+    """A number with an SI prefix, such as `1.28 G`."""
     for factor, name in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= factor:
             return f"{number / factor:.3g} {name}"

@@ -1,33 +1,39 @@
-"""`llm-pretrain evaluate`: loss, perplexity, bits per byte on a token store or on files; lm-eval's tasks."""
+"""`llm-pretrain evaluate`: loss, perplexity, bits per byte on token stores or files; lm-eval's tasks."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import math
-import os
-from dataclasses import asdict, replace
+import tempfile
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llm_pretrain.commands._source import Source, add_source_arguments, open_source
 from llm_pretrain.config import Config, SourceConfig, TrainingConfig
-from llm_pretrain.errors import ConfigError
+from llm_pretrain.errors import ConfigError, DataError, printable
 
 if TYPE_CHECKING:
-    from llm_pretrain.commands._evaluation import Figures
+    import torch
 
-HELP = "loss, perplexity and bits per byte on a token store, on files, or lm-eval's tasks"
+    from llm_pretrain.data import Batch, TokenStore
+    from llm_pretrain.model import Decoder
 
-_EPILOG = """\
+EXAMPLES = """\
 What is evaluated:
   --store   the run's own evaluation: the same sequences in the same order, packed as in training. On a
-            checkpoint, with the run's settings (the default) and on its machine, the loss is the run's
-            eval/loss row to the last bit. Without --store, --input and --tasks: on the run's own stores.
+            checkpoint, with the run's settings (the default) and on its machine, the loss equals the run's
+            eval/loss row bit for bit. Without --store, --input and --tasks: on the run's own stores.
   --input   all documents of these files. Each begins with BOS (or else EOS) and ends with EOS, which is a
             target too; one longer than the sequence length is split, the pieces overlapping by one token, so
             that every token is predicted once, from its own piece. That is --windows training. With
             --windows rolling, as lm-eval's loglikelihood_rolling: the same beginning, no target at the end,
-            and the last piece of a split document reaches back to full length for its context.
+            and the last piece of a split document reaches back to full length for its context. lm-eval's own
+            model `hf` agrees with add_bos_token=False; otherwise our tokenizers' BOS counts as text there.
   --tasks   tasks of lm-eval by name, its own or YAML files in --include_path; needs its package.
 
 bits per byte: cross-entropy of the text's tokens, special ones left out, per UTF-8 byte that they stand for.
@@ -40,11 +46,13 @@ examples:
   llm-pretrain evaluate WEIGHTS --tasks my_task --include_path tasks/ --limit 100
 """
 
+ZLIB_LIMIT = 64 << 20
+"""Bytes of the text, from its beginning, on which zlib's bits per byte are measured."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     add_source_arguments(parser, dtype=False)
-    parser.epilog = _EPILOG
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--store", nargs="+", metavar="STORE", help="token stores of the model's tokenizer")
     what.add_argument("--input", nargs="+", metavar="FILE", help="files and folders, as `prepare` reads them")
@@ -93,8 +101,6 @@ def run(arguments: argparse.Namespace) -> int:
         results = evaluate_tasks(source, _settings(source, arguments), arguments)
         _print_tasks(results, as_json=arguments.json)
         return 0
-    from llm_pretrain.commands._evaluation import evaluate_files, evaluate_stores
-
     source = open_source(arguments)
     config = _settings(source, arguments)
     _use_threads_of_the_run(source, config)
@@ -111,7 +117,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _settings(source: Source, arguments: argparse.Namespace) -> Config:
-    """The run's configuration, or the defaults outside of a run, with what the options change."""
+    """The run's configuration, or the defaults outside of a run, overridden by the options."""
     run, limit = source.opened.run, source.model.config.max_position_embeddings
     config = run or Config(training=TrainingConfig(precision="fp32"))
     length = arguments.sequence_length or config.training.sequence_length
@@ -147,13 +153,14 @@ def _settings(source: Source, arguments: argparse.Namespace) -> Config:
 
 
 def _use_threads_of_the_run(source: Source, config: Config) -> None:
-    """Those of each of the run's processes, as on this machine: another number sums in another order."""
+    """Set the number of threads of one process of the run; another number changes the order of summation."""
     import torch
+
+    from llm_pretrain.distributed.process import default_threads
 
     threads = config.distributed.cpu_threads
     if threads is None and source.opened.world_size:
-        usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        threads = max(1, usable // source.opened.world_size)
+        threads = default_threads(source.opened.world_size)
     if threads:
         torch.set_num_threads(threads)
 
@@ -172,10 +179,10 @@ def _print_figures(source: Source, config: Config, what: str, figures: Figures, 
         print(json.dumps(facts, ensure_ascii=False))
         return
     step = "" if opened.step is None else f", step {opened.step}"
-    print(
-        f"model          {opened.path} ({opened.kind}{step}, {config.training.precision} on {source.device})"
-    )
-    print(f"on             {what}, {figures.sequences:,} sequences of {figures.sequence_length} tokens")
+    kind = f"{opened.kind}{step}, {config.training.precision} on {source.device}"
+    print(f"model          {printable(opened.path)} ({kind})")
+    sequences = f"{figures.sequences:,} sequences of {figures.sequence_length} tokens"
+    print(f"on             {printable(what)}, {sequences}")
     print(f"loss           {figures.loss:.6f}")
     print(f"perplexity     {figures.perplexity:.4f}")
     if figures.bits_per_byte is not None:
@@ -184,7 +191,7 @@ def _print_figures(source: Source, config: Config, what: str, figures: Figures, 
         print(f"zlib -9        {figures.zlib_bits_per_byte:.6f} bits per byte of the text")
     for name, row in figures.sources.items():
         shown = [f"{key.replace('_', ' ')} {value:.6f}" for key, value in row.items() if value is not None]
-        print(f"  {name:<12} {', '.join(shown) or 'nothing drawn from it'}")
+        print(f"  {printable(name):<12} {', '.join(shown) or 'nothing drawn from it'}")
     print(f"tokens         {figures.tokens:,}")
     print(f"bytes          {figures.bytes:,}")
 
@@ -207,7 +214,7 @@ def _finite(value: Any) -> Any:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Options out of their range, and those that another makes meaningless."""
+    """Report options that are out of range or have no effect beside another."""
     problems = [
         f"--{name}: expected {least} or more, found {getattr(arguments, name)}"
         for name, least in (
@@ -233,3 +240,272 @@ def _check(arguments: argparse.Namespace) -> None:
     ]
     if problems:
         raise ConfigError(*problems)
+
+
+@dataclass(frozen=True)
+class Figures:
+    """The results of an evaluation.
+
+    Args:
+        loss: Mean cross-entropy of the targets, in nats.
+        perplexity: e to the loss.
+        bits_per_byte: Cross-entropy of the text's tokens, special ones left out, per UTF-8 byte of them; None
+            without text.
+        tokens: Targets.
+        bytes: UTF-8 bytes of the targets.
+        zlib_bits_per_byte: zlib's at level 9 on the text of the split or the files.
+        sequence_length: Positions of a sequence.
+        sequences: Number of sequences, or of `rolling` windows.
+        sources: Loss and bits per byte of each of several stores; None where no sequence was drawn from it.
+    """
+
+    loss: float
+    perplexity: float
+    bits_per_byte: float | None
+    tokens: int
+    bytes: int
+    zlib_bits_per_byte: float | None
+    sequence_length: int
+    sequences: int
+    sources: dict[str, dict[str, float | None]] = field(default_factory=dict)
+
+
+def evaluate_stores(source: Source, config: Config, split: str) -> Figures:
+    """Evaluate on a split of `data.sources` with the batches and the arithmetic of a run's own evaluation.
+
+    Raises:
+        DataError: A store is damaged, has another tokenizer, or no target in this split.
+    """
+    from llm_pretrain.data import evaluation_batches, open_stores
+    from llm_pretrain.training import Evaluator, zlib_bits_per_byte
+
+    stores = open_stores(config)
+    for store in stores:
+        if store.tokenizer_hash != source.tokenizer.hash:
+            raise DataError(
+                f"{store.path}: expected a store of the model's tokenizer ({source.tokenizer.hash[:12]}), "
+                f"found another's ({store.tokenizer_hash[:12]}); prepare it with {source.tokenizer.folder}"
+            )
+    evaluated = evaluation_batches(config, split=split)
+    batches = _Counted(evaluated, stores[0].token_bytes())
+    engine: Any = _OneProcess(source, config.training.precision)
+    names = _names(config)
+    with closing(batches):
+        metrics = Evaluator(engine, batches, stores[0], lambda: False, names)() or {}
+    loss, perplexity = metrics.get("eval/loss"), metrics.get("eval/perplexity")
+    if loss is None or perplexity is None:
+        raise DataError(f"{stores[0].path}: expected tokens to evaluate on in the {split} split, found none")
+    on_validation = split == "validation"
+    return Figures(
+        loss=loss,
+        perplexity=perplexity,
+        bits_per_byte=metrics.get("eval/bits_per_byte"),
+        tokens=batches.tokens,
+        bytes=batches.bytes,
+        zlib_bits_per_byte=zlib_bits_per_byte(stores) if on_validation else _zlib_of(stores, split),
+        sequence_length=config.training.sequence_length,
+        sequences=sum(evaluated.sequences),
+        sources={
+            name: {key: metrics[f"eval/source/{name}/{key}"] for key in ("loss", "bits_per_byte")}
+            for name in (names if len(names) > 1 else [])
+        },
+    )
+
+
+def _names(config: Config) -> list[str]:
+    """Names of the sources, as in the run's metrics; their paths if two names are equal."""
+    labels = [each.label for each in config.data.sources]
+    return labels if len(set(labels)) == len(labels) else [each.store for each in config.data.sources]
+
+
+def evaluate_files(source: Source, config: Config, inputs: Sequence[str], *, rolling: bool) -> Figures:
+    """Evaluate on all documents of files, tokenised into a temporary store by `prepare`.
+
+    Args:
+        source: The model.
+        config: Gives sequence length, packing, micro batch size, precision and `evaluation.max_batches`.
+        inputs: Files and folders.
+        rolling: lm-eval's windows (see `rolling_windows`) instead of training's packed sequences.
+
+    Raises:
+        DataError: A file is missing or damaged, or the files have no text.
+    """
+    from llm_pretrain.data import Preparation, prepare_store
+
+    with tempfile.TemporaryDirectory() as temporary:
+        path = Path(temporary) / "store"
+        prepared = Preparation(inputs, source.tokenizer.folder, path, validation_fraction=0.0)
+        store = prepare_store(prepared)
+        if rolling:
+            return _evaluate_rolling(source, config, store)
+        data = replace(config.data, sources=[SourceConfig(str(path))])
+        return evaluate_stores(source, replace(config, data=data), "train")
+
+
+def _evaluate_rolling(source: Source, config: Config, store: TokenStore) -> Figures:
+    """On lm-eval's windows: the tokens of each document without its first and its end token."""
+    length, token_bytes = config.training.sequence_length, store.token_bytes()
+    windows: list[tuple[list[int], list[int]]] = []
+    masks: list[list[bool]] = []
+    for ids, mask in store.split("train").iterate():
+        stop = len(ids) - 1 if ids[-1] == store.eos_token_id else len(ids)
+        prefix, targets = int(ids[0]), ids[1:stop].tolist()
+        done = 1
+        for context, predicted in rolling_windows(targets, prefix, length):
+            windows.append((context, predicted))
+            masks.append(mask[done : done + len(predicted)].tolist())
+            done += len(predicted)
+    scores = score_windows(
+        source.model,
+        windows,
+        batch_size=config.training.micro_batch_size,
+        precision=config.training.precision,
+        masks=masks,
+    )
+    kept = [
+        token
+        for (_, predicted), mask in zip(windows, masks, strict=True)
+        for token, counts in zip(predicted, mask, strict=True)
+        if counts
+    ]
+    if not kept:
+        raise DataError(f"{', '.join(store.facts['inputs'])}: expected text to evaluate on, found none")
+    size = int(token_bytes[kept].sum())
+    nats = -math.fsum(score for score, _ in scores)
+    loss = nats / len(kept)
+    return Figures(
+        loss=loss,
+        perplexity=math.exp(min(loss, 700.0)),
+        bits_per_byte=nats / (math.log(2) * size) if size else None,
+        tokens=len(kept),
+        bytes=size,
+        zlib_bits_per_byte=_zlib_of([store], "train"),
+        sequence_length=length,
+        sequences=len(windows),
+    )
+
+
+def _zlib_of(stores: Sequence[TokenStore], split: str) -> float | None:
+    """zlib's bits per byte of a split's text, decoded from its tokens; None without text."""
+    compressor = zlib.compressobj(9)
+    size = written = 0
+    for store in stores:
+        pieces = store.tokenizer().token_pieces()
+        for ids, _ in store.split(split).iterate():
+            if size >= ZLIB_LIMIT:
+                break
+            text = b"".join(pieces[token] for token in ids.tolist())
+            size += len(text)
+            written += len(compressor.compress(text))
+    return 8 * (written + len(compressor.flush())) / size if size else None
+
+
+class _Counted(Sequence["Batch"]):
+    """Batches that count their targets when they are read, each of them once, with a progress bar."""
+
+    def __init__(self, batches: Sequence[Batch], token_bytes: Any):
+        from tqdm import tqdm
+
+        self._batches, self._token_bytes = batches, token_bytes
+        self._bar = tqdm(total=len(batches), unit="batch", disable=None, leave=False)
+        self.tokens = self.bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __getitem__(self, index: int) -> Batch:  # type: ignore[override]  # no slices: the evaluation reads one batch after another
+        batch = self._batches[index]
+        labels = batch.labels[batch.loss_mask]
+        self.tokens += batch.num_loss_tokens
+        self.bytes += int(self._token_bytes[labels.numpy()].sum())
+        self._bar.update()
+        return batch
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+class _OneProcess:
+    """The methods of an engine that the evaluation calls, for one process without training."""
+
+    rank, world_size = 0, 1
+
+    def __init__(self, source: Source, precision: str):
+        self.model, self.device, self._precision = source.model, source.device, precision
+
+    def forward(self, batch: Batch) -> Any:
+        with autocast(self.device, self._precision):
+            return self.model(**batch.model_inputs())
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return [value]
+
+    def model_and_optimizer(self) -> tuple[Any, None]:
+        return self.model, None
+
+
+def autocast(device: torch.device, precision: str) -> Any:
+    """The autocast context of `training.precision`."""
+    import torch
+
+    dtype = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    return torch.autocast(device.type, dtype, enabled=dtype is not None)
+
+
+def rolling_windows(ids: Sequence[int], prefix: int, length: int) -> Iterator[tuple[list[int], list[int]]]:
+    """(context, predicted ids) such that each of `ids` is predicted once, with at most `length` inputs.
+
+    The windows of lm-eval's `loglikelihood_rolling` (context_len 1): the first has `prefix` as its context;
+    each further one predicts `length` more ids after one id of context; the last is extended to the left to
+    full length, which gives its ids more context. No end of text is predicted. lm-eval's `hf` model encodes
+    with the tokenizer's BOS and predicts that too, unless it is told `add_bos_token=False`.
+    """
+    for start in range(0, len(ids), length):
+        stop = min(start + length, len(ids))
+        yield list(ids[stop - length - 1 : start]) if start else [prefix], list(ids[start:stop])
+
+
+def score_windows(
+    model: Decoder,
+    windows: Sequence[tuple[Sequence[int], Sequence[int]]],
+    *,
+    batch_size: int,
+    precision: str = "fp32",
+    vocab_size: int | None = None,
+    masks: Sequence[Sequence[bool]] | None = None,
+) -> list[tuple[float, bool]]:
+    """The log-probability of each continuation, and whether each of its ids was the most likely one.
+
+    Args:
+        model: In eval mode.
+        windows: (context, continuation) in ids, with at least one id of context.
+        batch_size: Windows of a batch.
+        precision: As `training.precision`.
+        vocab_size: The tokenizer's, among which the most likely id is searched; default: the model's rows.
+        masks: Of each window, the ids of the continuation that count; default: all.
+    """
+    import torch
+
+    device = next(model.parameters()).device
+    order = sorted(range(len(windows)), key=lambda index: -sum(map(len, windows[index])))
+    results: list[tuple[float, bool]] = [(0.0, True)] * len(windows)
+    for first in range(0, len(order), batch_size):
+        chosen = order[first : first + batch_size]
+        rows = [[*windows[index][0], *windows[index][1]] for index in chosen]
+        padded = torch.zeros(len(rows), max(map(len, rows)) - 1, dtype=torch.int64)
+        for row, ids in enumerate(rows):
+            padded[row, : len(ids) - 1] = torch.tensor(ids[:-1])
+        with torch.inference_mode(), autocast(device, precision):
+            logits = model(padded.to(device)).logits
+        for row, index in enumerate(chosen):
+            targets = torch.tensor(list(windows[index][1]), device=device)
+            if not len(targets):
+                continue
+            stop = len(rows[row]) - 1
+            own = logits[row, stop - len(targets) : stop].float()
+            scores = own.log_softmax(-1).gather(1, targets[:, None])[:, 0].double()
+            if masks is not None:
+                scores = scores * torch.tensor(masks[index], device=device)
+            greedy = bool((own[:, :vocab_size].argmax(-1) == targets).all())
+            results[index] = float(scores.sum()), greedy
+    return results

@@ -9,9 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from llm_pretrain.errors import CheckpointError, ConfigError
-
-HELP = "write weights for llama.cpp (GGUF) or transformers"
+from llm_pretrain.errors import CheckpointError, ConfigError, printable
+from llm_pretrain.files import check_replaceable
 
 EXAMPLES = """\
 examples:
@@ -25,8 +24,6 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = EXAMPLES
     parser.add_argument(
         "source",
         metavar="WEIGHTS",
@@ -48,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the export and say where it is; returns the exit code."""
+    """Write the export and print its path; returns the exit code."""
     from llm_pretrain.checkpoints import convert_weights
     from llm_pretrain.export import read_config, write_gguf
 
@@ -61,14 +58,14 @@ def run(arguments: argparse.Namespace) -> int:
             notes = write_gguf(weights, output, dtype)
         else:
             convert_weights(weights, output, dtype)
-    print(f"{arguments.to}  {output}, {dtype}, {_size(output) / 1e6:,.1f} MB, from {source}")
+    print(printable(f"{arguments.to}  {output}, {dtype}, {_size(output) / 1e6:,.1f} MB, from {source}"))
     for note in notes:
-        print(f"note  {note}")
+        print(printable(f"note  {note}"))
     return 0
 
 
 def find_weights(path: Path) -> Path:
-    """A weights folder or a checkpoint itself, or the newest weights of a run or of its `weights/`."""
+    """`path` if it holds weights or a checkpoint, else the newest weights of a run or of its `weights/`."""
     from llm_pretrain.checkpoints import is_checkpoint
 
     if (path / "config.json").is_file() or is_checkpoint(path):
@@ -89,7 +86,7 @@ def find_weights(path: Path) -> Path:
 
 @contextmanager
 def _weights_of(source: Path) -> Iterator[Path]:
-    """`source`, or for a checkpoint a weights folder of it in full precision, for as long as it is needed."""
+    """`source`, or a temporary weights folder in full precision if `source` is a checkpoint."""
     from llm_pretrain.checkpoints import is_checkpoint, open_model, save_weights
     from llm_pretrain.data import open_tokenizer
 
@@ -118,7 +115,7 @@ def _weights_of(source: Path) -> Iterator[Path]:
 
 
 def _check_output(source: Path, output: Path, *, is_folder: bool, overwrite: bool) -> None:
-    """Refuse what would destroy anything that was not asked to be replaced."""
+    """Refuse to replace anything without --overwrite, the source, or what is not an export."""
     if not os.path.lexists(output):
         return
     if not overwrite:
@@ -127,19 +124,23 @@ def _check_output(source: Path, output: Path, *, is_folder: bool, overwrite: boo
         expected, found = ("folder", "file") if is_folder else ("file", "folder")
         raise ConfigError(f"--output {output}: expected a {expected} to replace, found a {found}")
     if not is_folder:
+        check_replaceable(output, b"llm_pretrain")
         return
     if output.resolve() == source.resolve() or output.resolve() in source.resolve().parents:
         raise ConfigError(
             f"--output {output}: expected a folder without the weights to export, found them in it"
         )
-    if any(output.iterdir()) and not (output / "config.json").is_file():
+    from llm_pretrain.checkpoints import other_content
+
+    if found := "a link" if output.is_symlink() else other_content(output):
         raise ConfigError(
-            f"--output {output}: expected an empty folder or one of weights to replace, found something else"
+            f"--output {output}: expected an empty folder or weights that this program wrote, found {found}; "
+            "choose another"
         )
 
 
 def _own_dtype(config: dict) -> str:
-    """The type that config.json says the weights have; bf16 where it says none of ours."""
+    """The weights' dtype in config.json; bf16 if it is missing or unsupported."""
     names = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
     return names.get(str(config.get("torch_dtype") or config.get("dtype")), "bf16")
 

@@ -1,7 +1,4 @@
-"""`llm-pretrain generate`: continue prompts with trained weights, or with a running run's last checkpoint.
-
-For a look at what a model has learnt. Serving is the business of the libraries that open the same weights.
-"""
+"""`llm-pretrain generate`: continue prompts with trained weights, or with a running run's last checkpoint."""
 
 from __future__ import annotations
 
@@ -18,14 +15,12 @@ from llm_pretrain.commands._source import (
     check_sampling,
     check_utf8,
     open_source,
-    say,
+    write_out,
 )
 from llm_pretrain.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
-
-HELP = "continue a prompt with trained weights"
 
 EXAMPLES = """\
 examples:
@@ -36,13 +31,12 @@ examples:
 """
 
 _ROWS = 64
-"""Texts that are generated side by side; more follow after them."""
+"""Texts of a batch."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     add_source_arguments(parser)
-    parser.epilog = EXAMPLES
     parser.add_argument(
         "--prompt",
         action="append",
@@ -87,10 +81,10 @@ def run(arguments: argparse.Namespace) -> int:
     count = arguments.num_samples
     if len(prompts) == count == 1 and not arguments.no_stream:
         parts = _continue(source, arguments, encoded, [(0, 0)])
-        say(prompts[0])
+        write_out(prompts[0])
         for _, part in parts:
-            say(part)
-        say("\n")
+            write_out(part)
+        write_out("\n")
         return 0
     wanted = ((prompt, sample) for prompt in range(len(prompts)) for sample in range(count))
     while batch := list(islice(wanted, _ROWS)):
@@ -98,14 +92,14 @@ def run(arguments: argparse.Namespace) -> int:
         for row, part in _continue(source, arguments, encoded, batch):
             texts[row] += part
         for (prompt, sample), text in zip(batch, texts, strict=True):
-            say(_title(prompt, len(prompts), sample, count) + prompts[prompt] + text + "\n")
+            write_out(_title(prompt, len(prompts), sample, count) + prompts[prompt] + text + "\n")
     return 0
 
 
 def _continue(
     source: Source, arguments: argparse.Namespace, encoded: list[list[int]], wanted: list[tuple[int, int]]
 ) -> Iterator[tuple[int, str]]:
-    """(row, text that is new) as it comes, for the (prompt, sample) pairs `wanted`."""
+    """(row, new text) during generation, for the (prompt, sample) pairs `wanted`."""
     from llm_pretrain.generation import generate
 
     columns = generate(
@@ -125,7 +119,7 @@ def _continue(
 def _texts(
     source: Source, columns: Iterable[list[int | None]], lengths: list[int]
 ) -> Iterator[tuple[int, str]]:
-    """(row, text that is new) for columns of new ids; `lengths` are those of the prompts."""
+    """(row, new text) for columns of new ids; `lengths` are those of the prompts."""
     from llm_pretrain.generation import TextStream
 
     pieces = source.tokenizer.token_pieces()
@@ -148,7 +142,7 @@ def _texts(
 
 
 def _title(prompt: int, prompts: int, sample: int, samples: int) -> str:
-    """The line above a text where there are several."""
+    """The line above a text if there are several."""
     names = [f"prompt {prompt + 1}"] if prompts > 1 else []
     names += [f"sample {sample + 1}"] if samples > 1 else []
     return f"--- {', '.join(names)} ---\n" if names else ""

@@ -1,4 +1,4 @@
-"""`llm-pretrain inspect`: what is in a token store, for people and with `--json` for programs."""
+"""`llm-pretrain inspect`: prints what is in a token store, as text or JSON."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import argparse
 import sys
 from typing import TYPE_CHECKING, Any
 
+from llm_pretrain.errors import printable
+
 if TYPE_CHECKING:
     from llm_pretrain.data import Sample
-
-HELP = "show what is in a token store: lengths, masks, packing, samples"
 
 EXAMPLES = """\
 examples:
@@ -24,8 +24,6 @@ _BAR = 40
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = EXAMPLES
     parser.add_argument("store", metavar="STORE", help="folder of a token store")
     parser.add_argument(
         "--sequence_length",
@@ -81,7 +79,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _print_store(facts: dict[str, Any], *, verified: bool) -> None:
     checked = ", every file has its hash" if verified else ""
-    print(f"store      {facts['store']}, {facts['bytes_on_disk']:,} bytes, {facts['dtype']}{checked}")
+    size = f"{facts['bytes_on_disk']:,} bytes, {facts['dtype']}"
+    print(f"store      {printable(facts['store'])}, {size}{checked}")
     for index in facts["packing_indexes"]:
         print(f"index      {_visible(index['file'])}, {index['bytes']:,} bytes (built anew where missing)")
     counts = facts["input_documents"] or [None] * len(facts["inputs"])
@@ -150,7 +149,7 @@ def _print_sample(sample: Sample) -> None:
 
 
 def _visible(text: str) -> str:
-    """Control characters as pictures: a document must not steer the terminal."""
+    """Replaces control characters by symbols, so that a document cannot control the terminal."""
     return "".join(_picture(character) for character in text)
 
 

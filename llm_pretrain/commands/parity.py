@@ -1,27 +1,52 @@
-"""`llm-pretrain parity`: launch a configuration in every way, compare the runs, and say what holds.
-
-It starts the real scripts as a user would and judges by what they wrote; the contract is in
-`_parity/contract.py`. It trains nothing in this process.
-"""
+"""`llm-pretrain parity`: launch a configuration in every way, and compare the runs bit for bit."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
-if TYPE_CHECKING:
-    from llm_pretrain.commands._launching.launching import Place
-    from llm_pretrain.commands._parity.judging import Judged, Run
-    from llm_pretrain.commands._parity.plan import Plan
-    from llm_pretrain.commands._parity.table import Interrupted
-
-HELP = "launch a configuration in every way, and compare the runs bit for bit"
+from llm_pretrain.commands._chaos_attempts import Durations, run_attempt
+from llm_pretrain.commands._kill_schedule import Kill, Target
+from llm_pretrain.commands._launch_options import (
+    add_launch_options,
+    call_facts,
+    check_timeout,
+    create_output,
+    say,
+    write_result,
+)
+from llm_pretrain.commands._launching import (
+    Job,
+    LaunchContext,
+    RunningJob,
+    exit_on_signals,
+    last_error_lines,
+    newest_checkpoint,
+    run_concurrently,
+    this_machine,
+)
+from llm_pretrain.commands._parity_comparison import (
+    KEYS,
+    PARAMETERS,
+    Attempt,
+    Comparison,
+    InterruptedResult,
+    Result,
+    Run,
+    compare_interrupted,
+    compare_runs,
+)
+from llm_pretrain.commands._parity_plan import ParityPlan, Variant, make_plan
+from llm_pretrain.tracking import read_rows
 
 EXAMPLES = """\
-Every other option is a setting, --section.field VALUE, and goes to every cell.
+Every other option is a setting, --section.field VALUE, and applies to every variant.
 
-verdicts: identical, every number at every step the same bits; within bound, the largest differences shown;
+verdicts: identical, every number at every step the same bits; within bound, with the largest differences;
 differs, with the first step and number; not compared, with the reason; failed, with the end of the output
 exit code: 0 where all that is promised holds, 1 where it does not or a launch failed, 2 or 65 for wrong input
 
@@ -37,140 +62,220 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options, and every setting of the configuration."""
-    from llm_pretrain.commands._launching.options import add_place, add_settings
-
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.usage = "llm-pretrain parity --config FILE [options] [--section.field VALUE ...]"
-    parser.epilog = EXAMPLES
+    add_launch_options(parser, "parity", "a launch")
     add = parser.add_argument
-    add(
-        "--config",
-        action="append",
-        required=True,
-        metavar="FILE",
-        help="as for the scripts; the later file wins",
-    )
     add("--paths", default="torchrun,accelerate", metavar="LIST",
         help="of torchrun, accelerate, trainer (default: %(default)s)")  # fmt: skip
     add("--world-size", "--world_size", metavar="LIST", help="numbers of processes (default: 1,2)")
     add("--accumulation", metavar="LIST",
-        help="accumulation steps; the micro batch size follows (default: it follows from the configuration's "
+        help="accumulation steps; the micro batch size follows (default: from the configured "
              "micro batch size)")  # fmt: skip
-    add("--precision", metavar="LIST", help="of fp32, bf16, fp16 (default: the configuration's)")
-    add("--strategies", metavar="LIST",
-        help="of ddp, fsdp, deepspeed (default: the configuration's)")  # fmt: skip
-    add(
-        "--steps",
-        type=int,
-        metavar="K",
-        help="optimizer steps of each run (default: 20, or the configuration's)",
-    )
+    add("--precision", metavar="LIST", help="of fp32, bf16, fp16 (default: as configured)")
+    add("--strategies", metavar="LIST", help="of ddp, fsdp, deepspeed (default: as configured)")
+    add("--steps", type=int, metavar="K",
+        help="optimizer steps of each run (default: 20, or fewer if configured)")  # fmt: skip
     add("--interrupt", metavar="PATH@W:STEP,...",
-        help="also kill a run of the first cell after STEP, and go on with PATH on W processes")  # fmt: skip
-    add_place(parser, "parity", "a launch")
-    add_settings(parser)
+        help="also kill a run of the first variant after STEP, and resume it with PATH on W "
+             "processes")  # fmt: skip
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Launch, compare, print the table and write parity.json; 0 where all that is promised holds, else 1."""
-    from llm_pretrain.commands._launching.launching import ending_on_sigterm
-    from llm_pretrain.commands._launching.machine import call_facts, this_machine
-    from llm_pretrain.commands._launching.options import check_timeout
-    from llm_pretrain.commands._parity.judging import judge
-    from llm_pretrain.commands._parity.plan import make_plan
-    from llm_pretrain.commands._parity.table import is_violated, render, write_json
-
+    """Launch, compare, print the table and write parity.json; 0 if all runs agree, else 1."""
     check_timeout(arguments)
     started, machine = time.time(), this_machine()
     plan = make_plan(arguments, machine)
-    # a name of our own choice that another call took a moment ago must not be shared with it
-    plan.output.mkdir(parents=True, exist_ok=arguments.output is not None)
-    place = _place(plan, machine, arguments.timeout)
-    _say(
-        f"{len(plan.cells)} runs of {plan.steps} steps in {plan.output}, {plan.threads} "
-        f"{'thread' if plan.threads == 1 else 'threads'} per process"
-    )
+    context = create_output(plan, arguments, machine)
+    threads = f"{plan.threads} {'thread' if plan.threads == 1 else 'threads'} per process"
+    say(f"{len(plan.variants)} runs of {plan.steps} steps in {plan.output}, {threads}")
     for note in plan.notes:
-        _say(f"note   {note}")
-    with ending_on_sigterm():
-        judged = judge(_run_cells(plan, place), plan.config, plan.steps)
-        interrupted = _interrupted(plan, place, arguments.interrupt, judged) if plan.interruptions else None
-    facts = call_facts(
-        arguments, machine, started=started, threads=plan.threads, scripts=plan.scripts, steps=plan.steps,
-        notes=plan.notes, config=plan.config,
-    )  # fmt: skip
-    write_json(plan.output / "parity.json", facts, judged, interrupted)
-    violated = is_violated(judged, interrupted)
-    _say("\n" + render(judged, interrupted))
+        say(f"note   {note}")
+    with exit_on_signals():
+        results = compare_runs(_run_variants(plan, context), plan.config, plan.steps)
+        interrupted = _run_interrupted(plan, context, arguments.interrupt, results[0])
+    violated = is_violated(results, interrupted)
+    file = plan.output / "parity.json"
+    facts = call_facts(plan, arguments, machine, started)
+    write_result(file, result_content(facts, results, interrupted))
+    say("\n" + render(results, interrupted))
     held = "what is promised does NOT hold" if violated else "everything promised holds"
-    _say(f"{held}; {plan.output / 'parity.json'}, {time.time() - started:.0f} s")
+    say(f"{held}; {file}, {time.time() - started:.0f} s")
     return 1 if violated else 0
 
 
-def _run_cells(plan: Plan, place: Place) -> list[Run]:
-    """Launch every cell, with a line of progress for each; in the order of the table."""
-    from llm_pretrain.commands._launching.launching import Job, Launched, run_side_by_side
-    from llm_pretrain.commands._parity.judging import Run
+def _run_variants(plan: ParityPlan, context: LaunchContext) -> list[Run]:
+    """Launch every variant, with a line of progress for each; in the order of the table."""
+    variants: dict[Job, Variant] = {}
+    for each in plan.variants:
+        folder, log = plan.output / each.name, plan.output / f"{each.name}.log"
+        options = plan.options_of(each)
+        job = Job(each.path, each.world_size, folder, log, options, plan.threads, each.strategy)
+        variants[job] = each
+    ended: dict[Variant, Run] = {}
 
-    jobs = {
-        cell: Job(
-            cell.path, cell.world_size, plan.output / cell.name, plan.output / f"{cell.name}.log",
-            plan.options_of(cell), plan.threads, cell.strategy,
-        )
-        for cell in plan.cells
-    }  # fmt: skip
-    cell_of = {job: cell for cell, job in jobs.items()}
-    ended: dict[Any, Run] = {}
-
-    def on_end(launched: Launched, exit_code: int) -> None:
-        job, seconds = launched.job, time.monotonic() - launched.started
-        cell = cell_of[job]
-        ended[cell] = Run(cell, job.folder, job.log, exit_code, seconds, launched.timed_out)
+    def on_end(started: RunningJob, exit_code: int) -> None:
+        job, variant, seconds = started.job, variants[started.job], started.seconds
+        ended[variant] = Run(variant, job.folder, job.log, exit_code, seconds, started.timed_out)
         how = f"{plan.steps} steps in {seconds:.0f} s" if exit_code == 0 else f"FAILED, {job.log}"
-        _say(f"[{len(ended)}/{len(jobs)}] {cell}: {how}")
+        say(f"[{len(ended)}/{len(variants)}] {variant}: {how}")
 
-    # Few processes first, so that they lie side by side.
-    in_order = sorted(jobs.values(), key=lambda job: job.world_size)
-    run_side_by_side(in_order, place, on_start=lambda job: _say(f"start {cell_of[job]}"), on_end=on_end)
-    return [ended[cell] for cell in plan.cells]
+    # small jobs first, since several of them fit at a time
+    jobs = sorted(variants, key=lambda job: job.world_size)
+    run_concurrently(jobs, context, on_start=lambda job: say(f"start {variants[job]}"), on_end=on_end)
+    return [ended[variant] for variant in plan.variants]
 
 
-def _interrupted(plan: Plan, place: Place, text: str, judged: list[Judged]) -> Interrupted:
-    """Run the first cell again with its interruptions, and compare it with the run that nobody stopped."""
-    from llm_pretrain.commands._launching.launching import Job
-    from llm_pretrain.commands._parity.comparison import Comparison
-    from llm_pretrain.commands._parity.interruption import LaunchError, run_interrupted
-    from llm_pretrain.commands._parity.judging import judge_interrupted, last_words
-    from llm_pretrain.commands._parity.table import Interrupted
-
-    first, folder, log = plan.cells[0], plan.output / "interrupted", plan.output / "interrupted.log"
+def _run_interrupted(
+    plan: ParityPlan, context: LaunchContext, option: str, reference: Result
+) -> InterruptedResult | None:
+    """Run the first variant again with its interruptions, and compare it with the uninterrupted run."""
+    if not plan.interruptions:
+        return None
+    first, folder, log = plan.variants[0], plan.output / "interrupted", plan.output / "interrupted.log"
     options = (*plan.options_of(first), "--checkpoint.save_steps", str(plan.save_steps))
-    starts = [(first.path, first.world_size), *((each.path, each.world_size) for each in plan.interruptions)]
-    jobs = [Job(path, size, folder, log, options, plan.threads, first.strategy) for path, size in starts]
-    reference = judged[0].run
-    try:
-        attempts = run_interrupted(jobs, [each.step for each in plan.interruptions], place, _say)
-    except LaunchError as error:
-        return Interrupted(text, folder, log, Comparison("failed"), failure=(str(error), *last_words(log)))
-    if reference.failed:
-        comparison = Comparison("not compared", note="the first cell failed")
+    jobs = [
+        Job(each.path, each.world_size, folder, log, options, plan.threads, first.strategy)
+        for each in (first, *plan.interruptions)
+    ]
+    attempts, failure = run_attempts(jobs, [each.step for each in plan.interruptions], context)
+    if failure:
+        comparison = Comparison("failed")
+    elif reference.run.exit_code != 0:
+        comparison = Comparison("not compared", note="the first variant failed")
     else:
-        comparison = judge_interrupted(reference, folder, attempts, plan.config, plan.steps)
-    return Interrupted(text, folder, log, comparison, attempts)
+        comparison = compare_interrupted(reference.run, folder, attempts, plan.config, plan.steps)
+    return InterruptedResult(option, folder, log, comparison, attempts, failure)
 
 
-def _place(plan: Plan, machine: Any, timeout_seconds: float) -> Place:
-    from llm_pretrain.commands._launching.accelerate_files import settings_for, write_settings
-    from llm_pretrain.commands._launching.launching import Place
+def run_attempts(
+    jobs: Sequence[Job], kills: Sequence[int], context: LaunchContext
+) -> tuple[list[Attempt], tuple[str, ...]]:
+    """Run the jobs one after another, each but the last killed as soon as the row of its step is written.
 
-    files = {}
-    stage, on_gpu = plan.config.distributed.zero_stage, machine.gpus > 0
-    for strategy, size in plan.accelerate_launches:
-        settings = settings_for(strategy, stage, size, on_gpu=on_gpu, scripts=plan.scripts)
-        file = plan.output / f"accelerate-{strategy}-w{size}.yaml"
-        files[strategy, size] = write_settings(settings, file)
-    return Place(plan.scripts, machine, files, timeout_seconds)
+    Args:
+        jobs: All with the same folder and log.
+        kills: Steps, one less than jobs.
+        context: Where to start them.
+
+    Returns:
+        The attempts, and why one did not run as planned (with the end of its log), or nothing.
+    """
+
+    def written_steps(job: Job) -> list[int]:
+        file = job.folder / "metrics.jsonl"
+        return [row["step"] for row in read_rows(file)] if file.exists() else []
+
+    attempts: list[Attempt] = []
+    for number, job in enumerate(jobs):
+        step = kills[number] if number < len(kills) else None
+        checkpoint, rows_before = newest_checkpoint(job.folder), len(written_steps(job))
+        if step is None:
+            done = run_attempt(job, context, Durations())
+        else:
+            kill = Kill(number + 1, job.path, "group", None, "step", commits=True, place=0.0, delay=0.0)
+            done = run_attempt(job, context, Durations(), kill, Target("step", step))
+        problem = done.violation.text if done.violation else ""
+        if step is not None and not done.killed and not problem:
+            problem = f"was done before it could be killed after step {step}; ask for more --steps"
+        if problem:
+            return [], (f"{job.path} W={job.world_size} {problem}", *last_error_lines(job.log))
+        steps = written_steps(job)[rows_before:]
+        first, last = (steps[0], steps[-1]) if steps else (None, None)
+        attempts.append(Attempt(job.path, job.world_size, checkpoint, first, last, done.killed))
+        how = f"killed after step {last}" if done.killed else "to its end"
+        say(f"attempt {number + 1} of {len(jobs)}: {job.path} W={job.world_size}, from step {first}, {how}")
+    return attempts, ()
 
 
-def _say(line: str) -> None:
-    print(line, flush=True)
+def is_violated(results: Sequence[Result], interrupted: InterruptedResult | None) -> bool:
+    """Whether a launch failed or a difference exceeds its tolerance."""
+    return any(each.comparison.violated for each in [*results, *([interrupted] if interrupted else [])])
+
+
+def render(results: Sequence[Result], interrupted: InterruptedResult | None) -> str:
+    """The table, and below it a line or more about each run that differs, failed or was not compared."""
+    rows: list[Sequence[str]] = [
+        ("path", "strategy", "W", "A", "B", "precision", "verdict", "against", "largest difference")
+    ]
+    details: list[str] = []
+    for each in results:
+        variant, against, verdict = each.run.variant, each.against, each.comparison.verdict
+        shown = "reference" if each.is_reference and verdict == "identical" else verdict
+        name = (
+            f"{against.path} {against.strategy} W={against.world_size} A={against.accumulation}"
+            if against
+            else ""
+        )
+        split = map(str, variant.split)
+        largest = _largest(each.comparison)
+        rows.append((variant.path, variant.strategy, *split, variant.precision, shown, name, largest))
+        ended = f"exit code {each.run.exit_code}"
+        details += _details(str(variant), each.comparison, each.failure, each.run.log, ended)
+    if interrupted:
+        comparison = interrupted.comparison
+        empty = ("",) * 5
+        rows.append(("interrupted", *empty, comparison.verdict, "the first variant", _largest(comparison)))
+        for number, attempt in enumerate(interrupted.attempts, start=1):
+            details.append(
+                f"attempt {number}: {attempt.path} W={attempt.world_size} from step {attempt.first_step} "
+                f"(checkpoint {attempt.checkpoint or 'none'}) to {attempt.last_step}"
+                f"{', killed' if attempt.killed else ''}"
+            )
+            if attempt.wrong_start:
+                details.append(f"interrupted differs: {attempt.wrong_start}")
+        details += _details("interrupted", comparison, interrupted.failure, interrupted.log, "not as planned")
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    return "\n".join([*lines, *details])
+
+
+def _largest(comparison: Comparison) -> str:
+    """The largest difference of each kind; empty for identical runs."""
+    if comparison.verdict == "identical":
+        return ""
+    return ", ".join(
+        f"{key.removeprefix('train/')} {comparison.largest[key]:.2g}"
+        for key in (*KEYS, PARAMETERS)
+        if comparison.largest.get(key)
+    )
+
+
+def _details(name: str, comparison: Comparison, failure: Sequence[str], log: Path, ended: str) -> list[str]:
+    """Why a run failed or differs, and what of it was not compared."""
+    lines = []
+    if comparison.verdict == "failed":
+        lines = [f"{name} failed, {ended}; its output: {log}", *(f"    {line}" for line in failure)]
+    if comparison.first is not None and comparison.first.key != "attempt":
+        lines.append(f"{name} differs first at {comparison.first}")
+    if comparison.note:
+        lines.append(f"{name}: {comparison.note}")
+    return lines
+
+
+def result_content(
+    facts: Mapping[str, Any], results: Sequence[Result], interrupted: InterruptedResult | None
+) -> dict[str, Any]:
+    """Content of parity.json; `facts` are those of the call."""
+    cells = [
+        {
+            **dataclasses.asdict(each.run.variant),
+            "folder": str(each.run.folder),
+            "log": str(each.run.log),
+            "exit_code": each.run.exit_code,
+            "seconds": round(each.run.seconds, 1),
+            "reference": each.is_reference,
+            "compared_with": each.against.name if each.against else None,
+            **each.comparison.as_dict(),
+            "failure": each.failure,
+        }
+        for each in results
+    ]
+    attempts = interrupted and {
+        "interrupt": interrupted.option,
+        "folder": str(interrupted.folder),
+        "log": str(interrupted.log),
+        "attempts": [dataclasses.asdict(each) for each in interrupted.attempts],
+        **interrupted.comparison.as_dict(),
+        "failure": interrupted.failure,
+    }
+    verdict = "violated" if is_violated(results, interrupted) else "holds"
+    return {"verdict": verdict, **facts, "cells": cells, "interrupted": attempts}

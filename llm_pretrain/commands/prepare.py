@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
-HELP = "tokenise jsonl, parquet, csv, text files or hub data sets into a token store"
+from llm_pretrain.errors import printable
 
-_EXAMPLES = """an input is one of:
+EXAMPLES = """an input is one of:
   .jsonl .ndjson .json             a record per line, or an array of records
   .parquet .arrow .csv .tsv        a record per row
   any other file (.txt, .md, .py)  one document
@@ -39,11 +40,9 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's options to `parser`."""
-    parser.epilog = _EXAMPLES
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description = (
         "Tokenises a corpus on all cores, and splits it into train and validation by document hash. "
-        "Killed and started again with the same options, it goes on where it was."
+        "Started again with the same options after a kill, it resumes."
     )
     parser.add_argument(
         "--input",
@@ -89,12 +88,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prepares the store, with a progress bar on a terminal, and says what is in it."""
+    """Prepares the store, with a progress bar on a terminal, and prints its counts."""
     import time
 
     from tqdm import tqdm
 
-    from llm_pretrain.data import Preparation, input_bytes, prepare_store
+    from llm_pretrain.data import Preparation, input_bytes, prepare_store, saved_splits
 
     started = time.perf_counter()
     with tqdm(
@@ -112,10 +111,10 @@ def run(arguments: argparse.Namespace) -> int:
                 overwrite=arguments.overwrite,
                 workers=arguments.workers,
                 progress=bar.update,
-                notice=lambda text: bar.write(f"notice     {text}"),
+                notice=lambda text: bar.write(f"notice     {printable(text)}"),
             )
         )
-    print(f"store      {arguments.output} in {time.perf_counter() - started:.1f} s")
+    print(f"store      {printable(arguments.output)} in {time.perf_counter() - started:.1f} s")
     for name in ("train", "validation"):
         split = store.facts["splits"][name]
         print(
@@ -124,9 +123,13 @@ def run(arguments: argparse.Namespace) -> int:
         )
     if store.zlib_bits_per_byte is not None:
         print(f"zlib -9    {store.zlib_bits_per_byte:.3f} bits per byte of the validation text")
+    for entry in arguments.input:
+        if splits := saved_splits(Path(entry)):
+            names = f"{', '.join(splits)} in {entry}"
+            print(f"split      train of {printable(names)}; for another name its folder")
     if len(arguments.input) > 1:
         for name, documents in zip(arguments.input, store.facts["input_documents"], strict=True):
-            print(f"input      {documents:,} documents from {name}")
+            print(f"input      {documents:,} documents from {printable(name)}")
     if store.facts["deduplicated"]:
         print(f"left out   {store.facts['duplicates']:,} × duplicate")
     for cause, count in sorted(store.facts["skipped"].items()):

@@ -1,6 +1,6 @@
-"""`llm-pretrain report`: one HTML page about a run, or about several beside each other.
+"""`llm-pretrain report`: writes one HTML page about a run, or about several beside each other.
 
-A run writes the page itself when it ends; this is for a run in progress, an older one, and comparisons.
+A run writes its own page at its end; the command is for a run in progress, an older one, and comparisons.
 """
 
 from __future__ import annotations
@@ -8,9 +8,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from llm_pretrain.errors import ConfigError
-
-HELP = "write one self-contained HTML page about a run, or compare several"
+from llm_pretrain.errors import ConfigError, printable
 
 EXAMPLES = """\
 examples:
@@ -22,8 +20,6 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = EXAMPLES
     parser.add_argument(
         "runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, such as runs/NAME"
     )
@@ -44,5 +40,5 @@ def run(arguments: argparse.Namespace) -> int:
         if len(arguments.runs) > 1:
             raise ConfigError("--output: expected a file for the page of several runs, found none")
         output = arguments.runs[0] / "report.html"
-    print(write_report(arguments.runs, output))
+    print(printable(write_report(arguments.runs, output)))
     return 0

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import argparse
 
-HELP = "train a tokenizer on jsonl or text files"
+from llm_pretrain.errors import printable
 
-_EXAMPLES = """types:
+EXAMPLES = """types:
   sentencepiece-bpe      the default: SentencePiece merges, encoded fastest
   sentencepiece-unigram  SentencePiece's most probable pieces
-  bytelevel-bpe          merges of bytes, text split as Qwen2 does; the only type that gives back U+2581
-                         and still merges; readers of GGUF know it as `qwen2`
-  char                   one token per character of the text, bytes for all others; gives back U+2581 too
-Every type but char has the special tokens and the template of a chat (ChatML).
+  bytelevel-bpe          merges of bytes, text split as Qwen2 does; the only type with merges that restores
+                         U+2581; GGUF calls its pre-tokenizer `qwen2`
+  char                   one token per character of the text, bytes for all others; restores U+2581 too
+Every type but char has special tokens and a template for chats (ChatML).
 
 examples:
   llm-pretrain tokenizer --input stdlib --vocab_size 6400 --output data/tokenizers/stdlib
@@ -26,9 +26,7 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's options to `parser`."""
-    parser.epilog = _EXAMPLES
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.description = "Trains a tokenizer that gives back every text exactly, and that transformers opens."
+    parser.description = "Trains a lossless tokenizer that transformers opens."
     parser.add_argument(
         "--input",
         nargs="+",
@@ -66,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Trains the tokenizer and says how well it packs."""
+    """Trains the tokenizer and prints how well it compresses the text."""
     from llm_pretrain.data import train_tokenizer
 
     report = train_tokenizer(
@@ -77,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
         on_error=arguments.on_error,
         text_column=arguments.text_column,
     )
-    print(f"tokenizer  {arguments.output}, {arguments.type}, {report.vocab_size} tokens")
+    print(f"tokenizer  {printable(arguments.output)}, {arguments.type}, {report.vocab_size} tokens")
     sampled = f" of {report.text_bytes:,}" if report.sampled_bytes < report.text_bytes else ""
     print(f"trained on {report.sampled_bytes:,}{sampled} bytes in {report.documents:,} documents")
     print(f"packs      {report.bytes_per_token:.3f} bytes per token")

@@ -1,7 +1,6 @@
-"""`llm-pretrain top`: a run, or all runs of a folder, live in the terminal.
+"""`llm-pretrain top`: shows a run, or all runs of a folder, in the terminal while they train.
 
-It reads the run's files and nothing else: it can be started, stopped and started again at any time, on
-any machine that sees the folder, and training does not notice.
+It only reads the run's files, so it can run on any machine that has the folder and never affects training.
 """
 
 from __future__ import annotations
@@ -10,8 +9,6 @@ import argparse
 from pathlib import Path
 
 from llm_pretrain.errors import ConfigError
-
-HELP = "watch a run, or several, in the terminal"
 
 EXAMPLES = """\
 examples:
@@ -23,8 +20,6 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = EXAMPLES
     parser.add_argument(
         "runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or a folder of such folders"
     )
@@ -38,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Show the runs; returns the exit code."""
     if not arguments.seconds >= 0.1:
         raise ConfigError(f"--seconds: expected at least 0.1, found {arguments.seconds}")
-    from llm_pretrain.tracking import watch_runs
+    from llm_pretrain.tracking import top
 
-    watch_runs(arguments.runs, once=arguments.once, seconds=arguments.seconds)
+    top.watch_runs(arguments.runs, once=arguments.once, seconds=arguments.seconds)
     return 0

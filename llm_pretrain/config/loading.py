@@ -1,47 +1,47 @@
-"""From YAML files and `--section.field VALUE` to a `Config`, with every problem reported at once.
-
-jsonargparse builds the tree and writes the help from the docstrings; it is imported when it is needed,
-and only ever sees settings that `checking.py` has passed. Contradictions are in `validation.py`.
-"""
+"""From YAML files and `--section.field VALUE` to a checked `Config`, with every problem reported at once."""
 
 from __future__ import annotations
 
-import copy
+import argparse
 import dataclasses
 import difflib
 import functools
 import os
+import platform
 import re
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
-from llm_pretrain.config.checking import (
+from llm_pretrain.config.model_config import VOCAB_MULTIPLE, ModelConfig
+from llm_pretrain.config.schema import (
     NoneType,
-    Problem,
-    check_tree,
+    build,
+    check_ranges,
     check_value,
     describe,
+    documentation,
     field_types,
-    one_line,
-    settings,
-    unknown_setting,
+    in_file,
+    show,
 )
-from llm_pretrain.config.model_config import VOCAB_MULTIPLE
-from llm_pretrain.config.precision import resolve_precision
 from llm_pretrain.config.tree import Config
-from llm_pretrain.config.validation import validate
 from llm_pretrain.config.yaml_text import YamlError, read_yaml, read_yaml_file, write_yaml
-from llm_pretrain.errors import ConfigError
+from llm_pretrain.errors import ConfigError, printable
 
-if TYPE_CHECKING:
-    from jsonargparse import ArgumentParser
-
-_CONFIG_HELP = "YAML file of settings; may be given several times, and the later file wins."
+_PACKAGE = Path(__file__).resolve().parents[1]
+PRESETS = next((p for p in (_PACKAGE / "configs", _PACKAGE.parent / "configs") if p.is_dir()), _PACKAGE)
+"""Folder of the presets: in the installed package, or in the checkout."""
 _LAUNCHER_OPTIONS = ("local-rank", "local_rank")
-"""What `torch.distributed.launch` and DeepSpeed's launcher append; the environment says the same."""
-_PRINT_HELP = "Print the resolved settings as YAML, which can be passed back as --config, and exit."
+"""Appended by `torch.distributed.launch` and DeepSpeed's launcher; ignored, since LOCAL_RANK is set too."""
+_EXAMPLES = {
+    "data.sources": "'[{store: FOLDER, weight: 1}, ...]'",
+    "data.weight_changes": "'[{step: N, weights: [1, 2]}, ...]'",
+    "evaluation.sample_prompts": "'[TEXT, ...]'",
+}
+"""Values of settings that are lists, for the help."""
+_Tree = dict[str, dict[str, Any]]
 
 
 def load_config(
@@ -50,16 +50,19 @@ def load_config(
     prog: str | None = None,
     needs_data: bool = True,
     has_bf16: bool | None = None,
+    world_size: int | None = None,
 ) -> Config:
     """The configuration that a command line asks for, its precision resolved.
 
-    Later files win over earlier ones, setting by setting, and options win over all files.
+    Later files override earlier ones, setting by setting, and options override all files. What a preset chose
+    for a longer run or a higher learning rate than the user's is scaled, with a note on standard error.
 
     Args:
-        argv: Arguments without the program's name; None takes the process's own.
+        argv: Arguments without the program's name; None takes those of the process.
         prog: Program name in the help.
         needs_data: Whether `data.sources` must name a store.
-        has_bf16: What a precision of `auto` depends on; None asks this machine.
+        has_bf16: Whether a precision of `auto` becomes bf16; None asks this machine.
+        world_size: Number of processes of the run; None takes WORLD_SIZE of the environment, else 1.
 
     Raises:
         ConfigError: with every problem that was found; contradictions that may only follow from
@@ -70,35 +73,52 @@ def load_config(
     if line.wants_help:
         print(_help_text(prog or Path(sys.argv[0]).name))
         raise SystemExit(0)
-    layers = []
+    tree, preset, own = _Tree(), _Tree(), set[str]()
     for file in line.files:
-        data, problems = _read_file(file)
-        sound, wrong = check_tree(data, file)
-        layers.append(sound)
+        data, origin, problems = _read_file(file)
+        sound, wrong = check_tree(data, origin)
+        _merge(tree, sound)
+        if os.path.dirname(os.path.abspath(origin)) == str(PRESETS):
+            _merge(preset, sound)
+            own -= _names(sound)
+        else:
+            own |= _names(sound)
         line.problems += problems + wrong
-    config = resolve_precision(_build(_merge([*layers, line.options])), has_bf16)
+    _merge(tree, line.options)
+    for note in _scale_preset(tree, preset, own | _names(line.options)):
+        if world_size is None and os.environ.get("RANK", "0") == "0":  # else another process says it
+            print(f"note: {note}", file=sys.stderr)
+    config = resolve_precision(build(Config, tree), has_bf16)
     if line.wants_print and not line.problems:
         print(dump_yaml(config, comments=True), end="")
         raise SystemExit(0)
-    lines = [problem.line for problem in line.problems]
-    lines += _contradictions(config, line.problems, needs_data)
-    if lines:
-        raise ConfigError(*dict.fromkeys(lines))
+    processes = os.environ.get("WORLD_SIZE", "1") if world_size is None else str(world_size)
+    if processes.isdecimal() and int(processes) > 0:
+        doubtful = named_settings(line.problems)
+        found = validate(config, int(processes), needs_data=needs_data)
+        line.problems += [text for text in found if doubtful.isdisjoint(named_settings([text]))]
+    else:
+        line.problems.append(
+            f"WORLD_SIZE: expected a positive integer in the environment, found {processes!r}"
+        )
+    if line.problems:
+        raise ConfigError(*dict.fromkeys(line.problems))
     return config
 
 
 def from_dict(data: Mapping[str, Any]) -> Config:
     """The configuration of a (partial) tree of plain values; missing settings take their defaults.
 
-    A precision of `auto` stays: `resolve_precision` is for what computes.
+    A precision of `auto` stays (see `resolve_precision`), and contradictions are not looked for
+    (see `validate`).
 
     Raises:
-        ConfigError: unknown settings and wrong types; contradictions are `validate`'s business.
+        ConfigError: unknown settings and wrong types.
     """
     sound, problems = check_tree(data)
     if problems:
-        raise ConfigError(*(problem.line for problem in problems))
-    return _build(sound)
+        raise ConfigError(*problems)
+    return build(Config, sound)
 
 
 def to_dict(config: Config) -> dict[str, Any]:
@@ -107,8 +127,13 @@ def to_dict(config: Config) -> dict[str, Any]:
 
 
 def dump_yaml(config: Config, *, comments: bool = False) -> str:
-    """The configuration as YAML that `--config` reads back to an equal one; on wish with its docs."""
-    return write_yaml(to_dict(config), _docs() if comments else None)
+    """The configuration as YAML that `--config` reads back to an equal one; optionally with documentation."""
+    docs: dict[str, str] = {}
+    if comments:
+        for section, cls in field_types(Config).items():
+            docs[section], fields = documentation(cls)
+            docs |= {f"{section}.{name}": text for name, text in fields.items()}
+    return write_yaml(to_dict(config), docs)
 
 
 def resolve_model(config: Config, tokenizer_size: int) -> Config:
@@ -129,18 +154,159 @@ def resolve_model(config: Config, tokenizer_size: int) -> Config:
     return config
 
 
+def compiles(config: Config, *, on_gpu: bool) -> bool:
+    """Whether layers are compiled: as configured; `auto` on a GPU, but not under DeepSpeed."""
+    if config.training.compile == "auto":
+        return on_gpu and config.distributed.strategy != "deepspeed"
+    return config.training.compile == "on"
+
+
+def resolve_precision(config: Config, has_bf16: bool | None = None) -> Config:
+    """The configuration with precision `auto` replaced: by `bf16` on hardware that has it, else by `fp32`.
+
+    Args:
+        has_bf16: Whether the device has bf16 products; None asks this machine.
+    """
+    if config.training.precision != "auto":
+        return config
+    precision = "bf16" if (multiplies_in_bf16() if has_bf16 is None else has_bf16) else "fp32"
+    return dataclasses.replace(config, training=dataclasses.replace(config.training, precision=precision))
+
+
+def multiplies_in_bf16() -> bool:
+    """Whether the GPU, or without one the CPU, has bf16 products in hardware; emulation does not count.
+
+    `_is_mkldnn_bf16_supported` alone is true of every x86 CPU with AVX-512, where oneDNN converts to fp32
+    and back and is slower than fp32. On Arm it checks for the bf16 instructions themselves.
+    """
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    if not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return False
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return True
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def validate(config: Config, world_size: int = 1, *, needs_data: bool = True) -> list[str]:
+    """Every impossible value and contradiction in `config`, one line each, beginning with the setting.
+
+    A contradiction with a number that is out of range is left out.
+
+    Args:
+        config: A configuration whose fields have their types.
+        world_size: Number of processes of the run.
+        needs_data: Whether `data.sources` must name a store.
+    """
+    out_of_range = [
+        line for section in field_types(Config) for line in check_ranges(getattr(config, section), section)
+    ]
+    doubtful = named_settings(out_of_range)
+    contradictions = config.check(world_size, needs_data)
+    return out_of_range + [line for line in contradictions if doubtful.isdisjoint(named_settings([line]))]
+
+
+def shape_problems(model: ModelConfig) -> list[str]:
+    """Problems of a shape that was read from a foreign file: wrong types, and values impossible anywhere."""
+    wrong_types = [
+        line
+        for name, kind in field_types(ModelConfig).items()
+        for line in check_value(f"model.{name}", kind, getattr(model, name))
+    ]
+    return wrong_types or [*check_ranges(model, "model")] or [*model.check_heads()]
+
+
+@functools.cache
+def settings() -> dict[str, Any]:
+    """Every setting as `section.field`, with its type."""
+    return {
+        f"{section}.{name}": kind
+        for section, section_class in field_types(Config).items()
+        for name, kind in field_types(section_class).items()
+    }
+
+
+def named_settings(lines: Iterable[str]) -> set[str]:
+    """The settings that messages mention; all fields of a section where a message is about the section."""
+    named: set[str] = set()
+    for line in lines:
+        named.update(re.findall(r"\b[a-z]+\.\w+", line))
+        if line.startswith(("--config", "configuration:")):  # any setting could have been in that file
+            return set(settings())
+        for section in re.findall(r"(?:^|did you mean )(\w+)[:?]", line):
+            named.update(name for name in settings() if name.startswith(f"{section}."))
+    return named & settings().keys()
+
+
+def unknown_setting(name: str, origin: str = "") -> str:
+    """The message about a setting that does not exist, with the most similar one that does."""
+    known = [*settings(), *field_types(Config)]
+    name = printable(name)
+    plain = name.replace("-", "_")
+    last = plain.rpartition(".")[2]
+    by_last = {candidate.rpartition(".")[2]: candidate for candidate in known}
+    near = (
+        [candidate for candidate in known if candidate.rpartition(".")[2] == last]
+        or difflib.get_close_matches(plain, known, n=1)
+        or [by_last[match] for match in difflib.get_close_matches(last, by_last, n=1)]
+    )
+    advice = f"did you mean {near[0]}?" if near else "--help lists them all"
+    return f"{name}: no such setting; {advice}{in_file(origin)}"
+
+
+def check_tree(data: object, origin: str = "") -> tuple[_Tree, list[str]]:
+    """The settings of `data` that have their types, and one line for each problem of the others.
+
+    Args:
+        data: Content of a configuration file: a mapping of sections, each a mapping of fields. A section
+            without fields may be null.
+        origin: File that it was read from, for the messages.
+    """
+    sections = {} if data is None else data
+    if not isinstance(sections, Mapping):
+        found = f"found {show(data)}{in_file(origin)}"
+        return {}, [f"configuration: expected sections such as `model:` with their fields, {found}"]
+    sound: _Tree = {}
+    problems: list[str] = []
+    for section, fields in sections.items():
+        if isinstance(section, str) and section in settings():
+            parent, _, name = section.partition(".")
+            advice = f"`{parent}: {{{name}: …}}`{in_file(origin)}"
+            problems.append(f"{section}: in a file, write it inside its section, {advice}")
+        elif section not in field_types(Config):
+            problems.append(unknown_setting(str(section), origin))
+        elif fields is not None and not isinstance(fields, Mapping):
+            found = f"found {show(fields)}{in_file(origin)}"
+            problems.append(f"{section}: expected a section with its fields, {found}")
+        else:
+            sound[section] = {}
+            for field, value in (fields or {}).items():
+                name = f"{section}.{field}"
+                if isinstance(field, str) and name in settings():
+                    found = check_value(name, settings()[name], value, origin)
+                else:
+                    found = [unknown_setting(name, origin)]
+                problems += found
+                if not found:
+                    sound[section][field] = value
+    return sound, problems
+
+
 @dataclasses.dataclass
 class _CommandLine:
-    """A command line, taken apart."""
+    """The parts of a command line."""
 
     files: list[str] = dataclasses.field(default_factory=list)
-    options: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
-    problems: list[Problem] = dataclasses.field(default_factory=list)
+    options: _Tree = dataclasses.field(default_factory=dict)
+    problems: list[str] = dataclasses.field(default_factory=list)
     wants_help: bool = False
     wants_print: bool = False
 
 
 def _read_command_line(arguments: list[str]) -> _CommandLine:
+    """Split a command line. argparse would stop at the first problem and accept abbreviated names."""
     line = _CommandLine()
     rest = list(reversed(arguments))
     while rest:
@@ -155,7 +321,7 @@ def _read_command_line(arguments: list[str]) -> _CommandLine:
                 rest.pop()
         elif not word.startswith("--") or not name:
             advice = "settings are written --section.field VALUE, files --config FILE"
-            line.problems.append(Problem(f"{one_line(word)}: unexpected argument; {advice}"))
+            line.problems.append(f"{printable(word)}: unexpected argument; {advice}")
         else:
             given = value if equals else rest.pop() if rest and not rest[-1].startswith("--") else None
             _read_option(line, name, given)
@@ -165,20 +331,18 @@ def _read_command_line(arguments: list[str]) -> _CommandLine:
 def _read_option(line: _CommandLine, name: str, text: str | None) -> None:
     section, _, field = name.partition(".")
     kind = settings().get(name)
-    if name == "config":
-        if text:
-            line.files.append(text)
-        else:
-            line.problems.append(Problem("--config: expected a file, found nothing", tuple(settings())))
+    if name == "config" and text:
+        line.files.append(text)
+    elif name == "config":
+        line.problems.append("--config: expected a file, found nothing")
     elif name in field_types(Config):
         example = next(iter(field_types(field_types(Config)[name])))
         advice = f"set its fields one by one, e.g. --{name}.{example} VALUE"
-        line.problems.append(Problem(f"{name}: a section has no value of its own; {advice}", (name,)))
+        line.problems.append(f"{name}: a section has no value of its own; {advice}")
     elif kind is None:
         line.problems.append(unknown_setting(name))
     elif text is None:
-        expected = f"{name}: expected {describe(kind)}, found no value after --{name}"
-        line.problems.append(Problem(expected, (name,)))
+        line.problems.append(f"{name}: expected {describe(kind)}, found no value after --{name}")
     else:
         value = _read_value(kind, text)
         problems = check_value(name, kind, value)
@@ -188,9 +352,9 @@ def _read_option(line: _CommandLine, name: str, text: str | None) -> None:
 
 
 def _read_value(kind: Any, text: str) -> Any:
-    """An option's text as the value that it stands for; text stays text where a text is expected."""
+    """The value of an option's text; text stays text where a text is expected."""
     if check_value("", kind, text) == []:
-        return None if text == "null" and NoneType in get_args(kind) else text
+        return None if text in ("null", "~") and NoneType in get_args(kind) else text
     try:
         value = read_yaml(text)
     except YamlError:
@@ -198,87 +362,94 @@ def _read_value(kind: Any, text: str) -> Any:
     return text if value is None and text.strip() not in ("null", "~") else value
 
 
-def _read_file(name: str) -> tuple[Any, list[Problem]]:
-    everything = tuple(settings())  # without this file no contradiction is certain
-    shown = one_line(name)
+def _read_file(name: str) -> tuple[Any, str, list[str]]:
+    """Content of a file or preset, its path for messages, and the problem of reading it."""
+    preset = PRESETS / f"{name.removesuffix('.yaml')}.yaml"
+    shown = printable(name)
     try:
-        return read_yaml_file(name), []
+        if os.path.basename(name) == name and not os.path.isfile(name) and preset.is_file():
+            name = str(preset)
+        return read_yaml_file(name), name, []
     except FileNotFoundError:
         folder = Path(name).parent
         files = [str(path) for path in folder.glob("*.y*ml")] if folder.is_dir() else []
+        files += [path.stem for path in PRESETS.glob("*.yaml")] if folder == Path() else []
         near = difflib.get_close_matches(str(Path(name)), files, n=1)
         advice = f"; did you mean {near[0]}?" if near else ""
-        return None, [Problem(f"--config {shown}: no such file{advice}", everything)]
+        return None, name, [f"--config {shown}: no such file{advice}"]
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        return None, [Problem(f"--config {shown}: cannot be read: {reason}", everything)]
+        return None, name, [f"--config {shown}: cannot be read: {reason}"]
     except YamlError as error:
         place = f"{shown}:{error.line}" if error.line else shown
-        return None, [Problem(f"--config {place}: not a valid YAML file: {error.text}", everything)]
+        return None, name, [f"--config {place}: not a valid YAML file: {error.text}"]
 
 
-def _merge(layers: Iterable[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """Later layers win, setting by setting; a list is one setting."""
-    merged: dict[str, dict[str, Any]] = {}
-    for layer in layers:
-        for section, fields in layer.items():
-            merged.setdefault(section, {}).update(fields)
-    return merged
+def _merge(tree: _Tree, other: Mapping[str, Mapping[str, Any]]) -> None:
+    """Override the settings of `tree` by those of `other`; a list is replaced as a whole."""
+    for section, fields in other.items():
+        tree.setdefault(section, {}).update(fields)
 
 
-def _build(tree: Mapping[str, Mapping[str, Any]]) -> Config:
-    """The dataclasses of a checked tree."""
-    parser = _parser()
-    namespace = parser.parse_object(copy.deepcopy(dict(tree)))  # it writes into what it is given
-    # named `instantiate_classes` before jsonargparse 4.49, where that name became a warning
-    instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes
-    sections = instantiate(namespace)
-    return Config(**{section: sections[section] for section in field_types(Config)})
+def _names(tree: _Tree) -> set[str]:
+    """The settings in a tree, as `section.field`."""
+    return {f"{section}.{field}" for section, fields in tree.items() for field in fields}
 
 
-def _contradictions(config: Config, problems: list[Problem], needs_data: bool) -> list[str]:
-    """Contradictions that no other problem can have caused, that is, that share no setting with one."""
-    text = os.environ.get("WORLD_SIZE", "1")
-    if not text.isdecimal() or int(text) < 1:
-        return [f"WORLD_SIZE: expected a positive integer in the environment, found {text!r}"]
-    doubtful = {name for problem in problems for name in problem.settings}
-    return [
-        line
-        for line in validate(config, int(text), needs_data=needs_data)
-        if not any(re.search(rf"\b{re.escape(name)}\b", line) for name in doubtful)
-    ]
+_SHARES = {
+    "training.max_steps": ("schedule.warmup_steps", "schedule.decay_steps"),
+    "optimizer.learning_rate": ("schedule.min_learning_rate",),
+}
+"""Setting -> those that a preset chooses as a share of it."""
 
 
-@functools.cache
-def _parser(prog: str | None = None) -> ArgumentParser:
-    import jsonargparse
+def _scale_preset(tree: _Tree, preset: _Tree, own: set[str]) -> list[str]:
+    """Scale a preset's shares in `tree` where the user's smaller value contradicts them; one note for each.
 
-    usage = "%(prog)s [--config FILE ...] [--section.field VALUE ...] [--print_config]"
-    parser = jsonargparse.ArgumentParser(
-        prog=prog, usage=usage, description=Config.__doc__, exit_on_error=False, default_env=False
-    )
-    parser.add_class_arguments(Config, as_group=True)
-    return parser
+    Args:
+        tree: All settings.
+        preset: Those that presets contain.
+        own: Names of those whose value is not a preset's.
+    """
+    contradicted = {line.partition(":")[0] for line in build(Config, tree).check_schedule()}
+    notes = []
+    for whole, shares in _SHARES.items():
+        section, _, field = whole.partition(".")
+        usual = preset.get(section, {}).get(field, getattr(getattr(Config(), section), field))
+        wanted = tree.get(section, {}).get(field, usual)
+        if whole not in own or contradicted.isdisjoint(shares) or not 0 < wanted < usual:
+            continue
+        for name in shares:
+            part, _, field_of_part = name.partition(".")
+            value = preset.get(part, {}).get(field_of_part)
+            if name in own or not value:
+                continue
+            exact = value * wanted / usual
+            scaled = int(exact) if isinstance(value, int) else float(f"{exact:.6g}")
+            tree[part][field_of_part] = scaled
+            notes.append(f"{name}: {scaled} instead of the preset's {value}, since {whole} is {wanted}")
+    return notes
 
 
 def _help_text(prog: str) -> str:
-    """The help, without the options that jsonargparse would add: for whole sections, for a list's end."""
-    parser = _parser(prog)
-    text = re.sub(r"\n  --\w+ CONFIG +Path to .*(?=\n)", "", parser.format_help())
-    text = re.sub(r"\n  --[\w.]+\.help(?: .*)?(?:\n {20,}.*)*", "", text)
-    text = re.sub(r"(--data\.sources) .*--data.*", r"\1 '[{store: FOLDER, weight: 1}, ...]'", text)
-    text = re.sub(r"(--data\.weight_changes) .*--data.*", r"\1 '[{step: N, weights: [1, 2]}, ...]'", text)
-    text = re.sub(r"(--evaluation\.sample_prompts) .*--eval.*", r"\1 '[TEXT, ...]'", text)
-    own = f"  --config FILE         {_CONFIG_HELP}\n  --print_config        {_PRINT_HELP}\n"
-    return re.sub(r"(\n  -h, --help .*\n)", lambda match: match[1] + own, text, count=1).rstrip()
-
-
-def _docs() -> dict[str, str]:
-    """Section and setting to its documentation, from the docstrings of the tree."""
-    from llm_pretrain.config.reference import documentation
-
-    docs: dict[str, str] = {}
+    usage = "%(prog)s [--config FILE ...] [--section.field VALUE ...] [--print_config]"
+    parser = argparse.ArgumentParser(prog=prog, usage=usage, description=Config.__doc__)
+    parser.add_argument(
+        "--config", metavar="FILE",
+        help="YAML file of settings or name of a preset; may be given several times, and the later file wins",
+    )  # fmt: skip
+    parser.add_argument(
+        "--print_config", action="store_true",
+        help="print the resolved settings as YAML, which can be passed back as --config, and exit",
+    )  # fmt: skip
+    defaults = to_dict(Config())
     for section, cls in field_types(Config).items():
-        docs[section], fields = documentation(cls)
-        docs |= {f"{section}.{name}": text for name, text in fields.items()}
-    return docs
+        summary, docs = documentation(cls)
+        group = parser.add_argument_group(summary.rstrip("."))
+        for name, kind in field_types(cls).items():
+            default = defaults[section][name]
+            shown = "null" if default is None else str(default).lower() if kind is bool else default
+            text = f"{docs.get(name, '')} ({describe(kind)}; default: {shown})".replace("%", "%%")
+            metavar = _EXAMPLES.get(f"{section}.{name}", name.upper())
+            group.add_argument(f"--{section}.{name}", metavar=metavar, help=text)
+    return parser.format_help().rstrip()

@@ -1,12 +1,19 @@
-"""The `model` section of the configuration: the decoder's shape, documented field by field.
-
-The other sections are in `tree.py`. This module imports nothing of the package.
-"""
+"""The `model` section of the configuration: shape of the decoder, with the checks of its fields."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from llm_pretrain.config.schema import (
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Range,
+)
 
 VOCAB_MULTIPLE = 64
 """`model.vocab_size` defaults to the tokenizer's size rounded up to a multiple of this."""
@@ -19,84 +26,194 @@ class ModelConfig:
     Args:
         vocab_size: Rows of the embedding. Default: the tokenizer's size, rounded up to a multiple of 64.
         hidden_size: Width of the residual stream.
-        intermediate_size: Width of a dense layer's SwiGLU.
+        intermediate_size: Width of the SwiGLU in a dense layer.
         num_hidden_layers: Number of decoder layers.
         num_attention_heads: Number of query heads.
         num_key_value_heads: Number of key and value heads (grouped-query attention).
         head_dim: Width of one head. Default: hidden_size / num_attention_heads.
-        max_position_embeddings: Longest position the exported model promises; at least the sequence length.
+        max_position_embeddings: Longest sequence that the exported model supports; at least
+            training.sequence_length.
         rms_norm_eps: Epsilon of every RMSNorm.
         initializer_range: Standard deviation of the initial weights.
-        zero_init_residual: Start the matrices that write into the residual stream (o_proj, down_proj) at
-            zero, so that every layer begins as the identity.
-        tie_word_embeddings: Share the embedding with the output projection.
+        zero_init_residual: Initialise the matrices that write into the residual stream (o_proj, down_proj)
+            with zeros, so that every layer starts as the identity.
+        tie_word_embeddings: Share the embedding matrix with the output projection.
         attention_dropout: Dropout probability of the attention weights.
         hidden_dropout: Dropout probability of each block's output, before the residual addition.
         rope_theta: Base of the rotary frequencies.
-        rope_type: Scaling of the rotary frequencies: `default` (none), `linear` (arXiv:2306.15595) or
-            `yarn` (arXiv:2309.00071).
-        rope_factor: By how much linear or YaRN scaling stretches the context.
-        original_max_position_embeddings: Context that YaRN stretches. Default:
-            max_position_embeddings / rope_factor.
-        rope_beta_fast: YaRN leaves frequencies with more rotations than this over the original context alone.
-        rope_beta_slow: YaRN stretches frequencies with fewer rotations than this in full.
+        rope_type: Scaling of the rotary frequencies: `default` (none), `linear` (arXiv:2306.15595) or `yarn`
+            (arXiv:2309.00071).
+        rope_factor: Factor by which linear or YaRN scaling extends the context.
+        original_max_position_embeddings: Context length that YaRN extends. Default: max_position_embeddings /
+            rope_factor.
+        rope_beta_fast: YaRN leaves frequencies unscaled that rotate more than this many times over the
+            original context.
+        rope_beta_slow: YaRN scales frequencies in full that rotate fewer than this many times over the
+            original context.
         qk_norm: RMSNorm on queries and keys, per head (Qwen3); without it the model is a Llama or Mixtral.
         num_experts: Experts per mixture-of-experts layer; 0 makes every layer dense.
-        num_experts_per_tok: Experts chosen for each token.
-        moe_intermediate_size: Width of one expert's SwiGLU. Default: intermediate_size.
-        norm_topk_prob: Normalise the chosen experts' probabilities to sum to one.
-        n_shared_experts: Shared experts beside the chosen ones, one SwiGLU of this many times an expert's
-            width that every token passes through (DeepSeekMoE, arXiv:2401.06066); 0 for none.
-        scoring_func: How router logits become scores: `softmax` over all experts, or `sigmoid` of each
+        num_experts_per_tok: Experts selected for each token (top-k).
+        moe_intermediate_size: Width of the SwiGLU of one expert. Default: intermediate_size.
+        norm_topk_prob: Normalise the probabilities of the selected experts to sum to one.
+        n_shared_experts: Shared experts that process every token beside the selected ones: one SwiGLU of this
+            many times the width of an expert (DeepSeekMoE, arXiv:2401.06066); 0 for none.
+        scoring_func: Function from router logits to scores: `softmax` over all experts, or `sigmoid` of each
             (DeepSeek-V3, arXiv:2412.19437).
-        routed_scaling_factor: Factor on the chosen experts' weights, after normalisation.
+        routed_scaling_factor: Factor on the weights of the selected experts, after normalisation.
         first_k_dense_replace: Number of leading layers that stay dense.
-        decoder_sparse_step: Every how many layers an expert layer stands (1: all).
-        router_aux_loss_coef: Coefficient of the balance loss.
-        router_aux_loss_scope: Over what the balance loss is taken. `sequence` does not depend on how
-            the batch is split; `micro_batch` (Switch Transformer, transformers) does; `global_batch`
-            (arXiv:2501.11873) does not and balances over the whole batch, for one more forward pass.
+        decoder_sparse_step: Every n-th layer is a mixture-of-experts layer (1: all).
+        router_aux_loss_coef: Coefficient of the load-balancing loss.
+        router_aux_loss_scope: Tokens over which the load-balancing loss is computed. `sequence`: each
+            sequence; does not depend on how the batch is split. `micro_batch` (Switch Transformer,
+            transformers): depends on the split. `global_batch` (arXiv:2501.11873): the whole batch; does not
+            depend on the split, and costs one more forward pass.
         router_z_loss_coef: Coefficient of the router's z-loss.
-        router_bias_update_rate: Step of the loss-free balancing bias (arXiv:2408.15664); 0 turns it off.
-        init_from: Weights folder (ours or Hugging Face's) that training starts from instead of random values.
-            The shape must be the same; a dense folder also starts a mixture of experts (upcycling).
+        router_bias_update_rate: Update step of the bias in balancing without a loss (arXiv:2408.15664); 0
+            turns it off.
+        init_from: Weights folder (of this project or Hugging Face) that training starts from instead of
+            random values. The shape must be the same; a dense folder can also initialise a mixture of experts
+            (upcycling).
     """
 
-    vocab_size: int | None = None
-    hidden_size: int = 512
-    intermediate_size: int = 1408
-    num_hidden_layers: int = 8
-    num_attention_heads: int = 8
-    num_key_value_heads: int = 2
-    head_dim: int | None = None
-    max_position_embeddings: int = 32768
-    rms_norm_eps: float = 1e-6
-    initializer_range: float = 0.02
+    vocab_size: Annotated[int, Range(gt=0, le=1 << 28)] | None = None
+    hidden_size: Annotated[int, Range(gt=0, le=1 << 20)] = 512
+    intermediate_size: Annotated[int, Range(gt=0, le=1 << 20)] = 1408
+    num_hidden_layers: Annotated[int, Range(gt=0, le=1 << 12)] = 8
+    num_attention_heads: Annotated[int, Range(gt=0, le=1 << 16)] = 8
+    num_key_value_heads: Annotated[int, Range(gt=0, le=1 << 16)] = 2
+    head_dim: Annotated[int, Range(gt=0, le=1 << 16)] | None = None
+    max_position_embeddings: PositiveInt = 32768
+    rms_norm_eps: Annotated[float, Range(gt=0, ge=1e-37)] = 1e-6  # fp32 rounds less to 0: a division by 0
+    initializer_range: PositiveFloat = 0.02
     zero_init_residual: bool = False
     tie_word_embeddings: bool = True
-    attention_dropout: float = 0.0
-    hidden_dropout: float = 0.0
-    rope_theta: float = 1_000_000.0
+    attention_dropout: Fraction = 0.0
+    hidden_dropout: Fraction = 0.0
+    # below 1, frequencies would grow with the index of the dimension, without bound
+    rope_theta: Annotated[float, Range(gt=0, ge=1.0)] = 1_000_000.0
     rope_type: Literal["default", "linear", "yarn"] = "default"
-    rope_factor: float = 1.0
-    original_max_position_embeddings: int | None = None
-    rope_beta_fast: float = 32.0
-    rope_beta_slow: float = 1.0
+    rope_factor: PositiveFloat = 1.0
+    original_max_position_embeddings: PositiveInt | None = None
+    rope_beta_fast: PositiveFloat = 32.0
+    rope_beta_slow: PositiveFloat = 1.0
     qk_norm: bool = True
-    num_experts: int = 0
-    num_experts_per_tok: int = 2
-    moe_intermediate_size: int | None = None
+    num_experts: Annotated[int, Range(ge=0, le=1 << 16)] = 0
+    num_experts_per_tok: PositiveInt = 2
+    moe_intermediate_size: Annotated[int, Range(gt=0, le=1 << 20)] | None = None
     norm_topk_prob: bool = True
-    n_shared_experts: int = 0
+    n_shared_experts: Annotated[int, Range(ge=0, le=1 << 10)] = 0
     scoring_func: Literal["softmax", "sigmoid"] = "softmax"
-    routed_scaling_factor: float = 1.0
-    first_k_dense_replace: int = 0
-    decoder_sparse_step: int = 1
-    router_aux_loss_coef: float = 0.001
+    routed_scaling_factor: PositiveFloat = 1.0
+    first_k_dense_replace: NonNegativeInt = 0
+    decoder_sparse_step: PositiveInt = 1
+    router_aux_loss_coef: NonNegativeFloat = 0.001
     router_aux_loss_scope: Literal["sequence", "micro_batch", "global_batch"] = "sequence"
-    router_z_loss_coef: float = 0.0
-    router_bias_update_rate: float = 0.0
+    router_z_loss_coef: NonNegativeFloat = 0.0
+    router_bias_update_rate: NonNegativeFloat = 0.0
     init_from: str | None = None
+
+    def check(self) -> Iterator[str]:
+        """One line for each contradiction between fields of this section."""
+        yield from self.check_heads()
+        yield from self._check_rope()
+        yield from (self._check_experts() if self.num_experts else self._check_dense())
+        if self.init_from is not None and not self.init_from.strip():  # "" would be the current folder
+            yield f"model.init_from: expected a weights folder or null, found {self.init_from!r}"
+
+    def check_heads(self) -> Iterator[str]:
+        """Problems of the numbers of heads and the head size."""
+        heads, kv_heads, hidden = self.num_attention_heads, self.num_key_value_heads, self.hidden_size
+        if kv_heads == 0 or heads % kv_heads:
+            yield (
+                f"model.num_attention_heads: expected a multiple of model.num_key_value_heads = {kv_heads}, "
+                f"found {heads}"
+            )
+        if self.head_dim is None and (heads == 0 or hidden % heads):
+            yield (
+                f"model.hidden_size: expected a multiple of model.num_attention_heads = {heads} where "
+                f"model.head_dim is not set, found {hidden}"
+            )
+        elif (head_dim := self.head_dim or (heads and hidden // heads)) % 2:
+            source = "" if self.head_dim else " = model.hidden_size / model.num_attention_heads"
+            yield f"model.head_dim: expected an even width for rotary positions, found {head_dim}{source}"
+
+    def _check_rope(self) -> Iterator[str]:
+        """Problems of the RoPE scaling, including fields that have no effect with the chosen type."""
+        kind, factor = self.rope_type, self.rope_factor
+        original, longest = self.original_max_position_embeddings, self.max_position_embeddings
+        if kind == "default" and factor != 1:
+            yield (
+                f"model.rope_factor: expected 1 with model.rope_type = default, found {factor}; "
+                "set model.rope_type to linear or yarn"
+            )
+        elif kind != "default" and factor < 1:
+            yield f"model.rope_factor: expected 1 or more, found {factor}"
+        if kind != "yarn":
+            if original is not None:
+                yield (
+                    f"model.original_max_position_embeddings: expected none with model.rope_type = {kind}, "
+                    f"found {original}"
+                )
+            return
+        if self.rope_beta_fast <= self.rope_beta_slow:
+            yield (
+                f"model.rope_beta_fast: expected more than model.rope_beta_slow = {self.rope_beta_slow}, "
+                f"found {self.rope_beta_fast}"
+            )
+        if original is None:
+            if factor >= 1 and longest % factor:
+                yield (
+                    f"model.max_position_embeddings: expected a multiple of model.rope_factor = {factor} "
+                    f"where model.original_max_position_embeddings is not set, found {longest}"
+                )
+        elif not original <= longest <= original * factor:
+            yield (
+                "model.max_position_embeddings: expected at least model.original_max_position_embeddings = "
+                f"{original} and at most model.rope_factor times that = {original * factor:g}, "
+                f"found {longest}"
+            )
+        if self.rope_theta <= 1:
+            yield (
+                f"model.rope_theta: expected more than 1 with model.rope_type = yarn, found {self.rope_theta}"
+            )
+
+    def _check_dense(self) -> Iterator[str]:
+        """Fields that have no effect in a model without experts."""
+        for name, default in (
+            ("n_shared_experts", 0),
+            ("scoring_func", "softmax"),
+            ("routed_scaling_factor", 1.0),
+            ("router_bias_update_rate", 0.0),
+        ):
+            if (found := getattr(self, name)) != default:
+                yield (
+                    f"model.{name}: expected {default} with model.num_experts = 0, found {found}; "
+                    "set model.num_experts"
+                )
+        if self.router_aux_loss_scope == "global_batch":
+            yield (
+                "model.router_aux_loss_scope: expected sequence or micro_batch with model.num_experts = 0, "
+                "found global_batch; set model.num_experts"
+            )
+
+    def _check_experts(self) -> Iterator[str]:
+        if self.num_experts_per_tok > self.num_experts:
+            yield (
+                f"model.num_experts_per_tok: expected at most model.num_experts = {self.num_experts}, "
+                f"found {self.num_experts_per_tok}"
+            )
+        layers, dense, every = self.num_hidden_layers, self.first_k_dense_replace, self.decoder_sparse_step
+        if dense > layers:
+            yield (
+                f"model.first_k_dense_replace: expected at most model.num_hidden_layers = {layers}, "
+                f"found {dense}"
+            )
+        elif every > 0 and layers // every * every <= dense:
+            yield (
+                f"model.num_experts: expected a layer that routes to the {self.num_experts} experts, found "
+                f"none with model.num_hidden_layers = {layers}, model.first_k_dense_replace = {dense}, "
+                f"model.decoder_sparse_step = {every}"
+            )
 
     @property
     def attention_head_dim(self) -> int:
@@ -110,7 +227,7 @@ class ModelConfig:
 
     @property
     def rope_original_context(self) -> int:
-        """Positions of the context that YaRN stretches, resolved."""
+        """Context length that YaRN extends, resolved."""
         return self.original_max_position_embeddings or int(self.max_position_embeddings / self.rope_factor)
 
     def is_moe_layer(self, layer: int) -> bool:

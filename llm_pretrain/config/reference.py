@@ -1,16 +1,12 @@
-"""The reference of all settings as Markdown, written from the docstrings of the tree.
-
-`python -m llm_pretrain.config.reference` prints docs/configuration.md; a test holds the file to it.
-"""
+"""Prints the reference of all settings, docs/configuration.md, from the docstrings of the dataclasses."""
 
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Iterator
 from typing import Any
 
-from llm_pretrain.config.checking import describe, field_types
+from llm_pretrain.config.schema import describe, documentation, field_types
 from llm_pretrain.config.tree import Config, SourceConfig, WeightChange
 
 _INTRODUCTION = """\
@@ -18,14 +14,15 @@ _INTRODUCTION = """\
 
 <!-- Written by `make docs` from the docstrings in llm_pretrain/config; edit those. -->
 
-Every setting can stand in a YAML file given as `--config FILE` (repeatable: the later file wins, setting by
-setting) and on the command line of both scripts as `--section.field VALUE`, which wins over all files.
-`--print_config` prints the resolved tree with these comments, and the printed text can be passed back as
-`--config`. An unknown setting, a wrong type or a contradiction stops the run with one line for each problem.
+Every setting can be set in a YAML file given as `--config FILE` (repeatable: the later file wins, setting by
+setting), and on the command line of both scripts as `--section.field VALUE`, which wins over all files. FILE
+can also be the name of a preset, such as `quickstart` (`llm-pretrain configs` lists them). `--print_config`
+prints the resolved settings with these comments, and the printed text can be passed back as `--config`. An
+unknown setting, a wrong type or a contradiction stops the run with one line for each problem.
 """
 
 _ENTRIES = {"data.sources": SourceConfig, "data.weight_changes": WeightChange}
-"""Settings that are lists of entries with fields of their own."""
+"""Settings that are lists of dataclasses."""
 
 
 def reference() -> str:
@@ -44,15 +41,6 @@ def _lines() -> Iterator[str]:
                 summary, docs = documentation(entry)
                 yield f"\nAn entry of `{name}` is `{{{', '.join(docs)}}}`:\n\n"
                 yield from _table(entry, docs, prefix="")
-
-
-def documentation(cls: type) -> tuple[str, dict[str, str]]:
-    """First sentence of a dataclass, and field to documentation."""
-    import docstring_parser
-
-    parsed = docstring_parser.parse(inspect.cleandoc(cls.__doc__ or ""))
-    docs = {entry.arg_name: " ".join((entry.description or "").split()) for entry in parsed.params}
-    return parsed.short_description or "", docs
 
 
 def _table(cls: type, docs: dict[str, str], prefix: str) -> Iterator[str]:

@@ -1,36 +1,66 @@
-"""The configuration: one tree of frozen dataclasses that decides everything about a run.
-
-Every field is documented here and nowhere else. Loading is in `loading.py`, contradictions between
-fields in `validation.py`, the `model` section in `model_config.py`.
-"""
+"""The configuration of a run: a tree of frozen dataclasses, documented and checked field by field."""
 
 from __future__ import annotations
 
+import math
+import os
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from llm_pretrain.config.model_config import ModelConfig
+from llm_pretrain.config.schema import (
+    LARGEST_INTEGER,
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Range,
+)
+
+_Seed = Annotated[int, Range(ge=0, le=(1 << 63) - 1)]
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Name, place and seed of a run.
+    """Name, folder and seed of a run.
 
     Args:
-        name: Name of the run; letters, digits, `.`, `_` and `-`.
-        output_dir: The run's own folder. Default: `runs/NAME`.
+        name: Name of the run: letters, digits, `.`, `_` and `-`.
+        output_dir: Folder of the run. Default: `runs/NAME`.
         seed: Seed of the initial weights and of dropout.
     """
 
     name: str = "pretrain"
     output_dir: str | None = None
-    seed: int = 0
+    seed: _Seed = 0
 
     @property
     def folder(self) -> Path:
-        """The run's own folder."""
+        """Folder of the run."""
         return Path(self.output_dir) if self.output_dir else Path("runs") / self.name
+
+    def check(self) -> Iterator[str]:
+        """One line for each impossible value."""
+        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}", self.name):
+            yield (
+                "run.name: expected at most 128 letters, digits, `.`, `_` and `-`, the first no `.` or `-`, "
+                f"found {self.name!r}"
+            )
+        if self.output_dir is not None and not self.output_dir.strip():
+            yield f"run.output_dir: expected a folder, found {self.output_dir!r}"
+        elif (
+            self.output_dir is not None
+            and os.path.exists(self.output_dir)
+            and not os.path.isdir(self.output_dir)
+        ):
+            yield f"run.output_dir: expected a folder, found another thing at {self.output_dir!r}"
+        elif f"{self.output_dir}/".startswith("~/"):  # else `rm -rf ~` would seem right
+            yield f"run.output_dir: expected a path without ~ of the shell, found {self.output_dir!r}"
 
 
 @dataclass(frozen=True)
@@ -39,9 +69,9 @@ class SourceConfig:
 
     Args:
         store: Folder written by `llm-pretrain prepare`.
-        weight: Share of the samples drawn from it, relative to the other sources; 0 only where
-            `weight_changes` bring the source in.
-        name: What metrics call it, where there are several. Default: the folder's name.
+        weight: Share of the samples drawn from this store, relative to the other sources; 0 is allowed only
+            if `weight_changes` give the source a weight later.
+        name: Name of the source in metrics, if there are several. Default: name of the folder.
     """
 
     store: str
@@ -50,18 +80,18 @@ class SourceConfig:
 
     @property
     def label(self) -> str:
-        """What metrics call this source."""
+        """Name of the source in metrics."""
         return self.name or Path(self.store).name
 
 
 @dataclass(frozen=True)
 class WeightChange:
-    """New weights of the mixture from a step on.
+    """Weights of the mixture from a given step on.
 
     Args:
-        step: First optimizer step (from 0) that draws with these weights, rounded up to the next block of
-            the sample order.
-        weights: One weight for each of `data.sources`, in their order; 0 leaves a source out.
+        step: First optimizer step (from 0) that uses these weights, rounded up to the next block of the
+            sample order.
+        weights: One weight for each of `data.sources`, in the same order; 0 leaves a source out.
     """
 
     step: int
@@ -70,26 +100,101 @@ class WeightChange:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Where samples come from and in which order.
+    """Sources of the samples, and their order.
 
     Args:
         sources: Token stores and their weights.
-        weight_changes: Weights that replace those of the sources at given steps, in ascending order.
-        packing: How documents fill sequences: `best_fit` (few splits, ~no padding), `concat`, or `pad`.
-        isolate_documents: Attention never crosses a document inside a sequence.
+        weight_changes: Weights that replace those of the sources from given steps on, in ascending order.
+        packing: How documents are packed into sequences: `best_fit` (few documents are split, almost no
+            padding), `concat` (documents one after another, split at the end of each sequence), or `pad` (one
+            document per sequence, padded).
+        isolate_documents: Attention does not cross document boundaries inside a sequence.
         seed: Seed of the sample order.
-        num_workers: Worker processes that assemble batches; 0 assembles in the training process. Default: 2
-            on a GPU, so that a step never waits for its batch, else 0.
-        on_error: What `prepare` does with a bad record: count and `skip` it, or `fail` with file and line.
+        num_workers: Worker processes that assemble batches; 0 assembles them in the training process.
+            Default: 2 on a GPU, so that no step waits for its batch, else 0.
+        on_error: What `llm-pretrain prepare` does with a bad record: count and `skip` it, or `fail` with file
+            and line.
     """
 
     sources: list[SourceConfig] = field(default_factory=list)
     weight_changes: list[WeightChange] = field(default_factory=list)
     packing: Literal["best_fit", "concat", "pad"] = "best_fit"
     isolate_documents: bool = True
-    seed: int = 0
-    num_workers: int | None = None
+    seed: _Seed = 0
+    num_workers: Annotated[int, Range(ge=0, le=1 << 10)] | None = None
     on_error: Literal["skip", "fail"] = "fail"
+
+    def check(self, needs_data: bool = True) -> Iterator[str]:
+        """One line for each problem of the sources and their weights; no store is opened."""
+        if needs_data and not self.sources:
+            yield (
+                "data.sources: expected at least one token store, found none; make one with "
+                "`llm-pretrain prepare`, then --data.sources '[{store: FOLDER}]'"
+            )
+        yield from self._check_sources()
+        yield from self._check_source_names()
+        yield from self._check_weight_changes()
+
+    def _check_sources(self) -> Iterator[str]:
+        weighted_later = {
+            k for change in self.weight_changes for k, weight in enumerate(change.weights) if weight
+        }
+        weights_are_sound = True
+        for k, source in enumerate(self.sources):
+            if not source.store.strip():
+                yield f"data.sources[{k}].store: expected a folder, found {source.store!r}"
+            weight = source.weight
+            if not math.isfinite(weight) or weight < 0 or (weight == 0 and k not in weighted_later):
+                weights_are_sound = False
+                advice = "" if weight else "; leave the source out, or bring it in with data.weight_changes"
+                yield f"data.sources[{k}].weight: expected a number above 0, found {weight}{advice}"
+        if weights_are_sound:
+            yield from _check_total("data.sources", [source.weight for source in self.sources])
+
+    def _check_source_names(self) -> Iterator[str]:
+        """Problems of the sources' names; a single source has no metrics of its own, so any name is valid."""
+        first: dict[str, int] = {}
+        for k, source in enumerate(self.sources):
+            if source.name is None and (len(self.sources) == 1 or not source.store.strip()):
+                continue
+            label = source.label if source.name is None else source.name
+            name, origin = f"data.sources[{k}].name", ", the folder's name" if source.name is None else ""
+            if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}", label):
+                yield (
+                    f"{name}: expected 1 to 64 letters, digits, `.`, `_` and `-`, the first no `.` or `-`, "
+                    f"found {label!r}{origin}; set {name}"
+                )
+            elif label in first:
+                yield (
+                    f"{name}: expected a name of its own for the metrics, found {label!r}{origin}, which "
+                    f"data.sources[{first[label]}] has too; set {name}"
+                )
+            first.setdefault(label, k)
+
+    def _check_weight_changes(self) -> Iterator[str]:
+        last_step = -1
+        for j, change in enumerate(self.weight_changes):
+            name = f"data.weight_changes[{j}]"
+            if change.step < 0:
+                yield f"{name}.step: expected 0 or more, found {change.step}"
+            elif change.step > LARGEST_INTEGER:
+                yield f"{name}.step: expected at most {LARGEST_INTEGER}, found {change.step}"
+            elif change.step <= last_step:
+                yield (
+                    f"{name}.step: expected more than the {last_step} of the change before, "
+                    f"found {change.step}"
+                )
+            last_step = max(last_step, change.step)
+            if len(change.weights) != len(self.sources):
+                yield (
+                    f"{name}.weights: expected {len(self.sources)}, one for each of data.sources, "
+                    f"found {len(change.weights)}"
+                )
+            wrong = [k for k, weight in enumerate(change.weights) if not 0 <= weight < math.inf]
+            for k in wrong:
+                yield f"{name}.weights[{k}]: expected 0 or a number above 0, found {change.weights[k]}"
+            if change.weights and not wrong:
+                yield from _check_total(f"{name}.weights", change.weights)
 
 
 @dataclass(frozen=True)
@@ -98,95 +203,139 @@ class OptimizerConfig:
 
     Args:
         name: `adamw`: AdamW with decoupled weight decay (arXiv:1711.05101). `muon`: orthogonalised momentum
-            (github.com/KellerJordan/Muon) for the layers' matrices, AdamW for embedding, head and norms.
-        learning_rate: Peak learning rate. With `muon`, that of what AdamW updates.
+            (github.com/KellerJordan/Muon) for the matrices of the layers, AdamW for embedding, head and
+            norms.
+        learning_rate: Peak learning rate; with `muon`, of the parameters that AdamW updates.
         muon_learning_rate: Peak learning rate of the matrices that Muon updates.
-        muon_momentum: Its momentum (Nesterov's).
-        weight_decay: Decay of matrices; norms and biases are never decayed.
-        adam_beta1: First-moment decay.
-        adam_beta2: Second-moment decay.
-        adam_epsilon: Added to the root of the second moment.
-        base_hidden_size: Width at which the learning rates were found. Set, initial values and learning rates
-            of other widths follow from it, so that the best rate stays the best (arXiv:2203.03466).
-            `model.initializer_range` is then the base's: about its width to the power -0.5.
-        ema_decay: Keep an exponential moving average of the parameters with this decay per step; evaluation
-            and exported weights are the average's. 0 turns it off.
+        muon_momentum: Nesterov momentum of Muon.
+        weight_decay: Weight decay of matrices; norms and biases are not decayed.
+        adam_beta1: Decay rate of the first moment.
+        adam_beta2: Decay rate of the second moment.
+        adam_epsilon: Added to the square root of the second moment.
+        base_hidden_size: muP (arXiv:2203.03466): hidden size of the base model for which the learning rates
+            were tuned. Initial values and learning rates are scaled from this width to model.hidden_size, so
+            that the best learning rate of the base model stays the best. model.initializer_range is then the
+            value for the base model, about base_hidden_size to the power -0.5. Default: no scaling.
+        ema_decay: Decay per step of an exponential moving average of the parameters, which evaluation and
+            exported weights then use. 0 turns it off.
+        implementation: Kernel of AdamW: `auto` (fused), `fused`, `plain` (one operation after another; on a
+            GPU every step then waits for it).
     """
 
     name: Literal["adamw", "muon"] = "adamw"
-    learning_rate: float = 1e-3
-    muon_learning_rate: float = 0.02
-    muon_momentum: float = 0.95
-    weight_decay: float = 0.1
-    adam_beta1: float = 0.9
-    adam_beta2: float = 0.95
-    adam_epsilon: float = 1e-8
-    base_hidden_size: int | None = None
-    ema_decay: float = 0.0
+    learning_rate: PositiveFloat = 1e-3
+    muon_learning_rate: PositiveFloat = 0.02
+    muon_momentum: Fraction = 0.95
+    weight_decay: NonNegativeFloat = 0.1
+    adam_beta1: Fraction = 0.9
+    adam_beta2: Fraction = 0.95
+    adam_epsilon: Annotated[float, Range(gt=0, ge=1e-37)] = 1e-8  # fp32 rounds less to 0: a division by 0
+    base_hidden_size: PositiveInt | None = None
+    ema_decay: Fraction = 0.0
+    implementation: Literal["auto", "fused", "plain"] = "auto"
 
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """The learning rate as a pure function of the step.
+    """The learning rate as a function of the step.
 
     Args:
         name: Shape after the warm-up: `cosine`, `linear`, `constant`, or `wsd` (warm-up, stable, decay).
         warmup_steps: Steps of linear warm-up from 0.
-        min_learning_rate: Where `cosine`, `linear` and `wsd` end.
-        decay_steps: Length of the decay. Default: all steps after the warm-up (`wsd`: the last fifth).
+        min_learning_rate: Learning rate at the end of `cosine`, `linear` and `wsd`.
+        decay_steps: Length of the decay in steps. Default: all steps after the warm-up (`wsd`: the last
+            fifth).
     """
 
     name: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    warmup_steps: int = 0
-    min_learning_rate: float = 0.0
-    decay_steps: int | None = None
+    warmup_steps: NonNegativeInt = 0
+    min_learning_rate: NonNegativeFloat = 0.0
+    decay_steps: PositiveInt | None = None
 
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """Batch, length, precision and the safety of a step.
+    """Batch size, sequence length, precision, kernels, and handling of bad steps.
 
     Args:
         sequence_length: Tokens per sequence: S inputs and S labels.
-        micro_batch_size: Sequences per forward and backward pass on one process.
+        micro_batch_size: Sequences per forward and backward pass of one process.
         global_batch_size: Sequences per optimizer step, over all processes.
         max_steps: Optimizer steps of the whole run.
         precision: `fp32`, or autocast in `bf16` or `fp16` (with a gradient scaler) over fp32 weights. `auto`
-            becomes `bf16` where the GPU or CPU multiplies in it, else `fp32`, when settings are loaded.
-        max_grad_norm: Global gradient norm is clipped to this; 0 turns clipping off.
+            is replaced when settings are loaded: by `bf16` if the GPU or CPU multiplies in it, else by
+            `fp32`.
+        max_grad_norm: Maximum of the global gradient norm, for clipping; 0 turns clipping off.
         z_loss_coef: Coefficient of the squared log-partition of the output softmax (PaLM, section 5).
-        max_skipped_steps: The run stops as diverged after this many skipped steps in a row.
-        spike_action: What follows a step whose loss or gradient norm is far beyond those of the steps before:
-            `log` it, `skip` its update, or `rollback` to the parameters and optimizer state of the last
-            periodic checkpoint and go on with the next step's data (docs/exactness.md has the bounds).
-        deterministic: Deterministic algorithms, for bit identity on a GPU.
-        activation_checkpointing: Recompute each layer's activations in the backward pass.
-        compile: Compile each layer with `torch.compile`: `auto` on a GPU only, `on`, `off`.
-        float8: Products of the layers' matrices in FP8 through torchao, on GPUs with FP8 (extra `float8`).
-        experts_implementation: Kernel of the experts: `auto` the fastest one for the device and type,
-            `streamed` (CPU), `grouped` (CUDA, bf16), `reference` (the definition; slow).
+        max_skipped_steps: Number of skipped steps in a row after which the run stops as diverged.
+        spike_action: What to do with a step whose loss or gradient norm is far above those of the steps
+            before: `log` it, `skip` its update, or `rollback` to the parameters and optimizer state of the
+            last periodic checkpoint and continue with the data of the next step (docs/exactness.md has the
+            bounds).
+        deterministic: Use deterministic algorithms, for bit identity on a GPU.
+        activation_checkpointing: Recompute the activations of each layer in the backward pass.
+        compile: Compile each layer with `torch.compile`: `auto` (on a GPU only), `on`, `off`.
+        float8: Compute the matrix products of the layers in FP8 through torchao, on GPUs with FP8 (extra
+            `float8`).
+        experts_implementation: Kernel of the experts: `auto` (the fastest for device and dtype), `streamed`
+            (CPU), `grouped` (CUDA; by torch, or by Triton where torch's kernel cannot run), `triton` (CUDA,
+            by Triton), `reference` (slow; defines the result).
         attention_implementation: Kernel of attention within documents: `auto`, `sdpa` (one call per document
             on a CPU, a mask elsewhere), `varlen` or `flex` (CUDA).
-        loss_implementation: Kernel of head and cross-entropy: `auto`, `full` (holds all logits), `fused` (in
-            chunks, forward and backward in one), `liger` (CUDA, extra `liger`).
+        loss_implementation: Kernel of output projection and cross-entropy: `auto`, `full` (keeps all logits
+            in memory), `fused` (in chunks, forward and backward in one), `liger` (CUDA, extra `liger`).
+        norm_implementation: Kernel of RMSNorm: `auto` (fused), `fused`, `plain` (elementwise operations).
     """
 
-    sequence_length: int = 512
-    micro_batch_size: int = 8
-    global_batch_size: int = 64
-    max_steps: int = 1000
+    sequence_length: Annotated[int, Range(gt=0, le=1 << 24)] = 512
+    micro_batch_size: Annotated[int, Range(gt=0, le=1 << 20)] = 8
+    global_batch_size: PositiveInt = 64
+    max_steps: PositiveInt = 1000
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    max_grad_norm: float = 1.0
-    z_loss_coef: float = 0.0
-    max_skipped_steps: int = 20
+    max_grad_norm: NonNegativeFloat = 1.0
+    z_loss_coef: NonNegativeFloat = 0.0
+    max_skipped_steps: PositiveInt = 20
     spike_action: Literal["log", "skip", "rollback"] = "log"
     deterministic: bool = False
     activation_checkpointing: bool = False
     compile: Literal["auto", "on", "off"] = "auto"
     float8: bool = False
-    experts_implementation: Literal["auto", "streamed", "grouped", "reference"] = "auto"
+    experts_implementation: Literal["auto", "streamed", "grouped", "triton", "reference"] = "auto"
     attention_implementation: Literal["auto", "sdpa", "varlen", "flex"] = "auto"
     loss_implementation: Literal["auto", "full", "fused", "liger"] = "auto"
+    norm_implementation: Literal["auto", "fused", "plain"] = "auto"
+
+    def check(self) -> Iterator[str]:
+        """One line for each contradiction between fields of this section, and for each missing package.
+
+        Kernels that need a GPU are checked once the device is known, in training/model_setup.py.
+        """
+        attention, loss = self.attention_implementation, self.loss_implementation
+        if attention == "varlen" and self.precision == "fp32":
+            yield (
+                "training.attention_implementation: expected another than varlen with training.precision "
+                "fp32, found varlen; use bf16"
+            )
+        if loss == "liger" and find_spec("liger_kernel") is None:
+            yield (
+                "training.loss_implementation: expected the package liger-kernel with liger, found none; "
+                "pip install 'llm_pretrain[liger]', or set auto"
+            )
+        elif loss in ("fused", "liger") and self.precision == "fp16":
+            yield (
+                f"training.loss_implementation: expected auto or full with training.precision fp16, found "
+                f"{loss}, which computes gradients before the loss scale is known"
+            )
+        if self.float8 and self.precision not in ("auto", "bf16"):
+            yield (
+                f"training.float8: expected false with training.precision {self.precision}, found true; "
+                "set bf16"
+            )
+        if self.float8 and (tokens := self.micro_batch_size * self.sequence_length) % 16:
+            yield (
+                "training.float8: expected training.micro_batch_size * training.sequence_length to be a "
+                f"multiple of 16, which FP8 products need, found {tokens}"
+            )
 
 
 @dataclass(frozen=True)
@@ -194,22 +343,30 @@ class CheckpointConfig:
     """When full-precision checkpoints and half-precision weights are written and kept.
 
     Args:
-        save_steps: Save every this many steps, and at the end; 0 saves at the end only.
-        keep_last: Checkpoints and weights to keep; at least 2.
-        keep_best: Keep the weights of the lowest evaluation loss in `weights/best`.
-        async_save: Copy the state to the processor's memory, and write it while training goes on. Takes as
-            much memory again as a rank's share of the state; what is written is the same.
-        resume: `auto` continues from the newest sound checkpoint of the run's folder, `never` refuses a
-            folder that has checkpoints, a path names a checkpoint folder to start from.
+        save_steps: Steps between two checkpoints; the end of the run is always saved. 0 saves the end only.
+        keep_last: Number of checkpoints and of exported weights to keep; at least 2.
+        keep_best: Keep the weights with the lowest evaluation loss in `weights/best`.
+        async_save: Copy the state to host memory, and write it to disk while training continues. Needs host
+            memory for a rank's share of the state; the files are the same.
+        resume: `auto` continues from the newest valid checkpoint in the run's folder; `never` stops if the
+            folder has checkpoints; a path names a checkpoint folder to start from.
         weights_dtype: Precision of the exported weights.
     """
 
-    save_steps: int = 500
+    save_steps: NonNegativeInt = 500
     keep_last: int = 2
     keep_best: bool = True
     async_save: bool = False
     resume: str = "auto"
     weights_dtype: Literal["bf16", "fp16"] = "bf16"
+
+    def check(self) -> Iterator[str]:
+        """One line for each impossible value."""
+        if self.keep_last < 2:
+            yield (
+                f"checkpoint.keep_last: expected 2 or more, found {self.keep_last}; the last but one is what "
+                "a run falls back to when the last is damaged"
+            )
 
 
 @dataclass(frozen=True)
@@ -217,60 +374,81 @@ class EvaluationConfig:
     """Evaluation on the validation split.
 
     Args:
-        eval_steps: Evaluate every this many steps, before the first and after the last; 0 turns it off.
-        max_batches: Global batches of validation sequences to use. Default: the whole split.
-        sample_prompts: Texts that are continued at every evaluation, into samples.jsonl and the report.
-        sample_tokens: Tokens of each continuation.
+        eval_steps: Steps between two evaluations; the initial and the final model are evaluated too. 0 turns
+            evaluation off.
+        max_batches: Number of global batches of the validation split to evaluate on. Default: the whole
+            split.
+        sample_prompts: Prompts from which text is generated at every evaluation, for samples.jsonl and the
+            report.
+        sample_tokens: Number of tokens to generate for each prompt.
     """
 
-    eval_steps: int = 500
-    max_batches: int | None = None
+    eval_steps: NonNegativeInt = 500
+    max_batches: PositiveInt | None = None
     sample_prompts: list[str] = field(default_factory=list)
-    sample_tokens: int = 48
+    sample_tokens: PositiveInt = 48
 
 
 @dataclass(frozen=True)
 class LoggingConfig:
-    """What is recorded where.
+    """Metrics, trackers and the report.
 
     Args:
-        logging_steps: A row in metrics.jsonl, a line on the console every this many steps.
+        logging_steps: Steps between two rows in metrics.jsonl and lines on the console.
         wandb_mode: Weights & Biases: `disabled`, `offline` (files only) or `online`.
-        wandb_project: Its project name.
-        tensorboard: Write TensorBoard files too, under the same keys (extra `tensorboard`).
-        report: Write the run's `report.html` at its end.
-        parameters_sha256: Add a digest of all parameters, `train/parameters_sha256`, to every row; reads them
-            all, for comparisons of short runs.
+        wandb_project: Weights & Biases project.
+        tensorboard: Also write TensorBoard files, with the same keys (extra `tensorboard`).
+        report: Write `report.html` at the end of the run.
+        parameters_sha256: Add a digest of all parameters to every row, as `train/parameters_sha256`. Reads
+            all parameters each time; for comparisons of short runs.
     """
 
-    logging_steps: int = 10
+    logging_steps: PositiveInt = 10
     wandb_mode: Literal["disabled", "offline", "online"] = "offline"
     wandb_project: str = "llm_pretrain"
     tensorboard: bool = False
     report: bool = True
     parameters_sha256: bool = False
 
+    def check(self) -> Iterator[str]:
+        """One line for each impossible value, and for a missing package."""
+        if not re.fullmatch(r"[^/\\#?%:\s][^/\\#?%:\n]{0,127}", self.wandb_project):
+            yield (
+                "logging.wandb_project: expected at most 128 characters, none of /\\#?%:, "
+                f"found {self.wandb_project!r}"
+            )
+        if self.tensorboard and find_spec("tensorboard") is None:
+            yield (
+                "logging.tensorboard: expected the package tensorboard, found none; "
+                "pip install 'llm_pretrain[tensorboard]', or leave it off"
+            )
+
 
 @dataclass(frozen=True)
 class DistributedConfig:
-    """How processes share the work.
+    """Parallelism of the training processes.
 
     Args:
         strategy: `ddp`: every process holds the whole model; gradients are averaged. `fsdp`: parameters,
-            gradients and optimizer state are sharded layer by layer (FSDP2). `deepspeed`: DeepSpeed's ZeRO,
+            gradients and optimizer state are sharded layer by layer (FSDP2). `deepspeed`: DeepSpeed ZeRO,
             through Accelerate only (extra `deepspeed`).
-        zero_stage: What ZeRO shards: 1 optimizer state, 2 gradients too, 3 parameters too. Default: what
-            `accelerate launch` was told, else 2.
-        cpu_threads: Threads per process. Default: cores / processes on this machine.
-        timeout_seconds: A process without a sign of life (a step, a batch of an evaluation, bytes of a save)
-            for this long is taken to hang: it leaves its threads' stacks and ends with exit code 71. Also how
-            long ranks wait for each other at the start.
+        sync_each_batch: With `fsdp`, reduce-scatter the gradients of every micro batch. Otherwise every rank
+            keeps whole gradients in fp32 until a step's last micro batch: less traffic, 4 bytes more for each
+            parameter of the model.
+        zero_stage: What ZeRO shards: 1 optimizer state; 2 also gradients; 3 also parameters. Default: the
+            stage given to `accelerate launch`, else 2.
+        cpu_threads: Threads per process. Default: OMP_NUM_THREADS if it was exported, else cores / processes
+            on this machine.
+        timeout_seconds: Time without progress (a step, a batch of an evaluation, bytes of a save) after which
+            a process counts as hanging: it writes the stacks of its threads and ends with exit code 71. Also
+            the time that ranks wait for each other at the start.
     """
 
     strategy: Literal["ddp", "fsdp", "deepspeed"] = "ddp"
+    sync_each_batch: bool = True
     zero_stage: Literal[1, 2, 3] | None = None
-    cpu_threads: int | None = None
-    timeout_seconds: int = 1800
+    cpu_threads: Annotated[int, Range(gt=0, le=1 << 10)] | None = None
+    timeout_seconds: Annotated[int, Range(gt=0, le=2_000_000)] = 1800  # libraries count ms in 32 bits
 
 
 @dataclass(frozen=True)
@@ -289,5 +467,129 @@ class Config:
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
 
     def gradient_accumulation_steps(self, world_size: int) -> int:
-        """Micro batches per process and optimizer step: G / (W * B). Divisibility is validated at load."""
+        """Micro batches per process and optimizer step: G / (W * B), which is a whole number once loaded."""
         return self.training.global_batch_size // (self.training.micro_batch_size * world_size)
+
+    def check(self, world_size: int, needs_data: bool) -> Iterator[str]:
+        """One line for each contradiction, ranges of single numbers aside."""
+        yield from self.run.check()
+        yield from self.model.check()
+        yield from self.data.check(needs_data)
+        yield from self.training.check()
+        yield from self.checkpoint.check()
+        yield from self.logging.check()
+        yield from self._check_batch(world_size)
+        yield from self.check_schedule()
+        yield from self._check_lengths()
+        yield from self._check_recovery()
+        if self.distributed.strategy == "deepspeed":
+            yield from self._check_deepspeed()
+
+    def _check_batch(self, world_size: int) -> Iterator[str]:
+        micro, total = self.training.micro_batch_size, self.training.global_batch_size
+        unit = micro * world_size
+        if unit > 0 and total % unit == 0:
+            return
+        below = max(total // unit, 0) * unit if unit > 0 else 0
+        sizes = " or ".join(str(size) for size in (below, below + unit) if size > 0)
+        advice = f"training.global_batch_size {sizes} would work"
+        if total % world_size == 0:
+            each = total // world_size
+            fits = [size for size in range(1, min(each, 4096) + 1) if each % size == 0]
+            near = sorted(sorted(fits, key=lambda size: abs(size - micro))[:5])
+            advice += ", or training.micro_batch_size " + " or ".join(str(size) for size in near)
+        else:
+            advice += f"; no training.micro_batch_size works with {total} on {world_size} processes"
+        yield (
+            "training.global_batch_size: expected a multiple of training.micro_batch_size * world size = "
+            f"{micro} * {world_size} = {unit}, found {total}; {advice}"
+        )
+
+    def check_schedule(self) -> Iterator[str]:
+        """One line for each contradiction of the schedule with the run's length and learning rate."""
+        schedule, peak, steps = self.schedule, self.optimizer.learning_rate, self.training.max_steps
+        if schedule.warmup_steps > steps:
+            yield (
+                f"schedule.warmup_steps: expected at most training.max_steps = {steps}, "
+                f"found {schedule.warmup_steps}; lower it, or raise training.max_steps"
+            )
+        if schedule.min_learning_rate > peak:
+            yield (
+                f"schedule.min_learning_rate: expected at most optimizer.learning_rate = {peak}, "
+                f"found {schedule.min_learning_rate}"
+            )
+        rest = steps - schedule.warmup_steps
+        if schedule.name == "wsd" and schedule.decay_steps is not None and schedule.decay_steps > rest >= 0:
+            yield (
+                "schedule.decay_steps: expected at most training.max_steps - schedule.warmup_steps = "
+                f"{rest} for the wsd schedule, found {schedule.decay_steps}"
+            )
+
+    def _check_lengths(self) -> Iterator[str]:
+        longest, dropout = self.model.max_position_embeddings, self.model.attention_dropout
+        if self.training.sequence_length > longest:
+            yield (
+                f"training.sequence_length: expected at most model.max_position_embeddings = {longest}, "
+                f"found {self.training.sequence_length}"
+            )
+        if self.evaluation.sample_prompts and self.evaluation.sample_tokens >= longest:
+            yield (
+                f"evaluation.sample_tokens: expected less than model.max_position_embeddings = {longest}, "
+                f"found {self.evaluation.sample_tokens}"
+            )
+        kernel = self.training.attention_implementation
+        if kernel in ("varlen", "flex") and dropout > 0:
+            yield (
+                f"training.attention_implementation: expected auto or sdpa with model.attention_dropout "
+                f"{dropout}, found {kernel}"
+            )
+
+    def _check_recovery(self) -> Iterator[str]:
+        resume = self.checkpoint.resume
+        if resume not in ("auto", "never") and not os.path.isdir(resume) and not self._has_own_checkpoints():
+            yield f"checkpoint.resume: expected auto, never or a checkpoint's folder, found {resume!r}"
+        if self.training.spike_action == "rollback" and self.checkpoint.save_steps == 0:
+            yield (
+                "training.spike_action: expected log or skip with checkpoint.save_steps 0, found rollback, "
+                "which goes back to a periodic checkpoint; set checkpoint.save_steps"
+            )
+
+    def _has_own_checkpoints(self) -> bool:
+        """Whether the run has checkpoints; it resumes from them even if another run's folder is gone."""
+        own, resume = self.run.folder / "checkpoints", self.checkpoint.resume
+        try:
+            return bool(resume) and Path(resume).resolve().parent != own.resolve() and any(own.glob("step-*"))
+        except (OSError, ValueError):
+            return False
+
+    def _check_deepspeed(self) -> Iterator[str]:
+        """Settings that DeepSpeed does not support."""
+        for name, refused, expected, why in (
+            ("training.precision", ("fp16",), "fp32 or bf16",
+             ", whose loss scale DeepSpeed keeps to itself and no checkpoint contains; use bf16"),
+            ("training.compile", ("on",), "auto or off",
+             ", whose graphs the hooks of DeepSpeed would break; use ddp or fsdp"),
+            ("training.float8", (True,), "false", "; use ddp or fsdp"),
+            ("training.spike_action", ("skip", "rollback"), "log",
+             ", but its engine updates the parameters before the step can be checked; use ddp or fsdp"),
+            ("optimizer.name", ("muon",), "adamw",
+             ", which needs whole matrices, but ZeRO's optimizer sees flat parts of them; use ddp or fsdp"),
+        ):  # fmt: skip
+            section, _, setting = name.partition(".")
+            found = getattr(getattr(self, section), setting)
+            if found in refused:
+                shown = str(found).lower() if isinstance(found, bool) else found
+                yield f"{name}: expected {expected} with distributed.strategy deepspeed, found {shown}{why}"
+        if decay := self.optimizer.ema_decay:
+            yield (
+                f"optimizer.ema_decay: expected 0 with distributed.strategy deepspeed, found {decay}, but "
+                "ZeRO's optimizer has no place for an average of the parameters; use ddp or fsdp"
+            )
+
+
+def _check_total(name: str, weights: Sequence[float]) -> Iterator[str]:
+    total = sum(weights)
+    if weights and total == 0:
+        yield f"{name}: expected at least one weight above 0, found none"
+    elif math.isinf(total):
+        yield f"{name}: expected weights with a finite sum, found {total}; divide them all by one number"

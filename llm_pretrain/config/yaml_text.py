@@ -1,16 +1,11 @@
-"""YAML as configuration files mean it: plain values only, `1e-3` is a number, `on` is a word.
+"""Reads and writes YAML by the core schema of version 1.2, with bounds on size and nesting.
 
-PyYAML follows YAML 1.1, where `1e-3` is a string, `on` is true, `010` is eight and a key may stand
-twice. The reader here follows the core schema of YAML 1.2 and constructs nothing but mappings, lists,
-text, numbers, booleans and null. It knows nothing of the configuration tree.
+PyYAML implements YAML 1.1, in which `1e-3` is a string, `on` is true, `010` is eight and keys may repeat.
 """
 
 from __future__ import annotations
 
-import errno
-import os
 import re
-import stat
 import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,15 +14,15 @@ from typing import Any
 import yaml
 from yaml.composer import ComposerError
 
+from llm_pretrain.files import read_plain
+
 MAX_BYTES = 1 << 18
-"""Size of the largest file that is read as settings; the longest of ours has a hundredth of it."""
+"""Largest size of a settings file, a hundred times that of the longest preset."""
 MAX_VALUES = 10_000
-"""Values that a text may stand for, those of an alias counted at every use: a few lines of aliases to
-aliases would be billions of them, and to read, to compare and to print them would take all memory."""
+"""Largest number of values in a text, with aliases expanded: a few lines of aliases to aliases can expand to
+billions of values, which would take all memory to compare or print."""
 MAX_DEPTH = 32
-"""Levels of nesting; far below where Python's own recursion ends."""
-MAX_DIGITS = 500
-"""Of an integer; a double has 309 before its point."""
+"""Levels of nesting; far below Python's recursion limit."""
 
 _TAG = "tag:yaml.org,2002:"
 _DIGITS = "[0-9]+(?:_[0-9]+)*"
@@ -39,7 +34,7 @@ _FLOAT = re.compile(
 
 
 class YamlError(Exception):
-    """Text that is not YAML; `line` counts from 1, None where the parser names none."""
+    """Text that is not YAML; `line` counts from 1, and is None if the parser names none."""
 
     def __init__(self, line: int | None, text: str):
         self.line = line
@@ -57,7 +52,7 @@ class _Reader(yaml.SafeLoader):
         self._sizes: dict[int, int] = {}
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """As PyYAML's, while there are not too many: it stops before the rest of the text is read."""
+        """As PyYAML's, but counts values and levels, and stops before the rest of the text is read."""
         mark, is_alias, before = self.peek_event().start_mark, self.check_event(yaml.AliasEvent), self._values
         self._depth += 1
         if self._depth > MAX_DEPTH:
@@ -65,7 +60,7 @@ class _Reader(yaml.SafeLoader):
         node = super().compose_node(parent, index)
         self._depth -= 1
         if is_alias and id(node) not in self._sizes:
-            raise ComposerError(None, None, "an alias inside of what it stands for", mark)
+            raise ComposerError(None, None, "an alias inside of its own anchor", mark)
         self._values += self._sizes[id(node)] if is_alias else 1
         if self._values > MAX_VALUES:
             problem = f"more than {MAX_VALUES} values, aliases written out"
@@ -74,13 +69,13 @@ class _Reader(yaml.SafeLoader):
         return node
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        """No merge keys: `<<` is a word like any other, and its tag one that asks for what is not read."""
+        """Merge keys (`<<`) are not part of YAML 1.2."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         seen = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.value in seen:
-                problem = f"the key {key.value} stands twice"
+                problem = f"the key {key.value} occurs twice"
                 raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
             seen.add(key.value if isinstance(key, yaml.ScalarNode) else id(key))
         return super().construct_mapping(node, deep=deep)
@@ -88,10 +83,11 @@ class _Reader(yaml.SafeLoader):
 
 def _integer(loader: _Reader, node: Any) -> int:
     text = str(loader.construct_scalar(node))
-    if len(text) > MAX_DIGITS:
+    try:
+        return int(text)
+    except ValueError:  # beyond Python's limit of digits
         problem = f"a number of {len(text)} characters"
-        raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
-    return int(text)
+        raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
 
 
 def _number(loader: _Reader, node: Any) -> float:
@@ -111,7 +107,7 @@ _Reader.yaml_constructors[None] = yaml.SafeLoader.yaml_constructors[None]  # any
 
 
 class _Writer(yaml.SafeDumper):
-    """Quotes every text that either version of YAML would read as something else."""
+    """Quotes every text that YAML 1.1 or 1.2 would read as another type."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -121,7 +117,7 @@ class _Writer(yaml.SafeDumper):
 
 
 def _text(writer: yaml.SafeDumper, value: str) -> yaml.Node:
-    # PyYAML writes some line breaks (U+0085) bare and then reads them as spaces
+    # PyYAML writes some line breaks (U+0085) unquoted and reads them back as spaces
     return writer.represent_scalar(_TAG + "str", value, style=None if value.isprintable() else '"')
 
 
@@ -140,35 +136,21 @@ def read_yaml_file(path: str | Path) -> Any:
 
 
 def read_settings_text(path: str | Path) -> str:
-    """The text of a file that a person wrote; never waits, and never takes more memory than `MAX_BYTES`.
+    """The text of a settings file; never blocks, and reads at most `MAX_BYTES`.
 
     Raises:
-        OSError: it cannot be read, is no plain file (a pipe would be waited for), or is too large.
+        OSError: it cannot be read, is no plain file (opening a pipe would block), or is too large.
         ValueError: not UTF-8, or a path that no file can have.
     """
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
-    try:
-        mode = os.fstat(descriptor).st_mode
-        if stat.S_ISDIR(mode):
-            raise IsADirectoryError(errno.EISDIR, "Is a directory", str(path))
-        if not stat.S_ISREG(mode):
-            raise OSError(errno.EINVAL, "no plain file, which every process could read", str(path))
-        content = b""
-        while len(content) <= MAX_BYTES and (part := os.read(descriptor, MAX_BYTES + 1 - len(content))):
-            content += part
-    finally:
-        os.close(descriptor)
-    if len(content) > MAX_BYTES:
-        reason = f"larger than {MAX_BYTES >> 10} KiB, so no file of settings"
-        raise OSError(errno.EFBIG, reason, str(path))
+    content = read_plain(path, MAX_BYTES)
     return content.decode("utf-8").removeprefix("\ufeff")
 
 
 def read_yaml(text: str) -> Any:
-    """The value that `text` stands for; an empty text is None.
+    """The value of a YAML text; None for an empty one.
 
     Raises:
-        YamlError: not YAML, a key that stands twice, a tag that asks for an object, or too much of it.
+        YamlError: not YAML, a repeated key, a tag of an object, or beyond the bounds above.
     """
     try:
         return yaml.load(text, Loader=_Reader)
@@ -183,7 +165,8 @@ def read_yaml(text: str) -> Any:
 def write_yaml(sections: Mapping[str, Mapping[str, Any]], comments: Mapping[str, str] | None = None) -> str:
     """Two levels of settings as block YAML that `read_yaml` reads back to the same values.
 
-    `comments` holds a text for a section (`run`) or a setting (`run.name`), written above it.
+    Args:
+        comments: Text to write above a section (`run`) or a setting (`run.name`).
     """
     return "".join(_lines(sections, comments or {}))
 

@@ -1,16 +1,15 @@
-"""From corpora to batches: documents, tokenizers, token stores, packing, sample order, batches.
+"""From corpora to batches: readers, tokenizers, token stores, packing, sample order, batches.
 
-What needs torch is imported when it is asked for, so that the processes that tokenise start quickly.
+Names are imported when they are first used: training loads no readers, and tokenising processes no torch.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from llm_pretrain.data.token_store import StoreSplit, TokenStore
-from llm_pretrain.data.tokenizers import Tokenizer, open_tokenizer
-
 if TYPE_CHECKING:
-    from llm_pretrain.data.assembly import Batch
-    from llm_pretrain.data.batches import (
+    from llm_pretrain.data.chat.rendering import chat_prompt_ids, encode_chat
+    from llm_pretrain.data.loader.assembly import Batch, padded_offsets
+    from llm_pretrain.data.loader.batches import (
         EvaluationBatches,
         MicroBatches,
         MicroBatchSampler,
@@ -20,16 +19,20 @@ if TYPE_CHECKING:
         open_stores,
         sequences_per_epoch,
         shard,
+        shared_memory_problem,
         tokens_per_epoch,
         train_samples,
         weight_changes_fingerprint,
+        worker_errors,
     )
-    from llm_pretrain.data.chat import chat_prompt_ids, encode_chat
-    from llm_pretrain.data.conversion import FORMATS, Conversion, ConversionReport, convert
-    from llm_pretrain.data.inspection import Sample, inspect_store, sample_documents
-    from llm_pretrain.data.prepare import Preparation, input_bytes, prepare_store
-    from llm_pretrain.data.sample_order import SampleOrder
-    from llm_pretrain.data.tokenizer_training import TOKENIZER_TYPES, TokenizerReport, train_tokenizer
+    from llm_pretrain.data.loader.sample_order import SampleOrder
+    from llm_pretrain.data.prepare.conversion import FORMATS, Conversion, ConversionReport, convert
+    from llm_pretrain.data.prepare.preparation import Preparation, input_bytes, prepare_store
+    from llm_pretrain.data.sources.inputs import saved_splits
+    from llm_pretrain.data.store.inspection import Sample, inspect_store, sample_documents
+    from llm_pretrain.data.store.token_store import StoreSplit, TokenStore
+    from llm_pretrain.data.tokenizers.tokenizer import Tokenizer, open_tokenizer
+    from llm_pretrain.data.tokenizers.training import TOKENIZER_TYPES, TokenizerReport, train_tokenizer
 
 __all__ = [
     "FORMATS",
@@ -57,40 +60,36 @@ __all__ = [
     "inspect_store",
     "open_stores",
     "open_tokenizer",
+    "padded_offsets",
     "prepare_store",
     "sample_documents",
+    "saved_splits",
     "sequences_per_epoch",
     "shard",
+    "shared_memory_problem",
     "tokens_per_epoch",
     "train_samples",
     "train_tokenizer",
     "weight_changes_fingerprint",
+    "worker_errors",
 ]
 
 _MODULES = {
-    "Batch": "assembly",
-    "FORMATS": "conversion",
-    "Conversion": "conversion",
-    "ConversionReport": "conversion",
-    "convert": "conversion",
-    "Sample": "inspection",
-    "inspect_store": "inspection",
-    "sample_documents": "inspection",
-    "SampleOrder": "sample_order",
-    "Preparation": "prepare",
-    "chat_prompt_ids": "chat",
-    "encode_chat": "chat",
-    "input_bytes": "prepare",
-    "prepare_store": "prepare",
-    "TOKENIZER_TYPES": "tokenizer_training",
-    "TokenizerReport": "tokenizer_training",
-    "train_tokenizer": "tokenizer_training",
+    "chat.rendering": ("chat_prompt_ids", "encode_chat"),
+    "loader.assembly": ("Batch", "padded_offsets"),
+    "loader.sample_order": ("SampleOrder",),
+    "prepare.conversion": ("FORMATS", "Conversion", "ConversionReport", "convert"),
+    "prepare.preparation": ("Preparation", "input_bytes", "prepare_store"),
+    "sources.inputs": ("saved_splits",),
+    "store.inspection": ("Sample", "inspect_store", "sample_documents"),
+    "store.token_store": ("StoreSplit", "TokenStore"),
+    "tokenizers.tokenizer": ("Tokenizer", "open_tokenizer"),
+    "tokenizers.training": ("TOKENIZER_TYPES", "TokenizerReport", "train_tokenizer"),
 }
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    from importlib import import_module
-
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES.get(name, 'batches')}"), name)
+    return getattr(import_module(f"{__name__}.{_MODULE_OF.get(name, 'loader.batches')}"), name)

@@ -1,4 +1,4 @@
-"""Weights and configs in the formats of other libraries, in both directions."""
+"""Reads and writes weights and configs in the formats of other libraries."""
 
 from llm_pretrain.export.config_json import (
     NATIVE_MODEL_TYPE,
@@ -7,20 +7,25 @@ from llm_pretrain.export.config_json import (
     native_config,
 )
 from llm_pretrain.export.gguf import write_gguf
-from llm_pretrain.export.homes import home_of
-from llm_pretrain.export.huggingface import from_huggingface, load_pretrained, read_config, to_huggingface
-from llm_pretrain.export.model_card import CardFacts, CardSource, model_card
-from llm_pretrain.export.tensor_files import TensorFiles
+from llm_pretrain.export.hf_architectures import match_hf_architecture
+from llm_pretrain.export.huggingface import (
+    TensorFiles,
+    load_pretrained,
+    read_config,
+    to_huggingface,
+)
+from llm_pretrain.export.model_card import ModelCardData, ModelCardSource, model_card
+from llm_pretrain.export.tensor_layout import from_huggingface
 
 __all__ = [
     "NATIVE_MODEL_TYPE",
-    "CardFacts",
-    "CardSource",
+    "ModelCardData",
+    "ModelCardSource",
     "TensorFiles",
     "from_huggingface",
-    "home_of",
     "huggingface_config",
     "load_pretrained",
+    "match_hf_architecture",
     "model_card",
     "model_config_from_huggingface",
     "native_config",

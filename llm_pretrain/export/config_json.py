@@ -1,30 +1,29 @@
-"""`config.json`: our model's shape in the words of transformers 5 and 4 and mlx-lm, and back.
-
-No weights here, and no choice of an architecture: that is `homes.py`.
-"""
+"""Writes a model's `config.json` for transformers 5 and 4 and mlx-lm, and reads it."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 from llm_pretrain.config import ModelConfig, shape_problems
 from llm_pretrain.errors import ConfigError
-from llm_pretrain.export.homes import (
-    ALWAYS_SHARED,
-    BIASED_CHOICE,
-    HOMES,
-    LAYER_TYPES,
-    LEADING_DENSE,
-    Home,
-    home_of,
-    is_folded,
+from llm_pretrain.export.hf_architectures import (
+    HF_ARCHITECTURES,
+    LACKING,
+    MLP_LAYER_TYPES,
+    MLP_ONLY_LAYERS,
+    ROUTER_BIAS,
+    SHARED_EXPERT,
+    HFArchitecture,
+    match_hf_architecture,
+    scales_down_proj,
 )
-from llm_pretrain.export.rope_json import rope_from_json, rope_to_json
 
 NATIVE_MODEL_TYPE = "llm_pretrain"
-"""`model_type` of weights that no architecture of transformers can hold."""
+"""`model_type` of weights that only this package opens."""
 
+_ROPE_TYPES = ("default", "linear", "yarn")
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _COMMON = (
     "hidden_size",
@@ -38,12 +37,13 @@ _COMMON = (
     "tie_word_embeddings",
     "attention_dropout",
 )
-_OWN = "llm_pretrain"
-"""Key of the fields that a home cannot say: zeros stand there for a tensor that we do not have, or the
-experts' projections hold a factor. Only we read it; whoever does not computes the same."""
+_OWN_FIELDS = "llm_pretrain"
+"""Key of the fields that an architecture has no key for: the coefficient of a loss, which tensors are zeros
+because our model lacks them, which factor the experts' projections include. A reader that ignores them
+computes the same."""
 _NATIVE_FIELDS = {field.name for field in dataclasses.fields(ModelConfig)} - {"init_from"}
 _FOREIGN_BIAS_UPDATE_RATE = 0.001
-"""Where a file has a bias on the choice of experts and does not say at which rate it moved: DeepSeek-V3's
+"""`router_bias_update_rate` of a model with a router bias whose file has no rate: DeepSeek-V3's
 (arXiv:2412.19437, section 4.2)."""
 
 
@@ -55,33 +55,31 @@ def huggingface_config(
     pad_token_id: int | None,
     dtype: str,
 ) -> dict[str, Any]:
-    """`config.json` that transformers 5 and 4 and mlx-lm read alike.
+    """`config.json` for transformers 5 and 4 and mlx-lm.
 
-    Version 5 keeps the rotary base in `rope_parameters` and calls the experts' number
-    `num_local_experts`; older readers look for `rope_theta`, `rope_scaling`, `num_experts`, `head_dim`
-    and `torch_dtype` at the top and fall back to wrong defaults in silence, so both are written.
+    Version 5 reads `rope_parameters` and `num_local_experts`. Older readers need `rope_theta`,
+    `rope_scaling`, `num_experts`, `head_dim` and `torch_dtype` at the top and use wrong defaults without a
+    warning where these are missing, so both are written.
 
     Args:
         model: With `vocab_size` set.
-        bos_token_id: The tokenizer's; None where it has none. Likewise the next two.
-        eos_token_id: See above.
-        pad_token_id: See above.
-        dtype: Type of the weights beside it: `bf16`, `fp16` or `fp32`.
+        bos_token_id, eos_token_id, pad_token_id: The tokenizer's, None where it has none.
+        dtype: Type of the weights: `bf16`, `fp16` or `fp32`.
 
     Raises:
-        ConfigError: Naming each field that no known architecture has.
+        ConfigError: no architecture of transformers computes the model; it names the fields.
     """
-    model_type = home_of(model)
-    home = HOMES[model_type]
+    model_type = match_hf_architecture(model)
+    architecture = HF_ARCHITECTURES[model_type]
     result: dict[str, Any] = {
-        "architectures": [home.architecture],
+        "architectures": [architecture.class_name],
         "model_type": model_type,
         "vocab_size": model.vocab_size,
         "head_dim": model.attention_head_dim,
         "hidden_act": "silu",
         "attention_bias": False,
         "use_cache": True,
-        **rope_to_json(model),
+        **_rope_keys(model),
         "sliding_window": None,
         "bos_token_id": bos_token_id,
         "eos_token_id": eos_token_id,
@@ -93,40 +91,40 @@ def huggingface_config(
     result |= {name: getattr(model, name) for name in _COMMON}
     if model_type.startswith("qwen"):
         result |= {"use_sliding_window": False, "max_window_layers": model.num_hidden_layers}
-    if home.keys:
+    if architecture.keys:
         result |= _expert_keys(model, model_type)
-    return {**result, **home.extra}
+    lacking = {name: result.pop(name) for name in architecture.lacks}
+    if own := {name: value for name, value in lacking.items() if name in _NATIVE_FIELDS}:
+        result[_OWN_FIELDS] = own | result.get(_OWN_FIELDS, {})
+    return {**result, **architecture.extra}
 
 
 def _expert_keys(model: ModelConfig, model_type: str) -> dict[str, Any]:
-    result: dict[str, Any] = {
-        "router_aux_loss_coef": model.router_aux_loss_coef,
-        "output_router_logits": False,
-    }
+    result: dict[str, Any] = {"router_aux_loss_coef": model.router_aux_loss_coef}
     resolved = dataclasses.replace(model, moe_intermediate_size=model.expert_intermediate_size)
-    for field, (names, _) in HOMES[model_type].keys.items():
+    for field, (names, _) in HF_ARCHITECTURES[model_type].keys.items():
         result |= dict.fromkeys(names, getattr(resolved, field))
-    if "first_k_dense_replace" in result:  # alone: it must say what both our fields say together
+    if "first_k_dense_replace" in result:  # without decoder_sparse_step it must express both our fields
         result["first_k_dense_replace"] = model.num_hidden_layers - len(model.moe_layers)
-    if model_type in LEADING_DENSE:
+    if model_type in MLP_ONLY_LAYERS:
         result["mlp_only_layers"] = list(range(model.first_k_dense_replace))
-    if model_type in LAYER_TYPES:
+    if model_type in MLP_LAYER_TYPES:
         layers = range(model.num_hidden_layers)
         result["mlp_layer_types"] = ["sparse" if model.is_moe_layer(layer) else "dense" for layer in layers]
-    if model_type == "ernie4_5_moe":  # mlx-lm does not take -1 for the last
+    if model_type == "ernie4_5_moe":  # mlx-lm does not accept -1 for the last
         result["moe_layer_end_index"] = model.num_hidden_layers - 1
     own = {}
-    if model_type in BIASED_CHOICE:
+    if model_type in ROUTER_BIAS:
         own["router_bias_update_rate"] = model.router_bias_update_rate
-    if is_folded(model):
+    if scales_down_proj(model):
         own["routed_scaling_factor"] = model.routed_scaling_factor
-    if model_type in ALWAYS_SHARED and not model.n_shared_experts:
+    if model_type in SHARED_EXPERT and not model.n_shared_experts:
         own["n_shared_experts"] = 0
         result["n_shared_experts"] = 1
     if model_type == "qwen2_moe":
         shared = result.pop("n_shared_experts", model.n_shared_experts)
         result["shared_expert_intermediate_size"] = shared * model.expert_intermediate_size
-    return result | ({_OWN: own} if own else {})
+    return result | ({_OWN_FIELDS: own} if own else {})
 
 
 def native_config(
@@ -137,9 +135,9 @@ def native_config(
     pad_token_id: int | None,
     dtype: str,
 ) -> dict[str, Any]:
-    """`config.json` for a model that has no home elsewhere: all of ModelConfig; only we open it.
+    """`config.json` with all fields of ModelConfig, for a model that only this package opens.
 
-    Where the training started from (`init_from`) is a path on its machine, and left out.
+    `init_from` is left out: it is a path on the machine that trained the model.
     """
     return {name: getattr(model, name) for name in sorted(_NATIVE_FIELDS)} | {
         "model_type": NATIVE_MODEL_TYPE,
@@ -157,12 +155,11 @@ def model_config_from_huggingface(config_json: dict[str, Any]) -> ModelConfig:
         config_json: As `huggingface_config`, `native_config` or transformers (4 or 5) write it.
 
     Raises:
-        ConfigError: For an architecture or a feature that our decoder lacks, a missing key, or a value that
-            no model can have.
+        ConfigError: an architecture or a feature that our decoder lacks, a missing key, or an invalid value.
     """
     try:
         model = _read_model(config_json)
-    except (TypeError, ValueError, AttributeError) as error:  # a value of another kind, met on the way
+    except (TypeError, ValueError, AttributeError) as error:  # a value of the wrong type
         raise ConfigError(
             f"config.json: expected values as transformers writes them, found: {error}"
         ) from error
@@ -175,11 +172,14 @@ def _read_model(config_json: dict[str, Any]) -> ModelConfig:
     model_type = config_json.get("model_type")
     if model_type == NATIVE_MODEL_TYPE:
         return ModelConfig(**{name: config_json[name] for name in _NATIVE_FIELDS & config_json.keys()})
-    home = HOMES.get(str(model_type))
-    if home is None:
-        known = ", ".join((*HOMES, NATIVE_MODEL_TYPE))
-        raise ConfigError(f"config.json: model_type: expected one of {known}, found {model_type!r}")
-    _refuse_foreign_features(config_json)
+    architecture = HF_ARCHITECTURES.get(str(model_type))
+    problems = _foreign_features(config_json)
+    if architecture is None:
+        known = ", ".join((*HF_ARCHITECTURES, NATIVE_MODEL_TYPE))
+        lacking = f", which has {LACKING[model_type]}" if model_type in LACKING else ""
+        problems.insert(0, f"config.json: model_type: expected one of {known}, found {model_type!r}{lacking}")
+    if architecture is None or problems:
+        raise ConfigError(*problems)
     needed = ["vocab_size", *_COMMON[:5]]
     if model_type == "solar_open":
         needed.remove("intermediate_size")  # it has no dense layer
@@ -187,36 +187,37 @@ def _read_model(config_json: dict[str, Any]) -> ModelConfig:
     if missing:
         raise ConfigError(f"config.json: expected the keys {', '.join(missing)}, found none of that name")
     fields: dict[str, Any] = {name: config_json[name] for name in _COMMON if name in config_json}
-    fields.setdefault("tie_word_embeddings", model_type == "ernie4_5_moe")
-    fields.setdefault("rms_norm_eps", home.rms_norm_eps)
-    fields |= rope_from_json(
-        config_json, default_theta=home.rope_theta, default_partial=home.partial_rotary_factor
-    )
+    fields.setdefault("tie_word_embeddings", model_type in ("ernie4_5_moe", "smollm3"))
+    fields.setdefault("rms_norm_eps", architecture.rms_norm_eps)
+    fields |= _rope_fields(config_json, architecture)
     fields |= {
         "vocab_size": config_json["vocab_size"],
-        "head_dim": config_json.get("head_dim") or home.head_dim,
-        **home.fixed,
+        "head_dim": config_json.get("head_dim") or architecture.head_dim,
+        "hidden_dropout": config_json.get("resid_pdrop") or 0.0,  # Phi-3's
+        **architecture.fixed,
     }
-    if home.keys:
-        fields |= _expert_fields(config_json, str(model_type), home)
+    if architecture.keys:
+        fields |= _expert_fields(config_json, str(model_type), architecture)
     return ModelConfig(**fields)
 
 
-def _expert_fields(config_json: dict[str, Any], model_type: str, home: Home) -> dict[str, Any]:
+def _expert_fields(
+    config_json: dict[str, Any], model_type: str, architecture: HFArchitecture
+) -> dict[str, Any]:
     fields: dict[str, Any] = {"router_aux_loss_coef": config_json.get("router_aux_loss_coef", 0.001)}
-    for field, (names, default) in home.keys.items():
+    for field, (names, default) in architecture.keys.items():
         found = [config_json[name] for name in names if config_json.get(name) is not None]
         if not found and default is None:
             raise ConfigError(f"config.json: expected the key {names[-1]}, found none of that name")
         fields[field] = found[0] if found else default
-    if model_type in BIASED_CHOICE:
+    if model_type in ROUTER_BIAS:
         fields["router_bias_update_rate"] = _FOREIGN_BIAS_UPDATE_RATE
-    if model_type in LEADING_DENSE:
+    if model_type in MLP_ONLY_LAYERS:
         dense = sorted(config_json.get("mlp_only_layers") or [])
         if dense != list(range(len(dense))):
             raise ConfigError(f"config.json: mlp_only_layers: expected leading layers only, found {dense}")
         fields["first_k_dense_replace"] = len(dense)
-    if model_type in LAYER_TYPES:
+    if model_type in MLP_LAYER_TYPES:
         fields |= _layer_fields(config_json)
     if model_type == "qwen2_moe":
         shared = config_json.get("shared_expert_intermediate_size", 5632)
@@ -227,7 +228,7 @@ def _expert_fields(config_json: dict[str, Any], model_type: str, home: Home) -> 
                 f"= {fields['moe_intermediate_size']}, found {shared}"
             )
         fields["n_shared_experts"] = count
-    own = config_json.get(_OWN)
+    own = config_json.get(_OWN_FIELDS)
     return fields | (
         {name: own[name] for name in _NATIVE_FIELDS & own.keys()} if isinstance(own, dict) else {}
     )
@@ -248,29 +249,135 @@ def _layer_fields(config_json: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-def _refuse_foreign_features(config_json: dict[str, Any]) -> None:
-    model_type, layers = config_json["model_type"], config_json.get("num_hidden_layers") or 0
-    window = config_json.get("sliding_window")
-    windows = config_json.get("use_sliding_window", model_type == "mixtral")
+def _foreign_features(config_json: dict[str, Any]) -> list[str]:
+    """One line per key whose value our decoder cannot compute; of any architecture."""
+    model_type, layers = config_json.get("model_type"), config_json.get("num_hidden_layers") or 0
+    window = config_json.get("sliding_window", 4096 if model_type == "mistral" else None)
+    has_window = model_type in ("mixtral", "mistral", "phi3") or model_type not in HF_ARCHITECTURES
+    windows = config_json.get("use_sliding_window", has_window)
     if model_type == "dots1":
         windows = layers > config_json.get("max_window_layers", 62)
     kinds = set(config_json.get("layer_types") or ()) - {"full_attention"}
     groups = config_json.get("n_group") or 1
     last = config_json.get("moe_layer_end_index", -1)
+    not_rotated = (config_json.get("no_rope_layers") or ()).count(0)
+    if model_type == "smollm3" and config_json.get("no_rope_layers") is None:
+        not_rotated = layers // (config_json.get("no_rope_layer_interval") or 4)
     found = {
         "hidden_act": (config_json.get("hidden_act", "silu"), "silu"),
+        "hidden_activation": (config_json.get("hidden_activation") or "silu", "silu"),
         "attention_bias": (config_json.get("attention_bias", False), False),
         "mlp_bias": (config_json.get("mlp_bias", False), False),
         "use_bias": (bool(config_json.get("use_bias", False)), False),
         "sliding_window": (window if windows else None, None),
         "layer_types": (", ".join(sorted(kinds)) or "full_attention", "full_attention"),
+        "no_rope_layers": (f"{not_rotated} without rotation", "0 without rotation"),
+        "kv_lora_rank (latent attention)": (config_json.get("kv_lora_rank"), None),
+        "attn_logit_softcapping": (config_json.get("attn_logit_softcapping"), None),
+        "final_logit_softcapping": (config_json.get("final_logit_softcapping"), None),
+        "clip_qkv": (config_json.get("clip_qkv"), None),
         "topk_group": (config_json.get("topk_group") or 1 if groups > 1 else groups, groups),
         "moe_layer_end_index": (layers - 1 if last == -1 else last, layers - 1),
     }
-    problems = [
+    return [
         f"config.json: {name}: expected {expected!r}, the only one our decoder has, found {value!r}"
         for name, (value, expected) in found.items()
         if value != expected
     ]
+
+
+def _rope_keys(model: ModelConfig) -> dict[str, Any]:
+    """`rope_theta` and `rope_scaling` for version 4, mlx-lm and others, `rope_parameters` for version 5."""
+    scaling: dict[str, Any] | None = None
+    if model.rope_type != "default":
+        scaling = {"rope_type": model.rope_type, "type": model.rope_type, "factor": model.rope_factor}
+    if scaling is not None and model.rope_type == "yarn":
+        scaling |= {
+            "original_max_position_embeddings": model.rope_original_context,
+            "beta_fast": model.rope_beta_fast,
+            "beta_slow": model.rope_beta_slow,
+        }
+    parameters = {"rope_type": "default", **(scaling or {}), "rope_theta": model.rope_theta}
+    parameters.pop("type", None)  # read only by versions without rope_parameters
+    return {"rope_theta": model.rope_theta, "rope_scaling": scaling, "rope_parameters": parameters}
+
+
+def _rope_fields(config_json: dict[str, Any], architecture: HFArchitecture) -> dict[str, Any]:
+    """Fields of ModelConfig from the keys of transformers 5, of version 4 and older ones.
+
+    Missing keys have transformers 5's defaults.
+
+    Raises:
+        ConfigError: a scaling, or a setting of it, that our decoder lacks.
+    """
+    rope = config_json.get("rope_scaling") or config_json.get("rope_parameters") or {}
+    if not isinstance(rope, dict):
+        raise ConfigError(f"config.json: rope_scaling: expected a mapping or null, found {rope!r}")
+    if any(isinstance(value, dict) for value in rope.values()):
+        raise ConfigError(
+            "config.json: rope_parameters: expected one setting for all layers, found one per kind of layer"
+        )
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    partial = rope.get(
+        "partial_rotary_factor",
+        config_json.get("partial_rotary_factor", architecture.partial_rotary_factor),
+    )
+    problems = []
+    types = ("default",) if config_json["model_type"] == "phi3" else _ROPE_TYPES  # its `yarn` is LongRoPE
+    if kind not in types:
+        problems.append(f"config.json: rope_type: expected one of {', '.join(types)}, found {kind!r}")
+    if partial != 1:
+        problems.append(f"config.json: partial_rotary_factor: expected 1, found {partial}")
+    if problems:
+        raise ConfigError(*problems)
+    theta = rope.get("rope_theta") or (config_json.get("rope_parameters") or {}).get("rope_theta")
+    theta = theta or config_json.get("rope_theta") or architecture.rope_theta
+    fields: dict[str, Any] = {"rope_theta": float(theta)}
+    if kind == "default":
+        return fields
+    return fields | {"rope_type": kind} | _rope_scaling_fields(rope, kind, config_json)
+
+
+def _rope_scaling_fields(rope: dict[str, Any], kind: str, config_json: dict[str, Any]) -> dict[str, Any]:
+    if kind == "linear":
+        return {"rope_factor": _rope_factor(rope.get("factor"))}
+    longest = config_json.get("max_position_embeddings")
+    if longest is None:
+        raise ConfigError("config.json: expected the key max_position_embeddings, found none of that name")
+    # as in transformers, a value at the top of the file takes precedence (Phi-3 has it there)
+    original = config_json.get("original_max_position_embeddings") or rope.get(
+        "original_max_position_embeddings", longest
+    )
+    factor = _rope_factor(rope.get("factor") or longest / original)
+    _check_yarn(rope, factor)
+    return {
+        "rope_factor": factor,
+        "original_max_position_embeddings": original,
+        "rope_beta_fast": float(rope.get("beta_fast") or 32),
+        "rope_beta_slow": float(rope.get("beta_slow") or 1),
+    }
+
+
+def _rope_factor(value: Any) -> float:
+    if not isinstance(value, int | float) or value < 1:
+        raise ConfigError(f"config.json: rope_scaling.factor: expected 1 or more, found {value!r}")
+    return float(value)
+
+
+def _check_yarn(rope: dict[str, Any], factor: float) -> None:
+    """Raise an error for settings of YaRN other than the paper's, which the decoder uses."""
+    usual = 0.1 * math.log(factor) + 1.0
+    found = rope.get("attention_factor")
+    mscale, mscale_all = rope.get("mscale"), rope.get("mscale_all_dim")
+    if found is None and mscale and mscale_all:
+        found = (0.1 * mscale * math.log(factor) + 1.0) / (0.1 * mscale_all * math.log(factor) + 1.0)
+    problems = []
+    if found is not None and not math.isclose(found, usual, rel_tol=1e-6):
+        problems.append(
+            f"config.json: rope_scaling.attention_factor: expected 0.1 * ln(factor) + 1 = {usual:.7g}, "
+            f"found {found:.7g}"
+        )
+    if not rope.get("truncate", True):
+        problems.append("config.json: rope_scaling.truncate: expected true, found false")
     if problems:
         raise ConfigError(*problems)

@@ -1,7 +1,6 @@
-"""Writes a weights folder as one GGUF file that llama.cpp opens: same token ids, same logits.
+"""Writes a weights folder as one GGUF file, with which llama.cpp computes the same token ids and logits.
 
-Tensor by tensor, so that a model needs no more memory than its largest layer of experts. Which
-architecture it becomes is in `gguf_architecture.py`, the tokenizer in `gguf_tokenizer.py`.
+Only one layer is in memory at a time.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import math
 import os
 import re
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,17 +19,9 @@ from torch import Tensor
 from llm_pretrain.config import ModelConfig
 from llm_pretrain.errors import CheckpointError, ConfigError
 from llm_pretrain.export.config_json import model_config_from_huggingface
-from llm_pretrain.export.gguf_architecture import (
-    gguf_architecture,
-    gguf_metadata,
-    gguf_name,
-    has_interleaved_rotary,
-    missing_in_glm4moe,
-)
 from llm_pretrain.export.gguf_tokenizer import Vocabulary, read_vocabulary
-from llm_pretrain.export.huggingface import read_config
-from llm_pretrain.export.tensor_files import TensorFiles
-from llm_pretrain.export.tensor_layout import from_disk, interleave_heads
+from llm_pretrain.export.huggingface import TensorFiles, read_config
+from llm_pretrain.export.tensor_layout import from_huggingface, interleave_heads
 from llm_pretrain.model import Decoder
 
 if TYPE_CHECKING:
@@ -39,35 +30,65 @@ if TYPE_CHECKING:
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _FILE_TYPES = {"fp32": "ALL_F32", "fp16": "MOSTLY_F16", "bf16": "MOSTLY_BF16"}
 _ALL = slice(None)
+_SOFTMAX, _SIGMOID = 1, 2
+"""llama.cpp's values of `expert_gating_func`."""
+
+_NAMES = {
+    "input_layernorm.weight": "attn_norm.weight",
+    "self_attn.q_proj.weight": "attn_q.weight",
+    "self_attn.k_proj.weight": "attn_k.weight",
+    "self_attn.v_proj.weight": "attn_v.weight",
+    "self_attn.o_proj.weight": "attn_output.weight",
+    "self_attn.q_norm.weight": "attn_q_norm.weight",
+    "self_attn.k_norm.weight": "attn_k_norm.weight",
+    "post_attention_layernorm.weight": "ffn_norm.weight",
+    "mlp.gate_proj.weight": "ffn_gate.weight",
+    "mlp.up_proj.weight": "ffn_up.weight",
+    "mlp.down_proj.weight": "ffn_down.weight",
+    "mlp.gate.weight": "ffn_gate_inp.weight",
+    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+    "mlp.experts.gate_proj.weight": "ffn_gate_exps.weight",
+    "mlp.experts.up_proj.weight": "ffn_up_exps.weight",
+    "mlp.experts.down_proj.weight": "ffn_down_exps.weight",
+    "mlp.shared_experts.gate_proj.weight": "ffn_gate_shexp.weight",
+    "mlp.shared_experts.up_proj.weight": "ffn_up_shexp.weight",
+    "mlp.shared_experts.down_proj.weight": "ffn_down_shexp.weight",
+}
+"""Our name of a tensor inside a layer -> llama.cpp's."""
+_OUTER_NAMES = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
 
 
 class _Entry(NamedTuple):
-    """One tensor of the file: from a tensor of ours, or zeros where `source` is None."""
+    """One tensor of the file: from the tensor `source` of our decoder, or zeros where that is None."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     source: str | None
     rows: slice
-    """Of the second dimension: gate and up projections are stacked in ours."""
+    """Slice of the second dimension: our gate and up projections are stacked."""
 
 
 def write_gguf(weights: Path, output: Path, dtype: str) -> list[str]:
-    """Write `output` whole or not at all.
+    """Write a GGUF file; on an error `output` stays as it was.
 
     Args:
         weights: A weights folder, ours or transformers', with its tokenizer.
         output: The file; replaced if it exists.
-        dtype: `bf16`, `fp16` or `fp32`, of the matrices. Norms, router and its bias are always fp32, as
-            llama.cpp's own converter has them.
+        dtype: Of the matrices: `bf16`, `fp16` or `fp32`. Norms, router and its bias are always fp32, as
+            llama.cpp's own converter writes them.
 
     Returns:
-        What the reader of the file should know, one line each.
+        Notes for the user of the file, one line each.
 
     Raises:
-        ConfigError: Naming the fields that llama.cpp has no architecture for, or a missing `gguf`.
-        DataError: A tokenizer that llama.cpp would split otherwise.
-        CheckpointError: Broken weights, or a value that does not fit in `dtype`.
+        ConfigError: llama.cpp has no architecture for the model, or the package `gguf` is missing.
+        DataError: llama.cpp would tokenize text differently.
+        CheckpointError: broken weights, or a value that does not fit in `dtype`.
     """
     try:
         import gguf
@@ -76,7 +97,7 @@ def write_gguf(weights: Path, output: Path, dtype: str) -> list[str]:
             "--to gguf: expected the package gguf, found none; pip install 'llm_pretrain[gguf]'"
         ) from None
     model = model_config_from_huggingface(read_config(weights))
-    architecture = gguf_architecture(model)
+    architecture = _architecture(model)
     vocabulary = read_vocabulary(weights, model.vocab_size or 0)
     entries = _entries(model, architecture, _DTYPES[dtype])
     with TensorFiles(weights) as files:
@@ -97,14 +118,13 @@ def write_gguf(weights: Path, output: Path, dtype: str) -> list[str]:
 
 
 def _entries(model: ModelConfig, architecture: str, dtype: torch.dtype) -> list[_Entry]:
-    """Every tensor of the file, layer by layer, by the decoder's own shapes."""
+    """Every tensor of the file, layer by layer, from the decoder's shapes."""
     with torch.device("meta"):
         state = Decoder(model).state_dict()
     entries: list[_Entry] = []
 
     def add(name: str, shape: tuple[int, ...], source: str | None, rows: slice = _ALL) -> None:
-        target = gguf_name(name, architecture)
-        assert target is not None, name
+        target = _gguf_name(name, architecture)
         is_fp32 = len(shape) == 1 or "ffn_gate_inp" in target
         entries.append(_Entry(target, shape, torch.float32 if is_fp32 else dtype, source, rows))
 
@@ -121,7 +141,7 @@ def _entries(model: ModelConfig, architecture: str, dtype: torch.dtype) -> list[
         else:
             add(name, shape, name)
     if architecture == "glm4moe":
-        for name, shape in missing_in_glm4moe(model, state.keys()):
+        for name, shape in _missing_in_glm4moe(model, state.keys()):
             add(name, shape, None)
     return entries
 
@@ -140,8 +160,8 @@ def _tensors(
             continue
         if (part := _part(entry.source)) != loaded:
             read = {name: files.read(name) for name in parts.get(part, [])}
-            loaded, state = part, from_disk(read, model, names=files.names)
-            _refuse_foreign(files, state, entries)
+            loaded, state = part, from_huggingface(read, model, names=files.names)
+            _refuse_unknown(files, state, entries)
         tensor = state.get(entry.source)
         if entry.rows != _ALL and tensor is not None:
             tensor = tensor[:, entry.rows]
@@ -152,22 +172,22 @@ def _tensors(
                 "config.json and the weights do not belong together"
             )
         tensor = _cast(entry.source, tensor, entry.dtype)
-        if has_interleaved_rotary(architecture) and re.search(r"attn_[qk]\.weight", entry.name):
+        if _has_interleaved_rotary(architecture) and re.search(r"attn_[qk]\.weight", entry.name):
             tensor = interleave_heads(tensor, model.attention_head_dim)
         yield tensor
 
 
 def _part(name: str) -> str:
-    """`layers.3` of a tensor in it; the same for all that are in none."""
+    """`layers.3` for a tensor of that layer, `outer` for the tensors outside the layers."""
     match = re.match(r"model\.(layers\.\d+)\.", name)
     return match[1] if match else "outer"
 
 
-def _refuse_foreign(files: TensorFiles, state: dict[str, Tensor], entries: list[_Entry]) -> None:
+def _refuse_unknown(files: TensorFiles, state: dict[str, Tensor], entries: list[_Entry]) -> None:
     known = {entry.source for entry in entries} | {"lm_head.weight"}
-    if foreign := state.keys() - known:
+    if unknown := state.keys() - known:
         raise CheckpointError(
-            f"{files.folder}: expected the tensors that config.json describes, found {min(foreign)} too; "
+            f"{files.folder}: expected the tensors that config.json describes, found {min(unknown)} too; "
             "they do not belong together"
         )
 
@@ -189,11 +209,12 @@ def _add_metadata(
     import gguf
 
     writer.add_type("model")
+    writer.add_quantized_by("llm_pretrain")  # by which `export --overwrite` knows a file of its own
     writer.add_name(name)
     writer.add_file_type(gguf.LlamaFileType[file_type])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     kinds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
-    for key, value in gguf_metadata(model, architecture).items():
+    for key, value in _metadata(model, architecture).items():
         add: Callable[[str, Any], None] = kinds[type(value)]
         add(f"{architecture}.{key}", value)
 
@@ -233,7 +254,7 @@ def _write(writer: GGUFWriter, entries: list[_Entry], tensors: Iterator[Tensor])
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         for tensor in tensors:
-            # numpy has no bf16: its bits travel as uint16
+            # numpy has no bf16: its bits are passed as uint16
             bits = tensor.contiguous()
             bits = bits.view(torch.uint16) if bits.dtype == torch.bfloat16 else bits
             writer.write_tensor_data(bits.numpy())
@@ -242,3 +263,108 @@ def _write(writer: GGUFWriter, entries: list[_Entry], tensors: Iterator[Tensor])
             os.fsync(file.fileno())
     finally:
         writer.close()
+
+
+def _architecture(model: ModelConfig) -> str:
+    """llama.cpp's architecture that computes the model.
+
+    `qwen3moe` (with QK-norm) and `llama` (Mixtral) have normalised softmax weights, experts in every layer
+    and no shared expert. Everything else is `glm4moe`, whose metadata has a key for each of these.
+
+    Raises:
+        ConfigError: llama.cpp has no such architecture; it names the field.
+    """
+    if not model.moe_layers:
+        return "qwen3" if model.qk_norm else "llama"
+    if model.moe_layers[0] != model.num_hidden_layers - len(model.moe_layers):
+        raise ConfigError(
+            "model.decoder_sparse_step: llama.cpp has dense layers before those of experts only, not between "
+            f"them; expected 1, found {model.decoder_sparse_step}; export to huggingface"
+        )
+    is_plain = (
+        len(model.moe_layers) == model.num_hidden_layers
+        and model.norm_topk_prob
+        and model.scoring_func == "softmax"
+        and model.n_shared_experts == 0
+        and model.routed_scaling_factor == 1
+        and model.router_bias_update_rate == 0
+    )
+    if not is_plain:
+        return "glm4moe"
+    return "qwen3moe" if model.qk_norm else "llama"
+
+
+def _missing_in_glm4moe(
+    model: ModelConfig, present: Collection[str]
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Our names and shapes of the tensors that `glm4moe` requires and the model lacks; written as zeros.
+
+    These are the router bias and a shared expert.
+    """
+    hidden, size = model.hidden_size, model.expert_intermediate_size
+    for layer in model.moe_layers:
+        mlp = f"model.layers.{layer}.mlp."
+        if mlp + "gate.e_score_correction_bias" not in present:
+            yield mlp + "gate.e_score_correction_bias", (model.num_experts,)
+        if not model.n_shared_experts:
+            yield mlp + "shared_experts.gate_proj.weight", (size, hidden)
+            yield mlp + "shared_experts.up_proj.weight", (size, hidden)
+            yield mlp + "shared_experts.down_proj.weight", (hidden, size)
+
+
+def _has_interleaved_rotary(architecture: str) -> bool:
+    """Whether rotary pairs are neighbouring dimensions (Llama's order) and not half a head apart."""
+    return architecture == "llama"
+
+
+def _metadata(model: ModelConfig, architecture: str) -> dict[str, int | float | str | bool]:
+    """llama.cpp's hyperparameters, by key without the architecture's prefix."""
+    head_dim = model.attention_head_dim
+    is_mixtral = architecture == "llama" and bool(model.moe_layers)
+    metadata: dict[str, int | float | str | bool] = {
+        "context_length": model.max_position_embeddings,
+        "embedding_length": model.hidden_size,
+        "block_count": model.num_hidden_layers,
+        "feed_forward_length": model.expert_intermediate_size if is_mixtral else model.intermediate_size,
+        "vocab_size": model.vocab_size or 0,
+        "attention.head_count": model.num_attention_heads,
+        "attention.head_count_kv": model.num_key_value_heads,
+        "attention.key_length": head_dim,
+        "attention.value_length": head_dim,
+        "attention.layer_norm_rms_epsilon": model.rms_norm_eps,
+        "rope.dimension_count": head_dim,
+        "rope.freq_base": model.rope_theta,
+    }
+    if model.rope_type != "default":
+        metadata |= {"rope.scaling.type": model.rope_type, "rope.scaling.factor": model.rope_factor}
+    if model.rope_type == "yarn":
+        metadata |= {
+            "rope.scaling.original_context_length": model.rope_original_context,
+            "rope.scaling.yarn_beta_fast": model.rope_beta_fast,
+            "rope.scaling.yarn_beta_slow": model.rope_beta_slow,
+        }
+    if model.moe_layers:
+        metadata |= {
+            "expert_count": model.num_experts,
+            "expert_used_count": model.num_experts_per_tok,
+            "expert_feed_forward_length": model.expert_intermediate_size,
+        }
+    if architecture == "glm4moe":
+        metadata |= {
+            "expert_shared_count": max(model.n_shared_experts, 1),
+            "expert_gating_func": _SIGMOID if model.scoring_func == "sigmoid" else _SOFTMAX,
+            "expert_weights_norm": model.norm_topk_prob,
+            "expert_weights_scale": model.routed_scaling_factor,
+            "leading_dense_block_count": model.moe_layers[0],
+        }
+    return metadata
+
+
+def _gguf_name(name: str, architecture: str) -> str:
+    """llama.cpp's name of one of our tensors with stacked experts."""
+    if name in _OUTER_NAMES:
+        return _OUTER_NAMES[name]
+    _, _, layer, inner = name.split(".", 3)  # model.layers.LAYER.INNER
+    if inner == "post_attention_layernorm.weight" and architecture == "glm4moe":
+        return f"blk.{layer}.post_attention_norm.weight"
+    return f"blk.{layer}.{_NAMES[inner]}"

@@ -1,7 +1,7 @@
-"""A tokenizer folder in llama.cpp's terms, where llama.cpp cuts text into the same token ids.
+"""Converts tokenizers of which llama.cpp gives the same token ids to GGUF metadata, and refuses others.
 
-Three kinds do: SentencePiece BPE with bytes to fall back on, single characters likewise, and byte-level BPE
-with a pattern that llama.cpp knows by name. Everything else is refused. No weights here.
+These are SentencePiece BPE with byte fallback, single characters with byte fallback, and byte-level BPE with
+a split pattern that llama.cpp has by name.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _PATTERNS = {
     _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _AFTER_NUMBERS: ("qwen2", False),
     _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _AFTER_NUMBERS: ("llama-bpe", True),
 }
-"""Split pattern of tokenizer.json -> llama.cpp's name for it, and whether whole words skip the merges."""
+"""Split pattern of tokenizer.json -> llama.cpp's name of it, and its `ignore_merges`."""
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What a GGUF file says about its tokenizer.
+    """The tokenizer metadata of a GGUF file.
 
     Args:
         model: `llama` (SentencePiece BPE) or `gpt2` (byte-level BPE).
@@ -39,11 +39,11 @@ class Vocabulary:
         types: llama.cpp's type of each token.
         scores: SentencePiece's, which order its merges.
         merges: Byte-level BPE's, `left right`, in order.
-        special: `bos_token_id` and its like -> id.
-        adds_bos: Whether llama.cpp puts bos in front of a text, as the tokenizer itself does.
-        add_space_prefix: Whether a text gets a space in front.
-        chat_template: Jinja, without the marks that only training needs.
-        notes: What the reader of the file should know.
+        special: `bos_token_id`, `eos_token_id` and others -> id.
+        adds_bos: Whether llama.cpp adds bos before a text, as the tokenizer does.
+        add_space_prefix: Whether a space is added before a text.
+        chat_template: Jinja, without the tags that only training needs.
+        notes: For the user of the file.
     """
 
     model: str
@@ -60,14 +60,14 @@ class Vocabulary:
 
 
 def read_vocabulary(folder: Path, vocab_size: int) -> Vocabulary:
-    """The tokenizer beside the weights, for llama.cpp.
+    """The tokenizer of a weights folder as GGUF metadata.
 
     Args:
         folder: With `tokenizer.json`, and `tokenizer.model` for SentencePiece.
-        vocab_size: Rows of the embedding; ids that no token has are filled with unused ones.
+        vocab_size: Rows of the embedding; ids without a token become unused tokens.
 
     Raises:
-        DataError: A missing or broken file, or a tokenizer that llama.cpp would not follow.
+        DataError: a missing or broken file, or llama.cpp would give other token ids.
     """
     path = folder / "tokenizer.json"
     spec = _read_json(path)
@@ -132,14 +132,14 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _flat(part: dict[str, Any] | None, inner: str) -> list[dict[str, Any]]:
-    """A component and, where it is a sequence, the components in it."""
+    """The components of a sequence; any other component as a list of one."""
     if part is None:
         return []
     return part[inner] if part["type"] == "Sequence" else [part]
 
 
 def _tokens(spec: dict[str, Any], vocab_size: int, path: Path) -> tuple[list[str], list[int]]:
-    """Text and type of every id; unused ids get a text of their own, since llama.cpp wants one."""
+    """Text and type of every id; unused ids get a unique text, which llama.cpp requires."""
     known = {index: (token, _NORMAL) for token, index in spec["model"]["vocab"].items()}
     for entry in spec.get("added_tokens") or []:
         known[entry["id"]] = (entry["content"], _CONTROL if entry.get("special") else _USER_DEFINED)
@@ -153,7 +153,7 @@ def _tokens(spec: dict[str, Any], vocab_size: int, path: Path) -> tuple[list[str
 
 
 def _pattern_name(parts: list[dict[str, Any]], model: dict[str, Any], path: Path) -> str:
-    """llama.cpp's name of the pre-tokenizer; the ids agree only where the pattern is exactly that one."""
+    """llama.cpp's name of the pre-tokenizer; the ids agree only where the pattern is exactly the same."""
     byte_level = parts[-1]
     splits = [part for part in parts if part["type"] != "ByteLevel"]
     name, ignores_merges = "", False
@@ -184,7 +184,7 @@ def _check_normalizer(normalizer: dict[str, Any] | None, path: Path) -> list[str
 
 
 def _space_prefix(normalizer: dict[str, Any] | None, path: Path) -> bool:
-    """Whether a text gets a space in front; anything but spaces becoming ▁ is refused."""
+    """Whether a space is added before a text; a normalizer that replaces more than spaces is refused."""
     parts = _flat(normalizer, "normalizers")
     replaces = [
         p["type"] == "Replace" and p["pattern"] == {"String": " "} and p["content"] == "▁" for p in parts
@@ -200,7 +200,7 @@ def _space_prefix(normalizer: dict[str, Any] | None, path: Path) -> bool:
 
 
 def _sentencepiece(folder: Path, tokens: list[str], types: list[int]) -> tuple[list[float], list[int]]:
-    """Scores and types of `tokenizer.model`, whose pieces must be tokenizer.json's."""
+    """Scores and types from `tokenizer.model`, whose pieces must be those of tokenizer.json."""
     import sentencepiece
 
     path = folder / "tokenizer.model"
@@ -233,9 +233,9 @@ def _sentencepiece(folder: Path, tokens: list[str], types: list[int]) -> tuple[l
 def _single_characters(
     tokens: list[str], types: list[int], unknown: str | None, path: Path
 ) -> tuple[list[str], list[int]]:
-    """Tokens and types of a tokenizer of single characters: SentencePiece BPE in which nothing merges.
+    """Tokens and types of a tokenizer of single characters, written as SentencePiece BPE without merges.
 
-    llama.cpp turns a text's spaces into ▁ before it looks, so the space goes by that name.
+    llama.cpp replaces a text's spaces by ▁ first, so the token of the space is named ▁.
     """
     normal = [token for token, kind in zip(tokens, types, strict=True) if kind == _NORMAL]
     longer = [token for token in normal if len(token) > 1 and not _BYTE_TOKEN.fullmatch(token)]
@@ -251,7 +251,7 @@ def _single_characters(
 
 
 def _first_token(path: Path) -> int | None:
-    """The special token that the tokenizer itself puts in front of a text, if any."""
+    """The special token that the tokenizer adds before a text, if any."""
     import tokenizers
 
     tokenizer = tokenizers.Tokenizer.from_file(str(path))
@@ -268,7 +268,7 @@ def _first_token(path: Path) -> int | None:
 
 
 def _special_ids(folder: Path, tokens: list[str]) -> dict[str, int]:
-    """bos, eos, unknown and padding of tokenizer_config.json, and the end of a turn where there is one."""
+    """Ids of bos, eos, unknown and padding from tokenizer_config.json, and of the end of a turn."""
     path = folder / "tokenizer_config.json"
     config = _read_json(path) if path.exists() else {}
     index = {token: i for i, token in enumerate(tokens)}
@@ -284,9 +284,9 @@ def _special_ids(folder: Path, tokens: list[str]) -> dict[str, int]:
 
 
 def _chat_template(folder: Path) -> str | None:
-    """The template without transformers' `{% generation %}` marks, which llama.cpp does not know.
+    """The template with transformers' `{% generation %}`, which llama.cpp lacks, replaced by `{% if true %}`.
 
-    They become `if true`, which trims the same white space.
+    Both trim the same white space.
     """
     file = folder / "chat_template.jinja"
     if file.exists():

@@ -1,14 +1,12 @@
-"""Weights between our decoder and transformers' files, in both directions.
-
-Names and layout are `tensor_layout.py`. Files are read here; writing them safely is the checkpoints'
-business.
-"""
+"""Reads weights folders, ours and transformers', and converts a state to the tensors of such a folder."""
 
 from __future__ import annotations
 
-import json
 import math
+from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,19 +14,88 @@ from torch import Tensor
 from llm_pretrain.config import ModelConfig
 from llm_pretrain.errors import CheckpointError, DivergedError
 from llm_pretrain.export.config_json import model_config_from_huggingface
-from llm_pretrain.export.tensor_files import TensorFiles
-from llm_pretrain.export.tensor_layout import from_disk, to_disk
+from llm_pretrain.export.tensor_layout import from_huggingface, to_disk
+from llm_pretrain.files import open_plain, read_json
 from llm_pretrain.model import Decoder
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class TensorFiles:
+    """Opens a weights folder's safetensors file, or the shards in its index, to read one tensor at a time.
+
+    A context manager. Attributes: `folder`; `names` of all tensors, in the files' order.
+
+    Raises:
+        CheckpointError: a file is missing or broken, or the folder has a single file and an index of others.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        index = folder / "model.safetensors.index.json"
+        files = ["model.safetensors"]
+        if index.exists():
+            try:
+                weight_map = read_json(index)["weight_map"]
+                files = sorted({str(file) for file in weight_map.values()})
+            except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+                raise CheckpointError(f"{index}: expected an index of shards, found: {error}") from error
+        if outside := [file for file in files if Path(file).name != file]:
+            raise CheckpointError(f"{index}: expected names of files beside it, found {outside[0]!r:.80}")
+        if files != ["model.safetensors"] and (folder / "model.safetensors").exists():
+            raise CheckpointError(
+                f"{index}: expected no model.safetensors beside the shards that it lists, found one, which "
+                "transformers would load alone; remove that file or the index"
+            )
+        self._stack = ExitStack()
+        self._file_of: dict[str, Any] = {}
+        for file in files:
+            opened = self._open(folder / file)
+            self._file_of |= dict.fromkeys(opened.keys(), opened)
+        self.names = list(self._file_of)
+
+    def _open(self, path: Path) -> Any:
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            open_plain(path).close()  # safetensors would wait for a pipe
+            return self._stack.enter_context(safe_open(str(path), "pt"))
+        except (OSError, SafetensorError) as error:
+            self._stack.close()
+            reason = " ".join(str(error).split())
+            raise CheckpointError(f"{path}: expected a safetensors file, found: {reason}") from error
+
+    def __enter__(self) -> TensorFiles:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def read(self, name: str) -> Tensor:
+        """A tensor on the CPU.
+
+        Raises:
+            CheckpointError: it has another type than `_DTYPES`, as quantised weights have, which mean nothing
+                without their scales.
+        """
+        tensor = self._file_of[name].get_tensor(name)
+        if tensor.dtype not in _DTYPES:
+            found = str(tensor.dtype).removeprefix("torch.")
+            raise CheckpointError(
+                f"{self.folder}: expected {name} in float32, bfloat16, float16 or float64, found {found}; "
+                "name weights that are not quantised"
+            )
+        return tensor
 
 
 def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Floating tensors in `dtype`, others as they are.
+    """A copy on the CPU: floating tensors in `dtype`, others unchanged.
 
-    A router's bias stays in fp32: it moves in steps that a low precision would swallow.
+    The router bias stays in fp32, because its updates are smaller than the rounding of a lower precision.
 
     Raises:
         CheckpointError: a value becomes infinite.
-        DivergedError: it was no finite number before.
+        DivergedError: a value was not finite before.
     """
     if not tensor.is_floating_point() or name.endswith(("e_score_correction_bias", "expert_bias")):
         return tensor.detach().cpu().clone()
@@ -48,12 +115,12 @@ def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return cast
 
 
-def to_huggingface(state: dict[str, Tensor], model: ModelConfig, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The tensors of `model.safetensors`, each its own memory on the CPU.
+def to_huggingface(state: Mapping[str, Tensor], model: ModelConfig, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The tensors of `model.safetensors`, on the CPU, none sharing memory.
 
-    Experts stand one by one (transformers stacks them when it loads; other readers know nothing else),
-    a tied head is left out, floating tensors are cast and others left alone. Names and layout are those of
-    the architecture that `huggingface_config` names; where it refuses, those that only we open.
+    Experts are separate tensors (transformers stacks them when it loads; other readers cannot read stacked
+    ones), a tied head is left out, floating tensors are cast and others are unchanged. Names and layout are
+    those of the architecture that `match_hf_architecture` returns; where there is none, our own.
 
     Args:
         state: `Decoder.state_dict()`.
@@ -61,27 +128,14 @@ def to_huggingface(state: dict[str, Tensor], model: ModelConfig, dtype: torch.dt
         dtype: Of the floating tensors.
 
     Raises:
-        CheckpointError: Naming tensor and value, where a value does not fit in `dtype`.
-        DivergedError: Likewise, where a value is not finite.
+        CheckpointError: a value does not fit in `dtype`.
+        DivergedError: a value is not finite.
     """
     return {name: _cast(name, tensor, dtype) for name, tensor in to_disk(state, model)}
 
 
-def from_huggingface(state: dict[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
-    """A state for `Decoder.load_state_dict(strict=True)`, from stacked experts or one by one.
-
-    Args:
-        state: Tensors of a weights file, in any home's layout.
-        model: The decoder's shape, as `model_config_from_huggingface` gives it for the file beside it.
-
-    Raises:
-        CheckpointError: Where an expert is missing, or a tensor is not zero that our decoder lacks.
-    """
-    return from_disk(state, model)
-
-
 def read_config(folder: str | Path) -> dict:
-    """A weights folder's `config.json`; CheckpointError where there is none or it is broken."""
+    """A weights folder's `config.json`; CheckpointError if it is missing or broken."""
     path = Path(folder) / "config.json"
     if not path.exists():
         raise CheckpointError(
@@ -89,7 +143,7 @@ def read_config(folder: str | Path) -> dict:
             "name a folder such as RUN/weights/step-00000100"
         )
     try:
-        content = json.loads(path.read_text("utf-8"))
+        content = read_json(path)
     except (OSError, ValueError, RecursionError) as error:
         found = error.strerror if isinstance(error, OSError) else error
         raise CheckpointError(f"{path}: expected a weights folder's config.json, found: {found}") from error
@@ -99,26 +153,39 @@ def read_config(folder: str | Path) -> dict:
 
 
 def load_pretrained(folder: str | Path, *, dtype: torch.dtype | None = None) -> Decoder:
-    """Open a weights folder, ours or transformers', as a decoder on the CPU, in training mode.
+    """Load a weights folder, ours or transformers', as a decoder on the CPU, in training mode.
 
     Args:
         folder: With `config.json` and `model.safetensors` (or its shards and their index).
         dtype: Of all parameters. Default: fp32, whatever the file holds.
 
     Raises:
-        CheckpointError: Missing or broken files, or tensors that do not belong to the config.
-        ConfigError: An architecture that our decoder cannot compute.
+        CheckpointError: a file is missing or broken, the tensors do not match the config, or a value is not
+            finite.
+        ConfigError: an architecture that our decoder cannot compute.
     """
     folder = Path(folder)
     config = model_config_from_huggingface(read_config(folder))
     with TensorFiles(folder) as files:
         state = from_huggingface({name: files.read(name) for name in files.names}, config)
+    _check_tensors(folder, config, state)
     model = Decoder(config)
-    try:
-        model.load_state_dict(state, strict=True)
-    except RuntimeError as error:
-        details = " ".join(str(error).split())
-        raise CheckpointError(
-            f"{folder}: expected the tensors that config.json describes, found: {details}"
-        ) from error
+    model.load_state_dict(state, strict=True)
     return model if dtype is None else model.to(dtype)
+
+
+def _check_tensors(folder: Path, config: ModelConfig, state: dict[str, Tensor]) -> None:
+    """Raise CheckpointError if the tensors are not those of `config`, before a model of its size is made."""
+    with torch.device("meta"):
+        described = {name: tuple(tensor.shape) for name, tensor in Decoder(config).state_dict().items()}
+    found = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    if differing := [name for name in found | described if described.get(name) != found.get(name)]:
+        name = differing[0]
+        raise CheckpointError(
+            f"{folder}: expected the tensors that config.json describes, found {len(differing)} others, the "
+            f"first is {name}: {found.get(name, 'missing')} instead of {described.get(name, 'none')}"
+        )
+    if infinite := [name for name, tensor in state.items() if not bool(tensor.isfinite().all())]:
+        name = infinite[0]
+        value = state[name][~state[name].isfinite()][0].item()
+        raise CheckpointError(f"{folder}: expected finite values in {name}, found {value}")

@@ -1,8 +1,4 @@
-"""The model card: a weights folder's README.md, so that whoever finds the folder knows what it is.
-
-A pure function of facts: no clock, no file, no path of the machine, no launcher. The same training writes the
-same card, whoever launches it.
-"""
+"""Writes the model card, a weights folder's README.md; it does not depend on launcher or machine."""
 
 from __future__ import annotations
 
@@ -14,22 +10,22 @@ from typing import Any
 
 from llm_pretrain.config import Config, OptimizerConfig, dump_yaml
 from llm_pretrain.errors import ConfigError
-from llm_pretrain.export.homes import HOMES, home_of
+from llm_pretrain.export.hf_architectures import HF_ARCHITECTURES, match_hf_architecture
 from llm_pretrain.model import count_parameters
 
-_KEPT = {"sample_prompts"}
-"""Settings whose text may begin like a path and is none."""
+_NO_PATHS = {"sample_prompts"}
+"""Settings whose text can look like a path."""
 
 
 @dataclass(frozen=True)
-class CardSource:
+class ModelCardSource:
     """One source of the training data.
 
     Args:
-        label: What metrics call it.
-        weight: Its share, relative to the others.
-        documents: For training.
-        tokens: For training, in one epoch.
+        label: Its name in metrics.
+        weight: Its sampling weight, relative to the others.
+        documents: Number of training documents.
+        tokens: Number of training tokens in one epoch.
     """
 
     label: str
@@ -39,28 +35,28 @@ class CardSource:
 
 
 @dataclass(frozen=True)
-class CardFacts:
-    """What a card tells.
+class ModelCardData:
+    """The content of a card.
 
     Args:
-        config: Resolved.
+        config: The run's resolved configuration.
         step: Optimizer steps done.
         tokens_seen: Loss tokens of all steps so far.
-        sources: Of the data.
-        tokenizer_size: Tokens that the tokenizer has.
+        sources: The sources of the training data.
+        tokenizer_size: Number of the tokenizer's tokens.
         tokenizer_hash: SHA-256 of its tokenizer.json.
-        has_chat_template: Whether it has one.
-        world_size: Processes of the last attempt.
-        versions: Of the libraries that trained it.
+        has_chat_template: Whether the tokenizer has a chat template.
+        world_size: Number of processes of the last attempt.
+        versions: Versions of the libraries.
         evaluation: Metrics `eval/…` of the last evaluation; empty where there was none.
-        evaluation_step: Its step.
-        is_best: Whether these weights are those with the lowest evaluation loss.
+        evaluation_step: Step of that evaluation.
+        is_best: Whether these weights have the lowest evaluation loss so far.
     """
 
     config: Config
     step: int
     tokens_seen: int
-    sources: Sequence[CardSource]
+    sources: Sequence[ModelCardSource]
     tokenizer_size: int
     tokenizer_hash: str
     has_chat_template: bool
@@ -71,26 +67,26 @@ class CardFacts:
     is_best: bool = False
 
 
-def model_card(facts: CardFacts) -> str:
-    """The card as Markdown with the front matter that hubs read; the license is left to its owner."""
-    model_type = _home(facts)
+def model_card(data: ModelCardData) -> str:
+    """The card as Markdown with the front matter that hubs read; the owner chooses the license."""
+    model_type = _model_type(data)
     parts = [
         _front_matter(model_type),
-        _summary(facts, model_type),
-        _use(facts, model_type),
-        _data(facts),
-        _training(facts),
-        _evaluation(facts),
+        _summary(data, model_type),
+        _use(data, model_type),
+        _data(data),
+        _training(data),
+        _evaluation(data),
         _limits(),
-        f"## Settings\n\n```yaml\n{dump_yaml(_settings(facts.config)).strip()}\n```",
+        f"## Settings\n\n```yaml\n{dump_yaml(_settings(data.config)).strip()}\n```",
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def _home(facts: CardFacts) -> str | None:
-    """`model_type` of the folder's config.json where transformers knows it."""
+def _model_type(data: ModelCardData) -> str | None:
+    """`model_type` of the folder's config.json; None where only this package opens the weights."""
     try:
-        return home_of(facts.config.model)
+        return match_hf_architecture(data.config.model)
     except ConfigError:
         return None
 
@@ -102,9 +98,13 @@ def _front_matter(model_type: str | None) -> str:
     return "\n".join([*lines, *(f"- {tag}" for tag in tags), "---"])
 
 
-def _summary(facts: CardFacts, model_type: str | None) -> str:
-    model, size = facts.config.model, count_parameters(facts.config.model)
-    kind = f"`{HOMES[model_type].architecture}`" if model_type else "a model of llm_pretrain's own format"
+def _summary(data: ModelCardData, model_type: str | None) -> str:
+    model, size = data.config.model, count_parameters(data.config.model)
+    kind = (
+        f"`{HF_ARCHITECTURES[model_type].class_name}`"
+        if model_type
+        else "a model of llm_pretrain's own format"
+    )
     rows = [("Parameters", f"{size.total:,}")]
     if model.moe_layers:
         rows += [
@@ -114,17 +114,17 @@ def _summary(facts: CardFacts, model_type: str | None) -> str:
     rows += [
         ("Architecture", kind),
         ("Layers, width", f"{model.num_hidden_layers}, {model.hidden_size}"),
-        ("Vocabulary", f"{facts.tokenizer_size:,} tokens ({model.vocab_size:,} rows)"),
-        ("Weights", facts.config.checkpoint.weights_dtype + _average(facts.config)),
-        ("Step", f"{facts.step:,}" + (", the lowest evaluation loss so far" if facts.is_best else "")),
+        ("Vocabulary", f"{data.tokenizer_size:,} tokens ({model.vocab_size:,} rows)"),
+        ("Weights", data.config.checkpoint.weights_dtype + _average(data.config)),
+        ("Step", f"{data.step:,}" + (", the lowest evaluation loss so far" if data.is_best else "")),
     ]
-    title = f"# {facts.config.run.name}"
+    title = f"# {data.config.run.name}"
     return f"{title}\n\nA language model pretrained from text by llm_pretrain.\n\n{_table(('', ''), rows)}"
 
 
-def _use(facts: CardFacts, model_type: str | None) -> str:
+def _use(data: ModelCardData, model_type: str | None) -> str:
     lines = ["## Use", "", "```sh", 'llm-pretrain generate . --prompt "Once upon"']
-    lines += ["llm-pretrain chat ."] if facts.has_chat_template else []
+    lines += ["llm-pretrain chat ."] if data.has_chat_template else []
     lines += ["llm-pretrain export . --to gguf --output model.gguf   # llama.cpp", "```"]
     if model_type:
         lines += [
@@ -141,26 +141,26 @@ def _use(facts: CardFacts, model_type: str | None) -> str:
     return "\n".join(lines)
 
 
-def _data(facts: CardFacts) -> str:
-    total = sum(source.weight for source in facts.sources) or 1.0
+def _data(data: ModelCardData) -> str:
+    total = sum(source.weight for source in data.sources) or 1.0
     rows = [
         (source.label, f"{source.weight / total:.1%}", f"{source.documents:,}", f"{source.tokens:,}")
-        for source in facts.sources
+        for source in data.sources
     ]
     table = _table(("Source", "Share of samples", "Documents", "Tokens"), rows)
-    return f"## Data\n\n{table}\n\nTokenizer: SHA-256 `{facts.tokenizer_hash[:16]}` of its tokenizer.json."
+    return f"## Data\n\n{table}\n\nTokenizer: SHA-256 `{data.tokenizer_hash[:16]}` of its tokenizer.json."
 
 
-def _training(facts: CardFacts) -> str:
-    training, optimizer = facts.config.training, facts.config.optimizer
+def _training(data: ModelCardData) -> str:
+    training, optimizer = data.config.training, data.config.optimizer
     rows = [
-        ("Steps", f"{facts.step:,} of {training.max_steps:,}"),
-        ("Tokens trained on", f"{facts.tokens_seen:,}"),
+        ("Steps", f"{data.step:,} of {training.max_steps:,}"),
+        ("Tokens trained on", f"{data.tokens_seen:,}"),
         ("Batch", f"{training.global_batch_size} sequences of {training.sequence_length} tokens"),
         ("Precision", training.precision),
         ("Optimizer", f"{optimizer.name}, learning rate {_rates(optimizer)}"),
-        ("Processes", str(facts.world_size)),
-        *((name, version) for name, version in facts.versions.items() if version),
+        ("Processes", str(data.world_size)),
+        *((name, version) for name, version in data.versions.items() if version),
     ]
     return f"## Training\n\n{_table(('', ''), rows)}"
 
@@ -176,11 +176,11 @@ def _rates(optimizer: OptimizerConfig) -> str:
     return f"{optimizer.muon_learning_rate:g}, and {optimizer.learning_rate:g} of AdamW for what is no map"
 
 
-def _evaluation(facts: CardFacts) -> str:
-    if not facts.evaluation:
+def _evaluation(data: ModelCardData) -> str:
+    if not data.evaluation:
         return "## Evaluation\n\nNone was made."
-    rows = [(name.removeprefix("eval/"), f"{value:.4f}") for name, value in sorted(facts.evaluation.items())]
-    where = f"On the validation documents of the data, at step {facts.evaluation_step:,}"
+    rows = [(name.removeprefix("eval/"), f"{value:.4f}") for name, value in sorted(data.evaluation.items())]
+    where = f"On the validation documents of the data, at step {data.evaluation_step:,}"
     return f"## Evaluation\n\n{where}; loss in nats per token.\n\n{_table(('Metric', 'Value'), rows)}"
 
 
@@ -199,19 +199,19 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _settings(config: Config) -> Config:
-    """What describes the model: not where its run stood, nor which checkpoint an attempt went on from."""
+    """The configuration without the run's folder and the checkpoint from which an attempt resumed."""
     run = dataclasses.replace(config.run, output_dir=None)
     checkpoint = dataclasses.replace(config.checkpoint, resume="auto")
     return _portable(dataclasses.replace(config, run=run, checkpoint=checkpoint))
 
 
 def _portable(value: Any) -> Any:
-    """The configuration with paths of the machine cut down to their last part."""
+    """The configuration with absolute paths cut down to their last part."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         changes = {
             each.name: _portable(getattr(value, each.name))
             for each in dataclasses.fields(value)
-            if each.name not in _KEPT
+            if each.name not in _NO_PATHS
         }
         return dataclasses.replace(value, **changes)
     if isinstance(value, list):

@@ -1,21 +1,21 @@
-"""Tensors between our names in memory and every home's names on disk, in both directions.
-
-In memory experts are stacked; on disk every reader expects them one by one. Some homes want more than
-other names: see `_to_home`. What a home is and when it is chosen is `homes.py`; types and files are
-`huggingface.py`.
-"""
+"""Converts tensors between our names and stacked experts in memory and each architecture's layout on disk."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 from llm_pretrain.config import ModelConfig
 from llm_pretrain.errors import CheckpointError, ConfigError
-from llm_pretrain.export.homes import ALWAYS_SHARED, BIASED_CHOICE, home_of, is_folded
+from llm_pretrain.export.hf_architectures import (
+    ROUTER_BIAS,
+    SHARED_EXPERT,
+    match_hf_architecture,
+    scales_down_proj,
+)
 
 Named = Iterable[tuple[str, Tensor]]
 
@@ -35,7 +35,7 @@ _RENAMES = {
         (r"\.mlp\.shared_experts\.", ".mlp.shared_mlp."),
     ),
 }
-"""From the common names to a home's, as the published checkpoints have them."""
+"""From the common names to an architecture's, as in the published checkpoints."""
 _COMMON_NAMES = (
     (r"\.block_sparse_moe\.", ".mlp."),
     (r"(experts\.\d+)\.w1\.", r"\1.gate_proj."),
@@ -46,7 +46,7 @@ _COMMON_NAMES = (
     (r"\.mlp\.(expert_bias|e_score_correction_bias)$", _BIAS),
     (r"\.mlp\.(shared_mlp|shared_expert)\.", ".mlp.shared_experts."),
 )
-"""From any home's names to the common ones."""
+"""From any architecture's names to the common ones."""
 _ROTATED = re.compile(r"\.self_attn\.[qk]_proj\.weight$")
 _QKV_BIAS = re.compile(r"\.self_attn\.[qkv]_proj\.bias$")
 _EXPERT_DOWN = re.compile(r"\.experts\.(\d+\.)?down_proj(\.weight)?$")
@@ -55,19 +55,20 @@ _SHARED_DOWN = ".mlp.shared_experts.down_proj.weight"
 _SHARED_IN = (".mlp.shared_experts.gate_proj.weight", ".mlp.shared_experts.up_proj.weight")
 
 
-def to_disk(state: dict[str, Tensor], model: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """Name on disk and tensor: experts one by one, without a tied head, as the model's home wants them.
+def to_disk(state: Mapping[str, Tensor], model: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+    """Name on disk and tensor, in the layout of the model's architecture: separate experts, no tied head.
 
-    Without a home, the common names and values. Tensors may share memory with `state`.
+    A model without an architecture in transformers keeps the common names and values. Tensors may share
+    memory with `state`.
     """
-    home = _home_or_none(model)
-    for name, tensor in _to_home(_unstacked(state, model), model, home):
-        yield _renamed(name, _RENAMES.get(home or "", ())), tensor
+    model_type = _model_type(model)
+    for name, tensor in _rearranged(_unstacked(state, model), model, model_type):
+        yield _renamed(name, _RENAMES.get(model_type or "", ())), tensor
 
 
-def _home_or_none(model: ModelConfig) -> str | None:
+def _model_type(model: ModelConfig) -> str | None:
     try:
-        return home_of(model)
+        return match_hf_architecture(model)
     except ConfigError:
         return None
 
@@ -83,7 +84,7 @@ def _layer(name: str) -> int:
     return int(match[1]) if match else -1
 
 
-def _unstacked(state: dict[str, Tensor], model: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+def _unstacked(state: Mapping[str, Tensor], model: ModelConfig) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in state.items():
         prefix, _, rest = name.rpartition(".experts.")
         if name == "lm_head.weight" and model.tie_word_embeddings:
@@ -100,50 +101,50 @@ def _unstacked(state: dict[str, Tensor], model: ModelConfig) -> Iterator[tuple[s
             yield name, tensor
 
 
-def _to_home(tensors: Named, model: ModelConfig, home: str | None) -> Iterator[tuple[str, Tensor]]:
-    """What a home wants beyond names.
+def _rearranged(tensors: Named, model: ModelConfig, model_type: str | None) -> Iterator[tuple[str, Tensor]]:
+    """The values and additional tensors of an architecture.
 
-    - A factor on softmax weights is in no home: the experts' down projections take it (`from_disk` takes
-      it out again, for those that we wrote; see `is_folded`).
+    - No architecture has a factor on softmax weights: the experts' down projections are multiplied by it
+      (`from_huggingface` divides them again; see `scales_down_proj`).
     - Ernie 4.5 rotates neighbouring dimensions, so the rows of a head's query and key are interleaved.
-    - Qwen2-MoE gates its shared expert by a sigmoid: a gate of zeros halves, so the output is doubled (both
-      exact in every type). Its attention has biases: zeros.
-    - Homes with a bias on the choice always have one, and some always have a shared expert: zeros. (Width
-      0 would do in transformers, but not in every reader's kernels.)
+    - Qwen2-MoE multiplies its shared expert by a sigmoid gate: a gate of zeros halves the output, so the down
+      projection is doubled (both exact in every type). Its attention has biases: zeros.
+    - Architectures with a router bias always have one, and some always have a shared expert: zeros. (A shared
+      expert of width 0 works in transformers, but not in every reader's kernels.)
     """
-    factor = model.routed_scaling_factor if home and is_folded(model) else 1.0
+    factor = model.routed_scaling_factor if model_type and scales_down_proj(model) else 1.0
     for name, tensor in tensors:
         if factor != 1 and _EXPERT_DOWN.search(name):
             yield name, tensor * factor
-        elif home == "ernie4_5_moe" and _ROTATED.search(name):
+        elif model_type == "ernie4_5_moe" and _ROTATED.search(name):
             yield name, interleave_heads(tensor, model.attention_head_dim)
-        elif home == "ernie4_5_moe" and name.endswith(_BIAS):
+        elif model_type == "ernie4_5_moe" and name.endswith(_BIAS):
             yield name, tensor[None]
-        elif home == "qwen2_moe" and name.endswith(_SHARED_DOWN):
+        elif model_type == "qwen2_moe" and name.endswith(_SHARED_DOWN):
             yield name, tensor * 2
         else:
             yield name, tensor
-            if name.endswith(".mlp.gate.weight") and home:
-                yield from _added(name.removesuffix(".mlp.gate.weight"), model, home, tensor)
-            if home == "qwen2_moe" and re.search(r"\.self_attn\.[qkv]_proj\.weight$", name):
+            if name.endswith(".mlp.gate.weight") and model_type:
+                yield from _added(name.removesuffix(".mlp.gate.weight"), model, model_type, tensor)
+            if model_type == "qwen2_moe" and re.search(r"\.self_attn\.[qkv]_proj\.weight$", name):
                 yield name.removesuffix("weight") + "bias", tensor.new_zeros(len(tensor))
 
 
-def _added(layer: str, model: ModelConfig, home: str, like: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of a MoE layer that the home has and our decoder does not."""
+def _added(layer: str, model: ModelConfig, model_type: str, like: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Tensors of a MoE layer that the architecture has and our decoder does not."""
     hidden, size = model.hidden_size, model.expert_intermediate_size
-    if home in BIASED_CHOICE and model.router_bias_update_rate == 0:
+    if model_type in ROUTER_BIAS and model.router_bias_update_rate == 0:
         zeros = like.new_zeros(model.num_experts)
-        yield f"{layer}{_BIAS}", zeros[None] if home == "ernie4_5_moe" else zeros
-    if home == "qwen2_moe":
+        yield f"{layer}{_BIAS}", zeros[None] if model_type == "ernie4_5_moe" else zeros
+    if model_type == "qwen2_moe":
         yield f"{layer}{_SHARED_GATE}", like.new_zeros(1, hidden)
-    if home in ALWAYS_SHARED and not model.n_shared_experts:
+    if model_type in SHARED_EXPERT and not model.n_shared_experts:
         for name, shape in (("gate", (size, hidden)), ("up", (size, hidden)), ("down", (hidden, size))):
             yield f"{layer}.mlp.shared_experts.{name}_proj.weight", like.new_zeros(shape)
 
 
 def interleave_heads(weight: Tensor, head_dim: int) -> Tensor:
-    """[heads · D, H] for rotation of the pairs (d, d + D/2), to one for the pairs (2d, 2d + 1)."""
+    """Reorder [heads · D, H] from rotary pairs (d, d + D/2) to pairs (2d, 2d + 1)."""
     return weight.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
 
 
@@ -152,30 +153,34 @@ def separate_heads(weight: Tensor, head_dim: int) -> Tensor:
     return weight.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
 
 
-def from_disk(
-    state: dict[str, Tensor], model: ModelConfig, *, names: Iterable[str] | None = None
+def from_huggingface(
+    state: Mapping[str, Tensor], model: ModelConfig, *, names: Iterable[str] | None = None
 ) -> dict[str, Tensor]:
-    """A state for `Decoder.load_state_dict(strict=True)`, from stacked experts or one by one.
+    """A state for `Decoder.load_state_dict(strict=True)`, from stacked or separate experts.
 
-    The home is recognised by tensors that no other has: among `names`, all that the weights hold, where
-    `state` is only a part of them (whole layers).
+    The architecture is recognised by tensor names that no other has.
+
+    Args:
+        state: Tensors of whole layers, in any architecture's layout.
+        model: The decoder's shape, as `model_config_from_huggingface` reads it from the `config.json`.
+        names: Names of all tensors of the weights, where `state` is only a part of them.
 
     Raises:
-        CheckpointError: Where an expert is missing, or a tensor is not zero that our decoder lacks.
+        CheckpointError: an expert is missing, or a tensor that our decoder lacks is not zero.
     """
     names = list(state if names is None else names)
     is_ernie = any(".moe_statics." in name for name in names)
-    is_scaled = is_folded(model) and _home_or_none(model) is not None
+    is_scaled = scales_down_proj(model) and _model_type(model) is not None
     is_gated = any(name.endswith(_SHARED_GATE) for name in names)
     result: dict[str, Tensor] = {}
-    for disk_name, tensor in state.items():
+    for disk_name, tensor in _unfused(state, model):
         if _layer(disk_name) >= model.num_hidden_layers or disk_name.endswith("rotary_emb.inv_freq"):
-            continue  # layers for predicting further tokens; a table that old files carry
+            continue  # layers of multi-token prediction; a table in old files
         name = _renamed(disk_name, _COMMON_NAMES)
         if name.endswith(_SHARED_IN) and model.n_shared_experts == 0:
-            continue  # whatever goes in, zeros come out
+            continue  # the down projection is zeros
         if _must_be_zero(name, model):
-            _refuse_values(disk_name, tensor)
+            _refuse_nonzero(disk_name, tensor)
         elif is_ernie and _ROTATED.search(name):
             result[name] = separate_heads(tensor, model.attention_head_dim)
         elif name.endswith(_BIAS):
@@ -194,8 +199,25 @@ def from_disk(
     return result
 
 
+def _unfused(state: Mapping[str, Tensor], model: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+    """`state` with the projections that Phi-3 keeps in one tensor as separate ones."""
+    heads = (model.num_attention_heads, model.num_key_value_heads, model.num_key_value_heads)
+    rows_of = {
+        "qkv_proj": {f"{x}_proj": n * model.attention_head_dim for x, n in zip("qkv", heads, strict=True)},
+        "gate_up_proj": dict.fromkeys(("gate_proj", "up_proj"), model.intermediate_size),
+    }
+    for name, tensor in state.items():
+        match = re.fullmatch(r"(.*\.)(qkv_proj|gate_up_proj)\.weight", name)
+        rows = rows_of[match[2]] if match else {}
+        if match is None or sum(rows.values()) != len(tensor):
+            yield name, tensor
+            continue
+        for part, piece in zip(rows, tensor.split(list(rows.values())), strict=True):
+            yield f"{match[1]}{part}.weight", piece
+
+
 def _must_be_zero(name: str, model: ModelConfig) -> bool:
-    """Whether a home has this tensor and our decoder can do without only if it is zero."""
+    """Whether our decoder lacks this tensor, so that it must be zero."""
     if name.endswith(_BIAS):
         return model.router_bias_update_rate == 0
     if name.endswith(_SHARED_DOWN):
@@ -203,7 +225,7 @@ def _must_be_zero(name: str, model: ModelConfig) -> bool:
     return name.endswith(_SHARED_GATE) or _QKV_BIAS.search(name) is not None
 
 
-def _refuse_values(name: str, tensor: Tensor) -> None:
+def _refuse_nonzero(name: str, tensor: Tensor) -> None:
     if bool(tensor.any()):
         raise CheckpointError(
             f"{name}: expected zeros, since our decoder has no such tensor, found up to "
@@ -216,8 +238,8 @@ def _refuse_values(name: str, tensor: Tensor) -> None:
         )
 
 
-def _stacked(state: dict[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
-    """`state` with experts that stand one by one stacked."""
+def _stacked(state: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
+    """`state` with separate experts stacked."""
     result: dict[str, Tensor] = {}
     per_expert: dict[str, dict[tuple[int, str], Tensor]] = {}
     for name, tensor in state.items():

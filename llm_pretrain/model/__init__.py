@@ -1,42 +1,57 @@
-"""The decoder, dense or mixture of experts: its forward pass, initial weights and sizes."""
+"""The decoder, dense or mixture of experts: its forward pass, kernels and sizes."""
 
-from llm_pretrain.model.activation_sizes import Shape as ActivationShape
-from llm_pretrain.model.activation_sizes import head_bytes, layer_activation_bytes
-from llm_pretrain.model.cache import KeyValueCache
-from llm_pretrain.model.decoder import Decoder, DecoderOutput, full_precision_modules
-from llm_pretrain.model.experts import Experts, experts_obstacle, experts_reference
-from llm_pretrain.model.initialization import initialize_weights
-from llm_pretrain.model.kernels import Kernels
-from llm_pretrain.model.loss_head import IGNORE_INDEX
-from llm_pretrain.model.router import update_router_bias
+from llm_pretrain.model.decoder import (
+    Decoder,
+    DecoderLayer,
+    DecoderOutput,
+    compile_layer,
+    full_precision_modules,
+)
+from llm_pretrain.model.kernels import (
+    Kernels,
+    describe_kernels,
+    experts_requirement,
+    loss_implementation,
+    resolved_kernels,
+)
+from llm_pretrain.model.kernels.experts import experts_reference
+from llm_pretrain.model.kernels.loss import IGNORE_INDEX
+from llm_pretrain.model.kernels.self_check import PARTS, KernelCheck, Part, check_kernels
+from llm_pretrain.model.moe import Experts, update_router_bias
 from llm_pretrain.model.sizes import (
+    ActivationShape,
     ParameterCounts,
     count_parameters,
     flops_per_token,
+    head_bytes,
+    layer_activation_bytes,
     matrix_parameters,
 )
-from llm_pretrain.model.transfer import Role, adamw_factor, parameter_role
 
 __all__ = [
     "IGNORE_INDEX",
+    "PARTS",
     "ActivationShape",
     "Decoder",
+    "DecoderLayer",
     "DecoderOutput",
     "Experts",
+    "KernelCheck",
     "Kernels",
-    "KeyValueCache",
     "ParameterCounts",
-    "Role",
-    "adamw_factor",
+    "Part",
+    "check_kernels",
+    "compile_layer",
     "count_parameters",
-    "experts_obstacle",
+    "describe_kernels",
     "experts_reference",
+    "experts_requirement",
     "flops_per_token",
     "full_precision_modules",
     "head_bytes",
-    "initialize_weights",
     "layer_activation_bytes",
+    "loss_implementation",
     "matrix_parameters",
-    "parameter_role",
+    "resolved_kernels",
     "update_router_bias",
 ]

@@ -1,13 +1,20 @@
-"""What a run tells about itself: metrics.jsonl, console, trackers, report, `top`, the hardware's peak."""
+"""What a run records and shows: metrics.jsonl, console, trackers, report, `top`; peak FLOPS and memory."""
 
 from llm_pretrain.tracking.console import Console
-from llm_pretrain.tracking.hardware import device_peak_flops, memory_bytes, size_text
-from llm_pretrain.tracking.metrics import MetricsWriter, read_metrics, read_rows
-from llm_pretrain.tracking.report import write_report
-from llm_pretrain.tracking.top import watch_runs
+from llm_pretrain.tracking.metrics import (
+    MAX_METRICS_BYTES,
+    MetricsWriter,
+    device_peak_flops,
+    memory_bytes,
+    read_metrics,
+    read_rows,
+    size_text,
+)
+from llm_pretrain.tracking.report import render_page, write_report
 from llm_pretrain.tracking.trackers import Trackers
 
 __all__ = [
+    "MAX_METRICS_BYTES",
     "Console",
     "MetricsWriter",
     "Trackers",
@@ -15,7 +22,7 @@ __all__ = [
     "memory_bytes",
     "read_metrics",
     "read_rows",
+    "render_page",
     "size_text",
-    "watch_runs",
     "write_report",
 ]

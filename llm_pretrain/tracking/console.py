@@ -1,12 +1,10 @@
-"""What a person sees while a run goes on: one readable line per logged step, or a bar on a terminal.
+"""Console output of a run: one line per logged step, or a progress bar on a terminal.
 
-It draws from the same rows as metrics.jsonl and keeps nothing; a console that fails (a closed pipe)
-falls silent and never stops training.
+After an output error (a closed pipe, say) the console shows nothing more; training goes on.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 import time
@@ -14,6 +12,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any, TextIO
 
 from llm_pretrain.config import Config
+from llm_pretrain.errors import printable
+from llm_pretrain.tracking.metrics import finite_number
 
 Row = Mapping[str, Any]
 
@@ -24,10 +24,10 @@ class Console:
     Lines go to standard output, warnings and the bar to standard error.
 
     Args:
-        config: The run's configuration; its name stands on the bar.
-        enabled: False on every process but one: nothing is shown.
-        start_step: Step that the run starts from.
-        max_steps: Step that it ends at.
+        config: The run's configuration; the progress bar shows its name.
+        enabled: True on one process only; the others show nothing.
+        start_step: Step from which the run starts.
+        max_steps: Step at which it ends.
     """
 
     def __init__(self, config: Config, *, enabled: bool, start_step: int, max_steps: int):
@@ -39,7 +39,7 @@ class Console:
         if enabled and sys.stderr.isatty():
             from tqdm import tqdm
 
-            # some terminals (a container's, say) claim to have no columns and rows; tqdm would show nothing
+            # some terminals (in containers, say) report 0 columns and rows, with which tqdm shows nothing
             has_size = os.get_terminal_size(sys.stderr.fileno()).columns > 0
             self._bar = tqdm(
                 desc=config.run.name,
@@ -52,20 +52,19 @@ class Console:
             )
 
     def info(self, text: str) -> None:
-        """Shows a line."""
+        """Print a line to standard output."""
         self._write(text, sys.stdout)
 
     def warning(self, text: str) -> None:
-        """Shows a line that wants attention."""
+        """Print a warning to standard error."""
         self._write(f"warning: {text}", sys.stderr)
 
     def row(self, row: Row) -> None:
-        """Shows a row of metrics: training, evaluation or both."""
+        """Show a row of metrics: training, evaluation or both."""
         if not self._enabled:
             return
         step = row["step"]
-        is_training = any(key.startswith(("train/", "perf/")) for key in row)
-        if is_training:
+        if any(key.startswith(("train/", "perf/")) for key in row):
             remaining = self._remaining_seconds(row)
             parts = [*_training_parts(row), *_expert_parts(row)]
             if self._bar is not None:
@@ -78,14 +77,14 @@ class Console:
             self.info("  ".join([f"step {step}/{self._max_steps}", *evaluation]))
 
     def close(self) -> None:
-        """Leaves the terminal in order."""
+        """Close the progress bar and show nothing more."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
         self._enabled = False
 
     def _remaining_seconds(self, row: Row) -> float | None:
-        """Time left at the mean rate since the first row; at the first row, at its own step's time."""
+        """Time left at the mean rate since the first row; at the first row, at its own step time."""
         now, step = time.monotonic(), row["step"]
         left = self._max_steps - step
         if self._first is None:
@@ -93,12 +92,13 @@ class Console:
         elapsed, steps = now - self._first[0], step - self._first[1]
         if steps > 0:
             return elapsed / steps * left
-        seconds = row.get("perf/step_seconds")
-        return seconds * left if _is_number(seconds) else None
+        seconds = finite_number(row.get("perf/step_seconds"))
+        return None if seconds is None else seconds * left
 
     def _write(self, text: str, stream: TextIO) -> None:
         if not self._enabled:
             return
+        text = printable(text)
         try:
             if self._bar is not None:
                 self._bar.write(text, file=stream)
@@ -117,16 +117,16 @@ def _training_parts(row: Row) -> Iterator[str]:
         yield f"lr {_number(row['train/learning_rate'], '.2e')}"
     if "train/grad_norm" in row:
         yield f"grad {_number(row['train/grad_norm'], '.3g')}"
-    if _is_number(row.get("perf/tokens_per_second")):
-        yield f"{_scaled(row['perf/tokens_per_second'], 1000)} tok/s"
-    if _is_number(row.get("perf/memory_bytes")):
-        yield f"mem {_scaled(row['perf/memory_bytes'], 1024)}B"
-    if _is_number(row.get("perf/mfu")):
-        yield f"mfu {row['perf/mfu']:.0%}"
+    if (speed := finite_number(row.get("perf/tokens_per_second"))) is not None:
+        yield f"{_scaled(speed, 1000)} tok/s"
+    if (memory := finite_number(row.get("perf/memory_bytes"))) is not None:
+        yield f"mem {_scaled(memory, 1024)}B"
+    if (mfu := finite_number(row.get("perf/mfu"))) is not None:
+        yield f"mfu {mfu:.0%}"
 
 
 def _expert_parts(row: Row) -> Iterator[str]:
-    """Mixture of experts in brief: the most loaded expert over the mean, the dead, the mean entropy."""
+    """Summary of the experts: largest load over mean load, number of dead experts, mean router entropy."""
     layers = row.get("moe/load") or []
     loads = [max(layer) * len(layer) / sum(layer) for layer in layers if layer and sum(layer) > 0]
     loads = loads or _per_layer(row, "load_max")
@@ -149,20 +149,17 @@ def _per_layer(row: Row, name: str) -> list[float]:
     return [
         value
         for key, value in row.items()
-        if key.startswith("moe/layer_") and key.endswith(f"/{name}") and _is_number(value)
+        if key.startswith("moe/layer_") and key.endswith(f"/{name}") and finite_number(value) is not None
     ]
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
-
-
-def _number(value: Any, spec: str) -> str:
-    return format(value, spec) if _is_number(value) else "-"
+def _number(value: object, spec: str) -> str:
+    known = finite_number(value)
+    return "-" if known is None else format(known, spec)
 
 
 def _scaled(value: float, base: int) -> str:
-    """`12.3k`; with base 1024 the units stand apart: `512 M`."""
+    """`12.3k`; with base 1024 there is a space before the unit: `512 M`."""
     gap = " " if base == 1024 else ""
     for unit in ("", "k", "M", "G"):
         if abs(value) < base:

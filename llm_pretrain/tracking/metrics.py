@@ -1,6 +1,6 @@
-"""metrics.jsonl: one JSON row per line, in full precision, the truth that all else draws from.
+"""metrics.jsonl: append-only rows of metrics, one JSON object per line, in full precision.
 
-Append-only. Whether this process is the one that writes is the caller's business (rank 0 alone does).
+Also the peak FLOPS and the memory of a device, which the rows relate to.
 """
 
 from __future__ import annotations
@@ -8,29 +8,34 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from mmap import PAGESIZE
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llm_pretrain.errors import CheckpointError, OutputError
-from llm_pretrain.files import fsync_folder, make_folder
+from llm_pretrain.files import fsync_folder, make_folder, read_plain
 
+MAX_METRICS_BYTES = 1 << 32
+"""Largest metrics file that is read as a whole."""
 _EVERY_ROW = {"step", "time"}
-"""What stands in every row and measures nothing."""
+"""Keys of every row that are no metrics."""
 
 
 class MetricsWriter:
-    """Appends rows to a metrics file.
+    """Appends rows to a metrics file; only one process of a run (rank 0) may do so.
 
-    Opening cuts a torn end: a last line without its newline, or last lines that are no JSON object, as
-    a killed process or a lost disk cache leaves them.
+    Opening the file cuts a torn end: a last line without its newline, or last lines that are no JSON object,
+    as a killed process or a lost disk cache leaves them.
 
     Args:
-        path: The file; it is made when missing.
-        resume_step: Step of the checkpoint that the run goes on from, None for a run from the start.
-            Rows of later steps that an earlier attempt left stay in the file; the new rows count.
+        path: The file; created if missing.
+        resume_step: Step of the checkpoint from which the run resumes, None for a run from the start.
+            Rows of later steps that an earlier attempt wrote stay in the file; the new rows replace them
+            when the file is read.
 
     Raises:
         OutputError: the file cannot be opened or written.
@@ -51,14 +56,14 @@ class MetricsWriter:
             raise OutputError(f"{self.path}: cannot be written: {error.strerror}") from error
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Writes one row and hands it to the operating system; NaN and infinities become null.
+        """Write one row and flush it to the operating system; NaN and infinities become null.
 
         Args:
             row: `step` and metrics: numbers, text, null, lists, arrays and tensors (as nested lists).
 
         Raises:
             OutputError: the disk is full or gone.
-            ValueError: no `step`, or one before the checkpoint that the run goes on from.
+            ValueError: no `step`, or a step before the checkpoint from which the run resumes.
         """
         step = row.get("step")
         if not isinstance(step, int) or step < (self.resume_step or 0):
@@ -71,24 +76,26 @@ class MetricsWriter:
             raise OutputError(f"{self.path}: cannot write step {step}: {error.strerror}") from error
 
     def sync(self) -> None:
-        """Lets the rows outlive a power cut: before a checkpoint that goes on after them is committed.
+        """Make the rows survive a power cut; called before a checkpoint after them is committed.
 
         Raises:
-            OutputError: the disk is full or gone, or so is the file's name, and nobody will find the rows.
+            OutputError: the disk is full or gone, or the file was moved or deleted.
         """
         try:
             os.fsync(self._file.fileno())
-            os.stat(self.path)
+            is_there = os.path.samestat(os.fstat(self._file.fileno()), os.stat(self.path))
         except FileNotFoundError:
-            raise OutputError(
-                f"{self.path}: expected the rows of this run, found no file: it, or its folder, was moved or "
-                "deleted; bring it back and start the same command again"
-            ) from None
+            is_there = False
         except OSError as error:
             raise OutputError(f"{self.path}: cannot be completed: {error.strerror}") from error
+        if not is_there:
+            raise OutputError(
+                f"{self.path}: expected the rows of this run, found no file of it: it, or its folder, was "
+                "moved, deleted or replaced; bring it back and start the same command again"
+            )
 
     def close(self) -> None:
-        """Closes the file, its rows on the disk."""
+        """Sync and close the file."""
         if self._file.closed:
             return
         try:
@@ -97,7 +104,7 @@ class MetricsWriter:
         except OSError as error:
             raise OutputError(f"{self.path}: cannot be completed: {error.strerror}") from error
         finally:
-            with suppress(OSError):  # it tries once more to write what could not be written
+            with suppress(OSError):  # closing retries the write that failed
                 self._file.close()
 
     def __enter__(self) -> MetricsWriter:
@@ -114,17 +121,17 @@ def read_metrics(
 ) -> list[dict[str, Any]]:
     """The rows of a metrics file, one per step, by step.
 
-    A row of evaluation alone (`eval/…`) joins the row of its step, as do rows of one step that follow
-    each other and share no metric. Otherwise, where a step stands twice because a run was repeated from
-    a checkpoint, the later row counts.
+    A row with evaluation metrics only (`eval/…`) is merged into the row of its step, as are consecutive rows
+    of one step that share no metric. Otherwise, where a step occurs twice because a run was repeated from a
+    checkpoint, the later row replaces the earlier one.
     A torn last line, which a running process may be writing, is left out.
 
     Args:
         path: The file.
-        convert: Applied to each row as it is read, to keep less of it.
+        convert: Applied to each row as it is read, so that large values can be kept in less memory.
 
     Raises:
-        CheckpointError: the file is missing or a line in its midst is damaged.
+        CheckpointError: the file is missing, or a line before the last is damaged.
     """
     rows: dict[int, dict[str, Any]] = {}
     last = None
@@ -139,13 +146,13 @@ def read_metrics(
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Every row of a file of rows as it was appended, all attempts', without a torn end.
+    """Every row of a metrics file in the order of writing, those of all attempts, without a torn end.
 
     Raises:
-        CheckpointError: the file is missing or a line in its midst is damaged.
+        CheckpointError: the file is missing, or a line before the last is damaged.
     """
     try:
-        data = path.read_bytes()
+        data = read_plain(path, MAX_METRICS_BYTES)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
     lines = data.split(b"\n")[:-1]  # what follows the last newline is being written, or torn
@@ -158,6 +165,13 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
         yield row
 
 
+def finite_number(value: object) -> float | None:
+    """`value` where it is a finite number within 64 bits (and no bool), else None."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value if abs(value) < 1 << 63 else None  # JSON allows larger integers, arrays do not
+    return value if isinstance(value, float) and math.isfinite(value) else None
+
+
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
         row = json.loads(line)
@@ -168,7 +182,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 
 def _cut_torn_end(path: Path) -> None:
-    """Cuts the file after its last line that is whole; a file without any becomes empty."""
+    """Truncate the file after its last whole line; a file without any becomes empty."""
     with path.open("r+b") as file:
         end = file.seek(0, os.SEEK_END)
         while end:
@@ -180,7 +194,7 @@ def _cut_torn_end(path: Path) -> None:
 
 
 def _last_line(file: Any, end: int, chunk: int = 1 << 16) -> tuple[int, bytes]:
-    """Start and bytes, newline included, of the last line of a file's first `end` bytes."""
+    """Offset and bytes, newline included, of the last line in a file's first `end` bytes."""
     tail = b""
     start = end
     while start:
@@ -195,7 +209,7 @@ def _last_line(file: Any, end: int, chunk: int = 1 << 16) -> tuple[int, bytes]:
 
 
 def _plain(value: Any) -> Any:
-    """JSON's own types; numbers that JSON does not have become null."""
+    """`value` in JSON's types, with None for numbers that JSON does not have."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, Mapping):
@@ -205,3 +219,85 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
+
+
+if TYPE_CHECKING:
+    import torch
+
+_PEAK_TERAFLOPS: tuple[tuple[str, float], ...] = (
+    # NVIDIA data-centre datasheets; the first matching pattern counts, so variants come first
+    (r"\bGB300\b|\bB300\b", 2500.0),
+    (r"\bGB200\b", 2500.0),
+    (r"\bB200\b", 2250.0),
+    (r"\bB100\b", 1750.0),
+    (r"\bGH200\b", 989.4),
+    (r"\bH200 NVL\b", 835.5),
+    (r"\bH200\b", 989.4),
+    (r"\bH100 NVL\b", 835.5),
+    (r"\bH[18]00\b.*PCIe", 756.0),
+    (r"\bH[18]00\b", 989.4),
+    (r"\bH20\b", 148.0),
+    (r"\bA[18]00\b", 312.0),
+    (r"\bA30\b", 165.0),
+    (r"\bA40\b", 149.7),
+    (r"\bA10G\b", 70.0),
+    (r"\bA10\b", 125.0),
+    (r"\bL40S\b", 362.05),
+    (r"\bL40\b", 181.05),
+    (r"\bL4\b", 121.0),
+    (r"\bV100\b.*PCIe", 112.0),
+    (r"\bV100\b", 125.0),
+    (r"\bT4\b", 65.0),
+    # NVIDIA workstation and GeForce: architecture whitepapers
+    (r"\bRTX 6000 Ada\b", 364.2),
+    (r"\bRTX A6000\b", 154.8),
+    (r"\bRTX 5090\b", 209.5),
+    (r"\bRTX 4090\b", 165.2),
+    (r"\bRTX 3090 Ti\b", 80.0),
+    (r"\bRTX 3090\b", 71.0),
+    # AMD Instinct datasheets
+    (r"\bMI355X\b", 2516.6),
+    (r"\bMI3(00|25)X\b", 1307.4),
+    (r"\bMI250X\b", 383.0),
+)
+"""From the vendors' datasheets: dense (no structured sparsity), bf16 with fp32 accumulation; fp16 for devices
+without bf16 (V100, T4). Not measured."""
+
+
+def device_peak_flops(device_name: str) -> float | None:
+    """Peak dense bf16 floating-point operations per second of a device.
+
+    Args:
+        device_name: As `torch.cuda.get_device_name` gives it, such as `NVIDIA H100 80GB HBM3`.
+
+    Returns:
+        The datasheet's value, or None for a device that is not in the table (a CPU, say).
+    """
+    for pattern, teraflops in _PEAK_TERAFLOPS:
+        if re.search(pattern, device_name, flags=re.IGNORECASE):
+            return teraflops * 1e12
+    return None
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Memory in use, in bytes: the peak of a CUDA device, else the resident size of the process."""
+    if device.type == "cuda":
+        import torch
+
+        return torch.cuda.max_memory_allocated(device)
+    # read at every row; psutil takes three times as long
+    with suppress(OSError), open("/proc/self/statm", "rb", buffering=0) as file:
+        return int(file.read().split()[1]) * PAGESIZE
+    import psutil
+
+    return psutil.Process().memory_info().rss
+
+
+def size_text(number: int) -> str:
+    """A number of bytes as text, such as `1.5 GiB`, in the largest unit of which there is at least one."""
+    size = float(number)
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"

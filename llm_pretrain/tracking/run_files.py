@@ -1,14 +1,9 @@
-"""A run's folder, read for people: the report and `top` draw from this.
-
-Reading is forgiving where a running process may be writing, and strict where the truth would be bent:
-a damaged line in the midst of metrics.jsonl is an error. Nothing is written here.
-"""
+"""Reads a run's folder for the report and `top`, and formats its numbers."""
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,22 +12,22 @@ import numpy as np
 
 from llm_pretrain.config import YamlError, read_yaml_file
 from llm_pretrain.errors import ConfigError
-from llm_pretrain.tracking.metrics import read_metrics
+from llm_pretrain.files import read_json, read_plain
+from llm_pretrain.tracking.metrics import MAX_METRICS_BYTES, finite_number, read_metrics
 
 Row = dict[str, Any]
 
-_MARKS = ("metrics.jsonl", "status.json", "config.yaml", "attempts.jsonl")
-"""Any of these makes a folder a run's."""
+_RUN_FILES = ("metrics.jsonl", "status.json", "config.yaml", "attempts.jsonl")
+"""A folder with any of these is a run's."""
 
 
 @dataclass
 class RunRecord:
-    """What a run's folder holds.
+    """The content of a run's folder.
 
     Args:
-        path: The folder.
-        name: The run's name, or the folder's where the configuration does not say.
-        config: `config.yaml` by section and field; empty where it is missing or cannot be read.
+        name: The run's name, or the folder's where the configuration has none.
+        config: `config.yaml` by section and field; empty if it is missing or cannot be read.
         status: `status.json`; empty likewise.
         attempts: Rows of `attempts.jsonl`, in the order in which the attempts began.
         rows: Rows of `metrics.jsonl` by step; `moe/load` is an array [layers, experts].
@@ -49,13 +44,18 @@ class RunRecord:
     samples: list[Row] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
-    def number(self, section: str, name: str) -> float | None:
+    def setting(self, section: str, name: str) -> float | None:
         """A setting that is a finite number, else None."""
-        return number(self.config.get(section, {}).get(name))
+        return finite_number(self.config.get(section, {}).get(name))
+
+    @property
+    def state(self) -> str:
+        """`state` of `status.json`."""
+        return str(self.status.get("state") or "unknown")
 
 
 def read_run(path: Path, *, metrics: bool = True) -> RunRecord:
-    """Everything that a run's folder tells; what is missing stays empty.
+    """Read a run's folder, also while the run is writing to it; missing files leave their fields empty.
 
     Args:
         path: The run's folder.
@@ -63,44 +63,38 @@ def read_run(path: Path, *, metrics: bool = True) -> RunRecord:
 
     Raises:
         ConfigError: there is no such folder, or it is no run's.
-        CheckpointError: a line in the midst of `metrics.jsonl` is damaged, or the file cannot be read.
+        CheckpointError: a line of `metrics.jsonl` before the last is damaged, or the file cannot be read.
     """
     check_run_folder(path)
     run = RunRecord(path, path.resolve().name)
-    run.config = _config(path / "config.yaml", run.problems)
+    sections = _read_mapping(path / "config.yaml", read_yaml_file, run.problems)
+    run.config = {str(name): dict(each) for name, each in sections.items() if isinstance(each, Mapping)}
     name = run.config.get("run", {}).get("name")
     run.name = name if isinstance(name, str) and name else run.name
-    run.status = _json(path / "status.json", run.problems)
-    run.attempts = _lines(path / "attempts.jsonl", run.problems)
+    run.status = dict(_read_mapping(path / "status.json", read_json, run.problems))
+    run.attempts = _read_lines(path / "attempts.jsonl", run.problems)
     if metrics:
         if (path / "metrics.jsonl").exists():
             run.rows = read_metrics(path / "metrics.jsonl", convert=_compact)
-        run.samples = _lines(path / "samples.jsonl", run.problems)
+        run.samples = _read_lines(path / "samples.jsonl", run.problems)
     return run
 
 
 def check_run_folder(path: Path) -> None:
-    """Raises ConfigError unless `path` is a run's folder."""
+    """Raise ConfigError unless `path` is a run's folder."""
     if not path.is_dir():
         found = "a file" if path.exists() else "nothing there"
         raise ConfigError(f"{path}: expected a run's folder, such as runs/NAME, found {found}")
     if not is_run_folder(path):
         raise ConfigError(
-            f"{path}: expected a run's folder (with {' or '.join(_MARKS[:3])}), found none of these; "
+            f"{path}: expected a run's folder (with {' or '.join(_RUN_FILES[:3])}), found none of these; "
             "name the folder that run.output_dir says"
         )
 
 
 def is_run_folder(path: Path) -> bool:
-    """Whether a training run has left anything in the folder."""
-    return any((path / name).is_file() for name in _MARKS)
-
-
-def number(value: object) -> float | None:
-    """A finite number, else None."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value if abs(value) < 1 << 63 else None  # JSON has larger ones, no column of ours has
-    return value if isinstance(value, float) and math.isfinite(value) else None
+    """Whether the folder has any file of a training run."""
+    return any((path / name).is_file() for name in _RUN_FILES)
 
 
 def expert_loads(value: object) -> np.ndarray | None:
@@ -112,40 +106,52 @@ def expert_loads(value: object) -> np.ndarray | None:
     return loads if loads.ndim == 2 and loads.size else None
 
 
+def metric_values(rows: Iterable[Row], key: str) -> list[float]:
+    """The finite numbers of a metric, oldest first."""
+    return [value for row in rows if (value := finite_number(row.get(key))) is not None]
+
+
+def quantity(value: float) -> str:
+    """A number as text: `12.3k`, `4.56M`."""
+    for unit in ("", "k", "M", "B"):
+        if abs(value) < 1000:
+            return f"{value:.3g}{unit}" if unit else f"{value:.4g}"
+        value /= 1000
+    return f"{value:.3g}T"
+
+
+def duration(seconds: float) -> str:
+    """A time as text: `1 h 05 min`, `12 min 30 s`, `45 s`."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    if hours:
+        return f"{hours:,} h {minute:02d} min"
+    return f"{minute} min {second:02d} s" if minute else f"{second} s"
+
+
 def _compact(row: Row) -> Row:
-    """A row whose expert loads take 4 bytes each instead of 32."""
+    """A row with its expert loads as float32: 4 bytes each instead of 32."""
     if "moe/load" in row:
         row["moe/load"] = expert_loads(row["moe/load"])
     return row
 
 
-def _config(path: Path, problems: list[str]) -> dict[str, dict[str, Any]]:
+def _read_mapping(path: Path, parse: Callable[[Path], Any], problems: list[str]) -> Mapping[str, Any]:
+    """The content of a file; empty if it is missing, no mapping or cannot be read."""
     try:
-        tree = read_yaml_file(path)
+        content = parse(path)
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, YamlError) as error:
+    except (OSError, ValueError, RecursionError, YamlError) as error:
         problems.append(f"{path.name} cannot be read: {str(error).splitlines()[0]}")
         return {}
-    sections = tree if isinstance(tree, Mapping) else {}
-    return {str(name): dict(fields) for name, fields in sections.items() if isinstance(fields, Mapping)}
+    return content if isinstance(content, Mapping) else {}
 
 
-def _json(path: Path, problems: list[str]) -> Row:
+def _read_lines(path: Path, problems: list[str]) -> list[Row]:
+    """The objects of a file of JSON lines. A torn last line is left out; another bad line is a problem."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, RecursionError) as error:
-        problems.append(f"{path.name} cannot be read: {str(error).splitlines()[0]}")
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
-def _lines(path: Path, problems: list[str]) -> list[Row]:
-    """The objects of a file of JSON lines; a torn last line goes unmentioned, another bad line does not."""
-    try:
-        lines = path.read_bytes().split(b"\n")
+        lines = read_plain(path, MAX_METRICS_BYTES).split(b"\n")
     except FileNotFoundError:
         return []
     except OSError as error:

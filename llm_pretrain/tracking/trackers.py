@@ -1,7 +1,7 @@
-"""Weights & Biases, kept at arm's length: a thread of its own, bounded waits, a warning instead of an error.
+"""Sends metrics to Weights & Biases and TensorBoard without ever stopping or delaying training.
 
-Nothing here can stop or hold up training. metrics.jsonl has everything that is logged here, and more.
-TensorBoard gets the same numbers under the same keys (`event_files.py`).
+wandb runs in its own thread with bounded waits. A failing tracker is dropped with one warning; metrics.jsonl
+has everything that the trackers get.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import logging
-import math
 import os
 import queue
 import secrets
@@ -21,28 +20,28 @@ from pathlib import Path
 from typing import Any
 
 from llm_pretrain.config import Config, to_dict
-from llm_pretrain.tracking.event_files import EventFiles
+from llm_pretrain.tracking.metrics import finite_number
 
 INIT_SECONDS = 12.0
-"""How long wandb may look for its server before the run is recorded offline instead."""
+"""How long wandb may try to reach its server before the run is recorded offline instead."""
 FINISH_SECONDS = 8.0
 """How long wandb may upload after the last row."""
 CLOSE_SECONDS = 25.0
-"""How long the end of a run waits for wandb, whatever it does."""
+"""Upper bound on the time that the end of a run waits for wandb."""
 STOP_SECONDS = 10.0
-"""The same where a signal ends the run: launchers kill after 30 seconds, and the save comes first."""
+"""The same when a signal ends the run: launchers kill after 30 seconds, and the save comes first."""
 
 _logger = logging.getLogger("llm_pretrain.tracking")
 
 
 class Trackers:
-    """The trackers of one run, on the one process where `enabled` is true.
+    """The trackers of one run.
 
     Args:
-        config: The run's configuration; it is recorded, `logging` decides the mode.
-        run_folder: The run's folder, in which each tracker makes its own.
-        wandb_id: Identity of the wandb run to go on with, None for a new one.
-        enabled: False on every process but one: nothing is tracked.
+        config: The run's configuration; wandb records it, its `logging` section selects the trackers.
+        run_folder: The run's folder; each tracker writes into a subfolder.
+        wandb_id: Id of the wandb run to resume, None for a new one.
+        enabled: True on one process only; the others track nothing.
         first_step: The first step that will be logged.
         warn: Shows a warning; by default through `logging`.
     """
@@ -58,41 +57,81 @@ class Trackers:
         warn: Callable[[str], None] = _logger.warning,
     ):
         self.wandb_id = wandb_id
-        self._worker: _WandbWorker | None = None
-        self._event_files: EventFiles | None = None
+        self._wandb: _WandbThread | None = None
+        self._tensorboard: _TensorBoard | None = None
         if enabled and config.logging.tensorboard:
-            self._event_files = EventFiles(Path(run_folder), first_step, warn)
+            self._tensorboard = _TensorBoard(Path(run_folder), first_step, warn)
         if not enabled or config.logging.wandb_mode == "disabled":
             return
         alphabet = string.ascii_lowercase + string.digits
         self.wandb_id = wandb_id or "".join(secrets.choice(alphabet) for _ in range(8))
         try:
-            # in this thread, since two threads that import packages with cycles can see them half made
+            # in this thread: two threads that import packages with cycles can see them half initialised
             os.environ.setdefault("WANDB_SILENT", "true")
-            os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # its telemetry can hold up the exit
+            os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # its telemetry can delay the exit
             import wandb  # noqa: F401
         except Exception as error:
             warn(f"wandb is left out: {_reason(error)}; logging.wandb_mode disabled silences this")
             return
-        self._worker = _WandbWorker(config, Path(run_folder), self.wandb_id, warn)
-        self._worker.start()
+        self._wandb = _WandbThread(config, Path(run_folder), self.wandb_id, warn)
+        self._wandb.start()
 
     def log(self, row: Mapping[str, Any]) -> None:
-        """Hands a row of metrics over and returns at once; only finite numbers are tracked."""
-        numbers = {key: value for key, value in row.items() if _is_number(value) and key != "time"}
-        if self._worker is not None:
-            self._worker.put(numbers)
-        if self._event_files is not None:
-            self._event_files.log(numbers, row.get("time"))
+        """Pass a row of metrics to the trackers and return at once; only finite numbers are tracked."""
+        numbers = {
+            key: value for key, value in row.items() if key != "time" and finite_number(value) is not None
+        }
+        if self._wandb is not None:
+            self._wandb.put(numbers)
+        if self._tensorboard is not None:
+            self._tensorboard.log(numbers, row.get("time"))
 
     def close(self, exit_code: int = 0, *, hurried: bool = False) -> None:
-        """Lets the trackers finish, for `CLOSE_SECONDS` at most, `STOP_SECONDS` where `hurried`."""
-        if self._event_files is not None:
-            self._event_files.close()
-            self._event_files = None
-        if self._worker is not None:
-            self._worker.close(exit_code, STOP_SECONDS if hurried else CLOSE_SECONDS)
-            self._worker = None
+        """Finish the trackers within `CLOSE_SECONDS`, or within `STOP_SECONDS` if `hurried`."""
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+            self._tensorboard = None
+        if self._wandb is not None:
+            self._wandb.close(exit_code, STOP_SECONDS if hurried else CLOSE_SECONDS)
+            self._wandb = None
+
+
+class _TensorBoard:
+    """Writes metrics as TensorBoard scalars into `tensorboard/` in the run's folder, one file per attempt.
+
+    Readers drop what an earlier attempt wrote from `first_step` on.
+    """
+
+    def __init__(self, folder: Path, first_step: int, warn: Callable[[str], None]):
+        self._warn = warn
+        self._writer: Any = None
+        with self._dropped_on_error():
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step, flush_secs=10)
+
+    def log(self, numbers: Mapping[str, float], time: float | None) -> None:
+        """Add a row; `time` is in Unix seconds, by default now."""
+        if self._writer is None:
+            return
+        with self._dropped_on_error():
+            for key, value in numbers.items():
+                if key != "step":
+                    self._writer.add_scalar(key, value, int(numbers["step"]), walltime=time)
+
+    def close(self) -> None:
+        writer, self._writer = self._writer, None
+        with self._dropped_on_error():
+            if writer is not None:
+                writer.close()
+
+    @contextmanager
+    def _dropped_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._writer = None
+            self._warn(f"TensorBoard is left out from here on: {_reason(error)}; metrics.jsonl goes on")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,8 +139,8 @@ class _Finish:
     exit_code: int
 
 
-class _WandbWorker(threading.Thread):
-    """Does everything that wandb could block: start, log, finish."""
+class _WandbThread(threading.Thread):
+    """Runs every call of wandb that can block: init, log, finish."""
 
     def __init__(self, config: Config, folder: Path, wandb_id: str, warn: Callable[[str], None]):
         super().__init__(name="wandb", daemon=True)
@@ -125,26 +164,23 @@ class _WandbWorker(threading.Thread):
 
     def run(self) -> None:
         try:
-            run = self._start()
+            with _recorded_exit_hooks("wandb", self._exit_hooks):
+                run = self._start()
             while isinstance(item := self._queue.get(), dict):
                 run.log(item)
             run.finish(exit_code=item.exit_code)
-        except BaseException as error:  # whatever it is, training goes on without wandb
+        except BaseException as error:  # training goes on without wandb whatever the error
             self._give_up(_reason(error))
 
     def _give_up(self, reason: str) -> None:
         if not self._failed:
             self._failed = True
-            for hook in self._exit_hooks:  # they would wait for its service, or complain that it is gone
+            for hook in self._exit_hooks:  # they would wait for wandb's service, or print that it is gone
                 atexit.unregister(hook)
             self._warn(f"wandb is left out from here on: {reason}; metrics.jsonl goes on")
 
     def _start(self) -> Any:
         mode = self._config.logging.wandb_mode
-        with _noting_exit_hooks("wandb", self._exit_hooks):
-            return self._start_as(mode)
-
-    def _start_as(self, mode: str) -> Any:
         try:
             return self._init(mode)
         except Exception as error:
@@ -156,58 +192,54 @@ class _WandbWorker(threading.Thread):
             )
             import wandb
 
-            wandb.teardown()  # its service still holds the id for the run that failed to start
+            wandb.teardown()  # its service still holds the id of the run that failed to start
             return self._init("offline")
 
     def _init(self, mode: str) -> Any:
         import wandb
 
-        wishes = {
+        wanted = {
             "silent": True,
             "console": "off",
             "init_timeout": INIT_SECONDS,
             "finish_timeout": FINISH_SECONDS,
-            # nothing of the user's machine but the configuration and the metrics
+            # record nothing of the user's machine but the configuration and the metrics
             "disable_git": True,
             "disable_code": True,
             "x_save_requirements": False,
         }
         known = wandb.Settings.model_fields  # not every version has every setting
         run: Any = wandb.init(
-            mode=mode,  # pyright: ignore[reportArgumentType]  # one of the words that it takes
+            mode=mode,  # pyright: ignore[reportArgumentType]  # the config allows only wandb's modes
             dir=str(self._folder),
             project=self._config.logging.wandb_project,
             name=self._config.run.name,
             id=self._id,
             resume="allow",
             config=to_dict(self._config),
-            settings=wandb.Settings(**{name: value for name, value in wishes.items() if name in known}),
+            settings=wandb.Settings(**{name: value for name, value in wanted.items() if name in known}),
         )
-        # wandb drops rows whose own step goes back, as it does when a run is resumed from a checkpoint
+        # wandb drops rows whose own step decreases, as it does when a run resumes from a checkpoint
         run.define_metric("step")
         run.define_metric("*", step_metric="step")
         return run
 
 
 @contextmanager
-def _noting_exit_hooks(package: str, hooks: list[Callable[..., object]]) -> Iterator[None]:
-    """Add to `hooks` what a package's code registers to run at exit; those of others pass unnoticed."""
+def _recorded_exit_hooks(package: str, hooks: list[Callable[..., object]]) -> Iterator[None]:
+    """Append to `hooks` the functions of a package that are registered with `atexit` inside the block."""
     register = atexit.register
 
-    def noting(function: Callable[..., Any], *arguments: Any, **options: Any) -> Callable[..., Any]:
+    def recording(function: Callable[..., Any], *arguments: Any, **options: Any) -> Callable[..., Any]:
         if str(getattr(function, "__module__", "")).partition(".")[0] == package:
             hooks.append(function)
         return register(function, *arguments, **options)
 
-    atexit.register = noting  # type: ignore[assignment]  # ours takes the same
+    atexit.register = recording  # type: ignore[assignment]  # same arguments and result
     try:
         yield
     finally:
         atexit.register = register
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _reason(error: BaseException) -> str:

@@ -1,35 +1,41 @@
-"""Evaluation on the validation split: loss, perplexity, bits per byte.
+"""Evaluation on the validation split (loss, perplexity, bits per byte) and generated samples.
 
-The same batches are evaluated whatever the world size, and their sums are added in one order, so the
-result does not depend on how many processes shared the work.
+The batches and the order in which their sums are added do not depend on the number of processes.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
-from llm_pretrain.data import Batch, EvaluationBatches, TokenStore
-from llm_pretrain.training.agreement import on_any_rank
-from llm_pretrain.training.compiling import eagerly
-from llm_pretrain.training.engine import Engine, empty_batch
-from llm_pretrain.training.watchdog import beat
+from llm_pretrain import generation
+from llm_pretrain.config import Config
+from llm_pretrain.data import Batch, EvaluationBatches, Tokenizer, TokenStore, open_tokenizer
+from llm_pretrain.distributed.collectives import any_rank
+from llm_pretrain.distributed.watchdog import heartbeat
+from llm_pretrain.errors import OutputError
+from llm_pretrain.model import Decoder
+from llm_pretrain.tracking import Console, MetricsWriter
+from llm_pretrain.training.model_setup import eagerly
+from llm_pretrain.training.run_state import RunFolder
+from llm_pretrain.training.step import Engine, dummy_batch
 
 
 class Evaluator:
     """Evaluates the engine's model on a fixed sequence of batches.
 
     Args:
-        engine: Whose `forward` is used, each rank taking every W-th batch.
+        engine: The run's; each rank evaluates every W-th batch.
         batches: The validation batches, the same on every rank.
-        store: Whose tokenizer says how many UTF-8 bytes each token stands for.
-        stop_requested: Checked between batches; a rank that was asked to stop gives up.
-        labels: Names of the sources; with more than one, each gets metrics of its own.
-        together: A forward pass is a collective: a rank that has no batch left computes an empty one, and
-            ranks give up together.
+        store: Has the number of UTF-8 bytes of each token.
+        stop_requested: Checked between batches; the evaluation ends without a result if it is true.
+        labels: Names of the sources; with more than one, each has its own metrics.
+        is_collective: Whether a forward pass is a collective: a rank without a batch then computes an empty
+            one, and all ranks stop at the same batch.
     """
 
     def __init__(
@@ -39,18 +45,18 @@ class Evaluator:
         store: TokenStore,
         stop_requested: Callable[[], bool],
         labels: Sequence[str] = (),
-        together: bool = False,
+        is_collective: bool = False,
     ):
         self.engine, self.batches, self.stop_requested = engine, batches, stop_requested
-        self.together = together
+        self.is_collective = is_collective
         self.labels = list(labels) if len(labels) > 1 else []
         self.token_bytes = torch.from_numpy(np.asarray(store.token_bytes()))
 
     @torch.no_grad()
     def __call__(self) -> dict[str, float | None] | None:
-        """The `eval/*` metrics, none without validation tokens; None when a rank gave up.
+        """The `eval/*` metrics, empty without validation tokens; None if any rank was asked to stop.
 
-        Those of a source without validation tokens are None.
+        Metrics of a source without validation tokens are None.
         """
         model, _ = self.engine.model_and_optimizer()
         was_training = model.training
@@ -58,15 +64,15 @@ class Evaluator:
         sums: list[tuple[int, torch.Tensor]] | None = []
         with eagerly(model):
             for first in range(0, len(self.batches), self.engine.world_size):
-                if self._gives_up():
+                if self._should_stop():
                     sums = None
                     break
-                beat()
+                heartbeat()
                 index = first + self.engine.rank
                 if index < len(self.batches):
                     sums.append((index, self._batch_sums(self.batches[index])))
-                elif self.together:
-                    self.engine.forward(empty_batch(self.engine.device))
+                elif self.is_collective:
+                    self.engine.forward(dummy_batch(self.engine.device))
         model.train(was_training)
         gathered = self.engine.gather_objects(
             None if sums is None else [(index, values.tolist()) for index, values in sums]
@@ -77,7 +83,7 @@ class Evaluator:
         return self._metrics([math.fsum(column) for column in zip(*rows, strict=True)]) if rows else {}
 
     def unseen_sources(self) -> list[str]:
-        """One line for each source of which the evaluation sees nothing, or one for all."""
+        """A warning for each source of which no sequence is evaluated, or one if there are no sequences."""
         batches = self.batches
         if not isinstance(batches, EvaluationBatches):
             return []
@@ -95,18 +101,19 @@ class Evaluator:
                     if available
                     else "its store has no validation split; prepare it with a --validation_fraction"
                 )
-                lines.append(f"evaluation sees nothing of source {label}: {reason}")
+                lines.append(f"no sequence of source {label} is evaluated: {reason}")
         return lines
 
-    def _gives_up(self) -> bool:
-        if not self.together:
+    def _should_stop(self) -> bool:
+        if not self.is_collective:
             return self.stop_requested()
-        return on_any_rank(self.engine, self.stop_requested())[0]
+        return any_rank(self.engine, self.stop_requested())[0]
 
     def _batch_sums(self, batch: Batch) -> torch.Tensor:
-        """float64 [4]: loss over loss tokens, their number, loss over the text's tokens, its bytes.
+        """Sums of a batch, float64 [4 + 4K]; [4] with one source.
 
-        With several sources [4 + 4K], the same four of each source after those of all.
+        Loss over loss tokens, their number, loss over text tokens, UTF-8 bytes of the text; with K sources
+        then the same four of each source.
         """
         losses = self.engine.forward(batch.to(self.engine.device)).token_losses
         assert losses is not None, "a batch has labels"
@@ -119,7 +126,7 @@ class Evaluator:
         whole = torch.stack([sums[0], counts[0], sums[1], counts[1]])
         if not self.labels:
             return whole
-        assert batch.sources is not None, "a mixture's batch says where its sequences come from"
+        assert batch.sources is not None, "the batch of a mixture has no sources"
         parts = (losses, batch.loss_mask, text_losses, bytes_of_labels)
         rows = torch.stack([part.sum(1).double().cpu() for part in parts], dim=1)
         by_source = torch.zeros((len(self.labels), 4), dtype=torch.float64)
@@ -135,7 +142,7 @@ class Evaluator:
 
 
 def zlib_bits_per_byte(stores: Sequence[TokenStore]) -> float | None:
-    """What zlib at level 9 needs for the validation text of all stores; None where there is no text."""
+    """Bits per byte of the stores' validation text compressed by zlib level 9; None without text."""
     measured = [
         (store.zlib_bits_per_byte, store.split("validation").text_bytes)
         for store in stores
@@ -154,3 +161,104 @@ def _metrics(sums: list[float]) -> dict[str, float]:
     if text_bytes:
         metrics["eval/bits_per_byte"] = text_loss_sum / (math.log(2) * text_bytes)
     return metrics
+
+
+TEMPERATURE, TOP_K = 0.8, 50
+_SHOWN = 100
+
+
+class Samples:
+    """Writes samples.jsonl: rows of `step`, `prompt` and `text`, the continuation without the prompt.
+
+    A resumed run writes the rows of a repeated step again; the later rows are the valid ones.
+
+    Args:
+        config: Has the prompts and the number of tokens.
+        folder: The run's.
+        store: Has the tokenizer.
+        is_collective: Whether a forward pass is a collective: all ranks then make the same number of them.
+
+    Raises:
+        DataError: there are prompts, and the tokenizer cannot be opened.
+    """
+
+    def __init__(self, config: Config, folder: RunFolder, store: TokenStore, *, is_collective: bool = False):
+        self.is_collective = is_collective
+        self.config, self.folder = config, folder
+        self.prompts = config.evaluation.sample_prompts
+        self.tokenizer = open_tokenizer(store.tokenizer_folder) if self.prompts else None
+
+    def write(self, model: Decoder, step: int, console: Console, *, rank: int = 0) -> None:
+        """Continue every prompt; rank 0 appends the rows and prints the first one.
+
+        A file that cannot be written is a warning and does not end the training.
+        """
+        if self.tokenizer is None:
+            return
+        texts = self._continuations(model, self.tokenizer)
+        if rank:
+            return
+        try:
+            self.folder.check()
+            with MetricsWriter(self.folder.samples) as writer:
+                for prompt, text in zip(self.prompts, texts, strict=True):
+                    writer.append({"step": step, "prompt": prompt, "text": text})
+        except (OSError, OutputError) as error:
+            console.warning(str(error))
+        console.info(f"sample: {_shown(self.prompts[0])} -> {_shown(texts[0])}")
+
+    def _continuations(self, model: Decoder, tokenizer: Tokenizer) -> list[str]:
+        prompts = self._prompt_ids(model, tokenizer)
+        new_ids: list[list[int]] = [[] for _ in prompts]
+        end, was_training = tokenizer.eos_token_id, model.training
+        # If a forward pass is a collective, every rank makes the same number of them, whatever it samples,
+        # and a text that has ended is cut afterwards.
+        stop_ids = () if end is None or self.is_collective else (end,)
+        model.eval()
+        try:
+            with torch.no_grad(), eagerly(model), self._precision(model):
+                for tokens in generation.generate(
+                    model,
+                    prompts,
+                    vocab_size=tokenizer.vocab_size,
+                    max_new_tokens=self.config.evaluation.sample_tokens,
+                    temperature=TEMPERATURE,
+                    top_k=TOP_K,
+                    seed=self.config.run.seed,
+                    stop_ids=stop_ids,
+                ):
+                    heartbeat()
+                    for ids, token in zip(new_ids, tokens, strict=True):
+                        if token is not None:
+                            ids.append(token)
+        finally:
+            model.train(was_training)
+        ended = [ids[: ids.index(end) + 1] if end in ids else ids for ids in new_ids]
+        return [_continuation(tokenizer, ids, new) for ids, new in zip(prompts, ended, strict=True)]
+
+    def _precision(self, model: Decoder) -> torch.autocast:
+        """Autocast if parameters are gathered in low precision; else full precision."""
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.config.training.precision)
+        device = next(model.parameters()).device.type
+        return torch.autocast(device, dtype, enabled=self.is_collective and dtype is not None)
+
+    def _prompt_ids(self, model: Decoder, tokenizer: Tokenizer) -> list[list[int]]:
+        """Token ids of each prompt, after the token that starts a document; long prompts are truncated on the
+        left."""
+        start = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+        first = [] if start is None else [start]
+        room = model.config.max_position_embeddings - self.config.evaluation.sample_tokens - len(first)
+        return [first + ids[max(0, len(ids) - room) :] for ids in tokenizer.encode(self.prompts)]
+
+
+def _continuation(tokenizer: Tokenizer, prompt: Sequence[int], new: Sequence[int]) -> str:
+    """The text that the new tokens add to the prompt's; decoded alone, they may lack a leading space."""
+    before, whole = tokenizer.decode(prompt), tokenizer.decode([*prompt, *new])
+    return whole[len(before) :] if whole.startswith(before) else tokenizer.decode(new)
+
+
+def _shown(text: str) -> str:
+    """The text on one line, shortened, in characters that the terminal can print."""
+    line = repr(text if len(text) <= _SHOWN else text[: _SHOWN - 1] + "…")
+    encoding = getattr(sys.stdout, "encoding", None) or "ascii"
+    return line.encode(encoding, "backslashreplace").decode(encoding)

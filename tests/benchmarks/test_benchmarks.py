@@ -52,6 +52,15 @@ def test_without_cuda_the_gpus_part_is_skipped_with_one_line(capsys: pytest.Capt
     assert not captured.err
 
 
+def test_without_a_compiler_the_roofline_is_skipped_with_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    counted = subprocess.CompletedProcess([], 0, '{"skipped": "no C++ compiler"}\n')
+    monkeypatch.setattr("benchmarks.gpu_roofline.subprocess.run", lambda *_, **__: counted)
+    assert main(["gpu_roofline"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "skipped  gpu_roofline: no C++ compiler"
+
+
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_quick_options_are_options_of_the_part(name: str):
     module = import_module(f"benchmarks.{name}")

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from llm_pretrain.checkpoints import CheckpointStore, ResumePoint, RunFacts
+from llm_pretrain.distributed.collectives import RankGroup, SingleRank
 
+SINGLE_RANK = SingleRank()
 VOCABULARY, WIDTH, EXPERTS = 32, 8, 3
 FINGERPRINTS = {"model.hidden_size": "8", "data.store.0": "ab12", "training.global_batch_size": "4"}
 
@@ -43,9 +45,7 @@ class Run:
         seed: int = 0,
         fused: bool = False,
         keep_last: int = 2,
-        rank: int = 0,
-        world_size: int = 1,
-        gather_objects=lambda value: [value],
+        ranks: RankGroup = SINGLE_RANK,
         **model_options,
     ):
         torch.manual_seed(seed)
@@ -59,10 +59,8 @@ class Run:
         )
         self.scaler = None
         self.step = 0
-        self.world_size = world_size
-        self.store = CheckpointStore(
-            folder, rank=rank, world_size=world_size, gather_objects=gather_objects, keep_last=keep_last
-        )
+        self.world_size = ranks.world_size
+        self.store = CheckpointStore(folder, ranks, keep_last=keep_last)
 
     def train(self, steps: int, module: nn.Module | None = None) -> Run:
         """Take steps whose data depends on the step alone; `module` is the wrapped model, if any."""

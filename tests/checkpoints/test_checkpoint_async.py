@@ -10,13 +10,24 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from checkpoint_helpers import Run, everything, same_bits
 from safetensors.torch import load_file, save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from llm_pretrain.checkpoints import HostBuffers, staging, tensor_files
+from llm_pretrain.checkpoints import (
+    CheckpointTensors,
+    CheckpointWeights,
+    HostBuffers,
+    read_manifest,
+    state,
+    tensor_files,
+)
 from llm_pretrain.checkpoints.tensor_files import write_safetensors
 from llm_pretrain.errors import CheckpointError, DivergedError
-from llm_pretrain.training.background import Background
+from llm_pretrain.training.checkpointing import Background
 
 
 def staged(run: Run, buffers: HostBuffers | None):
@@ -61,7 +72,7 @@ def test_scalars_scaler_and_facts_are_those_of_the_staged_step(tmp_path):
     again.scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
     found = again.restore()
     assert found is not None
-    assert found.extra == {"list": [1]}
+    assert found.run.extra == {"list": [1]}
     assert again.scaler.get_scale() == 64.0
     assert again.model.updates.item() == 3
     assert again.optimizer.param_groups[0]["lr"] == 1e-2
@@ -79,27 +90,50 @@ def test_buffers_are_used_again(tmp_path):
     assert same_bits(state_at(tmp_path), everything(run))
 
 
-def test_weights_are_copied_once_and_tied_ones_stay_one(tmp_path):
+def test_pieces_share_buffers_of_a_bounded_size(tmp_path, monkeypatch):
+    monkeypatch.setattr(state, "BUFFER_BYTES", 512)
     run, buffers = Run(tmp_path).train(1), HostBuffers()
     taken = staged(run, buffers)
-    live = run.model.state_dict()
-    copies = taken.copied(live, buffers)
-    before = {name: tensor.clone() for name, tensor in live.items()}
-    run.train(1)
-    assert same_bits(copies, before)
-    assert copies["lm_head.weight"].data_ptr() == copies["embed_tokens.weight"].data_ptr()
-    staged_here = {piece.tensor.data_ptr() for piece in taken.pieces}
-    assert copies["experts"].data_ptr() in staged_here
+    sizes = [buffer.nbytes for buffer in buffers._buffers]
+    assert 1 < len(sizes) < len(taken.pieces)
+    assert all(size <= 512 or size in {piece.tensor.nbytes for piece in taken.pieces} for size in sizes)
+    run.store.write(taken)
+    assert same_bits(state_at(tmp_path), everything(run))
+
+
+def test_weights_are_read_from_the_checkpoint_one_at_a_time(tmp_path):
+    run = Run(tmp_path).train(1)
+    path = run.save()
+    with CheckpointTensors(path, read_manifest(path)) as tensors:
+        weights = CheckpointWeights(tensors)
+        whole = {name: tensor for name, tensor in run.model.state_dict().items() if tensor.dim()}
+        assert weights.keys() == whole.keys()
+        assert same_bits(dict(weights), whole)
 
 
 def test_all_ranks_together_write_every_tensor_once():
     tensors = {f"t{number}": torch.zeros(number + 1, 3) for number in range(20)}
     for world_size in (1, 2, 3, 7):
-        shares = [staging.own_pieces(tensors, rank=rank, world_size=world_size) for rank in range(world_size)]
+        shares = [state.own_pieces(tensors, rank=rank, world_size=world_size) for rank in range(world_size)]
         names = [piece.name for share in shares for piece in share]
         assert sorted(names) == sorted(tensors)
         sizes = [sum(piece.tensor.nbytes for piece in share) for share in shares]
         assert max(sizes) <= min(sizes) + max(tensor.nbytes for tensor in tensors.values())
+
+
+def test_an_empty_tensor_is_written_once_and_an_empty_shard_never():
+    """Of one row split over two ranks the second holds nothing."""
+    (none,) = state.own_pieces({"none": torch.zeros(0, 3)}, rank=0, world_size=1)
+    assert none.name == "none"
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    try:
+        rows = {
+            name: distribute_tensor(torch.ones(number, 3), init_device_mesh("cpu", (2,)), [Shard(0)])
+            for name, number in (("one", 1), ("two", 2))
+        }
+        assert [piece.name for piece in state.own_pieces(rows, rank=1, world_size=2)] == ["two"]
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_failure_in_the_thread_is_raised_where_its_result_is_taken(tmp_path, monkeypatch):

@@ -14,7 +14,8 @@ from llm_pretrain.checkpoints import best_step, save_weights
 from llm_pretrain.config import ModelConfig
 from llm_pretrain.errors import CheckpointError
 from llm_pretrain.export import load_pretrained
-from llm_pretrain.model import Decoder, initialize_weights
+from llm_pretrain.model import Decoder
+from llm_pretrain.training import initialize_weights
 
 CONFIG = ModelConfig(
     vocab_size=64,

@@ -182,7 +182,7 @@ def test_a_save_that_fails_anywhere_leaves_a_sound_checkpoint(tmp_path, monkeypa
                 assert text in str(failure)
             assert failure.shared
             assert not list(folder.glob(".step-*.tmp-*"))
-        if failure is not None and run.store.latest_step() == 2 and not resave:
+        if failure is not None and max(run.store.committed()) == 2 and not resave:
             assert function == "fsync"  # of the folder, after the rename
         step, restored = state_at(folder)
         assert step in ((2,) if resave else (1, 2))
@@ -307,7 +307,7 @@ def test_retention_keeps_the_newest_and_never_fewer_than_two(tmp_path, keep_last
     for _ in range(5):
         run.train(1).save()
     assert run.store.committed() == kept
-    assert run.store.latest_step() == 5
+    assert max(run.store.committed()) == 5
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{step:08d}" for step in kept]
 
 

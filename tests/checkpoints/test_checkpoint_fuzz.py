@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.fuzzing import fuzzed
 from support.launching import ROOT, train, train_tiny
-from support.mutating import damaged_bytes, damaged_json, dumped, fuzz_settings, linked_copy, put
+from support.mutating import damaged_bytes, damaged_json, dumped, linked_copy, put
 
 from llm_pretrain.__main__ import main as run_command
 from llm_pretrain.checkpoints import open_model
@@ -89,7 +90,7 @@ def test_any_manifest_is_read_or_refused(run: Path, true_manifest: dict[str, Any
         )
         | damaged_bytes(dumped(true_manifest))
     )
-    @fuzz_settings(40)
+    @fuzzed(40)
     def check(content: bytes) -> None:
         nonlocal accepted
         put(folder / MANIFEST_NAME, content)
@@ -195,7 +196,7 @@ def test_any_tensors_of_a_checkpoint_are_read_or_refused(
     file = safetensors_of(folder)
 
     @given(content=damaged_header(file.read_bytes()))
-    @fuzz_settings(10)
+    @fuzzed(10)
     def check(content: bytes) -> None:
         put(file, content)
         put(folder / MANIFEST_NAME, dumped(true_manifest))
@@ -219,7 +220,7 @@ def test_any_weights_are_opened_or_refused(run: Path, tmp_path: Path, name: str)
     )
 
     @given(content=contents)
-    @fuzz_settings(12)
+    @fuzzed(12)
     def check(content: bytes) -> None:
         put(folder / name, content)
         model_or_refusal(folder)
@@ -258,7 +259,7 @@ def test_commands_refuse_damaged_folders(
     tensors = safetensors_of(weights).read_bytes()
 
     @given(data=st.data())
-    @fuzz_settings(10, per_cent=5)
+    @fuzzed(10, per_cent=5)
     def check(data: st.DataObject) -> None:
         put(checkpoint / MANIFEST_NAME, dumped(signed(data.draw(damaged_json(true_manifest)))))
         put(weights / "config.json", dumped(data.draw(damaged_json(config) | st.just(config))))
@@ -277,7 +278,7 @@ def test_a_run_goes_on_from_a_damaged_checkpoint_or_says_why_not(
     """Signed manifests that are not what the run wrote: exit code 0, 74 or 78, and no traceback."""
 
     @given(content=damaged_json(true_manifest))
-    @fuzz_settings(4, per_cent=2)
+    @fuzzed(4, per_cent=2)
     def check(content: Any) -> None:
         shutil.rmtree(tmp_path / "run", ignore_errors=True)
         shutil.copytree(run, tmp_path / "run")
@@ -291,3 +292,42 @@ def test_a_run_goes_on_from_a_damaged_checkpoint_or_says_why_not(
         assert code in (0, 2, 74, 78)
 
     check()
+
+
+NONSENSE: dict[str, tuple[tuple[str | int, ...], object]] = {
+    "no state of the loop": (("run", "extra"), {}),
+    "a digest of text": (("run", "extra", "digest"), ["a"] * 8),
+    "a short digest": (("run", "extra", "digest"), [1]),
+    "skipped steps as text": (("run", "extra", "skipped_in_a_row"), "three"),
+    "the best without a loss": (("run", "extra", "best"), {"step": 1}),
+    "spikes of one number": (("run", "extra", "spikes"), {"steps": [[1.0]], "in_a_row": 0}),
+    "an evaluation of text": (("run", "extra", "evaluation"), {"eval/loss": "low"}),
+    "a rate of text": (("optimizer", "groups", 0, "lr"), "fast"),
+    "a scaler of nothing": (("scaler",), {"scale": 1.0}),
+    "an infinite counter": (("scalars", "*", "value"), float("inf")),
+    "a counter beyond its type": (("scalars", "*", "value"), 1e300),
+}
+
+
+@pytest.mark.parametrize("case", NONSENSE)
+def test_a_signed_manifest_of_nonsense_is_refused_in_one_line(
+    run: Path, true_manifest: dict[str, Any], plain_store: Path, tmp_path: Path, capsys, case: str
+):
+    """A run that resumes looks at every part before it uses it."""
+    folder = shutil.copytree(run, tmp_path / "run")
+    shutil.rmtree(folder / "checkpoints" / "step-00000001")
+    place, value = NONSENSE[case]
+    content = json.loads(json.dumps(true_manifest))
+    owner: Any = content
+    for key in place[:-1]:
+        owner = owner[next(iter(owner)) if key == "*" else key]
+    owner[place[-1]] = value
+    put(folder / "checkpoints" / STEP / MANIFEST_NAME, json.dumps(signed(content)).encode())
+    options = ("--config", str(ROOT / "configs" / "tiny-moe.yaml"), "--run.output_dir", str(folder))
+    options += ("--data.sources", f"[{{store: {plain_store}}}]", "--training.precision", "fp32")
+    capsys.readouterr()
+    assert train(*options, *SMALL, "--distributed.cpu_threads", "1", "--training.max_steps", "3") == 74
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert f"{STEP}" in line
+    assert "expected " in line

@@ -149,3 +149,29 @@ def test_a_broken_json_beside_weights_is_named(folder: Path):
     (path / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=r"expected the tensors that config\.json describes"):
         open_model(path)
+
+
+def test_an_index_names_no_file_outside_of_its_folder(folder: Path, tmp_path: Path):
+    weights = folder / "weights" / "step-00000003"
+    (weights / "model.safetensors").rename(tmp_path / "model.safetensors")
+    for name in ("../../../model.safetensors", str(tmp_path / "model.safetensors")):
+        index = {"weight_map": {"model.embed_tokens.weight": name}}
+        (weights / "model.safetensors.index.json").write_text(json.dumps(index))
+        with pytest.raises(CheckpointError, match="expected names of files beside it, found") as caught:
+            open_model(weights)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "model.safetensors", "tokenizer.json", "generation_config.json"]
+)
+def test_a_pipe_in_weights_is_not_waited_for(folder: Path, name: str):
+    weights = folder / "weights" / "step-00000003"
+    (weights / name).unlink()
+    os.mkfifo(weights / name)
+    if name.startswith(("config", "model")):
+        with pytest.raises(CheckpointError, match=f"{name}: expected .* found: .*no plain file"):
+            open_model(weights)
+    else:
+        opened = open_model(weights)  # as without the file
+        assert (opened.tokenizer_folder is None) == (name == "tokenizer.json")

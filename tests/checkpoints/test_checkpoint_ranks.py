@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import errno
 import json
+import multiprocessing
 import os
+import signal
+from datetime import timedelta
+from multiprocessing import forkserver
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,27 +21,23 @@ from safetensors.torch import load_file, save_file
 from torch.nn.parallel import DistributedDataParallel
 
 from llm_pretrain.checkpoints import tensor_files
-from llm_pretrain.errors import CheckpointError, MismatchError
+from llm_pretrain.distributed.collectives import (
+    BackgroundGroup,
+    gather_results,
+    run_on_all_ranks,
+    run_on_rank0,
+)
 
 WORLD_SIZE = 2
-
-
-def gather_objects(value):
-    gathered: list = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, value)
-    return gathered
-
-
-def two_process_run(folder: Path, rank: int, **options) -> Run:
-    return Run(folder, rank=rank, world_size=WORLD_SIZE, gather_objects=gather_objects, **options)
 
 
 def raises(action) -> str:
     """The error's text, or nothing."""
     try:
         action()
-    except (CheckpointError, MismatchError) as error:
-        return f"{type(error).__name__}, {'shared' if error.shared else 'alone'}: {error}"
+    except Exception as error:
+        kind = "shared" if getattr(error, "shared", False) else "alone"
+        return f"{type(error).__name__}, {kind}: {error}"
     return ""
 
 
@@ -45,13 +46,20 @@ def worker(rank: int, folder: Path) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD_SIZE
     )
+    ranks = BackgroundGroup(timedelta(seconds=60))
     results: dict[str, object] = {}
 
+    # One rank meets an error that is no PretrainError.
+    numbers = iter([4, "none"][rank:])
+    results["bug"] = raises(lambda: run_on_all_ranks(ranks, lambda: int(next(numbers)), "counting"))
+    results["rank0"] = run_on_rank0(ranks, lambda: [rank, "of rank 0"])
+    results["all"] = gather_results(ranks, lambda: 10 * rank)
+
     # From one process, through DDP, on to step 4.
-    run = two_process_run(folder / "checkpoints", rank, seed=10 + rank)
+    run = Run(folder / "checkpoints", ranks=ranks, seed=10 + rank)
     found = run.restore()
     assert found is not None
-    results["restored_world_size"] = found.world_size
+    results["restored_world_size"] = found.run.world_size
     save_file(everything(run), folder / f"restored-{rank}.safetensors")
     module = DistributedDataParallel(run.model, broadcast_buffers=False)
     run.train(2, module)
@@ -80,7 +88,7 @@ def worker(rank: int, folder: Path) -> None:
     results["committed"] = run.store.committed()
 
     # One rank has another model.
-    other = two_process_run(folder / "checkpoints", rank, width=16 if rank == 1 else 8)
+    other = Run(folder / "checkpoints", ranks=ranks, width=16 if rank == 1 else 8)
     results["mismatch"] = raises(other.restore)
 
     # Damage in the share of files that rank 1 verifies; both fall back alike.
@@ -89,7 +97,7 @@ def worker(rank: int, folder: Path) -> None:
         (folder / "damaged").write_bytes(files[1].read_bytes())
         os.truncate(files[1], 10)
     dist.barrier()
-    fallen = two_process_run(folder / "checkpoints", rank, seed=20)
+    fallen = Run(folder / "checkpoints", ranks=ranks, seed=20)
     found = fallen.restore()
     assert found is not None
     results["fallen"] = (found.step, found.warnings)
@@ -99,7 +107,16 @@ def worker(rank: int, folder: Path) -> None:
     (folder / f"results-{rank}.json").write_text(json.dumps(results))
     del module
     dist.barrier()
+    ranks.close()
     dist.destroy_process_group()
+
+
+def stop_forkserver() -> None:
+    """By a signal: left to itself it waits for every process that it started, a data loader's workers too."""
+    server: Any = forkserver._forkserver
+    if server._forkserver_pid is not None:
+        os.kill(server._forkserver_pid, signal.SIGKILL)
+    server._stop()
 
 
 @pytest.fixture(scope="module")
@@ -107,16 +124,28 @@ def launched(tmp_path_factory) -> Path:
     """A folder after: one process to step 2, two processes to step 4, and several mishaps."""
     folder = tmp_path_factory.mktemp("ranks")
     Run(folder / "checkpoints", keep_last=3).train(2).save()
-    context = mp.spawn(worker, args=(folder,), nprocs=WORLD_SIZE, join=False)
+    multiprocessing.set_forkserver_preload(["checkpoint_helpers"])  # imports torch once for both ranks
+    stop_forkserver()  # one that an earlier test started has other modules
+    context = mp.start_processes(worker, (folder,), WORLD_SIZE, join=False, start_method="forkserver")
     assert context is not None
     while not context.join(timeout=120):
         pass
+    stop_forkserver()  # it blocks no signals, as that of training does
     return folder
 
 
 @pytest.fixture(scope="module")
 def results(launched) -> list[dict]:
     return [json.loads((launched / f"results-{rank}.json").read_text()) for rank in range(WORLD_SIZE)]
+
+
+def test_actions_on_ranks_agree_on_results_and_errors(results):
+    message = "invalid literal for int() with base 10: 'none'"
+    assert results[0]["bug"] == f"PretrainError, shared: counting failed on rank 1: ValueError: {message}"
+    assert results[1]["bug"] == f"ValueError, alone: {message}"
+    for each in results:
+        assert each["rank0"] == [0, "of rank 0"]
+        assert each["all"] == [0, 10]
 
 
 def test_two_processes_restore_what_one_saved(launched, results):
@@ -133,7 +162,7 @@ def test_one_process_restores_what_two_saved(launched, results):
     run = Run(launched / "checkpoints", seed=3)
     found = run.restore()
     assert found is not None
-    assert (found.step, found.world_size) == (4, 2)
+    assert (found.step, found.run.world_size) == (4, 2)
     assert results[0]["path"] == results[1]["path"] == str(found.path)
     assert same_bits(everything(run), expected)
     assert same_bits(everything(run.train(2)), everything(Run(launched / "none").train(6)))

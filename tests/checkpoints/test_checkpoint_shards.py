@@ -10,11 +10,14 @@ import torch
 from safetensors import safe_open
 from support.corpora import make_tokenizer
 
-from llm_pretrain.checkpoints import convert_weights, save_weights, weights
+from llm_pretrain.checkpoints import convert_weights, read_tensors, save_weights, weights
+from llm_pretrain.checkpoints.state import Piece
+from llm_pretrain.checkpoints.tensor_files import write_pieces
 from llm_pretrain.config import ModelConfig
 from llm_pretrain.errors import CheckpointError
 from llm_pretrain.export import load_pretrained
-from llm_pretrain.model import Decoder, initialize_weights
+from llm_pretrain.model import Decoder
+from llm_pretrain.training import initialize_weights
 
 CONFIG = ModelConfig(
     vocab_size=320,
@@ -45,10 +48,8 @@ def save(folder: Path, tokenizer: Path) -> tuple[Path, Decoder]:
 
 
 def test_shards_hold_every_tensor_once_within_their_size(tmp_path, monkeypatch):
-    from transformers import AutoModelForCausalLM
-
     monkeypatch.setattr(weights, "MAX_SHARD_BYTES", 4000)
-    path, _ = save(tmp_path / "weights", make_tokenizer(tmp_path / "tokenizer"))
+    path, model = save(tmp_path / "weights", make_tokenizer(tmp_path / "tokenizer"))
     index = json.loads((path / "model.safetensors.index.json").read_text())
     files = sorted(file.name for file in path.glob("*.safetensors"))
     assert len(files) > 3
@@ -64,6 +65,16 @@ def test_shards_hold_every_tensor_once_within_their_size(tmp_path, monkeypatch):
         held |= dict.fromkeys(tensors, file)
         size += nbytes
     assert index == {"metadata": {"total_size": size}, "weight_map": held}
+    opened = load_pretrained(path).state_dict()
+    assert all(opened[name].equal(value.bfloat16().float()) for name, value in model.state_dict().items())
+
+
+@pytest.mark.slow
+def test_transformers_opens_shards(tmp_path, monkeypatch):
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.setattr(weights, "MAX_SHARD_BYTES", 4000)
+    path, _ = save(tmp_path / "weights", make_tokenizer(tmp_path / "tokenizer"))
     tokens = torch.arange(20)[None]
     with torch.no_grad():
         ours = load_pretrained(path).eval()(tokens).logits
@@ -99,8 +110,25 @@ def test_a_failed_conversion_leaves_what_was_there(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(weights.folders, "fsync_file", full)
+        patch.setattr(weights, "fsync_file", full)
         with pytest.raises(CheckpointError, match="writing failed: No space left on device"):
             convert_weights(path, tmp_path / "out", "fp16")
     assert {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()} == before
     assert sorted(each.name for each in tmp_path.iterdir()) == ["out", "tokenizer", "weights"]
+
+
+def test_pieces_of_all_ranks_are_read_by_one_process(tmp_path: Path):
+    whole = {"matrix": torch.arange(12.0).view(4, 3), "vector": torch.arange(5.0)}
+    files = []
+    for rank, rows in enumerate(((0, 1), (1, 4))):
+        pieces = [Piece("matrix", whole["matrix"][slice(*rows)], (rows[0], 0))]
+        pieces += [Piece("vector", whole["vector"], (0,))] * (rank == 0)
+        files += write_pieces(pieces, tmp_path, rank=rank)
+    read = {name: torch.zeros_like(tensor) for name, tensor in whole.items()}
+    read_tensors(read, tmp_path, files, world_size=1)
+    assert all(torch.equal(read[name], whole[name]) for name in whole)
+    with pytest.raises(CheckpointError, match=r"reading tensors failed: .*matrix: not all values are in"):
+        read_tensors(read, tmp_path, files[:1], world_size=1)
+    (tmp_path / files[1]).write_bytes((tmp_path / files[1]).read_bytes()[:20])
+    with pytest.raises(CheckpointError, match="reading tensors failed: SafetensorError"):
+        read_tensors(read, tmp_path, files, world_size=1)

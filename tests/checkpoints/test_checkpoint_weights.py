@@ -18,7 +18,8 @@ from llm_pretrain.checkpoints import save_weights
 from llm_pretrain.config import ModelConfig
 from llm_pretrain.errors import CheckpointError
 from llm_pretrain.export import load_pretrained
-from llm_pretrain.model import Decoder, initialize_weights, update_router_bias
+from llm_pretrain.model import Decoder, update_router_bias
+from llm_pretrain.training import initialize_weights
 
 CONFIG = ModelConfig(
     vocab_size=64,
@@ -88,7 +89,7 @@ def test_folder_holds_weights_config_and_tokenizer(tmp_path, tokenizer_folder, n
     path = write(tmp_path / "weights", tokenizer_folder, dtype=name, model=compiled)
     assert path == tmp_path / "weights" / "step-00000100"
     tokenizer_files = {"tokenizer.json", "tokenizer_config.json", "tokenizer.model", "chat_template.jinja"}
-    own_files = {"config.json", "generation_config.json", "model.safetensors"}
+    own_files = {"config.json", "generation_config.json", "model.safetensors", ".llm_pretrain.json"}
     assert {file.name for file in path.iterdir()} == tokenizer_files | own_files
     for file in tokenizer_files:
         assert (path / file).read_text() == f"content of {file}"

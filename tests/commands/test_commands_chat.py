@@ -10,12 +10,12 @@ from safetensors.torch import save_file
 from support.corpora import make_tokenizer
 
 from llm_pretrain.__main__ import main
-from llm_pretrain.commands import chat
 from llm_pretrain.commands._source import special_token_id
 from llm_pretrain.config import ModelConfig
 from llm_pretrain.data import chat_prompt_ids, open_tokenizer, train_tokenizer
 from llm_pretrain.export import huggingface_config, to_huggingface
-from llm_pretrain.model import Decoder, initialize_weights
+from llm_pretrain.model import Decoder
+from llm_pretrain.training import initialize_weights
 
 
 def weights(folder: Path, *, positions: int = 512) -> Path:
@@ -204,4 +204,3 @@ def test_help_ends_in_examples(capsys):
     with pytest.raises(SystemExit):
         main(["chat", "--help"])
     assert capsys.readouterr().out.rstrip().splitlines()[-1].startswith("  echo ")
-    assert chat.HELP

@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from support.mutation import ROOT
-from transformers import LlamaConfig, Qwen3Config, Qwen3MoeConfig
+from support.corpora import make_tokenizer
+from support.launching import ROOT
+from transformers import LlamaConfig, MistralConfig, Qwen3Config, Qwen3MoeConfig
 
 from llm_pretrain.__main__ import main
 from llm_pretrain.config import Config, from_dict, load_config, read_yaml
@@ -37,18 +38,19 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 2) 
 def test_the_listing_has_every_preset_with_its_size(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    monkeypatch.chdir(ROOT)
+    monkeypatch.chdir(tmp_path)
     assert main(["configs"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    listed = {Path(line.split()[0]).name: line for line in lines if line.startswith("configs/")}
-    assert set(listed) == {path.name for path in (ROOT / "configs").glob("*.yaml")}
-    assert listed["olmoe-1b-7b.yaml"].split()[1:6] == ["6.92B", "1.28B", "16", "of", "8/64"]
-    assert "5.91M*" in listed["quickstart.yaml"]
-    assert "7 of 4/32+1, 1 dense" in listed["finegrained-moe-136m.yaml"]
+    presets = {path.stem for path in (ROOT / "configs").glob("*.yaml")}
+    listed = {name: line for line in lines if (name := line.partition(" ")[0]) in presets}
+    assert set(listed) == presets
+    assert listed["olmoe-1b-7b"].split()[1:6] == ["6.92B", "1.28B", "16", "of", "8/64"]
+    assert "5.91M*" in listed["quickstart"]
+    assert "7 of 4/32+1, 1 dense" in listed["finegrained-moe-136m"]
     assert "expected a folder with presets" in refused(capsys, "--folder", str(tmp_path))
     (tmp_path / "over.yaml").write_text("run: {name: over}\n")
     assert main(["configs", "--folder", str(tmp_path)]) == 0
-    assert "of the preset that it goes over" in capsys.readouterr().out
+    assert "extends another preset" in capsys.readouterr().out
     (tmp_path / "broken.yaml").write_text("model: {hidden_sizes: 3}\n")
     assert "broken.yaml: expected a configuration, found: model.hidden_sizes: no such" in refused(
         capsys, "--folder", str(tmp_path)
@@ -58,6 +60,9 @@ def test_the_listing_has_every_preset_with_its_size(
 SHAPE = {"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
 FOLDERS = {
     "llama": LlamaConfig(**SHAPE, intermediate_size=100, vocab_size=999, tie_word_embeddings=True),
+    "mistral": MistralConfig(
+        **SHAPE, intermediate_size=96, vocab_size=999, tie_word_embeddings=True, sliding_window=None
+    ),
     "qwen3": Qwen3Config(**SHAPE, intermediate_size=96, vocab_size=999, head_dim=16),
     "qwen3_moe": Qwen3MoeConfig(
         **SHAPE, intermediate_size=96, moe_intermediate_size=32, num_experts=6, num_experts_per_tok=3,
@@ -72,18 +77,31 @@ def test_a_folders_config_json_becomes_the_model_section(
 ):
     config_json = FOLDERS[name]
     config_json.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").touch()
+    make_tokenizer(tmp_path)
     config, comments = imported(capsys, tmp_path, "--from_pretrained", str(tmp_path))
     model = config.model
     assert (model.vocab_size, model.hidden_size, model.num_hidden_layers) == (999, 48, 3)
     assert model.tie_word_embeddings == config_json.tie_word_embeddings
     assert model.rms_norm_eps == config_json.rms_norm_eps
     assert model.rope_theta == config_json.rope_parameters["rope_theta"]
-    assert model.qk_norm == (name != "llama")
+    assert model.qk_norm == name.startswith("qwen3")
     assert (model.num_experts, model.first_k_dense_replace) == ((6, 1) if name == "qwen3_moe" else (0, 0))
     assert f"`init_from: {tmp_path}`" in comments
+    assert f"prepare --tokenizer {tmp_path}`" in comments
     written = read_yaml((tmp_path / "imported.yaml").read_text())
     assert set(written) == {"model"}
     assert ("num_experts" in written["model"]) == (name == "qwen3_moe"), "a dense one leaves room to upcycle"
+
+
+def test_a_folder_without_weights_gets_no_advice_to_start_from_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    FOLDERS["llama"].save_pretrained(tmp_path)
+    _, comments = imported(capsys, tmp_path, "--from_pretrained", str(tmp_path))
+    assert "init_from" not in comments
+    assert "prepare" not in comments
+    assert "no model.safetensors: training starts from random weights" in comments
 
 
 def test_a_folder_of_another_architecture_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -128,6 +146,22 @@ def test_minimind_3s_options(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         "taken as the options of",
     ):
         assert text in comments
+
+
+@pytest.mark.parametrize(
+    ("device", "precision"), [("cpu", "fp32"), ("mps", "fp32"), ("cuda:1", "bf16"), (None, "bf16")]
+)
+def test_minimind_and_nanogpt_train_in_fp32_without_a_gpu(
+    device: str | None, precision: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """They cast on CUDA devices only, whatever their dtype says."""
+    options = "--dtype bfloat16" + (f" --device {device}" if device else "")
+    config, comments = imported(capsys, tmp_path, "--from_minimind", options)
+    assert config.training.precision == precision
+    assert (f"training.precision: fp32, as on device {device} there" in comments) == (precision == "fp32")
+    (tmp_path / "gpt.py").write_text(f"device = {device or 'cuda'!r}\n")
+    config, _ = imported(capsys, tmp_path, "--from_nanogpt", str(tmp_path / "gpt.py"))
+    assert config.training.precision == precision
 
 
 def test_minimind_options_that_say_the_default_are_no_loss(capsys: pytest.CaptureFixture[str]):
@@ -244,9 +278,9 @@ def test_a_nanogpt_character_model(tmp_path: Path, capsys: pytest.CaptureFixture
     assert config.model.vocab_size is None
     assert (config.model.hidden_dropout, config.model.attention_dropout) == (0.2, 0.2)
     assert (config.schedule.name, config.schedule.warmup_steps) == ("constant", 0)
-    assert "tokenizer --input data/shakespeare_char/input.txt --type char" in comments
-    assert "prepare --input data/shakespeare_char/input.txt" in comments
-    assert "is one document and the split is by document: cut it" in comments
+    folder = "data/shakespeare_char"
+    assert f"convert --from nanogpt --input {folder}/train.bin {folder}/val.bin --to store" in comments
+    assert "the characters of its meta.pkl" in comments
     assert "not carried over: bias = True" in comments
 
 
@@ -345,7 +379,7 @@ def test_a_litgpt_file_with_a_shape_of_its_own(tmp_path: Path, capsys: pytest.Ca
     assert "model_config.norm_class_name" not in comments
     for text in ("bias: True; our decoder has False", "parallel_residual: True", "rotary_percentage: 0.25",
                  "mlp_class_name: GptNeoxMLP", "softcap: 3",
-                 "to be mended: training.global_batch_size: expected a multiple"):  # fmt: skip
+                 "to be fixed: training.global_batch_size: expected a multiple"):  # fmt: skip
         assert text in comments, text
 
 

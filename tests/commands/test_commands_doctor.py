@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
-from support.mutation import ROOT
+from support.launching import ROOT
 
 from llm_pretrain.__main__ import main
 from llm_pretrain.commands import doctor
-from llm_pretrain.commands._accelerate_file import Machine, surprises
+from llm_pretrain.commands._launching import Machine
+from llm_pretrain.commands.doctor import surprises
 from llm_pretrain.config import Config, TrainingConfig, read_yaml
-from llm_pretrain.training import default_accelerate_file
+from llm_pretrain.distributed.launch_checks import default_accelerate_file
 
 CPU, GPUS = Machine(gpus=0, cores=2), Machine(gpus=2, cores=16)
 
@@ -25,7 +27,7 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in [name for name in doctor.os.environ if name.startswith("ACCELERATE_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    monkeypatch.setattr(doctor, "_gpus", lambda: 0)
+    monkeypatch.setattr(doctor, "this_machine", lambda: Machine(0, 2))
     monkeypatch.setattr(doctor, "multiplies_in_bf16", lambda: True)
 
 
@@ -151,13 +153,16 @@ def test_the_environment_and_the_machine(
     monkeypatch.setattr(doctor, "_free", lambda folder: 10**9)
     versions = {"torch": "2.9.1", "numpy": "2.0", "torch_xla": "2.9.0"}
     monkeypatch.setattr(doctor, "_version", versions.get)
+    monkeypatch.setattr("llm_pretrain.data.loader.batches.shutil.disk_usage", lambda folder: Mock(free=10**6))
     file = str(ROOT / "configs" / "gpt2-124m.yaml")
-    assert main(["doctor", "--config", file]) == 1
+    (tmp_path / "workers.yaml").write_text("data: {num_workers: 2}\n")
+    assert main(["doctor", "--config", file, "--config", str(tmp_path / "workers.yaml")]) == 1
     output = capsys.readouterr().out
     for text in (
         "warning: RANK in the environment", "warning: ACCELERATE_MIXED_PRECISION in the environment",
         "warning: training.precision: bf16 is emulated", "warning: accelerate is not installed",
         "warning: torch is older than 2.10", "warning: torch_xla 2.9.0 is installed, but TPUs are untested",
+        "warning: data.num_workers: expected ",
         "warning: runs/gpt2-124m: 3 checkpoints and weights take 5.2 GB",
     ):  # fmt: skip
         assert text in output, text
@@ -168,7 +173,7 @@ def test_the_environment_and_the_machine(
     [
         ("a: [1\n", "not a valid YAML file"),
         ("- 1\n", "expected Accelerate's settings"),
-        (None, "expected a file"),
+        (None, "expected a text file"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_one_line(
@@ -188,7 +193,7 @@ def test_what_the_file_may_hold_is_what_accelerate_takes():
 
     from accelerate.commands.config.config_args import ClusterConfig
 
-    from llm_pretrain.commands._accelerate_file import _KEYS
+    from llm_pretrain.commands.doctor import _KEYS
 
     taken = {field.name for field in dataclasses.fields(ClusterConfig)}
     assert taken <= _KEYS

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.mutation import ROOT
+from support.launching import ROOT
 
 from llm_pretrain.__main__ import main
 from llm_pretrain.config import Config, load_config
-from llm_pretrain.training.estimation import estimate_memory, estimate_time
-from llm_pretrain.training.muon import step_buffers
+from llm_pretrain.memory.estimate import estimate_memory, estimate_time
+from llm_pretrain.optim.muon import step_buffers
 
 CONFIGS = ROOT / "configs"
 
@@ -94,7 +94,7 @@ def test_wrong_options_are_named(options: list[str], text: str, capsys: pytest.C
 def test_auto_is_what_it_would_be_on_the_gpu_that_is_named(
     here: bool, gpu: str, found: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("llm_pretrain.config.precision.multiplies_in_bf16", lambda: here)
+    monkeypatch.setattr("llm_pretrain.config.loading.multiplies_in_bf16", lambda: here)
     options = ["--training.precision", "auto"]
     assert f"(ddp, {found}, " in estimate(capsys, "minimind3-64m", "--gpu", gpu, *options)
     assert f"(ddp, {'bf16' if here else 'fp32'}, " in estimate(capsys, "minimind3-64m", *options)

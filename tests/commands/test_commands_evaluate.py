@@ -13,7 +13,7 @@ from support.launching import ROOT
 
 from llm_pretrain.__main__ import main
 from llm_pretrain.checkpoints import open_model
-from llm_pretrain.commands import _scoring
+from llm_pretrain.commands import evaluate as command
 from llm_pretrain.config import load_config
 from llm_pretrain.data import TokenStore, open_tokenizer
 from llm_pretrain.model import Decoder
@@ -142,27 +142,27 @@ def rolling_nats(model: Decoder, ids: list[int], start: int, length: int) -> lis
 
 def test_rolling_windows_predict_every_id_once_with_full_context():
     ids = list(range(1, 24))
-    windows = list(_scoring.rolling_windows(ids, 0, 10))
+    windows = list(command.rolling_windows(ids, 0, 10))
     assert windows[0] == ([0], ids[:10])
     assert windows[1] == ([10], ids[10:20])
     assert windows[2] == (list(range(13, 21)), ids[20:])
     assert [token for _, predicted in windows for token in predicted] == ids
-    assert list(_scoring.rolling_windows([], 0, 10)) == []
-    assert list(_scoring.rolling_windows([5], 0, 10)) == [([0], [5])]
+    assert list(command.rolling_windows([], 0, 10)) == []
+    assert list(command.rolling_windows([5], 0, 10)) == [([0], [5])]
 
 
 def test_scores_do_not_depend_on_what_shares_the_batch(trained_run):
     model = open_model(trained_run.folder).model
     windows = [([1], [2, 3, 4]), ([5, 6, 7, 8, 9], [10]), ([3], [4] * 20), ([9, 8], [])]
-    together = _scoring.score_windows(model, windows, batch_size=4)
-    alone = [_scoring.score_windows(model, [window], batch_size=1)[0] for window in windows]
+    together = command.score_windows(model, windows, batch_size=4)
+    alone = [command.score_windows(model, [window], batch_size=1)[0] for window in windows]
     for (left, greedy), (right, also) in zip(together, alone, strict=True):
         assert left == pytest.approx(right, abs=1e-5)
         assert greedy == also
     assert together[3] == (0.0, True)
     with torch.inference_mode():
         likeliest = int(model(torch.tensor([[1, 2]])).logits[0, -1].argmax())
-    assert _scoring.score_windows(model, [([1, 2], [likeliest])], batch_size=1)[0][1]
+    assert command.score_windows(model, [([1, 2], [likeliest])], batch_size=1)[0][1]
 
 
 def test_every_format_that_prepare_reads_and_its_masks(trained_run, tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""`llm-pretrain export`: what it opens, writes and refuses, in one line."""
+"""`llm-pretrain export`: what it opens, writes and refuses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from llm_pretrain.__main__ import main
 from llm_pretrain.checkpoints import open_model, save_weights
 from llm_pretrain.config import ModelConfig
 from llm_pretrain.export import load_pretrained
-from llm_pretrain.model import Decoder, initialize_weights
+from llm_pretrain.files import MARKER
+from llm_pretrain.model import Decoder
+from llm_pretrain.training import initialize_weights
 
 CONFIG = ModelConfig(
     vocab_size=320,
@@ -77,7 +79,7 @@ def test_the_type_changes_and_everything_else_comes_along(run, tmp_path):
     assert {file.name for file in source.iterdir()} == {file.name for file in out.iterdir()}
 
 
-def test_what_has_no_home_is_named_by_field(tmp_path, capsys):
+def test_a_model_without_an_architecture_is_refused_by_field(tmp_path, capsys):
     experts = {"num_experts": 4, "router_bias_update_rate": 0.01}
     run = make_run(tmp_path, dataclasses.replace(CONFIG, **experts))
     out = tmp_path / "out"
@@ -86,7 +88,7 @@ def test_what_has_no_home_is_named_by_field(tmp_path, capsys):
     assert not out.exists()
 
 
-def test_nothing_is_replaced_unasked(run, tmp_path, capsys):
+def test_nothing_is_replaced_without_overwrite(run, tmp_path, capsys):
     out = tmp_path / "out"
     out.mkdir()
     command = ["export", str(run), "--to", "huggingface", "--output", str(out)]
@@ -95,9 +97,43 @@ def test_nothing_is_replaced_unasked(run, tmp_path, capsys):
     assert main([*command, "--overwrite"]) == 0
     assert main([*command, "--overwrite"]) == 0
     assert not [each for each in tmp_path.iterdir() if each.name.startswith(".")]
-    (out / "config.json").unlink()
+    (out / "thesis.txt").write_text("mine")
     assert main([*command, "--overwrite"]) == 2
-    assert (out / "model.safetensors").exists()
+    assert "found thesis.txt in it, which this program did not write" in capsys.readouterr().err
+    assert (out / "thesis.txt").read_text() == "mine"
+
+
+def test_weights_of_another_program_are_not_replaced(run, tmp_path, capsys):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "config.json").write_text("{}")
+    (out / "thesis.txt").write_text("mine")
+    command = ["export", str(run), "--to", "huggingface", "--output", str(out), "--overwrite"]
+    assert main(command) == 2
+    assert "found something else; choose another" in capsys.readouterr().err
+    (tmp_path / "link").symlink_to(run / "weights" / "step-00000001")
+    assert main([*command[:-2], str(tmp_path / "link"), "--overwrite"]) == 2
+    assert {each.name for each in out.iterdir()} == {"config.json", "thesis.txt"}
+
+
+def test_an_export_of_a_version_without_lists_is_replaced(run, tmp_path):
+    out = tmp_path / "out"
+    command = ["export", str(run), "--to", "huggingface", "--output", str(out), "--overwrite"]
+    assert main(command) == 0
+    (out / MARKER).unlink()
+    assert main(command) == 2
+    (out / "README.md").write_text("A language model pretrained from text by llm_pretrain.")
+    assert main(command) == 0
+    assert (out / MARKER).exists()
+
+
+def test_a_file_of_another_program_is_not_replaced_by_gguf(run, tmp_path, capsys):
+    for content in (b"the only copy", b"GGUF of a model from elsewhere"):
+        (tmp_path / "file").write_bytes(content)
+        command = ["export", str(run), "--to", "gguf", "--output", str(tmp_path / "file"), "--overwrite"]
+        assert main(command) == 73
+        assert "expected a new file, or one that this program wrote" in capsys.readouterr().err
+        assert (tmp_path / "file").read_bytes() == content
 
 
 @pytest.mark.parametrize("place", ["weights/step-00000002", "weights", "."])
@@ -120,7 +156,7 @@ def test_wrong_input_is_one_line(run, tmp_path, capsys, to):
     assert not out.exists()
 
 
-def test_a_tokenizer_without_a_home_in_gguf_is_one_line(run, tmp_path, capsys):
+def test_a_tokenizer_that_gguf_lacks_is_one_line(run, tmp_path, capsys):
     pytest.importorskip("gguf", reason="writing GGUF needs the package gguf")
     out = tmp_path / "model.gguf"
     assert main(["export", str(run), "--to", "gguf", "--output", str(out)]) == 65

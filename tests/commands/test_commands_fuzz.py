@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.fuzzing import fuzzed
 from support.launching import ROOT
-from support.mutating import VALUES, damaged_bytes, damaged_json, dumped, fuzz_settings
+from support.mutating import VALUES, damaged_bytes, damaged_json, dumped
 
 from llm_pretrain.__main__ import main as run_command
 from llm_pretrain.config import Config, read_yaml
+from llm_pretrain.distributed.launch_checks import check_accelerate_settings
 from llm_pretrain.errors import ConfigError
-from llm_pretrain.training.accelerate_settings import check_accelerate_settings
 
 LITGPT = {
     "model_name": "x",
@@ -69,7 +70,7 @@ def test_a_foreign_configuration_is_read_or_refused(
     }
 
     @given(content=contents[name])
-    @fuzz_settings(12)
+    @fuzzed(12)
     def check(content: bytes) -> None:
         (tmp_path / "theirs").write_bytes(content)
         (tmp_path / "ours.yaml").unlink(missing_ok=True)
@@ -100,7 +101,7 @@ def test_a_foreign_config_json_is_read_or_refused(
     monkeypatch.chdir(tmp_path)
 
     @given(content=damaged_json(HUGGINGFACE).map(dumped) | damaged_bytes(dumped(HUGGINGFACE)))
-    @fuzz_settings(12)
+    @fuzzed(12)
     def check(content: bytes) -> None:
         (tmp_path / "config.json").write_bytes(content)
         (tmp_path / "ours.yaml").unlink(missing_ok=True)
@@ -119,7 +120,7 @@ def test_a_launch_file_of_accelerate_is_looked_through_or_refused(
     contents |= st.sampled_from([file.read_bytes() for file in ACCELERATE]).flatmap(damaged_bytes)
 
     @given(content=contents)
-    @fuzz_settings(8)
+    @fuzzed(8)
     def check(content: bytes) -> None:
         (tmp_path / "theirs.yaml").write_bytes(content)
         command_or_refusal(
@@ -141,7 +142,7 @@ def test_what_accelerate_hands_over_agrees_or_is_refused(monkeypatch: pytest.Mon
     texts = st.sampled_from(["", "no", "1", "true", "TRUE", "bf16", "auto", "3", "nan", "x y", "é", "1e400"])
 
     @given(variables=st.dictionaries(st.sampled_from(VARIABLES), texts, max_size=5))
-    @fuzz_settings(100)
+    @fuzzed(100)
     def check(variables: dict[str, str]) -> None:
         for name in VARIABLES:
             monkeypatch.delenv(name, raising=False)

@@ -4,18 +4,22 @@ import argparse
 import io
 import json
 import shutil
+import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from support.launching import ROOT, train_tiny
 
 from llm_pretrain.__main__ import main
 from llm_pretrain.commands import generate
 from llm_pretrain.config import ModelConfig
 from llm_pretrain.export import huggingface_config, load_pretrained, to_huggingface
-from llm_pretrain.model import Decoder, initialize_weights
+from llm_pretrain.model import Decoder
+from llm_pretrain.training import initialize_weights
 
 CONFIG = ModelConfig(
     vocab_size=64,
@@ -197,7 +201,7 @@ def test_texts_are_drawn_as_they_are_printed_not_listed_before(folder, monkeypat
         if len(printed) == 2:
             raise BrokenPipeError
 
-    monkeypatch.setattr(generate, "say", stop_after_two)
+    monkeypatch.setattr(generate, "write_out", stop_after_two)
     parser = argparse.ArgumentParser()
     generate.add_arguments(parser)
     many = parser.parse_args([str(folder), "--prompt", "a", "--num_samples", str(10**12)])
@@ -207,10 +211,10 @@ def test_texts_are_drawn_as_they_are_printed_not_listed_before(folder, monkeypat
     assert len(printed) == 2
 
 
-def test_help_ends_in_examples():
-    parser = argparse.ArgumentParser(prog="llm-pretrain generate")
-    generate.add_arguments(parser)
-    assert parser.format_help().rstrip().splitlines()[-1].startswith("  llm-pretrain generate")
+def test_help_ends_in_examples(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        main(["generate", "--help"])
+    assert capsys.readouterr().out.rstrip().splitlines()[-1].startswith("  llm-pretrain generate")
 
 
 def test_a_terminal_without_the_characters_gets_question_marks(trained_run, capsys, monkeypatch):
@@ -219,3 +223,18 @@ def test_a_terminal_without_the_characters_gets_question_marks(trained_run, caps
     options = ("--max_new_tokens", "3", "--temperature", "0")
     assert main(["generate", str(trained_run.folder), "--prompt", "über", *options]) == 0
     assert terminal.buffer.getvalue().startswith(b"?ber")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", [".", "weights"])
+def test_generation_imports_no_compiler(source: str, plain_store: Path, tmp_path: Path):
+    """Each of these takes one to two CPU seconds, of four in all."""
+    train_tiny(plain_store, tmp_path / "run", "--training.max_steps", "1", "--schedule.warmup_steps", "0")
+    arguments = ["generate", str(tmp_path / "run" / source), "--prompt", "a"]
+    slow = {"torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.tensor", "sympy"}
+    code = (
+        f"import sys\nfrom llm_pretrain.__main__ import main\nassert main({arguments}) == 0\n"
+        f"print('found', *({slow} & set(sys.modules)))\n"
+    )
+    printed = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=True)
+    assert printed.stdout.splitlines()[-1].split() == [b"found"]

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -15,7 +16,6 @@ from support.launching import ROOT, environment
 
 from llm_pretrain.__main__ import main
 from llm_pretrain.commands import _lm_eval
-from llm_pretrain.commands import evaluate as command
 from llm_pretrain.commands._lm_eval import DecoderScores
 from llm_pretrain.commands._source import Source
 from llm_pretrain.config import Config, TrainingConfig
@@ -103,7 +103,6 @@ def test_without_the_package_one_line_says_how_to_get_it(trained_run, capsys, mo
     err = capsys.readouterr().err
     assert "pip install 'llm_pretrain[eval]'" in err
     assert err.count("\n") == 1
-    assert command.HELP
 
 
 @pytest.fixture
@@ -139,10 +138,25 @@ def run(*argv: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env=offline, capture_output=True, text=True, check=False)
 
 
+def add_bos(file: Path) -> None:
+    """Let the tokenizer put BOS before every text, as those of `llm-pretrain tokenizer` do."""
+    content = json.loads(file.read_text())
+    bos = next(token for token in content["added_tokens"] if token["content"] == "<s>")["id"]
+    text = {"Sequence": {"id": "A", "type_id": 0}}
+    content["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, text],
+        "pair": [text, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"<s>": {"id": "<s>", "ids": [bos], "tokens": ["<s>"]}},
+    }
+    file.write_text(json.dumps(content))
+
+
 @needs_lm_eval
 @pytest.mark.slow
 def test_tasks_give_what_lm_eval_gives_through_transformers(trained_run, tasks, tmp_path):
-    weights = trained_run.folder / "weights" / "step-00000006"
+    weights = shutil.copytree(trained_run.folder / "weights" / "step-00000006", tmp_path / "weights")
+    add_bos(weights / "tokenizer.json")
     names = "own_rolling,own_choice,own_generate"
     own = ("--include_path", tasks, "--sequence_length", str(LENGTH), "--json")
     done = run("llm_pretrain", "evaluate", weights, "--tasks", names, *own)
@@ -152,9 +166,10 @@ def test_tasks_give_what_lm_eval_gives_through_transformers(trained_run, tasks, 
     assert 0 <= ours["own_choice"]["acc"] <= 1
 
     theirs_file = tmp_path / "theirs"
+    settings = f"max_length={LENGTH},dtype=float32,add_bos_token=False"  # its windows have their own BOS
     theirs_done = run(
         *("lm_eval", "--model", "hf", "--device", "cpu", "--tasks", "own_rolling"),
-        *("--model_args", f"pretrained={weights},max_length={LENGTH},dtype=float32"),
+        *("--model_args", f"pretrained={weights},{settings}"),
         *("--include_path", tasks, "--output_path", theirs_file),
     )
     assert theirs_done.returncode == 0, theirs_done.stderr

@@ -28,7 +28,7 @@ def test_usage_lists_every_command(capsys: pytest.CaptureFixture[str]):
     text = capsys.readouterr().out
     assert all(name in text for name in ("tokenizer", "prepare", "generate"))
     assert main([]) == 2
-    assert main(["train"]) == 2
+    assert main(["pretrain"]) == 2
     assert "expected a command" in capsys.readouterr().err
 
 
@@ -120,3 +120,36 @@ def test_a_reader_that_has_seen_enough_is_no_error():
     )
     assert piped.stdout.split() == ["141"]
     assert piped.stderr == ""
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr", "stdin"])
+def test_a_closed_stream_is_the_null_device(stream: str, tmp_path: Path):
+    """`>&-`: no traceback, and no file that is opened later gets what is printed."""
+    number = ("stdin", "stdout", "stderr").index(stream)
+    code = f"""
+import os, sys
+os.close({number})
+sys.{stream} = None  # as Python starts with a closed one
+from llm_pretrain.__main__ import main
+code = main(["--version"])
+first = open({str(tmp_path / "file")!r}, "w")
+os.system("echo printed; echo printed >&2")
+print("printed", file=sys.stderr)
+sys.exit(code if first.fileno() > 2 else 3)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    assert (tmp_path / "file").read_text() == ""
+
+
+def test_a_reader_that_has_left_is_no_error():
+    """The exit code of the program stays, and Python's flush at exit says nothing."""
+    code = "import sys\nfrom llm_pretrain.files import flush_streams\nprint()\nflush_streams()\nsys.exit(7)"
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-c", code]
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run(command, cwd=ROOT, env=buffered, check=False, stdout=write, stderr=subprocess.PIPE)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (7, b"")

@@ -1,7 +1,10 @@
-"""`llm-pretrain report` and `top` as commands, and the report that a run writes when it ends."""
+"""The commands `report` and `top`, and the report that a run writes at its end."""
 
 from __future__ import annotations
 
+import os
+import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,23 +12,15 @@ from support.launching import ROOT, train
 from support.run_folders import make_run, training_row
 
 from llm_pretrain.__main__ import main
-from llm_pretrain.training.saving import Saving
+from llm_pretrain.training.checkpointing import CheckpointManager
 
 
 def options(store: Path, folder: Path, *more: str) -> list[str]:
     return [
         *("--config", str(ROOT / "configs" / "tiny-moe.yaml"), "--data.sources", f"[{{store: {store}}}]"),
         *("--run.output_dir", str(folder), "--training.max_steps", "2", "--schedule.warmup_steps", "1"),
-        *(
-            "--checkpoint.save_steps",
-            "0",
-            "--evaluation.max_batches",
-            "1",
-            "--training.precision",
-            "fp32",
-            "--distributed.cpu_threads",
-            "1",
-        ),
+        *("--checkpoint.save_steps", "0", "--evaluation.max_batches", "1"),
+        *("--training.precision", "fp32", "--distributed.cpu_threads", "1"),
         *("--logging.report", "true", *more),
     ]
 
@@ -41,7 +36,7 @@ def test_report_writes_the_page_into_the_run(run: Path, capsys: pytest.CaptureFi
     assert "<title>run – training report</title>" in (run / "report.html").read_text()
 
 
-def test_report_of_several_runs_wants_an_output(
+def test_report_of_several_runs_needs_an_output(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     assert main(["report", str(run), str(run)]) == 2
@@ -68,6 +63,58 @@ def test_damaged_metrics_are_named_by_line(run: Path, capsys: pytest.CaptureFixt
 def test_an_unwritable_output_is_one_line(run: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["report", str(run), "--output", "/proc/report.html"]) == 73
     assert capsys.readouterr().err.startswith("llm-pretrain report: error: /proc/report.html: cannot be")
+
+
+def test_only_a_page_is_replaced(run: Path, capsys: pytest.CaptureFixture[str]):
+    """Twice into the same file, a page of an earlier version, an empty file; not a run's own files."""
+    page = run / "page.html"
+    for before in (None, None, "<head><title>run – training report</title>", ""):
+        if before is not None:
+            page.write_text(before)
+        assert main(["report", str(run), "--output", str(page)]) == 0
+        assert '<meta name="generator" content="llm_pretrain' in page.read_text()
+    (run / "link.html").symlink_to(page)
+    for name in ("config.yaml", "metrics.jsonl", "link.html"):
+        before = (run / name).read_bytes()
+        assert main(["report", str(run), "--output", str(run / name)]) == 73
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"{run / name}: expected a new file, or one that this program wrote" in line
+        assert (run / name).read_bytes() == before
+    assert (run / "link.html").is_symlink()
+
+
+def fifo(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+def endless(file: Path) -> None:
+    file.unlink()
+    file.symlink_to("/dev/zero")
+
+
+def enormous(file: Path) -> None:
+    os.truncate(file, 1 << 40)  # without a block on the disk
+
+
+@pytest.mark.parametrize("name", ["status.json", "metrics.jsonl", "config.yaml", "attempts.jsonl"])
+@pytest.mark.parametrize("spoil", [fifo, endless, enormous])
+def test_a_file_that_has_no_end_is_not_read(
+    run: Path, name: str, spoil: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
+):
+    """Neither waited for nor read into memory: one line, or a remark in the frame."""
+    spoil(run / name)
+    tracemalloc.start()
+    assert main(["report", str(run), "--output", str(run / "page.html")]) == (
+        74 if name == "metrics.jsonl" else 0
+    )
+    if not (name == "metrics.jsonl" and spoil is enormous):  # of which only the end is read
+        assert main(["top", str(run), "--once"]) == 0
+        assert f"{name} cannot be read" in capsys.readouterr().out
+    assert main(["verify", str(run)]) != 0
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 64 << 20
 
 
 def test_top_shows_a_frame_into_a_pipe(run: Path, capsys: pytest.CaptureFixture[str]):
@@ -101,13 +148,13 @@ def test_a_report_that_fails_is_a_warning(
 def test_a_run_that_fails_is_reported_as_failed(
     plain_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    save = Saving.save
+    save = CheckpointManager.save
 
     def full_disk(self, progress, *, last=False):
         save(self, progress, last=last)
         raise OSError(28, "No space left on device", "somewhere")
 
-    monkeypatch.setattr(Saving, "save", full_disk)
+    monkeypatch.setattr(CheckpointManager, "save", full_disk)
     folder = tmp_path / "run"
     assert train(*options(plain_store, folder)) == 74
     page = (folder / "report.html").read_text()

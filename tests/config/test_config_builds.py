@@ -7,7 +7,6 @@ every step, the objective, the sample order and a batch of a tiny store, and its
 from __future__ import annotations
 
 import math
-import os
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -15,28 +14,24 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from support.config_trees import config_of, trees
+from support.config_trees import trees
+from support.fuzzing import fuzzed
 from support.launching import train
 
 from llm_pretrain.config import Config, dump_yaml, from_dict, resolve_model, validate
-from llm_pretrain.config.checking import field_types
+from llm_pretrain.config.schema import field_types
 from llm_pretrain.data import evaluation_batches, global_batches
 from llm_pretrain.errors import ConfigError, DataError
-from llm_pretrain.export import home_of
-from llm_pretrain.model import Decoder, count_parameters, initialize_weights
-from llm_pretrain.training.objective import Objective
-from llm_pretrain.training.optimizers import build_optimizer
-from llm_pretrain.training.saving import fingerprints
-from llm_pretrain.training.schedule import learning_rate
+from llm_pretrain.export import match_hf_architecture
+from llm_pretrain.model import Decoder, count_parameters
+from llm_pretrain.optim.param_groups import build_optimizer
+from llm_pretrain.optim.schedule import learning_rate
+from llm_pretrain.training import initialize_weights
+from llm_pretrain.training.checkpointing import fingerprints
+from llm_pretrain.training.step import Objective
 
-EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "0"))
-QUIET = settings(
-    deadline=None,
-    database=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
 FEW_PARAMETERS, FEW_TOKENS = 1 << 20, 1 << 14
 TOKENIZER_SIZE = 259
 
@@ -74,7 +69,7 @@ def build(config: Config, world_size: int) -> None:
         if len(evaluated):
             evaluated[0]
     try:
-        home = home_of(model)
+        home = match_hf_architecture(model)
     except ConfigError as error:
         named = [line.startswith("model.") for line in error.problems]
         assert all(named)
@@ -85,7 +80,7 @@ def build(config: Config, world_size: int) -> None:
 def accepted(tree: dict[str, Any], world_size: int) -> bool:
     """Whether the configuration is accepted, and then builds; asserts how it is refused."""
     try:
-        config = config_of(tree)
+        config = from_dict(tree)
         problems = validate(config, world_size)
     except ConfigError as error:
         config, problems = None, list(error.problems)
@@ -116,7 +111,7 @@ def test_whatever_is_accepted_builds(plain_store: Path, changed_store: Path, see
     stores = [str(plain_store), str(changed_store)]
 
     @given(tree=trees(stores=stores), world_size=st.sampled_from([1, 1, 2, 3]))
-    @settings(QUIET, max_examples=EXAMPLES or 60)
+    @fuzzed(60)
     def check(tree: dict[str, Any], world_size: int) -> None:
         seen["accepted" if accepted(tree, world_size) else "refused"] += 1
 
@@ -131,7 +126,7 @@ def test_edges_are_refused_or_build(plain_store: Path):
     """Fewer settings drawn, but from the edges of their types, without those that a training cannot have."""
 
     @given(tree=trees(stores=[str(plain_store)], edges=12, most=2, without={"data.num_workers"}))
-    @settings(QUIET, max_examples=EXAMPLES or 40)
+    @fuzzed(40)
     def check(tree: dict[str, Any]) -> None:
         accepted(tree, 1)
 
@@ -151,13 +146,12 @@ def test_whatever_is_accepted_trains(
 ):
     """Two steps of it, in this process: finished, diverged, or a refusal that only the data can tell."""
     codes: Counter[int] = Counter()
-    count = max(6, EXAMPLES // 50)
 
     @given(tree=trees(stores=[str(plain_store), str(masked_store)], most=5, edges=3))
-    @settings(QUIET, max_examples=count)
+    @fuzzed(6, per_cent=2)
     def check(tree: dict[str, Any]) -> None:
         try:
-            config = config_of(tree)
+            config = from_dict(tree)
         except ConfigError:
             return
         tokens = config.training.global_batch_size * config.training.sequence_length

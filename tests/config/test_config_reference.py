@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from llm_pretrain.config.checking import settings
+from llm_pretrain.config.loading import settings
 from llm_pretrain.config.reference import reference
 
 FILE = Path(__file__).parents[2] / "docs" / "configuration.md"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,10 +17,8 @@ from llm_pretrain.config import (
     multiplies_in_bf16,
     resolve_precision,
 )
-from llm_pretrain.config import precision as module
-from llm_pretrain.errors import ConfigError
-from llm_pretrain.training.agreement import check_precision
-from llm_pretrain.training.changes import changed_settings
+from llm_pretrain.config import loading as module
+from llm_pretrain.training.trainer import config_diff
 
 SOURCES = ("--data.sources", "[{store: x}]")
 
@@ -92,18 +89,6 @@ def test_this_cpu_is_what_the_system_says():
     assert multiplies_in_bf16() is ("avx512_bf16" in flags or "amx_bf16" in flags)
 
 
-def test_ranks_that_disagree_stop_with_one_line():
-    engine = SimpleNamespace(gather_objects=lambda value: [value, value, "fp32"])
-    mine = load_config([*SOURCES, "--training.precision", "bf16"])
-    with pytest.raises(ConfigError) as caught:
-        check_precision(engine, mine)  # type: ignore[arg-type]  # all that it asks of an engine
-    (line,) = caught.value.problems
-    assert line.startswith("training.precision: expected one on all ranks, found rank 0 bf16, rank 2 fp32;")
-    assert caught.value.shared
-    alike = SimpleNamespace(gather_objects=lambda value: [value, value])
-    check_precision(alike, mine)  # type: ignore[arg-type]
-
-
 def test_another_precision_than_the_attempt_before_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -112,11 +97,11 @@ def test_another_precision_than_the_attempt_before_is_reported(
     file = tmp_path / "config.yaml"
     file.write_text(dump_yaml(load_config([*SOURCES])))
     monkeypatch.setattr(module, "multiplies_in_bf16", lambda: False)
-    assert changed_settings(file, load_config([*SOURCES])) == ["training.precision: bf16 -> fp32"]
+    assert config_diff(file, load_config([*SOURCES])) == ["training.precision: bf16 -> fp32"]
     changed = load_config(
         [*SOURCES, "--optimizer.base_hidden_size", "64", "--training.deterministic", "true"]
     )
-    assert changed_settings(file, changed) == [
+    assert config_diff(file, changed) == [
         "optimizer.base_hidden_size: null -> 64",
         "training.precision: bf16 -> fp32",
         "training.deterministic: false -> true",

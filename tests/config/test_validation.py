@@ -114,6 +114,8 @@ def config(**settings: object) -> Config:
         ("distributed.cpu_threads", {"distributed__cpu_threads": 0}),
         ("run.seed", {"run__seed": -1}),
         ("run.output_dir", {"run__output_dir": ""}),
+        ("run.output_dir", {"run__output_dir": "~/runs/x"}),
+        ("model.init_from", {"model__init_from": ""}),
         ("run.output_dir", {"run__output_dir": __file__}),
         ("data.sources", {"data__sources": []}),
         ("data.sources[0].weight", {"data__sources": [{"store": "x", "weight": 0}]}),

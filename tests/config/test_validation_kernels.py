@@ -5,10 +5,9 @@ import dataclasses
 import pytest
 import torch
 
-from llm_pretrain.config import Config
-from llm_pretrain.config.validation import validate
+from llm_pretrain.config import Config, tree, validate
 from llm_pretrain.errors import ConfigError
-from llm_pretrain.training.building import build_model
+from llm_pretrain.training.model_setup import build_model
 
 
 def config(attention_dropout: float = 0.0, **training) -> Config:
@@ -43,14 +42,12 @@ def test_a_kernel_that_other_fields_exclude_is_refused_by_name(name, value, othe
 
 
 def test_liger_is_refused_where_it_is_not_installed(monkeypatch):
-    from llm_pretrain.config import validation_kernels
-
     for spec, count in ((None, 1), (object(), 0)):
-        monkeypatch.setattr(validation_kernels, "find_spec", lambda _, spec=spec: spec)
+        monkeypatch.setattr(tree, "find_spec", lambda _, spec=spec: spec)
         lines = lines_about("training.loss_implementation", config(loss_implementation="liger"))
         assert len(lines) == count
     monkeypatch.undo()
-    monkeypatch.setattr(validation_kernels, "find_spec", lambda _: None)
+    monkeypatch.setattr(tree, "find_spec", lambda _: None)
     assert "llm_pretrain[liger]" in lines_about("training.loss", config(loss_implementation="liger"))[0]
 
 

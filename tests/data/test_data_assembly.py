@@ -1,28 +1,31 @@
-"""Batches are those that a plain reading of the stores gives, document by document, token by token."""
+"""Assembled batches equal a slow reference that reads the stores token by token."""
 
 from __future__ import annotations
 
 import hashlib
 import pickle
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.corpora import make_tokenizer
-from support.mutation import Edit, mutated
+from support.fuzzing import fuzzed
 
 from llm_pretrain.data import TokenStore, open_tokenizer
-from llm_pretrain.data.assembly import IGNORE_INDEX, Assembler, Batch
-from llm_pretrain.data.gathering import PackedSource
-from llm_pretrain.data.packing import PackedIndex, pack
-from llm_pretrain.data.store_writer import StoreWriter
+from llm_pretrain.data.loader import assembly
+from llm_pretrain.data.loader.assembly import IGNORE_INDEX, Assembler, Batch, PackedSource
+from llm_pretrain.data.loader.packing import PackedIndex, pack
+from llm_pretrain.data.store.writer import StoreWriter
 from llm_pretrain.errors import DataError
 
 NAMES = ("input_ids", "labels", "loss_mask", "position_ids", "document_ids", "digest", "document_offsets")
-GATHERING = "llm_pretrain/data/gathering.py"
+Fault = tuple[Any, str, Callable[..., Any]]
+"""Owner, name and replacement of a function."""
 
 
 def write_store(folder: Path, *, masked: bool, shard_bytes: int, seed: int) -> TokenStore:
@@ -55,7 +58,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> list[TokenStore]:
 def plain_assembly(
     sources: list[PackedSource], samples: list[tuple[int, int]], length: int, *, isolate: bool, slot: int
 ) -> dict[str, torch.Tensor]:
-    """What a batch holds, put together slowly: every token is looked up by itself."""
+    """A slow reference of a batch: every token is looked up individually."""
     rows: dict[str, list[list[int]]] = {name: [] for name in NAMES[:5]}
     total, offsets = np.zeros(8, dtype=np.int64), []
     for row, (k, sequence) in enumerate(samples):
@@ -112,9 +115,9 @@ def check(batch: Batch, expected: dict[str, torch.Tensor]) -> None:
     assert batch.num_loss_tokens == int(expected["loss_mask"].sum())
 
 
-@settings(max_examples=120, deadline=None)
+@fuzzed(80)
 @given(data=st.data())
-def test_every_batch_is_what_a_plain_reading_gives(stores: list[TokenStore], data: st.DataObject):
+def test_every_batch_equals_a_slow_reference(stores: list[TokenStore], data: st.DataObject):
     """Random packings, lengths, mixtures and orders of rows; the masked and the sharded among them."""
     length = data.draw(st.integers(1, 70), label="sequence_length")
     packing = data.draw(st.sampled_from(["best_fit", "concat", "pad"]))
@@ -132,28 +135,67 @@ def test_every_batch_is_what_a_plain_reading_gives(stores: list[TokenStore], dat
     check(assembler.assemble(samples, step=0, micro_batch=0, slot=3), expected)
 
 
-MISTAKES = {
-    "labels of the piece's own ids": ("labels.append(following[", "labels.append(shard["),
-    "labels of another shard's ids": (
-        "labels.append(shard[begin + 1 : begin + size + 1])",
-        "labels.append(shard[begin : begin + size])",
+def labels_equal_to_ids(shards: int) -> Fault:
+    """Sources of one shard, or of several, give each piece's own ids as its labels."""
+    original = assembly._Source.add_tokens
+
+    def add_tokens(self: Any, starts: list, sizes: list, ids: list, labels: list) -> None:
+        original(self, starts, sizes, ids, labels)
+        if min(len(self._shards), 2) == shards:
+            labels[-len(sizes) :] = ids[-len(sizes) :]
+
+    return assembly._Source, "add_tokens", add_tokens
+
+
+def mask_at(change: Callable[[np.ndarray], np.ndarray]) -> Fault:
+    """The loss mask is read at other tokens than the labels'."""
+    original = assembly.Gatherer._mask_labels
+    return (
+        assembly.Gatherer,
+        "_mask_labels",
+        lambda self, mask, samples, where: original(self, mask, samples, change(where)),
+    )
+
+
+def gathered(change: Callable[[Any], object]) -> Fault:
+    """What was gathered is changed before it is assembled."""
+    original = assembly.Gatherer.gather
+
+    def gather(self: Any, samples: Any) -> Any:
+        rows = original(self, samples)
+        change(rows)
+        return rows
+
+    return assembly.Gatherer, "gather", gather
+
+
+def padding_as_target(rows: Any) -> None:
+    rows.loss_mask |= rows.is_padding.repeat(rows.lengths)
+
+
+def running_positions(rows: Any) -> None:
+    rows.positions = np.arange(len(rows.positions))
+
+
+FAULTS = {
+    "labels of the piece's own ids": labels_equal_to_ids(1),
+    "labels of another shard's ids": labels_equal_to_ids(2),
+    "mask of the ids": mask_at(lambda where: where - 1),
+    "mask of other rows": mask_at(lambda where: np.roll(where, 50)),
+    "bits from the other end": (
+        assembly,
+        "_bits_at",
+        lambda mask, where: np.unpackbits(mask).take(where, mode="wrap").astype(np.bool_),
     ),
-    "mask of the ids": ("            where += 1\n", ""),
-    "mask of other rows": ("_bits_at(mask, where[of_source])", "_bits_at(mask, where[: of_source.sum()])"),
-    "bits from the other end": ("where.astype(np.uint8) & 7", "~where.astype(np.uint8) & 7"),
-    "padding is a target": (
-        "mask = (~is_padding).repeat(length)",
-        "mask = (is_padding | True).repeat(length)",
-    ),
-    "positions run on": (
-        "np.subtract(self._places(size), positions, out=positions)",
-        "positions = self._places(size)",
-    ),
+    "padding is a target": gathered(padding_as_target),
+    "positions run on": gathered(running_positions),
 }
 
 
-@pytest.mark.parametrize("name", MISTAKES)
-def test_the_comparison_above_notices(stores: list[TokenStore], name: str):
+@pytest.mark.parametrize("name", FAULTS)
+def test_the_comparison_above_detects_faults(
+    stores: list[TokenStore], name: str, monkeypatch: pytest.MonkeyPatch
+):
     length = 50
     sources = [
         PackedSource(store, "train", pack(store.split("train").offsets, length, "best_fit"))
@@ -167,11 +209,12 @@ def test_the_comparison_above_notices(stores: list[TokenStore], name: str):
         check(assembler.assemble(samples, step=0, micro_batch=0, slot=0), expected)
 
     compare()
-    with mutated(Edit(GATHERING, *MISTAKES[name])), pytest.raises(AssertionError):
+    monkeypatch.setattr(*FAULTS[name])
+    with pytest.raises(AssertionError):
         compare()
 
 
-def test_an_assembler_goes_to_another_process(stores: list[TokenStore]):
+def test_an_assembler_can_be_pickled(stores: list[TokenStore]):
     sources = [PackedSource(s, "train", pack(s.split("train").offsets, 30, "best_fit")) for s in stores]
     assembler = Assembler(sources, 30, isolate_documents=True)
     again = pickle.loads(pickle.dumps(assembler))

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 import struct
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from support.corpora import make_store, make_tokenizer, write_jsonl
-from support.mutation import Edit, mutated
 
 from llm_pretrain.__main__ import main
-from llm_pretrain.data import Conversion, TokenStore, convert
-from llm_pretrain.data.prepare import Preparation, prepare_store
+from llm_pretrain.data import Conversion, TokenStore, convert, open_tokenizer, train_tokenizer
+from llm_pretrain.data.prepare import Preparation, conversion, prepare_store
+from llm_pretrain.data.sources import token_files
 from llm_pretrain.errors import ConfigError, DataError
 
-CONVERSION, FILES = "llm_pretrain/data/conversion.py", "llm_pretrain/data/document_files.py"
 EOS = 257  # of the tokenizer below: 256 bytes, <s> 256, </s> 257, <pad> 258
 MEGATRON_PYTHON = Path(os.environ.get("MEGATRON_PYTHON", "no-such-file"))
 
@@ -102,7 +103,7 @@ def test_a_store_of_many_shards_goes_whole(tmp_path: Path, tokenizer: Path):
     assert masks[0] == masks[1]
 
 
-def test_documents_without_bos_stay_as_they_are_if_told(tmp_path: Path, tokenizer: Path):
+def test_keep_ids_leaves_documents_without_bos_unchanged(tmp_path: Path, tokenizer: Path):
     records = [{"input_ids": [5, 6, i], "loss_mask": [1, 0, 1]} for i in range(40)]
     corpus = write_jsonl(tmp_path / "c.jsonl", records)
     store = prepare_store(Preparation([str(corpus)], tokenizer, tmp_path / "s", workers=1))
@@ -144,7 +145,7 @@ def test_documents_without_an_end_stay_apart_in_nanogpts_file(tmp_path: Path, to
     assert tokens.tolist() == [token for ids in documents(store) for token in ids]
 
 
-def test_a_mask_that_nanogpt_cannot_hold_is_missed(tmp_path: Path, masked_store: TokenStore, capsys):
+def test_a_mask_lost_in_nanogpts_format_is_reported(tmp_path: Path, masked_store: TokenStore, capsys):
     command = ["convert", "--from", "store", "--to", "nanogpt", "--input", str(masked_store.path)]
     assert main([*command, "--output", str(tmp_path / "n")]) == 0
     assert "nanogpt has no place for the loss mask: it is lost" in capsys.readouterr().out
@@ -176,7 +177,7 @@ def test_documents_end_with_eos_and_begin_as_ours_do(
     assert [token for ids in documents(kept) for token in ids] == stream.tolist()
 
 
-def test_files_named_val_are_the_validation_split_and_pickles_are_not_opened(tmp_path: Path, tokenizer: Path):
+def test_files_named_val_are_the_validation_split(tmp_path: Path, tokenizer: Path):
     folder = tmp_path / "fineweb"
     folder.mkdir()
     for name, token in (
@@ -185,11 +186,92 @@ def test_files_named_val_are_the_validation_split_and_pickles_are_not_opened(tmp
         ("fineweb_val_000000", 67),
     ):
         np.array([token, EOS], dtype="<u2").tofile(folder / f"{name}.bin")
-    (folder / "meta.pkl").write_bytes(b"cos\nsystem\n(S'touch " + bytes(tmp_path / "opened") + b"'\ntR.")
     store = to_store("nanogpt", [folder], tmp_path / "s", tokenizer)
     assert documents(store) == [[256, 65, EOS], [256, 66, EOS]]
     assert documents(store, "validation") == [[256, 67, EOS]]
+
+
+def nanogpt_characters(folder: Path, text: str, protocol: int | None = None) -> dict[int, str]:
+    """train.bin, val.bin and meta.pkl, as nanoGPT's `data/shakespeare_char/prepare.py` writes them."""
+    folder.mkdir()
+    itos = dict(enumerate(sorted(set(text))))
+    stoi = {character: index for index, character in itos.items()}
+    ids = np.array([stoi[character] for character in text], dtype="<u2")
+    ids[: len(ids) // 2].tofile(folder / "train.bin")
+    ids[len(ids) // 2 :].tofile(folder / "val.bin")
+    meta = {"vocab_size": len(itos), "itos": itos, "stoi": stoi}
+    (folder / "meta.pkl").write_bytes(pickle.dumps(meta, protocol))
+    return itos
+
+
+PLAY = "First Citizen:\nBefore we proceed any further, hear me speak! 你好▁😀\n" * 3
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_nanogpts_meta_gives_the_tokenizer(tmp_path: Path, protocol: int, capsys):
+    itos = nanogpt_characters(tmp_path / "play", PLAY, protocol)
+    command = ["convert", "--from", "nanogpt", "--to", "store", "--input", str(tmp_path / "play")]
+    assert main([*command, "--output", str(tmp_path / "s")]) == 0
+    assert "warning" not in capsys.readouterr().out
+    store = TokenStore(tmp_path / "s")
+    tokenizer = open_tokenizer(tmp_path / "s" / "tokenizer")
+    [train], [validation] = documents(store), documents(store, "validation")
+    assert tokenizer.decode([*train, *validation]) == PLAY
+    assert [tokenizer.token(index) for index in itos] == list(itos.values())
+    assert tokenizer.encode([PLAY]) == [[*train[1:], *validation[1:]]]
+    assert tokenizer.decode(tokenizer.encode(["Größe </s>"])[0]) == "Größe </s>"
+
+
+def test_ids_of_other_characters_than_the_tokenizers_are_refused(tmp_path: Path):
+    """Of a character tokenizer of ours, nanoGPT's ids are special tokens and bytes."""
+    nanogpt_characters(tmp_path / "play", PLAY)
+    (tmp_path / "text.txt").write_text(PLAY, encoding="utf-8")
+    train_tokenizer([str(tmp_path / "text.txt")], tmp_path / "ours", None, type="char")
+    with pytest.raises(DataError, match=r"meta\.pkl: .* found id 0 as '\\n' instead of ''") as caught:
+        to_store("nanogpt", [tmp_path / "play"], tmp_path / "s", tmp_path / "ours")
+    assert "\n" not in str(caught.value)
+    (tmp_path / "play" / "meta.pkl").unlink()
+    with pytest.raises(DataError, match="found special and byte tokens alone"):
+        to_store("nanogpt", [tmp_path / "play"], tmp_path / "s", tmp_path / "ours")
+    assert not (tmp_path / "s").exists()
+
+
+def test_the_tokenizer_of_meta_may_be_named_too(tmp_path: Path):
+    nanogpt_characters(tmp_path / "play", PLAY)
+    first = to_store("nanogpt", [tmp_path / "play"], tmp_path / "s", None)
+    again = to_store("nanogpt", [tmp_path / "play"], tmp_path / "t", tmp_path / "s" / "tokenizer")
+    assert same_splits(first, again)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"cos\nsystem\n(S'touch opened'\ntR.",
+        b"\x80\x04\x96" + (1 << 40).to_bytes(8, "little") + b".",  # a bytearray of a terabyte
+        b"\x80\x02r\xff\xff\xff\x7f.",  # an index of the memo
+        b"",
+        b"\x80\x04]",
+        pickle.dumps([1]),
+        pickle.dumps({"itos": {1: "a"}}),
+        pickle.dumps({"itos": {0: 3}}),
+        pickle.dumps({"itos": {0: "\ud800"}}),
+        pickle.dumps({"itos": {0: "word"}}),
+    ],
+)
+def test_no_code_of_a_meta_runs(tmp_path: Path, content: bytes, tokenizer: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    nanogpt_characters(tmp_path / "play", "abc")
+    (tmp_path / "play" / "meta.pkl").write_bytes(content)
+    with pytest.raises(DataError, match=r"meta\.pkl: expected nanoGPT's characters") as caught:
+        to_store("nanogpt", [tmp_path / "play" / "train.bin"], tmp_path / "s", tokenizer)
+    assert "\n" not in str(caught.value)
     assert not (tmp_path / "opened").exists()
+
+
+def test_a_meta_without_characters_says_nothing(tmp_path: Path, tokenizer: Path):
+    nanogpt_characters(tmp_path / "play", "abc")
+    (tmp_path / "play" / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 50304}))
+    to_store("nanogpt", [tmp_path / "play"], tmp_path / "s", tokenizer)
 
 
 def test_equal_documents_fall_into_one_split_and_neither_split_is_empty(tmp_path: Path, tokenizer: Path):
@@ -353,7 +435,7 @@ def test_wrong_options_are_one_line(tmp_path: Path, tokenizer: Path, store: Toke
         convert(Conversion("store", "megatron", [str(store.path)], tmp_path / "out", tokenizer=other))
 
 
-def test_a_file_without_an_end_of_a_document_is_warned_of(tmp_path: Path, tokenizer: Path, capsys):
+def test_a_file_without_an_end_of_a_document_gives_a_warning(tmp_path: Path, tokenizer: Path, capsys):
     np.array([65, 66, 67], dtype="<u2").tofile(tmp_path / "a.bin")
     command = ["convert", "--from", "nanogpt", "--to", "store", "--input", str(tmp_path / "a.bin")]
     assert main([*command, "--tokenizer", str(tokenizer), "--output", str(tmp_path / "s")]) == 0
@@ -408,19 +490,33 @@ def test_megatron_core_reads_ours_and_we_read_its(tmp_path: Path, tokenizer: Pat
         shutil.rmtree(tmp_path / name)
 
 
+def unframed(self: object, batch: object) -> object:
+    """In place of `_Reader._framed`: adds no first tokens."""
+    return batch
+
+
+def cut_before_the_end(path: Path, end_of_document: int) -> token_files.DocumentFile:
+    """In place of `open_nanogpt`: every document but the last loses its EOS to the next."""
+    file = open_nanogpt(path, end_of_document)
+    inner = file.offsets[1:-1] - 1
+    return replace(file, offsets=np.concatenate([file.offsets[:1], inner, file.offsets[-1:]]))
+
+
+open_nanogpt = token_files.open_nanogpt
+
+
 @pytest.mark.parametrize(
-    "edit",
-    [
-        Edit(CONVERSION, "lacking = batch.ids[starts] != first", "lacking = batch.ids[starts] < 0"),
-        Edit(FILES, "astype(np.int64) + start + 1", "astype(np.int64) + start"),
-    ],
+    "fault",
+    [(conversion._Reader, "_framed", unframed), (token_files, "open_nanogpt", cut_before_the_end)],
     ids=["first tokens not added", "cut before the end instead of after it"],
 )
-def test_documents_framed_wrongly_are_noticed(tmp_path: Path, tokenizer: Path, edit: Edit):
-    """The two mistakes that leave ids in place but move what is learnt."""
+def test_documents_framed_wrongly_are_detected(
+    tmp_path: Path, tokenizer: Path, fault: tuple, monkeypatch: pytest.MonkeyPatch
+):
+    """The two mistakes that keep all ids but change the targets."""
     np.array([65, 66, EOS, 67, 68, EOS], dtype="<u2").tofile(tmp_path / "a.bin")
     right = to_store("nanogpt", [tmp_path / "a.bin"], tmp_path / "s", tokenizer, validation_fraction=0)
     assert documents(right) == [[256, 65, 66, EOS], [256, 67, 68, EOS]]
-    with mutated(edit):
-        wrong = to_store("nanogpt", [tmp_path / "a.bin"], tmp_path / "w", tokenizer, validation_fraction=0)
+    monkeypatch.setattr(*fault)
+    wrong = to_store("nanogpt", [tmp_path / "a.bin"], tmp_path / "w", tokenizer, validation_fraction=0)
     assert documents(wrong) != documents(right)

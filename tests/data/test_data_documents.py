@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from llm_pretrain.data import inputs
-from llm_pretrain.data.documents import (
+from llm_pretrain.data.sources import (
     RecordError,
     batch_records,
-    find_files,
+    find_sources,
+    inputs,
     parse_record,
     read_records,
 )
@@ -84,7 +84,7 @@ def test_a_folder_is_read_in_sorted_order_without_hidden_files(tmp_path: Path):
     for name in ("b.txt", "a/z.txt", "a/b.jsonl", ".hidden/c.txt", "a/.d.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(json.dumps({"text": name}))
-    found = [path.relative_to(tmp_path).as_posix() for _, path in find_files([str(tmp_path)])]
+    found = [Path(source.name).relative_to(tmp_path).as_posix() for source in find_sources([str(tmp_path)])]
     assert found == ["a/b.jsonl", "a/z.txt", "b.txt"]
 
 
@@ -101,10 +101,10 @@ def test_inputs_that_cannot_be_read_are_refused(tmp_path: Path, name: str, messa
     (tmp_path / "a.zip").touch()
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=message):
-        find_files([str(tmp_path / name)])
+        find_sources([str(tmp_path / name)])
 
 
-def test_the_standard_library_is_found_without_a_look_into_what_is_left_out(
+def test_the_standard_library_is_found_without_walking_excluded_folders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Beside it lie the installed packages, which may be many times as many files."""
@@ -114,12 +114,12 @@ def test_the_standard_library_is_found_without_a_look_into_what_is_left_out(
     monkeypatch.setattr(inputs.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     scandir, seen = os.scandir, []
     monkeypatch.setattr(os, "scandir", lambda path: seen.append(Path(path).name) or scandir(path))
-    assert [name for name, _ in find_files(["stdlib"])] == ["a.py", "b/c.py"]
+    assert [source.name for source in find_sources(["stdlib"])] == ["a.py", "b/c.py"]
     assert seen == [tmp_path.name, "b"]
 
 
-def test_the_standard_library_comes_sorted_and_without_tests():
-    names = [name for name, _ in find_files(["stdlib"])]
+def test_the_standard_library_is_sorted_and_without_tests():
+    names = [source.name for source in find_sources(["stdlib"])]
     assert names == sorted(names)
     assert "argparse.py" in names
     assert "json/decoder.py" in names

@@ -1,4 +1,4 @@
-"""The first of equal documents stays, wherever the others are; a document is its text and its targets."""
+"""The first of documents with equal text and targets is kept, wherever the others are."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.corpora import make_texts, make_tokenizer, write_jsonl
 
-from llm_pretrain.data import prepare as prepare_module
-from llm_pretrain.data.duplicates import SeenDocuments
 from llm_pretrain.data.prepare import Preparation, prepare_store
+from llm_pretrain.data.prepare import preparation as prepare_module
+from llm_pretrain.data.prepare.preparation import SeenDocuments
 
 
 @given(st.lists(st.lists(st.integers(0, 40), max_size=30), max_size=30))
-def test_a_key_is_new_once(batches: list[list[int]]):
+def test_a_key_is_new_only_once(batches: list[list[int]]):
     seen, known = SeenDocuments(), set()
     for batch in batches:
         expected = []

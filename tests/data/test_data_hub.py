@@ -1,4 +1,4 @@
-"""Sets of the hub are streamed by `datasets`; what the hub lacks, or its absence, is one line, soon said."""
+"""Hub data sets are streamed by `datasets`; missing parts and a missing network are one-line errors."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ import huggingface_hub
 import pytest
 from support.corpora import make_texts, make_tokenizer
 
-from llm_pretrain.data import hub
-from llm_pretrain.data import prepare as prepare_module
-from llm_pretrain.data.documents import parse_record, read_records
-from llm_pretrain.data.hub import HubSet, hub_revision, parse_hub_name
 from llm_pretrain.data.prepare import Preparation, prepare_store
+from llm_pretrain.data.prepare import preparation as prepare_module
+from llm_pretrain.data.sources import parse_record, read_records
+from llm_pretrain.data.sources.inputs import TIMEOUT_SECONDS, HubSet, hub_revision, parse_hub_name
 from llm_pretrain.errors import DataError
 
 TEXTS = make_texts(700)
@@ -65,7 +64,7 @@ def texts_of(name: str) -> list[str]:
     return [parse_record(record).text() for record in read_records([name])]
 
 
-def test_a_name_has_one_spelling():
+def test_hub_names_are_parsed():
     assert parse_hub_name("hf://a/b") == HubSet("a/b", None, None, "train")
     assert parse_hub_name("hf://a/b:test") == HubSet("a/b", None, None, "test")
     full = "hf://a-1/b.c@refs%2Fpr%2F1/20231101.en:train"
@@ -119,7 +118,7 @@ def test_a_connection_that_breaks_is_one_line(local_hub: Path, monkeypatch: pyte
     assert "\n" not in str(caught.value)
 
 
-def test_a_preparation_goes_on_after_a_connection_that_broke(
+def test_a_preparation_resumes_after_a_broken_connection(
     local_hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(prepare_module, "BATCH_BYTES", 5000)
@@ -145,7 +144,7 @@ def test_a_preparation_goes_on_after_a_connection_that_broke(
 
 
 @pytest.mark.parametrize("endpoint", ["http://127.0.0.1:9", "http://nowhere.invalid"])
-def test_without_a_network_one_line_says_so_soon(tmp_path: Path, endpoint: str):
+def test_a_missing_network_is_reported_in_one_line_within_the_timeout(tmp_path: Path, endpoint: str):
     """In a process of its own: the libraries read the address of the hub when they are imported."""
     command = [
         *(sys.executable, "-m", "llm_pretrain", "prepare", "--input", "hf://owner/set:train"),
@@ -155,6 +154,6 @@ def test_without_a_network_one_line_says_so_soon(tmp_path: Path, endpoint: str):
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, check=False)
     assert done.returncode == 65
     (line,) = done.stderr.splitlines()
-    for part in ("hf://owner/set:train", endpoint, f"within {hub.TIMEOUT_SECONDS:.0f} s", "their folder"):
+    for part in ("hf://owner/set:train", endpoint, f"within {TIMEOUT_SECONDS:.0f} s", "their folder"):
         assert part in line
     assert not (tmp_path / "store").exists()

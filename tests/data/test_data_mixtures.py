@@ -1,18 +1,19 @@
-"""Mixtures whose weights change: quotas per segment, every source in its own order, nothing lost between."""
+"""Mixtures with changing weights: quotas per segment, every source continues its own order."""
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.corpora import make_config, make_store
-from support.mutation import Edit, mutated
+from support.fuzzing import fuzzed
 
 from llm_pretrain.config import Config, WeightChange
 from llm_pretrain.data import (
@@ -20,11 +21,10 @@ from llm_pretrain.data import (
     TokenStore,
     evaluation_batches,
     global_batches,
-    sample_order,
     shard,
     weight_changes_fingerprint,
 )
-from llm_pretrain.data.sample_order import BLOCK, SampleOrder, shuffled
+from llm_pretrain.data.loader.sample_order import BLOCK, SampleOrder, Segment, shuffled
 from llm_pretrain.errors import DataError
 
 LENGTHS = [70, 900, 333]
@@ -47,24 +47,34 @@ def test_no_sequence_is_skipped_or_repeated_across_changes():
     check_each_source_is_read_in_its_own_order(order, LENGTHS, 9)
 
 
+Counts = Callable[[Segment, Segment], list[int]]
+"""Samples drawn from each source before a segment, from the segment before it and itself."""
+
+
+def times(segment: Segment, blocks: int) -> list[int]:
+    return [blocks * quota for quota in segment.quotas]
+
+
 @pytest.mark.parametrize(
-    "edit",
+    "drawn",
     [
-        ("segment.drawn[k] + (block - segment.start) * quota", "block * quota"),
-        ("segment.drawn[k] + (block - segment.start) * quota", "(block - segment.start) * quota"),
-        ("count + (start - before.start) * quota", "(start - before.start) * quota"),
-        ("count + (start - before.start) * quota", "count + start * quota"),
+        lambda before, segment: times(segment, segment.start),
+        lambda before, segment: [0] * len(LENGTHS),
+        lambda before, segment: times(before, segment.start - before.start),
+        lambda before, segment: np.add(before.drawn, times(before, segment.start)).tolist(),
     ],
     ids=["as without changes", "each segment anew", "one segment back only", "blocks from the beginning"],
 )
-def test_the_check_above_would_notice(edit: tuple[str, str]):
-    with mutated(Edit("llm_pretrain/data/sample_order.py", *edit)):
-        order = sample_order.SampleOrder(LENGTHS, [2, 1, 1], 5, CHANGES)
-        with pytest.raises(AssertionError):
-            check_each_source_is_read_in_its_own_order(order, LENGTHS, 9)
+def test_the_check_above_detects_wrong_counts(drawn: Counts):
+    order = SampleOrder(LENGTHS, [2, 1, 1], 5, CHANGES)
+    for j in range(1, len(order.segments)):
+        segment = order.segments[j]
+        order.segments[j] = replace(segment, drawn=drawn(order.segments[j - 1], segment))
+    with pytest.raises(AssertionError):
+        check_each_source_is_read_in_its_own_order(order, LENGTHS, 9)
 
 
-@settings(max_examples=40, deadline=None)
+@fuzzed(25)
 @given(
     st.lists(
         st.tuples(
@@ -151,7 +161,7 @@ def test_the_same_samples_at_any_split_and_from_any_step(store: TokenStore, othe
         assert torch.equal(samples(step, 2, micro_batch_size=32, max_steps=12), reference[128 * step :])
 
 
-def test_a_batch_says_which_source_each_sequence_comes_from(store: TokenStore, other_store: TokenStore):
+def test_a_batch_has_the_source_of_each_sequence(store: TokenStore, other_store: TokenStore):
     config = mixture(store, other_store, max_steps=1)
     (batch, *_) = global_batches(config, start_step=0, world_size=1)
     order = SampleOrder([len(part.index) for part in _sources(config)], [3, 1], 0)
@@ -212,7 +222,7 @@ def test_equal_fingerprints_at_a_step_mean_the_same_samples_before_it(
     assert min(allowed, refused) > 50
 
 
-def test_evaluation_knows_how_much_it_sees_of_each_source(
+def test_evaluation_counts_the_sequences_of_each_source(
     store: TokenStore, other_store: TokenStore, tmp_path: Path
 ):
     config = mixture(store, other_store)

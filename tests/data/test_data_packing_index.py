@@ -1,4 +1,4 @@
-"""A stored packing index is the packing, or it is not used: damaged, foreign, half-written, not writable."""
+"""A stored packing index equals the packing; damaged, foreign and incomplete files are not used."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.corpora import make_config, make_store
-from support.mutation import ROOT
+from support.launching import ROOT
 
-from llm_pretrain.data import TokenStore, global_batches, inspect_store, packing_index, sequences_per_epoch
-from llm_pretrain.data.packing import PackedIndex, pack
-from llm_pretrain.data.packing_index import FOLDER, packed_index
+from llm_pretrain.data import TokenStore, global_batches, inspect_store, sequences_per_epoch
+from llm_pretrain.data.loader import packing as packing_index
+from llm_pretrain.data.loader.packing import FOLDER, PackedIndex, pack, packed_index
 
 NAME = "train-best_fit-64.bin"
 ARRAYS = ("piece_start", "piece_length", "sequence_offsets")
@@ -34,8 +34,10 @@ def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TokenStore:
     return make_store(tmp_path / "store", documents=120)
 
 
-def check(store: TokenStore, found: PackedIndex, packing: str = "best_fit") -> None:
-    expected = pack(store.split("train").offsets, 64, packing)
+def check(
+    store: TokenStore, found: PackedIndex, packing: str = "best_fit", sequence_length: int = 64
+) -> None:
+    expected = pack(store.split("train").offsets, sequence_length, packing)
     for name in ARRAYS:
         assert np.array_equal(getattr(found, name), getattr(expected, name)), name
 
@@ -48,9 +50,10 @@ def written(store: TokenStore) -> Path:
 @pytest.mark.parametrize("packing", ["best_fit", "concat", "pad"])
 def test_it_is_built_once_and_then_mapped(large: TokenStore, packing: str, monkeypatch: pytest.MonkeyPatch):
     check(large, packed_index(large, "train", 64, packing), packing)
-    for name in ("pack", "pack_in_parts"):  # nobody packs again
-        monkeypatch.setattr(packing_index, name, None)
-    again = packed_index(large, "train", 64, packing)
+    with monkeypatch.context() as patched:
+        for name in ("pack", "pack_in_parts"):  # must not be called again
+            patched.setattr(packing_index, name, None)
+        again = packed_index(large, "train", 64, packing)
     check(large, again, packing)
     base = again.piece_start
     while isinstance(base.base, np.ndarray):
@@ -59,6 +62,17 @@ def test_it_is_built_once_and_then_mapped(large: TokenStore, packing: str, monke
     assert [file.name for file in (large.path / FOLDER).glob("*.bin")] == [f"train-{packing}-64.bin"]
     assert not list((large.path / FOLDER).glob("*.tmp*"))
     large.verify()
+
+
+@pytest.mark.parametrize("sequence_length", [(1 << 16) - 1, 1 << 16])
+def test_pieces_as_long_as_their_type_can_tell(
+    sequence_length: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(packing_index, "IN_MEMORY", 0)
+    store = make_store(tmp_path / "store", documents=6, longest=60_000)
+    found = packed_index(store, "train", sequence_length, "best_fit")
+    assert max(found.piece_length) == sequence_length, "no document fills a sequence"
+    check(store, found, sequence_length=sequence_length)
 
 
 def test_a_small_split_has_no_file(large: TokenStore, monkeypatch: pytest.MonkeyPatch):
@@ -142,7 +156,7 @@ def test_a_store_that_cannot_be_written_to(
     assert "packed in memory" in caplog.text
 
 
-def test_a_user_without_a_home(
+def test_a_user_without_a_home_folder(
     large: TokenStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     """As in a container that runs as a number of which it has no name: `~` stands for nothing."""
@@ -157,11 +171,12 @@ def test_a_user_without_a_home(
     assert not (tmp_path / "~").exists()
 
 
-def test_what_a_killed_process_leaves_is_cleared_away_by_the_next(large: TokenStore):
+def test_files_of_a_killed_build_are_removed_by_the_next(large: TokenStore):
     file = large.path / FOLDER / NAME
     program = f"""
 import os, signal
-from llm_pretrain.data import TokenStore, packing_index
+from llm_pretrain.data import TokenStore
+from llm_pretrain.data.loader import packing as packing_index
 packing_index.IN_MEMORY = 0
 packing_index._digest = lambda stream: os.kill(os.getpid(), signal.SIGKILL)
 packing_index.packed_index(TokenStore({str(large.path)!r}), "train", 64, "best_fit")
@@ -187,7 +202,7 @@ def test_a_full_disk_leaves_nothing_half_written(
     assert all(file.suffix == ".lock" for file in left)
 
 
-def test_another_process_is_sent_the_name_not_the_arrays(large: TokenStore):
+def test_a_stored_index_is_pickled_by_name(large: TokenStore):
     index = packed_index(large, "train", 64, "best_fit")
     content = pickle.dumps(index)
     assert len(content) < 1000
@@ -201,7 +216,7 @@ def _build(path: Path, results: multiprocessing.SimpleQueue) -> None:
 
 
 def test_processes_that_start_at_once_agree(large: TokenStore):
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork")  # spawned ones would import torch
     results = context.SimpleQueue()
     processes = [context.Process(target=_build, args=(large.path, results)) for _ in range(3)]
     for process in processes:
@@ -213,7 +228,7 @@ def test_processes_that_start_at_once_agree(large: TokenStore):
     assert all(each == [getattr(expected, name).tolist() for name in ARRAYS] for each in found)
 
 
-def test_inspect_says_which_files_there_are(large: TokenStore):
+def test_inspect_lists_the_index_files(large: TokenStore):
     assert inspect_store(large, 64)["packing_indexes"] == []
     file = written(large)
     assert inspect_store(large, 64)["packing_indexes"] == [{"file": NAME, "bytes": file.stat().st_size}]

@@ -1,10 +1,11 @@
-"""`prepare` stores what the corpus says, the same at any number of workers, and all or nothing."""
+"""`prepare` stores the corpus, with the same bytes at any number of workers, completely or not at all."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +14,9 @@ from support.corpora import make_texts, make_tokenizer, write_jsonl
 
 from llm_pretrain.__main__ import main
 from llm_pretrain.data import TokenStore, open_tokenizer
-from llm_pretrain.data import prepare as prepare_module
 from llm_pretrain.data.prepare import Preparation, prepare_store
-from llm_pretrain.errors import DataError
+from llm_pretrain.data.prepare import preparation as prepare_module
+from llm_pretrain.errors import DataError, OutputError
 
 
 def prepare(folder: Path, records: list[dict], *, bos: bool = True, **options) -> TokenStore:
@@ -48,7 +49,7 @@ def test_documents_are_framed_and_masks_follow_the_record(tmp_path: Path):
     assert store.facts["splits"]["train"]["targets"] == 3 + 2 + 1 + 5
 
 
-def test_a_store_without_a_validation_document_is_warned_of_unless_none_was_asked_for(
+def test_an_empty_validation_split_gives_a_warning_unless_requested(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     make_tokenizer(tmp_path / "tokenizer", bos=True)
@@ -120,7 +121,7 @@ def test_neither_split_is_empty_where_two_documents_differ(tmp_path: Path, fract
     assert (documents["validation"] == 1) == (fraction < 0.5)
 
 
-def test_one_document_is_for_training(tmp_path: Path):
+def test_a_single_document_is_in_the_train_split(tmp_path: Path):
     store = prepare(tmp_path, [{"text": "a"}] * 3, validation_fraction=1 - 1e-9)
     assert (store.split("train").documents, store.split("validation").documents) == (3, 0)
 
@@ -175,6 +176,30 @@ def test_bad_records_are_skipped_by_cause_or_stop_the_run(tmp_path: Path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.jsonl", "store", "tokenizer"]
 
 
+@pytest.mark.parametrize("kind", ["text", "messages"])
+def test_a_text_that_the_tokenizer_cannot_encode_is_a_bad_record(tmp_path: Path, kind: str):
+    """A pattern that backtracks too long is a panic of the library, which is no Exception."""
+    tokenizer = make_tokenizer(tmp_path / "tokenizer")
+    content = json.loads((tokenizer / "tokenizer.json").read_text())
+    split = {"type": "Split", "pattern": {"Regex": "(a|aa)+b"}, "behavior": "Isolated", "invert": False}
+    content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, content["pre_tokenizer"]]}
+    (tokenizer / "tokenizer.json").write_text(json.dumps(content))
+    template = "{% for m in messages %}{% generation %}{{ m.content }}</s>{% endgeneration %}{% endfor %}"
+    (tokenizer / "chat_template.jinja").write_text(template)
+    texts = [*make_texts(5), "a" * 60, *make_texts(4, seed=1)]
+    records = [
+        {"text": text} if kind == "text" else {"messages": [{"role": "assistant", "content": text}]}
+        for text in texts
+    ]
+    corpus = write_jsonl(tmp_path / "c.jsonl", records)
+    preparation = Preparation([str(corpus)], tokenizer, tmp_path / "store", workers=1)
+    with pytest.raises(DataError, match=r"c\.jsonl:6: tokenizer error: .*retry-limit.* --on_error skip$"):
+        prepare_store(preparation)
+    store = prepare_store(replace(preparation, on_error="skip"))
+    assert store.facts["skipped"] == {"tokenizer error": 1}
+    assert sum(split["documents"] for split in store.facts["splits"].values()) == 9
+
+
 def test_an_empty_corpus_is_refused_with_what_was_left_out(tmp_path: Path):
     with pytest.raises(DataError, match="expected documents, found none"):
         prepare(tmp_path, [])
@@ -182,7 +207,7 @@ def test_an_empty_corpus_is_refused_with_what_was_left_out(tmp_path: Path):
         prepare(tmp_path, [{"text": ""}])
 
 
-def test_an_existing_store_is_kept_unless_told_and_other_folders_always(tmp_path: Path):
+def test_an_existing_store_is_replaced_only_with_overwrite(tmp_path: Path):
     old = prepare(tmp_path, [{"text": "old"}])
     with pytest.raises(DataError, match="--overwrite"):
         prepare(tmp_path, [{"text": "new"}])
@@ -229,3 +254,43 @@ def test_a_tokenizer_without_tokenizer_json_is_converted(tmp_path: Path):
     store = prepare_store(Preparation([str(corpus)], folder, tmp_path / "store", validation_fraction=0.0))
     assert store.facts["altered_documents"] == 0
     assert store.split("train").tokens == (5 + 2) + (6 + 2)
+
+
+def test_overwrite_removes_no_file_but_the_stores(tmp_path: Path):
+    """The folder holds the input, or another program's `store.json`; nothing in it changes."""
+    store = prepare(tmp_path, [{"text": "old"}])
+    (store.path / "index").mkdir()
+    (store.path / "index" / "train-wrap-32.bin").touch()  # a run's packing index
+    assert prepare(tmp_path, [{"text": "new"}], overwrite=True).path == store.path
+    corpus = write_jsonl(store.path / "corpus.jsonl", [{"text": "the only copy"}])
+    before = all_files(store.path)
+    preparation = Preparation([str(corpus)], tmp_path / "tokenizer", store.path, overwrite=True, workers=1)
+    with pytest.raises(DataError, match=r"found corpus\.jsonl in it, which is not the store's"):
+        prepare_store(preparation)
+    assert all_files(store.path) == before
+    corpus.rename(tmp_path / "moved.jsonl")
+    (store.path / "store.json").write_text('{"store": "of another program"}')
+    before = all_files(store.path)
+    with pytest.raises(DataError, match="expected a new folder or a token store, found something else"):
+        prepare_store(replace(preparation, inputs=[str(tmp_path / "moved.jsonl")]))
+    assert all_files(store.path) == before
+
+
+def test_a_file_put_into_the_store_while_another_is_prepared_stays(tmp_path: Path):
+    store = prepare(tmp_path, [{"text": "old"}])
+    late = store.path / "notes.txt"
+    with pytest.raises(OutputError, match=r"found notes\.txt in it"):
+        prepare(tmp_path, [{"text": "new"}], overwrite=True, progress=lambda _: late.touch())
+    assert late.exists()
+    assert TokenStore(store.path).hash == store.hash
+    late.unlink()
+    assert prepare(tmp_path, [{"text": "new"}], overwrite=True).hash != store.hash
+
+
+def test_the_folder_for_the_work_is_not_taken_from_somebody(tmp_path: Path):
+    work = tmp_path / ".store.partial"
+    work.mkdir()
+    (work / "thesis.txt").write_text("mine")
+    with pytest.raises(OutputError, match=r"\.store\.partial: .* found thesis\.txt in it"):
+        prepare(tmp_path, [{"text": "a"}])
+    assert (work / "thesis.txt").read_text() == "mine"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
@@ -19,11 +20,11 @@ from typing import Any
 import pytest
 from filelock import FileLock
 from support.corpora import make_texts, make_tokenizer, write_jsonl
-from support.mutation import Edit, mutated
 
-from llm_pretrain.data import TokenStore, store_writer
-from llm_pretrain.data import prepare as prepare_module
+from llm_pretrain.data import TokenStore
 from llm_pretrain.data.prepare import Preparation, prepare_store
+from llm_pretrain.data.prepare import preparation as prepare_module
+from llm_pretrain.data.store import writer as store_writer
 from llm_pretrain.errors import DataError, OutputError
 
 OPERATIONS = (
@@ -107,7 +108,7 @@ def expected_files(preparation: Preparation) -> dict[str, bytes]:
     return all_files(prepare_store(whole).path)
 
 
-def test_killed_anywhere_it_gives_the_same_bytes(preparation: Preparation):
+def test_a_preparation_killed_anywhere_gives_the_same_bytes(preparation: Preparation):
     """The run is killed at an operation, and started again; the points lie closely over all of the work."""
     expected = expected_files(preparation)
     output = Path(preparation.output)
@@ -127,7 +128,7 @@ def test_killed_anywhere_it_gives_the_same_bytes(preparation: Preparation):
     assert all_files(output) == expected
 
 
-def test_the_store_that_was_there_comes_back_if_the_new_one_does_not(
+def test_the_replaced_store_is_restored_if_the_new_one_fails(
     preparation: Preparation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Killed between the two renamings that replace a store, and then started with other, broken input."""
@@ -160,13 +161,13 @@ def test_the_store_that_was_there_comes_back_if_the_new_one_does_not(
     assert not list(output.parent.glob(".*"))
 
 
-def test_killed_with_one_worker_it_goes_on_with_two(preparation: Preparation):
+def test_a_preparation_killed_with_one_worker_resumes_with_two(preparation: Preparation):
     expected = expected_files(preparation)
     assert run_until_killed(lambda: prepare_store(preparation), MIDDLE)
     assert all_files(prepare_store(replace(preparation, workers=2)).path) == expected
 
 
-def test_killed_again_and_again_it_comes_to_its_end(preparation: Preparation):
+def test_a_preparation_killed_repeatedly_completes(preparation: Preparation):
     expected = expected_files(preparation)
     kill_at, kills = 30, 0
     while run_until_killed(lambda: prepare_store(preparation), kill_at):
@@ -176,7 +177,7 @@ def test_killed_again_and_again_it_comes_to_its_end(preparation: Preparation):
     assert all_files(Path(preparation.output)) == expected
 
 
-def test_work_that_is_done_is_not_done_again(preparation: Preparation, monkeypatch: pytest.MonkeyPatch):
+def test_finished_batches_are_not_encoded_again(preparation: Preparation, monkeypatch: pytest.MonkeyPatch):
     assert run_until_killed(lambda: prepare_store(preparation), MIDDLE)
     read = []
     original = prepare_module.read_sources
@@ -196,7 +197,7 @@ def test_work_that_is_done_is_not_done_again(preparation: Preparation, monkeypat
 
 
 @pytest.mark.parametrize("change", ["input", "option", "tokenizer", "order", "text", "damage"])
-def test_other_work_begins_anew(preparation: Preparation, change: str):
+def test_changed_inputs_or_options_start_from_the_beginning(preparation: Preparation, change: str):
     assert run_until_killed(lambda: prepare_store(preparation), MIDDLE)
     partial = Path(preparation.output).with_name(".store.partial")
     assert (partial / "state.json").exists()
@@ -222,24 +223,29 @@ def test_other_work_begins_anew(preparation: Preparation, change: str):
     assert all_files(store.path) == expected_files(other)
 
 
-def test_a_commit_that_forgets_what_is_not_on_disk_is_noticed(preparation: Preparation):
-    """The property can fail: without cutting files back, what was written after the last commit stays.
+def test_the_test_above_detects_files_that_are_not_truncated(
+    preparation: Preparation, monkeypatch: pytest.MonkeyPatch
+):
+    """Without truncation and its hash check, data written after the last commit stays in the files."""
 
-    The digest of what was committed would notice, and the work begin anew.
-    """
+    def untruncated(self: Any, path: Path, keep: int | None = None, sha256: str = "") -> None:
+        self.path, self._hash, self.bytes = path, hashlib.sha256(), 0
+        self._file = path.open("wb" if keep is None else "ab")
+        for data in self.content():
+            self._hash.update(data)
+            self.bytes += len(data)
+
     expected = expected_files(preparation)
-    file = "llm_pretrain/data/hashed_file.py"
-    uncut = Edit(file, "        self._file.truncate(keep)\n", "")
-    with mutated(uncut, Edit(file, "if self._hash.hexdigest() != sha256:", "if False:")):
-        found = []
-        for kill_at in range(MIDDLE, MIDDLE + 12):
-            assert run_until_killed(lambda: prepare_store(preparation), kill_at)
-            try:
-                found.append(all_files(prepare_store(replace(preparation, workers=1)).path))
-            except Exception as error:
-                found.append({"error": repr(error).encode()})
-            shutil.rmtree(preparation.output, ignore_errors=True)
-    assert any(files != expected for files in found)
+    monkeypatch.setattr(store_writer.HashedFile, "__init__", untruncated)
+    for kill_at in range(MIDDLE, MIDDLE + 60):
+        assert run_until_killed(lambda: prepare_store(preparation), kill_at)
+        try:
+            if all_files(prepare_store(replace(preparation, workers=1)).path) != expected:
+                return
+        except Exception:  # any error is a difference too
+            return
+        shutil.rmtree(preparation.output, ignore_errors=True)
+    pytest.fail("every store was the expected one")
 
 
 def test_a_second_prepare_of_one_output_is_refused(preparation: Preparation, tmp_path: Path):
@@ -273,7 +279,7 @@ def test_an_interrupted_run_keeps_what_was_committed(preparation: Preparation, t
     assert not (tmp_path / ".store.partial").exists()
 
 
-def test_workers_end_with_a_main_process_that_is_killed(tmp_path: Path):
+def test_workers_end_when_the_main_process_is_killed(tmp_path: Path):
     """Else they would wait for their next batch for ever, each with the memory of a tokenizer."""
     corpus = write_jsonl(tmp_path / "c.jsonl", [{"text": "x" * 2000}] * 30_000)
     command = [
@@ -294,7 +300,7 @@ def test_workers_end_with_a_main_process_that_is_killed(tmp_path: Path):
     assert not alive
 
 
-def test_counts_of_a_store_say_what_was_left_out(preparation: Preparation):
+def test_a_store_counts_what_was_left_out(preparation: Preparation):
     facts = prepare_store(preparation).facts
     assert facts["duplicates"] == 3
     assert facts["skipped"] == {"empty document": 1, "no text": 1}

@@ -21,9 +21,9 @@ import zstandard
 from support.corpora import make_texts, make_tokenizer, write_jsonl
 
 from llm_pretrain.data import TokenStore
-from llm_pretrain.data.documents import Document, RecordError, parse_record, read_records
-from llm_pretrain.data.inputs import find_sources
 from llm_pretrain.data.prepare import Preparation, prepare_store
+from llm_pretrain.data.sources import Document, RecordError, parse_record, read_records, readers
+from llm_pretrain.data.sources.inputs import COMPRESSIONS, find_sources
 from llm_pretrain.errors import DataError
 
 TEXTS = [*make_texts(40), 'quotes "", commas, and\nlines\r\n', "tab\there", " spaces "]
@@ -218,6 +218,21 @@ def test_a_bad_row_is_named_by_its_place(tmp_path: Path, name: str, content: byt
     assert caught.value.cause == cause
 
 
+@pytest.mark.parametrize("rest", [b"x,y\r\n" * 50, b"x" * 300 + b"\n", b'","\n' * 75])
+def test_a_row_of_a_csv_file_has_the_limit_of_a_record(
+    tmp_path: Path, rest: bytes, monkeypatch: pytest.MonkeyPatch
+):
+    """Without it an open quote reads the rest of the file into memory."""
+    monkeypatch.setattr(readers, "RECORD_BYTES", 200)
+    (tmp_path / "a.csv").write_bytes(b'id,text\n1,one\n2,"open' + rest + b"3,three\n")
+    found = [(record.line, record.kind) for record in read_records([str(tmp_path / "a.csv")])]
+    texts = [line for line, kind in found if kind == "text"]
+    assert (texts[0], texts[-1]) == (2, 3 + rest.count(b"\n"))
+    bad = next(record for record in read_records([str(tmp_path / "a.csv")]) if record.kind == "bad")
+    assert bad.data.startswith(b"record too large\nexpected at most 200 bytes in one row")
+    assert found == sorted(found)
+
+
 def test_a_column_of_bytes_is_text(tmp_path: Path):
     for kind in (pyarrow.binary(), pyarrow.large_binary()):
         column = pyarrow.array([b"eins, zwei", "é".encode()], kind)
@@ -231,6 +246,7 @@ def test_a_column_of_bytes_is_text(tmp_path: Path):
         ("a.csv", b'"text"x,b\n1,2\n', "a.csv:1: expected the names of the columns"),
         ("a.csv", b'"text\n1,2\n', "a.csv:1: expected the names of the columns"),
         ("a.csv", b"text,text\n1,2\n", "a.csv: expected one column text, found 2"),
+        ("a.csv", b'0,"a text\nwithout a header"\n', "found 0, a text without a header; name"),
         (
             "a.parquet",
             parquet(pyarrow.Table.from_arrays([pyarrow.array(["a"])] * 2, names=["text", "text"])),
@@ -288,6 +304,28 @@ def test_a_folder_that_datasets_saved_is_read_without_its_notes(tmp_path: Path):
     saved = datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": TEXTS})})
     saved.save_to_disk(str(tmp_path / "saved"))
     assert texts_of(tmp_path / "saved") == TEXTS
+
+
+def test_of_saved_splits_only_train_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    import datasets
+
+    def save(folder: Path, **splits: list[str]) -> None:
+        parts = {name: datasets.Dataset.from_dict({"text": texts}) for name, texts in splits.items()}
+        datasets.DatasetDict(parts).save_to_disk(str(folder))
+
+    save(tmp_path / "saved", train=TEXTS, test=["held out"])
+    assert texts_of(tmp_path / "saved") == TEXTS
+    assert texts_of(tmp_path / "saved" / "test") == ["held out"]
+    save(tmp_path / "other", dev=TEXTS, test=["held out"])
+    with pytest.raises(DataError, match="expected a split train, found dev, test; name the folder of one"):
+        texts_of(tmp_path / "other")
+
+
+@pytest.mark.parametrize("suffix", COMPRESSIONS)
+def test_an_empty_compressed_file_is_damaged(tmp_path: Path, suffix: str):
+    (tmp_path / f"empty.jsonl{suffix}").touch()
+    with pytest.raises(RecordError, match="truncated or damaged file: found no bytes"):
+        texts_of(tmp_path / f"empty.jsonl{suffix}")
 
 
 def test_reading_begins_after_any_record(tmp_path: Path):

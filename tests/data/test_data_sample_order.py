@@ -6,14 +6,15 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.fuzzing import fuzzed
 
-from llm_pretrain.data.sample_order import BLOCK, SampleOrder, shuffled
+from llm_pretrain.data.loader.sample_order import BLOCK, SampleOrder, shuffled
 from llm_pretrain.errors import DataError
 
 
-@settings(max_examples=60, deadline=None)
+@fuzzed(60)
 @given(n=st.integers(1, 3000), seed=st.integers(0, 2**63), epoch=st.integers(0, 10**6))
 def test_each_epoch_is_a_bijection(n: int, seed: int, epoch: int):
     order = shuffled("source 0", seed, n, epoch * n + np.arange(n))
@@ -28,6 +29,21 @@ def test_one_source_is_the_plain_permutation_and_epochs_end_exactly():
         assert {source for source, _ in drawn} == {0}
         expected = shuffled("source 0", 5, n, epoch * n + np.arange(n))
         assert [sequence for _, sequence in drawn] == expected.tolist()
+
+
+def test_a_source_of_one_sequence_is_drawn_at_every_number():
+    assert SampleOrder([1], [1.0], seed=5).drawn([0, 1, BLOCK, 3 * BLOCK + 1]) == [(0, 0)] * 4
+
+
+@pytest.mark.parametrize("start", [1, BLOCK - 1, BLOCK, 3 * BLOCK + 7])
+def test_a_range_computes_its_own_blocks_only(start: int, monkeypatch: pytest.MonkeyPatch):
+    order = SampleOrder([77, 50], [1.0, 2.0], seed=5)
+    computed: list[int] = []
+    compute = order._compute_block
+    monkeypatch.setattr(order, "_compute_block", lambda block: computed.append(block) or compute(block))
+    sources, sequences = order.samples(start, start + 2)
+    assert computed == list(range(start // BLOCK, (start + 1) // BLOCK + 1))
+    assert list(zip(sources.tolist(), sequences.tolist(), strict=True)) == [order[start], order[start + 1]]
 
 
 def test_seeds_and_epochs_are_unlike():

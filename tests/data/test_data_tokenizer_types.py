@@ -10,14 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.corpora import write_jsonl
-from support.mutation import Edit, mutated
+from support.fuzzing import fuzzed
 
 from llm_pretrain.__main__ import main
 from llm_pretrain.data import TOKENIZER_TYPES, Tokenizer, open_tokenizer, train_tokenizer
-from llm_pretrain.data.bytelevel_bpe import SPLIT_PATTERN
+from llm_pretrain.data.tokenizers import types
+from llm_pretrain.data.tokenizers.types import SPLIT_PATTERN
 from llm_pretrain.errors import ConfigError, PretrainError
 
 SIZES = {"sentencepiece-bpe": 900, "sentencepiece-unigram": 600, "bytelevel-bpe": 900, "char": None}
@@ -94,9 +95,9 @@ def trained(request: pytest.FixtureRequest, training_files: list[str], tmp_path_
     return Trained(request.param, open_tokenizer(folder), AutoTokenizer.from_pretrained(str(folder)))
 
 
-@settings(max_examples=300, deadline=None)
+@fuzzed(150)
 @given(text=ANY_TEXT)
-def test_every_text_comes_back(trained: Trained, text: str):
+def test_encoding_is_lossless(trained: Trained, text: str):
     if trained.type.startswith("sentencepiece"):
         text = text.replace("▁", "")  # the one character it loses: see the test of its count
     (ids,) = trained.tokenizer.encode([text])
@@ -119,7 +120,7 @@ def unigram(training_files: list[str], tmp_path_factory) -> tuple[Tokenizer, obj
     return open_tokenizer(folder), processor
 
 
-@settings(max_examples=500, deadline=None)
+@fuzzed(250)
 @given(text=ANY_TEXT)
 def test_unigram_ids_are_sentencepieces(unigram, text: str):
     tokenizer, processor = unigram
@@ -301,7 +302,7 @@ def test_conversations_are_text_too_and_token_ids_are_none(tmp_path: Path):
 
 
 @pytest.mark.parametrize("type", TOKENIZER_TYPES)
-def test_what_sentencepiece_alters_is_counted_and_the_others_alter_nothing(type: str, tmp_path: Path, capsys):
+def test_only_sentencepiece_alters_texts_and_counts_them(type: str, tmp_path: Path, capsys):
     (tmp_path / "a.txt").write_text("a block ▁ of text\n" * 20)
     (tmp_path / "b.txt").write_text("another block of text\n" * 20)
     size = [] if type == "char" else ["--vocab_size", "278"]
@@ -313,19 +314,12 @@ def test_what_sentencepiece_alters_is_counted_and_the_others_alter_nothing(type:
     assert warned == type.startswith("sentencepiece")
 
 
-UNIGRAM = "llm_pretrain/data/sentencepiece_unigram.py"
-
-
-@pytest.mark.parametrize(
-    "edit",
-    [
-        Edit(UNIGRAM, '"pattern": {"Regex": _SEGMENT}', '"pattern": {"Regex": "[^\\n]+"}'),
-        Edit(UNIGRAM, '"pattern": {"Regex": _SEGMENT}', '"pattern": {"Regex": "[a-z]|[^a-z]+"}'),
-    ],
-    ids=["special tokens whole", "pieces cut"],
-)
-def test_a_unigram_split_that_does_not_hold_is_noticed(edit: Edit, training_files: list[str], tmp_path: Path):
+@pytest.mark.parametrize("pattern", ["[^\\n]+", "[a-z]|[^a-z]+"], ids=["special tokens whole", "pieces cut"])
+def test_an_invalid_unigram_split_is_detected(
+    pattern: str, training_files: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """Without a cut in `<s>` text would become a special token; with too many, ids would differ."""
-    with mutated(edit), pytest.raises(RuntimeError, match="are cut, reserved ones"):
+    monkeypatch.setattr(types, "_SEGMENT", pattern)
+    with pytest.raises(RuntimeError, match="are cut, reserved ones"):
         train_tokenizer(training_files, tmp_path / "t", 700, type="sentencepiece-unigram")
     assert not list(tmp_path.iterdir())

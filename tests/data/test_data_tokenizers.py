@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import ast
+import base64
+import io
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.corpora import make_tokenizer
+from support.fuzzing import fuzzed
+from support.launching import ROOT
 
 from llm_pretrain.data import Tokenizer, open_tokenizer, train_tokenizer
-from llm_pretrain.data.sentencepiece_bpe import _cuts
 from llm_pretrain.data.tokenizers import convert_tokenizer
+from llm_pretrain.data.tokenizers.types import _cuts
 from llm_pretrain.errors import DataError
 
 # U+2581 is how SentencePiece writes a space; it alone cannot tell the two apart (see the test of it below).
@@ -37,7 +43,7 @@ def auto_tokenizer(tokenizer: Tokenizer):
     return AutoTokenizer.from_pretrained(str(tokenizer.folder))
 
 
-@settings(max_examples=500, deadline=None)
+@fuzzed(250)
 @given(text=TEXTS)
 def test_ids_are_sentencepieces_and_decode_to_the_text(
     tokenizer: Tokenizer, processor, auto_tokenizer, text: str
@@ -50,7 +56,7 @@ def test_ids_are_sentencepieces_and_decode_to_the_text(
     assert auto_tokenizer.decode(expected) == text
 
 
-@settings(max_examples=200, deadline=None)
+@fuzzed(200)
 @given(text=TEXTS)
 def test_the_bytes_of_the_ids_are_the_bytes_of_the_text(tokenizer: Tokenizer, text: str):
     pieces = tokenizer.token_pieces()
@@ -66,7 +72,7 @@ def test_runs_of_one_thing_are_merged_like_sentencepiece(tokenizer: Tokenizer, p
 
 
 def test_documents_of_the_training_text_round_trip(tokenizer: Tokenizer, training_files: list[str]):
-    from llm_pretrain.data.documents import read_records
+    from llm_pretrain.data.sources import read_records
 
     for record in read_records(training_files):
         text = record.data.decode()
@@ -154,6 +160,52 @@ def test_a_broken_tokenizer_folder_is_named(tmp_path: Path, file: str, content: 
         open_tokenizer(folder)
 
 
+def alter_tokenizer(folder: Path, change: dict[str, Any]) -> Path:
+    """A tokenizer folder with other entries of its tokenizer.json."""
+    make_tokenizer(folder)
+    content = json.loads((folder / "tokenizer.json").read_text())
+    change = {key: content[key] | value if key == "model" else value for key, value in change.items()}
+    (folder / "tokenizer.json").write_text(json.dumps(content | change))
+    return folder
+
+
+def test_a_tokenizer_of_random_ids_is_refused(tmp_path: Path):
+    folder = alter_tokenizer(tmp_path / "t", {"model": {"dropout": 0.1}})
+    with pytest.raises(DataError, match=r"tokenizer\.json: expected model\.dropout null, .* found 0\.1;"):
+        open_tokenizer(folder)
+    open_tokenizer(alter_tokenizer(tmp_path / "t", {"model": {"dropout": 0.0}}))
+
+
+DOUBLING = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+BETWEEN = {"type": "Replace", "pattern": {"Regex": "(?=a)"}, "content": "a"}
+NESTED_BETWEEN = {"type": "Sequence", "normalizers": [{"type": "Sequence", "normalizers": [BETWEEN] * 45}]}
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+CHARSMAP = base64.b64encode(bytes(4) + b"x" * 999).decode()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"normalizer": {"type": "Sequence", "normalizers": [DOUBLING] * 45}},
+        {
+            "normalizer": {
+                "type": "Sequence",
+                "normalizers": [{"type": "Sequence", "normalizers": [BETWEEN] * 45}],
+            }
+        },
+        {"normalizer": {"type": "Sequence", "normalizers": [DOUBLING] * 9999}},
+        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": CHARSMAP}},
+        {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [BYTES] * 45}},
+        {"decoder": {"type": "Sequence", "decoders": [DOUBLING] * 45}},
+    ],
+)
+def test_a_tokenizer_that_multiplies_text_is_refused(tmp_path: Path, change: dict[str, Any]):
+    """The library would end the process for want of memory."""
+    folder = alter_tokenizer(tmp_path / "t", change)
+    with pytest.raises(DataError, match=r"tokenizer\.json: expected .* that lengthen text up to 256 times"):
+        open_tokenizer(folder)
+
+
 @pytest.mark.parametrize("template", [[1], [{"name": "default"}], 5, None])
 def test_a_chat_template_of_another_form_is_none(tmp_path: Path, template):
     folder = make_tokenizer(tmp_path / "t")
@@ -176,6 +228,42 @@ def test_a_folder_of_something_else_is_no_tokenizer(tmp_path: Path):
     (tmp_path / "store.json").write_text("{}")
     with pytest.raises(DataError, match=r"found no tokenizer\.json in it$"):
         convert_tokenizer(tmp_path, tmp_path / "converted")
+
+
+def test_a_tokenizer_folder_runs_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """transformers would ask on standard input whether to run it."""
+    folder = tmp_path / "evil"
+    folder.mkdir()
+    (folder / "evil.py").write_text(
+        f"open({str(tmp_path / 'ran')!r}, 'w')\nfrom transformers import PreTrainedTokenizer as Evil\n"
+    )
+    config = {"auto_map": {"AutoTokenizer": ["evil.Evil", None]}, "tokenizer_class": "Evil"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "vocab.json").write_text("{}")
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))
+    with pytest.raises(DataError, match="expected a Hugging Face tokenizer folder"):
+        convert_tokenizer(folder, tmp_path / "converted")
+    assert not (tmp_path / "ran").exists()
+
+
+CAN_RUN_CODE = {"from_pretrained", "from_config"}
+"""Functions of transformers' Auto classes that run Python files of a folder if they may."""
+
+
+def test_every_place_that_opens_with_transformers_refuses_to_run_code():
+    found = 0
+    for path in sorted(
+        set(ROOT.glob("llm_pretrain/**/*.py")) | set(ROOT.glob("*.py")) | set(ROOT.glob("examples/**/*.py"))
+    ):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                continue
+            owner = node.func.value
+            if node.func.attr in CAN_RUN_CODE and isinstance(owner, ast.Name) and owner.id.startswith("Auto"):
+                found += 1
+                keywords = {each.arg: ast.unparse(each.value) for each in node.keywords}
+                assert keywords.get("trust_remote_code") == "False", f"{path}:{node.lineno}"
+    assert found
 
 
 def test_every_cut_of_a_piece_is_listed_once():

@@ -15,8 +15,9 @@ from support.zero_cases import DIVERGING_STEP, MASKED_STEP, SAVED, STEPS, WORLD_
 
 from llm_pretrain.checkpoints import open_model
 from llm_pretrain.config import Config, validate
+from llm_pretrain.distributed import deepspeed
+from llm_pretrain.distributed.launch_checks import check_accelerate_settings
 from llm_pretrain.errors import ConfigError
-from llm_pretrain.training import check_accelerate_settings, deepspeed_state
 
 BOUND = 1e-5
 """Of ZeRO-2 and 3, which add up micro batches in another order."""
@@ -24,7 +25,7 @@ BOUND = 1e-5
 
 @pytest.fixture(scope="module")
 def cases(masked_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of all runs of `support.zero_cases`."""
+    """The folder of the runs of `support.zero_cases`, which take a minute: the tests that use it are slow."""
     pytest.importorskip("deepspeed", reason="needs the extra deepspeed; make setup installs it")
     folder = tmp_path_factory.mktemp("zero")
     run_cases(masked_store, folder)
@@ -57,6 +58,7 @@ def assert_same_run(left: Finished, right: Finished, *, since: int = 0) -> None:
     assert scalars(left.folder) == scalars(right.folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["", " moe", " unclipped", " bf16"])
 def test_zero_1_is_ddp_to_the_last_bit(cases: Path, kind: str):
     """With clipping and without, in both precisions, and past a step in which no token counts."""
@@ -66,7 +68,8 @@ def test_zero_1_is_ddp_to_the_last_bit(cases: Path, kind: str):
     assert ours.rows[STEPS]["train/skipped"] is None
 
 
-@pytest.mark.parametrize("name", ["zero2", "zero2 unclipped", "zero3", "zero3 moe"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["zero3", "zero2", "zero2 unclipped", "zero3 moe"])
 def test_sharded_gradients_and_parameters_stay_within_their_bound(cases: Path, name: str):
     ours, expected = run(cases, name), run(cases, name.replace("zero2", "ddp").replace("zero3", "ddp"))
     assert relative_difference(ours, expected) < BOUND
@@ -79,6 +82,7 @@ def test_sharded_gradients_and_parameters_stay_within_their_bound(cases: Path, n
                 assert ours.rows[step].get(key) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("resumed", "uninterrupted"),
     [("zero1 resumed", "zero1"), ("zero3 resumed", "zero3 moe"), ("ddp then zero1", "ddp")],
@@ -89,6 +93,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(cases: Path, resumed: str, unint
     assert_same_run(ours, run(cases, uninterrupted), since=SAVED)
 
 
+@pytest.mark.slow
 def test_a_zero_3_checkpoint_continues_under_ddp(cases: Path):
     ours = run(cases, "zero3 then ddp")
     assert ours.raw_steps()[0] == SAVED + 1
@@ -96,6 +101,7 @@ def test_a_zero_3_checkpoint_continues_under_ddp(cases: Path):
     assert scalars(ours.folder) == scalars(cases / "ddp moe")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["zero1", "zero3 moe"])
 def test_half_precision_weights_are_the_checkpoint_s_parameters(cases: Path, name: str):
     model = open_model(cases / name / "weights" / f"step-{STEPS:08d}").model
@@ -104,6 +110,7 @@ def test_half_precision_weights_are_the_checkpoint_s_parameters(cases: Path, nam
         assert torch.equal(parameter.bfloat16(), tensors[parameter_name].bfloat16()), parameter_name
 
 
+@pytest.mark.slow
 def test_an_infinite_gradient_stops_every_rank_before_it_is_saved(cases: Path):
     """On one rank it is infinite; DeepSpeed has no way back from a step, so none of it may reach a file."""
     ours = run(cases, "diverges")
@@ -118,12 +125,13 @@ def test_an_infinite_gradient_stops_every_rank_before_it_is_saved(cases: Path):
     assert all(tensor.isfinite().all() for tensor in checkpoint_tensors(ours.folder, SAVED).values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mistake", "sound"),
     [
+        ("own norm", "ddp"),
         ("divided twice", "ddp"),
         ("clipping left out", "ddp unclipped"),
-        ("own norm", "ddp"),
         ("counter lost", "zero1"),
     ],
 )
@@ -177,6 +185,6 @@ def test_fp16_is_refused_in_one_line(masked_store: Path):
 
 
 def test_a_missing_package_names_its_extra(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(deepspeed_state, "find_spec", lambda name: None)
+    monkeypatch.setattr(deepspeed, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"found none; .*pip install .*llm_pretrain\[deepspeed\]"):
-        deepspeed_state.prepare_deepspeed()
+        deepspeed.prepare_deepspeed()

@@ -11,16 +11,24 @@ from pathlib import Path
 import pytest
 import torch
 from support.fsdp_plan import CASES, KINDS
-from support.rank_cases import Outcome, run_ranks
+from support.rank_cases import Outcome, has_slow, run_ranks, slow_but
 from support.stepping import relative_error
 
 Outcomes = dict[str, list[Outcome]]
 
 
+QUICK = ("fp32", "unclipped", "bf16 unclipped", "one rank NaN")
+QUICK_CASES = {f"{path} {kind}" for path in ("torchrun", "accelerate", "ddp") for kind in QUICK} & {*CASES}
+QUICK_CASES |= {name for name in CASES if name.split()[0] not in ("torchrun", "accelerate", "ddp")}
+"""All mistakes, and the kinds that they are compared with; the other kinds are slow."""
+
+
 @pytest.fixture(scope="module")
-def outcomes(masked_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    folder = tmp_path_factory.mktemp("fsdp")
-    return run_ranks(masked_store, folder, timeout=1200, plan="fsdp_plan", world_size=2)
+def outcomes(
+    masked_store: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Outcomes:
+    folder, names = tmp_path_factory.mktemp("fsdp"), None if has_slow(request) else QUICK_CASES
+    return run_ranks(masked_store, folder, plan="fsdp_plan", world_size=2, names=names)
 
 
 def failed(outcomes: Outcomes) -> dict[str, str | None]:
@@ -28,7 +36,7 @@ def failed(outcomes: Outcomes) -> dict[str, str | None]:
 
 
 def test_what_is_right_runs_and_the_ranks_agree(outcomes: Outcomes):
-    assert outcomes.keys() == CASES.keys()
+    assert outcomes.keys() in (CASES.keys(), QUICK_CASES)
     assert set(failed(outcomes)) <= {"stays ddp", "by address", "old parameters"}
     for name, ranks in outcomes.items():
         first, second = (rank.driven for rank in ranks)
@@ -36,7 +44,7 @@ def test_what_is_right_runs_and_the_ranks_agree(outcomes: Outcomes):
         assert first.grad_norms == second.grad_norms, name
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "long", "one rank NaN"])
+@pytest.mark.parametrize("kind", slow_but(QUICK, [*KINDS, "long", "one rank NaN"]))
 def test_both_paths_give_the_same_bits(outcomes: Outcomes, kind: str):
     by_hand, accelerated = (outcomes[f"{path} {kind}"][0] for path in ("torchrun", "accelerate"))
     assert by_hand.model_class == accelerated.model_class == "FSDPDecoder"
@@ -56,7 +64,7 @@ def test_two_ranks_give_the_bits_of_ddp_where_no_norm_is_summed(outcomes: Outcom
         assert outcomes[f"{path} {kind}"][0].driven.hashes == outcomes[f"ddp {kind}"][0].driven.hashes
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "long", "long, experts"])
+@pytest.mark.parametrize("kind", slow_but(QUICK, [*KINDS, "long", "long, experts"]))
 def test_it_is_ddp_within_rounding(outcomes: Outcomes, kind: str):
     ddp = outcomes[f"ddp {kind}"][0]
     assert ddp.model_class == "DistributedDataParallel"
@@ -69,6 +77,7 @@ def test_it_is_ddp_within_rounding(outcomes: Outcomes, kind: str):
         assert math.isclose(left, right, rel_tol=bound)
 
 
+@pytest.mark.slow
 def test_it_learns(outcomes: Outcomes):
     """The comparisons above compare something."""
     losses = outcomes["accelerate long"][0].driven.losses
@@ -78,6 +87,7 @@ def test_it_learns(outcomes: Outcomes):
     assert losses[-1] < 0.8 * losses[0]
 
 
+@pytest.mark.slow
 def test_fp16_scales_its_loss_under_sharding_too(outcomes: Outcomes):
     """By hand alone: Accelerate has none on a CPU."""
     sharded, ddp = (outcomes[f"{name} fp16"][0].driven for name in ("torchrun", "ddp"))

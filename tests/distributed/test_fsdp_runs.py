@@ -8,18 +8,19 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from support.fork_server import Request, fork_server
 from support.launching import (
+    NO_REPORT,
     ROOT,
+    TIMEOUT_SECONDS,
     Finished,
     assert_same_tensors,
     checkpoint_tensors,
-    environment,
     launch,
     train,
 )
@@ -74,13 +75,14 @@ def runs(masked_store: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     chosen = options(masked_store, STEPS, "fsdp")
     file = ROOT / "configs" / "accelerate" / "fsdp2.yaml"
     target = copy("first", "accelerated", FIRST)
-    finished["accelerated"] = launch("accelerate", 2, target, chosen, accelerate_file=file)
+    finished["accelerated"] = launch("accelerate", 2, target, chosen, accelerate_file=file, real=True)
     target = copy("accelerated", "by hand", RESUMED_FROM)
     finished["by hand"] = launch("torchrun", 2, target, chosen)
     copy("accelerated", "alone", RESUMED_FROM)
     return finished | {"alone": alone("alone", STEPS, "ddp")}
 
 
+@pytest.mark.slow
 def test_the_other_launcher_continues_bit_for_bit(runs: dict[str, Finished]):
     straight, continued = runs["accelerated"], runs["by hand"]
     rows = straight.rows
@@ -95,6 +97,7 @@ def test_the_other_launcher_continues_bit_for_bit(runs: dict[str, Finished]):
     assert [run.status["launcher"] for run in (straight, continued)] == ["accelerate", "torchrun"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["accelerated", "by hand", "alone"])
 def test_every_layout_trains_the_same(runs: dict[str, Finished], name: str):
     """The same samples, and losses and parameters of a single process up to rounding."""
@@ -117,6 +120,7 @@ def test_every_layout_trains_the_same(runs: dict[str, Finished], name: str):
     assert error < 1e-5
 
 
+@pytest.mark.slow
 def test_weights_are_whole_and_plainly_named(runs: dict[str, Finished]):
     folder = runs["accelerated"].folder
     tensors = checkpoint_tensors(folder, STEPS)
@@ -136,6 +140,7 @@ def test_weights_are_whole_and_plainly_named(runs: dict[str, Finished]):
     )
 
 
+@pytest.mark.slow
 def test_samples_are_those_of_one_process(runs: dict[str, Finished]):
     """In fp32 sharding changes no token, and rank 0 alone writes."""
     rows = {
@@ -147,6 +152,7 @@ def test_samples_are_those_of_one_process(runs: dict[str, Finished]):
     assert rows["accelerated"] == later
 
 
+@pytest.mark.slow
 def test_the_manifest_says_how_it_was_sharded(runs: dict[str, Finished]):
     manifest = runs["accelerated"].folder / "checkpoints" / f"step-{STEPS:08d}" / "manifest.json"
     content = json.loads(manifest.read_text())
@@ -158,18 +164,14 @@ def test_the_manifest_says_how_it_was_sharded(runs: dict[str, Finished]):
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_no_thread_of_the_process_group_outlives_it(masked_store: Path, tmp_path: Path):
     """One that does aborts a finished run now and then, as the interpreter leaves."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command += [str(ROOT / "tests" / "support" / "leave_probe.py"), "train_pretrain", str(tmp_path / "run")]
-    command += [
-        *options(masked_store, 1, "fsdp"),
-        "--evaluation.eval_steps",
-        "0",
-        "--logging.report",
-        "false",
-    ]
-    finished = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
-    assert finished.returncode == 0, finished.stderr
+    folder = tmp_path / "run"
+    argv = [*NO_REPORT, *options(masked_store, 1, "fsdp"), "--evaluation.eval_steps", "0"]
+    arguments = ["train_pretrain", str(folder), argv]
+    request = Request(
+        "support.leave_probe:train", arguments, 2, launcher="torchrun", output=str(tmp_path / "out")
+    )
+    assert fork_server().run(request, TIMEOUT_SECONDS) == [0, 0], (tmp_path / "out").read_text()
     for rank in range(2):
-        threads = (tmp_path / "run" / f"threads-{rank}").read_text()
+        threads = (folder / f"threads-{rank}").read_text()
         assert "python" in threads
         assert "gloo" not in threads

@@ -133,16 +133,13 @@ ALONE: dict[str, Callable[[str], list[Part]]] = {
     "torchrun, accelerate": lambda port: [Part([*RUN, "--standalone", "--nproc_per_node", "1", ACCELERATE])],
 }
 
-RARE = {
-    *("torch.distributed.run", "torch.distributed.launch", "variables by hand", "spawn"),
-    *("accelerate flags on two machines", "accelerate launch, alone", "torchrun, accelerate, alone"),
-}
-"""What `make test-slow` runs: each is covered in its parts by another way."""
+QUICK = {"accelerate flags"}
+"""Besides torchrun, plain Python and what tests/distributed/test_resume.py launches; the others are slow."""
 
 
 def cases(ways: Mapping[str, object], suffix: str = "") -> list[object]:
     return [
-        pytest.param(name, marks=[pytest.mark.slow] if name + suffix in RARE else [], id=name)
+        pytest.param(name, marks=[] if name + suffix in QUICK else [pytest.mark.slow], id=name)
         for name in ways
     ]
 
@@ -254,6 +251,7 @@ def executed(notebook: Path, start: Path, more: str, parameters: str) -> str:
     return "".join(output.get("text", "") for output in content.cells[-1].outputs)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 def test_the_notebook_trains_the_same(
     masked_store: Path,

@@ -9,27 +9,34 @@ from pathlib import Path
 
 import pytest
 from support.optimizer_plan import CASES, KINDS
-from support.rank_cases import Outcome, run_ranks
+from support.rank_cases import Outcome, has_slow, run_ranks, slow_but
 from support.stepping import relative_error
 
 Outcomes = dict[str, list[Outcome]]
 
 
+QUICK = ("four experts", "bf16, averaged")
+QUICK_CASES = {name for name in CASES if name.endswith((*QUICK, "NaN", "in parts"))}
+"""The other kinds are slow."""
+
+
 @pytest.fixture(scope="module")
-def outcomes(masked_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    folder = tmp_path_factory.mktemp("optimizers")
-    return run_ranks(masked_store, folder, timeout=1200, plan="optimizer_plan", world_size=2)
+def outcomes(
+    masked_store: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Outcomes:
+    folder, names = tmp_path_factory.mktemp("optimizers"), None if has_slow(request) else QUICK_CASES
+    return run_ranks(masked_store, folder, plan="optimizer_plan", world_size=2, names=names)
 
 
 def test_every_case_runs_and_the_ranks_agree(outcomes: Outcomes):
-    assert outcomes.keys() == CASES.keys()
+    assert outcomes.keys() in (CASES.keys(), QUICK_CASES)
     for name, ranks in outcomes.items():
         assert [rank.error for rank in ranks] == [None, None], name
         first, second = (rank.driven for rank in ranks)
         assert first.hashes == second.hashes, name
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_but(QUICK, KINDS))
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_both_paths_give_the_same_bits(outcomes: Outcomes, strategy: str, kind: str):
     by_hand, accelerated = (
@@ -39,7 +46,7 @@ def test_both_paths_give_the_same_bits(outcomes: Outcomes, strategy: str, kind: 
     assert by_hand.hashes == accelerated.hashes
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "clipped"])
+@pytest.mark.parametrize("kind", slow_but(QUICK, [kind for kind in KINDS if kind != "clipped"]))
 def test_sharded_muon_has_the_bits_of_whole_muon(outcomes: Outcomes, kind: str):
     """Where no norm is summed in another order, gradients have the same bits."""
     ddp, sharded = (outcomes[f"torchrun {strategy} {kind}"][0].driven for strategy in ("ddp", "fsdp"))
@@ -58,6 +65,7 @@ def test_a_sharded_average_is_evaluated_as_a_whole_one(outcomes: Outcomes):
         assert relative_error(run.averages, run.parameters) > 1e-3
 
 
+@pytest.mark.slow
 def test_with_clipping_it_is_whole_muon_within_rounding(outcomes: Outcomes):
     """The bound is that of products in bf16, whose rounding a norm's last bit may turn."""
     ddp, sharded = (outcomes[f"torchrun {strategy} clipped"][0].driven for strategy in ("ddp", "fsdp"))
@@ -76,6 +84,7 @@ def test_one_rank_s_infinite_gradient_skips_the_step_on_all(outcomes: Outcomes, 
         assert len(set(rank.driven.hashes)) == 1
 
 
+@pytest.mark.slow
 def test_fp16_steps_alike_whole_and_sharded(outcomes: Outcomes):
     ddp, sharded = (outcomes[f"torchrun {strategy} fp16"][0].driven for strategy in ("ddp", "fsdp"))
     assert ddp.skipped == sharded.skipped

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from support.launching import ROOT, Finished, assert_same_tensors, checkpoint_tensors, launch, train
 
+pytestmark = pytest.mark.slow  # the quick suite has test_resume.py
+
 STEPS = 8
 
 CASES = {
@@ -24,7 +26,7 @@ def options(preset: str, store: Path, precision: str, global_batch_size: int) ->
     return [
         *("--config", str(ROOT / "configs" / preset)),
         *("--data.sources", f"[{{store: {store}}}]"),
-        *("--training.precision", precision),
+        *("--training.precision", precision, "--training.sequence_length", "64"),
         *("--training.global_batch_size", str(global_batch_size)),
         *("--training.max_steps", str(STEPS), "--schedule.warmup_steps", "2"),
         *("--evaluation.eval_steps", str(STEPS), "--evaluation.max_batches", "1"),

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.broken_scripts import MISTAKES, Mistake, write_scripts
+from support.broken_scripts import MISTAKES, write_mistake, write_scripts
 from support.corpora import make_store
 from support.launching import ROOT
 
@@ -15,8 +15,8 @@ from llm_pretrain.__main__ import main
 from llm_pretrain.config import from_dict
 from llm_pretrain.data import sequences_per_epoch
 
-QUICK = ("divided twice", "a gate of one's own")
-"""On one process, a few seconds each; the others are marked slow."""
+ONE_PROCESS = ("divided twice", "a gate of one's own")
+"""Mistakes that show on one process."""
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +44,24 @@ def epochs(result: dict[str, Any]) -> float:
     return result["steps"] * config.training.global_batch_size / sequences_per_epoch(config)
 
 
+@pytest.mark.slow
+def test_both_launchers_on_two_processes_are_identical_in_bf16(
+    small_store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """A mixture of experts with ragged masks that accumulates over two micro batches."""
+    output = tmp_path / "parity"
+    more = ("--world-size", "2", "--accumulation", "2", "--steps", "3", "--precision", "bf16")
+    code, result = parity(output, options("tiny-moe", small_store, output, *more))
+    assert (code, result["verdict"]) == (0, "holds"), capsys.readouterr().out
+    reference, other = result["cells"]
+    assert (reference["reference"], other["compared_with"]) == (True, "torchrun-w2-a2-bf16")
+    assert [cell["verdict"] for cell in result["cells"]] == ["identical"] * 2
+    for cell in result["cells"]:
+        status = json.loads((Path(cell["folder"]) / "status.json").read_text())
+        assert (status["world_size"], status["launcher"]) == (2, cell["path"]), "really"
+
+
+@pytest.mark.slow
 def test_the_contract_holds_on_two_paths_and_two_world_sizes_over_an_epochs_edge(
     small_store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -79,9 +97,10 @@ def test_the_contract_holds_on_two_paths_and_two_world_sizes_over_an_epochs_edge
     assert "accelerate  ddp       2  3  4  fp32       identical" in printed
 
 
-def check_mistake(mistake: Mistake, store: Path, folder: Path, printed: pytest.CaptureFixture[str]) -> None:
+def check_mistake(name: str, store: Path, folder: Path, printed: pytest.CaptureFixture[str]) -> None:
     """`parity` fails, and says which cell is wrong, from which step on, by which number."""
-    scripts, output = write_scripts(folder / "scripts", mistake.edits), folder / "parity"
+    mistake = MISTAKES[name]
+    scripts, output = write_mistake(folder / "scripts", name), folder / "parity"
     more = ("--steps", "4", "--scripts", str(scripts), *mistake.options)
     code, result = parity(output, options("tiny-dense", store, output, *more))
     text = printed.readouterr().out
@@ -95,19 +114,20 @@ def check_mistake(mistake: Mistake, store: Path, folder: Path, printed: pytest.C
     )
 
 
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ONE_PROCESS)
 def test_a_broken_engine_fails_and_is_named(
     name: str, small_store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    check_mistake(MISTAKES[name], small_store, tmp_path, capsys)
+    check_mistake(name, small_store, tmp_path, capsys)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in MISTAKES if name not in QUICK])
+@pytest.mark.parametrize("name", [name for name in MISTAKES if name not in ONE_PROCESS])
 def test_a_broken_engine_on_two_processes_fails_and_is_named(
     name: str, small_store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    check_mistake(MISTAKES[name], small_store, tmp_path, capsys)
+    check_mistake(name, small_store, tmp_path, capsys)
 
 
 @pytest.mark.slow
@@ -153,14 +173,8 @@ def test_a_silent_start_from_zero_is_a_violation(
     small_store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     """All rows are right, and the run was not continued."""
-    from support.mutation import Edit
-
-    blind = Edit(
-        "llm_pretrain/training/saving.py",
-        "return self.checkpoints.find(expected=self.fingerprints_at, source=source)",
-        "return None",
-    )
-    scripts, output = write_scripts(tmp_path / "scripts", [blind]), tmp_path / "parity"
+    blind = ("support.process_faults:find_no_checkpoint", [])
+    scripts, output = write_scripts(tmp_path / "scripts", blind), tmp_path / "parity"
     more = ("--paths", "torchrun", "--world-size", "1", "--steps", "30", "--interrupt", "torchrun@1:6")
     code, _ = parity(output, options("tiny-dense", small_store, output, *more, "--scripts", str(scripts)))
     printed = capsys.readouterr().out

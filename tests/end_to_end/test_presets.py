@@ -13,8 +13,9 @@ import pytest
 from support.launching import ROOT, Finished, train
 
 from llm_pretrain.config import Config, load_config
+from llm_pretrain.memory import CUDA_CONTEXT, estimate_memory
 from llm_pretrain.model import count_parameters
-from llm_pretrain.training.saving import Saving
+from llm_pretrain.training.checkpointing import CheckpointManager
 
 PRESETS = [
     path
@@ -80,6 +81,17 @@ def test_a_preset_is_sound_at_usual_numbers_of_processes(preset: Path, monkeypat
     assert config.optimizer.learning_rate > config.schedule.min_learning_rate
 
 
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_preset_fits_one_gpu_of_80_gb_or_eight_with_its_own_strategy(name: str):
+    given = ["--config", name, "--training.precision", "bf16", "--model.vocab_size"]
+    vocabulary = load_config(["--config", name]).model.vocab_size or 6400
+    for compiled in ("on", "off"):
+        options = [*given, str(vocabulary), "--training.compile", compiled]
+        config = load_config(options, has_bf16=True)
+        world_size = 8 if config.distributed.strategy == "fsdp" else 1
+        assert estimate_memory(config, world_size, on_gpu=True).peak + CUDA_CONTEXT <= 80e9
+
+
 @pytest.mark.parametrize("preset", PRESETS, ids=lambda path: path.stem)
 def test_the_datas_commands_make_the_presets_store(preset: Path):
     """`llm-pretrain tokenizer` and `prepare` take the options, and each makes what the next one needs."""
@@ -104,30 +116,46 @@ def test_the_datas_commands_make_the_presets_store(preset: Path):
         assert parsed["tokenizer"].vocab_size == config.model.vocab_size
 
 
-@pytest.mark.parametrize(
-    "preset",
-    [path for path in PRESETS if path.stem not in TOO_LARGE],
-    ids=lambda path: path.stem,
-)
-def test_a_preset_takes_a_step(
-    preset: Path, plain_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """The whole shape on short sequences; its checkpoint, as large as it is, is not written."""
-    monkeypatch.setattr(Saving, "save", lambda self, progress, *, last: None)
+TRAINED = [path for path in PRESETS if path.stem not in TOO_LARGE]
+SHORTENED = ("--model.num_hidden_layers", "2", "--model.vocab_size", "null", "--training.precision", "fp32")
+"""Two layers of the preset's width, and the tokenizer's vocabulary; many CPUs only emulate bf16."""
+
+
+def check_step(preset: Path, store: Path, folder: Path, *more: str) -> None:
+    """A preset's model trains for one step on short sequences."""
     config = loaded(preset)
     code = train(
-        *("--config", str(preset), "--data.sources", f"[{{store: {plain_store}}}]"),
-        *("--run.output_dir", str(tmp_path / "run"), "--training.sequence_length", "32"),
+        *("--config", str(preset), "--data.sources", f"[{{store: {store}}}]"),
+        *("--run.output_dir", str(folder), "--training.sequence_length", "32"),
         *("--training.micro_batch_size", "2", "--training.global_batch_size", "4"),
         *("--training.max_steps", "1", "--schedule.warmup_steps", "1", "--schedule.decay_steps", "null"),
         *("--evaluation.eval_steps", "0", "--checkpoint.save_steps", "0", "--logging.logging_steps", "1"),
         *("--logging.wandb_mode", "disabled", "--distributed.cpu_threads", "1"),
-        *("--model.init_from", "null"),
+        *("--model.init_from", "null", *more),
     )
     assert code == 0
-    (row,) = Finished(0, "", tmp_path / "run").rows.values()
+    (row,) = Finished(0, "", folder).rows.values()
     assert row["train/skipped"] is None
     assert 4.0 < row["train/loss"] < 16.0
     assert row["train/grad_norm"] > 0
     assert row["train/learning_rate"] == config.optimizer.learning_rate
     assert ("moe/load" in row) == (config.model.num_experts > 0)
+
+
+@pytest.fixture
+def no_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A whole model's checkpoint is as large as it is."""
+    monkeypatch.setattr(CheckpointManager, "save", lambda self, progress, *, last: None)
+
+
+@pytest.mark.parametrize("preset", TRAINED, ids=lambda path: path.stem)
+def test_two_layers_of_a_preset_take_a_step(
+    preset: Path, plain_store: Path, tmp_path: Path, no_checkpoints: None
+):
+    check_step(preset, plain_store, tmp_path / "run", *SHORTENED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", TRAINED, ids=lambda path: path.stem)
+def test_a_whole_preset_takes_a_step(preset: Path, plain_store: Path, tmp_path: Path, no_checkpoints: None):
+    check_step(preset, plain_store, tmp_path / "run")

@@ -1,4 +1,4 @@
-"""Every command of the README, run in its order on a copy of the project with an environment of its own."""
+"""Every command of README and tutorial, run in order on a copy of the project with an own environment."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from support.documents import READMES, ROOT, blocks
+from support.documents import READMES, ROOT, TUTORIAL, blocks
 
 QUESTION = "What does the function `json.dumps` do?"
-RUNS = ("quickstart", "quickstart-chat", "tiny-accelerate", "mine")
+RUNS = ("quickstart", "quickstart-chat", "tiny-moe", "tiny-accelerate", "tiny-fsdp", "mine")
 
 
 def copy_of_the_project(folder: Path) -> Path:
@@ -32,14 +32,13 @@ def copy_of_the_project(folder: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_every_command_of_the_readme_runs(tmp_path: Path):
-    readme = READMES[0]
+def test_every_command_of_readme_and_tutorial_runs(tmp_path: Path):
     project = copy_of_the_project(tmp_path / "llm_pretrain")
-    script = "set -euxo pipefail\n" + "".join(blocks(readme))
+    script = "set -euxo pipefail\n" + "".join(blocks(READMES[0]) + blocks(TUTORIAL))
     (project / "question.txt").write_text(QUESTION + "\n")
     script, chats = re.subn(r"^(llm-pretrain chat .*)$", r"\1 < question.txt", script, flags=re.MULTILINE)
     assert chats == 1
-    for code in re.findall(r"^```python\n(from .*?)^```$", readme.read_text(), re.MULTILINE | re.DOTALL):
+    for code in re.findall(r"^```python\n(.*?)^```$", TUTORIAL.read_text(), re.MULTILINE | re.DOTALL):
         script += f"python - <<'END'\n{code}END\n"
     environment = {name: value for name, value in os.environ.items() if name != "VIRTUAL_ENV"}
     environment["PATH"] = ":".join(
@@ -51,7 +50,7 @@ def test_every_command_of_the_readme_runs(tmp_path: Path):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=3000,
+        timeout=7200,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -11,11 +11,12 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from support.launching import ROOT, environment, train
-from support.mutation import Edit, mutated
+from transformers import Trainer
 
 from benchmarks.trainer_witness import (
     CELLS,
@@ -28,7 +29,7 @@ from benchmarks.trainer_witness import (
     run,
 )
 from llm_pretrain.config import load_config
-from llm_pretrain.training import learning_rate
+from llm_pretrain.optim import learning_rate
 
 SCRIPT = "examples/train_pretrain_trainer.py"
 STEPS = 50
@@ -82,6 +83,7 @@ def dense(masked_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return ours(folder, *options("tiny-dense.yaml", masked_store, *DENSE))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [1, 4])
 def test_one_process(dense: Path, masked_store: Path, script: ModuleType, tmp_path: Path, steps: int):
     size = ("--training.micro_batch_size", str(CELLS[1, steps]))
@@ -91,7 +93,8 @@ def test_one_process(dense: Path, masked_store: Path, script: ModuleType, tmp_pa
     assert (status["state"], status["exit_code"], status["launcher"]) == ("finished", 0, "trainer")
 
 
-@pytest.mark.parametrize("steps", [pytest.param(1, marks=pytest.mark.slow), 4])
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [1, 4])
 def test_two_processes(dense: Path, masked_store: Path, tmp_path: Path, steps: int):
     size = ("--training.micro_batch_size", str(CELLS[2, steps]))
     arguments = options("tiny-dense.yaml", masked_store, *DENSE, *size)
@@ -100,6 +103,7 @@ def test_two_processes(dense: Path, masked_store: Path, tmp_path: Path, steps: i
     assert json.loads((tmp_path / "run" / "status.json").read_text())["world_size"] == 2
 
 
+@pytest.mark.slow
 def test_experts_without_balance_loss(masked_store: Path, script: ModuleType, tmp_path: Path):
     chosen = options("tiny-moe.yaml", masked_store, *NO_BALANCE, "--training.max_steps", "20")
     left = ours(tmp_path / "ours", *chosen)
@@ -107,20 +111,51 @@ def test_experts_without_balance_loss(masked_store: Path, script: ModuleType, tm
     assert_same_training(left, theirs(script, tmp_path / "theirs", *chosen, *size))
 
 
+def _seeing_one_another(patch: pytest.MonkeyPatch, script: ModuleType) -> None:
+    (trainer,) = [each for each in vars(script).values() if hasattr(each, "collate")]
+    collate = trainer.collate
+
+    def collated(self: Any, batch: Any) -> dict[str, torch.Tensor]:
+        inputs = collate(self, batch)
+        length = inputs["input_ids"].shape[1]
+        return inputs | {"position_ids": torch.arange(length).expand_as(inputs["input_ids"])}
+
+    patch.setattr(trainer, "collate", collated)
+
+
+def _mean_of_means(patch: pytest.MonkeyPatch, script: ModuleType) -> None:
+    step = Trainer.training_step
+    patch.setattr(
+        Trainer, "training_step", lambda self, model, inputs, items=None: step(self, model, inputs, None)
+    )
+
+
+def _another_order(patch: pytest.MonkeyPatch, script: ModuleType) -> None:
+    arguments = script.training_arguments
+
+    def shuffled(*given: Any) -> Any:
+        made = arguments(*given)
+        made.train_sampling_strategy = "random"
+        return made
+
+    patch.setattr(script, "training_arguments", shuffled)
+
+
+def _shifted_twice(patch: pytest.MonkeyPatch, script: ModuleType) -> None:
+    step = Trainer.training_step
+
+    def shifted(self: Any, model: Any, inputs: dict[str, Any], items: Any = None) -> torch.Tensor:
+        inputs.pop("shift_labels")
+        return step(self, model, inputs, items)
+
+    patch.setattr(Trainer, "training_step", shifted)
+
+
 MISTAKES = {
-    "documents see one another": (
-        '"position_ids": batch.position_ids,',
-        '"position_ids": torch.arange(batch.input_ids.shape[1]).expand_as(batch.input_ids),',
-    ),
-    "mean of the micro batches' means": (
-        "super().training_step(model, inputs, num_items_in_batch)",
-        "super().training_step(model, inputs, None)",
-    ),
-    "samples in another order": ('train_sampling_strategy="sequential"', 'train_sampling_strategy="random"'),
-    "labels that are shifted twice": (
-        "return super().training_step(model, inputs, num_items",
-        'inputs.pop("shift_labels")\n        return super().training_step(model, inputs, num_items',
-    ),
+    "documents see one another": _seeing_one_another,
+    "mean of the micro batches' means": _mean_of_means,
+    "samples in another order": _another_order,
+    "labels that are shifted twice": _shifted_twice,
 }
 
 
@@ -131,12 +166,16 @@ def start(masked_store: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple
     return ours(tmp_path_factory.mktemp("trainer") / "start", *chosen), chosen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mistake", [None, *MISTAKES])
-def test_the_comparison_sees_mistakes(start: tuple[Path, list[str]], tmp_path: Path, mistake: str | None):
-    edits = [Edit(SCRIPT, *MISTAKES[mistake])] if mistake else []
+def test_the_comparison_sees_mistakes(
+    start: tuple[Path, list[str]], script: ModuleType, tmp_path: Path, mistake: str | None
+):
     left, chosen = start
-    with mutated(*edits) as load:
-        right = theirs(load(SCRIPT), tmp_path / "run", *chosen, "--training.micro_batch_size", "8")
+    with pytest.MonkeyPatch.context() as patch:
+        if mistake is not None:
+            MISTAKES[mistake](patch, script)
+        right = theirs(script, tmp_path / "run", *chosen, "--training.micro_batch_size", "8")
     if mistake is None:
         assert_same_training(left, right)
     else:
@@ -144,6 +183,7 @@ def test_the_comparison_sees_mistakes(start: tuple[Path, list[str]], tmp_path: P
             assert_same_training(left, right)
 
 
+@pytest.mark.slow
 def test_measured_trainer_sums_the_balance_loss_over_micro_batches(
     masked_store: Path, script: ModuleType, tmp_path: Path
 ):

@@ -152,7 +152,7 @@ def interrupt(options: list[str], folder: Path) -> Stopped:
     return Stopped(attempt, attempt.status, attempt.raw_steps())
 
 
-@pytest.fixture(scope="module", params=["tiny-moe", "tiny-dense"])
+@pytest.fixture(scope="module", params=[pytest.param("tiny-moe", marks=pytest.mark.slow), "tiny-dense"])
 def run(request: pytest.FixtureRequest, corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """tiny-moe in one go; tiny-dense stopped by Ctrl-C and started again by the same command."""
     name = request.param

@@ -23,6 +23,7 @@ import train_pretrain
 from llm_pretrain.__main__ import main as run_command
 from llm_pretrain.data import TokenStore
 from llm_pretrain.data.prepare import Preparation, prepare_store
+from llm_pretrain.files import MARKER
 
 TINY = str(ROOT / "configs" / "tiny-dense.yaml")
 
@@ -80,10 +81,9 @@ def refusal(capsys: pytest.CaptureFixture[str]) -> Refusal:
 
 
 def contents(folder: Path) -> dict[str, str]:
-    """Every file of a run and its hash, but for the lock and status.json."""
-    files = [
-        path for path in folder.rglob("*") if path.is_file() and path.name not in (".lock", "status.json")
-    ]
+    """Every file of a run and its hash, but for lock, marker and status.json."""
+    changing = (".lock", MARKER, "status.json")
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name not in changing]
     return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
@@ -172,24 +172,31 @@ def test_every_problem_has_its_line(capsys: pytest.CaptureFixture[str], plain_st
         assert sum(name in line for line in lines) == 1, lines
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_ranks_speak_once_and_before_they_meet(
+@pytest.mark.parametrize(("rank", "launcher"), [(0, "torchrun"), (1, "torchrun"), (0, ""), (1, "")])
+def test_ranks_speak_before_they_meet_and_under_a_launcher_once(
     rank: int,
+    launcher: str,
     plain_store: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ):
-    """A process of two, without the other and without anywhere to meet."""
+    """A process of two, without the other and without anywhere to meet.
+
+    Started by hand the other may be on another machine, with another file; a launcher has one command.
+    """
+    if launcher:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", launcher)
     for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr("torch.distributed.init_process_group", lambda *_, **__: pytest.fail("they met"))
     assert train(*options(tmp_path / "run", plain_store)) == 2
     lines = capsys.readouterr().err.splitlines()
+    where = f"rank {rank}: " if rank else ""
     expected = (
-        "error: training.global_batch_size: expected a multiple of training.micro_batch_size * world size"
+        f"error: {where}training.global_batch_size: expected a multiple of training.micro_batch_size * world"
     )
-    assert [line[: len(expected)] for line in lines] == ([] if rank else [expected])
+    assert [line[: len(expected)] for line in lines] == ([] if rank and launcher else [expected])
 
 
 # The corpus: refused by the commands, which leave nothing behind.

@@ -2,22 +2,30 @@
 
 import dataclasses
 import json
+import runpy
+import sys
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.corpora import make_tokenizer
+from support.launching import ROOT
 
 from llm_pretrain.config import ModelConfig
+from llm_pretrain.data.tokenizers.types import CHAT_TEMPLATE
 from llm_pretrain.errors import CheckpointError, ConfigError, DivergedError
 from llm_pretrain.export import (
     from_huggingface,
     huggingface_config,
     load_pretrained,
+    match_hf_architecture,
     model_config_from_huggingface,
     native_config,
     to_huggingface,
 )
-from llm_pretrain.model import Decoder, initialize_weights
+from llm_pretrain.export.hf_architectures import HF_ARCHITECTURES
+from llm_pretrain.model import Decoder
+from llm_pretrain.training import initialize_weights
 
 BASE = ModelConfig(
     vocab_size=128,
@@ -82,6 +90,21 @@ SHAPES["glm4_moe-linear"] = dataclasses.replace(FINE, **LINEAR)
 OWN_NAMES = ("qwen3", "llama", "qwen3_moe", "mixtral", "glm4_moe")  # modules are called as ours are
 IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
 TOKENS = torch.randint(0, 128, (2, 40), generator=torch.Generator().manual_seed(3))
+READ_ONLY = {"dots1", "solar_open", "mistral", "phi3", "smollm3"}
+HEAD_DIM = "transformers' own layers, vLLM and mlx-lm read it; their default is hidden_size / heads"
+UNDECLARED_KEYS = {
+    "llm_pretrain": "settings of ours that the architecture has no key for",
+    "rope_theta": "transformers 4, mlx-lm and llama.cpp do not read rope_parameters",
+    "rope_scaling": "the same",
+    "torch_dtype": "transformers before 4.56, mlx-lm and vLLM do not read dtype",
+    "tokenizer_class": "transformers 4's AutoTokenizer, where a tokenizer has no configuration of its own",
+    "glm4_moe.partial_rotary_factor": "the default of transformers 4, mlx-lm and vLLM is a half",
+    "glm4_moe.head_dim": HEAD_DIM,
+    "qwen3_moe.head_dim": HEAD_DIM,
+    "qwen2_moe.head_dim": HEAD_DIM,
+    "ernie4_5_moe.head_dim": HEAD_DIM,
+}
+"""Keys that are written although transformers' class declares none of that name, with their reason."""
 
 
 def make(config: ModelConfig) -> Decoder:
@@ -97,7 +120,7 @@ def make(config: ModelConfig) -> Decoder:
     return model
 
 
-def is_folded(config: ModelConfig) -> bool:
+def scales_down_proj(config: ModelConfig) -> bool:
     return config.scoring_func == "softmax" and config.routed_scaling_factor != 1
 
 
@@ -139,7 +162,7 @@ def test_we_open_files_of_transformers_with_equal_logits(model, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(huggingface_config(model.config, dtype="fp32", **IDS)))
     torch.manual_seed(0)
     theirs = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path)).eval()
-    unlike_ours = ["shared_expert_gate.weight"]  # a gate, and in some homes a shared expert that ours lacks
+    unlike_ours = ["shared_expert_gate.weight"]
     unlike_ours += [".shared_expert"] if not model.config.n_shared_experts else []
     for name, tensor in theirs.state_dict().items():
         if name.endswith("norm.weight"):
@@ -185,11 +208,11 @@ def test_state_survives_the_round_trip_bit_for_bit(model):
     back = from_huggingface(to_huggingface(state, model.config, torch.float32), model.config)
     assert back.keys() == state.keys()
     for name in state:
-        if is_folded(model.config) and name.endswith("experts.down_proj"):  # multiplied, then divided
+        if scales_down_proj(model.config) and name.endswith("experts.down_proj"):  # multiplied, then divided
             torch.testing.assert_close(back[name], state[name], rtol=2e-7, atol=0)
         else:
             assert torch.equal(back[name], state[name]), name
-    if is_folded(model.config):
+    if scales_down_proj(model.config):
         return
     stacked = from_huggingface(dict(state), model.config)
     assert all(torch.equal(stacked[name], state[name]) for name in state)
@@ -218,6 +241,57 @@ def test_config_holds_the_keys_that_older_readers_need():
         "tokenizer_class": "PreTrainedTokenizerFast",
     }
     assert {key: config[key] for key in expected} == expected
+
+
+@pytest.mark.parametrize("model_type", sorted(HF_ARCHITECTURES))
+def test_a_config_has_only_keys_that_its_class_knows(model_type):
+    """TRL, for one, takes a `router_aux_loss_coef` of any class for its own auxiliary loss."""
+    from transformers import AutoConfig
+
+    kind = type(AutoConfig.for_model(model_type))
+    known = {"model_type", *(field.name for field in dataclasses.fields(kind))}
+    known |= {*kind.attribute_map, *kind.attribute_map.values()}
+    configs = [config for config in SHAPES.values() if match_hf_architecture(config) == model_type]
+    assert bool(configs) != (model_type in READ_ONLY)
+    written = {key for config in configs for key in huggingface_config(config, dtype="bf16", **IDS)}
+    if model_type in READ_ONLY:
+        names = HF_ARCHITECTURES[model_type].keys.values()
+        assert {name for group, _ in names for name in group} <= known
+    else:
+        own = {key for key in UNDECLARED_KEYS if key.startswith(f"{model_type}.")}
+        assert {f"{model_type}.{key}" for key in written - known - UNDECLARED_KEYS.keys()} == own
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_settings_without_a_key_survive_the_round_trip(name):
+    settings = {"attention_dropout": 0.25}
+    if SHAPES[name].moe_layers:
+        settings["router_aux_loss_coef"] = 0.0125
+    written = huggingface_config(dataclasses.replace(SHAPES[name], **settings), dtype="bf16", **IDS)
+    back = model_config_from_huggingface(written)
+    assert {field: getattr(back, field) for field in settings} == settings
+
+
+def test_a_coefficient_at_the_top_of_an_older_export_is_read():
+    written = huggingface_config(FINE, dtype="bf16", **IDS)
+    del written["llm_pretrain"]
+    assert model_config_from_huggingface(written | {"router_aux_loss_coef": 0.5}).router_aux_loss_coef == 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of packages that are not ours
+@pytest.mark.parametrize("model_type", sorted(HF_ARCHITECTURES.keys() - READ_ONLY))
+@pytest.mark.parametrize("package", ["trl", "peft"])
+def test_one_step_of_fine_tuning(package, model_type, tmp_path, capsys, monkeypatch):
+    pytest.importorskip(package, reason=f"needs the package {package}")
+    folder = make_tokenizer(tmp_path / "weights")
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    shape = next(config for config in SHAPES.values() if match_hf_architecture(config) == model_type)
+    write(folder, make(dataclasses.replace(shape, vocab_size=259, max_position_embeddings=128)))
+    script = ROOT / "examples" / "readers" / f"check_{package}.py"
+    monkeypatch.setattr(sys, "argv", [script.name, str(folder)])
+    runpy.run_path(str(script))
+    assert f"ok  {package} " in capsys.readouterr().out
 
 
 def test_transformers_reads_the_rotary_base_from_our_config(tmp_path):
@@ -275,12 +349,12 @@ def test_written_tensors_share_no_memory_with_the_model():
         ({"scoring_func": "sigmoid", "num_experts": 1, "num_experts_per_tok": 1}, "model.num_experts"),
     ],
 )
-def test_what_has_no_home_is_refused_by_field(changes, field):
+def test_a_model_without_an_architecture_is_refused_by_field(changes, field):
     with pytest.raises(ConfigError, match=field):
         huggingface_config(dataclasses.replace(MOE, **changes), dtype="bf16", **IDS)
 
 
-def test_weights_without_a_home_open_here(tmp_path):
+def test_weights_in_our_own_format_open(tmp_path):
     model = make(
         dataclasses.replace(
             MOE,
@@ -320,7 +394,7 @@ def test_weights_without_a_home_open_here(tmp_path):
         ({"hidden_size": None}, "hidden_size"),
     ],
 )
-def test_a_foreign_feature_is_refused_by_name(changes, name):
+def test_an_unsupported_feature_is_refused_by_name(changes, name):
     config = huggingface_config(MOE, dtype="bf16", **IDS) | changes
     with pytest.raises(ConfigError, match=name):
         model_config_from_huggingface(config)
@@ -358,6 +432,24 @@ def test_a_broken_folder_is_one_line_that_names_it(tmp_path, damage):
 
 
 @pytest.mark.parametrize(
+    ("spoil", "found"),
+    [
+        (lambda tensor: tensor.to(torch.int8), "int8"),
+        (lambda tensor: tensor.to(torch.float8_e4m3fn), "float8_e4m3fn"),
+        (lambda tensor: tensor / 0, "nan|inf"),
+    ],
+)
+def test_weights_that_mean_nothing_are_refused(tmp_path, spoil, found):
+    """Quantised values without their scales, and values that are not finite, would compute something."""
+    write(tmp_path, make(MOE))
+    weights, name = tmp_path / "model.safetensors", "model.layers.0.self_attn.q_proj.weight"
+    tensors = load_file(weights)
+    save_file(tensors | {name: spoil(tensors[name])}, weights)
+    with pytest.raises(CheckpointError, match=rf"{name}.*found -?({found})"):
+        load_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
     ("changes", "name"),
     [
         ({"vocab_size": -1}, "model.vocab_size"),
@@ -371,7 +463,7 @@ def test_a_broken_folder_is_one_line_that_names_it(tmp_path, damage):
         ({"mlp_only_layers": 3, "layer_types": 3}, "not iterable"),
     ],
 )
-def test_a_value_that_no_model_has_is_refused_by_name(changes, name):
+def test_an_invalid_value_is_refused_by_name(changes, name):
     config = huggingface_config(MOE, bos_token_id=0, eos_token_id=1, pad_token_id=None, dtype="fp32")
     with pytest.raises(ConfigError, match=name) as caught:
         model_config_from_huggingface(config | changes)
@@ -379,7 +471,7 @@ def test_a_value_that_no_model_has_is_refused_by_name(changes, name):
 
 
 @pytest.mark.parametrize("content", ["[]", "3", "[" * 100_000])
-def test_a_config_that_is_no_mapping_is_named(content, tmp_path):
+def test_a_config_that_is_no_mapping_is_refused(content, tmp_path):
     write(tmp_path, make(MOE))
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(CheckpointError, match=r"config\.json: expected"):
@@ -390,8 +482,29 @@ def test_a_config_that_is_no_mapping_is_named(content, tmp_path):
 def test_a_broken_index_is_named(content, tmp_path):
     write(tmp_path, make(MOE))
     (tmp_path / "model.safetensors.index.json").write_text(content)
-    with pytest.raises(CheckpointError, match="expected a"):
+    with pytest.raises(CheckpointError, match=r"expected (an?|no) "):
         load_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("others", [["part-0.safetensors"], ["part-0.safetensors", "model.safetensors"], []])
+def test_a_single_file_beside_an_index_of_other_files_is_refused(others, tmp_path):
+    """transformers loads the single file, and ignores the index."""
+    write(tmp_path, make(BASE))
+    tensors = load_file(tmp_path / "model.safetensors")
+    for file in others[:1]:
+        save_file(tensors, tmp_path / file)
+    index = {name: others[number % len(others)] for number, name in enumerate(tensors) if others}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    with pytest.raises(CheckpointError, match=r"index\.json: expected no model\.safe") as caught:
+        load_pretrained(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_index_of_the_single_file_opens(tmp_path):
+    write(tmp_path, make(BASE))
+    index = dict.fromkeys(load_file(tmp_path / "model.safetensors"), "model.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    load_pretrained(tmp_path)
 
 
 def test_sharded_weights_open(tmp_path):

@@ -1,4 +1,4 @@
-"""The model card: what it tells, what hubs can read of it, and what it must not tell."""
+"""The model card: its content, what hubs read of it, and that it names no path of the machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from llm_pretrain.config import (
     from_dict,
     read_yaml,
 )
-from llm_pretrain.export import CardFacts, CardSource, model_card
+from llm_pretrain.export import ModelCardData, ModelCardSource, model_card
 
 MODEL = ModelConfig(
     vocab_size=6400,
@@ -38,11 +38,11 @@ CONFIG = Config(
     checkpoint=CheckpointConfig(resume="/scratch/other/checkpoints/step-00000010"),
     evaluation=EvaluationConfig(sample_prompts=["/* a comment"]),
 )
-FACTS = CardFacts(
+FACTS = ModelCardData(
     config=CONFIG,
     step=1200,
     tokens_seen=3_456_789,
-    sources=[CardSource("verse", 3.0, 5671, 700_000), CardSource("code", 1.0, 427, 3_400_000)],
+    sources=[ModelCardSource("verse", 3.0, 5671, 700_000), ModelCardSource("code", 1.0, 427, 3_400_000)],
     tokenizer_size=6400,
     tokenizer_hash="0123456789abcdef" * 4,
     has_chat_template=True,
@@ -59,7 +59,7 @@ def front_matter(card: str) -> dict[str, Any]:
     return yaml.safe_load(header)
 
 
-def test_it_tells_model_data_training_and_evaluation():
+def test_it_describes_model_data_training_and_evaluation():
     card = model_card(FACTS)
     for expected in (
         "# poems",
@@ -77,7 +77,7 @@ def test_it_tells_model_data_training_and_evaluation():
         assert expected in card, expected
 
 
-def test_the_rates_of_muon_and_the_average_are_told():
+def test_it_gives_the_learning_rates_of_muon_and_the_ema_decay():
     optimizer = OptimizerConfig(name="muon", learning_rate=5e-3, muon_learning_rate=0.03, ema_decay=0.99)
     card = model_card(dataclasses.replace(FACTS, config=dataclasses.replace(CONFIG, optimizer=optimizer)))
     assert "| Optimizer | muon, learning rate 0.03, and 0.005 of AdamW for what is no map |" in card
@@ -100,7 +100,7 @@ def test_a_model_that_transformers_does_not_know_is_not_sent_there():
     assert "from_pretrained" not in card
 
 
-def test_no_path_of_the_machine_is_told_and_the_settings_still_load():
+def test_it_has_no_path_of_the_machine_and_its_settings_load():
     card = model_card(FACTS)
     for private in ("/home", "someone", "secret-project", "/data/private", "/scratch", "elsewhere/"):
         assert private not in card, private
@@ -122,11 +122,11 @@ def test_chat_is_offered_where_there_is_a_template(chat, found):
     assert ("llm-pretrain chat" in card) == found
 
 
-def test_before_the_first_evaluation_it_says_so():
+def test_without_an_evaluation_it_states_that():
     card = model_card(dataclasses.replace(FACTS, evaluation={}, evaluation_step=None))
     assert "None was made." in card
 
 
 def test_a_bar_in_a_name_does_not_break_a_table():
-    source = CardSource("a|b", 1.0, 1, 1)
+    source = ModelCardSource("a|b", 1.0, 1, 1)
     assert "| a\\|b | 100.0% | 1 | 1 |" in model_card(dataclasses.replace(FACTS, sources=[source]))

@@ -27,9 +27,9 @@ import sys, time
 from pathlib import Path
 sys.path.insert(0, {root!r})
 import {module} as script
-from llm_pretrain.checkpoints import writing
+from llm_pretrain.checkpoints import store
 
-write_manifest = writing.write_manifest
+write_manifest = store.write_manifest
 
 def held(folder, content):
     if content.run.step == {step}:
@@ -37,9 +37,9 @@ def held(folder, content):
         time.sleep({seconds})
     write_manifest(folder, content)
 
-writing.write_manifest = held
+store.write_manifest = held
 if __name__ == "__main__":
-    script.end_script(script.main())
+    script.exit_process(script.main())
 """
 
 
@@ -85,6 +85,7 @@ def test_background_saves_change_no_bit(launcher, options, undisturbed: Finished
     assert_same_saves(run, undisturbed, (20, 24))
 
 
+@pytest.mark.slow
 @LAUNCHERS
 def test_killed_then_stopped_during_a_background_save(
     launcher, options, undisturbed: Finished, tmp_path, monkeypatch

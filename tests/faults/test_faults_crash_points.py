@@ -43,7 +43,6 @@ from support.faulty_io import (
 )
 from support.interrupting import assert_exact, newest_checkpoint
 from support.launching import launch
-from support.mutation import Edit
 
 SURVIVOR_SECONDS = 60
 """A rank that has lost another must end by itself within this; it takes a fraction of a second."""
@@ -177,72 +176,30 @@ def check_kills(
     return longest
 
 
-MISTAKES: dict[str, list[Edit]] = {
-    "tensors are not synced": [
-        Edit("llm_pretrain/checkpoints/tensor_files.py", "os.fsync(stream.fileno())", "pass"),
-    ],
-    "the manifest is not synced": [
-        Edit("llm_pretrain/checkpoints/manifest.py", "os.fsync(stream.fileno())", "pass"),
-    ],
-    "the manifest is not last": [
-        Edit(
-            "llm_pretrain/checkpoints/writing.py",
-            "write_manifest(temporary, content)\n    "
-            "return folders.commit_folder(temporary, content.run.step)",
-            "path = folders.commit_folder(temporary, content.run.step)\n    "
-            "write_manifest(path, content)\n    return path",
-        ),
-    ],
-    "the folder is not synced before it gets its name": [
-        Edit("llm_pretrain/checkpoints/folders.py", "    fsync_folder(temporary)\n", ""),
-    ],
-    "the old one goes before the new one has its name": [
-        Edit("llm_pretrain/checkpoints/folders.py", "os.rename(target, replaced)", "discard(target)"),
-    ],
-    "old ones are deleted under their own names": [
-        Edit(
-            "llm_pretrain/checkpoints/folders.py",
-            "os.rename(parent / folder_name(step), retired)",
-            "retired = parent / folder_name(step)",
-        ),
-    ],
-    "old ones are deleted before their new names are safe": [
-        Edit(
-            "llm_pretrain/checkpoints/folders.py",
-            "            fsync_folder(parent)  # or a",
-            "            # or a",
-        ),
-    ],
-    "old ones go first": [
-        Edit("llm_pretrain/checkpoints/folders.py", "MINIMUM_KEPT = 2", "MINIMUM_KEPT = 0"),
-        Edit(
-            "llm_pretrain/checkpoints/store.py",
-            "path = write_staged(",
-            "folders.prune(self.folder, newest=step, keep_last=1); path = write_staged(",
-        ),
-    ],
-    "what lies beside the weights is not synced": [
-        Edit("llm_pretrain/checkpoints/weights.py", "os.fsync(stream.fileno())", "pass"),
-    ],
-    "rows are not synced": [
-        Edit(
-            "llm_pretrain/training/saving.py",
-            "on_first_rank(self.engine, self._recorder.sync, gather_objects)",
-            "pass",
-        ),
-    ],
-    "status.json is not synced": [
-        Edit("llm_pretrain/files.py", "os.fsync(stream.fileno())  # or", "pass  # or"),
-    ],
-    "config.yaml is written in place": [
-        Edit(
-            "llm_pretrain/training/loop.py",
-            "replace_text(self.folder.config, dump_yaml(self.config))",
-            "self.folder.config.write_text(dump_yaml(self.config))",
-        ),
-    ],
+FAULTS = "support.process_faults"
+MISTAKES: dict[str, tuple[str, list[str]]] = {
+    "tensors are not synced": (f"{FAULTS}:without_fsync", [r"/checkpoints/.*\.safetensors"]),
+    "the manifest is not synced": (f"{FAULTS}:without_fsync", [r"manifest\.json"]),
+    "the manifest is not last": (f"{FAULTS}:write_manifest_late", []),
+    "the folder is not synced before it gets its name": (
+        f"{FAULTS}:without_fsync",
+        [r"/\.step-\d+\.tmp-[0-9a-f]+$"],
+    ),
+    "the old one goes before the new one has its name": (f"{FAULTS}:delete_before_replacing", []),
+    "old ones are deleted under their own names": (f"{FAULTS}:delete_under_own_names", []),
+    "old ones are deleted before their new names are safe": (f"{FAULTS}:without_fsync_of_retired", []),
+    "old ones go first": (f"{FAULTS}:prune_first", []),
+    "what lies beside the weights is not synced": (
+        f"{FAULTS}:without_fsync",
+        [r"/weights/\.[^/]+/(?!model\.safetensors)[^/]+$"],
+    ),
+    "rows are not synced": (f"{FAULTS}:without_fsync", [r"/metrics\.jsonl$"]),
+    "status.json is not synced": (f"{FAULTS}:without_fsync", [r"status\.json"]),
+    "config.yaml is written in place": (f"{FAULTS}:write_config_in_place", []),
 }
 """What the enumeration must notice."""
+
+QUICK = {"tensors are not synced", "the manifest is not last", "rows are not synced"}
 
 UNSEEN_GOING_ON = {"rows are not synced"}
 """What only a run from its start shows: an attempt before has written the rows already."""
@@ -260,6 +217,7 @@ def test_a_power_cut_after_any_call_leaves_what_was_saved(alone, probe, tmp_path
     assert failures_of_cuts(scenario, root, calls) == {}
 
 
+@pytest.mark.slow
 def test_a_kill_now_and_then_loses_nothing(alone, probe, tmp_path):
     """One process; every few of the points that the slow test takes all of."""
     scenario = alone
@@ -269,11 +227,13 @@ def test_a_kill_now_and_then_loses_nothing(alone, probe, tmp_path):
     check_kills(scenario, probe, tmp_path, points[3::24])
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize(
+    "mistake", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in MISTAKES]
+)
 def test_a_mistake_in_the_protocol_is_noticed(scenarios, probe, tmp_path, mistake):
     scenario = scenarios("torchrun", 1)[mistake not in UNSEEN_GOING_ON]
     root, file = tmp_path / "run", tmp_path / "journal"
-    ends = run(scenario, probe, root, {}, file, edits=MISTAKES[mistake])
+    ends = run(scenario, probe, root, {}, file, before=[MISTAKES[mistake]])
     assert {end.exit_code for end in ends} == {0}, ends[0].output
     assert failures_of_cuts(scenario, root, read_journal(file), first=True)
 
@@ -333,6 +293,7 @@ def test_every_refusal(scenarios, probe, tmp_path, launcher, size, mode, error):
     check_refusals(scenario, probe, tmp_path, [call for call in calls if call.number >= 0], error, only)
 
 
+@pytest.mark.slow
 def test_a_refusal_now_and_then_loses_nothing(alone, probe, tmp_path):
     """One process, I/O errors; every few of the calls that the slow test takes all of."""
     _, calls = journal_of(alone, probe, tmp_path)
@@ -390,6 +351,7 @@ def test_a_launched_run_killed_in_a_save_goes_on(
         [*options, *mode],
         exit_code=None,
         variables=fault.environment(probe.library, folder, journal, rank),
+        real=True,  # the library is loaded with the interpreter
     )
     assert finished.exit_code != 0
     assert [(call.rank, call.outcome) for call in read_journal(journal) if call.outcome in HOW] == [

@@ -154,6 +154,7 @@ def test_a_full_disk_stops_after_three_saves_and_continues_with_more_room(probe,
     check_same_end(folder, oracle)
 
 
+@pytest.mark.slow
 @MODES
 @pytest.mark.parametrize(
     "only",
@@ -171,6 +172,7 @@ def test_two_failed_saves_and_room_again_lose_nothing(probe, small, oracle, tmp_
     check_same_end(tmp_path / "run", oracle)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("only", ["create:shard-", "fsync:shard-", "rename:checkpoints/.step-"])
 def test_a_disk_that_breaks_for_good_stops_the_run(probe, small, oracle, tmp_path, only):
     folder = tmp_path / "run"
@@ -196,6 +198,7 @@ def test_a_failure_of_the_last_save_is_an_error_at_once(probe, small, oracle, tm
     check_same_end(folder, oracle)
 
 
+@pytest.mark.slow
 def test_a_disk_that_turns_read_only_stops_the_run(probe, small, oracle, tmp_path):
     """From the second save on every change is refused, also of status.json; the line is the same."""
     folder = tmp_path / "run"
@@ -210,6 +213,7 @@ def test_a_disk_that_turns_read_only_stops_the_run(probe, small, oracle, tmp_pat
     check_same_end(folder, oracle)
 
 
+@pytest.mark.slow
 def test_a_limit_on_the_size_of_files(probe, small, oracle, tmp_path):
     """The signal that comes with it does not kill; smaller files are still written."""
     folder = tmp_path / "run"
@@ -222,6 +226,7 @@ def test_a_limit_on_the_size_of_files(probe, small, oracle, tmp_path):
     check_same_end(folder, oracle)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("file", "codes"),
     [
@@ -262,6 +267,7 @@ def test_a_folder_without_the_right_to_write_is_refused(small, oracle, tmp_path)
     assert list((tmp_path / "locked").iterdir()) == []
 
 
+@pytest.mark.slow
 @needs_mount
 def test_a_read_only_disk_is_refused(probe, small, disk):
     folder = disk(1 << 20)

@@ -21,7 +21,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support import launching
 from support.broken_scripts import write_scripts
 from support.hanging import HANG_SECONDS, SLACK_SECONDS, WATCHED, disturb, disturb_save, unfinished
 from support.interrupting import assert_exact, check_continued, wait_for_step
@@ -36,11 +35,9 @@ from support.launching import (
     launch,
     start,
 )
-from support.mutation import Edit
 
-from llm_pretrain.training.watchdog import GRACE_SECONDS
+from llm_pretrain.distributed.watchdog import GRACE_SECONDS
 
-EVALUATION = "llm_pretrain/training/evaluation.py"
 LAUNCHERS = ("torchrun", "accelerate")
 STOP_STEP = 9
 PLACES = ("step", "save", "background save")
@@ -59,7 +56,7 @@ def options_at(place: str, options: list[str]) -> list[str]:
 
 def doing_at(place: str) -> str:
     """What the ranks that are left may be at, as a pattern."""
-    step = r"(step|agreeing whether to stop after step|waiting for the data of step) \d+"
+    step = r"(step|checking for stop signals after step|waiting for the data of step) \d+"
     save = r"saving step \d+"
     background = rf"({step}|{save}|waiting for the save in the background)"
     return {"step": rf"({step}|{save})", "save": save, "background save": background}[place]
@@ -96,7 +93,7 @@ def check_failed(run: Finished, reason: str) -> str:
 def check_stacks(run: Finished, rank: int, where: str) -> None:
     """The stacks are in the output and in the file, and lead to where the rank stood."""
     stacks = (run.folder / f"stacks-rank{rank}.txt").read_text()
-    assert stacks.startswith(f"rank {rank}: no sign of life for ")
+    assert stacks.startswith(f"rank {rank}: no progress for ")
     assert f"rank {rank}: stacks of all threads:\n" in run.output
     for text in (stacks, run.output):
         assert re.search(rf'File ".*", line \d+ in {where}', text), text[-4000:]
@@ -110,26 +107,28 @@ def check_continues(launcher: str, run: Finished, options: list[str], undisturbe
     assert run.status["state"] == "finished"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("launcher", "rank", "place"), cases(("torchrun", 1, "step")))
 def test_a_stopped_rank_ends_the_run(
     launcher: str, rank: int, place: str, options: list[str], undisturbed: Finished, tmp_path: Path
 ):
     options = options_at(place, options)
     run = disturbed(launcher, rank, place, tmp_path / "run", options, "stop")
-    said = rf"rank {1 - rank}: no sign of life for 1\d s in {doing_at(place)} "
+    said = rf"rank {1 - rank}: no progress for 1\d s in {doing_at(place)} "
     check_failed(run, said + r"\(distributed.timeout_seconds: 15\)")
     check_stacks(run, 1 - rank, "pretrain")
     assert not (run.folder / f"stacks-rank{rank}.txt").exists(), "the stopped rank has no say"
     check_continues(launcher, run, options, undisturbed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("launcher", "rank", "place"), cases(("torchrun", 0, "step")))
 def test_a_killed_rank_is_one_line_of_the_other(
     launcher: str, rank: int, place: str, options: list[str], undisturbed: Finished, tmp_path: Path
 ):
     options = options_at(place, options)
     run = disturbed(launcher, rank, place, tmp_path / "run", options, "kill")
-    said = rf"rank {1 - rank}: lost contact with another rank in {doing_at(place)} \(.*\): that one's own"
+    said = rf"rank {1 - rank}: lost the connection to another rank in {doing_at(place)} \(.*\): that rank's"
     check_failed(run, said)
     assert "RuntimeError" not in run.output
     assert not list(run.folder.glob("stacks-*"))
@@ -154,21 +153,18 @@ def start_alone(
 
 
 EVALUATING = ("--evaluation.eval_steps", "6")
-BLOCKED = Edit(EVALUATION, " beat()\n", " beat(); __import__('time').sleep(3600)\n")
-SLOW_SAMPLES = Edit(
-    "llm_pretrain/training/samples.py",
-    " beat()\n",
-    " beat(); __import__('time').sleep(1)\n",
-)
-LOCKED = Edit(EVALUATION, " beat()\n", " beat(); __import__('ctypes').PyDLL(None).sleep(3600)\n")
+BLOCKED = ("support.process_faults:slow_evaluation", [3600.0])
+SLOW_SAMPLES = ("support.process_faults:slow_evaluation", [1.0])
+LOCKED = ("support.process_faults:locked_evaluation", [])
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_blocks_ends_a_run_on_one_process(options: list[str], tmp_path: Path):
-    script = write_scripts(tmp_path / "scripts", [BLOCKED]) / "train_pretrain.py"
+    script = write_scripts(tmp_path / "scripts", BLOCKED) / "train_pretrain.py"
     folder = tmp_path / "run"
     run = finish(start_alone(script, folder, [*options, *WATCHED, *EVALUATING]), folder)
     assert run.exit_code == 71
-    check_failed(run, r"rank 0: no sign of life for 1\d s in the evaluation after step 0 ")
+    check_failed(run, r"rank 0: no progress for 1\d s in the evaluation after step 0 ")
     check_stacks(run, 0, "__call__")
 
 
@@ -193,7 +189,7 @@ def test_a_data_worker_that_is_stopped_ends_a_run_on_one_process(
         if process.poll() is None:
             kill_outright(process)
     assert run.exit_code == (71 if script == "train_pretrain.py" else 1)
-    check_failed(run, r"rank 0: no sign of life for 4\d s in waiting for the data of step \d+ ")
+    check_failed(run, r"rank 0: no progress for 4\d s in waiting for the data of step \d+ ")
     check_stacks(run, 0, "windows")
     _, alive = psutil.wait_procs(members, timeout=30)
     assert not alive
@@ -204,7 +200,7 @@ def test_a_data_worker_that_is_stopped_ends_a_run_on_one_process(
 @pytest.mark.slow
 def test_a_hang_that_holds_pythons_lock_ends_too(options: list[str], tmp_path: Path):
     """No thread of Python's can run; faulthandler's own leaves the stacks, and its exit code is 1."""
-    script = write_scripts(tmp_path / "scripts", [LOCKED]) / "train_pretrain.py"
+    script = write_scripts(tmp_path / "scripts", LOCKED) / "train_pretrain.py"
     folder, began = tmp_path / "run", time.monotonic()
     run = finish(start_alone(script, folder, [*options, *WATCHED, *EVALUATING]), folder)
     assert time.monotonic() - began < HANG_SECONDS + GRACE_SECONDS + 2 * SLACK_SECONDS
@@ -229,7 +225,9 @@ def test_a_rank_that_hangs_while_ranks_meet_ends_the_others(script: Path, option
         other.kill()
         other.wait()
     assert run.exit_code == 71
-    said = r"\nerror: rank 0: no sign of life for 3\d s in meeting the other ranks .* are above; start"
+    said = (
+        r"\nerror: rank 0: no progress for 3\d s in the rendezvous with the other ranks .* are above; start"
+    )
     assert re.search(said, run.output), run.output[-3000:]
     assert not folder.exists()
 
@@ -237,15 +235,13 @@ def test_a_rank_that_hangs_while_ranks_meet_ends_the_others(script: Path, option
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_samples_that_take_longer_than_the_time_out_are_no_hang(
-    launcher: str, options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    launcher: str, options: list[str], tmp_path: Path
 ):
     """Every token is a sign of life, on all ranks: none waits in silence for the first one's."""
-    scripts = write_scripts(tmp_path / "scripts", [SLOW_SAMPLES])
-    name = {"torchrun": "TORCHRUN_SCRIPT", "accelerate": "ACCELERATE_SCRIPT"}[launcher]
-    monkeypatch.setattr(launching, name, scripts / getattr(launching, name).name)
     sampled = ["--evaluation.sample_prompts", "[a]", "--evaluation.sample_tokens", str(HANG_SECONDS + 5)]
     options = [*options, *WATCHED, "--evaluation.eval_steps", "6", *sampled, "--training.max_steps", "1"]
-    run = launch(launcher, 2, tmp_path / "run", [*options, "--schedule.warmup_steps", "0"])
+    options = [*options, "--schedule.warmup_steps", "0"]
+    run = launch(launcher, 2, tmp_path / "run", options, before=[SLOW_SAMPLES])
     rows = [json.loads(line) for line in (run.folder / "samples.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1]
 

@@ -37,12 +37,10 @@ from support.launching import (
     finish,
     start,
 )
-from support.mutation import Edit
 
 from llm_pretrain.__main__ import main
-from llm_pretrain.commands._chaos.attempts import WORKER_SECONDS
-from llm_pretrain.commands._chaos.watching import Watch
-from llm_pretrain.commands._launching.launching import processes_of
+from llm_pretrain.commands._chaos_attempts import WORKER_SECONDS
+from llm_pretrain.commands._launching import RunMonitor, processes_of
 
 SAVES = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 SLOW_MACHINE = 3
@@ -63,6 +61,7 @@ def deaths(result: dict[str, Any]) -> set[tuple[str, bool]]:
     return {(each["kill"]["kind"], each["in_save"]) for each in result["attempts"] if each["killed"]}
 
 
+@pytest.mark.slow
 def test_a_rank_in_a_step_and_in_a_save_and_the_launcher_at_start_up_and_in_a_step(
     undisturbed: Finished, options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -80,43 +79,23 @@ def test_a_rank_in_a_step_and_in_a_save_and_the_launcher_at_start_up_and_in_a_st
         ("rank", "save"),
     ]
     assert {each["path"] for each in result["attempts"]} == {"torchrun", "accelerate"}
-    assert "it ended as the run that nobody killed" in printed
+    assert "the killed run ended as the undisturbed run, bit for bit" in printed
 
 
-FROM_ZERO = Edit(
-    "llm_pretrain/training/saving.py",
-    "return self.checkpoints.find(expected=self.fingerprints_at, source=source)",
-    "return None",
-)
+FROM_ZERO = "find_no_checkpoint"
 MISTAKES = {
-    "without the optimizer": (
-        Edit(  # its moments are filled in place, so that leaving out the call would change nothing
-            "llm_pretrain/checkpoints/state.py",
-            "if state.optimizer is not None:",
-            "if optimizer.state.clear():",
-        ),
-        "train/",
-    ),
-    "without the position in the data": (
-        Edit("llm_pretrain/training/loop.py", "start_step=self.progress.step,", "start_step=0,"),
-        "data/batch_sha256",
-    ),
-    "from an older checkpoint": (
-        Edit(
-            "llm_pretrain/checkpoints/store.py",
-            "reversed(committed.items())",
-            "list(committed.items())[-2::-1]",
-        ),
-        "step",
-    ),
+    "without the optimizer": ("restore_no_optimizer", "train/"),
+    "without the position in the data": ("restore_no_position", "data/batch_sha256"),
+    "from an older checkpoint": ("find_an_older_checkpoint", "step"),
 }
+"""name: the function of `support.process_faults`, and the key by which it is seen."""
 
 
 def check_mistake(
-    mistake: Edit, key: str, reference: Finished, options: list[str], folder: Path
+    mistake: str, key: str, reference: Finished, options: list[str], folder: Path
 ) -> dict[str, Any]:
     """`chaos` fails on scripts with this mistake, by this key; returns what it says is wrong."""
-    scripts = write_scripts(folder / "scripts", [mistake])
+    scripts = write_scripts(folder / "scripts", (f"support.process_faults:{mistake}", []))
     more = ("--kills", "1", "--in-save", "0", "--world-size", "1", "--kinds", "group", "--seed", "8")
     more += ("--scripts", str(scripts), "--paths", "torchrun")
     code, result = chaos(folder / "chaos", reference, options, *more)
@@ -130,6 +109,7 @@ def check_mistake(
     return violation | {"checkpoint": first["checkpoint_after"]}
 
 
+@pytest.mark.slow
 def test_a_start_from_zero_fails_though_it_repeats_the_rows(
     undisturbed_alone: Finished, options: list[str], tmp_path: Path
 ):
@@ -267,8 +247,8 @@ def test_torchrun_starts_killed_ranks_again_in_place(
         start_new_session=True,
     )
     for rank, where, step in strikes:
-        watch = Watch(folder)
-        wait_until(process, watch, where, step)
+        monitor = RunMonitor(folder)
+        wait_until(process, monitor, where, step)
         worker = workers_of(process, script)[rank]
         worker.kill()
         worker.wait(TIMEOUT_SECONDS)
@@ -281,12 +261,12 @@ def test_torchrun_starts_killed_ranks_again_in_place(
     assert_exact(continued, undisturbed)
 
 
-def wait_until(process: subprocess.Popen[str], watch: Watch, where: str, step: int) -> None:
+def wait_until(process: subprocess.Popen[str], monitor: RunMonitor, where: str, step: int) -> None:
     """The row of `step` is there, or the save of `step` or a later one is under way."""
     deadline = time.monotonic() + TIMEOUT_SECONDS
     while True:
-        watch.look()
-        reached = (watch.saving() or 0) if where == "save" else (watch.last_step or 0)
+        monitor.update()
+        reached = (monitor.step_being_saved() or 0) if where == "save" else (monitor.last_step or 0)
         if reached >= step:
             return
         assert process.poll() is None, process.communicate()[0][-4000:]

@@ -79,7 +79,7 @@ def test_a_model_beyond_the_machine_is_refused_in_seconds(options: list[str], tm
     launch = begin(limited(command, 4_000_000_000), tmp_path / "run", [*options, *HUGE])
     finished = launch.finish()
     line = check_line(launch, finished)
-    assert re.search(r"out of memory before it was used: 14\d,[\d,]+ parameters take 2\.1 TiB", line)
+    assert re.search(r"out of memory before the model was built: 14\d,[\d,]+ parameters take 2\.1 TiB", line)
     assert not (launch.folder / "metrics.jsonl").exists()
 
 
@@ -145,7 +145,7 @@ def hungry(*arguments):
     return real(*arguments)
 tensor_files._chunks = hungry
 import {script}
-{script}.end_script({script}.main())
+{script}.exit_process({script}.main())
 """
 """A script whose saves ask for what no machine has."""
 

@@ -96,6 +96,7 @@ def run(command: str | Sequence[str], folder: Path, options: Sequence[str], kind
     return finished
 
 
+@pytest.mark.slow
 def test_a_run_that_records_everything_keeps_secrets(options: list[str], tmp_path: Path):
     finished = run("python", tmp_path, [*options, *RECORDING])
     assert finished.exit_code == 0, finished.output[-4000:]
@@ -117,13 +118,13 @@ def test_launchers_keep_secrets(options: list[str], tmp_path: Path, command: str
 BUG = """
 import sys
 sys.path.insert(0, {root!r})
-from llm_pretrain.training import loop
+from llm_pretrain.training import trainer
 def broken(self, batches):
     token = __import__("os").environ["HF_TOKEN"]
     raise ZeroDivisionError("a bug of ours")
-loop.Training._train = broken
+trainer.Trainer._train = broken
 import {script}
-{script}.end_script({script}.main())
+{script}.exit_process({script}.main())
 """
 
 

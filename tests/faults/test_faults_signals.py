@@ -71,11 +71,12 @@ def run_chain(folder: Path, options: Sequence[str], stops: Sequence[Stop], last:
     return finished
 
 
+@pytest.mark.slow
 def test_one_process_stopped_in_every_way_is_the_run_that_nobody_stopped(
     options: list[str], undisturbed_alone: Finished, tmp_path: Path
 ):
     stops = [
-        Stop("python", row_of(3), to_launcher(SIGUSR1), says=["SIGUSR1: the run stops"]),
+        Stop("python", row_of(3), to_launcher(SIGUSR1), says=["SIGUSR1: the run saves and stops"]),
         Stop("python", during_save(), to_group(SIGINT, SIGINT, gap=0.1), says=["stopped by SIGINT after"]),
         Stop("python", row_of(14), to_everything(SIGINT), WORKERS),
     ]

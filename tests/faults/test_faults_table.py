@@ -8,13 +8,13 @@ from support.launching import ROOT
 
 from llm_pretrain import errors
 
-PAGE = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
 FOLDER = ROOT / "tests" / "faults"
 
 
-def section(title: str) -> str:
-    """The text under a heading."""
-    return PAGE.split(f"\n## {title}\n")[1].split("\n## ")[0]
+def section(title: str, page: str = "reliability") -> str:
+    """The text under a heading of a page of docs/."""
+    text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+    return text.split(f"\n## {title}\n")[1].split("\n## ")[0]
 
 
 def rows(text: str) -> list[list[str]]:
@@ -44,7 +44,7 @@ def test_every_file_of_fault_tests_is_named():
 
 def test_every_exit_code_is_explained():
     """In the table of codes; those of the faults are among them."""
-    codes = {cells[0] for cells in rows(section("Exit codes"))}
+    codes = {cells[0] for cells in rows(section("Exit codes", "commands"))}
     ours = {each.exit_code for each in vars(errors).values() if isinstance(each, type)}
     assert codes == {str(code) for code in ours | {0, errors.EXIT_PREEMPTED}}
     used = {code for cells in rows(section("Faults")) for code in re.findall(r"\d+", cells[2])}

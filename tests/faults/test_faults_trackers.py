@@ -106,6 +106,7 @@ def run_to_end(launch: Launch) -> tuple[Finished, float]:
     return finished, ended
 
 
+@pytest.mark.slow
 def test_a_folder_that_wandb_cannot_have_costs_a_warning(
     options: list[str], undisturbed_alone: Finished, tmp_path: Path
 ):

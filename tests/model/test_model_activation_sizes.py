@@ -16,11 +16,13 @@ from llm_pretrain.model import (
     Decoder,
     count_parameters,
     head_bytes,
-    initialize_weights,
     layer_activation_bytes,
     matrix_parameters,
+    sizes,
 )
-from llm_pretrain.model.loss_head_fused import fused_loss_head
+from llm_pretrain.model.kernels import layers
+from llm_pretrain.model.kernels.loss import fused_linear_cross_entropy
+from llm_pretrain.training import initialize_weights
 
 DENSE = ModelConfig(
     vocab_size=512,
@@ -97,9 +99,14 @@ def peak_bytes(compute: Callable[[], Any]) -> int:
     return most
 
 
-@pytest.mark.parametrize("bf16", [False, True])
-def test_the_head_takes_what_is_counted(bf16: bool):
-    """At its peak: in bf16 no copy of the whole weight's gradient in fp32 beside the sum."""
+@pytest.mark.parametrize(("bf16", "onednn"), [(False, False), (False, True), (True, True)])
+def test_the_head_takes_what_is_counted(monkeypatch, bf16: bool, onednn: bool):
+    """At its peak; the processor decides whether oneDNN multiplies in fp32, which allocates its results.
+
+    In bf16 no fp32 copy of the whole weight's gradient is allocated beside the sum.
+    """
+    for module in (layers, sizes):
+        monkeypatch.setattr(module, "prefers_onednn", lambda: onednn)
     config = replace(DENSE, vocab_size=16384, hidden_size=128)
     hidden = torch.randn(1, 96, 128, dtype=torch.bfloat16 if bf16 else torch.float32, requires_grad=True)
     weight = torch.randn(16384, 128, requires_grad=True)
@@ -107,7 +114,7 @@ def test_the_head_takes_what_is_counted(bf16: bool):
 
     def compute() -> Any:
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-            return fused_loss_head(hidden, weight, labels, labels >= 0, 1e-4)
+            return fused_linear_cross_entropy(hidden, weight, labels, labels >= 0, 1e-4)
 
     copies = 2 * weight.numel() if bf16 else 0  # of the weight, which are counted elsewhere
     counted = head_bytes(config, ActivationShape(1, 96, 96, bf16, False), is_fused=True)

@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 from llm_pretrain.config import ModelConfig
-from llm_pretrain.model import Decoder, Kernels, attention, document_layout, initialize_weights
-from llm_pretrain.model.attention import document_attention
-from llm_pretrain.model.document_layout import DocumentLayout, attention_implementation
-from tests.support.mutation import Edit, mutated
+from llm_pretrain.model import Decoder, Kernels, kernels
+from llm_pretrain.model.kernels import attention, attention_implementation
+from llm_pretrain.model.kernels.attention import DocumentLayout, document_attention, document_layout
+from llm_pretrain.training import initialize_weights
 
-BLOCKS = "llm_pretrain/model/attention_blocks.py"
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 LENGTHS = [1, 63, 64, 65, 7, 200, 600]
 """Below, at and above the size of a block; the last is too long for its probabilities to be kept."""
@@ -55,7 +54,7 @@ def outcome(out: Tensor, inputs: tuple[Tensor, ...]) -> list[Tensor]:
 def check_blocks(heads: tuple[int, int] = (4, 2)) -> None:
     inputs = tensors(sum(LENGTHS), heads=heads)
     layout = DocumentLayout(offsets=offsets_of(LENGTHS, repeats=3))
-    assert attention._suits_blocks(torch.float64, sum(LENGTHS) / len(LENGTHS), 0.0)
+    assert attention._use_blocks(torch.float64, sum(LENGTHS) / len(LENGTHS), 0.0)
     ours = outcome(document_attention(*inputs, layout, 0.0), inputs)
     theirs = outcome(by_definition(*inputs, ids_of(LENGTHS)), inputs)
     for mine, other in zip(ours, theirs, strict=True):
@@ -67,16 +66,28 @@ def test_blocks_of_queries_are_the_definition(heads):
     check_blocks(heads)
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        (".triu(1)", ".triu(2)"),  # a token sees the next one
-        ("slice(0, b - start)", "slice(1, b - start)"),  # nobody sees a document's first token
-        (".mul_(_scale(query))", ""),
-    ],
-)
-def test_a_mistake_in_the_blocks_would_be_seen(old, new):
-    with mutated(Edit(BLOCKS, old, new)), pytest.raises((AssertionError, RuntimeError)):
+def without_first_token(offsets, dtype, documents=attention._documents):
+    return [
+        (document, [block._replace(keys=slice(1, block.keys.stop)) for block in blocks])
+        for document, blocks in documents(offsets, dtype)
+    ]
+
+
+MISTAKES = {
+    "a token sees the next one": (
+        "_future",
+        lambda size, dtype: torch.full((size, size), -torch.inf, dtype=dtype).triu(2),
+    ),
+    "no query sees a document's first token": ("_documents", without_first_token),
+    "scores are not scaled": ("_scale", lambda query: 1.0),
+    "gradients of keys and values are lost": ("_add_product", lambda total, left, right: None),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_in_the_blocks_is_detected(mistake, monkeypatch):
+    monkeypatch.setattr(attention, *MISTAKES[mistake])
+    with pytest.raises((AssertionError, RuntimeError)):
         check_blocks()
 
 
@@ -201,7 +212,7 @@ def test_the_block_mask_sees_all_that_may_be_seen_and_little_else(columns):
         return (query >= key) & (documents[row, query] == documents[row, key])
 
     expected = create_block_mask(visible, 3, None, columns, columns, device="cpu")
-    found = document_layout.document_layout(documents, implementation="flex").block_mask
+    found = document_layout(documents, implementation="flex").block_mask
     assert torch.equal(found.to_dense().bool(), expected.to_dense().bool())
     rows, query, key = (torch.arange(n) for n in (3, columns, columns))
     grid = torch.meshgrid(rows, query, key, indexing="ij")
@@ -214,7 +225,7 @@ def test_flex_is_the_definition(monkeypatch):
 
     monkeypatch.setattr(attention, "_compiled_flex", lambda: flex_attention)
     query, key, value = (each.detach() for each in tensors(300, rows=2))
-    layout = document_layout.document_layout(DOCUMENTS, implementation="flex")
+    layout = document_layout(DOCUMENTS, implementation="flex")
     ours = document_attention(query, key, value, layout, 0.0)
     expected = by_definition(query, key, value, DOCUMENTS)
     torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-7)
@@ -222,7 +233,7 @@ def test_flex_is_the_definition(monkeypatch):
 
 def test_the_choice_depends_on_device_type_and_shape_alone(monkeypatch):
     bf16, fp32 = torch.bfloat16, torch.float32
-    monkeypatch.setattr(document_layout, "_capability", lambda _: (9, 0))
+    monkeypatch.setattr(kernels, "_capability", lambda _: (9, 0))
 
     def choice(device=CUDA, dtype=bf16, head_dim=64, dropout=0.0, **kernels):
         return attention_implementation(Kernels(**kernels), device, dtype, head_dim, dropout)
@@ -236,14 +247,14 @@ def test_the_choice_depends_on_device_type_and_shape_alone(monkeypatch):
         assert choice() == "sdpa"
     finally:
         torch.use_deterministic_algorithms(False)
-    monkeypatch.setattr(document_layout, "_capability", lambda _: (7, 5))
+    monkeypatch.setattr(kernels, "_capability", lambda _: (7, 5))
     assert choice() == "sdpa"
 
 
 def test_without_offsets_a_gpu_gets_a_mask():
-    layout = document_layout.document_layout(DOCUMENTS.to("meta"), implementation="varlen")
+    layout = document_layout(DOCUMENTS.to("meta"), implementation="varlen")
     assert layout.mask is not None
-    with_offsets = document_layout.document_layout(DOCUMENTS.to("meta"), OFFSETS, "varlen")
+    with_offsets = document_layout(DOCUMENTS.to("meta"), OFFSETS, "varlen")
     assert with_offsets.offsets is OFFSETS
 
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from llm_pretrain.config import ModelConfig
-from llm_pretrain.model import Decoder, count_parameters, flops_per_token, initialize_weights
-from llm_pretrain.model.attention import document_attention
-from llm_pretrain.model.document_layout import DocumentLayout, document_layout
-from llm_pretrain.model.loss_head import loss_head
+from llm_pretrain.model import Decoder, count_parameters, flops_per_token
+from llm_pretrain.model.kernels.attention import DocumentLayout, document_attention, document_layout
+from llm_pretrain.model.kernels.loss import cross_entropy_sums
+from llm_pretrain.training import initialize_weights
 
 DENSE = ModelConfig(
     vocab_size=96,
@@ -179,7 +179,7 @@ def test_the_loss_of_low_precision_logits_is_exact():
         torch.rand(3, 17, generator=generator) < 0.7,
     )
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        sums = loss_head(torch.nn.functional.linear(hidden, weight), labels, mask)
+        sums = cross_entropy_sums(torch.nn.functional.linear(hidden, weight), labels, mask)
     logits = torch.nn.functional.linear(hidden.bfloat16(), weight.bfloat16()).double()
     log_partition = logits.logsumexp(-1)
     losses = (log_partition - logits.gather(-1, labels[..., None])[..., 0]) * mask
@@ -190,7 +190,7 @@ def test_the_loss_of_low_precision_logits_is_exact():
 def test_the_loss_head_passes_gradcheck():
     logits = torch.randn(2, 3, 7, dtype=torch.float64, requires_grad=True)
     labels, mask = torch.tensor([[0, 6, -100], [2, 2, 5]]), torch.tensor([[1, 1, 0], [1, 0, 1]]).bool()
-    assert torch.autograd.gradcheck(lambda x: loss_head(x, labels, mask)[:2], (logits,))
+    assert torch.autograd.gradcheck(lambda x: cross_entropy_sums(x, labels, mask)[:2], (logits,))
 
 
 def test_norms_and_rotation_are_exact_under_autocast(monkeypatch):
@@ -300,10 +300,15 @@ def test_a_large_decoder_is_counted_without_being_built():
     assert count_parameters(config).total > 7e11  # more than any machine that runs this could hold
 
 
-def test_importing_the_model_is_light():
+def test_importing_the_model_loads_neither_torchs_compiler_nor_slow_libraries():
     import subprocess
     import sys
 
-    heavy = "transformers", "datasets", "accelerate", "wandb", "sentencepiece"
-    code = f"import sys, llm_pretrain.export; sys.exit(any(m in sys.modules for m in {heavy}))"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    slow = {"transformers", "datasets", "accelerate", "wandb", "sentencepiece"}
+    compiler = {"torch._dynamo", "torch._inductor"}
+    code = (
+        f"import sys, llm_pretrain.model\nprint(*({slow | compiler} & set(sys.modules)))\n"
+        f"import llm_pretrain.export\nprint(*({slow} & set(sys.modules)))\n"
+    )
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert loaded.stdout.split() == []

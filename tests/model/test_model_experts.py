@@ -7,11 +7,15 @@ import torch
 from torch import Tensor
 
 from llm_pretrain.config import ModelConfig
-from llm_pretrain.model import Decoder, initialize_weights, update_router_bias
-from llm_pretrain.model.experts import Experts, experts_reference
-from llm_pretrain.model.experts_grouped import grouped_experts
-from llm_pretrain.model.experts_streamed import streamed_experts
-from llm_pretrain.model.router import Router, top_experts
+from llm_pretrain.model import Decoder, update_router_bias
+from llm_pretrain.model.kernels.experts import (
+    experts_reference,
+    grouped_experts,
+    streamed_experts,
+    top_experts,
+)
+from llm_pretrain.model.moe import Experts, Router
+from llm_pretrain.training import initialize_weights
 
 CONFIG = ModelConfig(
     vocab_size=64,

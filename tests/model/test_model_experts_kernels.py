@@ -10,17 +10,23 @@ from torch._dynamo.utils import counters
 
 from llm_pretrain.config import Config, ModelConfig
 from llm_pretrain.errors import ConfigError
-from llm_pretrain.model import Experts, Kernels, experts, experts_obstacle, experts_streamed, products
-from llm_pretrain.model.decoder import DecoderLayer, MoeFeedForward
-from llm_pretrain.model.document_layout import document_layout
-from llm_pretrain.model.experts_grouped import grouped_experts
-from llm_pretrain.model.experts_streamed import streamed_experts
-from llm_pretrain.model.rotary import rotary_tables
-from llm_pretrain.training.building import build_model
+from llm_pretrain.model import Experts, Kernels, describe_kernels, experts_requirement, kernels
+from llm_pretrain.model.attention import rotary_tables
+from llm_pretrain.model.decoder import DecoderLayer
+from llm_pretrain.model.kernels import experts, layers
+from llm_pretrain.model.kernels.attention import document_layout
+from llm_pretrain.model.kernels.experts import (
+    experts_reference,
+    grouped_experts,
+    streamed_experts,
+    triton_experts,
+)
+from llm_pretrain.model.moe import MoeFeedForward
+from llm_pretrain.training.model_setup import build_model
 
 H, INNER, E = 32, 16, 6
 KERNELS = {
-    "reference": experts._reference_experts,
+    "reference": experts_reference,
     "streamed": streamed_experts,
     "grouped": grouped_experts,
 }
@@ -89,7 +95,7 @@ def test_kernels_give_the_references_outputs_and_gradients(kernel, case, dtype):
 @pytest.mark.parametrize("library", [True, False])
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_the_streamed_kernel_repeats_bit_for_bit_whichever_library_multiplies(dtype, library, monkeypatch):
-    monkeypatch.setattr(products, "prefers_onednn", lambda: library)
+    monkeypatch.setattr(layers, "prefers_onednn", lambda: library)
     first, second = outcome("streamed", "ragged", dtype), outcome("streamed", "ragged", dtype)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     for mine, reference in zip(first, outcome("reference", "ragged", torch.float32), strict=True):
@@ -108,15 +114,15 @@ def test_no_tokens_give_no_output_and_zero_gradients():
 
 def test_rows_of_low_type_are_summed_in_fp32():
     """In bf16 256 + 1 is 256, seven times over; 263 rounds to 264."""
-    rows = experts_streamed._Rows([8], torch.zeros(8, dtype=torch.int64), torch.arange(8)[None])
-    total = experts_streamed._Sum(rows, torch.zeros(1, 4), torch.bfloat16)
-    part = experts_streamed._Part(0, rows.token, torch.ones(8, 1))
+    rows = experts._Rows([8], torch.zeros(8, dtype=torch.int64), torch.arange(8)[None])
+    total = experts._Sum(rows, torch.zeros(1, 4), torch.bfloat16)
+    part = experts._Part(0, rows.token, torch.ones(8, 1))
     total.add(part, torch.tensor([256.0] + [1.0] * 7)[:, None].bfloat16(), torch.ones(1, 4).bfloat16())
     assert total.total().tolist() == [[264.0] * 4]
 
 
 def test_padding_is_small_and_gives_few_sizes():
-    sizes = [experts_streamed._padded(rows) for rows in range(4097)]
+    sizes = [experts._padded(rows) for rows in range(4097)]
     assert all(0 <= size - rows <= rows / 32 for rows, size in enumerate(sizes))
     assert len({size for size in sizes if size > 64}) == 32 * 6
     assert sizes[:65] == list(range(65))
@@ -128,16 +134,16 @@ def test_both_libraries_multiply_alike(transposed, monkeypatch):
     left, right = (x.t() if is_t else x for x, is_t in zip((left, right), transposed, strict=True))
     expected = (left.double() @ right.double()).float()
     for library in (True, False):
-        monkeypatch.setattr(products, "prefers_onednn", lambda library=library: library)
+        monkeypatch.setattr(layers, "prefers_onednn", lambda library=library: library)
         out = torch.empty(40, 40)
-        assert products.product(left, right, out) is out
+        assert layers.product(left, right, out) is out
         torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_linear_by_onednn_has_linears_gradients(monkeypatch):
-    monkeypatch.setattr(products, "prefers_onednn", lambda: True)
+    monkeypatch.setattr(layers, "prefers_onednn", lambda: True)
     found = []
-    for apply in (products.linear, F.linear):
+    for apply in (layers.linear, F.linear):
         x = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
         weight = torch.randn(3, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
         out = apply(x, weight)
@@ -163,17 +169,17 @@ CONFIG = ModelConfig(
 @pytest.mark.parametrize("name", ["auto", "streamed", "grouped", "reference"])
 def test_the_kernel_that_was_named_runs(name, monkeypatch):
     called = []
-    for kernel in ("streamed_experts", "grouped_experts", "_reference_experts"):
+    for kernel in ("streamed_experts", "grouped_experts", "experts_reference"):
 
         def note(x: Tensor, *_: object, kernel: str = kernel) -> Tensor:
             called.append(kernel)
             return x
 
-        monkeypatch.setattr(experts, kernel, note)
-    monkeypatch.setattr(experts, "grouped_obstacle", lambda *_: None)
+        monkeypatch.setattr(kernels, kernel, note)
+    monkeypatch.setattr(kernels, "grouped_requirement", lambda *_: None)
     module = Experts(CONFIG, Kernels(experts=name))
     module(torch.zeros(3, H), torch.zeros(3, 2), torch.zeros(3, 2).long())
-    expected = {"auto": "grouped_experts", "reference": "_reference_experts"}
+    expected = {"auto": "grouped_experts", "reference": "experts_reference"}
     assert called == [expected.get(name, f"{name}_experts")]
 
 
@@ -187,13 +193,58 @@ def test_grouped_is_refused_by_name_where_it_cannot_run():
         "training.experts_implementation: expected auto, streamed or reference, found grouped, which needs a "
         "CUDA device instead of cpu"
     )
-    kernels, cuda = Kernels(experts="grouped"), torch.device("cuda")
-    assert experts_obstacle(CONFIG, kernels, cuda, torch.bfloat16) is None
-    assert "bfloat16 instead of float32" in experts_obstacle(CONFIG, kernels, cuda, torch.float32)
-    odd = dataclasses.replace(CONFIG, moe_intermediate_size=20)
-    assert "multiples of 8 instead of 32 and 20" in experts_obstacle(odd, kernels, cuda, torch.bfloat16)
     dense = dataclasses.replace(CONFIG, num_experts=0)
-    assert experts_obstacle(dense, kernels, torch.device("cpu"), torch.float32) is None
+    assert experts_requirement(dense, Kernels(experts="grouped"), torch.device("cpu"), torch.float32) is None
+
+
+WIDER = {"moe_intermediate_size": 20}
+MANY = {"num_experts": 1024}
+"""What torch's grouped product cannot compute, beside types other than bf16 and older GPUs."""
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "changes", "needed"),
+    [
+        ((9, 0), torch.bfloat16, {}, None),
+        ((10, 0), torch.bfloat16, {}, None),
+        ((9, 0), torch.float32, {}, "products in bfloat16 instead of float32"),
+        ((9, 0), torch.float16, {}, "products in bfloat16 instead of float16"),
+        ((9, 0), torch.bfloat16, WIDER, "in multiples of 8 instead of 32 and 20"),
+        ((9, 0), torch.bfloat16, MANY, "fewer than 1024 experts instead of 1024"),
+        ((8, 0), torch.bfloat16, {}, "compute capability 9.0 instead of 8.0"),
+        ((7, 5), torch.float16, {}, "products in bfloat16 instead of float16"),
+    ],
+)
+def test_triton_multiplies_where_torch_cannot(capability, dtype, changes, needed, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    config, cuda = dataclasses.replace(CONFIG, **changes), torch.device("cuda")
+    shape = (config.num_experts, config.hidden_size, config.moe_intermediate_size)
+    assert (needed is None) == (experts.triton_reason(cuda, dtype, shape) is None)
+    for has_triton in (False, True):
+        monkeypatch.setattr(experts, "HAS_TRITON", has_triton)
+        found = experts_requirement(config, Kernels(experts="grouped"), cuda, dtype)
+        runs = needed is None or (has_triton and capability >= (8, 0))
+        assert (found is None) == runs
+        assert runs or needed in found
+        kernel = kernels.experts_kernel(Kernels(), cuda, dtype, shape)
+        by_torch_or_triton = grouped_experts if needed is None else triton_experts
+        assert kernel is (by_torch_or_triton if runs else streamed_experts)
+
+
+def test_the_kernels_in_use_are_named(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
+    monkeypatch.setattr(experts, "HAS_TRITON", True)
+    cuda = torch.device("cuda", 7)
+    assert describe_kernels(CONFIG, Kernels(), cuda, torch.bfloat16) == (
+        "attention varlen, loss full, experts grouped by Triton "
+        "(torch's kernel needs compute capability 9.0 instead of 8.0)"
+    )
+    dense = dataclasses.replace(CONFIG, num_experts=0, vocab_size=6400)
+    assert (
+        describe_kernels(dense, Kernels(), torch.device("cpu"), torch.float32) == "attention sdpa, loss fused"
+    )
+    reference = describe_kernels(CONFIG, Kernels(experts="reference"), torch.device("cpu"), torch.float32)
+    assert reference.endswith("experts reference")
 
 
 def layer_outcome(kernel, compiled: bool) -> list[Tensor]:
@@ -226,7 +277,7 @@ def compiles(test):
 @compiles
 @pytest.mark.parametrize("kernel", ["streamed", "grouped"])
 def test_a_compiled_layer_of_experts_gives_the_same_numbers(kernel, monkeypatch):
-    monkeypatch.setattr(experts, "grouped_obstacle", lambda *_: None)
+    monkeypatch.setattr(kernels, "grouped_requirement", lambda *_: None)
     torch._dynamo.reset()
     counters.clear()
     compiled = layer_outcome(kernel, compiled=True)
@@ -238,7 +289,7 @@ def test_a_compiled_layer_of_experts_gives_the_same_numbers(kernel, monkeypatch)
 @compiles
 @pytest.mark.parametrize("kernel", ["streamed", "grouped"])
 def test_only_the_streamed_kernel_stays_out_of_a_graph(kernel, monkeypatch):
-    monkeypatch.setattr(experts, "grouped_obstacle", lambda *_: None)
+    monkeypatch.setattr(kernels, "grouped_requirement", lambda *_: None)
     torch._dynamo.reset()
     layer = MoeFeedForward(CONFIG, Kernels(experts=kernel))
     hidden, mask = torch.randn(2, 12, H, requires_grad=True), torch.ones(2, 12, dtype=torch.bool)

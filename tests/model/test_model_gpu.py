@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from llm_pretrain.config import ModelConfig
-from llm_pretrain.model import Decoder, initialize_weights
-from llm_pretrain.model.decoder import MoeFeedForward
+from llm_pretrain.model import Decoder
+from llm_pretrain.model.moe import MoeFeedForward
+from llm_pretrain.training import initialize_weights
 
 pytestmark = [
     pytest.mark.gpu,

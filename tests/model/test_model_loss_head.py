@@ -1,6 +1,7 @@
 """The loss head in chunks against whole logits: sums, gradients, precision, promises that are not kept."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -8,20 +9,21 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from llm_pretrain.config import ModelConfig
-from llm_pretrain.model import Decoder, Kernels, initialize_weights, loss_head_fused
-from llm_pretrain.model.head import OutputHead, loss_implementation
-from llm_pretrain.model.loss_head import LossSums, loss_head
-from tests.support.mutation import Edit, mutated
+from llm_pretrain.model import Decoder, Kernels
+from llm_pretrain.model.decoder import OutputHead
+from llm_pretrain.model.kernels import loss as loss_kernels
+from llm_pretrain.model.kernels import loss_kernel
+from llm_pretrain.model.kernels.loss import LossSums, cross_entropy_sums
+from llm_pretrain.training import initialize_weights
 
-FUSED = "llm_pretrain/model/loss_head_fused.py"
 VOCAB, COEFFICIENT = 1500, 0.01
 
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     """Chunks of 7 rows of 1500 and a shorter last one, the softmax two rows at a time."""
-    monkeypatch.setattr(loss_head_fused, "_CPU_CHUNK", 7 * VOCAB)
-    monkeypatch.setattr(loss_head_fused, "_CACHED_ELEMENTS", 2 * VOCAB)
+    monkeypatch.setattr(loss_kernels, "CPU_CHUNK", 7 * VOCAB)
+    monkeypatch.setattr(loss_kernels, "CPU_SOFTMAX_ELEMENTS", 2 * VOCAB)
 
 
 def inputs(dtype: torch.dtype = torch.float32, masked: float = 0.3, length: int = 19) -> tuple[Tensor, ...]:
@@ -35,12 +37,11 @@ def inputs(dtype: torch.dtype = torch.float32, masked: float = 0.3, length: int 
 
 
 def fused(*tensors) -> LossSums:
-    """Looked up when called: a mistake may stand in for it."""
-    return loss_head_fused.fused_loss_head(*tensors)
+    return loss_kernels.fused_linear_cross_entropy(*tensors)
 
 
 def full(hidden: Tensor, weight: Tensor, labels: Tensor, mask: Tensor, _: float = 0.0) -> LossSums:
-    return loss_head(F.linear(hidden, weight), labels, mask)
+    return cross_entropy_sums(F.linear(hidden, weight), labels, mask)
 
 
 def gradients(head, tensors: tuple[Tensor, ...], on_loss: float, on_z: float) -> list[Tensor]:
@@ -93,9 +94,9 @@ def test_another_combination_of_the_sums_than_was_told_is_computed_anew(on_loss,
     check_any_combination(on_loss, on_z)
 
 
-def test_a_trusted_combination_would_be_seen():
-    edit = Edit(FUSED, "        return bool(near)", "        return True")
-    with mutated(edit), pytest.raises(AssertionError):
+def test_an_unchecked_combination_is_detected(monkeypatch):
+    monkeypatch.setattr(loss_kernels, "_in_ratio", lambda *_: True)
+    with pytest.raises(AssertionError):
         check_any_combination(1, 1)
 
 
@@ -124,8 +125,8 @@ def test_only_the_gradients_that_are_needed_are_returned():
 def test_no_gradient_is_computed_that_nobody_can_ask_for(monkeypatch):
     hidden, weight, labels, mask = inputs()
     wanted = []
-    original = loss_head_fused._chunks
-    monkeypatch.setattr(loss_head_fused, "_chunks", lambda *a: (wanted.append(a[-1]), original(*a))[1])
+    original = loss_kernels._chunks
+    monkeypatch.setattr(loss_kernels, "_chunks", lambda *a: (wanted.append(a[-1]), original(*a))[1])
     with torch.no_grad():
         without = fused(hidden, weight, labels, mask, COEFFICIENT)
     frozen = fused(hidden.detach(), weight.detach(), labels, mask, COEFFICIENT)
@@ -165,13 +166,14 @@ def test_low_precision_is_that_of_whole_logits():
     check_low_precision()
 
 
-def test_a_weight_gradient_summed_in_low_precision_would_be_seen():
+def test_a_weight_gradient_summed_in_low_precision_is_detected(monkeypatch):
     """Over many chunks: each addition in bf16 rounds once more."""
-    chunks = Edit(FUSED, "_CPU_CHUNK = 1 << 24", f"_CPU_CHUNK = {7 * VOCAB}")
-    edit = Edit(FUSED, "torch.zeros_like(weight, dtype=wide)", "torch.zeros_like(weight)")
-    with mutated(chunks):
-        check_low_precision()
-    with mutated(chunks, edit), pytest.raises(AssertionError):
+
+    def add_in_bf16(total: Tensor, left: Tensor, right: Tensor) -> None:
+        total.copy_((total + left @ right).bfloat16())
+
+    monkeypatch.setattr(loss_kernels, "_add_product", add_in_bf16)
+    with pytest.raises(AssertionError):
         check_low_precision()
 
 
@@ -216,14 +218,28 @@ def test_a_decoder_trains_alike_with_both(tied, checkpointing):
         assert torch.equal(found["fused"][name], found["auto"][name]), name
 
 
-def test_the_choice_depends_on_vocabulary_and_type_alone():
-    fp32, bf16, fp16 = torch.float32, torch.bfloat16, torch.float16
-    assert loss_implementation(Kernels(), fp32, 6400) == "fused"
-    assert loss_implementation(Kernels(), bf16, 151936) == "fused"
-    assert loss_implementation(Kernels(), fp32, 256) == "full"
-    assert loss_implementation(Kernels(), fp16, 6400) == "full"
+def test_the_choice_depends_on_the_vocabulary_alone():
+    def choice(vocab_size: int, loss: str = "auto") -> str:
+        return loss_kernel(Kernels(loss=loss), vocab_size).__name__.partition("_")[0]
+
+    assert choice(6400) == choice(151936) == "fused"
+    assert choice(256) == "full"
     for name in ("full", "fused", "liger"):
-        assert loss_implementation(Kernels(loss=name), fp32, 256) == name
+        assert choice(256, name) == name
+
+
+def test_in_fp16_a_loss_scale_reaches_the_gradient_before_it_is_rounded():
+    """Probabilities below 2^-25 are 0 in fp16, unless they are multiplied by the scale first."""
+    hidden = torch.zeros(1, 1, 32)
+    hidden[..., 0] = 1.0
+    weight = torch.zeros(VOCAB, 32)
+    weight[1:, 0] = -20.0  # e^-20 is 2^-29
+    weight.requires_grad_()
+    labels, mask = torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1, dtype=torch.bool)
+    with torch.autocast("cpu", torch.float16):
+        sums = loss_kernels.fused_linear_cross_entropy(hidden, weight, labels, mask, 0.0)
+    (gradient,) = torch.autograd.grad(sums.loss * 2.0**16, weight)
+    assert gradient[1:, 0].allclose(torch.tensor(math.exp(-20) * 2.0**16), rtol=1e-2)
 
 
 def test_liger_stands_in_for_the_chunks(monkeypatch):

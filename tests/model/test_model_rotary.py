@@ -4,10 +4,9 @@ import dataclasses
 
 import pytest
 import torch
-from support.mutation import Edit, mutated
 
 from llm_pretrain.config import ModelConfig
-from llm_pretrain.model import rotary
+from llm_pretrain.model import attention
 
 CONFIG = ModelConfig(hidden_size=256, num_attention_heads=4, max_position_embeddings=4096, rope_theta=1e4)
 SCALED = {
@@ -54,7 +53,7 @@ def theirs(config: ModelConfig) -> tuple[torch.Tensor, float]:
 
 
 def ours(config: ModelConfig) -> tuple[torch.Tensor, float]:
-    return rotary.rotary_frequencies(config, torch.device("cpu")), rotary.attention_factor(config)
+    return attention.rotary_frequencies(config, torch.device("cpu")), attention.attention_factor(config)
 
 
 @pytest.mark.parametrize("name", SCALED)
@@ -66,34 +65,39 @@ def test_frequencies_and_factor_are_those_of_transformers_bit_for_bit(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "old", "new"),
+    ("name", "changes"),
     [
-        ("linear", "wavelengths / config.rope_factor", "wavelengths"),
-        ("yarn", "0.1 * math.log", "0.2 * math.log"),
-        ("yarn", "math.ceil(_dimension_of", "(_dimension_of"),
-        ("yarn", "math.floor(_dimension_of", "(_dimension_of"),
-        ("yarn-original", "config.rope_original_context", "config.max_position_embeddings"),
-        ("yarn-betas", "config.rope_beta_fast", "32"),
-        ("yarn-betas", "_dimension_of(config.rope_beta_slow", "_dimension_of(1"),
+        ("linear", {"rope_factor": 1.0}),
+        ("yarn", {"rope_factor": 8.1}),
+        ("yarn-original", {"original_max_position_embeddings": None}),
+        ("yarn-betas", {"rope_beta_fast": 32.0}),
+        ("yarn-betas", {"rope_beta_slow": 1.0}),
     ],
 )
-def test_a_mistake_in_the_scaling_shows(name, old, new):
-    with mutated(Edit("llm_pretrain/model/rotary.py", old, new)):
-        frequencies, factor = ours(SCALED[name])
+def test_an_ignored_setting_is_detected(name, changes):
+    frequencies, factor = ours(dataclasses.replace(SCALED[name], **changes))
     expected, expected_factor = theirs(SCALED[name])
     assert not torch.equal(frequencies, expected) or factor != expected_factor
+
+
+@pytest.mark.parametrize("rounding", ["floor", "ceil"])
+def test_an_unrounded_ramp_is_detected(rounding, monkeypatch):
+    expected, _ = theirs(SCALED["yarn"])
+    monkeypatch.setattr(f"math.{rounding}", lambda index: index)
+    found = attention.rotary_frequencies.__wrapped__(SCALED["yarn"], torch.device("cpu"))
+    assert not torch.equal(found, expected)
 
 
 def test_tables_hold_each_position_s_own_angles_scaled_by_the_attention_factor():
     config = SCALED["yarn"]
     positions = torch.tensor([[0, 1, 2, 0, 1], [7, 8, 9, 10, 4095]])  # also those of a decoding step
-    cos, sin = rotary.rotary_tables(positions, config, torch.float64)
+    cos, sin = attention.rotary_tables(positions, config, torch.float64)
     assert cos.shape == sin.shape == (2, 5, 1, 32)
     assert cos.dtype == torch.float64
     length = (cos**2 + sin**2).sqrt()
-    torch.testing.assert_close(length, torch.full_like(length, rotary.attention_factor(config)))
+    torch.testing.assert_close(length, torch.full_like(length, attention.attention_factor(config)))
     assert torch.equal(cos[0, :2], cos[0, 3:])
-    angle = 4095 * rotary.rotary_frequencies(config, torch.device("cpu"))
+    angle = 4095 * attention.rotary_frequencies(config, torch.device("cpu"))
     torch.testing.assert_close(
         torch.atan2(sin, cos)[1, 4, 0].tan().float(), angle.tan(), rtol=1e-3, atol=1e-3
     )

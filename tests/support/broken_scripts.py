@@ -1,89 +1,106 @@
-"""Folders with copies of the two scripts, and of the package where needed, with one known mistake each."""
+"""Folders with the two scripts, one known mistake put into one of them."""
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from support.mutation import PACKAGE, ROOT, Edit, edited
-from support.rank_plan import ACCELERATE, OBJECTIVE, PREPARED_SCHEDULE, SHARDED_TWICE, TORCHRUN
+from support import faults
+from support.engines import SCRIPTS, engine_class
+from support.faults import Fault, Patch
+
+ROOT = Path(__file__).parent.parent.parent
 
 
 @dataclass(frozen=True)
 class Mistake:
-    """An edit of the scripts or the package, and what must notice it.
+    """A fault of one script, and what must notice it.
 
     Args:
-        edits: The mistake.
+        launcher: Whose script.
+        fault: The mistake.
         options: Of `parity`: the cheapest cells that show it.
         cell: The cell that is wrong.
         step, key: Where it is seen first.
     """
 
-    edits: tuple[Edit, ...]
+    launcher: str
+    fault: Fault
     options: tuple[str, ...]
     cell: str
     step: int
     key: str
 
 
+def _own_tokens(original: Any, self: Any, values: list[int]) -> list[int]:
+    return [values[0], *original(self, values)[1:]]
+
+
 ONE_PROCESS = ("--world-size", "1")
 TWO_PROCESSES = ("--world-size", "2")
-_OBJECTIVE = "loss = self.objective(output, counts.num_loss_tokens)\n"
-_STEP = "self.optimizer.step()  # with a scaler: its step and its update"
-
 MISTAKES = {
     "divided twice": Mistake(
-        (Edit(ACCELERATE, _OBJECTIVE, _OBJECTIVE.rstrip() + " / len(micro_batches)\n"),),
-        ONE_PROCESS,
-        *("accelerate W=1 A=6 fp32", 1, "train/grad_norm"),
+        "accelerate", faults.DIVIDED_TWICE, ONE_PROCESS, "accelerate W=1 A=6 fp32", 1, "train/grad_norm"
     ),
     "a gate of one's own": Mistake(
-        (
-            Edit(
-                ACCELERATE,
-                "if not result.skipped:\n",
-                "if not result.skipped and (batch.step + 1) % len(micro_batches) == 0:\n",
-            ),
-        ),
-        ONE_PROCESS,
-        *("accelerate W=1 A=6 fp32", 1, "train/parameters_sha256"),
+        "accelerate", faults.OWN_GATE, ONE_PROCESS, "accelerate W=1 A=6 fp32", 1, "train/parameters_sha256"
     ),
     "sharded twice": Mistake(
-        SHARDED_TWICE, TWO_PROCESSES, *("accelerate W=2 A=3 fp32", 1, "data/batch_sha256")
+        "accelerate", faults.SHARDED_TWICE, TWO_PROCESSES, "accelerate W=2 A=3 fp32", 1, "data/batch_sha256"
     ),
     "a prepared scheduler": Mistake(
-        (
-            PREPARED_SCHEDULE[0],
-            Edit(
-                ACCELERATE,
-                _STEP,
-                "self.optimizer.param_groups[0]['lr'] = self.schedule.get_last_lr()[0]\n"
-                "                        self.optimizer.step()\n"
-                "                        self.schedule.step()",
-            ),
-        ),
+        "accelerate",
+        faults.PREPARED_SCHEDULE,
         TWO_PROCESSES,
-        *("accelerate W=2 A=3 fp32", 2, "train/parameters_sha256"),
+        "accelerate W=2 A=3 fp32",
+        2,
+        "train/parameters_sha256",
     ),
     "counts that are not summed": Mistake(
-        (Edit(OBJECTIVE, "= sum_integers(whole)", "= whole[0], *sum_integers(whole)[1:]"),),
+        "torchrun",
+        faults.around("sum_integers", _own_tokens),
         ("--paths", "torchrun", "--world-size", "1,2"),
-        *("torchrun W=2 A=3 fp32", 1, "train/loss_tokens"),
+        "torchrun W=2 A=3 fp32",
+        1,
+        "train/loss_tokens",
     ),
 }
 
+_SCRIPT = """import sys
 
-def write_scripts(folder: Path, edits: Sequence[Edit] = ()) -> Path:
-    """Copies of both scripts with their edits, and of the package where one is about it; returns `folder`."""
+sys.path[:0] = [{root!r}, {tests!r}]
+import {script} as script
+from support.fork_server import resolve
+
+main, exit_process = script.main, script.exit_process
+if __name__ == "__main__":
+    for target, arguments in {before!r}:
+        resolve(target)(*arguments)
+    exit_process(main())
+"""
+
+
+def write_scripts(folder: Path, *before: tuple[str, list[Any]], launcher: str | None = None) -> Path:
+    """Both scripts, written into `folder`, which is returned.
+
+    `before` (`module:function`, arguments) is called first in that of `launcher`, or in both.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    for script in (TORCHRUN, ACCELERATE):
-        (folder / script).write_text(edited(script, edits))
-    in_package = {edit.file for edit in edits if edit.file.startswith(PACKAGE)}
-    if in_package:
-        shutil.copytree(ROOT / PACKAGE, folder / PACKAGE, ignore=shutil.ignore_patterns("__pycache__"))
-    for file in in_package:
-        (folder / file).write_text(edited(file, edits))
+    for own, script in SCRIPTS.items():
+        calls = list(before) if launcher in (None, own) else []
+        text = _SCRIPT.format(root=str(ROOT), tests=str(ROOT / "tests"), script=script, before=calls)
+        (folder / f"{script}.py").write_text(text)
     return folder
+
+
+def write_mistake(folder: Path, name: str) -> Path:
+    """Both scripts with a mistake of `MISTAKES`."""
+    call = ("support.broken_scripts:put_in", [name])
+    return write_scripts(folder, call, launcher=MISTAKES[name].launcher)
+
+
+def put_in(name: str) -> None:
+    """Put a mistake into this process for good."""
+    mistake = MISTAKES[name]
+    mistake.fault(Patch(), engine_class(mistake.launcher))

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
 from llm_pretrain.config import Config, SourceConfig, WeightChange, to_dict
-from llm_pretrain.config.checking import check_tree, field_types
-from llm_pretrain.errors import ConfigError
+from llm_pretrain.config.schema import field_types
 
 TINY = {
     "model": {
@@ -119,23 +118,3 @@ def _weight_changes(sources: int, edges: int) -> SearchStrategy[Any]:
     weights = st.lists(values_of(float, 1.0, edges=edges), min_size=sources, max_size=sources)
     entry = st.fixed_dictionaries({"step": values_of(int, edges=edges), "weights": weights})
     return st.lists(entry, max_size=2).map(lambda changes: sorted(changes, key=lambda each: each["step"]))
-
-
-def config_of(tree: dict[str, dict[str, Any]]) -> Config:
-    """What `from_dict` gives for a tree without problems, a hundred times faster.
-
-    Raises:
-        ConfigError: unknown settings and wrong types.
-    """
-    sound, problems = check_tree(tree)
-    if problems:
-        raise ConfigError(*(problem.line for problem in problems))
-    sections: dict[str, Any] = {}
-    for section, cls in field_types(Config).items():
-        fields = dict(sound.get(section, {}))
-        for name, kind in field_types(cls).items():
-            entry = get_args(kind)[0] if get_origin(kind) is list else None
-            if name in fields and dataclasses.is_dataclass(entry):
-                fields[name] = [entry(**each) for each in fields[name]]  # type: ignore[operator]  # a class
-        sections[section] = cls(**fields)
-    return Config(**sections)

@@ -7,11 +7,11 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from support.crash_probe import CrashProbe, Ended
 from support.faulty_io import Call, Fault, Tree, read_tree, write_tree
 from support.launching import ROOT, Finished
-from support.mutation import Edit
 
 from llm_pretrain.checkpoints import committed_folders, find_damage, read_manifest
 from llm_pretrain.checkpoints.manifest import file_digest
@@ -145,9 +145,9 @@ def run(
     folder: Path,
     faults: dict[int, Fault],
     journal: Path | None = None,
-    edits: Sequence[Edit] = (),
+    before: Sequence[tuple[str, list[Any]]] = (),
 ) -> list[Ended]:
-    """Start the scenario in `folder` with faults in it, and mistakes if there are `edits`."""
+    """Start the scenario in `folder` with faults in it, and mistakes put in by `before`."""
     if not folder.exists():
         write_tree(scenario.start, folder)
     return probe.train(
@@ -158,7 +158,7 @@ def run(
         faults=faults,
         journal=journal,
         with_data=journal is not None,
-        edits=edits,
+        before=before,
     )
 
 

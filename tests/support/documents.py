@@ -8,7 +8,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 READMES = (ROOT / "README.md", ROOT / "README.zh.md")
-DOCUMENTS = (*READMES, *sorted((ROOT / "docs").glob("*.md")))
+TUTORIAL = ROOT / "docs" / "tutorial.md"
+PAGES = tuple(sorted((ROOT / "docs").glob("*.md")))
+DOCUMENTS = (*sorted(ROOT.glob("*.md")), *PAGES)
 
 
 def blocks(document: Path) -> list[str]:

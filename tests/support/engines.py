@@ -7,11 +7,13 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch.distributed as dist
-from support.mutation import Edit, mutated
+from support.faults import Fault
 from support.stepping import Driven, drive, resolved
 
 from llm_pretrain.config import (
@@ -26,9 +28,9 @@ from llm_pretrain.config import (
 )
 from llm_pretrain.data import global_batches
 from llm_pretrain.model import Decoder
-from llm_pretrain.training.optimizers import build_optimizer
+from llm_pretrain.optim.param_groups import build_optimizer
 
-SCRIPTS = {"torchrun": "train_pretrain.py", "accelerate": "train_pretrain_accelerate.py"}
+SCRIPTS = {"torchrun": "train_pretrain", "accelerate": "train_pretrain_accelerate"}
 ENGINES = {"torchrun": "TorchrunEngine", "accelerate": "AccelerateEngine"}
 
 _MODEL = ModelConfig(
@@ -71,11 +73,19 @@ def small_config(store: Path, **changes: dict[str, Any]) -> Config:
     return resolved(replace(base, **sections))
 
 
-def run_engine(launcher: str, config: Config, *edits: Edit, windows: Any = None) -> Driven:
-    """Drive one engine through `config`'s steps, with the edits in force, and close it."""
+def engine_class(launcher: str) -> type:
+    """The engine of a launch path."""
+    return getattr(import_module(SCRIPTS[launcher]), ENGINES[launcher])
+
+
+def run_engine(launcher: str, config: Config, *faults: Fault, windows: Any = None) -> Driven:
+    """Drive one engine through `config`'s steps, with the faults in force, and close it."""
     reset_accelerate()
-    with mutated(*edits) as load:
-        engine = getattr(load(SCRIPTS[launcher]), ENGINES[launcher])(config)
+    chosen = engine_class(launcher)
+    with pytest.MonkeyPatch.context() as patch:
+        for fault in faults:
+            fault(patch, chosen)
+        engine = chosen(config)
         driven = drive(engine, config, windows=windows)
         engine.close()
     return driven
@@ -112,11 +122,14 @@ def reset_accelerate() -> None:
     GradientState._reset_state()
 
 
-def accelerate_loader(config: Config, *edits: Edit) -> str:
+def accelerate_loader(config: Config, *faults: Fault) -> str:
     """Class of the loader that Accelerate made of ours."""
     reset_accelerate()
-    with mutated(*edits) as load:
-        engine = load(SCRIPTS["accelerate"]).AccelerateEngine(config)
+    chosen = engine_class("accelerate")
+    with pytest.MonkeyPatch.context() as patch:
+        for fault in faults:
+            fault(patch, chosen)
+        engine: Any = chosen(config)
         model = Decoder(config.model)
         loader = global_batches(config, start_step=0, world_size=1)
         own = engine.prepare(

@@ -8,10 +8,13 @@ gone, and so may names whose folder was not.
 
 from __future__ import annotations
 
+import ctypes
+import os
 import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,6 +54,15 @@ class Fault:
             "FAULTY_IO_ERROR": str(self.error),
             "FAULTY_IO_TIMES": str(self.times),
         }
+
+
+def arm(library: str, folder: str, journal: str, with_data: bool, faults: list[dict[str, Any]]) -> None:
+    """Put its fault into this rank, in whose process the library is preloaded."""
+    rank = int(os.environ.get("RANK", "0"))
+    fault = Fault(**faults[rank])
+    texts = (folder.encode(), journal.encode())
+    numbers = (ctypes.c_long(fault.at), HOW[fault.how], fault.error, ctypes.c_long(fault.times))
+    ctypes.CDLL(library).faulty_arm(*texts, int(with_data), rank, fault.only.encode(), *numbers)
 
 
 def build_library(folder: Path) -> Path:

@@ -11,12 +11,17 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 
-def fuzzed(examples: int) -> settings:
-    """`examples`, always the same ones, in `make test`; FUZZ_EXAMPLES new ones where that is set."""
-    wanted = os.environ.get("FUZZ_EXAMPLES")
+def fuzzed(examples: int, *, per_cent: int = 100) -> settings:
+    """`examples`, always the same ones, in `make test`; where FUZZ_EXAMPLES is set, that many new ones.
+
+    Args:
+        examples: At least.
+        per_cent: Share of FUZZ_EXAMPLES, for a test whose examples take long.
+    """
+    wanted = int(os.environ.get("FUZZ_EXAMPLES", "0"))
     return settings(
-        max_examples=int(wanted) if wanted else examples,
-        derandomize=wanted is None,
+        max_examples=max(examples, wanted * per_cent // 100),
+        derandomize=not wanted,
         database=None,
         deadline=None,
         suppress_health_check=[

@@ -12,6 +12,7 @@ from pathlib import Path
 from support.launching import (
     TIMEOUT_SECONDS,
     Finished,
+    ForkedLaunch,
     assert_same_tensors,
     checkpoint_tensors,
     finish,
@@ -20,8 +21,19 @@ from support.launching import (
 )
 
 
-def kill_at(launcher: str, folder: Path, options: list[str], step: int, number: int) -> Finished:
-    """Start on two processes and send a signal when the row of `step` is written; SIGKILL to all of them."""
+def kill_at(
+    launcher: str, folder: Path, options: list[str], step: int, number: signal.Signals, *, real: bool = False
+) -> Finished:
+    """Start on two processes and send a signal when the row of `step` is written.
+
+    A `real` launcher gets it, and hands it on; SIGKILL goes to the launcher and all ranks. Forked ranks get
+    it themselves.
+    """
+    if not real:
+        run = ForkedLaunch(launcher, 2, folder, options)
+        wait_for_step(run, folder, step)
+        run.ranks.send(number)
+        return run.finish()
     process = start(launcher, 2, folder, options)
     wait_for_step(process, folder, step)
     if number == signal.SIGKILL:
@@ -31,11 +43,13 @@ def kill_at(launcher: str, folder: Path, options: list[str], step: int, number: 
     return finish(process, folder)
 
 
-def wait_for_step(process: subprocess.Popen[str], folder: Path, step: int) -> None:
+def wait_for_step(run: subprocess.Popen[str] | ForkedLaunch, folder: Path, step: int) -> None:
     """Return as soon as the row of `step` is written."""
     metrics, deadline = folder / "metrics.jsonl", time.monotonic() + TIMEOUT_SECONDS
     while not (metrics.exists() and f'"step": {step},' in metrics.read_text()):
-        assert process.poll() is None, f"ended before step {step}:\n{process.communicate()[0][-4000:]}"
+        if run.poll() is not None:
+            output = run.output if isinstance(run, ForkedLaunch) else run.communicate()[0]
+            raise AssertionError(f"ended before step {step}:\n{output[-4000:]}")
         assert time.monotonic() < deadline, f"step {step} not reached"
         time.sleep(0.01)
 

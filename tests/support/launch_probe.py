@@ -13,29 +13,37 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
-from support.engines import SCRIPTS, rendezvous_in, reset_accelerate
-from support.mutation import Edit, mutated
+from support.engines import engine_class, rendezvous_in, reset_accelerate
+from support.faults import Fault, Patch, replacing
 from support.stepping import drive, resolved
 
 from llm_pretrain.config import load_config
+from llm_pretrain.distributed.launch_checks import check_accelerate_settings, check_world_size
 
-ACCELERATE, PROCESS = "train_pretrain_accelerate.py", "llm_pretrain/training/process.py"
-NO_COUNT = Edit(PROCESS, "if asked != world_size:", "if False:")
-BARE = Edit(ACCELERATE, "            cpu=not on_gpu and not self.uses_deepspeed,", "           ")
-NO_COMPARISON = Edit(ACCELERATE, "        check_accelerate_settings(config, accumulation_steps)\n", "")
+NO_COUNT = replacing(check_world_size, lambda world_size: None)
+NO_COMPARISON = replacing(check_accelerate_settings, lambda config, accumulation_steps: None)
+
+
+def bare(patch: Patch, engine: type) -> None:
+    """An `Accelerator()` that is not told of the CPU."""
+    script: Any = sys.modules[engine.__module__]
+    accelerator = script.Accelerator
+    patch.setattr(script, "Accelerator", lambda cpu, **options: accelerator(**options))
+
 
 LAUNCHED = dict(os.environ)
 """What the launcher has said."""
 
 PATIENCE_SECONDS = 120
 
-VARIANTS: dict[str, list[Edit]] = {
+VARIANTS: dict[str, list[Fault]] = {
     "ours": [],
     "no count of processes": [NO_COUNT],
-    "bare accelerator": [BARE],
-    "bare accelerator, no count of processes": [BARE, NO_COUNT],
+    "bare accelerator": [bare],
+    "bare accelerator, no count of processes": [bare, NO_COUNT],
     "no comparison of settings": [NO_COMPARISON],
 }
 
@@ -51,8 +59,11 @@ def try_variant(folder: Path, variant: str) -> dict[str, object]:
     start_again()
     config = resolved(load_config(["--config", str(folder / "config.yaml")]))
     try:
-        with mutated(*VARIANTS[variant]) as load:
-            engine = load(SCRIPTS["accelerate"]).AccelerateEngine(config)
+        chosen = engine_class("accelerate")
+        with Patch.context() as patch:
+            for fault in VARIANTS[variant]:
+                fault(patch, chosen)
+            engine: Any = chosen(config)
             strategy = engine.accelerator.distributed_type.value
             updates = drive(engine, config).updates
             engine.close()
@@ -90,6 +101,11 @@ def load_main() -> Callable[[list[str]], int]:
     import train_pretrain_accelerate
 
     return train_pretrain_accelerate.main
+
+
+def run(folder: str, variants: list[str]) -> int:
+    """`main` in a forked rank."""
+    return main(Path(folder), variants)
 
 
 if __name__ == "__main__":

@@ -6,13 +6,16 @@ import json
 import os
 import subprocess
 import sys
+import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
+from support.fork_server import RUN_FOLDER, Forked, Request, fork_server
 
 import train_pretrain
 from llm_pretrain.checkpoints.manifest import read_manifest
@@ -168,22 +171,95 @@ def launch(
     accelerate_file: Path = CPU_FILE,
     variables: Mapping[str, str] | None = None,
     prefix: Sequence[str] = (),
+    real: bool = False,
+    before: Sequence[tuple[str, list[Any]]] = (),
 ) -> Finished:
-    """Run a script to its end and check its exit code (None: any)."""
-    process = start(
-        launcher,
-        world_size,
-        folder,
-        options,
-        gpu=gpu,
-        accelerate_file=accelerate_file,
-        variables=variables,
-        prefix=prefix,
-    )
-    finished = finish(process, folder)
+    """Run a script to its end and check its exit code (None: any).
+
+    The ranks are forked (`support.fork_server`) unless a `real` launcher, a GPU or a prefix is asked for.
+    `before` is called in every rank before the script's `main`, to inject a fault.
+    """
+    if real or gpu or prefix:
+        assert not before
+        process = start(
+            launcher,
+            world_size,
+            folder,
+            options,
+            gpu=gpu,
+            accelerate_file=accelerate_file,
+            variables=variables,
+            prefix=prefix,
+        )
+        finished = finish(process, folder)
+    else:
+        finished = ForkedLaunch(
+            launcher,
+            world_size,
+            folder,
+            options,
+            accelerate_file=accelerate_file,
+            variables=variables,
+            before=before,
+        ).finish()
     if exit_code is not None:
         assert finished.exit_code == exit_code, f"exit code {finished.exit_code}:\n{finished.output[-6000:]}"
     return finished
+
+
+class ForkedLaunch:
+    """A script started on forked ranks; `launch` waits for its end, tests of faults act on it before."""
+
+    def __init__(
+        self,
+        launcher: str,
+        world_size: int,
+        folder: Path,
+        options: Sequence[str],
+        *,
+        accelerate_file: Path = CPU_FILE,
+        variables: Mapping[str, str] | None = None,
+        before: Sequence[tuple[str, list[Any]]] = (),
+    ):
+        self.launcher, self.folder = launcher, folder
+        self._output = Path(os.environ[RUN_FOLDER]) / f"output-{uuid.uuid4().hex}"
+        self._output.touch()
+        # the launcher's own options stand between its name and the script
+        command = launch_command(launcher, world_size, accelerate_file=accelerate_file)
+        argv = [*NO_REPORT, "--run.output_dir", str(folder), *options]
+        script = "train_pretrain" if launcher == "torchrun" else "train_pretrain_accelerate"
+        self.ranks: Forked = fork_server().start(
+            Request(
+                "support.fork_server:run_script",
+                [script, argv],
+                world_size,
+                launcher=launcher,
+                launcher_options=command[3:-1] if launcher == "accelerate" else [],
+                output=str(self._output),
+                variables=dict(variables or {}),
+                before=list(before),
+            )
+        )
+
+    @property
+    def output(self) -> str:
+        """What the ranks have printed so far."""
+        return self._output.read_text(errors="replace")
+
+    def poll(self) -> list[int] | None:
+        """The ranks' exit codes, or None while one still runs."""
+        return self.ranks.poll()
+
+    def finish(self, timeout: float = TIMEOUT_SECONDS) -> Finished:
+        """Wait for the end; the exit code is what the launcher would leave with."""
+        try:
+            codes = self.ranks.wait(timeout)
+        except TimeoutError:
+            raise AssertionError(f"no end within {timeout} s; it printed:\n{self.output[-4000:]}") from None
+        is_script = self.launcher == "torchrun" and len(codes) == 1
+        output = self.output
+        self._output.unlink()
+        return Finished(codes[0] if is_script else int(any(codes)), output, self.folder)
 
 
 def train(*arguments: str) -> int:

@@ -1,14 +1,19 @@
-"""Trains with the script named on the command line, then writes which threads of the process are left."""
+"""Trains in this process, then writes which threads of the process are left."""
 
 from __future__ import annotations
 
-import importlib
 import os
-import sys
+from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 
-script, folder, *options = sys.argv[1:]
-exit_code = importlib.import_module(script).main([*options, "--run.output_dir", folder])
-names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
-(Path(folder) / f"threads-{os.environ['RANK']}").write_text("\n".join(names))
-sys.exit(exit_code)
+
+def train(script: str, folder: str, options: list[str]) -> int:
+    """Run a script's `main`; leaves `threads-RANK` in `folder`, the run's."""
+    exit_code = import_module(script).main([*options, "--run.output_dir", folder])
+    names = []
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(FileNotFoundError):  # a thread that has just ended
+            names.append((task / "comm").read_text().strip())
+    (Path(folder) / f"threads-{os.environ['RANK']}").write_text("\n".join(names))
+    return exit_code

@@ -11,26 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-
-EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "0"))
-"""More than the suite's few where `make fuzz` says so."""
-
-
-def fuzz_settings(few: int, *, per_cent: int = 100) -> settings:
-    """`few` examples, or `per_cent` of FUZZ_EXAMPLES where an example takes long."""
-    return settings(
-        max_examples=max(few, EXAMPLES * per_cent // 100),
-        deadline=None,
-        database=None,
-        suppress_health_check=[
-            HealthCheck.function_scoped_fixture,
-            HealthCheck.too_slow,
-            HealthCheck.data_too_large,
-        ],
-    )
-
 
 TEXTS = st.sampled_from(
     [

@@ -7,11 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from support.mutation import Edit
+from support.faults import ONE_RANK_NAN, Fault, orthogonalised_in_parts
 from support.rank_cases import Case
-from support.rank_plan import ONE_RANK_NAN
-
-MUON = "llm_pretrain/training/muon.py"
 
 Changes = dict[str, dict[str, Any]]
 
@@ -30,22 +27,16 @@ KINDS: dict[str, Changes] = {
         "optimizer": {"ema_decay": 0.5},
     },
 }
-IN_PARTS = Edit(
-    MUON,
-    "return gathered(update[0].to(dtype), self.whole)[None]",
-    "return torch.cat([update, update], 1)",
-)
 
 
-def case_of(path: str, strategy: str, changes: Changes, *edits: Edit) -> Case:
+def case_of(path: str, strategy: str, changes: Changes, *faults: Fault) -> Case:
     """Three steps of three micro batches each under the strategy."""
     optimizer = {"name": "muon", "muon_learning_rate": 0.05} | changes.get("optimizer", {})
     training = {"precision": "fp32"} | changes.get("training", {})
     training |= {"global_batch_size": 12, "max_steps": 3}
+    distributed = {"strategy": strategy, "sync_each_batch": False}  # as DDP sums
     return Case(
-        path,
-        edits,
-        changes | {"optimizer": optimizer, "training": training, "distributed": {"strategy": strategy}},
+        path, faults, changes | {"optimizer": optimizer, "training": training, "distributed": distributed}
     )
 
 
@@ -55,10 +46,10 @@ for kind, changes in KINDS.items():
         for strategy in ("ddp", "fsdp"):
             CASES[f"{path} {strategy} {kind}"] = case_of(path, strategy, changes)
 for path in ("torchrun", "accelerate"):
-    CASES[f"{path} one rank NaN"] = case_of(path, "fsdp", {}, ONE_RANK_NAN[path])
+    CASES[f"{path} one rank NaN"] = case_of(path, "fsdp", {}, ONE_RANK_NAN)
 FP16: Changes = {"training": UNCLIPPED | {"precision": "fp16"}}
 CASES |= {
     "torchrun ddp fp16": case_of("torchrun", "ddp", FP16),
     "torchrun fsdp fp16": case_of("torchrun", "fsdp", FP16),
-    "in parts": case_of("torchrun", "fsdp", KINDS["four experts"], IN_PARTS),
+    "in parts": case_of("torchrun", "fsdp", KINDS["four experts"], orthogonalised_in_parts),
 }

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from support.launching import environment
-from support.mutation import ROOT
+from support.launching import ROOT, environment
 
 LIMIT_SECONDS = 400
 """Far above what a launch takes; reached when something hangs."""

@@ -1,7 +1,7 @@
 """Runs of a few connected processes, with and without a mistake put in, all in the same processes.
 
-Run as `python rank_cases.py STORE FOLDER PLAN WORLD_SIZE`; it forks the ranks, each of which leaves in FOLDER
-what it did in the cases of `support/PLAN.py`. What the outcomes must look like is the tests' to say.
+`run_ranks` forks the ranks, each of which leaves what it did in the cases of a plan. What the outcomes must
+look like is the tests' to say.
 
 By default three processes, because from three on the order of a sum depends on the gradient buckets; three
 micro batches each, because a division by a power of two changes no bits wherever it stands.
@@ -13,27 +13,26 @@ import faulthandler
 import gc
 import os
 import pickle
-import signal
-import subprocess
-import sys
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
-from support.engines import ENGINES, SCRIPTS, rendezvous_in, reset_accelerate, small_config
-from support.mutation import ROOT, Edit, mutated
+from support.engines import engine_class, rendezvous_in, reset_accelerate, small_config
+from support.faults import Fault
+from support.fork_server import Request, fork_server, note_imports
 from support.stepping import Driven, drive
 from torch.nn.parallel import DistributedDataParallel
 
-from llm_pretrain.training import prepare_process
+from llm_pretrain.distributed.process import prepare_process
 
 WORLD_SIZE = 3
 HANG_SECONDS = 120
@@ -46,10 +45,10 @@ BASE: dict[str, dict[str, Any]] = {"training": {"global_batch_size": 18, "max_st
 
 @dataclass(frozen=True)
 class Case:
-    """One run: which engine, what its configuration changes, its mistake, whether its sums are counted."""
+    """One run: which engine, what its configuration changes, its faults, whether its sums are counted."""
 
     launcher: str
-    edits: tuple[Edit, ...] = ()
+    faults: tuple[Fault, ...] = ()
     changes: dict[str, dict[str, Any]] = field(default_factory=dict)
     counted: bool = False
 
@@ -79,29 +78,38 @@ def case_config(store: Path, case: Case) -> Any:
 
 
 def run_ranks(
-    store: Path, folder: Path, timeout: float = 1200, *, plan: str = "rank_plan", world_size: int = WORLD_SIZE
+    store: Path,
+    folder: Path,
+    timeout: float = 1200,
+    *,
+    plan: str = "rank_plan",
+    world_size: int = WORLD_SIZE,
+    names: Collection[str] | None = None,
 ) -> dict[str, list[Outcome]]:
-    """Run all cases of a plan in so many processes; returns the ranks' outcomes by case."""
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    variables = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, __file__, str(store), str(folder), plan, str(world_size)]
-    with (folder / "output").open("w") as output:
-        process = subprocess.Popen(
-            command,
-            env=os.environ | variables,
-            cwd=folder,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
-    try:
-        code = process.wait(timeout)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        code = process.wait()
-    assert code == 0, (folder / "output").read_text()[-4000:]
+    """Run the cases of these names of a plan (default: all); returns the ranks' outcomes by case."""
+    output = folder / "output"
+    request = Request(
+        "support.rank_cases:run_rank",
+        [plan, str(store), str(folder), None if names is None else sorted(names)],
+        world_size,
+        launcher="torchrun",
+        output=str(output),
+    )
+    codes = fork_server().run(request, timeout)
+    assert not any(codes), (codes, output.read_text()[-4000:])
     ranks = [pickle.loads((folder / f"rank-{rank}").read_bytes()) for rank in range(world_size)]
     return {name: [outcomes[name] for outcomes in ranks] for name in ranks[0]}
+
+
+def slow_but(quick: Collection[str], names: Iterable[str]) -> list[object]:
+    """Parameters of which those that are not `quick` are slow."""
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+def has_slow(request: pytest.FixtureRequest) -> bool:
+    """Whether a slow test of the file that asks was chosen."""
+    own = [item for item in request.session.items if item.path == request.path]
+    return any(item.get_closest_marker("slow") for item in own)
 
 
 def run_case(case: Case, store: Path, rendezvous: Path) -> Outcome:
@@ -143,10 +151,13 @@ def _train(case: Case, store: Path, outcome: Outcome) -> None:
 
     dist.destroy_process_group, dist.barrier = note_leaving, note_barrier
     DistributedDataParallel.forward = note_forward
-    with mutated(*case.edits) as load:
+    chosen = engine_class(case.launcher)
+    with pytest.MonkeyPatch.context() as patch:
+        for fault in case.faults:
+            fault(patch, chosen)
         config = case_config(store, case)
         prepare_process(config)
-        engine = getattr(load(SCRIPTS[case.launcher]), ENGINES[case.launcher])(config)
+        engine: Any = chosen(config)
         with noted_sums(outcome.sums) if case.counted else nullcontext():
             outcome.driven = drive(engine, config)
         outcome.model_class = type(engine.model).__name__
@@ -189,50 +200,19 @@ def meet(rendezvous: Path, timeout: float = HANG_SECONDS) -> None:
         time.sleep(0.02)
 
 
-def main(store: Path, folder: Path, plan: str, world_size: int) -> int:
-    """Fork the ranks, which saves each of them the imports; 0 when all came to their end."""
-    cases = import_module(f"support.{plan}").CASES
-    import_scripts()
-    children = []
-    os.environ |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), "MASTER_PORT": "1"}
-    for rank in range(world_size):
-        child = os.fork()
-        if not child:
-            run_rank(rank, cases, store, folder)
-            os._exit(0)
-        children.append(child)
-    return max(os.waitpid(child, 0)[1] for child in children) and 1
-
-
-def import_scripts() -> None:
-    """Load what both scripts and `Accelerator.prepare` import, before any process forks.
-
-    Out of the collector's sight, so that the collections after a case do not go over it again and again.
-    """
-    with mutated() as load:
-        for file in SCRIPTS.values():
-            load(file)
-    import_module("datasets")
-    gc.collect()
-    gc.freeze()
-
-
-def run_rank(rank: int, cases: dict[str, Case], store: Path, folder: Path) -> None:
-    """Run every case as this rank, and leave the outcomes in `folder`."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
+def run_rank(plan: str, store: str, folder: str, names: list[str] | None = None) -> None:
+    """Run cases of a plan (default: all) as this rank, and leave the outcomes in `folder`."""
+    rank = os.environ["RANK"]
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
+    import_module("datasets")  # `Accelerator.prepare` does
+    note_imports()
     outcomes = {}
-    for number, (name, case) in enumerate(cases.items()):
+    for number, (name, case) in enumerate(import_module(f"support.{plan}").CASES.items()):
+        if names is not None and name not in names:
+            continue
         print(f"rank {rank}: {name}", flush=True)
         faulthandler.dump_traceback_later(HANG_SECONDS, exit=True)
-        outcomes[name] = run_case(case, store, folder / f"rendezvous-{number}")
+        outcomes[name] = run_case(case, Path(store), Path(folder) / f"rendezvous-{number}")
     faulthandler.cancel_dump_traceback_later()
-    (folder / f"rank-{rank}").write_bytes(pickle.dumps(outcomes))
-
-
-if __name__ == "__main__":
-    # under its importable name, so that the tests can read what it leaves
-    from support import rank_cases
-
-    sys.exit(rank_cases.main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])))
+    (Path(folder) / f"rank-{rank}").write_bytes(pickle.dumps(outcomes))

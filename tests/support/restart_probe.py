@@ -14,27 +14,31 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from support.engines import ENGINES, SCRIPTS, reset_accelerate
-from support.mutation import Edit, mutated
+from support.engines import SCRIPTS, engine_class, reset_accelerate
+from support.faults import Fault, Patch, replacing
 from support.stepping import resolved
 
 from llm_pretrain.config import Config, load_config
+from llm_pretrain.distributed.process import rendezvous_init_method
 
-MEETING = "backend, init_method=meeting_point(), "
-ONE_STORE = {launcher: Edit(file, MEETING, "backend, ") for launcher, file in SCRIPTS.items()}
+ONE_STORE = replacing(rendezvous_init_method, lambda: "env://")
 """The mistake: all attempts meet in the same store."""
 
 EXIT_CODE = 75
 
 
-def meet(launcher: str, config: Config, *edits: Edit) -> str | float:
+def meet(launcher: str, config: Config, *faults: Fault) -> str | float:
     """Build an engine and sum ones over its ranks; the sum, or the error."""
     reset_accelerate()
     try:
-        with mutated(*edits) as load:
-            engine = getattr(load(SCRIPTS[launcher]), ENGINES[launcher])(config)
+        chosen = engine_class(launcher)
+        with Patch.context() as patch:
+            for fault in faults:
+                fault(patch, chosen)
+            engine: Any = chosen(config)
             return engine.reduce_sum(torch.ones(())).item()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
@@ -46,7 +50,7 @@ def try_both(rank: int, launcher: str, config: Config, folder: Path) -> None:
     while rank == 1 and not first.exists():
         time.sleep(0.02)
     soon = replace(config, distributed=replace(config.distributed, timeout_seconds=1))
-    mistaken = meet(launcher, soon, ONE_STORE[launcher])
+    mistaken = meet(launcher, soon, ONE_STORE)
     first.touch()
     (folder / f"{launcher} one store-{rank}.json").write_text(json.dumps(mistaken))
     (folder / f"{launcher}-{rank}.json").write_text(json.dumps(meet(launcher, config)))
@@ -56,7 +60,7 @@ def main(folder: Path) -> int:
     rank, attempt = (int(os.environ[name]) for name in ("RANK", "TORCHELASTIC_RESTART_COUNT"))
     config = resolved(load_config(["--config", str(folder / "config.yaml")]))
     if attempt == 0:
-        assert meet("torchrun", config, ONE_STORE["torchrun"]) == 2.0
+        assert meet("torchrun", config, ONE_STORE) == 2.0
     else:
         try_both(rank, list(SCRIPTS)[attempt - 1], config, folder)
     if attempt == len(SCRIPTS):

@@ -12,8 +12,10 @@ from torch import Tensor
 import llm_pretrain.checkpoints.store as store
 from llm_pretrain.checkpoints import ResumePoint, RunFacts
 from llm_pretrain.config import Config
-from llm_pretrain.model import Decoder, initialize_weights
-from llm_pretrain.training.optimizers import build_optimizer
+from llm_pretrain.distributed.collectives import SingleRank
+from llm_pretrain.model import Decoder
+from llm_pretrain.optim.param_groups import build_optimizer
+from llm_pretrain.training import initialize_weights
 
 FINGERPRINTS = {"model": "small"}
 
@@ -26,9 +28,7 @@ class Attempt:
         self.model = Decoder(config.model)
         initialize_weights(self.model, seed)
         self.optimizer = build_optimizer(self.model, config.optimizer, config.training.precision)
-        self.store = store.CheckpointStore(
-            folder, rank=0, world_size=1, gather_objects=lambda value: [value], keep_last=2
-        )
+        self.store = store.CheckpointStore(folder, SingleRank(), keep_last=2)
 
     def train(self, steps: int) -> Attempt:
         """Take steps of AdamW; a scaler, where there is one, scales the loss."""

@@ -49,4 +49,4 @@ if __name__ == "__main__":
     names["accelerate"] = ("train_pretrain_accelerate", "AccelerateEngine")
     script = importlib.import_module(names[launcher][0])
     spoil_class(getattr(script, names[launcher][1]), kind, int(first), int(last))
-    script.end_script(script.main(sys.argv[5:]))
+    script.exit_process(script.main(sys.argv[5:]))

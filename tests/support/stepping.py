@@ -16,15 +16,14 @@ from torch import Tensor
 
 import llm_pretrain.data as data
 import llm_pretrain.model as model_part
-import llm_pretrain.training.averaging as averaging
-import llm_pretrain.training.books as books
-import llm_pretrain.training.building as building
-import llm_pretrain.training.loop as loop
-import llm_pretrain.training.optimizers as optimizers
+import llm_pretrain.optim.ema as averaging
+import llm_pretrain.optim.param_groups as optimizers
+import llm_pretrain.training.model_setup as building
+import llm_pretrain.training.trainer as loop
 from llm_pretrain.config import Config
 from llm_pretrain.data import Batch
-from llm_pretrain.training.engine import FinishedStep
-from llm_pretrain.training.progress import Progress
+from llm_pretrain.training import StepMetrics, StepMonitor, initialize_weights
+from llm_pretrain.training.run_state import Progress
 
 
 @dataclass
@@ -87,19 +86,19 @@ class _Record:
     def is_logged(self, step: int) -> bool:
         return False
 
-    def lap(self) -> float:
+    def elapsed(self) -> float:
         return 0.0
 
     def flush(self) -> None:
         pass
 
-    def step(self, finished: FinishedStep) -> None:
-        result = finished.result
-        mean = None if result.sums is None else float(result.sums[0]) / result.counts.num_loss_tokens
+    def record(self, step: StepMetrics) -> None:
+        mean = None if step.sums is None else float(step.sums[0]) / step.num_loss_tokens
         self.driven.losses.append(mean if mean is None or math.isfinite(mean) else None)
-        self.driven.grad_norms.append(result.grad_norm)
-        self.driven.skipped.append(result.skipped)
-        self.driven.digests.append([int(word) % 2**32 for word in result.counts.digest])
+        assert not isinstance(step.grad_norm, Tensor)
+        self.driven.grad_norms.append(step.grad_norm)
+        self.driven.skipped.append(step.skipped)
+        self.driven.digests.append([int(word) % 2**32 for word in step.digest])
 
 
 def parameter_hash(model: torch.nn.Module) -> str:
@@ -127,16 +126,16 @@ def drive(engine: Any, config: Config, *, windows: Sequence[list[Batch]] | None 
     """
     driven = Driven()
     model = building.build_model(config)
-    model_part.initialize_weights(model, config.run.seed, config.optimizer.base_hidden_size)
+    initialize_weights(model, config.run.seed, config.optimizer.base_hidden_size)
     optimizer = optimizers.build_optimizer(model, config.optimizer, config.training.precision)
     Taps(model, optimizer, driven)
     loader = data.global_batches(config, start_step=0, world_size=engine.world_size)
     own = engine.prepare(model, optimizer, loader)
-    training: Any = object.__new__(loop.Training)
+    training: Any = object.__new__(loop.Trainer)
     training.config, training.engine = config, engine
     training.progress = Progress()
     record: Any = _Record(driven)
-    training.books = books.Books(config, engine, training.progress, record, lambda step: False)
+    training.monitor = StepMonitor(config, engine, training.progress, record)
     training.recorder = record
     per_step = config.gradient_accumulation_steps(engine.world_size)
     first: list[Batch] = []
@@ -147,7 +146,7 @@ def drive(engine: Any, config: Config, *, windows: Sequence[list[Batch]] | None 
         training._step(window)
         driven.updates.append(len(driven.rates) - before)
         driven.hashes.append(parameter_hash(model))
-    training.books.settle()
+    training.monitor.flush()
     driven.parameters = {name: whole(parameter) for name, parameter in model.named_parameters()}
     driven.first_moments = {
         name: whole(
@@ -158,7 +157,7 @@ def drive(engine: Any, config: Config, *, windows: Sequence[list[Batch]] | None 
     }
     driven.buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     if config.optimizer.ema_decay:
-        with averaging.averaged(optimizer), torch.no_grad():
+        with averaging.ema_parameters(optimizer), torch.no_grad():
             driven.averages = {name: whole(parameter) for name, parameter in model.named_parameters()}
             losses = [engine.forward(batch).loss_sum for batch in first]
         driven.averaged_loss = float(torch.stack(losses).sum())
@@ -169,7 +168,7 @@ def drive(engine: Any, config: Config, *, windows: Sequence[list[Batch]] | None 
 def reference_gradients(config: Config, micro_batches: Sequence[Batch]) -> dict[str, Tensor]:
     """Gradients of the objective over all loss tokens of `micro_batches`, in float64, without any engine."""
     model = model_part.Decoder(config.model)
-    model_part.initialize_weights(model, config.run.seed)
+    initialize_weights(model, config.run.seed)
     model.double()
     tokens = sum(batch.num_loss_tokens for batch in micro_batches)
     if config.model.router_aux_loss_scope == "global_batch":

@@ -7,30 +7,33 @@ leaves its process id in FOLDER/VARIANT.pid, and the signal that stopped it in F
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
-from support.mutation import Edit, mutated
+import pytest
 
-import llm_pretrain.training.process as process
-import llm_pretrain.training.signals as signals
+import llm_pretrain.distributed.process as process
 from llm_pretrain.config import load_config
 
-PROCESS, SIGNALS = "llm_pretrain/training/process.py", "llm_pretrain/training/signals.py"
-VARIANTS = {
-    "ours": [],
-    "not told of the launcher's death": [Edit(PROCESS, "    die_with_launcher()\n", "")],
-    "no SIGUSR1": [Edit(SIGNALS, "signal.SIGINT, signal.SIGUSR1)", "signal.SIGINT)")],
+VARIANTS: dict[str, tuple[str, Any] | None] = {
+    "ours": None,
+    "not told of the launcher's death": ("die_with_launcher", lambda: None),
+    "no SIGUSR1": ("STOP_SIGNALS", (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)),
 }
+"""name: what of `distributed.process` is replaced."""
 
 
 def main(folder: Path, variants: list[str]) -> int:
     variant = variants[int(os.environ.get("RANK", "0"))]
     config = load_config(["--config", str(folder / "config.yaml")])
-    with mutated(*VARIANTS[variant]):
+    with pytest.MonkeyPatch.context() as patch:
+        if mistake := VARIANTS[variant]:
+            patch.setattr(process, *mistake)
         process.prepare_process(config)
-        with signals.StopRequest() as stop:
+        with process.SignalHandler() as stop:
             ready = folder / f"{variant}.pid"
             ready.with_suffix(".starting").write_text(str(os.getpid()))
             ready.with_suffix(".starting").rename(ready)

@@ -16,14 +16,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from support.mutation import Edit, mutated
+import pytest
 
 from llm_pretrain.config import Config, DistributedConfig
-from llm_pretrain.training import watchdog
-from llm_pretrain.training.run_folder import RunFolder
-from llm_pretrain.training.status import Status
+from llm_pretrain.distributed import watchdog
+from llm_pretrain.training.run_state import RunFolder, Status
 
-WATCHDOG = "llm_pretrain/training/watchdog.py"
+Mistake = Callable[[pytest.MonkeyPatch, watchdog.Watchdog], None]
 TIMEOUT, GRACE = 2, 4
 LONG = 3 * TIMEOUT
 """As long as a slow thing takes; a hang takes longer than any process may live."""
@@ -49,57 +48,57 @@ def beside(act: Callable[..., None], *arguments: object) -> None:
 
 
 def blocked_step(folder: Path, seconds: float) -> None:
-    watchdog.beat("step 7")
+    watchdog.heartbeat("step 7")
     time.sleep(seconds)
 
 
 def background_beats(folder: Path, seconds: float) -> None:
-    watchdog.beat("step 7")
-    beside(repeat, lambda: watchdog.beat("a background save"), seconds)
+    watchdog.heartbeat("step 7")
+    beside(repeat, lambda: watchdog.heartbeat("a background save"), seconds)
     time.sleep(seconds)
 
 
 def background_save(folder: Path, seconds: float) -> None:
-    watchdog.beat("step 7")
+    watchdog.heartbeat("step 7")
     beside(grow, folder, seconds)
     time.sleep(seconds)
 
 
 def save_without_a_byte(folder: Path, seconds: float) -> None:
-    watchdog.beat("saving step 8", files=True)
+    watchdog.heartbeat("saving step 8", files=True)
     time.sleep(seconds)
 
 
 def save_that_stops(folder: Path, seconds: float) -> None:
-    watchdog.beat("saving step 8", files=True)
+    watchdog.heartbeat("saving step 8", files=True)
     grow(folder, TIMEOUT / 2)
     time.sleep(seconds)
 
 
 def locked(folder: Path, seconds: float) -> None:
-    watchdog.beat("step 7")
+    watchdog.heartbeat("step 7")
     ctypes.PyDLL(None).sleep(int(seconds))
 
 
 def beats(folder: Path, seconds: float) -> None:
-    watchdog.beat("the evaluation after step 7")
-    repeat(watchdog.beat, seconds)
+    watchdog.heartbeat("the evaluation after step 7")
+    repeat(watchdog.heartbeat, seconds)
 
 
 def slow_save(folder: Path, seconds: float) -> None:
-    watchdog.beat("saving step 8", files=True)
+    watchdog.heartbeat("saving step 8", files=True)
     grow(folder, seconds)
 
 
 def waiting_for_a_save(folder: Path, seconds: float) -> None:
     """Another rank's, or this one's in the background."""
-    watchdog.beat("saving step 8", files=True)
+    watchdog.heartbeat("saving step 8", files=True)
     beside(grow, folder, seconds)
     time.sleep(seconds)
 
 
 def slow_reading(folder: Path, seconds: float) -> None:
-    watchdog.beat("restoring step 8", files=True)
+    watchdog.heartbeat("restoring step 8", files=True)
     with open("/dev/zero", "rb", buffering=0) as file:
         repeat(lambda: file.read(4096), seconds)
 
@@ -110,33 +109,56 @@ def kernel(folder: Path, seconds: float) -> None:
 
 HANGS = (blocked_step, background_beats, background_save, save_without_a_byte, save_that_stops)
 SLOW = (beats, slow_save, waiting_for_a_save, slow_reading)
-_ANY_THREAD = Edit(
-    WATCHDOG, "if watchdog is None or threading.get_ident() != watchdog.owner:", "if watchdog is None:"
-)
-_ANY_PHASE = Edit(WATCHDOG, "if phase.files and (found", "if (found")
-_NO_FILES = Edit(WATCHDOG, "if phase.files and (found", "if False and (found")
-CASES: dict[str, tuple[Callable[[Path, float], None], float, tuple[Edit, ...]]] = {
+
+
+class Anyone:
+    """Equal to every thread."""
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+
+def any_thread(patch: pytest.MonkeyPatch, running: watchdog.Watchdog) -> None:
+    """A heartbeat of any thread counts."""
+    patch.setattr(running, "owner", Anyone())
+
+
+def with_files(files: bool) -> Mistake:
+    """The mistake of looking at files in every phase, or in none."""
+
+    def mistake(patch: pytest.MonkeyPatch, running: watchdog.Watchdog) -> None:
+        heartbeat = watchdog.heartbeat
+        patch.setattr(watchdog, "heartbeat", lambda doing=None, **_: heartbeat(doing, files=files))
+
+    return mistake
+
+
+CASES: dict[str, tuple[Callable[[Path, float], None], float, tuple[Mistake, ...]]] = {
     **{act.__name__: (act, HANG, ()) for act in HANGS},
     **{act.__name__: (act, LONG, ()) for act in SLOW},
     "locked": (locked, HANG, ()),
     "kernel": (kernel, LONG, ()),
-    "heard from any thread": (background_beats, LONG, (_ANY_THREAD,)),
-    "files in any phase": (background_save, LONG, (_ANY_PHASE,)),
-    "files in no phase": (slow_save, LONG, (_NO_FILES,)),
+    "heard from any thread": (background_beats, LONG, (any_thread,)),
+    "files in any phase": (background_save, LONG, (with_files(True),)),
+    "files in no phase": (slow_save, LONG, (with_files(False),)),
 }
 
 
 def run(name: str, path: Path) -> None:
     """One case, in its own process."""
-    act, seconds, edits = CASES[name]
+    act, seconds, mistakes = CASES[name]
     if name == "kernel":
         sys.modules["ipykernel"] = sys
-    with mutated(*edits):
+    with pytest.MonkeyPatch.context() as patch:
         watchdog.GRACE_SECONDS = GRACE
         folder = RunFolder(path)
         status = Status(folder.status, rank=0, world_size=1, launcher="torchrun")
-        with watchdog.watching(Config(distributed=DistributedConfig(timeout_seconds=TIMEOUT))):
-            watchdog.beat("opening")
+        with watchdog.hang_watchdog(
+            Config(distributed=DistributedConfig(timeout_seconds=TIMEOUT))
+        ) as running:
+            for mistake in mistakes:
+                mistake(patch, running)
+            watchdog.heartbeat("opening")
             status.running(3, None)
             watchdog.report_hangs_to(folder, status)
             act(path, seconds)

@@ -1,7 +1,7 @@
 """Runs under DDP and DeepSpeed's ZeRO, one after another in the same two connected processes.
 
-Run as `python zero_cases.py STORE FOLDER`; it forks the ranks. Each case leaves a run's folder of its name in
-FOLDER, and its error, if it had one, in `NAME-RANK.error`. What they must look like is the tests' to say.
+`run_cases` forks a process that imports DeepSpeed and forks the ranks. Each case leaves a run's folder of its
+name, and its error, if it had one, in `NAME-RANK.error`. What they must look like is the tests' to say.
 
 DeepSpeed keeps its communication for as long as a process lives, so all cases share one process group.
 """
@@ -12,27 +12,28 @@ import faulthandler
 import gc
 import os
 import shutil
-import signal
-import socket
-import subprocess
-import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from support.engines import SCRIPTS, reset_accelerate
-from support.mutation import ROOT, Edit, mutated
+from support.engines import engine_class, reset_accelerate
+from support.faults import Fault, Patch, after, replacing
+from support.fork_server import Request, fork_server, free_port
+from support.launching import ROOT
 from support.stepping import masked
 
-import llm_pretrain.training.loop as loop
-import llm_pretrain.training.pretraining as pretraining
+import llm_pretrain.training.trainer as loop
+import llm_pretrain.training.trainer as pretraining
 from llm_pretrain.config import load_config
-from llm_pretrain.training import prepare_process
+from llm_pretrain.distributed import deepspeed
+from llm_pretrain.distributed.process import prepare_process
 
 WORLD_SIZE, STEPS, SAVED = 2, 6, 3
 MASKED_STEP, DIVERGING_STEP = 1, 4
@@ -40,17 +41,37 @@ MASKED_STEP, DIVERGING_STEP = 1, 4
 HANG_SECONDS = 180
 """A case takes two seconds, and many times that where other programs share the cores."""
 
-STATE, ACCELERATE = "llm_pretrain/training/deepspeed_state.py", "train_pretrain_accelerate.py"
-DIVIDED_TWICE = Edit(
-    ACCELERATE,
-    "self.accelerator.backward(loss)",
-    "self.accelerator.backward(loss / self.accelerator.gradient_accumulation_steps)",
-)
-CLIPPING_LEFT_OUT = Edit(STATE, '        "gradient_clipping": training.max_grad_norm,', "       ")
-OWN_NORM = Edit(
-    STATE, "    zero.scaled_global_norm, zero.unscale_and_clip_grads = total_norm, clip", "    return"
-)
-COUNTER_LOST = Edit(STATE, '"step": torch.tensor(step, ', '"step": torch.tensor(0.0, ')
+
+def _divided_twice(self: Any, config: Any) -> None:
+    backward = self.accelerator.backward
+    self.accelerator.backward = lambda loss: backward(loss / self.accelerator.gradient_accumulation_steps)
+
+
+def _left_out(original: Any) -> Callable[..., dict[str, Any]]:
+    def options(*arguments: Any) -> dict[str, Any]:
+        made = original(*arguments)
+        del made["gradient_clipping"]
+        return made
+
+    return options
+
+
+materialized_state = deepspeed.materialized_state
+"""The function itself, whatever stands in its place."""
+
+
+@contextmanager
+def _counter_lost(zero: Any, model: Any, config: Any, *, loading: bool) -> Iterator[Any]:
+    with materialized_state(zero, model, config, loading=loading) as (stand_in, optimizer):
+        yield stand_in, optimizer
+        for state in optimizer.state.values() if loading else ():
+            state["step"].zero_()
+
+
+DIVIDED_TWICE = after("__init__", _divided_twice)
+CLIPPING_LEFT_OUT = replacing(deepspeed.zero_options, _left_out(deepspeed.zero_options))
+OWN_NORM = replacing(deepspeed.clip_as_torch, lambda *_: None)
+COUNTER_LOST = replacing(deepspeed.materialized_state, _counter_lost)
 
 
 def zero(stage: int) -> tuple[str, ...]:
@@ -65,7 +86,7 @@ class Case:
     options: tuple[str, ...] = ()
     preset: str = "tiny-dense.yaml"
     after: str | None = None
-    edits: tuple[Edit, ...] = ()
+    faults: tuple[Fault, ...] = ()
     diverges: bool = False
 
 
@@ -87,10 +108,10 @@ CASES = {
     "zero3 then ddp": Case(preset=MOE, after="zero3 moe"),
     "ddp then zero1": Case(zero(1), after="ddp"),
     "diverges": Case(zero(2), diverges=True),
-    "divided twice": Case(zero(1), edits=(DIVIDED_TWICE,)),
-    "clipping left out": Case((*zero(2), *UNCLIPPED), edits=(CLIPPING_LEFT_OUT,)),
-    "own norm": Case(zero(1), edits=(OWN_NORM,)),
-    "counter lost": Case(zero(1), after="zero1", edits=(COUNTER_LOST,)),
+    "divided twice": Case(zero(1), faults=(DIVIDED_TWICE,)),
+    "clipping left out": Case((*zero(2), *UNCLIPPED), faults=(CLIPPING_LEFT_OUT,)),
+    "own norm": Case(zero(1), faults=(OWN_NORM,)),
+    "counter lost": Case(zero(1), after="zero1", faults=(COUNTER_LOST,)),
     "ddp bf16": Case(BF16, MOE),
     "zero1 bf16": Case((*zero(1), *BF16), MOE),
 }
@@ -115,25 +136,21 @@ def options(case: Case, store: Path, folder: Path) -> list[str]:
     ]
 
 
-def run_cases(store: Path, folder: Path, timeout: float = 1200) -> None:
-    """Run all cases in two processes."""
-    variables = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]), "OMP_NUM_THREADS": "1"}
-    variables |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
-    with (folder / "output").open("w") as output:
-        process = subprocess.Popen(
-            [sys.executable, __file__, str(store), str(folder)],
-            env=os.environ | variables,
-            cwd=folder,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
-    try:
-        code = process.wait(timeout)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        code = process.wait()
-    assert code == 0, (folder / "output").read_text()[-4000:]
+def run_cases(
+    store: Path, folder: Path, names: Collection[str] = tuple(CASES), timeout: float = 1200
+) -> None:
+    """Run cases, and those that they go on from, in two processes."""
+    wanted = {*names, *(CASES[name].after for name in names)}
+    chosen = [name for name in CASES if name in wanted]
+    output = folder / "output"
+    request = Request(
+        "support.zero_cases:fork_ranks",
+        [str(store), str(folder), chosen],
+        variables={"DS_ACCELERATOR": "cpu"},
+        output=str(output),
+        folder=str(folder),
+    )
+    assert fork_server().run(request, timeout) == [0], output.read_text()[-4000:]
 
 
 def run_case(case: Case, rank: int, store: Path, folder: Path) -> None:
@@ -144,10 +161,13 @@ def run_case(case: Case, rank: int, store: Path, folder: Path) -> None:
     reset_accelerate()
     os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
     windows = loop.windows
-    with mutated(*case.edits) as load:
+    chosen = engine_class("accelerate")
+    with Patch.context() as patch:
+        for fault in case.faults:
+            fault(patch, chosen)
         config = load_config(options(case, store, folder))
         prepare_process(config)
-        engine = load(SCRIPTS["accelerate"]).AccelerateEngine(config)
+        engine: Any = chosen(config)
         if dist.is_initialized():
             dist.barrier()  # the checkpoint to go on from is there
         if case.diverges and rank == 1:
@@ -175,44 +195,32 @@ def diverging(objective: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
     return lambda *a: objective(*a) * (torch.inf if next(calls) == 3 * (DIVERGING_STEP - 1) + 1 else 1.0)
 
 
-def main(store: Path, folder: Path) -> int:
-    """Fork the ranks, which saves each of them the imports; 0 when both came to their end."""
-    with mutated() as load:
-        load(SCRIPTS["accelerate"])
-    import deepspeed  # noqa: F401
-
+def fork_ranks(store: str, folder: str, names: list[str]) -> int:
+    """Import DeepSpeed once and fork the ranks; 0 when both came to their end."""
+    import_module("deepspeed")
     gc.collect()
     gc.freeze()  # or the collections after a case go over all imports again and again
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     os.environ |= {"WORLD_SIZE": str(WORLD_SIZE), "LOCAL_WORLD_SIZE": str(WORLD_SIZE)}
     children = []
     for rank in range(WORLD_SIZE):
         child = os.fork()
         if not child:
-            run_rank(rank, store, folder)
+            run_rank(rank, Path(store), Path(folder), names)
             os._exit(0)
         children.append(child)
-    return max(os.waitpid(child, 0)[1] for child in children) and 1
+    return int(any(os.waitpid(child, 0)[1] for child in children))
 
 
-def run_rank(rank: int, store: Path, folder: Path) -> None:
-    """Run every case as this rank."""
+def run_rank(rank: int, store: Path, folder: Path, names: list[str]) -> None:
+    """Run the cases as this rank."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     torch.set_num_threads(1)
     for category in (UserWarning, FutureWarning):  # what a user would see
         warnings.simplefilter("error", category)
     dist.destroy_process_group = lambda *_: None
-    for name, case in CASES.items():
+    for name in names:
         print(f"rank {rank}: {name} {time.perf_counter():.1f}", flush=True)
         faulthandler.dump_traceback_later(HANG_SECONDS, exit=True)
-        run_case(case, rank, store, folder / name)
+        run_case(CASES[name], rank, store, folder / name)
     faulthandler.cancel_dump_traceback_later()
-
-
-if __name__ == "__main__":
-    # under its importable name, whose patches the package sees
-    from support import zero_cases
-
-    sys.exit(zero_cases.main(Path(sys.argv[1]), Path(sys.argv[2])))

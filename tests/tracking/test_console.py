@@ -1,4 +1,4 @@
-"""The console: what a line says, who says it, and that it never stops a run."""
+"""The console: the text of its lines, which process prints them, and that errors never stop a run."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_the_time_left_follows_the_rate_since_the_first_row(capsys, monkeypatch)
     assert [line.partition("eta ")[2] for line in lines] == ["2h43m", "16m00s", "0s"]
 
 
-def test_only_the_enabled_console_speaks(capsys):
+def test_only_the_enabled_console_prints(capsys):
     quiet = console(enabled=False)
     quiet.info("a")
     quiet.warning("b")
@@ -90,7 +90,7 @@ def test_only_the_enabled_console_speaks(capsys):
 
 
 @pytest.mark.parametrize("failure", [BrokenPipeError, ValueError])
-def test_a_console_that_fails_falls_silent(monkeypatch, failure):
+def test_a_console_that_fails_shows_nothing_more(monkeypatch, failure):
     class Broken(io.StringIO):
         def write(self, text: str) -> int:
             raise failure
@@ -119,7 +119,7 @@ def test_a_terminal_gets_a_bar_with_rate_and_time_left(size):
         try:
             while chunk := os.read(terminal, 4096):
                 output += chunk
-        except OSError:  # how a terminal on Linux says that its last writer is gone
+        except OSError:  # Linux: the terminal's last writer has closed it
             pass
     os.close(terminal)
     assert process.returncode == 0
@@ -129,3 +129,10 @@ def test_a_terminal_gets_a_bar_with_rate_and_time_left(size):
     last = [state for state in text.split("\r") if "step/s" in state][-1]
     for part in ("pretrain", "30/40", "step/s", "loss 2.5000", "75%"):
         assert part in last
+
+
+def test_a_name_cannot_steer_the_terminal(capsys):
+    """A run's folder may have any name."""
+    console().info("weights: a\x1b[31m\nb")
+    console().warning("a\u202eb")
+    assert capsys.readouterr() == ("weights: a\\x1b[31m\\nb\n", "warning: a\\u202eb\n")

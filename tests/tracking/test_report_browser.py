@@ -1,4 +1,4 @@
-"""The report in a real browser: every chart is drawn, nothing is fetched, nothing overflows or overlaps."""
+"""The report in Chromium: every chart is drawn, nothing is loaded, nothing overflows or overlaps."""
 
 from __future__ import annotations
 
@@ -58,6 +58,7 @@ OVERLAPS = """() => {
 }"""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("width", "dark"), [(1280, False), (400, True)])
 def test_a_report_is_drawn_without_errors_requests_or_overflow(
     page: Path, tmp_path: Path, width: int, dark: bool

@@ -1,4 +1,4 @@
-"""`top`: what it says of a run, at any moment of the run's life, in any terminal."""
+"""`top`: what it shows of a run at any time, in any terminal."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ from rich.console import Console
 from support.run_folders import START, attempt_row, make_run, training_row
 
 from llm_pretrain.errors import ConfigError
-from llm_pretrain.tracking import follow, watch_runs
-from llm_pretrain.tracking.follow import FollowedRun
-from llm_pretrain.tracking.top_frame import sparkline
+from llm_pretrain.tracking import top
+from llm_pretrain.tracking.top import WatchedRun, sparkline, watch_runs
 
 
 def terminal(width: int = 80, *, live: bool = False) -> Console:
     return Console(file=io.StringIO(), width=width, height=40, force_terminal=live, legacy_windows=False)
 
 
-def look(*paths: Path, width: int = 80) -> str:
-    """What one look at the runs shows."""
+def frame_of(*paths: Path, width: int = 80) -> str:
+    """One frame of the runs."""
     console = terminal(width)
     watch_runs(list(paths), once=True, console=console)
     return output(console)
@@ -40,12 +39,12 @@ def append(run: Path, *rows: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("width", [1, 5, 12, 17, 20])
-def test_the_narrowest_terminal_gets_a_frame(width: int, tmp_path: Path):
+def test_a_frame_fits_the_narrowest_terminal(width: int, tmp_path: Path):
     rows = [training_row(step, layers=2, experts=4) for step in (1, 2)]
-    assert "loss" in look(make_run(tmp_path / "run", rows), width=width)
+    assert "loss" in frame_of(make_run(tmp_path / "run", rows), width=width)
 
 
-def test_a_frame_shows_where_the_run_stands(tmp_path: Path):
+def test_a_frame_shows_state_progress_and_metrics(tmp_path: Path):
     rows = [training_row(step, layers=4, experts=8) for step in range(1, 41)]
     rows[19] |= {"eval/loss": 3.125, "eval/bits_per_byte": 1.25}
     rows[29] |= {"train/skipped": "overflow", "train/loss": None}
@@ -53,7 +52,7 @@ def test_a_frame_shows_where_the_run_stands(tmp_path: Path):
     run = make_run(
         tmp_path / "run", rows, attempts=attempts, state="running", step=40, checkpoint="ckpt/step-00000020"
     )
-    text = look(run)
+    text = frame_of(run)
     for expected in (
         *(
             "run  running",
@@ -65,7 +64,7 @@ def test_a_frame_shows_where_the_run_stands(tmp_path: Path):
         ),
         *("lr 0.001", "tok/s 1k", "memory 1.00 GiB", "max 1.78x", "checkpoint ckpt/step-00000020"),
         *("run by accelerate × 2 on a processor, attempt 2 from step 20", "step 30 was skipped: overflow"),
-        "no row of metrics for",  # they are from a time long gone
+        "no row of metrics for",  # their times are in the past
     ):
         assert expected in text, expected
     assert len(re.findall("^│ +[0-3]  [▁-█ ]+  max", text, flags=re.MULTILINE)) == 4
@@ -76,7 +75,7 @@ def test_a_frame_shows_where_the_run_stands(tmp_path: Path):
 def test_no_line_is_wider_than_the_terminal(tmp_path: Path, width: int, layers: int, experts: int):
     rows = [training_row(step, layers=layers, experts=experts) for step in (1, 2)]
     run = make_run(tmp_path / ("long" * 30), rows, checkpoint="c" * 200, state="failed", reason="r" * 300)
-    for frame in (look(run, width=width), look(run, run, width=width)):
+    for frame in (frame_of(run, width=width), frame_of(run, run, width=width)):
         assert max(map(len, frame.splitlines())) <= width
         assert ("load of" in frame) == (layers > 0 and frame.startswith("╭"))
         assert len(frame.splitlines()) < 40
@@ -93,16 +92,19 @@ def test_text_of_the_run_moves_no_cursor_and_is_no_markup(tmp_path: Path):
         reason=nasty,
         checkpoint=nasty,
     )
-    for frame in (look(run, width=200), look(run, run, width=200)):
+    for frame in (frame_of(run, width=200), frame_of(run, run, width=200)):
         assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", frame)
-        assert "·[2J[bold red]name[/nothing]···" in frame
+        assert "\\x1b[2J[bold red]name[/nothing]\\r\\n\\x07" in frame
+    other = make_run(tmp_path / "other", rows, state=nasty)
+    for frame in (frame_of(other, width=200), frame_of(run, other, width=200)):
+        assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", frame)
 
 
 def test_runs_of_a_folder_have_a_line_each(tmp_path: Path):
     for name in ("first", "second"):
         make_run(tmp_path / name, [training_row(step) for step in (1, 2)], step=2)
     (tmp_path / "notes").mkdir()
-    lines = look(tmp_path, width=120).splitlines()
+    lines = frame_of(tmp_path, width=120).splitlines()
     assert [line.split()[:3] for line in lines[1:]] == [
         ["first", "finished", "2/100"],
         ["second", "finished", "2/100"],
@@ -112,8 +114,8 @@ def test_runs_of_a_folder_have_a_line_each(tmp_path: Path):
 def test_it_follows_a_run_from_before_its_start_to_its_end(tmp_path: Path):
     run, seen, console = tmp_path / "run", [], terminal(live=True)
 
-    def story(_: float) -> None:
-        """What happens to the run between two looks."""
+    def change_run(_: float) -> None:
+        """What happens to the run between two frames."""
         seen.append(len(seen))
         if len(seen) == 1:
             run.mkdir()
@@ -135,7 +137,7 @@ def test_it_follows_a_run_from_before_its_start_to_its_end(tmp_path: Path):
             status = {"state": "finished", "exit_code": 0, "step": 2}
             (run / "status.json").write_text(json.dumps(status))
 
-    watch_runs([run], console=console, sleep=story)
+    watch_runs([run], console=console, sleep=change_run)
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", output(console))
     for expected in ("waiting for", "no metrics yet", "1/100", "2/100", "7.2500", "finished"):
         assert expected in text, expected
@@ -154,7 +156,7 @@ def test_an_interrupt_leaves_the_last_frame(tmp_path: Path):
     assert "running" in output(console)
 
 
-def test_off_a_terminal_it_looks_once(tmp_path: Path):
+def test_without_a_terminal_one_frame_is_shown(tmp_path: Path):
     run = make_run(tmp_path / "run", [training_row(1)], state="running")
 
     def never(_: float) -> None:
@@ -165,55 +167,55 @@ def test_off_a_terminal_it_looks_once(tmp_path: Path):
     assert "running" in output(console)
 
 
-def test_what_is_no_run_is_refused(tmp_path: Path):
+def test_a_path_that_is_no_run_is_refused(tmp_path: Path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "notes.txt").touch()
     (tmp_path / "file").touch()
     for name in ("folder", "file", "missing", "missing/run"):
         with pytest.raises(ConfigError, match=f"{name}: expected a run's folder"):
-            look(tmp_path / name)
+            frame_of(tmp_path / name)
     for name in ("folder", "file", "missing/run"):
         with pytest.raises(ConfigError, match="expected a run's folder"):
             watch_runs([tmp_path / name], console=terminal(live=True))
 
 
-def test_a_followed_run_takes_in_only_what_is_new_and_what_counts(
+def test_only_new_rows_are_read_and_repeated_steps_replace_old_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     run = make_run(tmp_path / "run", [training_row(step) for step in range(1, 11)], state="running", step=10)
-    followed = FollowedRun(run)
-    followed.refresh()
+    watched = WatchedRun(run)
+    watched.refresh()
     read: list[int] = []
-    add = FollowedRun._add
-    monkeypatch.setattr(FollowedRun, "_add", lambda self, line: read.append(len(line)) or add(self, line))
+    add = WatchedRun._add
+    monkeypatch.setattr(WatchedRun, "_add", lambda self, line: read.append(len(line)) or add(self, line))
     append(
         run, *(training_row(step) | {"train/loss": 50.0} for step in (8, 9)), {"step": 9, "eval/loss": 4.0}
     )
-    followed.refresh()
+    watched.refresh()
     assert len(read) == 3
-    assert [row["step"] for row in followed.rows] == [*range(1, 8), 8, 9]
-    assert followed.last("train/loss") == 50.0
-    assert followed.last("eval/loss") == 4.0
-    assert followed.warnings(START + 11) == []
-    assert "no row" in followed.warnings(START + 100)[0]
+    assert [row["step"] for row in watched.rows] == [*range(1, 8), 8, 9]
+    assert watched.last("train/loss") == 50.0
+    assert watched.last("eval/loss") == 4.0
+    assert watched.warnings(START + 11) == []
+    assert "no row" in watched.warnings(START + 100)[0]
 
 
 def test_only_the_end_of_a_large_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(follow, "TAIL_BYTES", 3000)
+    monkeypatch.setattr(top, "TAIL_BYTES", 3000)
     run = make_run(tmp_path / "run", [training_row(step) for step in range(1, 501)])
-    followed = FollowedRun(run)
-    followed.refresh()
-    assert 3 < len(followed.rows) < 20
-    assert followed.rows[-1]["step"] == 500
-    assert followed.warnings() == []
+    watched = WatchedRun(run)
+    watched.refresh()
+    assert 3 < len(watched.rows) < 20
+    assert watched.rows[-1]["step"] == 500
+    assert watched.warnings() == []
 
 
-def test_damaged_files_are_said_and_survived(tmp_path: Path):
+def test_damaged_files_are_reported_and_left_out(tmp_path: Path):
     run = make_run(tmp_path / "run", [training_row(1)])
     for name in ("config.yaml", "status.json", "attempts.jsonl"):
         (run / name).write_text("\0{[\n")
     (run / "metrics.jsonl").write_text('nonsense\n{"step": 3, "train/loss": null, "moe/load": [[1], []]}\n')
-    text = look(run, width=120)
+    text = frame_of(run, width=120)
     assert "step 3" in text
     assert "config.yaml cannot be read" in text
     assert "1 damaged lines" in text

@@ -1,4 +1,4 @@
-"""Trackers: what reaches wandb, and that nothing that happens to it reaches training."""
+"""Trackers: what wandb gets, and that no failure of it reaches training."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class FakeRun:
 
 
 class FakeWandb(SimpleNamespace):
-    """Stands for the module; remembers what it is asked."""
+    """Replaces the module and records its calls."""
 
     def __init__(self):
         super().__init__(metrics=[], rows=[], exit_codes=[], inits=[], broken=False, attempts=0)
@@ -89,7 +89,7 @@ def test_rows_arrive_in_order_with_their_own_step(wandb, tmp_path):
     assert wishes["config"]["logging"]["wandb_project"] == "project"
 
 
-def test_the_identity_is_kept_and_made_when_there_is_none(wandb, tmp_path):
+def test_the_wandb_id_is_kept_or_generated(wandb, tmp_path):
     first = Trackers(config("offline"), tmp_path, None, True)
     other = Trackers(config("offline"), tmp_path, None, True)
     again = Trackers(config("online"), tmp_path, first.wandb_id, True)
@@ -111,7 +111,7 @@ def test_only_the_enabled_process_tracks(wandb, tmp_path):
     assert wandb.inits == []
 
 
-def test_a_failing_tracker_warns_once_and_stays_out(wandb, tmp_path):
+def test_a_failing_tracker_warns_once_and_is_dropped(wandb, tmp_path):
     wandb.broken = True
     warnings: list[str] = []
     tracked = Trackers(config("offline"), tmp_path, None, True, warn=warnings.append)
@@ -139,7 +139,7 @@ def test_without_a_server_the_run_is_recorded_offline(wandb, tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["offline", "online"])
-def test_a_tracker_that_cannot_start_warns_and_stays_out(wandb, tmp_path, mode):
+def test_a_tracker_that_cannot_start_warns_and_is_dropped(wandb, tmp_path, mode):
     wandb.fails_in = ("offline", "online")
     warnings: list[str] = []
     tracked = Trackers(config(mode), tmp_path, None, True, warn=warnings.append)
@@ -149,7 +149,7 @@ def test_a_tracker_that_cannot_start_warns_and_stays_out(wandb, tmp_path, mode):
     assert len(warnings) == (1 if mode == "offline" else 2)
 
 
-def test_a_tracker_that_hangs_is_left_behind(wandb, tmp_path, monkeypatch):
+def test_a_tracker_that_hangs_is_dropped(wandb, tmp_path, monkeypatch):
     wandb.released.clear()
     monkeypatch.setattr(trackers, "CLOSE_SECONDS", 0.2)
     warnings: list[str] = []
@@ -157,7 +157,7 @@ def test_a_tracker_that_hangs_is_left_behind(wandb, tmp_path, monkeypatch):
     tracked.log({"step": 1})
     start = time.monotonic()
     tracked.close(0)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 15, "the fake waits 20 s"
     assert len(warnings) == 1
     assert "to finish" in warnings[0]
 
@@ -177,31 +177,31 @@ def test_without_wandb_installed_a_run_goes_on(monkeypatch, tmp_path, caplog):
 
 def run_real(
     mode: str, folder: Path, init_seconds: float = 12.0, before_the_end: str = "", **environment: str
-):
-    """A process that tracks five rows with the real wandb; returns its result and its seconds."""
+) -> tuple[subprocess.CompletedProcess[str], str, float]:
+    """A process that tracks five rows with the real wandb: its result, wandb id and seconds of closing."""
     code = (
-        "import sys; from pathlib import Path\n"
+        "import sys, time; from pathlib import Path\n"
         "from llm_pretrain.config import from_dict; from llm_pretrain.tracking import Trackers, trackers\n"
         "trackers.INIT_SECONDS = float(sys.argv[3])\n"
         "config = from_dict({'logging': {'wandb_mode': sys.argv[1]}})\n"
         "tracked = Trackers(config, Path(sys.argv[2]), None, True)\n"
         "for step in range(5):\n    tracked.log({'step': step, 'train/loss': 1.0})\n"
         f"{before_the_end}"
-        "tracked.close(0); print(tracked.wandb_id)"
+        "start = time.monotonic(); tracked.close(0); print(tracked.wandb_id, time.monotonic() - start)"
     )
     clean = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
-    start = time.monotonic()
     result = subprocess.run(
         [sys.executable, "-c", code, mode, str(folder), str(init_seconds)],
         env=clean | {"HOME": str(folder), "WANDB_API_KEY": KEY} | environment,
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=False,
     )
     assert result.returncode == 0, result.stderr
-    return result, time.monotonic() - start
+    wandb_id, seconds = result.stdout.split()  # and nothing else was printed
+    return result, wandb_id, float(seconds)
 
 
 def recorded(folder: Path, wandb_id: str) -> bytes:
@@ -209,46 +209,46 @@ def recorded(folder: Path, wandb_id: str) -> bytes:
     return file.read_bytes()
 
 
-def test_offline_records_inside_the_run_folder_in_silence(tmp_path):
-    result, _ = run_real("offline", tmp_path)
-    wandb_id = result.stdout.strip()
-    assert len(wandb_id) == 8  # and nothing else was printed
+def test_offline_records_into_the_run_folder_and_prints_nothing(tmp_path):
+    result, wandb_id, _ = run_real("offline", tmp_path)
+    assert len(wandb_id) == 8
     assert result.stderr == ""
     assert recorded(tmp_path, wandb_id).count(b"train/loss") >= 5
     leaks = [path for path in tmp_path.rglob("*") if path.is_file() and KEY.encode() in path.read_bytes()]
     assert leaks == []
 
 
-def test_a_folder_that_takes_no_files_does_not_stop_a_run(tmp_path):
-    result, _ = run_real("offline", Path("/proc/no-such-folder"), TMPDIR=str(tmp_path), HOME=str(tmp_path))
-    assert len(result.stdout.split()) == 1
+@pytest.mark.slow
+def test_a_folder_that_cannot_be_written_does_not_stop_a_run(tmp_path):
+    run_real("offline", Path("/proc/no-such-folder"), TMPDIR=str(tmp_path), HOME=str(tmp_path))
 
 
-def test_an_unreachable_server_costs_seconds_and_no_rows(tmp_path):
-    result, seconds = run_real("online", tmp_path, 2.0, WANDB_BASE_URL="http://127.0.0.1:9")
-    assert seconds < 20
+@pytest.mark.slow
+def test_with_an_unreachable_server_rows_are_recorded_offline(tmp_path):
+    result, wandb_id, _ = run_real("online", tmp_path, 2.0, WANDB_BASE_URL="http://127.0.0.1:9")
     assert result.stderr.count("\n") == 1
     assert "recorded offline" in result.stderr
-    assert recorded(tmp_path, result.stdout.strip()).count(b"train/loss") >= 5
+    assert recorded(tmp_path, wandb_id).count(b"train/loss") >= 5
 
 
 @pytest.mark.slow
 def test_a_server_that_never_answers_costs_less_than_half_a_minute(tmp_path):
     with socket.create_server(("127.0.0.1", 0), backlog=64) as server:
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
-        result, seconds = run_real("online", tmp_path, WANDB_BASE_URL=url)
+        _, wandb_id, seconds = run_real("online", tmp_path, WANDB_BASE_URL=url)
     assert seconds < 30
-    assert recorded(tmp_path, result.stdout.strip()).count(b"train/loss") >= 5
+    assert recorded(tmp_path, wandb_id).count(b"train/loss") >= 5
 
 
-def test_online_without_a_key_asks_nobody(tmp_path):
-    result, seconds = run_real("online", tmp_path, WANDB_API_KEY="", WANDB_BASE_URL="http://127.0.0.1:9")
-    assert seconds < 20
+@pytest.mark.slow
+def test_online_without_a_key_does_not_prompt(tmp_path):
+    result, wandb_id, _ = run_real("online", tmp_path, WANDB_API_KEY="", WANDB_BASE_URL="http://127.0.0.1:9")
     assert "recorded offline" in result.stderr
-    assert recorded(tmp_path, result.stdout.strip()).count(b"train/loss") >= 5
+    assert recorded(tmp_path, wandb_id).count(b"train/loss") >= 5
 
 
-def test_a_service_that_is_killed_costs_one_line_and_nothing_at_exit(tmp_path):
+@pytest.mark.slow
+def test_a_service_that_is_killed_prints_one_line_and_nothing_at_exit(tmp_path):
     """wandb's own exit hook would print a traceback."""
     kill = (
         "import psutil\n"
@@ -258,18 +258,18 @@ def test_a_service_that_is_killed_costs_one_line_and_nothing_at_exit(tmp_path):
         "core.kill(); core.wait()\n"
         "for step in range(5, 8): tracked.log({'step': step})\n"
     )
-    result, _ = run_real("offline", tmp_path, before_the_end=kill)
+    result, _, _ = run_real("offline", tmp_path, before_the_end=kill)
     assert result.stderr.startswith("wandb is left out from here on: ")
     assert result.stderr.count("\n") == 1
 
 
-def test_hooks_of_others_stay(monkeypatch):
-    """Whatever else is registered while wandb starts runs at exit."""
+def test_exit_hooks_of_other_packages_are_not_recorded(monkeypatch):
+    """They are registered as usual, and run at exit."""
     kept: list = []
     monkeypatch.setattr(trackers.atexit, "register", kept.append)
     hooks: list = []
     theirs = type("Hook", (), {"__module__": "wandb.sdk", "__call__": lambda self: None})()
-    with trackers._noting_exit_hooks("wandb", hooks):
+    with trackers._recorded_exit_hooks("wandb", hooks):
         trackers.atexit.register(theirs)
         trackers.atexit.register(len)
     trackers.atexit.register(max)

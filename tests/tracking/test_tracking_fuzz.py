@@ -1,7 +1,7 @@
-"""Whatever stands in a run's own files, what reads them says in one line what it found.
+"""Damaged files of a run: every command that reads them succeeds or prints one line of error.
 
-`report`, `top` and `verify` read everything; a run that goes on reads status.json, config.yaml and the end
-of metrics.jsonl, and none of these may keep it from going on.
+`report`, `top` and `verify` read everything; a resumed run reads status.json, config.yaml and the end of
+metrics.jsonl, and must not fail because of them.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.fuzzing import fuzzed
 from support.launching import ROOT, train, train_tiny
 from support.mutating import (
     damaged_bytes,
     damaged_json,
     damaged_lines,
     dumped,
-    fuzz_settings,
     linked_copy,
     put,
 )
@@ -88,7 +88,7 @@ def test_a_command_reads_or_refuses(
     copy = linked_copy(run, tmp_path / "run")
 
     @given(content=damaged(run, name))
-    @fuzz_settings({"report": 3, "top": 12, "verify": 2}[command], per_cent=100 if command == "top" else 10)
+    @fuzzed({"report": 3, "top": 12, "verify": 2}[command], per_cent=100 if command == "top" else 10)
     def check(content: bytes) -> None:
         put(copy / name, content)
         command_or_refusal(COMMANDS[command](copy), capsys)
@@ -99,11 +99,11 @@ def test_a_command_reads_or_refuses(
 @pytest.mark.slow
 @pytest.mark.fuzz
 @pytest.mark.parametrize("name", FILES)
-def test_a_run_goes_on(name: str, run: Path, plain_store: Path, tmp_path: Path):
-    """Neither its rows nor its status decide where a run goes on: its checkpoints do."""
+def test_a_run_resumes(name: str, run: Path, plain_store: Path, tmp_path: Path):
+    """Checkpoints alone decide where a run resumes, not its rows or its status."""
 
     @given(content=damaged(run, name))
-    @fuzz_settings(1, per_cent=2)
+    @fuzzed(1, per_cent=2)
     def check(content: bytes) -> None:
         shutil.rmtree(tmp_path / "run", ignore_errors=True)
         shutil.copytree(run, tmp_path / "run")

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.engines import run_engine, small_config
+from support.faults import Fault, defined, replace_everywhere, replacing
 from support.launching import ROOT, checkpoint_tensors, train
-from support.mutation import Edit, mutated
 from support.stepping import Driven
 
-from llm_pretrain.config import Config, from_dict, validate
+from llm_pretrain.config import Config, compiles, from_dict, validate
 from llm_pretrain.data import Batch, global_batches
 from llm_pretrain.errors import ConfigError
-from llm_pretrain.training import compiling
+from llm_pretrain.model.layers import RMSNorm
+from llm_pretrain.training import model_setup
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*"),  # of what its compiler is written in
     pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning"),  # the compiler hides it by itself
 ]
-ATTENTION = "llm_pretrain/model/attention.py"
 STEPS = 8
 KINDS: dict[str, dict[str, Any]] = {
     "dense": {"model": {"num_experts": 0, "hidden_dropout": 0.1}},
@@ -48,7 +49,7 @@ def configured(store: Path, kind: str, choice: str) -> Config:
     return small_config(store, data={"packing": "best_fit"}, **changes | {"training": training})
 
 
-def driven(launcher: str, config: Config, *edits: Edit) -> tuple[Driven, list[int]]:
+def driven(launcher: str, config: Config, *faults: Fault) -> tuple[Driven, list[int]]:
     """What an engine did, and how many graphs there were when each step began, and at the end."""
     loader = list(global_batches(config, start_step=0, world_size=1))
     per_step = config.gradient_accumulation_steps(1)
@@ -59,7 +60,7 @@ def driven(launcher: str, config: Config, *edits: Edit) -> tuple[Driven, list[in
             counted.append(graphs())
             yield loader[first : first + per_step]
 
-    result = run_engine(launcher, config, *edits, windows=windows())
+    result = run_engine(launcher, config, *faults, windows=windows())
     return result, [*counted, graphs()]
 
 
@@ -85,7 +86,8 @@ def test_what_differs_from_batch_to_batch_stays_out_of_the_graphs(plain_store: P
     """Without the opaque parts every other layout of documents is compiled anew."""
     torch._dynamo.reset()
     config = configured(plain_store, "dense", "on")
-    open_parts = Edit(ATTENTION, "@_disable_dynamo  # as many pieces as a batch happens to have\n", "")
+    opaque = defined("_by_documents")
+    open_parts = replacing(opaque, opaque.__wrapped__)
     _, counted = driven("torchrun", config, open_parts)
     assert counted[-1] > counted[3]
 
@@ -106,7 +108,7 @@ def rows(folder: Path) -> dict[int, dict[str, Any]]:
     return {row["step"]: row for row in map(json.loads, lines)}
 
 
-def check_eager_without_gradients(store: Path, folder: Path, *edits: Edit) -> None:
+def check_eager_without_gradients(store: Path, folder: Path, *, compiled: bool = False) -> None:
     """Every compiled graph that runs in a training run with evaluations and samples runs in training."""
     torch._dynamo.reset()
     in_training: list[bool] = []
@@ -119,18 +121,40 @@ def check_eager_without_gradients(store: Path, folder: Path, *edits: Edit) -> No
         return run
 
     compile_ = torch.nn.Module.compile
-    with pytest.MonkeyPatch.context() as patch, mutated(*edits):
+    with pytest.MonkeyPatch.context() as patch:
+        if compiled:
+            replace_everywhere(patch, model_setup.eagerly, lambda model: nullcontext())
         patch.setattr(torch.nn.Module, "compile", lambda module: compile_(module, backend=backend))
         assert train(*options(store, folder, "--training.max_steps", "2")) == 0
     assert in_training, "nothing was compiled"
     assert all(in_training)
 
 
+@pytest.mark.slow
 def test_evaluations_and_samples_run_eagerly(plain_store: Path, tmp_path: Path):
     check_eager_without_gradients(plain_store, tmp_path / "run")
-    mistake = Edit("llm_pretrain/training/evaluation.py", "with eagerly(model):", "if True:")
     with pytest.raises(AssertionError):
-        check_eager_without_gradients(plain_store, tmp_path / "mistaken", mistake)
+        check_eager_without_gradients(plain_store, tmp_path / "mistaken", compiled=True)
+
+
+def test_what_compiles_itself_stays_compiled_in_evaluations():
+    """FlexAttention: uncompiled it would hold all scores."""
+    graphs: list[Any] = []
+
+    def keep(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    model = torch.nn.Sequential(RMSNorm(2, 1e-6))
+    model[0].compile(backend=keep)
+    attention, x = torch.compile(lambda x: x + 1, backend=keep), torch.ones(1, 2)
+    with model_setup.eagerly(model):
+        model(x)
+        assert not graphs
+        attention(x)
+        assert len(graphs) == 1
+    model(x)
+    assert len(graphs) == 2
 
 
 @pytest.mark.slow
@@ -152,28 +176,27 @@ def test_a_compiled_run_resumes_exactly(plain_store: Path, tmp_path: Path):
 
 def test_a_missing_compiler_is_one_line(monkeypatch: pytest.MonkeyPatch):
     config = from_dict({"training": {"compile": "on"}})
-    compiling.check_compiler(config)
-    monkeypatch.setattr(compiling, "_has_cpp_compiler", lambda: False)
+    model_setup.check_compiler(config)
+    monkeypatch.setattr(model_setup, "_has_cpp_compiler", lambda: False)
     with pytest.raises(ConfigError, match=r"^training.compile: expected a C\+\+ compiler .* or set .* off$"):
-        compiling.check_compiler(config)
-    compiling.check_compiler(from_dict({"training": {"compile": "off"}}))
+        model_setup.check_compiler(config)
+    model_setup.check_compiler(from_dict({"training": {"compile": "off"}}))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(compiling, "find_spec", lambda name: None)
+    monkeypatch.setattr(model_setup, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="expected the package triton"):
-        compiling.check_compiler(from_dict({}))
-    monkeypatch.setattr(compiling, "find_spec", lambda name: name)
-    monkeypatch.setattr(compiling.shutil, "which", lambda name: None)
+        model_setup.check_compiler(config)
+    monkeypatch.setattr(model_setup, "find_spec", lambda name: name)
+    monkeypatch.setattr(model_setup.shutil, "which", lambda name: None)
     with pytest.raises(ConfigError, match="expected a C compiler"):
-        compiling.check_compiler(from_dict({}))
+        model_setup.check_compiler(config)
 
 
 @pytest.mark.parametrize("on_gpu", [True, False])
-def test_auto_compiles_on_a_gpu_alone(monkeypatch: pytest.MonkeyPatch, on_gpu: bool):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
-    assert compiling.compiles(from_dict({})) is on_gpu
-    assert compiling.compiles(from_dict({"training": {"compile": "on"}}))
-    assert not compiling.compiles(from_dict({"training": {"compile": "off"}}))
-    assert not compiling.compiles(from_dict({"distributed": {"strategy": "deepspeed"}}))
+def test_auto_compiles_on_a_gpu_alone(on_gpu: bool):
+    assert compiles(from_dict({}), on_gpu=on_gpu) is on_gpu
+    assert compiles(from_dict({"training": {"compile": "on"}}), on_gpu=on_gpu)
+    assert not compiles(from_dict({"training": {"compile": "off"}}), on_gpu=on_gpu)
+    assert not compiles(from_dict({"distributed": {"strategy": "deepspeed"}}), on_gpu=on_gpu)
 
 
 def test_deepspeed_is_not_compiled():

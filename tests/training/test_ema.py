@@ -16,12 +16,13 @@ from support.resuming import Attempt, drift
 from torch import Tensor
 from torch.nn import Parameter
 
-from llm_pretrain.checkpoints import AVERAGE, average_name, averages, open_model
+from llm_pretrain.checkpoints import open_model
 from llm_pretrain.config import Config, validate
 from llm_pretrain.data import TokenStore, evaluation_batches
 from llm_pretrain.export import load_pretrained
 from llm_pretrain.model import Decoder
-from llm_pretrain.training.averaging import averaged, keep_average
+from llm_pretrain.optim import AVERAGE, average_name, averages
+from llm_pretrain.optim.ema import ema_parameters, keep_ema
 from llm_pretrain.training.evaluation import Evaluator
 
 DECAY = 0.5
@@ -46,7 +47,7 @@ def test_it_is_the_average_that_the_formula_says():
     """In float64 by hand: at decay 0.3 the first steps' own decay is smaller, later ones' is 0.3."""
     parameter = Parameter(torch.randn(5, 3))
     optimizer = torch.optim.AdamW([parameter], lr=0.1, fused=True)
-    keep_average(optimizer, 0.3)
+    keep_ema(optimizer, 0.3)
     expected, decays = None, []
     for step, value in enumerate(stepping(optimizer, parameter, list(torch.randn(9, 5, 3))), start=1):
         decay = min(0.3, (1 + step) / (10 + step))
@@ -63,7 +64,7 @@ def test_training_does_not_notice(plain_store: Path, tmp_path: Path, name: str):
     kept = Attempt(averaging(plain_store, name), tmp_path / "with")
     for _ in range(4):
         kept.train(1)
-        with averaged(kept.optimizer):
+        with ema_parameters(kept.optimizer):
             pass
     assert drift(kept.parameters(), without.parameters()) == 0.0
 
@@ -144,7 +145,7 @@ def test_what_is_evaluated_is_a_model_with_the_averages(plain_store: Path, tmp_p
     other = Decoder(config.model)
     other.load_state_dict(attempt.model.state_dict() | averages(attempt.model, attempt.optimizer))
     before, expected = attempt.parameters(), evaluated(other, config, plain_store)
-    with averaged(attempt.optimizer):
+    with ema_parameters(attempt.optimizer):
         assert evaluated(attempt.model, config, plain_store) == expected
     assert evaluated(attempt.model, config, plain_store) != expected
     assert drift(attempt.parameters(), before) == 0.0
@@ -155,7 +156,7 @@ def test_an_error_inside_leaves_parameters_and_averages_as_they_were(plain_store
     before = state_of(attempt)
 
     def fail() -> None:
-        with averaged(attempt.optimizer):
+        with ema_parameters(attempt.optimizer):
             assert drift(attempt.parameters(), {name: before[name] for name in attempt.parameters()}) > 0
             raise RuntimeError("inside")
 

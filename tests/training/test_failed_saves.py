@@ -11,12 +11,12 @@ import pytest
 import torch
 from support.launching import Finished, assert_same_tensors, checkpoint_tensors, train
 
-from llm_pretrain.checkpoints import writing
+from llm_pretrain.checkpoints import store
 from llm_pretrain.checkpoints.store import CheckpointStore
 from llm_pretrain.errors import CheckpointError
 from llm_pretrain.tracking import metrics as metrics_file
-from llm_pretrain.training import run_weights
-from llm_pretrain.training.saving import Saving
+from llm_pretrain.training import checkpointing
+from llm_pretrain.training.checkpointing import CheckpointManager
 
 TINY = Path(__file__).parent.parent.parent / "configs" / "tiny-moe.yaml"
 MODES = pytest.mark.parametrize("mode", ["false", "true"], ids=["sync", "async"])
@@ -41,26 +41,26 @@ def options(store: Path, folder: Path, mode: str, *more: str) -> list[str]:
 
 def fail_steps(monkeypatch: pytest.MonkeyPatch, steps: Iterable[int]) -> None:
     """The disk is full whenever a checkpoint of one of these steps has been written but for its manifest."""
-    original = writing.write_manifest
+    original = store.write_manifest
 
     def full(folder: Path, content) -> None:
         if content.run.step in steps:
             raise OSError(errno.ENOSPC, "No space left on device", str(folder / "manifest.json"))
         original(folder, content)
 
-    monkeypatch.setattr(writing, "write_manifest", full)
+    monkeypatch.setattr(store, "write_manifest", full)
 
 
 def fail_weights(monkeypatch: pytest.MonkeyPatch, fails: Callable[[int, bool], bool]) -> None:
     """Weights cannot be written where `fails(step, best)` says so."""
-    original = run_weights.save_weights
+    original = checkpointing.save_weights
 
     def full(folder: Path, step: int, *arguments, best_loss=None, **more):
         if fails(step, best_loss is not None):
             raise CheckpointError(f"{folder}: writing weights of step {step} failed: No space left on device")
         return original(folder, step, *arguments, best_loss=best_loss, **more)
 
-    monkeypatch.setattr(run_weights, "save_weights", full)
+    monkeypatch.setattr(checkpointing, "save_weights", full)
 
 
 def saved_steps(folder: Path, kind: str = "checkpoints") -> list[int]:
@@ -152,7 +152,7 @@ def test_best_weights_that_cannot_be_written_stop_nothing(plain_store, tmp_path,
 @MODES
 def test_what_is_not_finite_ends_the_run(plain_store, tmp_path, monkeypatch, mode):
     """Something broke the state between two steps: no checkpoint has it, and the run says which tensor."""
-    original = Saving.save
+    original = CheckpointManager.save
 
     def poisoned(self, progress, **more):
         if progress.step == 6:
@@ -161,7 +161,7 @@ def test_what_is_not_finite_ends_the_run(plain_store, tmp_path, monkeypatch, mod
                 model.model.norm.weight[3] = float("nan")
         original(self, progress, **more)
 
-    monkeypatch.setattr(Saving, "save", poisoned)
+    monkeypatch.setattr(CheckpointManager, "save", poisoned)
     folder = tmp_path / "run"
     assert train(*options(plain_store, folder, mode)) == 70
     status = Finished(70, "", folder).status
@@ -206,14 +206,14 @@ def test_an_error_in_the_loop_lets_the_save_in_the_background_commit(plain_store
     """The save of step 4 is held until the loop has failed at step 5."""
     import threading
 
-    from llm_pretrain.training.loop import Training
+    from llm_pretrain.training.trainer import Trainer
 
-    failed, write, step = threading.Event(), CheckpointStore.write, Training._step
+    failed, write, step = threading.Event(), CheckpointStore.write, Trainer._step
 
-    def slow(self, staged, gather_objects=None):
+    def slow(self, staged, ranks=None):
         if staged.content.run.step == 4:
             assert failed.wait(60)
-        return write(self, staged, gather_objects)
+        return write(self, staged, ranks)
 
     def broken(self, micro_batches):
         if self.progress.step == 4:
@@ -222,7 +222,7 @@ def test_an_error_in_the_loop_lets_the_save_in_the_background_commit(plain_store
         step(self, micro_batches)
 
     monkeypatch.setattr(CheckpointStore, "write", slow)
-    monkeypatch.setattr(Training, "_step", broken)
+    monkeypatch.setattr(Trainer, "_step", broken)
     folder = tmp_path / "run"
     assert train(*options(plain_store, folder, "true")) == 71
     status = Finished(71, "", folder).status
@@ -236,12 +236,12 @@ def test_one_save_is_in_flight_and_the_next_waits_for_it(plain_store, tmp_path, 
 
     write, running, most = CheckpointStore.write, [], []
 
-    def slow(self, staged, gather_objects=None):
+    def slow(self, staged, ranks=None):
         running.append(threading.current_thread())
         most.append(len(running))
         time.sleep(0.2)
         try:
-            return write(self, staged, gather_objects)
+            return write(self, staged, ranks)
         finally:
             running.remove(threading.current_thread())
 

@@ -7,9 +7,9 @@ import torch
 
 from llm_pretrain.config import Config, ModelConfig, from_dict, validate
 from llm_pretrain.errors import ConfigError
-from llm_pretrain.model import Decoder, initialize_weights
-from llm_pretrain.training import float8
-from llm_pretrain.training.optimizers import build_optimizer
+from llm_pretrain.model import Decoder
+from llm_pretrain.optim.param_groups import build_optimizer
+from llm_pretrain.training import initialize_weights, model_setup
 
 MODEL = ModelConfig(
     hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
@@ -22,7 +22,7 @@ ON = {"training": {"float8": True, "precision": "bf16"}}
 def built(emulated: bool) -> Decoder:
     model = Decoder(MODEL)
     if emulated:
-        float8.use_float8(model, emulate=True)
+        model_setup.use_float8(model, emulate=True)
     initialize_weights(model, 0)
     return model
 
@@ -59,24 +59,24 @@ def test_it_is_refused_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch):
     config = from_dict(ON)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match=r"^training.float8: expected false on a CPU"):
-        float8.check_float8(config)
-    float8.check_float8(from_dict({}))
+        model_setup.check_float8(config)
+    model_setup.check_float8(from_dict({}))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     with pytest.raises(ConfigError, match=r"compute capability 8\.0, found true, which needs 8\.9"):
-        float8.check_float8(config)
+        model_setup.check_float8(config)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(float8, "find_spec", lambda name: None)
+    monkeypatch.setattr(model_setup, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="expected the package torchao, found none"):
-        float8.check_float8(config)
-    monkeypatch.setattr(float8, "find_spec", lambda name: name)
-    float8.check_float8(config)
+        model_setup.check_float8(config)
+    monkeypatch.setattr(model_setup, "find_spec", lambda name: name)
+    model_setup.check_float8(config)
 
 
 def test_a_matrix_of_an_odd_size_is_named():
     odd = ModelConfig(hidden_size=40, num_attention_heads=2, num_key_value_heads=1, vocab_size=48)
     with pytest.raises(ConfigError, match=r"16, found layers.0.self_attn.q_proj with \(40, 40\)"):
-        float8.use_float8(Decoder(odd), emulate=True)
+        model_setup.use_float8(Decoder(odd), emulate=True)
 
 
 @pytest.mark.parametrize(
@@ -98,10 +98,10 @@ def test_contradictions(changes: dict, found: str):
 def test_it_trains_on_a_gpu():
     """A layer's products really run, forward and backward, under autocast."""
     pytest.importorskip("torchao")
-    if torch.cuda.get_device_capability() < float8.LEAST_CAPABILITY:
+    if torch.cuda.get_device_capability() < model_setup.FP8_MIN_CAPABILITY:
         pytest.skip("no FP8 on this GPU")
     model = Decoder(MODEL)
-    float8.use_float8(model)
+    model_setup.use_float8(model)
     initialize_weights(model, 0)
     model.cuda()
     ids = torch.randint(48, (2, 16), device="cuda")

@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 
-from llm_pretrain.training import garbage, loop
+from llm_pretrain.training import trainer
 
 
 @pytest.fixture(autouse=True)
@@ -24,14 +24,14 @@ class Ring:
 
 
 def test_rings_are_freed_on_schedule_and_not_before():
-    with garbage.scheduled_collections() as collect:
+    with trainer.gc_schedule() as collect:
         assert not gc.isenabled()
         assert gc.get_freeze_count() > 0
         ring = weakref.ref(Ring())
-        for step in range(1, garbage.COLLECT_STEPS):
+        for step in range(1, trainer.COLLECT_STEPS):
             collect(step)
             assert ring() is not None
-        collect(garbage.COLLECT_STEPS)
+        collect(trainer.COLLECT_STEPS)
         assert ring() is None
 
 
@@ -39,7 +39,7 @@ def test_rings_are_freed_on_schedule_and_not_before():
 def test_the_collector_is_as_before_also_after_an_error(enabled: bool):
     (gc.enable if enabled else gc.disable)()
     try:
-        with pytest.raises(ZeroDivisionError), garbage.scheduled_collections():
+        with pytest.raises(ZeroDivisionError), trainer.gc_schedule():
             raise ZeroDivisionError
         assert gc.isenabled() is enabled
         assert gc.get_freeze_count() == 0
@@ -50,7 +50,7 @@ def test_the_collector_is_as_before_also_after_an_error(enabled: bool):
 def test_what_somebody_froze_stays_frozen():
     gc.freeze()
     try:
-        with garbage.scheduled_collections():
+        with trainer.gc_schedule():
             pass
         assert gc.get_freeze_count() > 0
     finally:
@@ -68,7 +68,7 @@ def test_the_loop_tells_it_every_step(monkeypatch: pytest.MonkeyPatch, plain_sto
     def noted():
         yield told.append
 
-    monkeypatch.setattr(loop, "scheduled_collections", noted)
+    monkeypatch.setattr(trainer, "gc_schedule", noted)
     steps = ("--training.max_steps", "3", "--schedule.warmup_steps", "0")
     train_tiny(plain_store, tmp_path / "run", *steps, "--training.global_batch_size", "4")
     assert told == [1, 2, 3]

@@ -16,7 +16,7 @@ import pytest
 import torch
 from support.corpora import make_config
 from support.engines import reset_accelerate, run_engine, small_config
-from support.mutation import Edit
+from support.faults import Fault, Patch, replace_everywhere, replacing
 from support.stepping import micro_batches_of, reference_gradients, relative_error
 from torch import Tensor
 from torch.nn import Module
@@ -24,14 +24,30 @@ from torch.nn.functional import cross_entropy
 
 from llm_pretrain.config import Config, ModelConfig
 from llm_pretrain.data import Batch, TokenStore, global_batches
-from llm_pretrain.model import Decoder, DecoderOutput, initialize_weights
-from llm_pretrain.model.router import Router
-from llm_pretrain.training import Objective, StepCounts, StepSums, seed_dropout, with_global_expert_counts
-from llm_pretrain.training.objective import expert_counts, loss_metrics
+from llm_pretrain.model import Decoder, DecoderOutput
+from llm_pretrain.model.moe import Router
+from llm_pretrain.training import (
+    Objective,
+    StepMetrics,
+    attach_global_expert_counts,
+    initialize_weights,
+    seed_dropout,
+)
+from llm_pretrain.training.metrics import loss_metrics
+from llm_pretrain.training.step import expert_counts
 
-COUNTING = "llm_pretrain/training/expert_counting.py"
-COUNTED = "micro_batches = with_global_expert_counts(self, self.config, micro_batches)"
-SCRIPTS = {"torchrun": "train_pretrain.py", "accelerate": "train_pretrain_accelerate.py"}
+UNCOUNTED = replacing(attach_global_expert_counts, lambda engine, micro_batches: micro_batches)
+
+
+def unseeded_counting(patch: Patch, engine: type) -> None:
+    """The counting pass draws other dropout than the training pass."""
+
+    def seed(config: Config, batch: Batch) -> None:
+        if torch.is_grad_enabled():
+            seed_dropout(config, batch)
+
+    replace_everywhere(patch, seed_dropout, seed)
+
 
 MODEL = ModelConfig(
     vocab_size=320,
@@ -55,13 +71,17 @@ SPLIT_NAMES = ["1x1", "1x8", "2x2", "4x2"]
 class OneProcess:
     """What the counting pass asks of an engine, for all ranks' micro batches in one process."""
 
-    def __init__(self, model: Decoder, world_size: int, *, bf16: bool = False):
-        self.model, self.world_size, self.bf16 = model, world_size, bf16
+    def __init__(self, model: Decoder, config: Config, world_size: int, *, bf16: bool = False):
+        self.model, self.config, self.world_size, self.bf16 = model, config, world_size, bf16
         self.device = torch.device("cpu")
         self.outputs: list[DecoderOutput] = []
         self.reduced: list[Tensor] = []
 
+    def sum_integers(self, values: Sequence[int]) -> list[int]:
+        return list(values)
+
     def forward(self, batch: Batch) -> DecoderOutput:
+        seed_dropout(self.config, batch)
         with torch.autocast("cpu", torch.bfloat16, enabled=self.bf16):
             self.outputs.append(self.model(**batch.model_inputs()))
         return self.outputs[-1]
@@ -94,21 +114,19 @@ def window_of(config: Config, world_size: int) -> list[Batch]:
     return list(global_batches(config, start_step=0, world_size=world_size))[:size]
 
 
-def train(engine: Any, config: Config) -> tuple[dict[str, Tensor], Tensor]:
+def train(engine: Any, config: Config) -> tuple[dict[str, Tensor], StepMetrics]:
     """Gradients of W ranks and A micro batches, and the step's reduced sums."""
     batches = window_of(config, engine.world_size)
     accumulation = config.gradient_accumulation_steps(engine.world_size)
-    counts = StepCounts.of(batches, list)
-    objective, sums = Objective(config, engine.world_size), StepSums(config)
-    for batch in with_global_expert_counts(engine, config, batches):
-        seed_dropout(config, batch)
+    step, objective = StepMetrics.all_reduce_counts(batches, engine), Objective(config, engine.world_size)
+    for batch in attach_global_expert_counts(engine, batches):
         output = engine.forward(batch)
-        loss = objective(output, counts.num_loss_tokens) / accumulation
+        loss = objective(output, step.num_loss_tokens) / accumulation
         (loss / engine.world_size).backward()
-        sums.add(output, batch)
+        step.add(output, batch)
     model = engine.model
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return gradients, sums.reduced(lambda tensor: tensor)
+    return gradients, step
 
 
 def definition(model: Decoder, batches: Sequence[Batch], config: Config) -> tuple[Tensor, Tensor]:
@@ -171,32 +189,35 @@ def test_gradients_and_loss_are_the_global_batch_s_at_every_split(
     config = config_of(store, micro_batch_size)
     stored: dict[str, Tensor] = {}
     for checkpointing in (False, True):
-        engine = OneProcess(build(config, dtype, checkpointing=checkpointing), world_size)
-        gradients, sums = train(engine, config)
+        engine = OneProcess(build(config, dtype, checkpointing=checkpointing), config, world_size)
+        gradients, step = train(engine, config)
         stored = stored or gradients
         assert all(torch.equal(stored[name], gradients[name]) for name in stored), "recomputed otherwise"
         for part in ("", "mlp.gate"):
             assert relative_error(gradients, exact[0], part) < bound, (part, checkpointing)
         tokens = sum(batch.num_loss_tokens for batch in window_of(config, world_size))
-        found = loss_metrics(sums, tokens, config)["train/aux_loss"]
+        found = loss_metrics(step, config)["train/aux_loss"]
         assert found == pytest.approx(config.model.router_aux_loss_coef * exact[1], rel=bound)
         assigned = tokens * config.model.num_experts_per_tok
-        assert expert_counts(sums, config).sum(-1).tolist() == [assigned] * 2, "a recomputation counts twice"
+        assert step.sums is not None
+        assert expert_counts(step.sums, config).sum(-1).tolist() == [assigned] * 2, (
+            "a recomputation counts twice"
+        )
 
 
 def test_it_is_another_loss_than_the_other_scopes(store: TokenStore, exact: tuple[dict[str, Tensor], float]):
     """The batch is ragged enough, and the router far enough from uniform, to tell the scopes apart."""
     for scope in ("sequence", "micro_batch"):
         config = config_of(store, 1, router_aux_loss_scope=scope)
-        gradients, _ = train(OneProcess(build(config, torch.float64), 1), config)
+        gradients, _ = train(OneProcess(build(config, torch.float64), config, 1), config)
         assert relative_error(gradients, exact[0], "mlp.gate") > 0.05
 
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 def test_training_sends_every_token_where_the_counting_pass_sent_it(store: TokenStore, bf16: bool):
     config = config_of(store, 2, hidden_dropout=0.2, attention_dropout=0.1)
-    engine = OneProcess(build(config, torch.float32, checkpointing=True), 2, bf16=bf16)
-    _, sums = train(engine, config)
+    engine = OneProcess(build(config, torch.float32, checkpointing=True), config, 2, bf16=bf16)
+    _, step = train(engine, config)
     counted, trained = engine.outputs[:4], engine.outputs[4:]
     assert len(trained) == 4
     for first, second in zip(counted, trained, strict=True):
@@ -206,7 +227,8 @@ def test_training_sends_every_token_where_the_counting_pass_sent_it(store: Token
         assert torch.equal(first.token_losses, second.token_losses), "not even a bit"
     (reduced,) = engine.reduced
     assert reduced.dtype == torch.int64
-    assert torch.equal(reduced, expert_counts(sums, config))
+    assert step.sums is not None
+    assert torch.equal(reduced, expert_counts(step.sums, config))
     assert not any(output.loss_sum is None or output.loss_sum.requires_grad for output in counted)
 
 
@@ -215,7 +237,7 @@ def test_gradients_with_dropout_are_the_global_batch_s(store: TokenStore, world_
     config = config_of(store, 2, hidden_dropout=0.3)
     expected, _ = reference(config)
     for dtype, bound in ((torch.float64, 1e-12), (torch.float32, 1e-6)):
-        engine = OneProcess(build(config, dtype, checkpointing=True), world_size)
+        engine = OneProcess(build(config, dtype, checkpointing=True), config, world_size)
         assert relative_error(train(engine, config)[0], expected) < bound
 
 
@@ -228,9 +250,9 @@ def test_nothing_is_counted_where_nothing_asks_for_it(store: TokenStore):
     ]
     for changes, micro_batch_size in cases:
         config = config_of(store, micro_batch_size, **changes)
-        engine: Any = OneProcess(build(config, torch.float32), 1)
+        engine: Any = OneProcess(build(config, torch.float32), config, 1)
         batches = window_of(config, 1)
-        assert with_global_expert_counts(engine, config, batches) is batches
+        assert attach_global_expert_counts(engine, batches) is batches
         assert not engine.outputs
         assert not engine.reduced
         assert not any("global_expert_counts" in batch.model_inputs() for batch in batches)
@@ -238,8 +260,8 @@ def test_nothing_is_counted_where_nothing_asks_for_it(store: TokenStore):
 
 def test_a_batch_carries_the_counts_to_its_device(store: TokenStore):
     config = config_of(store, 2)
-    engine: Any = OneProcess(build(config, torch.float32), 1)
-    batch = with_global_expert_counts(engine, config, window_of(config, 1))[0]
+    engine: Any = OneProcess(build(config, torch.float32), config, 1)
+    batch = attach_global_expert_counts(engine, window_of(config, 1))[0]
     moved = batch.to("meta").model_inputs()["global_expert_counts"]
     assert moved.device.type == "meta"
     assert tuple(moved.shape) == (2, config.model.num_experts)
@@ -261,23 +283,23 @@ def engine_config(masked_store, monkeypatch):
     reset_accelerate()
 
 
-def check_gradients(launcher: str, config: Config, *edits: Edit) -> None:
+def check_gradients(launcher: str, config: Config, *faults: Fault) -> None:
     """The first step's gradients are those of one forward pass of the whole global batch."""
     window = list(micro_batches_of(config, 0))
-    gradients = run_engine(launcher, config, *edits, windows=[window]).gradients[0]
+    gradients = run_engine(launcher, config, *faults, windows=[window]).gradients[0]
     for part in ("", "mlp.gate"):
         error = relative_error(gradients, reference_gradients(config, window), part)
         assert error < 1e-6, f"gradients of parameters {part!r} are off by {error:.1%}"
 
 
-@pytest.mark.parametrize("launcher", SCRIPTS)
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
 def test_the_engines_train_on_global_counts(launcher: str, engine_config):
     check_gradients(launcher, engine_config())
     with pytest.raises(AssertionError, match="are off by"):
-        check_gradients(launcher, engine_config(), Edit(SCRIPTS[launcher], COUNTED, "pass"))
+        check_gradients(launcher, engine_config(), UNCOUNTED)
 
 
-def check_dropout(launcher: str, config: Config, *edits: Edit) -> None:
+def check_dropout(launcher: str, config: Config, *faults: Fault) -> None:
     """Each micro batch's tokens go to the same experts in the counting pass and in training."""
     counts: list[list[Tensor]] = [[], []]
 
@@ -287,21 +309,22 @@ def check_dropout(launcher: str, config: Config, *edits: Edit) -> None:
     forward = Decoder.forward
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Decoder, "forward", lambda self, *a, **k: [out := forward(self, *a, **k), note(out)][0])
-        run_engine(launcher, config, *edits)
+        run_engine(launcher, config, *faults)
     assert len(counts[0]) == len(counts[1]) == 8
     for counted, trained in zip(*counts, strict=True):
         assert torch.equal(counted, trained), "a token went elsewhere than it was counted"
 
 
-@pytest.mark.parametrize("launcher", SCRIPTS)
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
 def test_dropout_is_the_same_in_both_passes(launcher: str, engine_config):
     config = engine_config(hidden_dropout=0.3)
     check_dropout(launcher, config)
     with pytest.raises(AssertionError, match="went elsewhere"):
-        check_dropout(launcher, config, Edit(COUNTING, "            seed_dropout(config, batch)\n", ""))
+        check_dropout(launcher, config, unseeded_counting)
 
 
-def test_a_step_without_loss_tokens_is_not_counted(engine_config):
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
+def test_a_step_without_loss_tokens_is_not_counted(launcher: str, engine_config):
     from support.stepping import masked
 
     config = engine_config()
@@ -310,6 +333,6 @@ def test_a_step_without_loss_tokens_is_not_counted(engine_config):
     forward = Decoder.forward
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Decoder, "forward", lambda self, *a, **k: calls.append(1) or forward(self, *a, **k))
-        driven = run_engine("torchrun", config, windows=[window])
+        driven = run_engine(launcher, config, windows=[window])
     assert driven.skipped == ["no_loss_tokens"]
     assert not calls

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,13 +13,13 @@ import torch
 from safetensors.torch import save_file
 from support.corpora import make_tokenizer
 from support.launching import Finished, assert_same_tensors, checkpoint_tensors, launch, train
-from support.mutation import Edit, mutated
 
-import llm_pretrain.training.initial_weights as initial_weights
+import llm_pretrain.training.model_setup as model_setup
 from llm_pretrain.config import Config, DataConfig, ModelConfig, SourceConfig, dump_yaml
 from llm_pretrain.errors import CheckpointError, ConfigError, PretrainError
 from llm_pretrain.export import huggingface_config, native_config, to_huggingface
-from llm_pretrain.model import Decoder, initialize_weights
+from llm_pretrain.model import Decoder
+from llm_pretrain.training import initialize_weights
 
 DENSE = ModelConfig(
     vocab_size=320,
@@ -54,7 +55,7 @@ def load(folder: Path, config: ModelConfig, **sections: object) -> tuple[Decoder
     """A decoder that starts from `folder`, and the notes."""
     config = dataclasses.replace(config, init_from=str(folder))
     model = built(config, 0)
-    return model, initial_weights.load_initial_weights(model, Config(model=config, **sections))  # type: ignore[arg-type]
+    return model, model_setup.load_initial_weights(model, Config(model=config, **sections))  # type: ignore[arg-type]
 
 
 def problems_of(folder: Path, config: ModelConfig, **sections: object) -> tuple[str, ...]:
@@ -94,7 +95,7 @@ def test_a_run_starts_with_the_folders_weights_to_the_last_bit(tmp_path: Path, c
 
 def test_without_a_folder_nothing_changes():
     model = built(DENSE, 0)
-    assert initial_weights.load_initial_weights(model, Config(model=DENSE)) == []
+    assert model_setup.load_initial_weights(model, Config(model=DENSE)) == []
     assert all(
         torch.equal(a, b) for a, b in zip(model.parameters(), built(DENSE, 0).parameters(), strict=True)
     )
@@ -124,19 +125,40 @@ def test_an_upcycled_model_starts_as_the_dense_one(tmp_path: Path, config: Model
     assert "upcycled" in notes[1]
 
 
+def scale_experts(factor: float) -> Callable[[str, torch.Tensor], torch.Tensor]:
+    return lambda name, tensor: factor * tensor if name.endswith("mlp.experts.down_proj") else tensor
+
+
+def unlike_rows(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The router's rows of one expert's slices differ."""
+    if not name.endswith("mlp.gate.weight"):
+        return tensor
+    return torch.randn(tensor.shape, generator=torch.Generator().manual_seed(0))
+
+
+def heard_shared(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The shared expert adds its output from the start."""
+    return torch.full_like(tensor, 0.05) if "shared" in name and "down_proj" in name else tensor
+
+
 @pytest.mark.parametrize(
-    ("config", "edit"),
+    ("config", "wrong"),
     [
-        ("slices", ("slices / ours.routed", "1 / ours.routed")),
-        ("slices", ("rows[::slices].repeat_interleave(slices, dim=0)", "rows.clone()")),
-        ("scaled", ("slices / ours.routed_scaling_factor", "slices")),
-        ("shared", ("torch.zeros_like(tensor) if silent else tensor.clone()", "tensor.clone()")),
+        pytest.param("slices", scale_experts(0.5), id="slices are not scaled up"),
+        pytest.param("slices", unlike_rows, id="slices of different routers"),
+        pytest.param("scaled", scale_experts(2.5), id="the routed scaling is forgotten"),
+        pytest.param("shared", heard_shared, id="a shared expert that is not silent"),
     ],
 )
-def test_the_comparison_notices_a_wrong_upcycling(tmp_path: Path, config: str, edit: tuple[str, str]):
+def test_the_comparison_notices_a_wrong_upcycling(
+    tmp_path: Path, config: str, wrong: Callable[[str, torch.Tensor], torch.Tensor]
+):
     dense = write_folder(tmp_path / "folder", DENSE)
-    with mutated(Edit("llm_pretrain/training/upcycling.py", *edit)):
-        model, _ = load(tmp_path / "folder", UPCYCLED[config])
+    model, _ = load(tmp_path / "folder", UPCYCLED[config])
+    state = model.state_dict()
+    changed = {name: wrong(name, tensor) for name, tensor in state.items()}
+    assert any(not torch.equal(changed[name], state[name]) for name in state)
+    model.load_state_dict(changed)
     assert distance(model, dense) > 1e-3
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 import train_pretrain
 from llm_pretrain.data import Preparation, prepare_store
 from llm_pretrain.model import Decoder, DecoderOutput
+from llm_pretrain.training import StepMetrics
 from llm_pretrain.training.evaluation import Evaluator
 
 TINY = str(ROOT / "configs" / "tiny-moe.yaml")
@@ -77,15 +78,15 @@ def test_resuming_in_the_middle_of_a_logging_interval_keeps_the_digest(plain_sto
 def test_a_batch_without_loss_tokens_is_skipped_without_a_forward_pass(
     plain_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    counted = train_pretrain.StepCounts.of
+    count = StepMetrics.all_reduce_counts
 
-    def without_loss_tokens(micro_batches, reduce_sum):
-        counts = counted(micro_batches, reduce_sum)
+    def without_loss_tokens(micro_batches, engine):
+        step = count(micro_batches, engine)
         if micro_batches[0].step == 2:
-            return type(counts)(0, counts.digest)
-        return counts
+            step.num_loss_tokens = 0
+        return step
 
-    monkeypatch.setattr(train_pretrain.StepCounts, "of", without_loss_tokens)
+    monkeypatch.setattr(StepMetrics, "all_reduce_counts", without_loss_tokens)
     forwards: list[int] = []
     forward = train_pretrain.TorchrunEngine.forward
     monkeypatch.setattr(
@@ -253,6 +254,22 @@ def test_a_changed_setting_is_reported_and_a_lower_end_is_refused(
     assert (folder / "config.yaml").read_text() == written
     assert train(*options(plain_store, folder, *short, *longer)) == 0
     assert "nothing left to do" in capsys.readouterr().out
+
+
+def test_a_setting_other_than_in_the_run_that_is_continued_is_reported(
+    plain_store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """A run that starts from another run's checkpoint has no earlier attempt of its own."""
+    quick = ("--evaluation.eval_steps", "0", "--training.max_steps", "2")
+    assert train(*options(plain_store, tmp_path / "first", *quick)) == 0
+    capsys.readouterr()
+    source = ("--checkpoint.resume", str(tmp_path / "first" / "checkpoints" / "step-00000002"))
+    rate = ("--optimizer.learning_rate", "0.0625", "--run.name", "second")
+    assert train(*options(plain_store, tmp_path / "second", *quick, *source, *rate)) == 0
+    said = [line for line in capsys.readouterr().err.splitlines() if "changed since" in line]
+    assert [line.partition(": ")[2] for line in said] == [
+        "changed since the attempt before: optimizer.learning_rate: 0.003 -> 0.0625"
+    ]
 
 
 def test_what_no_library_opens_and_what_is_never_evaluated_is_said_once(

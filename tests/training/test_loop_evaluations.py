@@ -7,18 +7,20 @@ import os
 import shutil
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from support.launching import ROOT, Finished, assert_same_tensors, checkpoint_tensors, train
-from support.mutation import Edit, mutated
 
 from llm_pretrain import generation
 from llm_pretrain.data import TokenStore, open_tokenizer
 from llm_pretrain.model import Decoder
-from llm_pretrain.training.evaluation import Evaluator
-from llm_pretrain.training.saving import Saving
+from llm_pretrain.training.checkpointing import CheckpointManager
+from llm_pretrain.training.evaluation import Evaluator, Samples
+from llm_pretrain.training.run_state import Progress
 
 TINY = str(ROOT / "configs" / "tiny-dense.yaml")
 LOSSES = {0: 1.0, 2: 5.0, 4: 4.0, 6: 3.0, 8: 3.5}
@@ -48,9 +50,9 @@ def options(store: Path, folder: Path, *more: str) -> list[str]:
 def losses(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
     """What evaluations find instead, by step."""
     planned: dict[int, float] = dict(LOSSES)
-    keep_best = Saving.keep_best
+    keep_best = CheckpointManager.keep_best
     monkeypatch.setattr(
-        Saving,
+        CheckpointManager,
         "keep_best",
         lambda self, progress, loss: keep_best(self, progress, planned[progress.step]),
     )
@@ -63,14 +65,14 @@ class KilledError(Exception):
 
 def kill_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The process ends when the evaluation of `step` has done all of its work."""
-    keep_best = Saving.keep_best
+    keep_best = CheckpointManager.keep_best
 
-    def killing(self: Saving, progress, loss: float) -> None:
+    def killing(self: CheckpointManager, progress, loss: float) -> None:
         keep_best(self, progress, loss)
         if progress.step == step:
             raise KilledError
 
-    monkeypatch.setattr(Saving, "keep_best", killing)
+    monkeypatch.setattr(CheckpointManager, "keep_best", killing)
 
 
 def best(folder: Path) -> dict:
@@ -145,12 +147,13 @@ def test_a_killed_run_ends_with_the_same_best(
 def test_the_check_above_would_notice_a_best_that_is_forgotten(
     plain_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, losses: dict[int, float]
 ):
-    forget = Edit(
-        "llm_pretrain/training/progress.py",
-        'best=Best(**extra["best"]) if extra.get("best") else None',
-        "best=None",
-    )
-    with mutated(forget), pytest.raises(AssertionError):
+    resumed = Progress.resumed
+
+    def forgetful(*arguments: Any, **options: Any) -> Progress:
+        return replace(resumed(*arguments, **options), best=None)
+
+    monkeypatch.setattr(Progress, "resumed", forgetful)
+    with pytest.raises(AssertionError):
         check_resumed_best_equals_straight(plain_store, tmp_path, monkeypatch, 8)
 
 
@@ -209,7 +212,7 @@ def test_a_path_to_resume_from_that_is_not_used_is_said(
     assert f"checkpoint.resume: {first / 'checkpoints' / 'step-00000003'} is not used" in said
     shutil.rmtree(first / "checkpoints")
     assert train(*options(plain_store, first, *quick)) == 0
-    named = f"status.json names {first / 'checkpoints' / 'step-00000004'}, and there is no checkpoint"
+    named = f"starting from scratch: {first / 'checkpoints' / 'step-00000004'}, named in status.json"
     assert named in capsys.readouterr().out.replace("\n", " ")
     shutil.rmtree(first)  # or the other run has gone on, and keeps its last two only
     assert train(*options(plain_store, second, *quick, *begun)) == 0
@@ -274,9 +277,19 @@ def test_samples_change_nothing_in_the_run(plain_store: Path, tmp_path: Path, ca
     check_samples_change_nothing(plain_store, tmp_path)
 
 
-def test_the_check_above_would_notice_another_mode(plain_store: Path, tmp_path: Path, calls: list[dict]):
-    leak = Edit("llm_pretrain/training/samples.py", "model.train(was_training)", "pass")
-    with mutated(leak), pytest.raises(AssertionError):
+def test_the_check_above_would_notice_another_mode(
+    plain_store: Path, tmp_path: Path, calls: list[dict], monkeypatch: pytest.MonkeyPatch
+):
+    write = Samples.write
+
+    def leaving_eval_mode(self: Samples, model: Decoder, *arguments: Any, **options: Any) -> None:
+        before = len(calls)
+        write(self, model, *arguments, **options)
+        if len(calls) > before:
+            model.eval()
+
+    monkeypatch.setattr(Samples, "write", leaving_eval_mode)
+    with pytest.raises(AssertionError):
         check_samples_change_nothing(plain_store, tmp_path)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,14 +11,14 @@ import pytest
 import torch
 from support.corpora import make_config, make_store
 from support.launching import ROOT, Finished, train
-from support.mutation import Edit, mutated
 
-import train_pretrain
 from llm_pretrain.config import Config, EvaluationConfig
 from llm_pretrain.data import Batch, TokenStore, evaluation_batches, global_batches
-from llm_pretrain.model import Decoder, DecoderOutput, initialize_weights
-from llm_pretrain.training import StepSums, objective
+from llm_pretrain.model import Decoder, DecoderOutput
+from llm_pretrain.training import StepMetrics, initialize_weights
 from llm_pretrain.training.evaluation import Evaluator
+from llm_pretrain.training.metrics import source_metrics
+from llm_pretrain.training.step import source_sums
 
 TINY = str(ROOT / "configs" / "tiny-dense.yaml")
 LABELS = ("plain", "ragged")
@@ -107,9 +108,9 @@ def test_logging_less_often_gives_the_step_s_own_values(
 def test_a_step_without_loss_tokens_has_none(
     stores: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    counted = train_pretrain.StepCounts.of
+    count = StepMetrics.all_reduce_counts
     monkeypatch.setattr(
-        train_pretrain.StepCounts, "of", lambda *arguments: counted(*arguments)._replace(num_loss_tokens=0)
+        StepMetrics, "all_reduce_counts", lambda *each: replace(count(*each), num_loss_tokens=0)
     )
     assert train(*options(stores, tmp_path / "run", "--training.max_steps", "2")) == 0
     row = Finished(0, "", tmp_path / "run").rows[1]
@@ -166,11 +167,11 @@ def small(*stores: Path) -> tuple[Config, Decoder]:
     return replace(config, model=model, data=replace(config.data, sources=sources)), decoder
 
 
-def check_sums(config: Config, decoder: Decoder) -> None:
+def check_sums(config: Config, decoder: Decoder, sums_of: Callable[..., torch.Tensor] = source_sums) -> None:
     """Against sums that are made one sequence at a time, each as a batch of its own."""
     (batch, *_) = global_batches(config, start_step=0, world_size=1)
     output = decoder(**batch.model_inputs())
-    found = objective.source_sums(output, batch, 2)
+    found = sums_of(output, batch, 2)
     assert batch.sources is not None
     assert 0 < int(batch.sources.sum()) < len(batch.sources)
     for source in range(2):
@@ -186,18 +187,27 @@ def test_the_sums_of_a_source_are_those_of_its_sequences(stores: dict[str, Path]
     check_sums(*small(*stores.values()))
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("batch.sources[:, None] == numbers", "batch.sources[:, None] != numbers"),
-        ("batch.loss_mask.double().sum(1)", "torch.ones_like(batch.loss_mask).double().sum(1)"),
-        ("batch.sources[:, None] == numbers", "batch.sources.sort().values[:, None] == numbers"),
-    ],
-)
-def test_the_check_above_would_notice(stores: dict[str, Path], old: str, new: str):
-    arguments = small(*stores.values())
-    with mutated(Edit("llm_pretrain/training/objective.py", old, new)), pytest.raises(AssertionError):
-        check_sums(*arguments)
+WRONG_SUMS: dict[str, Callable[[DecoderOutput, Batch, int], torch.Tensor]] = {
+    "of the other source": lambda output, batch, count: source_sums(output, batch, count).flip(1),
+    "of masked tokens too": lambda output, batch, count: source_sums(
+        output, replace(batch, loss_mask=torch.ones_like(batch.loss_mask)), count
+    ),
+    "in another order": lambda output, batch, count: source_sums(
+        output, replace(batch, sources=sources_of(batch).sort().values), count
+    ),
+}
+
+
+def sources_of(batch: Batch) -> torch.Tensor:
+    assert batch.sources is not None
+    return batch.sources
+
+
+@pytest.mark.parametrize("name", WRONG_SUMS)
+def test_the_check_above_would_notice(stores: dict[str, Path], name: str):
+    config, decoder = small(*stores.values())
+    with pytest.raises(AssertionError):
+        check_sums(config, decoder, WRONG_SUMS[name])
 
 
 def test_a_loss_that_is_not_finite_stays_its_source_s_own(stores: dict[str, Path]):
@@ -208,9 +218,9 @@ def test_a_loss_that_is_not_finite_stays_its_source_s_own(stores: dict[str, Path
     assert batch.sources is not None
     losses = output.token_losses.clone()
     losses[batch.sources == 1] = math.nan
-    sums = StepSums(config)
-    sums.add(output._replace(token_losses=losses), batch)
-    metrics = objective.source_metrics(sums.reduced(lambda tensor: tensor), config)
+    step = StepMetrics(batch.num_loss_tokens, [], num_sources=2)
+    step.add(output._replace(token_losses=losses), batch)
+    metrics = source_metrics(step.sums, config)
     assert metrics["train/source/s1/loss"] is None
     assert math.isfinite(metrics["train/source/s0/loss"])  # type: ignore[arg-type]
 

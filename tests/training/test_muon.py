@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-import llm_pretrain.training.muon as muon_module
-import llm_pretrain.training.orthogonal as orthogonal_module
+import llm_pretrain.optim.muon as muon_module
+import llm_pretrain.optim.muon as orthogonal_module
 from llm_pretrain.config import ModelConfig, OptimizerConfig
 from llm_pretrain.model import Decoder
-from llm_pretrain.training.muon import Muon
-from llm_pretrain.training.optimizers import build_optimizer, parameter_groups
-from llm_pretrain.training.orthogonal import orthogonalized
-from llm_pretrain.training.schedule import set_learning_rate
+from llm_pretrain.optim.muon import Muon, orthogonalize
+from llm_pretrain.optim.param_groups import build_optimizer, parameter_groups
+from llm_pretrain.optim.schedule import set_learning_rate
 
 SHAPES = [(8, 24), (24, 8), (16, 16), (24, 8), (1, 5), (16, 16)]
 
@@ -96,7 +95,7 @@ def test_stacked_experts_move_as_their_matrices_would_apart():
 def test_singular_values_come_near_one(shape: tuple[int, ...]):
     """Coefficients are Jordan's, which end between 0.7 and 1.2; bf16 adds a little."""
     matrices = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    (made,) = orthogonalized([matrices])
+    (made,) = orthogonalize([matrices])
     values = torch.linalg.svdvals(made.float())
     assert float(values.min()) > 0.3
     assert float(values.max()) < 1.3
@@ -171,9 +170,9 @@ def test_a_run_in_fp32_is_not_rounded_by_its_optimizer(monkeypatch: pytest.Monke
 
     def noted(matrices: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
         dtypes.append(dtype)
-        return orthogonalized(matrices, dtype)
+        return orthogonalize(matrices, dtype)
 
-    monkeypatch.setattr(muon_module, "orthogonalized", noted)
+    monkeypatch.setattr(muon_module, "orthogonalize", noted)
     monkeypatch.setattr(orthogonal_module, "_cpu_has_bf16", lambda: True)
     for precision in ("fp32", "bf16", "fp16"):
         optimizer = build_optimizer(small_model(), OptimizerConfig(name="muon"), precision)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +13,10 @@ from torch import Tensor
 
 from llm_pretrain.config import Config, ModelConfig
 from llm_pretrain.data import Batch, TokenStore, global_batches
-from llm_pretrain.model import Decoder, initialize_weights
-from llm_pretrain.training import Objective, StepCounts, StepSums
-from llm_pretrain.training.objective import expert_counts, loss_metrics
+from llm_pretrain.model import Decoder
+from llm_pretrain.training import Objective, StepMetrics, initialize_weights
+from llm_pretrain.training.metrics import loss_metrics
+from llm_pretrain.training.step import expert_counts
 
 MODEL = ModelConfig(
     vocab_size=320,
@@ -95,10 +98,10 @@ def accumulated_gradients(model: Decoder, config: Config, world_size: int) -> di
     batches = list(global_batches(config, start_step=0, world_size=world_size))
     accumulation = config.gradient_accumulation_steps(world_size)
     window = batches[: accumulation * world_size]
-    counts = StepCounts.of(window, lambda tensor: tensor)
+    num_loss_tokens = sum(batch.num_loss_tokens for batch in window)
     objective = Objective(config, world_size)
     for batch in window:
-        loss = objective(model(**batch.model_inputs()), counts.num_loss_tokens) / accumulation
+        loss = objective(model(**batch.model_inputs()), num_loss_tokens) / accumulation
         (loss / world_size).backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
@@ -160,20 +163,23 @@ def test_sums_and_metrics_over_a_split_add_up(store: TokenStore):
     config = config_of(store, micro_batch_size=2)
     model = build(config, torch.float64)
     window = list(global_batches(config, start_step=0, world_size=1))[:4]
-    sums, whole = StepSums(config), StepSums(config)
+    engine: Any = SimpleNamespace(config=config, sum_integers=list)
+    split = StepMetrics.all_reduce_counts(window, engine)
     for batch in window:
-        sums.add(model(**batch.model_inputs()), batch)
+        split.add(model(**batch.model_inputs()), batch)
     config_whole = config_of(store, micro_batch_size=8)
     large = next(iter(global_batches(config_whole, start_step=0, world_size=1)))
+    whole = StepMetrics.all_reduce_counts([large], engine)
     whole.add(model(**large.model_inputs()), large)
-    counts = StepCounts.of(window, lambda tensor: tensor)
-    assert counts.num_loss_tokens == large.num_loss_tokens
-    assert counts.digest == large.digest.tolist()
-    left, right = (each.reduced(lambda tensor: tensor) for each in (sums, whole))
+    assert split.num_loss_tokens == large.num_loss_tokens
+    assert split.digest == large.digest.tolist()
+    left, right = split.sums, whole.sums
+    assert left is not None
+    assert right is not None
     torch.testing.assert_close(left, right, rtol=1e-12, atol=0)
     assert torch.equal(expert_counts(left, config), expert_counts(right, config))
-    assigned = counts.num_loss_tokens * config.model.num_experts_per_tok
+    assigned = split.num_loss_tokens * config.model.num_experts_per_tok
     assert expert_counts(left, config).sum(-1).tolist() == [assigned, assigned]
-    metrics = loss_metrics(left, counts.num_loss_tokens, config)
+    metrics = loss_metrics(split, config)
     assert metrics["train/aux_loss"] >= config.model.router_aux_loss_coef * 0.99
     assert [round(sum(load), 9) for load in metrics["moe/load"]] == [1.0, 1.0]

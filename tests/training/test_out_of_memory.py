@@ -15,9 +15,14 @@ import torch
 
 from llm_pretrain.config import Config, from_dict
 from llm_pretrain.errors import CheckpointError, DataError, ResourceError
-from llm_pretrain.training import out_of_memory
-from llm_pretrain.training.engine import Engine
-from llm_pretrain.training.out_of_memory import Memory, check_memory, is_out_of_memory, out_of_memory_in_words
+from llm_pretrain.memory import out_of_memory
+from llm_pretrain.memory.out_of_memory import (
+    MemoryLimit,
+    check_memory,
+    explain_out_of_memory,
+    is_out_of_memory,
+)
+from llm_pretrain.training.step import Engine
 
 CUDA = (
     "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.15 GiB of which 5.25 "
@@ -59,7 +64,7 @@ def config(**sections: dict[str, Any]) -> Config:
 
 
 def line_of(action: Callable[[], object], *known: Any) -> str:
-    with pytest.raises(ResourceError) as told, out_of_memory_in_words(*known):
+    with pytest.raises(ResourceError) as told, explain_out_of_memory(*known):
         action()
     (line,) = str(told.value).splitlines()
     return line
@@ -85,7 +90,7 @@ def test_whoever_runs_out_of_memory_it_is_one_line(where: str):
 )
 def test_other_errors_pass(error: Exception):
     assert not is_out_of_memory(error)
-    with pytest.raises(type(error)), out_of_memory_in_words(config(), engine()):
+    with pytest.raises(type(error)), explain_out_of_memory(config(), engine()):
         raise error
 
 
@@ -138,27 +143,41 @@ def test_a_model_that_cannot_fit_is_refused_before_it_is_built(monkeypatch: pyte
     huge = config(model={"hidden_size": 16384, "intermediate_size": 65536, "num_hidden_layers": 40})
     with pytest.raises(ResourceError, match=r"parameters take [\d.]+ TiB with gradients"):
         check_memory(huge, engine())
-    monkeypatch.setattr(out_of_memory, "_processor_bounds", lambda: [Memory(0, 1 << 19, "it has")])
+    monkeypatch.setattr(out_of_memory, "_host_bounds", lambda: [MemoryLimit(0, 1 << 19, "it has")])
     with pytest.raises(ResourceError, match=r"it has 512\.0 KiB"):
         check_memory(config(), engine())
-    monkeypatch.setattr(out_of_memory, "_processor_bounds", lambda: [Memory(0, 1 << 24, "it has")])
+    monkeypatch.setattr(out_of_memory, "_host_bounds", lambda: [MemoryLimit(0, 1 << 24, "it has")])
     check_memory(config(), engine())  # what is in use by others now may be free later
+
+
+def test_a_step_that_may_not_fit_is_said_at_the_start(monkeypatch: pytest.MonkeyPatch):
+    """The model fits; its activations do not."""
+    on_gpu = engine()
+    on_gpu.device = torch.device("cuda", 0)
+    sizes = iter((1 << 31, 1 << 40))
+    properties = lambda device: SimpleNamespace(total_memory=next(sizes))  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    long = config(training={"sequence_length": 1 << 18, "micro_batch_size": 1})
+    (line,) = check_memory(long, on_gpu)
+    assert re.match(r"a step is estimated to need [\d.]+ GiB, the GPU has 2\.0 GiB; if it runs out", line)
+    assert "training.sequence_length" in line
+    assert check_memory(long, on_gpu) == []
 
 
 def test_processes_of_one_machine_share_it(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    alone = out_of_memory._processor_bounds()[0].total
+    alone = out_of_memory._host_bounds()[0].total
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert out_of_memory._processor_bounds()[0].total == alone // 4
+    assert out_of_memory._host_bounds()[0].total == alone // 4
     assert alone >= psutil.virtual_memory().total
 
 
 def test_a_container_s_limit_counts(tmp_path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(out_of_memory, "_CGROUP", tmp_path)
     (tmp_path / "memory.max").write_text("max\n")
-    unbounded = len(out_of_memory._processor_bounds())
+    unbounded = len(out_of_memory._host_bounds())
     (tmp_path / "memory.max").write_text("1048576\n")
     (tmp_path / "memory.current").write_text("48576\n")
-    bounds = out_of_memory._processor_bounds()
+    bounds = out_of_memory._host_bounds()
     assert len(bounds) == unbounded + 1
-    assert Memory(1000000, 1048576, "the container may have") in bounds
+    assert MemoryLimit(1000000, 1048576, "the container may have") in bounds

@@ -10,7 +10,7 @@ import torch
 from support.launching import Finished, checkpoint_tensors, train_tiny
 from torch import Tensor, nn
 
-from llm_pretrain.training.parameter_digest import parameters_sha256
+from llm_pretrain.training.metrics import parameters_sha256
 
 STEPS = 3
 
@@ -40,12 +40,12 @@ def test_a_row_has_the_digest_of_the_parameters_after_its_step(run: Finished):
 def test_a_single_bit_changes_it_and_a_buffer_does_not():
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).to(torch.bfloat16)
     model.register_parameter("scalar", nn.Parameter(torch.tensor(1.0)))
-    before = parameters_sha256(model, first=True)
+    before = parameters_sha256(model, is_rank0=True)
     model[1].running_mean.add_(1)  # type: ignore[union-attr]  # a buffer
-    assert parameters_sha256(model, first=True) == before
+    assert parameters_sha256(model, is_rank0=True) == before
     with torch.no_grad():
         model[0].weight.view(torch.int16)[1, 2] ^= 1  # type: ignore[union-attr]
-    assert parameters_sha256(model, first=True) != before
+    assert parameters_sha256(model, is_rank0=True) != before
 
 
 class Sharded(Tensor):
@@ -64,13 +64,13 @@ def test_every_rank_takes_part_in_putting_sharded_parameters_together(monkeypatc
     sharded = torch.zeros(2).as_subclass(Sharded)
     monkeypatch.setattr(nn.Parameter, "detach", lambda _: sharded)
     monkeypatch.setattr(Sharded, "calls", 0)
-    assert parameters_sha256(model, first=False) is None
+    assert parameters_sha256(model, is_rank0=False) is None
     assert Sharded.calls == 1
     expected = hashlib.sha256(torch.arange(4.0).numpy().tobytes()).hexdigest()
-    assert parameters_sha256(model, first=True) == expected
+    assert parameters_sha256(model, is_rank0=True) == expected
 
 
 def test_it_is_none_where_a_back_end_leaves_empty_parameters():
     model = nn.Linear(2, 2)
     model.weight.ds_id = 0  # type: ignore[attr-defined]  # as DeepSpeed marks them
-    assert parameters_sha256(model, first=True) is None
+    assert parameters_sha256(model, is_rank0=True) is None

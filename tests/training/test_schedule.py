@@ -6,8 +6,8 @@ import pytest
 
 from llm_pretrain.config import Config, ModelConfig, OptimizerConfig, ScheduleConfig, TrainingConfig
 from llm_pretrain.model import Decoder
-from llm_pretrain.training.optimizers import build_optimizer, parameter_groups
-from llm_pretrain.training.schedule import learning_rate
+from llm_pretrain.optim.param_groups import build_optimizer, parameter_groups
+from llm_pretrain.optim.schedule import learning_rate
 
 
 def config(name: str, *, warmup: int = 10, decay: int | None = None, steps: int = 100) -> Config:

@@ -14,17 +14,15 @@ from support.launching import ROOT
 import train_pretrain
 import train_pretrain_accelerate
 from llm_pretrain.data import Batch, TokenStore, evaluation_batches
-from llm_pretrain.errors import ConfigError
-from llm_pretrain.model import Decoder, DecoderOutput, full_precision_modules, initialize_weights
-from llm_pretrain.training import (
-    Evaluator,
-    RunFolder,
+from llm_pretrain.distributed.launch_checks import (
     check_accelerate_settings,
     check_strategy,
-    launch_settings,
-    restore_launch_settings,
+    preserved_environment,
 )
-from llm_pretrain.training.samples import Samples
+from llm_pretrain.errors import ConfigError
+from llm_pretrain.model import Decoder, DecoderOutput, full_precision_modules
+from llm_pretrain.training import Evaluator, RunFolder, initialize_weights
+from llm_pretrain.training.evaluation import Samples
 
 
 def test_a_difference_between_asked_and_set_up_names_both(plain_store: Path):
@@ -89,7 +87,7 @@ def test_a_launch_file_that_asks_for_another_stops(
 def test_what_no_field_of_ours_stands_for_is_refused(
     plain_store: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], said: str
 ):
-    defaults = {"ACCELERATE_DYNAMO_BACKEND": "NO", "ACCELERATE_USE_FSDP": "true"}
+    defaults = {"ACCELERATE_DYNAMO_BACKEND": "NO", "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
     defaults |= {"FSDP_OFFLOAD_PARAMS": "false", "FSDP_ACTIVATION_CHECKPOINTING": "false"}
     for name, value in defaults.items():
         monkeypatch.setenv(name, value)
@@ -103,6 +101,7 @@ def test_what_no_field_of_ours_stands_for_is_refused(
 
 def test_activation_checkpointing_may_be_asked_for_twice(plain_store: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "2")
     monkeypatch.setenv("FSDP_ACTIVATION_CHECKPOINTING", "true")
     training = {"activation_checkpointing": True}
     check_accelerate_settings(
@@ -127,9 +126,8 @@ def test_one_training_s_strategy_is_not_the_next_one_s_launch(
 
 def test_what_a_launcher_asked_for_stays_asked_for(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    launched = launch_settings()
-    os.environ["ACCELERATE_USE_FSDP"] = "false"
-    restore_launch_settings(launched)
+    with preserved_environment():
+        os.environ["ACCELERATE_USE_FSDP"] = "false"
     assert os.environ["ACCELERATE_USE_FSDP"] == "true"
 
 
@@ -203,7 +201,7 @@ def model(plain_store: Path) -> Decoder:
 def evaluator(store: Path, engine: OneOfTwo, *, together: bool) -> Evaluator:
     batches = list(evaluation_batches(small_config(store)))[:3]
     assert len(batches) == 3
-    return Evaluator(engine, batches, TokenStore(store), lambda: False, together=together)  # type: ignore[arg-type]
+    return Evaluator(engine, batches, TokenStore(store), lambda: False, is_collective=together)  # type: ignore[arg-type]
 
 
 def test_a_rank_without_a_batch_computes_an_empty_one(plain_store: Path, model: Decoder):
@@ -229,7 +227,7 @@ def test_samples_of_all_ranks_are_those_of_one(plain_store: Path, model: Decoder
     def sampled(seed: int, *, together: bool) -> tuple[list[str], int]:
         evaluation = {"sample_prompts": ["a"], "sample_tokens": 12}
         config = small_config(plain_store, evaluation=evaluation, run={"seed": seed})
-        samples = Samples(config, RunFolder(tmp_path), store, together=together)
+        samples = Samples(config, RunFolder(tmp_path), store, is_collective=together)
         assert samples.tokenizer is not None
         passes.clear()
         return samples._continuations(model, samples.tokenizer), len(passes)

@@ -13,11 +13,13 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from support.faults import defined, replace_everywhere
 from support.launching import ROOT, Finished, assert_same_tensors, checkpoint_tensors, train
-from support.mutation import Edit, mutated
 from support.once import once
 from support.poisoning import DATA_OPTIONS, POISONED, poisoned_store
 
@@ -25,22 +27,27 @@ import train_pretrain
 from llm_pretrain.__main__ import main
 from llm_pretrain.checkpoints import folders
 from llm_pretrain.config import from_dict, validate
-from llm_pretrain.training.engine import StepResult
-from llm_pretrain.training.objective import DIGEST_WORDS, StepCounts
-from llm_pretrain.training.progress import Progress
-from llm_pretrain.training.spikes import MINIMUM, NEW_LEVEL, WINDOW, SpikeHistory, upper_bound
+from llm_pretrain.training import anomaly
+from llm_pretrain.training.anomaly import (
+    MIN_STEPS,
+    NEW_LEVEL,
+    WINDOW,
+    SpikeDetector,
+    StepMonitor,
+    upper_bound,
+)
+from llm_pretrain.training.run_state import Progress
+from llm_pretrain.training.step import DIGEST_WORDS, StepMetrics
 
-SPIKES, PROGRESS = "llm_pretrain/training/spikes.py", "llm_pretrain/training/progress.py"
-STORE = "llm_pretrain/checkpoints/store.py"
 FIRST = POISONED[0]
 
 
-def taught(steps: int, *, seed: int = 0, loss: float = 3.0, tokens: int = 64) -> SpikeHistory:
+def taught(steps: int, *, seed: int = 0, loss: float = 3.0, tokens: int = 64) -> SpikeDetector:
     """A history of steps whose loss and gradient norm scatter around 3 and 1."""
-    history, generator = SpikeHistory(), random.Random(seed)
+    history, generator = SpikeDetector(), random.Random(seed)
     for _ in range(steps):
         step = (loss + generator.gauss(0, 0.05), 1 + abs(generator.gauss(0, 0.1)), tokens)
-        history.take(*step, None)
+        history.record(*step, None)
     return history
 
 
@@ -52,99 +59,118 @@ def test_a_bound_is_the_median_and_a_margin():
 
 
 def test_what_is_a_spike():
-    judge = taught(WINDOW).judge("log")
-    assert judge(3.1, 1.1, 64) is None
-    assert judge(0.1, 0.01, 64) is None, "below is no spike"
+    detector = taught(WINDOW)
+    assert detector.detect(3.1, 1.1, 64, "log") is None
+    assert detector.detect(0.1, 0.01, 64, "log") is None, "below is no spike"
     for numbers, of in [((9.0, 1.0), "loss"), ((3.0, 50.0), "grad_norm"), ((9.0, 50.0), "loss+grad_norm")]:
-        spike = judge(*numbers, 64)
+        spike = detector.detect(*numbers, 64, "log")
         assert spike is not None
-        assert (spike.of, spike.skipped) == (of, None)
-    assert judge(4.5, 1.0, 64), "half as much again"
-    assert judge(4.5, 1.0, 4) is None, "a mean over few tokens scatters more"
+        assert (spike.kind, spike.skipped) == (of, None)
+    assert detector.detect(4.5, 1.0, 64, "log"), "half as much again"
+    assert detector.detect(4.5, 1.0, 4, "log") is None, "a mean over few tokens scatters more"
 
 
 def test_nothing_is_a_spike_before_there_is_a_history():
-    assert taught(MINIMUM - 1).judge("skip")(100.0, 100.0, 64) is None
-    assert taught(MINIMUM).judge("skip")(100.0, 100.0, 64)
+    assert taught(MIN_STEPS - 1).detect(100.0, 100.0, 64, "skip") is None
+    assert taught(MIN_STEPS).detect(100.0, 100.0, 64, "skip")
 
 
 @pytest.mark.parametrize(("action", "skipped"), [("log", None), ("skip", "spike"), ("rollback", "rollback")])
 def test_the_action_decides_what_follows(action: str, skipped: str | None):
-    spike = taught(MINIMUM).judge(action)(100.0, 1.0, 64)
+    spike = taught(MIN_STEPS).detect(100.0, 1.0, 64, action)
     assert spike is not None
     assert spike.skipped == skipped
 
 
-def check_history(history: SpikeHistory) -> None:
+def check_history(history: SpikeDetector) -> None:
     """A spike does not move the bounds, so the next one is seen as well."""
-    for _ in range(3 * MINIMUM):
-        spike = history.judge("skip")(100.0, 30.0, 64)
+    for _ in range(3 * MIN_STEPS):
+        spike = history.detect(100.0, 30.0, 64, "skip")
         assert spike is not None
-        history.take(100.0, 30.0, 64, spike)
+        history.record(100.0, 30.0, 64, spike)
 
 
 def test_a_spike_is_no_part_of_the_history():
-    check_history(taught(MINIMUM))
-    mistake = Edit(
-        SPIKES,
-        "        if spike is None:\n            self.steps",
-        "        if True:\n            self.steps",
-    )
-    with mutated(mistake) as load:
-        broken = load(SPIKES).SpikeHistory(taught(MINIMUM).steps)
-        with pytest.raises(AssertionError):
-            check_history(broken)
+    check_history(taught(MIN_STEPS))
+    broken = taught(MIN_STEPS)
+    record = broken.record
+    broken.record = lambda loss, norm, tokens, spike: record(loss, norm, tokens, None)  # type: ignore[method-assign]
+    with pytest.raises(AssertionError):
+        check_history(broken)
 
 
 def test_a_new_level_that_is_only_logged_becomes_the_usual_one():
     history = taught(WINDOW)
     seen = 0
-    for _ in range(NEW_LEVEL + MINIMUM + 4):
-        spike = history.judge("log")(9.0, 1.0, 64)
+    for _ in range(NEW_LEVEL + MIN_STEPS + 4):
+        spike = history.detect(9.0, 1.0, 64, "log")
         seen += spike is not None
-        history.take(9.0, 1.0, 64, spike)
+        history.record(9.0, 1.0, 64, spike)
     assert seen == NEW_LEVEL
     kept = taught(WINDOW)
     for _ in range(2 * NEW_LEVEL):
-        kept.take(9.0, 1.0, 64, kept.judge("skip")(9.0, 1.0, 64))
-    assert kept.judge("skip")(9.0, 1.0, 64), "skipped steps teach nothing"
+        kept.record(9.0, 1.0, 64, kept.detect(9.0, 1.0, 64, "skip"))
+    assert kept.detect(9.0, 1.0, 64, "skip"), "skipped steps teach nothing"
 
 
 def test_json_brings_the_history_back_exactly():
     history = taught(WINDOW + 9)
     assert len(history.steps) == WINDOW
-    again = SpikeHistory.resumed(json.loads(json.dumps(history.extra())))
+    again = SpikeDetector.from_state_dict(json.loads(json.dumps(history.state_dict())))
     assert again == history
-    assert SpikeHistory.resumed(None) == SpikeHistory(), "checkpoints of before"
+    assert SpikeDetector.from_state_dict(None) == SpikeDetector(), "checkpoints of before"
 
 
-def verdict(sums: list[float], grad_norm: float, scaler: object = None) -> StepResult:
-    counts = StepCounts(10, [0] * DIGEST_WORDS)
-    vector = torch.tensor(sums, dtype=torch.float64)
-    return StepResult.of(counts, vector, grad_norm, SpikeHistory().judge("log"), scaler)  # type: ignore[arg-type]  # only asked whether there is one
+def decided(
+    sums: list[float], grad_norm: float, scaler: object = None, tree: dict[str, Any] | None = None
+) -> StepMetrics:
+    """A step of 10 loss tokens with these numbers, as the monitor decides on it."""
+    engine: Any = SimpleNamespace(
+        device=torch.device("cpu"),
+        scaler=scaler,
+        reduce_sum=lambda tensor: tensor,
+        model_and_optimizer=lambda: (None, None),
+    )
+    step = StepMetrics(10, [0] * DIGEST_WORDS, sums=torch.tensor(sums, dtype=torch.float64))
+    accepted = StepMonitor(from_dict(tree or {}), engine, Progress()).reduce_and_decide(step, grad_norm)
+    assert accepted is not bool(step.skipped)
+    return step
 
 
 def test_reasons_to_skip():
-    fine = verdict([20.0, 0, 0, 0], 1.0)
+    fine = decided([20.0, 0, 0, 0], 1.0)
     assert (fine.skipped, fine.loss, fine.grad_norm) == (None, 2.0, 1.0)
     for norm in (math.nan, math.inf):
-        assert verdict([20.0, 0, 0, 0], norm).skipped == "nonfinite_gradient"
-        assert verdict([20.0, 0, 0, 0], norm, object()).skipped == "overflow"
+        assert decided([20.0, 0, 0, 0], norm).skipped == "nonfinite_gradient"
+        assert decided([20.0, 0, 0, 0], norm, object()).skipped == "overflow"
     for place in range(4):
         sums = [20.0, 0.0, 0.0, 0.0]
         sums[place] = math.inf
-        lost = verdict(sums, 1.0, object())
+        lost = decided(sums, 1.0, object())
         assert (lost.skipped, lost.loss) == ("nonfinite_loss", None)
+
+
+def test_every_step_under_deepspeed_is_looked_at(monkeypatch: pytest.MonkeyPatch):
+    """Its engine has stepped already, so a step to be skipped ends the run."""
+    seen: list[tuple] = []
+    monkeypatch.setattr(
+        "llm_pretrain.distributed.deepspeed.stop_if_diverged", lambda *arguments: seen.append(arguments)
+    )
+    sharded = {"distributed": {"strategy": "deepspeed"}}
+    decided([20.0, 0, 0, 0], 1.0, tree=sharded)
+    decided([20.0, 0, 0, 0], math.inf, tree=sharded)
+    decided([20.0, 0, 0, 0], math.inf)
+    assert seen == [(None, None, 0), (None, "nonfinite_gradient", 0)]
 
 
 def test_steps_that_could_not_be_judged_teach_nothing():
     progress = Progress()
-    for result in (verdict([math.nan, 0, 0, 0], 1.0), verdict([1.0, 0, 0, 0], math.inf)):
-        progress.learn(result)
-    progress.learn(StepResult(StepCounts(0, [0] * DIGEST_WORDS), skipped="no_loss_tokens"))
-    assert progress.spikes == SpikeHistory()
+    for result in (decided([math.nan, 0, 0, 0], 1.0), decided([1.0, 0, 0, 0], math.inf)):
+        progress.update(result)
+    progress.update(StepMetrics(0, [0] * DIGEST_WORDS, skipped="no_loss_tokens"))
+    assert progress.spikes == SpikeDetector()
     assert progress.skipped_in_a_row == 3
-    progress.learn(verdict([20.0, 0, 0, 0], 1.0))
+    progress.update(decided([20.0, 0, 0, 0], 1.0))
     assert progress.spikes.steps == [(2.0, 1.0, 10)]
 
 
@@ -286,7 +312,7 @@ def test_a_logged_spike_has_a_row_and_changes_nothing(
     assert set(sparse.rows) == {10, 20} | spikes
     assert f"warning: step {FIRST}, only logged: spike in " in capsys.readouterr().err
     last = max(whole["log"].rows)
-    monkeypatch.setattr(SpikeHistory, "_judged", lambda *_: None)
+    monkeypatch.setattr(SpikeDetector, "detect", lambda *_: None)
     silent = run(poison, tmp_path / "silent", "log")
     assert all("train/spike" not in row for row in silent.rows.values())
     assert digests(silent) == digests(whole["log"])
@@ -300,23 +326,46 @@ def test_a_stopped_and_killed_run_ends_as_the_others(
     check_same(interrupted(poison, tmp_path / "run", action), whole[action])
 
 
-FORGOTTEN = Edit(PROGRESS, '            spikes=SpikeHistory.resumed(extra.get("spikes")),\n', "")
-NEWEST = Edit(STORE, "folders.multiples(committed, self._period, step)", "committed")
+def forgotten(patch: pytest.MonkeyPatch) -> None:
+    """The history is not brought back."""
+    patch.setattr(SpikeDetector, "from_state_dict", lambda state: SpikeDetector())
 
 
-@pytest.mark.parametrize(("action", "mistake"), [("skip", FORGOTTEN), ("rollback", NEWEST)])
-def test_mistakes_show(action: str, mistake: Edit, poison: Path, tmp_path: Path, whole: dict[str, Finished]):
-    """A history that is not brought back, and going back to what a stop signal saved."""
-    with mutated(mistake):
+def newest(patch: pytest.MonkeyPatch) -> None:
+    """A rollback goes to what a stop signal has saved."""
+    replace_everywhere(
+        patch, defined("multiples"), lambda steps, period, newest: [step for step in steps if step <= newest]
+    )
+
+
+@pytest.mark.parametrize(("action", "mistake"), [("skip", forgotten), ("rollback", newest)])
+def test_mistakes_show(
+    action: str,
+    mistake: Callable[[pytest.MonkeyPatch], None],
+    poison: Path,
+    tmp_path: Path,
+    whole: dict[str, Finished],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    with monkeypatch.context() as patch:
+        mistake(patch)
         broken = interrupted(poison, tmp_path / "run", action)
     with pytest.raises(AssertionError):
         check_same(broken, whole[action])
 
 
 def test_rollback_without_a_checkpoint_is_a_skip(
-    poison: Path, tmp_path: Path, whole: dict[str, Finished], capsys: pytest.CaptureFixture[str]
+    poison: Path,
+    tmp_path: Path,
+    whole: dict[str, Finished],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ):
+    phases: list[tuple[str, bool]] = []
+    monkeypatch.setattr(anomaly, "heartbeat", lambda phase, *, files: phases.append((phase, files)))
     alone = run(poison, tmp_path / "run", "rollback", "--checkpoint.save_steps", "100")
+    spikes = [step for step, row in alone.rows.items() if row.get("train/skipped") == "spike"]
+    assert phases == [(f"rolling back at step {step}", True) for step in spikes]
     assert "rollback acts as skip: no periodic checkpoint has been written yet" in capsys.readouterr().err
     assert alone.exact_rows() == whole["skip"].exact_rows()
 

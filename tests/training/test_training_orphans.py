@@ -8,8 +8,8 @@ import sys
 import psutil
 import pytest
 
+from llm_pretrain.distributed import process
 from llm_pretrain.errors import ResourceError
-from llm_pretrain.training import orphans
 
 ELASTIC = {"TORCHELASTIC_RUN_ID": "none"}
 ACCELERATE = {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "NO"}
@@ -64,14 +64,14 @@ def test_who_is_an_orphan(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(psutil, "Process", lambda: Parent(words, variables))
     monkeypatch.setattr(os, "getppid", lambda: number)
-    assert orphans.is_orphan() is orphan
+    assert process.is_orphan() is orphan
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="orphans are asked for on Linux alone")
 def test_an_orphan_stops_with_one_line(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(orphans, "is_orphan", lambda: True)
+    monkeypatch.setattr(process, "is_orphan", lambda: True)
     with pytest.raises(ResourceError, match="launcher was killed, start it again") as stopped:
-        orphans.check_launcher_lives()
+        process.check_parent_alive()
     assert stopped.value.shared
-    monkeypatch.setattr(orphans, "is_orphan", lambda: False)
-    orphans.check_launcher_lives()
+    monkeypatch.setattr(process, "is_orphan", lambda: False)
+    process.check_parent_alive()

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from llm_pretrain.config import Config, DistributedConfig
+from llm_pretrain.distributed import process
+from llm_pretrain.distributed.peer_failure import collective_timeout, peer_failure
 from llm_pretrain.errors import CheckpointError, DataError, StuckError
-from llm_pretrain.training import process
-from llm_pretrain.training.peers import collective_timeout, lost_contact
 
 CLOSED = (
     "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:21343. "
@@ -53,16 +53,16 @@ OURS = {
 
 @pytest.mark.parametrize("name", LOST)
 def test_a_lost_peer_is_one_line(name: str):
-    said = lost_contact(LOST[name], 2)
+    said = peer_failure(LOST[name], 2)
     assert isinstance(said, StuckError)
-    assert str(said).startswith("rank 2: lost contact with another rank in the run (")
+    assert str(said).startswith("rank 2: lost the connection to another rank in the run (")
     assert len(str(said).splitlines()) == 1
     assert ".cc:" not in str(said)
 
 
 @pytest.mark.parametrize("name", OURS)
 def test_a_bug_of_ours_keeps_its_traceback(name: str):
-    assert lost_contact(OURS[name], 0) is None
+    assert peer_failure(OURS[name], 0) is None
 
 
 def test_a_lost_peer_behind_a_failed_checkpoint_counts():
@@ -76,8 +76,8 @@ def test_a_lost_peer_behind_a_failed_checkpoint_counts():
 
     with pytest.raises(CheckpointError) as raised:
         save()
-    assert lost_contact(raised.value, 0) is not None
-    assert lost_contact(CheckpointError("step-4: no space left on device"), 0) is None
+    assert peer_failure(raised.value, 0) is not None
+    assert peer_failure(CheckpointError("step-4: no space left on device"), 0) is None
 
 
 def test_a_collective_outwaits_the_watchdog():
@@ -95,7 +95,7 @@ def test_report_errors_says_it_once_and_leaves_with_71(
         raise LOST["closed"]
     assert left.value.code == StuckError.exit_code
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: rank 1: lost contact with another rank in")
+    assert line.startswith("error: rank 1: lost the connection to another rank in")
 
 
 def a_rank(rank: int, store: Path, found: Path, collective: str) -> None:
@@ -113,7 +113,7 @@ def a_rank(rank: int, store: Path, found: Path, collective: str) -> None:
         else:
             dist.barrier()
     except Exception as error:
-        found.write_text(str(lost_contact(error, 0) or f"not known: {type(error)} {error}"))
+        found.write_text(str(peer_failure(error, 0) or f"not known: {type(error)} {error}"))
     os._exit(0)
 
 
@@ -131,4 +131,8 @@ def test_what_gloo_raises_when_a_rank_dies_is_known(collective: str, tmp_path: P
         if each.is_alive():
             each.kill()
             each.join()
-    assert (tmp_path / "found").read_text().startswith("rank 0: lost contact with another rank in the run (")
+    assert (
+        (tmp_path / "found")
+        .read_text()
+        .startswith("rank 0: lost the connection to another rank in the run (")
+    )

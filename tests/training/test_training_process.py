@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import os
+import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,17 +14,19 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from support.launching import ROOT, environment, launch, launch_command
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from llm_pretrain.config import Config, DistributedConfig
-from llm_pretrain.errors import ConfigError, DataError, ResourceError
-from llm_pretrain.training import process
+from llm_pretrain.distributed import launch_checks, process
+from llm_pretrain.errors import MAX_LINE, ConfigError, DataError, PretrainError, ResourceError, StuckError
 
 WHOLE = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 
 
 @pytest.fixture(autouse=True)
 def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*WHOLE, "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS"):
+    for name in (*WHOLE, "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", process._EXPORTED):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(process, "_trained", None)
 
@@ -35,19 +40,19 @@ def group_of_one(tmp_path: Path) -> Iterator[None]:
 
 @pytest.mark.parametrize("missing", WHOLE)
 def test_half_of_a_launcher_s_variables_stop_the_run(missing: str, monkeypatch: pytest.MonkeyPatch):
-    process.check_environment()
+    launch_checks.check_environment()
     for name, value in WHOLE.items():
         if name != missing:
             monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=f"without {missing}; set or unset all of them"):
-        process.check_environment()
+        launch_checks.check_environment()
     monkeypatch.setenv(missing, WHOLE[missing])
-    process.check_environment()
+    launch_checks.check_environment()
 
 
 def test_an_address_alone_is_no_launch(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    process.check_environment()
+    launch_checks.check_environment()
 
 
 @pytest.mark.parametrize("value", ["2", "-1", "one"])
@@ -56,7 +61,25 @@ def test_a_rank_outside_the_world_stops_the_run(value: str, monkeypatch: pytest.
         monkeypatch.setenv(name, whole)
     monkeypatch.setenv("LOCAL_RANK", value)
     with pytest.raises(ConfigError, match=f"LOCAL_RANK: expected 0 to .* found '{value}'"):
-        process.check_environment()
+        launch_checks.check_environment()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("MASTER_PORT", "http"),
+        ("MASTER_PORT", "70000"),
+        ("LOCAL_WORLD_SIZE", "two"),
+        ("LOCAL_WORLD_SIZE", "-1"),
+    ],
+)
+def test_a_variable_that_is_no_such_number_stops_the_run(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch
+):
+    for each, whole in (WHOLE | {name: value}).items():
+        monkeypatch.setenv(each, whole)
+    with pytest.raises(ConfigError, match=f"{name}: expected 1 .* in the environment, found '{value}'"):
+        launch_checks.check_environment()
 
 
 @pytest.mark.parametrize(
@@ -74,14 +97,87 @@ def test_threads_share_the_machine(
     assert process.cpu_threads(Config(distributed=DistributedConfig(cpu_threads=3))) == 3
 
 
-def test_the_number_of_threads_is_said_to_libraries_that_would_choose_their_own():
+@pytest.mark.parametrize(
+    ("value", "threads"),
+    [
+        ("3", 3),
+        (" 3 ", 3),
+        ("2,1", 2),
+        ("", None),
+        ("0", None),
+        ("all", None),
+        ("-1", None),
+        ("2000", None),
+        ("9" * 5000, None),
+    ],
+)
+def test_exported_threads_are_honoured(value: str, threads: int | None, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", value)
+    assert process.exported_threads() == threads
+    monkeypatch.setattr(process.os, "sched_getaffinity", lambda _: range(8), raising=False)
+    assert process.cpu_threads(Config()) == (threads or 8)
+    assert process.cpu_threads(Config(distributed=DistributedConfig(cpu_threads=5))) == 5
+
+
+def test_what_a_launcher_sets_is_not_exported(monkeypatch: pytest.MonkeyPatch):
+    """Its own environment shows whether the user did, also behind a wrapper that it has started."""
+    wrapper, torchrun = {"TORCHELASTIC_RUN_ID": "x", "OMP_NUM_THREADS": "1"}, {"HOME": "/"}
+    ancestors = [wrapper, torchrun]
+
+    class Process:
+        def parent(self) -> Process | None:
+            return self if ancestors else None
+
+        def environ(self) -> dict[str, str]:
+            return ancestors.pop(0)
+
+    monkeypatch.setattr(process.psutil, "Process", Process)
+    for name, value in wrapper.items():
+        monkeypatch.setenv(name, value)
+    assert process.exported_threads() is None
+    ancestors[:] = [wrapper, torchrun | {"OMP_NUM_THREADS": "4"}]
+    assert process.exported_threads() == 4
+    ancestors.clear()
+    assert process.exported_threads() is None, "outside this container"
+
+    def denied(self: Process) -> dict[str, str]:
+        raise psutil.AccessDenied
+
+    monkeypatch.setattr(Process, "environ", denied)
+    ancestors[:] = [torchrun]
+    assert process.exported_threads() is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exported", [None, "1", "3"])
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
+def test_launchers_pass_on_what_is_exported(launcher: str, exported: str | None, tmp_path: Path):
+    """Both set OMP_NUM_THREADS themselves where it is unset."""
+    (tmp_path / "probe.py").write_text(
+        "import os\nfrom llm_pretrain.distributed.process import exported_threads\n"
+        "print('found', exported_threads(), os.environ['OMP_NUM_THREADS'])\n"
+    )
+    own = {} if exported is None else {"OMP_NUM_THREADS": exported}
+    kept = {name: value for name, value in environment().items() if name != "OMP_NUM_THREADS"}
+    command = [*launch_command(launcher, 2)[:-1], str(tmp_path / "probe.py")]
+    printed = subprocess.run(command, env=kept | own, cwd=ROOT, capture_output=True, text=True, check=True)
+    lines = [line for line in printed.stdout.splitlines() if line.startswith("found")]
+    assert lines == [f"found {exported} {exported or 1}"] * 2
+
+
+def test_the_number_of_threads_is_said_to_libraries_that_would_choose_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+):
     before = torch.get_num_threads()
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
     try:
         process._set_threads(1)
         assert os.environ["OMP_NUM_THREADS"] == "1"
         assert torch.get_num_threads() == 1
+        assert process.exported_threads() == 7, "for the next run of this process"
     finally:
         torch.set_num_threads(before)
+        os.environ.pop(process._EXPORTED, None)
 
 
 @pytest.mark.parametrize(("trained", "wanted", "stops"), [(2, 2, True), (2, 1, False), (1, 2, False)])
@@ -134,7 +230,87 @@ def test_a_process_group_that_does_not_come_about_is_one_line(
         raise torch.distributed.DistStoreError("timed out\nframe 1")
     assert left.value.code == ResourceError.exit_code
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: rank 1: launch: timed out (rank 1 of 2, meeting at 127.0.0.1:1); start")
+    assert line.startswith("error: rank 1: launch: timed out (rank 1 of 2, rendezvous at 127.0.0.1:1); start")
+
+
+def test_two_processes_of_one_rank_are_named(monkeypatch: pytest.MonkeyPatch):
+    """They and all others would wait for the missing rank until the time-out."""
+    store = dist.HashStore()
+    monkeypatch.setattr(process.distributed, "rendezvous", lambda url, **_: iter([(store, 1, 3)]))
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    for _ in range(2):  # one process may form its group again
+        assert next(process._rendezvous("pretrain://"))[1:] == (1, 3)
+    monkeypatch.setattr(process.os, "getpid", lambda: 4)
+    with pytest.raises(ConfigError, match=r"^RANK: .*, found 1 in process \d+ on"):
+        next(process._rendezvous("pretrain://"))
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # its store outlives a restarted process
+    assert next(process._rendezvous("pretrain://"))[1:] == (1, 3)
+
+
+def test_a_message_is_one_line_of_bounded_length(capsys: pytest.CaptureFixture[str]):
+    """Names in a damaged file have any length and any characters."""
+    name = "\x1b[31m\n" + "x" * 100_000
+    with pytest.raises(SystemExit), process.report_errors():
+        raise ConfigError(f"{name}: no such setting; see --help", "run.seed: expected an integer")
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("error: \\x1b[31m\\nxxx")
+    assert first.endswith("xxx: no such setting; see --help")
+    assert len(first) < 2 * MAX_LINE
+    assert second == "error: run.seed: expected an integer"
+
+
+def test_what_a_terminal_cannot_show_is_escaped(monkeypatch: pytest.MonkeyPatch):
+    """A console that fails shows nothing more: a run would be silent from its first sample on."""
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", terminal)
+    with process.report_errors():
+        print("caf\u00e9", flush=True)
+    assert terminal.buffer.getvalue() == b"caf\\xe9\n"  # type: ignore[attr-defined]  # a BytesIO
+
+
+def test_a_rank_that_never_met_the_others_says_why(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """Its machine may have other files than rank 0's, and nothing else would say that."""
+    for name, value in WHOLE.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit), process.report_errors():
+        raise ConfigError("no such file")
+    assert capsys.readouterr().err == "error: rank 1: no such file\n"
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")  # torchrun prints its first worker's error
+    with pytest.raises(SystemExit), process.report_errors():
+        raise ConfigError("no such file")
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("error", "said"), [(DataError, "rank 1: no data"), (ConfigError, "no data")])
+def test_the_launcher_s_traceback_ends_with_the_error(
+    error: type[PretrainError], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for name, value in (WHOLE | {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit), process.report_errors():
+        raise error("no data")
+    assert not list(tmp_path.iterdir()), "not a worker of torchrun"
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    with pytest.raises(SystemExit), process.report_errors():
+        raise error("no data")
+    failure = ProcessFailure(1, 1, error.exit_code, str(tmp_path / "error.json"))
+    *_, last, border = str(ChildFailedError("script", {1: failure})).splitlines()
+    assert (last, set(border)) == (f"  traceback : error: {said}", {"="})
+    (tmp_path / "error.json").unlink()
+    with pytest.raises(SystemExit), process.report_errors():
+        raise StuckError("another rank's failure")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
+def test_an_error_is_what_a_launcher_prints_last(launcher: str, tmp_path: Path):
+    options = ["--config", str(ROOT / "configs" / "tiny-dense.yaml"), "--data.sources", "[{store: /nowhere}]"]
+    finished = launch(launcher, 2, tmp_path / "run", options, exit_code=1, real=True)
+    last = [line for line in finished.output.splitlines() if line.strip("= ")][-1]
+    assert last.strip().startswith("traceback : error: /nowhere: expected a folder with store.json")
 
 
 class Launcher:
@@ -163,12 +339,12 @@ def test_the_file_that_accelerate_finds_by_itself_counts(
 ):
     """A file in the user's home may ask for two processes and start one, as a named one may."""
     monkeypatch.setenv("HF_HOME", str(tmp_path))
-    process.default_accelerate_file().parent.mkdir()
-    process.default_accelerate_file().write_text("distributed_type: MULTI_CPU\nnum_processes: 2\n")
+    launch_checks.default_accelerate_file().parent.mkdir()
+    launch_checks.default_accelerate_file().write_text("distributed_type: MULTI_CPU\nnum_processes: 2\n")
     monkeypatch.setattr(psutil, "Process", lambda: Launcher(*words))
-    process.check_world_size(asked)
+    launch_checks.check_world_size(asked)
     with pytest.raises(ConfigError, match=f"{asked} processes were asked for, 3 joined"):
-        process.check_world_size(3)
+        launch_checks.check_world_size(3)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
@@ -184,3 +360,36 @@ def test_only_a_launcher_s_process_dies_with_its_parent(elastic: bool, monkeypat
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     process.die_with_launcher()
     assert [words[0] for words in asked] == ([process.PR_SET_PDEATHSIG] if elastic else [])
+
+
+@pytest.mark.slow  # a process of its own, whose standard output is closed before Python starts
+def test_a_run_needs_no_standard_output(plain_store: Path, tmp_path: Path):
+    script = " ".join(
+        [sys.executable, str(ROOT / "train_pretrain.py"), "--config", str(ROOT / "configs/tiny-dense.yaml")]
+    )
+    options = f"--data.sources '[{{store: {plain_store}}}]' --training.max_steps 1 --schedule.warmup_steps 0"
+    options += " --training.precision fp32 --distributed.cpu_threads 1 --evaluation.eval_steps 0"
+    for name, redirection in {"closed": ">&-", "all": ">&- 2>&- <&-", "full": ">/dev/full"}.items():
+        command = f"{script} {options} --run.output_dir {tmp_path / name} {redirection}"
+        done = subprocess.run(
+            command, shell=True, env=environment(), capture_output=True, text=True, check=False, timeout=300
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        assert (tmp_path / name / "weights" / "step-00000001" / "config.json").exists()
+
+
+@pytest.mark.parametrize("has_peers", [False, True])
+def test_a_rank_that_fails_says_why_before_the_launchers_sigterm(
+    has_peers: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """The launcher ends the other ranks of one that has died while they unwind."""
+    monkeypatch.setattr(process, "_has_peers", lambda: has_peers)
+    before = {number: signal.getsignal(number) for number in process.STOP_SIGNALS}
+    try:
+        with pytest.raises(ResourceError), process.SignalHandler(verbose=False):
+            raise ResourceError("lost the connection to another rank")
+        for number, handler in before.items():
+            assert signal.getsignal(number) == (signal.SIG_IGN if has_peers else handler)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -17,10 +17,9 @@ from support.launching import ROOT, environment
 from support.watchdog_probe import HANGS, SLOW, TIMEOUT
 
 from llm_pretrain.config import Config, DistributedConfig
+from llm_pretrain.distributed import watchdog
 from llm_pretrain.errors import DataError, StuckError
-from llm_pretrain.training import watchdog
-from llm_pretrain.training.run_folder import RunFolder
-from llm_pretrain.training.status import Status, read_status
+from llm_pretrain.training.run_state import RunFolder, Status, read_status
 
 PROBE = ROOT / "tests" / "support" / "watchdog_probe.py"
 FOUND_BY = {
@@ -54,7 +53,7 @@ def test_silence_ends_the_process(act: Callable[..., None], probes: Path):
     status = read_status(folder.status)
     assert (status["state"], status["exit_code"], status["step"]) == ("failed", 71, 3)
     doing = r"(step 7|saving step 8)"
-    said = rf"rank 0: no sign of life for \d s in {doing} \(distributed.timeout_seconds: {TIMEOUT}\)"
+    said = rf"rank 0: no progress for \d s in {doing} \(distributed.timeout_seconds: {TIMEOUT}\)"
     assert re.match(said, status["reason"])
     assert output.splitlines()[-1] == f"error: {status['reason']}"
     for text in (folder.stacks(0).read_text(), output):
@@ -97,7 +96,7 @@ def test_nothing_is_left_after_the_run_or_an_interrupt():
     for error in (None, KeyboardInterrupt, StuckError):
         began = time.monotonic()
         try:
-            with watchdog.watching(config()):
+            with watchdog.hang_watchdog(config()):
                 assert threading.active_count() == before + 1
                 if error:
                     raise error
@@ -106,8 +105,8 @@ def test_nothing_is_left_after_the_run_or_an_interrupt():
         assert threading.active_count() == before
         assert watchdog._current is None
         assert time.monotonic() - began < 30, "it does not wait for its next look"
-    watchdog.beat("nobody listens")
-    assert watchdog.doing_now() == "the run"
+    watchdog.heartbeat("nobody listens")
+    assert watchdog.current_phase() == "the run"
 
 
 def test_an_end_that_is_written_stays(tmp_path: Path):
@@ -115,21 +114,21 @@ def test_an_end_that_is_written_stays(tmp_path: Path):
     status = Status(tmp_path / "status.json", rank=0, world_size=2, launcher="torchrun")
     other = Status(tmp_path / "status.json", rank=1, world_size=2, launcher="torchrun")
     status.started()
-    other.failed(StuckError("rank 1: lost contact"))
-    assert read_status(status.path)["reason"] == "rank 1: lost contact"
+    other.failed(StuckError("rank 1: lost the connection"))
+    assert read_status(status.path)["reason"] == "rank 1: lost the connection"
     status.failed(DataError("a broken store"))
     assert json.loads(status.path.read_text())["exit_code"] == DataError.exit_code
     for code, state in ((0, "finished"), (75, "preempted")):
         status.ended(9, code, None)
-        other.failed(StuckError("rank 1: no sign of life"))
+        other.failed(StuckError("rank 1: no progress"))
         assert read_status(status.path)["state"] == state
 
 
 def test_the_meeting_has_longer_than_its_own_time_out():
-    with watchdog.watching(config()) as watching:
-        assert watching.phase.timeouts > 1
-        watchdog.beat("opening")
-        assert watching.phase.timeouts == 1
+    with watchdog.hang_watchdog(config()) as running:
+        assert running.phase.timeouts > 1
+        watchdog.heartbeat("opening")
+        assert running.phase.timeouts == 1
 
 
 def test_the_stacks_have_a_place_of_each_rank(tmp_path: Path):

@@ -18,9 +18,10 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
 from llm_pretrain.config import Config, ModelConfig, OptimizerConfig, ScheduleConfig, TrainingConfig
-from llm_pretrain.model import Decoder, initialize_weights
-from llm_pretrain.training.optimizers import build_optimizer
-from llm_pretrain.training.schedule import learning_rate, set_learning_rate
+from llm_pretrain.model import Decoder
+from llm_pretrain.optim.param_groups import build_optimizer
+from llm_pretrain.optim.schedule import learning_rate, set_learning_rate
+from llm_pretrain.training import initialize_weights
 
 BASE = 64
 NAMES = pytest.mark.parametrize("name", ["adamw", "muon"])
@@ -188,6 +189,7 @@ def final_loss(width: int, base: int | None, name: str, rate: float, steps: int 
     return sum(losses[-20:]) / 20
 
 
+@pytest.mark.slow
 @NAMES
 def test_a_wider_model_is_better_at_the_rate_of_the_base(name: str):
     """And far better than at that rate without a base."""

@@ -11,29 +11,13 @@ from __future__ import annotations
 
 import pytest
 from support.engines import run_engine
-from support.mutation import Edit
+from support.faults import COUNTS_APART, COUNTS_SO_FAR, Fault
 from support.rank_cases import Outcome
 from support.stepping import micro_batches_of, reference_gradients, relative_error
 
 from llm_pretrain.config import Config
 
-COUNTING = "llm_pretrain/training/expert_counting.py"
-ZERO = "counts = torch.zeros((), dtype=torch.int64, device=engine.device)"
-ADDED = "counts = counts + engine.forward(batch).expert_counts"
-EACH = [
-    Edit(COUNTING, ZERO, f"{ZERO}; each = []"),
-    Edit(
-        COUNTING,
-        "global_expert_counts=total) for batch in micro_batches]",
-        "global_expert_counts=total) for batch, total in zip(micro_batches, each)]",
-    ),
-]
-OTHER_COUNTS = {
-    "of each micro batch": Edit(
-        COUNTING, ADDED, "each.append(engine.reduce_sum(engine.forward(batch).expert_counts))"
-    ),
-    "so far": Edit(COUNTING, ADDED, f"{ADDED}; each.append(engine.reduce_sum(counts))"),
-}
+OTHER_COUNTS = {"of each micro batch": COUNTS_APART, "so far": COUNTS_SO_FAR}
 
 
 def check_gradients(outcomes: list[Outcome], config: Config) -> None:
@@ -64,10 +48,10 @@ def test_both_paths_balance_with_the_same_bits(ranks):
             assert (other.losses, other.grad_norms) == (one.losses, one.grad_norms)
 
 
-def check_balance(config: Config, *edits: Edit) -> None:
+def check_balance(config: Config, *faults: Fault) -> None:
     """One process that accumulates has the router's gradients of the whole global batch at once."""
     window = list(micro_batches_of(config, 0))
-    gradients = run_engine("torchrun", config, *edits, windows=[window]).gradients[0]
+    gradients = run_engine("torchrun", config, *faults, windows=[window]).gradients[0]
     error = relative_error(gradients, reference_gradients(config, window), "mlp.gate")
     assert error < 1e-6, f"the router's gradients are off by {error:.1%}"
 
@@ -80,4 +64,4 @@ def test_other_counts_are_seen(counts, config):
     )
     check_balance(balanced)
     with pytest.raises(AssertionError, match="are off by"):
-        check_balance(balanced, *EACH, OTHER_COUNTS[counts])
+        check_balance(balanced, OTHER_COUNTS[counts])

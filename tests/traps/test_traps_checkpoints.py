@@ -17,85 +17,87 @@ from __future__ import annotations
 
 import ast
 import errno
-import json
+import hashlib
 import os
 import pickle
+import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from support.mutation import Edit, edited, mutated
+from support.faults import defined, replace_everywhere
+from support.launching import ACCELERATE_SCRIPT
 from support.resuming import Attempt, drift
 
-from llm_pretrain.checkpoints import tensor_files
+from llm_pretrain.checkpoints import CheckpointStore, committed_folders, manifest, tensor_files
 from llm_pretrain.config import Config
 from llm_pretrain.errors import CheckpointError, MismatchError
 
-ACCELERATE = "train_pretrain_accelerate.py"
-STORE, STATE = "llm_pretrain/checkpoints/store.py", "llm_pretrain/checkpoints/state.py"
-MANIFEST, DIFFERENCES = "llm_pretrain/checkpoints/manifest.py", "llm_pretrain/checkpoints/differences.py"
-FILES = "llm_pretrain/checkpoints/tensor_files.py"
-WRITING = "llm_pretrain/checkpoints/writing.py"
+Mistake = Callable[[pytest.MonkeyPatch], None]
 
-HALF_WEIGHTS = [
-    Edit(
-        STORE,
-        "own_pieces(current.tensors, ",
-        "own_pieces({name: tensor if name.startswith('optimizer.') else tensor.bfloat16().float()"
-        " for name, tensor in current.tensors.items()}, ",
-    )
-]
-MOMENTS_DROPPED = [
-    Edit(STATE, "if set(names.values()) <= set(without_state):", "if True:"),
-    Edit(STORE, "if differences := state_differences(content, target):", "if differences := []:"),
-    Edit(STORE, "target.set_scalar(name, ", "name in target.places and target.set_scalar(name, "),
-]
-HALF_SAVED = Edit(STATE, "parameter.dtype.itemsize < 4", "False")
-DTYPE_IGNORED = Edit(DIFFERENCES, "f\"{tensor['dtype']}{tensor['shape']}\"", "f\"{tensor['shape']}\"")
-UNHEARD_THREAD = Edit(
-    FILES,
-    "        written[name] = _write_file(folder / name, content)\n",
-    "        import threading\n"
-    "        write = lambda: written.update({name: _write_file(folder / name, content)})\n"
-    "        thread = threading.Thread(target=write)\n"
-    "        thread.start()\n"
-    "        thread.join()\n",
+
+def half_saved(patch: pytest.MonkeyPatch) -> None:
+    """Parameters of any precision are saved."""
+    patch.setattr(torch.Tensor, "is_floating_point", lambda tensor: False)
+
+
+def substitute(name: str, other: Callable[..., Any]) -> Mistake:
+    """The mistake of `other(original, *arguments)` in the place of a function of the package."""
+
+    def mistake(patch: pytest.MonkeyPatch) -> None:
+        original = defined(name)
+        replace_everywhere(patch, original, lambda *a, **k: other(original, *a, **k))
+
+    return mistake
+
+
+def _in_a_thread(write: Callable[..., Any], file: Path, *arguments: Any) -> Any:
+    thread = threading.Thread(target=write, args=(file, *arguments))
+    thread.start()
+    thread.join()
+    return {"bytes": file.stat().st_size, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
+
+
+def _old_first(clean: Callable[[Path], None], parent: Path) -> None:
+    clean(parent)
+    for path in committed_folders(parent).values():
+        shutil.rmtree(path)
+
+
+def pickled_metadata(patch: pytest.MonkeyPatch) -> None:
+    """A pickle beside the tensors."""
+    save = CheckpointStore.save
+
+    def saved(self: CheckpointStore, *arguments: Any, **options: Any) -> Path:
+        path = save(self, *arguments, **options)
+        (path / ".metadata").write_bytes(pickle.dumps({}))
+        return path
+
+    patch.setattr(CheckpointStore, "save", saved)
+
+
+DTYPE_IGNORED = substitute(
+    "state_differences", lambda compare, *a: [line for line in compare(*a) if "bfloat16" not in line]
 )
-NO_CHECKSUM = Edit(
-    MANIFEST,
-    'elif (found := file_digest(folder / name)["sha256"]) != expected["sha256"]:',
-    "elif found := None:",
-)
-IN_PLACE = Edit(
-    WRITING,
-    "folders.temporary_folder(parent, staged.content.run.step, token)",
-    "parent / folders.folder_name(staged.content.run.step)",
-)
-OLD_GOES_FIRST = Edit(
-    WRITING,
-    "    folders.clean(parent)\n",
-    "    folders.clean(parent)\n"
-    "    for path in folders.committed_folders(parent).values():\n"
-    "        folders.discard(path)\n",
-)
-PICKLED_METADATA = Edit(
-    FILES,
-    "    return written\n",
-    "    (folder / '.metadata').write_bytes(__import__('pickle').dumps(written))\n    return written\n",
-)
-LIBRARY_STATE = Edit(
-    ACCELERATE,
-    "        del self.model, self.unwrapped_model, self.optimizer\n",
-    "        self.accelerator.save_state('state')\n",
-)
-NO_SCALER = Edit(STORE, "scaler=state.scaler_state(scaler)", "scaler=None")
-EMPTY_SCALER = Edit(
-    STATE,
-    "return dict(scaler.state_dict()) if _is_enabled(scaler) else None",
-    "return dict(scaler.state_dict())",
-)
+UNHEARD_THREAD = substitute("_write_file", _in_a_thread)
+NO_CHECKSUM = substitute("find_damage", lambda *_, **__: [])
+IN_PLACE = substitute("temporary_folder", lambda _, parent, step, token: parent / f"step-{step:08d}")
+OLD_GOES_FIRST = substitute("clean", _old_first)
+NO_SCALER = substitute("scaler_state", lambda *_: None)
+EMPTY_SCALER = substitute("scaler_state", lambda _, scaler: dict(scaler.state_dict()))
+
+
+@contextmanager
+def put_in(*mistakes: Mistake) -> Iterator[None]:
+    """The mistakes for the duration of a block."""
+    with pytest.MonkeyPatch.context() as patch:
+        for mistake in mistakes:
+            mistake(patch)
+        yield
 
 
 class PowerCut(BaseException):
@@ -107,44 +109,50 @@ def small(config) -> Config:
     return config()
 
 
-def resumed_drift(config: Config, folder: Path, *edits: Edit) -> float:
+def resumed_drift(
+    config: Config, folder: Path, *, half_weights: bool = False, moments_dropped: bool = False
+) -> float:
     """Drift of a run that was stopped after three of six steps, against the same run without a stop."""
     whole = Attempt(config, folder).train(6)
-    with mutated(*edits):
-        Attempt(config, folder).train(3).save()
-        second = Attempt(config, folder, seed=1)
-        second.restore()
+    Attempt(config, folder).train(3).save()
+    second = Attempt(config, folder, seed=1)
+    second.restore()
+    if half_weights:
+        second.model.bfloat16().float()
+    if moments_dropped:
+        second.optimizer.state.clear()
     return drift(second.train(3).parameters(), whole.parameters())
 
 
 def test_a_resumed_run_does_not_drift(small, tmp_path):
     assert resumed_drift(small, tmp_path / "ours") == 0.0
-    assert resumed_drift(small, tmp_path / "half", *HALF_WEIGHTS) > 1e-4
-    assert resumed_drift(small, tmp_path / "moments", *MOMENTS_DROPPED) > 1e-3
+    assert resumed_drift(small, tmp_path / "half", half_weights=True) > 1e-4
+    assert resumed_drift(small, tmp_path / "moments", moments_dropped=True) > 1e-3
 
 
-def check_half_is_refused(config: Config, folder: Path, *edits: Edit) -> None:
+def check_half_is_refused(config: Config, folder: Path, *mistakes: Mistake) -> None:
     """Neither is half precision saved as resume state, nor loaded into fp32."""
     low = Attempt(config, folder).train(1)
     low.model.bfloat16()
-    with mutated(*edits), pytest.raises(CheckpointError, match="expected a parameter in float32"):
+    with put_in(*mistakes), pytest.raises(CheckpointError, match="expected a parameter in float32"):
         low.save()
 
 
-def check_half_is_not_loaded(config: Config, folder: Path, *edits: Edit) -> None:
+def check_half_is_not_loaded(config: Config, folder: Path, *mistakes: Mistake) -> None:
     """A checkpoint in half precision does not match a model in fp32."""
-    with mutated(HALF_SAVED):
-        low = Attempt(config, folder)
-        low.model.bfloat16()
-        low.train(1).save()
-    with mutated(*edits), pytest.raises(MismatchError, match="is bfloat16"):
+    low = Attempt(config, folder)
+    low.model.bfloat16()
+    low.train(1)
+    with put_in(half_saved):
+        low.save()
+    with put_in(*mistakes), pytest.raises(MismatchError, match="is bfloat16"):
         Attempt(config, folder).restore()
 
 
 def test_half_precision_is_no_resume_state(small, tmp_path):
     check_half_is_refused(small, tmp_path / "saved")
     with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
-        check_half_is_refused(small, tmp_path / "saved silently", HALF_SAVED)
+        check_half_is_refused(small, tmp_path / "saved silently", half_saved)
     check_half_is_not_loaded(small, tmp_path / "loaded")
     with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
         check_half_is_not_loaded(small, tmp_path / "loaded silently", DTYPE_IGNORED)
@@ -165,10 +173,10 @@ def fill_the_disk(monkeypatch) -> None:
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
 
 
-def check_failed_write(config: Config, folder: Path, monkeypatch, *edits: Edit) -> None:
+def check_failed_write(config: Config, folder: Path, monkeypatch, *mistakes: Mistake) -> None:
     """A write that fails fails the save, and nothing is committed."""
     attempt = Attempt(config, folder).train(1)
-    with monkeypatch.context() as patch, mutated(*edits):
+    with monkeypatch.context() as patch, put_in(*mistakes):
         patch.setattr(tensor_files, "BYTES_PER_FILE", 20_000)  # several files
         fill_the_disk(patch)
         with pytest.raises(CheckpointError, match="No space left"):
@@ -182,7 +190,7 @@ def test_a_failed_write_is_never_a_success(small, tmp_path, monkeypatch):
         check_failed_write(small, tmp_path / "trap", monkeypatch, UNHEARD_THREAD)
 
 
-def check_flipped_bit(config: Config, folder: Path, *edits: Edit) -> None:
+def check_flipped_bit(config: Config, folder: Path, *mistakes: Mistake) -> None:
     """A checkpoint with one flipped bit is passed over, by name, for the older one."""
     attempt = Attempt(config, folder).train(1)
     attempt.save()
@@ -190,7 +198,7 @@ def check_flipped_bit(config: Config, folder: Path, *edits: Edit) -> None:
     content = bytearray(file.read_bytes())
     content[-3] ^= 1
     file.write_bytes(content)
-    with mutated(*edits):
+    with put_in(*mistakes):
         found = Attempt(config, folder).restore()
     assert found.step == 1
     assert file.name in found.warnings[0]
@@ -202,18 +210,18 @@ def test_a_flipped_bit_is_found(small, tmp_path):
         check_flipped_bit(small, tmp_path / "trap", NO_CHECKSUM)
 
 
-def check_cut_short(config: Config, folder: Path, monkeypatch, more_steps: int, *edits: Edit) -> None:
+def check_cut_short(config: Config, folder: Path, monkeypatch, more_steps: int, *mistakes: Mistake) -> None:
     """After a power cut in the middle of a save, what was committed before is restored, bit by bit."""
     first = Attempt(config, folder).train(2)
     first.save()
     before = first.parameters()
-    with monkeypatch.context() as patch, mutated(*edits):
+    with monkeypatch.context() as patch, put_in(*mistakes):
 
         def cut(*_: object, **__: object) -> None:
             raise PowerCut
 
         second = Attempt(config, folder, seed=1).train(2 + more_steps)
-        patch.setattr(json, "dump", cut)  # the manifest is written last
+        patch.setattr(manifest, "write_text", cut)  # the manifest is written last
         with pytest.raises(PowerCut):
             second.save()
     third = Attempt(config, folder, seed=2)
@@ -228,9 +236,9 @@ def check_cut_short(config: Config, folder: Path, monkeypatch, more_steps: int, 
 def test_a_save_that_is_cut_short_changes_nothing(small, tmp_path, monkeypatch):
     for name, more_steps in (("same step", 0), ("later step", 1)):
         check_cut_short(small, tmp_path / name, monkeypatch, more_steps)
-        for number, edit in enumerate((IN_PLACE, OLD_GOES_FIRST)):
+        for number, mistake in enumerate((IN_PLACE, OLD_GOES_FIRST)):
             with pytest.raises(AssertionError):
-                check_cut_short(small, tmp_path / f"{name} {number}", monkeypatch, more_steps, edit)
+                check_cut_short(small, tmp_path / f"{name} {number}", monkeypatch, more_steps, mistake)
 
 
 def check_own_state(source: str) -> None:
@@ -240,9 +248,9 @@ def check_own_state(source: str) -> None:
 
 
 def test_the_library_saves_no_state(tmp_path, monkeypatch):
-    check_own_state(edited(ACCELERATE, []))
+    check_own_state(ACCELERATE_SCRIPT.read_text())
     with pytest.raises(AssertionError):
-        check_own_state(edited(ACCELERATE, [LIBRARY_STATE]))
+        check_own_state("self.accelerator.save_state('state')")
     import accelerate
 
     settings = accelerate.utils.ProjectConfiguration(
@@ -262,9 +270,9 @@ def test_the_library_saves_no_state(tmp_path, monkeypatch):
     assert not first.exists(), "the trap is gone: a failed save leaves the one before"
 
 
-def check_no_pickle(config: Config, folder: Path, monkeypatch, *edits: Edit) -> None:
+def check_no_pickle(config: Config, folder: Path, monkeypatch, *mistakes: Mistake) -> None:
     """A checkpoint consists of JSON and safetensors, and is loaded although a pickle lies beside them."""
-    with mutated(*edits):
+    with put_in(*mistakes):
         path = Attempt(config, folder).train(1).save()
     assert {file.suffix for file in path.iterdir()} == {".json", ".safetensors"}
     (path / ".metadata").write_bytes(pickle.dumps(print))
@@ -281,7 +289,7 @@ def check_no_pickle(config: Config, folder: Path, monkeypatch, *edits: Edit) -> 
 def test_nothing_is_pickled(small, tmp_path, monkeypatch):
     check_no_pickle(small, tmp_path / "ours", monkeypatch)
     with pytest.raises(AssertionError):
-        check_no_pickle(small, tmp_path / "trap", monkeypatch, PICKLED_METADATA)
+        check_no_pickle(small, tmp_path / "trap", monkeypatch, pickled_metadata)
 
 
 def scaler(scale: float, *, enabled: bool = True) -> torch.amp.GradScaler:
@@ -290,9 +298,9 @@ def scaler(scale: float, *, enabled: bool = True) -> torch.amp.GradScaler:
     return made
 
 
-def check_scaler(config: Config, folder: Path, saved: Callable, expected: float, *edits: Edit) -> None:
+def check_scaler(config: Config, folder: Path, saved: Callable, expected: float, *mistakes: Mistake) -> None:
     """A resumed fp16 run scales as before; one that continues an fp32 run starts at its own scale."""
-    with mutated(*edits):
+    with put_in(*mistakes):
         Attempt(config, folder, scaler=saved()).train(1).save()
         second = Attempt(config, folder, scaler=scaler(4.0))
         try:

@@ -11,39 +11,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from support.engines import run_engine
-from support.mutation import Edit, mutated
+from support.faults import Fault, experts_in_a_list
 from support.rank_cases import Outcome
 from support.rank_plan import FEW_TOKENS_PER_EXPERT
 
-import llm_pretrain.model.decoder as decoder_module
 from llm_pretrain.config import Config
-
-DECODER = "llm_pretrain/model/decoder.py"
-LIST_OF_EXPERTS = Edit(
-    DECODER,
-    "from llm_pretrain.model.experts import Experts\n",
-    "from support.list_experts import ListExperts as Experts\n",
-)
-NORM = "self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)\n"
-COMPLEX_TABLE = Edit(
-    DECODER,
-    NORM,
-    NORM
-    + "        angles = torch.arange(64.0)\n"
-    + "        rotations = torch.polar(torch.ones(64), angles)\n"
-    + "        self.register_buffer('rotations', rotations, persistent=False)\n",
-)
-PERSISTENT_TABLE = Edit(
-    DECODER, NORM, NORM + "        self.register_buffer('rotary_cos', torch.arange(64.0).cos())\n"
-)
+from llm_pretrain.model import Decoder
 
 
-def check_every_gradient(config: Config, *edits: Edit) -> None:
+def with_table(name: str, table: torch.Tensor, *, persistent: bool) -> Callable[[pytest.MonkeyPatch], None]:
+    """The fault of a rotary table that is a buffer of the decoder."""
+
+    def fault(patch: pytest.MonkeyPatch) -> None:
+        build = Decoder.__init__
+
+        def changed(self: Decoder, *arguments: Any, **options: Any) -> None:
+            build(self, *arguments, **options)
+            self.register_buffer(name, table, persistent=persistent)
+
+        patch.setattr(Decoder, "__init__", changed)
+
+    return fault
+
+
+ANGLES = torch.arange(64.0)
+COMPLEX_TABLE = with_table("rotations", torch.polar(torch.ones(64), ANGLES), persistent=False)
+PERSISTENT_TABLE = with_table("rotary_cos", ANGLES.cos(), persistent=True)
+
+
+def check_every_gradient(config: Config, *faults: Fault) -> None:
     """Every parameter that is trained has a gradient at every update, chosen by a token or not."""
-    driven = run_engine("torchrun", config, *edits)
+    driven = run_engine("torchrun", config, *faults)
     for gradients in driven.gradients:
         missing = driven.parameters.keys() - gradients.keys()
         assert not missing, f"no gradient: {sorted(missing)[:3]}"
@@ -54,7 +58,7 @@ def test_every_expert_has_a_gradient(config):
     assert unchosen_experts(few) > 0, "every expert has a token: nothing is tested"
     check_every_gradient(few)
     with pytest.raises(AssertionError, match="no gradient"):
-        check_every_gradient(few, LIST_OF_EXPERTS)
+        check_every_gradient(few, experts_in_a_list)
 
 
 def unchosen_experts(config: Config) -> int:
@@ -78,7 +82,7 @@ def test_ranks_whose_tokens_choose_other_experts_agree(ranks):
 
 
 def test_a_static_graph_does_not_go_together_with_no_sync(ranks):
-    """Unless a reduced pass comes first (as `settle_buckets` is); then it gives other bits."""
+    """Unless a reduced pass comes first (as `warm_up_backward` is); then it gives other bits."""
     with pytest.raises(AssertionError, match="INTERNAL ASSERT FAILED"):
         check_ranks_agree(ranks["static graph, first pass unreduced"])
 
@@ -101,7 +105,7 @@ def test_no_forward_pass_broadcasts_buffers(ranks):
 
 def check_buffer_types(config: Config) -> None:
     """Buffers are real, and the saved ones are the router's biases alone."""
-    model = decoder_module.Decoder(config.model)
+    model = Decoder(config.model)
     assert not any(buffer.is_complex() for buffer in model.buffers())
     saved = model.state_dict().keys() - {name for name, _ in model.named_parameters()} - {"lm_head.weight"}
     assert all(name.endswith("e_score_correction_bias") for name in saved), saved
@@ -111,6 +115,8 @@ def check_buffer_types(config: Config) -> None:
 def test_there_is_no_rotary_buffer(rate, config):
     balanced = config(model={"router_bias_update_rate": rate})
     check_buffer_types(balanced)
-    for edit in (COMPLEX_TABLE, PERSISTENT_TABLE):
-        with mutated(edit), pytest.raises(AssertionError):
-            check_buffer_types(balanced)
+    for fault in (COMPLEX_TABLE, PERSISTENT_TABLE):
+        with pytest.MonkeyPatch.context() as patch:
+            fault(patch)
+            with pytest.raises(AssertionError):
+                check_buffer_types(balanced)

@@ -10,13 +10,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 from support.engines import small_config
-from support.mutation import ROOT
-from support.once import once
-from support.probes import ACCELERATE, TORCHRUN, Launch, finish_probe, kill_group, start_probe
+from support.fork_server import Request, fork_server
+from support.launching import ROOT
+from support.probes import ACCELERATE, LIMIT_SECONDS, Launch, finish_probe, start_probe
 from support.rank_cases import Outcome
 
 from llm_pretrain.config import dump_yaml
@@ -33,42 +33,49 @@ LAUNCHER_FILES = {
 }
 
 
-@pytest.fixture(scope="session")
-def launches(store_folder, tmp_path_factory) -> dict[str, Launch]:
-    """All launches of this file, started together."""
-    return once(tmp_path_factory, "launches", lambda folder: launch_all(store_folder, folder))
+COUNT, BARE = "no count of processes", "bare accelerator"
+ACCELERATE_OPTIONS = {
+    "cpu": ["--cpu", "--num_processes", str(PROCESSES)],
+    "multi_cpu": ["--config_file", "multi_cpu.yaml"],
+    "fsdp": ["--config_file", "fsdp.yaml", "--main_process_port", "0"],
+}
+VARIANTS = {
+    "cpu": [COUNT, "main"],
+    "multi_cpu": [COUNT, "main"],
+    "fsdp": ["no comparison of settings", "main"],
+    "torchrun": [BARE, f"{BARE}, {COUNT}", "ours"],
+}
 
 
-def launch_all(store: Path, folder: Path) -> dict[str, Launch]:
-    """Launch the probe with every mistake that belongs to a launcher, and at last without any."""
-    config = dump_yaml(small_config(store, training={"max_steps": 1}))
-    for name, text in LAUNCHER_FILES.items():
-        (folder / f"{name}.yaml").write_text(text)
-    count, bare = "no count of processes", "bare accelerator"
-    plans: dict[str, tuple[list[str], list[str]]] = {
-        "cpu": ([*ACCELERATE, "--cpu", "--num_processes", str(PROCESSES)], [count, "main"]),
-        "multi_cpu": ([*ACCELERATE, "--config_file", str(folder / "multi_cpu.yaml")], [count, "main"]),
-        "fsdp": (
-            [*ACCELERATE, "--config_file", str(folder / "fsdp.yaml"), "--main_process_port", "0"],
-            ["no comparison of settings", "main"],
-        ),
-        "torchrun": (
-            [*TORCHRUN, "--nproc_per_node", str(PROCESSES)],
-            [bare, f"{bare}, {count}", "ours"],
-        ),
-    }
-    running = []
-    for name, (command, variants) in plans.items():
-        own = folder / name
-        own.mkdir()
-        (own / "config.yaml").write_text(config)
-        running.append((name, own, start_probe([*command, str(PROBE), str(own), *variants], own)))
-    try:
-        return {name: finish_probe(process, own) for name, own, process in running}
-    finally:
-        for _, _, process in running:
-            if process.poll() is None:
-                kill_group(process)
+@pytest.fixture(scope="module")
+def launch(store_folder, tmp_path_factory) -> Callable[[str], Launch]:
+    """`launch(name)`: the probe with every mistake that belongs to a launch, and at last without any.
+
+    What is read from the launcher's command line needs a real launcher; the others' ranks are forked.
+    """
+
+    def launch(name: str) -> Launch:
+        folder = tmp_path_factory.mktemp(name)
+        (folder / "config.yaml").write_text(dump_yaml(small_config(store_folder, training={"max_steps": 1})))
+        if name in LAUNCHER_FILES:
+            (folder / f"{name}.yaml").write_text(LAUNCHER_FILES[name])
+        options = ACCELERATE_OPTIONS.get(name, [])
+        options = [str(folder / each) if each.endswith(".yaml") else each for each in options]
+        if name in ("cpu", "multi_cpu"):
+            command = [*ACCELERATE, *options, str(PROBE), str(folder), *VARIANTS[name]]
+            return finish_probe(start_probe(command, folder), folder)
+        request = Request(
+            "support.launch_probe:run",
+            [str(folder), VARIANTS[name]],
+            PROCESSES,
+            launcher="accelerate" if options else "torchrun",
+            launcher_options=options,
+            output=str(folder / "output"),
+        )
+        codes = fork_server().run(request, LIMIT_SECONDS)
+        return Launch(int(any(codes)), (folder / "output").read_text(), folder)
+
+    return launch
 
 
 def check_connected(variant: list[dict]) -> None:
@@ -81,9 +88,9 @@ def check_connected(variant: list[dict]) -> None:
             assert all(text in found["error"] for text in HOW_TO_LAUNCH), found["error"]
 
 
-@pytest.mark.parametrize("launch", ["cpu", "multi_cpu"])
-def test_a_launch_of_too_few_processes_stops_and_says_how_to(launch, launches):
-    finished: Launch = launches[launch]
+@pytest.mark.parametrize("name", ["cpu", pytest.param("multi_cpu", marks=pytest.mark.slow)])
+def test_a_launch_of_too_few_processes_stops_and_says_how_to(name, launch):
+    finished: Launch = launch(name)
     assert finished.exit_code != 0
     lines = [line for line in finished.output.splitlines() if line.startswith("error:")]
     assert len(lines) == 1
@@ -93,8 +100,8 @@ def test_a_launch_of_too_few_processes_stops_and_says_how_to(launch, launches):
         check_connected(finished.variant("no count of processes"))
 
 
-def test_accelerate_under_torchrun_connects_its_processes(launches):
-    finished: Launch = launches["torchrun"]
+def test_accelerate_under_torchrun_connects_its_processes(launch):
+    finished: Launch = launch("torchrun")
     assert finished.exit_code == 0, finished.output[-2000:]
     ours = finished.variant("ours")
     assert [found["error"] for found in ours] == [None] * PROCESSES
@@ -104,8 +111,8 @@ def test_accelerate_under_torchrun_connects_its_processes(launches):
         check_connected(finished.variant("bare accelerator, no count of processes"))
 
 
-def test_an_fsdp_file_does_not_train_something_else(launches):
-    finished: Launch = launches["fsdp"]
+def test_an_fsdp_file_does_not_train_something_else(launch):
+    finished: Launch = launch("fsdp")
     assert finished.exit_code != 0
     assert "distributed.strategy: ddp, but accelerate runs fsdp" in finished.output
     unchecked = finished.variant("no comparison of settings")

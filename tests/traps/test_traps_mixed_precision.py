@@ -12,28 +12,22 @@ The scaler's state in checkpoints is in `test_traps_checkpoints.py`.
 
 from __future__ import annotations
 
+import math
+from types import SimpleNamespace
+
 import pytest
 from support.engines import run_engine
-from support.mutation import Edit
+from support.faults import CLIP_FIRST, HUGE_SCALE, NO_UPDATE, UNSCALED, Fault, after
 from support.rank_cases import Outcome
 from support.stepping import relative_error
 
 from llm_pretrain.config import Config
-
-TORCHRUN = "train_pretrain.py"
-CLIP_FIRST = Edit(TORCHRUN, "        self.grad_scaler.unscale_(self.optimizer)\n", "")
-UNSCALED = Edit(TORCHRUN, "self.grad_scaler.scale(loss).backward()", "loss.backward()")
-NO_UPDATE = Edit(TORCHRUN, "        self.grad_scaler.update()\n", "")
-HUGE_SCALE = Edit(
-    TORCHRUN,
-    'enabled=precision == "fp16")',
-    'enabled=precision == "fp16", init_scale=2.0**26)',
-)
+from llm_pretrain.model import DecoderOutput
 
 
-def check_scaled_step(half: Config, full: Config, *edits: Edit) -> None:
+def check_scaled_step(half: Config, full: Config, *faults: Fault) -> None:
     """A step in fp16 has the gradient norm and the clipped gradients of fp32, but for its rounding."""
-    low, high = run_engine("torchrun", half, *edits), run_engine("torchrun", full)
+    low, high = run_engine("torchrun", half, *faults), run_engine("torchrun", full)
     assert high.grad_norms[0] is not None
     assert high.grad_norms[0] > 1.5 * full.training.max_grad_norm, "nothing is clipped"
     assert low.grad_norms[0] == pytest.approx(high.grad_norms[0], rel=0.02)
@@ -49,9 +43,9 @@ def test_clipping_sees_unscaled_gradients(config):
             check_scaled_step(half, full, mistake)
 
 
-def check_recovery(config: Config, *edits: Edit) -> None:
+def check_recovery(config: Config, *faults: Fault) -> None:
     """A scale that overflows is halved at every step until gradients are finite again."""
-    driven = run_engine("torchrun", config, HUGE_SCALE, *edits)
+    driven = run_engine("torchrun", config, HUGE_SCALE, *faults)
     assert driven.skipped[0] == "overflow"
     assert len(set(driven.hashes)) > 1, "no step ever moved the parameters"
     assert driven.skipped[-1] is None
@@ -62,6 +56,27 @@ def test_the_scale_recovers_from_an_overflow(config):
     check_recovery(many)
     with pytest.raises(RuntimeError, match="since the last update"):
         check_recovery(many, NO_UPDATE)
+
+
+def test_accelerate_lowers_the_scale_after_a_step_that_overflows(config):
+    """Accelerate has a scaler on a GPU only: this one counts its updates."""
+    updates: list[None] = []
+
+    def counting(self, config) -> None:
+        self.scaler = SimpleNamespace(update=lambda: updates.append(None))
+
+    def overflowing(patch, engine) -> None:
+        forward = engine.forward
+        patch.setattr(engine, "forward", lambda self, batch: scaled(forward(self, batch), batch.step == 1))
+
+    def scaled(output: DecoderOutput, is_lost: bool) -> DecoderOutput:
+        return output._replace(loss_sum=output.loss_sum * math.inf) if is_lost else output
+
+    driven = run_engine(
+        "accelerate", config(training={"max_steps": 3}), after("__init__", counting), overflowing
+    )
+    assert [reason is not None for reason in driven.skipped] == [False, True, False]
+    assert len(updates) == 1, "Accelerate's optimizer updates the scale itself after the others"
 
 
 def check_agreement(outcomes: list[Outcome]) -> None:

@@ -17,84 +17,24 @@
 from __future__ import annotations
 
 import pytest
+from support import faults
 from support.engines import accelerate_loader, run_engine
-from support.mutation import Edit
+from support.faults import Fault
 from support.rank_cases import WORLD_SIZE, Outcome
 from support.stepping import Driven, masked, micro_batches_of, reference_gradients, relative_error
 
 from llm_pretrain.config import Config
-from llm_pretrain.training.objective import DIGEST_WORDS
-from llm_pretrain.training.schedule import learning_rate
-
-TORCHRUN, ACCELERATE = "train_pretrain.py", "train_pretrain_accelerate.py"
-OBJECTIVE = "llm_pretrain/training/objective.py"
-
-MEAN_OF_MEANS = Edit(
-    OBJECTIVE,
-    "return total * (self.micro_batches_per_step / num_loss_tokens)",
-    "return total / (output.token_losses != 0).sum()",
-)
-UNDIVIDED = Edit(
-    TORCHRUN,
-    "loss = loss / self.accumulation_steps",
-    "pass",
-)
-DIVIDED_TWICE = Edit(
-    ACCELERATE,
-    "loss = self.objective(output, counts.num_loss_tokens)",
-    "loss = self.objective(output, counts.num_loss_tokens) / len(micro_batches)",
-)
-NO_AUX_LOSS = Edit(OBJECTIVE, "if self.is_moe and self.router_aux_loss_coef:", "if False:")
-LATE_AUX_LOSS = {
-    "torchrun": Edit(
-        TORCHRUN,
-        "loss = loss / self.accumulation_steps",
-        "loss = loss / self.accumulation_steps"
-        " + self.config.model.router_aux_loss_coef * output.aux_loss_sum / batch.num_loss_tokens",
-    ),
-    "accelerate": Edit(
-        ACCELERATE,
-        "self.accelerator.backward(loss)",
-        "self.accelerator.backward(loss + len(micro_batches) * self.config.model.router_aux_loss_coef"
-        " * output.aux_loss_sum / batch.num_loss_tokens)",
-    ),
-}
-OWN_GATE = Edit(
-    ACCELERATE,
-    "if self.accelerator.sync_gradients:",
-    "if self.accelerator.sync_gradients and (batch.step + 1) % len(micro_batches) == 0:",
-)
-NO_ACCUMULATE = Edit(ACCELERATE, "with self.accelerator.accumulate(self.model):", "if True:")
-SYNC_WITH_LOADER = Edit(ACCELERATE, "sync_with_dataloader=False", "sync_with_dataloader=True")
-KEPT_GRADIENTS = {
-    "torchrun": Edit(TORCHRUN, "        self.optimizer.zero_grad(set_to_none=True)\n", ""),
-    "accelerate": Edit(ACCELERATE, "self.optimizer.optimizer.zero_grad(set_to_none=True)", "pass"),
-}
-ITERABLE_DATA = [
-    Edit(ACCELERATE, "import torch\n", "import torch\nfrom torch.utils.data import IterableDataset\n"),
-    Edit(
-        ACCELERATE,
-        "class AccelerateEngine:",
-        "class Stream(IterableDataset):\n"
-        "    def __init__(self, loader):\n        self.loader = loader\n"
-        "    def __iter__(self):\n        return iter(self.loader)\n\n\n"
-        "class AccelerateEngine:",
-    ),
-    Edit(
-        ACCELERATE,
-        "self.accelerator.prepare(model, optimizer, batches)",
-        "self.accelerator.prepare(model, optimizer, DataLoader(Stream(batches), batch_size=None))",
-    ),
-]
+from llm_pretrain.optim.schedule import learning_rate
+from llm_pretrain.training.step import DIGEST_WORDS
 
 
-def check_gradients(launcher: str, config: Config, *edits: Edit, mask_one: bool = False) -> float:
+def check_gradients(launcher: str, config: Config, *mistakes: Fault, mask_one: bool = False) -> float:
     """The first step's gradients are those of the mean over all of its loss tokens; returns the error."""
     window = list(micro_batches_of(config, 0))
     if mask_one:
         window[1] = masked(window[1])
     expected = reference_gradients(config, window)
-    driven = run_engine(launcher, config, *edits, windows=[window])
+    driven = run_engine(launcher, config, *mistakes, windows=[window])
     assert driven.updates == [1], driven.skipped
     for part in ("", "mlp.gate"):
         error = relative_error(driven.gradients[0], expected, part)
@@ -120,19 +60,21 @@ def test_the_objective_is_the_mean_over_tokens(launcher, unclipped, mask_one):
     assert max(tokens) > 1.2 * min(tokens), "the corpus is too even to tell one mean from another"
     check_gradients(launcher, unclipped, mask_one=mask_one)
     with pytest.raises(AssertionError, match="are off by" if not mask_one else "nonfinite_gradient"):
-        check_gradients(launcher, unclipped, MEAN_OF_MEANS, mask_one=mask_one)
+        check_gradients(launcher, unclipped, faults.MEAN_OF_MEANS, mask_one=mask_one)
 
 
-@pytest.mark.parametrize(("launcher", "edit"), [("torchrun", UNDIVIDED), ("accelerate", DIVIDED_TWICE)])
-def test_dividing_twice_or_not_at_all_is_seen(launcher, edit, unclipped):
+@pytest.mark.parametrize(
+    ("launcher", "fault"), [("torchrun", faults.UNDIVIDED), ("accelerate", faults.DIVIDED_TWICE)]
+)
+def test_dividing_twice_or_not_at_all_is_seen(launcher, fault, unclipped):
     with pytest.raises(AssertionError, match="are off by"):
-        check_gradients(launcher, unclipped, edit)
+        check_gradients(launcher, unclipped, fault)
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
 def test_an_auxiliary_loss_beside_the_objective_is_seen(launcher, unclipped):
     with pytest.raises(AssertionError, match="are off by"):
-        check_gradients(launcher, unclipped, NO_AUX_LOSS, LATE_AUX_LOSS[launcher])
+        check_gradients(launcher, unclipped, faults.LATE_AUX_LOSS)
 
 
 def test_one_window_is_one_update(config):
@@ -142,21 +84,21 @@ def test_one_window_is_one_update(config):
 
 
 @pytest.mark.parametrize(
-    "edit",
-    [OWN_GATE, NO_ACCUMULATE, SYNC_WITH_LOADER],
+    "fault",
+    [faults.OWN_GATE, faults.NO_ACCUMULATE, faults.SYNC_WITH_LOADER],
     ids=["own gate", "no accumulate", "sync at the loader's end"],
 )
-def test_other_numbers_of_updates_are_seen(edit, config):
-    driven = run_engine("accelerate", config(), edit)
+def test_other_numbers_of_updates_are_seen(fault, config):
+    driven = run_engine("accelerate", config(), fault)
     with pytest.raises(AssertionError):
         check_one_update_per_window(driven, config().training.max_steps)
 
 
-def check_own_gradients(launcher: str, config: Config, *edits: Edit, tail: int = 0) -> None:
+def check_own_gradients(launcher: str, config: Config, *mistakes: Fault, tail: int = 0) -> None:
     """An update has the gradients of its own window, and nothing of the one before (nor of its tail)."""
     before, window = (list(micro_batches_of(config, step)) for step in (0, 1))
     windows = [before, before[:tail], window] if tail else [before, window]
-    driven = run_engine(launcher, config, *edits, windows=windows)
+    driven = run_engine(launcher, config, *mistakes, windows=windows)
     error = relative_error(driven.gradients[1], reference_gradients(config, window))
     assert error < 1e-5, f"gradients are off by {error:.1%}"
 
@@ -166,7 +108,7 @@ def test_an_update_has_its_own_window_s_gradients(launcher, config):
     still = config(training={"max_grad_norm": 0.0}, optimizer={"learning_rate": 0.0})
     check_own_gradients(launcher, still)
     with pytest.raises(AssertionError, match="are off by"):
-        check_own_gradients(launcher, still, KEPT_GRADIENTS[launcher])
+        check_own_gradients(launcher, still, faults.KEPT_GRADIENTS)
 
 
 def test_the_tail_of_an_unfinished_window_would_leak_into_the_next(config):
@@ -211,16 +153,16 @@ def test_every_gradient_crosses_the_wire_once_per_step(ranks, rank_config):
     assert rank_config("torchrun counted").gradient_accumulation_steps(WORLD_SIZE) == 3
     assert rank_config("torchrun counted, one micro batch").gradient_accumulation_steps(WORLD_SIZE) == 1
     with pytest.raises(AssertionError):
-        check_sums(ranks["every micro batch reduced, counted"], rank_config("torchrun counted"))
+        check_sums(ranks["every micro batch reduced"], rank_config("torchrun counted"))
 
 
 def test_every_rank_reads_its_own_share(config):
-    def check(*edits: Edit) -> None:
-        assert "Dispatcher" not in accelerate_loader(config(), *edits)
+    def check(*mistakes: Fault) -> None:
+        assert "Dispatcher" not in accelerate_loader(config(), *mistakes)
 
     check()
     with pytest.raises(AssertionError):
-        check(*ITERABLE_DATA)
+        check(faults.ITERABLE_DATA)
 
 
 def check_rank_gradients(outcomes: list[Outcome], config: Config) -> None:

@@ -15,26 +15,23 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
 from support.engines import SCRIPTS, small_config
-from support.launching import kill_outright, train_tiny
-from support.mutation import ROOT, Edit, edited, mutated
+from support.launching import ROOT, kill_outright, train_tiny
 from support.probes import ACCELERATE, LIMIT_SECONDS, TORCHRUN, Launch, finish_probe, start_probe
 
-import llm_pretrain.training.loop as loop
+import llm_pretrain.training.trainer as trainer
 from llm_pretrain.config import dump_yaml
 from llm_pretrain.errors import EXIT_PREEMPTED
-from llm_pretrain.training.status import read_status
+from llm_pretrain.training.run_state import Status, read_status
 
 RESTART_PROBE = ROOT / "tests" / "support" / "restart_probe.py"
 STOP_PROBE = ROOT / "tests" / "support" / "stop_probe.py"
-LOOP = "llm_pretrain/training/loop.py"
-LAUNCHERS_WORD_ONLY = Edit(LOOP, "self.status.ended(step, EXIT_PREEMPTED, reason)", "pass")
 
 FORMING = ("init_process_group", "InitProcessGroupKwargs", "PartialState", "init_distributed")
 
@@ -56,31 +53,36 @@ STOPS: dict[str, tuple[list[str], signal.Signals, list[str]]] = {
 """name: (launcher, the signal it alone gets, each rank's variant of the probe)."""
 
 
+Started = tuple[subprocess.Popen[str], Path]
+
+
 @pytest.fixture(scope="module")
-def launched(store_folder, tmp_path_factory) -> Iterator[dict[str, tuple[subprocess.Popen[str], Path]]]:
-    """All launchers of this file, started together, each with its folder."""
-    base = tmp_path_factory.mktemp("launched")
-    plans = {name: [*launcher, str(STOP_PROBE)] for name, (launcher, _, _) in STOPS.items()}
-    plans["restart"] = [*TORCHRUN, "--max-restarts", "2", "--nproc_per_node", "2", str(RESTART_PROBE)]
-    running: dict[str, tuple[subprocess.Popen[str], Path]] = {}
-    try:
-        for name, command in plans.items():
-            folder = base / name.replace(" ", "-")
-            folder.mkdir()
-            config = small_config(store_folder, distributed={"timeout_seconds": 30})
-            (folder / "config.yaml").write_text(dump_yaml(config))
-            variants = STOPS[name][2] if name in STOPS else []
-            running[name] = start_probe([*command, str(folder), *variants], folder), folder
-        yield running
-    finally:
-        for process, folder in running.values():
-            for file in folder.glob("*.pid"):
-                with suppress(psutil.NoSuchProcess):
-                    if str(folder) in (left := psutil.Process(int(file.read_text()))).cmdline():
-                        left.kill()
-            if process.poll() is None:
-                kill_outright(process)
-                process.wait()
+def launched(store_folder, tmp_path_factory) -> Iterator[Callable[[str], Started]]:
+    """`launched(name)`: a launcher of this file, started, with its folder."""
+    running: list[Started] = []
+
+    def start(name: str) -> Started:
+        folder = tmp_path_factory.mktemp("launched")
+        config = small_config(store_folder, distributed={"timeout_seconds": 30})
+        (folder / "config.yaml").write_text(dump_yaml(config))
+        if name in STOPS:
+            launcher, _, variants = STOPS[name]
+            command = [*launcher, str(STOP_PROBE), str(folder), *variants]
+        else:
+            restarting = ["--max-restarts", "2", "--nproc_per_node", "2"]
+            command = [*TORCHRUN, *restarting, str(RESTART_PROBE), str(folder)]
+        running.append((start_probe(command, folder), folder))
+        return running[-1]
+
+    yield start
+    for process, folder in running:
+        for file in folder.glob("*.pid"):
+            with suppress(psutil.NoSuchProcess):
+                if str(folder) in (left := psutil.Process(int(file.read_text()))).cmdline():
+                    left.kill()
+        if process.poll() is None:
+            kill_outright(process)
+            process.wait()
 
 
 def wait_for(what: str, happened) -> None:
@@ -110,18 +112,19 @@ def check_stopped(folder: Path, variant: str, expected: str, patience: float = 6
     assert not psutil.pid_exists(worker)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "told"),
     [("torchrun killed", "SIGTERM"), ("torchrun, SIGUSR1", "SIGUSR1"), ("accelerate, SIGTERM", "SIGTERM")],
 )
 def test_workers_stop_with_their_launcher(name, told, launched):
     _, number, variants = STOPS[name]
-    process, folder = launched[name]
+    process, folder = launched(name)
     stop(process, folder, number, variants)
     check_stopped(folder, "ours", told)
     mistakes = [(folder, variant) for variant in variants[1:]]
     if not mistakes:
-        (process, folder), (_, _, variants) = (each[f"{name}, the mistake"] for each in (launched, STOPS))
+        (process, folder), (_, _, variants) = launched(f"{name}, the mistake"), STOPS[f"{name}, the mistake"]
         stop(process, folder, number, variants)
         mistakes = [(folder, variants[0])]
     for where, variant in mistakes:
@@ -131,14 +134,16 @@ def test_workers_stop_with_their_launcher(name, told, launched):
 
 @pytest.fixture(scope="module")
 def restarted(launched) -> Launch:
-    return finish_probe(*launched["restart"])
+    return finish_probe(*launched("restart"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", SCRIPTS)
 def test_a_restarted_process_meets_those_of_its_own_attempt(launcher, restarted):
     def check(name: str) -> None:
         assert restarted.variant(name) == [2.0, 2.0], restarted.output[-3000:]
 
+    assert restarted.exit_code == 1, "its workers left with 75, which torchrun does not say"
     check(launcher)
     with pytest.raises(AssertionError, match="connectFullMesh"):
         check(f"{launcher} one store")
@@ -151,26 +156,26 @@ def check_meeting_points(source: str) -> None:
     assert forming
     for call in forming:
         given = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
-        assert given.get("init_method") == "meeting_point()", ast.unparse(call)
+        assert given.get("init_method") == "rendezvous_init_method()", ast.unparse(call)
 
 
-@pytest.mark.parametrize("file", SCRIPTS.values())
-def test_every_process_group_is_formed_at_the_meeting_point(file):
-    check_meeting_points(edited(file, []))
+@pytest.mark.parametrize("script", SCRIPTS.values())
+def test_every_process_group_is_formed_at_the_meeting_point(script):
+    check_meeting_points((ROOT / f"{script}.py").read_text())
     with pytest.raises(AssertionError):
-        check_meeting_points(edited(file, [Edit(file, "backend, init_method=meeting_point()", "backend")]))
+        check_meeting_points("dist.init_process_group(backend, timeout=timeout)")
 
 
-def test_the_status_file_knows_what_the_launcher_does_not_say(restarted, masked_store, tmp_path, monkeypatch):
-    assert restarted.exit_code == 1, "its workers left with 75"
-
-    def check(folder: Path, *edits: Edit) -> None:
-        with monkeypatch.context() as patch, mutated(*edits):
-            patch.setattr(loop.Training, "_stop_agreed", lambda self: self.progress.step == 1)
+def test_the_status_file_knows_what_the_launcher_does_not_say(masked_store, tmp_path, monkeypatch):
+    def check(folder: Path, *, forgets: bool = False) -> None:
+        with monkeypatch.context() as patch:
+            if forgets:
+                patch.setattr(Status, "ended", lambda *_: None)
+            patch.setattr(trainer.Trainer, "_stop_requested", lambda self: self.progress.step == 1)
             with suppress(AssertionError):  # on the exit code, which is 75
                 train_tiny(masked_store, folder)
         assert read_status(folder / "status.json")["exit_code"] == EXIT_PREEMPTED
 
     check(tmp_path / "ours")
     with pytest.raises(AssertionError):
-        check(tmp_path / "trap", LAUNCHERS_WORD_ONLY)
+        check(tmp_path / "trap", forgets=True)

@@ -1,4 +1,4 @@
-"""The table of traps in docs/exactness.md: what it names is there."""
+"""The table of docs/traps.md: what it names exists."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ import re
 from functools import cache
 
 import pytest
-from support.mutation import ROOT
+from support.launching import ROOT
 
-HEADING = "## Traps, guards, tests"
 NAMED = re.compile(r"`((?:[\w.-]+/)*[\w.-]+\.(?:py|yaml|toml|md|ipynb))(?:::(\w+))?`")
 
 
 def rows() -> dict[int, list[str]]:
     """Cells (trap, guard, tests) by number."""
-    section = (ROOT / "docs" / "exactness.md").read_text().split(HEADING)[1].split("\n## ")[0]
-    cells = [line.strip("| ").split(" | ") for line in section.splitlines() if re.match(r"\| \d", line)]
+    page = (ROOT / "docs" / "traps.md").read_text()
+    cells = [line.strip("| ").split(" | ") for line in page.splitlines() if re.match(r"\| \d", line)]
     return {int(number): rest for number, *rest in cells}
 
 

@@ -1,5 +1,5 @@
-// Draws the report's charts from the page's own data: curves over steps, tokens or time, and expert maps.
-// Nothing is fetched. Labels come from the run, so all of them are escaped before plotly reads its markup.
+// Draws the report's charts from the data in the page: curves over steps, tokens or time, and expert maps.
+// Labels come from the run's files, so all of them are escaped before plotly interprets its markup.
 "use strict";
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
@@ -17,20 +17,20 @@
   const isNarrow = () => window.innerWidth < 600;
   const faint = (color) => color + "40";
 
-  function look() {
+  function readTheme() {
     return {
       text: css("--text"), quiet: css("--quiet"), grid: css("--grid"), line: css("--line"),
       panel: css("--panel"), mark: css("--mark"), series: css("--series").split(","),
     };
   }
 
-  function choice() {
+  function options() {
     const form = new FormData(controls);
     return { axis: form.get("axis") || "step", log: form.has("log"), smoothing: Number(form.get("smoothing") || 0) };
   }
 
-  // Exponential mean, debiased as Adam's first moment is; gaps stay gaps. Rounded, since plotly cannot draw
-  // an axis over what rounding errors make of a constant.
+  // Exponential moving average with Adam's bias correction; gaps stay gaps. Rounded, because plotly cannot draw
+  // an axis over the rounding errors of a constant.
   function smoothed(values, weight) {
     let mean = 0, share = 1;
     return values.map((value) => {
@@ -54,29 +54,30 @@
     };
   }
 
-  const SETTINGS = { responsive: true, displaylogo: false, displayModeBar: "hover", modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"] };
+  const PLOTLY_OPTIONS = { responsive: true, displaylogo: false, displayModeBar: "hover", modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"] };
 
   function curve(chart, one, index, theme, now) {
     const run = data.runs[one.run];
     const table = run[one.table];
+    const isEvaluation = one.table === "evaluation";
     const raw = table[one.key].map((value) => (value === null ? null : value * chart.scale));
-    const own = one.markers && chart.id === "loss-chart" && !several ? 1 : index;
+    const own = isEvaluation && chart.id === "loss-chart" && !several ? 1 : index;
     const color = theme.series[(several ? one.run : own) % theme.series.length];
     const kinds = [...new Set(chart.curves.map((each) => each.key))];
     const dash = several ? DASHES[kinds.indexOf(one.key) % DASHES.length] : "solid";
     const label = several ? (kinds.length > 1 ? `${run.name} · ${one.label}` : run.name) : one.label;
     const few = table.step.length < 60;
     const base = {
-      x: table[now.axis], type: "scatter", mode: one.markers || raw.length === 1 ? "lines+markers" : "lines",
-      name: escaped(shortened(label, isNarrow() ? 34 : 60)), connectgaps: one.markers,
+      x: table[now.axis], type: "scatter", mode: isEvaluation || raw.length === 1 ? "lines+markers" : "lines",
+      name: escaped(shortened(label, isNarrow() ? 34 : 60)), connectgaps: isEvaluation,
       line: { color, dash, width: few ? 2 : 1.6 }, marker: { color, size: 6 }, showlegend: chart.curves.length > 1,
     };
-    if (one.markers || !chart.smooth || now.smoothing === 0) return [{ ...base, y: raw }];
+    if (isEvaluation || !chart.smooth || now.smoothing === 0) return [{ ...base, y: raw }];
     const behind = { ...base, y: raw, line: { color: faint(color), width: 1 }, showlegend: false, hoverinfo: "skip" };
     return [behind, { ...base, y: smoothed(raw, now.smoothing) }];
   }
 
-  function marks(chart, theme, now) {
+  function restartsAndSkips(chart, theme, now) {
     const traces = [], shapes = [], annotations = [];
     data.runs.forEach((run, index) => {
       const color = several ? theme.series[index % theme.series.length] : theme.quiet;
@@ -101,14 +102,14 @@
     return { traces, shapes, annotations };
   }
 
-  // Rows that a legend will take, by the widths of its entries.
+  // Number of rows of a legend, estimated from the widths of its entries.
   function legendRows(id, names) {
     const room = document.getElementById(id).clientWidth - 80;
     const widest = names.reduce((most, name) => Math.max(most, 52 + 7 * name.length), 0);
     return names.length ? Math.ceil(names.length / Math.max(1, Math.floor(room / widest))) : 0;
   }
 
-  // plotly draws a constant between one below and one above it, whatever its size.
+  // plotly's own range of a constant is one below to one above it, whatever its magnitude.
   function rangeOfConstant(traces, chart) {
     const values = [...new Set(traces.flatMap((trace) => trace.y).filter((value) => value !== null).concat(chart.lines.map((line) => line.value)))];
     if (values.length !== 1) return undefined;
@@ -117,7 +118,7 @@
 
   function drawChart(chart, theme, now) {
     const plan = layout(theme, chart);
-    const extra = marks(chart, theme, now);
+    const extra = restartsAndSkips(chart, theme, now);
     const traces = chart.curves.flatMap((one, index) => curve(chart, one, index, theme, now)).concat(extra.traces);
     plan.xaxis.title.text = AXES[now.axis];
     plan.yaxis.type = (chart.log && traces.some((trace) => trace.y.some((value) => value > 0))) || (now.log && chart.id.includes("loss")) ? "log" : "linear";
@@ -133,7 +134,7 @@
     plan.margin.b = 46 + 20 * legendRows(chart.id, names);
     const height = document.getElementById(chart.id).clientHeight - plan.margin.t - plan.margin.b;
     plan.legend.y = -46 / Math.max(60, height);
-    return Plotly.react(chart.id, traces, plan, SETTINGS);
+    return Plotly.react(chart.id, traces, plan, PLOTLY_OPTIONS);
   }
 
   function drawMap(id, theme, map) {
@@ -154,7 +155,7 @@
       colorbar: { thickness: 10, outlinewidth: 0, tickfont: { color: theme.text }, title: { text: "load", font: { color: theme.quiet } } },
       hovertemplate: map.hover + "<br>load %{z:.2f}<extra></extra>", hoverongaps: false,
     };
-    return Plotly.react(id, [trace], plan, SETTINGS);
+    return Plotly.react(id, [trace], plan, PLOTLY_OPTIONS);
   }
 
   const picks = document.getElementById("expert-picks");
@@ -182,7 +183,7 @@
     await drawMap("expert-last", theme, { x: experts, y: run.layers, z: units(run.last), horizontal: "expert", vertical: "layer", reach: 1, hover: "layer %{y}, expert %{x}" });
   }
 
-  // One drawing at a time: plotly leaves a chart half made when a second call overtakes the first.
+  // One drawing at a time: two overlapping calls of plotly leave a chart incomplete.
   const wanted = new Set();
   let drawing = false;
   async function draw(...parts) {
@@ -193,15 +194,15 @@
     while (wanted.size) {
       const [part] = wanted;
       wanted.delete(part);
-      const theme = look();
+      const theme = readTheme();
       if (part === "experts") await drawExperts(theme);
-      else for (const chart of data.charts) await drawChart(chart, theme, choice());
+      else for (const chart of data.charts) await drawChart(chart, theme, options());
     }
     drawing = false;
     document.documentElement.dataset.drawn = "true";
   }
 
-  function offerAxes() {
+  function disableMissingAxes() {
     for (const input of controls.querySelectorAll("input[name=axis]")) {
       const tables = data.runs.flatMap((run) => [run.train, run.evaluation]).filter((table) => table.step);
       input.disabled = !tables.every((table) => table[input.value].some((value) => value !== null));
@@ -210,7 +211,7 @@
 
   controls.addEventListener("submit", (event) => event.preventDefault());
   controls.addEventListener("input", () => {
-    controls.querySelector("output").textContent = choice().smoothing;
+    controls.querySelector("output").textContent = options().smoothing;
     draw("curves");
   });
   if (picks) {
@@ -222,6 +223,6 @@
   }
   window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => draw("curves", "experts"));
   window.matchMedia("(max-width: 599px)").addEventListener("change", () => draw("curves", "experts"));
-  offerAxes();
+  disableMissingAxes();
   draw("curves", "experts");
 })();

@@ -1,1 +1,0 @@
-"""The parts of `llm-pretrain chaos`: the plan, moments of death, attempts, what must hold, the result."""

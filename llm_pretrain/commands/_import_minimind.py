@@ -1,0 +1,202 @@
+"""The options of MiniMind's train_pretrain.py (github.com/jingyaogong/minimind), older and newer ones."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from llm_pretrain.commands._imported_config import PRECISIONS, ImportedConfig, file_name, swiglu_width
+from llm_pretrain.config import Config
+from llm_pretrain.errors import ConfigError
+
+_OLD_NAMES = {"dim": "hidden_size", "n_layers": "num_hidden_layers", "out_dir": "save_dir"}
+_ONLY_OLD = {"dim", "n_layers", "out_dir", "warmup_iters", "ddp", "local_rank"}
+_FLAGS = {"use_wandb", "ddp"}
+"""Options without a value."""
+_DEFAULTS: dict[str, Any] = {
+    **{"epochs": 1, "batch_size": 32, "learning_rate": 5e-4, "dtype": "bfloat16", "num_workers": 1},
+    **{"accumulation_steps": 8, "grad_clip": 1.0, "log_interval": 100, "save_interval": 100},
+    **{"hidden_size": 512, "num_hidden_layers": 8, "max_seq_len": 512, "use_moe": "0"},
+    **{"data_path": "../dataset/pretrain_hq.jsonl", "wandb_project": "MiniMind-Pretrain"},
+}
+_NEW_DEFAULTS = _DEFAULTS | {
+    **{"epochs": 2, "num_workers": 8, "save_interval": 1000, "hidden_size": 768, "max_seq_len": 340},
+    "data_path": "../dataset/pretrain_t2t_mini.jsonl",
+}
+_NOT_CARRIED_OVER = {
+    "save_dir": "weights go to the run's own folder, see run.output_dir",
+    "device": "the launcher and the machine decide",
+    "warmup_iters": "MiniMind takes it and does not use it; schedule.warmup_steps would",
+    "ddp": "start the run with torchrun or accelerate launch",
+    "local_rank": "the launcher sets it",
+    "from_weight": "a .pth file; save it as a Hugging Face folder and name that in model.init_from",
+    "from_resume": "a run continues from its newest checkpoint by itself, see checkpoint.resume",
+    "use_compile": "see training.compile",
+    "save_weight": "a prefix of file names",
+}
+
+
+_IGNORED = {("from_weight", "none"), ("from_resume", "0"), ("use_compile", "0")}
+"""Default values, which need no note."""
+
+
+def from_minimind(text: str, version: int | None = None) -> ImportedConfig:
+    """A whole configuration from a command line of MiniMind's pretraining.
+
+    Args:
+        text: Its options, with or without the command before them.
+        version: 2 (MiniMind2, 2025) or 3 (minimind-3, 2026): the defaults and the architecture. Default:
+            2 if an option is given that only version 2 has, else 3.
+
+    Raises:
+        ConfigError: an option with a wrong value.
+    """
+    given, processes, unknown = _split(text)
+    assumed = 2 if _ONLY_OLD & given.keys() else 3
+    result = ImportedConfig(f"--from_minimind {text!r}")
+    if version is None:
+        result.notes.append(
+            f"taken as the options of MiniMind {assumed}; --minimind_version {5 - assumed} takes the other's"
+        )
+    version = version or assumed
+    given = {_OLD_NAMES.get(name, name): value for name, value in given.items()}
+    values = (_DEFAULTS if version == 2 else _NEW_DEFAULTS) | given
+    for name in unknown:
+        result.not_carried_over(f"--{name}, an option that MiniMind's train_pretrain.py does not have")
+    for name in sorted(given.keys() & _NOT_CARRIED_OVER.keys()):
+        if (name, given[name]) not in _IGNORED:
+            result.not_carried_over(f"--{name} {given[name]}".rstrip() + f" ({_NOT_CARRIED_OVER[name]})")
+    _model(result, values, version)
+    _training(result, values, processes)
+    return result.check()
+
+
+def _split(text: str) -> tuple[dict[str, str], int, list[str]]:
+    """Known options and their values, the number of processes, and unknown options with their values."""
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise ConfigError(f"--from_minimind: expected options, found {text!r}: {error}") from error
+    script = next((i + 1 for i, word in enumerate(words) if word.endswith(".py")), 0)
+    launcher, words = words[:script], words[script:]
+    processes = 1
+    for i, word in enumerate(launcher):
+        name, _, value = word.replace("-", "_").removeprefix("__").partition("=")
+        if name in ("nproc_per_node", "num_processes"):
+            processes = _number(int, name, value or launcher[min(i + 1, len(launcher) - 1)])
+    known = {*_NEW_DEFAULTS, *_NOT_CARRIED_OVER, *_OLD_NAMES, *_FLAGS}
+    given: dict[str, str] = {}
+    unknown: list[str] = []
+    rest = list(reversed(words))
+    while rest:
+        word = rest.pop()
+        if not word.startswith("--"):
+            raise ConfigError(f"--from_minimind: expected an option such as --batch_size 32, found {word!r}")
+        name, equals, value = word[2:].partition("=")
+        if not equals and name not in _FLAGS:
+            value = rest.pop() if rest and not rest[-1].startswith("--") else ""
+        if name in known:
+            given[name] = value
+        else:
+            unknown.append(f"{name} {value}".rstrip())
+    return given, processes, unknown
+
+
+def _number(kind: Callable[[str], Any], name: str, value: Any) -> Any:
+    try:
+        return kind(value)
+    except ValueError:
+        expected = "an integer" if kind is int else "a number"
+        raise ConfigError(f"--from_minimind: --{name}: expected {expected}, found {value!r}") from None
+
+
+def _model(result: ImportedConfig, values: dict[str, Any], version: int) -> None:
+    """Shape of the model; what no option sets is fixed in MiniMind's MiniMindConfig."""
+    hidden, layers = (_number(int, name, values[name]) for name in ("hidden_size", "num_hidden_layers"))
+    experts = str(values["use_moe"]).lower() not in ("0", "false", "")
+    if version == 2:
+        shape = {"intermediate_size": swiglu_width(hidden), "num_key_value_heads": 2, "rms_norm_eps": 1e-5}
+        shape |= {"qk_norm": False}
+        moe = {"num_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1}
+    else:
+        width = math.ceil(hidden * math.pi / 64) * 64
+        shape = {"intermediate_size": width, "num_key_value_heads": 4, "rms_norm_eps": 1e-6, "qk_norm": True}
+        moe = {"num_experts": 4, "num_experts_per_tok": 1}
+    own = {"vocab_size": 6400, "hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": 8}
+    result.set(own | shape | (moe if experts else {}), "model")
+    if experts:
+        coefficient = 0.01 if version == 2 else 5e-4
+        result.set({"model.router_aux_loss_coef": coefficient * layers})
+        result.notes.append(
+            f"model.router_aux_loss_coef: MiniMind adds {coefficient:g} times each layer's balance loss, we "
+            f"the mean over layers: {coefficient:g} * {layers}"
+        )
+    result.set({"run.name": f"minimind-{hidden}x{layers}" + ("-moe" if experts else "")})
+
+
+def _training(result: ImportedConfig, values: dict[str, Any], processes: int) -> None:
+    whole = {
+        name: _number(int, name, values[name])
+        for name in ("batch_size", "accumulation_steps", "log_interval", "save_interval", "epochs",
+                     "max_seq_len", "num_workers")
+    }  # fmt: skip
+    rate, clip = (_number(float, name, values[name]) for name in ("learning_rate", "grad_clip"))
+    if values["dtype"] not in PRECISIONS:
+        raise ConfigError(
+            f"--from_minimind: --dtype: expected one of {', '.join(PRECISIONS)}, found {values['dtype']!r}"
+        )
+    corpus, accumulation = str(values["data_path"]), max(1, whole["accumulation_steps"])
+    total = whole["batch_size"] * accumulation * processes
+    result.precision(values["dtype"], values.get("device", "cuda"))
+    result.data(corpus, Path(corpus).stem, 6400)
+    result.set(
+        {
+            "data.num_workers": whole["num_workers"],
+            "training.sequence_length": whole["max_seq_len"],
+            "training.micro_batch_size": whole["batch_size"],
+            "training.global_batch_size": total,
+            "training.max_grad_norm": clip,
+            "optimizer.learning_rate": rate,
+            "optimizer.weight_decay": 0.01,  # these two: torch's AdamW, as there
+            "optimizer.adam_beta2": 0.999,
+            "schedule.name": "cosine",
+            "schedule.min_learning_rate": rate / 10,
+            "checkpoint.save_steps": max(1, whole["save_interval"] // accumulation),
+            "logging.logging_steps": max(1, whole["log_interval"] // accumulation),
+            "logging.wandb_mode": "online" if "use_wandb" in values else "disabled",
+            "logging.wandb_project": file_name(str(values["wandb_project"])),
+        }
+    )
+    result.notes.append(
+        f"training.global_batch_size: {whole['batch_size']} * {accumulation} accumulation steps * "
+        f"{processes} processes; MiniMind's grows with the number of processes, ours does not"
+    )
+    _set_max_steps(result, corpus, whole["epochs"], total)
+    result.notes.append(
+        "MiniMind pads every document to the sequence length and cuts it there; data.packing: pad comes "
+        "nearest, the default packs documents and cuts off nothing"
+    )
+
+
+def _set_max_steps(result: ImportedConfig, corpus: str, epochs: int, global_batch_size: int) -> None:
+    """Convert epochs to steps, if the corpus exists and its documents can be counted."""
+    if not Path(corpus).is_file():
+        steps = Config().training.max_steps
+        result.set({"training.max_steps": steps})
+        result.remarks["training.max_steps"] = "not MiniMind's: its data are not here to be counted"
+        result.last_note = (
+            f"not carried over: --epochs {epochs}, since {corpus} is not here to be counted; "
+            f"training.max_steps: {steps} is our default: make it {epochs} * the documents / "
+            f"{global_batch_size}"
+        )
+        return
+    with Path(corpus).open("rb") as file:
+        documents = sum(1 for line in file if line.strip())
+    result.set({"training.max_steps": max(1, epochs * documents // global_batch_size)})
+    result.notes.append(
+        f"training.max_steps: {epochs} epochs of {documents:,} documents, one to a sequence as in MiniMind; "
+        "packed, they make fewer sequences, and so many steps more epochs"
+    )

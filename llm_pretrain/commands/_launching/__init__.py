@@ -1,1 +1,0 @@
-"""Behind `parity` and `chaos`: starting the scripts as a user would, and reading what they wrote."""

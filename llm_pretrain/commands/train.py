@@ -1,0 +1,82 @@
+"""`llm-pretrain train`: starts one of the two training scripts through its launcher."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+
+from llm_pretrain.commands._launching import PACKAGE_ROOT, RESUMABLE_PATHS, SCRIPTS, launch_settings
+from llm_pretrain.config import load_config
+from llm_pretrain.errors import ConfigError
+
+EXAMPLES = """\
+examples:
+  llm-pretrain train --config quickstart
+  llm-pretrain train --nproc 2 --config quickstart --training.max_steps 1000
+  llm-pretrain train --launcher accelerate --nproc 2 --config mine.yaml --run.name mine-accelerate
+  llm-pretrain train --config quickstart --print_config
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options; all others are the script's."""
+    parser.usage = "%(prog)s [--launcher L] [--nproc N] [--config FILE ...] [--section.field VALUE ...]"
+    parser.description = (
+        "Starts train_pretrain.py or train_pretrain_accelerate.py, which take all other options; "
+        "--print_config\nshows and explains them. On several machines start the launcher itself "
+        "(docs/launching.md)."
+    )
+    parser.allow_abbrev = False  # an option of the script may begin alike
+    parser.set_defaults(script_options=[])
+    parser.add_argument(
+        "--launcher", choices=RESUMABLE_PATHS, default="torchrun", help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--nproc",
+        type=int,
+        metavar="N",
+        help="number of processes (default: one per GPU, else 1)",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Replace this process by the launcher, so that signals reach it and its exit code is the command's."""
+    import torch
+
+    from llm_pretrain.data import open_stores
+    from llm_pretrain.distributed.process import default_threads
+
+    gpus = torch.cuda.device_count()
+    nproc = (gpus or 1) if arguments.nproc is None else arguments.nproc
+    if nproc < 1:
+        raise ConfigError(f"--nproc: expected 1 or more, found {nproc}")
+    config = load_config(arguments.script_options, prog="llm-pretrain train", world_size=nproc)
+    open_stores(config)  # here too, since launchers print a traceback of their own below a rank's error
+    script = PACKAGE_ROOT / SCRIPTS[arguments.launcher]
+    if not script.is_file():
+        raise ConfigError(f"--launcher {arguments.launcher}: expected its script at {script}, found none")
+    command = [sys.executable]
+    if arguments.launcher == "accelerate":
+        # A file that is deleted already, but stays readable as /dev/fd/N until the launcher ends.
+        with tempfile.TemporaryFile("w+", encoding="utf-8") as file:
+            distributed = config.distributed
+            settings = launch_settings(distributed.strategy, distributed.zero_stage, nproc, on_gpu=gpus > 0)
+            file.write(json.dumps(settings))  # which is YAML
+            file.flush()
+            descriptor = os.dup(file.fileno())
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        os.set_inheritable(descriptor, True)
+        command += ["-m", "accelerate.commands.launch", "--config_file", f"/dev/fd/{descriptor}"]
+        command += ["--num_processes", str(nproc), "--main_process_port", "0"]  # 0: any free port
+        command += ["--quiet"]  # no traceback of its own after one process's error
+    elif nproc > 1:  # a single process needs no launcher, and without one its exit code is the command's
+        command += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(nproc)]
+    command += [str(script), *arguments.script_options]
+    # what the ranks would choose by themselves; if it is unset, torchrun prints a warning
+    os.environ.setdefault("OMP_NUM_THREADS", str(default_threads(nproc)))
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read at a process's start, so ranks cannot set it
+    sys.stdout.flush()
+    os.execv(sys.executable, command)

@@ -1,0 +1,201 @@
+"""Types, ranges and documentation of dataclass fields, and checks of plain values against them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import math
+import re
+import textwrap
+import types
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from llm_pretrain.errors import printable
+
+NoneType = type(None)
+LARGEST_INTEGER, LARGEST_FLOAT = (1 << 31) - 1, 1e12
+"""Bounds of fields without `Range.le`: products of two still fit 64 bits, and squares a float."""
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """Bounds of a number, as metadata of a field's type: `Annotated[int, Range(gt=0)]`.
+
+    A value outside of its range would cause an overflow inside a library, or a list that fills the memory.
+    """
+
+    gt: float | None = None
+    ge: float | None = None
+    lt: float | None = None
+    le: float | None = None
+
+    def expected(self, value: float) -> str | None:
+        """The range in words if `value` is outside of it, else None."""
+        most = LARGEST_INTEGER if isinstance(value, int) else LARGEST_FLOAT
+        most = most if self.le is None else self.le
+        least = -most if self.ge is None else self.ge
+        if isinstance(value, float) and not math.isfinite(value):
+            return "a finite number"
+        if self.gt is not None and value <= self.gt:
+            return f"more than {self.gt}"
+        if self.lt is not None and not least <= value < self.lt:
+            return f"at least {least} and less than {self.lt}"
+        if value < least:
+            return f"{least} or more" if least == 0 else f"at least {least:g}"
+        return (
+            None if value <= most else f"at most {most:g}" if isinstance(most, float) else f"at most {most}"
+        )
+
+
+PositiveInt = Annotated[int, Range(gt=0)]
+NonNegativeInt = Annotated[int, Range(ge=0)]
+PositiveFloat = Annotated[float, Range(gt=0)]
+NonNegativeFloat = Annotated[float, Range(ge=0)]
+Fraction = Annotated[float, Range(ge=0, lt=1)]
+
+
+@functools.cache
+def field_types(cls: type) -> dict[str, Any]:
+    """Field name to type, without metadata, of a dataclass."""
+    hints = get_type_hints(cls)
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+
+
+@functools.cache
+def _field_ranges(cls: type) -> dict[str, Range]:
+    """Field name to range, of a dataclass."""
+
+    def range_of(hint: Any) -> Range | None:
+        metadata = getattr(hint, "__metadata__", None)
+        return metadata[0] if metadata else next(filter(None, map(range_of, get_args(hint))), None)
+
+    return {
+        name: range_of(hint) or Range() for name, hint in get_type_hints(cls, include_extras=True).items()
+    }
+
+
+def check_ranges(section: Any, prefix: str) -> Iterator[str]:
+    """One line for each number in the dataclass instance `section` that is outside of its range."""
+    for name, bounds in _field_ranges(type(section)).items():
+        value = getattr(section, name)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if is_number and (expected := bounds.expected(value)):
+            yield f"{prefix}.{name}: expected {expected}, found {value}"
+
+
+def check_value(name: str, kind: Any, value: object, origin: str = "") -> list[str]:
+    """One line for each problem of the plain value `value` of setting `name`; none if it has the type `kind`.
+
+    Args:
+        origin: File that the value was read from, for the messages.
+    """
+    item: Any = get_args(kind)[0] if get_origin(kind) is list else None
+    if dataclasses.is_dataclass(item) and isinstance(value, list):
+        entries = enumerate(value)
+        return [line for i, entry in entries for line in _check_entry(item, entry, f"{name}[{i}]", origin)]
+    if not dataclasses.is_dataclass(item) and _fits(kind, value):
+        return []
+    return [f"{name}: expected {describe(kind)}, found {show(value)}{in_file(origin)}"]
+
+
+def _check_entry(cls: Any, entry: object, name: str, origin: str) -> Iterator[str]:
+    """Problems of one entry of a list of dataclasses."""
+    where, known = in_file(origin), field_types(cls)
+    shape = "{" + ", ".join(f"{field}: …" for field in known) + "}"
+    if not isinstance(entry, Mapping):
+        yield f"{name}: expected {shape}, found {show(entry)}{where}"
+        return
+    for key in entry:
+        if key not in known:
+            yield f"{name}.{printable(key)}: no such setting; an entry is {shape}{where}"
+    for field in dataclasses.fields(cls):
+        kind = known[field.name]
+        if field.name in entry:
+            if not _fits(kind, entry[field.name]):
+                found = show(entry[field.name])
+                yield f"{name}.{field.name}: expected {describe(kind)}, found {found}{where}"
+        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            yield f"{name}.{field.name}: expected {describe(kind)}, found nothing{where}"
+
+
+def matches_type(kind: Any, value: object) -> bool:
+    """Whether a plain value, as YAML or JSON gives it, has the type `kind`; booleans are not numbers."""
+    if kind is Any:
+        return True
+    if get_origin(kind) in (Union, types.UnionType):
+        return any(matches_type(part, value) for part in get_args(kind))
+    if get_origin(kind) is Literal:
+        return any(type(value) is type(choice) and value == choice for choice in get_args(kind))
+    if get_origin(kind) is list:
+        return isinstance(value, list) and all(matches_type(get_args(kind)[0], entry) for entry in value)
+    if get_origin(kind) is dict:
+        inner = get_args(kind)[1]
+        return isinstance(value, dict) and all(matches_type(inner, each) for each in value.values())
+    if kind in (int, float):
+        is_int = isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
+        return is_int or (kind is float and isinstance(value, float))
+    return isinstance(value, kind)
+
+
+def _fits(kind: Any, value: object) -> bool:
+    """Whether a value has the type `kind`, and no text in it has NUL or lone surrogates."""
+    texts = value if isinstance(value, list) else [value]
+    writable = not any(isinstance(text, str) and re.search("[\0\ud800-\udfff]", text) for text in texts)
+    return writable and matches_type(kind, value)
+
+
+def build(kind: type[T], values: Mapping[str, Any]) -> T:
+    """An instance of the dataclass `kind` from checked plain values; missing fields take their defaults."""
+    hints = field_types(kind)
+    return kind(**{name: _converted(hints[name], value) for name, value in values.items()})
+
+
+def _converted(kind: Any, value: Any) -> Any:
+    if dataclasses.is_dataclass(kind):
+        return build(kind, value)  # type: ignore[arg-type]  # a class, not an instance
+    if get_origin(kind) is list:
+        return [_converted(get_args(kind)[0], entry) for entry in value]
+    return float(value) if kind is float else value
+
+
+def describe(kind: Any) -> str:
+    """A type in words: `an integer or null`."""
+    if get_origin(kind) in (Union, types.UnionType):
+        return " or ".join(describe(part) for part in get_args(kind))
+    if get_origin(kind) is Literal:
+        choices = [str(choice) for choice in get_args(kind)]
+        return choices[0] if len(choices) == 1 else "one of " + ", ".join(choices)
+    if get_origin(kind) is list:
+        item = get_args(kind)[0]
+        if not dataclasses.is_dataclass(item):
+            return "a list of " + {str: "texts", float: "numbers"}[item]
+        return "a list of {" + ", ".join(f"{field.name}: …" for field in dataclasses.fields(item)) + "}"
+    words = {int: "an integer", float: "a number", bool: "true or false", str: "text", NoneType: "null"}
+    return words[kind]
+
+
+def show(value: object) -> str:
+    """A value as messages print it: one line, at most 60 characters; a text is marked as one."""
+    if value is None:
+        return "nothing (null)"
+    text = repr(value) if not isinstance(value, bool) else str(value).lower()
+    text = text if len(text) <= 60 else text[:57] + "..."
+    return f"the text {text}" if isinstance(value, str) else text
+
+
+def in_file(origin: str) -> str:
+    """The end of a message about a setting that was read from the file `origin`; empty without one."""
+    return f" ({printable(origin)})" if origin else ""
+
+
+@functools.cache
+def documentation(cls: type) -> tuple[str, dict[str, str]]:
+    """First line of a dataclass's docstring, and field to its text under `Args:`."""
+    docstring = inspect.cleandoc(cls.__doc__ or "")
+    arguments = textwrap.dedent(docstring.partition("\nArgs:\n")[2])
+    parts = re.split(r"(?m)^(\w+): ", arguments)[1:]
+    names, texts = parts[::2], (" ".join(text.split()) for text in parts[1::2])
+    return docstring.partition("\n")[0], dict(zip(names, texts, strict=True))

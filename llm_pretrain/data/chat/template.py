@@ -1,0 +1,282 @@
+"""Renders conversations with a tokenizer's chat template, in a process of its own, whose loop is `serve`.
+
+Jinja's sandbox keeps a template from files and code; limits of the process keep it from running on and from
+filling the memory. The text is that of transformers' `apply_chat_template`.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import json
+import re
+import resource
+import signal
+import sys
+from bisect import bisect
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.sandbox
+
+MEMORY, MEMORY_PER_BYTE = 1 << 29, 64
+"""Limit of memory in bytes: for any request, and more for each of its bytes."""
+CHARACTERS, CHARACTERS_PER_BYTE = 1 << 24, 16
+"""Likewise for characters of the text, as encoding it takes many times its size."""
+
+_PRIVATE = range(0xF0000, 0xFFFFE)
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+class RenderingError(Exception):
+    """A conversation that the template rejects, or whose turns cannot be located."""
+
+
+def serve(seconds: float, seconds_per_byte: float) -> None:
+    """Answers requests, each a line of JSON, until the input ends.
+
+    A request is the arguments of `ChatTemplate`, or those of its `rendered`, whose answer is a line with the
+    result or `error`. SIGPROF ends this process when one takes more than `seconds` of processor time, and
+    `seconds_per_byte` of the request.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # handled by the main process, which goes on after it
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    _, most = resource.getrlimit(resource.RLIMIT_DATA)
+    template = ChatTemplate("", [], {})
+    for line in sys.stdin.buffer:
+        signal.setitimer(signal.ITIMER_PROF, seconds + seconds_per_byte * len(line))
+        memory = MEMORY + MEMORY_PER_BYTE * len(line)
+        if most == resource.RLIM_INFINITY or memory < most:
+            resource.setrlimit(resource.RLIMIT_DATA, (memory, most))
+        try:
+            request = json.loads(line)
+            if "template" in request:
+                template = ChatTemplate(**request)
+                continue
+            answer = template.rendered(**request, most=CHARACTERS + CHARACTERS_PER_BYTE * len(line))
+        except MemoryError:
+            answer = {"error": f"expected a template that needs up to {memory >> 20} MiB, found more"}
+        except RecursionError:
+            answer = {"error": "expected messages and tools to be flatter, found deep nesting"}
+        except RenderingError as error:
+            answer = {"error": str(error)}
+        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
+        sys.stdout.buffer.flush()
+
+
+class ChatTemplate:
+    """A tokenizer's template, texts of special tokens, and variables such as `bos_token`."""
+
+    def __init__(self, template: str, special_tokens: list[str], variables: dict[str, str]):
+        self.text = template
+        self.variables = variables
+        self.names = sorted(filter(None, special_tokens), key=len, reverse=True)
+        self.index = {name: index for index, name in enumerate(self.names)}
+        self.special = re.compile("|".join(map(re.escape, self.names)) or r"(?!)")
+
+    def rendered(
+        self, messages: list[dict[str, Any]], tools: list[Any] | None, date: str, is_prompt: bool, most: int
+    ) -> dict[str, Any]:
+        """The whole conversation, or with `is_prompt` up to the header of the assistant's next turn.
+
+        Text of a message never becomes a special token.
+
+        Args:
+            date: For `strftime_now`, in ISO format.
+            most: Limit of characters of the text.
+
+        Returns:
+            `text`; `places`, the (start, end) in it of the special tokens that the template wrote, or None if
+            there are no others; `spans`, the (start, end) of the assistant's turns, end tokens included.
+
+        Raises:
+            RenderingError: see there.
+        """
+        job = _Job(self, messages, tools, date)
+        if is_prompt:
+            return job.restored(job.render(len(messages), add_generation_prompt=True), (), most)
+        return job.restored(job.text, job.assistant_spans(), most)
+
+
+class _Job:
+    """Renders one conversation: replaces special tokens in messages, renders, restores them."""
+
+    def __init__(self, template: ChatTemplate, messages: list[dict[str, Any]], tools: Any, date: str):
+        self._names, self._index, self._special = template.names, template.index, template.special
+        seen = set(json.dumps([messages, tools], ensure_ascii=False) + template.text)
+        free = (chr(code) for code in _PRIVATE if chr(code) not in seen)
+        self._open, self._close, self._begin, self._end = (next(free) for _ in range(4))
+        self._placeholder = re.compile(f"{self._open}(\\d+){self._close}")
+        self._messages = self._guarded(messages)
+        now = datetime.datetime.fromisoformat(date)
+        self._variables = {"tools": self._guarded(tools), "strftime_now": now.strftime} | template.variables
+        self._compiled = _compiled(template.text, self._begin, self._end)
+        self._has_marks = bool(_GENERATION.search(template.text))
+        self.text, self._marked = self._without_marks(self._raw(len(messages), False))
+
+    def _guarded(self, value: Any) -> Any:
+        """A copy in which placeholders replace the texts of special tokens."""
+        if isinstance(value, str):
+            return self._special.sub(lambda match: f"{self._open}{self._index[match[0]]}{self._close}", value)
+        if isinstance(value, dict):
+            return {self._guarded(key): self._guarded(item) for key, item in value.items()}
+        return [self._guarded(item) for item in value] if isinstance(value, list) else value
+
+    def _raw(self, count: int, add_generation_prompt: bool) -> str:
+        turns = {"messages": self._messages[:count], "add_generation_prompt": add_generation_prompt}
+        try:
+            return self._compiled.render(self._variables | turns)
+        except MemoryError:
+            raise
+        except Exception as error:  # a template can raise any exception
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise RenderingError(
+                f"expected a conversation that the template takes, found: {reason:.300}"
+            ) from error
+
+    def render(self, count: int, *, add_generation_prompt: bool = False) -> str:
+        """Renders the first `count` messages."""
+        return self._without_marks(self._raw(count, add_generation_prompt))[0]
+
+    def _without_marks(self, raw: str) -> tuple[str, list[tuple[int, int]]]:
+        spans, parts, length, start = [], [], 0, 0
+        for part in re.split(f"([{self._begin}{self._end}])", raw):
+            if part == self._begin:
+                start = length
+            elif part == self._end:
+                spans.append((start, length))
+            else:
+                parts.append(part)
+                length += len(part)
+        return "".join(parts), [span for span in spans if span[0] < span[1]]
+
+    def assistant_spans(self) -> list[tuple[int, int]]:
+        """(start, end) of the assistant's turns: from {% generation %} marks, or by comparing renderings."""
+        if self._has_marks and self._marked:
+            return [(start, self._with_end_token(start, end)) for start, end in self._marked]
+        turns = [k for k, message in enumerate(self._messages) if message["role"] == "assistant"]
+        spans = [self._span(turn) for turn in turns]
+        if not spans or any(before[1] > after[0] for before, after in pairwise(spans)):
+            raise RenderingError(
+                "expected a template that shows where the assistant's turns are, found none; "
+                "mark them in it with {% generation %}"
+            )
+        return spans
+
+    def _with_end_token(self, start: int, end: int) -> int:
+        """End of a marked span; extends it by an unmarked end token directly after it."""
+        if self._special.search(self.text, start, end):
+            return end
+        behind = self._special.match(self.text, end)
+        return behind.end() if behind else end
+
+    def _span(self, turn: int) -> tuple[int, int]:
+        """(start, end) of a turn: from after the generation prompt to its end token."""
+        start = self._start(turn)
+        whole = self.render(turn + 1)
+        if start < len(whole) and self.text.startswith(whole):
+            *_, last = [None, *self._special.finditer(self.text, start, len(whole))]
+            if last and not self.text[last.end() : len(whole)].strip():
+                return start, last.end()  # a line break after the end token is not generated
+            return start, len(whole)
+        first = self._special.search(self.text, start)  # earlier turns are rendered differently
+        if first is None:
+            raise RenderingError("expected turns that end in a special token, found none in the template")
+        return start, first.end()
+
+    def _start(self, turn: int) -> int:
+        try:
+            head = self.render(turn, add_generation_prompt=True)
+            if self.text.startswith(head):
+                return len(head)
+            before = self.render(turn)
+        except RenderingError:
+            if turn:
+                raise
+            raise RenderingError(
+                "expected a user's message before the assistant's first, found none"
+            ) from None
+        common = next(
+            (k for k, (a, b) in enumerate(zip(head, self.text, strict=False)) if a != b), len(self.text)
+        )
+        inside = [match.end() for match in self._special.finditer(head, len(before))]
+        shared = max((end for end in inside if end <= common), default=-1)
+        if shared < 0 or not head.startswith(before) or common < len(before):
+            raise RenderingError(
+                "expected a template that shows earlier turns as it showed them, found another; "
+                "mark the assistant's turns in it with {% generation %}"
+            )
+        return shared
+
+    def restored(self, text: str, spans: Sequence[tuple[int, int]], most: int) -> dict[str, Any]:
+        """`ChatTemplate.rendered` of a text with placeholders; moves `spans` as these are replaced."""
+        parts: list[str] = []
+        literal: set[tuple[int, int]] = set()
+        ends, shifts, position, length = [0], [0], 0, 0
+        for mark in self._placeholder.finditer(text):
+            parts += text[position : mark.start()], self._names[int(mark[1])]
+            start = length + mark.start() - position
+            position, length = mark.end(), start + len(parts[-1])
+            literal.add((start, length))
+            ends.append(position)
+            shifts.append(length - position)
+        restored = "".join([*parts, text[position:]])
+        if self._open in restored or self._close in restored:
+            raise RenderingError(
+                "expected content without special tokens, as this template alters it, found one"
+            )
+        if len(restored) > most:
+            raise RenderingError(f"expected at most {most} characters, found a template that makes more")
+        try:
+            restored.encode("utf-8")
+        except UnicodeEncodeError as error:
+            code = ord(restored[error.start])
+            raise RenderingError(f"expected text, found the lone surrogate U+{code:04X}") from error
+        found = (match.span() for match in self._special.finditer(restored)) if literal else ()
+        return {
+            "text": restored,
+            "places": [span for span in found if span not in literal] if literal else None,
+            "spans": [[place + shifts[bisect(ends, place) - 1] for place in span] for span in spans],
+        }
+
+
+@functools.lru_cache(maxsize=8)
+def _compiled(template: str, begin: str, end: str) -> Any:
+    """The template, with transformers' globals and filters; `{% generation %}` writes `begin` and `end`."""
+
+    class Generation(jinja2.ext.Extension):
+        """`{% generation %}…{% endgeneration %}` around the assistant's turn."""
+
+        tags = {"generation"}  # noqa: RUF012  as Jinja declares it
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return jinja2.nodes.CallBlock(self.call_method("mark"), [], [], body).set_lineno(line)
+
+        def mark(self, caller: Any) -> str:
+            return f"{begin}{caller()}{end}"
+
+    def refuse(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = refuse
+    try:
+        return environment.from_string(template)
+    except (jinja2.TemplateError, RecursionError, SyntaxError) as error:
+        raise RenderingError(
+            f"expected a Jinja template, found: {' '.join(str(error).split()) or type(error).__name__}"
+        ) from error

@@ -1,0 +1,341 @@
+"""Prepares token stores: the same bytes at any number of workers and after any interruption."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llm_pretrain import __version__
+from llm_pretrain.data.prepare.encoding import EncodedBatch, Origin, encoded_batches
+from llm_pretrain.data.prepare.workspace import HASHES, STORE, Totals, Workspace
+from llm_pretrain.data.sources import batch_records, read_sources
+from llm_pretrain.data.sources.inputs import (
+    COMPRESSIONS,
+    HUB_PREFIX,
+    TABLE_SUFFIXES,
+    HubInterruptedError,
+    Source,
+    find_sources,
+)
+from llm_pretrain.data.store.token_store import FORMAT_VERSION, TokenStore
+from llm_pretrain.data.store.writer import (
+    SHARD_BYTES,
+    SplitWriter,
+    StaleStateError,
+    StoreWriter,
+    other_content,
+)
+from llm_pretrain.data.tokenizers import TOKENIZER_FILES, Tokenizer, convert_tokenizer, open_tokenizer
+from llm_pretrain.errors import ConfigError, DataError
+from llm_pretrain.files import read_plain
+
+BATCH_BYTES = 1 << 20
+"""Bytes of raw records that a worker encodes at a time."""
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """Arguments of `prepare_store`.
+
+    Args:
+        inputs: Files, folders, patterns, `stdlib`, hub data sets.
+        tokenizer: Any Hugging Face tokenizer folder.
+        output: Folder of the store.
+        validation_fraction: Share of the documents, chosen by hash, that form the validation split.
+        on_error: `fail` at the first bad record, or `skip` and count bad records.
+        text_column: Field or column that holds the text.
+        deduplicate: Keep only the first of equal documents.
+        overwrite: Replace an existing store.
+        workers: Processes; all cores by default.
+        shard_bytes: Size of a token shard.
+        commit_seconds: Interval of the commits from which a killed preparation resumes.
+        progress: Called with the bytes of every finished batch.
+        notice: Called with messages for the user.
+    """
+
+    inputs: Sequence[str]
+    tokenizer: str | Path
+    output: str | Path
+    validation_fraction: float = 0.01
+    on_error: str = "fail"
+    text_column: str = "text"
+    deduplicate: bool = False
+    overwrite: bool = False
+    workers: int | None = None
+    shard_bytes: int = SHARD_BYTES
+    commit_seconds: float = 2.0
+    progress: Callable[[int], object] = field(default=lambda done: None)
+    notice: Callable[[str], object] = field(default=lambda text: None)
+
+
+def prepare_store(preparation: Preparation) -> TokenStore:
+    """Writes the store and opens it; resumes the same preparation after a kill.
+
+    Equal documents are in the same split. If the fraction leaves a split empty although there are two
+    different documents, the threshold is moved by one document and the corpus is encoded again.
+
+    Raises:
+        DataError: bad input; nothing is left behind.
+        ConfigError: an option out of its range.
+        OutputError: another process prepares the same output.
+    """
+    output = Path(preparation.output)
+    if not 0 <= preparation.validation_fraction < 1:
+        raise ConfigError(
+            f"--validation_fraction: expected 0 ≤ fraction < 1, found {preparation.validation_fraction}"
+        )
+    if preparation.workers is not None and preparation.workers < 1:
+        raise ConfigError(f"--workers: expected 1 or more, found {preparation.workers}")
+    work_folder = output.parent / f".{output.name}.partial"
+    if not work_folder.exists():
+        _check_output(output, preparation.overwrite)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(preparation.tokenizer)
+        if folder.is_dir() and not (folder / "tokenizer.json").is_file():
+            convert_tokenizer(folder, Path(temporary))
+            folder = Path(temporary)
+        tokenizer = open_tokenizer(folder)
+        sources = find_sources(preparation.inputs)
+        with Workspace(output, _fingerprint(preparation, sources, tokenizer)) as work:
+            if work.state is None or not _is_done(work.state, output):
+                _check_output(output, preparation.overwrite)
+                try:
+                    _fill(preparation, sources, output, tokenizer, work)
+                except HubInterruptedError:
+                    raise  # keeps the work: the same command resumes it
+                except DataError:
+                    work.remove()
+                    raise
+            work.remove()
+    return TokenStore(output)
+
+
+def input_bytes(inputs: Sequence[str]) -> int | None:
+    """Size of all records of `inputs`, or None if it is unknown before they are read."""
+    return _source_bytes(find_sources(inputs))
+
+
+def _source_bytes(sources: Sequence[Source]) -> int | None:
+    total = 0
+    for source in sources:
+        if source.path is None or source.path.suffix.lower() in (*COMPRESSIONS, *TABLE_SUFFIXES):
+            return None
+        if not source.fault:
+            total += source.status[0]
+    return total
+
+
+def _check_output(output: Path, overwrite: bool) -> None:
+    if found := other_content(output):
+        raise DataError(f"{output}: expected a new folder or a token store, found {found}; choose another")
+    if not overwrite and output.exists() and any(output.iterdir()):
+        raise DataError(f"{output}: expected no store, found one; use --overwrite to replace it")
+
+
+def _fingerprint(preparation: Preparation, sources: Sequence[Source], tokenizer: Tokenizer) -> str:
+    """SHA-256 of everything that decides a byte of the store."""
+    digest = hashlib.sha256()
+    for name in TOKENIZER_FILES:
+        file = tokenizer.folder / name
+        digest.update(hashlib.sha256(file.read_bytes() if file.is_file() else b"").digest())
+    options = ("validation_fraction", "on_error", "text_column", "deduplicate", "shard_bytes")
+    facts = {
+        "format": [FORMAT_VERSION, __version__, BATCH_BYTES],
+        "options": {name: getattr(preparation, name) for name in options},
+        "inputs": list(preparation.inputs),
+        "sources": [source.fingerprint() for source in sources],
+    }
+    digest.update(json.dumps(facts, sort_keys=True).encode("utf-8", "surrogateescape"))
+    return digest.hexdigest()
+
+
+def _is_done(state: dict[str, Any], output: Path) -> bool:
+    """Whether the store was complete when the work was killed."""
+    file = output / "store.json"
+    return file.is_file() and hashlib.sha256(read_plain(file)).hexdigest() == state.get("done")
+
+
+def _fill(
+    preparation: Preparation, sources: Sequence[Source], output: Path, tokenizer: Tokenizer, work: Workspace
+) -> None:
+    """Passes over the corpus until the threshold leaves no split empty; usually one pass."""
+    threshold: int | None = int(preparation.validation_fraction * HASHES)
+    if work.state is not None:
+        threshold = work.state["threshold"]
+    while threshold is not None:
+        try:
+            threshold = _Pass(preparation, sources, output, tokenizer, work, threshold).run()
+        except StaleStateError:
+            work.clear()
+
+
+class _Pass:
+    """One pass over the corpus, from its beginning or from the last commit."""
+
+    def __init__(
+        self,
+        preparation: Preparation,
+        sources: Sequence[Source],
+        output: Path,
+        tokenizer: Tokenizer,
+        work: Workspace,
+        threshold: int,
+    ):
+        self._preparation, self._sources, self._work = preparation, sources, work
+        self._tokenizer, self._threshold = tokenizer, threshold
+        state = work.state
+        saved = state or {"totals": None, "splits": None, "last": (0, -1), "bytes": 0}
+        self._totals = Totals(work.folder, len(preparation.inputs), saved["totals"])
+        try:
+            self._writer = StoreWriter(
+                output,
+                tokenizer,
+                shard_bytes=preparation.shard_bytes,
+                folder=work.folder / STORE,
+                state=saved["splits"],
+            )
+        except StaleStateError:
+            self._totals.close()
+            raise
+        self._last: tuple[int, int] = (saved["last"][0], saved["last"][1])
+        self._bytes: int = saved["bytes"]
+        self._seen = SeenDocuments(self._totals.keys()) if preparation.deduplicate else None
+        self._next_commit = time.monotonic() + preparation.commit_seconds
+
+    def run(self) -> int | None:
+        """Returns None when the store is complete, or the threshold of another pass."""
+        preparation, totals = self._preparation, self._totals
+        with self._writer, totals:
+            if self._bytes:
+                preparation.notice(f"continues after {totals.documents:,} documents that were done before")
+                preparation.progress(self._bytes)
+            for batch, origin in self._batches():
+                if batch.error:
+                    advice = "; correct it, or leave such records out with --on_error skip"
+                    raise DataError(batch.error + ("" if batch.unmendable else advice))
+                self._add(batch, origin)
+                if time.monotonic() >= self._next_commit:
+                    self._commit()
+                preparation.progress(origin.size)
+            if not totals.documents:
+                names = ", ".join(preparation.inputs)
+                raise DataError(f"{names}: expected documents, found none{totals.causes()}")
+            again = totals.other_threshold(self._threshold)
+            if again is None:
+                self._commit()
+                state = self._work.state or {}
+                self._writer.commit(self._facts(), lambda done: self._work.save(state | {"done": done}))
+        if again is not None:
+            self._work.clear()
+        return again
+
+    def _batches(self) -> Iterator[tuple[EncodedBatch, Origin]]:
+        preparation = self._preparation
+        records = read_sources(self._sources, text_column=preparation.text_column, after=self._last)
+        workers = preparation.workers or os.cpu_count() or 1
+        size = _source_bytes(self._sources)
+        if size is not None:
+            workers = min(workers, -(-size // (2 * BATCH_BYTES)))
+        return encoded_batches(
+            batch_records(records, BATCH_BYTES),
+            self._tokenizer,
+            workers,
+            threshold=self._threshold,
+            fail_on_error=preparation.on_error == "fail",
+            text_column=preparation.text_column,
+        )
+
+    def _add(self, batch: EncodedBatch, origin: Origin) -> None:
+        duplicates = 0
+        if self._seen is not None:
+            first = self._seen.add(batch.keys)
+            duplicates = len(first) - int(first.sum())
+            if duplicates:
+                batch = batch.only(first, self._threshold)
+        entries = np.array([self._sources[k].entry for k in origin.sources], dtype=np.int64)
+        self._totals.add(batch, entries[batch.records], duplicates, keep_keys=self._seen is not None)
+        chosen = batch.hashes < np.uint64(self._threshold)
+        _append(self._writer.splits["train"], batch, ~chosen)
+        _append(self._writer.splits["validation"], batch, chosen)
+        self._last = origin.last
+        self._bytes += origin.size
+
+    def _commit(self) -> None:
+        self._work.save(
+            {
+                "threshold": self._threshold,
+                "splits": self._writer.state(),
+                "totals": self._totals.state(),
+                "last": self._last,
+                "bytes": self._bytes,
+            }
+        )
+        self._next_commit = time.monotonic() + self._preparation.commit_seconds
+
+    def _facts(self) -> dict[str, Any]:
+        """Entries of store.json besides the files."""
+        preparation, totals = self._preparation, self._totals
+        names = [name if name.startswith(HUB_PREFIX) else Path(name).name for name in preparation.inputs]
+        return {
+            "inputs": names,
+            "input_documents": totals.entries,
+            "validation_fraction": preparation.validation_fraction,
+            "on_error": preparation.on_error,
+            "skipped": dict(totals.skipped),
+            "deduplicated": preparation.deduplicate,
+            "duplicates": totals.duplicates,
+            "altered_documents": totals.altered,
+            "zlib_bits_per_byte": totals.zlib_bits_per_byte(),
+        }
+
+
+def _append(writer: SplitWriter, batch: EncodedBatch, chosen: np.ndarray) -> None:
+    """Appends the documents selected by `chosen` bool [documents]."""
+    if chosen.all():
+        ids, mask = batch.ids, batch.loss_mask
+    else:
+        tokens = np.repeat(chosen, batch.lengths)
+        ids, mask = batch.ids[tokens], batch.loss_mask[tokens]
+    writer.append(ids, batch.lengths[chosen], mask, int(batch.text_bytes[chosen].sum()))
+
+
+class SeenDocuments:
+    """A set of uint64 keys in 8 bytes each (16 at most, while it grows).
+
+    The keys are sorted arrays, each at least twice as long as the next. They are 64 bits of a SHA-256: among
+    10^8 documents, a document is mistaken for a duplicate with a probability of 0.03 %.
+    """
+
+    def __init__(self, keys: np.ndarray | None = None):
+        self._levels: list[np.ndarray] = []
+        if keys is not None and len(keys):
+            self._levels.append(np.sort(keys))
+
+    def add(self, keys: np.ndarray) -> np.ndarray:
+        """Adds `keys`; bool [len(keys)]: whether each occurs for the first time."""
+        values, places = np.unique(keys, return_index=True)
+        new = np.ones(len(values), dtype=np.bool_)
+        for level in self._levels:
+            found = np.searchsorted(level, values)
+            found[found == len(level)] = 0
+            new &= level[found] != values
+        first = np.zeros(len(keys), dtype=np.bool_)
+        first[places[new]] = True
+        if new.any():
+            self._insert(values[new])
+        return first
+
+    def _insert(self, values: np.ndarray) -> None:
+        while self._levels and len(self._levels[-1]) < 2 * len(values):
+            values = np.concatenate([self._levels.pop(), values])
+            values.sort(kind="stable")
+        self._levels.append(values)

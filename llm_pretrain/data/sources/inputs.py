@@ -1,0 +1,311 @@
+"""Resolves `--input` to sources: files, folders, patterns, the standard library, Hugging Face hub data sets.
+
+A hub data set is written `hf://OWNER/NAME[@REVISION][/CONFIG][:SPLIT]` (default split: train), and is
+streamed by the `datasets` library.
+"""
+
+from __future__ import annotations
+
+import functools
+import glob
+import os
+import re
+import stat
+import sysconfig
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+from llm_pretrain.data.sources.documents import REPEATED, UNREADABLE
+from llm_pretrain.errors import DataError
+
+HUB_PREFIX = "hf://"
+TIMEOUT_SECONDS = 10.0
+"""Timeout of the first request to the hub."""
+BATCH_ROWS = 256
+
+_SPELLING = re.compile(
+    r"hf://(?P<name>[\w.-]+/[\w.-]+)(@(?P<revision>[^/:]+))?(/(?P<config>[^:/]+))?(:(?P<split>[^:]+))?"
+)
+
+
+class HubInterruptedError(DataError):
+    """The connection to the hub failed within a data set; the rows before are valid."""
+
+
+@dataclass(frozen=True)
+class HubSet:
+    """A data set's repository `name`, and the part of it to read."""
+
+    name: str
+    revision: str | None
+    config: str | None
+    split: str
+
+
+def parse_hub_name(name: str) -> HubSet:
+    """The parts of `hf://OWNER/NAME[@REVISION][/CONFIG][:SPLIT]`. Raises DataError for another spelling."""
+    match = _SPELLING.fullmatch(name)
+    if match is None:
+        raise DataError(f"{name}: expected hf://OWNER/NAME[@REVISION][/CONFIG][:SPLIT], found another form")
+    revision = match["revision"] and unquote(match["revision"])
+    return HubSet(match["name"], revision, match["config"], match["split"] or "train")
+
+
+@functools.cache
+def hub_revision(name: str) -> str:
+    """The current commit of `name`, requested from the hub once per process. Raises DataError."""
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
+
+    parts = parse_hub_name(name)
+    where = f"the data set {parts.name} on {constants.ENDPOINT}"
+    try:
+        found = HfApi().dataset_info(parts.name, revision=parts.revision, timeout=TIMEOUT_SECONDS)
+    except RevisionNotFoundError as error:
+        raise DataError(
+            f"{name}: expected {where} at revision {parts.revision}, found no such one"
+        ) from error
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        advice = "check its name, or log in with `hf auth login` if it is private"
+        raise DataError(f"{name}: expected {where}, found none; {advice}") from error
+    except Exception as error:  # several libraries raise many types without a network
+        advice = "try again with a network, or fetch its files elsewhere and give their folder"
+        raise DataError(
+            f"{name}: expected {where}, found no answer within {TIMEOUT_SECONDS:.0f} s "
+            f"({_one_line(error)}); {advice}"
+        ) from error
+    return found.sha or "main"
+
+
+def hub_tables(name: str) -> Iterator[Any]:
+    """The rows in order, as `pyarrow.Table`s. Raises DataError."""
+    parts = parse_hub_name(name)
+    rows = _open(name, parts, hub_revision(name))
+    try:
+        yield from rows.with_format("arrow").iter(batch_size=BATCH_ROWS)
+    except Exception as error:  # network and decoding errors have many types
+        raise HubInterruptedError(
+            f"{name}: expected to read on, found {_one_line(error)}; start again to continue"
+        ) from error
+
+
+def _open(name: str, parts: HubSet, revision: str) -> Any:
+    import datasets
+
+    config = datasets.DownloadConfig(max_retries=2)
+    try:
+        return datasets.load_dataset(
+            parts.name,
+            parts.config,
+            split=parts.split,
+            revision=revision,
+            streaming=True,
+            download_config=config,
+        )
+    except Exception as error:  # many types, as above; also ValueError for an unknown config or split
+        part = f"split {parts.split}" + (f" of config {parts.config}" if parts.config else "")
+        raise DataError(f"{name}: expected {part}, found {_one_line(error)}") from error
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+STDLIB = "stdlib"
+"""Input name of the source text of the installed Python standard library."""
+
+STDLIB_CHAT = "stdlib-chat"
+"""Input name of conversations made from the docstrings of the Python standard library."""
+
+COMPRESSIONS = (".gz", ".zst", ".bz2", ".xz")
+LINE_SUFFIXES = (".jsonl", ".ndjson")
+TABLE_SUFFIXES = (".parquet", ".arrow", ".feather")
+DELIMITERS = {".csv": ",", ".tsv": "\t"}
+
+TRAIN_SPLIT = "train"
+"""The split that is read of a saved `DatasetDict`."""
+
+_STDLIB_EXCLUDED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+_ARCHIVES = {".zip", ".tar", ".tgz", ".7z", ".rar"}
+_DATASETS_NOTES = {"dataset_info.json", "state.json", "dataset_dict.json"}
+"""Metadata that `save_to_disk` of the `datasets` library writes beside its .arrow files."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A file or hub data set: its `name` for messages, `path` (None for the hub), index `entry` of its input.
+
+    With `conversations` the file is Python source and its docstrings are the records. `status` is the file's
+    size, modification time and inode when it was found. A source with a `fault` (cause, detail) is read as
+    one bad record.
+    """
+
+    name: str
+    path: Path | None
+    entry: int
+    conversations: bool = False
+    status: tuple[int, ...] = ()
+    fault: tuple[str, str] | None = None
+
+    def format(self) -> str:
+        """The suffix that selects the reader, without that of a compression: `.jsonl` for a.jsonl.gz."""
+        assert self.path is not None
+        suffixes = [suffix.lower() for suffix in self.path.suffixes[-2:]]
+        if suffixes and suffixes[-1] in COMPRESSIONS:
+            suffixes.pop()
+        return suffixes[-1] if suffixes else ""
+
+    def compression(self) -> str:
+        """`.gz`, … or an empty string."""
+        assert self.path is not None
+        suffix = self.path.suffix.lower()
+        return suffix if suffix in COMPRESSIONS else ""
+
+    def fingerprint(self) -> tuple[str, int, int | str]:
+        """Changes with the content: a file's size and modification time, a hub set's commit."""
+        if self.path is None:
+            return (self.name, 0, hub_revision(self.name))
+        size, changed = self.status[:2] or (0, 0)
+        return (f"{self.path.absolute()}{self.fault or ''}", size, changed)
+
+    def change(self) -> str | None:
+        """A message if the file has changed since it was found, or None."""
+        assert self.path is not None
+        try:
+            status = self.path.stat()
+        except OSError as error:
+            return f"expected the file to stay until it is read, found: {error.strerror}"
+        if (status.st_size, status.st_mtime_ns, status.st_ino) == self.status:
+            return None
+        return (
+            f"expected the {self.status[0]} bytes that were there when work began, found {status.st_size} "
+            "or other ones; wait until its writer is done"
+        )
+
+
+def find_sources(inputs: Sequence[str]) -> list[Source]:
+    """Every file and hub set of `inputs`, those of folders and patterns sorted by path.
+
+    Repeated files, under any name, and paths that are not regular files get a `fault`. Raises DataError for a
+    path that does not exist, a folder or pattern without files, and archives.
+    """
+    sources = []
+    for index, entry in enumerate(inputs):
+        if entry.startswith(HUB_PREFIX):
+            parse_hub_name(entry)
+            sources.append(Source(entry, None, index))
+            continue
+        try:
+            found = _files_of(entry)
+        except OSError as error:
+            reason = error.strerror or error
+            raise DataError(f"{entry}: expected readable files, found: {reason}") from error
+        sources += [_source(name, path, index, chat=entry == STDLIB_CHAT) for name, path in found]
+    for source in sources:
+        if source.path is not None and source.format() in _ARCHIVES:
+            raise DataError(
+                f"{source.name}: expected a file of documents, found a {source.format()} archive; unpack it"
+            )
+    return list(_without_repetition(sources))
+
+
+def _source(name: str, path: Path, entry: int, *, chat: bool) -> Source:
+    source = Source(name, path, entry, conversations=chat)
+    try:
+        status = path.stat()
+    except OSError as error:
+        return replace(source, fault=(UNREADABLE, f"found: {error.strerror}"))
+    if not stat.S_ISREG(status.st_mode):
+        return replace(source, fault=(UNREADABLE, f"expected a file, found {_kind(status.st_mode)}"))
+    return replace(source, status=(status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev))
+
+
+def _kind(mode: int) -> str:
+    if stat.S_ISDIR(mode):
+        return "a folder that cannot be listed"
+    kinds = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+    return kinds.get(stat.S_IFMT(mode), "a device")
+
+
+def _without_repetition(sources: Iterable[Source]) -> Iterable[Source]:
+    """Sets the fault of sources that are the same file as an earlier one, also through links."""
+    names: dict[tuple[object, ...], str] = {}
+    for source in sources:
+        key = (source.conversations, *(source.status[2:] or (source.name,)))
+        first = names.get(key)
+        names.setdefault(key, source.name)
+        if first is not None:
+            advice = "to weigh it more, prepare it apart and give data.sources a weight"
+            fault = (REPEATED, f"expected each file once, found it as {first} before; {advice}")
+            yield replace(source, fault=source.fault or fault, status=source.status[:3])
+        else:
+            yield replace(source, status=source.status[:3])
+
+
+def _files_of(entry: str) -> list[tuple[str, Path]]:
+    path = Path(entry)
+    if entry in (STDLIB, STDLIB_CHAT):
+        return _stdlib_files()
+    if path.is_dir():
+        if splits := saved_splits(path):
+            if TRAIN_SPLIT not in splits:
+                raise DataError(
+                    f"{entry}: expected a split {TRAIN_SPLIT}, found {', '.join(splits)}; name the "
+                    f"folder of one, such as {path / splits[0]}"
+                )
+            path = path / TRAIN_SPLIT
+        found = _visible_files(path)
+        if not found:
+            raise DataError(f"{entry}: expected a folder with .jsonl or other files, found none in it")
+        return [(str(file), file) for file in found]
+    if path.is_file():
+        return [(entry, path)]
+    if path.exists():
+        kind = _kind(path.stat().st_mode)
+        raise DataError(
+            f"{entry}: expected a file or a folder, found {kind}; write what it gives to a file first"
+        )
+    if glob.has_magic(entry):
+        matches = [Path(match) for match in sorted(glob.glob(entry, recursive=True))]
+        files = [file for file in matches if not file.is_dir()]
+        folders = [folder for folder in matches if folder.is_dir() and "**" not in entry]
+        files += [file for folder in folders for file in _visible_files(folder)]
+        if not files:
+            raise DataError(f"{entry}: expected a pattern that files match, found none that does")
+        return [(str(file), file) for file in sorted(files)]
+    hint = ""
+    if entry.count("/") == 1 and not path.suffix and not entry.startswith((".", "/")):
+        hint = f"; a data set of the Hugging Face hub is written {HUB_PREFIX}{entry}"
+    raise DataError(f"{entry}: expected a file, a folder or `{STDLIB}`, found no such path{hint}")
+
+
+def saved_splits(folder: Path) -> list[str]:
+    """The splits of a `DatasetDict` that `save_to_disk` wrote there, of which `train` is read; else none."""
+    if not (folder / "dataset_dict.json").is_file():
+        return []
+    return sorted(path.name for path in folder.iterdir() if (path / "state.json").is_file())
+
+
+def _visible_files(folder: Path) -> list[Path]:
+    """All files that are not hidden, and unlistable folders; links to folders are not followed."""
+    visible: list[Path] = []
+    for parent, folders, names in os.walk(folder, onerror=lambda e: visible.append(Path(e.filename))):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        visible.extend(Path(parent, name) for name in names if not name.startswith("."))
+    saved = {path.parent for path in visible if path.suffix == ".arrow"}
+    saved |= {path.parent for path in visible if path.name == "dataset_dict.json"}
+    documents = [p for p in visible if not (p.name in _DATASETS_NOTES and p.parent in saved)]
+    return sorted(documents, key=lambda path: path.relative_to(folder).as_posix())
+
+
+def _stdlib_files() -> list[tuple[str, Path]]:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = []
+    for folder, inner, names in os.walk(root):
+        # installed packages may be many times as many files
+        inner[:] = [name for name in inner if name not in _STDLIB_EXCLUDED]
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
+    return sorted((path.relative_to(root).as_posix(), path) for path in files)

@@ -1,0 +1,421 @@
+"""Reads files of every format and compression into raw records, in order and in bounded memory."""
+
+from __future__ import annotations
+
+import ast
+import bz2
+import csv
+import gzip
+import io
+import json
+import lzma
+import os
+import sys
+import warnings
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from llm_pretrain.data.sources.documents import (
+    BROKEN,
+    CHANGED,
+    NUL,
+    RECORD_BYTES,
+    TOO_LARGE,
+    UNREADABLE,
+    RawRecord,
+    bad_record,
+)
+from llm_pretrain.data.sources.inputs import DELIMITERS, LINE_SUFFIXES, TABLE_SUFFIXES, Source, find_sources
+from llm_pretrain.data.sources.tables import choose_columns, hub_records, table_records
+from llm_pretrain.errors import DataError
+
+DAMAGE = (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError)
+"""Raised when a damaged file is read; bz2 raises an OSError without errno instead."""
+
+_READ_BYTES = 1 << 20
+_ZSTANDARD_READ_BYTES = 1 << 12
+"""Small, as each compressed byte can expand to tens of thousands."""
+
+
+def open_binary(path: Path, compression: str) -> Any:
+    """Opens a file for reading its decompressed bytes; a truncated file raises one of `DAMAGE`, an empty one
+    too."""
+    if compression and not path.stat().st_size:
+        raise EOFError("found no bytes, which no compressed file is")
+    if compression == ".gz":
+        return gzip.open(path, "rb")
+    if compression == ".bz2":
+        return bz2.open(path, "rb")
+    if compression == ".xz":
+        return lzma.open(path, "rb")
+    if compression == ".zst":
+        return io.BufferedReader(_ZstandardFile(path), _READ_BYTES)
+    return path.open("rb")
+
+
+class _ZstandardFile(io.RawIOBase):
+    """Reads all frames of a .zst file; unlike the library's reader, it detects a truncated last frame."""
+
+    def __init__(self, path: Path):
+        import zstandard
+
+        self._file = path.open("rb")
+        self._new_frame = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj
+        self._frame = self._new_frame()
+        self._error = zstandard.ZstdError
+        self._begun = False
+        self._rest = self._ready = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any, /) -> int:
+        while not self._ready:
+            data = self._rest or self._file.read(_ZSTANDARD_READ_BYTES)
+            self._rest = b""
+            if not data:
+                if self._begun:
+                    raise EOFError("the last zstandard frame is cut short")
+                return 0
+            try:
+                self._ready = self._frame.decompress(data)
+            except self._error as error:
+                raise EOFError(str(error)) from error
+            self._begun = not self._frame.eof
+            if self._frame.eof:
+                self._rest, self._frame = self._frame.unused_data, self._new_frame()
+        size = min(len(buffer), len(self._ready))
+        buffer[:size] = self._ready[:size]
+        self._ready = self._ready[size:]
+        return size
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+_CHUNK = 1 << 20
+
+
+def lines_of(file: BinaryIO) -> Iterator[bytes]:
+    """The lines of a file; of a line above RECORD_BYTES only the first RECORD_BYTES + 1 bytes."""
+    while line := file.readline(RECORD_BYTES + 1):
+        is_cut = len(line) > RECORD_BYTES and not line.endswith(b"\n")
+        yield line
+        while is_cut:
+            rest = file.readline(_CHUNK)
+            is_cut = bool(rest) and not rest.endswith(b"\n")
+
+
+def json_lines(index: int, name: str, lines: Iterable[bytes]) -> Iterator[RawRecord]:
+    """A record per line, counted from 1; blank lines are skipped."""
+    for line, data in enumerate(lines, start=1):
+        if not data.isspace():
+            yield RawRecord(name, line, data, "json", index)
+
+
+def json_file(index: int, name: str, file: Any) -> Iterator[RawRecord]:
+    """A .json file: an array of records, a record per line (as in many data sets), or a single record."""
+    head = file.peek(_CHUNK).removeprefix(b"\xef\xbb\xbf").lstrip()
+    if head.startswith(b"["):
+        return _elements(index, name, file)
+    lines = lines_of(file)
+    begin = [*islice(lines, 2)]
+    if any(map(_is_json, begin)):  # of two, as the first line may be damaged
+        return json_lines(index, name, chain(begin, lines))
+    whole = b"".join(begin)
+    whole += file.read(max(RECORD_BYTES + 1 - len(whole), 0))
+    return iter([RawRecord(name, 1, whole, "json", index)])
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _elements(index: int, name: str, file: BinaryIO) -> Iterator[RawRecord]:
+    """The elements of a JSON array, counted from 1. Reading ends at a malformed element."""
+    number = 0
+    try:
+        with io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="") as stream:
+            window = _JsonWindow(stream)
+            window.expect("[")
+            while number or window.next() != "]":
+                data = window.value()
+                number += 1
+                yield RawRecord(name, number, data.encode("utf-8", "surrogateescape"), "json", index)
+                if window.expect(",]") == "]":
+                    break
+            else:
+                window.expect("]")
+            if window.next():
+                raise ValueError("more text behind its end")
+    except (ValueError, RecursionError) as error:
+        detail = f"expected a JSON array, found: {str(error) or 'nesting too deep'}"
+        yield bad_record(name, number + 1, "invalid JSON", detail, index)
+
+
+class _JsonWindow:
+    """A sliding window over a long JSON text; it holds at most the longest value."""
+
+    def __init__(self, stream: io.TextIOBase):
+        self._stream = stream
+        self._text = ""
+        self._position = 0
+        self._scan = json.JSONDecoder().raw_decode
+
+    def next(self) -> str:
+        """The next non-space character, or an empty string at the end."""
+        while True:
+            while self._position < len(self._text):
+                if not self._text[self._position].isspace():
+                    return self._text[self._position]
+                self._position += 1
+            if not self._grow():
+                return ""
+
+    def expect(self, expected: str) -> str:
+        """Consumes and returns one of the characters `expected`."""
+        found = self.next()
+        if not found or found not in expected:
+            raise ValueError(f"{found or 'the end'} in place of {' or '.join(expected)}")
+        self._position += 1
+        return found
+
+    def value(self) -> str:
+        """Consumes one value and returns its text."""
+        self.next()
+        while True:
+            try:
+                _, end = self._scan(self._text, self._position)
+                if end < len(self._text):  # else a number may continue
+                    break
+            except ValueError as error:
+                if not self._grow():
+                    raise ValueError(str(error).split(":")[0]) from error
+                continue
+            if not self._grow():
+                break
+        text, self._position = self._text[self._position : end], end
+        return text
+
+    def _grow(self) -> bool:
+        """Doubles the window, so that the time for a long value stays linear."""
+        kept = self._text[self._position :]
+        if len(kept) > RECORD_BYTES:
+            raise ValueError(f"one of more than {RECORD_BYTES} bytes, or one without an end")
+        more = self._stream.read(max(_CHUNK, len(kept)))
+        self._text, self._position = kept + more, 0
+        return bool(more)
+
+
+_Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+def conversations(name: str, path: Path) -> Iterator[tuple[int, bytes]]:
+    """(line, `{"messages": …}` as JSON) of every documented public definition of one source file.
+
+    Args:
+        name: Path within the library, such as `json/__init__.py`.
+        path: The file; one that this Python cannot parse has none.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of invalid escapes in the library's own strings
+            tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError):
+        return
+    module = name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    for dotted, node in _definitions(tree, module):
+        documentation = ast.get_docstring(node)
+        if documentation is None or not documentation.strip():
+            continue
+        kind = "class" if isinstance(node, ast.ClassDef) else "function"
+        turns = [
+            ("user", f"What does the {kind} `{dotted}` do?"),
+            ("assistant", " ".join(documentation.strip().split("\n\n")[0].split())),
+            ("user", "How is it written?"),
+            ("assistant", f"`{_signature(node)}`"),
+        ]
+        messages = [{"role": role, "content": content} for role, content in turns]
+        yield node.lineno, json.dumps({"messages": messages}, ensure_ascii=False).encode()
+
+
+def _definitions(node: ast.AST, prefix: str) -> Iterator[tuple[str, _Definition]]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, _Definition) and not child.name.startswith("_"):
+            dotted = f"{prefix}.{child.name}"
+            yield dotted, child
+            if isinstance(child, ast.ClassDef):
+                yield from _definitions(child, dotted)
+
+
+def _signature(node: _Definition) -> str:
+    if isinstance(node, ast.ClassDef):
+        bases = ", ".join(map(ast.unparse, node.bases))
+        return f"class {node.name}({bases})" if bases else f"class {node.name}"
+    prefix = "async def" if isinstance(node, ast.AsyncFunctionDef) else "def"
+    return f"{prefix} {node.name}({ast.unparse(node.args)})"
+
+
+def read_records(
+    inputs: Sequence[str], *, text_column: str = "text", after: tuple[int, int] = (0, -1)
+) -> Iterator[RawRecord]:
+    """The raw records of `inputs` in order; see `read_sources`."""
+    yield from read_sources(find_sources(inputs), text_column=text_column, after=after)
+
+
+def read_sources(
+    sources: Sequence[Source], *, text_column: str = "text", after: tuple[int, int] = (0, -1)
+) -> Iterator[RawRecord]:
+    """The raw records of `sources` in order, beginning after the record at (source, line) `after`.
+
+    The unreadable rest of a damaged file is one bad record, as is a file with a fault or one that changed
+    while it was read. Raises DataError for a table without a column to train on.
+    """
+    for index, source in enumerate(sources):
+        if index < after[0]:
+            continue
+        last = after[1] if index == after[0] else -1
+        for record in _read_source(index, source, text_column):
+            if record.line > last:
+                yield record
+
+
+def batch_records(records: Iterable[RawRecord], batch_bytes: int) -> Iterator[list[RawRecord]]:
+    """Groups records into lists of about `batch_bytes`; the groups depend on the records only."""
+    batch: list[RawRecord] = []
+    size = 0
+    for record in records:
+        batch.append(record)
+        size += len(record.data)
+        if size >= batch_bytes:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _read_source(index: int, source: Source, text_column: str) -> Iterator[RawRecord]:
+    name = source.name
+    if source.path is None:
+        yield from hub_records(index, name, text_column)
+        return
+    if source.fault:
+        yield bad_record(name, 0, *source.fault, index)
+        return
+    last = -1
+    try:
+        for record in _records_of_file(index, source, text_column):
+            last = record.line
+            if len(record.data) > RECORD_BYTES:
+                detail = f"expected at most {RECORD_BYTES} bytes in one record; cut it into documents"
+                yield bad_record(name, last, TOO_LARGE, detail, index)
+            else:
+                yield record
+    except (*DAMAGE, OSError) as error:
+        number = error.errno if isinstance(error, OSError) else None
+        unreadable = number is not None
+        cause, detail = (UNREADABLE, f"found: {os.strerror(number)}") if unreadable else (BROKEN, str(error))
+        line = 0 if unreadable and last < 0 else max(last, 0) + 1
+        yield bad_record(name, line, cause, detail, index)
+        return
+    if change := source.change():
+        yield bad_record(name, last + 1, CHANGED, change, index)
+
+
+def _records_of_file(index: int, source: Source, text_column: str) -> Iterator[RawRecord]:
+    assert source.path is not None
+    if source.conversations:
+        for line, data in conversations(source.name, source.path):
+            yield RawRecord(source.name, line, data, "json", index)
+    elif source.format() in TABLE_SUFFIXES:
+        yield from table_records(index, source.name, source.path, source.compression(), text_column)
+    else:
+        with open_binary(source.path, source.compression()) as file:
+            yield from _records_of_stream(index, source, file, text_column)
+
+
+def _records_of_stream(index: int, source: Source, file: BinaryIO, text_column: str) -> Iterator[RawRecord]:
+    suffix, name = source.format(), source.name
+    if suffix in LINE_SUFFIXES:
+        return json_lines(index, name, lines_of(file))
+    if suffix == ".json":
+        return json_file(index, name, file)
+    if suffix in DELIMITERS:
+        return _delimited(index, name, file, DELIMITERS[suffix], text_column)
+    return iter([RawRecord(name, 0, file.read(RECORD_BYTES + 1), "text", index)])
+
+
+class _RowTooLargeError(csv.Error):
+    """A row above RECORD_BYTES; an open quote makes one of the rest of the file."""
+
+
+class _RowLines:
+    """The lines of a .csv file; `number` counts them, `size` the characters of the row that is read."""
+
+    def __init__(self, stream: io.TextIOBase):
+        self._stream = stream
+        self.number = self.size = 0
+
+    def __iter__(self) -> _RowLines:
+        return self
+
+    def __next__(self) -> str:
+        line = self._stream.readline(RECORD_BYTES + 1)
+        if not line:
+            raise StopIteration
+        self.number += 1
+        self.size += len(line)
+        if self.size > RECORD_BYTES:
+            while line and not line.endswith(("\n", "\r")):
+                line = self._stream.readline(_CHUNK)
+            raise _RowTooLargeError(
+                f"expected at most {RECORD_BYTES} bytes in one row; is a quote left open?"
+            )
+        return line
+
+
+def _delimited(
+    index: int, name: str, file: BinaryIO, delimiter: str, text_column: str
+) -> Iterator[RawRecord]:
+    """Rows of a .csv or .tsv file with a header line; `line` is that of the row's end."""
+    csv.field_size_limit(sys.maxsize)
+    with io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="") as stream:
+        lines = _RowLines(stream)
+        rows = csv.reader(lines, delimiter=delimiter, strict=True)
+        try:
+            header = next(rows, None)
+        except csv.Error as error:
+            raise DataError(f"{name}:1: expected the names of the columns, found: {error}") from error
+        columns = choose_columns(name, header, text_column) if header else []
+        while header:
+            lines.size = 0
+            try:
+                row = next(rows, None)
+            except csv.Error as error:
+                cause = TOO_LARGE if isinstance(error, _RowTooLargeError) else "invalid CSV"
+                yield bad_record(name, lines.number, cause, str(error), index)
+                continue
+            if row is None:
+                return
+            if len(row) == len(header):
+                fields = {column: row[header.index(column)] for column in columns}
+                yield _record_of_row(index, name, lines.number, fields, text_column)
+            elif row:
+                detail = f"expected {len(header)} columns, found {len(row)}"
+                yield bad_record(name, lines.number, "wrong number of columns", detail, index)
+
+
+def _record_of_row(index: int, name: str, line: int, fields: dict[str, str], text_column: str) -> RawRecord:
+    if any("\0" in field for field in fields.values()):
+        return bad_record(name, line, NUL, "found one in the row; was its writer interrupted?", index)
+    if text_column in fields:
+        return RawRecord(name, line, fields[text_column].encode("utf-8", "surrogateescape"), "text", index)
+    data = json.dumps(fields, ensure_ascii=False).encode("utf-8", "surrogateescape")
+    return RawRecord(name, line, data, "json", index)

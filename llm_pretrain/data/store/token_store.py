@@ -1,0 +1,384 @@
+"""Opens and verifies token stores: tokens by memory map, document offsets, loss mask, tokenizer.
+
+Large files are verified by the hash of a few blocks: this detects exchanged or half-copied shards without
+reading them. A single altered byte is detected only by reading everything (`TokenStore.verify`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterator
+from io import BufferedReader
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from llm_pretrain.config import matches_type
+from llm_pretrain.data.tokenizers import MAX_VOCAB_SIZE, Tokenizer, open_tokenizer
+from llm_pretrain.errors import DataError
+from llm_pretrain.files import open_plain, read_plain
+
+FORMAT = "llm_pretrain token store"
+FORMAT_VERSION = 1
+
+_MOST = 1 << 53
+"""Upper bound on counts; larger ones are an error and could overflow int64 in sums."""
+_FILE = re.compile(r"(?:[A-Za-z0-9_-][A-Za-z0-9._-]*/)*[A-Za-z0-9_-][A-Za-z0-9._-]*")
+"""A relative path inside the store."""
+
+_FACTS: dict[str, Any] = {
+    **{"dtype": str, "vocab_size": int, "tokenizer_hash": str, "special_ids": list[int]},
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), int | None),
+    **{"zlib_bits_per_byte": float | None, "splits": dict, "files": dict[str, dict]},
+}
+_SPLIT_FACTS: dict[str, Any] = {
+    **dict.fromkeys(("documents", "tokens", "targets", "text_bytes", "max_token_id"), int),
+    **{"shards": list[dict], "masked": bool},
+}
+_OPTIONAL_FACTS: dict[str, Any] = {
+    **{"inputs": list[str], "input_documents": list[int] | None, "skipped": dict[str, int]},
+    **{"duplicates": int, "altered_documents": int},
+}
+
+
+def read_facts(path: Path) -> tuple[dict[str, Any], str]:
+    """(content of store.json, its SHA-256). Raises DataError for content that `prepare` does not write."""
+    file = path / "store.json"
+    if not file.is_file():
+        raise DataError(
+            f"{path}: expected a folder with store.json, found none; make one with "
+            f"`llm-pretrain prepare --output {path}` (its --help has examples)"
+        )
+    try:
+        content = read_plain(file)
+    except OSError as error:
+        raise DataError(f"{file}: expected a readable file, found: {error.strerror}") from error
+    try:
+        facts = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{file}: expected JSON, found: {error!s:.200}") from error
+    if not isinstance(facts, dict) or facts.get("format") != FORMAT:
+        raise DataError(f"{file}: expected format {FORMAT!r}, found another file; name a store's folder")
+    version = facts.get("format_version")
+    _require(version == FORMAT_VERSION, file, f"format_version {FORMAT_VERSION}", f"{version!r:.40}")
+    _check_facts(file, facts)
+    return facts, hashlib.sha256(content).hexdigest()
+
+
+def _require(condition: bool, file: Path, expected: str, found: object) -> None:
+    if not condition:
+        raise DataError(f"{file}: expected {expected}, found {found!s:.80}; prepare the store again")
+
+
+def _check_types(file: Path, prefix: str, facts: dict[str, Any], types: dict[str, Any]) -> None:
+    for key, kind in types.items():
+        _require(key in facts, file, f"the field {prefix}{key}", "none")
+        name = kind.__name__ if isinstance(kind, type) else kind
+        _require(matches_type(kind, facts[key]), file, f"{prefix}{key} of type {name}", f"{facts[key]!r:.40}")
+
+
+def _check_facts(file: Path, facts: dict[str, Any]) -> None:
+    """Checks every entry that is used later, so that an edited store.json gives no KeyError there."""
+    _check_types(file, "", facts, _FACTS)
+    _check_types(file, "", facts, {key: kind for key, kind in _OPTIONAL_FACTS.items() if key in facts})
+    _require(facts["dtype"] in ("<u2", "<u4"), file, "dtype <u2 or <u4", f"{facts['dtype']!r:.40}")
+    size = facts["vocab_size"]
+    for name in ("train", "validation"):
+        split = facts["splits"].get(name)
+        _require(isinstance(split, dict), file, f"a split {name}", "none")
+        _check_types(file, f"splits.{name}.", split, _SPLIT_FACTS)
+        for count in ("documents", "tokens", "targets", "text_bytes"):
+            expected = f"splits.{name}.{count} between 0 and {_MOST}"
+            _require(0 <= split[count] <= _MOST, file, expected, f"{split[count]!r:.40}")
+        found = f"{split['max_token_id']} in {name}"
+        _require(split["max_token_id"] < size, file, f"token ids below vocab_size {size}", found)
+    _require(0 < size <= MAX_VOCAB_SIZE, file, f"vocab_size of 1 to {MAX_VOCAB_SIZE}", f"{size!r:.40}")
+    bits = facts["zlib_bits_per_byte"]
+    _require(bits is None or math.isfinite(bits), file, "zlib_bits_per_byte to be finite", bits)
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        index = facts[name]
+        in_vocabulary = index is None or 0 <= index < size
+        _require(in_vocabulary, file, f"{name} below vocab_size {size}", f"{index!r:.40}")
+    _check_entries(file, facts)
+
+
+def _check_entries(file: Path, facts: dict[str, Any]) -> None:
+    """Checks counts, and that `files` has the size and hash of every file that is read."""
+    files = facts["files"]
+    for name, entry in files.items():
+        _require(_FILE.fullmatch(name) is not None, file, "names of files in the store", f"{name!r:.80}")
+        types = {"bytes": int, "sha256": str} | ({"sample": str} if "sample" in entry else {})
+        _check_types(file, f"files.{name:.80}.", entry, types)
+    counts = [
+        *facts["special_ids"],
+        *(facts.get("input_documents") or ()),
+        *facts.get("skipped", {}).values(),
+    ]
+    needed = ["tokenizer/tokenizer.json"]
+    for name in ("train", "validation"):
+        split = facts["splits"][name]
+        for shard in split["shards"]:
+            _check_types(file, f"splits.{name}.shards: ", shard, {"file": str, "tokens": int})
+            counts.append(shard["tokens"])
+        parts = ["offsets.bin", *(["loss_mask.bin"] if split["masked"] else [])]
+        needed += [f"{name}/{part}" for part in (*parts, *(shard["file"] for shard in split["shards"]))]
+    wrong = next((count for count in counts if not 0 <= count <= _MOST), None)
+    _require(wrong is None, file, f"counts and ids between 0 and {_MOST}", f"{wrong!r:.40}")
+    missing = next((name for name in needed if name not in files), None)
+    _require(missing is None, file, f"{missing!s:.80} in files", "none")
+
+
+SAMPLE_BLOCKS = 4
+SAMPLE_BYTES = 1 << 16
+"""Number and size of the blocks of a file that `sample_digest` reads, evenly spaced from begin to end."""
+
+_BLOCK = 1 << 20
+"""Numbers checked per numpy call."""
+
+
+def sample_digest(file: BinaryIO, size: int, start: int = 0) -> str:
+    """SHA-256 of sampled blocks of the file's `size` bytes from `start`; of all bytes if they fit."""
+    digest = hashlib.sha256()
+    last = max(size - SAMPLE_BYTES, 0)
+    for place in sorted({last * k // (SAMPLE_BLOCKS - 1) for k in range(SAMPLE_BLOCKS)}):
+        file.seek(start + place)
+        digest.update(file.read(min(SAMPLE_BYTES, size - place)))
+    return digest.hexdigest()
+
+
+def check_digests(path: Path, files: dict[str, dict[str, Any]]) -> None:
+    """Reads every file of the store at `path` and compares its hash. Raises DataError for an altered one."""
+    for name, expected in files.items():
+        with _open(path / name) as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+        if found != expected["sha256"]:
+            raise _altered(path, name, "SHA-256", expected["sha256"], found)
+
+
+def check_samples(path: Path, files: dict[str, dict[str, Any]]) -> None:
+    """Compares the sample digest of every file that has one. Raises DataError for an altered file."""
+    for name, expected in files.items():
+        if "sample" not in expected:  # stores of older versions have none
+            continue
+        with _open(path / name) as file:
+            found = sample_digest(file, expected["bytes"])
+        if found != expected["sample"]:
+            raise _altered(path, name, "sample", expected["sample"], found)
+
+
+def _open(file: Path) -> BufferedReader:
+    try:
+        return open_plain(file)
+    except OSError as error:
+        raise DataError(f"{file}: expected a readable file, found: {error.strerror}") from error
+
+
+def _altered(path: Path, name: str, kind: str, expected: str, found: str) -> DataError:
+    tokenizer = name.startswith("tokenizer/")
+    what = "the tokenizer that wrote the store" if tokenizer else "unaltered contents"
+    wanted = f"{what} ({kind} {expected[:12]})"
+    return DataError(f"{path / name}: expected {wanted}, found {found[:12]}; prepare the store again")
+
+
+def check_offsets(folder: Path, offsets: np.ndarray, shard_starts: np.ndarray) -> None:
+    """Checks that offsets rise from 0 (no document is empty) and that no document crosses shards."""
+    file = folder / "offsets.bin"
+    _require(int(offsets[0]) == 0, file, "offsets from 0 on", int(offsets[0]))
+    for start in range(0, len(offsets) - 1, _BLOCK):
+        part = offsets[start : start + _BLOCK + 1]
+        rising = part[1:] > part[:-1]  # a difference might overflow
+        if not rising.all():
+            place = int(np.argmin(rising))
+            length = int(part[place + 1]) - int(part[place])
+            _require(False, file, "rising offsets", f"a document of {length} tokens")
+    places = np.minimum(np.searchsorted(offsets, shard_starts), len(offsets) - 1)
+    begins = bool(np.all(offsets[places] == shard_starts))
+    _require(begins, file, "every shard to begin with a document", "one that does not")
+
+
+def check_ids_below(file: Path, tokens: np.ndarray, vocab_size: int) -> None:
+    """Raises DataError for a token id outside the vocabulary. Reads the whole file."""
+    for start in range(0, len(tokens), _BLOCK):
+        part = tokens[start : start + _BLOCK]
+        if int(part.max()) >= vocab_size:
+            place = int(np.argmax(part >= vocab_size))
+            found = f"{int(part[place])} at {start + place}"
+            _require(False, file, f"token ids below vocab_size {vocab_size}", found)
+
+
+VERIFY_LIMIT = 256 << 20
+"""Stores up to this many bytes are read and hashed when opened; of larger ones, sampled blocks."""
+
+_verified: set[tuple[Any, ...]] = set()
+
+
+class TokenStore:
+    """A folder written by `llm-pretrain prepare`.
+
+    Attributes: `path`, `facts` (content of store.json), `hash` (SHA-256 of store.json, which holds the hash
+    of every file), `vocab_size` (every id is below it), `tokenizer_folder`, `tokenizer_hash`, `special_ids`,
+    `bos_token_id`, `eos_token_id`, `pad_token_id`, `zlib_bits_per_byte` (of the validation text at level 9,
+    or None). Raises DataError for a missing, truncated or altered file.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self.facts, self.hash = read_facts(self.path)
+        key = self._check_sizes()
+        self.tokenizer_folder = self.path / "tokenizer"
+        self.tokenizer_hash: str = self.facts["tokenizer_hash"]
+        self.vocab_size: int = self.facts["vocab_size"]
+        self.special_ids: frozenset[int] = frozenset(self.facts["special_ids"])
+        self.bos_token_id: int | None = self.facts["bos_token_id"]
+        self.eos_token_id: int | None = self.facts["eos_token_id"]
+        self.pad_token_id: int | None = self.facts["pad_token_id"]
+        self.zlib_bits_per_byte: float | None = self.facts["zlib_bits_per_byte"]
+        self._splits: dict[str, StoreSplit] = {}
+        self._check_contents(key)
+
+    def split(self, name: str) -> StoreSplit:
+        """The `train` or `validation` split."""
+        if name not in self._splits:
+            self._splits[name] = StoreSplit(self, name)
+        return self._splits[name]
+
+    def tokenizer(self) -> Tokenizer:
+        """Opens the store's tokenizer. Raises DataError if it is not the one that wrote the store."""
+        tokenizer = open_tokenizer(self.tokenizer_folder)
+        if tokenizer.hash != self.tokenizer_hash:
+            raise DataError(
+                f"{self.tokenizer_folder}: expected the tokenizer that wrote the store "
+                f"({self.tokenizer_hash[:12]}), found another ({tokenizer.hash[:12]}); prepare it again"
+            )
+        if tokenizer.vocab_size != self.vocab_size:
+            raise DataError(
+                f"{self.path / 'store.json'}: expected the tokenizer's vocab_size {tokenizer.vocab_size}, "
+                f"found {self.vocab_size}; prepare the store again"
+            )
+        return tokenizer
+
+    def token_bytes(self) -> np.ndarray:
+        """int64 [vocab_size]: UTF-8 bytes of each id, 0 for special ids."""
+        return self.tokenizer().token_bytes()
+
+    def verify(self) -> None:
+        """Reads and hashes every file, whatever the store's size. Raises DataError for an altered one."""
+        check_digests(self.path, self.facts["files"])
+        self._check_ids()
+
+    def __reduce__(self):
+        return TokenStore, (self.path,)
+
+    def _check_sizes(self) -> tuple[Any, ...]:
+        """Checks every file's size; returns a key that changes when a file does."""
+        files: dict[str, dict[str, Any]] = self.facts["files"]
+        seen: list[Any] = [str(self.path.resolve()), self.hash]
+        for name, expected in files.items():
+            file = self.path / name
+            if not file.is_file():
+                raise DataError(
+                    f"{file}: expected a file of the token store, found none; prepare the store again"
+                )
+            status = file.stat()
+            if status.st_size != expected["bytes"]:
+                raise DataError(
+                    f"{file}: expected {expected['bytes']!r:.40} bytes, found {status.st_size}; "
+                    "prepare it again"
+                )
+            seen += [status.st_size, status.st_mtime_ns, status.st_ino]
+        return tuple(seen)
+
+    def _check_contents(self, key: tuple[Any, ...]) -> None:
+        """Verifies the files once per process: fully up to VERIFY_LIMIT bytes, else by sampled blocks."""
+        if key in _verified:
+            return
+        files: dict[str, dict[str, Any]] = self.facts["files"]
+        if sum(expected["bytes"] for expected in files.values()) > VERIFY_LIMIT:
+            check_samples(self.path, files)
+        else:
+            check_digests(self.path, files)
+            self._check_ids()
+        for name in ("train", "validation"):
+            split = self.split(name)
+            check_offsets(self.path / name, split.offsets, split.shard_starts)
+        _verified.add(key)
+
+    def _check_ids(self) -> None:
+        for name in ("train", "validation"):
+            for file, tokens in zip(self.split(name).shard_files, self.split(name).shards, strict=True):
+                check_ids_below(file, tokens, self.vocab_size)
+
+
+class StoreSplit:
+    """One split of a store: document d is tokens [offsets[d], offsets[d + 1]), `offsets` int64.
+
+    `documents`, `tokens` and `text_bytes` (UTF-8) are counts.
+    """
+
+    def __init__(self, store: TokenStore, name: str):
+        facts = store.facts["splits"][name]
+        folder = store.path / name
+        dtype = np.dtype(store.facts["dtype"])
+        self.documents: int = facts["documents"]
+        self.tokens: int = facts["tokens"]
+        self.text_bytes: int = facts["text_bytes"]
+        self.offsets = _map(folder / "offsets.bin", np.dtype("<i8"), self.documents + 1)
+        counts = [shard["tokens"] for shard in facts["shards"]]
+        self.shard_starts = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+        names = [shard["file"] for shard in facts["shards"]]
+        self.shard_files = [folder / name for name in names]
+        self.shards = [_map(f, dtype, count) for f, count in zip(self.shard_files, counts, strict=True)]
+        bits = -(-self.tokens // 8)
+        self._mask = _map(folder / "loss_mask.bin", np.dtype("u1"), bits) if facts["masked"] else None
+        if self.offsets[-1] != self.tokens or self.shard_starts[-1] != self.tokens:
+            raise DataError(
+                f"{folder}: expected {self.tokens} tokens in shards and offsets, found another number"
+            )
+
+    @property
+    def has_mask(self) -> bool:
+        """Whether any token is masked; without a mask every token is a target."""
+        return self._mask is not None
+
+    @property
+    def mask_bytes(self) -> np.ndarray:
+        """The bit-packed loss mask, first token in the lowest bit; empty without a mask."""
+        return np.zeros(0, dtype=np.uint8) if self._mask is None else self._mask
+
+    def tokens_at(self, start: int, stop: int) -> np.ndarray:
+        """Token ids [start, stop) of one document: uint16 or uint32, a view of the memory map."""
+        shard = 0
+        if len(self.shards) > 1:
+            shard = int(np.searchsorted(self.shard_starts, start, side="right")) - 1
+            start, stop = start - int(self.shard_starts[shard]), stop - int(self.shard_starts[shard])
+        return self.shards[shard][start:stop]
+
+    def mask_at(self, start: int, stop: int) -> np.ndarray:
+        """bool [stop - start]: which of the tokens are targets of the loss."""
+        if self._mask is None:
+            return np.ones(stop - start, dtype=np.bool_)
+        first = start >> 3
+        bits = np.unpackbits(self._mask[first : (stop + 7) >> 3], bitorder="little")
+        return bits[start - 8 * first : stop - 8 * first].view(np.bool_)
+
+    def document(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """(token ids, loss mask) of one document."""
+        start, stop = int(self.offsets[index]), int(self.offsets[index + 1])
+        return self.tokens_at(start, stop), self.mask_at(start, stop)
+
+    def iterate(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """(token ids, loss mask) of every document."""
+        return (self.document(index) for index in range(self.documents))
+
+
+def _map(file: Path, dtype: np.dtype, count: int) -> np.ndarray:
+    """A file of `count` numbers as a memory map."""
+    if file.stat().st_size != count * dtype.itemsize:
+        raise DataError(f"{file}: expected {count} numbers of {dtype}, found {file.stat().st_size} bytes")
+    if count == 0:
+        return np.zeros(0, dtype=dtype)
+    return np.asarray(np.memmap(file, dtype=dtype, mode="r", shape=(count,)))

@@ -1,0 +1,357 @@
+"""Opens tokenizer folders of any origin and encodes text with the `tokenizers` library."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llm_pretrain.errors import DataError
+from llm_pretrain.files import read_plain
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
+"""Files of a tokenizer folder that are copied into token stores and weights folders."""
+
+SPACE_SPLIT: dict[str, Any] = {
+    "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+    "pre_tokenizer": {
+        "type": "Split",
+        "pattern": {"Regex": "▁+[^▁]*|[^▁]+"},
+        "behavior": "Isolated",
+        "invert": False,
+    },
+}
+"""Entries of tokenizer.json under which every run of spaces begins a segment that no token crosses."""
+
+_TOKENIZER_PATTERNS = ("*token*", "vocab*", "*.model", "*.tiktoken")
+"""Names of the files of any Hugging Face tokenizer, including older ones without `tokenizer.json`."""
+_SEGMENTS = (
+    re.compile(r"[ ▁]*[^\W\d_]+|[ ▁]*(?:[^\w ▁]|[\d_])+|[ ▁]+"),  # letters apart from everything else
+    re.compile(r"[ ▁]+[^ ▁]*|[^ ▁]+"),
+)
+_CACHED_CHARACTERS = 1 << 23
+MAX_VOCAB_SIZE = 1 << 24
+"""Larger ids are an error; a table of that many entries would fill the memory."""
+MAX_GROWTH = 256
+"""Bound of the factor by which normaliser and decoder can lengthen a text; the highest in use is about 30."""
+
+
+class Tokenizer:
+    """A tokenizer folder with a `tokenizer.json`, opened for encoding.
+
+    Text never becomes a special token: `</s>` inside a document stays text.
+    Attributes: `folder`, `hash` (SHA-256 of `tokenizer.json`, which determines every id), `vocab_size`
+    (highest id + 1), `kind` (the algorithm, in words), `special_ids`, `bos_token_id`, `eos_token_id`,
+    `pad_token_id` (None if undefined), `chat_template` (Jinja, or None).
+    """
+
+    def __init__(self, folder: Path):
+        import tokenizers
+
+        self.folder = folder
+        data = _read(folder / "tokenizer.json")
+        with self.wrapped_errors():
+            self._spec: dict[str, Any] = json.loads(data)
+            self._check_spec()
+            self._backend = tokenizers.Tokenizer.from_str(data.decode("utf-8"))
+            self._open(hashlib.sha256(data).hexdigest())
+
+    @contextmanager
+    def wrapped_errors(self) -> Iterator[None]:
+        """Turns errors of the library (and its panics) and malformed content into a DataError."""
+        try:
+            yield
+        except (DataError, KeyboardInterrupt, SystemExit, GeneratorExit):
+            raise
+        except BaseException as error:
+            reason = " ".join(f"{type(error).__name__} {error}".split())
+            raise DataError(
+                f"{self.folder / 'tokenizer.json'}: expected a tokenizer, found: {reason:.300}"
+            ) from error
+
+    def _check_spec(self) -> None:
+        """Refuses random ids, and growth at which the library would end the process for want of memory."""
+        file = self.folder / "tokenizer.json"
+        if dropout := self._spec["model"].get("dropout"):
+            raise DataError(
+                f"{file}: expected model.dropout null, so that a text always has the same ids, "
+                f"found {dropout}; set it to null"
+            )
+        parts = (self._spec.get(key) for key in ("normalizer", "pre_tokenizer", "decoder"))
+        growth = math.prod(_growth(component) for part in parts for component in components(part))
+        if growth > MAX_GROWTH:
+            raise DataError(
+                f"{file}: expected a normalizer and decoder that lengthen text up to {MAX_GROWTH} times, "
+                f"found some that do so {min(growth, 1e300):.3g} times; remove their Replace entries"
+            )
+
+    def _open(self, digest: str) -> None:
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._backend.encode_special_tokens = True
+        self._segmenter = _find_segmenter(self._spec)
+        self._cache: dict[str, list[int]] = {}
+        self._cached_characters = 0
+        self.hash = digest
+        vocabulary = self._backend.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values()) + 1
+        named = _special_tokens(self.folder)
+        special = {entry["id"] for entry in self._spec.get("added_tokens", []) if entry.get("special")}
+        ids = {key: vocabulary.get(token) for key, token in named.items()}
+        special |= {token for token in ids.values() if token is not None}
+        self.special_ids = frozenset(special)
+        self.bos_token_id = ids.get("bos_token")
+        self.eos_token_id = ids.get("eos_token")
+        self.pad_token_id = ids.get("pad_token")
+        self.kind = _kind(self._spec)
+        self.chat_template = _chat_template(self.folder)
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of each text, without special tokens. Raises DataError for a text it cannot encode."""
+        if self._segmenter is None:
+            return self._encode(texts)
+        segments = [self._segmenter.findall(text) for text in texts]
+        cache = self._cache
+        missing = list(dict.fromkeys(s for parts in segments for s in parts if s not in cache))
+        cache.update(zip(missing, self._encode(missing), strict=True))
+        encoded = [list(chain.from_iterable(map(cache.__getitem__, parts))) for parts in segments]
+        self._cached_characters += sum(map(len, missing))
+        if self._cached_characters > _CACHED_CHARACTERS:
+            cache.clear()
+            self._cached_characters = 0
+        return encoded
+
+    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
+        with self.wrapped_errors():  # a character without a token, or too long a run for a pattern to match
+            encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids, without special tokens."""
+        return self._backend.decode(list(ids), skip_special_tokens=True)
+
+    def token(self, index: int) -> str:
+        """The vocabulary entry of an id."""
+        return self._backend.id_to_token(index) or f"<{index}>"
+
+    def token_pieces(self) -> list[bytes]:
+        """UTF-8 bytes of each id, empty for special and unused ids.
+
+        For a lossless tokenizer the concatenated pieces of a text's ids are the text's bytes. For one whose
+        normaliser changes text or that adds a prefix space, they are an approximation.
+        """
+        with self.wrapped_errors():
+            pieces = [b""] * self.vocab_size
+            decode_piece = piece_decoder(self._spec)
+            for token, index in self._backend.get_vocab(with_added_tokens=False).items():
+                pieces[index] = decode_piece(token)
+            for entry in self._spec.get("added_tokens", []):
+                pieces[entry["id"]] = entry["content"].encode("utf-8")
+            for index in self.special_ids:
+                pieces[index] = b""
+            return pieces
+
+    def byte_ids(self) -> list[int]:
+        """Ids of `<0x00>` to `<0xFF>`, the bytes of characters that have no token; empty for other kinds."""
+        if not self._spec["model"].get("byte_fallback"):
+            return []
+        vocabulary = self._backend.get_vocab(with_added_tokens=False)
+        return [index for token, index in vocabulary.items() if _BYTE_TOKEN.fullmatch(token)]
+
+    def token_bytes(self) -> np.ndarray:
+        """int64 [vocab_size]: number of UTF-8 bytes of each id."""
+        return np.array([len(piece) for piece in self.token_pieces()], dtype=np.int64)
+
+
+def open_tokenizer(folder: str | Path) -> Tokenizer:
+    """Opens a folder with `tokenizer.json` and an EOS token. Raises DataError."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise DataError(
+            f"{folder}: expected a tokenizer folder, found none; make one with `llm-pretrain tokenizer`"
+        )
+    if not (folder / "tokenizer.json").is_file():
+        raise DataError(f"{folder}: expected tokenizer.json in the tokenizer folder, found none")
+    tokenizer = Tokenizer(folder)
+    if tokenizer.vocab_size > MAX_VOCAB_SIZE:
+        raise DataError(
+            f"{folder / 'tokenizer.json'}: expected token ids below {MAX_VOCAB_SIZE}, "
+            f"found {tokenizer.vocab_size - 1}"
+        )
+    if tokenizer.eos_token_id is None:
+        raise DataError(
+            f"{folder / 'tokenizer_config.json'}: expected an eos_token of the vocabulary, found none"
+        )
+    return tokenizer
+
+
+def convert_tokenizer(folder: str | Path, target: Path) -> None:
+    """Converts an older Hugging Face tokenizer folder into one with `tokenizer.json`, written to `target`."""
+    folder = Path(folder)
+    if not any(path for pattern in _TOKENIZER_PATTERNS for path in folder.glob(pattern)):
+        raise DataError(f"{folder}: expected a Hugging Face tokenizer folder, found no tokenizer.json in it")
+    from transformers import AutoTokenizer
+
+    try:
+        # without a value transformers asks on standard input whether to run the folder's own Python files
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        tokenizer.save_pretrained(str(target))
+    except Exception as error:  # transformers raises many types of exception
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise DataError(f"{folder}: expected a Hugging Face tokenizer folder, found: {reason}") from error
+    if not (target / "tokenizer.json").is_file():
+        raise DataError(f"{folder}: expected a tokenizer that has a fast form (tokenizer.json), found none")
+
+
+def use_one_thread() -> None:
+    """Limits the `tokenizers` library to one thread, for worker processes (one per core)."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return read_plain(path)
+    except OSError as error:
+        raise DataError(f"{path}: expected a readable file, found: {error.strerror}") from error
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(_read(path))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}: expected JSON, found: {error}") from error
+    if not isinstance(content, dict):
+        raise DataError(f"{path}: expected a JSON object, found a {type(content).__name__}")
+    return content
+
+
+def _kind(spec: dict[str, Any]) -> str:
+    model = spec["model"]
+    if model["type"] != "BPE":
+        return model["type"].lower()
+    if any(part["type"] == "ByteLevel" for part in components(spec.get("pre_tokenizer"))):
+        return "byte-level BPE"
+    return "BPE with byte fallback" if model["merges"] else "characters"
+
+
+def _chat_template(folder: Path) -> str | None:
+    """From chat_template.jinja, else from tokenizer_config.json (of several, the one named `default`)."""
+    if (folder / "chat_template.jinja").is_file():
+        return _read(folder / "chat_template.jinja").decode("utf-8", errors="replace")
+    if not (folder / "tokenizer_config.json").is_file():
+        return None
+    template = _json_object(folder / "tokenizer_config.json").get("chat_template")
+    if isinstance(template, list):
+        entries = [entry for entry in template if isinstance(entry, dict)]
+        template = next((entry.get("template") for entry in entries if entry.get("name") == "default"), None)
+    return template if isinstance(template, str) else None
+
+
+def _special_tokens(folder: Path) -> dict[str, str]:
+    """{"bos_token": "<s>", …} from tokenizer_config.json, else from special_tokens_map.json."""
+    named: dict[str, str] = {}
+    for file in ("special_tokens_map.json", "tokenizer_config.json"):
+        if not (folder / file).is_file():
+            continue
+        content = _json_object(folder / file)
+        for key in ("bos_token", "eos_token", "pad_token", "unk_token"):
+            value = content.get(key)
+            token = value.get("content") if isinstance(value, dict) else value
+            if isinstance(token, str):
+                named[key] = token
+    return named
+
+
+def _find_segmenter(spec: dict[str, Any]) -> re.Pattern[str] | None:
+    """A pattern that cuts text into segments that no token crosses, or None.
+
+    Every distinct segment is encoded once, which is about twice as fast as encoding whole texts. A pattern is
+    valid if it cuts no token of the vocabulary, as its cuts depend on two adjacent characters only.
+    """
+    model, added = spec["model"], spec.get("added_tokens", [])
+    plain = model["type"] == "BPE" and model.get("byte_fallback") and all(token["special"] for token in added)
+    if not plain or any(spec.get(key) != value for key, value in SPACE_SPLIT.items()):
+        return None
+    pieces = ["".join(pair) for pair in model["merges"]]
+    fitting = (p for p in _SEGMENTS if all(p.fullmatch(s) and len(p.findall(s)) == 1 for s in pieces))
+    return next(fitting, None)
+
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+def components(part: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
+    """The flattened parts of a normaliser, pre-tokenizer or decoder."""
+    if part is None:
+        return
+    inner = part.get("decoders") or part.get("pretokenizers") or part.get("normalizers")
+    if inner is None:
+        yield part
+    else:
+        for component in inner:
+            yield from components(component)
+
+
+def _growth(component: dict[str, Any]) -> float:
+    """Bound of the factor by which a component lengthens a text; they multiply, as 2^40 of 40 `a` → `aa`."""
+    if component["type"] == "ByteLevel":
+        return 2.0  # a byte above 127 becomes a character of two bytes
+    if component["type"] == "Precompiled":
+        data = base64.b64decode(component["precompiled_charsmap"])
+        replacements = data[4 + int.from_bytes(data[:4], "little") :]  # behind a table of that many bytes
+        return max(map(len, replacements.split(b"\0")))
+    if component["type"] != "Replace":
+        return 1.0
+    added = len(component["content"])
+    ((kind, pattern),) = component["pattern"].items()
+    if kind == "String" and pattern:
+        return max(1.0, added / len(pattern))
+    return 1.0 + added  # an expression can match between two characters
+
+
+def piece_decoder(spec: dict[str, Any]) -> Callable[[str], bytes]:
+    """A function from a vocabulary entry to its bytes; `spec` is the content of tokenizer.json."""
+    parts = [*components(spec.get("decoder")), *components(spec.get("pre_tokenizer"))]
+    kinds = {part["type"] for part in parts}
+    if "ByteLevel" in kinds:
+        byte_of = {character: byte for byte, character in enumerate(_byte_level_alphabet())}
+        return lambda token: (
+            bytes(byte_of[c] for c in token) if all(c in byte_of for c in token) else token.encode()
+        )
+    has_space_symbol = "Metaspace" in kinds or any(
+        part["type"] == "Replace" and part.get("pattern") == {"String": "▁"} for part in parts
+    )
+
+    def decode(token: str) -> bytes:
+        match = _BYTE_TOKEN.fullmatch(token)
+        if match and "ByteFallback" in kinds:
+            return bytes([int(match[1], 16)])
+        return (token.replace("▁", " ") if has_space_symbol else token).encode("utf-8")
+
+    return decode
+
+
+def _byte_level_alphabet() -> list[str]:
+    """The character of each byte in byte-level BPE: itself if printable, else the next one above 255."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    free = iter(range(256, 512))
+    return [chr(byte) if byte in printable else chr(next(free)) for byte in range(256)]

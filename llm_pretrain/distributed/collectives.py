@@ -1,0 +1,209 @@
+"""Runs an action on all ranks of a group, and raises the failure of one rank on every rank."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from llm_pretrain.config import Config
+from llm_pretrain.distributed.peer_failure import collective_timeout, peer_failure
+from llm_pretrain.errors import CheckpointError, ConfigError, OutputError, PretrainError
+
+T = TypeVar("T")
+distributed: Any = torch.distributed
+"""Untyped: pyright does not see all names that torch documents as exported."""
+
+
+class RankGroup(Protocol):
+    """The ranks that run an action together, such as an `Engine`."""
+
+    rank: int
+    world_size: int
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order, on every rank; also a barrier."""
+        ...
+
+
+class IntegerSums(Protocol):
+    """Anything that sums integers over ranks, such as an `Engine`."""
+
+    def sum_integers(self, values: Sequence[int]) -> list[int]:
+        """Sums over ranks of integers on the host."""
+        ...
+
+
+class SingleRank:
+    """The rank group of one process without a process group."""
+
+    rank = 0
+    world_size = 1
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """The value alone."""
+        return [value]
+
+
+class BackgroundGroup:
+    """A second Gloo process group over all ranks, for the collectives of one background thread at a time."""
+
+    def __init__(self, timeout: timedelta):
+        self._group = distributed.new_group(backend="gloo", timeout=timeout)
+        self.rank: int = distributed.get_rank(self._group)
+        self.world_size: int = distributed.get_world_size(self._group)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order, on every rank; also a barrier."""
+        gathered = [None] * self.world_size
+        distributed.all_gather_object(gathered, value, group=self._group)
+        return gathered
+
+    def close(self) -> None:
+        """Destroy the group: after every rank's thread has ended, before the default group is destroyed."""
+        distributed.destroy_process_group(self._group)
+
+
+def open_background_group(config: Config, world_size: int) -> BackgroundGroup | None:
+    """The process group of background saves; None for one process or `checkpoint.async_save: false`."""
+    if world_size == 1 or not config.checkpoint.async_save:
+        return None
+    return BackgroundGroup(collective_timeout(config))
+
+
+def any_rank(ranks: IntegerSums, *flags: bool) -> list[bool]:
+    """For each flag, whether it is set on any rank; the same on all ranks (collective)."""
+    return [count > 0 for count in ranks.sum_integers(flags)]
+
+
+def run_on_all_ranks(ranks: RankGroup, action: Callable[[], T], doing: str | None = None) -> T:
+    """Run `action` on every rank and return this rank's result; one rank's failure is raised on every rank.
+
+    Args:
+        ranks: The ranks that run it.
+        action: What each rank runs.
+        doing: What the action does, for error messages. With it an OSError becomes a CheckpointError that
+            names the action and the rank; without it, an OutputError.
+
+    Raises:
+        PretrainError: that of the lowest failing rank, marked `shared`, so that it is printed once. A rank
+            where any other exception was raised raises that exception itself, with its traceback.
+    """
+    results: list[T] = []
+    gather_results(ranks, lambda: results.append(action()), doing)
+    return results[0]
+
+
+def run_on_rank0(ranks: RankGroup, action: Callable[[], T], doing: str | None = None) -> T:
+    """Run `action` on rank 0 and return its result, which is pickled, on every rank; fails on every rank."""
+    return gather_results(ranks, lambda: action() if ranks.rank == 0 else None, doing)[0]  # type: ignore[return-value]  # rank 0's result is a T
+
+
+def gather_results(ranks: RankGroup, action: Callable[[], T], doing: str | None = None) -> list[T]:
+    """`run_on_all_ranks` that returns the results of all ranks, in rank order, on every rank."""
+    value: T | None = None
+    failure: PretrainError | None = None
+    bug: Exception | None = None
+    failed = f"{doing} failed on rank {ranks.rank}" if doing else f"rank {ranks.rank} failed"
+    try:
+        value = action()
+    except PretrainError as error:
+        failure = error
+    except OSError as error:
+        if doing:
+            failure = CheckpointError(f"{failed}: {one_line(error)}")
+        else:
+            failure = OutputError(f"{error.filename or 'file system'}: {error.strerror or error}")
+    except Exception as error:
+        if peer_failure(error, ranks.rank):
+            raise  # the group is broken: another collective would wait until its timeout
+        bug = error
+        # Not a CheckpointError: training continues after some failed saves, but not after a bug.
+        failure = PretrainError(f"{failed}: {one_line(error)}")
+    gathered = ranks.gather_objects((value, failure))
+    if bug is not None:
+        raise bug
+    for _, first in gathered:
+        if first is not None:
+            first.shared = True
+            raise first
+    return [value for value, _ in gathered]
+
+
+def one_line(error: BaseException) -> str:
+    """The error's text on one line, with its type; an OSError without the type, with the bytes free."""
+    text = " ".join(str(error).split())
+    if isinstance(error, OSError):
+        return text + _free_space(error)
+    return f"{type(error).__name__}: {text}"
+
+
+def _free_space(error: OSError) -> str:
+    """Free bytes at the moment of a disk-full error; files are deleted afterwards."""
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not isinstance(error.filename, str):
+        return ""
+    try:
+        return f" ({shutil.disk_usage(Path(error.filename).parent).free} bytes free)"
+    except OSError:
+        return ""
+
+
+def check_same(
+    ranks: RankGroup, facts: Mapping[str, str], error: type[PretrainError] = ConfigError, *, limit: int = 8
+) -> None:
+    """Stop if `facts` differ between ranks; collective.
+
+    One exchange of digests, and one of the facts if those differ. It does not go through the engine: the two
+    scripts pack what they gather differently, and a rank may have been started with the other one.
+
+    Args:
+        ranks: The ranks that compare.
+        facts: Names, as in the message, to values as text.
+        error: What is raised, on every rank with the same lines; each rank prints them, since its terminal
+            may be another machine's.
+        limit: Most differences that are named.
+    """
+    if ranks.world_size == 1:
+        return
+    if len(set(_gather(_digest(facts), ranks.world_size))) == 1:
+        return
+    everywhere = _gather(dict(facts), ranks.world_size)
+    names = dict.fromkeys(name for each in everywhere for name in each)
+    lines = [_difference(name, [each.get(name, "none") for each in everywhere]) for name in names]
+    lines = [line for line in lines if line]
+    if len(lines) > limit:
+        lines[limit - 1] += f" (and {len(lines) - limit} more differences)"
+    different = error(*lines[:limit])
+    different.shared = False
+    raise different
+
+
+def _digest(facts: Mapping[str, str]) -> str:
+    return hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest()
+
+
+def _gather(value: T, world_size: int) -> list[T]:
+    gathered = [value] * world_size
+    distributed.all_gather_object(gathered, value)
+    return gathered
+
+
+def _difference(name: str, values: Sequence[str]) -> str | None:
+    """One line about a fact with each value and its ranks; None if all ranks have the same."""
+    if len(set(values)) == 1:
+        return None
+    found = []
+    for value in dict.fromkeys(values):
+        ranks = [str(rank) for rank, each in enumerate(values) if each == value]
+        shown = ", ".join(ranks[:4]) + (f" and {len(ranks) - 4} more" if len(ranks) > 4 else "")
+        found.append(f"{value:.200} on rank{'s' * (len(ranks) > 1)} {shown}")
+    advice = "start all ranks with the same script, settings, data and installation"
+    if name == "training.precision":
+        advice = "on machines with different hardware set bf16 or fp32 instead of auto"
+    return f"{name}: expected the same on all ranks, found {'; '.join(found)}; {advice}"

@@ -1,0 +1,250 @@
+"""The architectures of transformers that our decoder can be written as or read from, and their keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from llm_pretrain.config import ModelConfig
+from llm_pretrain.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class HFArchitecture:
+    """One architecture of transformers: the same function of the same numbers, at most rearranged.
+
+    Args:
+        class_name: Its class in transformers.
+        keys: For each of our fields its names in `config.json`, and the architecture's default where all are
+            missing (None: the key is required).
+        fixed: Fields of ours whose value the architecture implies.
+        extra: Keys that are always written.
+        lacks: Keys of other architectures that its class does not declare. Readers may take a foreign key for
+            a feature: TRL takes `router_aux_loss_coef` for an auxiliary loss.
+        rope_theta, rms_norm_eps, head_dim, partial_rotary_factor: Its defaults where the keys are missing;
+            a head_dim of None is hidden_size / num_attention_heads, and our partial_rotary_factor always 1.
+    """
+
+    class_name: str
+    keys: Mapping[str, tuple[tuple[str, ...], Any]] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    lacks: tuple[str, ...] = ()
+    rope_theta: float = 1e4
+    rms_norm_eps: float = 1e-6
+    head_dim: int | None = None
+    partial_rotary_factor: float = 1.0
+
+
+_COUNTS = {
+    "num_experts": (("num_local_experts", "num_experts"), None),
+    "num_experts_per_tok": (("num_experts_per_tok",), None),
+}
+_SIGMOID_KEYS = {
+    "num_experts": (("n_routed_experts",), None),
+    "num_experts_per_tok": (("num_experts_per_tok",), None),
+    "moe_intermediate_size": (("moe_intermediate_size",), 1408),
+    "n_shared_experts": (("n_shared_experts",), 1),
+    "norm_topk_prob": (("norm_topk_prob",), True),
+    "routed_scaling_factor": (("routed_scaling_factor",), 1.0),
+    "first_k_dense_replace": (("first_k_dense_replace",), 1),
+}
+_NO_GROUPS = {"n_group": 1, "topk_group": 1}
+_GLM4_MOE = HFArchitecture(
+    "Glm4MoeForCausalLM",
+    keys={**_SIGMOID_KEYS, "qk_norm": (("use_qk_norm",), False)},
+    fixed={"scoring_func": "sigmoid"},
+    extra={**_NO_GROUPS, "partial_rotary_factor": 1.0, "num_nextn_predict_layers": 0},
+    lacks=("sliding_window", "router_aux_loss_coef"),
+    rms_norm_eps=1e-5,
+    partial_rotary_factor=0.5,
+)
+_SOLAR_KEYS = {
+    **{name: key for name, key in _SIGMOID_KEYS.items() if name != "first_k_dense_replace"},
+    "moe_intermediate_size": (("moe_intermediate_size",), 1280),
+}
+
+HF_ARCHITECTURES: dict[str, HFArchitecture] = {
+    "qwen3": HFArchitecture("Qwen3ForCausalLM", fixed={"qk_norm": True}, head_dim=128),
+    "llama": HFArchitecture(
+        "LlamaForCausalLM", fixed={"qk_norm": False}, extra={"mlp_bias": False}, lacks=("sliding_window",)
+    ),
+    "qwen3_moe": HFArchitecture(
+        "Qwen3MoeForCausalLM",
+        keys={
+            **_COUNTS,
+            "moe_intermediate_size": (("moe_intermediate_size",), 768),
+            "norm_topk_prob": (("norm_topk_prob",), False),
+            "decoder_sparse_step": (("decoder_sparse_step",), 1),
+        },
+        fixed={"qk_norm": True},
+        lacks=("max_window_layers",),
+    ),
+    "mixtral": HFArchitecture(
+        "MixtralForCausalLM",
+        keys={**_COUNTS, "moe_intermediate_size": (("intermediate_size",), 14336)},
+        fixed={"qk_norm": False, "norm_topk_prob": True},
+        lacks=("attention_bias",),
+        rope_theta=1e6,
+        rms_norm_eps=1e-5,
+    ),
+    "glm4_moe": _GLM4_MOE,
+    "hy_v3": HFArchitecture(
+        "HYV3ForCausalLM",
+        keys={
+            "num_experts": (("num_experts",), None),
+            "num_experts_per_tok": (("num_experts_per_tok",), None),
+            "moe_intermediate_size": (("moe_intermediate_size",), 1536),
+            "n_shared_experts": (("num_shared_experts",), 1),
+            "routed_scaling_factor": (("router_scaling_factor",), 2.826),
+        },
+        fixed={"qk_norm": True, "scoring_func": "sigmoid", "norm_topk_prob": True},
+        extra={"mlp_bias": False},
+        lacks=("sliding_window", "router_aux_loss_coef"),
+        rope_theta=11_158_840.0,
+        rms_norm_eps=1e-5,
+        head_dim=128,
+    ),
+    "ernie4_5_moe": HFArchitecture(
+        "Ernie4_5_MoeForCausalLM",
+        keys={
+            "num_experts": (("moe_num_experts",), None),
+            "num_experts_per_tok": (("moe_k",), None),
+            "moe_intermediate_size": (("moe_intermediate_size",), 1536),
+            "n_shared_experts": (("moe_num_shared_experts",), 2),
+            "first_k_dense_replace": (("moe_layer_start_index",), 1),
+            "decoder_sparse_step": (("moe_layer_interval",), 1),
+        },
+        fixed={"qk_norm": False, "norm_topk_prob": True},
+        # Its lower bound of the sum of weights must not take effect, because our decoder has none.
+        extra={"use_bias": False, "moe_norm_min": 1e-30},
+        lacks=("sliding_window", "attention_bias", "attention_dropout"),
+        rope_theta=5e5,
+        rms_norm_eps=1e-5,
+    ),
+    "qwen2_moe": HFArchitecture(
+        "Qwen2MoeForCausalLM",
+        keys={
+            "num_experts": (("num_experts",), None),
+            "num_experts_per_tok": (("num_experts_per_tok",), None),
+            "moe_intermediate_size": (("moe_intermediate_size",), 1408),
+            "norm_topk_prob": (("norm_topk_prob",), False),
+            "decoder_sparse_step": (("decoder_sparse_step",), 1),
+        },
+        fixed={"qk_norm": False},
+        extra={"qkv_bias": True},  # version 4 always has biases; they are written as zeros
+        lacks=("attention_bias",),
+    ),
+    "dots1": HFArchitecture(
+        "Dots1ForCausalLM",
+        keys={
+            **_SIGMOID_KEYS,
+            "first_k_dense_replace": (("first_k_dense_replace",), 0),
+            "n_shared_experts": (("n_shared_experts",), None),
+            "norm_topk_prob": (("norm_topk_prob",), False),
+        },
+        fixed={"qk_norm": True, "scoring_func": "sigmoid"},
+        extra=_NO_GROUPS,
+    ),
+    "solar_open": HFArchitecture(
+        "SolarOpenForCausalLM",
+        keys=_SOLAR_KEYS,
+        fixed={"qk_norm": False, "scoring_func": "sigmoid", "first_k_dense_replace": 0},
+        extra=_NO_GROUPS,
+        rope_theta=1e6,
+        rms_norm_eps=1e-5,
+        head_dim=128,
+    ),
+    "mistral": HFArchitecture("MistralForCausalLM", fixed={"qk_norm": False}),
+    "phi3": HFArchitecture("Phi3ForCausalLM", fixed={"qk_norm": False}, rms_norm_eps=1e-5),
+    "smollm3": HFArchitecture("SmolLM3ForCausalLM", fixed={"qk_norm": False}, rope_theta=2e6),
+}
+"""By `model_type`. The last five are read only: what they compute is written as `glm4_moe` or `llama`."""
+
+LACKING = {
+    "qwen2": "biases of query, key and value",
+    "olmoe": "norms of query and key over all heads at once",
+    "gemma2": "norms after attention and MLP, scaled embeddings",
+}
+"""What other architectures have, without a key in `config.json`, that our decoder lacks."""
+
+MLP_ONLY_LAYERS = frozenset({"qwen3_moe", "qwen2_moe"})
+"""Those that list leading dense layers in `mlp_only_layers`."""
+
+MLP_LAYER_TYPES = frozenset({"hy_v3"})
+"""Those that give each layer's kind in `mlp_layer_types`."""
+
+ROUTER_BIAS = frozenset({"glm4_moe", "hy_v3", "ernie4_5_moe", "dots1", "solar_open"})
+"""Those that always have a router bias, which is zeros for a model without one."""
+
+SHARED_EXPERT = frozenset({"glm4_moe", "qwen2_moe"})
+"""Those that always have a shared expert, which is zeros for a model without one; of the written ones."""
+
+
+def scales_down_proj(model: ModelConfig) -> bool:
+    """Whether the experts' down projections on disk include `routed_scaling_factor`.
+
+    No architecture with softmax scores has a key for that factor.
+    """
+    return model.scoring_func == "softmax" and model.routed_scaling_factor != 1 and bool(model.moe_layers)
+
+
+def match_hf_architecture(model: ModelConfig) -> str:
+    """The `model_type` of the architecture that computes what `model` does.
+
+    Raises:
+        ConfigError: no architecture does; it names the fields.
+    """
+    if not model.moe_layers:
+        return "qwen3" if model.qk_norm else "llama"
+    if model.scoring_func == "sigmoid":
+        return _match_sigmoid_architecture(model)
+    if model.qk_norm:
+        problems = [
+            f"model.{name}: no architecture of transformers has it with model.scoring_func softmax and "
+            f"model.qk_norm; expected 0, found {getattr(model, name)}; "
+            "model.scoring_func sigmoid or model.qk_norm false would export"
+            for name in ("n_shared_experts", "router_bias_update_rate")
+            if getattr(model, name) > 0
+        ]
+        if problems:
+            raise ConfigError(*problems)
+        return "qwen3_moe"
+    if not model.norm_topk_prob:
+        if model.router_bias_update_rate > 0:
+            raise ConfigError(
+                "model.router_bias_update_rate: no architecture of transformers has it with "
+                "model.scoring_func softmax and model.norm_topk_prob false; expected 0, found "
+                f"{model.router_bias_update_rate}; model.norm_topk_prob true would export"
+            )
+        return "qwen2_moe"
+    plain = not model.n_shared_experts and not model.router_bias_update_rate
+    return "mixtral" if plain and len(model.moe_layers) == model.num_hidden_layers else "ernie4_5_moe"
+
+
+def _match_sigmoid_architecture(model: ModelConfig) -> str:
+    if model.num_experts == 1:
+        raise ConfigError(
+            "model.num_experts: no architecture of transformers with model.scoring_func sigmoid routes to a "
+            "single expert; expected 2 or more, found 1"
+        )
+    leading = model.num_hidden_layers - len(model.moe_layers)
+    if model.moe_layers[0] == leading:
+        return "glm4_moe"
+    lacking = [
+        f"model.{name} {wanted}"
+        for name, wanted, there in (
+            ("qk_norm", "true", model.qk_norm),
+            ("norm_topk_prob", "true", model.norm_topk_prob),
+            ("n_shared_experts", "1 or more", model.n_shared_experts > 0),
+        )
+        if not there
+    ]
+    if lacking:
+        raise ConfigError(
+            "model.decoder_sparse_step: no architecture of transformers with model.scoring_func sigmoid has "
+            f"dense layers between expert layers; expected 1, found {model.decoder_sparse_step}; "
+            f"{' and '.join(lacking)} would export"
+        )
+    return "hy_v3"

@@ -1,0 +1,23 @@
+"""Estimates of a run's memory and time, and errors when memory runs out."""
+
+from llm_pretrain.memory.estimate import (
+    CUDA_CONTEXT,
+    MemoryEstimate,
+    compute_optimal_tokens,
+    estimate_memory,
+    estimate_time,
+    token_budget,
+)
+from llm_pretrain.memory.out_of_memory import check_memory, explain_out_of_memory, is_out_of_memory
+
+__all__ = [
+    "CUDA_CONTEXT",
+    "MemoryEstimate",
+    "check_memory",
+    "compute_optimal_tokens",
+    "estimate_memory",
+    "estimate_time",
+    "explain_out_of_memory",
+    "is_out_of_memory",
+    "token_budget",
+]

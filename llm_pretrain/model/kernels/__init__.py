@@ -1,0 +1,192 @@
+"""The choice of kernels: which implementation computes attention, experts and loss on a device.
+
+A pure function of configuration, device, type and sizes, never of timing. Implementations of one part have
+the same signature and agree up to rounding; `self_check.py` compares them with their definitions.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from llm_pretrain.config import ModelConfig
+from llm_pretrain.model.kernels.experts import (
+    experts_reference,
+    grouped_experts,
+    grouped_requirement,
+    streamed_experts,
+    triton_experts,
+    triton_reason,
+    triton_requirement,
+)
+from llm_pretrain.model.kernels.loss import (
+    LossSums,
+    full_linear_cross_entropy,
+    fused_linear_cross_entropy,
+    liger_linear_cross_entropy,
+)
+
+_FUSED_FROM = 1024
+"""Vocabulary size below which whole logits take little memory and no more time."""
+_VARLEN_HEAD_DIM = 256
+"""The largest head size of flash attention."""
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Names of implementations, as in the configuration's `training` section; `auto` is the fastest.
+
+    Args:
+        experts: `auto`, `streamed`, `grouped`, `triton` (grouped, by our kernel alone) or `reference`.
+        attention: `auto`, `sdpa`, `varlen` or `flex`.
+        loss: `auto`, `full`, `fused` or `liger`.
+        norm: `auto`, `fused` or `plain` (torch's elementwise operations).
+        optimizer: `auto`, `fused` or `plain`: torch's AdamW.
+        z_loss_coef: The objective's coefficient of the z-loss, for loss kernels that compute gradients in the
+            forward pass.
+    """
+
+    experts: Literal["auto", "streamed", "grouped", "triton", "reference"] = "auto"
+    attention: Literal["auto", "sdpa", "varlen", "flex"] = "auto"
+    loss: Literal["auto", "full", "fused", "liger"] = "auto"
+    norm: Literal["auto", "fused", "plain"] = "auto"
+    optimizer: Literal["auto", "fused", "plain"] = "auto"
+    z_loss_coef: float = 0.0
+
+
+AUTO = Kernels()
+"""The fastest implementation of every part."""
+
+
+def attention_implementation(
+    kernels: Kernels, device: torch.device, dtype: torch.dtype, head_dim: int, dropout: float
+) -> Literal["sdpa", "varlen", "flex"]:
+    """The implementation of attention for products in `dtype`, an argument of `document_layout`.
+
+    `auto` is `sdpa`, except `varlen` on CUDA from compute capability 8.0 on, in bf16 and fp16, without
+    dropout, for head sizes of at most 256 that are multiples of 8, and without deterministic algorithms.
+    """
+    if kernels.attention != "auto":
+        return kernels.attention
+    supports_varlen = (
+        device.type == "cuda"
+        and dtype in (torch.bfloat16, torch.float16)
+        and dropout == 0
+        and head_dim <= _VARLEN_HEAD_DIM
+        and head_dim % 8 == 0
+        and not torch.are_deterministic_algorithms_enabled()
+        and _capability(device) >= (8, 0)
+    )
+    return "varlen" if supports_varlen else "sdpa"
+
+
+@functools.lru_cache(maxsize=16)
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def experts_requirement(
+    config: ModelConfig, kernels: Kernels, device: torch.device, dtype: torch.dtype
+) -> str | None:
+    """The unmet requirement of the experts' kernel that `kernels` names, in words; None where it can run.
+
+    Args:
+        config: The model's.
+        kernels: Its implementations.
+        device: Where it will train.
+        dtype: Of its matrix products there.
+    """
+    if not config.moe_layers:
+        return None
+    if kernels.experts == "triton":
+        return triton_requirement(device)
+    return grouped_requirement(device, dtype, _shape(config)) if kernels.experts == "grouped" else None
+
+
+def _shape(config: ModelConfig) -> tuple[int, int, int]:
+    """E, H and I."""
+    return config.num_experts, config.hidden_size, config.expert_intermediate_size
+
+
+def experts_kernel(
+    kernels: Kernels, device: torch.device, dtype: torch.dtype, shape: Sequence[int]
+) -> Callable[..., Tensor]:
+    """The experts' kernel for products in `dtype` and E, H and I of `shape`.
+
+    It computes [T, H] from x, gate_up, down, weights, chosen and dtype.
+
+    `grouped` falls back to `streamed` where it cannot run: a model that trains in bf16 is sampled in fp32.
+    That it can run in training is checked before (`experts_requirement`).
+    """
+    return {
+        "reference": experts_reference,
+        "streamed": streamed_experts,
+        "grouped": grouped_experts,
+        "triton": triton_experts,
+    }[_experts_implementation(kernels, device, dtype, shape)]
+
+
+def _experts_implementation(
+    kernels: Kernels, device: torch.device, dtype: torch.dtype, shape: Sequence[int]
+) -> Literal["streamed", "grouped", "triton", "reference"]:
+    if kernels.experts in ("reference", "streamed"):
+        return kernels.experts
+    if kernels.experts == "triton":
+        return "streamed" if triton_requirement(device) else "triton"
+    if grouped_requirement(device, dtype, shape):
+        return "streamed"
+    return "triton" if triton_reason(device, dtype, shape) else "grouped"
+
+
+def resolved_kernels(
+    config: ModelConfig, kernels: Kernels, device: torch.device, dtype: torch.dtype
+) -> Kernels:
+    """The implementations that training takes, by name: none is `auto`, and experts that are multiplied by
+    Triton are `triton`. Arguments as those of `experts_requirement`."""
+    head_dim, dropout = config.attention_head_dim, config.attention_dropout
+    return replace(
+        kernels,
+        experts=_experts_implementation(kernels, device, dtype, _shape(config)),
+        attention=attention_implementation(kernels, device, dtype, head_dim, dropout),
+        loss=loss_implementation(kernels, config.vocab_size or 0),
+        norm="plain" if kernels.norm == "plain" else "fused",
+        optimizer="plain" if kernels.optimizer == "plain" else "fused",
+    )
+
+
+def describe_kernels(config: ModelConfig, kernels: Kernels, device: torch.device, dtype: torch.dtype) -> str:
+    """The implementations that training takes, and why Triton multiplies the experts if it does.
+
+    Arguments as those of `experts_requirement`.
+    """
+    chosen = resolved_kernels(config, kernels, device, dtype)
+    parts = [f"attention {chosen.attention}", f"loss {chosen.loss}"]
+    if config.moe_layers:
+        reason = triton_reason(device, dtype, _shape(config)) if chosen.experts == "triton" else None
+        why = f" (torch's kernel needs {reason})" if reason else ""
+        parts.append(
+            f"experts grouped by Triton{why}" if chosen.experts == "triton" else f"experts {chosen.experts}"
+        )
+    parts += [f"{part} plain" for part in ("norm", "optimizer") if getattr(chosen, part) == "plain"]
+    return ", ".join(parts)
+
+
+def loss_implementation(kernels: Kernels, vocab_size: int) -> Literal["full", "fused", "liger"]:
+    """The implementation of the loss; `auto` is `fused` from a vocabulary of 1024 on, on every device."""
+    if kernels.loss != "auto":
+        return kernels.loss
+    return "full" if vocab_size < _FUSED_FROM else "fused"
+
+
+def loss_kernel(kernels: Kernels, vocab_size: int) -> Callable[..., LossSums]:
+    """The loss kernel: from hidden, weight, labels, mask and z_loss_coef to the sums."""
+    return {
+        "full": full_linear_cross_entropy,
+        "fused": fused_linear_cross_entropy,
+        "liger": liger_linear_cross_entropy,
+    }[loss_implementation(kernels, vocab_size)]

@@ -1,0 +1,365 @@
+"""Causal attention within the documents of packed sequences: the documents' layout and the kernels.
+
+On a CPU each document is computed on its own, by `block_attention` or torch's kernel; on CUDA by one varlen
+or FlexAttention call, or with a mask. Kernels agree up to rounding.
+
+Shapes: B sequences, S positions, T = B*S, N query heads, M key and value heads, D head_dim, P document
+pieces; a block is 128 positions, Q = ceil(S/128).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from llm_pretrain.model.kernels.layers import uncompiled
+
+_BLOCK = 128
+"""Positions of a block of FlexAttention."""
+BLOCKS_FROM, BLOCKS_TO = 64, 1024
+"""Mean document lengths between which `block_attention` is faster on a CPU; in bf16 also above."""
+
+
+class DocumentLayout(NamedTuple):
+    """Where documents lie in a batch. At most one field is set; without any, every row is one document."""
+
+    offsets: Tensor | None = None
+    """int32 [P + 1]: where pieces begin along T, then T, possibly repeated; no piece crosses two rows."""
+    mask: Tensor | None = None
+    """bool [B, 1, S, S]: which keys each query attends to."""
+    block_mask: Any = None
+    """The same as FlexAttention's BlockMask."""
+
+
+def document_layout(
+    document_ids: Tensor | None,
+    offsets: Tensor | None = None,
+    implementation: Literal["sdpa", "varlen", "flex"] = "sdpa",
+) -> DocumentLayout:
+    """The layout of a batch, computed once for all layers and without synchronising with the device.
+
+    Args:
+        document_ids: int64 [B, S], constant within a document; None means one document per row.
+        offsets: int32 [P + 1], the same documents on the same device, as in `DocumentLayout`. Without them
+            they are computed on a CPU; elsewhere that would synchronise, so `varlen` becomes `sdpa`.
+        implementation: From `attention_implementation`.
+    """
+    if document_ids is None:
+        return DocumentLayout()
+    if implementation == "flex":
+        return DocumentLayout(block_mask=_block_mask(document_ids))
+    if document_ids.device.type == "cpu":
+        return DocumentLayout(offsets=_offsets(document_ids) if offsets is None else offsets)
+    if implementation == "varlen" and offsets is not None:
+        return DocumentLayout(offsets=offsets)
+    columns = document_ids.shape[1]
+    same = document_ids[:, None, :, None] == document_ids[:, None, None, :]
+    causal = torch.ones(columns, columns, dtype=torch.bool, device=document_ids.device).tril()
+    return DocumentLayout(mask=same & causal)
+
+
+def _starts(document_ids: Tensor) -> Tensor:
+    """bool [B, S]: the first position of each piece."""
+    starts = torch.ones_like(document_ids, dtype=torch.bool)
+    starts[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
+    return starts
+
+
+def _offsets(document_ids: Tensor) -> Tensor:
+    starts = _starts(document_ids).flatten().nonzero().flatten()
+    return torch.cat([starts, starts.new_tensor([document_ids.numel()])]).int()
+
+
+def _block_mask(document_ids: Tensor) -> Any:
+    """FlexAttention's mask: a block of queries attends to blocks from its first document's start to itself.
+
+    Built from the documents' starts in O(B·S); `create_block_mask` tests all pairs, in O(B·S²).
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    columns = document_ids.shape[1]
+    position = torch.arange(columns, device=document_ids.device)
+    first = torch.where(_starts(document_ids), position, 0).cummax(1).values[:, ::_BLOCK] // _BLOCK
+    block = torch.arange(first.shape[1], device=document_ids.device)
+    count = (block - first + 1).int()
+    seen = (first[..., None] + block).clamp(max=len(block) - 1).int()  # [B, Q, Q]; the first `count` are used
+
+    def visible(row: Tensor, _: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (query >= key) & (document_ids[row, query] == document_ids[row, key])
+
+    return BlockMask.from_kv_blocks(
+        count[:, None], seen[:, None], BLOCK_SIZE=_BLOCK, mask_mod=visible, seq_lengths=(columns, columns)
+    )
+
+
+def sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
+    """torch's scaled dot-product attention of [B, S, heads, D] tensors, causal unless a mask is given."""
+    query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    groups = query.shape[1] // key.shape[1]
+    if mask is not None and groups > 1:
+        # CUDA's memory-efficient kernel, the only one with a mask, does not support grouped heads.
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        groups = 1
+    out = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, enable_gqa=groups > 1
+    )
+    return out.transpose(1, 2)
+
+
+def document_attention(
+    query: Tensor, key: Tensor, value: Tensor, layout: DocumentLayout, dropout: float
+) -> Tensor:
+    """Causal attention within documents, in value's type also under autocast.
+
+    Args:
+        query: [B, S, N, D], in value's type or a wider one; so the key.
+        key: [B, S, M, D]; M divides N.
+        value: [B, S, M, D]; the products run in its type, or on a CPU in a wider one where that is faster.
+        layout: From `document_layout`.
+        dropout: Probability of dropping an attention weight; 0 outside training.
+
+    Returns:
+        [B, S, N, D] in value's type.
+    """
+    dtype = value.dtype
+    with torch.autocast(query.device.type, enabled=False):
+        if query.device.type == "cpu" and layout.mask is None and layout.block_mask is None:
+            return _on_cpu(query, key, value, layout.offsets, dropout).to(dtype)
+        query, key = query.to(dtype), key.to(dtype)
+        if layout.block_mask is not None:
+            return _flex(query, key, value, layout.block_mask)
+        if layout.offsets is not None:
+            return _varlen(query, key, value, layout.offsets)
+        return sdpa(query, key, value, layout.mask, dropout)
+
+
+def _on_cpu(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor | None, dropout: float) -> Tensor:
+    """`document_attention` without a mask, in value's type or a wider one."""
+    if offsets is not None:
+        return _by_documents(query, key, value, offsets, dropout)
+    rows, columns = query.shape[:2]
+    if _use_blocks(value.dtype, columns, dropout):
+        return _by_blocks(query, key, value, range(0, rows * columns + 1, columns))
+    wide = torch.promote_types(value.dtype, torch.float32)
+    return sdpa(query.to(wide), key.to(wide), value.to(wide), None, dropout)
+
+
+def _use_blocks(dtype: torch.dtype, mean_length: float, dropout: float) -> bool:
+    longest = BLOCKS_TO if dtype.itemsize >= 4 else math.inf
+    return dropout == 0 and BLOCKS_FROM <= mean_length <= longest
+
+
+@uncompiled  # the number of pieces differs from batch to batch
+def _by_documents(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, dropout: float) -> Tensor:
+    edges = sorted(set(offsets.tolist()))
+    lengths = [stop - start for start, stop in itertools.pairwise(edges)]
+    if _use_blocks(value.dtype, edges[-1] / max(1, len(lengths)), dropout):
+        return _by_blocks(query, key, value, edges)
+    dtype, wide = value.dtype, torch.promote_types(value.dtype, torch.float32)
+    query, key, value = query.to(wide), key.to(wide), value.to(wide)
+    if len(lengths) == len(query):
+        # Type and layout of the result are those of the other branches, so that a compiled layer is not
+        # compiled again.
+        return sdpa(query, key, value, None, dropout).to(dtype).contiguous()
+    # `split` instead of slices: its backward is one concatenation, that of a slice a full-size tensor each.
+    pieces = zip(*(x.flatten(0, 1).split(lengths) for x in (query, key, value)), strict=True)
+    out = [sdpa(qp[None], kp[None], vp[None], None, dropout)[0] for qp, kp, vp in pieces]
+    return torch.cat(out).view(query.shape).to(dtype)
+
+
+@uncompiled  # a graph of its loop of small products is not faster
+def _by_blocks(query: Tensor, key: Tensor, value: Tensor, edges: Sequence[int]) -> Tensor:
+    q, k, v = (x.flatten(0, 1) for x in (query, key, value))
+    return block_attention(q, k, v, edges).view(query.shape)
+
+
+def _varlen(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor) -> Tensor:
+    """Flash attention over documents of different lengths."""
+    kernel, options = varlen_kernel()
+    columns, groups = query.shape[1], query.shape[2] // key.shape[2]
+    if groups > 1 and "enable_gqa" not in options:
+        key, value = key.repeat_interleave(groups, 2), value.repeat_interleave(groups, 2)
+    q, k, v = (x.flatten(0, 1) for x in (query, key, value))
+    # An upper bound on lengths: the longest length differs between batches, and reading it would synchronise.
+    return kernel(q, k, v, offsets, offsets, columns, columns, **options).view(query.shape)
+
+
+@functools.cache
+def varlen_kernel() -> tuple[Callable[..., Tensor], dict[str, Any]]:
+    """`varlen_attn` and its options for causal attention, which changed from torch 2.10 to 2.13."""
+    # Its module imports torch's compiler, which takes a second.
+    from torch.nn.attention.varlen import varlen_attn
+
+    known = inspect.signature(varlen_attn).parameters
+    options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
+    if "enable_gqa" in known:
+        options["enable_gqa"] = True
+    return varlen_attn, options  # pyright: ignore[reportReturnType] (without auxiliary results, a tensor)
+
+
+def _flex(query: Tensor, key: Tensor, value: Tensor, block_mask: Any) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    grouped = q.shape[1] != k.shape[1]
+    return _compiled_flex()(q, k, v, block_mask=block_mask, enable_gqa=grouped).transpose(1, 2)
+
+
+@functools.cache
+def _compiled_flex() -> Callable[..., Tensor]:
+    """Compiled, since uncompiled it holds all scores; the graph of a compiled layer includes it."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=False)
+
+
+ROWS = 64
+"""R in fp32: smaller blocks compute fewer masked scores, larger ones have faster products."""
+LOW_PRECISION_ROWS = 128
+"""R in bf16 and fp16."""
+KEPT_LENGTH = 512
+"""Probabilities of documents up to this length L are saved for the backward pass, at most 2·N·L bytes per
+token and layer in fp32 and half of it in bf16; those of longer documents are computed again."""
+
+
+class _Block(NamedTuple):
+    """A block of queries, `rows` along T, and the keys it attends to, counted from the document's start."""
+
+    rows: slice
+    keys: slice
+
+
+def block_attention(query: Tensor, key: Tensor, value: Tensor, offsets: Sequence[int]) -> Tensor:
+    """Causal attention within each document.
+
+    Scores and softmax are computed in at least fp32; the products with probabilities and values run in
+    value's type, and sums over blocks in at least fp32.
+
+    Args:
+        query: [T, N, D], in value's type or a wider one; so the key.
+        key: [T, M, D].
+        value: [T, M, D]; the result has its type.
+        offsets: Where documents begin along T, and T at the end; repeated entries are empty documents.
+    """
+    keep = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    return _BlockAttention.apply(query, key, value, tuple(offsets), keep)  # pyright: ignore[reportReturnType] (torch's stub of apply)
+
+
+class _BlockAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, offsets: tuple[int, ...], keep: bool
+    ) -> Tensor:
+        wide = torch.promote_types(value.dtype, torch.float32)
+        heads = key.shape[1]
+        out = torch.empty(query.shape, dtype=value.dtype)
+        kept = []
+        for document, blocks in _documents(offsets, value.dtype):
+            keys = key[document].to(wide).permute(1, 2, 0).contiguous()
+            values = value[document].transpose(0, 1).contiguous()
+            for block in blocks:
+                rows, seen = block
+                probs = _probabilities(_grouped(query[rows], heads, wide), keys, block).to(value.dtype)
+                _ungroup(torch.bmm(probs, values[:, seen]), out[rows])
+                if keep and _is_short(document):
+                    kept.append(probs)
+        ctx.save_for_backward(query, key, value, *kept)
+        ctx.offsets = offsets
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride] (the decorator hides the name)
+        query, key, value, *kept = ctx.saved_tensors
+        grad, low, heads = grads[0], value.dtype, key.shape[1]
+        wide = torch.promote_types(low, torch.float32)
+        remaining = iter(kept)
+        grad_query = torch.empty_like(query)
+        grad_key, grad_value = torch.empty_like(key), torch.empty_like(value)
+        for document, blocks in _documents(ctx.offsets, low):
+            keys = key[document].to(wide).transpose(0, 1).contiguous()
+            columns = keys.transpose(1, 2) if _is_short(document) else keys.transpose(1, 2).contiguous()
+            low_keys, values = keys.to(low), value[document].permute(1, 2, 0)
+            on_keys, on_values = torch.zeros_like(keys), torch.zeros_like(keys)
+            for block in blocks:
+                rows, seen = block
+                queries = _grouped(query[rows], heads, wide)
+                on_out = _grouped(grad[rows], heads, low, scaled=False)
+                if _is_short(document):
+                    probs = next(remaining)
+                else:
+                    probs = _probabilities(queries, columns, block).to(low)
+                on_probs = torch.bmm(on_out, values[:, :, seen])
+                on_scores = torch.ops.aten._softmax_backward_data(on_probs, probs, -1, low)
+                _ungroup(torch.bmm(on_scores, low_keys[:, seen]).mul_(_scale(query)), grad_query[rows])
+                _add_product(on_keys[:, seen], on_scores, queries.to(low))
+                _add_product(on_values[:, seen], probs, on_out)
+            grad_key[document] = on_keys.transpose(0, 1)
+            grad_value[document] = on_values.transpose(0, 1)
+        return grad_query, grad_key, grad_value, None, None
+
+
+def _documents(offsets: Sequence[int], dtype: torch.dtype) -> list[tuple[slice, list[_Block]]]:
+    """Each non-empty document and its blocks."""
+    size = ROWS if dtype.itemsize >= 4 else LOW_PRECISION_ROWS
+    found = []
+    for start, stop in itertools.pairwise(offsets):
+        ends = [*range(start + size, stop, size), stop]
+        starts = [start, *ends[:-1]]
+        blocks = [_Block(slice(a, b), slice(0, b - start)) for a, b in zip(starts, ends, strict=True)]
+        if stop > start:
+            found.append((slice(start, stop), blocks))
+    return found
+
+
+def _is_short(document: slice) -> bool:
+    return document.stop - document.start <= KEPT_LENGTH
+
+
+def _scale(query: Tensor) -> float:
+    return query.shape[-1] ** -0.5
+
+
+def _grouped(x: Tensor, heads: int, dtype: torch.dtype, scaled: bool = True) -> Tensor:
+    """[R, N, D] as [M, G·R, D], grouped by key head; times D^-1/2 if `scaled`."""
+    rows, _, size = x.shape
+    grouped = x.view(rows, heads, -1, size).permute(1, 2, 0, 3).to(dtype)
+    out = torch.empty(grouped.shape, dtype=dtype)
+    torch.mul(grouped, _scale(x) if scaled else 1.0, out=out)
+    return out.view(heads, -1, size)
+
+
+def _ungroup(x: Tensor, out: Tensor) -> None:
+    """Write [M, G·R, D] into `out` [R, N, D]."""
+    heads, (rows, _, size) = len(x), out.shape
+    out.view(rows, heads, -1, size).copy_(x.view(heads, -1, rows, size).permute(2, 0, 1, 3))
+
+
+def _probabilities(queries: Tensor, keys: Tensor, block: _Block) -> Tensor:
+    """[M, G·R, C]: attention weights of queries [M, G·R, D] over the visible ones of keys [M, D, L]."""
+    scores = torch.bmm(queries, keys[:, :, block.keys])
+    rows = block.rows.stop - block.rows.start
+    diagonal = scores.unflatten(1, (-1, rows))[..., -rows:]  # only these columns hold later positions
+    diagonal += _future(max(ROWS, LOW_PRECISION_ROWS), scores.dtype)[:rows, :rows]
+    return scores.softmax(-1)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """`total += leftᵀ @ right`, [M, C, D] from [M, G·R, C] and [M, G·R, D]; the total may be wider."""
+    if total.dtype == left.dtype:
+        total.baddbmm_(left.transpose(1, 2), right)
+    else:
+        total.add_(torch.bmm(left.transpose(1, 2), right))
+
+
+@functools.lru_cache(maxsize=8)
+def _future(size: int, dtype: torch.dtype) -> Tensor:
+    """[size, size]: -inf above the diagonal, else 0."""
+    return torch.full((size, size), float("-inf"), dtype=dtype).triu(1)

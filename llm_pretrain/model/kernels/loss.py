@@ -1,0 +1,411 @@
+"""Cross-entropy and z-loss sums of the output projection, in at least fp32 also under autocast.
+
+Three implementations with one signature: whole logits, chunks whose gradients are computed in the forward
+pass, and Liger's kernel.
+
+Shapes: B sequences, S positions, T = B*S tokens, H hidden_size, V vocab_size, C tokens of a chunk.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from llm_pretrain.model.kernels.layers import (
+    HAS_TRITON,
+    at_least_fp32,
+    linear,
+    onednn_product,
+    product,
+    product_dtype,
+    uses_onednn,
+)
+
+IGNORE_INDEX = -100
+"""Label of a position without loss, as in `torch.nn.functional.cross_entropy`."""
+
+CPU_CHUNK = 1 << 24
+"""Logits of a chunk on a CPU (64 MiB in fp32): with fewer the products are slower, with more not faster."""
+GPU_CHUNK = 1 << 27
+"""Logits of a chunk elsewhere, where a product needs thousands of rows to fill the device."""
+CPU_SOFTMAX_ELEMENTS = 1 << 17
+"""Logits of a chunk whose softmax a CPU computes at a time, so that they stay in its second-level cache."""
+CPU_CROSS_ENTROPY_ELEMENTS = 1 << 18
+"""The same for whole logits."""
+CPU_WEIGHT_PARTS = 4
+"""Parts in which a CPU computes the weight's gradient."""
+_RATIO_TOLERANCE = 1e-5
+"""Relative tolerance of the ratio of the two sums' gradients to `z_loss_coef`."""
+
+
+class LossSums(NamedTuple):
+    """Sums over the tokens whose loss_mask is 1."""
+
+    loss: Tensor
+    """Σ m · CE, 0-dim."""
+    z_loss: Tensor
+    """Σ m · lse², 0-dim (PaLM, arXiv:2204.02311, section 5)."""
+    token_losses: Tensor
+    """[B, S] CE per position, 0 where masked, without gradient."""
+
+
+def full_linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, mask: Tensor, z_loss_coef: float = 0.0
+) -> LossSums:
+    """`cross_entropy_sums` of the logits `hidden @ weight.T`; arguments of `fused_linear_cross_entropy`."""
+    return cross_entropy_sums(linear(hidden, weight), labels, mask)
+
+
+def cross_entropy_sums(logits: Tensor, labels: Tensor, mask: Tensor) -> LossSums:
+    """Cross-entropy and z-loss sums of logits; no tensor of their size is allocated except their gradient.
+
+    Args:
+        logits: [B, S, V], in any floating type.
+        labels: int64 [B, S], already shifted; any value where the mask is 0.
+        mask: bool [B, S].
+    """
+    loss, z_loss, losses = _CrossEntropySums.apply(logits.flatten(0, 1), labels.flatten(), mask.flatten())  # pyright: ignore[reportGeneralTypeIssues] (torch's stub of apply)
+    return LossSums(loss, z_loss, losses.view(labels.shape))
+
+
+class _CrossEntropySums(torch.autograd.Function):
+    """Σ m·CE and Σ m·lse² of logits [T, V], with a single pass over them in each direction."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        labels = labels.clamp(min=0)
+        parts = logits.split(_cached_rows(logits, CPU_CROSS_ENTROPY_ELEMENTS))
+        log_partition = torch.cat([at_least_fp32(part).logsumexp(-1) for part in parts])
+        target = at_least_fp32(logits.gather(1, labels[:, None])[:, 0])
+        losses = torch.where(mask, log_partition - target, 0)
+        z_loss = torch.where(mask, log_partition.square(), 0).sum()
+        ctx.save_for_backward(logits, labels, mask, log_partition)
+        ctx.mark_non_differentiable(losses)
+        return losses.sum(), z_loss, losses
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad_loss, grad_z, _ = grads
+        logits, labels, mask, log_partition = ctx.saved_tensors
+        keep = mask.to(log_partition.dtype)
+        softmax_scale = (keep * (grad_loss + 2 * grad_z * log_partition))[:, None]
+        target_grad = (keep * -grad_loss)[:, None]
+        rows = _cached_rows(logits, CPU_CROSS_ENTROPY_ELEMENTS)
+        grad = torch.empty_like(logits)
+        columns = (grad, logits, log_partition[:, None], softmax_scale, target_grad, labels[:, None])
+        for out, part, lse, scale, on_target, label in zip(*(x.split(rows) for x in columns), strict=True):
+            softmax = (at_least_fp32(part) - lse).exp_().mul_(scale)
+            out.copy_(softmax.scatter_add_(1, label, on_target))
+        return grad, None, None
+
+
+def _cached_rows(logits: Tensor, elements: int) -> int:
+    """Rows of logits [T, V] to compute at a time: `elements` logits on a CPU, all elsewhere."""
+    return len(logits) if logits.device.type != "cpu" else max(1, elements // logits.shape[1])
+
+
+class SumsAndGradients(NamedTuple):
+    """Results of one pass over the tokens."""
+
+    losses: Tensor
+    """[T] cross-entropy, in at least fp32; 0 where masked."""
+    squares: Tensor
+    """[T] lse²; 0 where masked."""
+    grad_hidden: Tensor | None
+    """[T, H]."""
+    grad_weight: Tensor | None
+    """[V, H]."""
+
+
+class Scales(NamedTuple):
+    """Coefficients of the cross-entropy sum and the z-loss sum in the differentiated objective."""
+
+    loss: Tensor | float
+    z_loss: Tensor | float
+
+
+class Wanted(NamedTuple):
+    """Which gradients to compute."""
+
+    hidden: bool
+    weight: bool
+
+
+Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, float, Wanted], SumsAndGradients]
+"""From hidden [T, H], weight [V, H], labels int64 [T], mask bool [T], z_loss_coef and wanted gradients."""
+
+
+def fused_linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    mask: Tensor,
+    z_loss_coef: float,
+    kernel: Kernel | None = None,
+) -> LossSums:
+    """Cross-entropy and z-loss sums of `hidden @ weight.T` without whole logits.
+
+    The gradients are computed in the forward pass, while a chunk's logits exist, and only scaled in the
+    backward pass, so that nothing is computed twice; in fp16 they are computed in the backward pass, from
+    logits that are computed again. The products run in autocast's type inside an autocast
+    region, everything else in at least fp32; the weight's gradient is summed over chunks in at least fp32.
+    Between forward and backward pass the gradients are held, T·H in the products' type and V·H in fp32,
+    instead of the T·V logits. Under `no_grad`, or where no input requires a gradient, none is computed.
+    On a CPU masked tokens are left out of the products.
+
+    The gradients are right for every objective of the two sums, at no additional cost for `loss + z_loss_coef
+    * z_loss` times any factor. Another combination is computed again in the backward pass. CUDA is the
+    exception, where both sums and a coefficient are in use: comparing the factors would synchronise with the
+    device, so another ratio than `z_loss_coef` fails a device-side assertion.
+
+    Args:
+        hidden: [B, S, H].
+        weight: [V, H].
+        labels: int64 [B, S], already shifted; any value where the mask is 0.
+        mask: bool [B, S].
+        z_loss_coef: The objective's coefficient of the z-loss.
+        kernel: Computes sums and gradients in training, instead of the chunks of this module.
+    """
+    train = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    options = _Options(z_loss_coef, product_dtype(hidden), train, kernel)
+    flat = (hidden.flatten(0, 1), weight, labels.flatten(), mask.flatten())
+    loss, z_loss, losses = _FusedLinearCrossEntropy.apply(*flat, options)  # pyright: ignore[reportGeneralTypeIssues] (torch's stub of apply)
+    return LossSums(loss, z_loss, losses.view(labels.shape))
+
+
+def liger_linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, mask: Tensor, z_loss_coef: float
+) -> LossSums:
+    """`fused_linear_cross_entropy` with Liger's kernel: CUDA only, from the extra `liger`."""
+    return fused_linear_cross_entropy(hidden, weight, labels, mask, z_loss_coef, _liger_kernel)
+
+
+class _Options(NamedTuple):
+    z_loss_coef: float
+    dtype: torch.dtype
+    train: bool
+    kernel: Kernel | None
+
+
+class _FusedLinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, mask: Tensor, options: _Options
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        tensors = (hidden, weight, labels, mask)
+        wanted = Wanted(*(options.train and needed for needed in ctx.needs_input_grad[:2]))
+        # In fp16 the loss scale, which only the backward pass knows, must multiply the softmax's gradient
+        # before it is rounded.
+        now = Wanted(hidden=False, weight=False) if options.dtype == torch.float16 else wanted
+        if options.kernel is not None and options.train:
+            result = options.kernel(*tensors, options.z_loss_coef, wanted)
+        else:
+            result = sums_and_gradients(*tensors, Scales(1.0, options.z_loss_coef), now, options.dtype)
+        ctx.save_for_backward(*tensors)
+        ctx.options, ctx.wanted = options, wanted
+        ctx.gradients = (result.grad_hidden, result.grad_weight) if any(now) else None
+        ctx.mark_non_differentiable(result.losses)
+        ctx.set_materialize_grads(False)
+        return result.losses.sum(), result.squares.sum(), result.losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride] (the decorator hides the name)
+        grad_loss, grad_z, _ = grads
+        hidden, weight, labels, mask = ctx.saved_tensors
+        # Removed from the context: they are scaled in place, so that a second backward pass must compute them
+        # again; and autograd does not copy a gradient into `.grad` that nothing else references.
+        ready, ctx.gradients = ctx.gradients, None
+        if ready is not None and grad_loss is not None and _in_ratio(grad_loss, grad_z, ctx.options):
+            found = [None if gradient is None else gradient.mul_(grad_loss) for gradient in ready]
+        else:
+            del ready
+            scales = Scales(0.0 if grad_loss is None else grad_loss, 0.0 if grad_z is None else grad_z)
+            found = list(
+                sums_and_gradients(hidden, weight, labels, mask, scales, ctx.wanted, ctx.options.dtype)[2:]
+            )
+        for place, like in enumerate((hidden, weight)):
+            gradient = found[place]
+            found[place] = None if gradient is None else gradient.to(like.dtype)
+        return *found, None, None, None
+
+
+def _in_ratio(grad_loss: Tensor, grad_z: Tensor | None, options: _Options) -> bool:
+    """Whether the gradients of the forward pass are those of the objective up to a factor."""
+    coefficient, on_host = options.z_loss_coef, grad_loss.device.type != "cuda"
+    if coefficient == 0:
+        return grad_z is None or (on_host and not grad_z.any())
+    if grad_z is None:
+        return False
+    expected = coefficient * grad_loss
+    near = (grad_z - expected).abs() <= _RATIO_TOLERANCE * expected.abs()
+    if on_host:
+        return bool(near)
+    # Factors that overflowed are not an error here: the gradients then are not finite either.
+    valid = near | ~grad_loss.isfinite() | ~grad_z.isfinite()
+    torch.ops.aten._assert_async.msg(valid, "the z-loss has another coefficient than z_loss_coef")
+    return True
+
+
+def sums_and_gradients(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    mask: Tensor,
+    scales: Scales,
+    wanted: Wanted,
+    dtype: torch.dtype,
+) -> SumsAndGradients:
+    """One pass over the tokens. hidden [T, H], weight [V, H], labels int64 [T], mask bool [T]."""
+    kept = mask.nonzero()[:, 0] if hidden.device.type == "cpu" else None
+    if kept is None or len(kept) == len(mask):
+        return _chunks(hidden.to(dtype), weight.to(dtype), labels, mask, scales, wanted)
+    some = _chunks(hidden[kept].to(dtype), weight.to(dtype), labels[kept], mask[kept], scales, wanted)
+    losses, squares, grad_hidden = (
+        None if x is None else x.new_zeros(len(mask), *x.shape[1:]).index_copy_(0, kept, x) for x in some[:3]
+    )
+    assert losses is not None
+    assert squares is not None
+    return SumsAndGradients(losses, squares, grad_hidden, some.grad_weight)
+
+
+def _chunks(
+    hidden: Tensor, weight: Tensor, labels: Tensor, mask: Tensor, scales: Scales, wanted: Wanted
+) -> SumsAndGradients:
+    with torch.autocast(hidden.device.type, enabled=False):
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        rows = _chunk_rows(hidden, len(weight))
+        labels = labels.clamp(min=0)
+        losses, squares = (hidden.new_empty(len(hidden), dtype=wide) for _ in range(2))
+        grad_hidden = torch.empty_like(hidden) if wanted.hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=wide) if wanted.weight else None
+        onednn = uses_onednn(hidden)  # it allocates its results
+        buffer = None if onednn else hidden.new_empty(rows, len(weight))
+        for start in range(0, len(hidden), rows):
+            chunk = slice(start, start + rows)
+            states = hidden[chunk]
+            if buffer is None:
+                logits = onednn_product(states, weight.t())
+            else:
+                logits = torch.mm(states, weight.t(), out=buffer[: len(states)])
+            losses[chunk], squares[chunk] = _softmax_gradient(
+                logits, labels[chunk], mask[chunk], scales if any(wanted) else None
+            )
+            if grad_hidden is not None:
+                product(logits, weight, grad_hidden[chunk])
+            if grad_weight is not None:
+                _add_product(grad_weight, logits.t(), states)
+            del logits  # before the next chunk's are allocated
+    return SumsAndGradients(losses, squares, grad_hidden, grad_weight)
+
+
+def _chunk_rows(hidden: Tensor, vocab_size: int) -> int:
+    """C. Chunks are of equal size as far as possible, since a short last one is slow."""
+    size = CPU_CHUNK if hidden.device.type == "cpu" else GPU_CHUNK
+    chunks = max(1, math.ceil(len(hidden) * vocab_size / size))
+    return max(1, math.ceil(len(hidden) / chunks))
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """`total += left @ right`, where the total may be wider than the factors."""
+    is_narrower = left.dtype != total.dtype
+    if not is_narrower and not uses_onednn(total):
+        total.addmm_(left, right)
+    elif total.is_cuda and torch.cuda.get_device_capability(total.device) >= (8, 0):
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        # In parts: the product, and its copy in the type of the total, would otherwise take as much memory as
+        # the total again.
+        multiply = torch.mm if is_narrower else onednn_product
+        rows = math.ceil(len(total) / CPU_WEIGHT_PARTS)
+        for into, part in zip(total.split(rows), left.split(rows), strict=True):
+            into.add_(multiply(part, right))
+
+
+def _softmax_gradient(
+    logits: Tensor, labels: Tensor, mask: Tensor, scales: Scales | None
+) -> tuple[Tensor, Tensor]:
+    """Cross-entropy and lse² of logits [C, V], 0 where masked; the logits are overwritten by their gradient.
+
+    Args:
+        logits: Any floating type; unchanged without `scales`.
+        labels: int64 [C].
+        mask: bool [C].
+        scales: The objective's.
+    """
+    if logits.is_cuda and HAS_TRITON and logits.dtype != torch.float64:
+        return _softmax_gradient_on_gpu(logits, labels, mask, scales)
+    rows = _cached_rows(logits, CPU_SOFTMAX_ELEMENTS)
+    losses, squares = [], []
+    for part, label, keep in zip(*(x.split(rows) for x in (logits, labels, mask)), strict=True):
+        wide = at_least_fp32(part)
+        target = wide.gather(1, label[:, None])[:, 0]
+        if scales is None:
+            lse = wide.logsumexp(-1)
+        else:
+            softmax = wide.softmax(-1)
+            # One exponential for both: the largest probability is at least 1/V, so its logarithm is exact.
+            lse = wide.amax(-1) - softmax.amax(-1).log()
+            softmax.mul_(torch.where(keep, scales.loss + 2 * scales.z_loss * lse, 0)[:, None])
+            # Flat: scatter_add is deterministic on CUDA for one dimension only.
+            index = label + torch.arange(0, softmax.numel(), softmax.shape[1], device=label.device)
+            softmax.view(-1).scatter_add_(0, index, -scales.loss * keep.to(lse.dtype))
+            part.copy_(softmax)
+        losses.append(torch.where(keep, lse - target, 0))
+        squares.append(torch.where(keep, lse.square(), 0))
+    return torch.cat(losses), torch.cat(squares)
+
+
+def _softmax_gradient_on_gpu(
+    logits: Tensor, labels: Tensor, mask: Tensor, scales: Scales | None
+) -> tuple[Tensor, Tensor]:
+    """`_softmax_gradient` in two passes over the logits."""
+    from llm_pretrain.model.kernels.cross_entropy import log_partition, write_softmax_gradient
+
+    lse, target = log_partition(logits, labels)
+    if scales is not None:
+        keep = mask.to(lse.dtype)
+        on_softmax, on_target = keep * (scales.loss + 2 * scales.z_loss * lse), keep * -scales.loss
+        write_softmax_gradient(logits, labels, lse, on_softmax, on_target)
+    return torch.where(mask, lse - target, 0), torch.where(mask, lse.square(), 0)
+
+
+def _liger_kernel(
+    hidden: Tensor, weight: Tensor, labels: Tensor, mask: Tensor, z_loss_coef: float, wanted: Wanted
+) -> SumsAndGradients:
+    """`sums_and_gradients` with scales (1, z_loss_coef) by liger-kernel 0.8.
+
+    Its `fused_linear_cross_entropy_forward` with `reduction="none"` returns token losses and unscaled
+    gradients at once; its autograd function returns no token losses without computing everything twice. It
+    counts the labels on the device and waits for the count. It returns the z-loss times its coefficient only:
+    with a coefficient of 0 the squares are 0.
+    """
+    from liger_kernel.ops.fused_linear_cross_entropy import (  # pyright: ignore[reportMissingImports] (an extra)
+        fused_linear_cross_entropy_forward,
+    )
+
+    # Versions differ in the middle of the result: first come losses and z-losses, last the gradients of
+    # hidden, weight and bias.
+    found = fused_linear_cross_entropy_forward(
+        _input=hidden,
+        weight=weight,
+        target=torch.where(mask, labels, IGNORE_INDEX),
+        ignore_index=IGNORE_INDEX,
+        lse_square_scale=z_loss_coef,
+        reduction="none",
+        return_z_loss=True,
+        accum_dtype=torch.float32,
+    )
+    losses, z_losses, grad_hidden, grad_weight = found[0], found[1].float(), found[-3], found[-2]
+    squares = z_losses / z_loss_coef if z_loss_coef else torch.zeros_like(losses)
+    return SumsAndGradients(
+        losses - z_losses,
+        squares,
+        grad_hidden if wanted.hidden else None,
+        grad_weight if wanted.weight else None,
+    )

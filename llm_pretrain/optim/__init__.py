@@ -1,0 +1,33 @@
+"""Optimizers: AdamW and Muon, parameter groups, EMA, the learning-rate schedule and µP."""
+
+from llm_pretrain.optim.ema import AVERAGE, average_name, averages, ema_parameters
+from llm_pretrain.optim.muon import Muon, product_dtype, step_buffers
+from llm_pretrain.optim.param_groups import (
+    Role,
+    adamw_factor,
+    build_optimizer,
+    initial_factor,
+    parameter_groups,
+    parameter_role,
+    state_tensors,
+)
+from llm_pretrain.optim.schedule import learning_rate, set_learning_rate
+
+__all__ = [
+    "AVERAGE",
+    "Muon",
+    "Role",
+    "adamw_factor",
+    "average_name",
+    "averages",
+    "build_optimizer",
+    "ema_parameters",
+    "initial_factor",
+    "learning_rate",
+    "parameter_groups",
+    "parameter_role",
+    "product_dtype",
+    "set_learning_rate",
+    "state_tensors",
+    "step_buffers",
+]

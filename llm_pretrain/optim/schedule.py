@@ -1,0 +1,39 @@
+"""The learning rate as a pure function of the step, without state."""
+
+from __future__ import annotations
+
+import math
+
+from torch.optim import Optimizer
+
+from llm_pretrain.config import Config
+
+
+def learning_rate(config: Config, step: int) -> float:
+    """Learning rate of the step that follows `step` finished ones.
+
+    Linear warm-up to the peak over `warmup_steps`, then the schedule's shape; after the decay it stays at
+    `min_learning_rate`. `wsd` (warm-up, stable, decay; arXiv:2404.06395, section 4) holds the peak and
+    decays linearly over the last `decay_steps` steps of the run.
+    """
+    schedule, peak = config.schedule, config.optimizer.learning_rate
+    if step < schedule.warmup_steps:
+        return peak * (step + 1) / schedule.warmup_steps
+    if schedule.name == "constant":
+        return peak
+    steps_left = config.training.max_steps - schedule.warmup_steps
+    if schedule.name == "wsd":
+        decay_steps = schedule.decay_steps or max(1, config.training.max_steps // 5)
+        decay_start = config.training.max_steps - decay_steps
+    else:
+        decay_steps = schedule.decay_steps or max(1, steps_left)
+        decay_start = schedule.warmup_steps
+    progress = min(max((step - decay_start) / decay_steps, 0.0), 1.0)
+    share = 0.5 * (1 + math.cos(math.pi * progress)) if schedule.name == "cosine" else 1.0 - progress
+    return schedule.min_learning_rate + (peak - schedule.min_learning_rate) * share
+
+
+def set_learning_rate(optimizer: Optimizer, value: float) -> None:
+    """Set every group's learning rate: `value` times the group's `lr_ratio`, which is 1 where it has none."""
+    for group in optimizer.param_groups:
+        group["lr"] = value * group.get("lr_ratio", 1.0)

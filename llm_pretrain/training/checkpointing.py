@@ -1,0 +1,532 @@
+"""Saves and restores the checkpoints and weights of a run, and handles failed saves."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from llm_pretrain.checkpoints import (
+    CheckpointStore,
+    CheckpointTensors,
+    CheckpointWeights,
+    HostBuffers,
+    ResumePoint,
+    RunFacts,
+    best_step,
+    environment,
+    read_manifest,
+    save_weights,
+    whole_state,
+)
+from llm_pretrain.config import Config, ModelConfig
+from llm_pretrain.data import TokenStore, data_fingerprint, weight_changes_fingerprint
+from llm_pretrain.distributed.collectives import (
+    RankGroup,
+    SingleRank,
+    open_background_group,
+    run_on_all_ranks,
+    run_on_rank0,
+)
+from llm_pretrain.distributed.watchdog import heartbeat
+from llm_pretrain.errors import CheckpointError, ConfigError, OutputError
+from llm_pretrain.export import ModelCardData, ModelCardSource
+from llm_pretrain.optim import averages
+from llm_pretrain.training.agreement import check_parameters
+from llm_pretrain.training.metrics import Recorder
+from llm_pretrain.training.run_state import Best, Progress, RunFolder, Status
+from llm_pretrain.training.step import Engine, forward_is_collective
+
+WeightsWriter = Callable[[Mapping[str, Tensor]], Path]
+
+
+class CheckpointManager:
+    """Finds, restores and writes a run's checkpoints and weights; what reads or writes files is collective.
+
+    Args:
+        config, engine, folder, stores: The run's.
+        status: Records the newest committed checkpoint.
+    """
+
+    def __init__(
+        self, config: Config, engine: Engine, folder: RunFolder, stores: list[TokenStore], status: Status
+    ):
+        self.config, self.engine, self.folder, self.stores = config, engine, folder, stores
+        self.notes: list[str] = []
+        self._save_status = SaveStatus(folder, status, rank=engine.rank)
+        self._recorder: Recorder | None = None
+        self._background_group = open_background_group(config, engine.world_size)
+        self._pending: Background[Saved] | None = None
+        # under DeepSpeed the state is a copy already
+        copies = config.checkpoint.async_save and config.distributed.strategy != "deepspeed"
+        self._buffers = HostBuffers() if copies else None
+        self._fingerprints = fingerprints(config)
+        self.store = CheckpointStore(
+            folder.checkpoints,
+            engine,
+            keep_last=config.checkpoint.keep_last,
+            period=config.checkpoint.save_steps if config.training.spike_action == "rollback" else 0,
+            check=folder.check,
+        )
+
+    def attach(self, recorder: Recorder) -> None:
+        """Warn on the recorder's console, and sync its rows before each commit."""
+        self._save_status.warn, self._recorder = recorder.console.warning, recorder
+
+    def find(self) -> ResumePoint | None:
+        """The checkpoint to continue from by `checkpoint.resume`; None to start from scratch.
+
+        If `checkpoint.resume` is a path, a new run starts there. Once the run has checkpoints of its own, it
+        continues from those, so that the same command can be repeated after a preemption.
+        """
+        resume, own_steps = self.config.checkpoint.resume, self.store.committed()
+        if resume == "never" and own_steps:
+            raise ConfigError(
+                f"checkpoint.resume: never, but {self.folder.checkpoints} holds checkpoints up to step "
+                f"{max(own_steps)}; choose another run.name or checkpoint.resume auto"
+            )
+        self.wait()
+        source = None if resume in ("auto", "never") else Path(resume)
+        if source and own_steps and source.resolve().parent != self.folder.checkpoints.resolve():
+            self.notes.append(f"checkpoint.resume: {source} is not used, the run has checkpoints of its own")
+            source = None
+        found = self.store.find(expected=self.fingerprints_at, source=source)
+        if found and source is None and found.run.run_id not in (None, self.folder.run_id):
+            raise CheckpointError(
+                f"{found.path}: expected a checkpoint of this folder's run, found another run's; move it out "
+                "of the folder, or name it in checkpoint.resume to continue from it"
+            )
+        if found and (wrong := Progress.wrong_extra(found.run.extra)):
+            raise CheckpointError(f"{found.path}: manifest.json: {wrong}; name an older checkpoint")
+        return found
+
+    def fingerprints_at(self, step: int) -> dict[str, str]:
+        """Fingerprints that must match for a resume at `step`."""
+        return self._fingerprints | weight_changes_fingerprint(self.config, step)
+
+    def progress(self, resume: ResumePoint | None) -> Progress:
+        """The run's progress at a checkpoint, or at its start; collective."""
+        if resume is None:
+            return Progress()
+        progress = Progress.resumed(
+            resume.step, resume.run.tokens_seen, resume.run.wandb_id, resume.run.extra
+        )
+        if not run_on_rank0(self.engine, lambda: best_step(self.folder.weights) is not None):
+            progress.best = None  # weights/best is another run's or deleted: the next evaluation writes it
+        return progress
+
+    def restore(self, resume: ResumePoint) -> None:
+        """Load the checkpoint that `find` returned into the engine's model, optimizer and scaler."""
+        with self.engine.checkpoint_state(loading=True) as (model, optimizer):
+            self.store.load(resume, model, optimizer, self.engine.scaler)
+
+    def weights_of(self, step: int) -> Path:
+        """Folder of the half-precision weights of this step."""
+        return self.folder.weights / f"step-{step:08d}"
+
+    def is_saved(self, step: int) -> bool:
+        """Whether the run's folder has everything that `save` writes at this step; collective.
+
+        False if the run continues another run's checkpoint, or was killed between a checkpoint and its
+        weights. True before the first step, when there is nothing to save.
+        """
+        written = step in self.store.committed() and self.weights_of(step).is_dir()
+        return step == 0 or self.engine.gather_objects(written)[0]
+
+    def is_due(self, step: int) -> bool:
+        """Whether a periodic save follows this step; the save after the last step is not periodic."""
+        save_steps = self.config.checkpoint.save_steps
+        return bool(save_steps) and step % save_steps == 0 and step < self.config.training.max_steps
+
+    def save(self, progress: Progress, *, last: bool = False) -> None:
+        """Write a checkpoint and half-precision weights of this step, in the background with `async_save`.
+
+        A failed save is a warning, and an error after `MAX_FAILED_SAVES` in a row.
+
+        Args:
+            progress: The run's progress.
+            last: Whether the run ends here: the save is then synchronous, and a failure an error.
+
+        Raises:
+            CheckpointError: on every rank; earlier checkpoints are as they were.
+            DivergedError: likewise, when a value is not finite.
+        """
+        self.wait(last=last)
+        heartbeat(f"saving step {progress.step}", files=True)
+        model, _ = self.engine.model_and_optimizer()
+        check_parameters(self.engine, model, f"at step {progress.step}", training=True)
+        in_background = self.config.checkpoint.async_save and not last
+        try:
+            with self.engine.checkpoint_state() as (model, optimizer):
+                write = self._stage(progress, model, optimizer, self._buffers if in_background else None)
+                if in_background:
+                    ranks = self._background_group or SingleRank()
+                    self._pending = Background(lambda: write(ranks))
+                    return
+                saved = write(self.engine)
+        except CheckpointError as error:
+            saved = failed(progress.step, error, f"step {progress.step}")
+        self._save_status.record(saved, last=last)
+
+    def write_missing_weights(self, resume: ResumePoint, progress: Progress) -> None:
+        """Write the weights of the run's own checkpoint if it was killed before they were; collective.
+
+        Not those of the last step: the run's end saves again. A failure is a warning.
+        """
+        is_own = resume.path.resolve().parent == self.folder.checkpoints.resolve()
+        write = self._weights_writer(progress)
+
+        def write_if_missing() -> None:
+            if is_own and not self.weights_of(resume.step).is_dir():
+                write_weights_of(resume.path, write)
+
+        if progress.step == self.config.training.max_steps:
+            return
+        try:
+            run_on_rank0(self.engine, write_if_missing)
+        except CheckpointError as error:
+            self._save_status.record(failed(resume.step, error, f"the weights of step {resume.step}"))
+
+    def wait(self, *, last: bool = False) -> None:
+        """Wait for the save in the background, if there is one, and record its outcome.
+
+        Raises:
+            CheckpointError: `MAX_FAILED_SAVES` in a row have failed, unless the run's `last` save follows.
+            DivergedError: a value to be saved is not finite.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            heartbeat("waiting for the save in the background", files=True)
+            self._save_status.record(pending.result(), retried=last)
+
+    def record_finished_save(self) -> None:
+        """Record a finished background save in status.json; not collective."""
+        if self._pending is not None and self._pending.is_done and self._pending.error is None:
+            self._save_status.record_checkpoint(self._pending.result())
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether writing a row or a background save failed on this rank, so that the run must end."""
+        if self._recorder is not None and self._recorder.failure is not None:
+            return True
+        return self._pending is not None and self._pending.is_done and self._pending.error is not None
+
+    def raise_failure(self) -> None:
+        """Raise one rank's failure on every rank."""
+        if self._recorder is not None:
+            run_on_all_ranks(self.engine, self._recorder.check)
+        self.wait()
+
+    def close(self) -> None:
+        """Let a background save commit when the run ends with an error; raises nothing."""
+        if self._pending is not None:
+            heartbeat("waiting for the save in the background", files=True)
+            if self._pending.wait(self.config.distributed.timeout_seconds):
+                self.record_finished_save()
+
+    def leave_group(self) -> None:
+        """Destroy the process group of background saves; collective, after the last save."""
+        if self._background_group is not None:
+            self.engine.gather_objects(None)
+            self._background_group.close()
+
+    def keep_best(self, progress: Progress, loss: float) -> None:
+        """Write the model's weights to `weights/best` if this evaluation loss is the lowest so far;
+        collective.
+
+        Nothing is written before the first step, nor for a loss that is not finite.
+        """
+        best, max_batches = progress.best, self.config.evaluation.max_batches
+        if not (self.config.checkpoint.keep_best and progress.step > 0 and math.isfinite(loss)):
+            return
+        if best is not None and best.max_batches == max_batches and not loss < best.loss:
+            return
+        self.wait()  # a background save writes into the same folder
+        with self.engine.checkpoint_state() as (model, _):
+            weights = whole_state(model, keep=self.engine.rank == 0)
+            write = self._weights_writer(progress, best_loss=loss)
+            try:
+                run_on_rank0(self.engine, lambda: write(weights))
+            except CheckpointError as error:
+                self._save_status.record(
+                    failed(progress.step, error, f"the best weights (step {progress.step})")
+                )
+                return
+        progress.best = Best(progress.step, loss, max_batches)
+
+    def _stage(
+        self, progress: Progress, model: Module, optimizer: Optimizer, buffers: HostBuffers | None
+    ) -> Callable[[RankGroup], Saved]:
+        """Collect this step's state, copied into `buffers` if given; returns the function that writes it."""
+        facts = RunFacts(
+            step=progress.step,
+            tokens_seen=progress.tokens_seen,
+            launcher=self.engine.launcher,
+            strategy=self.config.distributed.strategy,
+            world_size=self.engine.world_size,
+            global_batch_size=self.config.training.global_batch_size,
+            seed=self.config.run.seed,
+            wandb_id=progress.wandb_id,
+            fingerprints=self.fingerprints_at(progress.step),
+            extra=progress.extra(),
+            run_id=self.folder.run_id,
+        )
+        staged = self.store.stage(model, optimizer, self.engine.scaler, facts, buffers=buffers)
+        write_weights, live = self._weights_writer(progress), None
+        if buffers is None and not forward_is_collective(self.config, self.engine.world_size):
+            live = whole_state(model, keep=self.engine.rank == 0) | averages(model, optimizer)
+
+        def write(ranks: RankGroup) -> Saved:
+            path = None
+            if self._recorder is not None:  # a row lost in a power cut would never be written again
+                run_on_rank0(ranks, self._recorder.sync)
+            try:
+                path = self.store.write(staged, ranks)
+                run_on_rank0(
+                    ranks, lambda: write_weights(live) if live else write_weights_of(path, write_weights)
+                )
+            except CheckpointError as error:
+                missing = f"step {facts.step}" if path is None else f"the weights of step {facts.step}"
+                return failed(facts.step, error, missing, path)
+            return Saved(facts.step, path)
+
+        return write
+
+    def _weights_writer(self, progress: Progress, best_loss: float | None = None) -> WeightsWriter:
+        return weights_writer(
+            self.config, self.engine, self.folder, self.stores, progress, best_loss=best_loss
+        )
+
+
+def write_weights_of(checkpoint: Path, write: WeightsWriter) -> Path:
+    """Write the weights in a committed checkpoint: no rank gathers the others', nothing is copied for it."""
+    with CheckpointTensors(checkpoint, read_manifest(checkpoint)) as tensors:
+        return write(CheckpointWeights(tensors))
+
+
+logger = logging.getLogger(__name__)
+
+MAX_FAILED_SAVES = 3
+"""Failed saves in a row that end a run."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Outcome of a save, the same on every rank.
+
+    Args:
+        step: The step saved.
+        checkpoint: The committed checkpoint; None without one.
+        failure: Why the checkpoint, or the weights after it, could not be written.
+        missing: What is not written because of the failure, for the warning.
+    """
+
+    step: int
+    checkpoint: Path | None = None
+    failure: CheckpointError | None = None
+    missing: str = ""
+
+
+def failed(step: int, error: CheckpointError, missing: str, checkpoint: Path | None = None) -> Saved:
+    """The outcome of a save that failed on every rank; an error of this rank alone is raised and ends the
+    run."""
+    if not error.shared:
+        raise error
+    return Saved(step, checkpoint, error, missing)
+
+
+class SaveStatus:
+    """Counts failed saves, warns of them, and writes committed checkpoints to status.json.
+
+    Args:
+        folder, status: The run's.
+        rank: Rank 0 warns.
+    """
+
+    def __init__(self, folder: RunFolder, status: Status, *, rank: int):
+        self.warn: Callable[[str], None] = logger.warning
+        self._folder, self._status, self._rank = folder, status, rank
+        self._failures = 0
+        self._recorded_step = 0
+
+    def record(self, saved: Saved, *, last: bool = False, retried: bool = False) -> None:
+        """Record the outcome of a save; all ranks together.
+
+        Args:
+            saved: The outcome.
+            last: Whether it is the run's last save.
+            retried: Whether the run's last save follows at once, so that only its failure is an error.
+
+        Raises:
+            CheckpointError: on every rank, if the last save failed, or `MAX_FAILED_SAVES` in a row.
+        """
+        self.record_checkpoint(saved)
+        if saved.failure is None:
+            self._failures = 0
+            return
+        self._failures += 1
+        count = f"failed saves in a row: {self._failures} of {MAX_FAILED_SAVES}"
+        if not retried and (last or self._failures >= MAX_FAILED_SAVES):
+            reason = "training has ended, and its last save must not fail" if last else count
+            error = CheckpointError(
+                f"{saved.failure}; {reason}; start the same command again once it can be written"
+            )
+            error.shared = True
+            raise error
+        if self._rank == 0:
+            self.warn(f"not saved, {saved.missing}: {saved.failure}; training goes on ({count})")
+
+    def record_checkpoint(self, saved: Saved) -> None:
+        """Record a committed checkpoint in status.json, once."""
+        if saved.checkpoint is None or self._recorded_step == saved.step:
+            return
+        self._recorded_step = saved.step
+        try:
+            self._status.running(saved.step, saved.checkpoint)
+        except (OSError, OutputError) as error:
+            self.warn(f"{self._folder.status} could not be written: {error}")
+
+
+T = TypeVar("T")
+
+
+class Background(Generic[T]):
+    """A function call in a daemon thread, with its result or `error`."""
+
+    def __init__(self, action: Callable[[], T]):
+        self._action = action
+        self._results: list[T] = []
+        self.error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="background-save", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the call has returned or raised."""
+        return not self._thread.is_alive()
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait until the call has ended, at most `seconds`; returns whether it has."""
+        self._thread.join(seconds)
+        return self.is_done
+
+    def result(self) -> T:
+        """Wait for the call; returns its result or raises its error."""
+        self._thread.join()
+        if self.error is not None:
+            raise self.error
+        return self._results[0]
+
+    def _run(self) -> None:
+        try:
+            self._results.append(self._action())
+        except BaseException as error:  # raised by `result`
+            self.error = error
+
+
+def weights_writer(
+    config: Config,
+    engine: Engine,
+    folder: RunFolder,
+    stores: list[TokenStore],
+    progress: Progress,
+    *,
+    best_loss: float | None = None,
+) -> WeightsWriter:
+    """A function that writes the weights of this step, or with `best_loss` those of `weights/best`.
+
+    Its argument is the model's full state dict. It uses a copy of `progress`, since it may run later. It
+    raises CheckpointError if the weights cannot be written, and DivergedError if a value is not finite.
+    """
+    store, progress = stores[0], replace(progress)
+
+    def write(tensors: Mapping[str, Tensor]) -> Path:
+        try:
+            card = card_facts(config, engine, stores, progress, is_best=best_loss is not None)
+            folder.check()
+        except OSError as error:  # of the stores, or of the folder's marker
+            raise CheckpointError(f"{folder.weights}: the model card cannot be written: {error}") from error
+        return save_weights(
+            folder.weights,
+            progress.step,
+            tensors,
+            config.model,
+            dtype=config.checkpoint.weights_dtype,
+            tokenizer_folder=store.tokenizer_folder,
+            token_ids={
+                "bos_token_id": store.bos_token_id,
+                "eos_token_id": store.eos_token_id,
+                "pad_token_id": store.pad_token_id,
+            },
+            keep_last=config.checkpoint.keep_last,
+            sequence_length=config.training.sequence_length,
+            best_loss=best_loss,
+            card=card,
+        )
+
+    return write
+
+
+_VERSIONS = ("torch", "llm_pretrain", "python")
+"""Versions in a model card: those that are equal on machines with the same installation."""
+
+
+def card_facts(
+    config: Config, engine: Engine, stores: Sequence[TokenStore], progress: Progress, *, is_best: bool
+) -> ModelCardData:
+    """The facts of a model card for this step's weights."""
+    splits = [store.split("train") for store in stores]
+    versions = environment(engine.device)
+    return ModelCardData(
+        config=config,
+        step=progress.step,
+        tokens_seen=progress.tokens_seen,
+        sources=[
+            ModelCardSource(source.label, source.weight, split.documents, int(split.offsets[-1]))
+            for source, split in zip(config.data.sources, splits, strict=True)
+        ],
+        tokenizer_size=stores[0].vocab_size,
+        tokenizer_hash=stores[0].tokenizer_hash,
+        has_chat_template=(stores[0].tokenizer_folder / "chat_template.jinja").is_file(),
+        world_size=engine.world_size,
+        versions={name: versions.get(name) for name in _VERSIONS},
+        evaluation=progress.evaluation,
+        evaluation_step=progress.evaluation_step,
+        is_best=is_best,
+    )
+
+
+NOT_IN_FINGERPRINT = {"max_position_embeddings", "init_from", "zero_init_residual"}
+"""Model fields that change neither shapes nor arithmetic of a resumed run."""
+
+
+def fingerprints(config: Config) -> dict[str, str]:
+    """Settings that must match for a resume at any step, by name."""
+    # whether an average (EMA) is kept must match; its decay may change
+    averaging = {"optimizer.ema_decay": "more than 0"} if config.optimizer.ema_decay else {}
+    return (
+        model_fingerprint(config.model)
+        | data_fingerprint(config)
+        | {
+            "run.seed": str(config.run.seed),
+            "training.global_batch_size": str(config.training.global_batch_size),
+            "optimizer.name": config.optimizer.name,
+        }
+        | averaging
+    )
+
+
+def model_fingerprint(model: ModelConfig) -> dict[str, str]:
+    """The fields of the model that decide shapes and arithmetic, by their full names."""
+    fields = {f"model.{n}": str(value) for n, value in asdict(model).items() if n not in NOT_IN_FINGERPRINT}
+    if model.rope_type == "yarn":  # its default is max_position_embeddings
+        fields["model.original_max_position_embeddings"] = str(model.rope_original_context)
+    return fields

@@ -1,0 +1,236 @@
+"""Replaces kernels that fail their check on a device that is new to the run, on all ranks alike."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from llm_pretrain.config import Config, compiles, to_dict, validate
+from llm_pretrain.distributed.collectives import gather_results, run_on_rank0
+from llm_pretrain.distributed.watchdog import heartbeat
+from llm_pretrain.errors import CheckpointError, ConfigError
+from llm_pretrain.model import PARTS, KernelCheck, Part, check_kernels, experts_requirement
+from llm_pretrain.tracking import read_rows
+from llm_pretrain.training.model_setup import (
+    configured_kernels,
+    missing_compiler,
+    product_type,
+    refuse_kernels,
+)
+from llm_pretrain.training.run_state import RunFolder
+from llm_pretrain.training.step import Engine
+
+SETTINGS: dict[Part, str] = {
+    "experts": "training.experts_implementation",
+    "attention": "training.attention_implementation",
+    "loss": "training.loss_implementation",
+    "norm": "training.norm_implementation",
+    "optimizer": "optimizer.implementation",
+    "compile": "training.compile",
+}
+_ORDER: dict[Part, tuple[str, ...]] = {
+    "experts": ("grouped", "triton", "streamed"),
+    "attention": ("varlen", "flex", "sdpa"),
+    "loss": ("fused", "full"),
+    "norm": ("fused", "plain"),
+    "optimizer": ("fused", "plain"),
+    "compile": ("on", "off"),
+}
+"""After each kernel, the one that takes its place."""
+_REPLACEMENTS = {SETTINGS[part]: order[1:] for part, order in _ORDER.items()}
+
+CHECKED_DEVICES = {"cuda"}
+"""A CPU's kernels are tested where this code is."""
+
+
+@dataclass
+class KernelChoice:
+    """What was checked, on which devices, and what came of it; a row of attempts.jsonl has it.
+
+    Args:
+        checked: Devices of all ranks, versions and settings; a run that has them already is not checked
+            again.
+        replaced: Setting -> the name that takes the place of `auto`.
+        notes: A line for each kernel that failed.
+        seconds: Of all checks, on the slowest rank; 0 where an earlier attempt's choice holds.
+    """
+
+    checked: dict[str, Any]
+    replaced: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+def choose_kernels(config: Config, engine: Engine, folder: RunFolder) -> tuple[Config, KernelChoice | None]:
+    """The configuration with the kernels that failed replaced; collective.
+
+    Nothing is checked on a CPU, nor where an earlier attempt of the run was checked on the same devices with
+    the same versions and settings: its choice holds. A kernel that fails on any rank is replaced on all.
+
+    Raises:
+        ConfigError: a kernel that the configuration names failed, or the last one of a part, or a kernel left
+            the device unusable.
+    """
+    if engine.device.type not in CHECKED_DEVICES:
+        return config, None
+    heartbeat("checking the kernels", files=True)
+    devices = gather_results(engine, lambda: _device_name(engine.device))
+    facts = _facts(config, sorted(set(devices)))
+    choice = run_on_rank0(engine, lambda: _earlier_choice(folder, facts))
+    if choice is not None:
+        for setting, value in choice.replaced.items():
+            config = _with(config, setting, value)
+        return config, choice
+    choice = KernelChoice(facts)
+    config = _check(config, engine, PARTS, choice, devices)
+    if compiles(config, on_gpu=engine.device.type == "cuda"):
+        config = _check(config, engine, ("compile",), choice, devices)
+    return config, choice
+
+
+def _check(
+    config: Config, engine: Engine, parts: Collection[Part], choice: KernelChoice, devices: list[str]
+) -> Config:
+    """Check `parts`, replace what fails, and check what takes its place, until nothing fails."""
+    while parts:
+        by_rank = gather_results(engine, partial(_checks, config, engine.device, parts))
+        choice.seconds += max(sum(check.seconds for check in checks) for checks in by_rank)
+        failed = _failures(by_rank, devices)
+        parts = [check.part for check, _ in failed if check.part != "compile"]
+        if failed:  # rank 0 decides: what a device allows may differ between ranks
+            replaced = run_on_rank0(engine, partial(_replacements, config, failed, choice, engine.device))
+            for setting, value, note in replaced:
+                config = _with(config, setting, value)
+                choice.replaced[setting] = value
+                choice.notes.append(note)
+    return config
+
+
+def _replacements(
+    config: Config, failed: list[tuple[KernelCheck, str]], choice: KernelChoice, device: torch.device
+) -> list[tuple[str, str, str]]:
+    """Setting, the next kernel and a line about it, for each that failed; ConfigError where there is none."""
+    replaced, problems = [], []
+    for check, where in failed:
+        setting = SETTINGS[check.part]
+        name = "torch.compile" if check.part == "compile" else f"{check.part} {check.implementation}"
+        failure = f"{name} {check.problem}{where}"
+        following = _next(config, check.part, check.implementation, device)
+        expected = f"{setting}: expected a kernel that computes what its definition does, found"
+        named = _value(config, setting)
+        if named != "auto" and setting not in choice.replaced:
+            problems.append(f"{expected} {named}, which {check.problem}{where}; set auto")
+        elif following is None:
+            earlier = [note for note in choice.notes if note.startswith(f"{check.part} ")]
+            tried = "; ".join([*earlier, failure])
+            problems.append(f"{expected} none: {tried}; another training.precision may have one")
+        else:
+            instead = "layers run uncompiled" if check.part == "compile" else f"{following} takes its place"
+            replaced.append((setting, following, f"{failure}; {instead}"))
+    if problems:
+        raise ConfigError(*problems)
+    return replaced
+
+
+def _checks(config: Config, device: torch.device, parts: Collection[Part]) -> list[KernelCheck]:
+    """This rank's checks, once every kernel named in the configuration is one that can run at all."""
+    refuse_kernels(config, device)
+    if "compile" in parts and (missing := missing_compiler()):
+        error = f"ConfigError: expected {missing}, found none"
+        return [KernelCheck("compile", "on", "uncompiled layer", None, None, 0.0, error, 0.0)]
+    checks = check_kernels(config.model, configured_kernels(config), device, product_type(config), parts)
+    for check in checks:
+        if check.error is not None and (broken := _why_unusable(device)):
+            others = " or ".join(_ORDER[check.part][1:])
+            raise ConfigError(
+                f"{SETTINGS[check.part]}: expected a kernel that runs on {_device_name(device)}, found "
+                f"{check.implementation}, which raised {check.error} and left the device unusable "
+                f"({broken}); set {others}"
+            )
+    return checks
+
+
+def _why_unusable(device: torch.device) -> str | None:
+    """What the device raises now; an illegal access, for one, ends all work of a process on it."""
+    try:
+        torch.zeros(1, device=device).cpu()
+    except Exception as error:
+        return type(error).__name__
+    return None
+
+
+def _failures(by_rank: list[list[KernelCheck]], devices: list[str]) -> list[tuple[KernelCheck, str]]:
+    """The first rank's failed check of each part, and where it failed."""
+    failed: dict[Part, tuple[KernelCheck, str]] = {}
+    for rank, checks in enumerate(by_rank):
+        for check in checks:
+            if check.problem and check.part not in failed:
+                same = [each for other in by_rank for each in other if each.part == check.part]
+                only = "" if all(each.problem for each in same) else f" (rank {rank})"
+                failed[check.part] = check, f" on {devices[rank]}{only}"
+    return list(failed.values())
+
+
+def _next(config: Config, part: Part, failed: str, device: torch.device) -> str | None:
+    """The first kernel after `failed` that the configuration and the device allow."""
+    setting, order = SETTINGS[part], _ORDER[part]
+    for name in order[order.index(failed) + 1 :] if failed in order else ():
+        changed = _with(config, setting, name)
+        refused = any(line.startswith(setting) for line in validate(changed, needs_data=False))
+        needed = experts_requirement(
+            changed.model, configured_kernels(changed), device, product_type(changed)
+        )
+        if not refused and not needed:
+            return name
+    return None
+
+
+def _with(config: Config, setting: str, value: str) -> Config:
+    section, _, name = setting.partition(".")
+    return replace(config, **{section: replace(getattr(config, section), **{name: value})})
+
+
+def _value(config: Config, setting: str) -> str:
+    section, _, name = setting.partition(".")
+    return getattr(getattr(config, section), name)
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type != "cuda":
+        return device.type
+    capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
+    return f"{torch.cuda.get_device_name(device)} ({capability})"
+
+
+def _facts(config: Config, devices: list[str]) -> dict[str, Any]:
+    """What the outcome of a check depends on, as JSON."""
+    return {
+        "devices": devices,
+        "torch": str(torch.__version__),
+        "precision": config.training.precision,
+        "deterministic": config.training.deterministic,
+        **{setting: _value(config, setting) for setting in SETTINGS.values()},
+        "model": hashlib.sha256(json.dumps(to_dict(config)["model"]).encode()).hexdigest()[:12],
+    }
+
+
+def _earlier_choice(folder: RunFolder, facts: dict[str, Any]) -> KernelChoice | None:
+    """The choice of the newest attempt that checked the same; None without one, or where no row is sound."""
+    try:
+        rows = [row.get("kernels") for row in read_rows(folder.attempts)]
+    except CheckpointError:
+        return None
+    for row in reversed(rows):
+        if isinstance(row, dict) and row.get("checked") == facts:
+            replaced, notes = row.get("replaced"), row.get("notes")
+            if not isinstance(replaced, dict) or not isinstance(notes, list):
+                continue
+            if all(value in _REPLACEMENTS.get(name, ()) for name, value in replaced.items()):
+                return KernelChoice(facts, replaced, [str(note) for note in notes])
+    return None

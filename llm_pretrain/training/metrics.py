@@ -1,0 +1,290 @@
+"""Metrics of a run: one row per logged step, written to metrics.jsonl, the console and the trackers."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import nullcontext, suppress
+from dataclasses import asdict
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from llm_pretrain.checkpoints import environment
+from llm_pretrain.config import Config, to_dict
+from llm_pretrain.errors import OutputError
+from llm_pretrain.model import count_parameters, flops_per_token
+from llm_pretrain.tracking import Console, MetricsWriter, Trackers, device_peak_flops, memory_bytes
+from llm_pretrain.training.anomaly import NUM_LOSSES
+from llm_pretrain.training.kernel_choice import KernelChoice
+from llm_pretrain.training.run_state import Progress, RunFolder
+from llm_pretrain.training.step import (
+    DIGEST_WORDS,
+    Engine,
+    StepMetrics,
+    expert_counts,
+)
+
+
+class Recorder:
+    """Collects the metrics of steps and writes a row when it is due.
+
+    File, console and trackers exist on rank 0 only.
+    """
+
+    def __init__(self, config: Config, engine: Engine, folder: RunFolder, progress: Progress):
+        self.config, self.engine, self.progress = config, engine, progress
+        is_rank0 = engine.rank == 0
+        self.console = Console(
+            config, enabled=is_rank0, start_step=progress.step, max_steps=config.training.max_steps
+        )
+        self.metrics = MetricsWriter(folder.metrics, resume_step=progress.step) if is_rank0 else None
+        self.trackers = Trackers(
+            config,
+            folder.path,
+            progress.wandb_id,
+            enabled=is_rank0,
+            first_step=progress.step + 1 if progress.step else 0,
+            warn=self.console.warning,
+        )
+        progress.wandb_id = self.trackers.wandb_id
+        self.hurried = False
+        """Whether a signal ends the run, so that trackers must close quickly."""
+        self.failure: OutputError | None = None
+        self._row: dict[str, object] = {}
+        self._due, self._step = False, progress.step
+        on_gpu = engine.device.type == "cuda"
+        self._peak_flops = device_peak_flops(
+            torch.cuda.get_device_name(engine.device) if on_gpu else engine.device.type
+        )
+        self._since = time.perf_counter()
+        self._interval_steps = self._interval_tokens = 0
+        self._interval_seconds = 0.0
+
+    def is_logged(self, step: int) -> bool:
+        """Whether `logging.logging_steps` makes a row due; skipped steps and spikes always have one."""
+        return step % self.config.logging.logging_steps == 0
+
+    def elapsed(self) -> float:
+        """Seconds since the last call."""
+        before, self._since = self._since, time.perf_counter()
+        return self._since - before
+
+    def record(self, step: StepMetrics) -> None:
+        """Add one finished step, after `progress` has counted it."""
+        self._step = step.step
+        self._interval_steps += 1
+        self._interval_tokens += step.num_loss_tokens
+        self._interval_seconds += step.seconds
+        self._due = self.is_logged(step.step) or bool(step.skipped) or step.spike is not None
+        if not self._due:
+            return
+        self._row |= loss_metrics(step, self.config) | source_metrics(step.sums, self.config)
+        self._row |= {
+            "train/grad_norm": step.grad_norm,
+            "train/learning_rate": step.learning_rate,
+            "train/loss_tokens": step.num_loss_tokens,
+            "train/tokens": step.tokens_seen,
+            "train/loss_scale": self.engine.scaler.get_scale() if self.engine.scaler else None,
+            "train/skipped": step.skipped,
+            "data/batch_sha256": _hex(self.progress.take_digest()),
+            **self._performance(),
+        }
+        if step.spike is not None:
+            self._row["train/spike"] = step.spike.kind
+            consequence = f"skipped ({step.skipped})" if step.skipped else "only logged"
+            self.console.warning(f"step {self._step}, {consequence}: spike in {step.spike.text}")
+        if self.config.logging.parameters_sha256:
+            model, _ = self.engine.model_and_optimizer()
+            self._row["train/parameters_sha256"] = parameters_sha256(model, is_rank0=self.engine.rank == 0)
+
+    def evaluation(self, metrics: Mapping[str, float | None]) -> None:
+        """Add evaluation metrics to the current step's row."""
+        self._row |= metrics
+        self._due, self._step = True, self.progress.step
+
+    def flush(self) -> None:
+        """Write the current step's row, if one is due.
+
+        An error in writing is kept as `failure`, so that all ranks can end together.
+        """
+        if self._due:
+            row: dict[str, object] = {"step": self._step, "time": time.time()} | {
+                key: None if isinstance(value, float) and not math.isfinite(value) else value
+                for key, value in self._row.items()
+            }
+            if self.metrics is not None:
+                try:
+                    self.metrics.append(row)
+                except OutputError as error:
+                    self.failure = error
+            self.console.row(row)
+            self.trackers.log(row)
+        self._row, self._due = {}, False
+
+    def check(self) -> None:
+        """Raise the error of a row that could not be written, if there was one."""
+        if self.failure is not None:
+            raise self.failure
+
+    def sync(self) -> None:
+        """Sync the rows so far to the disk, before a checkpoint of their step is committed."""
+        if self.metrics is not None:
+            self.metrics.sync()
+
+    def restart_clock(self) -> None:
+        """Exclude the time since the last step (evaluation, saving) from the step times."""
+        self.elapsed()
+
+    def close(self) -> None:
+        """Close metrics file, console and trackers."""
+        if self.metrics is not None:
+            with nullcontext() if self.failure is None else suppress(OSError, OutputError):
+                self.metrics.close()
+        self.trackers.close(0 if sys.exc_info()[0] is None else 1, hurried=self.hurried)
+        self.console.close()  # last, since trackers may warn
+
+    def _performance(self) -> dict[str, float | None]:
+        """`perf/*` of the steps since the last row."""
+        steps, tokens, seconds = self._interval_steps, self._interval_tokens, self._interval_seconds
+        self._interval_steps, self._interval_tokens, self._interval_seconds = 0, 0, 0.0
+        training, step_seconds = self.config.training, seconds / steps
+        positions = training.global_batch_size * training.sequence_length
+        mfu = None
+        if self._peak_flops:
+            flops = flops_per_token(self.config.model, training.sequence_length) * positions
+            mfu = flops / step_seconds / (self._peak_flops * self.engine.world_size)
+        return {
+            "perf/tokens_per_second": tokens / seconds,
+            "perf/step_seconds": step_seconds,
+            "perf/mfu": mfu,
+            "perf/memory_bytes": memory_bytes(self.engine.device),
+        }
+
+
+def source_metrics(sums: Tensor | None, config: Config) -> dict[str, object]:
+    """A row's `train/source/LABEL/loss` and `…/loss_tokens` with more than one source, else nothing.
+
+    Args:
+        sums: `StepMetrics.sums`, reduced; None for a step without loss tokens.
+        config: The run's, which names the sources.
+    """
+    if len(config.data.sources) == 1:
+        return {}
+    labels = [source.label for source in config.data.sources]
+    values = [0.0] * (2 * len(labels)) if sums is None else sums[-2 * len(labels) :].tolist()
+    metrics: dict[str, object] = {}
+    for label, loss, tokens in zip(labels, values, values[len(labels) :], strict=False):
+        metrics[f"train/source/{label}/loss"] = _finite(loss / tokens) if tokens else None
+        metrics[f"train/source/{label}/loss_tokens"] = round(tokens)
+    return metrics
+
+
+def loss_metrics(step: StepMetrics, config: Config) -> dict[str, object]:
+    """A row's `train/*loss` and `moe/*`; losses other than `train/loss` include their coefficient."""
+    model, layers, num_loss_tokens = config.model, len(config.model.moe_layers), step.num_loss_tokens
+    if step.sums is None:
+        return {"train/loss": None}
+    values = step.sums.tolist()
+    metrics: dict[str, object] = {
+        "train/loss": _finite(values[0] / num_loss_tokens),
+        "train/z_loss": _finite(config.training.z_loss_coef * values[1] / num_loss_tokens),
+    }
+    if not layers:
+        return metrics
+    metrics["train/aux_loss"] = _finite(model.router_aux_loss_coef * values[2] / num_loss_tokens)
+    metrics["train/router_z_loss"] = _finite(model.router_z_loss_coef * values[3] / num_loss_tokens)
+    assignments = num_loss_tokens * model.num_experts_per_tok
+    load = (expert_counts(step.sums, config).double() / assignments).tolist()
+    for index, layer in enumerate(model.moe_layers):
+        metrics[f"moe/layer_{layer}/load_max"] = max(load[index]) * model.num_experts
+        metrics[f"moe/layer_{layer}/dead_experts"] = sum(share == 0 for share in load[index])
+        metrics[f"moe/layer_{layer}/router_entropy"] = _finite(values[NUM_LOSSES + index] / num_loss_tokens)
+    metrics["moe/load"] = load
+    return metrics
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _hex(digest: list[int]) -> str:
+    assert len(digest) == DIGEST_WORDS
+    return "".join(f"{word & 0xFFFF_FFFF:08x}" for word in digest)
+
+
+def parameters_sha256(model: Module, *, is_rank0: bool) -> str | None:
+    """SHA-256 over all parameters' bytes, in `named_parameters()` order; collective where they are sharded.
+
+    Args:
+        model: The model in training, unwrapped. All ranks call this together, since sharded parameters are
+            gathered.
+        is_rank0: Whether this is rank 0, which computes the digest.
+
+    Returns:
+        64 hexadecimal digits on rank 0; None on other ranks, and on all of them under DeepSpeed's ZeRO-3,
+        which leaves empty parameters in the module.
+    """
+    parameters = list(model.parameters())
+    if any(hasattr(parameter, "ds_id") for parameter in parameters):
+        return None
+    digest = hashlib.sha256()
+    for parameter in parameters:
+        whole = _whole(parameter.detach())
+        if is_rank0:
+            digest.update(whole.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest() if is_rank0 else None
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    full_tensor = getattr(tensor, "full_tensor", None)
+    return full_tensor() if callable(full_tensor) else tensor  # type: ignore[return-value]  # DTensor's
+
+
+def record_attempt(
+    folder: RunFolder,
+    config: Config,
+    engine: Engine,
+    step: int,
+    zlib_bits_per_byte: float | None,
+    kernels: KernelChoice | None,
+) -> None:
+    """Append this attempt's row to attempts.jsonl, on rank 0.
+
+    Args:
+        folder: The run's.
+        config: Resolved.
+        engine: The run's.
+        step: Optimizer steps done before the attempt.
+        zlib_bits_per_byte: Compression of the validation text by zlib; None if unknown.
+        kernels: What came of their check; None on a CPU.
+
+    Raises:
+        OutputError: the file cannot be written.
+    """
+    if engine.rank != 0:
+        return
+    versions = environment(engine.device)
+    size = count_parameters(config.model)
+    row = {
+        "step": step,
+        "time": time.time(),
+        "metrics_bytes": folder.metrics.stat().st_size,  # its rows follow; clocks may be set back
+        "launcher": engine.launcher,
+        "world_size": engine.world_size,
+        "device": versions.pop("device"),
+        "host_cores": os.cpu_count(),
+        "parameters": size.total,
+        "active_parameters": size.active,
+        "zlib_bits_per_byte": zlib_bits_per_byte,
+        "versions": versions,
+        "kernels": asdict(kernels) if kernels else None,
+        "config": to_dict(config),  # the next attempt replaces config.yaml
+    }
+    with MetricsWriter(folder.attempts) as attempts:
+        attempts.append(row)

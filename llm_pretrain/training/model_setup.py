@@ -1,0 +1,502 @@
+"""Builds the model of a configuration: kernels, `torch.compile`, FP8 and initial weights.
+
+Initial weights are random, or those of a folder (continued pretraining, upcycling to experts).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from llm_pretrain.config import VOCAB_MULTIPLE, Config, ModelConfig, compiles
+from llm_pretrain.errors import CheckpointError, ConfigError
+from llm_pretrain.export import load_pretrained, model_config_from_huggingface, read_config
+from llm_pretrain.model import (
+    Decoder,
+    DecoderLayer,
+    Kernels,
+    compile_layer,
+    describe_kernels,
+    experts_requirement,
+)
+from llm_pretrain.optim import initial_factor
+
+
+def product_type(config: Config) -> torch.dtype:
+    """The type of the matrix products."""
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.training.precision, torch.float32)
+
+
+def build_model(config: Config, device: torch.device | None = None) -> Decoder:
+    """The decoder with the configured kernels, compiled if configured; its weights are not initialised.
+
+    Args:
+        config: Resolved.
+        device: The device it will train on, for a check of the kernels; None for no check.
+
+    Raises:
+        ConfigError: a configured kernel cannot run on the device.
+    """
+    training, kernels = config.training, configured_kernels(config)
+    if device is not None:
+        refuse_kernels(config, device)
+    model = Decoder(config.model, activation_checkpointing=training.activation_checkpointing, kernels=kernels)
+    if training.float8:
+        use_float8(model)
+    compile_layers(model, config)
+    return model
+
+
+def kernels_in_use(config: Config, device: torch.device) -> str:
+    """The kernels that training takes, for the console."""
+    chosen = describe_kernels(config.model, configured_kernels(config), device, product_type(config))
+    is_compiled = compiles(config, on_gpu=device.type == "cuda")
+    return f"kernels: {chosen}; {'compiled' if is_compiled else 'not compiled'}"
+
+
+def configured_kernels(config: Config) -> Kernels:
+    """The configured implementations, `auto` included."""
+    training = config.training
+    return Kernels(
+        experts=training.experts_implementation,
+        attention=training.attention_implementation,
+        loss=training.loss_implementation,
+        norm=training.norm_implementation,
+        optimizer=config.optimizer.implementation,
+        z_loss_coef=training.z_loss_coef,
+    )
+
+
+def refuse_kernels(config: Config, device: torch.device) -> None:
+    """Raise ConfigError for a kernel that was chosen by name and cannot run on the device."""
+    kernels = configured_kernels(config)
+    if needed := experts_requirement(config.model, kernels, device, product_type(config)):
+        raise ConfigError(
+            "training.experts_implementation: expected auto, streamed or reference, found "
+            f"{kernels.experts}, which needs {needed}"
+        )
+    needs_cuda = {
+        "training.attention_implementation": (kernels.attention, ("varlen", "flex"), "auto or sdpa"),
+        "training.loss_implementation": (kernels.loss, ("liger",), "auto, full or fused"),
+    }
+    for name, (found, kinds, others) in needs_cuda.items():
+        if found in kinds and device.type != "cuda":
+            raise ConfigError(f"{name}: expected {others} on {device.type}, found {found}, which needs CUDA")
+
+
+def check_compiler(config: Config) -> None:
+    """Stop before a model is built if `training.compile` is `on` and there is no compiler.
+
+    Without one, `auto` does not compile (`choose_kernels`).
+
+    Raises:
+        ConfigError: naming what is missing.
+    """
+    if config.training.compile == "on" and (missing := missing_compiler()):
+        raise ConfigError(
+            f"training.compile: expected {missing} for what torch.compile generates, found none; install it, "
+            "or set training.compile off"
+        )
+
+
+def missing_compiler() -> str | None:
+    """What `torch.compile` lacks for the code that it generates, in words: a C++ compiler on a CPU, a C
+    compiler or Triton on a GPU; None where nothing is missing."""
+    if not torch.cuda.is_available():
+        return None if _has_cpp_compiler() else "a C++ compiler (g++ or clang++, or CXX)"
+    if find_spec("triton") is None:
+        return "the package triton"
+    names = [name for name in (os.environ.get("CC"), "gcc", "clang") if name]
+    return None if any(map(shutil.which, names)) else "a C compiler (gcc or clang, or CC)"
+
+
+def _has_cpp_compiler() -> bool:
+    from torch._inductor import cpp_builder, exc
+
+    try:
+        return bool(cpp_builder.get_cpp_compiler())
+    except (exc.InvalidCxxCompiler, RuntimeError):
+        return False
+
+
+def compile_layers(model: Decoder, config: Config) -> None:
+    """Compile the layers of a model that is not wrapped or sharded yet, if configured.
+
+    Layers of one kind share compiled code.
+    """
+    if not compiles(config, on_gpu=torch.cuda.is_available()):
+        return
+    from torch import _dynamo
+
+    _dynamo.config.optimize_ddp = False  # it splits every layer's graph at the bounds of DDP's buckets
+    _dynamo.config.recompile_limit = RECOMPILE_LIMIT
+    for layer in model.model.layers:
+        assert isinstance(layer, DecoderLayer)
+        compile_layer(layer)
+
+
+RECOMPILE_LIMIT = 32
+"""Graphs of a layer before it runs uncompiled. Dense layers, experts, training, evaluation, checkpointing and
+batches with and without document offsets each have their own; torch's limit of 8 is too low for all."""
+
+
+@contextmanager
+def eagerly(model: nn.Module) -> Iterator[None]:
+    """Run compiled layers eagerly inside the context.
+
+    FlexAttention stays compiled: `set_stance("force_eager")` would make it hold all scores.
+    """
+    compiled = [module for module in model.modules() if module._compiled_call_impl is not None]
+    calls = [module._compiled_call_impl for module in compiled]
+    for module in compiled:
+        module._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        for module, call in zip(compiled, calls, strict=True):
+            module._compiled_call_impl = call
+
+
+FP8_MIN_CAPABILITY = (8, 9)
+"""Lowest CUDA compute capability with FP8 matrix products (Ada, Hopper)."""
+FP8_MULTIPLE = 16
+"""All dimensions of an FP8 matrix product must be multiples of this."""
+
+
+def check_float8(config: Config) -> None:
+    """Stop if FP8 is configured and unavailable.
+
+    Raises:
+        ConfigError: no GPU, one without FP8, or no torchao.
+    """
+    if not config.training.float8:
+        return
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            "training.float8: expected false on a CPU, found true, which needs a GPU with FP8 products "
+            "(compute capability 8.9 or more)"
+        )
+    if (found := torch.cuda.get_device_capability()) < FP8_MIN_CAPABILITY:
+        raise ConfigError(
+            f"training.float8: expected false on a GPU of compute capability {found[0]}.{found[1]}, found "
+            "true, which needs 8.9 or more"
+        )
+    if find_spec("torchao") is None:
+        raise ConfigError(
+            "training.float8: expected the package torchao, found none; pip install 'llm_pretrain[float8]', "
+            "or set it false"
+        )
+
+
+def use_float8(model: Decoder, *, emulate: bool = False) -> None:
+    """Make the layers' linear modules multiply in FP8; call it before they are compiled or sharded.
+
+    Args:
+        model: Not wrapped yet.
+        emulate: Round to FP8 but multiply in the inputs' type, on any device; for tests.
+
+    Raises:
+        ConfigError: a side of a matrix is not a multiple of 16.
+    """
+    for name, module in model.model.layers.named_modules():
+        if isinstance(module, nn.Linear) and any(side % FP8_MULTIPLE for side in module.weight.shape):
+            raise ConfigError(
+                f"training.float8: expected matrices with sides that are multiples of {FP8_MULTIPLE}, found "
+                f"layers.{name} with {tuple(module.weight.shape)}; change the model's sizes, or set it false"
+            )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about torchao's kernels that are not used here
+        from torchao.float8 import (  # pyright: ignore[reportMissingImports] (an extra)
+            Float8LinearConfig,
+            convert_to_float8_training,
+        )
+
+        convert_to_float8_training(model.model.layers, config=Float8LinearConfig(emulate=emulate))
+
+
+_COMPARED = (
+    *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("attention_head_dim", "rms_norm_eps", "tie_word_embeddings", "rope_theta", "qk_norm"),
+)
+_COMPARED_WITH_EXPERTS = (
+    *("num_experts", "num_experts_per_tok", "expert_intermediate_size", "norm_topk_prob"),
+    *("n_shared_experts", "scoring_func", "routed_scaling_factor"),
+)
+_COMPARED_WITH_YARN = ("rope_original_context", "rope_beta_fast", "rope_beta_slow")
+_SETTING_OF = {
+    "attention_head_dim": "head_dim",
+    "expert_intermediate_size": "moe_intermediate_size",
+    "rope_original_context": "original_max_position_embeddings",
+}
+"""Properties of ModelConfig that resolve a default -> the field that sets them."""
+
+
+def load_initial_weights(model: Decoder, config: Config) -> list[str]:
+    """Replace the initial weights of `model` by those of the folder `model.init_from`, if it is set.
+
+    Every rank reads the folder. Values are converted to fp32. Dense weights initialise a mixture of
+    experts by upcycling. Rows that pad the vocabulary to a multiple of 64 keep their random values; any other
+    difference in the number of rows is an error.
+
+    Args:
+        model: Initialised and not wrapped.
+        config: Resolved.
+
+    Returns:
+        One line for the console about each thing that was done.
+
+    Raises:
+        ConfigError: no such folder, an architecture that the decoder lacks, another tokenizer, or every
+            field that differs from the folder's, with both values.
+        CheckpointError: the folder's files are broken or do not belong together.
+    """
+    if config.model.init_from is None:
+        return []
+    folder = Path(config.model.init_from)
+    source_config = _read_shape(folder)
+    _check_shape(folder, source_config, config.model)
+    _check_tokenizer(folder, config)
+    with _as_init_from_errors():
+        source = load_pretrained(folder).state_dict()
+    notes = [f"started from the weights in {folder}"]
+    if config.model.moe_layers and not source_config.moe_layers:
+        notes += upcycle(source, model, source_config)
+    notes += _fit_rows(source, model, source_config)
+    own = model.state_dict()
+    missing = own.keys() - source.keys()
+    if config.model.router_bias_update_rate > 0:  # a missing bias starts at zero
+        missing = {name for name in missing if not name.endswith("e_score_correction_bias")}
+    if missing or source.keys() - own.keys():
+        names = ", ".join(sorted(missing | (source.keys() - own.keys()))[:3])
+        raise CheckpointError(
+            f"model.init_from: expected the model's tensors in {folder}, found a difference in {names}"
+        )
+    model.load_state_dict({**own, **source}, strict=True)
+    return notes
+
+
+@contextmanager
+def _as_init_from_errors() -> Iterator[None]:
+    """Prefix errors of reading the folder with `model.init_from`, in one line."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(*(f"model.init_from: {problem}" for problem in error.problems)) from error
+    except CheckpointError as error:
+        raise CheckpointError(f"model.init_from: {' '.join(str(error).split())}") from error
+
+
+def _read_shape(folder: Path) -> ModelConfig:
+    """The model configuration of the folder; ConfigError without a known one."""
+    if not folder.is_dir():
+        raise ConfigError(
+            f"model.init_from: expected a folder with config.json and model.safetensors, found none at "
+            f"{folder}; download a model from a hub first"
+        )
+    if not (folder / "config.json").exists() and (steps := sorted(folder.glob("step-*"))):
+        raise ConfigError(
+            f"model.init_from: expected a folder with config.json, found none in {folder}; take {steps[-1]}"
+        )
+    with _as_init_from_errors():
+        return model_config_from_huggingface(read_config(folder))
+
+
+def _check_shape(folder: Path, source_config: ModelConfig, target_config: ModelConfig) -> None:
+    """Raise ConfigError with every field that must be equal and is not."""
+    problems = [
+        f"model.{_SETTING_OF.get(name, name)}: expected {_shown(source_config, name)}, found "
+        f"{_shown(target_config, name)}"
+        for name in _compared_fields(source_config, target_config)
+        if getattr(source_config, name) != getattr(target_config, name)
+    ]
+    if source_config.vocab_size != target_config.vocab_size and not _is_padded(source_config, target_config):
+        problems.append(
+            f"model.vocab_size: expected {source_config.vocab_size}, or that rounded up to a multiple of "
+            f"{VOCAB_MULTIPLE}, found {target_config.vocab_size}"
+        )
+    if source_config.router_bias_update_rate > 0 and target_config.router_bias_update_rate == 0:
+        problems.append("model.router_bias_update_rate: expected more than 0, for the bias, found 0.0")
+    if target_config.moe_layers and not source_config.moe_layers:
+        problems += upcycling_problems(source_config, target_config)
+    if problems:
+        command = f"llm-pretrain configs --from_pretrained {folder} --output FILE"
+        advice = f"as in {folder} (model.init_from); `{command}` writes the section that fits"
+        raise ConfigError(*(f"{problem}; {advice}" for problem in problems))
+
+
+def _compared_fields(source_config: ModelConfig, target_config: ModelConfig) -> Iterator[str]:
+    """Fields and properties that decide shapes or arithmetic, if both models use them."""
+    yield from _COMPARED
+    if source_config.rope_type != "default":  # continued pretraining may add RoPE scaling
+        yield from ("rope_type", "rope_factor")
+        yield from _COMPARED_WITH_YARN if source_config.rope_type == "yarn" else ()
+    if has_dense_layers(source_config) and has_dense_layers(target_config):
+        yield "intermediate_size"
+    if source_config.moe_layers:
+        yield from _COMPARED_WITH_EXPERTS if target_config.moe_layers else ("num_experts",)
+        if target_config.moe_layers and target_config.moe_layers != source_config.moe_layers:
+            yield from ("first_k_dense_replace", "decoder_sparse_step")
+
+
+def _shown(model: ModelConfig, name: str) -> Any:
+    return str(value).lower() if isinstance(value := getattr(model, name), bool) else value
+
+
+def _is_padded(source_config: ModelConfig, target_config: ModelConfig) -> bool:
+    rows = source_config.vocab_size or 0
+    return target_config.vocab_size == -(-rows // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+
+
+def _fit_rows(source: dict[str, Tensor], model: Decoder, source_config: ModelConfig) -> list[str]:
+    """Append the model's random rows beyond the folder's to embedding and head."""
+    rows, own = source_config.vocab_size or 0, model.state_dict()
+    wanted = own["lm_head.weight"].shape[0]
+    if rows == wanted:
+        return []
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        source[name] = torch.cat([source[name], own[name][rows:].to(source[name])])
+    return [f"vocabulary padded from {rows} to {wanted} rows; the new ones are random"]
+
+
+def _check_tokenizer(folder: Path, config: Config) -> None:
+    """Raise ConfigError if the folder's tokenizer maps ids to other tokens than the store's."""
+    if not config.data.sources or not (folder / "tokenizer.json").exists():
+        return
+    store = Path(config.data.sources[0].store)
+    theirs, ours = _vocabulary(folder), _vocabulary(store / "tokenizer")
+    differing = sorted(id for id in theirs.keys() & ours.keys() if theirs[id] != ours[id])
+    if differing:
+        first = differing[0]
+        raise ConfigError(
+            f"model.init_from: expected the tokenizer of {folder}, found another in {store}: "
+            f"{len(differing)} ids differ, the first is {first}, {theirs[first]!r} there and "
+            f"{ours[first]!r} here; prepare the store with --tokenizer {folder}"
+        )
+
+
+def _vocabulary(folder: Path) -> dict[int, str]:
+    """Token by id of a tokenizer.json; empty if it cannot be read."""
+    try:
+        data = json.loads((folder / "tokenizer.json").read_text("utf-8"))
+        entries = data["model"]["vocab"]
+        if isinstance(entries, dict):
+            tokens = {int(id): token for token, id in entries.items()}
+        else:  # Unigram: a list of (piece, score)
+            tokens = {id: piece for id, (piece, *_) in enumerate(entries)}
+        return tokens | {entry["id"]: entry["content"] for entry in data.get("added_tokens", [])}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def has_dense_layers(model: ModelConfig) -> bool:
+    """Whether any layer has no experts."""
+    return len(model.moe_layers) < model.num_hidden_layers
+
+
+def upcycling_problems(source_config: ModelConfig, target_config: ModelConfig) -> list[str]:
+    """One line for each reason why the experts cannot be made from the dense layers of `source_config`."""
+    dense, expert = source_config.intermediate_size, target_config.expert_intermediate_size
+    chosen, experts = target_config.num_experts_per_tok, target_config.num_experts
+    if dense % expert:
+        return [
+            f"model.moe_intermediate_size: expected {dense}, the dense width, or a divisor of it, found "
+            f"{expert}"
+        ]
+    slices, problems = dense // expert, []
+    if chosen % slices or experts % slices:
+        problems.append(
+            f"model.num_experts_per_tok, model.num_experts: expected multiples of {slices}, the "
+            f"experts that make up the dense width ({dense} / {expert}), found {chosen} and {experts}"
+        )
+    if not target_config.norm_topk_prob and (chosen < experts or target_config.scoring_func != "softmax"):
+        problems.append(
+            "model.norm_topk_prob: expected true, since otherwise the experts' weights do not sum to one "
+            "and the model would not start as the dense one, found false"
+        )
+    return problems
+
+
+@torch.no_grad()
+def upcycle(source: dict[str, Tensor], model: Decoder, source_config: ModelConfig) -> list[str]:
+    """Turn the dense state `source` in place into a state of `model` that computes the same logits.
+
+    With I an expert's width and G = dense width ÷ I: expert e is slice e mod G of the dense SwiGLU, and the
+    routers' initial rows are repeated G times, so that the top K = t·G experts are the t best rows with all
+    their slices ("virtual groups", arXiv:2410.07524). The weights of the chosen experts sum to
+    `routed_scaling_factor`, and each slice gets 1/G of its set's weight, so `down_proj` is multiplied by G ÷
+    routed_scaling_factor. With G = 1 every expert is a copy and the router stays as initialised. The
+    `down_proj` of shared experts is zero, so that they contribute nothing at first.
+
+    Args:
+        source: `Decoder.state_dict()` of a dense decoder.
+        model: Initialised; its configuration has passed `upcycling_problems`.
+        source_config: The dense model's configuration.
+    """
+    target_config, initial = model.config, model.state_dict()
+    slices = source_config.intermediate_size // target_config.expert_intermediate_size
+    scale = slices / target_config.routed_scaling_factor
+    for layer in target_config.moe_layers:
+        prefix = f"model.layers.{layer}.mlp."
+        gate, up, down = (source.pop(f"{prefix}{name}_proj.weight") for name in ("gate", "up", "down"))
+        halves = zip(gate.chunk(slices), up.chunk(slices), strict=True)
+        pairs = torch.stack([torch.cat(pair) for pair in halves])
+        downs = torch.stack(down.chunk(slices, dim=1)) * scale
+        sets = target_config.num_experts // slices
+        source[f"{prefix}experts.gate_up_proj"] = pairs.repeat(sets, 1, 1)
+        source[f"{prefix}experts.down_proj"] = downs.repeat(sets, 1, 1)
+        rows = initial[f"{prefix}gate.weight"]
+        source[f"{prefix}gate.weight"] = rows[::slices].repeat_interleave(slices, dim=0)
+        for name, tensor in initial.items():
+            if name.startswith(prefix) and "shared_expert" in name:
+                is_output = name.endswith("down_proj.weight")
+                source[name] = torch.zeros_like(tensor) if is_output else tensor.clone()
+    what = f"a slice of 1/{slices} of" if slices > 1 else "a copy of"
+    experts, layers = target_config.num_experts, len(target_config.moe_layers)
+    return [f"upcycled: each of {experts} experts in {layers} layers is {what} the dense layer's SwiGLU"]
+
+
+_RESIDUAL_OUTPUTS = ("o_proj.weight", "down_proj.weight", "experts.down_proj")
+
+
+@torch.no_grad()
+def initialize_weights(model: Decoder, seed: int, base_hidden_size: int | None = None) -> None:
+    """Set every parameter and buffer to its initial value.
+
+    Norms are one and router biases zero. Matrices are normal(0, initializer_range). Those that write into the
+    residual stream (o_proj, down_proj) are divided by sqrt(2 · num_hidden_layers), so that its variance does
+    not grow with depth (GPT-2, section 2.3), or are zero with `zero_init_residual`. Values are drawn on the
+    CPU in the order of `named_parameters`, also where zeros replace them, so that they are the same for every
+    device, launcher and world size.
+
+    Args:
+        model: On any device, in any floating type.
+        seed: Decides all values.
+        base_hidden_size: Width at which the learning rates were tuned; initial values then scale by µP
+            (`llm_pretrain.optim.param_groups`).
+    """
+    generator = torch.Generator("cpu").manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        factor = initial_factor(name, parameter, model.config.hidden_size, base_hidden_size)
+        if parameter.dim() == 1:
+            parameter.fill_(factor)
+            continue
+        is_output = name.endswith(_RESIDUAL_OUTPUTS)
+        depth_factor = math.sqrt(2 * model.config.num_hidden_layers) if is_output else 1.0
+        values = torch.empty(parameter.shape, dtype=torch.float32)
+        std = factor * model.config.initializer_range / depth_factor
+        values.normal_(0.0, std, generator=generator)
+        parameter.copy_(values.zero_() if is_output and model.config.zero_init_residual else values)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.zero_()

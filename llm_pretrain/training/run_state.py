@@ -1,0 +1,374 @@
+"""State of a run besides model and optimizer: its counters, its folder and its status file."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import uuid
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from llm_pretrain.checkpoints import newest_manifest
+from llm_pretrain.config import matches_type
+from llm_pretrain.errors import (
+    EXIT_PREEMPTED,
+    CheckpointError,
+    DivergedError,
+    OutputError,
+    PretrainError,
+    ResourceError,
+    StuckError,
+    printable,
+)
+from llm_pretrain.files import (
+    MARKER,
+    fsync_folder,
+    make_folder,
+    read_json,
+    read_marker,
+    remove_leftovers,
+    replace_text,
+    write_marker,
+)
+from llm_pretrain.memory import is_out_of_memory
+from llm_pretrain.training.anomaly import SpikeDetector
+from llm_pretrain.training.step import DIGEST_WORDS, StepMetrics
+
+
+@dataclass(frozen=True)
+class Best:
+    """The lowest evaluation loss so far.
+
+    Args:
+        step: Optimizer steps done when it was found.
+        loss: `eval/loss`.
+        max_batches: `evaluation.max_batches` then; losses over other batches cannot be compared.
+    """
+
+    step: int
+    loss: float
+    max_batches: int | None
+
+
+@dataclass
+class Progress:
+    """Counters of a run, the same on every rank.
+
+    Args:
+        step: Optimizer steps done, skipped ones included.
+        tokens_seen: Loss tokens of all steps so far.
+        skipped_in_a_row: Skipped steps since the last one that moved the parameters.
+        digest: Sums of the sample digests' eight words since the last row.
+        wandb_id: Id of the run at Weights & Biases, which a resumed run continues.
+        pending_evaluation: Whether a stop signal ended this step's evaluation; the resumed run repeats it.
+        evaluation: Metrics `eval/…` of the last evaluation, for the model card.
+        evaluation_step: Its step; None before the first.
+        best: The evaluation of the weights in `weights/best`; None without any.
+        spikes: The detector, with the history that later steps are compared with.
+    """
+
+    step: int = 0
+    tokens_seen: int = 0
+    skipped_in_a_row: int = 0
+    digest: list[int] = field(default_factory=lambda: [0] * DIGEST_WORDS)
+    wandb_id: str | None = None
+    pending_evaluation: bool = False
+    evaluation: dict[str, float] = field(default_factory=dict)
+    evaluation_step: int | None = None
+    best: Best | None = None
+    spikes: SpikeDetector = field(default_factory=SpikeDetector)
+
+    def advance(self, num_loss_tokens: int) -> None:
+        """Count one finished step."""
+        self.step += 1
+        self.tokens_seen += num_loss_tokens
+
+    def update(self, step: StepMetrics) -> None:
+        """Add a finished step whose metrics are on the host; called in the order of the steps."""
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if step.skipped else 0
+        self.digest = [a + b for a, b in zip(self.digest, step.digest, strict=True)]
+        if step.loss is not None:
+            assert isinstance(step.grad_norm, float)
+            self.spikes.record(step.loss, step.grad_norm, step.num_loss_tokens, step.spike)
+
+    def evaluated(self, metrics: Mapping[str, float | None]) -> None:
+        """Keep this step's evaluation, for the model card."""
+        self.evaluation = {
+            name: value
+            for name, value in metrics.items()
+            if isinstance(value, float) and math.isfinite(value)
+        }
+        self.evaluation_step = self.step
+
+    def take_digest(self) -> list[int]:
+        """The digest since the last call, which is then reset."""
+        digest, self.digest = self.digest, [0] * DIGEST_WORDS
+        return digest
+
+    def extra(self) -> dict[str, object]:
+        """The fields for `RunFacts.extra` in a checkpoint's manifest, as plain JSON."""
+        return {
+            "skipped_in_a_row": self.skipped_in_a_row,
+            "digest": self.digest,
+            "evaluation_owed": self.pending_evaluation,
+            "best": asdict(self.best) if self.best else None,
+            "evaluation": self.evaluation,
+            "evaluation_step": self.evaluation_step,
+            "spikes": self.spikes.state_dict(),
+        }
+
+    @staticmethod
+    def wrong_extra(extra: Mapping[str, object]) -> str | None:
+        """The first part of a manifest's `extra` that `extra()` cannot have given, in words."""
+        for name, (kind, is_sound) in _EXTRA.items():
+            value = extra.get(name)
+            if not matches_type(kind, value) or (value is not None and not is_sound(value)):
+                return f"run.extra.{name}: expected what a run saves, found {value!r:.60}"
+        return None
+
+    @classmethod
+    def resumed(cls, step: int, tokens_seen: int, wandb_id: str | None, extra: dict) -> Progress:
+        """The progress of a checkpoint with this `extra()`."""
+        return cls(
+            step=step,
+            tokens_seen=tokens_seen,
+            skipped_in_a_row=extra["skipped_in_a_row"],
+            digest=extra["digest"],
+            wandb_id=wandb_id,
+            pending_evaluation=extra.get("evaluation_owed", False),
+            best=Best(**extra["best"]) if extra.get("best") else None,
+            evaluation=extra.get("evaluation") or {},
+            evaluation_step=extra.get("evaluation_step"),
+            spikes=SpikeDetector.from_state_dict(extra.get("spikes")),
+        )
+
+
+def _is_history(spikes: dict) -> bool:
+    """Whether this is a spike detector's state, with three numbers of each step, or empty."""
+    steps = spikes.get("steps", [])
+    are_steps = matches_type(list[list[float]], steps) and all(len(step) == 3 for step in steps)
+    return are_steps and (not spikes or ("steps" in spikes and matches_type(int, spikes.get("in_a_row"))))
+
+
+def _is_best(best: dict) -> bool:
+    return best.keys() == {"step", "loss", "max_batches"} and None not in (best["step"], best["loss"])
+
+
+_EXTRA: dict[str, tuple[Any, Callable[[Any], bool]]] = {
+    "skipped_in_a_row": (int, lambda count: count >= 0),
+    "digest": (list[int], lambda words: len(words) == DIGEST_WORDS),
+    "evaluation_owed": (bool | None, lambda _: True),
+    "best": (dict[str, float | None] | None, _is_best),
+    "evaluation": (dict[str, float] | None, lambda _: True),
+    "evaluation_step": (int | None, lambda _: True),
+    "spikes": (dict | None, _is_history),
+}
+"""Key of `RunFacts.extra` -> type, and what holds besides; keys that earlier versions lack may be None."""
+
+
+def read_status(path: Path) -> dict:
+    """The content of a status file; empty if there is none or it cannot be read."""
+    try:
+        content = read_json(path)
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def exit_code_of(error: BaseException) -> int:
+    """The process's exit code for an error; 1 for a bug."""
+    if isinstance(error, PretrainError):
+        return error.exit_code
+    if is_out_of_memory(error):
+        return ResourceError.exit_code
+    return CheckpointError.exit_code if isinstance(error, OSError) else 1
+
+
+class Status:
+    """Writes a run's `status.json`: rank 0 for the run, any rank for its own failure.
+
+    Args:
+        path: The file.
+        rank, world_size, launcher: Of this process.
+        check: Called before every write; raises OutputError if the folder is no longer this run's.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        rank: int,
+        world_size: int,
+        launcher: str,
+        check: Callable[[], None] = lambda: None,
+    ):
+        self.path, self.rank, self._check = path, rank, check
+        self._launch = {"launcher": launcher, "world_size": world_size, "pid": os.getpid()}
+        before = read_status(path)
+        self.unfinished = before.get("state") == "running"
+        """Whether the attempt before ended without recording how: killed, say."""
+        self._progress: dict[str, object] = {
+            "step": before.get("step", 0),
+            "checkpoint": before.get("checkpoint"),
+        }
+
+    @property
+    def checkpoint(self) -> object:
+        """The newest checkpoint, of the previous attempt until `running` is called; None without one."""
+        return self._progress["checkpoint"]
+
+    def started(self) -> None:
+        """Record that an attempt begins, at the previous attempt's step."""
+        if self.rank == 0:
+            self._replace("running", None, None)
+
+    def running(self, step: int, checkpoint: Path | None) -> None:
+        """Record that the run is at `step`, with `checkpoint` as its newest."""
+        self._progress = {"step": step, "checkpoint": str(checkpoint) if checkpoint else None}
+        self.started()
+
+    def ended(self, step: int, exit_code: int, reason: str | None) -> None:
+        """Record that the run finished, or was preempted after a clean save."""
+        self._progress["step"] = step
+        if self.rank == 0:
+            self._replace("preempted" if exit_code == EXIT_PREEMPTED else "finished", exit_code, reason)
+
+    def failed(self, error: BaseException) -> None:
+        """Record a failure. One rank's `PretrainError` replaces the errors that other ranks get because of
+        it."""
+        if isinstance(error, PretrainError) and not isinstance(error, StuckError):
+            if error.shared and self.rank != 0:
+                return
+        elif read_status(self.path).get("state") != "running":
+            return
+        state = "diverged" if isinstance(error, DivergedError) else "failed"
+        lines = error.lines() if isinstance(error, PretrainError) else str(error).splitlines()
+        with suppress(OutputError):  # another run's folder: its status is not ours
+            self._replace(state, exit_code_of(error), printable(next(iter(lines), type(error).__name__)))
+
+    def _replace(self, state: str, exit_code: int | None, reason: str | None) -> None:
+        """Replace the file atomically."""
+        self._check()
+        fields = {"state": state, "exit_code": exit_code, "reason": reason} | self._progress | self._launch
+        replace_text(self.path, json.dumps(fields, indent=1) + "\n")
+
+
+RUN_FILES = ("config.yaml", "metrics.jsonl", "samples.jsonl", "status.json", "attempts.jsonl", "report.html")
+"""What a run writes and replaces in its folder. In `RUN_FOLDERS` it also deletes old steps."""
+RUN_FOLDERS = ("checkpoints", "weights")
+TRACKER_FOLDERS = ("tensorboard", "wandb")
+_STATUS_KEYS = {"state", "exit_code", "reason", "step", "checkpoint", "launcher", "world_size", "pid"}
+
+
+class RunFolder:
+    """Paths in the folder of a run, the lock against a second run in it, and the run's id in its marker.
+
+    The folder may be moved, and another run may start in its place. So `check` is called before every write.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.config = path / "config.yaml"
+        self.metrics = path / "metrics.jsonl"
+        self.samples = path / "samples.jsonl"
+        self.status = path / "status.json"
+        self.attempts = path / "attempts.jsonl"
+        self.report = path / "report.html"
+        self.checkpoints = path / "checkpoints"
+        self.weights = path / "weights"
+        self.run_id: str | None = None
+        self._lock = FileLock(path / ".lock")
+
+    def stacks(self, rank: int) -> Path:
+        """The file for the thread stacks of a rank that hangs."""
+        return self.path / f"stacks-rank{rank}.txt"
+
+    def acquire(self) -> str:
+        """Create the folder, lock it, and return the run's id: that in its marker, or a new one.
+
+        Raises:
+            OutputError: it cannot be written, another run holds it, or something in it is not a run's.
+        """
+        try:
+            make_folder(self.path)
+            self._refuse_links()
+            self._lock.acquire(blocking=False)
+            self.run_id = self._own_id()
+            remove_leftovers(self.path, (*RUN_FILES, MARKER))
+        except Timeout:
+            pid = read_status(self.status).get("pid", "unknown")
+            raise OutputError(
+                f"{self.path}: expected a folder no other run uses, found it locked by a running one "
+                f"(process {pid}); wait for it or choose another run.name"
+            ) from None
+        except OSError as error:
+            raise OutputError(
+                f"{self.path}: expected a writable folder, found: {error.strerror or error}; "
+                "set run.output_dir"
+            ) from None
+        return self.run_id
+
+    def check(self) -> None:
+        """Check that the folder is still this run's; does nothing before `run_id` is known.
+
+        Raises:
+            OutputError: it was moved or deleted, or belongs to another run now.
+            OSError: its marker cannot be read.
+        """
+        if self.run_id is None:
+            return
+        marker = read_marker(self.path, "run")
+        if marker is None or marker.get("id") != self.run_id:
+            raise OutputError(
+                f"{self.path}: expected this run's folder, found {'another run' if marker else 'none'}: it "
+                "was moved, deleted or replaced; bring it back and start the same command again"
+            )
+
+    def release(self) -> None:
+        """Release the lock."""
+        self._lock.release()
+
+    def _refuse_links(self) -> None:
+        """Refuse links, which lead writing and deleting out of the folder, and a lock that is not ours."""
+        for name in (MARKER, ".lock", *RUN_FILES, *RUN_FOLDERS, *TRACKER_FOLDERS):
+            if (self.path / name).is_symlink():
+                raise OutputError(
+                    f"{self.path / name}: expected a file or folder of the run, found a link, which a run "
+                    "does not follow; replace it by what it leads to, or set run.output_dir"
+                )
+        lock = self.path / ".lock"
+        if lock.exists() and not (lock.is_file() and lock.stat().st_size == 0):
+            raise OutputError(
+                f"{lock}: expected a run's lock, an empty file, found another; choose another run.name"
+            )
+
+    def _own_id(self) -> str:
+        """The id in the marker; without one a new id, if all that the run would replace is a run's."""
+        marker = read_marker(self.path, "run")
+        if marker is not None and isinstance(marker.get("id"), str):
+            return marker["id"]
+        files = (MARKER, *RUN_FILES)
+        found = [name for name in files if (self.path / name).exists() and not (self.path / name).is_dir()]
+        found += [name for name in RUN_FOLDERS if _has_entries(self.path / name)]
+        checkpoint = newest_manifest(self.checkpoints)
+        is_earlier_run = read_status(self.status).keys() >= _STATUS_KEYS  # by a version without markers
+        if found and checkpoint is None and not is_earlier_run:
+            raise OutputError(
+                f"{self.path / found[0]}: expected nothing, or a file that a run wrote, found another file; "
+                "choose another run.name or run.output_dir"
+            )
+        run_id = (checkpoint.run.run_id if checkpoint else None) or uuid.uuid4().hex
+        write_marker(self.path, "run", id=run_id)
+        fsync_folder(self.path)  # before any file that the marker vouches for
+        return run_id
+
+
+def _has_entries(path: Path) -> bool:
+    """Whether there is anything at `path` but an empty folder."""
+    return os.path.lexists(path) and not (path.is_dir() and not any(path.iterdir()))

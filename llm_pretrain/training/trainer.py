@@ -1,0 +1,449 @@
+"""The training run of both launch paths: build or restore the state, train, evaluate and save."""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, contextmanager, suppress
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from llm_pretrain.checkpoints import ResumePoint
+from llm_pretrain.config import Config, YamlError, dump_yaml, read_yaml_file, resolve_model, to_dict
+from llm_pretrain.data import (
+    Batch,
+    TokenStore,
+    evaluation_batches,
+    global_batches,
+    open_stores,
+    worker_errors,
+)
+from llm_pretrain.distributed.collectives import any_rank, run_on_all_ranks, run_on_rank0
+from llm_pretrain.distributed.peer_failure import peer_failure
+from llm_pretrain.distributed.process import SignalHandler
+from llm_pretrain.distributed.watchdog import heartbeat, report_hangs_to
+from llm_pretrain.errors import EXIT_PREEMPTED, ConfigError, printable
+from llm_pretrain.export import match_hf_architecture
+from llm_pretrain.files import replace_text
+from llm_pretrain.memory import check_memory, explain_out_of_memory
+from llm_pretrain.model import Decoder, count_parameters, update_router_bias
+from llm_pretrain.optim import build_optimizer, ema_parameters, learning_rate, set_learning_rate
+from llm_pretrain.tracking import write_report
+from llm_pretrain.training.agreement import check_launch, check_parameters, check_stores
+from llm_pretrain.training.anomaly import StepMonitor, rollback
+from llm_pretrain.training.checkpointing import CheckpointManager
+from llm_pretrain.training.evaluation import Evaluator, Samples, zlib_bits_per_byte
+from llm_pretrain.training.kernel_choice import choose_kernels
+from llm_pretrain.training.metrics import Recorder, record_attempt
+from llm_pretrain.training.model_setup import (
+    build_model,
+    check_compiler,
+    check_float8,
+    initialize_weights,
+    kernels_in_use,
+    load_initial_weights,
+)
+from llm_pretrain.training.run_state import RunFolder, Status
+from llm_pretrain.training.step import Engine, expert_counts, forward_is_collective
+
+
+def windows(batches: Iterable[Batch], size: int) -> Iterator[list[Batch]]:
+    """Lists of `size` micro batches, one list per optimizer step."""
+    with worker_errors():
+        iterator = iter(batches)
+    while True:
+        with worker_errors():
+            window = list(islice(iterator, size))
+        if not window:
+            return
+        yield window
+
+
+class Trainer:
+    """One attempt at a run, from its start or resume to its end."""
+
+    def __init__(
+        self, config: Config, engine: Engine, folder: RunFolder, status: Status, stop: SignalHandler
+    ):
+        self.engine, self.folder, self.status, self.stop = engine, folder, status, stop
+        heartbeat("opening the data", files=True)
+        self.stores: list[TokenStore] = run_on_all_ranks(engine, lambda: open_stores(config))
+        check_stores(engine, self.stores)
+        self.config = run_on_all_ranks(engine, lambda: resolve_model(config, self.stores[0].vocab_size))
+        with explain_out_of_memory(self.config, engine):
+            self.config, self.kernels = choose_kernels(self.config, engine, folder)
+        self.checkpoints = CheckpointManager(self.config, engine, folder, self.stores, status)
+
+    def run(self) -> int:
+        """Build, restore, train, save; returns the exit code."""
+        config, engine = self.config, self.engine
+        heartbeat("looking for a checkpoint", files=True)
+        resume = run_on_all_ranks(engine, self.checkpoints.find)
+        self.progress = self.checkpoints.progress(resume)
+        if self.progress.step > config.training.max_steps:
+            raise ConfigError(
+                f"training.max_steps: expected at least {self.progress.step}, the step of the run's "
+                f"checkpoint, found {config.training.max_steps}; raise it or choose another run.name"
+            )
+        if resume is None and self.status.checkpoint:  # deleted, or its disk is not mounted
+            self.checkpoints.notes.append(
+                f"starting from scratch: {self.status.checkpoint}, named in status.json, does not exist"
+            )
+        self.status.running(self.progress.step, resume.path if resume else None)
+        self.checkpoints.notes += run_on_all_ranks(engine, lambda: check_memory(config, engine))
+        heartbeat("building the model", files=True)  # model.init_from reads files
+        model = build_model(config, engine.device)
+        initialize_weights(model, config.run.seed, config.optimizer.base_hidden_size)
+        notes = [] if resume else run_on_all_ranks(engine, lambda: load_initial_weights(model, config))
+        check_parameters(engine, model, "after initialisation")  # DDP overwrites them by rank 0's
+        optimizer = build_optimizer(model, config.optimizer, config.training.precision)
+        loader = run_on_all_ranks(
+            engine,
+            lambda: global_batches(config, start_step=self.progress.step, world_size=engine.world_size),
+        )
+        batches = engine.prepare(model, optimizer, loader)
+        if self._stop_requested():  # nothing to save yet, and restoring may take longer than the grace period
+            return self._preempted(self._print)
+        if resume is not None:
+            heartbeat(f"restoring step {resume.step}", files=True)
+            self.checkpoints.restore(resume)
+            check_parameters(engine, model, f"after restoring step {resume.step}")
+        heartbeat("getting ready to train", files=True)
+        self.evaluator = self._build_evaluator()
+        self.samples = self._open_samples()
+        changes = run_on_rank0(engine, lambda: self._write_config(resume))
+        self.recorder = Recorder(config, engine, self.folder, self.progress)
+        self.monitor = StepMonitor(config, engine, self.progress, self.recorder, self._must_record)
+        self.checkpoints.attach(self.recorder)
+        with closing(self.recorder), closing(self.checkpoints), gc_schedule() as self.collect_garbage:
+            self._print_start(resume, changes, notes)
+            if resume is not None:
+                heartbeat(f"writing the weights of step {resume.step}", files=True)
+                self.checkpoints.write_missing_weights(resume, self.progress)
+            return self._train(batches)
+
+    def _train(self, batches: Iterable[Batch]) -> int:
+        config, progress = self.config, self.progress
+        saved_step = progress.step if self.checkpoints.is_saved(progress.step) else None
+        if progress.pending_evaluation:
+            saved_step = None  # the checkpoint marks it pending: save again once it is done
+        if progress.step == 0 or progress.pending_evaluation:
+            self._evaluate_and_write(due=config.evaluation.eval_steps > 0)
+        stopping = self._stop_requested()
+        remaining = windows(batches, config.gradient_accumulation_steps(self.engine.world_size))
+        self.recorder.restart_clock()
+        while progress.step < config.training.max_steps and not stopping:
+            heartbeat(f"waiting for the data of step {progress.step + 1}")
+            self._step(next(remaining))
+            self._evaluate_and_write(due=self._evaluation_is_due())
+            self.monitor.check_divergence(progress.step)
+            self.collect_garbage(progress.step)
+            stopping = self._stop_requested()
+            if not stopping and self.checkpoints.is_due(progress.step):
+                self.checkpoints.save(progress)
+            self.recorder.restart_clock()
+        return self._finish(saved_step)
+
+    def _step(self, micro_batches: list[Batch]) -> None:
+        """One optimizer step: learning rate, gradients and update, router bias, metrics."""
+        config, engine, progress = self.config, self.engine, self.progress
+        model, optimizer = engine.model_and_optimizer()
+        heartbeat(f"step {progress.step + 1}")
+        rate = learning_rate(config, progress.step)
+        set_learning_rate(optimizer, rate)
+        step = engine.train_step(micro_batches, self.monitor)
+        if step.skipped == "rollback":
+            rollback(self.checkpoints, progress, step, self.recorder.console.warning)
+        bias_rate = config.model.router_bias_update_rate
+        if bias_rate and step.sums is not None and not step.skipped:
+            update_router_bias(model, expert_counts(step.sums, config), bias_rate, step.found_inf)
+        self.monitor.record(step, rate)
+
+    def _evaluation_is_due(self) -> bool:
+        eval_steps, step = self.config.evaluation.eval_steps, self.progress.step
+        return eval_steps > 0 and (step % eval_steps == 0 or step == self.config.training.max_steps)
+
+    def _must_record(self, step: int) -> bool:
+        """Whether an evaluation or a checkpoint follows this step."""
+        return self._evaluation_is_due() or self.checkpoints.is_due(step)
+
+    def _evaluate_and_write(self, *, due: bool) -> None:
+        """Evaluate if due, and write the step's row.
+
+        An evaluation that a stop signal ended stays pending: the resumed run writes it in a row of its own.
+        With an average of the parameters (EMA), the average is evaluated and saved as the best weights.
+        """
+        if not due:
+            self.progress.pending_evaluation = False
+            self.recorder.flush()
+            return
+        heartbeat(f"the evaluation after step {self.progress.step}")
+        with ema_parameters(self.engine.model_and_optimizer()[1]):
+            metrics = self.evaluator()
+            self.progress.pending_evaluation = metrics is None
+            if metrics:
+                self.recorder.evaluation(metrics)
+                self.progress.evaluated(metrics)
+            self.recorder.flush()
+            if metrics is not None:
+                self._after_evaluation(metrics.get("eval/loss"))
+
+    def _after_evaluation(self, loss: float | None) -> None:
+        """Save the best weights and generate samples."""
+        model, _ = self.engine.model_and_optimizer()
+        if loss is not None:
+            heartbeat(f"keeping the best weights of step {self.progress.step}", files=True)
+            self.checkpoints.keep_best(self.progress, loss)
+        heartbeat(f"generating samples after step {self.progress.step}")
+        assert isinstance(model, Decoder)
+        self.samples.write(model, self.progress.step, self.recorder.console, rank=self.engine.rank)
+
+    def _stop_requested(self) -> bool:
+        """Whether any rank received a stop signal; raises on every rank if one failed to write a file."""
+        heartbeat(f"checking for stop signals after step {self.progress.step}")
+        stopping, failing = any_rank(self.engine, self.stop.requested, self.checkpoints.has_failed)
+        if failing:
+            self.checkpoints.raise_failure()
+        self.checkpoints.record_finished_save()
+        return stopping
+
+    def _flush(self) -> None:
+        """Record every step and write every row that is due."""
+        self.monitor.flush()
+        self.recorder.flush()
+        self.monitor.check_divergence(self.progress.step)
+
+    def _finish(self, saved_step: int | None) -> int:
+        """Save what is not saved yet and report how the run ended; returns the exit code."""
+        step, console = self.progress.step, self.recorder.console
+        self._flush()
+        if saved_step != step:
+            self.checkpoints.save(self.progress, last=True)
+        if step < self.config.training.max_steps or self.progress.pending_evaluation:
+            self.recorder.hurried = True
+            return self._preempted(console.info)
+        self.status.ended(step, 0, None)
+        console.info(f"finished at step {step}: {self.folder.path}")
+        console.info(f"weights: {self.checkpoints.weights_of(step)}")
+        return 0
+
+    def _preempted(self, write: Callable[[str], object]) -> int:
+        """Report that a signal stopped the run, with everything saved; returns the exit code."""
+        step = self.progress.step
+        reason = self.stop.signal.name if self.stop.signal else "a signal to another rank"
+        self.status.ended(step, EXIT_PREEMPTED, reason)
+        write(f"stopped by {reason} after step {step}; start the same command again to continue")
+        return EXIT_PREEMPTED
+
+    def _print(self, text: str) -> None:
+        """Print on rank 0, before there is a console."""
+        with suppress(OSError):  # the terminal is closed
+            if self.engine.rank == 0:
+                print(printable(text), flush=True)
+
+    def _build_evaluator(self) -> Evaluator:
+        config = self.config
+        batches = run_on_all_ranks(
+            self.engine, lambda: evaluation_batches(config) if config.evaluation.eval_steps else []
+        )
+        labels = [source.label for source in config.data.sources]
+        is_collective = forward_is_collective(config, self.engine.world_size)
+        return Evaluator(
+            self.engine, batches, self.stores[0], lambda: self.stop.requested, labels, is_collective
+        )
+
+    def _open_samples(self) -> Samples:
+        """Open samples.jsonl; all ranks generate, since a rank that only waited for rank 0 would time out."""
+        is_collective = forward_is_collective(self.config, self.engine.world_size)
+        return run_on_all_ranks(
+            self.engine,
+            lambda: Samples(self.config, self.folder, self.stores[0], is_collective=is_collective),
+        )
+
+    def _write_config(self, resume: ResumePoint | None) -> list[str]:
+        """Write this attempt's config.yaml; returns the differences from the run that it continues."""
+        run = resume.path.resolve().parent.parent if resume else self.folder.path
+        changes = config_diff(run / self.folder.config.name, self.config)
+        self.folder.check()
+        replace_text(self.folder.config, dump_yaml(self.config))
+        return changes
+
+    def _export_warnings(self) -> list[str]:
+        """A warning, before training starts, if no other library can open the exported weights."""
+        try:
+            match_hf_architecture(self.config.model)
+        except ConfigError as error:
+            return [f"the weights will open with llm_pretrain only: {error}"]
+        return []
+
+    def _print_start(self, resume: ResumePoint | None, changes: list[str], notes: list[str]) -> None:
+        """Print the run's size and where it starts, and append the attempt to attempts.jsonl."""
+        config, engine, console = self.config, self.engine, self.recorder.console
+        training, size = config.training, count_parameters(config.model)
+        console.info(
+            f"{config.run.name}: {size.total / 1e6:.1f}M parameters ({size.active / 1e6:.1f}M active), "
+            f"{engine.world_size} x {engine.device.type} by {engine.launcher}, "
+            f"{config.distributed.strategy}, {training.precision}"
+        )
+        if engine.device.type == "cuda":
+            console.info(kernels_in_use(config, engine.device))
+        self._print_kernel_choice()
+        console.info(
+            f"{training.max_steps} steps of {training.global_batch_size} x {training.sequence_length} tokens "
+            f"in {self.folder.path}"
+        )
+        zlib_bits = zlib_bits_per_byte(self.stores)
+        if zlib_bits is not None:
+            console.info(f"validation text: zlib level 9 needs {zlib_bits:.4f} bits per byte")
+        record_attempt(self.folder, config, engine, self.progress.step, zlib_bits, self.kernels)
+        for warning in [*self._export_warnings(), *self.evaluator.unseen_sources()]:
+            console.warning(warning)
+        for note in [*notes, *self.checkpoints.notes]:
+            console.info(note)
+        if resume is not None:
+            for warning in resume.warnings:
+                console.warning(warning)
+            for change in changes:
+                console.warning(f"changed since the attempt before: {change}")
+            run = resume.run
+            console.info(f"resumed from {resume.path} (written by {run.launcher} x {run.world_size})")
+            if resume.step == training.max_steps:
+                console.info(f"nothing left to do: training.max_steps is {training.max_steps}")
+
+    def _print_kernel_choice(self) -> None:
+        console, choice = self.recorder.console, self.kernels
+        if choice is not None:
+            for note in choice.notes:
+                console.warning(note)
+            if choice.seconds:
+                console.info(f"kernels compared with their definitions in {choice.seconds:.1f} s")
+
+
+UNFINISHED = (
+    "the attempt before ended without recording why: it was killed, or the machine ran out of memory or "
+    "stopped, or a token store was cut while it was read"
+)
+
+
+def pretrain(config: Config, engine: Engine) -> int:
+    """Run the training that `config` describes, from its newest checkpoint if it has one.
+
+    Returns:
+        The worker's exit code: 0 finished, 75 stopped by a signal after a clean save.
+
+    Raises:
+        PretrainError: with the exit code of its kind, which `status.json` records too.
+    """
+    folder = RunFolder(config.run.folder)
+    with SignalHandler(verbose=engine.rank == 0) as stop:
+        check_launch(config, engine)  # also a barrier: now every rank handles signals
+        heartbeat("opening the run's folder")
+        folder.run_id = run_on_rank0(engine, folder.acquire)
+        status = Status(
+            folder.status,
+            rank=engine.rank,
+            world_size=engine.world_size,
+            launcher=engine.launcher,
+            check=folder.check,
+        )
+        if status.unfinished and engine.rank == 0:
+            with suppress(OSError):  # the terminal is closed
+                print(printable(f"{folder.path}: {UNFINISHED}"), flush=True)
+        try:
+            status.started()
+            report_hangs_to(folder, status)
+            run_on_all_ranks(engine, lambda: check_compiler(config))
+            run_on_all_ranks(engine, lambda: check_float8(config))
+            trainer = Trainer(config, engine, folder, status, stop)
+            with explain_out_of_memory(trainer.config, engine):
+                exit_code = trainer.run()
+        except BaseException as error:
+            peer_error = peer_failure(error, engine.rank)
+            status.failed(peer_error or error)
+            if peer_error:
+                raise peer_error from None
+            raise
+        finally:
+            if engine.rank == 0 and config.logging.report:
+                heartbeat("writing the report")
+                report_run(folder)
+            folder.release()
+        heartbeat("leaving the process group")
+        trainer.checkpoints.leave_group()
+        engine.close()
+    return exit_code
+
+
+COLLECT_STEPS = 100
+"""Steps between collections, which take under a millisecond since older objects are frozen."""
+
+
+@contextmanager
+def gc_schedule() -> Iterator[Callable[[int], None]]:
+    """Inside the block, freeze existing objects and collect garbage only every `COLLECT_STEPS` steps.
+
+    Yields:
+        A function to call after every step with the number of steps done, so that all ranks collect together.
+    """
+    was_enabled, had_frozen = gc.isenabled(), gc.get_freeze_count() > 0
+    gc.collect()
+    if not had_frozen:  # unfreezing would unfreeze the caller's objects too
+        gc.freeze()
+    gc.disable()
+
+    def collect(step: int) -> None:
+        if step % COLLECT_STEPS == 0:
+            gc.collect()
+
+    try:
+        yield collect
+    finally:
+        if not had_frozen:
+            gc.unfreeze()
+        if was_enabled:
+            gc.enable()
+
+
+NOT_REPORTED = {"run.name", "run.output_dir", "checkpoint.resume"}
+"""Settings that do not change the training."""
+
+
+def config_diff(path: Path, config: Config) -> list[str]:
+    """`section.field: old -> new` for each setting that differs from an earlier attempt's file at `path`.
+
+    Empty without a readable file.
+    """
+    try:
+        before = read_yaml_file(path)
+    except (OSError, ValueError, YamlError):
+        return []
+    lines = []
+    for section, fields in to_dict(config).items():
+        old = before.get(section) if isinstance(before, dict) else None
+        if not isinstance(old, dict):
+            continue
+        for name, value in fields.items():
+            setting = f"{section}.{name}"
+            if name in old and old[name] != value and setting not in NOT_REPORTED:
+                lines.append(f"{setting}: {_yaml_value(old[name])} -> {_yaml_value(value)}")
+    return lines
+
+
+def _yaml_value(value: Any) -> str:
+    """The value as YAML: `null` and `true` instead of Python's words."""
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
+
+
+def report_run(folder: RunFolder) -> None:
+    """Write the run's `report.html` if it has metrics; a failure is a warning."""
+    if not folder.metrics.exists():
+        return
+    try:
+        folder.check()
+        write_report([folder.path], folder.report)
+    except Exception as error:  # a failed report must not fail the run
+        reason = printable(str(error).partition("\n")[0] or type(error).__name__)
+        print(f"warning: no report was written: {reason}", file=sys.stderr, flush=True)

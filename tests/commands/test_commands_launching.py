@@ -1,0 +1,183 @@
+"""Scripts are started as a user would start them, run concurrently where they fit, and killed completely."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from llm_pretrain.commands import _launching
+from llm_pretrain.commands._launch_options import choose_output
+from llm_pretrain.commands._launching import (
+    Job,
+    LaunchContext,
+    Machine,
+    RunningJob,
+    exit_on_signals,
+    launch_settings,
+    run_concurrently,
+)
+from llm_pretrain.config import PRESETS
+from llm_pretrain.errors import OutputError
+
+
+def test_a_folder_with_files_is_rejected_and_default_names_are_numbered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "file").touch()
+    with pytest.raises(OutputError, match="expected a new or empty folder"):
+        choose_output(str(tmp_path / "mine"), "name")
+    monkeypatch.chdir(tmp_path)
+    names = []
+    for _ in range(3):
+        folder = choose_output(None, "parity-name")
+        folder.mkdir(parents=True)
+        names.append(folder.name)
+    assert names == ["parity-name", "parity-name-2", "parity-name-3"]
+
+
+def test_accelerates_settings_start_the_requested_number_of_processes():
+    kinds = {
+        (size, gpu): launch_settings("ddp", None, size, on_gpu=gpu)
+        for size in (1, 2)
+        for gpu in (False, True)
+    }
+    for (size, gpu), settings in kinds.items():
+        assert settings["num_processes"] == size
+        assert settings["use_cpu"] is not gpu
+        assert settings["distributed_type"] == ("MULTI_GPU" if size > 1 else "NO")
+    file = yaml.safe_load((PRESETS / "accelerate" / "fsdp2.yaml").read_text())
+    assert launch_settings("fsdp", None, 4, on_gpu=False) == file | {"num_processes": 4}
+
+
+FAMILY = """
+import os, pathlib, subprocess, sys, time
+if "--child" not in sys.argv:
+    subprocess.Popen([sys.executable, __file__, "--child"], start_new_session=True)
+    time.sleep(60)
+folder = pathlib.Path(__file__).parent
+(folder / "child").write_text(str(os.getpid()))
+time.sleep(60)
+"""
+"""A launcher whose worker has a session of its own, as torchrun's do."""
+
+
+def job(folder: Path, number: int = 0, world_size: int = 1) -> Job:
+    return Job("torchrun", world_size, folder / f"run{number}", folder / f"{number}.log", (), 1)
+
+
+def context(scripts: Path, *, cores: int = 2, timeout: float = 60.0) -> LaunchContext:
+    return LaunchContext(scripts, Machine(0, cores), timeout)
+
+
+def test_a_kill_reaches_workers_in_other_sessions(tmp_path: Path):
+    (tmp_path / "train_pretrain.py").write_text(FAMILY)
+    launched = RunningJob(job(tmp_path), context(tmp_path))
+    while not (tmp_path / "child").exists() or not (tmp_path / "child").read_text():
+        assert launched.poll() is None
+        time.sleep(0.02)
+    child = int((tmp_path / "child").read_text())
+    assert os.getsid(child) != os.getsid(launched.process.pid)
+    launched.kill()
+    assert launched.process.returncode == -9
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_that_ends_the_command_ends_its_jobs(number: int, tmp_path: Path):
+    """A closing terminal sends SIGHUP, which does not reach jobs in other sessions."""
+    signals_before = signal.signal(number, signal.SIG_DFL)  # nohup has it ignored
+    (tmp_path / "train_pretrain.py").write_text(
+        f"import os, signal, time\nos.kill(os.getppid(), signal.Signals({int(number)}))\ntime.sleep(60)"
+    )
+    started: list[RunningJob] = []
+
+    def run_for_ever() -> None:
+        with exit_on_signals(), RunningJob(job(tmp_path), context(tmp_path)) as launched:
+            started.append(launched)
+            time.sleep(30)
+
+    try:
+        with pytest.raises(SystemExit) as left:
+            run_for_ever()
+    finally:
+        signal.signal(number, signals_before)
+    assert left.value.code == 128 + number
+    assert started[0].process.returncode == -9
+
+
+def test_an_ignored_sighup_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with exit_on_signals():
+            os.kill(os.getpid(), signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_job_beyond_its_time_limit_is_killed(tmp_path: Path):
+    (tmp_path / "train_pretrain.py").write_text("import time; time.sleep(60)")
+    ended = []
+    run_concurrently(
+        [job(tmp_path)], context(tmp_path, timeout=0.3), on_start=lambda _: None,
+        on_end=lambda launched, code: ended.append((launched.timed_out, code)),
+    )  # fmt: skip
+    assert ended == [(True, -9)]
+
+
+def test_jobs_run_concurrently_where_their_processes_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Never more processes than cores, and every job runs."""
+    started: list[Job] = []
+    most = 0
+
+    class Fake:
+        running = 0
+
+        def __init__(self, job: Job, *_: Any):
+            nonlocal most
+            self.job, self.polls = job, 0
+            started.append(job)
+            Fake.running += job.world_size
+            most = max(most, Fake.running)
+
+        def poll(self) -> int | None:
+            self.polls += 1
+            if self.polls < 2:
+                return None
+            Fake.running -= self.job.world_size
+            return 0
+
+    monkeypatch.setattr(_launching, "RunningJob", Fake)
+    monkeypatch.setattr(_launching, "_POLL_SECONDS", 0)
+    jobs = [job(tmp_path, number, size) for number, size in enumerate((1, 1, 1, 2, 2))]
+    run_concurrently(jobs, context(tmp_path), on_start=lambda _: None, on_end=lambda *_: None)
+    assert len(started) == len(jobs)
+    assert most == 2
+    assert Fake.running == 0
+
+
+def test_a_job_inherits_no_variables_of_another_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name in ("RANK", "WORLD_SIZE", "ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.setenv(name, "2")
+    (tmp_path / "train_pretrain.py").write_text(
+        "import os, sys\n"
+        "foreign = ('RANK', 'WORLD_SIZE', 'ACCELERATE_MIXED_PRECISION', 'TORCHELASTIC_RUN_ID')\n"
+        "assert not set(foreign) & set(os.environ)\n"
+        "import llm_pretrain; print(llm_pretrain.__file__, sys.argv[1:])\n"
+    )
+    (tmp_path / "llm_pretrain").mkdir()
+    (tmp_path / "llm_pretrain" / "__init__.py").touch()
+    launched = RunningJob(job(tmp_path), context(tmp_path))
+    assert launched.process.wait(30) == 0
+    log = (tmp_path / "0.log").read_text()
+    assert str(tmp_path / "llm_pretrain") in log, "a copy of the package beside the scripts counts"
+    assert f"'--run.output_dir', '{tmp_path / 'run0'}'" in log
+    assert sys.executable in log

@@ -1,0 +1,108 @@
+"""Bytes on the fake device while a training step runs, to compare with the estimate."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from fake_steps import fake_batch, fake_model
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp._fully_shard import _fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad_norm_
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import train_pretrain
+from llm_pretrain.config import Config
+from llm_pretrain.optim.param_groups import build_optimizer
+from llm_pretrain.training import Objective
+
+
+@contextmanager
+def eight_ranks() -> Iterator[None]:
+    """A process group of eight ranks, of which this is the first; nothing is sent."""
+    dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+    mesh = dist.device_mesh.init_device_mesh("cuda", (8,))
+    try:
+        with patch.object(_fully_shard, "_init_default_mesh", lambda *_, **__: mesh):
+            yield
+    finally:
+        dist.destroy_process_group()
+
+
+class DeviceMemory(TorchDispatchMode):
+    """Bytes of the storages on CUDA that operations inside the mode have made and that are referenced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.current = self.peak = 0
+        self._sizes: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for each in tree_leaves(out):
+            tensor = each.to_local() if isinstance(each, DTensor) else each
+            if isinstance(tensor, Tensor) and tensor.device.type == "cuda":
+                self._add(tensor.untyped_storage())
+        return out
+
+    def _add(self, storage: Any) -> None:
+        key = storage._cdata
+        if key not in self._sizes:
+            self._sizes[key] = 0
+            weakref.finalize(storage, self._free, key)
+        self._resize(key, storage.size())
+
+    def _resize(self, key: int, size: int) -> None:
+        self.current += size - self._sizes[key]
+        self._sizes[key] = size
+        self.peak = max(self.peak, self.current)
+
+    def _free(self, key: int) -> None:
+        self.current -= self._sizes.pop(key)
+
+    def resizing(self) -> Any:
+        """Follow storages that FSDP frees and allocates again."""
+        resize = torch.UntypedStorage.resize_
+
+        def noted(storage: Any, size: int) -> Any:
+            made = resize(storage, size)
+            if storage._cdata in self._sizes:
+                self._resize(storage._cdata, size)
+            return made
+
+        return patch.object(torch.UntypedStorage, "resize_", noted)
+
+
+def tracked_peak(config: Config, world_size: int = 1) -> int:
+    """Most bytes of the second optimizer step; with `world_size` > 1 sharded, in that process group."""
+    memory = DeviceMemory()
+    with FakeTensorMode(allow_non_fake_inputs=True), memory, memory.resizing():
+        model: Any = fake_model(config)
+        optimizer = build_optimizer(model, config.optimizer, config.training.precision)
+        if world_size > 1:
+            train_pretrain.shard_model(model, optimizer, config.training.precision)
+        parameters, objective = list(model.parameters()), Objective(config, world_size)
+        steps = config.gradient_accumulation_steps(world_size)
+        for _ in range(2):
+            memory.peak = memory.current
+            for index in range(steps):
+                if world_size > 1:
+                    model.set_requires_gradient_sync(config.distributed.sync_each_batch or index == steps - 1)
+                batch = fake_batch(config)
+                with torch.autocast("cuda", torch.bfloat16):
+                    output = model(**batch.model_inputs())
+                objective(output, batch.num_loss_tokens).backward()
+                del output, batch
+            clip_grad_norm_(parameters, 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+    return memory.peak

@@ -1,0 +1,123 @@
+"""The check of the kernels on a GPU that is not there: each runs, and the next one where one raises.
+
+Fake tensors have no values, so every comparison is said to be exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_cuda import H100
+from fake_steps import CUDA, DENSE, MOE, Watched, fake_config
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from llm_pretrain.config import Config
+from llm_pretrain.model import check_kernels
+from llm_pretrain.model.kernels import attention, self_check
+from llm_pretrain.training.kernel_choice import KernelChoice, choose_kernels
+from llm_pretrain.training.model_setup import configured_kernels, product_type
+from llm_pretrain.training.run_state import RunFolder
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch's tracing does what its warnings advise against
+DEVICE = f"{H100.name} (9.0)"
+
+
+@pytest.fixture(autouse=True)
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(self_check, "_error", lambda found, expected: 0.0)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        yield
+
+
+def choose(config: Config, folder: Path) -> tuple[Config, KernelChoice]:
+    class Engine:
+        device, rank, world_size = CUDA, 0, 1
+
+        def gather_objects(self, value: Any) -> list[Any]:
+            return [value]
+
+    engine: Any = Engine()
+    chosen, choice = choose_kernels(config, engine, RunFolder(folder))
+    assert choice is not None
+    return chosen, choice
+
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, str]]] = {
+    "dense": (DENSE, {}, {"attention": "varlen", "loss": "llm_pretrain.write_softmax_gradient"}),
+    "fp32": (DENSE, {"precision": "fp32"}, {"attention": "softmax"}),
+    "fp16": (DENSE, {"precision": "fp16"}, {"attention": "varlen"}),
+    "full loss": (DENSE, {"loss_implementation": "full"}, {"loss": "logsumexp"}),
+    "moe": (MOE, {}, {"experts": "_grouped_mm"}),
+    "moe fp32": (MOE, {"precision": "fp32"}, {"experts": "llm_pretrain.rows_times_rows"}),
+    "moe by Triton": (
+        MOE,
+        {"experts_implementation": "triton"},
+        {"experts": "llm_pretrain.rows_times_weights"},
+    ),
+    "plain norm": (DENSE, {"norm_implementation": "plain"}, {"norm": "rsqrt"}),
+    "optimizer": (DENSE, {}, {"optimizer": "_fused_adamw_"}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_kernel_of_a_step_is_checked(case: str):
+    model, training, operations = CASES[case]
+    config = fake_config(model, training=training)
+    for part in self_check.PARTS:
+        with Watched() as watched:
+            checks = check_kernels(
+                config.model, configured_kernels(config), CUDA, product_type(config), (part,)
+            )
+        assert len(checks) == (part != "experts" or model is MOE)
+        assert not [check.problem for check in checks if check.problem]
+        if expected := operations.get(part):
+            assert [
+                each
+                for each in watched.operations
+                if expected in each and (" cuda" in each or part == "optimizer")
+            ]
+
+
+def test_sound_kernels_stay(tmp_path: Path):
+    config = fake_config(MOE)
+    chosen, choice = choose(config, tmp_path)
+    assert chosen == config
+    assert choice.checked["devices"] == [DEVICE]
+    assert not choice.replaced
+
+
+def test_the_next_kernels_take_the_place_of_those_that_raise(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    def no_image(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("no kernel image")
+
+    for name in ("_varlen", "_flex"):
+        monkeypatch.setattr(attention, name, no_image)
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", no_image)
+    chosen, choice = choose(fake_config(MOE), tmp_path)
+    assert chosen.training.attention_implementation == "sdpa"
+    assert chosen.training.experts_implementation == "triton"
+    raised = f"raised RuntimeError: no kernel image on {DEVICE}"
+    assert choice.notes == [
+        f"experts grouped {raised}; triton takes its place",
+        f"attention varlen {raised}; flex takes its place",
+        f"attention flex {raised}; sdpa takes its place",
+    ]
+
+
+@pytest.mark.parametrize("model", [DENSE, MOE, MOE | {"first_k_dense_replace": 1}])
+def test_a_layer_of_each_kind_is_compiled(model: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+    compiled: list[Any] = []
+
+    def compile_layer(layer: Any) -> None:
+        compiled.append(layer)
+        layer.compile(backend="aot_eager")
+
+    monkeypatch.setattr(self_check, "compile_layer", compile_layer)
+    config = fake_config(model)
+    checks = check_kernels(config.model, configured_kernels(config), CUDA, torch.bfloat16, ("compile",))
+    assert [check.problem for check in checks] == [None]
+    assert len(compiled) == 1 + (model not in (DENSE, MOE))

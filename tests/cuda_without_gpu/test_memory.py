@@ -1,0 +1,57 @@
+"""The memory of a training step on a GPU, counted storage by storage, against the estimate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from fake_memory import eight_ranks, tracked_peak
+
+from llm_pretrain.config import Config, load_config
+from llm_pretrain.memory import estimate_memory
+
+PRESETS = ("gpt2-124m", "qwen3-0.6b", "olmoe-1b-7b", "qwen3-30b-a3b")
+
+
+def preset(name: str, world_size: int, accumulation: int, *options: str) -> Config:
+    """Four layers of a preset, uncompiled, with two sequences in a micro batch."""
+    return load_config(
+        [
+            *("--config", name, "--model.num_hidden_layers", "4", "--model.vocab_size", "50304"),
+            *("--training.compile", "off", "--training.precision", "bf16"),
+            *("--training.micro_batch_size", "2", "--distributed.cpu_threads", "1"),
+            *("--training.global_batch_size", str(2 * world_size * accumulation)),
+            *("--distributed.strategy", "fsdp" if world_size > 1 else "ddp", *options),
+        ],
+        needs_data=False,
+        has_bf16=True,
+    )
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("name", PRESETS)
+def test_one_gpu(name: str, accumulation: int):
+    config = preset(name, 1, accumulation)
+    assert estimate_memory(config, on_gpu=True).peak == pytest.approx(tracked_peak(config), rel=0.08)
+
+
+@pytest.fixture
+def sharded() -> Iterator[None]:
+    with eight_ranks():
+        yield
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.usefixtures("sharded")
+def test_eight_gpus(name: str, accumulation: int):
+    config = preset(name, 8, accumulation)
+    assert estimate_memory(config, 8, on_gpu=True).peak == pytest.approx(tracked_peak(config, 8), rel=0.08)
+
+
+@pytest.mark.usefixtures("sharded")
+def test_gradients_that_wait_for_the_last_micro_batch_are_counted():
+    waiting = preset("olmoe-1b-7b", 8, 3, "--distributed.sync_each_batch", "false")
+    tracked = tracked_peak(waiting, 8)
+    assert tracked > tracked_peak(preset("olmoe-1b-7b", 8, 3), 8) * 1.3
+    assert estimate_memory(waiting, 8, on_gpu=True).peak == pytest.approx(tracked, rel=0.08)

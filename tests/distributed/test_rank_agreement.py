@@ -1,0 +1,204 @@
+"""Ranks that were started differently stop before the first step, each with one line that says how."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.engines import engine_class, small_config
+from support.fork_server import SCRIPTS, Request, fork_server
+from support.launching import NO_REPORT, ROOT, TIMEOUT_SECONDS
+
+from llm_pretrain.distributed import collectives
+from llm_pretrain.errors import ConfigError, DivergedError
+from llm_pretrain.training import agreement
+
+TORCHRUN, ACCELERATE = SCRIPTS["torchrun"], SCRIPTS["accelerate"]
+
+
+def run(
+    store: Path,
+    folder: Path,
+    *changes: str,
+    scripts: tuple[str, str] = (TORCHRUN, TORCHRUN),
+    before: Any = (),
+    steps: int = 2,
+) -> tuple[list[int], list[str]]:
+    """Exit codes and error lines of two ranks, the second with `changes`."""
+    options = [
+        *(*NO_REPORT, "--config", str(ROOT / "configs" / "tiny-dense.yaml"), "--run.output_dir", str(folder)),
+        *("--data.sources", f"[{{store: {store}}}]", "--training.max_steps", str(steps)),
+        *("--schedule.warmup_steps", "0", "--distributed.cpu_threads", "1", "--training.precision", "fp32"),
+        *("--evaluation.eval_steps", "0", "--distributed.timeout_seconds", "30"),
+    ]
+    output = folder.with_suffix(".output")
+    request = Request(
+        "support.fork_server:run_own_script",
+        [scripts, [options, [*options, *changes]]],
+        2,
+        launcher="torchrun",
+        output=str(output),
+        before=list(before),
+    )
+    codes = fork_server().run(request, TIMEOUT_SECONDS)
+    text = output.read_text()
+    assert "Traceback" not in text, text[-3000:]
+    return codes, [line for line in text.splitlines() if line.startswith("error:")]
+
+
+def check_refused(result: tuple[list[int], list[str]], name: str, own: str, other: str) -> None:
+    """Both ranks leave with code 2 and one line with the name and both values."""
+    codes, lines = result
+    assert codes == [2, 2], lines
+    assert len(lines) == 2, lines
+    named = f"{name}: expected the same on all ranks, found {own} on rank 0; {other} on rank 1; start all"
+    assert {line.removeprefix("error: rank 1: ").removeprefix("error: ") for line in lines} != set(lines)
+    assert all(named in line for line in lines), lines
+
+
+def test_a_second_machine_with_another_learning_rate(plain_store: Path, tmp_path: Path):
+    result = run(plain_store, tmp_path / "run", "--optimizer.learning_rate", "0.002")
+    check_refused(result, "optimizer.learning_rate", "0.003", "0.002")
+    assert not (tmp_path / "run").exists()
+
+
+def test_one_rank_of_each_script(plain_store: Path, tmp_path: Path):
+    codes, lines = run(plain_store, tmp_path / "run", scripts=(TORCHRUN, ACCELERATE))
+    assert codes == [2, 2]
+    assert len(lines) == 2
+    assert all("script: expected the same on all ranks, found train_pretrain.py " in line for line in lines)
+    assert all("train_pretrain_accelerate.py " in line for line in lines)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", [TORCHRUN, ACCELERATE])
+@pytest.mark.parametrize(
+    ("name", "own", "other"),
+    [
+        ("model.rope_theta", "1000000.0", "5000.0"),
+        ("run.seed", "0", "1"),
+        ("training.max_grad_norm", "1.0", "0.5"),
+        ("training.max_steps", "2", "3"),
+        ("checkpoint.save_steps", "20", "1"),
+        ("logging.logging_steps", "1", "2"),
+    ],
+)
+def test_other_settings(plain_store: Path, tmp_path: Path, script: str, name: str, own: str, other: str):
+    result = run(plain_store, tmp_path / "run", f"--{name}", other, scripts=(script, script))
+    check_refused(result, name, own, other)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", [TORCHRUN, ACCELERATE])
+def test_another_store(plain_store: Path, changed_store: Path, tmp_path: Path, script: str):
+    other = ("--data.sources", f"[{{store: {changed_store}}}]")
+    codes, lines = run(plain_store, tmp_path / "run", *other, scripts=(script, script))
+    assert codes == [2, 2]
+    assert all("data.sources[0].store: expected the same on all ranks" in line for line in lines)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", [TORCHRUN, ACCELERATE])
+def test_what_a_machine_decides_may_differ(plain_store: Path, tmp_path: Path, script: str):
+    shutil.copytree(plain_store, tmp_path / "copy")
+    mine = [
+        *("--data.sources", f"[{{store: {tmp_path / 'copy'}}}]", "--distributed.cpu_threads", "2"),
+        *("--run.output_dir", f"{tmp_path}/../{tmp_path.name}/run", "--data.num_workers", "1"),
+    ]
+    codes, lines = run(plain_store, tmp_path / "run", *mine, scripts=(script, script))
+    assert (codes, lines) == ([0, 0], [])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", [TORCHRUN, ACCELERATE])
+def test_parameters_that_drift_apart_are_not_saved(plain_store: Path, tmp_path: Path, script: str):
+    result = run(
+        plain_store,
+        tmp_path / "run",
+        scripts=(script, script),
+        before=[("support.process_faults:flip_a_bit_of_rank_1", [])],
+    )
+    codes, lines = result
+    assert codes == [DivergedError.exit_code] * 2
+    assert len(lines) == 2
+    assert all("model.norm.weight at step 2: expected the same on all ranks" in line for line in lines)
+    assert not list((tmp_path / "run").glob("checkpoints/step-*"))
+
+
+def launch_facts(store: Path, **changes: Any) -> dict[str, str]:
+    config = small_config(store, **changes)
+    engine: Any = object.__new__(engine_class("torchrun"))
+    engine.device = torch.device("cpu")
+    return agreement.launch_facts(config, engine)
+
+
+def test_what_is_compared(plain_store: Path, monkeypatch: pytest.MonkeyPatch):
+    facts = launch_facts(plain_store)
+    assert {"optimizer.learning_rate", "package torch", "source llm_pretrain/model/moe.py"} < facts.keys()
+    changed = launch_facts(plain_store, model={"init_from": "/here"}, data={"num_workers": 3})
+    assert changed == facts | {"model.init_from": "a path"}
+    assert changed == launch_facts(plain_store, model={"init_from": "/there"})
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
+    assert launch_facts(plain_store) == facts | {"environment variable NVIDIA_TF32_OVERRIDE": "0"}
+
+
+def exchange(monkeypatch: pytest.MonkeyPatch, *others: dict[str, str]) -> list[Any]:
+    """Let `check_same` meet ranks with these facts; returns what this rank sends."""
+    sent: list[Any] = []
+
+    def gather(value: Any, world_size: int) -> list[Any]:
+        sent.append(value)
+        return [value, *(collectives._digest(each) if isinstance(value, str) else each for each in others)]
+
+    monkeypatch.setattr(collectives, "_gather", gather)
+    return sent
+
+
+def test_equal_ranks_exchange_one_digest(monkeypatch: pytest.MonkeyPatch):
+    sent = exchange(monkeypatch, {"one": "1"})
+    collectives.check_same(SimpleNamespace(world_size=2), {"one": "1"})  # type: ignore[arg-type]
+    assert sent == [collectives._digest({"one": "1"})]
+    collectives.check_same(SimpleNamespace(world_size=1), {"one": "2"})  # type: ignore[arg-type]
+    assert len(sent) == 1
+
+
+def test_every_difference_is_named_with_its_ranks(monkeypatch: pytest.MonkeyPatch):
+    mine = {"training.precision": "bf16", "same": "0", "only": "here"}
+    other = {"training.precision": "fp32", "same": "0"}
+    exchange(monkeypatch, mine, other)
+    ranks: Any = SimpleNamespace(rank=0, world_size=3)
+    with pytest.raises(ConfigError) as caught:
+        collectives.check_same(ranks, mine)
+    assert not caught.value.shared
+    precision, only = caught.value.problems
+    assert "training.precision: expected the same on all ranks, found bf16 on ranks 0, 1; fp32 " in precision
+    assert precision.endswith("on machines with different hardware set bf16 or fp32 instead of auto")
+    assert "found here on ranks 0, 1; none on rank 2;" in only
+    with pytest.raises(DivergedError, match=r"and 1 more differences"):
+        collectives.check_same(ranks, mine, DivergedError, limit=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+def test_the_digest_of_parameters_sees_every_element(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
+    """Whatever their number and their place in a larger tensor."""
+    seen: list[dict[str, str]] = []
+    monkeypatch.setattr(agreement, "check_same", lambda ranks, facts, *_, **__: seen.append(facts))
+    tensors = {"odd": torch.ones(13).to(dtype)[1:], "one": torch.ones(()).to(dtype), "even": torch.ones(4, 4)}
+    model: Any = SimpleNamespace(state_dict=lambda: tensors)
+    engine: Any = SimpleNamespace(world_size=2)
+    agreement.check_parameters(engine, model, "now")
+    for index in range(12):
+        changed = tensors["odd"].clone()
+        changed[index] = 0
+        model.state_dict = lambda odd=changed: tensors | {"odd": odd}
+        agreement.check_parameters(engine, model, "now")
+    first, *others = seen
+    assert first.keys() == {"odd now", "one now", "even now"}
+    assert all(each | {"odd now": ""} == first | {"odd now": ""} for each in others)
+    assert all(each["odd now"] != first["odd now"] for each in others)
+    agreement.check_parameters(SimpleNamespace(world_size=1), model, "now")  # type: ignore[arg-type]
+    assert len(seen) == 13

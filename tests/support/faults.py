@@ -1,0 +1,432 @@
+"""Faults to inject into an engine: each is a function that a test calls before the engine is built.
+
+A fault gets a MonkeyPatch, which undoes it, and the engine class that will run. It replaces a method of the
+class, or a function or object wherever the package uses it. Source text is never edited.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, IterableDataset
+
+import llm_pretrain.optim.muon as muon
+import llm_pretrain.optim.param_groups as param_groups
+import llm_pretrain.training.anomaly as anomaly
+from llm_pretrain.data import shard
+from llm_pretrain.optim.schedule import learning_rate
+from llm_pretrain.training import (
+    DDP_OPTIONS,
+    StepMonitor,
+    attach_global_expert_counts,
+    seed_dropout,
+    warm_up_backward,
+)
+
+Patch = pytest.MonkeyPatch
+Fault = Callable[[Patch, type], None]
+PACKAGE = ("llm_pretrain", "train_pretrain")
+
+
+def replace_everywhere(patch: Patch, original: Any, substitute: Any) -> None:
+    """Bind `substitute` in every module of the project that has imported `original`."""
+    found = False
+    for module in [m for name, m in sys.modules.items() if name.startswith(PACKAGE)]:
+        for name, value in list(vars(module).items()):
+            if value is original:
+                patch.setattr(module, name, substitute)
+                found = True
+    assert found, f"nobody uses {original}"
+
+
+def defined(name: str) -> Any:
+    """The function or class of this name, wherever the package defines it."""
+    found = {
+        id(vars(module)[name]): vars(module)[name]
+        for module_name, module in list(sys.modules.items())
+        if module_name.startswith(PACKAGE) and getattr(vars(module).get(name), "__module__", 0) == module_name
+    }
+    assert len(found) == 1, f"{name} is defined {len(found)} times"
+    return next(iter(found.values()))
+
+
+def replacing(original: Any, substitute: Any) -> Fault:
+    """The fault of `substitute` in the place of `original`, in every module that imports it."""
+    return lambda patch, engine: replace_everywhere(patch, original, substitute)
+
+
+def after(method: str, change: Callable[..., None]) -> Fault:
+    """The fault of `change(self, *arguments)` after a method of the engine."""
+
+    def fault(patch: Patch, engine: type) -> None:
+        original = getattr(engine, method)
+
+        def changed(self: Any, *arguments: Any, **options: Any) -> Any:
+            result = original(self, *arguments, **options)
+            change(self, *arguments, **options)
+            return result
+
+        patch.setattr(engine, method, changed)
+
+    return fault
+
+
+def around(method: str, substitute: Callable[..., Any]) -> Fault:
+    """The fault of `substitute(original, self, *arguments)` in the place of a method of the engine."""
+
+    def fault(patch: Patch, engine: type) -> None:
+        original = getattr(engine, method)
+        patch.setattr(engine, method, lambda self, *a, **k: substitute(original, self, *a, **k))
+
+    return fault
+
+
+def with_objective(change: Callable[..., Any]) -> Fault:
+    """The fault of `change(self, objective, output, num_loss_tokens)` in the place of the objective."""
+
+    def changed(self: Any, config: Any) -> None:
+        objective = self.objective
+        self.objective = lambda output, tokens: change(self, objective, output, tokens)
+
+    return after("__init__", changed)
+
+
+def together(*faults: Fault) -> Fault:
+    """All of these as one."""
+
+    def fault(patch: Patch, engine: type) -> None:
+        for each in faults:
+            each(patch, engine)
+
+    return fault
+
+
+def own_steps(self: Any) -> int:
+    """Micro batches per step and rank."""
+    return self.config.gradient_accumulation_steps(self.world_size)
+
+
+# The objective
+
+
+def _mean_of_means(self: Any, objective: Any, output: Any, num_loss_tokens: int) -> Any:
+    return objective(output, 1) / objective.micro_batches_per_step / (output.token_losses != 0).sum()
+
+
+def _late_aux_loss(self: Any, objective: Any, output: Any, num_loss_tokens: int) -> Any:
+    own = self.config.model.router_aux_loss_coef * output.aux_loss_sum / (output.token_losses != 0).sum()
+    return objective(output, num_loss_tokens) + own_steps(self) * own
+
+
+def _undivided(self: Any, config: Any) -> None:
+    self.accumulation_steps = 1
+
+
+def _divided_elsewhere(self: Any, config: Any) -> None:
+    steps, objective = self.accumulation_steps, self.objective
+    self.accumulation_steps = 1
+    self.objective = lambda output, tokens: objective(output, tokens * steps)
+
+
+def _without_aux_loss(self: Any, config: Any) -> None:
+    self.objective.router_aux_loss_coef = 0.0
+
+
+def _counted_by_rank(self: Any, config: Any) -> None:
+    self.objective.micro_batches_per_step //= self.world_size
+
+
+MEAN_OF_MEANS = with_objective(_mean_of_means)
+UNDIVIDED = after("__init__", _undivided)
+"""By hand: the loss is not divided by the accumulation steps."""
+DIVIDED_ELSEWHERE = after("__init__", _divided_elsewhere)
+"""By hand: the number of tokens is multiplied instead."""
+DIVIDED_TWICE = with_objective(lambda self, objective, *a: objective(*a) / own_steps(self))
+LATE_AUX_LOSS = together(after("__init__", _without_aux_loss), with_objective(_late_aux_loss))
+"""Added beside the objective, after its scaling, and never divided by the accumulation steps."""
+MEAN_PER_RANK = together(
+    after("__init__", _counted_by_rank), around("sum_integers", lambda original, self, values: list(values))
+)
+ONE_RANK_NAN = with_objective(
+    lambda self, objective, *a: (math.nan if self.rank == 1 else 1.0) * objective(*a)
+)
+
+
+# Accumulation and the optimizer's steps
+
+
+def _on_optimizer(change: Callable[[Any, Any], None]) -> Fault:
+    """The fault of `change(engine, optimizer)` once the engine is prepared."""
+    return after("prepare", lambda self, model, optimizer, batches: change(self, optimizer))
+
+
+def _own_gate(self: Any, optimizer: Any) -> None:
+    step, self.called = self.optimizer.step, 0
+
+    def gated(*arguments: Any, **options: Any) -> None:
+        self.called += 1
+        if self.called % own_steps(self) == 0:
+            step(*arguments, **options)
+
+    self.optimizer.step = gated
+
+
+def _kept_gradients(self: Any, optimizer: Any) -> None:
+    self.zero_grad = optimizer.zero_grad = lambda **options: None
+
+
+def _every_micro_batch(self: Any, optimizer: Any) -> None:
+    self.no_sync = nullcontext
+
+
+def _every_reduced(self: Any, optimizer: Any) -> None:
+    synchronize = self.model.set_requires_gradient_sync
+    self.model.set_requires_gradient_sync = lambda is_last: synchronize(True)
+
+
+def _not_accumulated(self: Any, config: Any) -> None:
+    self.accelerator.accumulate = lambda model: nullcontext()
+
+
+def _synced_with_loader(self: Any, config: Any) -> None:
+    self.accelerator.gradient_state.plugin_kwargs["sync_with_dataloader"] = True
+
+
+def _scheduled_by_accelerate(self: Any, optimizer: Any) -> None:
+    config = self.config
+    for group in optimizer.param_groups:
+        group["lr"] = config.optimizer.learning_rate
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: learning_rate(config, step) / config.optimizer.learning_rate
+    )
+    schedule, step = self.accelerator.prepare(schedule), self.optimizer.step
+
+    def both() -> None:
+        step()
+        schedule.step()
+
+    self.optimizer.step = both
+
+
+def _without_rates(patch: Patch, engine: type) -> None:
+    from llm_pretrain.optim.schedule import set_learning_rate
+
+    replace_everywhere(patch, set_learning_rate, lambda optimizer, rate: None)
+
+
+OWN_GATE = _on_optimizer(_own_gate)
+"""A step gate of one's own beside `accumulate`."""
+KEPT_GRADIENTS = _on_optimizer(_kept_gradients)
+EVERY_MICRO_BATCH = _on_optimizer(_every_micro_batch)
+"""By hand under DDP: every micro batch's gradients are reduced."""
+EVERY_REDUCED = _on_optimizer(_every_reduced)
+"""By hand under FSDP, likewise."""
+NO_ACCUMULATE = after("__init__", _not_accumulated)
+SYNC_WITH_LOADER = after("__init__", _synced_with_loader)
+PREPARED_SCHEDULE = together(_on_optimizer(_scheduled_by_accelerate), _without_rates)
+
+
+def another_optimizer(patch: Patch, engine: type) -> None:
+    """AdamW's unfused kernel."""
+    adamw = param_groups.AdamW
+    patch.setattr(param_groups, "AdamW", lambda *a, **options: adamw(*a, **options | {"fused": False}))
+
+
+def orthogonalised_in_parts(patch: Patch, engine: type) -> None:
+    """Each rank takes its own part of a matrix, twice, for the whole."""
+    patch.setattr(muon, "full_tensor", lambda part, like: torch.cat([part, part]))
+
+
+# Gradient scaling, by hand in fp16
+
+
+def _clipped_first(self: Any, config: Any) -> None:
+    self.grad_scaler.unscale_ = lambda optimizer: None
+
+
+def _unscaled(self: Any, config: Any) -> None:
+    scale = self.grad_scaler.scale
+    self.grad_scaler.scale = lambda loss: (scale(loss), loss)[1]
+
+
+def _never_updated(self: Any, config: Any) -> None:
+    self.grad_scaler.update = lambda: None
+
+
+def _huge_scale(self: Any, config: Any) -> None:
+    if self.scaler is not None:
+        self.scaler = self.grad_scaler = torch.amp.GradScaler(self.device.type, init_scale=2.0**26)
+
+
+CLIP_FIRST = after("__init__", _clipped_first)
+UNSCALED = after("__init__", _unscaled)
+NO_UPDATE = after("__init__", _never_updated)
+HUGE_SCALE = after("__init__", _huge_scale)
+
+
+def skip_by_own_loss(patch: Patch, engine: type) -> None:
+    """Each rank decides by its own loss whether to step."""
+    losses: list[float] = []
+
+    def noted(self: Any, objective: Any, *arguments: Any) -> Any:
+        loss = objective(*arguments)
+        losses.append(float(loss))
+        return loss
+
+    with_objective(noted)(patch, engine)
+    decide = StepMonitor.accepts
+
+    def accepts(self: StepMonitor, step: Any, grad_norm: Any) -> bool:
+        decide(self, step, grad_norm)
+        step.skipped = None if math.isfinite(losses[-1]) else "nonfinite_gradient"
+        return not step.skipped
+
+    patch.setattr(StepMonitor, "accepts", accepts)
+
+
+def _unsummed_losses(original: Any, self: Any, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.is_floating_point() else original(self, tensor)
+
+
+OWN_LOSSES = around("reduce_sum", _unsummed_losses)
+"""Each rank judges a step by its own sums of losses."""
+WAITING = replacing(anomaly.decides_on_device, lambda config, engine: True)
+"""No mistake: nobody reads a step's figures before the optimizer steps, as on a GPU."""
+
+
+# Data
+
+
+def _truncated(batches: DataLoader, less: int) -> DataLoader:
+    sampler: Any = batches.batch_sampler
+    object.__setattr__(batches, "batch_sampler", sampler[:-less])
+    return batches
+
+
+def _filled_up(original: Any, self: Any, model: Any, optimizer: Any, batches: Any) -> Any:
+    self.accelerator.dataloader_config.even_batches = True
+    return original(self, model, optimizer, _truncated(batches, 2))
+
+
+class Stream(IterableDataset):
+    """A data set without a length or an order of its own."""
+
+    def __init__(self, loader: Any):
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.loader)
+
+
+def _shard_first(original: Any, self: Any, model: Any, optimizer: Any, batches: Any) -> Any:
+    return original(self, model, optimizer, shard(batches, self.rank, self.world_size))
+
+
+def _iterable_data(original: Any, self: Any, model: Any, optimizer: Any, batches: Any) -> Any:
+    return original(self, model, optimizer, DataLoader(Stream(batches), batch_size=None))
+
+
+FILLED_UP = around("prepare", _filled_up)
+SHARDED_TWICE = around("prepare", _shard_first)
+ITERABLE_DATA = around("prepare", _iterable_data)
+NOT_SHARDED = replacing(shard, lambda loader, rank, world_size: loader)
+
+
+# Buckets, buffers, dropout, experts
+
+
+def with_ddp_option(name: str, value: Any) -> Fault:
+    """The fault of another option of DistributedDataParallel."""
+    return lambda patch, engine: patch.setitem(DDP_OPTIONS, name, value)
+
+
+def _own_buffers(self: Any, model: Any, *_: Any) -> None:
+    for buffer in model.buffers():
+        buffer.fill_(self.rank)
+
+
+def _dropout_by_rank(config: Any, batch: Any) -> None:
+    seed_dropout(config, replace(batch, micro_batch=dist.get_rank()))
+
+
+def _unsummed_counts(original: Any, self: Any, tensor: torch.Tensor) -> torch.Tensor:
+    is_count = tensor.dtype == torch.int64 and tensor.dim() > 1
+    return tensor if is_count else original(self, tensor)
+
+
+def _counted_apart(so_far: bool) -> Callable[..., Sequence[Any]]:
+    """Each micro batch has the counts of itself, or of those up to it."""
+
+    def counted(engine: Any, micro_batches: Sequence[Any]) -> Sequence[Any]:
+        totals, counts = [], 0
+        with torch.no_grad():
+            for batch in micro_batches:
+                own = engine.forward(batch).expert_counts
+                counts = counts + own if so_far else own
+                totals.append(engine.reduce_sum(counts))
+        return [
+            replace(batch, global_expert_counts=total)
+            for batch, total in zip(micro_batches, totals, strict=True)
+        ]
+
+    return counted
+
+
+STATIC_GRAPH = with_ddp_option("static_graph", True)
+SMALL_BUCKETS = with_ddp_option("bucket_cap_mb", 0.05)
+BROADCAST_BUFFERS = with_ddp_option("broadcast_buffers", True)
+OWN_BUFFERS = after("prepare", _own_buffers)
+"""No mistake: buffers that tell the ranks apart."""
+NO_EMPTY_STEP = replacing(warm_up_backward, lambda engine: None)
+DROPOUT_BY_RANK = replacing(seed_dropout, _dropout_by_rank)
+UNSEEDED_DROPOUT = replacing(seed_dropout, lambda config, batch: None)
+COUNTS_OF_ONE_RANK = around("reduce_sum", _unsummed_counts)
+COUNTS_APART = replacing(attach_global_expert_counts, _counted_apart(so_far=False))
+COUNTS_SO_FAR = replacing(attach_global_expert_counts, _counted_apart(so_far=True))
+
+
+def experts_in_a_list(patch: Patch, engine: type) -> None:
+    """Experts as modules that run only when a token chose them."""
+    from support.list_experts import ListExperts
+
+    from llm_pretrain.model import Experts
+
+    replace_everywhere(patch, Experts, ListExperts)
+
+
+# Leaving
+
+
+def _holding_the_model(name: str) -> Fault:
+    def close(original: Any, self: Any) -> None:
+        held = SimpleNamespace(model=getattr(self, name))
+        original(self)
+        del held
+
+    return around("close", close)
+
+
+def _without_barrier(original: Any, self: Any) -> None:
+    with Patch.context() as patch:
+        patch.setattr(dist, "barrier", lambda *a, **k: None)
+        original(self)
+
+
+def _without_wait(original: Any, self: Any) -> None:
+    self.accelerator.wait_for_everyone = lambda: None
+    original(self)
+
+
+NO_SYNC_KEPT = _holding_the_model("no_sync")
+MODEL_KEPT = _holding_the_model("model")
+NO_BARRIER = around("close", _without_barrier)
+NO_WAIT = around("close", _without_wait)

@@ -1,0 +1,194 @@
+"""Faults for a process of its own: called before a script's `main`, they last until the process ends."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from support.faults import Patch, defined, replace_everywhere
+
+from llm_pretrain.checkpoints import CheckpointStore, committed_folders
+from llm_pretrain.data import global_batches
+from llm_pretrain.training.anomaly import StepMonitor
+from llm_pretrain.training.evaluation import Evaluator
+
+_patch = Patch()
+
+
+def _substitute(name: str, other: Callable[..., Any]) -> None:
+    """Call `other(original, *arguments)` instead of a function of the package."""
+    original = defined(name)
+    replace_everywhere(_patch, original, lambda *a, **k: other(original, *a, **k))
+
+
+# Resuming
+
+
+def find_no_checkpoint() -> None:
+    """Every run starts from zero."""
+    _patch.setattr(CheckpointStore, "find", lambda *_, **__: None)
+
+
+def find_an_older_checkpoint() -> None:
+    """A run continues from the newest checkpoint but one."""
+    find = CheckpointStore.find
+
+    def older(self: CheckpointStore, *, expected: Any, source: Path | None = None) -> Any:
+        committed = list(committed_folders(self.folder).values())
+        return find(self, expected=expected, source=committed[-2] if len(committed) > 1 else source)
+
+    _patch.setattr(CheckpointStore, "find", older)
+
+
+def restore_no_optimizer() -> None:
+    """A checkpoint's optimizer state is dropped."""
+    load = CheckpointStore.load
+
+    def forgetful(self: CheckpointStore, found: Any, model: Any, optimizer: Any, scaler: Any) -> None:
+        load(self, found, model, optimizer, scaler)
+        optimizer.state.clear()
+
+    _patch.setattr(CheckpointStore, "load", forgetful)
+
+
+def restore_no_position() -> None:
+    """A resumed run reads its data from the start."""
+    original = global_batches
+
+    def from_start(config: Any, *, start_step: int, world_size: int) -> Any:
+        return original(config, start_step=0, world_size=world_size)
+
+    replace_everywhere(_patch, original, from_start)
+
+
+# Computing
+
+
+def flip_a_bit_of_rank_1() -> None:
+    """Rank 1's memory changes after the first step."""
+    record = StepMonitor.record
+
+    def flipped(self: StepMonitor, step: Any, rate: float) -> None:
+        record(self, step, rate)
+        model: Any = self.engine.model_and_optimizer()[0]
+        if self.engine.rank == 1 and self.progress.step == 1:
+            model.model.norm.weight.detach().view(torch.int32)[0] ^= 1
+
+    _patch.setattr(StepMonitor, "record", flipped)
+
+
+# Hanging
+
+
+def slow_evaluation(seconds: float) -> None:
+    """Every batch of an evaluation, and every token of a sample, takes so long."""
+    _after_heartbeats(lambda: time.sleep(seconds))
+
+
+def locked_evaluation() -> None:
+    """An evaluation keeps Python's lock."""
+    _after_heartbeats(lambda: ctypes.PyDLL(None).sleep(3600))
+
+
+def _after_heartbeats(act: Callable[[], object]) -> None:
+    module: Any = sys.modules[Evaluator.__module__]
+    heartbeat = module.heartbeat
+
+    def slow(*arguments: Any, **options: Any) -> None:
+        heartbeat(*arguments, **options)
+        act()
+
+    _patch.setattr(module, "heartbeat", slow)
+
+
+# Writing
+
+
+def without_fsync(pattern: str) -> None:
+    """What matches `pattern` is never synced."""
+    _skip_fsync(lambda path: re.search(pattern, path) is not None)
+
+
+def without_fsync_of_retired() -> None:
+    """A folder is not synced while it holds a renamed one that is to be deleted."""
+    _skip_fsync(lambda path: os.path.isdir(path) and any(".old-" in name for name in os.listdir(path)))
+
+
+def _skip_fsync(skips: Callable[[str], bool]) -> None:
+    fsync = os.fsync
+
+    def sync(file: Any) -> None:
+        number = file if isinstance(file, int) else file.fileno()
+        if not skips(os.readlink(f"/proc/self/fd/{number}")):
+            fsync(number)
+
+    _patch.setattr(os, "fsync", sync)
+
+
+def write_manifest_late() -> None:
+    """A checkpoint gets its name before its manifest is written."""
+    write, late = defined("write_manifest"), []
+
+    def commit_first(commit: Callable[..., Path], *arguments: Any) -> Path:
+        path = commit(*arguments)
+        while late:
+            write(path, *late.pop())
+        return path
+
+    _substitute("write_manifest", lambda original, folder, *content: late.append(content))
+    _substitute("commit_folder", commit_first)
+
+
+def delete_before_replacing() -> None:
+    """Where a name is taken, its folder is deleted before the new one has the name."""
+    _delete_instead_of_renaming(".replaced-")
+
+
+def delete_under_own_names() -> None:
+    """Old folders are deleted without being renamed."""
+    _delete_instead_of_renaming(".old-")
+
+
+def _delete_instead_of_renaming(mark: str) -> None:
+    rename = os.rename
+
+    def renamed(source: Any, target: Any, **options: Any) -> None:
+        if mark in os.path.basename(target):
+            shutil.rmtree(source)
+        else:
+            rename(source, target, **options)
+
+    _patch.setattr(os, "rename", renamed)
+
+
+def prune_first() -> None:
+    """Old checkpoints are deleted before the new one is written, all but one."""
+    prune = defined("prune")
+    _patch.setattr(sys.modules[prune.__module__], "MINIMUM_KEPT", 0)
+
+    def pruned(original: Callable[..., Path], parent: Path, step: int, token: str) -> Path:
+        if parent.name == "checkpoints":
+            prune(parent, newest=step, keep_last=1)
+        return original(parent, step, token)
+
+    _substitute("temporary_folder", pruned)
+
+
+def write_config_in_place() -> None:
+    """config.yaml is written over itself."""
+
+    def written(replace: Callable[..., None], path: Path, text: str, **options: Any) -> None:
+        if path.name == "config.yaml":
+            path.write_text(text)
+        else:
+            replace(path, text, **options)
+
+    _substitute("replace_text", written)

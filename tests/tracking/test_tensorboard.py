@@ -1,0 +1,146 @@
+"""TensorBoard event files: they hold the numbers of metrics.jsonl, as wandb gets them."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.run_folders import training_row
+
+from llm_pretrain.config import Config, from_dict, validate
+from llm_pretrain.tracking import MetricsWriter, Trackers, read_metrics
+
+pytest.importorskip("tensorboard", reason="needs tensorboard (extra `tensorboard`)")
+
+
+def config(**more: Any) -> Config:
+    return from_dict({"logging": {"wandb_mode": "disabled", "tensorboard": True} | more})
+
+
+def scalars(run: Path) -> dict[str, dict[int, float]]:
+    """Values by key and step, as TensorBoard reads them."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0})
+    events.Reload()
+    return {
+        tag: {event.step: event.value for event in events.Scalars(tag)} for tag in events.Tags()["scalars"]
+    }
+
+
+def expected(run: Path) -> dict[str, dict[int, float]]:
+    """The same of metrics.jsonl: every finite number but step and time."""
+    found: dict[str, dict[int, float]] = {}
+    for row in read_metrics(run / "metrics.jsonl"):
+        for key, value in row.items():
+            if key not in ("step", "time") and isinstance(value, int | float) and math.isfinite(value):
+                found.setdefault(key, {})[row["step"]] = float(np.float32(value))
+    return found
+
+
+def track(run: Path, rows: list[dict[str, Any]], first_step: int, **options: Any) -> None:
+    tracked = Trackers(config(), run, None, True, first_step=first_step, **options)
+    with MetricsWriter(run / "metrics.jsonl") as metrics:
+        for row in rows:
+            metrics.append(row)
+            tracked.log(row)
+    tracked.close(0)
+
+
+def test_event_files_hold_every_number_of_metrics(tmp_path: Path):
+    rows = [training_row(step, layers=2, experts=4) for step in range(1, 21)]
+    rows[4] |= {"train/loss": None, "train/skipped": "overflow", "train/grad_norm": float("inf")}
+    rows[9] |= {"eval/loss": 3.0, "data/batch_sha256": "00"}
+    track(tmp_path, rows, 0)
+    found = scalars(tmp_path)
+    assert found == expected(tmp_path)
+    assert len(found["train/loss"]) == 19
+    assert found["eval/loss"] == {10: 3.0}
+    assert {"moe/load", "step", "time", "train/skipped", "data/batch_sha256"}.isdisjoint(found)
+
+
+def test_wandb_gets_the_same_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    sent: list[dict[str, float]] = []
+    tracked = Trackers(config(), tmp_path, None, True)
+    worker: Any = type("Worker", (), {"put": lambda self, row: sent.append(row), "close": lambda *_: None})()
+    monkeypatch.setattr(tracked, "_wandb", worker)
+    tracked.log(training_row(3, layers=2, experts=4))
+    tracked.close(0)
+    found = scalars(tmp_path)
+    assert sent[0].keys() - {"step"} == found.keys()
+    assert {key: np.float32(value) for key, value in sent[0].items() if key != "step"} == {
+        key: values[3] for key, values in found.items()
+    }
+
+
+def test_a_resumed_run_replaces_the_steps_that_it_repeats(tmp_path: Path):
+    """An attempt died after step 9; the next resumes from the checkpoint of step 5 with other losses."""
+    track(tmp_path, [{"step": step, "train/loss": float(step)} for step in range(10)], 0)
+    again = [{"step": step, "train/loss": 100.0 + step} for step in range(6, 9)]
+    track(tmp_path, again, 6)
+    found = scalars(tmp_path)["train/loss"]
+    assert found == {step: float(step) if step < 6 else 100.0 + step for step in range(9)}
+
+
+def test_without_purge_step_old_values_remain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from torch.utils.tensorboard import SummaryWriter
+
+    init = SummaryWriter.__init__
+
+    def without_purge(self, folder: str, *, purge_step: int, **options: Any) -> None:
+        init(self, folder, **options)
+
+    monkeypatch.setattr(SummaryWriter, "__init__", without_purge)
+    with pytest.raises(AssertionError):
+        test_a_resumed_run_replaces_the_steps_that_it_repeats(tmp_path)
+
+
+def test_a_folder_that_cannot_be_written_gives_one_warning(tmp_path: Path):
+    (tmp_path / "tensorboard").write_text("in the way")
+    warnings: list[str] = []
+    track(tmp_path, [training_row(1), training_row(2)], 0, warn=warnings.append)
+    assert len(warnings) == 1
+    assert warnings[0].startswith("TensorBoard is left out from here on: ")
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 2
+
+
+def test_a_writer_that_fails_later_gives_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    warnings: list[str] = []
+    tracked = Trackers(config(), tmp_path, None, True, warn=warnings.append)
+
+    def add_scalar(self, *arguments, **options):
+        raise OSError("no space left")
+
+    from torch.utils.tensorboard import SummaryWriter
+
+    monkeypatch.setattr(SummaryWriter, "add_scalar", add_scalar)
+    for step in (1, 2, 3):
+        tracked.log(training_row(step))
+    tracked.close(0)
+    assert len(warnings) == 1
+    assert "no space left" in warnings[0]
+
+
+def test_without_the_package_the_configuration_is_refused(monkeypatch: pytest.MonkeyPatch):
+    from llm_pretrain.config import tree
+
+    monkeypatch.setattr(
+        tree,
+        "find_spec",
+        lambda name: None if name == "tensorboard" else importlib.util.find_spec(name),
+    )
+    problems = [line for line in validate(config(), needs_data=False) if line.startswith("logging.")]
+    assert len(problems) == 1
+    assert "llm_pretrain[tensorboard]" in problems[0]
+    assert not [line for line in validate(config(tensorboard=False), needs_data=False) if "logging" in line]
+
+
+def test_only_the_enabled_process_writes(tmp_path: Path):
+    tracked = Trackers(config(), tmp_path, None, False)
+    tracked.log(training_row(1))
+    tracked.close(0)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,236 @@
+"""Steps are recorded the same when the decision on them stays on the device, as on a GPU."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from support.launching import ROOT, Finished, assert_same_tensors, checkpoint_tensors, train
+
+import train_pretrain
+from llm_pretrain.model import Decoder
+from llm_pretrain.training import anomaly
+from llm_pretrain.training.anomaly import MAX_PENDING, WINDOW, SpikeDetector
+from llm_pretrain.training.metrics import Recorder
+
+STEPS = 24
+LOST, LARGE = {3, 4, 12}, {20}
+"""Steps, counted from 0, whose loss is infinite, and whose loss is a spike."""
+
+
+def options(store: Path, folder: Path, *more: str) -> list[str]:
+    return [
+        *("--config", str(ROOT / "configs" / "tiny-moe.yaml"), "--data.sources", f"[{{store: {store}}}]"),
+        *(
+            "--run.output_dir",
+            str(folder),
+            "--training.max_steps",
+            str(STEPS),
+            "--distributed.cpu_threads",
+            "1",
+        ),
+        *("--training.precision", "fp32", "--training.global_batch_size", "8", "--schedule.name", "constant"),
+        *("--model.router_bias_update_rate", "1e-3", "--logging.logging_steps", "5"),
+        *("--checkpoint.save_steps", "9", "--evaluation.eval_steps", "14", "--evaluation.max_batches", "1"),
+        *more,
+    ]
+
+
+@contextmanager
+def spoilt(lost: set[int] = LOST, large: set[int] = LARGE) -> Iterator[None]:
+    """Make some steps' losses infinite, and others' far too large."""
+    forward = train_pretrain.TorchrunEngine.forward
+
+    def spoil(self, batch):
+        output = forward(self, batch)
+        factor = float("inf") if batch.step in lost else 50.0 if batch.step in large else None
+        if factor is None or not torch.is_grad_enabled():
+            return output
+        assert output.loss_sum is not None
+        return output._replace(loss_sum=output.loss_sum * factor)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_pretrain.TorchrunEngine, "forward", spoil)
+        yield
+
+
+@contextmanager
+def deferred(max_pending: int = MAX_PENDING) -> Iterator[None]:
+    """Leave decisions on the device although it is a CPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(anomaly, "decides_on_device", lambda config, engine: True)
+        patch.setattr(anomaly, "MAX_PENDING", max_pending)
+        yield
+
+
+@pytest.fixture(scope="module")
+def read(plain_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """A run whose numbers are read at every step."""
+    folder = tmp_path_factory.mktemp("read") / "run"
+    with spoilt():
+        return Finished(train(*options(plain_store, folder)), "", folder)
+
+
+def check_same(found: Finished, expected: Finished) -> None:
+    assert (found.exit_code, expected.exit_code) == (0, 0)
+    assert found.exact_rows() == expected.exact_rows()
+    assert [row.get("train/spike") for row in found.rows.values()] == [
+        row.get("train/spike") for row in expected.rows.values()
+    ]
+    for step in (18, STEPS):
+        assert_same_tensors(checkpoint_tensors(found.folder, step), checkpoint_tensors(expected.folder, step))
+
+
+def test_the_run_has_what_matters(read: Finished):
+    rows = read.rows
+    assert {step for step, row in rows.items() if row.get("train/skipped")} == {each + 1 for each in LOST}
+    assert {step for step, row in rows.items() if row.get("train/spike")} == {each + 1 for each in LARGE}
+
+
+@pytest.mark.parametrize("max_pending", [MAX_PENDING, 2])
+def test_rows_parameters_and_checkpoints_are_the_same(
+    read: Finished, plain_store: Path, tmp_path: Path, max_pending: int
+):
+    with spoilt(), deferred(max_pending):
+        found = Finished(train(*options(plain_store, tmp_path / "run")), "", tmp_path / "run")
+    check_same(found, read)
+    assert found.raw_steps() == read.raw_steps(), "in the same order"
+
+
+def test_a_run_that_is_stopped_between_rows_continues_the_same(
+    read: Finished, plain_store: Path, tmp_path: Path
+):
+    steps = train_pretrain.TorchrunEngine.train_step
+
+    def train_step(self, micro_batches, monitor):
+        if micro_batches[0].step == 12:  # the step is lost, and neither logged nor saved otherwise
+            os.kill(os.getpid(), signal.SIGTERM)
+        return steps(self, micro_batches, monitor)
+
+    with spoilt(), deferred():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(train_pretrain.TorchrunEngine, "train_step", train_step)
+            assert train(*options(plain_store, tmp_path / "run")) == 75
+        found = Finished(train(*options(plain_store, tmp_path / "run")), "", tmp_path / "run")
+    check_same(found, read)
+
+
+def test_divergence_is_noticed_at_the_same_step(
+    plain_store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    lines, rows = [], []
+    for name, way in (("read", spoilt), ("deferred", deferred)):
+        folder = tmp_path / name
+        with spoilt(lost={1, 2, 3}, large=set()), way():
+            more = ("--training.max_skipped_steps", "3", "--logging.logging_steps", "7")
+            assert train(*options(plain_store, folder, *more)) == 70
+        errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
+        lines.append([line.replace(str(folder), "") for line in errors])
+        rows.append(Finished(70, "", folder).exact_rows())
+    assert lines[0] == lines[1]
+    assert "the last is step 4" in lines[0][0]
+    assert rows[0] == rows[1]
+
+
+class Reads:
+    """Counts the numbers with a fraction that the host takes from tensors; a model's own may be."""
+
+    def __init__(self, patch: pytest.MonkeyPatch):
+        self.steps: list[int] = []
+        self._within = True
+        for name in ("item", "tolist", "cpu", "numpy", "__float__", "__bool__", "__int__"):
+            patch.setattr(torch.Tensor, name, self._noting(getattr(torch.Tensor, name)))
+        forward = Decoder.forward
+
+        def unwatched(model, *arguments, **named):
+            self._within = False
+            try:
+                return forward(model, *arguments, **named)
+            finally:
+                self._within = True
+
+        patch.setattr(Decoder, "forward", unwatched)
+        self.step = 0
+
+    def _noting(self, method):
+        def noting(tensor, *arguments, **named):
+            if self._within and (tensor.is_floating_point() or tensor.dtype == torch.bool):
+                self.steps.append(self.step)
+            return method(tensor, *arguments, **named)
+
+        return noting
+
+
+@pytest.mark.parametrize("is_deferred", [True, False])
+def test_between_rows_nothing_is_read(
+    plain_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_deferred: bool
+):
+    steps = train_pretrain.TorchrunEngine.train_step
+    reads = Reads(monkeypatch)
+
+    def train_step(self, micro_batches, monitor):
+        reads.step = micro_batches[0].step + 1
+        return steps(self, micro_batches, monitor)
+
+    monkeypatch.setattr(train_pretrain.TorchrunEngine, "train_step", train_step)
+    no_pauses = ("--checkpoint.save_steps", "0", "--evaluation.eval_steps", "0", "--training.max_steps", "11")
+    with deferred() if is_deferred else spoilt(set(), set()):
+        assert train(*options(plain_store, tmp_path / "run", *no_pauses)) == 0
+    read_at = {step for step in reads.steps if step} - {11}  # the end saves
+    assert read_at == ({5, 10} if is_deferred else set(range(1, 11)))
+
+
+@pytest.mark.parametrize("level", [3.0, -3.0, 0.0])
+def test_a_quick_look_misses_no_spike(level: float):
+    generator = random.Random(0)
+    detector, spikes = SpikeDetector(), 0
+    for _ in range(3 * WINDOW):
+        wild = generator.random() < 0.05
+        numbers = (
+            level + generator.gauss(0, 2 if wild else 0.1),
+            abs(generator.gauss(1, 9 if wild else 0.2)),
+        )
+        tokens = generator.randint(8, 64)
+        found = detector.detect(*numbers, tokens, "log")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(SpikeDetector, "_is_below_margins", lambda *_: False)
+            assert (
+                SpikeDetector.from_state_dict(detector.state_dict()).detect(*numbers, tokens, "log") == found
+            )
+        spikes += found is not None
+        detector.record(*numbers, tokens, found)
+    assert spikes > 5
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_nothing_waits_for_the_device_between_rows(
+    plain_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """torch raises where the host would wait, from the third step on: kernels are chosen before."""
+    steps = train_pretrain.TorchrunEngine.train_step
+
+    def train_step(self, micro_batches, monitor):
+        step = micro_batches[0].step + 1
+        torch.cuda.set_sync_debug_mode("error" if step > 2 and step % 5 else "default")
+        return steps(self, micro_batches, monitor)
+
+    monkeypatch.setattr(train_pretrain.TorchrunEngine, "train_step", train_step)
+    elapsed = Recorder.elapsed
+
+    def quiet(self):
+        if self.is_logged(self.progress.step):
+            torch.cuda.set_sync_debug_mode("default")
+        return elapsed(self)
+
+    monkeypatch.setattr(Recorder, "elapsed", quiet)
+    no_pauses = ("--checkpoint.save_steps", "0", "--evaluation.eval_steps", "0", "--training.max_steps", "15")
+    try:
+        assert train(*options(plain_store, tmp_path / "run", *no_pauses)) == 0
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
