@@ -57,13 +57,14 @@ def shard_full_precision(model: nn.Module) -> set[nn.Parameter]:
 def rebound_optimizer(model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
     """A block in which to shard `model`; afterwards the optimizer's groups hold the sharded parameters.
 
-    Sharding replaces the model's parameters by new ones of the same names. The groups are empty inside the
-    block, so that the optimizer does not keep the memory of the unsharded parameters alive.
+    Sharding replaces the model's parameters by new ones of the same names. Inside the block neither the
+    groups nor this function refer to the unsharded parameters, so that their memory is freed group by group.
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
     groups = [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["params"] = []
+    names.clear()
     yield
     parameters = dict(model.named_parameters())
     for group, own in zip(optimizer.param_groups, groups, strict=True):

@@ -1,9 +1,9 @@
-"""Bytes on the fake device while a training step runs, to compare with the estimate."""
+"""Bytes on the fake device at start-up and while a training step runs, to compare with the estimate."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -22,8 +22,10 @@ from torch.utils._pytree import tree_leaves
 
 import train_pretrain
 from llm_pretrain.config import Config
+from llm_pretrain.model import Decoder
 from llm_pretrain.optim.param_groups import build_optimizer
 from llm_pretrain.training import Objective
+from llm_pretrain.training.model_setup import build_model
 
 
 @contextmanager
@@ -51,10 +53,10 @@ class DeviceMemory(TorchDispatchMode):
         for each in tree_leaves(out):
             tensor = each.to_local() if isinstance(each, DTensor) else each
             if isinstance(tensor, Tensor) and tensor.device.type == "cuda":
-                self._add(tensor.untyped_storage())
+                self.add(tensor.untyped_storage())
         return out
 
-    def _add(self, storage: Any) -> None:
+    def add(self, storage: Any) -> None:
         key = storage._cdata
         if key not in self._sizes:
             self._sizes[key] = 0
@@ -106,3 +108,29 @@ def tracked_peak(config: Config, world_size: int = 1) -> int:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
     return memory.peak
+
+
+def start_up_peak(config: Config, before: Callable[[Decoder], Any]) -> tuple[int, int]:
+    """Most bytes while a model on the host is sharded, and the bytes that remain; in `eight_ranks`.
+
+    Args:
+        config: Its strategy is `fsdp`.
+        before: Called with the unsharded model; what it returns is kept until the model is sharded.
+    """
+    memory = DeviceMemory()
+
+    def move(parameters: Iterable[Any], buffers: Iterable[Any], device: torch.device) -> None:
+        """`tensor.data = tensor.to(device)` for fake tensors, which that does not move."""
+        for tensor in (*parameters, *buffers):
+            if tensor.device != device:
+                tensor.fake_device = device
+                memory.add(tensor.untyped_storage())
+
+    moving = patch("torch.distributed.fsdp._fully_shard._fsdp_init._move_states_to_device", move)
+    with FakeTensorMode(allow_non_fake_inputs=True), memory, memory.resizing(), moving:
+        model = build_model(config)
+        optimizer = build_optimizer(model, config.optimizer, config.training.precision)
+        kept = before(model)
+        train_pretrain.shard_model(model, optimizer, config.training.precision)
+        del kept
+    return memory.peak, memory.current

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from fake_memory import eight_ranks, tracked_peak
+from fake_memory import eight_ranks, start_up_peak, tracked_peak
+from torch import nn
 
 from llm_pretrain.config import Config, load_config
 from llm_pretrain.memory import estimate_memory
+from llm_pretrain.model import Decoder
 
 PRESETS = ("gpt2-124m", "qwen3-0.6b", "olmoe-1b-7b", "qwen3-30b-a3b")
 
@@ -55,3 +57,18 @@ def test_gradients_that_wait_for_the_last_micro_batch_are_counted():
     tracked = tracked_peak(waiting, 8)
     assert tracked > tracked_peak(preset("olmoe-1b-7b", 8, 3), 8) * 1.3
     assert estimate_memory(waiting, 8, on_gpu=True).peak == pytest.approx(tracked, rel=0.08)
+
+
+@pytest.mark.parametrize("keeps", [False, True], ids=["freed", "kept"])
+@pytest.mark.usefixtures("sharded")
+def test_sharding_holds_one_unsharded_layer_at_a_time(keeps: bool):
+    """The same model with references to its unsharded parameters exceeds the bound."""
+    groups: list[int] = []
+
+    def note_sizes(model: Decoder) -> list[nn.Parameter]:
+        groups.extend(4 * sum(each.numel() for each in layer.parameters()) for layer in model.model.layers)
+        return list(model.parameters()) if keeps else []
+
+    peak, remaining = start_up_peak(preset("olmoe-1b-7b", 8, 1), note_sizes)
+    is_bounded = peak <= remaining + 1.05 * max(groups)
+    assert is_bounded is not keeps
