@@ -32,7 +32,8 @@ def test_the_kernels_compute_what_float64_does():
 
 
 def test_groups_and_rows_that_end_too_early_are_found():
-    assert min(errors("wrong").values()) > 0.01
+    """What the kernel does not write is uninitialised memory, so an error may be NaN."""
+    assert not [name for name, error in errors("wrong").items() if error <= 0.01]
 
 
 def machine_code(kernel: Any, dtype: str, capability: int, constants: dict[str, Any]) -> Any:
