@@ -65,8 +65,9 @@ pretrain: $(STORE)/store.json  ## Pretrain a small mixture of experts on the emb
 test: $(VENV)/.installed-tests  ## The quick suite
 	$(PYTEST) -m "not slow"
 
-test-ci: $(VENV)/.installed-tests  ## The slow tests of launchers, strategies, traps and whole journeys, which CI runs too
-	$(PYTEST) -m slow tests/distributed tests/traps tests/end_to_end/test_user_journey.py
+test-ci: $(VENV)/.installed-tests  ## The slow tests of launchers, strategies, traps, compiling and whole journeys, which CI runs too
+	$(PYTEST) -m slow tests/distributed tests/traps tests/end_to_end/test_user_journey.py \
+		tests/training/test_compiling.py
 
 test-cuda: $(VENV)/.installed-tests $(VENV)-triton/.installed  ## What a GPU would run, on fake tensors and without one
 	PYTHONPATH=tests/cuda_without_gpu:$(VENV)-triton $(PYTEST) --dist load -p fake_cuda tests/cuda_without_gpu

@@ -30,6 +30,8 @@ from support.launching import (
     kill_outright,
 )
 
+pytestmark = pytest.mark.slow
+
 STEPS, PROCESSES = 4, 2
 HERE = "127.0.0.1"
 TORCHRUN, ACCELERATE = str(TORCHRUN_SCRIPT), str(ACCELERATE_SCRIPT)
@@ -133,16 +135,6 @@ ALONE: dict[str, Callable[[str], list[Part]]] = {
     "torchrun, accelerate": lambda port: [Part([*RUN, "--standalone", "--nproc_per_node", "1", ACCELERATE])],
 }
 
-QUICK = {"accelerate flags"}
-"""Besides torchrun, plain Python and what tests/distributed/test_resume.py launches; the others are slow."""
-
-
-def cases(ways: Mapping[str, object], suffix: str = "") -> list[object]:
-    return [
-        pytest.param(name, marks=[] if name + suffix in QUICK else [pytest.mark.slow], id=name)
-        for name in ways
-    ]
-
 
 def run(parts: list[Part], folder: Path, options: Sequence[str]) -> Finished:
     """Start all parts together, and wait until each has left with 0."""
@@ -213,7 +205,7 @@ def test_the_reference_trains(reference: Finished, alone: Finished):
         assert_same(reference, alone)
 
 
-@pytest.mark.parametrize("name", cases(WAYS))
+@pytest.mark.parametrize("name", WAYS)
 def test_every_launcher_trains_the_same(name: str, reference: Finished, options: list[str], tmp_path: Path):
     finished = run(WAYS[name](free_port()), tmp_path / "run", options)
     assert_same(finished, reference)
@@ -222,7 +214,7 @@ def test_every_launcher_trains_the_same(name: str, reference: Finished, options:
     assert finished.status["launcher"] == engine
 
 
-@pytest.mark.parametrize("name", cases(MACHINES, " on two machines"))
+@pytest.mark.parametrize("name", MACHINES)
 def test_two_machines_train_the_same(name: str, reference: Finished, options: list[str], tmp_path: Path):
     """Each of the two believes that the machine is its own, so the number of threads is said."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -232,7 +224,7 @@ def test_two_machines_train_the_same(name: str, reference: Finished, options: li
     assert finished.status["world_size"] == PROCESSES
 
 
-@pytest.mark.parametrize("name", cases(ALONE, ", alone"))
+@pytest.mark.parametrize("name", ALONE)
 def test_one_process_trains_the_same(name: str, alone: Finished, options: list[str], tmp_path: Path):
     finished = run(ALONE[name](free_port()), tmp_path / "run", options)
     assert_same(finished, alone)
@@ -251,7 +243,6 @@ def executed(notebook: Path, start: Path, more: str, parameters: str) -> str:
     return "".join(output.get("text", "") for output in content.cells[-1].outputs)
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 def test_the_notebook_trains_the_same(
     masked_store: Path,

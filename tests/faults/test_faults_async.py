@@ -16,9 +16,8 @@ from support.interrupting import assert_exact, check_continued, newest_checkpoin
 from support.launching import ROOT, Finished, assert_same_tensors, checkpoint_tensors, finish, launch, start
 
 ASYNC = ["--checkpoint.async_save", "true"]
-LAUNCHERS = pytest.mark.parametrize(
-    "launcher", ["torchrun", pytest.param("accelerate", marks=pytest.mark.slow)]
-)
+pytestmark = pytest.mark.slow
+LAUNCHERS = pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
 HELD_SECONDS = 6
 """A save is held this long before its manifest: many steps of this run."""
 
@@ -85,7 +84,6 @@ def test_background_saves_change_no_bit(launcher, options, undisturbed: Finished
     assert_same_saves(run, undisturbed, (20, 24))
 
 
-@pytest.mark.slow
 @LAUNCHERS
 def test_killed_then_stopped_during_a_background_save(
     launcher, options, undisturbed: Finished, tmp_path, monkeypatch
@@ -117,10 +115,9 @@ def test_killed_then_stopped_during_a_background_save(
     assert_same_saves(Finished(0, "", folder), undisturbed, (20, 24))
 
 
-@pytest.mark.slow
 @LAUNCHERS
 def test_sharded_background_saves_change_no_bit(launcher, options, tmp_path):
-    """FSDP: each rank writes its parts, and the weights are gathered before training goes on."""
+    """FSDP: each rank writes its parts; the weights are written from the committed checkpoint."""
     file = ROOT / "configs" / "accelerate" / "fsdp2.yaml"
     sharded = [*options, "--distributed.strategy", "fsdp", "--training.max_steps", "12"]
     runs = [
@@ -130,7 +127,6 @@ def test_sharded_background_saves_change_no_bit(launcher, options, tmp_path):
     assert_same_saves(runs[1], runs[0], (8, 12))
 
 
-@pytest.mark.slow
 def test_background_saves_of_zero_change_no_bit(options, tmp_path):
     pytest.importorskip("deepspeed")
     file = ROOT / "configs" / "accelerate" / "zero2.yaml"

@@ -64,7 +64,8 @@ def driven(launcher: str, config: Config, *faults: Fault) -> tuple[Driven, list[
     return result, [*counted, graphs()]
 
 
-@pytest.mark.parametrize("kind", ["dense", pytest.param("experts", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["dense", "experts"])
 def test_both_paths_compute_the_same_bits_with_graphs_of_three_steps(kind: str, plain_store: Path):
     torch._dynamo.reset()
     config = configured(plain_store, kind, "on")
