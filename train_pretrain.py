@@ -133,8 +133,7 @@ class TorchrunEngine:
                 metrics.add(output, batch)
         self.grad_scaler.unscale_(self.optimizer)
         grad_norm = clip_grad_norm_(self.parameters, self.max_grad_norm)
-        # True if the decision stays on the GPU: the fused optimizer then skips the step by `found_inf`
-        if monitor.reduce_and_decide(metrics, grad_norm):
+        if monitor.reduce_and_decide(metrics, grad_norm):  # True if the GPU decides, by found_inf
             self.grad_scaler.step(self.optimizer)
         self.grad_scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
