@@ -102,11 +102,11 @@ class TorchrunEngine:
             self.model: Any = shard_model(model, optimizer, self.config.training.precision)
         else:
             self.model = model.to(self.device)
-        if self.world_size > 1 and not self.is_sharded:
-            device_ids = [self.device.index] if self.device.type == "cuda" else None
-            self.model = DistributedDataParallel(model, device_ids=device_ids, **DDP_OPTIONS)
-            self.no_sync = self.model.no_sync
-        self.parameters = list(self.model.parameters())  # collected once: this takes longer than clipping
+            if self.world_size > 1:
+                device_ids = [self.device.index] if self.device.type == "cuda" else None
+                self.model = DistributedDataParallel(model, device_ids=device_ids, **DDP_OPTIONS)
+                self.no_sync = self.model.no_sync
+        self.parameters = list(self.model.parameters())  # once: collecting them takes longer than clipping
         warm_up_backward(self)
         rank_batches = shard(batches, self.rank, self.world_size)
         return (batch.to(self.device, non_blocking=True) for batch in rank_batches)
@@ -133,7 +133,7 @@ class TorchrunEngine:
                 metrics.add(output, batch)
         self.grad_scaler.unscale_(self.optimizer)
         grad_norm = clip_grad_norm_(self.parameters, self.max_grad_norm)
-        if monitor.reduce_and_decide(metrics, grad_norm):  # on a GPU True: the optimizer reads found_inf
+        if monitor.reduce_and_decide(metrics, grad_norm):  # True if the GPU decides, by found_inf
             self.grad_scaler.step(self.optimizer)
         self.grad_scaler.update()
         self.optimizer.zero_grad(set_to_none=True)

@@ -96,11 +96,12 @@ class AccelerateEngine:
             )
         timeout = collective_timeout(config)
         self.uses_deepspeed = config.distributed.strategy == "deepspeed"
-        backend = "cpu:gloo,cuda:nccl" if on_gpu else None  # Gloo sums CPU integers
         if self.uses_deepspeed:
             backend = "nccl" if on_gpu else "gloo"
-        elif int(os.environ.get("WORLD_SIZE", "1")) == 1:
-            backend = None  # a named back-end needs a process group
+        elif on_gpu and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            backend = "cpu:gloo,cuda:nccl"  # Gloo sums CPU integers
+        else:
+            backend = None  # Accelerate's choice; for one process a named back-end would need a process group
         with preserved_environment():
             self.accelerator = Accelerator(
                 cpu=not on_gpu and not self.uses_deepspeed,  # with cpu=True Accelerate drops DeepSpeed
@@ -139,8 +140,9 @@ class AccelerateEngine:
                 shard_full_precision(model)
             self.model, self.optimizer, rank_batches = self.accelerator.prepare(model, optimizer, batches)
         self.unwrapped_model = model
-        self.parameters = list(self.model.parameters())  # collected once: this takes longer than clipping
-        # AcceleratedOptimizer.zero_grad inspects a signature in every step; DeepSpeed's wrapper does nothing
+        self.parameters = list(self.model.parameters())  # once: collecting them takes longer than clipping
+        # AcceleratedOptimizer.zero_grad inspects a signature in every step, so torch's is called directly;
+        # that of Accelerate's wrapper for DeepSpeed does nothing, since the engine zeroes the gradients
         self.zero_grad = self.optimizer.zero_grad if self.uses_deepspeed else optimizer.zero_grad
         if self.uses_deepspeed:
             clip_as_torch(self.optimizer.optimizer, model, self.config, self.device)
@@ -213,7 +215,7 @@ def zero_plugin(config: Config) -> DeepSpeedPlugin:
     prepare_deepspeed()
     world_size = int(os.environ["WORLD_SIZE"])
     plugin = DeepSpeedPlugin(
-        zero_stage=config.distributed.zero_stage,  # type: ignore[arg-type]  # None: as launched, else 2
+        zero_stage=config.distributed.zero_stage,  # type: ignore[arg-type]  # None: the launcher's, else 2
         gradient_accumulation_steps=config.gradient_accumulation_steps(world_size),
         zero3_init_flag=False,
     )

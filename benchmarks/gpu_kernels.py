@@ -1,9 +1,9 @@
-"""FLOPs and bytes of every kernel of a training step on a GPU that is not there. Run by `gpu_roofline`.
+"""FLOPs and bytes of every kernel of a training step, counted on a fake GPU.
 
     python -m benchmarks.gpu_kernels CASE …
 
-Prints a line of JSON per case. No benchmark by itself: it needs `tests/cuda_without_gpu` and the package
-triton on its path.
+Prints a line of JSON per case. `gpu_roofline` runs it, with `tests/cuda_without_gpu` and the package triton
+on its path.
 """
 
 from __future__ import annotations
@@ -46,8 +46,6 @@ _CALLERS = {
 _MODULES = {"self_attn": "attention", "gate": "router", "experts": "experts", "mlp": "MLP"}
 _UNREAD = {"aten::copy_", "aten::fill_", "aten::zero_", "aten::normal_"}
 """Operations that overwrite their first argument."""
-_FREE = ("aten::empty", "aten::new_empty", "aten::_unsafe_view", "prim::")
-"""Beginnings of the names of operations that touch no values, beside views."""
 
 
 class Launch(NamedTuple):
@@ -66,18 +64,20 @@ class Launch(NamedTuple):
 
 
 def matrix_flops(func: Any, arguments: Sequence[Any], result: Any, squares: float) -> tuple[float, float]:
-    """FLOPs of a matrix product, and those that MFU counts; 0 for another operation.
+    """FLOPs of a matrix product or of attention, and those that MFU counts; 0 for another operation.
 
     Args:
         func: The operation.
-        arguments: With tensors, real or fake.
-        result: Likewise.
+        arguments: Its positional arguments, with real or fake tensors.
+        result: Its result.
         squares: Sum of the squared lengths of the documents.
     """
     name = func._schema.name
     if name.startswith("torch_attn::_varlen_attn"):
+        # the query [T, N, D] and `max_q`, here a row's length; backward has the result's gradient before them
         backward = name.endswith("backward")
-        (rows, *heads), columns = arguments[backward].shape, arguments[8 if backward else 5]
+        query, columns = (arguments[1], arguments[8]) if backward else (arguments[0], arguments[5])
+        rows, *heads = query.shape
         # forward two products, of which half is masked; backward five, the scores again among them
         size = math.prod(heads)
         return (5 if backward else 2) * size * squares, (8 if backward else 4) * size * rows * columns
@@ -131,7 +131,7 @@ def compiled_launch(kernel: Any, squares: float) -> Launch:
 
 
 def _touched(tensor: Tensor) -> int:
-    """Bytes of a tensor's elements, expanded ones once."""
+    """Bytes of a tensor's elements; a dimension that was expanded (stride 0) counts once."""
     sizes = [size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride]
     return math.prod(sizes) * tensor.element_size()
 
@@ -155,6 +155,7 @@ def eager_bytes(func: Any, arguments: Sequence[Any], options: dict[str, Any], re
             changed = False  # only to unscale them
         for each in (each for each in tree_leaves(value) if isinstance(each, Tensor)):
             outputs.pop(id(each), None)
+            # `out=` and the first argument of `_UNREAD` are written without being read
             is_read = not (changed and (argument.kwarg_only or (name in _UNREAD and place == 0)))
             total += _touched(each) * is_read
             written += _touched(each) * changed
@@ -210,7 +211,7 @@ class Step(TorchDispatchMode):
         if size == 0:
             return
         flops, counted = matrix_flops(func, args, result, self.squares)
-        in_bf16 = tensors[-1].dtype.itemsize < 4 or any(each.dtype.itemsize < 4 for each in tensors)
+        in_bf16 = any(each.dtype.itemsize < 4 for each in tensors)
         self.launches.append(Launch(_eager_part(func), str(func), flops, in_bf16, counted, size))
 
 
@@ -245,12 +246,12 @@ _rms_norm.register_autograd(
 
 
 def _fused_rms_norm(x: Tensor, shape: list[int], weight: Tensor, eps: float) -> Tensor:
-    """`F.rms_norm` outside the layers, in one kernel as on a GPU; of fake tensors torch makes many."""
+    """`F.rms_norm` outside the layers as one kernel, as on a GPU; on fake tensors torch decomposes it."""
     return torch.rms_norm(x, shape, weight, eps) if torch.compiler.is_compiling() else _rms_norm(x, weight)[0]
 
 
 def step_launches(config: Config, squares: float) -> list[Launch]:
-    """The launches of one compiled training step on one GPU, of the second so that optimizer state exists."""
+    """The launches of a compiled training step on one GPU: the second, in which optimizer state exists."""
     from fake_inductor import Inductor  # pyright: ignore[reportMissingImports] (see above)
     from fake_steps import fake_loop  # pyright: ignore[reportMissingImports]
 
@@ -279,7 +280,7 @@ def case_config(case: Case) -> Config:
 
 
 def main(names: Sequence[str]) -> None:
-    """Prints a line of JSON per case: its name and launches, the numbers of equal ones first."""
+    """Prints a line of JSON per case: its name, FLOPs for MFU, and rows of a count and a `Launch`."""
     missing = fake_cuda.REASON
     if missing is None and find_spec("triton") is None:
         missing = "no package triton for Inductor's kernels; make .venv-triton/.installed"

@@ -1,8 +1,8 @@
-"""Lower bound of a training step's time on GPUs that are not there, and the share of each of its parts.
+"""Lower bound of a training step's time on GPUs that this machine does not have, and the share of each part.
 
 The compiled step of `gpu_step`'s cases runs on fake tensors (`make test-cuda`'s fake H100). Every kernel
 takes at least as long as its matrix products at the peak of their type, and at least as long as its bytes at
-the peak of the memory: the larger of the two is its bound, and their sum the step's.
+the peak of the memory. The larger of the two is the kernel's bound; the step's is the sum over its kernels.
 
 Assumptions: one GPU, one micro batch, no gradient reduction; a kernel reads each distinct input once and
 writes each output once (nothing stays in the cache for the next kernel); operations that are no matrix
@@ -36,8 +36,9 @@ from llm_pretrain.tracking import device_peak_flops
 NAMES = ["gpt2-124m", "qwen3-0.6b", "mixture", "dense of equal FLOPs"]
 QUICK = ["--only", "gpt2-124m"]
 GOALS = {"gpt2-124m": 0.55, "qwen3-0.6b": 0.60}
-"""Least MFU that the bound must leave room for."""
+"""MFU that is aimed at; the bound must be at least as high."""
 _PATHS = ("tests/cuda_without_gpu", "tests", ".venv-triton", ".")
+"""Folders of the checkout from which `gpu_kernels` imports."""
 
 
 class Device(NamedTuple):
@@ -63,7 +64,8 @@ DEVICES = [
     Device("A100", 19.5e12, 2.039e12),  # NVIDIA A100 data sheet, SXM, 80 GB
     Device("RTX 4090", 82.6e12, 1.008e12),  # NVIDIA Ada architecture whitepaper, appendix A
 ]
-JUDGED = DEVICES[0]
+GOAL_DEVICE = DEVICES[0]
+"""The device of the goals."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -93,23 +95,24 @@ def run(arguments: argparse.Namespace) -> None:
         report(
             f"{case.name}, {case.micro_batch_size} x {case.length}: bounds of MFU, k tokens/s on {devices}",
             figure,
-            bound=f"≥ {goal:.0%} on {JUDGED.name}" if goal else "",
-            met=goal is None or mfu[JUDGED.name] >= goal,
+            bound=f"≥ {goal:.0%} on {GOAL_DEVICE.name}" if goal else "",
+            met=goal is None or mfu[GOAL_DEVICE.name] >= goal,
         )
     if {"mixture", "dense of equal FLOPs"} <= speeds.keys():
-        quotients = [
-            speeds["mixture"][each.name] / speeds["dense of equal FLOPs"][each.name] for each in DEVICES
-        ]
+        quotients = {
+            each.name: speeds["mixture"][each.name] / speeds["dense of equal FLOPs"][each.name]
+            for each in DEVICES
+        }
         report(
             "bound of the mixture's tokens/s / the dense model's",
-            " · ".join(f"{quotient:.3f}" for quotient in quotients),
-            bound=f"≥ {GOAL_MIXTURE} on {JUDGED.name}",
-            met=quotients[0] >= GOAL_MIXTURE,
+            " · ".join(f"{quotient:.3f}" for quotient in quotients.values()),
+            bound=f"≥ {GOAL_MIXTURE} on {GOAL_DEVICE.name}",
+            met=quotients[GOAL_DEVICE.name] >= GOAL_MIXTURE,
         )
 
 
 class _Launch(NamedTuple):
-    """`gpu_kernels.Launch`, so many times in a step."""
+    """A kernel and how many times a step launches it; the other fields are those of `gpu_kernels.Launch`."""
 
     times: int
     part: str
@@ -120,17 +123,17 @@ class _Launch(NamedTuple):
     bytes: float
 
     def of_documents(self, share: float) -> _Launch:
-        """With documents that have this share of the FLOPs of whole rows in attention."""
+        """The same with `share` of the FLOPs, if it is attention over documents; else unchanged."""
         return self._replace(flops=self.flops * share) if "varlen" in self.name else self
 
     def seconds(self, device: Device) -> float:
-        """Least time of all of them."""
+        """Lower bound of the time of all its launches in a step."""
         peak = device.bf16 if self.in_bf16 else device.fp32
         return self.times * max(self.flops / peak, self.bytes / device.bandwidth)
 
 
 def _count(names: list[str]) -> list[dict[str, Any]]:
-    """What `gpu_kernels` prints, from a process that loads the fake device before torch."""
+    """The lines of `gpu_kernels`, run in a process that loads the fake device before torch."""
     paths = [str(ROOT / path) for path in _PATHS] + [os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -146,7 +149,10 @@ def _count(names: list[str]) -> list[dict[str, Any]]:
 
 
 def _document_share(length: int) -> float:
-    """Mean squared length over mean length of documents cut at `length`, as a share of whole rows'."""
+    """Attention FLOPs of documents cut at `length`, as a share of those of rows of one document each.
+
+    Both are proportional to the sum of the squared lengths, at an equal number of tokens.
+    """
     pieces = [
         np.minimum(length, whole - start)
         for whole in Documents.lognormal(20_000, 1000).lengths
@@ -157,7 +163,11 @@ def _document_share(length: int) -> float:
 
 
 def _print_parts(name: str, launches: list[_Launch]) -> dict[str, float]:
-    """Print milliseconds and per cent of each part, matrix products apart; the step's seconds by device."""
+    """Print milliseconds and per cent of each part, with and without matrix products.
+
+    Returns:
+        The step's seconds by name of the device.
+    """
     parts: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for each in launches:
         for device in DEVICES:
@@ -166,7 +176,7 @@ def _print_parts(name: str, launches: list[_Launch]) -> dict[str, float]:
     totals = {each.name: sum(times[each.name] for times in parts.values()) for each in DEVICES}
     print(f"\n| {name} | " + " | ".join(f"{each.name}, ms (%)" for each in DEVICES) + " |")
     print("|---|" + "---|" * len(DEVICES))
-    for part, times in sorted(parts.items(), key=lambda item: -item[1][JUDGED.name]):
+    for part, times in sorted(parts.items(), key=lambda item: -item[1][GOAL_DEVICE.name]):
         cells = [
             f"{times[each.name] * 1e3:.2f} ({times[each.name] / totals[each.name]:.1%})" for each in DEVICES
         ]
@@ -177,9 +187,10 @@ def _print_parts(name: str, launches: list[_Launch]) -> dict[str, float]:
 
 
 def _print_kernels(launches: list[_Launch], count: int) -> None:
-    longest = sorted(launches, key=lambda each: -each.seconds(JUDGED))[:count]
+    """Print the `count` launches that take longest on `GOAL_DEVICE`."""
+    longest = sorted(launches, key=lambda each: -each.seconds(GOAL_DEVICE))[:count]
     for each in longest:
         print(
-            f"{each.seconds(JUDGED) * 1e3:8.3f} ms {each.times:4d} times {each.bytes / 2**20:8.1f} MiB "
+            f"{each.seconds(GOAL_DEVICE) * 1e3:8.3f} ms {each.times:4d} times {each.bytes / 2**20:8.1f} MiB "
             f"{each.flops / 1e9:7.1f} GFLOP  {each.part}: {each.name}"
         )

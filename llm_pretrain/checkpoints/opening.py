@@ -40,7 +40,7 @@ from llm_pretrain.optim import average_name
 
 _OPTIMIZER = "optimizer.state."
 _ATTEMPTS = 5
-"""Maximum number of folders to try: a running run may delete its oldest folder while it is read."""
+"""Maximum number of folders to try: a running run may delete a folder while it is read."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class OpenedModel:
         path: The folder it was read from.
         kind: Exported `weights`, or a full-precision `checkpoint`.
         step: Optimizer steps it was trained for; None if unknown.
-        tokenizer_folder: With its `tokenizer.json`; None if none was found.
+        tokenizer_folder: A folder with the model's `tokenizer.json`; None if none was found.
         token_ids: `bos_token_id`, `eos_token_id` (possibly a list) and others from the JSON files of the
             weights; empty for a checkpoint.
         run: The configuration of its run; None for a folder outside of a run.
@@ -91,7 +91,7 @@ def open_model(source: str | Path, *, average: bool = True) -> OpenedModel:
         try:
             return _open_checkpoint(path, average) if is_checkpoint(path) else _open_weights(path)
         except (PretrainError, OSError) as error:
-            if path.exists() or not there:
+            if path.exists() or not there:  # else it was deleted meanwhile, and there may be a newer one
                 if isinstance(error, OSError):
                     raise CheckpointError(f"{path}: expected readable files, found: {error}") from error
                 raise
@@ -233,6 +233,7 @@ class CheckpointTensors:
         self._stack.close()
 
     def _differences(self) -> list[str]:
+        """Tensors that only the files or only the manifest has, and those whose parts do not add up."""
         described = self.manifest.tensors
         problems = [
             f"{name}: expected by the manifest, in no file" for name in described.keys() - self._parts
@@ -259,9 +260,9 @@ class CheckpointTensors:
 
 
 class CheckpointWeights(Mapping[str, Tensor]):
-    """The model's state dict in a checkpoint; each tensor is read when it is asked for, in fp32.
+    """The model's state dict in a checkpoint; each tensor is read when it is looked up, in fp32.
 
-    A decoder has no scalars in it.
+    A decoder's state has no 0-dimensional tensors, which the files would not hold.
 
     Args:
         tensors: Of the checkpoint.
@@ -283,7 +284,7 @@ class CheckpointWeights(Mapping[str, Tensor]):
 
 
 def saved_names(content: Manifest, *, average: bool) -> dict[str, str]:
-    """Name in the model's state dict → name in the checkpoint of its value, or of its average."""
+    """Name in the model's state dict → the tensor's name in the checkpoint; with `average` its average's."""
     names = {name: name for name in content.tensors if not name.startswith(_OPTIMIZER)}
     if average:
         averages = {name: average_name(name) for name in names}
@@ -319,12 +320,13 @@ def _run_config(path: Path) -> Config | None:
 
 
 def _step(path: Path) -> int | None:
+    """The step in the name of a weights folder, or in the `best.json` of `weights/best`; None if unknown."""
     match = re.fullmatch(r"step-(\d+)", path.name)
     return int(match[1]) if match else _json(path / "best.json").get("step")
 
 
 def _json(file: Path) -> dict[str, Any]:
-    """Content of a JSON file; empty if there is none."""
+    """Content of a JSON file; empty if there is none or it is not an object."""
     if not file.is_file():
         return {}
     try:

@@ -1,22 +1,22 @@
-"""`doctor --gpu`: runs checks and measurements one after another, and writes what came of them as two files.
+"""`doctor --gpu`: runs checks and measurements one after another, and writes their results into two files.
 
-Each section is a process of its own with a limit of time, so that a crash or a hang in CUDA loses no other.
-`gpu-report.json`, which `gpu-report.html` shows and also contains, is written anew after every section:
+Each section is a process of its own with a time limit, so that a crash or a hang in CUDA ends only that one.
+After each, `gpu-report.json` is replaced, and `gpu-report.html`, which shows its content and contains it:
 
     llm_pretrain   version
-    minutes        time that was given
-    seconds        time that was taken
+    minutes        time limit of the report
+    seconds        time since its start
     gpus           number of GPUs
     sections       in the order in which they run, each with
       name, title
       state        passed, failed, stopped (at its limit), skipped, not started (too little time was left),
                    waiting
       reason       why it was stopped, skipped or not started; else empty
-      seconds      that it took
-      problems     lines, none where it passed
+      seconds      its duration
+      problems     lines; none if it passed
       tables       each with a title, heads, and rows of cells: numbers, texts, true, false, null
 
-Neither has values of environment variables, folders, addresses, or names of users and hosts: `Cleaner`.
+`Cleaner` removes values of environment variables, folders, addresses, and names of users and hosts.
 """
 
 from __future__ import annotations
@@ -53,28 +53,31 @@ from llm_pretrain.tracking import render_page
 
 State = Literal["passed", "failed", "stopped", "skipped", "not started", "waiting"]
 _MINUTES = 10.0
-"""Time for which the sections' limits are meant; with more they grow."""
+"""Time limit of the report for which the sections' limits are given; a longer one extends theirs too."""
 _RESERVE_SECONDS = 5.0
-"""Kept for ending what is stopped and for writing the report."""
+"""Time that is left for ending a stopped section and for writing the report."""
 _LINES, _LINE_CHARACTERS, _CELL_CHARACTERS = 20, 400, 300
+"""Most problems of a section, and most characters of a problem and of a table's cell."""
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|AUTH|CREDENTIAL|COOKIE", re.IGNORECASE)
+"""Found in the names of variables whose values are secrets."""
 _SECRET_CHARACTERS, _VALUE_CHARACTERS = 4, 8
-"""Shorter values of variables, with a secret's name and with another, could be a part of any word."""
+"""Least characters of a variable's value that is removed, for a secret and for any other. A shorter value
+could be a part of an ordinary word."""
 
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the report, and the process that it runs in.
+    """A part of the report, and the process that it runs in: `python -m MODULE ARGUMENT RESULT.json`.
 
     Args:
-        name: In the JSON file.
-        title: In the page.
-        module: Run by `python -m`, with the section's name and the file for its result.
-        argument: The section's name for the module.
+        name: Its name in the JSON file.
+        title: Its title in the page.
+        argument: Its name for the module.
         limit: Seconds after which it is killed.
-        least: Seconds below which it is not started.
-        needs: GPUs, at least.
-        checkout: What it needs of a checkout, relative to its root; empty where the installed package does.
+        least: It is not started if fewer seconds are left.
+        needs: Least number of GPUs.
+        module: The module that it runs.
+        checkout: A file that it needs, relative to the checkout's root; empty if it needs the package only.
     """
 
     name: str
@@ -87,7 +90,7 @@ class Section:
     checkout: str = ""
 
     def missing(self, machine: Machine) -> str:
-        """Why it cannot run on a machine; empty where it can."""
+        """Why it cannot run on a machine; empty if it can."""
         if machine.gpus < self.needs:
             return "no GPU here" if not machine.gpus else f"needs {self.needs} GPUs, found {machine.gpus}"
         if self.checkout and not (PACKAGE_ROOT / self.checkout).exists():
@@ -96,7 +99,7 @@ class Section:
 
 
 def sections(machine: Machine) -> list[Section]:
-    """The report's sections, the most valuable first; presets that the machine can train."""
+    """The report's sections, the most valuable first; without a GPU, steps of tiny presets are added."""
     steps = ("gpt2-124m", "mixture", "qwen3-0.6b")
     tiny = () if machine.gpus else ("tiny-dense", "tiny-moe")
     tests: dict[str, Any] = {"needs": 1, "checkout": "tests/model/test_model_gpu.py"}
@@ -116,7 +119,7 @@ def sections(machine: Machine) -> list[Section]:
 
 @dataclass
 class Result:
-    """What came of a section; see the module for its fields."""
+    """The result of a section; the module's docstring describes the fields."""
 
     name: str
     title: str
@@ -128,32 +131,33 @@ class Result:
 
 
 class Cleaner:
-    """Removes from texts what tells about a person or a network: folders, names, addresses, variables.
+    """Removes what identifies a person or a network from texts: folders, names, addresses, variables' values.
 
     Args:
-        environment: Variables and their values.
-        names: Of users and hosts.
+        environment: Environment variables and their values.
+        names: Names of users and hosts.
     """
 
     def __init__(self, environment: Mapping[str, str], names: Sequence[str]):
         hidden = {value: f"${name}" for name, value in environment.items() if _is_private(name, value)}
-        self._values = sorted(hidden.items(), key=lambda item: -len(item[0]))
+        self._values = sorted(hidden.items(), key=lambda item: -len(item[0]))  # one may contain another
         words = "|".join(re.escape(name) for name in names if len(name) > 1)
         self._names = re.compile(rf"(?<![\w-])(?:{words})(?![\w-])") if words else None
 
     def text(self, text: str) -> str:
-        """A text without them."""
+        """The text without them; a path keeps its last part, and one in this package its place there."""
         text = text.replace(f"{PACKAGE_ROOT}{os.sep}", "")
         for value, name in self._values:
             text = text.replace(value, name)
-        text = re.sub(r"//[^/\s@]+@", "//…@", text)
+        text = re.sub(r"//[^/\s@]+@", "//…@", text)  # user and password in a URL
+        # a user's home itself, then the folders of any other absolute path
         text = re.sub(r"(?<![\w.])/(?:home|root|Users)(?:/[\w.-]+)?(?=[\s'\",;:()]|$)", "…", text)
         text = re.sub(r"(?<![\w.])(?:\$\w+)?/(?:[^\s/'\",;()<>]+/)+", "…/", text)
         text = re.sub(r"\b\d{1,3}(?:\.\d{1,3}){3}\b", "ADDRESS", text)
         return self._names.sub("NAME", text) if self._names else text
 
     def clean(self, value: Any) -> Any:
-        """A value of JSON with clean texts."""
+        """A JSON value, all of its texts cleaned and shortened."""
         if isinstance(value, Mapping):
             return {key: self.clean(each) for key, each in value.items()}
         if isinstance(value, list):
@@ -162,7 +166,7 @@ class Cleaner:
 
 
 def _is_private(name: str, value: str) -> bool:
-    """Whether a variable's value must not be shown: all but short words, versions and names with spaces."""
+    """Whether a variable's value is removed: all but short ones, versions and texts with spaces."""
     if _SECRET.search(name):
         return len(value) >= _SECRET_CHARACTERS
     is_version = re.fullmatch(r"v?\d+(\.\d+)+\S{0,16}", value) is not None
@@ -170,7 +174,7 @@ def _is_private(name: str, value: str) -> bool:
 
 
 def this_cleaner() -> Cleaner:
-    """The one for this machine and its user."""
+    """The cleaner for this machine and its user."""
     names = [socket.gethostname(), socket.gethostname().split(".")[0], socket.getfqdn(), Path.home().name]
     with suppress(KeyError, OSError):
         names.append(getpass.getuser())
@@ -178,13 +182,13 @@ def this_cleaner() -> Cleaner:
 
 
 def write_gpu_report(minutes: float, output: str | None) -> int:
-    """Run all sections within `minutes`, and write the report into a new folder.
+    """Run all sections within `minutes`, and write the report into the folder `output` (None: a new one).
 
     Returns:
-        1 where a section failed or was stopped, else 0.
+        The exit code: 1 if a section failed or was stopped, else 0.
 
     Raises:
-        ConfigError: a time that is not positive.
+        ConfigError: `minutes` is not positive and finite.
         OutputError: `output` has files in it.
     """
     if not 0 < minutes < math.inf:
@@ -207,41 +211,42 @@ class Report:
     """Runs sections and keeps their results.
 
     Args:
-        parts: What to run, in this order.
-        machine: Its GPUs.
-        minutes: Time for all.
-        folder: For the two files.
+        parts: The sections to run, in this order.
+        machine: This machine.
+        minutes: Time limit for all of them together.
+        folder: Receives the two files.
     """
 
     def __init__(self, parts: Sequence[Section], machine: Machine, minutes: float, folder: Path):
-        self.parts, self.machine, self.minutes, self.folder = parts, machine, minutes, folder
+        self.sections, self.machine, self.minutes, self.folder = parts, machine, minutes, folder
         self.cleaner, self.started = this_cleaner(), time.monotonic()
         self.results = [Result(each.name, each.title) for each in parts]
 
     def run(self) -> None:
-        """Run every section that can run and fits, and write the files after each."""
-        say(f"{len(self.parts)} parts in at most {self.minutes:g} minutes, {self.machine.gpus} GPUs")
-        for number, (part, result) in enumerate(zip(self.parts, self.results, strict=True), 1):
+        """Run every section that can run here and in the time left, and write the files after each."""
+        say(f"{len(self.sections)} parts in at most {self.minutes:g} minutes, {self.machine.gpus} GPUs")
+        for number, (section, result) in enumerate(zip(self.sections, self.results, strict=True), 1):
+            heading = f"[{number}/{len(self.sections)}] {section.title}"
             remaining = self.minutes * 60 - _RESERVE_SECONDS - (time.monotonic() - self.started)
-            limit = min(part.limit * max(1.0, self.minutes / _MINUTES), remaining)
-            if why := part.missing(self.machine):
+            limit = min(section.limit * max(1.0, self.minutes / _MINUTES), remaining)
+            if why := section.missing(self.machine):
                 result.state, result.reason = "skipped", why
-            elif limit < part.least:
+            elif limit < section.least:
                 result.state = "not started"
-                result.reason = f"takes {part.least:.0f} s or more, {max(0.0, remaining):.0f} s were left"
+                result.reason = f"takes {section.least:.0f} s or more, {max(0.0, remaining):.0f} s were left"
             else:
-                say(f"[{number}/{len(self.parts)}] {part.title}, up to {limit:.0f} s …")
-                self._run_section(part, result, limit)
+                say(f"{heading}, up to {limit:.0f} s …")
+                self._run_section(section, result, limit)
             reason = f": {result.reason}" if result.reason else ""
-            say(f"[{number}/{len(self.parts)}] {part.title}: {result.state}, {result.seconds:.0f} s{reason}")
+            say(f"{heading}: {result.state}, {result.seconds:.0f} s{reason}")
             self.write()
 
-    def _run_section(self, part: Section, result: Result, limit: float) -> None:
-        """Run a section's process and take over what it wrote, however it ended."""
+    def _run_section(self, section: Section, result: Result, limit: float) -> None:
+        """Run a section's process, and fill in `result` from what it wrote, even if it was killed."""
         before = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="gpu-report-", ignore_cleanup_errors=True) as temporary:
             file, log = Path(temporary) / "result.json", Path(temporary) / "log"
-            command = [sys.executable, "-m", part.module, part.argument, str(file)]
+            command = [sys.executable, "-m", section.module, section.argument, str(file)]
             environment = launch_environment(PACKAGE_ROOT) | {"TMPDIR": temporary, "PYTHONWARNINGS": "ignore"}
             code = run_limited(command, seconds=limit, log=log, cwd=PACKAGE_ROOT, environment=environment)
             found: dict[str, Any] = {"problems": [], "tables": []}
@@ -290,7 +295,7 @@ class Report:
 
 
 def _ended(code: int) -> str:
-    """`ended with exit code 1`, or by which signal."""
+    """`ended with exit code 1` or `ended by SIGSEGV`, from the return code of a process."""
     if code >= 0:
         return f"ended with exit code {code}"
     with suppress(ValueError):
@@ -299,6 +304,6 @@ def _ended(code: int) -> str:
 
 
 def _last_line(log: Path) -> str:
-    """The last thing that a stopped process said."""
+    """The last line of a stopped process's output, in words."""
     lines = [line for line in log.read_text("utf-8", errors="replace").splitlines() if line.strip()]
     return f"its last line: {lines[-1].strip()}" if lines else "it printed nothing"

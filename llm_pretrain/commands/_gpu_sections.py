@@ -1,8 +1,9 @@
-"""Sections of `doctor --gpu` that need nothing but the package, each run in a process of its own.
+"""Sections of `doctor --gpu`, each run in a process of its own that `_gpu_report.py` starts.
 
     python -m llm_pretrain.commands._gpu_sections NAME RESULT.json
 
-`_gpu_report.py` starts them and puts their results together. Without a GPU those that can run use the CPU.
+The steps of presets are sections too, in `benchmarks/gpu_profile.py`. Without a GPU, the sections that can
+run there use the CPU.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from importlib import import_module
@@ -40,22 +41,27 @@ _SMI_LOAD = (
     *("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu", "utilization.gpu"),
     "clocks_throttle_reasons.active",
 )
-"""What changes with the load."""
+"""Fields that change with the load."""
 _VARIABLES = ("NCCL_", "CUDA_", "CUBLAS_", "TORCH", "PYTORCH_", "TRITON_", "NVIDIA_TF32", "OMP_")
-"""Beginnings of the names of variables that change what runs; their values are not reported."""
+"""Beginnings of the names of variables that change what runs; the names are reported, their values not."""
 _VOCABULARY = 4096
-_COPY_BYTES, _REPEATS, _PRODUCT_SIZE = 256 << 20, 5, 8192
+"""Vocabulary size of the model whose kernels are checked."""
+_COPY_BYTES, _PRODUCT_SIZE, _REPEATS = 256 << 20, 8192, 5
+"""Bytes of a copy on a GPU, rows and columns of a product's matrices there, and times each is measured."""
 _REDUCED_MIB = {"cuda": (1, 16, 64, 256), "cpu": (1, 16)}
+"""Sizes of the tensors that are all-reduced."""
 _TEST = re.compile(r"^(tests/\S+?\.py::.+?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b")
+"""A line in which pytest reports a test."""
 
 distributed: Any = torch.distributed
+"""Untyped: pyright does not see all names that torch documents as exported."""
 
 
 class Findings:
-    """Problems and tables of a section, written to a file at each addition, so that a killed one keeps them.
+    """Problems and tables of a section; each addition rewrites the file, so that a killed section keeps them.
 
     Args:
-        file: Where the report reads them.
+        file: The result that the report reads.
     """
 
     def __init__(self, file: Path):
@@ -68,7 +74,7 @@ class Findings:
         self._write()
 
     def table(self, title: str, heads: Sequence[str], rows: Sequence[Sequence[object]] = ()) -> None:
-        """Add a table; cells are JSON's values."""
+        """Add a table; its cells are JSON values."""
         self.tables.append({"title": title, "heads": list(heads), "rows": [list(row) for row in rows]})
         self._write()
 
@@ -82,9 +88,9 @@ class Findings:
 
 
 def nvidia_smi(fields: Sequence[str] = _SMI_LOAD) -> list[dict[str, str]]:
-    """What nvidia-smi tells about each GPU, by field with its unit; empty where it is missing or fails.
+    """One dictionary for each GPU: nvidia-smi's name of a field, with its unit, to the value as text.
 
-    A field that the driver does not know is left out.
+    Fields that the driver does not know are left out. The list is empty if nvidia-smi is missing or fails.
     """
     query = ["nvidia-smi", "--format=csv", f"--query-gpu={','.join(fields)}"]
     try:
@@ -100,7 +106,7 @@ def nvidia_smi(fields: Sequence[str] = _SMI_LOAD) -> list[dict[str, str]]:
 
 
 def facts(findings: Findings) -> None:
-    """Versions, devices, which GPU reaches which, and what nvidia-smi tells."""
+    """Versions, devices, peer access between GPUs, and the fields of nvidia-smi."""
     from llm_pretrain.checkpoints import environment
     from llm_pretrain.commands.doctor import machine_facts
 
@@ -142,7 +148,7 @@ def facts(findings: Findings) -> None:
 
 
 def _topology() -> list[str]:
-    """Lines of the table of links between GPUs."""
+    """Lines of nvidia-smi's table of links between GPUs; none if it fails."""
     try:
         command = ["nvidia-smi", "topo", "-m"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SMI_TIMEOUT, check=True)
@@ -153,11 +159,12 @@ def _topology() -> list[str]:
 
 
 def _text(value: object) -> object:
+    """A list as one text; any other value as it is."""
     return ", ".join(map(str, value)) or "none" if isinstance(value, list) else value
 
 
 def kernels(findings: Findings) -> None:
-    """Every implementation of every part against its definition, in every type of products."""
+    """Check every implementation of every part against its definition, in every type of products."""
     from llm_pretrain.config import multiplies_in_bf16
     from llm_pretrain.model import PARTS, Kernels, Part, check_kernels, resolved_kernels
 
@@ -190,11 +197,11 @@ def kernels(findings: Findings) -> None:
                 )  # fmt: skip
                 if check.problem:
                     findings.problem(f"{part} {check.implementation} in {precision} {check.problem}")
-            _wait()  # an illegal access makes every later call fail: the section ends here, and says so
+            _synchronize()  # after an illegal access this raises, which ends the section with its cause
 
 
 def _kernel_config(part: str, name: str, precision: str, device: torch.device) -> tuple[Config, str]:
-    """A small mixture that names a kernel, and why this device refuses it; empty where it does not."""
+    """A small mixture of experts for a check, and why it cannot use this kernel here; empty if it can."""
     from llm_pretrain.config import load_config, resolve_model
     from llm_pretrain.training import build_model
 
@@ -214,7 +221,8 @@ def _kernel_config(part: str, name: str, precision: str, device: torch.device) -
     return plain, ""
 
 
-def _wait() -> None:
+def _synchronize() -> None:
+    """Wait for all GPUs."""
     for number in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         torch.cuda.synchronize(number)
 
@@ -260,21 +268,21 @@ def parity(findings: Findings) -> None:
 
 
 def _seconds(action: Callable[[], object]) -> float:
-    """Shortest time of an action on all GPUs; the first call, which allocates, does not count."""
+    """Least time of `_REPEATS` calls of an action, each until all GPUs have finished, after a first call."""
     times = []
     for _ in range(_REPEATS + 1):
         start = time.perf_counter()
         action()
-        _wait()
+        _synchronize()
         times.append(time.perf_counter() - start)
     return min(times[1:])
 
 
 def device_speed(findings: Findings, device: str = "cuda", count: int | None = None) -> None:
-    """Copies between host and GPUs and among GPUs, and products of large matrices.
+    """Speed of copies between host and GPUs and among GPUs, and of products of large matrices.
 
     Args:
-        device: Type of the devices.
+        device: Type of the devices; on a CPU, for tests, copies and matrices are small.
         count: Number of devices; None takes all GPUs.
     """
     devices = [torch.device(device, number) for number in range(count or torch.cuda.device_count())]
@@ -287,7 +295,7 @@ def device_speed(findings: Findings, device: str = "cuda", count: int | None = N
         for name, host in (("host, pinned", pinned), ("host, pageable", pageable)):
             findings.row(name, f"GPU {number}", size / _seconds(_copy(host, own)) / 1e9)
             findings.row(f"GPU {number}", name, size / _seconds(_copy(own, host)) / 1e9)
-        # read and written
+        # twice the size: its memory is read and written
         findings.row(f"GPU {number}", "itself", 2 * size / _seconds(_copy(own, own.clone())) / 1e9)
         for other, theirs in enumerate(copies):
             if other != number:
@@ -307,7 +315,7 @@ def _copy(source: Tensor, target: Tensor) -> Callable[[], Tensor]:
 
 
 def all_reduce(findings: Findings) -> None:
-    """Sums over all GPUs by NCCL, or over two processes by Gloo."""
+    """Speed of all-reduce over all GPUs by NCCL, without a GPU over two processes by Gloo."""
     processes = this_machine().gpus or 2
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
     module = ["-m", __spec__.name, "all_reduce_rank", str(findings.file)]
@@ -333,6 +341,7 @@ def all_reduce_rank(file: Path) -> None:
         tensor = torch.ones((mebibytes << 20) // 4, device=device.type)
         seconds = _seconds(lambda x=tensor: distributed.all_reduce(x))
         if findings:
+            # each call of `_seconds` has multiplied every element by the number of ranks
             if not bool((tensor == float(ranks) ** (_REPEATS + 1)).all()):
                 findings.problem(f"sums of ones over {ranks} ranks in {mebibytes} MiB are wrong")
             speed = (mebibytes << 20) / seconds / 1e9
@@ -341,7 +350,7 @@ def all_reduce_rank(file: Path) -> None:
 
 
 def gpu_tests(findings: Findings) -> None:
-    """The tests that are marked `gpu`, but for those that launch whole trainings."""
+    """The tests marked `gpu` that do not launch whole trainings."""
     _run_tests(findings, launches=False)
 
 
@@ -351,7 +360,7 @@ def launch_tests(findings: Findings) -> None:
 
 
 def _run_tests(findings: Findings, *, launches: bool) -> None:
-    """Run marked tests of the checkout."""
+    """Run the checkout's tests marked `gpu`: those in `tests/distributed` launch trainings."""
     marked = [
         path.relative_to(PACKAGE_ROOT).as_posix()
         for path in sorted((PACKAGE_ROOT / "tests").rglob("test_*.py"))
@@ -374,8 +383,13 @@ def _run_tests(findings: Findings, *, launches: bool) -> None:
         findings.problem(f"pytest ended with exit code {code}")
 
 
-def _test_results(lines: Iterator[str] | Any) -> Iterator[tuple[str, str, str]]:
-    """Name and result of each test as it ends, and a line about each failure; empty where it is not of it."""
+def _test_results(lines: Iterable[str]) -> Iterator[tuple[str, str, str]]:
+    """Parse and print pytest's output as it comes.
+
+    Yields:
+        Name and result of a test, and a line about it if it failed. A line of `--tb=line` comes at the end of
+        the output and names no test: its name and result are empty.
+    """
     for line in lines:
         print(line, end="", flush=True)
         if match := _TEST.match(line):

@@ -106,7 +106,7 @@ def run_on_rank0(ranks: RankGroup, action: Callable[[], T], doing: str | None = 
 
 
 def gather_results(ranks: RankGroup, action: Callable[[], T], doing: str | None = None) -> list[T]:
-    """`run_on_all_ranks` that returns the results of all ranks, in rank order, on every rank."""
+    """As `run_on_all_ranks`, but the results of all ranks are returned, in rank order, on every rank."""
     value: T | None = None
     failure: PretrainError | None = None
     bug: Exception | None = None
@@ -129,10 +129,10 @@ def gather_results(ranks: RankGroup, action: Callable[[], T], doing: str | None 
     gathered = ranks.gather_objects((value, failure))
     if bug is not None:
         raise bug
-    for _, first in gathered:
-        if first is not None:
-            first.shared = True
-            raise first
+    for _, error in gathered:
+        if error is not None:
+            error.shared = True
+            raise error
     return [value for value, _ in gathered]
 
 
@@ -159,15 +159,18 @@ def check_same(
 ) -> None:
     """Stop if `facts` differ between ranks; collective.
 
-    One exchange of digests, and one of the facts if those differ. It does not go through the engine: the two
-    scripts pack what they gather differently, and a rank may have been started with the other one.
+    Digests are gathered, and if they differ the facts too. The engine's `gather_objects` is not used: ranks
+    may have been started with different scripts, whose engines gather in different formats.
 
     Args:
         ranks: The ranks that compare.
-        facts: Names, as in the message, to values as text.
-        error: What is raised, on every rank with the same lines; each rank prints them, since its terminal
-            may be another machine's.
+        facts: Name, as in the message, to value as text.
+        error: Type of the error, raised on every rank with the same lines. It is not marked `shared`, so that
+            every rank prints it: the machines may have different terminals.
         limit: Most differences that are named.
+
+    Raises:
+        PretrainError: of type `error`, naming the differences with their values and ranks.
     """
     if ranks.world_size == 1:
         return
@@ -179,9 +182,9 @@ def check_same(
     lines = [line for line in lines if line]
     if len(lines) > limit:
         lines[limit - 1] += f" (and {len(lines) - limit} more differences)"
-    different = error(*lines[:limit])
-    different.shared = False
-    raise different
+    mismatch = error(*lines[:limit])
+    mismatch.shared = False
+    raise mismatch
 
 
 def _digest(facts: Mapping[str, str]) -> str:
@@ -189,6 +192,7 @@ def _digest(facts: Mapping[str, str]) -> str:
 
 
 def _gather(value: T, world_size: int) -> list[T]:
+    """Every rank's value, by the default process group."""
     gathered = [value] * world_size
     distributed.all_gather_object(gathered, value)
     return gathered

@@ -32,15 +32,16 @@ def shard_full_precision(model: nn.Module) -> set[nn.Parameter]:
     """Shard everything but the matrices of the layers, as one group in fp32.
 
     Embedding, norms, routers and head compute in fp32, or in autocast's types, as under DDP. They are
-    gathered once per forward pass and kept until the backward pass, which begins with the head. The group is
-    that of the modules around the layers: hooks on norms and routers would split each layer's compiled graph.
+    gathered once per forward pass and kept until the backward pass, which begins with the head. FSDP's hooks
+    are on the modules around the layers, not on norms and routers, where they would split each layer's
+    compiled graph.
 
     Returns:
         The sharded parameters, which the layers' groups must ignore.
     """
     assert isinstance(model, Decoder)
-    kept = {parameter for module in full_precision_modules(model) for parameter in module.parameters()}
-    matrices = {parameter for parameter in model.parameters() if parameter not in kept}
+    in_fp32 = {parameter for module in full_precision_modules(model) for parameter in module.parameters()}
+    matrices = {parameter for parameter in model.parameters() if parameter not in in_fp32}
     stack: Any = model.model
     fully_shard([stack, model.lm_head], ignored_params=matrices, reshard_after_forward=False)
 

@@ -134,21 +134,21 @@ def check_accelerate_settings(config: Config, accumulation_steps: int) -> None:
     Raises:
         ConfigError: every disagreement, with both values.
     """
-    environment, precision = os.environ.get, config.training.precision
+    getenv, precision = os.environ.get, config.training.precision
     problems = []
-    launched = environment("ACCELERATE_MIXED_PRECISION", "no")
+    launched = getenv("ACCELERATE_MIXED_PRECISION", "no")
     if launched not in ("no", precision):
         problems.append(f"training.precision: {precision}, but accelerate's mixed_precision is {launched}")
-    launched = environment("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
+    launched = getenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
     if launched not in ("1", "auto", str(accumulation_steps)):
         problems.append(
             f"training.global_batch_size: makes {accumulation_steps} accumulation steps, but accelerate's "
             f"gradient_accumulation_steps is {launched}"
         )
     strategy = config.distributed.strategy
-    for launched, variable in (("fsdp", "ACCELERATE_USE_FSDP"), ("deepspeed", "ACCELERATE_USE_DEEPSPEED")):
-        if _is_on(variable) and launched != strategy:
-            problems.append(f"distributed.strategy: {strategy}, but accelerate runs {launched}")
+    for other, variable in (("fsdp", "ACCELERATE_USE_FSDP"), ("deepspeed", "ACCELERATE_USE_DEEPSPEED")):
+        if _is_on(variable) and other != strategy:
+            problems.append(f"distributed.strategy: {strategy}, but accelerate runs {other}")
     if (earlier := _earlier_strategy()) and "deepspeed" in (strategy, earlier):
         raise ConfigError(
             f"distributed.strategy: {strategy}, but Accelerate has set up {earlier} in this process "
@@ -177,15 +177,15 @@ def _unsupported_settings(config: Config) -> Iterator[str]:
     A model compiled by accelerate sums in another order than the other script's, and a model that needs
     offloading to fit would run out of memory.
     """
-    environment = os.environ.get
-    if (backend := environment("ACCELERATE_DYNAMO_BACKEND", "no").lower()) != "no":
+    getenv = os.environ.get
+    if (backend := getenv("ACCELERATE_DYNAMO_BACKEND", "no").lower()) != "no":
         yield f"training.compile: compiles the model, but accelerate's dynamo_backend is {backend}, not no"
     for name in ("parallelism_config", "megatron_lm"):
         if _is_on(f"ACCELERATE_USE_{name.upper()}"):
             yield f"distributed.strategy: {config.distributed.strategy}, but accelerate's use_{name} is true"
     if not _is_on("ACCELERATE_USE_FSDP"):
         return
-    if config.distributed.strategy == "fsdp" and (version := environment("FSDP_VERSION", "1")) != "2":
+    if config.distributed.strategy == "fsdp" and (version := getenv("FSDP_VERSION", "1")) != "2":
         yield (
             f"distributed.strategy: fsdp is FSDP version 2, but accelerate runs fsdp_version {version} (set "
             "fsdp_version: 2 under fsdp_config, as configs/accelerate/fsdp2.yaml does)"
@@ -203,22 +203,22 @@ def _zero_problems(config: Config) -> Iterator[str]:
 
     Unsupported settings (offloading, a DeepSpeed configuration file) would silently apply or be dropped.
     """
-    environment, zero_stage = os.environ.get, config.distributed.zero_stage
+    getenv, zero_stage = os.environ.get, config.distributed.zero_stage
     if _is_on("ACCELERATE_USE_CPU"):  # as cpu2.yaml says
         yield (
             "distributed.strategy: deepspeed, but accelerate's use_cpu is true, which selects ddp "
             "(configs/accelerate/zero2.yaml runs on a CPU too)"
         )
-    launched = environment("ACCELERATE_DEEPSPEED_ZERO_STAGE")
+    launched = getenv("ACCELERATE_DEEPSPEED_ZERO_STAGE")
     if launched is not None and launched != str(zero_stage or launched):
         yield f"distributed.zero_stage: {zero_stage}, but accelerate's zero_stage is {launched}"
     if launched not in (None, "1", "2", "3"):
         yield f"distributed.zero_stage: 1, 2 or 3, but accelerate's zero_stage is {launched}"
-    launched, max_norm = environment("ACCELERATE_GRADIENT_CLIPPING", "auto"), config.training.max_grad_norm
+    launched, max_norm = getenv("ACCELERATE_GRADIENT_CLIPPING", "auto"), config.training.max_grad_norm
     if launched != "auto" and _number(launched) != max_norm:
         yield f"training.max_grad_norm: {max_norm}, but accelerate's gradient_clipping is {launched}"
     for name in _UNSUPPORTED_ZERO:
-        launched = environment(f"ACCELERATE_DEEPSPEED_{name.removeprefix('deepspeed_').upper()}", "none")
+        launched = getenv(f"ACCELERATE_DEEPSPEED_{name.removeprefix('deepspeed_').upper()}", "none")
         if launched != "none":
             yield f"distributed.strategy: deepspeed does not support {name}, but accelerate's is {launched}"
 

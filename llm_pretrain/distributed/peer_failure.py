@@ -17,8 +17,8 @@ from llm_pretrain.distributed.watchdog import current_phase
 from llm_pretrain.errors import CheckpointError, PretrainError, StuckError
 
 COLLECTIVE_TIMEOUTS = 8
-"""Ratio of the collectives' time-out to the watchdog's: the watchdog reports a hang first, and ranks can wait
-for one that writes a large file."""
+"""A collective's time-out, in watchdog time-outs. It is longer so that the watchdog reports a hang first and
+ranks can wait for one that is writing a large file."""
 
 _GLOO = re.compile(
     r"gloo.*(closed by peer|reset by peer|timed out|broken pipe|socket closed|pair closure|connection refused"
@@ -38,7 +38,7 @@ def collective_timeout(config: Config) -> timedelta:
 def peer_failure(error: BaseException, rank: int) -> StuckError | None:
     """The error to raise instead of `error` if another rank's failure caused it, else None."""
     if isinstance(error, PretrainError) and not isinstance(error, CheckpointError):
-        return None
+        return None  # it names its cause; a failed save may be caused by a lost peer
     cause = next((text for each in _causes(error) if (text := _connection_error(each))), None)
     if cause is None:
         return None

@@ -39,6 +39,10 @@ INTERRUPTED = 130
 PR_SET_PDEATHSIG = 1
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 """Options of glibc's `mallopt`, by their numbers in malloc.h."""
+_ELASTIC = "TORCHELASTIC_RUN_ID"
+"""Set by torchrun, and by `accelerate launch` with several processes, for workers only."""
+_ACCELERATE = ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_DYNAMO_BACKEND")
+"""Set by `accelerate launch` with one process."""
 _trained: tuple[int, int] | None = None
 """Process id and number of threads of an earlier run, in this process or in the one it was forked from."""
 
@@ -96,16 +100,16 @@ def default_threads(processes: int) -> int:
 
 
 _MOST_THREADS = 1 << 10
-"""As for `distributed.cpu_threads`: starting very many ends the process without a message."""
+"""Limit of OMP_NUM_THREADS, as of `distributed.cpu_threads`: very many threads end the process silently."""
 _EXPORTED = "LLM_PRETRAIN_OMP_NUM_THREADS"
-"""Keeps the user's OMP_NUM_THREADS, or nothing, where an earlier run in this process has replaced it."""
+"""Holds the user's OMP_NUM_THREADS, empty if there was none, after `_set_threads` has replaced it."""
 
 
 def exported_threads() -> int | None:
     """The user's OMP_NUM_THREADS; None without one.
 
-    Launchers set one for their workers too, so the one that counts is that of the nearest ancestor that no
-    launcher has started, as it was at that process's start. None if that is another user's process.
+    Launchers set the variable for their workers too. So it is read from the initial environment of the first
+    process, from this one upwards, that no launcher has started. None if that is another user's process.
     """
     value = os.environ.get(_EXPORTED)
     if value is None:
@@ -144,9 +148,7 @@ def die_with_launcher() -> None:
 
     Not for a process started from a shell, which may outlive its shell on purpose.
     """
-    if sys.platform != "linux" or not (
-        os.environ.get("TORCHELASTIC_RUN_ID") or accelerate_launch_arguments()
-    ):
+    if sys.platform != "linux" or not (os.environ.get(_ELASTIC) or accelerate_launch_arguments()):
         return
     launcher = os.getppid()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
@@ -170,16 +172,18 @@ def report_errors() -> Iterator[None]:
     except KeyboardInterrupt:
         _leave(INTERRUPTED)
     except PretrainError as error:
-        _exit(peer_failure(error, rank) or error, rank)
+        _report_and_leave(peer_failure(error, rank) or error, rank)
     except OSError as error:
-        _exit(CheckpointError(f"{error.filename or 'input/output'}: {error.strerror or error}"), rank)
+        _report_and_leave(
+            CheckpointError(f"{error.filename or 'input/output'}: {error.strerror or error}"), rank
+        )
     except Exception as error:
         peer_error = peer_failure(error, rank)
         has_group = torch.distributed.is_initialized()
         if not has_group and (peer_error or isinstance(error, torch.distributed.DistError)):
-            _exit(ResourceError(_no_rendezvous(error)), rank)
+            _report_and_leave(ResourceError(_no_rendezvous(error)), rank)
         if peer_error:
-            _exit(peer_error, rank)
+            _report_and_leave(peer_error, rank)
         if not _has_peers():
             raise
         traceback.print_exc()
@@ -199,12 +203,13 @@ def exit_process(exit_code: int) -> None:
     sys.exit(exit_code)
 
 
-def _exit(error: PretrainError, rank: int) -> None:
-    # before ranks meet, another machine may have other files; a launcher repeats what its worker reports
+def _report_and_leave(error: PretrainError, rank: int) -> None:
+    """Print the error, unless rank 0 prints the same or the launcher repeats it, and exit with its code."""
+    # without a process group or torchrun, rank 0 may be on another machine and not have this error
     is_repeated = rank > 0 and error.shared and (_has_peers() or _ELASTIC in os.environ)
     where = f"rank {rank}: " if rank and not isinstance(error, StuckError) and not is_repeated else ""
     text = "".join(f"error: {where}{line}\n" for line in error.lines())
-    with suppress(OSError):  # whoever read it has left
+    with suppress(OSError):  # the terminal or pipe is closed
         if not is_repeated:
             sys.stderr.write(text)  # one write: other ranks write to the same terminal
     if not isinstance(error, StuckError):  # another rank's error, if it has one, is the cause
@@ -213,7 +218,7 @@ def _exit(error: PretrainError, rank: int) -> None:
 
 
 def _report_to_launcher(text: str) -> None:
-    """Leave the message in the file that torchrun reads, which then ends its own traceback with it.
+    """Write the message into the file from which torchrun takes the last lines of its own traceback.
 
     The format is that of torch.distributed.elastic's error handler, which would add our traceback.
     """
@@ -235,6 +240,7 @@ def _no_rendezvous(error: Exception) -> str:
 
 
 def _has_peers() -> bool:
+    """Whether this process is in a process group of several ranks."""
     distributed = torch.distributed
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
@@ -250,10 +256,6 @@ def _leave(exit_code: int) -> None:
     sys.exit(exit_code)
 
 
-_ELASTIC = "TORCHELASTIC_RUN_ID"
-"""Set by torchrun, and by `accelerate launch` with several processes, for workers only."""
-_ACCELERATE = ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_DYNAMO_BACKEND")
-"""Set by `accelerate launch` with one process."""
 _SUBREAPERS = ("systemd", "slurmstepd", "tini", "dumb-init", "docker-init", "catatonit", "conmon")
 """Programs besides process 1 that orphans are reparented to."""
 

@@ -21,8 +21,9 @@ from llm_pretrain.config import Config
 from llm_pretrain.errors import OutputError, StuckError
 
 CHECKS_PER_TIMEOUT = 20
+"""Checks for a heartbeat in one time-out."""
 MAX_CHECK_SECONDS = 5.0
-"""Longest time between two checks for a heartbeat."""
+"""Longest time between two checks."""
 
 GRACE_SECONDS = 30.0
 """Time beyond the time-out after which faulthandler ends the process, if the watchdog's thread cannot run
@@ -62,7 +63,13 @@ class HangStatus(Protocol):
 
 
 class Phase(NamedTuple):
-    """What the main thread is doing; a new object is a heartbeat."""
+    """What the main thread is doing. Every heartbeat makes a new object, by whose identity it is recognised.
+
+    Args:
+        name: As in `heartbeat`.
+        files: As in `heartbeat`.
+        timeouts: Time-outs without a heartbeat after which the process is ended.
+    """
 
     name: str
     files: bool = False
@@ -125,12 +132,10 @@ class Watchdog:
                 return
 
     def _arm_fallback(self) -> None:
+        """Let faulthandler end the process if this is not called again in time; see `GRACE_SECONDS`."""
         if self.ends_process:
-            seconds = self._longest() + GRACE_SECONDS
+            seconds = self.phase.timeouts * self.timeout_seconds + GRACE_SECONDS
             faulthandler.dump_traceback_later(seconds, exit=True, file=STDERR)
-
-    def _longest(self) -> float:
-        return self.phase.timeouts * self.timeout_seconds
 
     def _activity(self) -> str:
         """A text that changes while the main thread reads or writes, or while any rank's checkpoint grows."""
@@ -148,6 +153,7 @@ class Watchdog:
         return repr(found)
 
     def _end(self, phase: Phase, idle_seconds: float) -> None:
+        """Report the hang, then end the process, unless it is a notebook's kernel (`ends_process`)."""
         stacks = self._folder.stacks(self.rank) if self._folder else None
         error = StuckError(
             f"rank {self.rank}: no progress for {idle_seconds:.0f} s in {phase.name} "

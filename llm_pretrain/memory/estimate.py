@@ -38,8 +38,9 @@ allocated bytes are counted, without fragmentation."""
 CUDA_CONTEXT = 10**9
 """Bytes that CUDA takes on a GPU for itself, about."""
 
-_FP32 = 4
-_COUNTED_IN_LOW = 2
+_FP32_BYTES = 4
+_LOW_BYTES = 2
+"""Bytes of a value in fp32, and in bf16 or fp16."""
 
 
 @dataclass(frozen=True)
@@ -140,37 +141,37 @@ def estimate_memory(
     if on_gpu and model.moe_layers:  # with checkpointing, the experts of one layer at a time
         experts = matrix_parameters(model, with_experts=True, with_head=False) - matrices
         matrices += experts // (len(model.moe_layers) if training.activation_checkpointing else 1)
-    sharded = world_size if _shards_parameters(config) else 1
-    weights = _share(_FP32 * parameters, sharded)
-    optimizer = _share(_optimizer_bytes(config, parameters), _optimizer_shards(config, world_size))
+    shards = world_size if shards_parameters(config) else 1
+    weights = _per_rank(_FP32_BYTES * parameters, shards)
+    optimizer = _per_rank(_optimizer_bytes(config, parameters), _optimizer_shards(config, world_size))
     layers = [layer_activation_bytes(model, shape, each) for each in range(model.num_hidden_layers)]
     after_forward = activations = sum(layers)
     if training.activation_checkpointing:
-        after_forward = len(layers) * shape.tokens * model.hidden_size * _FP32
+        after_forward = len(layers) * shape.tokens * model.hidden_size * _FP32_BYTES
         activations = after_forward + max(layers)
-    copies = _COUNTED_IN_LOW * matrices if low else 0
+    copies = _LOW_BYTES * matrices if low else 0
     accumulates = config.gradient_accumulation_steps(world_size) > 1
-    reduced, unreduced = weights, 0  # gradients that exist when a micro batch's backward pass begins
-    if sharded > 1:
+    # Gradients that exist when the backward pass of the last micro batch begins. DDP's buckets always do.
+    reduced, unreduced = weights if accumulates or (world_size > 1 and shards == 1) else 0, 0
+    if shards > 1:
         copies = _gathered_bytes(config, parameters, low)
-        waits = accumulates and not config.distributed.sync_each_batch
-        reduced, unreduced = (0, _FP32 * parameters) if waits else (weights if accumulates else 0, 0)
-    elif not accumulates and world_size == 1:
-        reduced = 0
+        if accumulates and not config.distributed.sync_each_batch:
+            reduced, unreduced = 0, _FP32_BYTES * parameters
     loss = loss_implementation(Kernels(loss=training.loss_implementation), model.vocab_size or 0)
-    table = _FP32 * (model.vocab_size or 0) * model.hidden_size
+    table = _FP32_BYTES * (model.vocab_size or 0) * model.hidden_size
     logits = head_bytes(model, shape, is_fused=loss != "full") + (table // 2 if low else 0)
     routers = 2 * len(model.moe_layers) * model.num_experts * 8
     is_added = accumulates or world_size > 1  # a new gradient exists beside the one that it is added to
     temporaries = _temporary_bytes(config, shape, is_added and not unreduced)
-    held = 0 if is_added and not model.tie_word_embeddings and (sharded == 1 or unreduced) else table
+    # gradients of the embedding and head: during the layers' backward passes, and at the embedding's
+    held = 0 if is_added and not model.tie_word_embeddings and (shards == 1 or unreduced) else table
     at_the_end = table + (table if model.tie_word_embeddings and is_added else 0)
     buffers = _step_buffers(config, on_gpu)
     persistent = weights + optimizer + routers
     transient = max(
         reduced + unreduced + copies + after_forward + logits,
         reduced + unreduced + copies + activations + temporaries + held,  # backward pass, last layer
-        weights + copies + max(layers) + temporaries + held if sharded > 1 else 0,  # first layer
+        weights + copies + max(layers) + temporaries + held if shards > 1 else 0,  # first layer
         weights + temporaries + at_the_end,  # embedding
         weights + buffers,
     )
@@ -178,16 +179,29 @@ def estimate_memory(
     peak = persistent + transient + holes
     staging = weights + optimizer if config.checkpoint.async_save else 0
     return MemoryEstimate(
-        weights, weights + unreduced, optimizer, copies, activations, logits, routers, temporaries,
-        max(held, at_the_end), buffers, holes, peak, staging,
-    )  # fmt: skip
+        weights=weights,
+        gradients=weights + unreduced,
+        optimizer=optimizer,
+        weight_copies=copies,
+        activations=activations,
+        logits=logits,
+        router_buffers=routers,
+        temporaries=temporaries,
+        embedding_gradients=max(held, at_the_end),
+        optimizer_buffers=buffers,
+        heap_holes=holes,
+        peak=peak,
+        staging=staging,
+    )
 
 
-def _share(size: int, ranks: int) -> int:
+def _per_rank(size: int, ranks: int) -> int:
+    """A rank's share, rounded up."""
     return -(-size // ranks)
 
 
-def _shards_parameters(config: Config) -> bool:
+def shards_parameters(config: Config) -> bool:
+    """Whether each rank holds a shard of the parameters: under FSDP and ZeRO-3."""
     strategy, stage = config.distributed.strategy, config.distributed.zero_stage or 2
     return strategy == "fsdp" or (strategy == "deepspeed" and stage == 3)
 
@@ -203,10 +217,10 @@ def _optimizer_bytes(config: Config, parameters: int) -> int:
         values -= matrix_parameters(config.model, with_experts=True, with_head=False)
     if config.optimizer.ema_decay:
         values += parameters
-    return _FP32 * values
+    return _FP32_BYTES * values
 
 
-def _tables(config: Config) -> int:
+def _table_parameters(config: Config) -> int:
     """Parameters of embedding and head."""
     size = (config.model.vocab_size or 0) * config.model.hidden_size
     return size if config.model.tie_word_embeddings else 2 * size
@@ -214,9 +228,9 @@ def _tables(config: Config) -> int:
 
 def _gathered_bytes(config: Config, parameters: int, low: bool) -> int:
     """Bytes gathered under FSDP: one layer, the prefetched next one, embedding and head."""
-    tables = _tables(config)
+    tables = _table_parameters(config)
     layer = (parameters - tables) // max(1, config.model.num_hidden_layers)
-    return 2 * layer * (_COUNTED_IN_LOW if low else _FP32) + _FP32 * tables
+    return 2 * layer * (_LOW_BYTES if low else _FP32_BYTES) + _FP32_BYTES * tables
 
 
 def _step_buffers(config: Config, on_gpu: bool) -> int:
@@ -238,17 +252,17 @@ def _temporary_bytes(config: Config, shape: ActivationShape, accumulates: bool) 
     Attention has those of queries, keys and values before and after rotation.
     """
     model, item = config.model, shape.product_bytes
-    stream = 2 * shape.tokens * model.hidden_size * _FP32
+    stream = 2 * shape.tokens * model.hidden_size * _FP32_BYTES
     heads = model.num_attention_heads + 2 * model.num_key_value_heads
-    needed = [2 * shape.tokens * heads * model.attention_head_dim * _FP32]
+    needed = [2 * shape.tokens * heads * model.attention_head_dim * _FP32_BYTES]
     if len(model.moe_layers) < model.num_hidden_layers:
-        weight = model.hidden_size * model.intermediate_size * (_FP32 if accumulates else 0)
+        weight = model.hidden_size * model.intermediate_size * (_FP32_BYTES if accumulates else 0)
         needed.append(3 * shape.tokens * model.intermediate_size * item + weight)
     if model.moe_layers:
         wide, assigned = model.expert_intermediate_size, shape.tokens * model.num_experts_per_tok
         rows = assigned if shape.on_gpu else min(assigned, 2 * -(-assigned // model.num_experts))
         inside = rows * (5 * wide + model.hidden_size) * item
-        inside += assigned * model.hidden_size * item if item < _FP32 else 0
-        stacks = 3 * model.num_experts * model.hidden_size * wide * _FP32
+        inside += assigned * model.hidden_size * item if item < _FP32_BYTES else 0
+        stacks = 3 * model.num_experts * model.hidden_size * wide * _FP32_BYTES
         needed.append(inside + (stacks if accumulates else 0))
     return stream + max(needed)

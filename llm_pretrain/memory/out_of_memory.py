@@ -15,7 +15,7 @@ import torch
 
 from llm_pretrain.config import Config
 from llm_pretrain.errors import PretrainError, ResourceError
-from llm_pretrain.memory.estimate import CUDA_CONTEXT, estimate_memory
+from llm_pretrain.memory.estimate import CUDA_CONTEXT, estimate_memory, shards_parameters
 from llm_pretrain.model import count_parameters
 from llm_pretrain.tracking import size_text
 
@@ -54,7 +54,10 @@ class Placement(Protocol):
 
 
 class MemoryLimit(NamedTuple):
-    """Bytes that a process may use, and what limits them."""
+    """Bytes that a process may use, free ones and in total, and what limits them.
+
+    `bound` is the beginning of a phrase that ends in a number of bytes, such as "the machine has".
+    """
 
     free: int
     total: int
@@ -87,9 +90,9 @@ def explain_out_of_memory(config: Config | None = None, engine: Placement | None
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        line = ResourceError(_line(error, *lines))
-        line.shared = isinstance(error, PretrainError) and error.shared
-        raise line from error
+        explained = ResourceError(_explanation(error, *lines))
+        explained.shared = isinstance(error, PretrainError) and error.shared
+        raise explained from error
 
 
 def check_memory(config: Config, engine: Placement) -> list[str]:
@@ -121,6 +124,7 @@ def check_memory(config: Config, engine: Placement) -> list[str]:
 
 
 def _check_step(config: Config, engine: Placement, total: int) -> list[str]:
+    """A warning if the estimated peak of a training step exceeds the `total` bytes of a GPU."""
     peak = estimate_memory(config, engine.world_size, on_gpu=True).peak + CUDA_CONTEXT
     if peak <= total:
         return []
@@ -148,19 +152,20 @@ def model_lines(config: Config, engine: Placement) -> tuple[str, str]:
     return requirement, "in this order: " + ", ".join(advice)
 
 
-def _line(error: Exception, model: str, advice: str) -> str:
+def _explanation(error: Exception, model: str, advice: str) -> str:
+    """The line for an out-of-memory error: bytes requested and free, then `model` and `advice`."""
     text = str(error)
     found = _ASKED.search(text)
     asked = f"{size_text(_bytes(*found.groups()))} asked for, " if found else ""
     if on_gpu := _ON_GPU.search(text):
-        there = f"{on_gpu[2]} of {on_gpu[1]} free on the GPU"
+        free = f"{on_gpu[2]} of {on_gpu[1]} free on the GPU"
     elif "CUDA" in text or "CUBLAS" in text:
-        there = "none left on the GPU"
+        free = "none left on the GPU"
     else:
         least = min(_host_bounds(per_process=False), key=lambda memory: memory.free)
-        there = f"{size_text(least.free)} left of what {least.bound}: {size_text(least.total)}"
+        free = f"{size_text(least.free)} left of what {least.bound}: {size_text(least.total)}"
     where = f" ({text.splitlines()[0]:.160})" if isinstance(error, PretrainError) else ""
-    return "; ".join(part for part in (f"out of memory{where}: {asked}{there}", model, advice) if part)
+    return "; ".join(part for part in (f"out of memory{where}: {asked}{free}", model, advice) if part)
 
 
 def _requirement(config: Config, engine: Placement, count: int) -> str:
@@ -172,10 +177,10 @@ def _requirement(config: Config, engine: Placement, count: int) -> str:
 
 def _smaller_model(config: Config, engine: Placement) -> str:
     """Settings that reduce the memory of parameters, gradients and optimizer state."""
-    split = engine.world_size > 1 and config.distributed.strategy == "ddp"
+    can_shard = engine.world_size > 1 and config.distributed.strategy == "ddp"
     experts = ", model.num_experts" if config.model.num_experts else ""
-    fewer = f"a smaller model (model.vocab_size, model.hidden_size, model.num_hidden_layers{experts})"
-    return f"distributed.strategy fsdp, {fewer}" if split else fewer
+    smaller = f"a smaller model (model.vocab_size, model.hidden_size, model.num_hidden_layers{experts})"
+    return f"distributed.strategy fsdp, {smaller}" if can_shard else smaller
 
 
 def _bytes_per_parameter(config: Config, world_size: int) -> float:
@@ -184,13 +189,14 @@ def _bytes_per_parameter(config: Config, world_size: int) -> float:
     The state is AdamW's two moments (8) or Muon's one (4; AdamW's moments of the embeddings are neglected),
     and 4 for an average of the parameters (EMA).
     """
-    strategy, stage = config.distributed.strategy, config.distributed.zero_stage or 2
     state = (4 if config.optimizer.name == "muon" else 8) + (4 if config.optimizer.ema_decay else 0)
-    if strategy == "fsdp" or (strategy == "deepspeed" and stage == 3):
+    if shards_parameters(config):
         return (8 + state) / world_size
-    if strategy == "deepspeed":  # gradients stay whole in stage 1
-        return 4 + ((4 + state) / world_size if stage == 2 else 4 + state / world_size)
-    return 8 + state
+    if config.distributed.strategy != "deepspeed":
+        return 8 + state
+    if config.distributed.zero_stage == 1:  # gradients are not sharded
+        return 8 + state / world_size
+    return 4 + (4 + state) / world_size
 
 
 def _host_bounds(*, per_process: bool = True) -> list[MemoryLimit]:

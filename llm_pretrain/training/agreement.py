@@ -23,11 +23,11 @@ from llm_pretrain.errors import ConfigError, DivergedError
 from llm_pretrain.training.step import Engine
 
 MAY_DIFFER = {"data.num_workers", "data.on_error", "distributed.cpu_threads", "run.output_dir"}
-"""Settings that depend on the machine and change no result: processes and threads by its cores, and the path
-under which it sees the run's folder, whose marker is compared before every write."""
+"""Settings that depend on the machine and change no result: its numbers of workers and threads, and its path
+to the run's folder. That all ranks see one folder is checked by the folder's marker before every write."""
 PATHS = {"model.init_from", "checkpoint.resume"}
-"""Settings of which only the kind is compared: machines may see one file under different paths. What is read
-from there is compared by the parameters' digest."""
+"""Settings that are paths, which may differ between machines. Only whether a path is set is compared here;
+what is read from it is compared by `check_parameters`."""
 VARIABLES = (
     *("ACCELERATE_DEEPSPEED_ZERO_STAGE", "ATEN_CPU_CAPABILITY", "CUBLAS_WORKSPACE_CONFIG", "MKL_CBWR"),
     *("NCCL_ALGO", "NCCL_PROTO", "NVIDIA_TF32_OVERRIDE", "ONEDNN_DEFAULT_FPMATH_MODE"),
@@ -64,7 +64,7 @@ def launch_facts(config: Config, engine: Engine) -> dict[str, str]:
 
 
 def _setting(name: str, value: Any) -> str:
-    """A setting as it is compared."""
+    """The text of a setting that is compared; a constant where ranks may differ."""
     if name in MAY_DIFFER:
         return "any"
     if name == "data.sources":  # the stores are compared by their contents
@@ -75,10 +75,15 @@ def _setting(name: str, value: Any) -> str:
 
 
 def _script(engine: Engine) -> str:
-    """File that defines the engine with its digest (none for a notebook's class), and what launches it."""
+    """The file that defines the engine, with its digest, and Accelerate's version if that launched the run.
+
+    A class that is defined in a notebook has no file: its name is used instead.
+    """
     file = Path(getattr(sys.modules.get(type(engine).__module__), "__file__", None) or "")
     parts = [file.name, _digest(file.read_bytes())] if file.is_file() else [type(engine).__name__]
-    return " ".join([*parts, *(["accelerate", _version("accelerate")] * (engine.launcher == "accelerate"))])
+    if engine.launcher == "accelerate":
+        parts += ["accelerate", _version("accelerate")]
+    return " ".join(parts)
 
 
 def _version(package: str) -> str:
@@ -108,37 +113,40 @@ def check_stores(engine: Engine, stores: Sequence[TokenStore]) -> None:
 
 
 def check_parameters(engine: Engine, model: Module, when: str, *, training: bool = False) -> None:
-    """Stop unless all ranks hold the same values of what is not sharded (collective).
+    """Stop unless parameters and buffers that are not sharded are equal on all ranks (collective).
 
     A tensor's digest is the sum of its memory as integers: one pass, on the device.
 
     Args:
-        engine, model: The run's; the model unwrapped.
-        when: For the message.
-        training: Whether the values are the result of training, and not of the settings.
+        engine: The run's.
+        model: Unwrapped.
+        when: The moment of the comparison, for the message, such as "after initialisation".
+        training: Whether training has changed the values since they were last compared.
 
     Raises:
-        ConfigError, DivergedError: naming the first tensor that differs; the latter in training.
+        ConfigError: naming the first tensor that differs.
+        DivergedError: likewise, with `training`.
     """
     if engine.world_size == 1:
         return
     tensors = {
         name: tensor
         for name, tensor in model.state_dict().items()
-        if isinstance(tensor, torch.Tensor) and not hasattr(tensor, "full_tensor")  # a shard of FSDP
+        if isinstance(tensor, torch.Tensor) and not hasattr(tensor, "full_tensor")  # no DTensor
     }
     sums = [_bits_sum(tensor) for tensor in tensors.values()]
     values = torch.stack(sums).tolist() if sums else []
-    facts = {
-        f"{name} {when}": f"{value & (1 << 64) - 1:016x}" for name, value in zip(tensors, values, strict=True)
-    }
+    facts = {f"{name} {when}": f"{value % 2**64:016x}" for name, value in zip(tensors, values, strict=True)}
     check_same(engine, facts, DivergedError if training else ConfigError, limit=1)
 
 
 def _bits_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """Sum modulo 2^64 of a tensor's bytes, eight at a time: 40 times as fast as of its elements."""
+    """int64, 0-dim: the sum of a tensor's memory, read as 64-bit integers, and of the bytes left over.
+
+    This is 40 times as fast as a sum of its elements. It wraps around at 2^64.
+    """
     tensor = tensor.detach().contiguous().flatten()
-    if tensor.storage_offset() * tensor.element_size() % 8:  # a view into a larger tensor
+    if tensor.storage_offset() * tensor.element_size() % 8:  # int64 needs aligned memory
         tensor = tensor.clone()
     content = tensor.view(torch.uint8)
     whole = len(content) // 8 * 8

@@ -28,7 +28,7 @@ OLMo-core."""
 MIN_STEPS = 16
 """Accepted steps before the first detection."""
 DEVIATIONS = 8.0
-"""Robust standard deviations above the median; OLMo-core's `SkipStepOptimizer` uses 6 plain ones."""
+"""Robust standard deviations above the median; OLMo-core's `SkipStepOptimizer` uses 6 ordinary ones."""
 LOSS_MARGIN = 0.25
 """Minimum excess of a spike's loss over the median, relative to the median."""
 GRAD_NORM_MARGIN = 4.0
@@ -36,7 +36,7 @@ GRAD_NORM_MARGIN = 4.0
 NEW_LEVEL = 32
 """Logged spikes in a row after which the history restarts at the new level."""
 MAX_PENDING = 32
-"""Maximum number of steps that are recorded together, and so of steps before a divergence is detected."""
+"""Maximum number of steps that are recorded together; a divergence is detected at most so many steps late."""
 
 NUM_LOSSES = 4
 """Cross-entropy, z-loss, auxiliary loss, router z-loss: the first entries of `StepMetrics.sums`."""
@@ -122,16 +122,16 @@ class SpikeDetector:
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any] | None) -> SpikeDetector:
-        """The detector with the history in a checkpoint; with none if the checkpoint has none."""
+        """The detector with a checkpoint's history; without history if `state` is None or empty."""
         if not state:
             return cls()
         return cls([(loss, norm, tokens) for loss, norm, tokens in state["steps"]], state["in_a_row"])
 
     def _is_below_margins(self, loss: float, grad_norm: float) -> bool:
-        """Whether both numbers are below median + margin, the lowest value of `upper_bound`.
+        """Whether both numbers are at most median + margin, the smallest value that `upper_bound` can have.
 
-        True for almost every step, without computing a deviation. Rounding is monotone, so no spike is
-        missed.
+        True for almost every step, whose deviation then need not be computed. Rounding is monotone, so no
+        spike is missed.
         """
         if not self._sorted:
             self._sorted = [sorted(step[column] for step in self.steps) for column in (0, 1)]
@@ -171,7 +171,8 @@ class StepMonitor:
     Args:
         config, engine, progress: The run's; the engine is prepared.
         recorder: Writes the rows; None for steps outside a run.
-        must_record: Whether an evaluation or a checkpoint follows a step, so that all steps must be recorded.
+        must_record: Tells by a step's number whether an evaluation or a checkpoint follows it, for which all
+            steps must be recorded.
     """
 
     def __init__(
@@ -241,7 +242,7 @@ class StepMonitor:
         step.step, step.tokens_seen = self.progress.step, self.progress.tokens_seen
         step.learning_rate, step.seconds = learning_rate, self.recorder.elapsed()
         if not self._is_deferred:
-            self._commit(step)
+            self._record_decided(step)
             return
         self._pending.append(step)
         is_full = len(self._pending) == MAX_PENDING
@@ -249,7 +250,7 @@ class StepMonitor:
             self.flush()
 
     def flush(self) -> None:
-        """Record all pending steps. The last one's row is not written yet: evaluation metrics may be added.
+        """Record all pending steps, and write all their rows but the last, which may get evaluation metrics.
 
         Raises:
             DivergedError: as `check_divergence`, for any step but the last.
@@ -270,9 +271,10 @@ class StepMonitor:
             if step.found_inf is not None:
                 step.found_inf = None
                 self._decide(step)
-            self._commit(step)
+            self._record_decided(step)
 
-    def _commit(self, step: StepMetrics) -> None:
+    def _record_decided(self, step: StepMetrics) -> None:
+        """Add a step whose metrics are on the host to progress and recorder."""
         assert self.recorder is not None
         self.progress.update(step)
         self.recorder.record(step)

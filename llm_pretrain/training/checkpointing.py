@@ -65,9 +65,9 @@ class CheckpointManager:
         self._recorder: Recorder | None = None
         self._background_group = open_background_group(config, engine.world_size)
         self._pending: Background[Saved] | None = None
-        # under DeepSpeed the state is a copy already
-        copies = config.checkpoint.async_save and config.distributed.strategy != "deepspeed"
-        self._buffers = HostBuffers() if copies else None
+        # `checkpoint_state` copies the state under DeepSpeed only
+        needs_copy = config.checkpoint.async_save and config.distributed.strategy != "deepspeed"
+        self._buffers = HostBuffers() if needs_copy else None
         self._fingerprints = fingerprints(config)
         self.store = CheckpointStore(
             folder.checkpoints,
@@ -179,8 +179,10 @@ class CheckpointManager:
     def write_missing_weights(self, resume: ResumePoint, progress: Progress) -> None:
         """Write the weights of the run's own checkpoint if it was killed before they were; collective.
 
-        Not those of the last step: the run's end saves again. A failure is a warning.
+        Those of the last step are left to the run's end, which saves them. A failure is a warning.
         """
+        if progress.step == self.config.training.max_steps:
+            return
         is_own = resume.path.resolve().parent == self.folder.checkpoints.resolve()
         write = self._weights_writer(progress)
 
@@ -188,8 +190,6 @@ class CheckpointManager:
             if is_own and not self.weights_of(resume.step).is_dir():
                 write_weights_of(resume.path, write)
 
-        if progress.step == self.config.training.max_steps:
-            return
         try:
             run_on_rank0(self.engine, write_if_missing)
         except CheckpointError as error:
@@ -199,7 +199,8 @@ class CheckpointManager:
         """Wait for the save in the background, if there is one, and record its outcome.
 
         Raises:
-            CheckpointError: `MAX_FAILED_SAVES` in a row have failed, unless the run's `last` save follows.
+            CheckpointError: `MAX_FAILED_SAVES` in a row have failed, unless the run's last save follows
+                (`last`).
             DivergedError: a value to be saved is not finite.
         """
         pending, self._pending = self._pending, None
@@ -280,9 +281,11 @@ class CheckpointManager:
             run_id=self.folder.run_id,
         )
         staged = self.store.stage(model, optimizer, self.engine.scaler, facts, buffers=buffers)
-        write_weights, live = self._weights_writer(progress), None
+        write_weights, weights = self._weights_writer(progress), None
+        # The weights are those in memory if training waits for `write` and no rank must gather them from the
+        # others; else they are read from the checkpoint once it is committed.
         if buffers is None and not forward_is_collective(self.config, self.engine.world_size):
-            live = whole_state(model, keep=self.engine.rank == 0) | averages(model, optimizer)
+            weights = whole_state(model, keep=self.engine.rank == 0) | averages(model, optimizer)
 
         def write(ranks: RankGroup) -> Saved:
             path = None
@@ -291,7 +294,8 @@ class CheckpointManager:
             try:
                 path = self.store.write(staged, ranks)
                 run_on_rank0(
-                    ranks, lambda: write_weights(live) if live else write_weights_of(path, write_weights)
+                    ranks,
+                    lambda: write_weights(weights) if weights else write_weights_of(path, write_weights),
                 )
             except CheckpointError as error:
                 missing = f"step {facts.step}" if path is None else f"the weights of step {facts.step}"
@@ -301,13 +305,44 @@ class CheckpointManager:
         return write
 
     def _weights_writer(self, progress: Progress, best_loss: float | None = None) -> WeightsWriter:
-        return weights_writer(
-            self.config, self.engine, self.folder, self.stores, progress, best_loss=best_loss
-        )
+        """A function that writes the weights of this step, or with `best_loss` those of `weights/best`.
+
+        Its argument is the model's full state dict. It uses a copy of `progress`, since it may run later. It
+        raises CheckpointError if the weights cannot be written, and DivergedError if a value is not finite.
+        """
+        config, folder, store, progress = self.config, self.folder, self.stores[0], replace(progress)
+
+        def write(tensors: Mapping[str, Tensor]) -> Path:
+            try:
+                card = card_facts(config, self.engine, self.stores, progress, is_best=best_loss is not None)
+                folder.check()
+            except OSError as error:  # of the stores, or of the folder's marker
+                raise CheckpointError(
+                    f"{folder.weights}: the model card cannot be written: {error}"
+                ) from error
+            return save_weights(
+                folder.weights,
+                progress.step,
+                tensors,
+                config.model,
+                dtype=config.checkpoint.weights_dtype,
+                tokenizer_folder=store.tokenizer_folder,
+                token_ids={
+                    "bos_token_id": store.bos_token_id,
+                    "eos_token_id": store.eos_token_id,
+                    "pad_token_id": store.pad_token_id,
+                },
+                keep_last=config.checkpoint.keep_last,
+                sequence_length=config.training.sequence_length,
+                best_loss=best_loss,
+                card=card,
+            )
+
+        return write
 
 
 def write_weights_of(checkpoint: Path, write: WeightsWriter) -> Path:
-    """Write the weights in a committed checkpoint: no rank gathers the others', nothing is copied for it."""
+    """Write the weights in a committed checkpoint, one tensor at a time; called on one rank."""
     with CheckpointTensors(checkpoint, read_manifest(checkpoint)) as tensors:
         return write(CheckpointWeights(tensors))
 
@@ -323,10 +358,10 @@ class Saved:
     """Outcome of a save, the same on every rank.
 
     Args:
-        step: The step saved.
-        checkpoint: The committed checkpoint; None without one.
-        failure: Why the checkpoint, or the weights after it, could not be written.
-        missing: What is not written because of the failure, for the warning.
+        step: Optimizer steps done.
+        checkpoint: The committed checkpoint; None if none was committed.
+        failure: Why the checkpoint, or the weights after it, could not be written; None if both were.
+        missing: What was not written because of the failure, for the warning.
     """
 
     step: int
@@ -336,8 +371,11 @@ class Saved:
 
 
 def failed(step: int, error: CheckpointError, missing: str, checkpoint: Path | None = None) -> Saved:
-    """The outcome of a save that failed on every rank; an error of this rank alone is raised and ends the
-    run."""
+    """The outcome of a save that failed on every rank.
+
+    Raises:
+        CheckpointError: `error`, if only this rank has it (it is not `shared`); it ends the run.
+    """
     if not error.shared:
         raise error
     return Saved(step, checkpoint, error, missing)
@@ -363,7 +401,8 @@ class SaveStatus:
         Args:
             saved: The outcome.
             last: Whether it is the run's last save.
-            retried: Whether the run's last save follows at once, so that only its failure is an error.
+            retried: Whether the run's last save follows at once and writes this state again; a failure is
+                then an error only there.
 
         Raises:
             CheckpointError: on every rank, if the last save failed, or `MAX_FAILED_SAVES` in a row.
@@ -430,49 +469,6 @@ class Background(Generic[T]):
             self._results.append(self._action())
         except BaseException as error:  # raised by `result`
             self.error = error
-
-
-def weights_writer(
-    config: Config,
-    engine: Engine,
-    folder: RunFolder,
-    stores: list[TokenStore],
-    progress: Progress,
-    *,
-    best_loss: float | None = None,
-) -> WeightsWriter:
-    """A function that writes the weights of this step, or with `best_loss` those of `weights/best`.
-
-    Its argument is the model's full state dict. It uses a copy of `progress`, since it may run later. It
-    raises CheckpointError if the weights cannot be written, and DivergedError if a value is not finite.
-    """
-    store, progress = stores[0], replace(progress)
-
-    def write(tensors: Mapping[str, Tensor]) -> Path:
-        try:
-            card = card_facts(config, engine, stores, progress, is_best=best_loss is not None)
-            folder.check()
-        except OSError as error:  # of the stores, or of the folder's marker
-            raise CheckpointError(f"{folder.weights}: the model card cannot be written: {error}") from error
-        return save_weights(
-            folder.weights,
-            progress.step,
-            tensors,
-            config.model,
-            dtype=config.checkpoint.weights_dtype,
-            tokenizer_folder=store.tokenizer_folder,
-            token_ids={
-                "bos_token_id": store.bos_token_id,
-                "eos_token_id": store.eos_token_id,
-                "pad_token_id": store.pad_token_id,
-            },
-            keep_last=config.checkpoint.keep_last,
-            sequence_length=config.training.sequence_length,
-            best_loss=best_loss,
-            card=card,
-        )
-
-    return write
 
 
 _VERSIONS = ("torch", "llm_pretrain", "python")

@@ -83,7 +83,7 @@ class Evaluator:
         return self._metrics([math.fsum(column) for column in zip(*rows, strict=True)]) if rows else {}
 
     def unseen_sources(self) -> list[str]:
-        """A warning for each source of which no sequence is evaluated, or one if there are no sequences."""
+        """Warnings before training: one if nothing is evaluated, else one for each source left out."""
         batches = self.batches
         if not isinstance(batches, EvaluationBatches):
             return []
@@ -133,9 +133,10 @@ class Evaluator:
         return torch.cat([whole, by_source.index_add_(0, batch.sources, rows).flatten()])
 
     def _metrics(self, sums: list[float]) -> dict[str, float | None]:
-        metrics: dict[str, float | None] = dict(_metrics(sums[:4]))
+        """The metrics of all sources together, then of each, from the sums of `_batch_sums`."""
+        metrics: dict[str, float | None] = dict(_metrics_of_sums(sums[:4]))
         for number, label in enumerate(self.labels, start=1):
-            own = _metrics(sums[4 * number : 4 * number + 4])
+            own = _metrics_of_sums(sums[4 * number : 4 * number + 4])
             for name in ("loss", "bits_per_byte"):
                 metrics[f"eval/source/{label}/{name}"] = own.get(f"eval/{name}")
         return metrics
@@ -152,7 +153,8 @@ def zlib_bits_per_byte(stores: Sequence[TokenStore]) -> float | None:
     return sum(bits * size for bits, size in measured) / total if total else None
 
 
-def _metrics(sums: list[float]) -> dict[str, float]:
+def _metrics_of_sums(sums: list[float]) -> dict[str, float]:
+    """Loss, perplexity and bits per byte of four sums (`_batch_sums`); those without tokens are left out."""
     loss_sum, tokens, text_loss_sum, text_bytes = sums
     if not tokens:
         return {}
@@ -164,7 +166,9 @@ def _metrics(sums: list[float]) -> dict[str, float]:
 
 
 TEMPERATURE, TOP_K = 0.8, 50
+"""Sampling options of generated samples."""
 _SHOWN = 100
+"""Characters of a prompt or sample that the console shows."""
 
 
 class Samples:
@@ -211,8 +215,8 @@ class Samples:
         prompts = self._prompt_ids(model, tokenizer)
         new_ids: list[list[int]] = [[] for _ in prompts]
         end, was_training = tokenizer.eos_token_id, model.training
-        # If a forward pass is a collective, every rank makes the same number of them, whatever it samples,
-        # and a text that has ended is cut afterwards.
+        # if a forward pass is a collective, all ranks must make the same number of them, so that no rank
+        # stops at the end of its texts; they are cut below
         stop_ids = () if end is None or self.is_collective else (end,)
         model.eval()
         try:
@@ -233,11 +237,11 @@ class Samples:
                             ids.append(token)
         finally:
             model.train(was_training)
-        ended = [ids[: ids.index(end) + 1] if end in ids else ids for ids in new_ids]
-        return [_continuation(tokenizer, ids, new) for ids, new in zip(prompts, ended, strict=True)]
+        cut = [ids[: ids.index(end) + 1] if end in ids else ids for ids in new_ids]
+        return [_continuation(tokenizer, ids, new) for ids, new in zip(prompts, cut, strict=True)]
 
     def _precision(self, model: Decoder) -> torch.autocast:
-        """Autocast if parameters are gathered in low precision; else full precision."""
+        """Autocast if a sharded strategy gathers parameters in low precision; else full precision."""
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.config.training.precision)
         device = next(model.parameters()).device.type
         return torch.autocast(device, dtype, enabled=self.is_collective and dtype is not None)

@@ -42,23 +42,24 @@ _ORDER: dict[Part, tuple[str, ...]] = {
     "optimizer": ("fused", "plain"),
     "compile": ("on", "off"),
 }
-"""After each kernel, the one that takes its place."""
+"""Implementations of each part; one that fails is replaced by the next that can run."""
 _REPLACEMENTS = {SETTINGS[part]: order[1:] for part, order in _ORDER.items()}
+"""Setting -> the values that may take the place of `auto`."""
 
 CHECKED_DEVICES = {"cuda"}
-"""A CPU's kernels are tested where this code is."""
+"""Types of devices whose kernels are checked; those of a CPU are covered by this project's tests."""
 
 
 @dataclass
 class KernelChoice:
-    """What was checked, on which devices, and what came of it; a row of attempts.jsonl has it.
+    """What was checked and which kernels were replaced; recorded in the attempt's row of attempts.jsonl.
 
     Args:
-        checked: Devices of all ranks, versions and settings; a run that has them already is not checked
+        checked: Devices of all ranks, versions and settings. An attempt with the same ones is not checked
             again.
         replaced: Setting -> the name that takes the place of `auto`.
         notes: A line for each kernel that failed.
-        seconds: Of all checks, on the slowest rank; 0 where an earlier attempt's choice holds.
+        seconds: Duration of all checks, on the slowest rank; 0 if an earlier attempt's choice is used.
     """
 
     checked: dict[str, Any]
@@ -70,12 +71,20 @@ class KernelChoice:
 def choose_kernels(config: Config, engine: Engine, folder: RunFolder) -> tuple[Config, KernelChoice | None]:
     """The configuration with the kernels that failed replaced; collective.
 
-    Nothing is checked on a CPU, nor where an earlier attempt of the run was checked on the same devices with
-    the same versions and settings: its choice holds. A kernel that fails on any rank is replaced on all.
+    Nothing is checked on a CPU. The choice of an earlier attempt of the run is used if it was checked on the
+    same devices with the same versions and settings. A kernel that fails on any rank is replaced on all.
+
+    Args:
+        config: The run's, with `model.vocab_size`.
+        engine: The run's, not prepared yet.
+        folder: The run's, whose attempts.jsonl has the choices of earlier attempts.
+
+    Returns:
+        The configuration to train with, and the choice; None where nothing is checked.
 
     Raises:
-        ConfigError: a kernel that the configuration names failed, or the last one of a part, or a kernel left
-            the device unusable.
+        ConfigError: the configuration names a kernel that failed, no kernel of a part is left, or a kernel
+            left the device unusable.
     """
     if engine.device.type not in CHECKED_DEVICES:
         return config, None
@@ -88,21 +97,24 @@ def choose_kernels(config: Config, engine: Engine, folder: RunFolder) -> tuple[C
             config = _with(config, setting, value)
         return config, choice
     choice = KernelChoice(facts)
-    config = _check(config, engine, PARTS, choice, devices)
+    config = _replace_failing(config, engine, PARTS, choice, devices)
     if compiles(config, on_gpu=engine.device.type == "cuda"):
-        config = _check(config, engine, ("compile",), choice, devices)
+        config = _replace_failing(config, engine, ("compile",), choice, devices)
     return config, choice
 
 
-def _check(
+def _replace_failing(
     config: Config, engine: Engine, parts: Collection[Part], choice: KernelChoice, devices: list[str]
 ) -> Config:
-    """Check `parts`, replace what fails, and check what takes its place, until nothing fails."""
+    """Check `parts`, replace what fails, and check the replacements, until nothing fails; collective.
+
+    Updates `choice`; returns the configuration with the replacements.
+    """
     while parts:
-        by_rank = gather_results(engine, partial(_checks, config, engine.device, parts))
+        by_rank = gather_results(engine, partial(_checks_of_rank, config, engine.device, parts))
         choice.seconds += max(sum(check.seconds for check in checks) for checks in by_rank)
         failed = _failures(by_rank, devices)
-        parts = [check.part for check, _ in failed if check.part != "compile"]
+        parts = [check.part for check, _ in failed if check.part != "compile"]  # `off` needs no check
         if failed:  # rank 0 decides: what a device allows may differ between ranks
             replaced = run_on_rank0(engine, partial(_replacements, config, failed, choice, engine.device))
             for setting, value, note in replaced:
@@ -115,21 +127,31 @@ def _check(
 def _replacements(
     config: Config, failed: list[tuple[KernelCheck, str]], choice: KernelChoice, device: torch.device
 ) -> list[tuple[str, str, str]]:
-    """Setting, the next kernel and a line about it, for each that failed; ConfigError where there is none."""
+    """For each failed check its setting, the kernel to take instead, and a line for the console.
+
+    Args:
+        config: With the kernels that failed.
+        failed: From `_failures`.
+        choice: With the replacements so far.
+        device: Of this rank.
+
+    Raises:
+        ConfigError: the configuration names a kernel that failed, or no other is left.
+    """
     replaced, problems = [], []
     for check, where in failed:
         setting = SETTINGS[check.part]
         name = "torch.compile" if check.part == "compile" else f"{check.part} {check.implementation}"
         failure = f"{name} {check.problem}{where}"
         following = _next(config, check.part, check.implementation, device)
-        expected = f"{setting}: expected a kernel that computes what its definition does, found"
-        named = _value(config, setting)
-        if named != "auto" and setting not in choice.replaced:
-            problems.append(f"{expected} {named}, which {check.problem}{where}; set auto")
+        found = f"{setting}: expected a kernel that computes what its definition does, found"
+        value = _value(config, setting)
+        if value != "auto" and setting not in choice.replaced:
+            problems.append(f"{found} {value}, which {check.problem}{where}; set auto")
         elif following is None:
             earlier = [note for note in choice.notes if note.startswith(f"{check.part} ")]
             tried = "; ".join([*earlier, failure])
-            problems.append(f"{expected} none: {tried}; another training.precision may have one")
+            problems.append(f"{found} none: {tried}; another training.precision may have one")
         else:
             instead = "layers run uncompiled" if check.part == "compile" else f"{following} takes its place"
             replaced.append((setting, following, f"{failure}; {instead}"))
@@ -138,15 +160,30 @@ def _replacements(
     return replaced
 
 
-def _checks(config: Config, device: torch.device, parts: Collection[Part]) -> list[KernelCheck]:
-    """This rank's checks, once every kernel named in the configuration is one that can run at all."""
+def _checks_of_rank(config: Config, device: torch.device, parts: Collection[Part]) -> list[KernelCheck]:
+    """Check `parts` on this rank.
+
+    Raises:
+        ConfigError: the configuration names a kernel that cannot run here, or a kernel left the device
+            unusable.
+    """
     refuse_kernels(config, device)
     if "compile" in parts and (missing := missing_compiler()):
-        error = f"ConfigError: expected {missing}, found none"
-        return [KernelCheck("compile", "on", "uncompiled layer", None, None, 0.0, error, 0.0)]
+        return [
+            KernelCheck(
+                part="compile",
+                implementation="on",
+                reference="uncompiled layer",
+                forward_error=None,
+                backward_error=None,
+                bound=0.0,
+                error=f"ConfigError: expected {missing}, found none",
+                seconds=0.0,
+            )
+        ]
     checks = check_kernels(config.model, configured_kernels(config), device, product_type(config), parts)
     for check in checks:
-        if check.error is not None and (broken := _why_unusable(device)):
+        if check.error is not None and (broken := _device_error(device)):
             others = " or ".join(_ORDER[check.part][1:])
             raise ConfigError(
                 f"{SETTINGS[check.part]}: expected a kernel that runs on {_device_name(device)}, found "
@@ -156,8 +193,11 @@ def _checks(config: Config, device: torch.device, parts: Collection[Part]) -> li
     return checks
 
 
-def _why_unusable(device: torch.device) -> str | None:
-    """What the device raises now; an illegal access, for one, ends all work of a process on it."""
+def _device_error(device: torch.device) -> str | None:
+    """Type of the error that any work on the device raises now; None if the device works.
+
+    After an illegal memory access, for example, CUDA refuses all further work of the process.
+    """
     try:
         torch.zeros(1, device=device).cpu()
     except Exception as error:
@@ -166,19 +206,19 @@ def _why_unusable(device: torch.device) -> str | None:
 
 
 def _failures(by_rank: list[list[KernelCheck]], devices: list[str]) -> list[tuple[KernelCheck, str]]:
-    """The first rank's failed check of each part, and where it failed."""
+    """For each part that failed, its first failed check, and ` on DEVICE`, with the rank if others passed."""
     failed: dict[Part, tuple[KernelCheck, str]] = {}
     for rank, checks in enumerate(by_rank):
         for check in checks:
             if check.problem and check.part not in failed:
-                same = [each for other in by_rank for each in other if each.part == check.part]
-                only = "" if all(each.problem for each in same) else f" (rank {rank})"
-                failed[check.part] = check, f" on {devices[rank]}{only}"
+                of_all_ranks = [each for other in by_rank for each in other if each.part == check.part]
+                where = "" if all(each.problem for each in of_all_ranks) else f" (rank {rank})"
+                failed[check.part] = check, f" on {devices[rank]}{where}"
     return list(failed.values())
 
 
 def _next(config: Config, part: Part, failed: str, device: torch.device) -> str | None:
-    """The first kernel after `failed` that the configuration and the device allow."""
+    """The first kernel after `failed` that the configuration and the device allow; None if there is none."""
     setting, order = SETTINGS[part], _ORDER[part]
     for name in order[order.index(failed) + 1 :] if failed in order else ():
         changed = _with(config, setting, name)
@@ -192,6 +232,7 @@ def _next(config: Config, part: Part, failed: str, device: torch.device) -> str 
 
 
 def _with(config: Config, setting: str, value: str) -> Config:
+    """A copy of the configuration with `setting`, named `section.field`, set to `value`."""
     section, _, name = setting.partition(".")
     return replace(config, **{section: replace(getattr(config, section), **{name: value})})
 
@@ -202,6 +243,7 @@ def _value(config: Config, setting: str) -> str:
 
 
 def _device_name(device: torch.device) -> str:
+    """Name and compute capability, such as `NVIDIA H100 80GB HBM3 (9.0)`; a CPU's type."""
     if device.type != "cuda":
         return device.type
     capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
@@ -221,7 +263,7 @@ def _facts(config: Config, devices: list[str]) -> dict[str, Any]:
 
 
 def _earlier_choice(folder: RunFolder, facts: dict[str, Any]) -> KernelChoice | None:
-    """The choice of the newest attempt that checked the same; None without one, or where no row is sound."""
+    """The choice of the newest attempt with the same `facts`; None if no readable row has them."""
     try:
         rows = [row.get("kernels") for row in read_rows(folder.attempts)]
     except CheckpointError:

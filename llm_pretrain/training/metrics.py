@@ -242,6 +242,7 @@ def parameters_sha256(model: Module, *, is_rank0: bool) -> str | None:
 
 
 def _whole(tensor: Tensor) -> Tensor:
+    """The tensor, gathered (a collective) if it is a DTensor."""
     full_tensor = getattr(tensor, "full_tensor", None)
     return full_tensor() if callable(full_tensor) else tensor  # type: ignore[return-value]  # DTensor's
 
@@ -262,7 +263,7 @@ def record_attempt(
         engine: The run's.
         step: Optimizer steps done before the attempt.
         zlib_bits_per_byte: Compression of the validation text by zlib; None if unknown.
-        kernels: What came of their check; None on a CPU.
+        kernels: The outcome of their check; None if nothing was checked.
 
     Raises:
         OutputError: the file cannot be written.

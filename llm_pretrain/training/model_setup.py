@@ -155,7 +155,8 @@ batches with and without document offsets each have their own; torch's limit of 
 def eagerly(model: nn.Module) -> Iterator[None]:
     """Run compiled layers eagerly inside the context.
 
-    FlexAttention stays compiled: `set_stance("force_eager")` would make it hold all scores.
+    FlexAttention stays compiled, because an eager one holds the scores of all pairs of positions. So
+    `torch.compiler.set_stance("force_eager")` is not used, which would run it eagerly too.
     """
     compiled = [module for module in model.modules() if module._compiled_call_impl is not None]
     calls = [module._compiled_call_impl for module in compiled]
@@ -234,6 +235,7 @@ _COMPARED_WITH_EXPERTS = (
     *("n_shared_experts", "scoring_func", "routed_scaling_factor"),
 )
 _COMPARED_WITH_YARN = ("rope_original_context", "rope_beta_fast", "rope_beta_slow")
+"""Fields and properties of ModelConfig that must equal those of the folder; see `_compared_fields`."""
 _SETTING_OF = {
     "attention_head_dim": "head_dim",
     "expert_intermediate_size": "moe_intermediate_size",
@@ -350,10 +352,12 @@ def _compared_fields(source_config: ModelConfig, target_config: ModelConfig) -> 
 
 
 def _shown(model: ModelConfig, name: str) -> Any:
+    """A field's value for a message, booleans as YAML has them."""
     return str(value).lower() if isinstance(value := getattr(model, name), bool) else value
 
 
 def _is_padded(source_config: ModelConfig, target_config: ModelConfig) -> bool:
+    """Whether the target's vocabulary is the source's, rounded up to a multiple of `VOCAB_MULTIPLE`."""
     rows = source_config.vocab_size or 0
     return target_config.vocab_size == -(-rows // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
@@ -361,12 +365,12 @@ def _is_padded(source_config: ModelConfig, target_config: ModelConfig) -> bool:
 def _fit_rows(source: dict[str, Tensor], model: Decoder, source_config: ModelConfig) -> list[str]:
     """Append the model's random rows beyond the folder's to embedding and head."""
     rows, own = source_config.vocab_size or 0, model.state_dict()
-    wanted = own["lm_head.weight"].shape[0]
-    if rows == wanted:
+    padded_rows = own["lm_head.weight"].shape[0]
+    if rows == padded_rows:
         return []
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         source[name] = torch.cat([source[name], own[name][rows:].to(source[name])])
-    return [f"vocabulary padded from {rows} to {wanted} rows; the new ones are random"]
+    return [f"vocabulary padded from {rows} to {padded_rows} rows; the new ones are random"]
 
 
 def _check_tokenizer(folder: Path, config: Config) -> None:
@@ -467,6 +471,7 @@ def upcycle(source: dict[str, Tensor], model: Decoder, source_config: ModelConfi
 
 
 _RESIDUAL_OUTPUTS = ("o_proj.weight", "down_proj.weight", "experts.down_proj")
+"""Endings of the names of matrices that write into the residual stream."""
 
 
 @torch.no_grad()
@@ -482,8 +487,8 @@ def initialize_weights(model: Decoder, seed: int, base_hidden_size: int | None =
     Args:
         model: On any device, in any floating type.
         seed: Decides all values.
-        base_hidden_size: Width at which the learning rates were tuned; initial values then scale by µP
-            (`llm_pretrain.optim.param_groups`).
+        base_hidden_size: Width at which the learning rates were tuned; initial values, that of the final norm
+            included, then scale by µP (`llm_pretrain.optim.param_groups`). None for no scaling.
     """
     generator = torch.Generator("cpu").manual_seed(seed)
     for name, parameter in model.named_parameters():

@@ -125,7 +125,7 @@ class Progress:
 
     @staticmethod
     def wrong_extra(extra: Mapping[str, object]) -> str | None:
-        """The first part of a manifest's `extra` that `extra()` cannot have given, in words."""
+        """A line about the first value in a manifest's `extra` that no run saves; None if there is none."""
         for name, (kind, is_sound) in _EXTRA.items():
             value = extra.get(name)
             if not matches_type(kind, value) or (value is not None and not is_sound(value)):
@@ -150,13 +150,19 @@ class Progress:
 
 
 def _is_history(spikes: dict) -> bool:
-    """Whether this is a spike detector's state, with three numbers of each step, or empty."""
-    steps = spikes.get("steps", [])
-    are_steps = matches_type(list[list[float]], steps) and all(len(step) == 3 for step in steps)
-    return are_steps and (not spikes or ("steps" in spikes and matches_type(int, spikes.get("in_a_row"))))
+    """Whether this is a state of `SpikeDetector`, with three numbers for each step, or empty."""
+    if not spikes:
+        return True
+    steps: Any = spikes.get("steps")
+    return (
+        matches_type(int, spikes.get("in_a_row"))
+        and matches_type(list[list[float]], steps)
+        and all(len(step) == 3 for step in steps)
+    )
 
 
 def _is_best(best: dict) -> bool:
+    """Whether these are the fields of `Best`."""
     return best.keys() == {"step", "loss", "max_batches"} and None not in (best["step"], best["loss"])
 
 
@@ -169,7 +175,7 @@ _EXTRA: dict[str, tuple[Any, Callable[[Any], bool]]] = {
     "evaluation_step": (int | None, lambda _: True),
     "spikes": (dict | None, _is_history),
 }
-"""Key of `RunFacts.extra` -> type, and what holds besides; keys that earlier versions lack may be None."""
+"""Key of `RunFacts.extra` -> its type and a check of its value. Keys that older versions lack may be None."""
 
 
 def read_status(path: Path) -> dict:
@@ -212,7 +218,7 @@ class Status:
         self._launch = {"launcher": launcher, "world_size": world_size, "pid": os.getpid()}
         before = read_status(path)
         self.unfinished = before.get("state") == "running"
-        """Whether the attempt before ended without recording how: killed, say."""
+        """Whether the previous attempt ended without recording how, for example because it was killed."""
         self._progress: dict[str, object] = {
             "step": before.get("step", 0),
             "checkpoint": before.get("checkpoint"),
@@ -225,13 +231,12 @@ class Status:
 
     def started(self) -> None:
         """Record that an attempt begins, at the previous attempt's step."""
-        if self.rank == 0:
-            self._replace("running", None, None)
+        self._write_running()
 
     def running(self, step: int, checkpoint: Path | None) -> None:
         """Record that the run is at `step`, with `checkpoint` as its newest."""
         self._progress = {"step": step, "checkpoint": str(checkpoint) if checkpoint else None}
-        self.started()
+        self._write_running()
 
     def ended(self, step: int, exit_code: int, reason: str | None) -> None:
         """Record that the run finished, or was preempted after a clean save."""
@@ -240,8 +245,11 @@ class Status:
             self._replace("preempted" if exit_code == EXIT_PREEMPTED else "finished", exit_code, reason)
 
     def failed(self, error: BaseException) -> None:
-        """Record a failure. One rank's `PretrainError` replaces the errors that other ranks get because of
-        it."""
+        """Record a failure.
+
+        An error that all ranks raise is recorded by rank 0, and one rank's own `PretrainError` by that rank.
+        A lost or hanging peer (StuckError) and a bug are recorded only if no rank has recorded a failure yet.
+        """
         if isinstance(error, PretrainError) and not isinstance(error, StuckError):
             if error.shared and self.rank != 0:
                 return
@@ -252,6 +260,10 @@ class Status:
         with suppress(OutputError):  # another run's folder: its status is not ours
             self._replace(state, exit_code_of(error), printable(next(iter(lines), type(error).__name__)))
 
+    def _write_running(self) -> None:
+        if self.rank == 0:
+            self._replace("running", None, None)
+
     def _replace(self, state: str, exit_code: int | None, reason: str | None) -> None:
         """Replace the file atomically."""
         self._check()
@@ -260,8 +272,9 @@ class Status:
 
 
 RUN_FILES = ("config.yaml", "metrics.jsonl", "samples.jsonl", "status.json", "attempts.jsonl", "report.html")
-"""What a run writes and replaces in its folder. In `RUN_FOLDERS` it also deletes old steps."""
+"""Files that a run writes and replaces in its folder."""
 RUN_FOLDERS = ("checkpoints", "weights")
+"""Folders in which a run writes steps and deletes old ones."""
 TRACKER_FOLDERS = ("tensorboard", "wandb")
 _STATUS_KEYS = {"state", "exit_code", "reason", "step", "checkpoint", "launcher", "world_size", "pid"}
 
@@ -293,7 +306,8 @@ class RunFolder:
         """Create the folder, lock it, and return the run's id: that in its marker, or a new one.
 
         Raises:
-            OutputError: it cannot be written, another run holds it, or something in it is not a run's.
+            OutputError: it cannot be written, another run has locked it, or a file in it that the run would
+                replace was not written by a run.
         """
         try:
             make_folder(self.path)
@@ -335,7 +349,7 @@ class RunFolder:
         self._lock.release()
 
     def _refuse_links(self) -> None:
-        """Refuse links, which lead writing and deleting out of the folder, and a lock that is not ours."""
+        """Refuse links, through which the run would write and delete elsewhere, and a foreign `.lock`."""
         for name in (MARKER, ".lock", *RUN_FILES, *RUN_FOLDERS, *TRACKER_FOLDERS):
             if (self.path / name).is_symlink():
                 raise OutputError(
@@ -349,7 +363,11 @@ class RunFolder:
             )
 
     def _own_id(self) -> str:
-        """The id in the marker; without one a new id, if all that the run would replace is a run's."""
+        """The run's id: that in the marker, else the newest checkpoint's, else a new one.
+
+        Raises:
+            OutputError: there is no marker, and a file that the run would replace was not written by a run.
+        """
         marker = read_marker(self.path, "run")
         if marker is not None and isinstance(marker.get("id"), str):
             return marker["id"]
@@ -365,10 +383,10 @@ class RunFolder:
             )
         run_id = (checkpoint.run.run_id if checkpoint else None) or uuid.uuid4().hex
         write_marker(self.path, "run", id=run_id)
-        fsync_folder(self.path)  # before any file that the marker vouches for
+        fsync_folder(self.path)  # before the run writes any other file
         return run_id
 
 
 def _has_entries(path: Path) -> bool:
-    """Whether there is anything at `path` but an empty folder."""
-    return os.path.lexists(path) and not (path.is_dir() and not any(path.iterdir()))
+    """Whether there is a file, a link or a folder that is not empty at `path`."""
+    return any(path.iterdir()) if path.is_dir() else os.path.lexists(path)

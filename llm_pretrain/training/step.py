@@ -175,8 +175,8 @@ class Objective:
         (W*A/N) * [ sum m*(CE + c_z*lse^2) + c_aux * sum_i n_i * mean_l bal(i,l)
                     + c_rz * mean_l sum m*lse(router)^2 ]
 
-    so that DDP's mean over ranks and the engine's division by A make the sum over the window exactly the
-    objective over N tokens.
+    so that DDP's mean over ranks and the engine's division by A make the sum over the step's W*A micro
+    batches exactly the objective over N tokens.
     """
 
     def __init__(self, config: Config, world_size: int):
@@ -210,8 +210,8 @@ def warm_up_backward(engine: Engine) -> None:
     the next forward pass with gradients. With three or more ranks other buckets sum in another order, so the
     first step of a resumed run would differ in its last bits from the same step of an uninterrupted run.
 
-    With sharded parameters it allocates the all-gather buffers. Buffers that are first allocated in
-    generation's inference mode cannot be used in training.
+    With sharded parameters the pass allocates the all-gather buffers: buffers that are first allocated in
+    inference mode, by the generation of samples, cannot be used in training.
     """
     if engine.world_size == 1:
         return
@@ -222,7 +222,7 @@ def warm_up_backward(engine: Engine) -> None:
 
 
 def dummy_batch(device: torch.device) -> Batch:
-    """A small batch for a forward pass whose result is not used; its length is one that FP8 can multiply."""
+    """A batch [1, 16] for a forward pass whose result is not used; FP8 products need a multiple of 16."""
     ones = torch.ones((1, FP8_MULTIPLE), dtype=torch.int64, device=device)
     return Batch(
         input_ids=ones,

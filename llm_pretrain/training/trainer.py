@@ -280,7 +280,7 @@ class Trainer:
         return []
 
     def _print_start(self, resume: ResumePoint | None, changes: list[str], notes: list[str]) -> None:
-        """Print the run's size and where it starts, and append the attempt to attempts.jsonl."""
+        """Print model, launch, warnings and resume point, and append the attempt's row to attempts.jsonl."""
         config, engine, console = self.config, self.engine, self.recorder.console
         training, size = config.training, count_parameters(config.model)
         console.info(
@@ -314,6 +314,7 @@ class Trainer:
                 console.info(f"nothing left to do: training.max_steps is {training.max_steps}")
 
     def _print_kernel_choice(self) -> None:
+        """Warn of each kernel that was replaced, and print how long the check took."""
         console, choice = self.recorder.console, self.kernels
         if choice is not None:
             for note in choice.notes:

@@ -22,10 +22,13 @@ from typing import Any
 SOURCE = Path(__file__).with_name("fake_cuda.cpp")
 
 
+def _compiler() -> str | None:
+    return os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+
+
 def reason_without() -> str | None:
-    """Why there can be no fake device here; None where there can."""
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
+    """Why there can be no fake device here; None if there can."""
+    if _compiler() is None:
         return "no C++ compiler (g++ or clang++) to build the fake device with"
     version = _torch_folder() / "version.py"
     facts: dict[str, Any] = {}
@@ -43,25 +46,24 @@ def _torch_folder() -> Path:
 
 
 def _build() -> Path:
-    """The compiled guard, from a cache by source and torch."""
+    """The compiled guard, from a cache whose key is the source and torch's version."""
     torch = _torch_folder()
     key = hashlib.sha256(SOURCE.read_bytes() + (torch / "version.py").read_bytes()).hexdigest()[:16]
     built = Path(tempfile.gettempdir()) / f"llm_pretrain-fake-cuda-{os.getuid()}" / f"{key}.so"
     if built.exists():
         return built
     built.parent.mkdir(mode=0o700, exist_ok=True)
-    compiler = os.environ.get("CXX") or shutil.which("g++") or "clang++"
-    part = built.with_suffix(f".{os.getpid()}")
+    unfinished = built.with_suffix(f".{os.getpid()}")
     include, lib = torch / "include", torch / "lib"
     subprocess.run(
         [
-            *(compiler, "-O1", "-shared", "-fPIC", "-std=c++20", str(SOURCE), "-o", str(part)),
+            *(str(_compiler()), "-O1", "-shared", "-fPIC", "-std=c++20", str(SOURCE), "-o", str(unfinished)),
             *(f"-I{include}", f"-I{include / 'torch/csrc/api/include'}"),
             *(f"-L{lib}", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{lib}"),
         ],
         check=True,
     )
-    part.rename(built)
+    unfinished.rename(built)
     return built
 
 
@@ -88,7 +90,7 @@ H100 = SimpleNamespace(
 
 
 class Event:
-    """An event, or a stream, on which everything has happened."""
+    """An event or a stream on which nothing is outstanding."""
 
     stream_id, device_index, device_type, cuda_stream = 0, 0, 1, 0
 

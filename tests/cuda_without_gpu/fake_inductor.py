@@ -51,9 +51,9 @@ class Kernel:
     """One launch of a compiled graph.
 
     Args:
-        accesses: Bytes of each buffer that it reads or writes, those of a fused kernel's inside left out.
-        origins: The operations that it computes, those of the traced graph.
-        extern: The one operation, where a library computes it; None for a Triton kernel.
+        accesses: Bytes of each buffer that it reads or writes; those inside a fused kernel are left out.
+        origins: The operations of the traced graph that it computes.
+        extern: The operation, if a library computes it; None for a Triton kernel.
     """
 
     accesses: dict[str, int]
@@ -70,8 +70,8 @@ class Inductor:
     """A backend of `torch.compile`, to use inside `installed`.
 
     Args:
-        around: A context for each run of a graph, of its kernels.
-        to_machine_code: Compile Triton kernels with `ptxas` too, in the first of their tunings.
+        around: Makes the context in which a graph runs, from the graph's kernels.
+        to_machine_code: Whether `ptxas` compiles the Triton kernels too, each in its first configuration.
     """
 
     around: Callable[[list[Kernel]], AbstractContextManager[None]] = nullcontext
@@ -130,7 +130,7 @@ class Inductor:
 
 
 def _kernel(node: Any) -> Kernel | None:
-    """The kernel of one of the scheduler's nodes; None of one that launches nothing."""
+    """The kernel of one of the scheduler's nodes; None if the node launches nothing."""
     accesses = {name: size for name, size in node.get_read_write_buffer_accesses(True, True).items() if size}
     if not accesses:
         return None

@@ -41,7 +41,7 @@ def eight_ranks() -> Iterator[None]:
 
 
 class DeviceMemory(TorchDispatchMode):
-    """Bytes of the storages on CUDA that operations inside the mode have made and that are referenced."""
+    """Bytes of the CUDA storages that operations inside the mode have created and that still exist."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class DeviceMemory(TorchDispatchMode):
 
 
 def tracked_peak(config: Config, world_size: int = 1) -> int:
-    """Most bytes of the second optimizer step; with `world_size` > 1 sharded, in that process group."""
+    """Peak bytes of the second optimizer step; with `world_size` > 1 of a sharded model, in `eight_ranks`."""
     memory = DeviceMemory()
     with FakeTensorMode(allow_non_fake_inputs=True), memory, memory.resizing():
         model: Any = fake_model(config)

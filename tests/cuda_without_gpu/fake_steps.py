@@ -120,15 +120,15 @@ def fake_model(config: Config) -> Decoder:
 def fake_loop(
     stack: ExitStack, config: Config, launcher: str = "torchrun", backend: Any = None
 ) -> tuple[Any, list[Batch]]:
-    """The loop of a run on one fake GPU and the micro batches of a step, for its `_step`.
+    """The loop of a run on one fake GPU, and the micro batches of a step for its `_step`.
 
-    Whatever needs a value that only the device has raises DataDependentOutputException.
+    An operation that needs a value on the device raises DataDependentOutputException.
 
     Args:
-        stack: Ends what the loop needs.
-        config: A micro batch of any size takes no memory.
-        launcher: Which script's engine.
-        backend: Compiles the layers; None for none.
+        stack: Receives the contexts that the loop needs.
+        config: The run's; micro batches of any size take no memory.
+        launcher: The script whose engine is used.
+        backend: The compiler of the layers; None to run them uncompiled.
     """
     deterministic = torch.are_deterministic_algorithms_enabled()
     stack.callback(torch.use_deterministic_algorithms, deterministic)
@@ -147,8 +147,10 @@ def fake_loop(
     engine.prepare(model, optimizer, loader)
     loop: Any = object.__new__(trainer.Trainer)
     loop.config, loop.engine, loop.progress = config, engine, Progress()
-    never: Any = SimpleNamespace(elapsed=lambda: 0.0, is_logged=lambda step: False, record=lambda step: None)
-    loop.monitor = StepMonitor(config, engine, loop.progress, never)
+    recorder: Any = SimpleNamespace(
+        elapsed=lambda: 0.0, is_logged=lambda step: False, record=lambda step: None
+    )
+    loop.monitor = StepMonitor(config, engine, loop.progress, recorder)
     count = config.gradient_accumulation_steps(1)
     return loop, [fake_batch(config, micro_batch=index) for index in range(count)]
 

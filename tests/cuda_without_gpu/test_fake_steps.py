@@ -74,7 +74,7 @@ def test_a_step_of_every_preset_s_shape(preset: str):
     assert step.operations
 
 
-# Every check above is seen failing.
+# With a fault put in, every check above fails.
 
 
 def test_reading_a_value_in_a_layer_is_found(monkeypatch: pytest.MonkeyPatch):

@@ -126,7 +126,7 @@ def test_ddp_splits_no_graph(monkeypatch: pytest.MonkeyPatch):
     assert graphs_under_ddp(monkeypatch) == 1
 
 
-# Every check above is seen failing.
+# With a fault put in, every check above fails.
 
 
 @pytest.mark.usefixtures("one_rank")

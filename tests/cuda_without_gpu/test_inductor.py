@@ -56,7 +56,7 @@ def test_every_generated_kernel_becomes_machine_code(case: str, capability: tupl
     assert min(found.values()) > 1000
 
 
-# The check above is seen failing.
+# With a fault put in, the check above fails.
 
 
 def test_a_break_in_a_layer_is_found(monkeypatch: pytest.MonkeyPatch):

@@ -37,7 +37,7 @@ def test_groups_and_rows_that_end_too_early_are_found():
 
 
 def machine_code(kernel: Any, dtype: str, capability: int, constants: dict[str, Any]) -> Any:
-    """The kernel compiled for a GPU; names of pointers to integers are those that both modules use."""
+    """The kernel compiled for a GPU; the types of its pointers are chosen by the arguments' names."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 

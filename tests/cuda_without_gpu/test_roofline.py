@@ -79,7 +79,7 @@ def test_norm_and_residual_have_the_bytes_counted_by_hand():
     assert block_bytes(low_precision=True) == expected_bytes()
 
 
-# Every check above is seen failing.
+# With a fault put in, every check above fails.
 
 
 def test_another_precision_has_other_bytes():

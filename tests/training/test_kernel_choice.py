@@ -164,7 +164,7 @@ def test_a_failure_of_one_rank_counts_on_all(tmp_path: Path):
 
 def test_a_device_that_a_kernel_broke_ends_the_run(monkeypatch: Patch, tmp_path: Path):
     fail(monkeypatch, "fused loss")
-    monkeypatch.setattr(kernel_choice, "_why_unusable", lambda device: "AcceleratorError")
+    monkeypatch.setattr(kernel_choice, "_device_error", lambda device: "AcceleratorError")
     with pytest.raises(
         ConfigError, match=r"^training\.loss_implementation: .* left the device unusable .*; set full$"
     ):
@@ -262,7 +262,7 @@ def walk(monkeypatch: Patch, folder: Path, part: Part, config: Config) -> list[s
         monkeypatch.setattr(torch.cuda, name, lambda device=None, value=value: value)
     monkeypatch.setattr(experts, "HAS_TRITON", True)
     monkeypatch.setattr(kernel_choice, "CHECKED_DEVICES", {"cuda"})
-    monkeypatch.setattr(kernel_choice, "_why_unusable", lambda device: None)
+    monkeypatch.setattr(kernel_choice, "_device_error", lambda device: None)
     kernels._capability.cache_clear()
 
     def checks(model: Any, names: Any, device: Any, dtype: Any, parts: Any) -> list[KernelCheck]:

@@ -1,7 +1,7 @@
-"""The choice of kernels: which implementation computes attention, experts and loss on a device.
+"""The choice of kernels: which implementation computes experts, attention, loss, norm and optimizer step.
 
-A pure function of configuration, device, type and sizes, never of timing. Implementations of one part have
-the same signature and agree up to rounding; `self_check.py` compares them with their definitions.
+It is a pure function of configuration, device, type and sizes, never of timing. Implementations of one part
+have the same signature and agree up to rounding; `self_check.py` compares them with their definitions.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from llm_pretrain.model.kernels.loss import (
 )
 
 _FUSED_FROM = 1024
-"""Vocabulary size below which whole logits take little memory and no more time."""
+"""Vocabulary size from which `auto` is `fused`; below it, whole logits are small and as fast."""
 _VARLEN_HEAD_DIM = 256
 """The largest head size of flash attention."""
 
@@ -93,13 +93,13 @@ def _capability(device: torch.device) -> tuple[int, int]:
 def experts_requirement(
     config: ModelConfig, kernels: Kernels, device: torch.device, dtype: torch.dtype
 ) -> str | None:
-    """The unmet requirement of the experts' kernel that `kernels` names, in words; None where it can run.
+    """What the experts' kernel that `kernels` names needs and does not have, in words; None if it can run.
 
     Args:
         config: The model's.
         kernels: Its implementations.
         device: Where it will train.
-        dtype: Of its matrix products there.
+        dtype: Type of its matrix products there.
     """
     if not config.moe_layers:
         return None
@@ -116,12 +116,13 @@ def _shape(config: ModelConfig) -> tuple[int, int, int]:
 def experts_kernel(
     kernels: Kernels, device: torch.device, dtype: torch.dtype, shape: Sequence[int]
 ) -> Callable[..., Tensor]:
-    """The experts' kernel for products in `dtype` and E, H and I of `shape`.
+    """The experts' kernel for products in `dtype` and (E, H, I) of `shape`.
 
-    It computes [T, H] from x, gate_up, down, weights, chosen and dtype.
+    Its arguments are x [T, H], gate_up [E, 2I, H], down [E, H, I], weights [T, K], chosen [T, K] and dtype;
+    it returns [T, H].
 
-    `grouped` falls back to `streamed` where it cannot run: a model that trains in bf16 is sampled in fp32.
-    That it can run in training is checked before (`experts_requirement`).
+    `grouped` and `triton` fall back to `streamed` where they cannot run: samples of a model that trains in
+    bf16 are generated in fp32. In training they do not: `experts_requirement` is checked before.
     """
     return {
         "reference": experts_reference,
@@ -146,8 +147,8 @@ def _experts_implementation(
 def resolved_kernels(
     config: ModelConfig, kernels: Kernels, device: torch.device, dtype: torch.dtype
 ) -> Kernels:
-    """The implementations that training takes, by name: none is `auto`, and experts that are multiplied by
-    Triton are `triton`. Arguments as those of `experts_requirement`."""
+    """The implementations that training uses, none of them `auto`. Experts are `triton` also where `grouped`
+    falls back to our Triton kernel. Arguments as those of `experts_requirement`."""
     head_dim, dropout = config.attention_head_dim, config.attention_dropout
     return replace(
         kernels,
@@ -160,7 +161,7 @@ def resolved_kernels(
 
 
 def describe_kernels(config: ModelConfig, kernels: Kernels, device: torch.device, dtype: torch.dtype) -> str:
-    """The implementations that training takes, and why Triton multiplies the experts if it does.
+    """The implementations that training uses, in words, and why experts use Triton if they do.
 
     Arguments as those of `experts_requirement`.
     """
@@ -184,7 +185,7 @@ def loss_implementation(kernels: Kernels, vocab_size: int) -> Literal["full", "f
 
 
 def loss_kernel(kernels: Kernels, vocab_size: int) -> Callable[..., LossSums]:
-    """The loss kernel: from hidden, weight, labels, mask and z_loss_coef to the sums."""
+    """The loss kernel; arguments: hidden [B, S, H], weight [V, H], labels and mask [B, S], z_loss_coef."""
     return {
         "full": full_linear_cross_entropy,
         "fused": fused_linear_cross_entropy,

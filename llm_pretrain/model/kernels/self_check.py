@@ -1,8 +1,8 @@
 """Compares the kernels that training takes on a device with their definitions, on small inputs.
 
-Definitions are computed in float64 on the CPU. The inputs have the model's own sizes, the large ones reduced,
-and their values are exact in the type of the products: what differs is the kernel's own arithmetic. They are
-drawn on the CPU by a fixed generator, so that every rank computes the same.
+Definitions are computed in float64 on the CPU. The inputs have the model's sizes, large ones reduced. Their
+values are exact in the type of the products, so that only the kernel's own arithmetic differs. They are drawn
+on the CPU by a fixed generator, so that every rank checks the same.
 
 Shapes: B sequences, S positions, T = B*S tokens, N query heads, M key and value heads, D head_dim, E experts,
 K experts per token, H hidden_size, I moe_intermediate_size, V vocab_size.
@@ -29,36 +29,47 @@ from llm_pretrain.model.decoder import DecoderLayer, compile_layer
 from llm_pretrain.model.kernels import Kernels, experts_kernel, loss_kernel, resolved_kernels
 from llm_pretrain.model.kernels.attention import DocumentLayout, document_attention, document_layout
 from llm_pretrain.model.kernels.experts import experts_reference
+from llm_pretrain.model.kernels.loss import IGNORE_INDEX
 from llm_pretrain.model.layers import RMSNorm
 
 Part = Literal["experts", "attention", "loss", "norm", "optimizer", "compile"]
 PARTS: tuple[Part, ...] = ("experts", "attention", "loss", "norm", "optimizer")
 _DOCUMENTS = ((1, 130, 61, 64), (100, 1, 1, 154))
-"""Documents' lengths in 2 rows of 256 positions: single tokens, in and across FlexAttention's blocks."""
+"""Lengths of the documents in each of 2 rows of 256 positions. Some have a single token; some lie inside a
+block of FlexAttention (128 positions) and some across two."""
 _TOKENS = sum(map(sum, _DOCUMENTS))
-_WIDEST, _MOST_EXPERTS, _MOST_WORDS, _MOST_HEADS = 256, 16, 5000, 2
-"""Caps of H and I, E (or 2K), V (more than a block of the loss kernel's 4,096) and M."""
+_WIDEST, _MOST_EXPERTS, _MOST_VOCABULARY, _MOST_HEADS = 256, 16, 5000, 2
+"""Largest H and I, E (at least 2K), V (more than one block of 4,096 columns of the loss kernel) and M."""
 _ALIGNED = 16
-"""A size keeps its remainder by this: alignment decides which kernel, and which path in it, computes."""
+"""Reduced sizes keep their remainder by this, since alignment decides which kernel and code path is used."""
 _SUMMED = 256
+"""fp32 roundings that the bound allows for sums; see `error_bound`."""
 _TF32 = 2.0**-9
-_OBJECTIVE = 256.0
-"""Factor on the summed loss, as a loss scale: small gradients would otherwise be subnormal in fp16."""
+"""What the bound allows for products in TF32; see `error_bound`."""
+_LOSS_SCALE = 256.0
+"""Gradient of the summed loss: with 1, small gradients would be subnormal in fp16."""
 _STEPS, _RATE, _DECAY, _BETAS, _EPS = 3, 0.1, 0.1, (0.9, 0.95), 1e-8
+"""Steps and options of the AdamW that is checked."""
 
 
 def error_bound(part: Part, device: torch.device, dtype: torch.dtype) -> float:
-    """The largest relative error that rounding explains: `u + 256 · 2⁻²³`.
+    """The largest relative error that rounding explains: `u + 256 · 2⁻²³`, twice that for a compiled layer.
 
-    u is the distance from 1 to the next number of the products' type: 2⁻⁷ in bf16, 2⁻¹⁰ in fp16; in fp32 it
-    is 0, as for norm and optimizer, which compute in fp32, but 2⁻⁹ where products are allowed TF32: twice
-    its 2⁻¹⁰, since the inputs are rounded too. Rounding to nearest is at most u/2 off, and u/(2·sqrt(3)) or
-    less in the root mean square. A result here has passed up to eight such roundings, gradients included;
-    they are independent, so that their relative errors add up to at most sqrt(8)·u/(2·sqrt(3)) = 0.82·u. The
-    second term is for sums in fp32: of n terms the error is about sqrt(n)·2⁻²⁴, and n is at most 5,000.
+    The first term is for roundings to the type of the products. u is the distance from 1 to the next number:
 
-    The bound is below 0.8 %: a factor that is 1 % off, an expert of 16 left out or a key of another document
-    is seen in every type. A compiled layer may be twice as far off, since it is several kernels in a row.
+    - 2⁻⁷ in bf16, 2⁻¹⁰ in fp16;
+    - 2⁻⁹ in fp32 where products may use TF32: twice its 2⁻¹⁰, since TF32 rounds the inputs too;
+    - 0 in fp32 otherwise, and always for norm and optimizer, which compute in fp32.
+
+    One rounding to nearest is at most u/2 off; its root mean square is at most u/(2·sqrt(3)). A result, or a
+    gradient, has passed up to eight independent roundings, whose relative errors add up to at most
+    sqrt(8)·u/(2·sqrt(3)) = 0.82·u.
+
+    The second term is for sums in fp32: the error of a sum of n terms is about sqrt(n)·2⁻²⁴, and n is at most
+    5,000. A compiled layer is several kernels in a row.
+
+    The bound of a kernel is below 0.8 %, so that a factor that is 1 % off, one missing expert of 16 or a key
+    of another document is found in every type.
     """
     unit = 0.0
     if part not in ("norm", "optimizer"):
@@ -82,11 +93,11 @@ class KernelCheck:
         implementation: Its name, as in `Kernels`; `on` for compiled layers.
         reference: What it was compared with, in words.
         forward_error: The largest relative error of its results: `|found - expected| / |expected|` in the
-            Euclidean norm of a tensor; not finite where a result is not. None if it raised.
-        backward_error: The same of its gradients (the optimizer: of its moments).
-        bound: Of both errors; see `error_bound`.
-        error: What it raised, in one line; None if it ran.
-        seconds: Of the check, compilation included.
+            Euclidean norm of a tensor; not finite where a result is not. None if the kernel raised.
+        backward_error: The same for its gradients (for the optimizer, its moments).
+        bound: The largest value of both errors that passes; see `error_bound`.
+        error: The exception that it raised, in one line; None if it ran.
+        seconds: Duration of the check, compilation included.
     """
 
     part: Part
@@ -116,14 +127,14 @@ def check_kernels(
     dtype: torch.dtype,
     parts: Collection[Part] = PARTS,
 ) -> list[KernelCheck]:
-    """Check the implementations that training would take; one entry a part that the model has.
+    """Check the implementations that training would use; one entry for each part that the model has.
 
     Args:
         config: The model's; `vocab_size` None counts as 0.
         kernels: Its implementations, `auto` included.
         device: Where it will train.
-        dtype: Of its matrix products there: bf16, fp16 or fp32.
-        parts: Those to check; `compile` compiles a layer of each kind, which takes longer.
+        dtype: Type of its matrix products there: bf16, fp16 or fp32.
+        parts: Parts to check; `compile` compiles a layer of each kind, which takes longer.
 
     Raises:
         torch.OutOfMemoryError: the device has no room for inputs of a few MB.
@@ -138,7 +149,7 @@ def check_kernels(
 
 
 class _Device(NamedTuple):
-    """Where kernels run, and the type of their products."""
+    """The device that kernels run on, and the type of their products."""
 
     device: torch.device
     dtype: torch.dtype
@@ -151,13 +162,14 @@ class _Device(NamedTuple):
 
 
 class _Computed(NamedTuple):
-    """Results and gradients, in one order for kernel and definition."""
+    """Results and gradients; a kernel's and its definition's are in the same order."""
 
     results: list[Any]
     gradients: list[Any]
 
 
 def _checked(part: Part, config: ModelConfig, kernels: Kernels, on: _Device) -> KernelCheck:
+    """Compute a part by its kernel and by its definition, and compare them."""
     case, reference = {
         "experts": (_experts, "sum over all experts"),
         "attention": (_attention, "masked softmax"),
@@ -187,7 +199,7 @@ def _checked(part: Part, config: ModelConfig, kernels: Kernels, on: _Device) -> 
 
 
 def _error(found: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> float:
-    """The largest relative error of a tensor; infinite where one is missing, NaN where a value is NaN."""
+    """The largest relative error of any tensor; infinite if only one side has it, NaN if a value is NaN."""
     errors = []
     for ours, exact in zip(found, expected, strict=True):
         if ours is None or exact is None:
@@ -200,7 +212,7 @@ def _error(found: Sequence[Tensor | None], expected: Sequence[Tensor | None]) ->
 
 
 class _Inputs:
-    """Values that are exact in `dtype`, from a generator of its own."""
+    """Random values that are exact in `dtype`; every instance draws the same ones."""
 
     def __init__(self, dtype: torch.dtype):
         self.dtype, self.generator = dtype, torch.Generator().manual_seed(0)
@@ -211,13 +223,19 @@ class _Inputs:
 
 
 def _computed(
-    function: Callable[..., Sequence[Tensor]], leaves: Sequence[Tensor], seeds: Sequence[Tensor]
+    function: Callable[..., Sequence[Tensor]], leaves: Sequence[Tensor], grad_outputs: Sequence[Tensor]
 ) -> _Computed:
-    """Results of `function`, and the gradients of its first ones, one for each seed."""
+    """Results of `function`, and the gradients of its first results with respect to `leaves`.
+
+    Args:
+        function: Takes the leaves.
+        leaves: Inputs and weights.
+        grad_outputs: One for each result that is differentiated, in the results' order.
+    """
     leaves = [leaf.detach().clone().requires_grad_() for leaf in leaves]
     results = function(*leaves)
-    seeds = [seed.to(result) for seed, result in zip(seeds, results, strict=False)]
-    gradients = torch.autograd.grad(results[: len(seeds)], leaves, seeds, allow_unused=True)
+    grad_outputs = [grad.to(result) for grad, result in zip(grad_outputs, results, strict=False)]
+    gradients = torch.autograd.grad(results[: len(grad_outputs)], leaves, grad_outputs, allow_unused=True)
     return _Computed(list(results), list(gradients))
 
 
@@ -225,23 +243,23 @@ def _compared(
     kernel: Callable[..., Sequence[Tensor]],
     definition: Callable[..., Sequence[Tensor]],
     leaves: Sequence[Tensor],
-    seeds: Sequence[Tensor],
+    grad_outputs: Sequence[Tensor],
     device: torch.device,
 ) -> tuple[_Computed, _Computed]:
     """The kernel on the device, in the leaves' types, and its definition in float64 on the CPU."""
     return (
-        _computed(kernel, [leaf.to(device) for leaf in leaves], seeds),
-        _computed(definition, [leaf.double() for leaf in leaves], seeds),
+        _computed(kernel, [leaf.to(device) for leaf in leaves], grad_outputs),
+        _computed(definition, [leaf.double() for leaf in leaves], grad_outputs),
     )
 
 
 def _capped(size: int, cap: int) -> int:
-    """`size`, or the largest number up to `cap` with the same remainder by 16."""
+    """`size`, or if it is larger than `cap` the largest number up to `cap` with the same remainder by 16."""
     return size if size <= cap else cap - (cap - size) % _ALIGNED
 
 
 def _experts(config: ModelConfig, kernels: Kernels, on: _Device) -> tuple[_Computed, _Computed]:
-    """One expert has no token, and the others have different numbers of them."""
+    """The experts' sum [T, H]: one expert gets no token, the others get different numbers of them."""
     draw, top_k = _Inputs(on.dtype), config.num_experts_per_tok
     experts = min(config.num_experts, max(_MOST_EXPERTS, 2 * top_k))
     hidden, width = (_capped(n, _WIDEST) for n in (config.hidden_size, config.expert_intermediate_size))
@@ -256,9 +274,9 @@ def _experts(config: ModelConfig, kernels: Kernels, on: _Device) -> tuple[_Compu
         draw.normal(_TOKENS, top_k).abs(),
     )
     kernel = experts_kernel(kernels, on.device, on.dtype, (experts, hidden, width))
-    there = chosen.to(on.device)
+    chosen_on_device = chosen.to(on.device)
     return _compared(
-        lambda *tensors: [kernel(*tensors, there, on.dtype)],
+        lambda *tensors: [kernel(*tensors, chosen_on_device, on.dtype)],
         lambda x, gate_up, down, weights: [experts_reference(x, gate_up, down, weights, chosen)],
         leaves,
         [draw.normal(_TOKENS, hidden)],
@@ -267,20 +285,20 @@ def _experts(config: ModelConfig, kernels: Kernels, on: _Device) -> tuple[_Compu
 
 
 def _document_ids() -> tuple[Tensor, Tensor]:
-    """int64 [B, S], and offsets int32 [P + 1] with the repeated end that fills up a batch's."""
+    """Document ids, int64 [B, S], and offsets, int32, whose end is repeated as padding repeats a batch's."""
     rows = [[index for index, length in enumerate(row) for _ in range(length)] for row in _DOCUMENTS]
     lengths = torch.tensor([0, *(length for row in _DOCUMENTS for length in row), 0, 0])
     return torch.tensor(rows), lengths.cumsum(0).int()
 
 
 def _visible(ids: Tensor) -> Tensor:
-    """bool [B, 1, S, S]: the keys of each query's document up to itself."""
+    """bool [B, 1, S, S]: whether a key is of the query's document and not after the query."""
     causal = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).tril()
     return (ids[:, None, :, None] == ids[:, None, None, :]) & causal
 
 
 def _attention(config: ModelConfig, kernels: Kernels, on: _Device) -> tuple[_Computed, _Computed]:
-    """Scores have a standard deviation of two, so that a wrong scale changes the results too."""
+    """Attention [B, S, N, D] of scores with a standard deviation of two, so that a wrong scale is found."""
     draw, size = _Inputs(on.dtype), config.attention_head_dim
     groups = config.num_attention_heads // config.num_key_value_heads
     heads = min(config.num_key_value_heads, _MOST_HEADS)
@@ -309,20 +327,23 @@ def _attention(config: ModelConfig, kernels: Kernels, on: _Device) -> tuple[_Com
 
 
 def _loss(config: ModelConfig, kernels: Kernels, on: _Device) -> tuple[_Computed, _Computed]:
-    """Half of the labels are masked; the objective is compared, and the loss of each token."""
+    """The summed loss, 0-dim, and the loss of each token [2, T/4]; half of the labels are masked."""
     draw, coefficient = _Inputs(on.dtype), kernels.z_loss_coef
-    hidden, words = _capped(config.hidden_size, _WIDEST), _capped(config.vocab_size or 1, _MOST_WORDS)
-    labels = torch.randint(0, words, (2, _TOKENS // 4), generator=draw.generator)
-    labels[0, 0], labels[0, 1] = 0, words - 1
+    hidden, vocab_size = (
+        _capped(config.hidden_size, _WIDEST),
+        _capped(config.vocab_size or 1, _MOST_VOCABULARY),
+    )
+    labels = torch.randint(0, vocab_size, (2, _TOKENS // 4), generator=draw.generator)
+    labels[0, 0], labels[0, 1] = 0, vocab_size - 1
     mask = torch.rand(labels.shape, generator=draw.generator) < 0.5
     mask[0, :2] = True
-    kernel = loss_kernel(kernels, words)
-    there = (labels.masked_fill(~mask, -100).to(on.device), mask.to(on.device))
+    kernel = loss_kernel(kernels, vocab_size)
+    targets = (labels.masked_fill(~mask, IGNORE_INDEX).to(on.device), mask.to(on.device))
 
     def ours(states: Tensor, weight: Tensor) -> list[Tensor]:
         with on.autocast():
-            sums = kernel(states, weight, *there, coefficient)
-        # without a coefficient training does not add the z-loss either, and the kernel sees no gradient of it
+            sums = kernel(states, weight, *targets, coefficient)
+        # as in `Objective`: without a coefficient the z-loss is not added, and has no gradient
         objective = sums.loss + coefficient * sums.z_loss if coefficient else sums.loss
         return [objective, sums.token_losses]
 
@@ -332,18 +353,18 @@ def _loss(config: ModelConfig, kernels: Kernels, on: _Device) -> tuple[_Computed
         squares = logits.logsumexp(-1).square() * mask
         return [losses.sum() + coefficient * squares.sum(), losses]
 
-    leaves = (draw.normal(*labels.shape, hidden), draw.normal(words, hidden, std=hidden**-0.5))
-    return _compared(ours, definition, leaves, [torch.tensor(_OBJECTIVE)], on.device)
+    leaves = (draw.normal(*labels.shape, hidden), draw.normal(vocab_size, hidden, std=hidden**-0.5))
+    return _compared(ours, definition, leaves, [torch.tensor(_LOSS_SCALE)], on.device)
 
 
 def _norm(config: ModelConfig, kernels: Kernels, on: _Device) -> tuple[_Computed, _Computed]:
-    """Rows of the model's width, and of a head's."""
+    """RMSNorm of rows of H and of D values: [T, H] and [T, D]."""
     draw, eps = _Inputs(torch.float32), config.rms_norm_eps
     sizes = (config.hidden_size, config.attention_head_dim)
-    leaves, seeds = [], []
+    leaves, grad_outputs = [], []
     for size in sizes:
         leaves += [draw.normal(_TOKENS, size), 1 + draw.normal(size, std=0.1)]
-        seeds.append(draw.normal(_TOKENS, size))
+        grad_outputs.append(draw.normal(_TOKENS, size))
 
     def ours(*tensors: Tensor) -> list[Tensor]:
         with on.device:
@@ -355,11 +376,11 @@ def _norm(config: ModelConfig, kernels: Kernels, on: _Device) -> tuple[_Computed
         pairs = zip(tensors[::2], tensors[1::2], strict=True)
         return [x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight for x, weight in pairs]
 
-    return _compared(ours, definition, leaves, seeds, on.device)
+    return _compared(ours, definition, leaves, grad_outputs, on.device)
 
 
 def _optimizer(config: ModelConfig, kernels: Kernels, on: _Device) -> tuple[_Computed, _Computed]:
-    """Three steps of AdamW on a matrix and a vector; the fused one then skips a step, as training lets it."""
+    """Three steps of AdamW on a matrix and a vector. A fused one must then skip a step by `found_inf`."""
     draw, fused = _Inputs(torch.float32), kernels.optimizer == "fused"
     shapes = ((3, 67), (130,))
     values = [draw.normal(*shape, std=0.1) for shape in shapes]
@@ -398,7 +419,7 @@ def _adamw(value: Tensor, gradients: Sequence[Tensor]) -> tuple[Tensor, Tensor, 
 def _compiled(config: ModelConfig, kernels: Kernels, on: _Device) -> tuple[_Computed, _Computed]:
     """A layer of each kind, compiled on the device and uncompiled in float64 on the CPU.
 
-    Every token passes through all of the K experts that are left: a choice could fall differently.
+    Experts are reduced to K, so that every token passes through all of them: rounding could change a choice.
     """
     from torch import _dynamo
 
@@ -418,7 +439,7 @@ def _compiled(config: ModelConfig, kernels: Kernels, on: _Device) -> tuple[_Comp
     found, expected = _Computed([], []), _Computed([], [])
     try:
         for index in {config.is_moe_layer(each): each for each in range(config.num_hidden_layers)}.values():
-            draw, exact = _Inputs(on.dtype), DecoderLayer(small, index, Kernels("reference"))
+            draw, exact = _Inputs(on.dtype), DecoderLayer(small, index, Kernels(experts="reference"))
             with on.device:
                 layer = DecoderLayer(small, index, kernels)
             leaves = [draw.normal(len(_DOCUMENTS), _TOKENS // len(_DOCUMENTS), small.hidden_size)]
@@ -427,9 +448,9 @@ def _compiled(config: ModelConfig, kernels: Kernels, on: _Device) -> tuple[_Comp
                 leaves.append(value if value.dim() > 1 else value + 1)
                 parameter.data.copy_(leaves[-1])
             compile_layer(layer)
-            seed = draw.normal(*leaves[0].shape)
+            grad_output = draw.normal(*leaves[0].shape)
             with on.autocast():
-                got = _layer(layer, small, kernels, leaves[0].to(on.device), seed)
+                got = _layer(layer, small, kernels, leaves[0].to(on.device), grad_output)
             names = [name for name, _ in exact.named_parameters()]
 
             def definition(
@@ -438,7 +459,7 @@ def _compiled(config: ModelConfig, kernels: Kernels, on: _Device) -> tuple[_Comp
                 weights = dict(zip(names, values, strict=True))
                 return [functional_call(exact, weights, _layer_inputs(x, small, None))[0]]
 
-            want = _computed(definition, [leaf.double() for leaf in leaves], [seed])
+            want = _computed(definition, [leaf.double() for leaf in leaves], [grad_output])
             for total, part in ((found, got), (expected, want)):
                 total.results.extend(part.results)
                 total.gradients.extend(part.gradients)
@@ -448,7 +469,7 @@ def _compiled(config: ModelConfig, kernels: Kernels, on: _Device) -> tuple[_Comp
 
 
 def _layer_inputs(x: Tensor, config: ModelConfig, implementation: Any) -> tuple[Any, ...]:
-    """Arguments of a layer for documents laid out for an implementation of attention, or None: for a mask."""
+    """Arguments of a layer; `implementation` of attention lays out the documents, None makes a mask."""
     ids, offsets = (each.to(x.device) for each in _document_ids())
     if implementation is None:
         layout = DocumentLayout(mask=_visible(ids))
@@ -458,9 +479,12 @@ def _layer_inputs(x: Tensor, config: ModelConfig, implementation: Any) -> tuple[
     return x, *rotary_tables(positions, config, x.dtype), layout, torch.ones_like(ids, dtype=torch.bool)
 
 
-def _layer(layer: DecoderLayer, config: ModelConfig, kernels: Kernels, x: Tensor, seed: Tensor) -> _Computed:
-    """The layer's result, and the gradients of its input and parameters."""
+def _layer(
+    layer: DecoderLayer, config: ModelConfig, kernels: Kernels, x: Tensor, grad_output: Tensor
+) -> _Computed:
+    """The result of a compiled layer, and the gradients of its input and parameters."""
     x = x.detach().clone().requires_grad_()
     out, _ = layer(*_layer_inputs(x, config, kernels.attention))
     leaves = [x, *layer.parameters()]
-    return _Computed([out], list(torch.autograd.grad([out], leaves, [seed.to(out)], allow_unused=True)))
+    gradients = torch.autograd.grad([out], leaves, [grad_output.to(out)], allow_unused=True)
+    return _Computed([out], list(gradients))
