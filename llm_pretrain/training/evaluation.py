@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from llm_pretrain import generation
 from llm_pretrain.config import Config
 from llm_pretrain.data import Batch, EvaluationBatches, Tokenizer, TokenStore, open_tokenizer
 from llm_pretrain.distributed.collectives import any_rank
@@ -212,6 +211,8 @@ class Samples:
         console.info(f"sample: {_shown(self.prompts[0])} -> {_shown(texts[0])}")
 
     def _continuations(self, model: Decoder, tokenizer: Tokenizer) -> list[str]:
+        from llm_pretrain import generation  # most runs print no samples
+
         prompts = self._prompt_ids(model, tokenizer)
         new_ids: list[list[int]] = [[] for _ in prompts]
         end, was_training = tokenizer.eos_token_id, model.training
