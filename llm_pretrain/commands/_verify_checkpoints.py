@@ -31,6 +31,7 @@ from llm_pretrain.export import TensorFiles, huggingface_config, native_config, 
 from llm_pretrain.files import read_json, read_plain
 from llm_pretrain.model import Decoder
 from llm_pretrain.optim import average_name, state_tensors
+from llm_pretrain.tracking import read_rows
 from llm_pretrain.training import fingerprints
 
 _OPTIMIZER = "optimizer.state."
@@ -258,6 +259,9 @@ def _check_best(check: Check, run: RunFiles, path: Path) -> int:
         raise CheckpointError(f"{file}: expected a whole number of steps, found {step!r:.40}")
     attempts = run.attempts
     losses = [each.evaluations[step] for each in attempts if step in each.evaluations]
+    if not losses and attempts:  # a running run may have evaluated since the rows were read
+        rows = read_rows(run.folder / "metrics.jsonl")
+        losses = [row["eval/loss"] for row in rows if row["step"] == step and "eval/loss" in row]
     if losses and loss not in losses:
         check.fail(f"best.json: expected eval/loss {losses[-1]} of step {step}, found {loss!r:.40}")
     elif not losses and attempts:
@@ -309,8 +313,8 @@ def _check_tensors(check: Check, run: RunFiles, path: Path, step: int) -> None:
             count = _compare(check, files, state, zeros, config, dtype, values=False)
             check.looked_at += f"; {count} tensors by name, shape and type, finite"
             return
-        manifest = run.manifests[step]
         try:
+            manifest = read_manifest(checkpoint)  # it may be newer than `run.manifests`
             with CheckpointTensors(checkpoint, manifest) as tensors:
                 weights = CheckpointWeights(tensors)
                 names = [name for name in state if name in manifest.tensors]
