@@ -127,7 +127,8 @@ class Watchdog:
     def _arm_fallback(self) -> None:
         if self.ends_process:
             seconds = self._longest() + GRACE_SECONDS
-            faulthandler.dump_traceback_later(seconds, exit=True, file=STDERR)
+            with suppress(RuntimeError):  # no further thread may be started: this one must go on
+                faulthandler.dump_traceback_later(seconds, exit=True, file=STDERR)
 
     def _longest(self) -> float:
         return self.phase.timeouts * self.timeout_seconds
