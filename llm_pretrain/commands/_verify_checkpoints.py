@@ -28,7 +28,7 @@ from llm_pretrain.config import Config
 from llm_pretrain.data import weight_changes_fingerprint
 from llm_pretrain.errors import CheckpointError, ConfigError, PretrainError
 from llm_pretrain.export import TensorFiles, huggingface_config, native_config, read_config, to_huggingface
-from llm_pretrain.files import read_json, read_plain
+from llm_pretrain.files import read_json, read_marker, read_plain
 from llm_pretrain.model import Decoder
 from llm_pretrain.optim import average_name, state_tensors
 from llm_pretrain.tracking import read_rows
@@ -95,6 +95,9 @@ def _check_checkpoint(check: Check, run: RunFiles, step: int, path: Path) -> Non
     manifest = read_manifest(path)
     if manifest.run.step != step:
         check.fail(f"manifest.json: expected step {step}, found {manifest.run.step}")
+    run_id = (read_marker(run.folder, "run") or {}).get("id")
+    if None not in (run_id, manifest.run.run_id) and manifest.run.run_id != run_id:
+        check.fail("manifest.json: expected a checkpoint of this folder's run, found another run's")
     for problem in find_damage(path, manifest):
         check.fail(problem)
     size = sum(entry["bytes"] for entry in manifest.files.values())

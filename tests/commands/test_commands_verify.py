@@ -245,6 +245,9 @@ DAMAGES: dict[str, tuple[Damage, set[str], str]] = {
         {"weights step-00000010"},
         "tokenizer.json",
     ),
+    "another run's checkpoints": (
+        json_file(".llm_pretrain.json", {"id": "0"}), TENTH_CHECK | LAST_CHECK, "found another run's"
+    ),
     "NaN in weights": (nan_weights, {"weights best"}, f"{NORM}: expected finite values"),
     "another best loss": (
         json_file("weights/best/best.json", {"eval/loss": 1.0}), {"weights best"}, "eval/loss"
