@@ -7,7 +7,7 @@ import json
 import logging
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -263,13 +263,16 @@ def write_json(file: Path, content: dict[str, Any]) -> None:
 _ALSO_COPIED = ("generation_config.json", "README.md")
 
 
-def convert_weights(source: Path, output: Path, dtype: str) -> None:
+def convert_weights(
+    source: Path, output: Path, dtype: str, *, check: Callable[[], None] = lambda: None
+) -> None:
     """Convert the weights in `source` to `dtype` in `output/`, which is replaced completely or not at all.
 
     Args:
         source: A weights folder, ours or transformers'.
         output: The folder to write.
         dtype: `bf16`, `fp16` or `fp32`.
+        check: Called before `output` is replaced; raises if it must not be.
 
     Raises:
         ConfigError: names each field that no architecture of transformers has.
@@ -291,6 +294,7 @@ def convert_weights(source: Path, output: Path, dtype: str) -> None:
             if (source / name).is_file():
                 shutil.copyfile(source / name, temporary / name)
         _list_files(temporary)
+        check()
         folders.commit_folder(temporary, output.name)
     except OSError as error:
         reason = error.strerror or " ".join(str(error).split())
