@@ -36,7 +36,7 @@ ALLOWED = {
         *("errors", "files", "config", "model", "data", "tracking", "export", "generation"),
         *("optim", "memory", "distributed", "checkpoints", "training"),
     },
-    "__main__": {"errors", "files", "commands"},
+    "__main__": {"errors", "files", "memory", "commands"},
     "__init__": set(),
 }
 """Part of the package -> the other parts it may import."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,7 @@ def save_weights(
     *,
     dtype: str,
     tokenizer_folder: Path,
+    tokenizer_digests: Mapping[str, str] | None = None,
     token_ids: dict[str, int | None],
     keep_last: int,
     sequence_length: int,
@@ -70,6 +72,7 @@ def save_weights(
         config: Its configuration, with a resolved `vocab_size`.
         dtype: `bf16`, `fp16` or `fp32`.
         tokenizer_folder: Its tokenizer files are copied.
+        tokenizer_digests: Name → SHA-256 that these files must have, as the run's store lists them.
         token_ids: `bos_token_id`, `eos_token_id`, `pad_token_id`; None for a missing token.
         keep_last: Newest exports to keep; at least 2 are kept.
         sequence_length: Default limit of generated text, the length that the model was trained on.
@@ -80,7 +83,8 @@ def save_weights(
         The folder with the weights.
 
     Raises:
-        CheckpointError: a value does not fit `dtype`, or writing failed; earlier exports are unchanged.
+        CheckpointError: a value does not fit `dtype`, the tokenizer is another one, or writing failed;
+            earlier exports are unchanged.
     """
     temporary = folders.temporary_folder(folder, step, uuid.uuid4().hex)
     tensors = state.raw_module(model).state_dict() if isinstance(model, nn.Module) else model
@@ -94,7 +98,7 @@ def save_weights(
             temporary / "generation_config.json",
             _generation_config(token_ids, sequence_length, tokenizer_folder),
         )
-        copy_tokenizer(tokenizer_folder, temporary)
+        copy_tokenizer(tokenizer_folder, temporary, tokenizer_digests)
         if card is not None:
             write_text(temporary / "README.md", export.model_card(card))
         if best_loss is not None:
@@ -204,12 +208,24 @@ def _id_of(tokenizer_folder: Path, token: str) -> int | None:
     return added.get(token)
 
 
-def copy_tokenizer(source: Path, target: Path) -> None:
-    """Copy a tokenizer's files, including its chat template, from a folder that may hold weights as well."""
+def copy_tokenizer(source: Path, target: Path, digests: Mapping[str, str] | None = None) -> None:
+    """Copy a tokenizer's files, including its chat template, from a folder that may hold weights as well.
+
+    Raises:
+        CheckpointError: a file that `digests` names is missing or has another SHA-256.
+    """
     for file in sorted(Path(source).iterdir()):
         if file.suffix in _TOKENIZER_SUFFIXES and file.name not in _OWN_FILES and file.is_file():
             shutil.copyfile(file, target / file.name)
             fsync_file(target / file.name)
+    for name, expected in (digests or {}).items():
+        copy = target / name
+        found = hashlib.sha256(copy.read_bytes()).hexdigest() if copy.is_file() else "none"
+        if found != expected:
+            raise CheckpointError(
+                f"{source / name}: expected the tokenizer that the run began with ({expected[:12]}), found "
+                f"{found[:12]}: its store was replaced; bring it back"
+            )
 
 
 def _list_files(folder: Path) -> None:
@@ -247,13 +263,16 @@ def write_json(file: Path, content: dict[str, Any]) -> None:
 _ALSO_COPIED = ("generation_config.json", "README.md")
 
 
-def convert_weights(source: Path, output: Path, dtype: str) -> None:
+def convert_weights(
+    source: Path, output: Path, dtype: str, *, check: Callable[[], None] = lambda: None
+) -> None:
     """Convert the weights in `source` to `dtype` in `output/`, which is replaced completely or not at all.
 
     Args:
         source: A weights folder, ours or transformers'.
         output: The folder to write.
         dtype: `bf16`, `fp16` or `fp32`.
+        check: Called before `output` is replaced; raises if it must not be.
 
     Raises:
         ConfigError: names each field that no architecture of transformers has.
@@ -275,6 +294,7 @@ def convert_weights(source: Path, output: Path, dtype: str) -> None:
             if (source / name).is_file():
                 shutil.copyfile(source / name, temporary / name)
         _list_files(temporary)
+        check()
         folders.commit_folder(temporary, output.name)
     except OSError as error:
         reason = error.strerror or " ".join(str(error).split())

@@ -28,9 +28,10 @@ from llm_pretrain.config import Config
 from llm_pretrain.data import weight_changes_fingerprint
 from llm_pretrain.errors import CheckpointError, ConfigError, PretrainError
 from llm_pretrain.export import TensorFiles, huggingface_config, native_config, read_config, to_huggingface
-from llm_pretrain.files import read_json, read_plain
+from llm_pretrain.files import read_json, read_marker, read_plain
 from llm_pretrain.model import Decoder
 from llm_pretrain.optim import average_name, state_tensors
+from llm_pretrain.tracking import read_rows
 from llm_pretrain.training import fingerprints
 
 _OPTIMIZER = "optimizer.state."
@@ -94,6 +95,9 @@ def _check_checkpoint(check: Check, run: RunFiles, step: int, path: Path) -> Non
     manifest = read_manifest(path)
     if manifest.run.step != step:
         check.fail(f"manifest.json: expected step {step}, found {manifest.run.step}")
+    run_id = (read_marker(run.folder, "run") or {}).get("id")
+    if None not in (run_id, manifest.run.run_id) and manifest.run.run_id != run_id:
+        check.fail("manifest.json: expected a checkpoint of this folder's run, found another run's")
     for problem in find_damage(path, manifest):
         check.fail(problem)
     size = sum(entry["bytes"] for entry in manifest.files.values())
@@ -258,6 +262,9 @@ def _check_best(check: Check, run: RunFiles, path: Path) -> int:
         raise CheckpointError(f"{file}: expected a whole number of steps, found {step!r:.40}")
     attempts = run.attempts
     losses = [each.evaluations[step] for each in attempts if step in each.evaluations]
+    if not losses and attempts:  # a running run may have evaluated since the rows were read
+        rows = read_rows(run.folder / "metrics.jsonl")
+        losses = [row["eval/loss"] for row in rows if row["step"] == step and "eval/loss" in row]
     if losses and loss not in losses:
         check.fail(f"best.json: expected eval/loss {losses[-1]} of step {step}, found {loss!r:.40}")
     elif not losses and attempts:
@@ -309,8 +316,8 @@ def _check_tensors(check: Check, run: RunFiles, path: Path, step: int) -> None:
             count = _compare(check, files, state, zeros, config, dtype, values=False)
             check.looked_at += f"; {count} tensors by name, shape and type, finite"
             return
-        manifest = run.manifests[step]
         try:
+            manifest = read_manifest(checkpoint)  # it may be newer than `run.manifests`
             with CheckpointTensors(checkpoint, manifest) as tensors:
                 weights = CheckpointWeights(tensors)
                 names = [name for name in state if name in manifest.tensors]

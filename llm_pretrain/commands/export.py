@@ -50,14 +50,19 @@ def run(arguments: argparse.Namespace) -> int:
     from llm_pretrain.export import read_config, write_gguf
 
     source, output = find_weights(Path(arguments.source)), Path(arguments.output)
-    _check_output(source, output, is_folder=arguments.to == "huggingface", overwrite=arguments.overwrite)
+    is_folder, overwrite = arguments.to == "huggingface", arguments.overwrite
+
+    def check() -> None:  # again before the result is put there: another export may have been faster
+        _check_output(source, output, is_folder=is_folder, overwrite=overwrite)
+
+    check()
     notes: list[str] = []
     with _weights_of(source) as weights:
         dtype = arguments.dtype or _own_dtype(read_config(weights))
         if arguments.to == "gguf":
-            notes = write_gguf(weights, output, dtype)
+            notes = write_gguf(weights, output, dtype, check=check)
         else:
-            convert_weights(weights, output, dtype)
+            convert_weights(weights, output, dtype, check=check)
     print(printable(f"{arguments.to}  {output}, {dtype}, {_size(output) / 1e6:,.1f} MB, from {source}"))
     for note in notes:
         print(printable(f"note  {note}"))

@@ -135,7 +135,8 @@ class Watchdog:
         """Let faulthandler end the process if this is not called again in time; see `GRACE_SECONDS`."""
         if self.ends_process:
             seconds = self.phase.timeouts * self.timeout_seconds + GRACE_SECONDS
-            faulthandler.dump_traceback_later(seconds, exit=True, file=STDERR)
+            with suppress(RuntimeError):  # no further thread may be started: this one must go on
+                faulthandler.dump_traceback_later(seconds, exit=True, file=STDERR)
 
     def _activity(self) -> str:
         """A text that changes while the main thread reads or writes, or while any rank's checkpoint grows."""

@@ -73,7 +73,9 @@ class _Entry(NamedTuple):
     """Slice of the second dimension: our gate and up projections are stacked."""
 
 
-def write_gguf(weights: Path, output: Path, dtype: str) -> list[str]:
+def write_gguf(
+    weights: Path, output: Path, dtype: str, *, check: Callable[[], None] = lambda: None
+) -> list[str]:
     """Write a GGUF file; on an error `output` stays as it was.
 
     Args:
@@ -81,6 +83,7 @@ def write_gguf(weights: Path, output: Path, dtype: str) -> list[str]:
         output: The file; replaced if it exists.
         dtype: Of the matrices: `bf16`, `fp16` or `fp32`. Norms, router and its bias are always fp32, as
             llama.cpp's own converter writes them.
+        check: Called before `output` is replaced; raises if it must not be.
 
     Returns:
         Notes for the user of the file, one line each.
@@ -108,6 +111,7 @@ def write_gguf(weights: Path, output: Path, dtype: str) -> list[str]:
             _add_metadata(writer, model, architecture, output.stem, _FILE_TYPES[dtype])
             _add_vocabulary(writer, vocabulary)
             _write(writer, entries, _tensors(files, entries, model, architecture))
+            check()
             os.replace(temporary, output)
         except OSError as error:
             reason = error.strerror or " ".join(str(error).split())

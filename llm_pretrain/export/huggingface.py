@@ -60,7 +60,7 @@ class TensorFiles:
         try:
             open_plain(path).close()  # safetensors would wait for a pipe
             return self._stack.enter_context(safe_open(str(path), "pt"))
-        except (OSError, SafetensorError) as error:
+        except (OSError, ValueError, SafetensorError) as error:  # ValueError: no name of a file
             self._stack.close()
             reason = " ".join(str(error).split())
             raise CheckpointError(f"{path}: expected a safetensors file, found: {reason}") from error

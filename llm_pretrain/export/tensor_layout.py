@@ -166,7 +166,8 @@ def from_huggingface(
         names: Names of all tensors of the weights, where `state` is only a part of them.
 
     Raises:
-        CheckpointError: an expert is missing, or a tensor that our decoder lacks is not zero.
+        CheckpointError: an expert is missing, a tensor that our decoder lacks is not zero, or a tied head is
+            not the embedding.
     """
     names = list(state if names is None else names)
     is_ernie = any(".moe_statics." in name for name in names)
@@ -194,9 +195,19 @@ def from_huggingface(
         else:
             result[name] = tensor
     result = _stacked(result, model)
-    if model.tie_word_embeddings and "model.embed_tokens.weight" in result:
-        result["lm_head.weight"] = result["model.embed_tokens.weight"]
+    if model.tie_word_embeddings and (embedding := result.get("model.embed_tokens.weight")) is not None:
+        _refuse_other_head(result.get("lm_head.weight"), embedding)
+        result["lm_head.weight"] = embedding
     return result
+
+
+def _refuse_other_head(head: Tensor | None, embedding: Tensor) -> None:
+    """Refuse a head beside a tied embedding that has other values, which transformers would not tie."""
+    if head is not None and (head.shape != embedding.shape or not bool((head == embedding).all())):
+        raise CheckpointError(
+            "lm_head.weight: expected the values of model.embed_tokens.weight, since config.json says "
+            "tie_word_embeddings, found others; set it to false in config.json, or leave the head out"
+        )
 
 
 def _unfused(state: Mapping[str, Tensor], model: ModelConfig) -> Iterator[tuple[str, Tensor]]:

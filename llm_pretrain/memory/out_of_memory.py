@@ -19,11 +19,13 @@ from llm_pretrain.memory.estimate import CUDA_CONTEXT, estimate_memory, shards_p
 from llm_pretrain.model import count_parameters
 from llm_pretrain.tracking import size_text
 
+_NO_THREAD = "can't start new thread"
+"""Python's error if a thread's stack has no room, and also if a limit on processes is reached."""
 _MESSAGES = (
     "can't allocate memory",  # torch on Linux
     "not enough memory: you tried to allocate",  # torch elsewhere
     "std::bad_alloc",
-    "can't start new thread",  # whose stack has no room
+    _NO_THREAD,
     "CUDA out of memory",
     "CUDA error: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
@@ -164,8 +166,10 @@ def _explanation(error: Exception, model: str, advice: str) -> str:
     else:
         least = min(_host_bounds(per_process=False), key=lambda memory: memory.free)
         free = f"{size_text(least.free)} left of what {least.bound}: {size_text(least.total)}"
+    threads = " or threads (ulimit -u, the container's pids.max)" if _NO_THREAD in text else ""
     where = f" ({text.splitlines()[0]:.160})" if isinstance(error, PretrainError) else ""
-    return "; ".join(part for part in (f"out of memory{where}: {asked}{free}", model, advice) if part)
+    first = f"out of memory{threads}{where}: {asked}{free}"
+    return "; ".join(part for part in (first, model, advice) if part)
 
 
 def _requirement(config: Config, engine: Placement, count: int) -> str:

@@ -327,6 +327,7 @@ class CheckpointManager:
                 config.model,
                 dtype=config.checkpoint.weights_dtype,
                 tokenizer_folder=store.tokenizer_folder,
+                tokenizer_digests=store.tokenizer_digests,
                 token_ids={
                     "bos_token_id": store.bos_token_id,
                     "eos_token_id": store.eos_token_id,

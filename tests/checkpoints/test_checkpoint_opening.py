@@ -162,6 +162,16 @@ def test_an_index_names_no_file_outside_of_its_folder(folder: Path, tmp_path: Pa
         assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["a\0b", "\ud800"], ids=["NUL", "surrogate"])
+def test_an_index_with_what_is_no_name_of_a_file_is_refused(folder: Path, name: str):
+    weights = folder / "weights" / "step-00000003"
+    (weights / "model.safetensors").unlink()
+    index = {"weight_map": {"model.embed_tokens.weight": name}}
+    (weights / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="expected a safetensors file, found"):
+        open_model(weights)
+
+
 @pytest.mark.parametrize(
     "name", ["config.json", "model.safetensors", "tokenizer.json", "generation_config.json"]
 )

@@ -15,6 +15,7 @@ from support.launching import Finished
 
 from llm_pretrain.__main__ import main
 from llm_pretrain.checkpoints import open_model, save_weights
+from llm_pretrain.commands import export as export_command
 from llm_pretrain.config import ModelConfig
 from llm_pretrain.export import load_pretrained
 from llm_pretrain.files import MARKER
@@ -101,6 +102,23 @@ def test_nothing_is_replaced_without_overwrite(run, tmp_path, capsys):
     assert main([*command, "--overwrite"]) == 2
     assert "found thesis.txt in it, which this program did not write" in capsys.readouterr().err
     assert (out / "thesis.txt").read_text() == "mine"
+
+
+def test_what_another_export_wrote_meanwhile_is_not_replaced(run, tmp_path, capsys, monkeypatch):
+    out, read = tmp_path / "out", export_command._own_dtype
+    command = ["export", "--to", "huggingface", "--output", str(out)]
+
+    def other_export(config: dict) -> str:
+        monkeypatch.setattr(export_command, "_own_dtype", read)
+        assert main([*command, str(run / "weights/step-00000001")]) == 0
+        return read(config)
+
+    monkeypatch.setattr(export_command, "_own_dtype", other_export)
+    assert main([*command, str(run)]) == 2
+    assert "expected a new path, found one in use" in capsys.readouterr().err
+    first, found = weights(run / "weights/step-00000001"), weights(out)
+    assert all(found[name].equal(tensor) for name, tensor in first.items())
+    assert not [each for each in tmp_path.iterdir() if each.name.startswith(".")]
 
 
 def test_weights_of_another_program_are_not_replaced(run, tmp_path, capsys):

@@ -245,6 +245,9 @@ DAMAGES: dict[str, tuple[Damage, set[str], str]] = {
         {"weights step-00000010"},
         "tokenizer.json",
     ),
+    "another run's checkpoints": (
+        json_file(".llm_pretrain.json", {"id": "0"}), TENTH_CHECK | LAST_CHECK, "found another run's"
+    ),
     "NaN in weights": (nan_weights, {"weights best"}, f"{NORM}: expected finite values"),
     "another best loss": (
         json_file("weights/best/best.json", {"eval/loss": 1.0}), {"weights best"}, "eval/loss"
@@ -465,6 +468,28 @@ def test_a_run_that_goes_on_while_it_is_read(
     assert (code, results(outcomes, "failed")) == (0, set())
     assert results(outcomes, "skipped") == {"checkpoint step-00000010"}
     assert "no sound checkpoint" in outcomes["weights step-00000010"]["reason"]
+
+
+def test_what_a_run_writes_after_its_rows_were_read(
+    whole: Path, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Rows, a checkpoint, and weights of steps 11 and 12 appear between reading the rows and checking."""
+    rows = (whole / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(row for row in rows if json.loads(row)["step"] <= 10))
+    rewrite_json(run / "status.json", lambda content: content.update(state="running", exit_code=None))
+    for kind in ("checkpoints", "weights"):
+        shutil.rmtree(run / kind / "step-00000012")
+    check = checkpoint_checks.check_data
+
+    def goes_on(*arguments):
+        shutil.copytree(whole, run, dirs_exist_ok=True)
+        check(*arguments)
+
+    monkeypatch.setattr(checkpoint_checks, "check_data", goes_on)
+    assert json.loads((run / "weights/best/best.json").read_text())["step"] == 12
+    code, outcomes = verify(run, capsys)
+    assert (code, results(outcomes, "failed")) == (0, set()), outcomes
+    assert "bit for bit" in outcomes["weights step-00000012"]["looked_at"]
 
 
 def test_a_run_from_another_runs_checkpoint(

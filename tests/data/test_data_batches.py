@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import signal
@@ -181,6 +182,25 @@ def test_starting_at_a_step_continues_the_sequence(masked_store: TokenStore):
     assert len(whole) == 6 * 4
     assert all(equal(a, b) for a, b in zip(whole[16:], rest, strict=True))
     assert not batches_of(config, start_step=6)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"), EOFError("unexpected EOF")],
+    ids=["fork", "server"],
+)
+def test_a_limit_on_processes_is_one_line(store: TokenStore, error: Exception, monkeypatch):
+    """The fork server cannot be started, or ends because it cannot start a worker."""
+
+    def fail(*_: object) -> None:
+        raise error
+
+    if isinstance(error, OSError):
+        monkeypatch.setattr(batches.resource_tracker, "ensure_running", fail)
+    monkeypatch.setattr(batches.forkserver, "ensure_running", lambda: None)
+    monkeypatch.setattr(batches.forkserver, "connect_to_new_process", fail)
+    with pytest.raises(ResourceError, match=r"^data\.num_workers: expected .* processes \(ulimit -u\)$"):
+        iter(global_batches(make_config(store, num_workers=1), start_step=0, world_size=1))
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

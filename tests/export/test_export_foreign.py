@@ -221,6 +221,17 @@ def test_a_nonzero_tensor_that_our_decoder_lacks_is_refused(changes, tensor):
         from_huggingface(written, config)
 
 
+def test_a_tied_head_of_other_values_is_refused():
+    """transformers would compute with that head."""
+    config = dataclasses.replace(MOE, tie_word_embeddings=True)
+    written = to_huggingface(make(config).state_dict(), config, torch.float32)
+    written["lm_head.weight"] = written["model.embed_tokens.weight"].clone()
+    assert from_huggingface(written, config).keys() == make(config).state_dict().keys()
+    written["lm_head.weight"][5, 7] += 1
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight: expected the values of model\."):
+        from_huggingface(written, config)
+
+
 def test_layers_for_predicting_further_tokens_are_left_out():
     config = dataclasses.replace(MOE, scoring_func="sigmoid", router_bias_update_rate=0.001)
     state = make(config).state_dict()

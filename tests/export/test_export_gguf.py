@@ -350,3 +350,16 @@ def test_broken_weights_leave_no_file(tmp_path, tokenizers, damage):
     assert "\n" not in str(caught.value)
     assert (tmp_path / "model.gguf").read_text() == "before"
     assert sorted(each.name for each in tmp_path.iterdir()) == ["model.gguf", "weights"]
+
+
+def test_a_file_that_must_not_be_replaced_by_now_stays(tmp_path, tokenizers):
+    weights = write_weights(tmp_path / "weights", BASE, tokenizers["bytelevel-bpe"])
+    (tmp_path / "model.gguf").write_text("before")
+
+    def check() -> None:
+        raise ConfigError("expected a new path")
+
+    with pytest.raises(ConfigError, match="expected a new path"):
+        write_gguf(weights, tmp_path / "model.gguf", "fp32", check=check)
+    assert (tmp_path / "model.gguf").read_text() == "before"
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["model.gguf", "weights"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -137,6 +138,23 @@ def test_a_checkpoint_counts_though_its_weights_fail(plain_store, tmp_path, monk
     errors = capsys.readouterr().err
     assert errors.count("not saved, the weights of step") == 2
     assert "failed saves in a row: 2 of 3" in errors
+
+
+@MODES
+def test_a_store_that_is_replaced_gives_its_tokenizer_to_no_weights(plain_store, tmp_path, monkeypatch, mode):
+    moved, folder, save = tmp_path / "store", tmp_path / "run", checkpointing.save_weights
+    shutil.copytree(plain_store, moved)
+
+    def replaced(parent: Path, step: int, *arguments, **more) -> Path:
+        if step == 4:
+            (moved / "tokenizer" / "tokenizer.json").write_text('{"another": "tokenizer"}')
+        return save(parent, step, *arguments, **more)
+
+    monkeypatch.setattr(checkpointing, "save_weights", replaced)
+    assert train(*options(moved, folder, mode)) == 74
+    assert saved_steps(folder, "weights") == [2]
+    reason = Finished(74, "", folder).status["reason"]
+    assert "tokenizer.json: expected the tokenizer that the run began with" in reason
 
 
 @MODES

@@ -107,6 +107,13 @@ def test_the_line_of_a_gpu_names_its_memory():
     assert "more lines" not in line
 
 
+def test_a_limit_on_threads_is_named():
+    def fail() -> None:
+        raise RuntimeError("can't start new thread")
+
+    assert line_of(fail).startswith("out of memory or threads (ulimit -u, the container's pids.max): ")
+
+
 def test_numpy_s_sizes_are_read():
     assert "262144.0 TiB asked for" in line_of(REAL["numpy"])
 

@@ -109,6 +109,20 @@ def test_nothing_is_left_after_the_run_or_an_interrupt():
     assert watchdog.current_phase() == "the run"
 
 
+def test_a_limit_on_threads_does_not_end_the_watch(monkeypatch: pytest.MonkeyPatch):
+    """faulthandler starts a thread at every look, of which there may be too many then."""
+    looks = threading.Semaphore(0)
+
+    def no_thread(*_: object, **__: object) -> None:
+        looks.release()
+        raise RuntimeError("unable to start watchdog thread")
+
+    monkeypatch.setattr(watchdog.faulthandler, "dump_traceback_later", no_thread)
+    monkeypatch.setattr(watchdog, "MAX_CHECK_SECONDS", 0.01)
+    with watchdog.Watchdog(60, rank=0, world_size=1):
+        assert all(looks.acquire(timeout=10) for _ in range(4))
+
+
 def test_an_end_that_is_written_stays(tmp_path: Path):
     """A hang or a lost peer says least: what the run or another rank has written stays."""
     status = Status(tmp_path / "status.json", rank=0, world_size=2, launcher="torchrun")

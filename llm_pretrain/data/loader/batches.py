@@ -300,19 +300,22 @@ def shared_memory_problem(config: Config, ranks: int) -> str | None:
 
 @contextmanager
 def worker_errors() -> Iterator[None]:
-    """Turns the end of a worker, and the traceback of an error in it, into an error of one line."""
+    """Turns the end of a worker or of their server, and the traceback of an error in it, into one line."""
     try:
         yield
-    except (RuntimeError, OSError, PretrainError) as error:
-        text = str(error).strip()
-        if "DataLoader worker" not in text and getattr(error, "errno", None) != errno.EMFILE:
+    except (RuntimeError, OSError, EOFError, PretrainError) as error:
+        text = str(error).strip() or type(error).__name__
+        number = getattr(error, "errno", None)
+        is_limit = isinstance(error, EOFError) or number in (errno.EMFILE, errno.EAGAIN)
+        is_told = isinstance(error, PretrainError) and "\n" not in text
+        if is_told or not ("DataLoader worker" in text or is_limit):
             raise
         *_, last = text.splitlines()
         if isinstance(error, PretrainError):
             raise type(error)(last.partition(": ")[2]) from error
         raise ResourceError(
             f"data.num_workers: expected workers that go on, found: {last}; set it to 0, or give them more "
-            "memory, /dev/shm or open files"
+            "memory, /dev/shm, open files or processes (ulimit -u)"
         ) from error
 
 
@@ -373,7 +376,8 @@ class _Loader(DataLoader[Batch]):
 
     def __iter__(self) -> Any:
         if self.num_workers or self.pin_memory:
-            return super().__iter__()
+            with worker_errors():
+                return super().__iter__()
         samples: Any = self.dataset
         assert self.batch_sampler is not None
         return samples.batches(self.batch_sampler)
@@ -385,7 +389,8 @@ def _loader(dataset: Dataset[Batch], sampler: MicroBatchSampler, num_workers: in
     if num_workers:
         atexit.register(end_workers)
     if num_workers and method == "forkserver":
-        start_fork_server()
+        with worker_errors():
+            start_fork_server()
     return _Loader(
         dataset,
         batch_sampler=sampler,  # type: ignore[arg-type]  # torch types it Sampler, and takes any iterable

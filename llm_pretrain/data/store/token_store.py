@@ -261,6 +261,12 @@ class TokenStore:
             )
         return tokenizer
 
+    @property
+    def tokenizer_digests(self) -> dict[str, str]:
+        """Name → SHA-256 of each file of the tokenizer, as store.json lists them."""
+        files = {Path(name): entry["sha256"] for name, entry in self.facts["files"].items()}
+        return {file.name: digest for file, digest in files.items() if file.parent == Path("tokenizer")}
+
     def token_bytes(self) -> np.ndarray:
         """int64 [vocab_size]: UTF-8 bytes of each id, 0 for special ids."""
         return self.tokenizer().token_bytes()
