@@ -39,23 +39,19 @@ _EXIT_BROKEN_PIPE = 141
 def main(argv: list[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
     prepare_streams()
-    arguments = sys.argv[1:] if argv is None else argv
-    if arguments[:1] == ["--version"]:
-        print(__version__)
-        return 0
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(_usage())
-        return 0 if arguments else _EXIT_USAGE
-    name, *rest = arguments
-    if name not in COMMANDS:
-        known = ", ".join(COMMANDS)
-        print(
-            f"llm-pretrain: error: expected a command ({known}), found {name!r}; see llm-pretrain --help",
-            file=sys.stderr,
-        )
-        return _EXIT_USAGE
+    name, *rest = (sys.argv[1:] if argv is None else argv) or [""]
     parsed = argparse.Namespace()
     try:
+        if name in ("", "-h", "--help", "--version"):
+            print(__version__ if name == "--version" else _usage(), flush=True)
+            return 0 if name else _EXIT_USAGE
+        if name not in COMMANDS:
+            known = ", ".join(COMMANDS)
+            print(
+                f"llm-pretrain: error: expected a command ({known}), found {name!r}; see llm-pretrain --help",
+                file=sys.stderr,
+            )
+            return _EXIT_USAGE
         command = import_module(f"llm_pretrain.commands.{name}")
         parser = argparse.ArgumentParser(
             prog=f"llm-pretrain {name}",
@@ -72,6 +68,7 @@ def main(argv: list[str] | None = None) -> int:
                 refuse(unknown)
             parser.error(f"unrecognized arguments: {' '.join(unknown)}")
         exit_code = command.run(parsed)
+        parsed = argparse.Namespace(output="standard output")  # the only one that can still fail
         sys.stdout.flush()
         return exit_code
     except BrokenPipeError:  # `head` or a pager has closed the pipe

@@ -159,6 +159,9 @@ def open_source(arguments: argparse.Namespace) -> Source:
             f"{folder / 'tokenizer.json'}: expected at most the model's {rows} ids, found "
             f"{tokenizer.vocab_size}; it is another model's tokenizer"
         )
+    own = opened.tokenizer_folder
+    if own is not None and Tokenizer(own).hash != tokenizer.hash:
+        print(f"warning: {folder} is not the tokenizer beside the model, {own}", file=sys.stderr)
     dtype = torch.bfloat16 if getattr(arguments, "dtype", "fp32") == "bf16" else torch.float32
     ends = _ids(opened.token_ids.get("eos_token_id")) or _ids(tokenizer.eos_token_id)
     starts = _ids(opened.token_ids.get("bos_token_id")) or _ids(tokenizer.bos_token_id) or ends

@@ -51,6 +51,11 @@ class TensorFiles:
         self._file_of: dict[str, Any] = {}
         for file in files:
             opened = self._open(folder / file)
+            if twice := self._file_of.keys() & opened.keys():
+                self._stack.close()
+                raise CheckpointError(
+                    f"{folder / file}: expected each tensor in one shard, found {min(twice)} again"
+                )
             self._file_of |= dict.fromkeys(opened.keys(), opened)
         self.names = list(self._file_of)
 

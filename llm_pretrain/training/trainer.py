@@ -90,7 +90,8 @@ class Trainer:
             )
         if resume is None and self.status.checkpoint:  # deleted, or its disk is not mounted
             self.checkpoints.notes.append(
-                f"starting from scratch: {self.status.checkpoint}, named in status.json, does not exist"
+                f"starting from scratch: {self.status.checkpoint}, named in status.json, is not in "
+                f"{self.folder.checkpoints}"
             )
         self.status.running(self.progress.step, resume.path if resume else None)
         self.checkpoints.notes += run_on_all_ranks(engine, lambda: check_memory(config, engine))

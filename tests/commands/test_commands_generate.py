@@ -84,6 +84,22 @@ def test_a_text_ends_with_the_models_positions_and_says_so(folder, capsys):
     assert err == "note: ended at the model's 64 positions (max_position_embeddings)\n"
 
 
+def test_a_tokenizer_that_is_not_the_models_is_said(folder, capsys):
+    other = folder / "other"
+    other.mkdir()
+    text = (folder / "tokenizer.json").read_text()
+    parser = argparse.ArgumentParser()
+    generate.add_arguments(parser)
+    argv = [str(folder), "--prompt", "hello", "--max_new_tokens", "1", "--tokenizer", str(other)]
+    for changed, warning in (
+        (text, ""),
+        (text.replace('"a"', '"A"'), f"warning: {other} is not the tokenizer beside the model, {folder}\n"),
+    ):
+        (other / "tokenizer.json").write_text(changed)
+        assert generate.run(parser.parse_args(argv)) == 0
+        assert capsys.readouterr().err == warning
+
+
 def test_the_seed_decides(folder, capsys):
     options = (str(folder), "--prompt", "a", "--temperature", "3", "--top_k", "0", "--max_new_tokens", "12")
     first, again = run(capsys, *options, "--seed", "1"), run(capsys, *options, "--seed", "1")

@@ -93,6 +93,21 @@ def test_an_interruption_is_quiet(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
+@pytest.mark.parametrize("option", ["--help", "--version"])
+def test_an_output_that_cannot_be_written_is_one_line(option: str):
+    with open("/dev/full", "w") as full:
+        found = subprocess.run(
+            [sys.executable, "-m", "llm_pretrain", option],
+            check=False,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert found.returncode == 74
+    assert found.stderr == f"llm-pretrain {option}: error: output: No space left on device\n"
+
+
 @pytest.mark.parametrize(
     "error", [MemoryError("none left"), RuntimeError("CUDA out of memory. Tried to allocate 2 GiB")]
 )
