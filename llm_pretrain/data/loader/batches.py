@@ -303,9 +303,13 @@ def worker_errors() -> Iterator[None]:
     """Turns the end of a worker, and the traceback of an error in it, into an error of one line."""
     try:
         yield
-    except (RuntimeError, OSError, PretrainError) as error:
-        text = str(error).strip()
-        if "DataLoader worker" not in text and getattr(error, "errno", None) != errno.EMFILE:
+    except (RuntimeError, OSError, EOFError, PretrainError) as error:
+        text = str(error).strip() or type(error).__name__
+        # a worker that ends between a batch and the file that holds it closes its socket, or has deleted it
+        is_socket = isinstance(error, FileNotFoundError) and error.filename is None
+        is_cut_off = is_socket or isinstance(error, ConnectionError | EOFError)
+        is_limit = getattr(error, "errno", None) == errno.EMFILE
+        if "DataLoader worker" not in text and not is_cut_off and not is_limit:
             raise
         *_, last = text.splitlines()
         if isinstance(error, PretrainError):
