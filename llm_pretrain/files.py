@@ -227,8 +227,9 @@ def foreign_file(folder: Path, also: str = "") -> str | None:
     return None
 
 
-def check_replaceable(file: Path, *marks: bytes) -> None:
-    """Check that at `file` is nothing, or a file that this program wrote: with any of `marks` in its head.
+def check_replaceable(file: Path, *marks: bytes, begin: bytes = b"") -> None:
+    """Check that at `file` is nothing, an empty file, or one that this program wrote: with any of `marks` in
+    its head, which begins with `begin`.
 
     Raises:
         OutputError: there is something else.
@@ -240,7 +241,7 @@ def check_replaceable(file: Path, *marks: bytes) -> None:
         try:
             with open_plain(file) as stream:
                 head = stream.read(_HEAD_BYTES)
-            if not head or any(mark in head for mark in marks):
+            if not head or (head.startswith(begin) and any(mark in head for mark in marks)):
                 return
             found = "another file"
         except OSError as error:

@@ -129,7 +129,7 @@ def _check_output(source: Path, output: Path, *, is_folder: bool, overwrite: boo
         expected, found = ("folder", "file") if is_folder else ("file", "folder")
         raise ConfigError(f"--output {output}: expected a {expected} to replace, found a {found}")
     if not is_folder:
-        check_replaceable(output, b"llm_pretrain")
+        check_replaceable(output, b"llm_pretrain", begin=b"GGUF")
         return
     if output.resolve() == source.resolve() or output.resolve() in source.resolve().parents:
         raise ConfigError(

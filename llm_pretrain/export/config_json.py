@@ -236,13 +236,15 @@ def _expert_fields(
 
 def _layer_fields(config_json: dict[str, Any]) -> dict[str, Any]:
     """`first_k_dense_replace` and `decoder_sparse_step` that give `mlp_layer_types`."""
-    layers = config_json["num_hidden_layers"]
-    kinds = config_json.get("mlp_layer_types") or ["dense", *["sparse"] * (layers - 1)]
-    sparse = [layer for layer, kind in enumerate(kinds) if kind == "sparse"]
-    for step in range(1, layers + 1):
-        for first in range(layers):
-            if sparse == [layer for layer in range(first, layers) if (layer + 1) % step == 0]:
-                return {"first_k_dense_replace": first, "decoder_sparse_step": step}
+    layers, kinds = config_json["num_hidden_layers"], config_json.get("mlp_layer_types")
+    if not kinds and layers > 1:
+        return {"first_k_dense_replace": 1, "decoder_sparse_step": 1}
+    sparse = [layer for layer, kind in enumerate(kinds or ()) if kind == "sparse"]
+    first = sparse[0] if sparse else 0
+    for step in (sparse[1] - first,) if sparse[1:] else range(1, first + 2):
+        expected = range(first, layers, step)
+        if (first + 1) % step == 0 and len(expected) == len(sparse) and [*expected] == sparse:
+            return {"first_k_dense_replace": max(0, first + 1 - step), "decoder_sparse_step": step}
     raise ConfigError(
         "config.json: mlp_layer_types: expected every n-th layer sparse after leading dense ones, "
         f"found sparse layers {sparse} of {layers}"

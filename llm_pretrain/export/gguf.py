@@ -101,9 +101,10 @@ def write_gguf(
         ) from None
     model = model_config_from_huggingface(read_config(weights))
     architecture = _architecture(model)
-    vocabulary = read_vocabulary(weights, model.vocab_size or 0)
-    entries = _entries(model, architecture, _DTYPES[dtype])
     with TensorFiles(weights) as files:
+        files.check_size(model)
+        vocabulary = read_vocabulary(weights, model.vocab_size or 0)
+        entries = _entries(model, architecture, _DTYPES[dtype])
         temporary = output.with_name(f".{output.name}.tmp-{uuid.uuid4().hex}")
         try:
             output.parent.mkdir(parents=True, exist_ok=True)

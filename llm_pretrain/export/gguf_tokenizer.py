@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from llm_pretrain.errors import DataError
+from llm_pretrain.files import read_plain
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 """llama.cpp's token types."""
@@ -117,14 +118,19 @@ def read_vocabulary(folder: Path, vocab_size: int) -> Vocabulary:
     )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> bytes:
     try:
-        content = json.loads(path.read_text("utf-8"))
+        return read_plain(path)
     except OSError as error:
         raise DataError(
             f"{path}: expected the tokenizer beside the weights, found: {error.strerror}"
         ) from error
-    except ValueError as error:
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(_read(path))
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: expected JSON, found: {error}") from error
     if not isinstance(content, dict):
         raise DataError(f"{path}: expected a JSON object, found {type(content).__name__}")
@@ -206,8 +212,8 @@ def _sentencepiece(folder: Path, tokens: list[str], types: list[int]) -> tuple[l
     path = folder / "tokenizer.model"
     processor: Any = sentencepiece.SentencePieceProcessor()
     try:
-        processor.LoadFromSerializedProto(path.read_bytes())
-    except (OSError, RuntimeError) as error:
+        processor.LoadFromSerializedProto(_read(path))
+    except RuntimeError as error:
         raise DataError(
             f"{path}: expected SentencePiece's own file, whose scores llama.cpp needs, found: "
             f"{' '.join(str(error).split())}"
@@ -290,7 +296,7 @@ def _chat_template(folder: Path) -> str | None:
     """
     file = folder / "chat_template.jinja"
     if file.exists():
-        template = file.read_text("utf-8")
+        template = _read(file).decode("utf-8", errors="replace")
     else:
         config = folder / "tokenizer_config.json"
         template = _read_json(config).get("chat_template") if config.exists() else None

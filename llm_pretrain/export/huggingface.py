@@ -76,6 +76,25 @@ class TensorFiles:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
+    def check_size(self, config: ModelConfig) -> None:
+        """Check vocabulary and number of layers, before anything of the size that config.json says is made.
+
+        Raises:
+            CheckpointError: the files have another vocabulary, or fewer tensors than that many layers.
+        """
+        name, expected = "model.embed_tokens.weight", (config.vocab_size, config.hidden_size)
+        found = tuple(self._file_of[name].get_slice(name).get_shape()) if name in self._file_of else "none"
+        if found != expected:
+            raise CheckpointError(
+                f"{self.folder}: expected the tensors that config.json describes, found {name}: {found} "
+                f"instead of {expected}"
+            )
+        if len(self.names) < config.num_hidden_layers:
+            raise CheckpointError(
+                f"{self.folder}: expected the tensors that config.json describes, found {len(self.names)} "
+                f"for {config.num_hidden_layers} layers"
+            )
+
     def read(self, name: str) -> Tensor:
         """A tensor on the CPU.
 
@@ -172,6 +191,7 @@ def load_pretrained(folder: str | Path, *, dtype: torch.dtype | None = None) -> 
     folder = Path(folder)
     config = model_config_from_huggingface(read_config(folder))
     with TensorFiles(folder) as files:
+        files.check_size(config)
         state = from_huggingface({name: files.read(name) for name in files.names}, config)
     _check_tensors(folder, config, state)
     model = Decoder(config)

@@ -53,7 +53,7 @@ class MetricsWriter:
             _cut_torn_end(self.path)
             self._file = self.path.open("ab")
         except OSError as error:
-            raise OutputError(f"{self.path}: cannot be written: {error.strerror}") from error
+            raise OutputError(f"{self.path}: cannot be written: {error.strerror or error}") from error
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Write one row and flush it to the operating system; NaN and infinities become null.

@@ -5,7 +5,6 @@ Initial weights are random, or those of a folder (continued pretraining, upcycli
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import shutil
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from llm_pretrain.config import VOCAB_MULTIPLE, Config, ModelConfig, compiles
 from llm_pretrain.errors import CheckpointError, ConfigError
 from llm_pretrain.export import load_pretrained, model_config_from_huggingface, read_config
+from llm_pretrain.files import read_json
 from llm_pretrain.model import (
     Decoder,
     DecoderLayer,
@@ -392,14 +392,14 @@ def _check_tokenizer(folder: Path, config: Config) -> None:
 def _vocabulary(folder: Path) -> dict[int, str]:
     """Token by id of a tokenizer.json; empty if it cannot be read."""
     try:
-        data = json.loads((folder / "tokenizer.json").read_text("utf-8"))
+        data = read_json(folder / "tokenizer.json")
         entries = data["model"]["vocab"]
         if isinstance(entries, dict):
             tokens = {int(id): token for token, id in entries.items()}
         else:  # Unigram: a list of (piece, score)
             tokens = {id: piece for id, (piece, *_) in enumerate(entries)}
         return tokens | {entry["id"]: entry["content"] for entry in data.get("added_tokens", [])}
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return {}
 
 

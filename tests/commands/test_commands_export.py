@@ -146,7 +146,7 @@ def test_an_export_of_a_version_without_lists_is_replaced(run, tmp_path):
 
 
 def test_a_file_of_another_program_is_not_replaced_by_gguf(run, tmp_path, capsys):
-    for content in (b"the only copy", b"GGUF of a model from elsewhere"):
+    for content in (b"the only copy", b"GGUF of a model from elsewhere", b"notes about llm_pretrain"):
         (tmp_path / "file").write_bytes(content)
         command = ["export", str(run), "--to", "gguf", "--output", str(tmp_path / "file"), "--overwrite"]
         assert main(command) == 73

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -261,6 +262,22 @@ def test_an_error_in_a_worker_is_one_line(
     with pytest.raises(expected, match=message) as caught:
         next(windows(loader, 2))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ConnectionResetError(104, "Connection reset by peer"), EOFError(), FileNotFoundError(2, "No such")],
+)
+def test_a_worker_that_ends_while_it_hands_over_a_batch_is_one_line(error: Exception):
+    def batches_of_a_killed_worker() -> Iterator[Batch]:
+        raise error
+        yield
+
+    with pytest.raises(ResourceError, match=r"^data\.num_workers: expected workers that go on, found: "):
+        next(windows(batches_of_a_killed_worker(), 1))
+    missing = FileNotFoundError(2, "No such file or directory", "store/train/tokens-00000.bin")
+    with pytest.raises(FileNotFoundError), batches.worker_errors():
+        raise missing
 
 
 def test_a_small_shared_memory_is_named_before_the_start(store: TokenStore, monkeypatch: pytest.MonkeyPatch):

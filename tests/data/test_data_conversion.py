@@ -374,6 +374,7 @@ WRONG = [
         "expected 3 tokens as its header says, 1030 bytes",
     ),
     ("nanogpt", "n.bin", write("n.bin", header(1, version=9) + b"\0\0"), "found version 9"),
+    ("nanogpt", "pipe.bin", lambda folder: os.mkfifo(folder / "pipe.bin"), "pipe.bin: .* no plain file"),
     ("nanogpt", "n.bin", write("n.bin", b"\x01\x01" * 3), "expected documents, found none"),
     ("megatron", "m", lambda folder: (folder / "m.idx").unlink(), "m.idx: expected it beside m.bin"),
     ("megatron", "m", lambda folder: (folder / "m.bin").unlink(), "m.bin: expected it beside m.idx"),

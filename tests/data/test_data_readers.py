@@ -316,6 +316,7 @@ def test_of_saved_splits_only_train_is_read(tmp_path: Path, capsys: pytest.Captu
     save(tmp_path / "saved", train=TEXTS, test=["held out"])
     assert texts_of(tmp_path / "saved") == TEXTS
     assert texts_of(tmp_path / "saved" / "test") == ["held out"]
+    assert texts_of(tmp_path) == texts_of(tmp_path / "save*") == TEXTS  # also in a folder, and by a pattern
     save(tmp_path / "other", dev=TEXTS, test=["held out"])
     with pytest.raises(DataError, match="expected a split train, found dev, test; name the folder of one"):
         texts_of(tmp_path / "other")

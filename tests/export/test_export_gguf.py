@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import random
 import shutil
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -331,6 +333,30 @@ def test_a_sentencepiece_folder_without_its_scores_is_refused(tmp_path, tokenize
     (weights / "tokenizer.model").unlink()
     with pytest.raises(DataError, match=r"tokenizer\.model: expected"):
         write_gguf(weights, tmp_path / "model.gguf", "bf16")
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja"]
+)
+def test_a_pipe_in_place_of_a_tokenizers_file_is_not_waited_for(tmp_path, tokenizers, name):
+    weights = write_weights(tmp_path / "weights", BASE, tokenizers["sentencepiece-bpe"])
+    (weights / name).unlink()
+    os.mkfifo(weights / name)
+    with pytest.raises(DataError, match=f"{name}: expected .*, found: no plain file") as caught:
+        write_gguf(weights, tmp_path / "model.gguf", "bf16")
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "model.gguf").exists()
+
+
+def test_a_vocabulary_that_only_the_config_has_takes_no_memory(tmp_path, tokenizers):
+    weights = write_weights(tmp_path / "weights", BASE, tokenizers["bytelevel-bpe"])
+    change_json(weights / "config.json", lambda config: config.update(vocab_size=2_000_000))
+    tracemalloc.start()
+    with pytest.raises(CheckpointError, match=r"\(704, 48\) instead of \(2000000, 48\)"):
+        write_gguf(weights, tmp_path / "model.gguf", "bf16")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 64 << 20
 
 
 @pytest.mark.parametrize("damage", ["missing tensor", "foreign tensor", "too large for fp16"])

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import runpy
 import sys
+import time
 
 import pytest
 import torch
@@ -468,6 +469,34 @@ def test_an_invalid_value_is_refused_by_name(changes, name):
     with pytest.raises(ConfigError, match=name) as caught:
         model_config_from_huggingface(config | changes)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"vocab_size": 200_000_000}, r"embed_tokens\.weight: .* instead of \(200000000, "),
+        ({"num_hidden_layers": 4096}, "found 83 for 4096 layers"),
+        ({"model_type": "hy_v3", "num_shared_experts": 1, "num_hidden_layers": 10**8}, "at most 4096"),
+        (
+            {
+                "model_type": "hy_v3",
+                "num_shared_experts": 1,
+                "num_hidden_layers": 4096,
+                "mlp_layer_types": ["dense", "sparse", "sparse", *["dense", "sparse"] * 2046, "dense"],
+            },
+            "mlp_layer_types",
+        ),
+    ],
+    ids=["vocabulary", "layers", "too many layers", "order of layers"],
+)
+def test_sizes_are_compared_before_a_model_of_them_is_made(tmp_path, changes, found):
+    write(tmp_path, make(MOE))
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | changes))
+    begin = time.process_time()
+    with pytest.raises((CheckpointError, ConfigError), match=found):
+        load_pretrained(tmp_path)
+    assert time.process_time() - begin < 2
 
 
 @pytest.mark.parametrize("content", ["[]", "3", "[" * 100_000])

@@ -305,10 +305,12 @@ def worker_errors() -> Iterator[None]:
         yield
     except (RuntimeError, OSError, EOFError, PretrainError) as error:
         text = str(error).strip() or type(error).__name__
-        number = getattr(error, "errno", None)
-        is_limit = isinstance(error, EOFError) or number in (errno.EMFILE, errno.EAGAIN)
+        # a worker that ends between a batch and the file that holds it closes its socket, or has deleted it
+        is_socket = isinstance(error, FileNotFoundError) and error.filename is None
+        is_cut_off = is_socket or isinstance(error, ConnectionError | EOFError)
+        is_limit = getattr(error, "errno", None) in (errno.EMFILE, errno.EAGAIN)
         is_told = isinstance(error, PretrainError) and "\n" not in text
-        if is_told or not ("DataLoader worker" in text or is_limit):
+        if is_told or not ("DataLoader worker" in text or is_cut_off or is_limit):
             raise
         *_, last = text.splitlines()
         if isinstance(error, PretrainError):

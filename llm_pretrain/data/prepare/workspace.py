@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import shutil
 import zlib
 from collections import Counter
@@ -19,16 +18,14 @@ from filelock import FileLock, Timeout
 from llm_pretrain.data.prepare.encoding import EncodedBatch
 from llm_pretrain.data.store.writer import HashedFile, StaleStateError
 from llm_pretrain.errors import OutputError
-from llm_pretrain.files import read_json, replace_text
+from llm_pretrain.files import MARKER, read_json, read_marker, replace_text, write_marker
 
 STORE = "store"
 """Subfolder in which the store is written."""
 REPLACED = STORE + "-old"
 """Subfolder of the store being replaced, between the two renames of a commit."""
-_OWN = re.compile(
-    rf"lock|pid|{STORE}|{STORE}-old|validation-text|document-keys|state\.json|\.state\.json\.tmp-.*"
-)
-"""Names of what stands in the folder."""
+_KEPT = ("lock", "pid", MARKER)
+"""Names of what stands in the folder as long as a process is at work in it."""
 
 
 class Workspace:
@@ -62,6 +59,7 @@ class Workspace:
             if (self.folder / "lock").exists():
                 break
             self._lock.release()
+        write_marker(self.folder, "prepare")  # before any file that it vouches for
         (self.folder / "pid").write_text(str(os.getpid()))
         self._restore_replaced_store()
         self.state = self._read_state()
@@ -78,14 +76,24 @@ class Workspace:
 
     def _refuse_other_content(self) -> None:
         """Refuse a folder that an earlier `prepare` did not leave, since all in it would be deleted."""
-        is_link = self.folder.is_symlink()
+        found = None
         with suppress(FileNotFoundError):  # the lock's last holder has just removed it
-            other = [] if is_link else [name for name in os.listdir(self.folder) if not _OWN.fullmatch(name)]
-            if is_link or other:
-                raise OutputError(
-                    f"{self.folder}: expected the folder in which {self._output} is prepared, found "
-                    f"{f'{min(other)} in it' if other else 'a link'}; move it, or choose another --output"
-                )
+            entries = list(os.scandir(self.folder))
+            links = [entry.name for entry in entries if entry.is_symlink()]
+            begun = f".{MARKER}.tmp-"  # by a process that was killed before its folder had a marker
+            names = [entry.name for entry in entries if not entry.name.startswith(begun)]
+            other = [name for name in names if name not in ("lock", "pid")]
+            if self.folder.is_symlink() or links:
+                found = f"a link: {min(links, default=self.folder.name)}"
+            elif other and read_marker(self.folder, "prepare") is None:
+                found = f"{min(other)} in it, and no {MARKER} of it"
+            elif (lock := self.folder / "lock").exists() and lock.stat().st_size:
+                found = "a lock with content"
+        if found:
+            raise OutputError(
+                f"{self.folder}: expected the folder in which {self._output} is prepared, found {found}; "
+                "move it, or choose another --output"
+            )
 
     def _restore_replaced_store(self) -> None:
         """Moves the old store back where a kill came between the two renames of a commit."""
@@ -103,13 +111,13 @@ class Workspace:
         """Discards all work; the folder keeps only its lock."""
         self.state = None
         (self.folder / "state.json").unlink(missing_ok=True)  # first: it describes the other files
-        self._clear_but("lock", "pid")
+        self._clear_but(*_KEPT)
 
     def remove(self) -> None:
         """Removes the folder."""
         if self._removed:
             return  # a folder of this name belongs to another process now
-        self._clear_but("lock", "pid", "state.json")
+        self._clear_but(*_KEPT, "state.json")
         (self.folder / "state.json").unlink(missing_ok=True)  # last: it may record that the store is complete
         shutil.rmtree(self.folder, ignore_errors=True)
         self._removed = True

@@ -250,13 +250,6 @@ def _files_of(entry: str) -> list[tuple[str, Path]]:
     if entry in (STDLIB, STDLIB_CHAT):
         return _stdlib_files()
     if path.is_dir():
-        if splits := saved_splits(path):
-            if TRAIN_SPLIT not in splits:
-                raise DataError(
-                    f"{entry}: expected a split {TRAIN_SPLIT}, found {', '.join(splits)}; name the "
-                    f"folder of one, such as {path / splits[0]}"
-                )
-            path = path / TRAIN_SPLIT
         found = _visible_files(path)
         if not found:
             raise DataError(f"{entry}: expected a folder with .jsonl or other files, found none in it")
@@ -290,10 +283,21 @@ def saved_splits(folder: Path) -> list[str]:
 
 
 def _visible_files(folder: Path) -> list[Path]:
-    """All files that are not hidden, and unlistable folders; links to folders are not followed."""
+    """All files that are not hidden, and unlistable folders; links to folders are not followed.
+
+    Of saved splits, at any depth, only `train`. Raises DataError where there is none of that name.
+    """
     visible: list[Path] = []
     for parent, folders, names in os.walk(folder, onerror=lambda e: visible.append(Path(e.filename))):
         folders[:] = [name for name in folders if not name.startswith(".")]
+        if splits := saved_splits(Path(parent)):
+            if TRAIN_SPLIT not in splits:
+                raise DataError(
+                    f"{parent}: expected a split {TRAIN_SPLIT}, found {', '.join(splits)}; name the "
+                    f"folder of one, such as {Path(parent) / splits[0]}"
+                )
+            folders[:] = [TRAIN_SPLIT]
+            continue
         visible.extend(Path(parent, name) for name in names if not name.startswith("."))
     saved = {path.parent for path in visible if path.suffix == ".arrow"}
     saved |= {path.parent for path in visible if path.name == "dataset_dict.json"}

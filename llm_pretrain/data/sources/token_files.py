@@ -10,6 +10,7 @@ beside it, `NAME-loss_mask`, of uint8.
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import pickletools
 import re
@@ -24,7 +25,7 @@ import numpy as np
 from llm_pretrain.data.store import StoreSplit, TokenStore
 from llm_pretrain.data.tokenizers import Tokenizer
 from llm_pretrain.errors import ConfigError, DataError
-from llm_pretrain.files import read_plain
+from llm_pretrain.files import open_plain, read_plain
 
 BATCH_TOKENS = 1 << 20
 """Documents are read in groups of about this many tokens."""
@@ -91,9 +92,11 @@ def open_nanogpt(path: Path, end_of_document: int) -> DocumentFile:
 
 
 def _nanogpt_tokens(path: Path) -> np.ndarray:
-    size = _size(path)
-    with path.open("rb") as file:
-        head = file.read(12)
+    try:
+        with open_plain(path) as file:
+            size, head = os.fstat(file.fileno()).st_size, file.read(12)
+    except OSError as error:
+        raise DataError(f"{path}: expected a readable file, found: {error.strerror}") from error
     header = struct.unpack("<3i", head) if len(head) == 12 else (0, 0, 0)
     magics = {magic for magic, _ in _HEADERS}
     if header[0] not in magics:
@@ -116,13 +119,6 @@ def map_numbers(path: Path, dtype: np.dtype, start: int, count: int) -> np.ndarr
     if count == 0:
         return np.zeros(0, dtype=dtype)
     return np.asarray(np.memmap(path, dtype=dtype, mode="r", offset=start, shape=(count,)))
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError as error:
-        raise DataError(f"{path}: expected a readable file, found: {error.strerror}") from error
 
 
 _PLAIN_PICKLE = re.compile(
