@@ -79,7 +79,7 @@ def test_a_rank_in_a_step_and_in_a_save_and_the_launcher_at_start_up_and_in_a_st
         ("rank", "save"),
     ]
     assert {each["path"] for each in result["attempts"]} == {"torchrun", "accelerate"}
-    assert "the killed run ended as the undisturbed run, bit for bit" in printed
+    assert "the killed run ended as the uninterrupted run, bit for bit" in printed
 
 
 FROM_ZERO = "find_no_checkpoint"

@@ -21,6 +21,7 @@ from support.stopping import (
     COMMANDS,
     Launch,
     begin,
+    default_signals,
     during_imports,
     during_save,
     no_traceback_of_ours,
@@ -305,6 +306,7 @@ def test_a_terminal_that_goes_away_stops_the_run(
         stderr=theirs,
         text=True,
         start_new_session=True,
+        preexec_fn=default_signals,  # noqa: PLW1509 (no thread runs beside the tests)
     )
     os.close(theirs)
     os.set_blocking(ours, False)

@@ -99,14 +99,15 @@ def begin(command: str | Sequence[str], folder: Path, options: Sequence[str], **
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-        preexec_fn=_hear_ctrl_c,  # noqa: PLW1509 (no thread runs beside the tests)
+        preexec_fn=default_signals,  # noqa: PLW1509 (no thread runs beside the tests)
     )
     return Launch(process, folder, mark)
 
 
-def _hear_ctrl_c() -> None:
-    """A shell's background job ignores it, and so would all that the job starts."""
+def default_signals() -> None:
+    """A shell's background job ignores Ctrl-C, one under nohup SIGHUP, and so would all that it starts."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def wait_until(launch: Launch, happened: Callable[[], bool], what: str, *, pause: float = 0.005) -> None:
