@@ -20,7 +20,7 @@ from io import BufferedReader, TextIOWrapper
 from pathlib import Path
 from typing import Any
 
-from llm_pretrain.errors import OutputError
+from llm_pretrain.errors import DataError, OutputError
 
 MAX_BYTES = 1 << 28
 """Largest JSON file that is read; a tokenizer.json with a large vocabulary takes 30 MB."""
@@ -105,6 +105,17 @@ def read_json(file: str | Path) -> Any:
         ValueError, RecursionError: it is no JSON.
     """
     return json.loads(read_plain(file).decode())
+
+
+def json_object(file: Path, content: bytes) -> dict[str, Any]:
+    """The JSON object that `content` of `file` is; raises DataError if it is none."""
+    try:
+        value = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{file}: expected JSON, found: {error}") from error
+    if not isinstance(value, dict):
+        raise DataError(f"{file}: expected a JSON object, found a {type(value).__name__}")
+    return value
 
 
 def fsync_folder(folder: Path) -> None:

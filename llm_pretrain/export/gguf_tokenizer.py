@@ -6,14 +6,13 @@ a split pattern that llama.cpp has by name.
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from llm_pretrain.errors import DataError
-from llm_pretrain.files import read_plain
+from llm_pretrain.files import json_object, read_plain
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 """llama.cpp's token types."""
@@ -128,13 +127,7 @@ def _read(path: Path) -> bytes:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(_read(path))
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}: expected JSON, found: {error}") from error
-    if not isinstance(content, dict):
-        raise DataError(f"{path}: expected a JSON object, found {type(content).__name__}")
-    return content
+    return json_object(path, _read(path))
 
 
 def _flat(part: dict[str, Any] | None, inner: str) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from llm_pretrain.errors import DataError
-from llm_pretrain.files import read_plain
+from llm_pretrain.files import json_object, read_plain
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -235,13 +235,7 @@ def _read(path: Path) -> bytes:
 
 
 def _json_object(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(_read(path))
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}: expected JSON, found: {error}") from error
-    if not isinstance(content, dict):
-        raise DataError(f"{path}: expected a JSON object, found a {type(content).__name__}")
-    return content
+    return json_object(path, _read(path))
 
 
 def _kind(spec: dict[str, Any]) -> str:
