@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -100,9 +101,11 @@ def test_building_a_model_that_does_not_fit(options: list[str], tmp_path: Path, 
 @pytest.mark.parametrize("command", ["torchrun", "accelerate"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_one_rank_of_two_takes_the_other_with_it(options: list[str], tmp_path: Path, command: str, rank: int):
-    launch = begin(command, tmp_path / "run", [*options, *HUNGRY])
+    hungry = ("--training.micro_batch_size", "6144", "--training.global_batch_size", "12288")
+    launch = begin(command, tmp_path / "run", [*options, *hungry])
     wait_until(launch, lambda: len(launch.workers()) == 2, "both ranks")
-    launch.workers()[rank].rlimit(psutil.RLIMIT_AS, (LIMIT, LIMIT))
+    limit = 2 * LIMIT  # a library that is short of memory while it is loaded may die without a line
+    launch.workers()[rank].rlimit(psutil.RLIMIT_AS, (limit, limit))
     start = time.monotonic()
     finished = launch.finish()
     assert finished.exit_code != 0
@@ -125,7 +128,9 @@ def test_memory_that_runs_out_in_a_run_leaves_its_checkpoints(
     process = psutil.Process(launch.process.pid)
     process.rlimit(psutil.RLIMIT_AS, (process.memory_info().vms + (16 << 20),) * 2)
     finished = launch.finish()
-    if finished.exit_code:  # small runs reuse what they have
+    if finished.exit_code == -signal.SIGSEGV:  # the stack itself found no room, and nobody can say a line
+        assert finished.status["state"] == "running"
+    elif finished.exit_code:  # small runs reuse what they have
         check_line(launch, finished)
     assert newest_checkpoint(launch.folder) >= 4
     nothing_left(launch)
