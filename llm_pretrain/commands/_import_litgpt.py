@@ -153,7 +153,7 @@ def _training(
             "run.seed": data.get("seed"),
             "training.sequence_length": length,
             "training.max_steps": steps,
-            "training.precision": _PRECISIONS.get(precision),
+            "training.precision": _PRECISIONS.get(str(precision)),
             "schedule.name": "cosine",
             "evaluation.eval_steps": evaluation.get("interval"),
             "logging.wandb_mode": "online" if logger == "wandb" else "disabled",

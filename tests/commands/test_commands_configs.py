@@ -365,6 +365,13 @@ def test_a_litgpt_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
         assert text in comments
 
 
+def test_a_precision_that_litgpt_does_not_have_is_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    file = tmp_path / "tinyllama.yaml"
+    file.write_text(LITGPT.replace("precision: bf16-mixed", "precision: [null]"))
+    _, comments = imported(capsys, tmp_path, "--from_litgpt", str(file))
+    assert "precision: [None]" in comments
+
+
 def test_a_litgpt_file_with_a_shape_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     file = tmp_path / "own.yaml"
     file.write_text(
