@@ -104,7 +104,7 @@ def test_one_rank_of_two_takes_the_other_with_it(options: list[str], tmp_path: P
     hungry = ("--training.micro_batch_size", "6144", "--training.global_batch_size", "12288")
     launch = begin(command, tmp_path / "run", [*options, *hungry])
     wait_until(launch, lambda: len(launch.workers()) == 2, "both ranks")
-    limit = 2 * LIMIT  # a library that is short of memory while it is loaded may die without a line
+    limit = 2 * LIMIT  # a library short of memory while it is loaded may just die
     launch.workers()[rank].rlimit(psutil.RLIMIT_AS, (limit, limit))
     start = time.monotonic()
     finished = launch.finish()
@@ -126,7 +126,8 @@ def test_memory_that_runs_out_in_a_run_leaves_its_checkpoints(
     launch = begin("python", tmp_path / "run", options)
     row_of(6)(launch)
     process = psutil.Process(launch.process.pid)
-    process.rlimit(psutil.RLIMIT_AS, (process.memory_info().vms + (16 << 20),) * 2)
+    limit = process.memory_info().vms + (16 << 20)
+    process.rlimit(psutil.RLIMIT_AS, (limit, limit))
     finished = launch.finish()
     if finished.exit_code == -signal.SIGSEGV:  # the stack itself found no room, and nobody can say a line
         assert finished.status["state"] == "running"
