@@ -83,13 +83,12 @@ class TensorFiles:
             CheckpointError: the files have another vocabulary, or fewer tensors than that many layers.
         """
         name, expected = "model.embed_tokens.weight", (config.vocab_size, config.hidden_size)
-        if name not in self._file_of:
-            found = f"{min(self.names, default='nothing')} and no {name}"
-        else:
-            found = f"{name}: {tuple(self._file_of[name].get_slice(name).get_shape())}"
-        if found != f"{name}: {expected}":
+        found = tuple(self._file_of[name].get_slice(name).get_shape()) if name in self._file_of else None
+        if found != expected:
+            first = min(self.names, default="nothing")
+            what = f"{first} and no {name}" if found is None else f"{name}: {found}"
             raise CheckpointError(
-                f"{self.folder}: expected the tensors that config.json describes, found {found} "
+                f"{self.folder}: expected the tensors that config.json describes, found {what} "
                 f"instead of {expected}"
             )
         if len(self.names) < config.num_hidden_layers:

@@ -59,6 +59,7 @@ def signed(content: Any) -> Any:
 def one_line(error: PretrainError) -> str:
     """The message, which has a line for each problem."""
     text = str(error)
+    assert text
     for problem in getattr(error, "problems", (text,)):
         assert problem
         assert "\n" not in problem

@@ -129,7 +129,7 @@ def test_memory_that_runs_out_in_a_run_leaves_its_checkpoints(
     limit = process.memory_info().vms + (16 << 20)
     process.rlimit(psutil.RLIMIT_AS, (limit, limit))
     finished = launch.finish()
-    if finished.exit_code == -signal.SIGSEGV:  # the stack itself found no room, and nobody can say a line
+    if finished.exit_code == -signal.SIGSEGV:  # a library, or a stack that cannot grow: no line then
         assert finished.status["state"] == "running"
     elif finished.exit_code:  # small runs reuse what they have
         check_line(launch, finished)
