@@ -76,7 +76,7 @@ test-slow: $(VENV)/.installed-tests  ## Every slow test but the faults (nightly)
 	$(PYTEST) -m slow --ignore tests/faults
 
 test-faults: $(VENV)/.installed-tests  ## Every fault: kills, full disks, damage, lost networks (nightly; an hour or more)
-	$(PYTEST) tests/faults
+	$(PYTEST) --dist worksteal tests/faults
 
 fuzz: $(VENV)/.installed-tests  ## Look for input that breaks a reader, for longer than the tests do
 	FUZZ_EXAMPLES=$(or $(EXAMPLES),20000) $(PYTEST) -m fuzz
