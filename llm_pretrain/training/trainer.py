@@ -93,7 +93,8 @@ class Trainer:
                 f"starting from scratch: {self.status.checkpoint}, named in status.json, is not in "
                 f"{self.folder.checkpoints}"
             )
-        self.status.running(self.progress.step, resume.path if resume else None)
+        found = resume.path if resume else None
+        run_on_all_ranks(engine, lambda: self.status.running(self.progress.step, found))
         self.checkpoints.notes += run_on_all_ranks(engine, lambda: check_memory(config, engine))
         heartbeat("building the model", files=True)  # model.init_from reads files
         model = build_model(config, engine.device)
@@ -355,7 +356,7 @@ def pretrain(config: Config, engine: Engine) -> int:
             with suppress(OSError):  # the terminal is closed
                 print(printable(f"{folder.path}: {UNFINISHED}"), flush=True)
         try:
-            status.started()
+            run_on_all_ranks(engine, status.started)  # rank 0 writes; every rank says why it could not
             report_hangs_to(folder, status)
             run_on_all_ranks(engine, lambda: check_compiler(config))
             run_on_all_ranks(engine, lambda: check_float8(config))
