@@ -311,12 +311,15 @@ def check_refusals(
         where = f"{scenario.name}: rank {call.rank} refused call {call.number}, {call.kind}"
         codes, output = {end.exit_code for end in ends}, "".join(end.output for end in ends)
         try:
-            assert codes <= {0} or codes <= {73, 74}, f"exit codes {codes}"
             assert "Traceback" not in output
             if codes == {0}:
                 check_finished(scenario, root, tidy=False)
             else:
-                (line,) = [each for each in output.splitlines() if each.startswith("error: ")]
+                assert ends[call.rank].exit_code in {73, 74}, f"exit codes {codes}"
+                assert codes <= {71, 73, 74}, f"exit codes {codes}"  # 71: it lost the rank that says why
+                lines = [each for each in output.splitlines() if each.startswith("error: ")]
+                (line,) = [each for each in lines if ": lost the connection to another rank" not in each]
+                assert len(lines) == 1 + sum(end.exit_code == 71 for end in ends), lines
                 assert os.strerror(error) in line, line
                 assert str(root) in line, line
                 check_continued(scenario, probe, root)

@@ -71,26 +71,29 @@ class CrashProbe:
         texts = [str(self.library), str(folder), str(journal or os.devnull), with_data]
         arming = ("support.faulty_io:arm", [*texts, [vars(fault) for fault in chosen]])
         outputs = [self.folder / f"output-{rank}" for rank in range(world_size)]
-        for output in outputs:
-            output.unlink(missing_ok=True)
-        running = self._server.start(
-            Request(
-                "support.fork_server:run_script",
-                [SCRIPTS[launcher], [*NO_REPORT, "--run.output_dir", str(folder), *options]],
-                world_size,
-                launcher="torchrun",
-                outputs=[str(output) for output in outputs],
-                before=[*before, arming],
-                ends_together=False,
-                limit=limit,
-                file_size=file_size,
-            )
+        request = Request(
+            "support.fork_server:run_script",
+            [SCRIPTS[launcher], [*NO_REPORT, "--run.output_dir", str(folder), *options]],
+            world_size,
+            launcher="torchrun",
+            outputs=[str(output) for output in outputs],
+            before=[*before, arming],
+            ends_together=False,
+            limit=limit,
+            file_size=file_size,
         )
-        codes = running.wait(limit + 60)
+        while True:
+            for output in outputs:
+                output.unlink(missing_ok=True)
+            running = self._server.start(request)
+            codes = running.wait(limit + 60)
+            printed = [output.read_text() for output in outputs]
+            if not any("EADDRINUSE" in text for text in printed):  # else a process took the free port first
+                break
         first = min(running.ended)
         return [
-            Ended(code, output.read_text(), ended - first)
-            for code, output, ended in zip(codes, outputs, running.ended, strict=True)
+            Ended(code, text, ended - first)
+            for code, text, ended in zip(codes, printed, running.ended, strict=True)
         ]
 
     def close(self) -> None:
