@@ -106,7 +106,7 @@ def _model(result: ImportedConfig, shape: dict[str, Any], train: dict[str, Any])
             "intermediate_size": shape.get("intermediate_size", 4 * shape["n_embd"]),
             "num_key_value_heads": shape.get("n_query_groups", shape["n_head"]),
             "rms_norm_eps": shape.get("norm_eps", 1e-5),
-            "rope_theta": float(shape.get("rope_base", 10000)),
+            "rope_theta": shape.get("rope_base", 10000),
             "qk_norm": bool(shape.get("norm_qk", False)),
             "tie_word_embeddings": bool(train.get("tie_embeddings")),
             "vocab_size": shape.get("padded_vocab_size") or -(-rows // multiple) * multiple,

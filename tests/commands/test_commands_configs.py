@@ -412,6 +412,10 @@ def imported_despite_contradictions(file: Path, capsys: pytest.CaptureFixture[st
         ("model_name: tiny-llama-1.1b\ntrain: {max_seq_length: x}\n", "train.max_seq_length: expected a pos"),
         ("model_name: tiny-llama-1.1b\neval: {max_iters: x}\n", "eval.max_iters: expected a positive"),
         ("model_config: {n_layer: 2}\n", "model_config.n_embd: expected a positive integer"),
+        (
+            "model_config: {n_embd: 64, n_layer: 2, n_head: 2, rope_base: x}\ntrain: {max_steps: 5}\n",
+            "model.rope_theta: expected a number, found the text 'x'",
+        ),
     ],
 )
 def test_wrong_litgpt_files_are_one_line(
