@@ -96,13 +96,16 @@ def test_a_signal_that_ends_the_command_ends_its_jobs(number: int, tmp_path: Pat
     """A closing terminal sends SIGHUP, which does not reach jobs in other sessions."""
     signals_before = signal.signal(number, signal.SIG_DFL)  # nohup has it ignored
     (tmp_path / "train_pretrain.py").write_text(
-        f"import os, signal, time\nos.kill(os.getppid(), signal.Signals({int(number)}))\ntime.sleep(60)"
+        "import os, pathlib, signal, time\n"
+        f"while not pathlib.Path({str(tmp_path / 'entered')!r}).exists():\n    time.sleep(0.02)\n"
+        f"os.kill(os.getppid(), signal.Signals({int(number)}))\ntime.sleep(60)"
     )
     started: list[RunningJob] = []
 
     def run_for_ever() -> None:
         with exit_on_signals(), RunningJob(job(tmp_path), context(tmp_path)) as launched:
             started.append(launched)
+            (tmp_path / "entered").touch()
             time.sleep(30)
 
     try:
