@@ -349,7 +349,7 @@ class RunFolder:
         self._lock.release()
 
     def _refuse_links_and_pipes(self) -> None:
-        """Refuse pipes, a foreign `.lock`, and links, through which the run would write and delete elsewhere."""
+        """Refuse pipes, a foreign `.lock`, and links, through which the run would write elsewhere."""
         for name in (MARKER, ".lock", *RUN_FILES, *RUN_FOLDERS, *TRACKER_FOLDERS):
             path = self.path / name
             if path.is_symlink():
