@@ -77,6 +77,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="field or column that holds a document's text (default: %(default)s)",
     )
     parser.add_argument(
+        "--split",
+        metavar="NAME",
+        help="which split of a data set that `datasets` saved in several, or of the hub (default: train)",
+    )
+    parser.add_argument(
         "--deduplicate",
         action="store_true",
         help="keep the first of equal documents, among all inputs, and leave the others out",
@@ -97,7 +102,11 @@ def run(arguments: argparse.Namespace) -> int:
 
     started = time.perf_counter()
     with tqdm(
-        total=input_bytes(arguments.input), unit="B", unit_scale=True, disable=None, leave=False
+        total=input_bytes(arguments.input, arguments.split),
+        unit="B",
+        unit_scale=True,
+        disable=None,
+        leave=False,
     ) as bar:
         store = prepare_store(
             Preparation(
@@ -107,6 +116,7 @@ def run(arguments: argparse.Namespace) -> int:
                 validation_fraction=arguments.validation_fraction,
                 on_error=arguments.on_error or _configured(arguments.config),
                 text_column=arguments.text_column,
+                split=arguments.split,
                 deduplicate=arguments.deduplicate,
                 overwrite=arguments.overwrite,
                 workers=arguments.workers,
@@ -126,7 +136,7 @@ def run(arguments: argparse.Namespace) -> int:
     for entry in arguments.input:
         if splits := saved_splits(Path(entry)):
             names = f"{', '.join(splits)} in {entry}"
-            print(f"split      train of {printable(names)}; for another name its folder")
+            print(f"split      {printable(arguments.split or 'train')} of {printable(names)}; see --split")
     if len(arguments.input) > 1:
         for name, documents in zip(arguments.input, store.facts["input_documents"], strict=True):
             print(f"input      {documents:,} documents from {printable(name)}")

@@ -306,7 +306,7 @@ def test_a_folder_that_datasets_saved_is_read_without_its_notes(tmp_path: Path):
     assert texts_of(tmp_path / "saved") == TEXTS
 
 
-def test_of_saved_splits_only_train_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_of_saved_splits_only_train_or_the_chosen_one_is_read(tmp_path: Path):
     import datasets
 
     def save(folder: Path, **splits: list[str]) -> None:
@@ -318,8 +318,17 @@ def test_of_saved_splits_only_train_is_read(tmp_path: Path, capsys: pytest.Captu
     assert texts_of(tmp_path / "saved" / "test") == ["held out"]
     assert texts_of(tmp_path) == texts_of(tmp_path / "save*") == TEXTS  # also in a folder, and by a pattern
     save(tmp_path / "other", dev=TEXTS, test=["held out"])
-    with pytest.raises(DataError, match="expected a split train, found dev, test; name the folder of one"):
+    with pytest.raises(DataError, match="expected a split train, found dev, test; choose one with --split"):
         texts_of(tmp_path / "other")
+    [chosen] = find_sources([str(tmp_path / "saved")], "test")
+    assert chosen.path is not None
+    assert chosen.path.parent == tmp_path / "saved" / "test"
+    assert [source.name for source in find_sources(["hf://a/b", "hf://a/b:dev"], "test")] == [
+        "hf://a/b:test",
+        "hf://a/b:dev",
+    ]
+    with pytest.raises(DataError, match="--split: expected an input with a split test"):
+        find_sources([str(write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}])), "hf://a/b:dev"], "test")
 
 
 @pytest.mark.parametrize("suffix", COMPRESSIONS)

@@ -53,6 +53,7 @@ class Preparation:
         validation_fraction: Share of the documents, chosen by hash, that form the validation split.
         on_error: `fail` at the first bad record, or `skip` and count bad records.
         text_column: Field or column that holds the text.
+        split: The split to read of data sets that have several; `train` by default.
         deduplicate: Keep only the first of equal documents.
         overwrite: Replace an existing store.
         workers: Processes; all cores by default.
@@ -68,6 +69,7 @@ class Preparation:
     validation_fraction: float = 0.01
     on_error: str = "fail"
     text_column: str = "text"
+    split: str | None = None
     deduplicate: bool = False
     overwrite: bool = False
     workers: int | None = None
@@ -104,7 +106,7 @@ def prepare_store(preparation: Preparation) -> TokenStore:
             convert_tokenizer(folder, Path(temporary))
             folder = Path(temporary)
         tokenizer = open_tokenizer(folder)
-        sources = find_sources(preparation.inputs)
+        sources = find_sources(preparation.inputs, preparation.split)
         with Workspace(output, _fingerprint(preparation, sources, tokenizer)) as work:
             if work.state is None or not _is_done(work.state, output):
                 _check_output(output, preparation.overwrite)
@@ -119,9 +121,9 @@ def prepare_store(preparation: Preparation) -> TokenStore:
     return TokenStore(output)
 
 
-def input_bytes(inputs: Sequence[str]) -> int | None:
+def input_bytes(inputs: Sequence[str], split: str | None = None) -> int | None:
     """Size of all records of `inputs`, or None if it is unknown before they are read."""
-    return _source_bytes(find_sources(inputs))
+    return _source_bytes(find_sources(inputs, split))
 
 
 def _source_bytes(sources: Sequence[Source]) -> int | None:

@@ -51,7 +51,7 @@ def parse_hub_name(name: str) -> HubSet:
     if match is None:
         raise DataError(f"{name}: expected hf://OWNER/NAME[@REVISION][/CONFIG][:SPLIT], found another form")
     revision = match["revision"] and unquote(match["revision"])
-    return HubSet(match["name"], revision, match["config"], match["split"] or "train")
+    return HubSet(match["name"], revision, match["config"], match["split"] or TRAIN_SPLIT)
 
 
 @functools.cache
@@ -126,7 +126,7 @@ TABLE_SUFFIXES = (".parquet", ".arrow", ".feather")
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 
 TRAIN_SPLIT = "train"
-"""The split that is read of a saved `DatasetDict`."""
+"""The split that is read of a saved `DatasetDict` or a hub data set unless another is asked for."""
 
 _STDLIB_EXCLUDED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 _ARCHIVES = {".zip", ".tar", ".tgz", ".7z", ".rar"}
@@ -186,20 +186,22 @@ class Source:
         )
 
 
-def find_sources(inputs: Sequence[str]) -> list[Source]:
+def find_sources(inputs: Sequence[str], split: str | None = None) -> list[Source]:
     """Every file and hub set of `inputs`, those of folders and patterns sorted by path.
 
-    Repeated files, under any name, and paths that are not regular files get a `fault`. Raises DataError for a
-    path that does not exist, a folder or pattern without files, and archives.
+    Of data sets saved in splits, and of hub sets that name none, only `split` (`train` if None). Repeated
+    files, under any name, and paths that are not regular files get a `fault`. Raises DataError for a path
+    that does not exist, a folder or pattern without files, archives, and a `split` that nothing has.
     """
     sources = []
     for index, entry in enumerate(inputs):
         if entry.startswith(HUB_PREFIX):
             parse_hub_name(entry)
-            sources.append(Source(entry, None, index))
+            part = f":{split}" if split and ":" not in entry.removeprefix(HUB_PREFIX) else ""
+            sources.append(Source(entry + part, None, index))
             continue
         try:
-            found = _files_of(entry)
+            found = _files_of(entry, split or TRAIN_SPLIT)
         except OSError as error:
             reason = error.strerror or error
             raise DataError(f"{entry}: expected readable files, found: {reason}") from error
@@ -209,7 +211,19 @@ def find_sources(inputs: Sequence[str]) -> list[Source]:
             raise DataError(
                 f"{source.name}: expected a file of documents, found a {source.format()} archive; unpack it"
             )
+    if split and not any(_is_of_split(source, split) for source in sources):
+        raise DataError(
+            f"--split: expected an input with a split {split} (a folder that `datasets` saved, or "
+            f"{HUB_PREFIX}…), found none in {', '.join(inputs)}"
+        )
     return list(_without_repetition(sources))
+
+
+def _is_of_split(source: Source, split: str) -> bool:
+    if source.path is None:
+        return parse_hub_name(source.name).split == split
+    folder = source.path.parent
+    return folder.name == split and split in saved_splits(folder.parent)
 
 
 def _source(name: str, path: Path, entry: int, *, chat: bool) -> Source:
@@ -245,12 +259,12 @@ def _without_repetition(sources: Iterable[Source]) -> Iterable[Source]:
             yield replace(source, status=source.status[:3])
 
 
-def _files_of(entry: str) -> list[tuple[str, Path]]:
+def _files_of(entry: str, split: str) -> list[tuple[str, Path]]:
     path = Path(entry)
     if entry in (STDLIB, STDLIB_CHAT):
         return _stdlib_files()
     if path.is_dir():
-        found = _visible_files(path)
+        found = _visible_files(path, split)
         if not found:
             raise DataError(f"{entry}: expected a folder with .jsonl or other files, found none in it")
         return [(str(file), file) for file in found]
@@ -265,7 +279,7 @@ def _files_of(entry: str) -> list[tuple[str, Path]]:
         matches = [Path(match) for match in sorted(glob.glob(entry, recursive=True))]
         files = [file for file in matches if not file.is_dir()]
         folders = [folder for folder in matches if folder.is_dir() and "**" not in entry]
-        files += [file for folder in folders for file in _visible_files(folder)]
+        files += [file for folder in folders for file in _visible_files(folder, split)]
         if not files:
             raise DataError(f"{entry}: expected a pattern that files match, found none that does")
         return [(str(file), file) for file in sorted(files)]
@@ -276,27 +290,26 @@ def _files_of(entry: str) -> list[tuple[str, Path]]:
 
 
 def saved_splits(folder: Path) -> list[str]:
-    """The splits of a `DatasetDict` that `save_to_disk` wrote there, of which `train` is read; else none."""
+    """The splits of a `DatasetDict` that `save_to_disk` wrote there, of which one is read; else none."""
     if not (folder / "dataset_dict.json").is_file():
         return []
     return sorted(path.name for path in folder.iterdir() if (path / "state.json").is_file())
 
 
-def _visible_files(folder: Path) -> list[Path]:
+def _visible_files(folder: Path, split: str) -> list[Path]:
     """All files that are not hidden, and unlistable folders; links to folders are not followed.
 
-    Of saved splits, at any depth, only `train`. Raises DataError where there is none of that name.
+    Of saved splits, at any depth, only `split`. Raises DataError where there is none of that name.
     """
     visible: list[Path] = []
     for parent, folders, names in os.walk(folder, onerror=lambda e: visible.append(Path(e.filename))):
         folders[:] = [name for name in folders if not name.startswith(".")]
         if splits := saved_splits(Path(parent)):
-            if TRAIN_SPLIT not in splits:
+            if split not in splits:
                 raise DataError(
-                    f"{parent}: expected a split {TRAIN_SPLIT}, found {', '.join(splits)}; name the "
-                    f"folder of one, such as {Path(parent) / splits[0]}"
+                    f"{parent}: expected a split {split}, found {', '.join(splits)}; choose one with --split"
                 )
-            folders[:] = [TRAIN_SPLIT]
+            folders[:] = [split]
             continue
         visible.extend(Path(parent, name) for name in names if not name.startswith("."))
     saved = {path.parent for path in visible if path.suffix == ".arrow"}
