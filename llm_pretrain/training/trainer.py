@@ -104,7 +104,9 @@ class Trainer:
         optimizer = build_optimizer(model, config.optimizer, config.training.precision)
         loader = run_on_all_ranks(
             engine,
-            lambda: global_batches(config, start_step=self.progress.step, world_size=engine.world_size),
+            lambda: global_batches(
+                config, start_step=self.progress.step, world_size=engine.world_size, stores=self.stores
+            ),
         )
         batches = engine.prepare(model, optimizer, loader)
         if self._stop_requested():  # nothing to save yet, and restoring may take longer than the grace period
@@ -249,7 +251,8 @@ class Trainer:
     def _build_evaluator(self) -> Evaluator:
         config = self.config
         batches = run_on_all_ranks(
-            self.engine, lambda: evaluation_batches(config) if config.evaluation.eval_steps else []
+            self.engine,
+            lambda: evaluation_batches(config, stores=self.stores) if config.evaluation.eval_steps else [],
         )
         labels = [source.label for source in config.data.sources]
         is_collective = forward_is_collective(config, self.engine.world_size)

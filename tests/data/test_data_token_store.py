@@ -7,12 +7,13 @@ import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from support.corpora import make_config, make_store, make_tokenizer
 
-from llm_pretrain.data import TokenStore, data_fingerprint, open_stores
+from llm_pretrain.data import TokenStore, data_fingerprint, global_batches, open_stores
 from llm_pretrain.errors import DataError
 
 
@@ -151,3 +152,21 @@ def test_a_store_goes_to_another_process_by_its_path(masked_store: TokenStore):
     ours, theirs = masked_store.split("train"), again.split("train")
     assert all(np.array_equal(a[0], b[0]) for a, b in zip(ours.iterate(), theirs.iterate(), strict=True))
     assert len(pickle.dumps(masked_store)) < 1000
+
+
+def test_a_store_that_was_replaced_after_its_opening_is_not_mixed_in(tmp_path: Path):
+    opened = make_store(tmp_path / "store", documents=20)
+    config = make_config(opened, max_steps=2)
+
+    def digests(**stores: Any) -> list[bytes]:
+        loader = global_batches(config, start_step=0, world_size=1, **stores)
+        return [batch.input_ids.numpy().tobytes() for batch in loader]
+
+    before, fingerprint = digests(), data_fingerprint(config)
+    (tmp_path / "store").rename(tmp_path / "earlier")
+    make_store(tmp_path / "store", documents=30)
+    assert digests() != before
+    assert digests(stores=[opened]) == before
+    assert data_fingerprint(config, [opened]) == fingerprint != data_fingerprint(config)
+    with pytest.raises(DataError, match=r"store: expected the store that the run has opened"):
+        pickle.loads(pickle.dumps(opened))

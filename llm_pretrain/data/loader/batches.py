@@ -221,9 +221,13 @@ def open_stores(config: Config) -> list[TokenStore]:
     return stores
 
 
-def data_fingerprint(config: Config) -> dict[str, str]:
-    """Settings that determine which sample comes at which step; a run resumes only if all are equal."""
-    stores = open_stores(config)
+def data_fingerprint(config: Config, stores: Sequence[TokenStore] | None = None) -> dict[str, str]:
+    """Settings that determine which sample comes at which step; a run resumes only if all are equal.
+
+    `stores` are those of the configuration where they are open already, here and below: opened again, they
+    might be others.
+    """
+    stores = stores or open_stores(config)
     facts = {
         "tokenizer": stores[0].tokenizer_hash,
         "data.packing": config.data.packing,
@@ -262,7 +266,9 @@ def tokens_per_epoch(config: Config) -> int:
     return sum(store.facts["splits"]["train"]["targets"] for store in open_stores(config))
 
 
-def global_batches(config: Config, *, start_step: int, world_size: int) -> DataLoader[Batch]:
+def global_batches(
+    config: Config, *, start_step: int, world_size: int, stores: Sequence[TokenStore] | None = None
+) -> DataLoader[Batch]:
     """The micro batches of all ranks from `start_step` to the end of the run, W·A per step.
 
     Micro batch a·W + r of a step belongs to rank r and holds slots (a·W + r)·B … + B - 1 of the global batch:
@@ -278,7 +284,7 @@ def global_batches(config: Config, *, start_step: int, world_size: int) -> DataL
         workers = 2 if torch.cuda.is_available() and not problem else 0
     elif problem:
         raise ResourceError(problem)
-    return _loader(train_samples(config), sampler, workers)
+    return _loader(train_samples(config, stores), sampler, workers)
 
 
 def shared_memory_problem(config: Config, ranks: int) -> str | None:
@@ -321,9 +327,9 @@ def worker_errors() -> Iterator[None]:
         ) from error
 
 
-def train_samples(config: Config) -> MicroBatches:
+def train_samples(config: Config, stores: Sequence[TokenStore] | None = None) -> MicroBatches:
     """The dataset behind `global_batches`: any sample of the run by its number."""
-    sources = _packed(config, "train")
+    sources = _packed(config, "train", stores)
     order = SampleOrder(
         [len(source.index) for source in sources],
         [source.weight for source in config.data.sources],
@@ -340,10 +346,12 @@ def shard(loader: DataLoader[Batch], rank: int, world_size: int) -> DataLoader[B
     return _loader(loader.dataset, sampler[rank::world_size], loader.num_workers)
 
 
-def evaluation_batches(config: Config, *, split: str = "validation") -> EvaluationBatches:
+def evaluation_batches(
+    config: Config, *, split: str = "validation", stores: Sequence[TokenStore] | None = None
+) -> EvaluationBatches:
     """The validation (or another) splits, packed as in training, in a fixed pseudo-random order."""
     training = config.training
-    sources = _packed(config, split)
+    sources = _packed(config, split, stores)
     bounds = np.cumsum([len(source.index) for source in sources])
     total = used = int(bounds[-1])
     if config.evaluation.max_batches is not None:
@@ -355,9 +363,9 @@ def evaluation_batches(config: Config, *, split: str = "validation") -> Evaluati
     return EvaluationBatches(_assembler(config, sources), samples, training.micro_batch_size)
 
 
-def _packed(config: Config, split: str) -> list[PackedSource]:
+def _packed(config: Config, split: str, stores: Sequence[TokenStore] | None = None) -> list[PackedSource]:
     length, packing = config.training.sequence_length, config.data.packing
-    stores = open_stores(config)
+    stores = stores or open_stores(config)
     for store in stores:
         facts = store.facts["splits"][split]
         if split == "train" and facts["tokens"] and not facts["targets"]:

@@ -239,6 +239,8 @@ class TokenStore:
         self.zlib_bits_per_byte: float | None = self.facts["zlib_bits_per_byte"]
         self._splits: dict[str, StoreSplit] = {}
         self._check_contents(key)
+        for name in ("train", "validation"):
+            self.split(name)  # mapped from now on, whatever becomes of the folder
 
     def split(self, name: str) -> StoreSplit:
         """The `train` or `validation` split."""
@@ -277,7 +279,7 @@ class TokenStore:
         self._check_ids()
 
     def __reduce__(self):
-        return TokenStore, (self.path,)
+        return _open_again, (self.path, self.hash)
 
     def _check_sizes(self) -> tuple[Any, ...]:
         """Checks every file's size; returns a key that changes when a file does."""
@@ -317,6 +319,17 @@ class TokenStore:
         for name in ("train", "validation"):
             for file, tokens in zip(self.split(name).shard_files, self.split(name).shards, strict=True):
                 check_ids_below(file, tokens, self.vocab_size)
+
+
+def _open_again(path: Path, expected: str) -> TokenStore:
+    """The store at `path` in another process. Raises DataError if it was replaced meanwhile."""
+    store = TokenStore(path)
+    if store.hash != expected:
+        raise DataError(
+            f"{path}: expected the store that the run has opened ({expected[:12]}), found another "
+            f"({store.hash[:12]}): it was replaced; start again"
+        )
+    return store
 
 
 class StoreSplit:
