@@ -22,6 +22,7 @@ from llm_pretrain.checkpoints import (
     ResumePoint,
     RunFacts,
     best_step,
+    committed_folders,
     environment,
     read_manifest,
     save_weights,
@@ -68,7 +69,7 @@ class CheckpointManager:
         # `checkpoint_state` copies the state under DeepSpeed only
         needs_copy = config.checkpoint.async_save and config.distributed.strategy != "deepspeed"
         self._buffers = HostBuffers() if needs_copy else None
-        self._fingerprints = fingerprints(config)
+        self._fingerprints = fingerprints(config, stores)
         self.store = CheckpointStore(
             folder.checkpoints,
             engine,
@@ -106,6 +107,12 @@ class CheckpointManager:
             )
         if found and (wrong := Progress.wrong_extra(found.run.extra)):
             raise CheckpointError(f"{found.path}: manifest.json: {wrong}; name an older checkpoint")
+        newest, step = max(committed_folders(self.folder.weights), default=0), found.step if found else 0
+        if newest > step:
+            self.notes.append(
+                f"{self.folder.weights}: weights up to step {newest} are from an attempt that went further "
+                f"than step {step}, where this one begins; each stays until this attempt has reached its step"
+            )
         return found
 
     def fingerprints_at(self, step: int) -> dict[str, str]:
@@ -505,13 +512,13 @@ NOT_IN_FINGERPRINT = {"max_position_embeddings", "init_from", "zero_init_residua
 """Model fields that change neither shapes nor arithmetic of a resumed run."""
 
 
-def fingerprints(config: Config) -> dict[str, str]:
-    """Settings that must match for a resume at any step, by name."""
+def fingerprints(config: Config, stores: Sequence[TokenStore] | None = None) -> dict[str, str]:
+    """Settings that must match for a resume at any step, by name; `stores` as in `data_fingerprint`."""
     # whether an average (EMA) is kept must match; its decay may change
     averaging = {"optimizer.ema_decay": "more than 0"} if config.optimizer.ema_decay else {}
     return (
         model_fingerprint(config.model)
-        | data_fingerprint(config)
+        | data_fingerprint(config, stores)
         | {
             "run.seed": str(config.run.seed),
             "training.global_batch_size": str(config.training.global_batch_size),

@@ -213,7 +213,9 @@ def test_a_path_to_resume_from_that_is_not_used_is_said(
     shutil.rmtree(first / "checkpoints")
     assert train(*options(plain_store, first, *quick)) == 0
     named = f"starting from scratch: {first / 'checkpoints' / 'step-00000004'}, named in status.json"
-    assert named in capsys.readouterr().out.replace("\n", " ")
+    said = capsys.readouterr().out.replace("\n", " ")
+    assert named in said
+    assert f"{first / 'weights'}: weights up to step 4 are from an attempt that went further than" in said
     shutil.rmtree(first)  # or the other run has gone on, and keeps its last two only
     assert train(*options(plain_store, second, *quick, *begun)) == 0
     assert train(*options(plain_store, tmp_path / "third", *quick, *begun)) == 2
