@@ -2,6 +2,7 @@
 
 from llm_pretrain.checkpoints.folders import committed_folders
 from llm_pretrain.checkpoints.manifest import (
+    ARITHMETIC_VARIABLES,
     Manifest,
     ResumePoint,
     RunFacts,
@@ -24,6 +25,7 @@ from llm_pretrain.checkpoints.tensor_files import read_tensors
 from llm_pretrain.checkpoints.weights import best_step, convert_weights, other_content, save_weights
 
 __all__ = [
+    "ARITHMETIC_VARIABLES",
     "CheckpointStore",
     "CheckpointTensors",
     "CheckpointWeights",

@@ -10,6 +10,7 @@ import functools
 import hashlib
 import json
 import math
+import os
 import platform
 import re
 import subprocess
@@ -291,17 +292,31 @@ def _scaler(entry: Mapping[str, Any] | None) -> str | None:
     return None
 
 
-_DECIDES_ARITHMETIC = ("torch", "llm_pretrain", "device")
+ARITHMETIC_VARIABLES = (
+    *(
+        "ACCELERATE_DEEPSPEED_ZERO_STAGE",
+        "ATEN_CPU_CAPABILITY",
+        "CUBLAS_WORKSPACE_CONFIG",
+        "DNNL_MAX_CPU_ISA",
+    ),
+    *("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "NCCL_ALGO", "NCCL_PROTO", "NVIDIA_TF32_OVERRIDE"),
+    *("ONEDNN_DEFAULT_FPMATH_MODE", "ONEDNN_MAX_CPU_ISA", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"),
+    "TORCHDYNAMO_DISABLE",
+)
+"""Environment variables that change the arithmetic or the collectives."""
+_DECIDES_ARITHMETIC = ("torch", "llm_pretrain", "device", "cpu_capability")
 
 
 def environment(device: torch.device) -> dict[str, str | None]:
-    """Versions, hardware and git revision of this process."""
-    return {
+    """Versions, hardware, git revision and those of `ARITHMETIC_VARIABLES` that are set in this process."""
+    variables = {name: os.environ[name] for name in ARITHMETIC_VARIABLES if name in os.environ}
+    return variables | {
         "torch": torch.__version__,
         "llm_pretrain": llm_pretrain.__version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "git_revision": _git_revision(),
     }
 
@@ -309,11 +324,12 @@ def environment(device: torch.device) -> dict[str, str | None]:
 def environment_changes(saved: dict[str, str | None], device: torch.device) -> list[str]:
     """One warning per difference from the saved environment that may change the last bits of results."""
     current = environment(device)
+    keys = [key for key in _DECIDES_ARITHMETIC if key in saved]  # an earlier version saved fewer
     return [
-        f"{key} was {saved.get(key)} when the checkpoint was saved and is {current[key]} now: "
-        "training continues, but not bit for bit"
-        for key in _DECIDES_ARITHMETIC
-        if saved.get(key) != current[key]
+        f"{key} was {saved.get(key, 'unset')} when the checkpoint was saved and is "
+        f"{current.get(key, 'unset')} now: training continues, but not bit for bit"
+        for key in (*keys, *ARITHMETIC_VARIABLES)
+        if saved.get(key) != current.get(key)
     ]
 
 

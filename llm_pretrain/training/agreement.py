@@ -15,6 +15,7 @@ import torch
 from torch.nn import Module
 
 import llm_pretrain
+from llm_pretrain.checkpoints import ARITHMETIC_VARIABLES
 from llm_pretrain.config import Config, to_dict
 from llm_pretrain.data import TokenStore
 from llm_pretrain.distributed.collectives import check_same
@@ -28,12 +29,6 @@ to the run's folder. That all ranks see one folder is checked by the folder's ma
 PATHS = {"model.init_from", "checkpoint.resume"}
 """Settings that are paths, which may differ between machines. Only whether a path is set is compared here;
 what is read from it is compared by `check_parameters`."""
-VARIABLES = (
-    *("ACCELERATE_DEEPSPEED_ZERO_STAGE", "ATEN_CPU_CAPABILITY", "CUBLAS_WORKSPACE_CONFIG", "MKL_CBWR"),
-    *("NCCL_ALGO", "NCCL_PROTO", "NVIDIA_TF32_OVERRIDE", "ONEDNN_DEFAULT_FPMATH_MODE"),
-    *("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCHDYNAMO_DISABLE"),
-)
-"""Environment variables that change the arithmetic or the collectives."""
 
 
 def check_launch(config: Config, engine: Engine) -> None:
@@ -56,7 +51,7 @@ def launch_facts(config: Config, engine: Engine) -> dict[str, str]:
         facts |= {name: _setting(name, value) for name, value in names.items()}
     facts["Python"] = ".".join(map(str, sys.version_info[:2]))
     facts |= {f"package {package}": _version(package) for package in _packages(config)}
-    facts |= {f"environment variable {name}": os.environ.get(name, "unset") for name in VARIABLES}
+    facts |= {f"environment variable {name}": os.environ.get(name, "unset") for name in ARITHMETIC_VARIABLES}
     package = Path(llm_pretrain.__file__).parent
     for file in sorted(package.rglob("*.py")):
         facts[f"source {file.relative_to(package.parent)}"] = _digest(file.read_bytes())

@@ -15,6 +15,7 @@ from torch.amp.grad_scaler import GradScaler
 
 import llm_pretrain
 from llm_pretrain.checkpoints import tensor_files
+from llm_pretrain.checkpoints.manifest import environment, environment_changes
 from llm_pretrain.config import ModelConfig
 from llm_pretrain.errors import CheckpointError, MismatchError
 from llm_pretrain.model import Decoder, update_router_bias
@@ -301,6 +302,26 @@ def test_a_saved_scale_is_reported_where_no_scaler_is(tmp_path, current):
     assert found is not None
     assert len(found.warnings) == 1
     assert "loss scale 8 is not used" in found.warnings[0]
+
+
+def test_a_variable_that_changes_the_arithmetic_is_told(tmp_path, monkeypatch):
+    monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
+    saved = environment(torch.device("cpu"))
+    Run(tmp_path).train(1).save()
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
+    found = Run(tmp_path).restore()
+    assert found is not None
+    assert [warning.split(" when ")[0] for warning in found.warnings] == [
+        f"cpu_capability was {saved['cpu_capability']}",
+        "ATEN_CPU_CAPABILITY was unset",
+    ]
+
+
+def test_an_environment_of_an_earlier_version_has_no_new_difference(tmp_path):
+    saved = environment(torch.device("cpu"))
+    del saved["cpu_capability"]
+    assert environment_changes(saved, torch.device("cpu")) == []
 
 
 def test_manifest_tells_everything(tmp_path):
