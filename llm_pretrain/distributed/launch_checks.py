@@ -29,7 +29,8 @@ def check_environment() -> None:
     Raises:
         ConfigError: naming the variables that are missing or not a number.
     """
-    _check_number("LOCAL_WORLD_SIZE", 1, None)
+    _check_number("WORLD_SIZE", 1, None)
+    _check_number("LOCAL_WORLD_SIZE", 1, int(os.environ.get("WORLD_SIZE") or 1), "WORLD_SIZE")
     if not any(os.environ.get(name) for name in RANK_VARIABLES):
         return
     missing = [name for name in (*RANK_VARIABLES, *MASTER_VARIABLES) if not os.environ.get(name)]
@@ -180,6 +181,8 @@ def _unsupported_settings(config: Config) -> Iterator[str]:
     getenv = os.environ.get
     if (backend := getenv("ACCELERATE_DYNAMO_BACKEND", "no").lower()) != "no":
         yield f"training.compile: compiles the model, but accelerate's dynamo_backend is {backend}, not no"
+    if device := getenv("ACCELERATE_TORCH_DEVICE"):
+        yield f"launch: runs on the machine's GPU or else its CPU, but ACCELERATE_TORCH_DEVICE is {device}"
     for name in ("parallelism_config", "megatron_lm"):
         if _is_on(f"ACCELERATE_USE_{name.upper()}"):
             yield f"distributed.strategy: {config.distributed.strategy}, but accelerate's use_{name} is true"

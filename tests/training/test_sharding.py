@@ -77,6 +77,7 @@ def test_a_launch_file_that_asks_for_another_stops(
         ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "dynamo_backend is inductor"),
         ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, "use_parallelism_config"),
         ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "use_megatron_lm"),
+        ({"ACCELERATE_TORCH_DEVICE": "garbage"}, "ACCELERATE_TORCH_DEVICE is garbage"),
         ({"ACCELERATE_USE_FSDP": "true", "FSDP_OFFLOAD_PARAMS": "true"}, "fsdp_offload_params is true"),
         (
             {"ACCELERATE_USE_FSDP": "true", "FSDP_ACTIVATION_CHECKPOINTING": "true"},

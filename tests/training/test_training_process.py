@@ -71,6 +71,8 @@ def test_a_rank_outside_the_world_stops_the_run(value: str, monkeypatch: pytest.
         ("MASTER_PORT", "70000"),
         ("LOCAL_WORLD_SIZE", "two"),
         ("LOCAL_WORLD_SIZE", "-1"),
+        ("LOCAL_WORLD_SIZE", "3"),
+        ("WORLD_SIZE", "0"),
     ],
 )
 def test_a_variable_that_is_no_such_number_stops_the_run(

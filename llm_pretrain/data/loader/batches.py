@@ -279,7 +279,7 @@ def global_batches(
     numbers = range(start_step * per_step, training.max_steps * per_step)
     sampler = MicroBatchSampler(numbers, training.micro_batch_size)
     workers = config.data.num_workers
-    problem = shared_memory_problem(config, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    problem = shared_memory_problem(config, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
     if workers is None:
         workers = 2 if torch.cuda.is_available() and not problem else 0
     elif problem:
