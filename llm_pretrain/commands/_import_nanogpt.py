@@ -79,6 +79,11 @@ def _assignments(path: str, result: ImportedConfig) -> dict[str, Any]:
     except (SyntaxError, ValueError) as error:
         line = getattr(error, "lineno", None) or 1
         raise ConfigError(f"{path}:{line}: expected Python assignments, found: {error}") from error
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, int) and node.value > _LARGEST:
+            raise ConfigError(
+                f"{path}:{node.lineno}: expected integers of up to 18 digits, found a larger one"
+            )
     values: dict[str, Any] = {}
     for node in tree.body:
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
@@ -96,6 +101,10 @@ def _assignments(path: str, result: ImportedConfig) -> dict[str, Any]:
     return values
 
 
+_LARGEST = 10**18
+"""Python refuses to print integers of more than 4,300 digits."""
+
+
 def _value(node: ast.expr, names: dict[str, Any]) -> Any:
     """Value of a constant, an earlier name, or arithmetic on numbers; ValueError for anything else."""
     if isinstance(node, ast.Constant) and isinstance(node.value, int | float | str | None):
@@ -111,7 +120,7 @@ def _value(node: ast.expr, names: dict[str, Any]) -> Any:
 
 def _number(node: ast.expr, names: dict[str, Any]) -> int | float:
     value = _value(node, names)
-    if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > 1e18:
+    if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > _LARGEST:
         raise ValueError
     return value
 

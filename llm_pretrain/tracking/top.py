@@ -321,10 +321,11 @@ def sparkline(values: Sequence[float], width: int) -> str:
     if count <= 0:
         return ""
     edges = [len(values) * index // count for index in range(count + 1)]
-    means = [sum(values[start:end]) / (end - start) for start, end in pairwise(edges)]
+    # halves, since the sum or difference of two finite numbers may be infinite
+    means = [sum(value / 2 / (end - start) for value in values[start:end]) for start, end in pairwise(edges)]
     low, high = min(means), max(means)
-    scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
-    return "".join(BLOCKS[round((mean - low) * scale)] for mean in means)
+    height = high - low or 1.0
+    return "".join(BLOCKS[round((mean - low) / height * (len(BLOCKS) - 1))] for mean in means)
 
 
 def _progress_bar(run: WatchedRun, width: int) -> RenderableType:

@@ -301,6 +301,7 @@ def test_a_nanogpt_file_nested_deeply_is_one_line(
         ("batch_size = 'many'\n", "batch_size: expected an integer of 0 or more, found 'many'"),
         ("dtype = 'int8'\n", "dtype: expected one of"),
         ("learning_rate = 'fast'\n", "optimizer.learning_rate: expected a number"),
+        ("a = 1\nmax_iters = -0x" + "f" * 5000, "wrong.py:2: expected integers of up to 18 digits"),
     ],
 )
 def test_wrong_nanogpt_files_are_one_line(

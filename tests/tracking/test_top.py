@@ -225,4 +225,6 @@ def test_a_sparkline_keeps_the_shape():
     assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
     assert sparkline([0, 0, 7, 7], 2) == "▁█"
     assert sparkline([5.0], 10) == "▁"
+    assert sparkline([1e308, 1.7e308, -1.7e308, -1.7e308], 4) == "▇█▁▁"
+    assert sparkline([1.7e308] * 4, 2) == "▁▁"
     assert sparkline([], 10) == ""
