@@ -36,6 +36,11 @@ $(VENV)/.installed-tests: $(VENV)/.installed
 	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation "$$(grep '^deepspeed==' constraints.txt)"
 	touch $@
 
+# What exported weights are evaluated and tuned with.
+$(VENV)/.installed-readers: $(VENV)/.installed-tests
+	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[eval,readers]"
+	touch $@
+
 # Beside the environment, not in it: with Triton installed a CPU's torch takes other paths.
 $(VENV)-triton/.installed: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)-triton triton==3.7.0
@@ -72,7 +77,7 @@ test-ci: $(VENV)/.installed-tests  ## The slow tests of launchers, strategies, t
 test-cuda: $(VENV)/.installed-tests $(VENV)-triton/.installed  ## What a GPU would run, on fake tensors and without one
 	PYTHONPATH=tests/cuda_without_gpu:$(VENV)-triton $(PYTEST) --dist load -p fake_cuda tests/cuda_without_gpu
 
-test-slow: $(VENV)/.installed-tests  ## Every slow test but the faults (nightly)
+test-slow: $(VENV)/.installed-readers  ## Every slow test but the faults (nightly)
 	$(PYTEST) -m slow --ignore tests/faults
 
 test-faults: $(VENV)/.installed-tests  ## Every fault: kills, full disks, damage, lost networks (nightly; an hour or more)
