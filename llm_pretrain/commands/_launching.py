@@ -24,6 +24,8 @@ from llm_pretrain.files import read_json
 from llm_pretrain.tracking import read_metrics
 
 PACKAGE_ROOT = Path(llm_pretrain.__file__).resolve().parent.parent
+RUN_MODULE = (sys.executable, "-P", "-m")
+"""Start of a command; `-P`: a `random.py` in the working directory is not the module `random`."""
 """The folder with the package and the scripts: the checkout, or site-packages."""
 SCRIPTS = {
     "torchrun": "train_pretrain.py",
@@ -200,12 +202,12 @@ def launch_command(job: Job, context: LaunchContext) -> list[str]:
         on_gpu, file = context.machine.gpus > 0, job.log.with_suffix(".accelerate.yaml")
         settings = launch_settings(job.strategy, context.zero_stage, world_size, on_gpu=on_gpu)
         file.write_text(json.dumps(settings))  # which is YAML
-        command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file)]
+        command = [*RUN_MODULE, "accelerate.commands.launch", "--config_file", str(file)]
         # port 0 selects a free port, so that concurrent launches do not collide
         return [*command, "--num_processes", str(world_size), "--main_process_port", "0", script]
     if world_size == 1 and not job.with_launcher:
         return [sys.executable, script]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
+    command = [*RUN_MODULE, "torch.distributed.run", "--standalone", "--nproc_per_node"]
     return [*command, str(world_size), script]
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import subprocess
-import sys
 from typing import TYPE_CHECKING
 
 from llm_pretrain.errors import ConfigError, ResourceError
@@ -211,14 +210,15 @@ def _print_time(config: Config, arguments: argparse.Namespace) -> None:
 
 def _verify(config: Config, arguments: argparse.Namespace, options: list[str], memory: Memory) -> int:
     """Run two steps on one process and compare the measured peak with the estimate."""
+    from llm_pretrain.commands._launching import PACKAGE_ROOT, RUN_MODULE, launch_environment
     from llm_pretrain.memory import estimate_memory
 
     given = [*options, "--model.vocab_size", str(config.model.vocab_size)]
     given += ["--training.precision", config.training.precision]  # `auto` may differ here
-    command = [sys.executable, "-m", "llm_pretrain.commands._measured_steps", json.dumps(given)]
-    done = subprocess.run(
-        [*command, str(arguments.document_length)], capture_output=True, text=True, check=False
-    )
+    command = [*RUN_MODULE, "llm_pretrain.commands._measured_steps", json.dumps(given)]
+    command += [str(arguments.document_length)]
+    environment = launch_environment(PACKAGE_ROOT)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         lines = done.stderr.strip().splitlines()
         reason = lines[-1] if lines else f"ended with {done.returncode}"

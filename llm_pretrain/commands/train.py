@@ -8,7 +8,13 @@ import os
 import sys
 import tempfile
 
-from llm_pretrain.commands._launching import PACKAGE_ROOT, RESUMABLE_PATHS, SCRIPTS, launch_settings
+from llm_pretrain.commands._launching import (
+    PACKAGE_ROOT,
+    RESUMABLE_PATHS,
+    RUN_MODULE,
+    SCRIPTS,
+    launch_settings,
+)
 from llm_pretrain.config import load_config
 from llm_pretrain.errors import ConfigError
 
@@ -58,7 +64,6 @@ def run(arguments: argparse.Namespace) -> int:
     script = PACKAGE_ROOT / SCRIPTS[arguments.launcher]
     if not script.is_file():
         raise ConfigError(f"--launcher {arguments.launcher}: expected its script at {script}, found none")
-    command = [sys.executable]
     if arguments.launcher == "accelerate":
         # A file that is deleted already, but stays readable as /dev/fd/N until the launcher ends.
         with tempfile.TemporaryFile("w+", encoding="utf-8") as file:
@@ -69,11 +74,13 @@ def run(arguments: argparse.Namespace) -> int:
             descriptor = os.dup(file.fileno())
         os.lseek(descriptor, 0, os.SEEK_SET)
         os.set_inheritable(descriptor, True)
-        command += ["-m", "accelerate.commands.launch", "--config_file", f"/dev/fd/{descriptor}"]
+        command = [*RUN_MODULE, "accelerate.commands.launch", "--config_file", f"/dev/fd/{descriptor}"]
         command += ["--num_processes", str(nproc), "--main_process_port", "0"]  # 0: any free port
         command += ["--quiet"]  # no traceback of its own after one process's error
-    elif nproc > 1:  # a single process needs no launcher, and without one its exit code is the command's
-        command += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(nproc)]
+    elif nproc > 1:
+        command = [*RUN_MODULE, "torch.distributed.run", "--standalone", "--nproc_per_node", str(nproc)]
+    else:  # a single process needs no launcher, and without one its exit code is the command's
+        command = [sys.executable]
     command += [str(script), *arguments.script_options]
     # what the ranks would choose by themselves; if it is unset, torchrun prints a warning
     os.environ.setdefault("OMP_NUM_THREADS", str(default_threads(nproc)))

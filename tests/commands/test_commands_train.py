@@ -58,8 +58,8 @@ OPTIONS = ("--config", "tiny-dense", "--data.sources", "[{store: x}]", "--run.na
 
 def test_torchrun_gets_the_script_and_its_options(started):
     command, _ = started("--nproc", "2", *OPTIONS)
-    assert command[1:5] == ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
-    assert command[5:] == ["2", str(ROOT / "train_pretrain.py"), *OPTIONS]
+    assert command[1:6] == ["-P", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
+    assert command[6:] == ["2", str(ROOT / "train_pretrain.py"), *OPTIONS]
     command, _ = started(*OPTIONS[:2], "--nproc=1", *OPTIONS[2:])
     assert command[1:] == [str(ROOT / "train_pretrain.py"), *OPTIONS], "one process needs no launcher"
 
@@ -97,7 +97,7 @@ def test_accelerate_gets_a_file_that_starts_all_processes(
     options += ["--distributed.zero_stage", "3"] if strategy == "deepspeed" else []
     count = [] if nproc is None else ["--nproc", str(nproc)]
     command, file = started("--launcher", "accelerate", *count, *options)
-    assert command[1:4] == ["-m", "accelerate.commands.launch", "--config_file"]
+    assert command[1:5] == ["-P", "-m", "accelerate.commands.launch", "--config_file"]
     assert command[-len(options) - 1 :] == [str(ROOT / "train_pretrain_accelerate.py"), *options]
     assert command[command.index("--num_processes") + 1] == str(nproc or gpus)
     assert "--quiet" in command
@@ -193,6 +193,8 @@ def test_an_installed_package_trains_outside_of_the_checkout(
     installed: Path, plain_store: Path, tmp_path: Path, launcher: str
 ):
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    for name in ("random", "torch", "accelerate"):  # a user's own, which nothing may import
+        (tmp_path / f"{name}.py").write_text("raise SystemExit(3)")
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
