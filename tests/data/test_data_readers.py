@@ -233,6 +233,18 @@ def test_a_row_of_a_csv_file_has_the_limit_of_a_record(
     assert found == sorted(found)
 
 
+@pytest.mark.parametrize("blank", ["\n", "\r\n", "\n\n\n"])
+def test_blank_lines_before_the_first_row_lose_nothing(tmp_path: Path, blank: str):
+    contents = {"a.csv": "text\none\n\ntwo\n", "a.json": '{"text": "one"}\n\n{"text": "two"}\n'}
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes((blank + content).encode())
+        assert texts_of(tmp_path / name) == ["one", "two"]
+        (record, *_) = read_records([str(tmp_path / name)])
+        assert record.line == (blank + content[: content.index("one")]).count("\n") + 1
+    (tmp_path / "a.csv").write_bytes(blank.encode())
+    assert texts_of(tmp_path / "a.csv") == []
+
+
 def test_a_column_of_bytes_is_text(tmp_path: Path):
     for kind in (pyarrow.binary(), pyarrow.large_binary()):
         column = pyarrow.array([b"eins, zwei", "é".encode()], kind)
@@ -243,8 +255,8 @@ def test_a_column_of_bytes_is_text(tmp_path: Path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.csv", b'"text"x,b\n1,2\n', "a.csv:1: expected the names of the columns"),
-        ("a.csv", b'"text\n1,2\n', "a.csv:1: expected the names of the columns"),
+        ("a.csv", b'"text"x,b\n1,2\n', "a.csv: expected the names of the columns first"),
+        ("a.csv", b'"text\n1,2\n', "a.csv: expected the names of the columns first"),
         ("a.csv", b"text,text\n1,2\n", "a.csv: expected one column text, found 2"),
         ("a.csv", b'0,"a text\nwithout a header"\n', "found 0, a text without a header; name"),
         (
