@@ -8,6 +8,7 @@ import shutil
 import zlib
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -199,6 +200,18 @@ def test_a_text_that_the_tokenizer_cannot_encode_is_a_bad_record(tmp_path: Path,
     store = prepare_store(replace(preparation, on_error="skip"))
     assert store.facts["skipped"] == {"tokenizer error": 1}
     assert sum(split["documents"] for split in store.facts["splits"].values()) == 9
+
+
+def test_a_text_for_which_memory_is_too_small_is_no_bad_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def exhausted(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    tokenizer = open_tokenizer(make_tokenizer(tmp_path / "t"))
+    monkeypatch.setattr(tokenizer, "_backend", SimpleNamespace(encode_batch_fast=exhausted))
+    with pytest.raises(MemoryError):
+        tokenizer.encode(["one"])
 
 
 def test_an_empty_corpus_is_refused_with_what_was_left_out(tmp_path: Path):

@@ -80,7 +80,7 @@ class Tokenizer:
         """Turns errors of the library (and its panics) and malformed content into a DataError."""
         try:
             yield
-        except (DataError, KeyboardInterrupt, SystemExit, GeneratorExit):
+        except (DataError, MemoryError, KeyboardInterrupt, SystemExit, GeneratorExit):
             raise
         except BaseException as error:
             reason = " ".join(f"{type(error).__name__} {error}".split())
