@@ -144,6 +144,26 @@ def test_counts_bytes_and_zlib_are_those_of_the_text(tmp_path: Path):
     assert store.token_bytes()[ids].sum() == len(tokenizer.decode(ids.tolist()).encode())
 
 
+@pytest.mark.parametrize(
+    ("normalizer", "text", "altered"),
+    [
+        (None, "ABC", 0),
+        ({"type": "Lowercase"}, "ABC", 1),
+        ({"type": "Lowercase"}, "abc", 0),
+        ({"type": "NFD"}, "a\u0302\u0323", 1),
+    ],
+)
+def test_a_text_altered_to_one_of_its_length_is_counted(
+    tmp_path: Path, normalizer: dict | None, text: str, altered: int
+):
+    folder = make_tokenizer(tmp_path / "tokenizer")
+    content = json.loads((folder / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").write_text(json.dumps(content | {"normalizer": normalizer}))
+    corpus = write_jsonl(tmp_path / "a.jsonl", [{"text": text}, {"prompt": "ok", "completion": "ok"}])
+    store = prepare_store(Preparation([str(corpus)], folder, tmp_path / "store", workers=1))
+    assert store.facts["altered_documents"] == altered
+
+
 def test_bad_records_are_skipped_by_cause_or_stop_the_run(tmp_path: Path):
     corpus = tmp_path / "bad.jsonl"
     lines = [

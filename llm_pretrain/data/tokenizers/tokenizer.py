@@ -181,6 +181,10 @@ class Tokenizer:
         """int64 [vocab_size]: number of UTF-8 bytes of each id."""
         return np.array([len(piece) for piece in self.token_pieces()], dtype=np.int64)
 
+    def only_shortens(self) -> bool:
+        """Whether tokens of the length of a text are the text: what is not kept becomes shorter."""
+        return self._segmenter is not None
+
 
 def open_tokenizer(folder: str | Path) -> Tokenizer:
     """Opens a folder with `tokenizer.json` and an EOS token. Raises DataError."""
