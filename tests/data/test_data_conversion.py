@@ -391,6 +391,15 @@ WRONG = [
         "expected 106 bytes for 4 sequences and 3 document ends, found 105",
     ),
     ("megatron", "m", cut("m.bin"), "m.bin: expected 16 bytes as m.idx says, found 15 bytes"),
+    (
+        "megatron",
+        "m",
+        patch("m.idx", 50, b"\x01"),
+        "m.idx: expected byte offsets .* multiples of 2, .* found 1$",
+    ),
+    ("megatron", "m", patch("m.idx", 50, b"\xfc" + b"\xff" * 7), "m.idx: expected byte offsets .* found -4$"),
+    ("megatron", "m", patch("m.idx", 57, b"\x40"), "m.bin: expected 4611686018427387908 bytes as m.idx says"),
+    ("megatron", "m", patch("m.idx", 58, b"\0"), "m.idx: expected sequences that lie apart in m.bin"),
     ("megatron", "m", patch("m.idx", 86, b"\x01"), "expected document ends rising from 0 to 4"),
     ("megatron", "m", patch("m.idx", 34, b"\xff\xff\xff\xff"), "expected document ends"),
     (

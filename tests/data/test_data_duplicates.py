@@ -56,6 +56,12 @@ def test_only_equal_text_with_equal_targets_is_a_duplicate(tmp_path: Path):
     assert store.facts["input_documents"] == [len(kinds), 0, 0]
 
 
+def test_a_mask_of_booleans_is_that_of_integers(tmp_path: Path):
+    masks: list[list] = [[0, 1, 1], [False, True, True], [0, True, 1]]
+    store = prepare(tmp_path, [{"input_ids": [5, 6, 7], "loss_mask": mask} for mask in masks])
+    assert store.facts["duplicates"] == 2
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_store_without_duplicates_is_that_of_the_different_documents(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int

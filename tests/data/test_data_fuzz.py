@@ -412,6 +412,15 @@ def test_offsets_of_an_arrow_file_beyond_its_end_are_damage(tmp_path: Path, name
     read_all(tmp_path / name)
 
 
+def test_a_length_beyond_the_end_of_an_arrow_file_is_damage(tmp_path: Path):
+    """pyarrow by itself asks for as much memory."""
+    for place in range(0, len(FILES["a.arrow"]), 8):
+        content = bytearray(FILES["a.arrow"])
+        content[place : place + 8] = (1 << 60).to_bytes(8, "little")
+        (tmp_path / "a.arrow").write_bytes(content)
+        read_all(tmp_path / "a.arrow")
+
+
 @fuzzed(80)
 @given(st.data())
 def test_any_tokenizer_folder(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject):

@@ -8,6 +8,7 @@ import shutil
 import zlib
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -143,6 +144,26 @@ def test_counts_bytes_and_zlib_are_those_of_the_text(tmp_path: Path):
     assert store.token_bytes()[ids].sum() == len(tokenizer.decode(ids.tolist()).encode())
 
 
+@pytest.mark.parametrize(
+    ("normalizer", "text", "altered"),
+    [
+        (None, "ABC", 0),
+        ({"type": "Lowercase"}, "ABC", 1),
+        ({"type": "Lowercase"}, "abc", 0),
+        ({"type": "NFD"}, "a\u0302\u0323", 1),
+    ],
+)
+def test_a_text_altered_to_one_of_its_length_is_counted(
+    tmp_path: Path, normalizer: dict | None, text: str, altered: int
+):
+    folder = make_tokenizer(tmp_path / "tokenizer")
+    content = json.loads((folder / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").write_text(json.dumps(content | {"normalizer": normalizer}))
+    corpus = write_jsonl(tmp_path / "a.jsonl", [{"text": text}, {"prompt": "ok", "completion": "ok"}])
+    store = prepare_store(Preparation([str(corpus)], folder, tmp_path / "store", workers=1))
+    assert store.facts["altered_documents"] == altered
+
+
 def test_bad_records_are_skipped_by_cause_or_stop_the_run(tmp_path: Path):
     corpus = tmp_path / "bad.jsonl"
     lines = [
@@ -199,6 +220,18 @@ def test_a_text_that_the_tokenizer_cannot_encode_is_a_bad_record(tmp_path: Path,
     store = prepare_store(replace(preparation, on_error="skip"))
     assert store.facts["skipped"] == {"tokenizer error": 1}
     assert sum(split["documents"] for split in store.facts["splits"].values()) == 9
+
+
+def test_a_text_for_which_memory_is_too_small_is_no_bad_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def exhausted(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    tokenizer = open_tokenizer(make_tokenizer(tmp_path / "t"))
+    monkeypatch.setattr(tokenizer, "_backend", SimpleNamespace(encode_batch_fast=exhausted))
+    with pytest.raises(MemoryError):
+        tokenizer.encode(["one"])
 
 
 def test_an_empty_corpus_is_refused_with_what_was_left_out(tmp_path: Path):

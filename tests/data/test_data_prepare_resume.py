@@ -196,7 +196,9 @@ def test_finished_batches_are_not_encoded_again(preparation: Preparation, monkey
     assert sum(done) == size
 
 
-@pytest.mark.parametrize("change", ["input", "option", "tokenizer", "order", "text", "damage"])
+@pytest.mark.parametrize(
+    "change", ["input", "option", "tokenizer", "order", "text", "rename", "copy", "damage"]
+)
 def test_changed_inputs_or_options_start_from_the_beginning(preparation: Preparation, change: str):
     assert run_until_killed(lambda: prepare_store(preparation), MIDDLE)
     partial = Path(preparation.output).with_name(".store.partial")
@@ -214,6 +216,12 @@ def test_changed_inputs_or_options_start_from_the_beginning(preparation: Prepara
         file = Path(preparation.inputs[0])
         file.write_text(file.read_text().replace("one", "two"))
         os.utime(file, (1, 1))
+    elif change in ("rename", "copy"):  # as by `rsync -t` and `cp -p`, of a file of the same size and time
+        file = Path(preparation.inputs[0])
+        new = file.with_suffix(".new")
+        new.write_text(file.read_text().replace("one", "two"))
+        shutil.copystat(file, new)
+        shutil.move(new, file) if change == "rename" else shutil.copy2(new, file)
     else:
         file = next((partial / "store").rglob("offsets.bin"))
         file.write_bytes(file.read_bytes()[:8])

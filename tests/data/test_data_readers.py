@@ -9,8 +9,9 @@ import gzip
 import io
 import json
 import lzma
+import tracemalloc
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 
 import pyarrow
@@ -22,9 +23,9 @@ from support.corpora import make_texts, make_tokenizer, write_jsonl
 
 from llm_pretrain.data import TokenStore
 from llm_pretrain.data.prepare import Preparation, prepare_store
-from llm_pretrain.data.sources import Document, RecordError, parse_record, read_records, readers
+from llm_pretrain.data.sources import Document, RecordError, parse_record, read_records, readers, tables
 from llm_pretrain.data.sources.inputs import COMPRESSIONS, find_sources
-from llm_pretrain.errors import DataError
+from llm_pretrain.errors import DataError, ResourceError
 
 TEXTS = [*make_texts(40), 'quotes "", commas, and\nlines\r\n', "tab\there", " spaces "]
 COMPRESS: dict[str, Callable[[bytes], bytes]] = {
@@ -58,6 +59,12 @@ def arrow(table: pyarrow.Table, *, stream: bool) -> bytes:
     new = pyarrow.ipc.new_stream if stream else pyarrow.ipc.new_file
     with new(sink, table.schema) as writer:
         writer.write_table(table, max_chunksize=7)
+    return sink.getvalue().to_pybytes()
+
+
+def feather(table: pyarrow.Table) -> bytes:
+    sink = pyarrow.BufferOutputStream()
+    pyarrow.feather.write_feather(table, sink)
     return sink.getvalue().to_pybytes()
 
 
@@ -233,6 +240,18 @@ def test_a_row_of_a_csv_file_has_the_limit_of_a_record(
     assert found == sorted(found)
 
 
+@pytest.mark.parametrize("blank", ["\n", "\r\n", "\n\n\n"])
+def test_blank_lines_before_the_first_row_lose_nothing(tmp_path: Path, blank: str):
+    contents = {"a.csv": "text\none\n\ntwo\n", "a.json": '{"text": "one"}\n\n{"text": "two"}\n'}
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes((blank + content).encode())
+        assert texts_of(tmp_path / name) == ["one", "two"]
+        (record, *_) = read_records([str(tmp_path / name)])
+        assert record.line == (blank + content[: content.index("one")]).count("\n") + 1
+    (tmp_path / "a.csv").write_bytes(blank.encode())
+    assert texts_of(tmp_path / "a.csv") == []
+
+
 def test_a_column_of_bytes_is_text(tmp_path: Path):
     for kind in (pyarrow.binary(), pyarrow.large_binary()):
         column = pyarrow.array([b"eins, zwei", "é".encode()], kind)
@@ -243,8 +262,8 @@ def test_a_column_of_bytes_is_text(tmp_path: Path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.csv", b'"text"x,b\n1,2\n', "a.csv:1: expected the names of the columns"),
-        ("a.csv", b'"text\n1,2\n', "a.csv:1: expected the names of the columns"),
+        ("a.csv", b'"text"x,b\n1,2\n', "a.csv: expected the names of the columns first"),
+        ("a.csv", b'"text\n1,2\n', "a.csv: expected the names of the columns first"),
         ("a.csv", b"text,text\n1,2\n", "a.csv: expected one column text, found 2"),
         ("a.csv", b'0,"a text\nwithout a header"\n', "found 0, a text without a header; name"),
         (
@@ -394,3 +413,44 @@ def test_a_large_row_group_is_not_held_whole(tmp_path: Path):
         peak = max(peak, pyarrow.total_allocated_bytes() - before)
     assert len(data) > 60_000_000
     assert peak < 40_000_000
+
+
+REPEATED = pyarrow.table({"text": ["x" * 100_000] * 3000})
+REPEATED_DICTIONARY = pyarrow.table({"text": REPEATED["text"].dictionary_encode()})
+COMPACT = {
+    "dictionary.parquet": parquet(REPEATED),
+    "prefixes.parquet": parquet(
+        REPEATED, use_dictionary=False, column_encoding={"text": "DELTA_BYTE_ARRAY"}, compression="zstd"
+    ),
+    "categories.parquet": parquet(REPEATED_DICTIONARY),
+    "ids.parquet": parquet(pyarrow.table({"input_ids": [[0] * 3000] * 3000})),
+    "categories.feather": feather(REPEATED_DICTIONARY),
+}
+
+
+@pytest.mark.parametrize("name", COMPACT)
+def test_repeated_documents_are_not_held_at_once(tmp_path: Path, name: str):
+    """Encodings store them once, so that a small file has any number of bytes."""
+    assert len(COMPACT[name]) < 1_000_000
+    (tmp_path / name).write_bytes(COMPACT[name])
+    before, peak = pyarrow.total_allocated_bytes(), 0
+    tracemalloc.start()
+    for _ in islice(read_records([str(tmp_path / name)]), 20):
+        peak = max(peak, pyarrow.total_allocated_bytes() - before)
+    held = peak + tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert held < 20_000_000
+
+
+def test_a_table_for_which_memory_is_too_small_is_not_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """As a damaged one it would be left out with `--on_error skip`."""
+
+    def exhausted(*_: object) -> None:
+        raise pyarrow.lib.ArrowMemoryError("realloc of size 4096000000 failed")
+
+    (tmp_path / "a.parquet").write_bytes(parquet(TABLE))
+    monkeypatch.setattr(tables, "_rows", exhausted)
+    with pytest.raises(ResourceError, match=r"a\.parquet: expected memory .* row 0, .* of size 4096000000"):
+        documents(tmp_path / "a.parquet")

@@ -176,6 +176,21 @@ def test_a_tokenizer_of_random_ids_is_refused(tmp_path: Path):
     open_tokenizer(alter_tokenizer(tmp_path / "t", {"model": {"dropout": 0.0}}))
 
 
+@pytest.mark.parametrize(
+    "added", [[(100_000, "<x>")], [(259, "a"), (260, "<x>")], [(260, "<x>"), (259, "<y>")]]
+)
+def test_added_tokens_have_the_ids_that_are_read(tmp_path: Path, added: list[tuple[int, str]]):
+    """The library numbers them anew, without gaps."""
+    folder = make_tokenizer(tmp_path / "t")
+    content = json.loads((folder / "tokenizer.json").read_text())
+    first = content["added_tokens"][0]
+    content["added_tokens"] += [first | {"id": index, "content": token} for index, token in added]
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    index, token = added[0]
+    with pytest.raises(DataError, match=rf"expected ids 0 to \d+ without a gap, found {index} .* '{token}'"):
+        open_tokenizer(folder)
+
+
 DOUBLING = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
 BETWEEN = {"type": "Replace", "pattern": {"Regex": "(?=a)"}, "content": "a"}
 NESTED_BETWEEN = {"type": "Sequence", "normalizers": [{"type": "Sequence", "normalizers": [BETWEEN] * 45}]}

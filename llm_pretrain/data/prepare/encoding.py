@@ -186,6 +186,9 @@ class Encoder:
                 texts.append(text)
         tokens = np.array(ids, dtype=np.uint32)
         expected = np.array(text_bytes, dtype=np.int64)
+        altered = self._bytes_of(tokens, lengths) != expected
+        if not self._tokenizer.only_shortens():
+            self._compare(documents, ids, lengths, altered)
         return EncodedBatch(
             ids=tokens,
             loss_mask=np.concatenate(mask) if mask else np.zeros(0, dtype=np.bool_),
@@ -194,7 +197,7 @@ class Encoder:
             keys=np.array(keys, dtype=np.uint64),
             text_bytes=expected,
             texts=texts,
-            altered=self._bytes_of(tokens, lengths) != expected,
+            altered=altered,
             records=np.arange(len(documents)),
         )
 
@@ -205,6 +208,19 @@ class Encoder:
         counts = np.array(lengths, dtype=np.int64)
         starts = np.cumsum(counts) - counts
         return np.add.reduceat(self._piece_bytes[tokens], starts)
+
+    def _compare(
+        self, documents: Sequence[Document], ids: list[int], lengths: list[int], altered: np.ndarray
+    ) -> None:
+        """Sets `altered` of documents whose tokens decode to another text of the same length."""
+        stop = 0
+        for index, (document, length) in enumerate(zip(documents, lengths, strict=True)):
+            start, stop = stop, stop + length
+            if altered[index] or document.input_ids is not None:
+                continue
+            text, tokens = document.text(), ids[start:stop]
+            if b"".join([self._pieces[token] for token in tokens]) != text.encode():
+                altered[index] = self._tokenizer.decode(tokens) != text
 
 
 def _check_targets(document: Document) -> None:

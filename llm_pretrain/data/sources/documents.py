@@ -249,6 +249,7 @@ def _token_document(location: str, fields: dict[str, Any]) -> Document:
         mask = [1] * len(ids)
     elif not isinstance(mask, list) or not all(type(m) in (int, bool) and m in (0, 1) for m in mask):
         raise RecordError("wrong type", location, "expected loss_mask to be a list of 0 and 1")
+    mask = [int(target) for target in mask]  # equal documents have equal masks, also where one has true
     if len(mask) != len(ids):
         detail = f"expected a loss_mask as long as input_ids ({len(ids)}), found {len(mask)}"
         raise RecordError("wrong length", location, detail)

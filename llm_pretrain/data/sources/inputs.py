@@ -139,8 +139,8 @@ class Source:
     """A file or hub data set: its `name` for messages, `path` (None for the hub), index `entry` of its input.
 
     With `conversations` the file is Python source and its docstrings are the records. `status` is the file's
-    size, modification time and inode when it was found. A source with a `fault` (cause, detail) is read as
-    one bad record.
+    size, times of modification and of change, and inode when it was found. A source with a `fault` (cause,
+    detail) is read as one bad record.
     """
 
     name: str
@@ -164,12 +164,12 @@ class Source:
         suffix = self.path.suffix.lower()
         return suffix if suffix in COMPRESSIONS else ""
 
-    def fingerprint(self) -> tuple[str, int, int | str]:
-        """Changes with the content: a file's size and modification time, a hub set's commit."""
+    def fingerprint(self) -> tuple[str | int, ...]:
+        """Changes with the content: a file's status, a hub set's commit."""
         if self.path is None:
-            return (self.name, 0, hub_revision(self.name))
-        size, changed = self.status[:2] or (0, 0)
-        return (f"{self.path.absolute()}{self.fault or ''}", size, changed)
+            return (self.name, hub_revision(self.name))
+        # `cp -p`, `rsync -t` and `tar` restore the modification time; wrong data is worse than to begin again
+        return (f"{self.path.absolute()}{self.fault or ''}", *self.status)
 
     def change(self) -> str | None:
         """A message if the file has changed since it was found, or None."""
@@ -178,7 +178,7 @@ class Source:
             status = self.path.stat()
         except OSError as error:
             return f"expected the file to stay until it is read, found: {error.strerror}"
-        if (status.st_size, status.st_mtime_ns, status.st_ino) == self.status:
+        if (status.st_size, status.st_mtime_ns, status.st_ino) == (*self.status[:2], self.status[3]):
             return None
         return (
             f"expected the {self.status[0]} bytes that were there when work began, found {status.st_size} "
@@ -234,7 +234,8 @@ def _source(name: str, path: Path, entry: int, *, chat: bool) -> Source:
         return replace(source, fault=(UNREADABLE, f"found: {error.strerror}"))
     if not stat.S_ISREG(status.st_mode):
         return replace(source, fault=(UNREADABLE, f"expected a file, found {_kind(status.st_mode)}"))
-    return replace(source, status=(status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev))
+    times = (status.st_mtime_ns, status.st_ctime_ns)
+    return replace(source, status=(status.st_size, *times, status.st_ino, status.st_dev))
 
 
 def _kind(mode: int) -> str:
@@ -248,15 +249,15 @@ def _without_repetition(sources: Iterable[Source]) -> Iterable[Source]:
     """Sets the fault of sources that are the same file as an earlier one, also through links."""
     names: dict[tuple[object, ...], str] = {}
     for source in sources:
-        key = (source.conversations, *(source.status[2:] or (source.name,)))
+        key = (source.conversations, *(source.status[3:] or (source.name,)))
         first = names.get(key)
         names.setdefault(key, source.name)
         if first is not None:
             advice = "to weigh it more, prepare it apart and give data.sources a weight"
             fault = (REPEATED, f"expected each file once, found it as {first} before; {advice}")
-            yield replace(source, fault=source.fault or fault, status=source.status[:3])
+            yield replace(source, fault=source.fault or fault, status=source.status[:4])
         else:
-            yield replace(source, status=source.status[:3])
+            yield replace(source, status=source.status[:4])
 
 
 def _files_of(entry: str, split: str) -> list[tuple[str, Path]]:

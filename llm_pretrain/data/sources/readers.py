@@ -14,7 +14,7 @@ import sys
 import warnings
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, islice
+from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -123,9 +123,12 @@ def json_file(index: int, name: str, file: Any) -> Iterator[RawRecord]:
     if head.startswith(b"["):
         return _elements(index, name, file)
     lines = lines_of(file)
-    begin = [*islice(lines, 2)]
+    blank = 0
+    while (first := next(lines, b"")).isspace():
+        blank += 1
+    begin = [first, *islice(lines, 1)]
     if any(map(_is_json, begin)):  # of two, as the first line may be damaged
-        return json_lines(index, name, chain(begin, lines))
+        return json_lines(index, name, chain(repeat(b"\n", blank), begin, lines))
     whole = b"".join(begin)
     whole += file.read(max(RECORD_BYTES + 1 - len(whole), 0))
     return iter([RawRecord(name, 1, whole, "json", index)])
@@ -390,9 +393,9 @@ def _delimited(
         lines = _RowLines(stream)
         rows = csv.reader(lines, delimiter=delimiter, strict=True)
         try:
-            header = next(rows, None)
+            header = next(filter(None, rows), None)  # blank lines may come before it
         except csv.Error as error:
-            raise DataError(f"{name}:1: expected the names of the columns, found: {error}") from error
+            raise DataError(f"{name}: expected the names of the columns first, found: {error}") from error
         columns = choose_columns(name, header, text_column) if header else []
         while header:
             lines.size = 0

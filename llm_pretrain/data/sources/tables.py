@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from llm_pretrain.data.sources.documents import BROKEN, RawRecord, bad_record
 from llm_pretrain.data.sources.inputs import hub_tables
-from llm_pretrain.errors import DataError
+from llm_pretrain.errors import DataError, ResourceError
 
 BATCH_BYTES = 16 << 20
 """Approximate size of the decoded batches of a parquet file."""
+_MOST_ROWS = 16
+"""Of a batch of a parquet file, as repeated values can take no room in it and any in memory."""
 
 _FORMS = (
     (("prompt", "completion"), ()),
@@ -56,7 +59,7 @@ def table_records(
             f"{name}: expected a table that is not compressed as a whole, found {compression}; unpack it"
         )
     row = 0
-    with path.open("rb") as file:
+    with _TableFile(io.FileIO(path)) as file:
         try:
             is_parquet = path.suffix.lower() == ".parquet"
             read = _parquet if is_parquet else _ipc
@@ -66,10 +69,23 @@ def table_records(
                 columns = columns or choose_columns(name, batch.schema.names, text_column)
                 yield from _rows(index, name, batch, columns, text_column, row)
                 row += batch.num_rows
+        except MemoryError as error:  # among them pyarrow's, an ArrowException
+            raise ResourceError(
+                f"{name}: expected memory for the rows behind row {row}, found too little ({error}); "
+                "use a machine with more, or leave the file out if it is damaged"
+            ) from error
         except (pyarrow.ArrowException, EOFError, OSError, ValueError, TypeError, ArithmeticError) as error:
             if isinstance(error, OSError) and error.errno is not None:
                 raise
             yield bad_record(name, row + 1 if row else 0, BROKEN, str(error), index)
+
+
+class _TableFile(io.BufferedReader):
+    """A file of which no more is asked than it has: a length in a damaged one may exceed the memory."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        rest = max(os.fstat(self.fileno()).st_size - self.tell(), 0)
+        return super().read(rest if size is None or size < 0 else min(size, rest))
 
 
 def hub_records(index: int, name: str, text_column: str) -> Iterator[RawRecord]:
@@ -89,8 +105,10 @@ def _parquet(file: BinaryIO, name: str, text_column: str) -> Iterator[Any]:
     table = pyarrow.parquet.ParquetFile(file, buffer_size=1 << 20, pre_buffer=False)
     groups = [table.metadata.row_group(k) for k in range(table.num_row_groups)]
     size = max((group.total_byte_size // max(group.num_rows, 1) for group in groups), default=1)
-    rows = min(max(BATCH_BYTES // max(size, 1), 1), 4096)
     columns = choose_columns(name, table.schema_arrow.names, text_column)
+    fields = [table.schema_arrow.field(column) for column in columns]
+    most = 4096 if all(pyarrow.types.is_dictionary(field.type) for field in fields) else _MOST_ROWS
+    rows = min(max(BATCH_BYTES // max(size, 1), 1), most)
     yield from table.iter_batches(batch_size=rows, columns=columns, use_threads=False)
 
 
@@ -155,14 +173,25 @@ def _utf8(column: Any) -> list[bytes | None] | None:
     from pyarrow import types
 
     if types.is_dictionary(column.type):
-        column.validate(full=True)
-        column = column.dictionary_decode()
+        return _utf8_of_dictionary(column)
     binary = _binary_type(column.type)
     if binary is None:
         return None
     column = column.view(binary)
     column.validate(full=True)  # its offsets are within its data
     return column.to_pylist()
+
+
+def _utf8_of_dictionary(column: Any) -> list[bytes | None] | None:
+    """As `_utf8`; equal texts are one object, as the decoded column may be far larger than the memory."""
+    binary = _binary_type(column.type.value_type)
+    if binary is None:
+        return None
+    column.validate(full=True)
+    values = column.dictionary.view(binary)
+    places = column.indices.to_pylist()
+    texts = {place: None if place is None else values[place].as_py() for place in set(places)}
+    return [texts[place] for place in places]
 
 
 def _binary_type(kind: Any) -> Any:

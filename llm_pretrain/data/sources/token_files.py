@@ -212,13 +212,20 @@ def _open(prefix: Path) -> DocumentFile:
             raise DataError(f"{file}: expected it beside {partner.name}, found no such file")
     dtype, lengths, pointers, documents = _read_index(index)
     size = content.stat().st_size
-    bounds = np.minimum(pointers, 1 << 62)  # avoids overflow of the sum
-    ends = bounds + lengths.astype(np.int64) * dtype.itemsize
-    if len(ends) and (int(pointers.min()) < 0 or int(ends.max()) > size or np.any(pointers % dtype.itemsize)):
+    wrong = pointers[(pointers < 0) | (pointers % dtype.itemsize != 0)]
+    if len(wrong):
+        raise DataError(
+            f"{index}: expected byte offsets that are multiples of {dtype.itemsize}, 0 or more, "
+            f"found {int(wrong[0])}"
+        )
+    filled = lengths > 0
+    starts = np.minimum(pointers[filled], 1 << 62)  # avoids overflow of the sum
+    ends = starts + lengths[filled].astype(np.int64) * dtype.itemsize
+    if len(ends) and int(ends.max()) > size:
         raise DataError(
             f"{content}: expected {int(ends.max())} bytes as {index.name} says, found {size} bytes"
         )
-    if int(lengths.sum(dtype=np.int64)) * dtype.itemsize > size:
+    if np.any(np.sort(starts)[1:] < np.sort(ends)[:-1]):
         raise DataError(
             f"{index}: expected sequences that lie apart in {content.name}, found some that overlap"
         )

@@ -80,7 +80,7 @@ class Tokenizer:
         """Turns errors of the library (and its panics) and malformed content into a DataError."""
         try:
             yield
-        except (DataError, KeyboardInterrupt, SystemExit, GeneratorExit):
+        except (DataError, MemoryError, KeyboardInterrupt, SystemExit, GeneratorExit):
             raise
         except BaseException as error:
             reason = " ".join(f"{type(error).__name__} {error}".split())
@@ -114,6 +114,15 @@ class Tokenizer:
         self.hash = digest
         vocabulary = self._backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values()) + 1
+        file = self.folder / "tokenizer.json"
+        if self.vocab_size > MAX_VOCAB_SIZE:
+            raise DataError(f"{file}: expected token ids below {MAX_VOCAB_SIZE}, found {self.vocab_size - 1}")
+        for entry in self._spec.get("added_tokens", []):
+            if (index := vocabulary.get(entry["content"])) != entry["id"]:  # the library numbers them anew
+                raise DataError(
+                    f"{file}: expected ids 0 to {self.vocab_size - 1} without a gap, found {entry['id']} for "
+                    f"the added token {entry['content']!r}, which is read as {index}; correct added_tokens"
+                )
         named = _special_tokens(self.folder)
         special = {entry["id"] for entry in self._spec.get("added_tokens", []) if entry.get("special")}
         ids = {key: vocabulary.get(token) for key, token in named.items()}
@@ -181,6 +190,10 @@ class Tokenizer:
         """int64 [vocab_size]: number of UTF-8 bytes of each id."""
         return np.array([len(piece) for piece in self.token_pieces()], dtype=np.int64)
 
+    def only_shortens(self) -> bool:
+        """Whether tokens of the length of a text are the text: what is not kept becomes shorter."""
+        return self._segmenter is not None
+
 
 def open_tokenizer(folder: str | Path) -> Tokenizer:
     """Opens a folder with `tokenizer.json` and an EOS token. Raises DataError."""
@@ -192,11 +205,6 @@ def open_tokenizer(folder: str | Path) -> Tokenizer:
     if not (folder / "tokenizer.json").is_file():
         raise DataError(f"{folder}: expected tokenizer.json in the tokenizer folder, found none")
     tokenizer = Tokenizer(folder)
-    if tokenizer.vocab_size > MAX_VOCAB_SIZE:
-        raise DataError(
-            f"{folder / 'tokenizer.json'}: expected token ids below {MAX_VOCAB_SIZE}, "
-            f"found {tokenizer.vocab_size - 1}"
-        )
     if tokenizer.eos_token_id is None:
         raise DataError(
             f"{folder / 'tokenizer_config.json'}: expected an eos_token of the vocabulary, found none"
