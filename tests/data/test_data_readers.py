@@ -141,6 +141,20 @@ def test_a_truncated_file_is_named_and_its_sound_part_read(tmp_path: Path, suffi
         parse_record(record)
 
 
+@pytest.mark.parametrize("suffix", [suffix for suffix in COMPRESS if suffix])
+def test_what_follows_a_compressed_stream_is_read_or_damage(tmp_path: Path, suffix: str):
+    """Programs that compress in parallel, and `cat`, write several streams; Python's readers stop at one
+    that does not begin as such."""
+    file, (one, two) = tmp_path / f"a.txt{suffix}", (COMPRESS[suffix](text) for text in (b"one", b"two"))
+    file.write_bytes(one + b"X" + two[1:])
+    *_, last = read_records([str(file)])
+    with pytest.raises(RecordError, match=rf"a\.txt{suffix}.*truncated or damaged file: "):
+        parse_record(last)
+    if suffix in (".gz", ".xz"):  # whose formats allow padding
+        file.write_bytes(one + b"\0" * 8 + two + b"\0" * 4)
+        assert texts_of(file) == ["onetwo"]
+
+
 @pytest.mark.parametrize("name", ["groups.parquet", "stream.arrow", "file.arrow"])
 def test_a_truncated_table_is_named(tmp_path: Path, name: str):
     for length in (0, 3, 10, len(FORMATS[name]) // 2, len(FORMATS[name]) - 5):

@@ -13,7 +13,7 @@ import os
 import sys
 import warnings
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -32,11 +32,11 @@ from llm_pretrain.data.sources.inputs import DELIMITERS, LINE_SUFFIXES, TABLE_SU
 from llm_pretrain.data.sources.tables import choose_columns, hub_records, table_records
 from llm_pretrain.errors import DataError
 
-DAMAGE = (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError)
-"""Raised when a damaged file is read; bz2 raises an OSError without errno instead."""
+DAMAGE = (EOFError, gzip.BadGzipFile, zlib.error)
+"""Raised when a damaged compressed file is read."""
 
 _READ_BYTES = 1 << 20
-_ZSTANDARD_READ_BYTES = 1 << 12
+_COMPRESSED_BYTES = 1 << 12
 """Small, as each compressed byte can expand to tens of thousands."""
 
 
@@ -48,25 +48,35 @@ def open_binary(path: Path, compression: str) -> Any:
     if compression == ".gz":
         return gzip.open(path, "rb")
     if compression == ".bz2":
-        return bz2.open(path, "rb")
+        return io.BufferedReader(_StreamsFile(path, bz2.BZ2Decompressor, OSError), _READ_BYTES)
     if compression == ".xz":
-        return lzma.open(path, "rb")
+        file = _StreamsFile(path, lzma.LZMADecompressor, lzma.LZMAError, padding=b"\0")
+        return io.BufferedReader(file, _READ_BYTES)
     if compression == ".zst":
-        return io.BufferedReader(_ZstandardFile(path), _READ_BYTES)
+        import zstandard
+
+        new_frame = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj
+        return io.BufferedReader(_StreamsFile(path, new_frame, zstandard.ZstdError), _READ_BYTES)
     return path.open("rb")
 
 
-class _ZstandardFile(io.RawIOBase):
-    """Reads all frames of a .zst file; unlike the library's reader, it detects a truncated last frame."""
+class _StreamsFile(io.RawIOBase):
+    """Reads all streams of a compressed file; the libraries' readers end, or go on, where one is damaged.
 
-    def __init__(self, path: Path):
-        import zstandard
+    Args:
+        path: The file.
+        new_stream: Makes a decompressor of one stream, such as `bz2.BZ2Decompressor`.
+        error: What that raises for damage.
+        padding: Bytes that may come after a stream.
+    """
 
-        self._file = path.open("rb")
-        self._new_frame = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj
-        self._frame = self._new_frame()
-        self._error = zstandard.ZstdError
-        self._begun = False
+    def __init__(
+        self, path: Path, new_stream: Callable[[], Any], error: type[Exception], padding: bytes = b""
+    ):
+        self._file, self._new_stream, self._error = path.open("rb"), new_stream, error
+        self._padding = padding
+        self._stream = new_stream()
+        self._begun = True
         self._rest = self._ready = b""
 
     def readable(self) -> bool:
@@ -74,19 +84,21 @@ class _ZstandardFile(io.RawIOBase):
 
     def readinto(self, buffer: Any, /) -> int:
         while not self._ready:
-            data = self._rest or self._file.read(_ZSTANDARD_READ_BYTES)
+            data = self._rest or self._file.read(_COMPRESSED_BYTES)
             self._rest = b""
             if not data:
                 if self._begun:
-                    raise EOFError("the last zstandard frame is cut short")
+                    raise EOFError("the last compressed stream is cut short")
                 return 0
+            if not self._begun and self._padding and not (data := data.lstrip(self._padding)):
+                continue
             try:
-                self._ready = self._frame.decompress(data)
+                self._ready = self._stream.decompress(data)
             except self._error as error:
                 raise EOFError(str(error)) from error
-            self._begun = not self._frame.eof
-            if self._frame.eof:
-                self._rest, self._frame = self._frame.unused_data, self._new_frame()
+            self._begun = not self._stream.eof
+            if self._stream.eof:
+                self._rest, self._stream = self._stream.unused_data, self._new_stream()
         size = min(len(buffer), len(self._ready))
         buffer[:size] = self._ready[:size]
         self._ready = self._ready[size:]
