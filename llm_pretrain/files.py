@@ -171,8 +171,9 @@ def replace_text(file: Path, text: str) -> None:
             stream.flush()
             os.fsync(stream.fileno())  # or a power cut may leave an empty file
         os.replace(temporary, file)
-    except OSError as error:
-        error.filename = str(file)
+    except BaseException as error:
+        if isinstance(error, OSError):
+            error.filename = str(file)
         temporary.unlink(missing_ok=True)
         raise
 

@@ -19,7 +19,7 @@ from llm_pretrain.config import (
     validate,
     write_yaml,
 )
-from llm_pretrain.errors import ConfigError
+from llm_pretrain.errors import ConfigError, printable
 from llm_pretrain.export import model_config_from_huggingface, read_config
 
 PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
@@ -95,13 +95,13 @@ class ImportedConfig:
         lines += self.notes + ([self.last_note] if self.last_note else [])
         comment = "".join(
             textwrap.fill(
-                line, 100, initial_indent="# " if i == 0 else "# - ",
+                printable(line), 100, initial_indent="# " if i == 0 else "# - ",
                 subsequent_indent="# " if i == 0 else "#   ", break_long_words=False, break_on_hyphens=False,
             ) + "\n"
             for i, line in enumerate(lines)
         )  # fmt: skip
         if self.commands:
-            comment += "# The data:\n" + "".join(f"#   {command}\n" for command in self.commands)
+            comment += "# The data:\n" + "".join(f"#   {printable(command)}\n" for command in self.commands)
         order = ("run", "model", "data", "training", "optimizer", "schedule")
         names = sorted(
             self.settings, key=lambda name: (name not in order, order.index(name) if name in order else 0)

@@ -366,6 +366,16 @@ def test_a_litgpt_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
         assert text in comments
 
 
+def test_a_name_that_no_file_can_hold_is_escaped_in_the_notes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    file = tmp_path / "odd.yaml"
+    file.write_text(json.dumps({"model_name": "tiny-llama-1.1b", "\ud800": 1}))
+    assert main(["configs", "--from_litgpt", str(file), "--output", str(tmp_path / "ours.yaml")]) == 0
+    assert "\\ud800" in (tmp_path / "ours.yaml").read_text()
+    assert {path.name for path in tmp_path.iterdir()} == {"odd.yaml", "ours.yaml"}
+
+
 def test_a_precision_that_litgpt_does_not_have_is_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     file = tmp_path / "tinyllama.yaml"
     file.write_text(LITGPT.replace("precision: bf16-mixed", "precision: [null]"))
