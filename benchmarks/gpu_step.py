@@ -62,7 +62,6 @@ CASES = [
     Case("gpt2-124m, flex", "gpt2-124m", 1024, 64, training={"attention_implementation": "flex"}),
     Case("gpt2-124m, full logits", "gpt2-124m", 1024, 32, training={"loss_implementation": "full"}),
     Case("gpt2-124m, fused head", "gpt2-124m", 1024, 64, training={"loss_implementation": "fused"}),
-    Case("gpt2-124m, liger head", "gpt2-124m", 1024, 64, training={"loss_implementation": "liger"}),
     Case("qwen3-0.6b", "qwen3-0.6b", 4096, 8, training={"activation_checkpointing": "false"}, at_least=70.0),
     Case("mixture", "gpt2-124m", 1024, 32, model=MOE),
     Case("dense of equal FLOPs", "gpt2-124m", 1024, 32, model=DENSE),

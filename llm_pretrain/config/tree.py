@@ -283,7 +283,7 @@ class TrainingConfig:
         attention_implementation: Kernel of attention within documents: `auto`, `sdpa` (one call per document
             on a CPU, a mask elsewhere), `varlen` or `flex` (CUDA).
         loss_implementation: Kernel of output projection and cross-entropy: `auto`, `full` (keeps all logits
-            in memory), `fused` (in chunks, forward and backward in one), `liger` (CUDA, extra `liger`).
+            in memory), `fused` (in chunks, forward and backward in one).
         norm_implementation: Kernel of RMSNorm: `auto` (fused), `fused`, `plain` (elementwise operations).
     """
 
@@ -302,7 +302,7 @@ class TrainingConfig:
     float8: bool = False
     experts_implementation: Literal["auto", "streamed", "grouped", "triton", "reference"] = "auto"
     attention_implementation: Literal["auto", "sdpa", "varlen", "flex"] = "auto"
-    loss_implementation: Literal["auto", "full", "fused", "liger"] = "auto"
+    loss_implementation: Literal["auto", "full", "fused"] = "auto"
     norm_implementation: Literal["auto", "fused", "plain"] = "auto"
 
     def check(self) -> Iterator[str]:
@@ -310,21 +310,10 @@ class TrainingConfig:
 
         Kernels that need a GPU are checked once the device is known, in training/model_setup.py.
         """
-        attention, loss = self.attention_implementation, self.loss_implementation
-        if attention == "varlen" and self.precision == "fp32":
+        if self.attention_implementation == "varlen" and self.precision == "fp32":
             yield (
                 "training.attention_implementation: expected another than varlen with training.precision "
                 "fp32, found varlen; use bf16"
-            )
-        if loss == "liger" and find_spec("liger_kernel") is None:
-            yield (
-                "training.loss_implementation: expected the package liger-kernel with liger, found none; "
-                "pip install 'llm_pretrain[liger]', or set auto"
-            )
-        elif loss in ("fused", "liger") and self.precision == "fp16":
-            yield (
-                f"training.loss_implementation: expected auto or full with training.precision fp16, found "
-                f"{loss}, which computes gradients before the loss scale is known"
             )
         if self.float8 and self.precision not in ("auto", "bf16"):
             yield (

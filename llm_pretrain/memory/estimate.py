@@ -138,10 +138,12 @@ def estimate_memory(
     shape = ActivationShape(rows, length, document, low, on_gpu, compiles(config, on_gpu=on_gpu))
     parameters = count_parameters(model).total
     matrices = matrix_parameters(model, with_experts=False, with_head=False)
+    experts = matrix_parameters(model, with_experts=True, with_head=False) - matrices
     if on_gpu and model.moe_layers:  # with checkpointing, the experts of one layer at a time
-        experts = matrix_parameters(model, with_experts=True, with_head=False) - matrices
         matrices += experts // (len(model.moe_layers) if training.activation_checkpointing else 1)
     shards = world_size if shards_parameters(config) else 1
+    if config.distributed.strategy == "fsdp" and model.num_experts:  # whole experts a rank, padded to equal
+        parameters += experts * (-model.num_experts % shards) // model.num_experts
     weights = _per_rank(_FP32_BYTES * parameters, shards)
     optimizer = _per_rank(_optimizer_bytes(config, parameters), _optimizer_shards(config, world_size))
     layers = [layer_activation_bytes(model, shape, each) for each in range(model.num_hidden_layers)]

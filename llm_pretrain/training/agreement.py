@@ -94,7 +94,6 @@ def _packages(config: Config) -> list[str]:
         *("torch", "numpy", "safetensors"),
         *(["deepspeed"] if config.distributed.strategy == "deepspeed" else []),
         *(["torchao"] if config.training.float8 else []),
-        *(["liger-kernel"] if config.training.loss_implementation == "liger" else []),
     ]
 
 

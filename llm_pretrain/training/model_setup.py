@@ -86,13 +86,11 @@ def refuse_kernels(config: Config, device: torch.device) -> None:
             "training.experts_implementation: expected auto, streamed or reference, found "
             f"{kernels.experts}, which needs {needed}"
         )
-    needs_cuda = {
-        "training.attention_implementation": (kernels.attention, ("varlen", "flex"), "auto or sdpa"),
-        "training.loss_implementation": (kernels.loss, ("liger",), "auto, full or fused"),
-    }
-    for name, (found, kinds, others) in needs_cuda.items():
-        if found in kinds and device.type != "cuda":
-            raise ConfigError(f"{name}: expected {others} on {device.type}, found {found}, which needs CUDA")
+    if kernels.attention in ("varlen", "flex") and device.type != "cuda":
+        raise ConfigError(
+            f"training.attention_implementation: expected auto or sdpa on {device.type}, found "
+            f"{kernels.attention}, which needs CUDA"
+        )
 
 
 def check_compiler(config: Config) -> None:

@@ -6,20 +6,22 @@ from collections.abc import Iterator
 
 import pytest
 from fake_memory import eight_ranks, start_up_peak, tracked_peak
+from support.launching import ROOT
 from torch import nn
 
 from llm_pretrain.config import Config, load_config
 from llm_pretrain.memory import estimate_memory
 from llm_pretrain.model import Decoder
 
-PRESETS = ("gpt2-124m", "qwen3-0.6b", "olmoe-1b-7b", "qwen3-30b-a3b")
+PRESETS = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
 
 
 def preset(name: str, world_size: int, accumulation: int, *options: str) -> Config:
     """Four layers of a preset, uncompiled, with two sequences in a micro batch."""
     return load_config(
         [
-            *("--config", name, "--model.num_hidden_layers", "4", "--model.vocab_size", "50304"),
+            *("--config", name, "--model.num_hidden_layers", "4"),
+            *("--model.vocab_size", "256" if name.startswith("char-") else "50304"),
             *("--training.compile", "off", "--training.precision", "bf16"),
             *("--training.micro_batch_size", "2", "--distributed.cpu_threads", "1"),
             *("--training.global_batch_size", str(2 * world_size * accumulation)),

@@ -224,7 +224,7 @@ def test_the_choice_depends_on_the_vocabulary_alone():
 
     assert choice(6400) == choice(151936) == "fused"
     assert choice(256) == "full"
-    for name in ("full", "fused", "liger"):
+    for name in ("full", "fused"):
         assert choice(256, name) == name
 
 
@@ -242,58 +242,13 @@ def test_in_fp16_a_loss_scale_reaches_the_gradient_before_it_is_rounded():
     assert gradient[1:, 0].allclose(torch.tensor(math.exp(-20) * 2.0**16), rtol=1e-2)
 
 
-def test_liger_stands_in_for_the_chunks(monkeypatch):
-    """What liger-kernel 0.8 returns, computed by whole logits: per token, the z-loss with its coefficient."""
-    import sys
-    import types
-
-    seen = {}
-
-    def forward(_input, weight, target, ignore_index, lse_square_scale, reduction, **options):
-        seen.update(options, reduction=reduction)
-        mask = target != ignore_index
-        with torch.enable_grad():
-            leaves = [_input.detach().requires_grad_(), weight.detach().requires_grad_()]
-            logits = F.linear(*leaves)
-            z_loss = lse_square_scale * logits.logsumexp(-1).square() * mask
-            losses = F.cross_entropy(logits, target, reduction="none", ignore_index=ignore_index) + z_loss
-            gradients = torch.autograd.grad(losses.sum(), leaves)
-        return losses.detach(), z_loss.detach(), None, None, *gradients, None
-
-    module = types.ModuleType("liger_kernel.ops.fused_linear_cross_entropy")
-    module.fused_linear_cross_entropy_forward = forward
-    for name in ("liger_kernel", "liger_kernel.ops"):
-        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    hidden, weight, labels, mask = inputs(torch.float64)
-    head = OutputHead(16, VOCAB, Kernels(loss="liger", z_loss_coef=COEFFICIENT))
-    head.weight = torch.nn.Parameter(weight.detach())
-    sums, expected = head(hidden, labels, mask), full(hidden, weight, labels, mask)
-    assert seen == {"return_z_loss": True, "accum_dtype": torch.float32, "reduction": "none"}
-    for mine, other in zip(sums, expected, strict=True):
-        assert close(mine, other, 1e-6)  # the z-loss passes through fp32
-    (sums.loss + COEFFICIENT * sums.z_loss).backward()
-    grad_hidden, grad_weight = gradients(full, (hidden, weight, labels, mask), 1, COEFFICIENT)
-    assert close(hidden.grad, grad_hidden, 1e-12)
-    assert close(head.weight.grad, grad_weight, 1e-12)
-
-
-def has_liger() -> bool:
-    from importlib.util import find_spec
-
-    return find_spec("liger_kernel") is not None
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("loss", ["fused", "liger"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_cuda_equals_whole_logits(loss, dtype):
-    if loss == "liger" and not has_liger():
-        pytest.skip("needs liger-kernel")
+def test_cuda_equals_whole_logits(dtype):
     tensors = [each.detach().cuda() for each in inputs()]
     expected = gradients(full, (*(t.double().requires_grad_() for t in tensors[:2]), *tensors[2:]), 1, 0.01)
-    head = OutputHead(16, VOCAB, Kernels(loss=loss, z_loss_coef=COEFFICIENT)).cuda()
+    head = OutputHead(16, VOCAB, Kernels(loss="fused", z_loss_coef=COEFFICIENT)).cuda()
     head.weight = torch.nn.Parameter(tensors[1])
     hidden = tensors[0].requires_grad_()
     with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):

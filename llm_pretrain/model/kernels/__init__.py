@@ -28,7 +28,6 @@ from llm_pretrain.model.kernels.loss import (
     LossSums,
     full_linear_cross_entropy,
     fused_linear_cross_entropy,
-    liger_linear_cross_entropy,
 )
 
 _FUSED_FROM = 1024
@@ -44,7 +43,7 @@ class Kernels:
     Args:
         experts: `auto`, `streamed`, `grouped`, `triton` (grouped, by our kernel alone) or `reference`.
         attention: `auto`, `sdpa`, `varlen` or `flex`.
-        loss: `auto`, `full`, `fused` or `liger`.
+        loss: `auto`, `full` or `fused`.
         norm: `auto`, `fused` or `plain` (torch's elementwise operations).
         optimizer: `auto`, `fused` or `plain`: torch's AdamW.
         z_loss_coef: The objective's coefficient of the z-loss, for loss kernels that compute gradients in the
@@ -53,7 +52,7 @@ class Kernels:
 
     experts: Literal["auto", "streamed", "grouped", "triton", "reference"] = "auto"
     attention: Literal["auto", "sdpa", "varlen", "flex"] = "auto"
-    loss: Literal["auto", "full", "fused", "liger"] = "auto"
+    loss: Literal["auto", "full", "fused"] = "auto"
     norm: Literal["auto", "fused", "plain"] = "auto"
     optimizer: Literal["auto", "fused", "plain"] = "auto"
     z_loss_coef: float = 0.0
@@ -177,7 +176,7 @@ def describe_kernels(config: ModelConfig, kernels: Kernels, device: torch.device
     return ", ".join(parts)
 
 
-def loss_implementation(kernels: Kernels, vocab_size: int) -> Literal["full", "fused", "liger"]:
+def loss_implementation(kernels: Kernels, vocab_size: int) -> Literal["full", "fused"]:
     """The implementation of the loss; `auto` is `fused` from a vocabulary of 1024 on, on every device."""
     if kernels.loss != "auto":
         return kernels.loss
@@ -186,8 +185,5 @@ def loss_implementation(kernels: Kernels, vocab_size: int) -> Literal["full", "f
 
 def loss_kernel(kernels: Kernels, vocab_size: int) -> Callable[..., LossSums]:
     """The loss kernel; arguments: hidden [B, S, H], weight [V, H], labels and mask [B, S], z_loss_coef."""
-    return {
-        "full": full_linear_cross_entropy,
-        "fused": fused_linear_cross_entropy,
-        "liger": liger_linear_cross_entropy,
-    }[loss_implementation(kernels, vocab_size)]
+    is_full = loss_implementation(kernels, vocab_size) == "full"
+    return full_linear_cross_entropy if is_full else fused_linear_cross_entropy

@@ -1,7 +1,7 @@
 """Cross-entropy and z-loss sums of the output projection, in at least fp32 also under autocast.
 
-Three implementations with one signature: whole logits, chunks whose gradients are computed in the forward
-pass, and Liger's kernel.
+Two implementations with one signature: whole logits, and chunks whose gradients are computed in the forward
+pass.
 
 Shapes: B sequences, S positions, T = B*S tokens, H hidden_size, V vocab_size, C tokens of a chunk.
 """
@@ -9,7 +9,6 @@ Shapes: B sequences, S positions, T = B*S tokens, H hidden_size, V vocab_size, C
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -136,17 +135,12 @@ class Wanted(NamedTuple):
     weight: bool
 
 
-Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, float, Wanted], SumsAndGradients]
-"""From hidden [T, H], weight [V, H], labels int64 [T], mask bool [T], z_loss_coef and wanted gradients."""
-
-
 def fused_linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
     mask: Tensor,
     z_loss_coef: float,
-    kernel: Kernel | None = None,
 ) -> LossSums:
     """Cross-entropy and z-loss sums of `hidden @ weight.T` without whole logits.
 
@@ -169,27 +163,18 @@ def fused_linear_cross_entropy(
         labels: int64 [B, S], already shifted; any value where the mask is 0.
         mask: bool [B, S].
         z_loss_coef: The objective's coefficient of the z-loss.
-        kernel: Computes sums and gradients in training, instead of the chunks of this module.
     """
     train = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    options = _Options(z_loss_coef, product_dtype(hidden), train, kernel)
+    options = _Options(z_loss_coef, product_dtype(hidden), train)
     flat = (hidden.flatten(0, 1), weight, labels.flatten(), mask.flatten())
     loss, z_loss, losses = _FusedLinearCrossEntropy.apply(*flat, options)  # pyright: ignore[reportGeneralTypeIssues] (torch's stub of apply)
     return LossSums(loss, z_loss, losses.view(labels.shape))
-
-
-def liger_linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, labels: Tensor, mask: Tensor, z_loss_coef: float
-) -> LossSums:
-    """`fused_linear_cross_entropy` with Liger's kernel: CUDA only, from the extra `liger`."""
-    return fused_linear_cross_entropy(hidden, weight, labels, mask, z_loss_coef, _liger_kernel)
 
 
 class _Options(NamedTuple):
     z_loss_coef: float
     dtype: torch.dtype
     train: bool
-    kernel: Kernel | None
 
 
 class _FusedLinearCrossEntropy(torch.autograd.Function):
@@ -202,10 +187,7 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
         # In fp16 the loss scale, which only the backward pass knows, must multiply the softmax's gradient
         # before it is rounded.
         now = Wanted(hidden=False, weight=False) if options.dtype == torch.float16 else wanted
-        if options.kernel is not None and options.train:
-            result = options.kernel(*tensors, options.z_loss_coef, wanted)
-        else:
-            result = sums_and_gradients(*tensors, Scales(1.0, options.z_loss_coef), now, options.dtype)
+        result = sums_and_gradients(*tensors, Scales(1.0, options.z_loss_coef), now, options.dtype)
         ctx.save_for_backward(*tensors)
         ctx.options, ctx.wanted = options, wanted
         ctx.gradients = (result.grad_hidden, result.grad_weight) if any(now) else None
@@ -373,39 +355,3 @@ def _softmax_gradient_on_gpu(
         on_softmax, on_target = keep * (scales.loss + 2 * scales.z_loss * lse), keep * -scales.loss
         write_softmax_gradient(logits, labels, lse, on_softmax, on_target)
     return torch.where(mask, lse - target, 0), torch.where(mask, lse.square(), 0)
-
-
-def _liger_kernel(
-    hidden: Tensor, weight: Tensor, labels: Tensor, mask: Tensor, z_loss_coef: float, wanted: Wanted
-) -> SumsAndGradients:
-    """`sums_and_gradients` with scales (1, z_loss_coef) by liger-kernel 0.8.
-
-    Its `fused_linear_cross_entropy_forward` with `reduction="none"` returns token losses and unscaled
-    gradients at once; its autograd function returns no token losses without computing everything twice. It
-    counts the labels on the device and waits for the count. It returns the z-loss times its coefficient only:
-    with a coefficient of 0 the squares are 0.
-    """
-    from liger_kernel.ops.fused_linear_cross_entropy import (  # pyright: ignore[reportMissingImports] (an extra)
-        fused_linear_cross_entropy_forward,
-    )
-
-    # Versions differ in the middle of the result: first come losses and z-losses, last the gradients of
-    # hidden, weight and bias.
-    found = fused_linear_cross_entropy_forward(
-        _input=hidden,
-        weight=weight,
-        target=torch.where(mask, labels, IGNORE_INDEX),
-        ignore_index=IGNORE_INDEX,
-        lse_square_scale=z_loss_coef,
-        reduction="none",
-        return_z_loss=True,
-        accum_dtype=torch.float32,
-    )
-    losses, z_losses, grad_hidden, grad_weight = found[0], found[1].float(), found[-3], found[-2]
-    squares = z_losses / z_loss_coef if z_loss_coef else torch.zeros_like(losses)
-    return SumsAndGradients(
-        losses - z_losses,
-        squares,
-        grad_hidden if wanted.hidden else None,
-        grad_weight if wanted.weight else None,
-    )
