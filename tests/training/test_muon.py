@@ -10,10 +10,11 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import llm_pretrain.optim.muon as muon_module
-import llm_pretrain.optim.muon as orthogonal_module
+import llm_pretrain.optim.orthogonal as orthogonal_module
 from llm_pretrain.config import ModelConfig, OptimizerConfig
 from llm_pretrain.model import Decoder
-from llm_pretrain.optim.muon import Muon, orthogonalize
+from llm_pretrain.optim.muon import Muon
+from llm_pretrain.optim.orthogonal import orthogonalize
 from llm_pretrain.optim.param_groups import build_optimizer, parameter_groups
 from llm_pretrain.optim.schedule import set_learning_rate
 
