@@ -166,7 +166,7 @@ class Muon(Optimizer):
         return state
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class _Matrices:
     """n matrices of one parameter, or this rank's rows of its only one: views [n, rows, in].
 
@@ -223,8 +223,9 @@ class _Matrices:
         """Decay the parameters and move them by this rank's part of the orthogonalised update."""
         # A matrix of out rows takes RMS-1 inputs to RMS-1 outputs when its singular values are near
         # sqrt(out / in); below a square one Jordan's rule leaves them at 1.
-        distance = self.learning_rate * math.sqrt(max(1.0, self.out / update.shape[-1]))
-        decayed = 1 - self.learning_rate * self.group["weight_decay"]
+        learning_rate = self.learning_rate
+        distance = learning_rate * math.sqrt(max(1.0, self.out / update.shape[-1]))
+        decayed = 1 - learning_rate * self.group["weight_decay"]
         if found_inf is None:
             self.parameter.mul_(decayed).add_(update, alpha=-distance)
         else:
