@@ -39,6 +39,7 @@ _CALLERS = {
     "kernels/loss.py": "loss head",
     "torch/optim/": "optimizer",
     "optim/muon.py": "optimizer",
+    "optim/orthogonal.py": "optimizer",
     "utils/clip_grad.py": "clipping",
     "model/attention.py": NORMS,
 }

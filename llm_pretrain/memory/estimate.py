@@ -168,7 +168,7 @@ def estimate_memory(
     # gradients of the embedding and head: during the layers' backward passes, and at the embedding's
     held = 0 if is_added and not model.tie_word_embeddings and (shards == 1 or unreduced) else table
     at_the_end = table + (table if model.tie_word_embeddings and is_added else 0)
-    buffers = _step_buffers(config, on_gpu)
+    buffers = _step_buffers(config, world_size, on_gpu)
     persistent = weights + optimizer + routers
     transient = max(
         reduced + unreduced + copies + after_forward + logits,
@@ -235,14 +235,14 @@ def _gathered_bytes(config: Config, parameters: int, low: bool) -> int:
     return 2 * layer * (_LOW_BYTES if low else _FP32_BYTES) + _FP32_BYTES * tables
 
 
-def _step_buffers(config: Config, on_gpu: bool) -> int:
+def _step_buffers(config: Config, world_size: int, on_gpu: bool) -> int:
     """Bytes of Muon's temporary buffers; AdamW's kernel and the average work in place."""
     if config.optimizer.name != "muon":
         return 0
     with torch.device("meta"):
         groups = parameter_groups(Decoder(config.model), config.optimizer)
     device = torch.device("cuda" if on_gpu else "cpu")
-    return step_buffers(groups, product_dtype(device, config.training.precision != "fp32"))
+    return step_buffers(groups, product_dtype(device, config.training.precision != "fp32"), world_size)
 
 
 def _temporary_bytes(config: Config, shape: ActivationShape, accumulates: bool) -> int:

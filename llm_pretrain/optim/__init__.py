@@ -1,7 +1,8 @@
 """Optimizers: AdamW and Muon, parameter groups, EMA, the learning-rate schedule and µP."""
 
 from llm_pretrain.optim.ema import AVERAGE, average_name, averages, ema_parameters
-from llm_pretrain.optim.muon import Muon, product_dtype, step_buffers
+from llm_pretrain.optim.muon import Muon, step_buffers
+from llm_pretrain.optim.orthogonal import product_dtype
 from llm_pretrain.optim.param_groups import (
     Role,
     adamw_factor,

@@ -2,26 +2,35 @@
 
 After github.com/KellerJordan/Muon. `torch.optim.Muon` computes the same for one two-dimensional matrix at a
 time; here matrices of equal shape are multiplied together, a three-dimensional parameter is a stack of
-matrices, and a parameter sharded by FSDP is gathered.
+matrices, and the ranks of a process group divide the matrices among them.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from functools import cache
+from heapq import heapreplace
+from itertools import chain, islice, zip_longest
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
+from llm_pretrain.optim.orthogonal import orthogonalize, product_dtype
+
 if TYPE_CHECKING:  # importing it takes a second
     from torch.distributed.tensor import DTensor
 
+T = TypeVar("T")
+distributed: Any = torch.distributed
+"""Untyped: pyright does not see all names that torch documents as exported."""
+
 BATCH_ELEMENTS = 1 << 24
-"""Elements orthogonalised at a time, which needs four buffers of this size."""
+"""Elements orthogonalised at a time, which needs four buffers of this size, and exchanged at a time."""
 
 
 class Muon(Optimizer):
@@ -47,6 +56,9 @@ class Muon(Optimizer):
         in_bf16: Whether Muon may multiply in bf16 if that is faster. A run in fp32 must not: with another
             number of processes, the last bit of a sum would change how a number rounds to bf16.
         fused: Whether AdamW is torch's fused kernel. The plain one does not read `found_inf`.
+        replicas: The process group whose ranks hold the same unsharded parameters, and gradients after a
+            backward pass; default: all ranks, if there is a default group. They divide those parameters'
+            matrices. Sharded ones are divided by the ranks that they are sharded over.
     """
 
     # GradScaler then sets `found_inf` and calls `step`, instead of skipping the call
@@ -63,15 +75,16 @@ class Muon(Optimizer):
         weight_decay: float = 0.1,
         in_bf16: bool = True,
         fused: bool = True,
+        replicas: Any = None,
     ):
-        self.in_bf16, self.fused = in_bf16, fused
+        self.in_bf16, self.fused, self.replicas = in_bf16, fused, replicas
         self._step_supports_amp_scaling = fused  # as of torch's AdamW
         defaults = {"lr": lr, "momentum": momentum, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**defaults, "algorithm": "adamw", "blocks": 1})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient.
+        """Update every parameter that has a gradient; collective if Muon's rate is not 0.
 
         Like torch's fused optimizers it reads two attributes that a GradScaler or the training loop may set:
         `found_inf` (a tensor; if it is not 0 nothing is updated, without waiting for the device) and
@@ -82,12 +95,14 @@ class Muon(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        matrices: list[_Matrices] = []
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             if group["algorithm"] == "muon":
-                self._muon(group, parameters, scale, found_inf)
+                matrices += self._matrices(group, parameters, scale, found_inf)
             else:
                 self._adamw(group, parameters, scale, found_inf)
+        self._muon(matrices, found_inf)
         return loss
 
     def _adamw(
@@ -113,23 +128,33 @@ class Muon(Optimizer):
             maximize=False,
         )
 
-    def _muon(
+    def _matrices(
         self, group: dict[str, Any], parameters: list[Tensor], scale: Tensor | None, found_inf: Tensor | None
-    ) -> None:
-        pieces = []
+    ) -> Iterator[_Matrices]:
+        """The matrices of a group's parameters, with their gradients unscaled and their steps counted."""
+        replicas = _if_several(self.replicas)
         for parameter in parameters:
             state = self._state(parameter, "momentum_buffer")
             state["step"] += 1 if found_inf is None else (found_inf == 0).to(state["step"]).reshape(())
             if scale is not None:
                 _gradient(parameter).div_(scale)
-            pieces += _stack(parameter, state["momentum_buffer"], group["blocks"])
-        for batch in _batches(pieces):
-            dtype = product_dtype(batch[0].parameter.device, self.in_bf16)
-            updates = [piece.momentum_update(group["momentum"], dtype, found_inf) for piece in batch]
-            if float(group["lr"]) == 0.0:  # the end of a decay, or torch creating the state to load into
+            yield from _stack(parameter, state["momentum_buffer"], group, replicas)
+
+    def _muon(self, matrices: list[_Matrices], found_inf: Tensor | None) -> None:
+        alike: dict[Any, list[_Matrices]] = {}
+        for each in matrices:
+            if each.learning_rate == 0.0:  # the end of a decay, or torch creating the state to load into
+                each.advance(found_inf)
+            else:
+                alike.setdefault((each.ranks, each.is_sharded), []).append(each)
+        for (ranks, is_sharded), own in alike.items():
+            dtype = product_dtype(own[0].parameter.device, self.in_bf16)
+            if ranks is None:
+                _update_alone(own, dtype, found_inf)
                 continue
-            for piece, update in zip(batch, orthogonalize(updates, dtype), strict=True):
-                piece.apply(update, float(group["lr"]), group["weight_decay"], found_inf)
+            update = _update_sharded if is_sharded else _update_replicated
+            for buckets in _rounds(own, distributed.get_world_size(ranks)):
+                update(buckets, ranks, dtype, found_inf)
 
     def _state(self, parameter: Tensor, *names: str) -> dict[str, Any]:
         """The parameter's state, created as torch's AdamW creates it if there is none."""
@@ -141,119 +166,283 @@ class Muon(Optimizer):
         return state
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class _Matrices:
-    """n matrices of one parameter that are updated together: views [n, out, in].
+    """n matrices of one parameter, or this rank's rows of its only one: views [n, rows, in].
 
     Args:
         parameter, momentum, gradient: This rank's part of them.
-        whole: The sharded parameter, if this rank holds only some rows of its one matrix.
+        group: The optimizer's, with the settings.
+        out: Rows of a whole matrix.
+        ranks: The process group that divides the work; None if it is this rank's alone.
+        is_sharded: Whether each of the ranks holds some rows, as `_held` says, instead of all.
     """
 
     parameter: Tensor
     momentum: Tensor
     gradient: Tensor
-    whole: Any = None
+    group: dict[str, Any]
+    out: int
+    ranks: Any = None
+    is_sharded: bool = False
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """(n, out, in) of the unsharded matrices."""
-        whole = () if self.whole is None else (1, *self.whole.shape)
-        count, rows, columns = whole or self.parameter.shape
-        return count, rows, columns
+        """(n, out, in) of the whole matrices."""
+        return len(self.parameter), self.out, self.parameter.shape[-1]
 
-    def momentum_update(self, momentum: float, dtype: torch.dtype, found_inf: Tensor | None) -> Tensor:
-        """Advance the momentum and return Nesterov's update, unsharded; collective for a sharded matrix.
+    @property
+    def elements(self) -> int:
+        """Of the whole matrices."""
+        return math.prod(self.shape)
 
-        A sharded update is gathered in `dtype`, that of the products, to move as few bytes as possible.
-        """
+    @property
+    def learning_rate(self) -> float:
+        """The group's."""
+        return float(self.group["lr"])
+
+    def split(self, counts: Iterable[int]) -> Iterator[_Matrices]:
+        """The first, the next, … `counts` matrices."""
+        parts = [tensor.split([*counts]) for tensor in (self.parameter, self.momentum, self.gradient)]
+        for parameter, momentum, gradient in zip(*parts, strict=True):
+            yield replace(self, parameter=parameter, momentum=momentum, gradient=gradient)
+
+    def advance(self, found_inf: Tensor | None) -> None:
+        """Advance the momentum."""
+        weight = 1 - self.group["momentum"]
         if found_inf is None:
-            self.momentum.lerp_(self.gradient, 1 - momentum)
+            self.momentum.lerp_(self.gradient, weight)
         else:
-            _write(self.momentum, self.momentum.lerp(self.gradient, 1 - momentum), found_inf)
-        update = self.gradient.lerp(self.momentum, momentum)
-        if self.whole is None:
-            return update
-        return full_tensor(update[0].to(dtype), self.whole)[None]
+            _write(self.momentum, self.momentum.lerp(self.gradient, weight), found_inf)
 
-    def apply(
-        self, update: Tensor, learning_rate: float, weight_decay: float, found_inf: Tensor | None
-    ) -> None:
-        """Decay the parameters and move them by the orthogonalised, unsharded update [n, out, in]."""
-        rows, columns = update.shape[-2:]
+    def nesterov(self) -> Tensor:
+        """Nesterov's update, after `advance`."""
+        return self.gradient.lerp(self.momentum, self.group["momentum"])
+
+    def apply(self, update: Tensor, found_inf: Tensor | None) -> None:
+        """Decay the parameters and move them by this rank's part of the orthogonalised update."""
         # A matrix of out rows takes RMS-1 inputs to RMS-1 outputs when its singular values are near
         # sqrt(out / in); below a square one Jordan's rule leaves them at 1.
-        distance = learning_rate * math.sqrt(max(1.0, rows / columns))
-        if self.whole is not None:
-            update = shard_like(update[0], self.whole)[None]
-        decayed = 1 - learning_rate * weight_decay
+        learning_rate = self.learning_rate
+        distance = learning_rate * math.sqrt(max(1.0, self.out / update.shape[-1]))
+        decayed = 1 - learning_rate * self.group["weight_decay"]
         if found_inf is None:
             self.parameter.mul_(decayed).add_(update, alpha=-distance)
         else:
             _write(self.parameter, (self.parameter * decayed).add_(update, alpha=-distance), found_inf)
 
 
-def _stack(parameter: Tensor, momentum: Tensor, blocks: int) -> Iterator[_Matrices]:
+_Batch = list[_Matrices]
+"""Of equal shape up to transposition, orthogonalised together."""
+_Bucket = Sequence[_Batch]
+"""What a rank orthogonalises between two exchanges."""
+
+
+def _stack(
+    parameter: Tensor, momentum: Tensor, group: dict[str, Any], replicas: Any = None
+) -> Iterator[_Matrices]:
     """The matrices of a parameter [out, in] or [E, blocks · out, in], in one or more parts.
 
     Under FSDP a rank holds whole experts, which it updates without communication, or rows of a matrix.
     """
-    gradient = _gradient(parameter)
     *experts, rows, columns = parameter.shape
-    parts = [to_local(tensor) for tensor in (parameter, momentum, gradient)]
-    whole = as_sharded(parameter)
-    if whole is not None and not experts:
-        yield _Matrices(*(part[None] for part in parts), whole=whole)
+    own, own_momentum, gradient = (to_local(each) for each in (parameter, momentum, _gradient(parameter)))
+    sharded = as_sharded(parameter)
+    if sharded is not None and not experts and (ranks := _if_several(sharded.device_mesh.get_group())):
+        assert sharded.placements[0].is_shard(0)
+        yield _Matrices(own[None], own_momentum[None], gradient[None], group, rows, ranks, is_sharded=True)
         return
-    if not parts[0].numel():  # fewer experts than ranks
+    if not own.numel():  # fewer experts than ranks
         return
-    size = (rows // blocks, columns)
-    views = (parts[0].view(-1, *size), parts[1].view(-1, *size), parts[2].reshape(-1, *size))
+    ranks = replicas if sharded is None else None
+    size = (rows // group["blocks"], columns)
+    views = (own.view(-1, *size), own_momentum.view(-1, *size), gradient.reshape(-1, *size))
     at_a_time = max(1, BATCH_ELEMENTS // (size[0] * size[1]))
-    for together in zip(*(view.split(at_a_time) for view in views), strict=True):
-        yield _Matrices(*together)
+    for view, of_momentum, of_gradient in zip(*(each.split(at_a_time) for each in views), strict=True):
+        yield _Matrices(view, of_momentum, of_gradient, group, size[0], ranks)
 
 
-def _batches(pieces: Iterable[_Matrices]) -> Iterator[list[_Matrices]]:
-    """Groups of pieces with equal shape up to transposition, at most `BATCH_ELEMENTS` each, in a fixed
-    order."""
-    by_shape: dict[tuple[int, int], list[_Matrices]] = {}
-    for piece in pieces:
-        _, rows, columns = piece.shape
-        by_shape.setdefault((min(rows, columns), max(rows, columns)), []).append(piece)
+def _batches(matrices: Iterable[_Matrices]) -> Iterator[_Batch]:
+    """Batches of at most `BATCH_ELEMENTS`, in a fixed order."""
+    by_shape: dict[tuple[int, ...], list[_Matrices]] = {}
+    for each in matrices:
+        _, rows, columns = each.shape
+        key = (id(each.group), min(rows, columns), max(rows, columns))
+        by_shape.setdefault(key, []).append(each)
     for same in by_shape.values():
-        batch, elements = [], 0
-        for piece in same:
-            size = math.prod(piece.shape)
-            if batch and elements + size > BATCH_ELEMENTS:
-                yield batch
-                batch, elements = [], 0
-            batch.append(piece)
-            elements += size
-        yield batch
+        yield from _packed(same, lambda each: each.elements)
 
 
-def step_buffers(groups: Iterable[dict[str, Any]], dtype: torch.dtype) -> int:
-    """Peak bytes of a step's temporary buffers, on one rank with unsharded parameters.
+def _packed(items: Iterable[T], elements: Callable[[T], int]) -> Iterator[list[T]]:
+    """Consecutive items in lists of at most `BATCH_ELEMENTS` together, or of one larger item."""
+    packed: list[T] = []
+    total = 0
+    for item in items:
+        size = elements(item)
+        if packed and total + size > BATCH_ELEMENTS:
+            yield packed
+            packed, total = [], 0
+        packed.append(item)
+        total += size
+    if packed:
+        yield packed
+
+
+@cache
+def owners(shapes: tuple[tuple[int, int, int], ...], ranks: int) -> list[dict[int, int]]:
+    """For each stack (n, out, in), how many of its matrices each rank orthogonalises.
+
+    A matrix goes to the rank with the least work so far, so that no two ranks' work differs by more than that
+    of one matrix.
+    """
+    by_work = [(0, rank) for rank in range(ranks)]
+    counts: list[dict[int, int]] = []
+    for n, *sides in shapes:
+        counts.append({})
+        work = _work(*sides)
+        for _ in range(n):
+            so_far, rank = by_work[0]
+            heapreplace(by_work, (so_far + work, rank))
+            counts[-1][rank] = counts[-1].get(rank, 0) + 1
+    return counts
+
+
+def _work(rows: int, columns: int) -> int:
+    """Proportional to the operations that a matrix takes."""
+    small, large = sorted((rows, columns))
+    return small * small * (2 * large + small)
+
+
+def _rounds(matrices: list[_Matrices], ranks: int) -> Iterator[list[_Bucket]]:
+    """What each of the ranks orthogonalises before an exchange, at most `BATCH_ELEMENTS` or one matrix.
+
+    The matrices that take most come first, so that the buckets of a round take about the same time.
+    """
+    matrices = sorted(matrices, key=lambda each: _work(*each.shape[1:]), reverse=True)
+    by_owner: list[list[_Matrices]] = [[] for _ in range(ranks)]
+    for each, counts in zip(matrices, owners(tuple(each.shape for each in matrices), ranks), strict=True):
+        for owner, part in zip(counts, each.split(counts.values()), strict=True):
+            by_owner[owner].append(part)
+    in_buckets = (
+        _packed(_batches(own), lambda batch: sum(each.elements for each in batch)) for own in by_owner
+    )
+    for buckets in zip_longest(*in_buckets, fillvalue=()):
+        yield list(buckets)
+
+
+def _update_alone(matrices: list[_Matrices], dtype: torch.dtype, found_inf: Tensor | None) -> None:
+    for batch in _batches(matrices):
+        for each in batch:
+            each.advance(found_inf)
+        updates = [each.nesterov() for each in batch]
+        for each, update in zip(batch, orthogonalize(updates, dtype), strict=True):
+            each.apply(update, found_inf)
+
+
+def _update_replicated(
+    buckets: Sequence[_Bucket], ranks: Any, dtype: torch.dtype, found_inf: Tensor | None
+) -> None:
+    """A round of matrices that every rank holds: each bucket's owner broadcasts what it orthogonalised."""
+    rank = distributed.get_rank(ranks)
+    members = [[*chain(*bucket)] for bucket in buckets]
+    for each in chain(*members):
+        each.advance(found_inf)
+    device = next(chain(*members)).parameter.device
+    buffer = _buffer([each.shape for each in members[rank]], dtype, device)
+    places = iter(buffer[1])
+    for batch in buckets[rank]:
+        for update in orthogonalize([each.nesterov() for each in batch], dtype):
+            next(places).copy_(update)
+    for owner, of_owner in enumerate(members):
+        is_own = owner == rank
+        flat, updates = buffer if is_own else _buffer([each.shape for each in of_owner], dtype, device)
+        if of_owner:
+            distributed.broadcast(flat, group=ranks, group_src=owner)
+        for each, update in zip(of_owner, updates, strict=True):
+            each.apply(update, found_inf)
+
+
+def _update_sharded(
+    buckets: Sequence[_Bucket], ranks: Any, dtype: torch.dtype, found_inf: Tensor | None
+) -> None:
+    """A round of matrices whose rows are spread over the ranks: rows go to the owner and come back."""
+    rank, size = distributed.get_rank(ranks), distributed.get_world_size(ranks)
+    members = [*chain(*chain(*buckets))]
+    device = members[0].parameter.device
+    rows, row_updates = _buffer([each.parameter.shape for each in members], dtype, device)
+    for each, update in zip(members, row_updates, strict=True):
+        each.advance(found_inf)
+        update.copy_(each.nesterov())
+    own = [*chain(*buckets[rank])]
+    shapes = [[(1, _held(each.out, holder, size), each.shape[-1]) for each in own] for holder in range(size)]
+    received, parts = _buffer([*chain(*shapes)], dtype, device)
+    by_owner = [sum(each.parameter.numel() for each in chain(*bucket)) for bucket in buckets]
+    by_holder = [sum(map(math.prod, held)) for held in shapes]
+    distributed.all_to_all_single(received, rows, by_holder, by_owner, group=ranks)
+    by_matrix = iter([parts[index :: len(own)] for index in range(len(own))])  # every holder's rows of it
+    for batch in buckets[rank]:
+        held = [*islice(by_matrix, len(batch))]
+        wholes = [torch.cat(each, dim=1) for each in held]
+        for places, update in zip(held, orthogonalize(wholes, dtype), strict=True):
+            for place, new in zip(places, update.split([len(each[0]) for each in places], 1), strict=True):
+                place.copy_(new)
+    distributed.all_to_all_single(rows, received, by_owner, by_holder, group=ranks)  # the same way back
+    for each, update in zip(members, row_updates, strict=True):
+        each.apply(update, found_inf)
+
+
+def _buffer(
+    shapes: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, list[Tensor]]:
+    """An uninitialised buffer, and views of it of these shapes, one after another."""
+    sizes = [math.prod(shape) for shape in shapes]
+    flat = torch.empty(sum(sizes), dtype=dtype, device=device)
+    return flat, [part.view(*shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)]
+
+
+def _held(rows: int, rank: int, ranks: int) -> int:
+    """How many of a sharded matrix's rows a rank holds: the first ranks a full share, the last may none."""
+    share = -(-rows // ranks)
+    return max(0, min(share, rows - rank * share))
+
+
+def _if_several(ranks: Any = None) -> Any:
+    """A process group (default: the default group, if there is one) if it has several ranks, else None."""
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return None
+    ranks = ranks or distributed.group.WORLD
+    return ranks if distributed.get_world_size(ranks) > 1 else None
+
+
+def step_buffers(groups: Iterable[dict[str, Any]], dtype: torch.dtype, ranks: int = 1) -> int:
+    """Peak bytes of a step's temporary buffers on one of the ranks, at most.
 
     Args:
-        groups: An optimizer's; the parameters may be on the meta device.
+        groups: An optimizer's, with unsharded parameters, which may be on the meta device.
         dtype: Type of the products, `product_dtype`.
+        ranks: Those that divide the matrices.
     """
-    most, kept, itemsize = 0, 0, dtype.itemsize
-    pieces: list[_Matrices] = []
+    most, itemsize = 0, dtype.itemsize
+    matrices: list[_Matrices] = []
     for group in groups:
         for parameter in group["params"] if group.get("algorithm") == "muon" else ():
             *_, rows, columns = parameter.shape
             stack = parameter.detach().view(-1, rows // group["blocks"], columns)
             at_a_time = max(1, BATCH_ELEMENTS // stack[0].numel())
-            pieces += [_Matrices(each, each, each) for each in stack.split(at_a_time)]
-    for batch in _batches(pieces):
-        elements = sum(math.prod(piece.shape) for piece in batch)
-        small, large = sorted(batch[0].shape[1:])
-        # Nesterov's update in fp32; x before and after an iteration, its Gram matrix and the polynomial of it
-        needed = 4 * elements + itemsize * elements * 2 * (large + small) // large
-        most, kept = max(most, kept + needed), itemsize * elements  # a result is alive during the next batch
+            matrices += [
+                _Matrices(each, each, each, group, stack.shape[1]) for each in stack.split(at_a_time)
+            ]
+    buckets = [[*_batches(matrices)]] if ranks == 1 else chain(*_rounds(matrices, ranks))
+    for bucket in buckets:
+        sizes = [sum(each.elements for each in batch) for batch in bucket]
+        exchanged = 0 if ranks == 1 else 2 * itemsize * sum(sizes)  # sent and received
+        kept = 0
+        for batch, elements in zip(bucket, sizes, strict=True):
+            small, large = sorted(batch[0].shape[1:])
+            # Nesterov's update in fp32; x before and after an iteration, its Gram matrix and the polynomial
+            needed = 4 * elements + itemsize * elements * 2 * (large + small) // large
+            most = max(most, exchanged + kept + needed)
+            kept = itemsize * elements  # a result is alive during the next batch
     return most
 
 
@@ -267,90 +456,10 @@ def _gradient(parameter: Tensor) -> Tensor:
     return parameter.grad
 
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""a, b, c of the quintic a·X + b·XXᵀX + c·(XXᵀ)²X. It is steep at zero, so that small singular values grow
-fast, and ends between 0.7 and 1.2 instead of at 1 (kellerjordan.github.io/posts/muon)."""
-STEPS, EPSILON = 5, 1e-7
-
-
-def product_dtype(device: torch.device, in_bf16: bool = True) -> torch.dtype:
-    """Type of Muon's products: bf16 if it is allowed and faster on the device, else fp32.
-
-    bf16 is precise enough for directions. A CPU without AVX-512 BF16 or AMX emulates it; with it the products
-    are four times as fast as in fp32.
-    """
-    if not in_bf16:
-        return torch.float32
-    if device.type != "cpu":
-        return torch.bfloat16
-    return torch.bfloat16 if _cpu_has_bf16() else torch.float32
-
-
-def _cpu_has_bf16() -> bool:
-    supported = getattr(torch.cpu, "_is_avx512_bf16_supported", None)  # there is no public function
-    return bool(supported and supported())
-
-
-def orthogonalize(matrices: Sequence[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
-    """Approximately the nearest semi-orthogonal matrices: same singular vectors, singular values near 1.
-
-    Args:
-        matrices: Each [n, r, c] or [n, c, r] with the same r and c, on one device; n may differ.
-        dtype: Type of the products; default `product_dtype` of the device.
-
-    Returns:
-        The same shapes, in the type of the products.
-    """
-    dtype = dtype or product_dtype(matrices[0].device)
-    upright = [matrix.shape[-2] > matrix.shape[-1] for matrix in matrices]
-    wide = [each.mT if flip else each for each, flip in zip(matrices, upright, strict=True)]
-    counts = [len(each) for each in wide]
-    stacked = torch.empty((sum(counts), *wide[0].shape[1:]), dtype=dtype, device=wide[0].device)
-    for place, each in zip(stacked.split(counts), wide, strict=True):
-        place.copy_(each)
-    parts = newton_schulz(stacked).split(counts)
-    return [part.mT if flip else part for part, flip in zip(parts, upright, strict=True)]
-
-
-def newton_schulz(x_nsl: Tensor) -> Tensor:
-    """Five quintic Newton-Schulz iterations on `x_nsl`, which is overwritten.
-
-    Shapes: n matrices, s the smaller and l the larger side.
-    """
-    a, b, c = COEFFICIENTS
-    # the Frobenius norm bounds the spectral norm, and the iteration converges from at most 1
-    norms = torch.linalg.vector_norm(x_nsl, dim=(-2, -1), keepdim=True)
-    x_nsl = x_nsl.div_(norms.clamp(min=EPSILON))
-    for _ in range(STEPS):
-        gram_nss = torch.bmm(x_nsl, x_nsl.mT)
-        polynomial_nss = torch.baddbmm(gram_nss, gram_nss, gram_nss, beta=b, alpha=c)
-        x_nsl = torch.baddbmm(x_nsl, polynomial_nss, x_nsl, beta=a)
-    return x_nsl
-
-
 def to_local(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor, sharing its memory; the tensor itself if it is not sharded."""
     sharded = as_sharded(tensor)
     return (tensor if sharded is None else sharded.to_local()).detach()
-
-
-def full_tensor(part: Tensor, like: DTensor) -> Tensor:
-    """The unsharded tensor of which `part` is this rank's shard, sharded as `like`; collective."""
-    return (
-        type(like)
-        .from_local(
-            part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-        )
-        .full_tensor()
-    )
-
-
-def shard_like(whole: Tensor, like: DTensor) -> Tensor:
-    """This rank's shard of `whole`, which every rank holds, sharded as `like`; no collective."""
-    from torch.distributed.tensor import Replicate
-
-    spread = type(like).from_local(whole, like.device_mesh, [Replicate()], run_check=False)
-    return spread.redistribute(placements=like.placements).to_local()
 
 
 def as_sharded(tensor: Tensor) -> DTensor | None:

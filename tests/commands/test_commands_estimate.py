@@ -144,6 +144,8 @@ def test_muons_buffers_are_those_of_its_largest_batch():
     wide = {"params": [torch.empty(4, 16, device="meta")], "algorithm": "muon", "blocks": 1}
     # another shape is another batch, while the last one's result still lives
     assert step_buffers([wide, matrices], dtype) == 64 * size + 12 * 16 * (4 + 4 * size)
+    # one of two ranks multiplies half of them, and holds as much twice to exchange it
+    assert step_buffers([matrices], dtype, 2) == 6 * 16 * (4 + 4 * size + 2 * size)
 
 
 def test_the_heaps_holes_are_a_cpus_alone():

@@ -1,18 +1,23 @@
-"""Muon over several ranks: the same bits on both paths, and sharded what it is whole.
+"""Muon over several ranks: the same bits on both paths, sharded what it is whole, each matrix by one rank.
 
-All in two processes that are started once.
+Training in two processes that are started once; steps on given gradients in two and in three.
 """
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 
 import pytest
+import torch
+from support.muon_steps import HOW, SHAPES, STEPS, Stepped, on_ranks, take_steps
 from support.optimizer_plan import CASES, KINDS
 from support.rank_cases import Outcome, has_slow, run_ranks, slow_but
 from support.stepping import relative_error
+from torch import Tensor
 
 Outcomes = dict[str, list[Outcome]]
+Steps = dict[str, list[Stepped]]
 
 
 QUICK = ("four experts", "bf16, averaged")
@@ -90,3 +95,55 @@ def test_fp16_steps_alike_whole_and_sharded(outcomes: Outcomes):
     assert ddp.skipped == sharded.skipped
     assert ddp.skipped[-1] is None
     assert relative_error(sharded.parameters, ddp.parameters) < 1e-3
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def stepped(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Steps:
+    return on_ranks(request.param, tmp_path_factory.mktemp("steps"))
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Stepped]:
+    return {how: take_steps(how) for how in HOW}
+
+
+def same(left: list[Tensor], right: list[Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(left, right, strict=True))
+
+
+def work(sides: tuple[int, int]) -> int:
+    """Half of the operations of an iteration."""
+    small, large = sorted(sides)
+    return 2 * small**2 * large + small**3
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_every_rank_ends_where_one_process_does(stepped: Steps, alone: dict[str, Stepped], how: str):
+    first, *others = stepped[how]
+    for rank in others:
+        assert same(rank.parameters, first.parameters)
+        assert same(rank.momenta, first.momenta)
+    assert same(first.momenta, alone[how].momenta)
+    # fp32: the bound of exactness.md. bf16: a rounding may turn where a library multiplies other batches.
+    bound = 5e-3 if "bf16" in how else 1e-6
+    for own, expected in zip(first.parameters, alone[how].parameters, strict=True):
+        assert float((own - expected).norm() / expected.norm()) <= bound
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_step_that_found_an_infinity_changes_nothing_on_any_rank(stepped: Steps, how: str):
+    for rank in stepped[how]:
+        assert same(rank.after_skip, rank.parameters + rank.momenta)
+        assert set(rank.counted) == {STEPS}
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_each_matrix_is_orthogonalised_once_and_the_work_is_balanced(
+    stepped: Steps, alone: dict[str, Stepped], how: str
+):
+    ranks = [rank.products for rank in stepped[how]]
+    assert sorted(chain(*ranks)) == sorted(alone[how].products)
+    # a sharded stack of experts is not divided: each rank updates those that it holds
+    divided = [[sides for sides in rank if "sharded" not in how or sides in SHAPES] for rank in ranks]
+    loads = [sum(map(work, rank)) for rank in divided]
+    assert max(loads) - min(loads) <= max(map(work, chain(*divided)))

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -242,8 +243,13 @@ def another_optimizer(patch: Patch, engine: type) -> None:
 
 
 def orthogonalised_in_parts(patch: Patch, engine: type) -> None:
-    """Each rank takes its own part of a matrix, twice, for the whole."""
-    patch.setattr(muon, "full_tensor", lambda part, like: torch.cat([part, part]))
+    """Each rank takes its rows of a matrix for the whole."""
+
+    def alone(buckets: Any, ranks: Any, dtype: torch.dtype, found_inf: Any) -> None:
+        for batch in chain(*buckets):
+            muon._update_alone(batch, dtype, found_inf)
+
+    patch.setattr(muon, "_update_sharded", alone)
 
 
 # Gradient scaling, by hand in fp16

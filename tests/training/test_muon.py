@@ -10,10 +10,11 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import llm_pretrain.optim.muon as muon_module
-import llm_pretrain.optim.muon as orthogonal_module
+import llm_pretrain.optim.orthogonal as orthogonal_module
 from llm_pretrain.config import ModelConfig, OptimizerConfig
 from llm_pretrain.model import Decoder
-from llm_pretrain.optim.muon import Muon, orthogonalize
+from llm_pretrain.optim.muon import Muon
+from llm_pretrain.optim.orthogonal import orthogonalize
 from llm_pretrain.optim.param_groups import build_optimizer, parameter_groups
 from llm_pretrain.optim.schedule import set_learning_rate
 
@@ -181,3 +182,19 @@ def test_a_run_in_fp32_is_not_rounded_by_its_optimizer(monkeypatch: pytest.Monke
         optimizer.step()
         assert set(dtypes) == {torch.float32 if precision == "fp32" else torch.bfloat16}
         dtypes.clear()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_owners_take_every_matrix_and_about_the_same_work(ranks: int):
+    """Whatever the order: a matrix goes to the rank with the least so far."""
+    shapes = [(1, 64, 64), (1, 16, 64), (1, 64, 16), (40, 32, 48), (3, 200, 100), (1, 1, 7), (2, 64, 64)]
+    counts = muon_module.owners(tuple(shapes), ranks)
+    assert [sum(of_stack.values()) for of_stack in counts] == [n for n, *_ in shapes]
+    loads, most = [0] * ranks, 0
+    for of_stack, (_, *sides) in zip(counts, shapes, strict=True):
+        small, large = sorted(sides)
+        work = 2 * small**2 * large + small**3
+        most = max(most, work)
+        for rank, count in of_stack.items():
+            loads[rank] += count * work
+    assert max(loads) - min(loads) <= most

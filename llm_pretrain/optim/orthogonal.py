@@ -1,0 +1,72 @@
+"""Orthogonalisation of matrices by Newton-Schulz iterations, those of equal shape together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""a, b, c of the quintic a·X + b·XXᵀX + c·(XXᵀ)²X. It is steep at zero, so that small singular values grow
+fast, and ends between 0.7 and 1.2 instead of at 1 (kellerjordan.github.io/posts/muon)."""
+STEPS, EPSILON = 5, 1e-7
+
+
+def product_dtype(device: torch.device, in_bf16: bool = True) -> torch.dtype:
+    """Type of Muon's products: bf16 if it is allowed and faster on the device, else fp32.
+
+    bf16 is precise enough for directions. A CPU without AVX-512 BF16 or AMX emulates it; with it the products
+    are four times as fast as in fp32.
+    """
+    if not in_bf16:
+        return torch.float32
+    if device.type != "cpu":
+        return torch.bfloat16
+    return torch.bfloat16 if _cpu_has_bf16() else torch.float32
+
+
+def _cpu_has_bf16() -> bool:
+    supported = getattr(torch.cpu, "_is_avx512_bf16_supported", None)  # there is no public function
+    return bool(supported and supported())
+
+
+def orthogonalize(matrices: Sequence[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
+    """Approximately the nearest semi-orthogonal matrices: same singular vectors, singular values near 1.
+
+    Args:
+        matrices: Each [n, r, c] or [n, c, r] with the same r and c, on one device; n may differ.
+        dtype: Type of the products; default `product_dtype` of the device.
+
+    Returns:
+        The same shapes, in the type of the products.
+    """
+    dtype = dtype or product_dtype(matrices[0].device)
+    upright = [matrix.shape[-2] > matrix.shape[-1] for matrix in matrices]
+    wide = [each.mT if flip else each for each, flip in zip(matrices, upright, strict=True)]
+    parts = newton_schulz(_stacked(wide, dtype)).split([len(each) for each in wide])  # which frees the stack
+    return [part.mT if flip else part for part, flip in zip(parts, upright, strict=True)]
+
+
+def _stacked(matrices: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    counts = [len(each) for each in matrices]
+    x_nsl = torch.empty((sum(counts), *matrices[0].shape[1:]), dtype=dtype, device=matrices[0].device)
+    for place, each in zip(x_nsl.split(counts), matrices, strict=True):
+        place.copy_(each)
+    return x_nsl
+
+
+def newton_schulz(x_nsl: Tensor) -> Tensor:
+    """Five quintic Newton-Schulz iterations on `x_nsl`, which is overwritten.
+
+    Shapes: n matrices, s the smaller and l the larger side.
+    """
+    a, b, c = COEFFICIENTS
+    # the Frobenius norm bounds the spectral norm, and the iteration converges from at most 1
+    norms = torch.linalg.vector_norm(x_nsl, dim=(-2, -1), keepdim=True)
+    x_nsl = x_nsl.div_(norms.clamp(min=EPSILON))
+    for _ in range(STEPS):
+        gram_nss = torch.bmm(x_nsl, x_nsl.mT)
+        polynomial_nss = torch.baddbmm(gram_nss, gram_nss, gram_nss, beta=b, alpha=c)
+        x_nsl = torch.baddbmm(x_nsl, polynomial_nss, x_nsl, beta=a)
+    return x_nsl
