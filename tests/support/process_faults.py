@@ -63,8 +63,8 @@ def restore_no_position() -> None:
     """A resumed run reads its data from the start."""
     original = global_batches
 
-    def from_start(config: Any, *, start_step: int, world_size: int) -> Any:
-        return original(config, start_step=0, world_size=world_size)
+    def from_start(config: Any, **others: Any) -> Any:
+        return original(config, **{**others, "start_step": 0})
 
     replace_everywhere(_patch, original, from_start)
 
