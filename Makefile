@@ -84,7 +84,7 @@ test-faults: $(VENV)/.installed-tests  ## Every fault: kills, full disks, damage
 	$(PYTEST) --dist worksteal tests/faults
 
 fuzz: $(VENV)/.installed-tests  ## Look for input that breaks a reader, for longer than the tests do
-	FUZZ_EXAMPLES=$(or $(EXAMPLES),20000) $(PYTEST) -m fuzz
+	FUZZ_EXAMPLES=$(or $(EXAMPLES),2000) $(PYTEST) -m fuzz
 
 mutate: $(VENV)/.installed-tests  ## Count how many small faults in the core the quick tests detect: make mutate COUNT=60
 	$(BIN)/python tests/mutation_score.py --count $(or $(COUNT),60)
