@@ -70,7 +70,7 @@ class Manifest:
     """Content of `manifest.json`.
 
     Args:
-        environment: Versions, hardware and git revision.
+        environment: Versions, hardware, git revision and variables; see the function `environment`.
         tensors: Name → `{"dtype": "float32", "shape": [64, 32]}` of every tensor in the files.
         tied: Second name → first name of parameters that are one tensor, saved once.
         scalars: Name → `{"dtype", "value"}` of every 0-dimensional tensor and plain number.
@@ -316,7 +316,7 @@ def environment(device: torch.device) -> dict[str, str | None]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability() if device.type == "cpu" else None,
         "git_revision": _git_revision(),
     }
 
@@ -324,11 +324,13 @@ def environment(device: torch.device) -> dict[str, str | None]:
 def environment_changes(saved: dict[str, str | None], device: torch.device) -> list[str]:
     """One warning per difference from the saved environment that may change the last bits of results."""
     current = environment(device)
-    keys = [key for key in _DECIDES_ARITHMETIC if key in saved]  # an earlier version saved fewer
+    keys = [key for key in _DECIDES_ARITHMETIC if key in saved]
+    if "cpu_capability" in saved:  # earlier versions saved neither it nor the variables
+        keys += ARITHMETIC_VARIABLES
     return [
         f"{key} was {saved.get(key, 'unset')} when the checkpoint was saved and is "
         f"{current.get(key, 'unset')} now: training continues, but not bit for bit"
-        for key in (*keys, *ARITHMETIC_VARIABLES)
+        for key in keys
         if saved.get(key) != current.get(key)
     ]
 

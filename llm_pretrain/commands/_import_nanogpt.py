@@ -102,7 +102,7 @@ def _assignments(path: str, result: ImportedConfig) -> dict[str, Any]:
 
 
 _LARGEST = 10**18
-"""Python refuses to print integers of more than 4,300 digits."""
+"""Largest integer that is read. Python refuses to print one of more than 4,300 digits."""
 
 
 def _value(node: ast.expr, names: dict[str, Any]) -> Any:

@@ -24,9 +24,10 @@ from llm_pretrain.files import read_json
 from llm_pretrain.tracking import read_metrics
 
 PACKAGE_ROOT = Path(llm_pretrain.__file__).resolve().parent.parent
-RUN_MODULE = (sys.executable, "-P", "-m")
-"""Start of a command; `-P`: a `random.py` in the working directory is not the module `random`."""
 """The folder with the package and the scripts: the checkout, or site-packages."""
+RUN_MODULE = (sys.executable, "-P", "-m")
+"""Start of a command that runs a module. `-P` keeps Python from importing from the working directory, where a
+file `random.py` would replace the module `random`."""
 SCRIPTS = {
     "torchrun": "train_pretrain.py",
     "accelerate": "train_pretrain_accelerate.py",

@@ -142,10 +142,13 @@ def estimate_memory(
     if on_gpu and model.moe_layers:  # with checkpointing, the experts of one layer at a time
         matrices += experts // (len(model.moe_layers) if training.activation_checkpointing else 1)
     shards = world_size if shards_parameters(config) else 1
-    if config.distributed.strategy == "fsdp" and model.num_experts:  # whole experts a rank, padded to equal
-        parameters += experts * (-model.num_experts % shards) // model.num_experts
+    padding = 0
+    if config.distributed.strategy == "fsdp" and model.num_experts:  # as many whole experts on every rank
+        padding = experts * (-model.num_experts % shards) // model.num_experts
+    parameters += padding
     weights = _per_rank(_FP32_BYTES * parameters, shards)
-    optimizer = _per_rank(_optimizer_bytes(config, parameters), _optimizer_shards(config, world_size))
+    states = _optimizer_bytes(config, parameters, padding)
+    optimizer = _per_rank(states, _optimizer_shards(config, world_size))
     layers = [layer_activation_bytes(model, shape, each) for each in range(model.num_hidden_layers)]
     after_forward = activations = sum(layers)
     if training.activation_checkpointing:
@@ -212,11 +215,11 @@ def _optimizer_shards(config: Config, world_size: int) -> int:
     return 1 if config.distributed.strategy == "ddp" else world_size
 
 
-def _optimizer_bytes(config: Config, parameters: int) -> int:
+def _optimizer_bytes(config: Config, parameters: int, padding: int) -> int:
     """Bytes of AdamW's two moments, or Muon's one of the layers' matrices, and of the average."""
     values = 2 * parameters
     if config.optimizer.name == "muon":
-        values -= matrix_parameters(config.model, with_experts=True, with_head=False)
+        values -= matrix_parameters(config.model, with_experts=True, with_head=False) + padding
     if config.optimizer.ema_decay:
         values += parameters
     return _FP32_BYTES * values

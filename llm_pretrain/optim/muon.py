@@ -30,7 +30,8 @@ distributed: Any = torch.distributed
 """Untyped: pyright does not see all names that torch documents as exported."""
 
 BATCH_ELEMENTS = 1 << 24
-"""Elements orthogonalised at a time, which needs four buffers of this size, and exchanged at a time."""
+"""Most elements in a batch, and most that a rank orthogonalises between two exchanges; a larger matrix is
+alone. `step_buffers` says what memory this takes."""
 
 
 class Muon(Optimizer):
@@ -46,6 +47,10 @@ class Muon(Optimizer):
 
     State by parameter: `step`, and `momentum_buffer` or `exp_avg` and `exp_avg_sq`.
 
+    The ranks of the default process group divide the matrices of unsharded parameters, which must have equal
+    values and gradients on all of them. The matrices of a sharded parameter are divided by the ranks that it
+    is sharded over.
+
     Args:
         params: Groups, each with its `algorithm` and, for Muon, `blocks`: a parameter [..., blocks · out, in]
             holds that many matrices, stacked by rows.
@@ -56,9 +61,6 @@ class Muon(Optimizer):
         in_bf16: Whether Muon may multiply in bf16 if that is faster. A run in fp32 must not: with another
             number of processes, the last bit of a sum would change how a number rounds to bf16.
         fused: Whether AdamW is torch's fused kernel. The plain one does not read `found_inf`.
-        replicas: The process group whose ranks hold the same unsharded parameters, and gradients after a
-            backward pass; default: all ranks, if there is a default group. They divide those parameters'
-            matrices. Sharded ones are divided by the ranks that they are sharded over.
     """
 
     # GradScaler then sets `found_inf` and calls `step`, instead of skipping the call
@@ -75,9 +77,8 @@ class Muon(Optimizer):
         weight_decay: float = 0.1,
         in_bf16: bool = True,
         fused: bool = True,
-        replicas: Any = None,
     ):
-        self.in_bf16, self.fused, self.replicas = in_bf16, fused, replicas
+        self.in_bf16, self.fused = in_bf16, fused
         self._step_supports_amp_scaling = fused  # as of torch's AdamW
         defaults = {"lr": lr, "momentum": momentum, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**defaults, "algorithm": "adamw", "blocks": 1})
@@ -132,7 +133,7 @@ class Muon(Optimizer):
         self, group: dict[str, Any], parameters: list[Tensor], scale: Tensor | None, found_inf: Tensor | None
     ) -> Iterator[_Matrices]:
         """The matrices of a group's parameters, with their gradients unscaled and their steps counted."""
-        replicas = _if_several(self.replicas)
+        replicas = _if_several()
         for parameter in parameters:
             state = self._state(parameter, "momentum_buffer")
             state["step"] += 1 if found_inf is None else (found_inf == 0).to(state["step"]).reshape(())
@@ -147,13 +148,13 @@ class Muon(Optimizer):
                 each.advance(found_inf)
             else:
                 alike.setdefault((each.ranks, each.is_sharded), []).append(each)
-        for (ranks, is_sharded), own in alike.items():
-            dtype = product_dtype(own[0].parameter.device, self.in_bf16)
+        for (ranks, is_sharded), same in alike.items():
+            dtype = product_dtype(same[0].parameter.device, self.in_bf16)
             if ranks is None:
-                _update_alone(own, dtype, found_inf)
+                _update_alone(same, dtype, found_inf)
                 continue
             update = _update_sharded if is_sharded else _update_replicated
-            for buckets in _rounds(own, distributed.get_world_size(ranks)):
+            for buckets in _rounds(same, distributed.get_world_size(ranks)):
                 update(buckets, ranks, dtype, found_inf)
 
     def _state(self, parameter: Tensor, *names: str) -> dict[str, Any]:
@@ -193,22 +194,22 @@ class _Matrices:
 
     @property
     def elements(self) -> int:
-        """Of the whole matrices."""
+        """Number of elements of the whole matrices."""
         return math.prod(self.shape)
 
     @property
     def learning_rate(self) -> float:
-        """The group's."""
+        """Learning rate of the group."""
         return float(self.group["lr"])
 
     def split(self, counts: Iterable[int]) -> Iterator[_Matrices]:
-        """The first, the next, … `counts` matrices."""
+        """Consecutive parts with these numbers of matrices."""
         parts = [tensor.split([*counts]) for tensor in (self.parameter, self.momentum, self.gradient)]
         for parameter, momentum, gradient in zip(*parts, strict=True):
             yield replace(self, parameter=parameter, momentum=momentum, gradient=gradient)
 
     def advance(self, found_inf: Tensor | None) -> None:
-        """Advance the momentum."""
+        """Move the momentum towards the gradient."""
         weight = 1 - self.group["momentum"]
         if found_inf is None:
             self.momentum.lerp_(self.gradient, weight)
@@ -233,7 +234,7 @@ class _Matrices:
 
 
 _Batch = list[_Matrices]
-"""Of equal shape up to transposition, orthogonalised together."""
+"""Matrices of one group and of equal shape up to transposition, orthogonalised together."""
 _Bucket = Sequence[_Batch]
 """What a rank orthogonalises between two exchanges."""
 
@@ -250,6 +251,7 @@ def _stack(
     sharded = as_sharded(parameter)
     if sharded is not None and not experts and (ranks := _if_several(sharded.device_mesh.get_group())):
         assert sharded.placements[0].is_shard(0)
+        assert group["blocks"] == 1
         yield _Matrices(own[None], own_momentum[None], gradient[None], group, rows, ranks, is_sharded=True)
         return
     if not own.numel():  # fewer experts than ranks
@@ -263,7 +265,7 @@ def _stack(
 
 
 def _batches(matrices: Iterable[_Matrices]) -> Iterator[_Batch]:
-    """Batches of at most `BATCH_ELEMENTS`, in a fixed order."""
+    """Batches of matrices of one group and shape, at most `BATCH_ELEMENTS` each, in a fixed order."""
     by_shape: dict[tuple[int, ...], list[_Matrices]] = {}
     for each in matrices:
         _, rows, columns = each.shape
@@ -314,9 +316,9 @@ def _work(rows: int, columns: int) -> int:
 
 
 def _rounds(matrices: list[_Matrices], ranks: int) -> Iterator[list[_Bucket]]:
-    """What each of the ranks orthogonalises before an exchange, at most `BATCH_ELEMENTS` or one matrix.
+    """Rounds, each with one bucket per rank; between its exchanges a rank orthogonalises its bucket.
 
-    The matrices that take most come first, so that the buckets of a round take about the same time.
+    The matrices that take the most work come first, so that the buckets of a round take about the same time.
     """
     matrices = sorted(matrices, key=lambda each: _work(*each.shape[1:]), reverse=True)
     by_owner: list[list[_Matrices]] = [[] for _ in range(ranks)]
@@ -348,14 +350,15 @@ def _update_replicated(
     for each in chain(*members):
         each.advance(found_inf)
     device = next(chain(*members)).parameter.device
-    buffer = _buffer([each.shape for each in members[rank]], dtype, device)
-    places = iter(buffer[1])
+    own_flat, own_updates = _buffer([each.shape for each in members[rank]], dtype, device)
+    places = iter(own_updates)
     for batch in buckets[rank]:
         for update in orthogonalize([each.nesterov() for each in batch], dtype):
             next(places).copy_(update)
     for owner, of_owner in enumerate(members):
-        is_own = owner == rank
-        flat, updates = buffer if is_own else _buffer([each.shape for each in of_owner], dtype, device)
+        flat, updates = own_flat, own_updates
+        if owner != rank:
+            flat, updates = _buffer([each.shape for each in of_owner], dtype, device)
         if of_owner:
             distributed.broadcast(flat, group=ranks, group_src=owner)
         for each, update in zip(of_owner, updates, strict=True):
@@ -374,17 +377,19 @@ def _update_sharded(
         each.advance(found_inf)
         update.copy_(each.nesterov())
     own = [*chain(*buckets[rank])]
-    shapes = [[(1, _held(each.out, holder, size), each.shape[-1]) for each in own] for holder in range(size)]
-    received, parts = _buffer([*chain(*shapes)], dtype, device)
+    held_shapes = [
+        [(1, _held(each.out, holder, size), each.shape[-1]) for each in own] for holder in range(size)
+    ]
+    received, parts = _buffer([*chain(*held_shapes)], dtype, device)
     by_owner = [sum(each.parameter.numel() for each in chain(*bucket)) for bucket in buckets]
-    by_holder = [sum(map(math.prod, held)) for held in shapes]
+    by_holder = [sum(map(math.prod, of_holder)) for of_holder in held_shapes]
     distributed.all_to_all_single(received, rows, by_holder, by_owner, group=ranks)
-    by_matrix = iter([parts[index :: len(own)] for index in range(len(own))])  # every holder's rows of it
+    by_matrix = iter([parts[index :: len(own)] for index in range(len(own))])  # the rows from each holder
     for batch in buckets[rank]:
         held = [*islice(by_matrix, len(batch))]
         wholes = [torch.cat(each, dim=1) for each in held]
         for places, update in zip(held, orthogonalize(wholes, dtype), strict=True):
-            for place, new in zip(places, update.split([len(each[0]) for each in places], 1), strict=True):
+            for place, new in zip(places, update.split([each.shape[1] for each in places], 1), strict=True):
                 place.copy_(new)
     distributed.all_to_all_single(rows, received, by_owner, by_holder, group=ranks)  # the same way back
     for each, update in zip(members, row_updates, strict=True):
@@ -401,7 +406,7 @@ def _buffer(
 
 
 def _held(rows: int, rank: int, ranks: int) -> int:
-    """How many of a sharded matrix's rows a rank holds: the first ranks a full share, the last may none."""
+    """How many of a sharded matrix's rows a rank holds, as DTensor cuts them; the last may hold none."""
     share = -(-rows // ranks)
     return max(0, min(share, rows - rank * share))
 
@@ -420,7 +425,7 @@ def step_buffers(groups: Iterable[dict[str, Any]], dtype: torch.dtype, ranks: in
     Args:
         groups: An optimizer's, with unsharded parameters, which may be on the meta device.
         dtype: Type of the products, `product_dtype`.
-        ranks: Those that divide the matrices.
+        ranks: Number of ranks that divide the matrices. FSDP's experts are counted as if divided too.
     """
     most, itemsize = 0, dtype.itemsize
     matrices: list[_Matrices] = []

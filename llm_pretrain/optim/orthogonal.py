@@ -16,8 +16,8 @@ STEPS, EPSILON = 5, 1e-7
 def product_dtype(device: torch.device, in_bf16: bool = True) -> torch.dtype:
     """Type of Muon's products: bf16 if it is allowed and faster on the device, else fp32.
 
-    bf16 is precise enough for directions. A CPU without AVX-512 BF16 or AMX emulates it; with it the products
-    are four times as fast as in fp32.
+    bf16 is precise enough for directions. With AVX-512 BF16, which every CPU with AMX has too,
+    the products of a CPU are four times as fast as in fp32; without it bf16 is emulated.
     """
     if not in_bf16:
         return torch.float32
@@ -42,10 +42,12 @@ def orthogonalize(matrices: Sequence[Tensor], dtype: torch.dtype | None = None) 
         The same shapes, in the type of the products.
     """
     dtype = dtype or product_dtype(matrices[0].device)
-    upright = [matrix.shape[-2] > matrix.shape[-1] for matrix in matrices]
-    wide = [each.mT if flip else each for each, flip in zip(matrices, upright, strict=True)]
-    parts = newton_schulz(_stacked(wide, dtype)).split([len(each) for each in wide])  # which frees the stack
-    return [part.mT if flip else part for part, flip in zip(parts, upright, strict=True)]
+    tall = [matrix.shape[-2] > matrix.shape[-1] for matrix in matrices]
+    wide = [each.mT if flip else each for each, flip in zip(matrices, tall, strict=True)]
+    parts = newton_schulz(_stacked(wide, dtype)).split(
+        [len(each) for each in wide]
+    )  # unnamed, so that the first iteration frees the stack
+    return [part.mT if flip else part for part, flip in zip(parts, tall, strict=True)]
 
 
 def _stacked(matrices: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
@@ -57,7 +59,7 @@ def _stacked(matrices: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def newton_schulz(x_nsl: Tensor) -> Tensor:
-    """Five quintic Newton-Schulz iterations on `x_nsl`, which is overwritten.
+    """`STEPS` quintic Newton-Schulz iterations on `x_nsl`, which is overwritten.
 
     Shapes: n matrices, s the smaller and l the larger side.
     """

@@ -321,7 +321,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
     if count <= 0:
         return ""
     edges = [len(values) * index // count for index in range(count + 1)]
-    # halves, since the sum or difference of two finite numbers may be infinite
+    # half of each mean, as the difference of two finite means may overflow
     means = [sum(value / 2 / (end - start) for value in values[start:end]) for start, end in pairwise(edges)]
     low, high = min(means), max(means)
     height = high - low or 1.0

@@ -21,6 +21,7 @@ from llm_pretrain.data import TokenStore
 from llm_pretrain.distributed.collectives import check_same
 from llm_pretrain.distributed.watchdog import heartbeat
 from llm_pretrain.errors import ConfigError, DivergedError
+from llm_pretrain.optim import product_dtype
 from llm_pretrain.training.step import Engine
 
 MAY_DIFFER = {"data.num_workers", "data.on_error", "distributed.cpu_threads", "run.output_dir"}
@@ -50,6 +51,9 @@ def launch_facts(config: Config, engine: Engine) -> dict[str, str]:
         names = {f"{section}.{field}": value for field, value in fields.items()}
         facts |= {name: _setting(name, value) for name, value in names.items()}
     facts["Python"] = ".".join(map(str, sys.version_info[:2]))
+    if config.optimizer.name == "muon":  # the ranks exchange buffers of this type
+        dtype = product_dtype(engine.device, config.training.precision != "fp32")
+        facts["type of Muon's products"] = str(dtype)
     facts |= {f"package {package}": _version(package) for package in _packages(config)}
     facts |= {f"environment variable {name}": os.environ.get(name, "unset") for name in ARITHMETIC_VARIABLES}
     package = Path(llm_pretrain.__file__).parent

@@ -107,11 +107,13 @@ class CheckpointManager:
             )
         if found and (wrong := Progress.wrong_extra(found.run.extra)):
             raise CheckpointError(f"{found.path}: manifest.json: {wrong}; name an older checkpoint")
-        newest, step = max(committed_folders(self.folder.weights), default=0), found.step if found else 0
+        newest = max(committed_folders(self.folder.weights), default=0)
+        step = found.step if found else 0
         if newest > step:
             self.notes.append(
                 f"{self.folder.weights}: weights up to step {newest} are from an attempt that went further "
-                f"than step {step}, where this one begins; each stays until this attempt has reached its step"
+                f"than step {step}, where this one begins; until this one reaches step {newest}, commands "
+                "that are given the run's folder use them"
             )
         return found
 

@@ -370,7 +370,7 @@ def test_a_name_that_no_file_can_hold_is_escaped_in_the_notes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     file = tmp_path / "odd.yaml"
-    file.write_text(json.dumps({"model_name": "tiny-llama-1.1b", "\ud800": 1}))
+    file.write_text(json.dumps({"model_name": "tiny-llama-1.1b", "\ud800": []}))
     assert main(["configs", "--from_litgpt", str(file), "--output", str(tmp_path / "ours.yaml")]) == 0
     assert "\\ud800" in (tmp_path / "ours.yaml").read_text()
     assert {path.name for path in tmp_path.iterdir()} == {"odd.yaml", "ours.yaml"}

@@ -224,8 +224,8 @@ def open_stores(config: Config) -> list[TokenStore]:
 def data_fingerprint(config: Config, stores: Sequence[TokenStore] | None = None) -> dict[str, str]:
     """Settings that determine which sample comes at which step; a run resumes only if all are equal.
 
-    `stores` are those of the configuration where they are open already, here and below: opened again, they
-    might be others.
+    `stores`, here and below: the configuration's stores if they are open. Opened again, they might have been
+    replaced.
     """
     stores = stores or open_stores(config)
     facts = {

@@ -187,8 +187,8 @@ class Encoder:
         tokens = np.array(ids, dtype=np.uint32)
         expected = np.array(text_bytes, dtype=np.int64)
         altered = self._bytes_of(tokens, lengths) != expected
-        if not self._tokenizer.only_shortens():
-            self._compare(documents, ids, lengths, altered)
+        if not self._tokenizer.length_shows_loss():
+            self._mark_altered(documents, ids, lengths, altered)
         return EncodedBatch(
             ids=tokens,
             loss_mask=np.concatenate(mask) if mask else np.zeros(0, dtype=np.bool_),
@@ -209,10 +209,10 @@ class Encoder:
         starts = np.cumsum(counts) - counts
         return np.add.reduceat(self._piece_bytes[tokens], starts)
 
-    def _compare(
+    def _mark_altered(
         self, documents: Sequence[Document], ids: list[int], lengths: list[int], altered: np.ndarray
     ) -> None:
-        """Sets `altered` of documents whose tokens decode to another text of the same length."""
+        """Sets `altered` for documents whose tokens decode to another text of the same length."""
         stop = 0
         for index, (document, length) in enumerate(zip(documents, lengths, strict=True)):
             start, stop = stop, stop + length

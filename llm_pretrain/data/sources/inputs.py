@@ -168,7 +168,7 @@ class Source:
         """Changes with the content: a file's status, a hub set's commit."""
         if self.path is None:
             return (self.name, hub_revision(self.name))
-        # `cp -p`, `rsync -t` and `tar` restore the modification time; wrong data is worse than to begin again
+        # with the change time: `cp -p`, `rsync -t` and `tar` restore the modification time
         return (f"{self.path.absolute()}{self.fault or ''}", *self.status)
 
     def change(self) -> str | None:

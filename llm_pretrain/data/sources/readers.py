@@ -61,13 +61,13 @@ def open_binary(path: Path, compression: str) -> Any:
 
 
 class _StreamsFile(io.RawIOBase):
-    """Reads all streams of a compressed file; the libraries' readers end, or go on, where one is damaged.
+    """Reads all streams of a compressed file; at damage the libraries' readers may end without an error.
 
     Args:
         path: The file.
         new_stream: Makes a decompressor of one stream, such as `bz2.BZ2Decompressor`.
         error: What that raises for damage.
-        padding: Bytes that may come after a stream.
+        padding: Byte that may follow a stream, any number of times.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class _StreamsFile(io.RawIOBase):
         self._file, self._new_stream, self._error = path.open("rb"), new_stream, error
         self._padding = padding
         self._stream = new_stream()
-        self._begun = True
+        self._begun = True  # a file without any stream is cut short
         self._rest = self._ready = b""
 
     def readable(self) -> bool:
@@ -136,7 +136,7 @@ def json_file(index: int, name: str, file: Any) -> Iterator[RawRecord]:
         return _elements(index, name, file)
     lines = lines_of(file)
     blank = 0
-    while (first := next(lines, b"")).isspace():
+    while (first := next(lines, b"")).isspace():  # put back below, as lines are counted
         blank += 1
     begin = [first, *islice(lines, 1)]
     if any(map(_is_json, begin)):  # of two, as the first line may be damaged

@@ -19,7 +19,7 @@ from llm_pretrain.errors import DataError, ResourceError
 BATCH_BYTES = 16 << 20
 """Approximate size of the decoded batches of a parquet file."""
 _MOST_ROWS = 16
-"""Of a batch of a parquet file, as repeated values can take no room in it and any in memory."""
+"""Most rows in a batch of a parquet file: it stores a repeated value once, memory for each row."""
 
 _FORMS = (
     (("prompt", "completion"), ()),
@@ -69,9 +69,9 @@ def table_records(
                 columns = columns or choose_columns(name, batch.schema.names, text_column)
                 yield from _rows(index, name, batch, columns, text_column, row)
                 row += batch.num_rows
-        except MemoryError as error:  # among them pyarrow's, an ArrowException
+        except MemoryError as error:  # before ArrowException, as pyarrow's is both
             raise ResourceError(
-                f"{name}: expected memory for the rows behind row {row}, found too little ({error}); "
+                f"{name}: expected memory for the rows after row {row}, found too little ({error}); "
                 "use a machine with more, or leave the file out if it is damaged"
             ) from error
         except (pyarrow.ArrowException, EOFError, OSError, ValueError, TypeError, ArithmeticError) as error:
@@ -81,7 +81,7 @@ def table_records(
 
 
 class _TableFile(io.BufferedReader):
-    """A file of which no more is asked than it has: a length in a damaged one may exceed the memory."""
+    """A file whose reads allocate no more than what is left of it: a damaged length may exceed the memory."""
 
     def read(self, size: int | None = -1, /) -> bytes:
         rest = max(os.fstat(self.fileno()).st_size - self.tell(), 0)
@@ -117,10 +117,14 @@ def _ipc(file: BinaryIO, name: str, text_column: str) -> Iterator[Any]:
 
     The batches are validated: pyarrow follows offsets of a damaged file beyond the end of the memory.
     """
+    import pyarrow
+
     for batch in _ipc_batches(file):
         batch.validate()
         chosen = batch.select(choose_columns(name, batch.schema.names, text_column))
-        if chosen.num_columns > 1 or _binary_type(chosen.column(0).type) is None:
+        kind = chosen.column(0).type
+        text = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
+        if chosen.num_columns > 1 or _binary_type(text) is None:
             chosen.validate(full=True)
         yield chosen
 
@@ -184,14 +188,17 @@ def _utf8(column: Any) -> list[bytes | None] | None:
 
 def _utf8_of_dictionary(column: Any) -> list[bytes | None] | None:
     """As `_utf8`; equal texts are one object, as the decoded column may be far larger than the memory."""
+    import pyarrow
+
     binary = _binary_type(column.type.value_type)
     if binary is None:
         return None
-    column.validate(full=True)
-    values = column.dictionary.view(binary)
-    places = column.indices.to_pylist()
-    texts = {place: None if place is None else values[place].as_py() for place in set(places)}
-    return [texts[place] for place in places]
+    values = column.dictionary.view(binary)  # as bytes: validating strings would check their UTF-8
+    values.validate(full=True)
+    pyarrow.DictionaryArray.from_arrays(column.indices, values).validate(full=True)
+    indices = column.indices.to_pylist()
+    texts = {index: None if index is None else values[index].as_py() for index in set(indices)}
+    return [texts[index] for index in indices]
 
 
 def _binary_type(kind: Any) -> Any:

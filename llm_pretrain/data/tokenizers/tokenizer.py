@@ -190,8 +190,11 @@ class Tokenizer:
         """int64 [vocab_size]: number of UTF-8 bytes of each id."""
         return np.array([len(piece) for piece in self.token_pieces()], dtype=np.int64)
 
-    def only_shortens(self) -> bool:
-        """Whether tokens of the length of a text are the text: what is not kept becomes shorter."""
+    def length_shows_loss(self) -> bool:
+        """Whether a text that its tokens do not reproduce is always longer than what they decode to.
+
+        So it is with the tokenizers that `_find_segmenter` accepts; others may change text at equal length.
+        """
         return self._segmenter is not None
 
 
