@@ -88,6 +88,8 @@ class Watchdog:
     def __init__(self, timeout_seconds: float, *, rank: int, world_size: int, ends_process: bool = True):
         self.timeout_seconds, self.rank, self.world_size = timeout_seconds, rank, world_size
         self.ends_process = ends_process
+        self.is_ending = False
+        """Whether the process ends soon, because its main thread made no progress."""
         self.phase = Phase("start")
         self.owner = threading.get_ident()
         self._own_files = Path(f"/proc/self/task/{threading.get_native_id()}")
@@ -155,6 +157,7 @@ class Watchdog:
 
     def _end(self, phase: Phase, idle_seconds: float) -> None:
         """Report the hang, then end the process, unless it is a notebook's kernel (`ends_process`)."""
+        self.is_ending = self.ends_process
         stacks = self._folder.stacks(self.rank) if self._folder else None
         error = StuckError(
             f"rank {self.rank}: no progress for {idle_seconds:.0f} s in {phase.name} "
@@ -224,6 +227,9 @@ def hang_watchdog(config: Config) -> Iterator[Watchdog]:
 def heartbeat(phase: str | None = None, *, files: bool = False) -> None:
     """Report progress of the main thread; calls from other threads have no effect.
 
+    Does not return once the watchdog ends the process: what the main thread would write, were it to make
+    progress at last, would contradict the recorded end.
+
     Args:
         phase: What the main thread does now, to follow "no progress for N s in" in the message; None if it is
             the same as before.
@@ -233,6 +239,8 @@ def heartbeat(phase: str | None = None, *, files: bool = False) -> None:
     watchdog = _current
     if watchdog is None or threading.get_ident() != watchdog.owner:
         return
+    if watchdog.is_ending:
+        threading.Event().wait()
     last = watchdog.phase
     watchdog.phase = Phase(phase, files) if phase is not None else Phase(*last)
 

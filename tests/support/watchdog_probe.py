@@ -20,7 +20,7 @@ import pytest
 
 from llm_pretrain.config import Config, DistributedConfig
 from llm_pretrain.distributed import watchdog
-from llm_pretrain.training.run_state import RunFolder, Status
+from llm_pretrain.training.run_state import RunFolder, Status, read_status
 
 Mistake = Callable[[pytest.MonkeyPatch, watchdog.Watchdog], None]
 TIMEOUT, GRACE = 2, 4
@@ -75,6 +75,16 @@ def save_that_stops(folder: Path, seconds: float) -> None:
     time.sleep(seconds)
 
 
+def progress_too_late(folder: Path, seconds: float) -> None:
+    """Another rank goes on at last, when this one's end is already written."""
+    watchdog.heartbeat("step 7")
+    path = RunFolder(folder).status
+    while read_status(path)["state"] == "running":
+        time.sleep(TIMEOUT / 20)
+    watchdog.heartbeat("step 8")
+    Status(path, rank=0, world_size=2, launcher="torchrun").running(8, None)
+
+
 def locked(folder: Path, seconds: float) -> None:
     watchdog.heartbeat("step 7")
     ctypes.PyDLL(None).sleep(int(seconds))
@@ -107,7 +117,14 @@ def kernel(folder: Path, seconds: float) -> None:
     blocked_step(folder, seconds)
 
 
-HANGS = (blocked_step, background_beats, background_save, save_without_a_byte, save_that_stops)
+HANGS = (
+    blocked_step,
+    background_beats,
+    background_save,
+    save_without_a_byte,
+    save_that_stops,
+    progress_too_late,
+)
 SLOW = (beats, slow_save, waiting_for_a_save, slow_reading)
 
 
@@ -149,6 +166,8 @@ def run(name: str, path: Path) -> None:
     act, seconds, mistakes = CASES[name]
     if name == "kernel":
         sys.modules["ipykernel"] = sys
+    if name == "progress_too_late":
+        os.environ["WORLD_SIZE"] = "2"
     with pytest.MonkeyPatch.context() as patch:
         watchdog.GRACE_SECONDS = GRACE
         folder = RunFolder(path)

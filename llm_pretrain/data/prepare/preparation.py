@@ -131,8 +131,8 @@ def _source_bytes(sources: Sequence[Source]) -> int | None:
     for source in sources:
         if source.path is None or source.path.suffix.lower() in (*COMPRESSIONS, *TABLE_SUFFIXES):
             return None
-        if not source.fault:
-            total += source.status[0]
+        if source.status and not source.fault:
+            total += source.status.size
     return total
 
 

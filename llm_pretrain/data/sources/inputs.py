@@ -15,7 +15,7 @@ import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 from llm_pretrain.data.sources.documents import REPEATED, UNREADABLE
@@ -134,20 +134,29 @@ _DATASETS_NOTES = {"dataset_info.json", "state.json", "dataset_dict.json"}
 """Metadata that `save_to_disk` of the `datasets` library writes beside its .arrow files."""
 
 
+class FileStatus(NamedTuple):
+    """A file's bytes, times of modification and of change in nanoseconds, inode and the inode's device."""
+
+    size: int
+    modified: int
+    changed: int
+    inode: int
+    device: int
+
+
 @dataclass(frozen=True, slots=True)
 class Source:
     """A file or hub data set: its `name` for messages, `path` (None for the hub), index `entry` of its input.
 
     With `conversations` the file is Python source and its docstrings are the records. `status` is the file's
-    size, times of modification and of change, and inode when it was found. A source with a `fault` (cause,
-    detail) is read as one bad record.
+    when it was found. A source with a `fault` (cause, detail) is read as one bad record.
     """
 
     name: str
     path: Path | None
     entry: int
     conversations: bool = False
-    status: tuple[int, ...] = ()
+    status: FileStatus | None = None
     fault: tuple[str, str] | None = None
 
     def format(self) -> str:
@@ -168,20 +177,24 @@ class Source:
         """Changes with the content: a file's status, a hub set's commit."""
         if self.path is None:
             return (self.name, hub_revision(self.name))
-        # with the change time: `cp -p`, `rsync -t` and `tar` restore the modification time
-        return (f"{self.path.absolute()}{self.fault or ''}", *self.status)
+        # with the change time: `cp -p`, `rsync -t` and `tar` restore the modification time; without the
+        # device, whose number another mount changes
+        of_file = self.status[:-1] if self.status else ()
+        return (f"{self.path.absolute()}{self.fault or ''}", *of_file)
 
     def change(self) -> str | None:
         """A message if the file has changed since it was found, or None."""
         assert self.path is not None
+        before = self.status
+        assert before is not None
         try:
-            status = self.path.stat()
+            now = _status(self.path.stat())
         except OSError as error:
             return f"expected the file to stay until it is read, found: {error.strerror}"
-        if (status.st_size, status.st_mtime_ns, status.st_ino) == (*self.status[:2], self.status[3]):
+        if (now.size, now.modified, now.inode) == (before.size, before.modified, before.inode):
             return None
         return (
-            f"expected the {self.status[0]} bytes that were there when work began, found {status.st_size} "
+            f"expected the {before.size} bytes that were there when work began, found {now.size} "
             "or other ones; wait until its writer is done"
         )
 
@@ -234,8 +247,11 @@ def _source(name: str, path: Path, entry: int, *, chat: bool) -> Source:
         return replace(source, fault=(UNREADABLE, f"found: {error.strerror}"))
     if not stat.S_ISREG(status.st_mode):
         return replace(source, fault=(UNREADABLE, f"expected a file, found {_kind(status.st_mode)}"))
-    times = (status.st_mtime_ns, status.st_ctime_ns)
-    return replace(source, status=(status.st_size, *times, status.st_ino, status.st_dev))
+    return replace(source, status=_status(status))
+
+
+def _status(status: os.stat_result) -> FileStatus:
+    return FileStatus(status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev)
 
 
 def _kind(mode: int) -> str:
@@ -249,15 +265,16 @@ def _without_repetition(sources: Iterable[Source]) -> Iterable[Source]:
     """Sets the fault of sources that are the same file as an earlier one, also through links."""
     names: dict[tuple[object, ...], str] = {}
     for source in sources:
-        key = (source.conversations, *(source.status[3:] or (source.name,)))
+        status = source.status
+        key = (source.conversations, *((status.inode, status.device) if status else (source.name,)))
         first = names.get(key)
         names.setdefault(key, source.name)
         if first is not None:
             advice = "to weigh it more, prepare it apart and give data.sources a weight"
             fault = (REPEATED, f"expected each file once, found it as {first} before; {advice}")
-            yield replace(source, fault=source.fault or fault, status=source.status[:4])
+            yield replace(source, fault=source.fault or fault)
         else:
-            yield replace(source, status=source.status[:4])
+            yield source
 
 
 def _files_of(entry: str, split: str) -> list[tuple[str, Path]]:
