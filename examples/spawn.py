@@ -46,6 +46,8 @@ def main() -> int:
     parser.add_argument("script", choices=("train_pretrain.py", "train_pretrain_accelerate.py"))
     parser.add_argument("options", nargs=argparse.REMAINDER, help="the script's own")
     chosen = parser.parse_args()
+    if chosen.processes < 1:
+        parser.error(f"--processes: expected 1 or more, found {chosen.processes}")
     arguments = (chosen.processes, free_port(), chosen.script.removesuffix(".py"), chosen.options)
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # waiting threads leave the cores to others
     workers = spawn(worker, args=arguments, nprocs=chosen.processes, join=False)

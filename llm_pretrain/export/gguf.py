@@ -270,6 +270,9 @@ def _write(writer: GGUFWriter, entries: list[_Entry], tensors: Iterator[Tensor])
         writer.close()
 
 
+_YARN_BETAS = {"rope_beta_fast": 32.0, "rope_beta_slow": 1.0}
+
+
 def _architecture(model: ModelConfig) -> str:
     """llama.cpp's architecture that computes the model.
 
@@ -279,6 +282,15 @@ def _architecture(model: ModelConfig) -> str:
     Raises:
         ConfigError: llama.cpp has no such architecture; it names the field.
     """
+    if model.rope_type == "yarn":
+        problems = [
+            f"model.{name}: llama.cpp computes these architectures with {value:g} whatever the file says; "
+            f"expected {value:g}, found {found:g}; export to huggingface"
+            for name, value in _YARN_BETAS.items()
+            if (found := getattr(model, name)) != value
+        ]
+        if problems:
+            raise ConfigError(*problems)
     if not model.moe_layers:
         return "qwen3" if model.qk_norm else "llama"
     if model.moe_layers[0] != model.num_hidden_layers - len(model.moe_layers):

@@ -70,6 +70,7 @@ HF_ARCHITECTURES: dict[str, HFArchitecture] = {
     "llama": HFArchitecture(
         "LlamaForCausalLM", fixed={"qk_norm": False}, extra={"mlp_bias": False}, lacks=("sliding_window",)
     ),
+    "mistral": HFArchitecture("MistralForCausalLM", fixed={"qk_norm": False}, lacks=("attention_bias",)),
     "qwen3_moe": HFArchitecture(
         "Qwen3MoeForCausalLM",
         keys={
@@ -156,11 +157,10 @@ HF_ARCHITECTURES: dict[str, HFArchitecture] = {
         rms_norm_eps=1e-5,
         head_dim=128,
     ),
-    "mistral": HFArchitecture("MistralForCausalLM", fixed={"qk_norm": False}),
     "phi3": HFArchitecture("Phi3ForCausalLM", fixed={"qk_norm": False}, rms_norm_eps=1e-5),
     "smollm3": HFArchitecture("SmolLM3ForCausalLM", fixed={"qk_norm": False}, rope_theta=2e6),
 }
-"""By `model_type`. The last five are read only: what they compute is written as `glm4_moe` or `llama`."""
+"""By `model_type`. The last four are read only: what they compute is written as `glm4_moe` or `llama`."""
 
 LACKING = {
     "qwen2": "biases of query, key and value",
@@ -197,7 +197,10 @@ def match_hf_architecture(model: ModelConfig) -> str:
         ConfigError: no architecture does; it names the fields.
     """
     if not model.moe_layers:
-        return "qwen3" if model.qk_norm else "llama"
+        if model.qk_norm:
+            return "qwen3"
+        # transformers' Llama refuses other hidden sizes, even with a head_dim
+        return "llama" if model.hidden_size % model.num_attention_heads == 0 else "mistral"
     if model.scoring_func == "sigmoid":
         return _match_sigmoid_architecture(model)
     if model.qk_norm:

@@ -177,7 +177,7 @@ def test_wrong_input_is_one_line_that_names_it(folder, trained_run, tmp_path, ca
     for option, value in (
         *(("--top_k", "-1"), ("--top_p", "0"), ("--top_p", "1.5"), ("--temperature", "-0.1")),
         *(("--temperature", "nan"), ("--max_new_tokens", "-1"), ("--num_samples", "0"), ("--seed", "-1")),
-        *(("--device", "nonsense"), ("--device", "meta"), ("--prompt", "\udce4")),
+        *(("--device", "nonsense"), ("--device", "meta"), ("--device", "hpu"), ("--prompt", "\udce4")),
     ):
         assert f"{option}: expected" in refused(str(folder), *prompt, option, value, code=2)
     assert "prompt 1: expected 1 to 63 tokens" in refused(str(folder), "--prompt", "a" * 63, code=2)

@@ -231,6 +231,14 @@ def test_one_process_trains_the_same(name: str, alone: Finished, options: list[s
     assert finished.status["launcher"] == "accelerate"
 
 
+def test_no_process_is_no_training():
+    for number in ("0", "-2"):
+        command = [*SPAWN[:-1], number, Path(TORCHRUN).name]
+        finished = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
+        assert finished.returncode == 2
+        assert f"--processes: expected 1 or more, found {number}" in finished.stderr.splitlines()[-1]
+
+
 def executed(notebook: Path, start: Path, more: str, parameters: str) -> str:
     """Run a notebook in a fresh kernel that starts in `start`; returns what `more`, added last, printed."""
     content = nbformat.read(notebook, as_version=4)

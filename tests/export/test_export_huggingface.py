@@ -54,6 +54,7 @@ SHAPES = {
     "qwen3": BASE,
     "qwen3-untied": dataclasses.replace(BASE, tie_word_embeddings=False),
     "llama": dataclasses.replace(BASE, qk_norm=False),
+    "mistral": dataclasses.replace(BASE, qk_norm=False, num_attention_heads=5, num_key_value_heads=1),
     "qwen3_moe": MOE,
     "qwen3_moe-some-dense": dataclasses.replace(
         MOE, first_k_dense_replace=1, norm_topk_prob=False, tie_word_embeddings=False
@@ -91,7 +92,7 @@ SHAPES["glm4_moe-linear"] = dataclasses.replace(FINE, **LINEAR)
 OWN_NAMES = ("qwen3", "llama", "qwen3_moe", "mixtral", "glm4_moe")  # modules are called as ours are
 IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
 TOKENS = torch.randint(0, 128, (2, 40), generator=torch.Generator().manual_seed(3))
-READ_ONLY = {"dots1", "solar_open", "mistral", "phi3", "smollm3"}
+READ_ONLY = {"dots1", "solar_open", "phi3", "smollm3"}
 HEAD_DIM = "transformers' own layers, vLLM and mlx-lm read it; their default is hidden_size / heads"
 UNDECLARED_KEYS = {
     "llm_pretrain": "settings of ours that the architecture has no key for",
