@@ -35,6 +35,8 @@ def spans(numbers: list[int], most: int = 5) -> str:
 
 
 Row = dict[str, Any]
+_ENDS = ("finished", "preempted")
+"""States in which a run has ended as it should."""
 _MOST_STEPS = 1 << 24
 """Largest step that is accepted if no recorded setting bounds it."""
 
@@ -101,8 +103,14 @@ class RunFiles:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the run has finished or stopped after a save, by status.json."""
-        return self.status.get("state") in ("finished", "preempted")
+        """Whether the run has finished or stopped after a save, by status.json.
+
+        One that was stopped before its first step has nothing to save.
+        """
+        status = self.status
+        return status.get("state") in _ENDS and (
+            status.get("step") != 0 or status.get("checkpoint") is not None
+        )
 
 
 def read_config(check: Check, run: RunFiles) -> None:
@@ -112,6 +120,9 @@ def read_config(check: Check, run: RunFiles) -> None:
         ConfigError: it cannot be read, or is invalid.
     """
     file, size = run.folder / "config.yaml", run.status.get("world_size")
+    if not file.exists() and run.status and not run.has_ended and not _has_begun(run.folder):
+        check.skip("the run has not come to write it yet")
+        return
     world_size = size if isinstance(size, int) and size > 0 else 1  # check_status reports others
     try:
         tree = read_yaml_file(file)
@@ -136,10 +147,15 @@ def read_config(check: Check, run: RunFiles) -> None:
     check.looked_at = "every setting is known and none contradicts another"
 
 
+def _has_begun(folder: Path) -> bool:
+    """Whether a run has written rows or checkpoints."""
+    return (folder / "metrics.jsonl").exists() or bool(committed_folders(folder / "checkpoints"))
+
+
 def read_history(check: Check, run: RunFiles) -> None:
     """Read the attempts with their rows."""
     file = run.folder / "metrics.jsonl"
-    if not file.exists() and not run.has_ended and not run.manifests:
+    if not run.has_ended and not _has_begun(run.folder):
         check.skip("the run has not come to its first row yet")
         return
     # Rows are read before the attempts, so that each row's attempt is among them. Lists (moe/load) are
@@ -500,7 +516,7 @@ def check_status(check: Check, run: RunFiles) -> None:
     if state == "finished" and config is not None and step != config.training.max_steps:
         check.fail(f"step: expected training.max_steps {config.training.max_steps}, found {step}")
     rows = run.attempts[-1].history if run.attempts else []
-    if rows and run.has_ended and rows[-1]["step"] > step:
+    if rows and state in _ENDS and rows[-1]["step"] > step:
         check.fail(f"step: expected {rows[-1]['step']}, the last row's, or later, found {step}")
 
 

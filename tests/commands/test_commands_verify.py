@@ -334,6 +334,24 @@ def test_the_rows_of_a_preempted_run_must_be_there_up_to_its_end(
     assert "none of step 9-12" in outcomes["steps"]["problems"][0]
 
 
+@pytest.mark.parametrize(
+    "written", [(), ("config.yaml",), ("config.yaml", "attempts.jsonl", "metrics.jsonl")]
+)
+def test_a_run_that_is_stopped_before_its_first_step_is_sound(
+    written: tuple[str, ...], run: Path, capsys: pytest.CaptureFixture[str]
+):
+    rewrite_json(run / "status.json", lambda content: content.update(step=0, checkpoint=None))
+    preempted(run)
+    for name in ("checkpoints", "weights"):
+        shutil.rmtree(run / name)
+    (run / "metrics.jsonl").write_text("")
+    for name in {"config.yaml", "attempts.jsonl", "metrics.jsonl"}.difference(written):
+        (run / name).unlink()
+    code, outcomes = verify(run, capsys)
+    assert (code, results(outcomes, "failed")) == (0, set())
+    assert {"status.json", "status"} <= results(outcomes, "ok")
+
+
 @pytest.mark.parametrize("state", ["preempted", "running", "failed"])
 def test_a_run_with_checkpoints_has_rows(state: str, run: Path, capsys: pytest.CaptureFixture[str]):
     codes = {"preempted": 75, "running": None, "failed": 1}
