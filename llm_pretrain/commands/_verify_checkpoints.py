@@ -289,6 +289,7 @@ def _better(attempts: list[Attempt], step: int, loss: Any, newest: int) -> list[
         {
             other
             for each in since
+            if each.config and each.config.checkpoint.keep_best
             for other, value in each.evaluations.items()
             if 0 < other <= newest and isinstance(value, float) and value < loss
         }

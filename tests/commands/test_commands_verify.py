@@ -510,6 +510,17 @@ def test_what_a_run_writes_after_its_rows_were_read(
     assert "bit for bit" in outcomes["weights step-00000012"]["looked_at"]
 
 
+def test_the_best_weights_are_those_of_the_attempts_that_kept_them(
+    run: Path, masked_store: Path, capsys: pytest.CaptureFixture[str]
+):
+    longer = ("--training.max_steps", "24", "--evaluation.eval_steps", "6", "--checkpoint.keep_best", "false")
+    done = train_tiny(masked_store, run, *SHORT, *longer)
+    losses = {step: row["eval/loss"] for step, row in done.rows.items() if "eval/loss" in row}
+    assert losses[24] < losses[12]
+    assert json.loads((run / "weights/best/best.json").read_text())["step"] == 12
+    assert results(verify(run, capsys)[1], "failed") == set()
+
+
 def test_a_run_from_another_runs_checkpoint(
     whole: Path, masked_store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

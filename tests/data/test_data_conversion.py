@@ -294,8 +294,9 @@ def megatron_files(prefix: Path, sequences: list[list[int]], ends: list[int], dt
     for sequence in sequences:
         pointers.append(at)
         at += len(sequence) * itemsize
-    prefix.with_suffix(".bin").write_bytes(b"".join(np.array(s, dtype=dtype).tobytes() for s in sequences))
-    prefix.with_suffix(".idx").write_bytes(
+    bin_file, index_file = (prefix.with_name(prefix.name + suffix) for suffix in (".bin", ".idx"))
+    bin_file.write_bytes(b"".join(np.array(s, dtype=dtype).tobytes() for s in sequences))
+    index_file.write_bytes(
         b"MMIDIDX\x00\x00"
         + struct.pack("<Q", 1)
         + struct.pack("<B", code)
@@ -309,6 +310,15 @@ def megatron_files(prefix: Path, sequences: list[list[int]], ends: list[int], dt
 SEQUENCES = [[1, 2, EOS], [3], [], [4, 5, EOS], [6, EOS]]
 ENDS = [0, 1, 4, 4, 5]
 DOCUMENTS = [[256, 1, 2, EOS], [256, 3, 4, 5, EOS], [256, 6, EOS]]
+
+
+def test_prefixes_named_val_are_the_validation_split(tmp_path: Path, tokenizer: Path):
+    (tmp_path / "in").mkdir()
+    for name, token in (("text.train", 1), ("text.val", 2), ("text.valid.part2", 3)):
+        megatron_files(tmp_path / "in" / name, [[token, EOS]], [0, 1], "<u2", 8)
+    store = to_store("megatron", [tmp_path / "in"], tmp_path / "s", tokenizer)
+    assert documents(store) == [[256, 1, EOS]]
+    assert documents(store, "validation") == [[256, 2, EOS], [256, 3, EOS]]
 
 
 @pytest.mark.parametrize(("dtype", "code"), [("<i2", 3), ("<i4", 4), ("<i8", 5), ("<u2", 8)])

@@ -361,7 +361,7 @@ def open_splits(format: str, inputs: Sequence[str], tokenizer: Tokenizer) -> dic
     found: dict[str, list[DocumentFile]] = {"train": [], "validation": []}
     for path in _find(format, inputs):
         file = open_megatron(path) if format == "megatron" else open_nanogpt(path, tokenizer.eos_token_id)
-        found["validation" if _VALIDATION.search(path.stem) else "train"].append(file)
+        found["validation" if _VALIDATION.search(path.name) else "train"].append(file)
     if found["train"] and found["validation"]:
         return found
     return {"all": found["train"] + found["validation"]}
