@@ -9,6 +9,7 @@ from llm_pretrain.checkpoints.manifest import (
     environment,
     find_damage,
     fingerprint_differences,
+    model_fingerprint,
     newest_manifest,
     read_manifest,
 )
@@ -41,6 +42,7 @@ __all__ = [
     "find_damage",
     "fingerprint_differences",
     "is_checkpoint",
+    "model_fingerprint",
     "newest_manifest",
     "open_model",
     "other_content",

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 import llm_pretrain
 from llm_pretrain.checkpoints.folders import committed_folders
 from llm_pretrain.checkpoints.state import TrainingState
-from llm_pretrain.config import matches_type
+from llm_pretrain.config import ModelConfig, matches_type
 from llm_pretrain.errors import CheckpointError, MismatchError
 from llm_pretrain.files import open_plain, read_json, write_text
 
@@ -367,6 +367,18 @@ def _git_revision() -> str | None:
 
 
 _ABSENT = "absent"
+
+
+NOT_IN_FINGERPRINT = {"max_position_embeddings", "init_from", "zero_init_residual"}
+"""Model fields that change neither shapes nor arithmetic of a resumed run."""
+
+
+def model_fingerprint(model: ModelConfig) -> dict[str, str]:
+    """The fields of the model that decide shapes and arithmetic, by their full names."""
+    fields = {f"model.{n}": str(value) for n, value in asdict(model).items() if n not in NOT_IN_FINGERPRINT}
+    if model.rope_type == "yarn":  # its default is max_position_embeddings
+        fields["model.original_max_position_embeddings"] = str(model.rope_original_context)
+    return fields
 
 
 def fingerprint_differences(saved: dict[str, str], expected: dict[str, str]) -> list[str]:

@@ -6,7 +6,7 @@ import hashlib
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
@@ -22,6 +22,7 @@ from llm_pretrain.checkpoints.manifest import (
     Manifest,
     UnsoundError,
     find_damage,
+    model_fingerprint,
     read_manifest,
 )
 from llm_pretrain.checkpoints.tensor_files import read_tensors
@@ -164,8 +165,7 @@ def _read_model(path: Path, content: Manifest, run: Config, average: bool) -> De
     """The decoder of a checkpoint, after verifying its files and comparing them with the run's config."""
     if problems := find_damage(path, content):
         raise CheckpointError(f"{path} is damaged: {'; '.join(problems)}; name an older checkpoint")
-    fields = {f"model.{name}": str(value) for name, value in asdict(run.model).items()}
-    saved = content.run.fingerprints
+    fields, saved = model_fingerprint(run.model), content.run.fingerprints
     for key in sorted(fields.keys() & saved.keys()):
         if fields[key] != saved[key]:
             raise CheckpointError(

@@ -212,7 +212,8 @@ def _check_tensors(folder: Path, config: ModelConfig, state: dict[str, Tensor]) 
             f"{folder}: expected the tensors that config.json describes, found {len(differing)} others, the "
             f"first is {name}: {found.get(name, 'missing')} instead of {described.get(name, 'none')}"
         )
-    if infinite := [name for name, tensor in state.items() if not bool(tensor.isfinite().all())]:
-        name = infinite[0]
-        value = state[name][~state[name].isfinite()][0].item()
-        raise CheckpointError(f"{folder}: expected finite values in {name}, found {value}")
+    for name, tensor in state.items():
+        finite = (tensor.float() if tensor.dtype == torch.float64 else tensor).isfinite()  # as it is loaded
+        if not bool(finite.all()):
+            value = tensor[~finite][0].item()
+            raise CheckpointError(f"{folder}: expected finite fp32 values in {name}, found {value}")

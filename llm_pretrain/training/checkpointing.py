@@ -6,7 +6,7 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -24,11 +24,12 @@ from llm_pretrain.checkpoints import (
     best_step,
     committed_folders,
     environment,
+    model_fingerprint,
     read_manifest,
     save_weights,
     whole_state,
 )
-from llm_pretrain.config import Config, ModelConfig
+from llm_pretrain.config import Config
 from llm_pretrain.data import TokenStore, data_fingerprint, weight_changes_fingerprint
 from llm_pretrain.distributed.collectives import (
     RankGroup,
@@ -86,7 +87,8 @@ class CheckpointManager:
         """The checkpoint to continue from by `checkpoint.resume`; None to start from scratch.
 
         If `checkpoint.resume` is a path, a new run starts there. Once the run has checkpoints of its own, it
-        continues from those, so that the same command can be repeated after a preemption.
+        continues from those, so that the same command can be repeated after a preemption. One of the run's
+        own must be its newest: later ones would be continued from at the next start, and lose what follows.
         """
         resume, own_steps = self.config.checkpoint.resume, self.store.committed()
         if resume == "never" and own_steps:
@@ -96,9 +98,19 @@ class CheckpointManager:
             )
         self.wait()
         source = None if resume in ("auto", "never") else Path(resume)
-        if source and own_steps and source.resolve().parent != self.folder.checkpoints.resolve():
-            self.notes.append(f"checkpoint.resume: {source} is not used, the run has checkpoints of its own")
-            source = None
+        if source and own_steps:
+            newest_own = f"step-{own_steps[-1]:08d}"
+            if source.resolve().parent != self.folder.checkpoints.resolve():
+                self.notes.append(
+                    f"checkpoint.resume: {source} is not used, the run has checkpoints of its own"
+                )
+                source = None
+            elif source.resolve().name != newest_own:
+                raise ConfigError(
+                    f"checkpoint.resume: expected the run's newest checkpoint, {newest_own}, or another "
+                    f"run's, found {source.name}; to go back, move the later ones out of "
+                    f"{self.folder.checkpoints} first"
+                )
         found = self.store.find(expected=self.fingerprints_at, source=source)
         if found and source is None and found.run.run_id not in (None, self.folder.run_id):
             raise CheckpointError(
@@ -510,10 +522,6 @@ def card_facts(
     )
 
 
-NOT_IN_FINGERPRINT = {"max_position_embeddings", "init_from", "zero_init_residual"}
-"""Model fields that change neither shapes nor arithmetic of a resumed run."""
-
-
 def fingerprints(config: Config, stores: Sequence[TokenStore] | None = None) -> dict[str, str]:
     """Settings that must match for a resume at any step, by name; `stores` as in `data_fingerprint`."""
     # whether an average (EMA) is kept must match; its decay may change
@@ -528,11 +536,3 @@ def fingerprints(config: Config, stores: Sequence[TokenStore] | None = None) -> 
         }
         | averaging
     )
-
-
-def model_fingerprint(model: ModelConfig) -> dict[str, str]:
-    """The fields of the model that decide shapes and arithmetic, by their full names."""
-    fields = {f"model.{n}": str(value) for n, value in asdict(model).items() if n not in NOT_IN_FINGERPRINT}
-    if model.rope_type == "yarn":  # its default is max_position_embeddings
-        fields["model.original_max_position_embeddings"] = str(model.rope_original_context)
-    return fields

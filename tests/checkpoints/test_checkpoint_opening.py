@@ -20,6 +20,8 @@ def trained(plain_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
         tmp_path_factory.mktemp("opening") / "run",
         *("--training.max_steps", "3", "--schedule.warmup_steps", "1"),
         *("--evaluation.eval_steps", "0", "--checkpoint.save_steps", "1"),
+        # YaRN's original context is derived where it is not set, as here
+        *("--model.rope_type", "yarn", "--model.rope_factor", "2"),
     ).folder
 
 

@@ -439,6 +439,7 @@ def test_a_broken_folder_is_one_line_that_names_it(tmp_path, damage):
         (lambda tensor: tensor.to(torch.int8), "int8"),
         (lambda tensor: tensor.to(torch.float8_e4m3fn), "float8_e4m3fn"),
         (lambda tensor: tensor / 0, "nan|inf"),
+        (lambda tensor: tensor.double() * 1e300, r"\d.*e\+29\d"),
     ],
 )
 def test_weights_that_mean_nothing_are_refused(tmp_path, spoil, found):

@@ -128,6 +128,18 @@ def test_the_checkpoint_of_another_run_is_not_resumed(plain_store: Path, run: Pa
     assert train(*options(plain_store, run, "--checkpoint.resume", str(newest), steps=3)) == 0
 
 
+def test_no_later_checkpoint_is_left_when_a_run_goes_back(plain_store: Path, run: Path, capsys):
+    """The next start would continue from the later one, without what this one trained."""
+    first, later = (run / "checkpoints" / f"step-{step:08d}" for step in (1, 2))
+    assert train(*options(plain_store, run, "--checkpoint.resume", str(first), steps=3)) == 2
+    assert "expected the run's newest checkpoint, step-00000002, or another run's, found step-00000001" in (
+        capsys.readouterr().err
+    )
+    later.rename(run.parent / later.name)
+    assert train(*options(plain_store, run, "--checkpoint.resume", str(first), steps=3)) == 0
+    assert Finished(0, "", run).attempts[-1]["step"] == 1
+
+
 @pytest.mark.parametrize("kept", ["all", "checkpoints only"])
 def test_a_run_of_a_version_without_ids_continues(plain_store: Path, run: Path, kept: str):
     (run / MARKER).unlink()
