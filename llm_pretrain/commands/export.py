@@ -47,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Write the export and print its path; returns the exit code."""
     from llm_pretrain.checkpoints import convert_weights
+    from llm_pretrain.data import Tokenizer
     from llm_pretrain.export import read_config, write_gguf
 
     source, output = find_weights(Path(arguments.source)), Path(arguments.output)
@@ -60,6 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     with _weights_of(source) as weights:
         dtype = arguments.dtype or _own_dtype(read_config(weights))
         if arguments.to == "gguf":
+            Tokenizer(weights)  # refuses a broken one
             notes = write_gguf(weights, output, dtype, check=check)
         else:
             convert_weights(weights, output, dtype, check=check)

@@ -109,7 +109,8 @@ def write_gguf(
         try:
             output.parent.mkdir(parents=True, exist_ok=True)
             writer = gguf.GGUFWriter(temporary, architecture)
-            _add_metadata(writer, model, architecture, output.stem, _FILE_TYPES[dtype])
+            name = output.stem.encode("utf-8", errors="replace").decode()  # of bytes that are no UTF-8
+            _add_metadata(writer, model, architecture, name, _FILE_TYPES[dtype])
             _add_vocabulary(writer, vocabulary)
             _write(writer, entries, _tensors(files, entries, model, architecture))
             check()

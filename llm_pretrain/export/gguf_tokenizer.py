@@ -63,7 +63,7 @@ def read_vocabulary(folder: Path, vocab_size: int) -> Vocabulary:
     """The tokenizer of a weights folder as GGUF metadata.
 
     Args:
-        folder: With `tokenizer.json`, and `tokenizer.model` for SentencePiece.
+        folder: With a `tokenizer.json` that the library opens, and `tokenizer.model` for SentencePiece.
         vocab_size: Rows of the embedding; ids without a token become unused tokens.
 
     Raises:
@@ -275,7 +275,7 @@ def _special_ids(folder: Path, tokens: list[str]) -> dict[str, int]:
     for ours, theirs in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
         value = config.get(f"{ours}_token")
         token = value.get("content") if isinstance(value, dict) else value
-        if token in index:
+        if isinstance(token, str) and token in index:
             special[f"{theirs}_token_id"] = index[token]
     if _END_OF_TURN in index:
         special["eot_token_id"] = index[_END_OF_TURN]
@@ -293,7 +293,11 @@ def _chat_template(folder: Path) -> str | None:
     else:
         config = folder / "tokenizer_config.json"
         template = _read_json(config).get("chat_template") if config.exists() else None
+    if isinstance(template, list):
+        named = [each for each in template if isinstance(each, dict) and each.get("name") == "default"]
+        template = named[0].get("template") if named else None
     if not isinstance(template, str):
         return None
+    template = template.encode("utf-8", errors="replace").decode()  # JSON may hold half a surrogate pair
     template = re.sub(r"(\{%[-+]?\s*)generation(\s*[-+]?%\})", r"\1if true\2", template)
     return re.sub(r"(\{%[-+]?\s*)endgeneration(\s*[-+]?%\})", r"\1endif\2", template)

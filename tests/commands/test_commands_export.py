@@ -182,6 +182,29 @@ def test_a_tokenizer_that_gguf_lacks_is_one_line(run, tmp_path, capsys):
     assert not out.exists()
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model": 5},
+        {"pre_tokenizer": {"x": 1}},
+        {"pre_tokenizer": [1]},
+        {"pre_tokenizer": {"type": "Sequence"}},
+        {"added_tokens": [{"id": 0}]},
+        {"added_tokens": [{"id": "a", "content": "b"}]},
+    ],
+    ids=json.dumps,
+)
+def test_a_broken_tokenizer_is_one_line_of_gguf(run, tmp_path, capsys, change):
+    pytest.importorskip("gguf", reason="writing GGUF needs the package gguf")
+    file = run / "weights" / "step-00000002" / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    assert main(["export", str(run), "--to", "gguf", "--output", str(tmp_path / "model.gguf")]) == 65
+    error = capsys.readouterr().err
+    assert "tokenizer.json: expected a tokenizer, found" in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "model.gguf").exists()
+
+
 def test_a_kind_of_output_is_not_replaced_by_another(run, tmp_path, capsys):
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").write_text("text")

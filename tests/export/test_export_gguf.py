@@ -22,7 +22,7 @@ from llm_pretrain.export import huggingface_config, load_pretrained, native_conf
 from llm_pretrain.model import Decoder
 from llm_pretrain.training import initialize_weights
 
-pytest.importorskip("gguf", reason="writing GGUF needs the package gguf")
+gguf = pytest.importorskip("gguf", reason="writing GGUF needs the package gguf")
 
 KINDS = ["sentencepiece-bpe", "bytelevel-bpe", "char"]
 TEXTS = [
@@ -337,6 +337,19 @@ def test_a_sentencepiece_folder_without_its_scores_is_refused(tmp_path, tokenize
     (weights / "tokenizer.model").unlink()
     with pytest.raises(DataError, match=r"tokenizer\.model: expected"):
         write_gguf(weights, tmp_path / "model.gguf", "bf16")
+
+
+def test_odd_texts_of_a_tokenizers_configuration_and_of_a_path_are_written(tmp_path, tokenizers):
+    weights = write_weights(tmp_path / "weights", BASE, tokenizers["bytelevel-bpe"])
+    (weights / "chat_template.jinja").unlink()
+    templates = [{"name": "tools", "template": "b"}, {"name": "default", "template": "a\ud800"}, 3]
+    odd = {"chat_template": templates, "bos_token": ["x"], "unk_token": {"content": [1]}}
+    change_json(weights / "tokenizer_config.json", lambda config: config.update(odd))
+    file = tmp_path / os.fsdecode(b"\xff.gguf")
+    write_gguf(weights, file, "bf16")
+    fields = gguf.GGUFReader(file).fields
+    assert fields["tokenizer.chat_template"].contents() == "a?"
+    assert fields["general.name"].contents() == "?"
 
 
 @pytest.mark.parametrize(
