@@ -126,7 +126,7 @@ def read_manifest(folder: Path) -> Manifest:
 
     Raises:
         UnsoundError: it is missing, truncated or altered.
-        CheckpointError: it has a format version that this version does not read.
+        CheckpointError: it has a format version that this version does not read, or may not be read.
     """
     file = folder / MANIFEST_NAME
     try:
@@ -145,6 +145,8 @@ def read_manifest(folder: Path) -> Manifest:
         return manifest
     except FileNotFoundError:
         raise UnsoundError(f"{MANIFEST_NAME}: expected a file, found none") from None
+    except PermissionError as error:
+        raise _no_permission(folder / MANIFEST_NAME, error) from None
     except OSError as error:
         raise UnsoundError(f"{MANIFEST_NAME}: cannot be read: {error}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -171,7 +173,11 @@ def file_digest(file: Path) -> dict[str, Any]:
 
 
 def find_damage(folder: Path, manifest: Manifest, *, rank: int = 0, world_size: int = 1) -> list[str]:
-    """One line per damaged or missing file, of every `world_size`-th file from `rank` on."""
+    """One line per damaged or missing file, of every `world_size`-th file from `rank` on.
+
+    Raises:
+        CheckpointError: a file may not be read.
+    """
     problems = []
     for name, expected in sorted(manifest.files.items())[rank::world_size]:
         if Path(name).name != name:  # never read outside of the folder
@@ -187,9 +193,16 @@ def find_damage(folder: Path, manifest: Manifest, *, rank: int = 0, world_size: 
                 problems.append(f"{name}: expected SHA-256 {expected['sha256']}, found {found}")
         except FileNotFoundError:
             problems.append(f"{name}: expected a file, found none")
+        except PermissionError as error:
+            raise _no_permission(folder / name, error) from None
         except OSError as error:
             problems.append(f"{name}: cannot be read: {error}")
     return problems
+
+
+def _no_permission(file: Path, error: OSError) -> CheckpointError:
+    """Not damage, for which an older checkpoint would be taken."""
+    return CheckpointError(f"{file}: expected a file that this user may read, found: {error.strerror}")
 
 
 def _digest(content: dict[str, Any]) -> str:

@@ -122,6 +122,18 @@ def test_a_newer_format_is_not_passed_over(tmp_path, monkeypatch):
         Run(tmp_path).restore()
 
 
+@pytest.mark.parametrize("function", ["read_json", "file_digest"])
+def test_a_checkpoint_that_may_not_be_read_is_not_damaged(tmp_path, monkeypatch, function):
+    two_checkpoints(tmp_path, monkeypatch)
+
+    def refused(*_: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(manifest, function, refused)
+    with pytest.raises(CheckpointError, match=r"step-00000002/.*user may read, found: Permission denied"):
+        Run(tmp_path).restore()
+
+
 def test_a_mismatch_does_not_fall_back(tmp_path, monkeypatch):
     two_checkpoints(tmp_path, monkeypatch)
     with pytest.raises(MismatchError, match="step-00000002"):
