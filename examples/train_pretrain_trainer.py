@@ -260,6 +260,11 @@ def check_config(config: Config) -> None:
         "model.attention_dropout": (model.attention_dropout, 0),
         "model.hidden_dropout": (model.hidden_dropout, 0),
         "model.init_from": (model.init_from, None),
+        "optimizer.base_hidden_size": (config.optimizer.base_hidden_size, None),
+        "optimizer.ema_decay": (config.optimizer.ema_decay, 0),
+        "optimizer.name": (config.optimizer.name, "adamw"),
+        "training.float8": (training.float8, False),
+        "training.spike_action": (training.spike_action, "log"),
         "training.z_loss_coef": (training.z_loss_coef, 0),
     }
     if model.moe_layers:

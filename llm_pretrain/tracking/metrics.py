@@ -9,7 +9,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from mmap import PAGESIZE
 from pathlib import Path
@@ -117,7 +117,10 @@ class MetricsWriter:
 
 
 def read_metrics(
-    path: Path, *, convert: Callable[[dict[str, Any]], dict[str, Any]] = dict
+    path: Path,
+    *,
+    convert: Callable[[dict[str, Any]], dict[str, Any]] = dict,
+    starts: Iterable[tuple[int, int]] = (),
 ) -> list[dict[str, Any]]:
     """The rows of a metrics file, one per step, by step.
 
@@ -129,19 +132,31 @@ def read_metrics(
     Args:
         path: The file.
         convert: Applied to each row as it is read, so that large values can be kept in less memory.
+        starts: For each attempt the size of the file when it began, and its first step - 1. Rows of later
+            steps before that are lost work and left out, also where no row replaces them.
 
     Raises:
         CheckpointError: the file is missing, or a line before the last is damaged.
     """
     rows: dict[int, dict[str, Any]] = {}
-    last = None
-    for row in map(convert, read_rows(Path(path))):
+    last, to_come = None, sorted(starts, reverse=True)
+
+    def begin_attempts(offset: int) -> None:
+        while to_come and to_come[-1][0] <= offset:
+            _, start = to_come.pop()
+            for lost in [step for step in rows if step > start]:
+                del rows[lost]
+
+    for offset, found in _placed_rows(Path(path)):
+        begin_attempts(offset)
+        row = convert(found)
         step = row["step"]
         before = rows.get(step, {})
         is_evaluation = all(key in _EVERY_ROW or key.startswith("eval/") for key in row)
         joins = is_evaluation or (step == last and before.keys() & row.keys() <= _EVERY_ROW)
         rows[step] = before | row if joins else row
         last = step
+    begin_attempts(MAX_METRICS_BYTES)
     return [rows[step] for step in sorted(rows)]
 
 
@@ -151,6 +166,11 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
     Raises:
         CheckpointError: the file is missing, or a line before the last is damaged.
     """
+    return (row for _, row in _placed_rows(path))
+
+
+def _placed_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The rows, each after the number of bytes before it in the file."""
     try:
         data = read_plain(path, MAX_METRICS_BYTES)
     except OSError as error:
@@ -158,11 +178,13 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
     lines = data.split(b"\n")[:-1]  # what follows the last newline is being written, or torn
     while lines and _parse(lines[-1]) is None:
         lines.pop()
+    offset = 0
     for number, line in enumerate(lines, start=1):
         row = _parse(line)
         if row is None:
             raise CheckpointError(f"{path}:{number}: expected a JSON object with a step, found {line[:40]!r}")
-        yield row
+        yield offset, row
+        offset += len(line) + 1
 
 
 def finite_number(value: object) -> float | None:

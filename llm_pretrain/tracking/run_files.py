@@ -30,7 +30,7 @@ class RunRecord:
         config: `config.yaml` by section and field; empty if it is missing or cannot be read.
         status: `status.json`; empty likewise.
         attempts: Rows of `attempts.jsonl`, in the order in which the attempts began.
-        rows: Rows of `metrics.jsonl` by step; `moe/load` is an array [layers, experts].
+        rows: Rows of `metrics.jsonl` by step, without lost work; `moe/load` is an array [layers, experts].
         samples: Rows of `samples.jsonl`.
         problems: What could not be read, one line each.
     """
@@ -75,7 +75,9 @@ def read_run(path: Path, *, metrics: bool = True) -> RunRecord:
     run.attempts = _read_lines(path / "attempts.jsonl", run.problems)
     if metrics:
         if (path / "metrics.jsonl").exists():
-            run.rows = read_metrics(path / "metrics.jsonl", convert=_compact)
+            begun = [(attempt.get("metrics_bytes"), attempt.get("step")) for attempt in run.attempts]
+            starts = [(size, step) for size, step in begun if isinstance(size, int) and isinstance(step, int)]
+            run.rows = read_metrics(path / "metrics.jsonl", convert=_compact, starts=starts)
         run.samples = _read_lines(path / "samples.jsonl", run.problems)
     return run
 

@@ -83,6 +83,18 @@ def test_a_torn_end_is_cut_and_the_rows_before_it_stay(path, torn):
     assert [row["step"] for row in read_metrics(path)] == [1, 2, 3]
 
 
+def test_rows_that_a_later_attempt_went_back_behind_are_lost_work(path):
+    write(path, *({"step": step, "train/loss": 1.0} for step in range(1, 7)))
+    second = path.stat().st_size
+    write(path, {"step": 3, "train/loss": 2.0}, {"step": 5, "train/loss": 2.0}, resume_step=2)
+    third = path.stat().st_size
+    starts = [(0, 0), (second, 2)]
+    found = read_metrics(path, starts=starts)
+    assert [(row["step"], row["train/loss"]) for row in found] == [(1, 1.0), (2, 1.0), (3, 2.0), (5, 2.0)]
+    found = read_metrics(path, starts=[(third, 1), *starts])  # has no row yet
+    assert [row["step"] for row in found] == [1]
+
+
 def test_cutting_at_every_byte_never_loses_a_whole_row(path):
     write(path, *({"step": step, "moe/load": [[0.5] * 2]} for step in range(1, 4)))
     data = path.read_bytes()
