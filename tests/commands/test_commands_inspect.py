@@ -146,9 +146,10 @@ def test_a_split_without_documents_is_shown(tmp_path: Path, capsys):
 
 
 def copy_without_samples(store: TokenStore, folder: Path) -> Path:
-    """As a store that was written before files had sample digests."""
+    """As a store that was written before files had sample digests, and store.json its own."""
     copy = Path(shutil.copytree(store.path, folder / "copy"))
     facts = json.loads((copy / "store.json").read_text())
+    del facts["sha256"]
     for file in facts["files"].values():
         del file["sample"]
     (copy / "store.json").write_text(json.dumps(facts))
@@ -169,6 +170,17 @@ def test_verify_finds_what_opening_a_large_store_does_not(
     error = capsys.readouterr().err
     assert "tokens-00000.bin: expected unaltered contents" in error
     assert error.count("\n") == 1
+
+
+def test_verify_finds_an_edited_count(store: TokenStore, tmp_path: Path, capsys):
+    copy = Path(shutil.copytree(store.path, tmp_path / "copy"))
+    facts = json.loads((copy / "store.json").read_text())
+    facts["splits"]["train"]["targets"] -= 1
+    (copy / "store.json").write_text(json.dumps(facts))
+    assert main(["inspect", str(copy)]) == 0
+    capsys.readouterr()
+    assert main(["inspect", str(copy), "--verify"]) == 65
+    assert "store.json: expected content with SHA-256" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ _SPLIT_FACTS: dict[str, Any] = {
 }
 _OPTIONAL_FACTS: dict[str, Any] = {
     **{"inputs": list[str], "input_documents": list[int] | None, "skipped": dict[str, int]},
-    **{"duplicates": int, "altered_documents": int},
+    **{"duplicates": int, "altered_documents": int, "sha256": str},
 }
 
 
@@ -67,6 +67,12 @@ def read_facts(path: Path) -> tuple[dict[str, Any], str]:
     _require(version == FORMAT_VERSION, file, f"format_version {FORMAT_VERSION}", f"{version!r:.40}")
     _check_facts(file, facts)
     return facts, hashlib.sha256(content).hexdigest()
+
+
+def facts_digest(facts: dict[str, Any]) -> str:
+    """SHA-256 of the content of store.json without its own digest, which earlier versions did not write."""
+    rest = {key: value for key, value in facts.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 def _require(condition: bool, file: Path, expected: str, found: object) -> None:
@@ -275,6 +281,11 @@ class TokenStore:
 
     def verify(self) -> None:
         """Reads and hashes every file, whatever the store's size. Raises DataError for an altered one."""
+        if (expected := self.facts.get("sha256")) not in (None, found := facts_digest(self.facts)):
+            raise DataError(
+                f"{self.path / 'store.json'}: expected content of SHA-256 {expected}, found {found}: it was "
+                "edited or is damaged; prepare the store again"
+            )
         check_digests(self.path, self.facts["files"])
         self._check_ids()
 

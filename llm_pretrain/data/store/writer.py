@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from llm_pretrain import __version__
-from llm_pretrain.data.store.token_store import FORMAT, FORMAT_VERSION, sample_digest
+from llm_pretrain.data.store.token_store import FORMAT, FORMAT_VERSION, facts_digest, sample_digest
 from llm_pretrain.data.tokenizers import TOKENIZER_FILES, Tokenizer
 from llm_pretrain.errors import OutputError
 from llm_pretrain.files import foreign_file, read_json
@@ -338,9 +338,11 @@ class StoreWriter:
             "pad_token_id": tokenizer.pad_token_id,
             "splits": entries,
             "files": files,
+            **facts,
         }
+        content["sha256"] = facts_digest(content)
         index = HashedFile(self.folder / "store.json")
-        index.write((json.dumps(content | facts, indent=1, sort_keys=True) + "\n").encode())
+        index.write((json.dumps(content, indent=1, sort_keys=True) + "\n").encode())
         before_rename(index.close()["sha256"])
         if found := other_content(self._path):  # put there since the store was begun
             raise OutputError(f"{self._path}: expected a folder to replace, found {found}; move it")
