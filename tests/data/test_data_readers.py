@@ -382,6 +382,19 @@ def test_of_saved_splits_only_train_or_the_chosen_one_is_read(tmp_path: Path):
         find_sources([str(write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}])), "hf://a/b:dev"], "test")
 
 
+def test_of_a_saved_data_set_only_its_own_files_are_read(tmp_path: Path):
+    """`datasets` keeps results of `map` and `shuffle` in the same folder, and files of an earlier save."""
+    import datasets
+
+    folder = str(tmp_path / "saved")
+    datasets.Dataset.from_dict({"text": ["old"] * 6}).save_to_disk(folder, num_shards=3)
+    datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(folder, num_shards=1)
+    saved = datasets.load_from_disk(folder)
+    saved.map(lambda row: {"text": row["text"].upper()}).shuffle(seed=1)
+    assert len(list((tmp_path / "saved").glob("*.arrow"))) > 4
+    assert texts_of(tmp_path / "saved") == texts_of(tmp_path) == TEXTS
+
+
 @pytest.mark.parametrize("suffix", COMPRESSIONS)
 def test_an_empty_compressed_file_is_damaged(tmp_path: Path, suffix: str):
     (tmp_path / f"empty.jsonl{suffix}").touch()

@@ -10,6 +10,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+import yaml
 from support.launching import ROOT, Finished, train
 
 from llm_pretrain.config import Config, load_config
@@ -79,6 +80,17 @@ def test_a_preset_is_sound_at_usual_numbers_of_processes(preset: Path, monkeypat
         config = loaded(preset)
     assert config.schedule.warmup_steps > 0
     assert config.optimizer.learning_rate > config.schedule.min_learning_rate
+
+
+def test_the_kubernetes_jobs_settings_fit_its_pods(monkeypatch: pytest.MonkeyPatch):
+    service, job = yaml.safe_load_all((ROOT / "examples" / "kubernetes" / "job.yaml").read_text())
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    variables = {each["name"]: each["value"] for each in container["env"]}
+    assert job["spec"]["completions"] == int(variables["PODS"])
+    assert variables["FIRST"] == f"{job['metadata']['name']}-0.{service['metadata']['name']}"
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("WORLD_SIZE", str(int(variables["PODS"]) * int(variables["PROCESSES"])))
+    load_config(container["args"], needs_data=False)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

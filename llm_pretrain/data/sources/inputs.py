@@ -20,6 +20,7 @@ from urllib.parse import unquote
 
 from llm_pretrain.data.sources.documents import REPEATED, UNREADABLE
 from llm_pretrain.errors import DataError
+from llm_pretrain.files import read_json
 
 HUB_PREFIX = "hf://"
 TIMEOUT_SECONDS = 10.0
@@ -314,6 +315,19 @@ def saved_splits(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if (path / "state.json").is_file())
 
 
+def _saved_files(folder: Path) -> list[Path] | None:
+    """The files of a `Dataset` that `save_to_disk` wrote there; None if it wrote none.
+
+    Other .arrow files beside them are results of `map` and others, which `datasets` keeps there, or of an
+    earlier save.
+    """
+    try:
+        names = [each["filename"] for each in read_json(folder / "state.json")["_data_files"]]
+        return [folder / Path(name).name for name in names]  # none elsewhere
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return None
+
+
 def _visible_files(folder: Path, split: str) -> list[Path]:
     """All files that are not hidden, and unlistable folders; links to folders are not followed.
 
@@ -328,8 +342,10 @@ def _visible_files(folder: Path, split: str) -> list[Path]:
                     f"{parent}: expected a split {split}, found {', '.join(splits)}; choose one with --split"
                 )
             folders[:] = [split]
-            continue
-        visible.extend(Path(parent, name) for name in names if not name.startswith("."))
+        elif "state.json" in names and (saved_files := _saved_files(Path(parent))) is not None:
+            visible.extend(saved_files)
+        else:
+            visible.extend(Path(parent, name) for name in names if not name.startswith("."))
     saved = {path.parent for path in visible if path.suffix == ".arrow"}
     saved |= {path.parent for path in visible if path.name == "dataset_dict.json"}
     documents = [p for p in visible if not (p.name in _DATASETS_NOTES and p.parent in saved)]
