@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from contextlib import suppress
 from importlib import import_module
 
 from llm_pretrain import __version__
@@ -48,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
             return 0 if name else _EXIT_USAGE
         if name not in COMMANDS:
             known = ", ".join(COMMANDS)
-            _complain(
+            _print_error(
                 f"llm-pretrain: error: expected a command ({known}), found {name!r}; see llm-pretrain --help"
             )
             return _EXIT_USAGE
@@ -75,12 +74,12 @@ def main(argv: list[str] | None = None) -> int:
         flush_streams()
         return _EXIT_BROKEN_PIPE
     except PretrainError as error:
-        _complain(f"llm-pretrain {name}: error: " + "\n".join(error.lines()))
+        _print_error(f"llm-pretrain {name}: error: " + "\n".join(error.lines()))
         return error.exit_code
     except OSError as error:  # a full disk, a folder without permission
         place = error.filename or getattr(parsed, "output", None) or "output"
         reason = f"{place}: {error.strerror or error}"
-        _complain(f"llm-pretrain {name}: error: {printable(reason)}")
+        _print_error(f"llm-pretrain {name}: error: {printable(reason)}")
         return CheckpointError.exit_code
     except KeyboardInterrupt:
         return _EXIT_INTERRUPTED
@@ -89,13 +88,16 @@ def main(argv: list[str] | None = None) -> int:
             raise
         reason = printable(" ".join(str(error).split()) or "no memory is left")
         advice = "use a smaller batch, a smaller model, or a machine with more memory"
-        _complain(f"llm-pretrain {name}: error: out of memory: {reason}; {advice}")
+        _print_error(f"llm-pretrain {name}: error: out of memory: {reason}; {advice}")
         return ResourceError.exit_code
 
 
-def _complain(text: str) -> None:
-    with suppress(OSError):  # a full or closed device must not replace the exit code
+def _print_error(text: str) -> None:
+    """Print on standard error; a device that cannot be written does not change the exit code."""
+    try:
         print(text, file=sys.stderr, flush=True)
+    except OSError:
+        flush_streams()
 
 
 def _is_out_of_memory(error: Exception) -> bool:

@@ -1,6 +1,6 @@
 """Full-precision checkpoints, from which training resumes bit for bit, and half-precision weights."""
 
-from llm_pretrain.checkpoints.folders import committed_folders
+from llm_pretrain.checkpoints.folders import committed_folders, folder_name
 from llm_pretrain.checkpoints.manifest import (
     ARITHMETIC_VARIABLES,
     Manifest,
@@ -41,6 +41,7 @@ __all__ = [
     "environment",
     "find_damage",
     "fingerprint_differences",
+    "folder_name",
     "is_checkpoint",
     "model_fingerprint",
     "newest_manifest",

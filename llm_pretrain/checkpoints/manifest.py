@@ -126,7 +126,7 @@ def read_manifest(folder: Path) -> Manifest:
 
     Raises:
         UnsoundError: it is missing, truncated or altered.
-        CheckpointError: it has a format version that this version does not read, or may not be read.
+        CheckpointError: this version does not read its format version, or this user may not read it.
     """
     file = folder / MANIFEST_NAME
     try:
@@ -158,9 +158,10 @@ def newest_manifest(parent: Path) -> Manifest | None:
 
     Raises:
         OSError: the folder cannot be listed.
+        CheckpointError: as `read_manifest`.
     """
     for path in reversed(committed_folders(parent).values()):
-        with suppress(CheckpointError):
+        with suppress(UnsoundError):
             return read_manifest(path)
     return None
 
@@ -201,7 +202,7 @@ def find_damage(folder: Path, manifest: Manifest, *, rank: int = 0, world_size: 
 
 
 def _no_permission(file: Path, error: OSError) -> CheckpointError:
-    """Not damage, for which an older checkpoint would be taken."""
+    """The error for a file that this user may not read; no UnsoundError, for which an older one is used."""
     return CheckpointError(f"{file}: expected a file that this user may read, found: {error.strerror}")
 
 
@@ -382,14 +383,14 @@ def _git_revision() -> str | None:
 _ABSENT = "absent"
 
 
-NOT_IN_FINGERPRINT = {"max_position_embeddings", "init_from", "zero_init_residual"}
+_NOT_IN_FINGERPRINT = {"max_position_embeddings", "init_from", "zero_init_residual"}
 """Model fields that change neither shapes nor arithmetic of a resumed run."""
 
 
 def model_fingerprint(model: ModelConfig) -> dict[str, str]:
     """The fields of the model that decide shapes and arithmetic, by their full names."""
-    fields = {f"model.{n}": str(value) for n, value in asdict(model).items() if n not in NOT_IN_FINGERPRINT}
-    if model.rope_type == "yarn":  # its default is max_position_embeddings
+    fields = {f"model.{n}": str(value) for n, value in asdict(model).items() if n not in _NOT_IN_FINGERPRINT}
+    if model.rope_type == "yarn":  # unset, it follows from max_position_embeddings, which may change
         fields["model.original_max_position_embeddings"] = str(model.rope_original_context)
     return fields
 

@@ -194,7 +194,7 @@ def _device(name: str | None) -> torch.device:
     try:
         device = torch.device(name)
         torch.zeros(1, device=device).item()  # fails on `meta`, which has no values
-    except (RuntimeError, AssertionError, ImportError) as error:  # torch imports most devices when asked
+    except (RuntimeError, AssertionError, ImportError) as error:  # no package for it
         reason = " ".join(str(error).split()).partition(". ")[0]
         raise ConfigError(
             f"--device: expected cpu or a device of this machine, found {name} ({reason})"

@@ -80,7 +80,7 @@ def check_checkpoints(checks: Checks, run: RunFiles) -> None:
     found = committed_folders(folder)
     if not found:
         with checks.check("checkpoints") as check:
-            if run.has_ended:
+            if run.ended_with_save:
                 check.fail(f"{folder}: expected a checkpoint, as status.json says, found none")
             else:
                 check.skip("none has been written yet")
@@ -276,12 +276,13 @@ def _check_best(check: Check, run: RunFiles, path: Path) -> int:
 
 
 def _better(attempts: list[Attempt], step: int, loss: Any, newest: int) -> list[int]:
-    """Steps with a lower evaluation loss, in the attempts since the one that wrote the best weights.
+    """Steps with a lower evaluation loss, in the attempts that kept the best since the one that wrote it.
 
     Empty if losses are not comparable: settings that are not recorded, or another `evaluation.max_batches`.
     """
     writers = [number for number, each in enumerate(attempts) if each.evaluations.get(step) == loss]
     since = attempts[writers[0] :] if writers else []
+    since = [each for each in since if each.config is None or each.config.checkpoint.keep_best]
     sizes = {each.config.evaluation.max_batches if each.config else 0 for each in since}
     if len(sizes) != 1 or 0 in sizes:
         return []
@@ -289,7 +290,6 @@ def _better(attempts: list[Attempt], step: int, loss: Any, newest: int) -> list[
         {
             other
             for each in since
-            if each.config and each.config.checkpoint.keep_best
             for other, value in each.evaluations.items()
             if 0 < other <= newest and isinstance(value, float) and value < loss
         }

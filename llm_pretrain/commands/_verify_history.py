@@ -102,14 +102,25 @@ class RunFiles:
         return self.known_config
 
     @property
-    def has_ended(self) -> bool:
-        """Whether the run has finished or stopped after a save, by status.json.
+    def ended_with_save(self) -> bool:
+        """Whether the run has ended, by status.json, and so has saved.
 
-        One that was stopped before its first step has nothing to save.
+        False for one that was stopped before its first step: at step 0, or before it wrote config.yaml if it
+        began from another run's checkpoint.
         """
         status = self.status
-        return status.get("state") in _ENDS and (
-            status.get("step") != 0 or status.get("checkpoint") is not None
+        is_at_start = status.get("step") == 0 and status.get("checkpoint") is None
+        has_begun = self.known_config is not None or self.has_rows_or_checkpoints
+        return status.get("state") == "finished" or (
+            status.get("state") == "preempted" and has_begun and not is_at_start
+        )
+
+    @property
+    def has_rows_or_checkpoints(self) -> bool:
+        """Whether a row or a checkpoint has been written."""
+        rows = self.folder / "metrics.jsonl"
+        return (rows.exists() and rows.stat().st_size > 0) or bool(
+            committed_folders(self.folder / "checkpoints")
         )
 
 
@@ -120,8 +131,8 @@ def read_config(check: Check, run: RunFiles) -> None:
         ConfigError: it cannot be read, or is invalid.
     """
     file, size = run.folder / "config.yaml", run.status.get("world_size")
-    if not file.exists() and run.status and not run.has_ended and not _has_begun(run.folder):
-        check.skip("the run has not come to write it yet")
+    if not file.exists() and run.status and not run.ended_with_save and not run.has_rows_or_checkpoints:
+        check.skip("not written yet")  # only status.json is written before it
         return
     world_size = size if isinstance(size, int) and size > 0 else 1  # check_status reports others
     try:
@@ -147,16 +158,11 @@ def read_config(check: Check, run: RunFiles) -> None:
     check.looked_at = "every setting is known and none contradicts another"
 
 
-def _has_begun(folder: Path) -> bool:
-    """Whether a run has written rows or checkpoints."""
-    return (folder / "metrics.jsonl").exists() or bool(committed_folders(folder / "checkpoints"))
-
-
 def read_history(check: Check, run: RunFiles) -> None:
     """Read the attempts with their rows."""
     file = run.folder / "metrics.jsonl"
-    if not run.has_ended and not _has_begun(run.folder):
-        check.skip("the run has not come to its first row yet")
+    if not run.ended_with_save and not run.has_rows_or_checkpoints:
+        check.skip("no row has been written yet")
         return
     # Rows are read before the attempts, so that each row's attempt is among them. Lists (moe/load) are
     # dropped to save memory.
@@ -487,7 +493,7 @@ def _ended_at(run: RunFiles) -> int | None:
     if run.status.get("state") == "finished":
         return last
     is_step = is_integer(step) and 0 <= step <= last
-    return step if run.has_ended and is_step else None
+    return step if run.ended_with_save and is_step else None
 
 
 def check_status(check: Check, run: RunFiles) -> None:
@@ -522,7 +528,7 @@ def check_status(check: Check, run: RunFiles) -> None:
 
 def _check_named_checkpoint(check: Check, run: RunFiles, step: int, name: object) -> None:
     if name is None:
-        if run.has_ended:
+        if run.ended_with_save:
             check.fail(f"checkpoint: expected that of step {step}, found none")
         return
     if not isinstance(name, str):
@@ -530,7 +536,7 @@ def _check_named_checkpoint(check: Check, run: RunFiles, step: int, name: object
         return
     place = run.folder / "checkpoints" / Path(name).name
     committed = committed_folders(run.folder / "checkpoints").values()
-    if run.has_ended and (place.name != f"step-{step:08d}" or place not in committed):
+    if run.ended_with_save and (place.name != f"step-{step:08d}" or place not in committed):
         check.fail(f"checkpoint: expected step-{step:08d} in {place.parent}, found {name}")
     elif run.status["state"] == "running" and place not in committed:
         check.reason = f"{name}, which is another run's, or which the run has deleted meanwhile"

@@ -338,7 +338,8 @@ class CheckpointConfig:
         async_save: Copy the state to host memory, and write it to disk while training continues. Needs host
             memory for a rank's share of the state; the files are the same.
         resume: `auto` continues from the newest valid checkpoint in the run's folder; `never` stops if the
-            folder has checkpoints; a path names a checkpoint folder to start from.
+            folder has checkpoints; a path names a checkpoint folder to start from (of the run's own only the
+            newest).
         weights_dtype: Precision of the exported weights.
     """
 

@@ -240,7 +240,7 @@ def heartbeat(phase: str | None = None, *, files: bool = False) -> None:
     if watchdog is None or threading.get_ident() != watchdog.owner:
         return
     if watchdog.is_ending:
-        threading.Event().wait()
+        threading.Event().wait()  # for good: the watchdog ends the process
     last = watchdog.phase
     watchdog.phase = Phase(phase, files) if phase is not None else Phase(*last)
 

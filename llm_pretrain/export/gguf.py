@@ -61,6 +61,9 @@ _OUTER_NAMES = {
     "lm_head.weight": "output.weight",
 }
 
+_YARN_BETAS = {"rope_beta_fast": 32.0, "rope_beta_slow": 1.0}
+"""Those that llama.cpp computes these architectures with, whatever the file says."""
+
 
 class _Entry(NamedTuple):
     """One tensor of the file: from the tensor `source` of our decoder, or zeros where that is None."""
@@ -271,9 +274,6 @@ def _write(writer: GGUFWriter, entries: list[_Entry], tensors: Iterator[Tensor])
         writer.close()
 
 
-_YARN_BETAS = {"rope_beta_fast": 32.0, "rope_beta_slow": 1.0}
-
-
 def _architecture(model: ModelConfig) -> str:
     """llama.cpp's architecture that computes the model.
 
@@ -285,8 +285,8 @@ def _architecture(model: ModelConfig) -> str:
     """
     if model.rope_type == "yarn":
         problems = [
-            f"model.{name}: llama.cpp computes these architectures with {value:g} whatever the file says; "
-            f"expected {value:g}, found {found:g}; export to huggingface"
+            f"model.{name}: expected {value:g}, which llama.cpp computes with whatever the file says, found "
+            f"{found}; export to huggingface"
             for name, value in _YARN_BETAS.items()
             if (found := getattr(model, name)) != value
         ]

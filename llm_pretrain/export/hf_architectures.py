@@ -199,7 +199,7 @@ def match_hf_architecture(model: ModelConfig) -> str:
     if not model.moe_layers:
         if model.qk_norm:
             return "qwen3"
-        # transformers' Llama refuses other hidden sizes, even with a head_dim
+        # transformers' Llama refuses a hidden size that is no multiple of its heads, even with a head_dim
         return "llama" if model.hidden_size % model.num_attention_heads == 0 else "mistral"
     if model.scoring_func == "sigmoid":
         return _match_sigmoid_architecture(model)

@@ -213,7 +213,9 @@ def _check_tensors(folder: Path, config: ModelConfig, state: dict[str, Tensor]) 
             f"first is {name}: {found.get(name, 'missing')} instead of {described.get(name, 'none')}"
         )
     for name, tensor in state.items():
-        finite = (tensor.float() if tensor.dtype == torch.float64 else tensor).isfinite()  # as it is loaded
+        finite = (
+            tensor.float() if tensor.dtype == torch.float64 else tensor
+        ).isfinite()  # of fp32, as it is loaded
         if not bool(finite.all()):
             value = tensor[~finite][0].item()
             raise CheckpointError(f"{folder}: expected finite fp32 values in {name}, found {value}")

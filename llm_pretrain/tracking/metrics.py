@@ -9,6 +9,7 @@ import json
 import math
 import os
 import re
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from mmap import PAGESIZE
@@ -35,7 +36,7 @@ class MetricsWriter:
         path: The file; created if missing.
         resume_step: Step of the checkpoint from which the run resumes, None for a run from the start.
             Rows of later steps that an earlier attempt wrote stay in the file; the new rows replace them
-            when the file is read.
+            when the file is read (`starts` of `read_metrics`).
 
     Raises:
         OutputError: the file cannot be opened or written.
@@ -132,23 +133,24 @@ def read_metrics(
     Args:
         path: The file.
         convert: Applied to each row as it is read, so that large values can be kept in less memory.
-        starts: For each attempt the size of the file when it began, and its first step - 1. Rows of later
-            steps before that are lost work and left out, also where no row replaces them.
+        starts: (bytes of the file when it began, steps done before it) of each attempt. Rows of later steps
+            that stand before it in the file are lost work, and left out.
 
     Raises:
         CheckpointError: the file is missing, or a line before the last is damaged.
     """
     rows: dict[int, dict[str, Any]] = {}
-    last, to_come = None, sorted(starts, reverse=True)
+    last, attempts = None, deque(sorted(starts))
 
-    def begin_attempts(offset: int) -> None:
-        while to_come and to_come[-1][0] <= offset:
-            _, start = to_come.pop()
+    def drop_lost_work(offset: float) -> None:
+        """That of the attempts that began by here."""
+        while attempts and attempts[0][0] <= offset:
+            _, start = attempts.popleft()
             for lost in [step for step in rows if step > start]:
                 del rows[lost]
 
     for offset, found in _placed_rows(Path(path)):
-        begin_attempts(offset)
+        drop_lost_work(offset)
         row = convert(found)
         step = row["step"]
         before = rows.get(step, {})
@@ -156,7 +158,7 @@ def read_metrics(
         joins = is_evaluation or (step == last and before.keys() & row.keys() <= _EVERY_ROW)
         rows[step] = before | row if joins else row
         last = step
-    begin_attempts(MAX_METRICS_BYTES)
+    drop_lost_work(math.inf)  # of attempts without a row yet
     return [rows[step] for step in sorted(rows)]
 
 
@@ -170,7 +172,7 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _placed_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The rows, each after the number of bytes before it in the file."""
+    """(offset in bytes, row) of each row, in the order of writing."""
     try:
         data = read_plain(path, MAX_METRICS_BYTES)
     except OSError as error:

@@ -30,7 +30,8 @@ class RunRecord:
         config: `config.yaml` by section and field; empty if it is missing or cannot be read.
         status: `status.json`; empty likewise.
         attempts: Rows of `attempts.jsonl`, in the order in which the attempts began.
-        rows: Rows of `metrics.jsonl` by step, without lost work; `moe/load` is an array [layers, experts].
+        rows: Rows of `metrics.jsonl` by step, without lost work (`read_metrics`); `moe/load` is an array
+            [layers, experts].
         samples: Rows of `samples.jsonl`.
         problems: What could not be read, one line each.
     """

@@ -24,6 +24,7 @@ from llm_pretrain.checkpoints import (
     best_step,
     committed_folders,
     environment,
+    folder_name,
     model_fingerprint,
     read_manifest,
     save_weights,
@@ -87,8 +88,13 @@ class CheckpointManager:
         """The checkpoint to continue from by `checkpoint.resume`; None to start from scratch.
 
         If `checkpoint.resume` is a path, a new run starts there. Once the run has checkpoints of its own, it
-        continues from those, so that the same command can be repeated after a preemption. One of the run's
-        own must be its newest: later ones would be continued from at the next start, and lose what follows.
+        continues from those, so that the same command can be repeated after a preemption. A path of one of
+        its own must be the newest: the next start would continue from a later one, without what this start
+        trained.
+
+        Raises:
+            ConfigError: the run has checkpoints where `never` allows none, or later ones than the path.
+            CheckpointError: none is sound, or the one found is another run's.
         """
         resume, own_steps = self.config.checkpoint.resume, self.store.committed()
         if resume == "never" and own_steps:
@@ -99,7 +105,7 @@ class CheckpointManager:
         self.wait()
         source = None if resume in ("auto", "never") else Path(resume)
         if source and own_steps:
-            newest_own = f"step-{own_steps[-1]:08d}"
+            newest_own = folder_name(max(own_steps))
             if source.resolve().parent != self.folder.checkpoints.resolve():
                 self.notes.append(
                     f"checkpoint.resume: {source} is not used, the run has checkpoints of its own"
@@ -118,7 +124,7 @@ class CheckpointManager:
                 "of the folder, or name it in checkpoint.resume to continue from it"
             )
         if found and (wrong := Progress.wrong_extra(found.run.extra)):
-            raise CheckpointError(f"{found.path}: manifest.json: {wrong}; name an older checkpoint")
+            raise CheckpointError(f"{found.path}: manifest.json: {wrong}; move it out of the folder")
         newest = max(committed_folders(self.folder.weights), default=0)
         step = found.step if found else 0
         if newest > step:
@@ -151,7 +157,7 @@ class CheckpointManager:
 
     def weights_of(self, step: int) -> Path:
         """Folder of the half-precision weights of this step."""
-        return self.folder.weights / f"step-{step:08d}"
+        return self.folder.weights / folder_name(step)
 
     def is_saved(self, step: int) -> bool:
         """Whether the run's folder has everything that `save` writes at this step; collective.

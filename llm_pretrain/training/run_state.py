@@ -16,6 +16,7 @@ from filelock import FileLock, Timeout
 
 from llm_pretrain.checkpoints import newest_manifest
 from llm_pretrain.config import matches_type
+from llm_pretrain.distributed.watchdog import heartbeat
 from llm_pretrain.errors import (
     EXIT_PREEMPTED,
     CheckpointError,
@@ -266,6 +267,7 @@ class Status:
 
     def _replace(self, state: str, exit_code: int | None, reason: str | None) -> None:
         """Replace the file atomically."""
+        heartbeat()  # does not return once the watchdog has recorded how this process ends
         self._check()
         fields = {"state": state, "exit_code": exit_code, "reason": reason} | self._progress | self._launch
         replace_text(self.path, json.dumps(fields, indent=1) + "\n")

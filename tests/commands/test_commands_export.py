@@ -194,7 +194,7 @@ def test_a_tokenizer_that_gguf_lacks_is_one_line(run, tmp_path, capsys):
     ],
     ids=json.dumps,
 )
-def test_a_broken_tokenizer_is_one_line_of_gguf(run, tmp_path, capsys, change):
+def test_a_broken_tokenizer_is_refused_in_one_line(run, tmp_path, capsys, change):
     pytest.importorskip("gguf", reason="writing GGUF needs the package gguf")
     file = run / "weights" / "step-00000002" / "tokenizer.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))

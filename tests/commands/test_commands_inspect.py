@@ -180,7 +180,7 @@ def test_verify_finds_an_edited_count(store: TokenStore, tmp_path: Path, capsys)
     assert main(["inspect", str(copy)]) == 0
     capsys.readouterr()
     assert main(["inspect", str(copy), "--verify"]) == 65
-    assert "store.json: expected content with SHA-256" in capsys.readouterr().err
+    assert "store.json: expected unaltered contents (SHA-256" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

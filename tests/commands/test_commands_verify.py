@@ -352,6 +352,19 @@ def test_a_run_that_is_stopped_before_its_first_step_is_sound(
     assert {"status.json", "status"} <= results(outcomes, "ok")
 
 
+def test_a_run_that_is_stopped_where_another_run_s_checkpoint_begins_it_is_sound(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """It has written its status alone."""
+    run = tmp_path / "new"
+    run.mkdir()
+    status = json.loads((whole / "status.json").read_text())
+    (run / "status.json").write_text(json.dumps(status | {"state": "preempted", "exit_code": 75}))
+    assert status["checkpoint"] == str(whole / LAST)
+    code, outcomes = verify(run, capsys)
+    assert (code, results(outcomes, "failed")) == (0, set())
+
+
 @pytest.mark.parametrize("state", ["preempted", "running", "failed"])
 def test_a_run_with_checkpoints_has_rows(state: str, run: Path, capsys: pytest.CaptureFixture[str]):
     codes = {"preempted": 75, "running": None, "failed": 1}

@@ -76,12 +76,11 @@ def save_that_stops(folder: Path, seconds: float) -> None:
 
 
 def progress_too_late(folder: Path, seconds: float) -> None:
-    """Another rank goes on at last, when this one's end is already written."""
+    """The main thread goes on while the process lingers, its end already recorded."""
     watchdog.heartbeat("step 7")
     path = RunFolder(folder).status
     while read_status(path)["state"] == "running":
         time.sleep(TIMEOUT / 20)
-    watchdog.heartbeat("step 8")
     Status(path, rank=0, world_size=2, launcher="torchrun").running(8, None)
 
 
@@ -167,7 +166,7 @@ def run(name: str, path: Path) -> None:
     if name == "kernel":
         sys.modules["ipykernel"] = sys
     if name == "progress_too_late":
-        os.environ["WORLD_SIZE"] = "2"
+        os.environ["WORLD_SIZE"] = "2"  # a process of several ranks lingers
     with pytest.MonkeyPatch.context() as patch:
         watchdog.GRACE_SECONDS = GRACE
         folder = RunFolder(path)

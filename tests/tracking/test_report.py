@@ -79,6 +79,18 @@ def report(*runs: Path) -> Page:
     return Page(write_report(list(runs), runs[0].parent / "report.html"))
 
 
+def test_an_abandoned_attempts_rows_are_not_the_runs(tmp_path: Path):
+    first = [{"step": step, "train/loss": 9 - step, "eval/loss": 9 - step} for step in range(1, 6)]
+    folder = make_run(tmp_path / "run", first)
+    size = (folder / "metrics.jsonl").stat().st_size
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 3, "train/loss": 6.5, "eval/loss": 6.5}) + "\n")
+    attempts = [{"step": 0, "time": 0, "metrics_bytes": 0}, {"step": 2, "time": 9, "metrics_bytes": size}]
+    (folder / "attempts.jsonl").write_text("".join(json.dumps(each) + "\n" for each in attempts))
+    found = read_run(folder).rows
+    assert [(row["step"], row["eval/loss"]) for row in found] == [(1, 8), (2, 7), (3, 6.5)]
+
+
 def test_curves_are_the_rows_of_metrics(tmp_path: Path):
     rows = [training_row(step, layers=4, experts=8) for step in range(1, 101)]
     rows[49] |= {"eval/loss": 3.25, "eval/bits_per_byte": 1.5}

@@ -128,7 +128,7 @@ def test_the_checkpoint_of_another_run_is_not_resumed(plain_store: Path, run: Pa
     assert train(*options(plain_store, run, "--checkpoint.resume", str(newest), steps=3)) == 0
 
 
-def test_no_later_checkpoint_is_left_when_a_run_goes_back(plain_store: Path, run: Path, capsys):
+def test_going_back_beside_a_later_checkpoint_is_refused(plain_store: Path, run: Path, capsys):
     """The next start would continue from the later one, without what this one trained."""
     first, later = (run / "checkpoints" / f"step-{step:08d}" for step in (1, 2))
     assert train(*options(plain_store, run, "--checkpoint.resume", str(first), steps=3)) == 2

@@ -178,9 +178,10 @@ class Source:
         """Changes with the content: a file's status, a hub set's commit."""
         if self.path is None:
             return (self.name, hub_revision(self.name))
-        # with the change time: `cp -p`, `rsync -t` and `tar` restore the modification time; without the
-        # device, whose number another mount changes
-        of_file = self.status[:-1] if self.status else ()
+        # the change time, since `cp -p`, `rsync -t` and `tar` restore the other; no device, whose number
+        # another mount changes
+        status = self.status
+        of_file = (status.size, status.modified, status.changed, status.inode) if status else ()
         return (f"{self.path.absolute()}{self.fault or ''}", *of_file)
 
     def change(self) -> str | None:

@@ -70,7 +70,7 @@ def read_facts(path: Path) -> tuple[dict[str, Any], str]:
 
 
 def facts_digest(facts: dict[str, Any]) -> str:
-    """SHA-256 of the content of store.json without its own digest, which earlier versions did not write."""
+    """SHA-256 of the entries of store.json but its own digest, which earlier versions did not write."""
     rest = {key: value for key, value in facts.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
@@ -281,11 +281,9 @@ class TokenStore:
 
     def verify(self) -> None:
         """Reads and hashes every file, whatever the store's size. Raises DataError for an altered one."""
-        if (expected := self.facts.get("sha256")) not in (None, found := facts_digest(self.facts)):
-            raise DataError(
-                f"{self.path / 'store.json'}: expected content of SHA-256 {expected}, found {found}: it was "
-                "edited or is damaged; prepare the store again"
-            )
+        expected, found = self.facts.get("sha256"), facts_digest(self.facts)
+        if expected not in (None, found):
+            raise _altered(self.path, "store.json", "SHA-256", expected, found)
         check_digests(self.path, self.facts["files"])
         self._check_ids()
 
