@@ -45,6 +45,13 @@ _TRAIN = {
     "learning_rate": "optimizer.learning_rate", "weight_decay": "optimizer.weight_decay",
     "beta1": "optimizer.adam_beta1", "beta2": "optimizer.adam_beta2",
 }  # fmt: skip
+_TRAIN_DEFAULTS = {
+    "global_batch_size": 512, "micro_batch_size": 4, "lr_warmup_steps": 2000, "min_lr": 4e-5,
+    "save_interval": 1000, "log_interval": 1, "max_norm": 1.0,
+}  # fmt: skip
+_EVALUATION_DEFAULTS = {"interval": 1000, "max_iters": 100}
+_OPTIMIZER_DEFAULTS = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}
+"""litgpt's in litgpt/pretrain.py, and those of torch.optim.AdamW, which it takes for the optimizer."""
 _TRAIN_ELSEWHERE = {"max_tokens", "max_steps", "max_seq_length", "tie_embeddings"}
 _OPTIMIZER = {"lr": "learning_rate", "weight_decay": "weight_decay", "eps": "adam_epsilon"}
 _WHOLE = {"global_batch_size", "max_seq_length", "block_size", "vocab_size", "padding_multiple", "n_embd"}
@@ -62,7 +69,8 @@ def from_litgpt(path: str) -> ImportedConfig:
     text = read_text(path, "--from_litgpt")
     data = parse_yaml(path, text, "litgpt's settings, such as `train:`")
     result = ImportedConfig(path)
-    sections = {name: _section(path, data, name) for name in ("train", "eval")}
+    defaults = {"train": _TRAIN_DEFAULTS, "eval": _EVALUATION_DEFAULTS}
+    sections = {name: each | _given(_section(path, data, name)) for name, each in defaults.items()}
     shape = _shape(path, data)
     for name, value in (("train.", sections["train"]), ("eval.", sections["eval"]), ("model_config.", shape)):
         for key in _WHOLE & value.keys():
@@ -74,6 +82,10 @@ def from_litgpt(path: str) -> ImportedConfig:
         if name not in _TOP and value not in (None, False, "auto", 1):
             result.not_carried_over(f"{name}: {value}")
     return result.check()
+
+
+def _given(section: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in section.items() if value is not None}
 
 
 def _section(path: str, data: dict[str, Any], name: str) -> dict[str, Any]:
@@ -137,7 +149,7 @@ def _training(
             result.set({_TRAIN[name]: value})
         elif name not in _TRAIN_ELSEWHERE and value is not None:
             result.not_carried_over(f"train.{name}: {value}")
-    total = train.get("global_batch_size") or 512
+    total = train["global_batch_size"]
     length = train.get("max_seq_length") or shape.get("block_size", 4096)
     steps = train.get("max_steps")
     if steps is None and isinstance(tokens := train.get("max_tokens"), int):
@@ -150,18 +162,18 @@ def _training(
     result.set(
         {
             "run.name": file_name(Path(str(data.get("out_dir") or shape["name"] or "litgpt")).name),
-            "run.seed": data.get("seed"),
+            "run.seed": data.get("seed", 42),
             "training.sequence_length": length,
             "training.max_steps": steps,
             "training.precision": _PRECISIONS.get(str(precision)),
             "schedule.name": "cosine",
-            "evaluation.eval_steps": evaluation.get("interval"),
+            "evaluation.eval_steps": evaluation["interval"],
             "logging.wandb_mode": "online" if logger == "wandb" else "disabled",
             "logging.tensorboard": True if logger == "tensorboard" else None,
         }
     )
     _optimizer(result, data.get("optimizer"))
-    _evaluation(result, evaluation, train.get("micro_batch_size") or 4, total)
+    _evaluation(result, evaluation, train["micro_batch_size"], total)
     source = data.get("data")
     name = (source.get("class_path") if isinstance(source, dict) else source) or "TinyLlama"
     tokenizer = data.get("tokenizer_dir")
@@ -173,13 +185,13 @@ def _evaluation(
     result: ImportedConfig, evaluation: dict[str, Any], micro_batch_size: int, global_batch_size: int
 ) -> None:
     """litgpt's validate() counts micro batches per process, `evaluation.max_batches` global batches."""
-    if (micro_batches := evaluation.get("max_iters")) is not None:
-        batches = max(1, micro_batches * micro_batch_size // global_batch_size)
-        result.set({"evaluation.max_batches": batches})
-        result.notes.append(
-            f"evaluation.max_batches: eval.max_iters counts micro batches of each process: {micro_batches} * "
-            f"{micro_batch_size} sequences are {batches} of the global batch, for one process"
-        )
+    micro_batches = evaluation["max_iters"]
+    batches = max(1, micro_batches * micro_batch_size // global_batch_size)
+    result.set({"evaluation.max_batches": batches})
+    result.notes.append(
+        f"evaluation.max_batches: eval.max_iters counts micro batches of each process: {micro_batches} * "
+        f"{micro_batch_size} sequences are {batches} of the global batch, for one process"
+    )
     for name in sorted(evaluation.keys() - {"interval", "max_iters"}):
         if evaluation[name] not in (None, False):
             result.not_carried_over(f"eval.{name}: {evaluation[name]}")
@@ -195,7 +207,7 @@ def _optimizer(result: ImportedConfig, optimizer: Any) -> None:
         raise ConfigError(f"{result.origin}: optimizer: expected AdamW, found {name!r}")
     if not isinstance(options, dict):
         raise ConfigError(f"{result.origin}: optimizer.init_args: expected a section, found {options!r}")
-    for key, value in options.items():
+    for key, value in (_OPTIMIZER_DEFAULTS | _given(options)).items():
         if key in _OPTIMIZER:
             result.set({f"optimizer.{_OPTIMIZER[key]}": value})
         elif key == "betas" and isinstance(value, list) and len(value) == 2:

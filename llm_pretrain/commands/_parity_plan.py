@@ -137,6 +137,8 @@ def make_plan(arguments: Namespace, machine: Machine) -> ParityPlan:
     threads = config.distributed.cpu_threads or max(1, machine.cores // widest)
     forced, changes = forced_settings(config, steps, threads, machine)
     forced |= {"evaluation.eval_steps": 0, "checkpoint.save_steps": 0}  # neither is compared
+    if config.training.spike_action == "rollback":  # without a checkpoint to go back to it skips too
+        forced |= {"training.spike_action": "skip"}
     options = [*given, *as_options(forced)]
     used = {each.path for each in launches}
     scripts = find_scripts(arguments.scripts, [path for path in SCRIPTS if path in used])

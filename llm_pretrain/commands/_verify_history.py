@@ -148,7 +148,7 @@ def read_config(check: Check, run: RunFiles) -> None:
         if not isinstance(tree, dict):
             raise ConfigError(f"expected sections, found {type(tree).__name__}")
         config = from_dict(tree)
-        if problems := validate(config, world_size):
+        if problems := _problems(config, world_size):
             raise ConfigError(*problems)
     except ConfigError as error:
         raise ConfigError(*(f"{file}: {problem}" for problem in error.problems)) from error
@@ -281,7 +281,18 @@ def _config_of(row: Row) -> Config | None:
         config = from_dict(row["config"]) if isinstance(row.get("config"), dict) else None
     except PretrainError:
         return None  # written by another version: treated as not recorded
-    return config if config is not None and not validate(config) else None
+    return config if config is not None and not _problems(config) else None
+
+
+def _problems(config: Config, world_size: int = 1) -> list[str]:
+    """Those of `validate` that do not depend on the machine and the folder from which a run is looked at."""
+    anywhere = replace(
+        config,
+        run=replace(config.run, output_dir=None),
+        checkpoint=replace(config.checkpoint, resume="auto"),
+        logging=replace(config.logging, tensorboard=False),
+    )
+    return validate(anywhere, world_size)
 
 
 _ALWAYS = ("train/learning_rate", "train/loss_tokens", "train/tokens")

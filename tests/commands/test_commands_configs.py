@@ -366,6 +366,23 @@ def test_a_litgpt_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
         assert text in comments
 
 
+def test_what_a_litgpt_file_leaves_out_has_litgpts_defaults(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    file = tmp_path / "short.yaml"
+    file.write_text(
+        "model_name: tiny-llama-1.1b\ntrain: {max_tokens: 100000000000, micro_batch_size: }\n"
+        "optimizer: {class_path: torch.optim.AdamW, init_args: {lr: 0.0006}}\n"
+    )
+    config, _ = imported(capsys, tmp_path, "--from_litgpt", str(file))
+    training, optimizer = config.training, config.optimizer
+    assert (training.global_batch_size, training.micro_batch_size) == (512, 4)
+    assert training.max_steps == 100_000_000_000 // (512 * 2048)
+    assert (config.schedule.warmup_steps, config.schedule.min_learning_rate) == (2000, 4e-5)
+    assert (optimizer.learning_rate, optimizer.adam_beta2, optimizer.weight_decay) == (6e-4, 0.999, 0.01)
+    assert config.run.seed == 42
+
+
 def test_a_name_that_no_file_can_hold_is_escaped_in_the_notes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

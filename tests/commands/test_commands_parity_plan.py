@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,12 @@ from llm_pretrain.commands import _launching, parity
 from llm_pretrain.commands._launching import (
     Machine,
 )
-from llm_pretrain.commands._parity_plan import Interruption, choose_save_steps, parse_interruptions
+from llm_pretrain.commands._parity_plan import (
+    Interruption,
+    choose_save_steps,
+    make_plan,
+    parse_interruptions,
+)
 from llm_pretrain.errors import ConfigError
 
 TINY = str(ROOT / "configs" / "tiny-dense.yaml")
@@ -86,6 +92,16 @@ def test_the_trainer_path_s_script_may_be_missing(
     sources = ["--data.sources", f"[{{store: {plain_store}}}]"]
     assert main(["parity", "--config", TINY, *sources, *words]) == 2
     assert "expected examples/train_pretrain_trainer.py there, found none" in capsys.readouterr().err
+
+
+def test_a_rollback_is_compared_as_a_skip(plain_store: Path, tmp_path: Path):
+    """The compared runs save nothing, so that there is no checkpoint to go back to."""
+    parser = argparse.ArgumentParser()
+    parity.add_arguments(parser)
+    words = ["--data.sources", f"[{{store: {plain_store}}}]", "--output", str(tmp_path / "out")]
+    arguments = parser.parse_args(["--config", TINY, *words, "--training.spike_action", "rollback"])
+    plan = make_plan(arguments, Machine(0, 2))
+    assert (plan.config.training.spike_action, plan.config.checkpoint.save_steps) == ("skip", 0)
 
 
 def test_interruptions_are_read_and_come_after_a_checkpoint():

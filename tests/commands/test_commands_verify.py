@@ -373,6 +373,17 @@ def test_a_run_with_checkpoints_has_rows(state: str, run: Path, capsys: pytest.C
     assert results(verify(run, capsys)[1], "failed") == {"rows"}
 
 
+def test_settings_of_another_place_are_no_mistake(run: Path, capsys: pytest.CaptureFixture[str]):
+    """The checkpoint that the run began from may be gone or out of sight, a package may be missing here."""
+    setting("resume: auto", "resume: runs/gone/checkpoints/step-00000005")(run)
+    row = json.loads((run / "attempts.jsonl").read_text())
+    row["config"]["checkpoint"]["resume"] = "runs/gone/checkpoints/step-00000005"
+    (run / "attempts.jsonl").write_text(json.dumps(row) + "\n")
+    _, outcomes = verify(run, capsys)
+    assert results(outcomes, "failed") == set()
+    assert "settings" in results(outcomes, "ok")
+
+
 def test_an_attempts_settings_that_cannot_be_are_not_on_record(run: Path, capsys: pytest.CaptureFixture[str]):
     row = json.loads((run / "attempts.jsonl").read_text())
     row["config"]["logging"]["logging_steps"] = 0

@@ -105,6 +105,11 @@ def test_changes_leave_the_blocks_before_them_as_they_were():
     assert [again[g] for g in range(0, 8 * BLOCK, 7)] == [changed[g] for g in range(0, 8 * BLOCK, 7)]
 
 
+def test_only_the_ratio_of_weights_counts():
+    huge, plain = (SampleOrder(LENGTHS, [scale, scale, 2 * scale], 5) for scale in (1e306, 1.0))
+    assert [huge[g] for g in range(BLOCK)] == [plain[g] for g in range(BLOCK)]
+
+
 def test_a_share_too_small_for_a_block_is_refused_by_the_name_of_the_change():
     with pytest.raises(DataError, match=r"data\.weight_changes\[1\]\.weights\[0\]: .*1/1024"):
         SampleOrder([9, 9], [1, 1], 0, [(1, [1, 0]), (2, [1e-5, 1])])

@@ -177,7 +177,7 @@ def block_at(sample: int) -> int:
 
 def _quotas(weights: Sequence[float], name: str) -> list[int]:
     """Samples of each source per block, rounded by largest remainder to a sum of BLOCK."""
-    exact = [BLOCK * weight / sum(weights) for weight in weights]
+    exact = [BLOCK * (weight / sum(weights)) for weight in weights]  # BLOCK times a weight may be infinite
     quotas = [int(share) for share in exact]
     by_remainder = sorted(range(len(exact)), key=lambda k: (quotas[k] - exact[k], k))
     for k in by_remainder[: BLOCK - sum(quotas)]:
