@@ -157,9 +157,14 @@ def test_fifty_kills(
 def test_one_rank_dies_in_steps_and_in_saves(
     launcher: str, asynchronous: bool, undisturbed: Finished, options: list[str], tmp_path: Path
 ):
-    more = ("--kills", "6", "--in-save", "2", "--kinds", "rank:0,rank:1", "--paths", launcher, "--seed", "2")
-    code, result = chaos(tmp_path / "chaos", undisturbed, options, *more, asynchronous=asynchronous)
-    assert code == 0, result["violation"] or result["missing"]
+    more = ("--kills", "6", "--in-save", "2", "--kinds", "rank:0,rank:1", "--paths", launcher)
+    for seed in ("2", "3", "4", "5"):  # where in a save a kill falls depends on the machine's speed
+        seeded = (*more, "--seed", seed)
+        code, result = chaos(tmp_path / seed, undisturbed, options, *seeded, asynchronous=asynchronous)
+        assert not result["violation"]
+        if code == 0:
+            break
+    assert code == 0, result["missing"]
     assert deaths(result) == {("rank", True), ("rank", False)}
     assert {each["kill"]["rank"] for each in result["attempts"] if each["killed"]} == {0, 1}
 
