@@ -355,13 +355,19 @@ def _evaluate_rolling(source: Source, config: Config, store: TokenStore) -> Figu
             windows.append((context, predicted))
             masks.append(mask[done : done + len(predicted)].tolist())
             done += len(predicted)
-    scores = score_windows(
-        source.model,
-        windows,
-        batch_size=config.training.micro_batch_size,
-        precision=config.training.precision,
-        masks=masks,
-    )
+
+    def nats_of(masks: list[list[bool]]) -> float:
+        """Negative log-likelihood of the targets in the masks."""
+        some = [index for index, mask in enumerate(masks) if any(mask)]
+        scores = score_windows(
+            source.model,
+            [windows[index] for index in some],
+            batch_size=config.training.micro_batch_size,
+            precision=config.training.precision,
+            masks=[masks[index] for index in some],
+        )
+        return -math.fsum(score for score, _ in scores)
+
     kept = [
         token
         for (_, predicted), mask in zip(windows, masks, strict=True)
@@ -371,12 +377,16 @@ def _evaluate_rolling(source: Source, config: Config, store: TokenStore) -> Figu
     if not kept:
         raise DataError(f"{', '.join(store.facts['inputs'])}: expected text to evaluate on, found none")
     size = int(token_bytes[kept].sum())
-    nats = -math.fsum(score for score, _ in scores)
-    loss = nats / len(kept)
+    nats = nats_of(masks)
+    special = [  # which stand for no text
+        [counts and not token_bytes[token] for token, counts in zip(predicted, mask, strict=True)]
+        for (_, predicted), mask in zip(windows, masks, strict=True)
+    ]
+    loss, text_nats = nats / len(kept), nats - nats_of(special)
     return Figures(
         loss=loss,
         perplexity=math.exp(min(loss, 700.0)),
-        bits_per_byte=nats / (math.log(2) * size) if size else None,
+        bits_per_byte=text_nats / (math.log(2) * size) if size else None,
         tokens=len(kept),
         bytes=size,
         zlib_bits_per_byte=_zlib_of([store], "train"),

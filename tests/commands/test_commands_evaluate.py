@@ -176,6 +176,20 @@ def test_every_format_that_prepare_reads_and_its_masks(trained_run, tmp_path, ca
         assert (both["tokens"], both["bytes"]) == (5 + 14 + 2 * ends, 19)
 
 
+def test_special_tokens_are_no_bytes_of_the_text(trained_run, plain_store, tmp_path, capsys):
+    """A document within one window has the same context either way."""
+    tokenizer = open_tokenizer(plain_store / "tokenizer")
+    first, second = tokenizer.encode(["one two", "three"])
+    ids = [tokenizer.bos_token_id, *first, tokenizer.eos_token_id, *second]
+    file = write_jsonl(tmp_path / "ids.jsonl", [{"input_ids": ids}])
+    training, rolling = (
+        evaluate(capsys, trained_run.folder, "--input", file, "--windows", windows)
+        for windows in ("training", "rolling")
+    )
+    assert rolling["bytes"] == training["bytes"] == len("one twothree")
+    assert rolling["bits_per_byte"] == pytest.approx(training["bits_per_byte"], rel=1e-5)
+
+
 def test_what_is_printed_for_people(trained_run, capsys):
     assert main(["evaluate", str(trained_run.folder)]) == 0
     out = capsys.readouterr().out

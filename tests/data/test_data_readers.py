@@ -369,7 +369,9 @@ def test_of_saved_splits_only_train_or_the_chosen_one_is_read(tmp_path: Path):
     assert texts_of(tmp_path / "saved" / "test") == ["held out"]
     assert texts_of(tmp_path) == texts_of(tmp_path / "save*") == TEXTS  # also in a folder, and by a pattern
     save(tmp_path / "other", dev=TEXTS, test=["held out"])
-    with pytest.raises(DataError, match="expected a split train, found dev, test; choose one with --split"):
+    with pytest.raises(
+        DataError, match="expected a split train, found dev, test; name the folder of one, or"
+    ):
         texts_of(tmp_path / "other")
     [chosen] = find_sources([str(tmp_path / "saved")], "test")
     assert chosen.path is not None

@@ -307,7 +307,7 @@ def facts(store: Path, *but: str) -> dict:
     return {key: value for key, value in content.items() if key not in but}
 
 
-COUNTS = ("skipped", "inputs", "input_documents", "on_error")
+COUNTS = ("skipped", "inputs", "input_documents", "on_error", "sha256")
 """Of store.json, what tells a corpus with bad records from the same without them."""
 
 

@@ -340,7 +340,8 @@ def _visible_files(folder: Path, split: str) -> list[Path]:
         if splits := saved_splits(Path(parent)):
             if split not in splits:
                 raise DataError(
-                    f"{parent}: expected a split {split}, found {', '.join(splits)}; choose one with --split"
+                    f"{parent}: expected a split {split}, found {', '.join(splits)}; "
+                    "name the folder of one, or choose it with prepare's --split"
                 )
             folders[:] = [split]
         elif "state.json" in names and (saved_files := _saved_files(Path(parent))) is not None:

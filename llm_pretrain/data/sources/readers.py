@@ -31,6 +31,7 @@ from llm_pretrain.data.sources.documents import (
 from llm_pretrain.data.sources.inputs import DELIMITERS, LINE_SUFFIXES, TABLE_SUFFIXES, Source, find_sources
 from llm_pretrain.data.sources.tables import choose_columns, hub_records, table_records
 from llm_pretrain.errors import DataError
+from llm_pretrain.files import open_plain
 
 DAMAGE = (EOFError, gzip.BadGzipFile, zlib.error)
 """Raised when a damaged compressed file is read."""
@@ -43,6 +44,7 @@ _COMPRESSED_BYTES = 1 << 12
 def open_binary(path: Path, compression: str) -> Any:
     """Opens a file for reading its decompressed bytes; a truncated file raises one of `DAMAGE`, an empty one
     too."""
+    open_plain(path).close()  # a pipe that has taken the file's place would never end
     if compression and not path.stat().st_size:
         raise EOFError("found no bytes, which no compressed file is")
     if compression == ".gz":

@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 from llm_pretrain.data.sources.documents import BROKEN, RawRecord, bad_record
 from llm_pretrain.data.sources.inputs import hub_tables
 from llm_pretrain.errors import DataError, ResourceError
+from llm_pretrain.files import open_plain
 
 BATCH_BYTES = 16 << 20
 """Approximate size of the decoded batches of a parquet file."""
@@ -59,6 +60,7 @@ def table_records(
             f"{name}: expected a table that is not compressed as a whole, found {compression}; unpack it"
         )
     row = 0
+    open_plain(path).close()  # a pipe that has taken the file's place would never end
     with _TableFile(io.FileIO(path)) as file:
         try:
             is_parquet = path.suffix.lower() == ".parquet"
