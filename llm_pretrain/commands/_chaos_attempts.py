@@ -21,6 +21,7 @@ from llm_pretrain.checkpoints import (
     Manifest,
     committed_folders,
     find_damage,
+    folder_name,
     read_manifest,
 )
 from llm_pretrain.commands._kill_schedule import Kill, Target
@@ -503,7 +504,7 @@ def check_end(reference: Path, folder: Path, steps: int, *, same_call: bool) -> 
         return Violation(text, steps, "status")
     if left := temporary_folders(folder):
         return Violation(f"{folder / left[0]} is left over at the end", steps, "temporary")
-    name = f"step-{steps:08d}"
+    name = folder_name(steps)
     try:
         violation = _compare_checkpoints(
             reference / "checkpoints" / name, folder / "checkpoints" / name, steps
@@ -544,7 +545,7 @@ def _manifest_facts(content: Manifest) -> Mapping[str, Any]:
 
 
 def _compare_weights(reference: Path, found: Path, steps: int, *, cards: bool) -> Violation | None:
-    for folder in (f"step-{steps:08d}", "best"):
+    for folder in (folder_name(steps), "best"):
         left, right = (
             {file.name: file for file in path.iterdir()} if path.is_dir() else {}
             for path in (reference / folder, found / folder)

@@ -483,9 +483,9 @@ def parameters_distance(left: Path, right: Path, step: int) -> float:
     Raises:
         PretrainError: a checkpoint is missing or damaged.
     """
-    from llm_pretrain.checkpoints import open_model
+    from llm_pretrain.checkpoints import folder_name, open_model
 
-    paths = [folder / "checkpoints" / f"step-{step:08d}" for folder in (left, right)]
+    paths = [folder / "checkpoints" / folder_name(step) for folder in (left, right)]
     mine, others = (dict(open_model(path, average=False).model.named_parameters()) for path in paths)
     if {name: each.shape for name, each in mine.items()} != {
         name: each.shape for name, each in others.items()

@@ -20,6 +20,7 @@ from llm_pretrain.checkpoints import (
     committed_folders,
     find_damage,
     fingerprint_differences,
+    folder_name,
     read_manifest,
 )
 from llm_pretrain.commands._verify_history import Attempt, RunFiles, is_integer
@@ -298,7 +299,7 @@ def _better(attempts: list[Attempt], step: int, loss: Any, newest: int) -> list[
 
 def _check_tensors(check: Check, run: RunFiles, path: Path, step: int) -> None:
     """Compare exported weights with the checkpoint of their step, or with the configuration without one."""
-    config, checkpoint = run.config, run.folder / "checkpoints" / f"step-{step:08d}"
+    config, checkpoint = run.config, run.folder / "checkpoints" / folder_name(step)
     content = read_config(path)
     found = content.get("dtype", content.get("torch_dtype"))
     if not isinstance(found, str) or found not in _DTYPES:

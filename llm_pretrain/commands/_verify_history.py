@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from llm_pretrain.checkpoints import Manifest, committed_folders
+from llm_pretrain.checkpoints import Manifest, committed_folders, folder_name
 from llm_pretrain.commands.verify import Check
 from llm_pretrain.config import Config, YamlError, from_dict, read_yaml_file, resolve_model, to_dict, validate
 from llm_pretrain.data import open_stores
@@ -547,8 +547,8 @@ def _check_named_checkpoint(check: Check, run: RunFiles, step: int, name: object
         return
     place = run.folder / "checkpoints" / Path(name).name
     committed = committed_folders(run.folder / "checkpoints").values()
-    if run.ended_with_save and (place.name != f"step-{step:08d}" or place not in committed):
-        check.fail(f"checkpoint: expected step-{step:08d} in {place.parent}, found {name}")
+    if run.ended_with_save and (place.name != folder_name(step) or place not in committed):
+        check.fail(f"checkpoint: expected {folder_name(step)} in {place.parent}, found {name}")
     elif run.status["state"] == "running" and place not in committed:
         check.reason = f"{name}, which is another run's, or which the run has deleted meanwhile"
     elif place not in committed and not Path(name).exists():
