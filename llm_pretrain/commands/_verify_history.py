@@ -258,22 +258,38 @@ def last_possible_step(attempts: list[Attempt], config: Config | None) -> int:
 
 
 def check_settings(check: Check, run: RunFiles) -> None:
-    """Check that config.yaml has the settings with which the newest attempt began."""
-    begun = run.attempts[-1].config
-    if begun is None:
+    """Check that config.yaml has the settings with which the newest attempt began.
+
+    Its record is written first: of one that was killed between the two, and so has no rows, the settings of
+    the attempt before it are accepted.
+    """
+    *earlier, newest = run.attempts
+    if newest.config is None:
         check.skip("those of the newest attempt are not on record")
         return
-    if begun.model.vocab_size is None:
-        begun = replace(begun, model=replace(begun.model, vocab_size=run.config.model.vocab_size))
-    sections, found = to_dict(begun), to_dict(run.config)
-    for section, settings in sections.items():
-        for name, value in settings.items():
-            if found[section][name] != value:
-                check.fail(
-                    f"{run.folder / 'config.yaml'}: expected {section}.{name} {value!r:.40}, with which "
-                    f"the newest attempt began, found {found[section][name]!r:.40}"
-                )
+    differences = _differences(newest.config, run.config)
+    before = earlier[-1].config if earlier and not newest.rows else None
+    if before is not None and not _differences(before, run.config):
+        differences = []
+    for setting, begun, found in differences:
+        check.fail(
+            f"{run.folder / 'config.yaml'}: expected {setting} {begun!r:.40}, with which the newest attempt "
+            f"began, found {found!r:.40}"
+        )
     check.looked_at = "config.yaml says what the newest attempt began with"
+
+
+def _differences(begun: Config, found: Config) -> list[tuple[str, object, object]]:
+    """Each setting whose values differ, with both; a vocabulary size that was not given does not count."""
+    if begun.model.vocab_size is None:
+        begun = replace(begun, model=replace(begun.model, vocab_size=found.model.vocab_size))
+    values = to_dict(found)
+    return [
+        (f"{section}.{name}", value, values[section][name])
+        for section, settings in to_dict(begun).items()
+        for name, value in settings.items()
+        if values[section][name] != value
+    ]
 
 
 def _config_of(row: Row) -> Config | None:

@@ -114,6 +114,10 @@ class TensorFiles:
         return tensor
 
 
+_CHECKED_ELEMENTS = 1 << 20
+"""Looked at together, because `isfinite` makes copies of what it looks at."""
+
+
 def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """A copy on the CPU: floating tensors in `dtype`, others unchanged.
 
@@ -126,7 +130,7 @@ def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     if not tensor.is_floating_point() or name.endswith(("e_score_correction_bias", "expert_bias")):
         return tensor.detach().cpu().clone()
     cast = tensor.detach().to("cpu", dtype, copy=True).contiguous()
-    if not bool(torch.isfinite(cast).all()):
+    if not all(bool(chunk.isfinite().all()) for chunk in cast.view(-1).split(_CHECKED_ELEMENTS)):
         value = tensor.detach().float().abs().max().item()
         if not math.isfinite(value):
             raise DivergedError(

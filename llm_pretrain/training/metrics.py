@@ -255,7 +255,7 @@ def record_attempt(
     zlib_bits_per_byte: float | None,
     kernels: KernelChoice | None,
 ) -> None:
-    """Append this attempt's row to attempts.jsonl, on rank 0.
+    """Append this attempt's row to attempts.jsonl; for rank 0.
 
     Args:
         folder: The run's.
@@ -268,8 +268,6 @@ def record_attempt(
     Raises:
         OutputError: the file cannot be written.
     """
-    if engine.rank != 0:
-        return
     versions = environment(engine.device)
     size = count_parameters(config.model)
     row = {

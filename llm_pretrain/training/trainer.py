@@ -118,7 +118,7 @@ class Trainer:
         heartbeat("getting ready to train", files=True)
         self.evaluator = self._build_evaluator()
         self.samples = self._open_samples()
-        changes = run_on_rank0(engine, lambda: self._write_config(resume))
+        changes = run_on_rank0(engine, lambda: self._changes(resume))
         self.recorder = Recorder(config, engine, self.folder, self.progress)
         self.monitor = StepMonitor(config, engine, self.progress, self.recorder, self._must_record)
         self.checkpoints.attach(self.recorder)
@@ -268,13 +268,16 @@ class Trainer:
             lambda: Samples(self.config, self.folder, self.stores[0], is_collective=is_collective),
         )
 
-    def _write_config(self, resume: ResumePoint | None) -> list[str]:
-        """Write this attempt's config.yaml; returns the differences from the run that it continues."""
+    def _changes(self, resume: ResumePoint | None) -> list[str]:
+        """The differences from the run that this attempt continues."""
         run = resume.path.resolve().parent.parent if resume else self.folder.path
-        changes = config_diff(run / self.folder.config.name, self.config)
+        return config_diff(run / self.folder.config.name, self.config)
+
+    def _record_attempt(self, zlib_bits: float | None) -> None:
+        """Append the attempt's row to attempts.jsonl, then write its config.yaml; on rank 0."""
+        record_attempt(self.folder, self.config, self.engine, self.progress.step, zlib_bits, self.kernels)
         self.folder.check()
         replace_text(self.folder.config, dump_yaml(self.config))
-        return changes
 
     def _export_warnings(self) -> list[str]:
         """A warning, before training starts, if no other library can open the exported weights."""
@@ -285,7 +288,11 @@ class Trainer:
         return []
 
     def _print_start(self, resume: ResumePoint | None, changes: list[str], notes: list[str]) -> None:
-        """Print model, launch, warnings and resume point, and append the attempt's row to attempts.jsonl."""
+        """Print model, launch, warnings and resume point, and put the attempt on record.
+
+        Last: one that is killed before leaves the settings of the attempt before it, with which the next
+        start compares its own.
+        """
         config, engine, console = self.config, self.engine, self.recorder.console
         training, size = config.training, count_parameters(config.model)
         console.info(
@@ -303,7 +310,6 @@ class Trainer:
         zlib_bits = zlib_bits_per_byte(self.stores)
         if zlib_bits is not None:
             console.info(f"validation text: zlib level 9 needs {zlib_bits:.4f} bits per byte")
-        record_attempt(self.folder, config, engine, self.progress.step, zlib_bits, self.kernels)
         for warning in [*self._export_warnings(), *self.evaluator.unseen_sources()]:
             console.warning(warning)
         for note in [*notes, *self.checkpoints.notes]:
@@ -317,6 +323,7 @@ class Trainer:
             console.info(f"resumed from {resume.path} (written by {run.launcher} x {run.world_size})")
             if resume.step == training.max_steps:
                 console.info(f"nothing left to do: training.max_steps is {training.max_steps}")
+        run_on_rank0(engine, lambda: self._record_attempt(zlib_bits))
 
     def _print_kernel_choice(self) -> None:
         """Warn of each kernel that was replaced, and print how long the check took."""

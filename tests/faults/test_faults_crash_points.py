@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 from support.corpora import make_store
 from support.crash_checks import (
+    LAST,
     Scenario,
     check_continued,
     check_finished,
@@ -44,6 +45,8 @@ from support.faulty_io import (
 )
 from support.interrupting import assert_exact, newest_checkpoint
 from support.launching import launch
+
+from llm_pretrain.__main__ import main
 
 SURVIVOR_SECONDS = 60
 """A rank that has lost another must end by itself within this; it takes a fraction of a second."""
@@ -238,6 +241,30 @@ def test_a_mistake_in_the_protocol_is_noticed(scenarios, probe, tmp_path, mistak
     ends = run(scenario, probe, root, {}, file, before=[MISTAKES[mistake]])
     assert {end.exit_code for end in ends} == {0}, ends[0].output
     assert failures_of_cuts(scenario, root, read_journal(file), first=True)
+
+
+def test_a_changed_setting_is_said_and_recorded_by_a_start_that_is_killed(
+    scenarios, probe, tmp_path, capsys: pytest.CaptureFixture[str]
+):
+    """Around its record: `verify` finds the run whole, and it or the next start says what has changed."""
+    fresh, _ = scenarios("torchrun", 1)
+    finished, root = tmp_path / "finished", tmp_path / "run"
+    assert run(fresh, probe, finished, {})[0].exit_code == 0
+    changed = replace(fresh, options=[*fresh.options, "--training.max_steps", str(LAST + 1)])
+    said, only = f"training.max_steps: {LAST} -> {LAST + 1}", ":config.yaml :attempts.jsonl :metrics.jsonl"
+    killed = 0
+    for at in range(100):
+        shutil.copytree(finished, root)
+        ends = run(changed, probe, root, {0: Fault("before", at, only=only)})
+        if (root / "checkpoints" / f"step-{LAST + 1:08d}").exists():
+            break
+        killed += 1
+        assert ends[0].exit_code == -9, ends[0].output
+        assert main(["verify", str(root)]) == 0, capsys.readouterr().out
+        ends += run(changed, probe, root, {})
+        assert said in "".join(end.output for end in ends), f"killed before call {at}"
+        shutil.rmtree(root)
+    assert killed >= 5
 
 
 @pytest.mark.slow
