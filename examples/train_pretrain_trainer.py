@@ -242,7 +242,7 @@ def own_schedule(config: Config) -> tuple[str, dict[str, Any]] | None:
     if schedule.name == "constant":
         return "constant", {}
     if schedule.name == "wsd":
-        decay_steps = schedule.decay_steps or max(1, steps // 5)
+        decay_steps = schedule.decay_steps or max(1, steps // 5)  # no warm-up here, which would shorten it
         arguments = {"num_decay_steps": decay_steps, "decay_type": "linear", "min_lr_ratio": lowest / peak}
         return ("warmup_stable_decay", arguments) if decay_steps <= steps else None
     if schedule.decay_steps not in (None, steps):

@@ -322,7 +322,7 @@ ARITHMETIC_VARIABLES = (
     "TORCHDYNAMO_DISABLE",
 )
 """Environment variables that change the arithmetic or the collectives."""
-_DECIDES_ARITHMETIC = ("torch", "llm_pretrain", "device", "cpu_capability")
+_DECIDES_ARITHMETIC = ("torch", "llm_pretrain", "device", "cpu_capability", "cpu_threads")
 
 
 def environment(device: torch.device) -> dict[str, str | None]:
@@ -335,6 +335,7 @@ def environment(device: torch.device) -> dict[str, str | None]:
         "platform": platform.platform(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability() if device.type == "cpu" else None,
+        "cpu_threads": str(torch.get_num_threads()) if device.type == "cpu" else None,
         "git_revision": _git_revision(),
     }
 

@@ -156,7 +156,7 @@ def _write_model(
     try:
         content = export.huggingface_config(config, **special, dtype=dtype)
     except ConfigError as error:
-        logger.info("these weights open with llm_pretrain only: %s", error)
+        logger.info("transformers does not open these weights: %s", error)
         content = export.native_config(config, **special, dtype=dtype)
     write_tensors(folder, export.to_huggingface(tensors, config, DTYPES[dtype]))
     write_json(folder / "config.json", content)

@@ -243,9 +243,14 @@ def make_plan(arguments: Namespace, machine: Machine) -> ChaosPlan:
         batches = min(config.evaluation.max_batches or _EVALUATION_BATCHES, _EVALUATION_BATCHES)
         forced |= {"evaluation.eval_steps": eval_steps, "evaluation.max_batches": batches}
         notes.append(f"evaluated every {eval_steps} steps, on {_EVALUATION_BATCHES} batches at most")
-    if reference is not None:  # it decides whether rows have digests of the parameters
-        digests = _config_of(reference).logging.parameters_sha256
-        forced["logging.parameters_sha256"] = str(digests).lower()
+    if reference is not None:  # it decides what rows have, as far as this call does not say
+        own = _config_of(reference)
+        forced["logging.parameters_sha256"] = str(own.logging.parameters_sha256).lower()
+        for name in ("eval_steps", "max_batches"):
+            if f"--evaluation.{name}" not in arguments.settings:
+                value = getattr(own.evaluation, name)
+                forced[f"evaluation.{name}"] = "null" if value is None else value
+        eval_steps = own.evaluation.eval_steps if "evaluation.eval_steps" in forced else eval_steps
     scripts, options = find_scripts(arguments.scripts, paths), [*given, *as_options(forced)]
     resolved = load_config(options)
     resolved = resolve_model(resolved, open_stores(resolved)[0].vocab_size)

@@ -37,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--input",
         nargs="+",
+        action="extend",
         required=True,
         metavar="PATH",
         help="files, folders, Megatron's prefixes, or one store",

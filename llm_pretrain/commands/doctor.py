@@ -110,6 +110,8 @@ def machine_facts(machine: Machine) -> Iterator[tuple[str, str]]:
     """Facts about this machine by name."""
     import torch
 
+    from llm_pretrain.distributed.process import default_threads, exported_threads
+
     yield "llm_pretrain", _version("llm_pretrain") or "not installed, run from its folder"
     yield "python", f"{sys.version.split()[0]} ({sys.executable})"
     for package in _PACKAGES:
@@ -120,11 +122,9 @@ def machine_facts(machine: Machine) -> Iterator[tuple[str, str]]:
     yield "devices", f"{machine.gpus} x {names[0]}" if names else "CPU only"
     yield "bf16", "yes" if multiplies_in_bf16() else "no: emulated, and slower than fp32"
     yield "back-ends", ", ".join(_backends()) or "none: one process only"
-    threads = os.environ.get("OMP_NUM_THREADS")
-    yield (
-        "threads",
-        f"{machine.cores} cores, OMP_NUM_THREADS {threads or 'not set'} (if set, used by runs)",
-    )
+    own = exported_threads()
+    by = "OMP_NUM_THREADS" if own else "cores / processes"
+    yield "threads", f"{default_threads(1)} for one process of a run, by {by}; {machine.cores} cores"
     yield "disk", f"{_free(Path('runs')) / 1e9:.1f} GB free for {Path('runs').resolve()}"
 
 
@@ -143,14 +143,21 @@ def _backends() -> list[str]:
 
 def _free(folder: Path) -> int:
     """Free bytes on the disk of `folder`, which need not exist."""
+    return shutil.disk_usage(_existing(folder)).free
+
+
+def _existing(folder: Path) -> Path:
+    """The folder, or the nearest one above it that exists."""
     folder = folder.absolute()
     while not folder.exists():
         folder = folder.parent
-    return shutil.disk_usage(folder).free
+    return folder
 
 
 def _machine_surprises(gpus: int, config: Config | None) -> Iterator[str]:
-    """Warnings about packages, back-ends and environment variables."""
+    """Warnings about packages, back-ends, environment variables and the output folder."""
+    from llm_pretrain.distributed.process import exported_threads
+
     for package in _PACKAGES:
         if _version(package) is None:
             yield f"{package} is not installed; do pip install it, as `make setup` does"
@@ -173,6 +180,12 @@ def _machine_surprises(gpus: int, config: Config | None) -> Iterator[str]:
         )
     if set_ := sorted(name for name in os.environ if name.startswith("ACCELERATE_")):
         yield f"{', '.join(set_)} in the environment outrank Accelerate's file; do unset {' '.join(set_)}"
+    given = os.environ.get("OMP_NUM_THREADS")
+    if given and exported_threads() is None:
+        yield f"OMP_NUM_THREADS {given!r:.40} is no number of threads, and runs ignore it; do unset it"
+    folder = config.run.folder if config else Path("runs")
+    if not os.access(_existing(folder), os.W_OK):
+        yield f"{folder}: no run can write there; do set run.output_dir"
     if config is not None:
         yield from _config_surprises(gpus, config)
 

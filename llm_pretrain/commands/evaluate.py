@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import tempfile
 import zlib
 from collections.abc import Iterator, Sequence
@@ -54,8 +55,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     add_source_arguments(parser, dtype=False)
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--store", nargs="+", metavar="STORE", help="token stores of the model's tokenizer")
-    what.add_argument("--input", nargs="+", metavar="FILE", help="files and folders, as `prepare` reads them")
+    what.add_argument(
+        "--store", nargs="+", action="extend", metavar="STORE", help="token stores of the model's tokenizer"
+    )
+    what.add_argument(
+        "--input",
+        nargs="+",
+        action="extend",
+        metavar="FILE",
+        help="files and folders, as `prepare` reads them",
+    )
     what.add_argument("--tasks", metavar="TASK[,TASK]", help="tasks of lm-eval, separated by commas")
     parser.add_argument(
         "--split", choices=["validation", "train"], help="of the stores (default: validation)"
@@ -181,14 +190,15 @@ def _print_figures(source: Source, config: Config, what: str, figures: Figures, 
     step = "" if opened.step is None else f", step {opened.step}"
     kind = f"{opened.kind}{step}, {config.training.precision} on {source.device}"
     print(f"model          {printable(opened.path)} ({kind})")
-    sequences = f"{figures.sequences:,} sequences of {figures.sequence_length} tokens"
-    print(f"on             {printable(what)}, {sequences}")
+    part = f" of {figures.available:,}" if figures.sequences < figures.available else ""
+    sequences = f"{figures.sequences:,}{part} sequences of {figures.sequence_length} tokens"
+    print(f"on             {printable(what)}, {sequences}{' (--max_batches 0 takes all)' if part else ''}")
     print(f"loss           {figures.loss:.6f}")
     print(f"perplexity     {figures.perplexity:.4f}")
     if figures.bits_per_byte is not None:
         print(f"bits per byte  {figures.bits_per_byte:.6f}")
     if figures.zlib_bits_per_byte is not None:
-        print(f"zlib -9        {figures.zlib_bits_per_byte:.6f} bits per byte of the text")
+        print(f"zlib -9        {figures.zlib_bits_per_byte:.6f} bits per byte of the whole text")
     for name, row in figures.sources.items():
         shown = [f"{key.replace('_', ' ')} {value:.6f}" for key, value in row.items() if value is not None]
         print(f"  {printable(name):<12} {', '.join(shown) or 'nothing drawn from it'}")
@@ -238,6 +248,11 @@ def _check(arguments: argparse.Namespace) -> None:
         for name, wanted in needed.items()
         if wanted and getattr(arguments, name) is not None
     ]
+    folders: list[str] = []
+    for store in arguments.store or []:
+        folders.append(os.path.realpath(store))
+        if not store or folders.count(folders[-1]) > 1:
+            problems.append(f"--store: expected folders, each named once, found {store!r}")
     if problems:
         raise ConfigError(*problems)
 
@@ -256,6 +271,7 @@ class Figures:
         zlib_bits_per_byte: zlib's at level 9 on the text of the split or the files.
         sequence_length: Positions of a sequence.
         sequences: Number of sequences, or of `rolling` windows.
+        available: Sequences there are, of which `evaluation.max_batches` may take the first.
         sources: Loss and bits per byte of each of several stores; None where no sequence was drawn from it.
     """
 
@@ -267,6 +283,7 @@ class Figures:
     zlib_bits_per_byte: float | None
     sequence_length: int
     sequences: int
+    available: int
     sources: dict[str, dict[str, float | None]] = field(default_factory=dict)
 
 
@@ -305,6 +322,7 @@ def evaluate_stores(source: Source, config: Config, split: str) -> Figures:
         zlib_bits_per_byte=zlib_bits_per_byte(stores) if on_validation else _zlib_of(stores, split),
         sequence_length=config.training.sequence_length,
         sequences=sum(evaluated.sequences),
+        available=sum(evaluated.available),
         sources={
             name: {key: metrics[f"eval/source/{name}/{key}"] for key in ("loss", "bits_per_byte")}
             for name in (names if len(names) > 1 else [])
@@ -392,6 +410,7 @@ def _evaluate_rolling(source: Source, config: Config, store: TokenStore) -> Figu
         zlib_bits_per_byte=_zlib_of([store], "train"),
         sequence_length=length,
         sequences=len(windows),
+        available=len(windows),
     )
 
 

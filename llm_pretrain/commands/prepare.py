@@ -47,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--input",
         nargs="+",
+        action="extend",
         required=True,
         metavar="FILE",
         help="files, folders, patterns, hf://OWNER/NAME, or `stdlib`: the Python standard library's source",

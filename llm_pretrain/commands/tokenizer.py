@@ -30,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--input",
         nargs="+",
+        action="extend",
         required=True,
         metavar="FILE",
         help="files (.jsonl, .parquet, .csv, text, …, also .gz and .zst), folders, patterns, hf://…, "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import assert_never
 
 from torch.optim import Optimizer
 
@@ -23,13 +24,18 @@ def learning_rate(config: Config, step: int) -> float:
         return peak
     steps_left = config.training.max_steps - schedule.warmup_steps
     if schedule.name == "wsd":
-        decay_steps = schedule.decay_steps or max(1, config.training.max_steps // 5)
+        decay_steps = schedule.decay_steps or max(1, min(config.training.max_steps // 5, steps_left))
         decay_start = config.training.max_steps - decay_steps
     else:
         decay_steps = schedule.decay_steps or max(1, steps_left)
         decay_start = schedule.warmup_steps
     progress = min(max((step - decay_start) / decay_steps, 0.0), 1.0)
-    share = 0.5 * (1 + math.cos(math.pi * progress)) if schedule.name == "cosine" else 1.0 - progress
+    if schedule.name == "cosine":
+        share = 0.5 * (1 + math.cos(math.pi * progress))
+    elif schedule.name in ("linear", "wsd"):
+        share = 1.0 - progress
+    else:
+        assert_never(schedule.name)
     return schedule.min_learning_rate + (peak - schedule.min_learning_rate) * share
 
 

@@ -101,11 +101,13 @@ def is_run_folder(path: Path) -> bool:
 
 
 def expert_loads(value: object) -> np.ndarray | None:
-    """`moe/load` as float32 [layers, experts], NaN for null; None where it is no such table."""
+    """`moe/load` as float32 [layers, experts], NaN for what is no finite number; None if it is no table."""
     try:
-        loads = np.array(value, dtype=np.float32)
-    except (TypeError, ValueError):
+        with np.errstate(over="ignore"):
+            loads = np.array(value, dtype=np.float32)
+    except (TypeError, ValueError, OverflowError):
         return None
+    loads = np.where(np.isfinite(loads), loads, np.float32("nan"))
     return loads if loads.ndim == 2 and loads.size else None
 
 

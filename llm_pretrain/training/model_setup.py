@@ -265,8 +265,8 @@ def load_initial_weights(model: Decoder, config: Config) -> list[str]:
         return []
     folder = Path(config.model.init_from)
     source_config = _read_shape(folder)
+    _check_tokenizer(folder, config)  # first: with another store, the vocabulary's size fits too
     _check_shape(folder, source_config, config.model)
-    _check_tokenizer(folder, config)
     with _as_init_from_errors():
         source = load_pretrained(folder).state_dict()
     notes = [f"started from the weights in {folder}"]

@@ -280,11 +280,11 @@ class Trainer:
         replace_text(self.folder.config, dump_yaml(self.config))
 
     def _export_warnings(self) -> list[str]:
-        """A warning, before training starts, if no other library can open the exported weights."""
+        """A warning, before training starts, if transformers cannot open the exported weights."""
         try:
             match_hf_architecture(self.config.model)
         except ConfigError as error:
-            return [f"the weights will open with llm_pretrain only: {error}"]
+            return [f"transformers will not open the weights, llm_pretrain and perhaps GGUF will: {error}"]
         return []
 
     def _print_start(self, resume: ResumePoint | None, changes: list[str], notes: list[str]) -> None:

@@ -318,6 +318,18 @@ def test_a_variable_that_changes_the_arithmetic_is_told(tmp_path, monkeypatch):
     ]
 
 
+def test_another_number_of_threads_is_told(tmp_path, monkeypatch):
+    Run(tmp_path).train(1).save()
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads + 1)
+    found = Run(tmp_path).restore()
+    assert found is not None
+    (warning,) = found.warnings
+    assert warning.startswith(
+        f"cpu_threads was {threads} when the checkpoint was saved and is {threads + 1} now"
+    )
+
+
 def test_an_environment_of_an_earlier_version_has_no_new_difference(tmp_path):
     saved = environment(torch.device("cpu"))
     del saved["cpu_capability"]

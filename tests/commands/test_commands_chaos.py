@@ -589,6 +589,30 @@ def test_warm_up_saves_and_evaluations_are_fitted_into_a_short_run(
     assert (own.save_steps, own.eval_steps) == (6, 7)
 
 
+def test_a_reference_that_chaos_made_has_its_settings(
+    trained_run: Finished, plain_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Also where `chaos` evaluated it more often, and on less, than is configured."""
+    import argparse
+
+    from llm_pretrain.commands import chaos
+
+    parser = argparse.ArgumentParser()
+    chaos.add_arguments(parser)
+    own = planning._config_of(trained_run.folder)
+    own = replace(own, evaluation=replace(own.evaluation, eval_steps=3, max_batches=4))
+    monkeypatch.setattr(planning, "_config_of", lambda reference: own)
+    checked: list[Config] = []
+    monkeypatch.setattr(planning, "check_reference", lambda reference, config, size: checked.append(config))
+    words = ["--config", TINY, "--data.sources", f"[{{store: {plain_store}}}]", "--kills", "1", "--seed", "2"]
+    words += ["--output", str(tmp_path / "out"), "--reference", str(trained_run.folder)]
+    made = planning.make_plan(parser.parse_args(words), Machine(0, 2))
+    (config,) = checked
+    assert (made.eval_steps, config.evaluation.eval_steps, config.evaluation.max_batches) == (3, 3, 4)
+    given = parser.parse_args([*words, "--evaluation.eval_steps", "5"])
+    assert planning.make_plan(given, Machine(0, 2)).eval_steps == 5
+
+
 def test_a_mistyped_setting_is_reported_with_a_similar_name(capsys: pytest.CaptureFixture[str]):
     assert main(["chaos", "--config", "configs/tiny-dense.yaml", "--training.max_stepz", "3"]) == 2
     assert "training.max_stepz: no such setting; did you mean training.max_steps?" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -166,6 +167,22 @@ def test_the_environment_and_the_machine(
         "warning: runs/gpt2-124m: 3 checkpoints and weights take 5.2 GB",
     ):  # fmt: skip
         assert text in output, text
+
+
+def test_threads_and_folder_as_a_run_would_have_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("LLM_PRETRAIN_OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert main(["doctor"]) == 0
+    assert "3 for one process of a run, by OMP_NUM_THREADS" in capsys.readouterr().out
+    monkeypatch.setenv("OMP_NUM_THREADS", "many")
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
+    assert main(["doctor"]) == 1
+    output = capsys.readouterr().out
+    assert "warning: OMP_NUM_THREADS 'many' is no number of threads, and runs ignore it" in output
+    assert "warning: runs: no run can write there" in output
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,8 @@ def test_what_was_evaluated_is_said_in_sequences_at_any_micro_batch(trained_run,
     assert [figures["sequences"] for figures in found] == [size, size]
     capsys.readouterr()
     assert main(["evaluate", str(trained_run.folder), "--max_batches", "1"]) == 0
-    assert f", {size} sequences of " in capsys.readouterr().out
+    assert f", {size} of {found[0]['available']} sequences of " in capsys.readouterr().out
+    assert found[0]["available"] > size
 
 
 def test_half_precision_weights_and_autocast_are_near(trained_run, capsys):
@@ -226,6 +227,9 @@ def test_wrong_input_is_one_line_that_names_it(trained_run, plain_store, tmp_pat
     empty.touch()
     assert "expected documents, found none" in refused(folder, "--input", empty, code=65)
     assert "store.json" in refused(folder, "--store", tmp_path, code=65)
+    twice = (folder, "--store", plain_store, "--store", f"{plain_store}/.")
+    assert f"each named once, found '{plain_store}/.'" in refused(*twice, code=2)
+    assert "each named once, found ''" in refused(folder, "--store=", code=2)
     broken = Path(shutil.copytree(folder, tmp_path / "run"))
     for file in broken.glob("weights/*/tokenizer.json"):
         file.write_text(file.read_text() + " ")

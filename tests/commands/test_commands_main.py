@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import os
 import subprocess
 import sys
@@ -191,3 +193,23 @@ def test_a_reader_that_has_left_is_no_error():
     done = subprocess.run(command, cwd=ROOT, env=buffered, check=False, stdout=write, stderr=subprocess.PIPE)
     os.close(write)
     assert (done.returncode, done.stderr) == (7, b"")
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        ("prepare", "input"),
+        ("tokenizer", "input"),
+        ("convert", "input"),
+        ("evaluate", "input"),
+        ("evaluate", "store"),
+    ],
+)
+def test_what_an_option_names_twice_is_taken_twice(command: str, option: str):
+    parser = argparse.ArgumentParser()
+    importlib.import_module(f"llm_pretrain.commands.{command}").add_arguments(parser)
+    for action in parser._actions:
+        action.required = False
+    source = ["run"] if command == "evaluate" else []
+    read = parser.parse_args([*source, f"--{option}", "a", "b", f"--{option}", "c"])
+    assert getattr(read, option) == ["a", "b", "c"]

@@ -38,6 +38,12 @@ def append(run: Path, *rows: dict[str, Any]) -> None:
         file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
+def test_a_load_too_large_for_its_type_is_missing(tmp_path: Path):
+    """JSON has numbers of any size, and Python reads its Infinity."""
+    row = training_row(1, layers=1, experts=4) | {"moe/load": [[1e308, -1e308, float("inf"), 0.5]]}
+    assert "load of 4 experts" in frame_of(make_run(tmp_path / "run", [row]))
+
+
 @pytest.mark.parametrize("width", [1, 5, 12, 17, 20])
 def test_a_frame_fits_the_narrowest_terminal(width: int, tmp_path: Path):
     rows = [training_row(step, layers=2, experts=4) for step in (1, 2)]

@@ -279,6 +279,8 @@ def test_another_tokenizer_than_the_stores_is_refused(tmp_path: Path, plain_stor
     (line,) = problems_of(tmp_path / "folder", DENSE, data=data)
     assert "2 ids differ, the first is 256, '</s>' there and '<s>' here" in line
     assert f"prepare the store with --tokenizer {tmp_path / 'folder'}" in line
+    larger = dataclasses.replace(DENSE, vocab_size=999)  # as large as that other tokenizer
+    assert problems_of(tmp_path / "folder", larger, data=data) == (line,)
 
 
 def options(store: Path, folder: Path, model: ModelConfig, *more: str) -> list[str]:

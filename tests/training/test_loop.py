@@ -283,5 +283,6 @@ def test_what_no_library_opens_and_what_is_never_evaluated_is_said_once(
     homeless = ["--model.num_experts", "4", "--model.n_shared_experts", "1"]
     assert train(*options(store, tmp_path / "run"), *homeless) == 0
     told = capsys.readouterr().err
-    assert told.count("the weights will open with llm_pretrain only: model.n_shared_experts") == 1
+    warning = "transformers will not open the weights, llm_pretrain and perhaps GGUF will: model."
+    assert told.count(warning + "n_shared_experts") == 1
     assert told.count("nothing is evaluated and no weights/best kept") == 1

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+from typing import get_args, get_type_hints
+
 import pytest
 
 from llm_pretrain.config import Config, ModelConfig, OptimizerConfig, ScheduleConfig, TrainingConfig
 from llm_pretrain.model import Decoder
 from llm_pretrain.optim.param_groups import build_optimizer, parameter_groups
 from llm_pretrain.optim.schedule import learning_rate
+
+NAMES = get_args(get_type_hints(ScheduleConfig)["name"])
 
 
 def config(name: str, *, warmup: int = 10, decay: int | None = None, steps: int = 100) -> Config:
@@ -23,7 +28,7 @@ def config(name: str, *, warmup: int = 10, decay: int | None = None, steps: int 
     )
 
 
-@pytest.mark.parametrize("name", ["cosine", "linear", "constant", "wsd"])
+@pytest.mark.parametrize("name", NAMES)
 def test_warm_up_rises_linearly_to_the_peak(name: str):
     assert [learning_rate(config(name), step) for step in (0, 4, 9)] == pytest.approx([0.1, 0.5, 1.0])
     assert learning_rate(config(name, warmup=0), 0) == 1.0
@@ -51,6 +56,22 @@ def test_wsd_holds_the_peak_until_the_last_steps():
     assert learning_rate(short, 100) == pytest.approx(0.1)
     assert learning_rate(config("wsd"), 80) == 1.0
     assert learning_rate(config("wsd"), 81) < 1.0
+
+
+def test_wsd_decays_after_the_warm_up_alone():
+    """Where that leaves less than a fifth of the run."""
+    rates = [learning_rate(config("wsd", warmup=90), step) for step in range(89, 101)]
+    assert rates[:2] == [1.0, 1.0]
+    falls = [before - after for before, after in itertools.pairwise(rates[1:])]
+    assert falls == pytest.approx([0.09] * 10)
+    assert learning_rate(config("wsd", warmup=100), 99) == 1.0
+
+
+def test_every_name_has_a_shape():
+    for name in NAMES:
+        assert 0.1 <= learning_rate(config(name), 55) <= 1.0
+    with pytest.raises(AssertionError, match="inverse_sqrt"):
+        learning_rate(config("inverse_sqrt"), 55)
 
 
 def test_only_matrices_decay_and_every_parameter_is_in_one_group():
