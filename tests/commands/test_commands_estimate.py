@@ -7,7 +7,8 @@ import torch
 from support.launching import ROOT
 
 from llm_pretrain.__main__ import main
-from llm_pretrain.config import Config, load_config
+from llm_pretrain.commands._measured_steps import random_batch
+from llm_pretrain.config import PRESETS, Config, load_config
 from llm_pretrain.memory.estimate import estimate_memory, estimate_time
 from llm_pretrain.optim.muon import step_buffers
 
@@ -179,3 +180,15 @@ def test_the_estimate_is_within_15_percent_of_real_steps(
     text = estimate(capsys, name, *options, "--training.precision", precision, "--verify")
     assert ": within 15%" in text
     assert "libraries keep" in text
+
+
+def test_a_measured_batch_says_where_its_documents_begin():
+    """As a GPU's attention wants it; from the documents' numbers it would make a mask of all pairs."""
+    file = str(PRESETS / "tiny-dense.yaml")
+    config = load_config(["--config", file, "--model.vocab_size", "64"], needs_data=False)
+    batch = random_batch(config, 20, torch.device("cpu"))
+    starts = (batch.position_ids.flatten() == 0).nonzero().flatten().tolist()
+    assert len(starts) > config.training.micro_batch_size
+    assert batch.document_offsets is not None
+    assert batch.document_offsets[: len(starts)].tolist() == starts
+    assert set(batch.document_offsets[len(starts) :].tolist()) == {batch.position_ids.numel()}

@@ -6,12 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from fake_steps import DENSE, MOE, fake_config, watched_step
-from torch._subclasses.fake_tensor import DataDependentOutputException
+from fake_steps import CUDA, DENSE, MOE, fake_config, watched_step
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from llm_pretrain.config import PRESETS, load_config
-from llm_pretrain.model import moe
+from llm_pretrain.data import Batch
+from llm_pretrain.model import Decoder, DecoderOutput, moe
 from llm_pretrain.model.layers import RMSNorm
+from llm_pretrain.training import step as training_step
+from llm_pretrain.training.model_setup import FP8_MULTIPLE, build_model
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dense": (DENSE, {}),
@@ -113,3 +116,35 @@ def test_an_operation_of_one_script_only_is_found(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(train_pretrain, "clip_grad_norm_", twice)
     config = fake_config(DENSE)
     assert watched_step(config).operations != watched_step(config, "accelerate").operations
+
+
+class _TwoRanks:
+    """What `warm_up_backward` needs of an engine of two ranks."""
+
+    world_size = 2
+
+    def __init__(self, model: Decoder):
+        self.model, self.device = model, CUDA
+
+    def model_and_optimizer(self) -> tuple[Decoder, torch.optim.Optimizer]:
+        return self.model, torch.optim.AdamW(self.model.parameters(), fused=True)
+
+    def forward(self, batch: Batch) -> DecoderOutput:
+        with torch.autocast("cuda", torch.bfloat16):
+            return self.model(**batch.model_inputs())
+
+
+@pytest.mark.filterwarnings("ignore:.*get_autocast_gpu_dtype:DeprecationWarning")  # torchao
+@pytest.mark.parametrize("tokens", [FP8_MULTIPLE, 2])
+def test_several_ranks_start_in_fp8(tokens: int, monkeypatch: pytest.MonkeyPatch):
+    """The pass before the first step has as many tokens as FP8's products need; two would not do."""
+    monkeypatch.setattr(training_step, "FP8_MULTIPLE", tokens)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        with CUDA:
+            model = build_model(fake_config(DENSE, training={"float8": True}), CUDA)
+        engine: Any = _TwoRanks(model)
+        if tokens == FP8_MULTIPLE:
+            training_step.warm_up_backward(engine)
+        else:
+            with pytest.raises(Exception, match="divisible by 16"):
+                training_step.warm_up_backward(engine)
