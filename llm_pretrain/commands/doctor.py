@@ -156,7 +156,7 @@ def _existing(folder: Path) -> Path:
 
 def _machine_surprises(gpus: int, config: Config | None) -> Iterator[str]:
     """Warnings about packages, back-ends, environment variables and the output folder."""
-    from llm_pretrain.distributed.process import exported_threads
+    from llm_pretrain.distributed.process import exported_setting, exported_threads
 
     for package in _PACKAGES:
         if _version(package) is None:
@@ -180,8 +180,7 @@ def _machine_surprises(gpus: int, config: Config | None) -> Iterator[str]:
         )
     if set_ := sorted(name for name in os.environ if name.startswith("ACCELERATE_")):
         yield f"{', '.join(set_)} in the environment outrank Accelerate's file; do unset {' '.join(set_)}"
-    given = os.environ.get("OMP_NUM_THREADS")
-    if given and exported_threads() is None:
+    if (given := exported_setting()) and exported_threads() is None:
         yield f"OMP_NUM_THREADS {given!r:.40} is no number of threads, and runs ignore it; do unset it"
     folder = config.run.folder if config else Path("runs")
     if not os.access(_existing(folder), os.W_OK):

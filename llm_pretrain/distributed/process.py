@@ -106,10 +106,17 @@ _EXPORTED = "LLM_PRETRAIN_OMP_NUM_THREADS"
 
 
 def exported_threads() -> int | None:
-    """The user's OMP_NUM_THREADS; None without one.
+    """The user's OMP_NUM_THREADS; None without one, or where it is no number of threads."""
+    first = exported_setting().split(",")[0].strip()  # the others are of nested regions
+    is_possible = re.fullmatch("[0-9]{1,4}", first) and 0 < int(first) <= _MOST_THREADS
+    return int(first) if is_possible else None
+
+
+def exported_setting() -> str:
+    """The text of the user's OMP_NUM_THREADS; empty without one.
 
     Launchers set the variable for their workers too. So it is read from the initial environment of the first
-    process, from this one upwards, that no launcher has started. None if that is another user's process.
+    process, from this one upwards, that no launcher has started. Empty if that is another user's process.
     """
     value = os.environ.get(_EXPORTED)
     if value is None:
@@ -122,9 +129,7 @@ def exported_threads() -> int | None:
         except psutil.Error:
             environment = {}
         value = environment.get("OMP_NUM_THREADS", "")
-    first = value.split(",")[0].strip()  # the others are of nested regions
-    is_possible = re.fullmatch("[0-9]{1,4}", first) and 0 < int(first) <= _MOST_THREADS
-    return int(first) if is_possible else None
+    return value
 
 
 def _is_launched(environment: Mapping[str, str]) -> bool:

@@ -130,7 +130,7 @@ def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     if not tensor.is_floating_point() or name.endswith(("e_score_correction_bias", "expert_bias")):
         return tensor.detach().cpu().clone()
     cast = tensor.detach().to("cpu", dtype, copy=True).contiguous()
-    if not all(bool(chunk.isfinite().all()) for chunk in cast.view(-1).split(_CHECKED_ELEMENTS)):
+    if not all(bool(torch.isfinite(chunk).all()) for chunk in cast.view(-1).split(_CHECKED_ELEMENTS)):
         value = tensor.detach().float().abs().max().item()
         if not math.isfinite(value):
             raise DivergedError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from fake_memory import eight_ranks
 from fake_steps import DENSE, MOE, fake_batch, fake_config, fake_model
 from torch._dynamo.backends.debugging import aot_eager
+from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parallel import DistributedDataParallel
@@ -24,7 +26,7 @@ from llm_pretrain.model import Decoder
 from llm_pretrain.model.layers import RMSNorm
 from llm_pretrain.optim.param_groups import build_optimizer
 from llm_pretrain.training import DDP_OPTIONS, Objective
-from llm_pretrain.training.model_setup import compile_layers
+from llm_pretrain.training.model_setup import RECOMPILE_LIMIT, compile_layers
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's tracing does what its warnings advise against
 
@@ -46,8 +48,13 @@ def one_rank() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def compiled(config: Config, *, sharded: bool = False) -> tuple[int, Counter[str]]:
-    """Graphs and breaks of steps over differently packed batches."""
+def compiled(
+    config: Config, *, sharded: bool = False, counted: bool = False, evaluated: bool = False
+) -> tuple[int, Counter[str]]:
+    """Graphs and breaks of steps over differently packed batches.
+
+    `counted`: each after a pass for the global batch's expert counts; `evaluated`: then without gradients.
+    """
     torch._dynamo.reset()
     counters.clear()
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -61,8 +68,17 @@ def compiled(config: Config, *, sharded: bool = False) -> tuple[int, Counter[str
         for pieces in PIECES:
             batch = fake_batch(config, pieces)
             with torch.autocast("cuda", torch.bfloat16):
+                if counted:
+                    with torch.no_grad():
+                        counts = model(**batch.model_inputs()).expert_counts
+                    batch = replace(batch, global_expert_counts=counts)
                 output = model(**batch.model_inputs())
             objective(output, batch.num_loss_tokens).backward()
+        if evaluated:
+            model.eval()
+            with torch.no_grad():
+                for pieces in PIECES:
+                    model(**fake_batch(config, pieces).model_inputs())
     return counters["stats"]["unique_graphs"], Counter(counters["graph_break"])
 
 
@@ -89,6 +105,19 @@ def test_a_layer_is_one_graph(case: str):
     graphs, breaks = compiled(fake_config(model, training=training))
     assert not breaks
     assert kinds <= graphs <= VARIABLE * kinds
+
+
+@pytest.mark.parametrize("limit", [RECOMPILE_LIMIT, 4])
+def test_all_graphs_of_a_run_are_within_the_limit(limit: int):
+    """Both kinds of layers, counted, trained and evaluated; beyond the limit a layer runs uncompiled."""
+    model = MOE | {"first_k_dense_replace": 1, "router_aux_loss_scope": "global_batch"}
+    config = fake_config(model, training={"activation_checkpointing": True})
+    settings: Any = torch._dynamo.config
+    expected = nullcontext() if limit == RECOMPILE_LIMIT else pytest.raises(FailOnRecompileLimitHit)
+    with settings.patch(recompile_limit=limit, fail_on_recompile_limit_hit=True), expected:
+        graphs, breaks = compiled(config, counted=True, evaluated=True)
+        assert not breaks
+        assert 4 < graphs < RECOMPILE_LIMIT, graphs
 
 
 @pytest.mark.parametrize("case", ["dense", "moe", "moe checkpointed"])
