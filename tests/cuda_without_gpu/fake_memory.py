@@ -110,6 +110,32 @@ def tracked_peak(config: Config, world_size: int = 1) -> int:
     return memory.peak
 
 
+def saved_bytes(config: Config, backend: str | None = None) -> int:
+    """Bytes that a forward pass keeps for the backward pass, without the parameters.
+
+    Args:
+        config: Its layers are not compiled.
+        backend: The compiler of the layers; None to run them uncompiled.
+    """
+    torch._dynamo.reset()
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if tensor.device.type == "cuda":
+            kept[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = fake_model(config)
+        for layer in model.model.layers if backend else ():
+            layer.compile(backend=backend)
+        own = {each.untyped_storage()._cdata for each in model.parameters()}
+        hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+        with hooks, torch.autocast("cuda", torch.bfloat16):
+            model(**fake_batch(config).model_inputs())
+        return sum(each.untyped_storage().nbytes() for key, each in kept.items() if key not in own)
+
+
 def start_up_peak(config: Config, before: Callable[[Decoder], Any]) -> tuple[int, int]:
     """Most bytes while a model on the host is sharded, and the bytes that remain; in `eight_ranks`.
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
-from fake_memory import eight_ranks, start_up_peak, tracked_peak
+from fake_memory import eight_ranks, saved_bytes, start_up_peak, tracked_peak
+from fake_steps import DENSE, MOE, fake_config
 from support.launching import ROOT
 from torch import nn
 
 from llm_pretrain.config import Config, load_config
-from llm_pretrain.memory import estimate_memory
+from llm_pretrain.memory import estimate, estimate_memory
 from llm_pretrain.model import Decoder
 
 PRESETS = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
@@ -74,3 +76,25 @@ def test_sharding_holds_one_unsharded_layer_at_a_time(keeps: bool):
     peak, remaining = start_up_peak(preset("olmoe-1b-7b", 8, 1), note_sizes)
     is_bounded = peak <= remaining + 1.05 * max(groups)
     assert is_bounded is not keeps
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's tracing does what its warnings advise against
+@pytest.mark.parametrize("model", [DENSE, MOE], ids=["dense", "moe"])
+def test_a_compiled_layer_keeps_what_is_estimated(model: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+    """Three layers less two; an estimate as of uncompiled layers is out of the bound."""
+
+    def config(layers: int, compiles: str) -> Config:
+        # so many tokens that the weights' copies in low precision do not count
+        training = {"compile": compiles, "micro_batch_size": 16, "global_batch_size": 16}
+        return fake_config(model | {"num_hidden_layers": layers}, training=training)
+
+    def estimated() -> int:
+        two, three = (estimate_memory(config(layers, "on"), on_gpu=True).activations for layers in (2, 3))
+        return three - two
+
+    # Inductor's partition of the graph, without its kernels
+    two, three = (saved_bytes(config(layers, "off"), "aot_eager_decomp_partition") for layers in (2, 3))
+    saved = pytest.approx(three - two, rel=0.1)
+    assert estimated() == saved
+    monkeypatch.setattr(estimate, "compiles", lambda config, *, on_gpu: False)
+    assert estimated() != saved
