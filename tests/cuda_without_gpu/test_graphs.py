@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,18 +17,21 @@ from fake_memory import eight_ranks
 from fake_steps import DENSE, MOE, fake_batch, fake_config, fake_model
 from torch._dynamo.backends.debugging import aot_eager
 from torch._dynamo.exc import FailOnRecompileLimitHit
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.parallel import DistributedDataParallel
 
 import train_pretrain
 from llm_pretrain.config import Config
 from llm_pretrain.distributed import fsdp
 from llm_pretrain.model import Decoder
+from llm_pretrain.model.kernels import attention
 from llm_pretrain.model.layers import RMSNorm
 from llm_pretrain.optim.param_groups import build_optimizer
 from llm_pretrain.training import DDP_OPTIONS, Objective
-from llm_pretrain.training.model_setup import RECOMPILE_LIMIT, compile_layers
+from llm_pretrain.training.model_setup import RECOMPILE_LIMIT, compile_layers, eagerly
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's tracing does what its warnings advise against
 
@@ -155,7 +160,45 @@ def test_ddp_splits_no_graph(monkeypatch: pytest.MonkeyPatch):
     assert graphs_under_ddp(monkeypatch) == 1
 
 
+def flex_graphs(outside_layers: Callable[[Any], AbstractContextManager[None]] = eagerly) -> tuple[int, int]:
+    """Graphs of the layers and of FlexAttention alone, of a pass without compiled layers."""
+    torch._dynamo.reset()
+    attention._compiled_flex.cache_clear()
+    layers, alone = CompileCounterWithBackend("aot_eager"), CompileCounterWithBackend("aot_eager")
+    compiler = torch.compile
+    with patch.object(
+        torch, "compile", lambda function, **options: compiler(function, backend=alone, **options)
+    ):
+        attention._compiled_flex()
+    config = fake_config(DENSE, training={"attention_implementation": "flex"})
+    try:
+        with (
+            FakeTensorMode(allow_non_fake_inputs=True),
+            torch.no_grad(),
+            torch.autocast("cuda", torch.bfloat16),
+        ):
+            model = fake_model(config)
+            for layer in model.model.layers:
+                layer.compile(backend=layers)
+            with outside_layers(model):
+                model(**fake_batch(config).model_inputs())
+    finally:
+        attention._compiled_flex.cache_clear()
+    return layers.frame_count, alone.frame_count
+
+
+def test_flex_attention_is_compiled_where_its_layer_is_not():
+    """Else it would hold the scores of all pairs of positions."""
+    assert flex_graphs() == (0, 1)
+
+
 # With a fault put in, every check above fails.
+
+
+def test_an_uncompiled_flex_attention_is_found(monkeypatch: pytest.MonkeyPatch):
+    assert flex_graphs(lambda model: torch.compiler.set_stance("force_eager")) == (0, 0)
+    monkeypatch.setattr(attention, "_compiled_flex", cache(lambda: flex_attention))
+    assert flex_graphs() == (0, 0)
 
 
 @pytest.mark.usefixtures("one_rank")
