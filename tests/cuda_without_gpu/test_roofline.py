@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from llm_pretrain.model import count_parameters, flops_per_token
+from llm_pretrain.model.kernels import loss
 from llm_pretrain.model.layers import Linear, RMSNorm
 
 pytest.importorskip("triton", reason="needs the package triton; see make test-cuda")
@@ -79,7 +80,42 @@ def test_norm_and_residual_have_the_bytes_counted_by_hand():
     assert block_bytes(low_precision=True) == expected_bytes()
 
 
+def head_bytes_per_logit() -> float:
+    """Of the loss head's kernels that are no products, forward and backward; the weight's are left out."""
+    from benchmarks.gpu_kernels import Step
+
+    tokens, size, vocab = 16_384, 64, 32_768
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda", 0):
+        hidden = torch.empty(1, tokens, size, requires_grad=True)
+        weight = torch.empty(vocab, size, requires_grad=True)
+        labels = torch.zeros(1, tokens, dtype=torch.int64)
+        with Step(squares=0) as step:
+            with torch.autocast("cuda", torch.bfloat16):
+                sums = loss.fused_linear_cross_entropy(hidden, weight, labels, labels.bool(), 0.0)
+            (0.5 * sums.loss).backward()
+    found = sum(each.bytes for each in step.launches if not each.flops)
+    # the weight's cast; its gradient is zeroed, then scaled
+    found -= vocab * size * ((4 + 2) + 4 + (4 + 4))
+    return found / (tokens * vocab)
+
+
+def test_the_loss_head_passes_over_its_logits_twice():
+    """In bf16: one pass reads them, another reads them and writes their gradient."""
+    assert 6 <= head_bytes_per_logit() <= 7
+
+
 # With a fault put in, every check above fails.
+
+
+def test_another_pass_over_the_logits_is_found(monkeypatch: pytest.MonkeyPatch):
+    softmax_gradient = loss._softmax_gradient
+
+    def reads(logits: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+        logits.amax()
+        return softmax_gradient(logits, *others)
+
+    monkeypatch.setattr(loss, "_softmax_gradient", reads)
+    assert head_bytes_per_logit() > 7
 
 
 def test_another_precision_has_other_bytes():
