@@ -112,7 +112,11 @@ def test_a_layer_is_one_graph(case: str):
     assert kinds <= graphs <= VARIABLE * kinds
 
 
-@pytest.mark.parametrize("limit", [RECOMPILE_LIMIT, 4])
+TORCH_LIMIT = 8
+"""Torch's own limit of a layer's graphs."""
+
+
+@pytest.mark.parametrize("limit", [RECOMPILE_LIMIT, TORCH_LIMIT])
 def test_all_graphs_of_a_run_are_within_the_limit(limit: int):
     """Both kinds of layers, counted, trained and evaluated; beyond the limit a layer runs uncompiled."""
     model = MOE | {"first_k_dense_replace": 1, "router_aux_loss_scope": "global_batch"}
@@ -122,7 +126,7 @@ def test_all_graphs_of_a_run_are_within_the_limit(limit: int):
     with settings.patch(recompile_limit=limit, fail_on_recompile_limit_hit=True), expected:
         graphs, breaks = compiled(config, counted=True, evaluated=True)
         assert not breaks
-        assert 4 < graphs < RECOMPILE_LIMIT, graphs
+        assert TORCH_LIMIT < graphs < RECOMPILE_LIMIT, graphs
 
 
 @pytest.mark.parametrize("case", ["dense", "moe", "moe checkpointed"])
