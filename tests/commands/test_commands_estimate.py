@@ -11,6 +11,7 @@ from llm_pretrain.commands._measured_steps import random_batch
 from llm_pretrain.config import PRESETS, Config, load_config
 from llm_pretrain.memory.estimate import estimate_memory, estimate_time
 from llm_pretrain.optim.muon import step_buffers
+from llm_pretrain.training import dummy_batch
 
 CONFIGS = ROOT / "configs"
 
@@ -189,6 +190,12 @@ def test_a_measured_batch_says_where_its_documents_begin():
     batch = random_batch(config, 20, torch.device("cpu"))
     starts = (batch.position_ids.flatten() == 0).nonzero().flatten().tolist()
     assert len(starts) > config.training.micro_batch_size
-    assert batch.document_offsets is not None
-    assert batch.document_offsets[: len(starts)].tolist() == starts
-    assert set(batch.document_offsets[len(starts) :].tolist()) == {batch.position_ids.numel()}
+
+    def is_said(offsets: torch.Tensor | None) -> bool:
+        if offsets is None:
+            return False
+        first, rest = offsets[: len(starts)].tolist(), offsets[len(starts) :].tolist()
+        return first == starts and set(rest) == {batch.position_ids.numel()}
+
+    assert is_said(batch.document_offsets)
+    assert not is_said(dummy_batch(torch.device("cpu")).document_offsets), "what a batch has by default"
