@@ -33,7 +33,7 @@ from llm_pretrain.distributed.process import prepare_process, report_errors
 from llm_pretrain.errors import ConfigError, OutputError
 from llm_pretrain.export import huggingface_config, to_huggingface
 from llm_pretrain.model import Decoder
-from llm_pretrain.optim import learning_rate
+from llm_pretrain.optim import decay_length, learning_rate
 from llm_pretrain.tracking import MetricsWriter
 from llm_pretrain.training import RunFolder, Status, initialize_weights
 
@@ -242,7 +242,7 @@ def own_schedule(config: Config) -> tuple[str, dict[str, Any]] | None:
     if schedule.name == "constant":
         return "constant", {}
     if schedule.name == "wsd":
-        decay_steps = schedule.decay_steps or max(1, steps // 5)  # no warm-up here, which would shorten it
+        decay_steps = decay_length(config)
         arguments = {"num_decay_steps": decay_steps, "decay_type": "linear", "min_lr_ratio": lowest / peak}
         return ("warmup_stable_decay", arguments) if decay_steps <= steps else None
     if schedule.decay_steps not in (None, steps):

@@ -250,7 +250,6 @@ def make_plan(arguments: Namespace, machine: Machine) -> ChaosPlan:
             if f"--evaluation.{name}" not in arguments.settings:
                 value = getattr(own.evaluation, name)
                 forced[f"evaluation.{name}"] = "null" if value is None else value
-        eval_steps = own.evaluation.eval_steps if "evaluation.eval_steps" in forced else eval_steps
     scripts, options = find_scripts(arguments.scripts, paths), [*given, *as_options(forced)]
     resolved = load_config(options)
     resolved = resolve_model(resolved, open_stores(resolved)[0].vocab_size)
@@ -260,7 +259,8 @@ def make_plan(arguments: Namespace, machine: Machine) -> ChaosPlan:
         config=resolved, steps=steps, options=options, scripts=scripts,
         output=choose_output(arguments.output, f"chaos-{config.run.name}"), threads=threads,
         notes=notes, paths=paths, world_size=world_size,
-        save_steps=save_steps, eval_steps=eval_steps, kills=kills, in_save=in_save, reference=reference,
+        save_steps=save_steps, eval_steps=resolved.evaluation.eval_steps, kills=kills, in_save=in_save,
+        reference=reference,
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from llm_pretrain.optim.param_groups import (
     parameter_role,
     state_tensors,
 )
-from llm_pretrain.optim.schedule import learning_rate, set_learning_rate
+from llm_pretrain.optim.schedule import decay_length, learning_rate, set_learning_rate
 
 __all__ = [
     "AVERAGE",
@@ -22,6 +22,7 @@ __all__ = [
     "average_name",
     "averages",
     "build_optimizer",
+    "decay_length",
     "ema_parameters",
     "initial_factor",
     "learning_rate",

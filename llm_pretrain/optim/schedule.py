@@ -22,13 +22,9 @@ def learning_rate(config: Config, step: int) -> float:
         return peak * (step + 1) / schedule.warmup_steps
     if schedule.name == "constant":
         return peak
-    steps_left = config.training.max_steps - schedule.warmup_steps
-    if schedule.name == "wsd":
-        decay_steps = schedule.decay_steps or max(1, min(config.training.max_steps // 5, steps_left))
-        decay_start = config.training.max_steps - decay_steps
-    else:
-        decay_steps = schedule.decay_steps or max(1, steps_left)
-        decay_start = schedule.warmup_steps
+    decay_steps = decay_length(config)
+    is_last = schedule.name == "wsd"
+    decay_start = config.training.max_steps - decay_steps if is_last else schedule.warmup_steps
     progress = min(max((step - decay_start) / decay_steps, 0.0), 1.0)
     if schedule.name == "cosine":
         share = 0.5 * (1 + math.cos(math.pi * progress))
@@ -37,6 +33,14 @@ def learning_rate(config: Config, step: int) -> float:
     else:
         assert_never(schedule.name)
     return schedule.min_learning_rate + (peak - schedule.min_learning_rate) * share
+
+
+def decay_length(config: Config) -> int:
+    """Steps of the decay: as configured, else all after the warm-up (`wsd`: at most the run's last fifth)."""
+    max_steps = config.training.max_steps
+    steps_left = max(1, max_steps - config.schedule.warmup_steps)
+    default = min(max(1, max_steps // 5), steps_left) if config.schedule.name == "wsd" else steps_left
+    return config.schedule.decay_steps or default
 
 
 def set_learning_rate(optimizer: Optimizer, value: float) -> None:
