@@ -102,7 +102,7 @@ def _shape(path: str, data: dict[str, Any]) -> dict[str, Any]:
         if missing := [key for key in ("n_embd", "n_layer", "n_head") if shape.get(key) is None]:
             raise ConfigError(f"{path}: model_config.{missing[0]}: expected a positive integer, found none")
         return {"name": name or shape.get("name"), **shape}
-    if name not in _KNOWN:
+    if not isinstance(name, str) or name not in _KNOWN:
         raise ConfigError(
             f"{path}: model_name: expected one of {', '.join(_KNOWN)}, or the shape under model_config, "
             f"found {name!r}"

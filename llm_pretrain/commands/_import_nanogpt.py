@@ -161,10 +161,10 @@ def _data(result: ImportedConfig, values: dict[str, Any]) -> None:
     """nanoGPT's own files; the tokenizer of characters comes from the `meta.pkl` beside them."""
     dataset = str(values["dataset"])
     folder, store = f"data/{dataset}", f"data/stores/{file_name(dataset)}"
-    tokenizer = "" if _is_characters(values) else "--tokenizer gpt2/ "
-    result.commands.append(
-        f"llm-pretrain convert --from nanogpt --input {folder}/train.bin {folder}/val.bin "
-        f"{tokenizer}--to store --output {store}"
+    files = [f"{folder}/train.bin", f"{folder}/val.bin"]
+    tokenizer = [] if _is_characters(values) else ["--tokenizer", "gpt2/"]
+    result.command(
+        *("convert", "--from", "nanogpt", "--input", *files, *tokenizer, "--to", "store", "--output", store)
     )
     result.set({"data.sources": [{"store": store}]})
     whose = "the characters of its meta.pkl" if _is_characters(values) else "a folder of GPT-2's tokenizer"

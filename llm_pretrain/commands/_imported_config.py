@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import shlex
 import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -66,17 +67,18 @@ class ImportedConfig:
                 f"training.precision: fp32, as on device {device} there: {dtype} is for CUDA devices"
             )
 
+    def command(self, *words: str) -> None:
+        """Add a command that prepares the data, quoted for the shell."""
+        self.commands.append(shlex.join(["llm-pretrain", *words]))
+
     def data(self, corpus: str, name: str, vocab_size: int, tokenizer: str | None = None) -> None:
         """Train on a store that `commands` prepare from `corpus`; without a tokenizer, one is trained."""
         store = f"data/stores/{file_name(name)}"
         if tokenizer is None:
             tokenizer = f"data/tokenizers/{file_name(name)}"
-            self.commands.append(
-                f"llm-pretrain tokenizer --input {corpus} --vocab_size {vocab_size} --output {tokenizer}"
-            )
-        self.commands.append(
-            f"llm-pretrain prepare --input {corpus} --tokenizer {tokenizer} --output {store}"
-        )
+            size = str(vocab_size)
+            self.command("tokenizer", "--input", corpus, "--vocab_size", size, "--output", tokenizer)
+        self.command("prepare", "--input", corpus, "--tokenizer", tokenizer, "--output", store)
         self.settings["data"] = {**self.settings.get("data", {}), "sources": [{"store": store}]}
 
     def check(self) -> ImportedConfig:

@@ -205,9 +205,14 @@ def parse_numbers(option: str, text: str) -> list[int]:
 
 
 def create_output(plan: LaunchPlan, arguments: argparse.Namespace, machine: Machine) -> LaunchContext:
-    """Create the output folder."""
+    """Create the output folder; OutputError where that fails."""
     # a default name that another call took a moment ago must not be shared with that call
-    plan.output.mkdir(parents=True, exist_ok=arguments.output is not None)
+    try:
+        plan.output.mkdir(parents=True, exist_ok=arguments.output is not None)
+    except OSError as error:
+        raise OutputError(
+            f"--output {plan.output}: expected a folder that can be made, found: {error.strerror}"
+        ) from error
     for name in ("parity.json", "chaos.json"):
         check_replaceable(plan.output / name, b'"llm_pretrain": ')
     return LaunchContext(plan.scripts, machine, arguments.timeout, plan.config.distributed.zero_stage)

@@ -95,6 +95,11 @@ def run(arguments: argparse.Namespace) -> int:
             f"warning    {report.ends_missing:,} documents end without the eos token and run into the next "
             "one"
         )
+    if report.ends_inside:
+        print(
+            f"warning    {report.ends_inside:,} eos tokens inside documents: readers of nanoGPT's files end "
+            "a document at each"
+        )
     if report.empty_documents:
         print(f"left out   {report.empty_documents:,} × empty document")
     for name in report.unended:

@@ -267,9 +267,12 @@ def _first_token(path: Path) -> int | None:
 
 
 def _special_ids(folder: Path, tokens: list[str]) -> dict[str, int]:
-    """Ids of bos, eos, unknown and padding from tokenizer_config.json, and of the end of a turn."""
-    path = folder / "tokenizer_config.json"
-    config = _read_json(path) if path.exists() else {}
+    """Ids of bos, eos, unknown and padding, and of the end of a turn.
+
+    They are named in tokenizer_config.json, else in special_tokens_map.json.
+    """
+    files = [folder / name for name in ("special_tokens_map.json", "tokenizer_config.json")]
+    config = {key: value for file in files if file.exists() for key, value in _read_json(file).items()}
     index = {token: i for i, token in enumerate(tokens)}
     special: dict[str, int] = {}
     for ours, theirs in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):

@@ -265,6 +265,15 @@ def test_a_nanogpt_file_is_parsed_and_never_run(tmp_path: Path, capsys: pytest.C
         assert text in comments, text
 
 
+def test_the_commands_for_the_data_are_quoted_for_the_shell(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    file = tmp_path / "train.py"
+    file.write_text("dataset = 'my books; rm'\n")
+    _, comments = imported(capsys, tmp_path, "--from_nanogpt", str(file))
+    assert "--input 'data/my books; rm/train.bin' 'data/my books; rm/val.bin'" in comments
+
+
 def test_a_nanogpt_character_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     file = tmp_path / "train_shakespeare_char.py"
     file.write_text(
@@ -429,6 +438,7 @@ def imported_despite_contradictions(file: Path, capsys: pytest.CaptureFixture[st
     ("text", "message"),
     [
         ("model_name: gpt-5\n", "model_name: expected one of tiny-llama-1.1b"),
+        ("model_name: []\n", "or the shape under model_config, found []"),
         ("train: [1\n", "wrong.yaml:2: not a valid YAML file"),
         ("- 1\n", "expected litgpt's settings"),
         ("model_name: tiny-llama-1.1b\ntrain: 3\n", "train: expected a section"),

@@ -173,14 +173,19 @@ def test_without_data_the_vocabulary_is_asked_for(capsys: pytest.CaptureFixture[
 def test_the_estimate_is_within_15_percent_of_real_steps(
     name: str, precision: str, capsys: pytest.CaptureFixture[str]
 ):
-    """Of 50 MiB and more: the heap's own ups and downs are 2 or 3."""
+    """The middle one of three measurements: of 50 MiB, a heap's own ups and downs are 2 to 8."""
     rows = "4" if name == "minimind3-64m" else "32"
     options = ["--training.micro_batch_size", rows, "--training.global_batch_size", rows]
     if name == "tiny-moe":
         options += ["--model.vocab_size", "4096"]
-    text = estimate(capsys, name, *options, "--training.precision", precision, "--verify")
-    assert ": within 15%" in text
-    assert "libraries keep" in text
+    ratios = []
+    for _ in range(3):
+        main(["estimate", "--config", str(CONFIGS / f"{name}.yaml"), *options, "--verify",
+              "--training.precision", precision])  # fmt: skip
+        text = capsys.readouterr().out
+        assert "libraries keep" in text
+        ratios.append(float(text.partition(", ratio ")[2].partition(":")[0]))
+    assert 0.85 < sorted(ratios)[1] < 1.15, ratios
 
 
 def test_a_measured_batch_says_where_its_documents_begin():

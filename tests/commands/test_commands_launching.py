@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -14,7 +15,7 @@ import pytest
 import yaml
 
 from llm_pretrain.commands import _launching
-from llm_pretrain.commands._launch_options import choose_output
+from llm_pretrain.commands._launch_options import choose_output, create_output
 from llm_pretrain.commands._launching import (
     Job,
     LaunchContext,
@@ -42,6 +43,14 @@ def test_a_folder_with_files_is_rejected_and_default_names_are_numbered(
         folder.mkdir(parents=True)
         names.append(folder.name)
     assert names == ["parity-name", "parity-name-2", "parity-name-3"]
+
+
+def test_an_output_folder_that_cannot_be_made_is_named(tmp_path: Path):
+    (tmp_path / "file").touch()
+    plan: Any = SimpleNamespace(output=tmp_path / "file" / "parity")
+    arguments: Any = SimpleNamespace(output=str(plan.output))
+    with pytest.raises(OutputError, match="file/parity: expected a folder that can be made"):
+        create_output(plan, arguments, Machine(cores=2, gpus=0))
 
 
 def test_accelerates_settings_start_the_requested_number_of_processes():

@@ -145,6 +145,17 @@ def test_documents_without_an_end_stay_apart_in_nanogpts_file(tmp_path: Path, to
     assert tokens.tolist() == [token for ids in documents(store) for token in ids]
 
 
+def test_an_end_inside_a_document_is_reported_for_nanogpts_file(tmp_path: Path, tokenizer: Path, capsys):
+    """Its file separates documents by eos alone, so the document comes back as two."""
+    records = [{"input_ids": [EOS, 70, EOS, 71, EOS]}, {"input_ids": [EOS, 90, EOS]}]
+    corpus = write_jsonl(tmp_path / "c.jsonl", records)
+    options = {"validation_fraction": 0.0, "workers": 1}
+    store = prepare_store(Preparation([str(corpus)], tokenizer, tmp_path / "s", **options))
+    command = ["convert", "--from", "store", "--to", "nanogpt", "--input", str(store.path)]
+    assert main([*command, "--output", str(tmp_path / "n")]) == 0
+    assert "warning    1 eos tokens inside documents" in capsys.readouterr().out
+
+
 def test_a_mask_lost_in_nanogpts_format_is_reported(tmp_path: Path, masked_store: TokenStore, capsys):
     command = ["convert", "--from", "store", "--to", "nanogpt", "--input", str(masked_store.path)]
     assert main([*command, "--output", str(tmp_path / "n")]) == 0

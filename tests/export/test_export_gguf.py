@@ -19,6 +19,7 @@ from llm_pretrain.config import ModelConfig
 from llm_pretrain.data import Tokenizer, open_tokenizer, train_tokenizer
 from llm_pretrain.errors import CheckpointError, ConfigError, DataError
 from llm_pretrain.export import huggingface_config, load_pretrained, native_config, to_huggingface, write_gguf
+from llm_pretrain.export.gguf_tokenizer import read_vocabulary
 from llm_pretrain.model import Decoder
 from llm_pretrain.training import initialize_weights
 
@@ -307,6 +308,18 @@ def two_in_front(spec: dict) -> None:
             for i, name in ((1, "<|im_start|>"), (2, "<|im_end|>"))
         },
     }
+
+
+def test_special_tokens_may_be_named_in_a_file_of_their_own(tmp_path, tokenizers):
+    """As older versions of transformers write them."""
+    weights = write_weights(tmp_path / "weights", BASE, tokenizers["bytelevel-bpe"])
+    named = read_vocabulary(weights, BASE.vocab_size).special
+    assert "eos_token_id" in named
+    config = json.loads((weights / "tokenizer_config.json").read_text())
+    moved = {key: config.pop(key) for key in list(config) if key.endswith("_token")}
+    (weights / "tokenizer_config.json").write_text(json.dumps(config))
+    (weights / "special_tokens_map.json").write_text(json.dumps(moved))
+    assert read_vocabulary(weights, BASE.vocab_size).special == named
 
 
 @pytest.mark.parametrize("change", [another_pattern, lower_case, two_in_front])

@@ -158,7 +158,8 @@ class ConversionReport:
     `first_tokens_added`, `empty_documents` left out, `masked` tokens. `mask_lost` is set where the target
     cannot store the mask. `unended` names files without any end of a document; each became one document.
     `ends_added` counts documents written for nanoGPT that got an EOS, `ends_missing` those that with
-    `keep_ids` got none and run into the next one."""
+    `keep_ids` got none and run into the next one, `ends_inside` EOS tokens inside documents, each of which
+    ends a document there."""
 
     documents: Counter[str] = field(default_factory=Counter)
     tokens: Counter[str] = field(default_factory=Counter)
@@ -170,6 +171,7 @@ class ConversionReport:
     unended: list[str] = field(default_factory=list)
     ends_added: int = 0
     ends_missing: int = 0
+    ends_inside: int = 0
 
     def count(self, split: str, ids: np.ndarray, lengths: np.ndarray, loss_mask: np.ndarray) -> None:
         """Counts documents written to a split."""
@@ -299,6 +301,9 @@ def _ended(batch: _Batch, tokenizer: Tokenizer, report: ConversionReport, *, as_
     stops = np.cumsum(batch.lengths)
     lacking = batch.ids[stops - 1] != eos
     count = int(np.count_nonzero(lacking))
+    inside = batch.ids == eos
+    inside[stops - 1] = inside[stops - batch.lengths] = False  # a first token may be EOS too
+    report.ends_inside += int(np.count_nonzero(inside))
     if as_it_is:
         report.ends_missing += count
         return batch
