@@ -15,7 +15,7 @@ from llm_pretrain.config.loading import (
     validate,
 )
 from llm_pretrain.config.model_config import VOCAB_MULTIPLE, ModelConfig
-from llm_pretrain.config.schema import matches_type
+from llm_pretrain.config.schema import build, matches_type
 from llm_pretrain.config.tree import (
     CheckpointConfig,
     Config,
@@ -49,6 +49,7 @@ __all__ = [
     "TrainingConfig",
     "WeightChange",
     "YamlError",
+    "build",
     "compiles",
     "dump_yaml",
     "from_dict",

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Any
 
-from llm_pretrain.config import ModelConfig, shape_problems
+from llm_pretrain.config import ModelConfig, build, shape_problems
 from llm_pretrain.errors import ConfigError
 from llm_pretrain.export.hf_architectures import (
     HF_ARCHITECTURES,
@@ -165,7 +165,7 @@ def model_config_from_huggingface(config_json: dict[str, Any]) -> ModelConfig:
         ) from error
     if problems := shape_problems(model):
         raise ConfigError(*(f"config.json: {problem}" for problem in problems))
-    return model
+    return build(ModelConfig, vars(model))  # JSON tools write 2.0 as 2, which readers of an export refuse
 
 
 def _read_model(config_json: dict[str, Any]) -> ModelConfig:

@@ -127,6 +127,17 @@ def test_rope_scaling_is_read_in_every_spelling(name):
     assert (config.rope_type, config.rope_factor, config.rope_theta) == ("linear", 2.0, 7e3)
 
 
+def test_a_whole_number_is_read_as_the_float_that_it_stands_for():
+    """JSON tools write 2.0 as 2; readers of our exports, such as llama.cpp, require the type."""
+    keys = {"n_routed_experts": 6, "moe_intermediate_size": 40, "num_experts_per_tok": 2}
+    keys |= {"partial_rotary_factor": 1, "use_qk_norm": True, "attention_dropout": 0}
+    keys |= {"routed_scaling_factor": 2, "router_aux_loss_coef": 0}
+    config = model_config_from_huggingface({"model_type": "glm4_moe", **SIZES, **keys})
+    native = model_config_from_huggingface({"model_type": "llm_pretrain", **SIZES, "rope_theta": 10000})
+    found = [config.routed_scaling_factor, config.router_aux_loss_coef, config.attention_dropout]
+    assert [*map(repr, found), repr(native.rope_theta)] == ["2.0", "0.0", "0.0", "10000.0"]
+
+
 @pytest.mark.parametrize(
     ("keys", "original", "factor"),
     [
