@@ -49,6 +49,7 @@ _TRAIN_DEFAULTS = {
     "global_batch_size": 512, "micro_batch_size": 4, "lr_warmup_steps": 2000, "min_lr": 4e-5,
     "save_interval": 1000, "log_interval": 1, "max_norm": 1.0,
 }  # fmt: skip
+_NULL_MEANS_0 = {"lr_warmup_steps", "save_interval"}
 _EVALUATION_DEFAULTS = {"interval": 1000, "max_iters": 100}
 _OPTIMIZER_DEFAULTS = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}
 """litgpt's in litgpt/pretrain.py, and those of torch.optim.AdamW, which it takes for the optimizer."""
@@ -71,6 +72,8 @@ def from_litgpt(path: str) -> ImportedConfig:
     result = ImportedConfig(path)
     defaults = {"train": _TRAIN_DEFAULTS, "eval": _EVALUATION_DEFAULTS}
     sections = {name: each | _given(_section(path, data, name)) for name, each in defaults.items()}
+    train = _section(path, data, "train")
+    sections["train"] |= {name: 0 for name in _NULL_MEANS_0 & train.keys() if train[name] is None}
     shape = _shape(path, data)
     for name, value in (("train.", sections["train"]), ("eval.", sections["eval"]), ("model_config.", shape)):
         for key in _WHOLE & value.keys():
@@ -101,7 +104,12 @@ def _shape(path: str, data: dict[str, Any]) -> dict[str, Any]:
     if shape:
         if missing := [key for key in ("n_embd", "n_layer", "n_head") if shape.get(key) is None]:
             raise ConfigError(f"{path}: model_config.{missing[0]}: expected a positive integer, found none")
-        return {"name": name or shape.get("name"), **shape}
+        if shape.get("mlp_class_name") == "LLaMAMLP" and shape.get("intermediate_size") is None:
+            raise ConfigError(
+                f"{path}: model_config.intermediate_size: expected a positive integer with mlp_class_name "
+                "LLaMAMLP, found none"
+            )
+        return {"name": name or shape.get("name"), **_given(shape)}
     if not isinstance(name, str) or name not in _KNOWN:
         raise ConfigError(
             f"{path}: model_name: expected one of {', '.join(_KNOWN)}, or the shape under model_config, "
@@ -116,6 +124,7 @@ def _model(result: ImportedConfig, shape: dict[str, Any], train: dict[str, Any])
     result.set(
         {
             "intermediate_size": shape.get("intermediate_size", 4 * shape["n_embd"]),
+            "max_position_embeddings": shape.get("block_size", 4096),
             "num_key_value_heads": shape.get("n_query_groups", shape["n_head"]),
             "rms_norm_eps": shape.get("norm_eps", 1e-5),
             "rope_theta": shape.get("rope_base", 10000),

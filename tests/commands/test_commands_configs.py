@@ -392,6 +392,20 @@ def test_what_a_litgpt_file_leaves_out_has_litgpts_defaults(
     assert config.run.seed == 42
 
 
+def test_a_null_in_a_litgpt_file_means_what_it_does_there(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    file = tmp_path / "nulls.yaml"
+    file.write_text(
+        "model_config: {n_layer: 2, n_embd: 256, n_head: 8, n_query_groups: null, head_size: null,\n"
+        "  intermediate_size: null, vocab_size: null, padded_vocab_size: null, block_size: null}\n"
+        "train: {max_tokens: 1000000000, lr_warmup_steps: null, save_interval: null}\n"
+    )
+    config, _ = imported_despite_contradictions(file, capsys)
+    model = config.model
+    assert (model.num_key_value_heads, model.intermediate_size, model.vocab_size) == (8, 1024, 50688)
+    assert model.max_position_embeddings == config.training.sequence_length == 4096
+    assert (config.schedule.warmup_steps, config.checkpoint.save_steps) == (0, 0)
+
+
 def test_a_name_that_no_file_can_hold_is_escaped_in_the_notes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -450,6 +464,10 @@ def imported_despite_contradictions(file: Path, capsys: pytest.CaptureFixture[st
         ("model_name: tiny-llama-1.1b\ntrain: {max_seq_length: x}\n", "train.max_seq_length: expected a pos"),
         ("model_name: tiny-llama-1.1b\neval: {max_iters: x}\n", "eval.max_iters: expected a positive"),
         ("model_config: {n_layer: 2}\n", "model_config.n_embd: expected a positive integer"),
+        (
+            "model_config: {n_embd: 64, n_layer: 2, n_head: 2, mlp_class_name: LLaMAMLP}\n",
+            "model_config.intermediate_size: expected a positive integer with mlp_class_name LLaMAMLP",
+        ),
         (
             "model_config: {n_embd: 64, n_layer: 2, n_head: 2, rope_base: x}\ntrain: {max_steps: 5}\n",
             "model.rope_theta: expected a number, found the text 'x'",
