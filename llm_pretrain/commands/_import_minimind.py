@@ -14,6 +14,7 @@ from llm_pretrain.errors import ConfigError
 
 _OLD_NAMES = {"dim": "hidden_size", "n_layers": "num_hidden_layers", "out_dir": "save_dir"}
 _ONLY_OLD = {"dim", "n_layers", "out_dir", "warmup_iters", "ddp", "local_rank"}
+"""Options of MiniMind 2 from February to October 2025; the later ones are also MiniMind 3's."""
 _FLAGS = {"use_wandb", "ddp"}
 """Options without a value."""
 _DEFAULTS: dict[str, Any] = {
@@ -26,6 +27,11 @@ _NEW_DEFAULTS = _DEFAULTS | {
     **{"epochs": 2, "num_workers": 8, "save_interval": 1000, "hidden_size": 768, "max_seq_len": 340},
     "data_path": "../dataset/pretrain_t2t_mini.jsonl",
 }
+_COUNTS = {
+    **{"num_processes": "all", "nproc_per_node": "of each machine", "num_gpus": "of each machine"},
+    **{"nnodes": "machines", "num_nodes": "machines"},
+}
+"""Which processes an option of `accelerate launch`, torchrun or deepspeed counts."""
 _NOT_CARRIED_OVER = {
     "save_dir": "weights go to the run's own folder, see run.output_dir",
     "device": "the launcher and the machine decide",
@@ -69,8 +75,15 @@ def from_minimind(text: str, version: int | None = None) -> ImportedConfig:
     for name in sorted(given.keys() & _NOT_CARRIED_OVER.keys()):
         if (name, given[name]) not in _IGNORED:
             result.not_carried_over(f"--{name} {given[name]}".rstrip() + f" ({_NOT_CARRIED_OVER[name]})")
-    _model(result, values, version)
-    _training(result, values, processes)
+    is_old = version == assumed == 2
+    _model(result, values, version, is_old)
+    _training(result, values, processes, is_old)
+    if version == 2:
+        result.notes.append(
+            f"the numbers are those of MiniMind 2 {'until October' if is_old else 'from December'} 2025: "
+            "before December, the learning rate began at 1.1 * --learning_rate and aux_loss_alpha was 0.1, "
+            "from then on at --learning_rate, and 0.01"
+        )
     return result.check()
 
 
@@ -82,11 +95,12 @@ def _split(text: str) -> tuple[dict[str, str], int, list[str]]:
         raise ConfigError(f"--from_minimind: expected options, found {text!r}: {error}") from error
     script = next((i + 1 for i, word in enumerate(words) if word.endswith(".py")), 0)
     launcher, words = words[:script], words[script:]
-    processes = 1
+    counts: dict[str, int] = {}
     for i, word in enumerate(launcher):
         name, _, value = word.replace("-", "_").removeprefix("__").partition("=")
-        if name in ("nproc_per_node", "num_processes"):
-            processes = _number(int, name, value or launcher[min(i + 1, len(launcher) - 1)])
+        if kind := _COUNTS.get(name):
+            counts[kind] = _number(int, name, value or launcher[min(i + 1, len(launcher) - 1)])
+    processes = counts.get("all") or counts.get("of each machine", 1) * counts.get("machines", 1)
     known = {*_NEW_DEFAULTS, *_NOT_CARRIED_OVER, *_OLD_NAMES, *_FLAGS}
     given: dict[str, str] = {}
     unknown: list[str] = []
@@ -113,7 +127,7 @@ def _number(kind: Callable[[str], Any], name: str, value: Any) -> Any:
         raise ConfigError(f"--from_minimind: --{name}: expected {expected}, found {value!r}") from None
 
 
-def _model(result: ImportedConfig, values: dict[str, Any], version: int) -> None:
+def _model(result: ImportedConfig, values: dict[str, Any], version: int, is_old: bool) -> None:
     """Shape of the model; what no option sets is fixed in MiniMind's MiniMindConfig."""
     hidden, layers = (_number(int, name, values[name]) for name in ("hidden_size", "num_hidden_layers"))
     experts = str(values["use_moe"]).lower() not in ("0", "false", "")
@@ -128,7 +142,7 @@ def _model(result: ImportedConfig, values: dict[str, Any], version: int) -> None
     own = {"vocab_size": 6400, "hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": 8}
     result.set(own | shape | (moe if experts else {}), "model")
     if experts:
-        coefficient = 0.01 if version == 2 else 5e-4
+        coefficient = 0.1 if is_old else 0.01 if version == 2 else 5e-4
         result.set({"model.router_aux_loss_coef": coefficient * layers})
         result.notes.append(
             f"model.router_aux_loss_coef: MiniMind adds {coefficient:g} times each layer's balance loss, we "
@@ -137,7 +151,7 @@ def _model(result: ImportedConfig, values: dict[str, Any], version: int) -> None
     result.set({"run.name": f"minimind-{hidden}x{layers}" + ("-moe" if experts else "")})
 
 
-def _training(result: ImportedConfig, values: dict[str, Any], processes: int) -> None:
+def _training(result: ImportedConfig, values: dict[str, Any], processes: int, is_old: bool) -> None:
     whole = {
         name: _number(int, name, values[name])
         for name in ("batch_size", "accumulation_steps", "log_interval", "save_interval", "epochs",
@@ -159,7 +173,7 @@ def _training(result: ImportedConfig, values: dict[str, Any], processes: int) ->
             "training.micro_batch_size": whole["batch_size"],
             "training.global_batch_size": total,
             "training.max_grad_norm": clip,
-            "optimizer.learning_rate": rate,
+            "optimizer.learning_rate": rate + rate / 10 if is_old else rate,
             "optimizer.weight_decay": 0.01,  # these two: torch's AdamW, as there
             "optimizer.adam_beta2": 0.999,
             "schedule.name": "cosine",

@@ -203,6 +203,38 @@ def test_minimind_2s_options_older_and_newer(tmp_path: Path, capsys: pytest.Capt
     assert "taken as" not in comments
 
 
+def test_minimind_2s_numbers_are_those_of_its_options_time(capsys: pytest.CaptureFixture[str]):
+    """Before December 2025 aux_loss_alpha was 0.1, and the rate lr / 10 + 0.5 * lr * (1 + cos)."""
+    for width, coefficient, rate in (("--dim 512", 0.8, 1.1e-3), ("--hidden_size 512", 0.08, 1e-3)):
+        options = f"{width} --use_moe True --learning_rate 1e-3"
+        assert main(["configs", "--minimind_version", "2", "--from_minimind", options]) == 0
+        text = capsys.readouterr().out
+        config = from_dict(read_yaml(text))
+        assert config.model.router_aux_loss_coef == pytest.approx(coefficient)
+        assert config.optimizer.learning_rate == pytest.approx(rate)
+        assert config.schedule.min_learning_rate == pytest.approx(1e-4)
+        assert f"MiniMind 2 {'until October' if coefficient == 0.8 else 'from December'} 2025" in text
+
+
+@pytest.mark.parametrize(
+    ("launcher", "processes"),
+    [
+        ("torchrun --nnodes=2 --nproc_per_node=8", 16),
+        ("torchrun --nproc-per-node 8", 8),
+        ("deepspeed --num_gpus=4", 4),
+        ("deepspeed --num_nodes 2 --num_gpus 4", 8),
+        ("accelerate launch --num_machines 2 --num_processes 16", 16),
+        ("python", 1),
+    ],
+)
+def test_minimind_processes_are_counted_over_all_machines(
+    launcher: str, processes: int, capsys: pytest.CaptureFixture[str]
+):
+    options = f"{launcher} train_pretrain.py --batch_size 4 --accumulation_steps 2"
+    assert main(["configs", "--from_minimind", options]) == 0
+    assert f"global_batch_size: {8 * processes}\n" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
