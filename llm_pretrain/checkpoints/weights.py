@@ -19,7 +19,7 @@ from llm_pretrain import export
 from llm_pretrain.checkpoints import folders, state
 from llm_pretrain.checkpoints.tensor_files import write_safetensors
 from llm_pretrain.config import ModelConfig
-from llm_pretrain.errors import CheckpointError, ConfigError
+from llm_pretrain.errors import CheckpointError, ConfigError, DataError
 from llm_pretrain.files import (
     MARKER,
     fsync_file,
@@ -38,7 +38,6 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 MAX_SHARD_BYTES = 5_000_000_000
 """Largest file, as in transformers."""
 INDEX_FILE = "model.safetensors.index.json"
-END_OF_TURN = "<|im_end|>"
 _TOKENIZER_SUFFIXES = {".json", ".model", ".txt", ".jinja", ".tiktoken"}
 BEST_FILE = "best.json"
 """In `best/`: `{"step": …, "eval/loss": …}`."""
@@ -193,19 +192,17 @@ def _generation_config(
 ) -> dict[str, Any]:
     """Content of generation_config.json; text ends at EOS, or at the end of a chat turn."""
     known: dict[str, Any] = {name: value for name, value in token_ids.items() if value is not None}
-    end, end_of_turn = token_ids.get("eos_token_id"), _id_of(tokenizer_folder, END_OF_TURN)
+    end, end_of_turn = token_ids.get("eos_token_id"), _end_of_turn_id(tokenizer_folder)
     if end is not None and end_of_turn not in (None, end):
         known["eos_token_id"] = [end, end_of_turn]
     return {**known, "do_sample": True, "max_new_tokens": sequence_length}
 
 
-def _id_of(tokenizer_folder: Path, token: str) -> int | None:
+def _end_of_turn_id(tokenizer_folder: Path) -> int | None:
     try:
-        content = read_json(tokenizer_folder / "tokenizer.json")
-        added = {entry["content"]: entry["id"] for entry in content.get("added_tokens") or []}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return export.end_of_turn_id(tokenizer_folder)
+    except (DataError, KeyError, TypeError, AttributeError):
         return None  # a damaged tokenizer does not prevent writing the weights
-    return added.get(token)
 
 
 def copy_tokenizer(source: Path, target: Path, digests: Mapping[str, str] | None = None) -> None:

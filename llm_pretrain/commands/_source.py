@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llm_pretrain.errors import CheckpointError, ConfigError
-from llm_pretrain.files import read_json
 
 if TYPE_CHECKING:
     import torch
@@ -121,12 +120,6 @@ def write_out(text: str) -> None:
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
     sys.stdout.flush()
-
-
-def special_token_id(tokenizer: Tokenizer, token: str) -> int | None:
-    """The id of a special token of the vocabulary, None if there is none of that name."""
-    added = read_json(tokenizer.folder / "tokenizer.json").get("added_tokens", [])
-    return next((entry["id"] for entry in added if entry["content"] == token and entry["special"]), None)
 
 
 def open_source(arguments: argparse.Namespace) -> Source:

@@ -19,7 +19,6 @@ from llm_pretrain.commands._source import (
     check_sampling,
     check_utf8,
     open_source,
-    special_token_id,
     write_out,
 )
 from llm_pretrain.errors import ConfigError, DataError
@@ -34,9 +33,6 @@ examples:
   llm-pretrain chat runs/chat --system "Answer in one sentence." --temperature 0.7 --top_p 0.9
   echo "What is a list?" | llm-pretrain chat runs/chat --temperature 0
 """
-
-_TURN_END = "<|im_end|>"
-"""The end of a turn in ChatML, used if the vocabulary has it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -95,7 +91,9 @@ class Conversation:
 
     def stop_ids(self) -> frozenset[int]:
         """Ids that end an answer."""
-        turn_end = special_token_id(self.source.tokenizer, _TURN_END)
+        from llm_pretrain.export import end_of_turn_id
+
+        turn_end = end_of_turn_id(self.source.tokenizer.folder)
         return self.source.stop_ids | ({turn_end} if turn_end is not None else set())
 
     def fit(self, room: int) -> int:

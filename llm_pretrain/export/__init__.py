@@ -7,6 +7,7 @@ from llm_pretrain.export.config_json import (
     native_config,
 )
 from llm_pretrain.export.gguf import write_gguf
+from llm_pretrain.export.gguf_tokenizer import end_of_turn_id
 from llm_pretrain.export.hf_architectures import match_hf_architecture
 from llm_pretrain.export.huggingface import (
     TensorFiles,
@@ -22,6 +23,7 @@ __all__ = [
     "ModelCardData",
     "ModelCardSource",
     "TensorFiles",
+    "end_of_turn_id",
     "from_huggingface",
     "huggingface_config",
     "load_pretrained",

@@ -18,7 +18,11 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 """llama.cpp's token types."""
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
-_END_OF_TURN = "<|im_end|>"
+_ENDS_OF_TURN = (
+    *("<|im_end|>", "<end_of_turn>", "<|eot_id|>", "<|eot|>", "<|end|>", "<|endofturn|>", "[|endofturn|]"),
+    *("<|end_of_turn|>", "<|END_OF_TURN_TOKEN|>", "<|endofresponse|>", "<｜end▁of▁sentence｜>"),
+)
+"""Tokens at the end of a chat turn: of ChatML, Gemma, Llama 3 and 4, Phi, EXAONE, Cohere, dots and others."""
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _AFTER_NUMBERS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _PATTERNS = {
@@ -280,9 +284,23 @@ def _special_ids(folder: Path, tokens: list[str]) -> dict[str, int]:
         token = value.get("content") if isinstance(value, dict) else value
         if isinstance(token, str) and token in index:
             special[f"{theirs}_token_id"] = index[token]
-    if _END_OF_TURN in index:
-        special["eot_token_id"] = index[_END_OF_TURN]
+    if (end_of_turn := end_of_turn_id(folder)) is not None:
+        special["eot_token_id"] = end_of_turn
     return special
+
+
+def end_of_turn_id(folder: Path) -> int | None:
+    """Id of the special token that ends a chat turn; None for a tokenizer without one.
+
+    Of several, it is the one that the chat template writes last.
+
+    Raises:
+        DataError: a file of the tokenizer is missing or broken.
+    """
+    added = _read_json(folder / "tokenizer.json").get("added_tokens") or []
+    ids = {entry["content"]: entry["id"] for entry in added if entry.get("special")}
+    template = _chat_template(folder) or ""
+    return ids.get(max((name for name in _ENDS_OF_TURN if name in ids), key=template.rfind, default=""))
 
 
 def _chat_template(folder: Path) -> str | None:

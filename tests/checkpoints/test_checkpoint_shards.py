@@ -89,12 +89,24 @@ def test_weights_that_fit_are_one_file(tmp_path):
     assert [file.name for file in path.glob("model*")] == ["model.safetensors"]
 
 
-@pytest.mark.parametrize(("token", "expected"), [("<|im_end|>", [257, 300]), ("<|other|>", 257)])
-def test_text_ends_where_a_turn_ends_too(tmp_path, token, expected):
+@pytest.mark.parametrize(
+    ("tokens", "template", "expected"),
+    [
+        (["<|im_end|>"], None, [257, 300]),
+        (["<|other|>"], None, 257),
+        (["<|im_end|>", "<end_of_turn>"], "{{ m.content }}<end_of_turn>", [257, 301]),
+        (["<|im_end|>", "<|eot_id|>"], "{{ m.content }}<|im_end|>", [257, 300]),
+        (["<|im_end|>", "<|eot_id|>"], "{{ m.content }}{{ eos_token }}", [257, 300]),
+    ],
+)
+def test_text_ends_where_a_turn_ends_too(tmp_path, tokens, template, expected):
     tokenizer = make_tokenizer(tmp_path / "tokenizer")
     spec = json.loads((tokenizer / "tokenizer.json").read_text("utf-8"))
-    spec["added_tokens"].append({**spec["added_tokens"][-1], "id": 300, "content": token})
+    added = spec["added_tokens"]
+    added += [{**added[-1], "id": 300 + i, "content": token} for i, token in enumerate(tokens)]
     (tokenizer / "tokenizer.json").write_text(json.dumps(spec), "utf-8")
+    if template:
+        (tokenizer / "chat_template.jinja").write_text(template, "utf-8")
     path, _ = save(tmp_path / "weights", tokenizer)
     generation = json.loads((path / "generation_config.json").read_text())
     assert generation["eos_token_id"] == expected

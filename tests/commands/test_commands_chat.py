@@ -10,10 +10,9 @@ from safetensors.torch import save_file
 from support.corpora import make_tokenizer
 
 from llm_pretrain.__main__ import main
-from llm_pretrain.commands._source import special_token_id
 from llm_pretrain.config import ModelConfig
 from llm_pretrain.data import chat_prompt_ids, open_tokenizer, train_tokenizer
-from llm_pretrain.export import huggingface_config, to_huggingface
+from llm_pretrain.export import end_of_turn_id, huggingface_config, to_huggingface
 from llm_pretrain.model import Decoder
 from llm_pretrain.training import initialize_weights
 
@@ -104,9 +103,13 @@ def test_turns_are_laid_out_by_the_template(with_template, talk, prompts):
     assert len(prompts) == 3, "an empty line is no turn"
 
 
-def test_the_ends_of_texts_and_of_turns_end_an_answer(with_template, talk, monkeypatch):
+@pytest.mark.parametrize("name", ["<|im_end|>", "<end_of_turn>"])
+def test_the_ends_of_texts_and_of_turns_end_an_answer(name, with_template, talk, monkeypatch):
     from llm_pretrain import generation
 
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        text = (with_template / file).read_text("utf-8")
+        (with_template / file).write_text(text.replace("<|im_end|>", name), "utf-8")
     tokenizer = open_tokenizer(with_template)
     ends = []
 
@@ -117,7 +120,7 @@ def test_the_ends_of_texts_and_of_turns_end_an_answer(with_template, talk, monke
 
     monkeypatch.setattr(generation, "generate", fake)
     out, err = talk(with_template, lines=["hello"])
-    special = special_token_id(tokenizer, "<|im_end|>")
+    special = end_of_turn_id(with_template)
     assert ends == [{tokenizer.eos_token_id, special}]
     assert special not in (None, tokenizer.eos_token_id)
     assert out.strip()

@@ -310,6 +310,17 @@ def two_in_front(spec: dict) -> None:
     }
 
 
+def test_the_end_of_a_turn_is_the_chat_templates(tmp_path, tokenizers):
+    weights = write_weights(tmp_path / "weights", BASE, tokenizers["bytelevel-bpe"])
+    spec = json.loads((weights / "tokenizer.json").read_text("utf-8"))
+    ids = {entry["content"]: entry["id"] for entry in spec["added_tokens"]}
+    assert read_vocabulary(weights, BASE.vocab_size).special["eot_token_id"] == ids["<|im_end|>"]
+    for file in ("tokenizer.json", "chat_template.jinja"):
+        text = (weights / file).read_text("utf-8").replace("<|im_start|>", "<end_of_turn>")
+        (weights / file).write_text(text.replace("<|im_end|>' -", "<end_of_turn>' -"), "utf-8")
+    assert read_vocabulary(weights, BASE.vocab_size).special["eot_token_id"] == ids["<|im_start|>"]
+
+
 def test_special_tokens_may_be_named_in_a_file_of_their_own(tmp_path, tokenizers):
     """As older versions of transformers write them."""
     weights = write_weights(tmp_path / "weights", BASE, tokenizers["bytelevel-bpe"])
