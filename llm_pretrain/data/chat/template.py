@@ -30,6 +30,7 @@ CHARACTERS, CHARACTERS_PER_BYTE = 1 << 24, 16
 
 _PRIVATE = range(0xF0000, 0xFFFFE)
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_TO_TEXT = re.compile(r"\s*(?=\S)")
 
 
 class RenderingError(Exception):
@@ -171,30 +172,37 @@ class _Job:
 
     def _with_end_token(self, start: int, end: int) -> int:
         """End of a marked span; extends it by an unmarked end token directly after it."""
-        if self._special.search(self.text, start, end):
-            return end
         behind = self._special.match(self.text, end)
-        return behind.end() if behind else end
+        if behind is None:
+            return end
+        last = _last(self._special, self.text, start, end)
+        if last and not self.text[last.end() : end].strip():  # an end token itself, or that of a tool call
+            after = _TO_TEXT.match(self.text, behind.end())
+            if after and not self._special.match(self.text, after.end()):
+                return end  # text follows, as in the next turn's header
+        return behind.end()
 
     def _span(self, turn: int) -> tuple[int, int]:
         """(start, end) of a turn: from after the generation prompt to its end token."""
-        start = self._start(turn)
+        start, head = self._start(turn)
         whole = self.render(turn + 1)
+        last = _last(self._special, whole)
+        if last and (whole[last.end() :].strip() or head.startswith(whole[: last.end()])):
+            last = None  # inside the turn, or in its header
         if start < len(whole) and self.text.startswith(whole):
-            *_, last = [None, *self._special.finditer(self.text, start, len(whole))]
-            if last and not self.text[last.end() : len(whole)].strip():
-                return start, last.end()  # a line break after the end token is not generated
-            return start, len(whole)
-        first = self._special.search(self.text, start)  # earlier turns are rendered differently
-        if first is None:
+            return start, last.end() if last else len(whole)  # a line break after it is not generated
+        behind = self._special.finditer(self.text, start)  # earlier turns are rendered differently
+        end = next((found.end() for found in behind if last is None or found[0] == last[0]), None)
+        if end is None:
             raise RenderingError("expected turns that end in a special token, found none in the template")
-        return start, first.end()
+        return start, end
 
-    def _start(self, turn: int) -> int:
+    def _start(self, turn: int) -> tuple[int, str]:
+        """(start of a turn, the text before it with the generation prompt)."""
         try:
             head = self.render(turn, add_generation_prompt=True)
             if self.text.startswith(head):
-                return len(head)
+                return len(head), head
             before = self.render(turn)
         except RenderingError:
             if turn:
@@ -212,7 +220,7 @@ class _Job:
                 "expected a template that shows earlier turns as it showed them, found another; "
                 "mark the assistant's turns in it with {% generation %}"
             )
-        return shared
+        return shared, head
 
     def restored(self, text: str, spans: Sequence[tuple[int, int]], most: int) -> dict[str, Any]:
         """`ChatTemplate.rendered` of a text with placeholders; moves `spans` as these are replaced."""
@@ -244,6 +252,12 @@ class _Job:
             "places": [span for span in found if span not in literal] if literal else None,
             "spans": [[place + shifts[bisect(ends, place) - 1] for place in span] for span in spans],
         }
+
+
+def _last(pattern: re.Pattern[str], text: str, *place: int) -> re.Match[str] | None:
+    """The last match, in the (start, end) of a place if given."""
+    *_, last = [None, *pattern.finditer(text, *place)]
+    return last
 
 
 @functools.lru_cache(maxsize=8)
