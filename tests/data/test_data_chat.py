@@ -399,6 +399,38 @@ def test_every_byte_of_the_assistants_turn_is_a_target(tmp_path: Path, said: str
     assert tokenizer.token(targets[-1]) == "<|im_end|>"
 
 
+NULL_CALL = """{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' }}\
+{% if message.content is none %}{{ message.tool_calls | tojson }}{% else %}{{ message.content }}{% endif %}\
+{{ '<|im_end|>\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (NULL_CALL, '["None"]<|im_end|>'),
+        (CHATML, "<|im_end|>"),  # writes null as None
+        (CHATML.replace("message.content", "message.content + 'x'"), "x<|im_end|>"),  # fails for null
+    ],
+)
+@pytest.mark.parametrize("message", [{"content": None}, {}])
+def test_a_call_without_content_is_rendered(tmp_path: Path, template: str, expected: str, message: dict):
+    tokenizer = chat_tokenizer(tmp_path / "tokenizer", template)
+    messages = [MESSAGES[1], {"role": "assistant", **message, "tool_calls": ["None"]}]
+    corpus = write_jsonl(tmp_path / "c.jsonl", [{"messages": messages}])
+    store = prepare_store(Preparation([str(corpus)], tokenizer.folder, tmp_path / "store", 0.0))
+    ((ids, mask),) = store.split("train").iterate()
+    assert targets(tokenizer, ids.tolist(), mask.tolist()) == [expected]
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
+def test_reasoning_of_any_name_reaches_the_template(tmp_path: Path, name: str):
+    template = CHATML.replace("{{ message.content", "{{ message.reasoning_content }}{{ message.content")
+    tokenizer = chat_tokenizer(tmp_path / "tokenizer", template)
+    messages = [MESSAGES[1], MESSAGES[2] | {name: "hm <|im_end|> "}]
+    ids, mask = encode_chat(tokenizer, messages)
+    assert targets(tokenizer, ids, mask) == ["hm <|im_end|> 42 😀<|im_end|>"]
+
+
 def test_tools_reach_the_template(tmp_path: Path):
     template = "{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML
     tokenizer = chat_tokenizer(tmp_path / "tokenizer", template)

@@ -99,10 +99,24 @@ class ChatTemplate:
         Raises:
             RenderingError: see there.
         """
-        job = _Job(self, messages, tools, date)
+        job = self._job(messages, tools, date)
         if is_prompt:
             return job.restored(job.render(len(messages), add_generation_prompt=True), (), most)
         return job.restored(job.text, job.assistant_spans(), most)
+
+    def _job(self, messages: list[dict[str, Any]], tools: list[Any] | None, date: str) -> _Job:
+        """Content of null stays null, but is "" where the template fails or only writes None for it."""
+        messages = [_with_reasoning(message) for message in messages]
+        filled = [m | {"content": ""} if m.get("content", "") is None else m for m in messages]
+        job = _Job(self, filled, tools, date)
+        if filled == messages:
+            return job
+        try:
+            with_null = _Job(self, messages, tools, date)
+        except RenderingError:
+            return job
+        is_written = with_null.text.replace("None", "") == job.text.replace("None", "")
+        return job if is_written else with_null
 
 
 class _Job:
@@ -252,6 +266,13 @@ class _Job:
             "places": [span for span in found if span not in literal] if literal else None,
             "spans": [[place + shifts[bisect(ends, place) - 1] for place in span] for span in spans],
         }
+
+
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """Fills the field of reasoning that templates read from the others, as transformers does."""
+    names = ("reasoning_content", "thinking", "reasoning")
+    found = next((message[name] for name in names if message.get(name) is not None), None)
+    return message if found is None else {"thinking": found, **message, "reasoning_content": found}
 
 
 def _last(pattern: re.Pattern[str], text: str, *place: int) -> re.Match[str] | None:

@@ -91,7 +91,7 @@ class Document:
     def text(self) -> str:
         """The text, for training a tokenizer; empty for token ids."""
         if self.messages is not None:
-            return "\n".join(message["content"] for message in self.messages)
+            return "\n".join(message["content"] or "" for message in self.messages)
         return "".join(text for text, _ in self.segments)
 
 
@@ -190,7 +190,10 @@ def _segments(location: str, value: Any) -> tuple[tuple[str, bool], ...]:
 
 
 def _messages(location: str, value: Any, key: str) -> list[dict[str, Any]]:
-    """Messages in transformers' form, from that or ShareGPT's (`from`, `value`); null fields are left out."""
+    """Messages in transformers' form, from that or ShareGPT's (`from`, `value`).
+
+    Null fields are left out; content that a message with tool calls does not have is None.
+    """
     if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
         raise RecordError("wrong type", location, f"expected {key} to be a list of {{role, content}}")
     if not value:
@@ -201,14 +204,16 @@ def _messages(location: str, value: Any, key: str) -> list[dict[str, Any]]:
         if "role" not in message and "from" in message:
             message["role"] = message.pop("from")
             message["content"] = message.pop("value", None)
-        content = message.get("content", "" if message.get("tool_calls") else None)
+        content = message.get("content")
         if isinstance(content, list) and all(_is_text_part(part) for part in content):
             content = "".join(part["text"] for part in content)
-        if not isinstance(message.get("role"), str) or not isinstance(content, str):
+        is_call = content is None and bool(message.get("tool_calls"))
+        if not isinstance(message.get("role"), str) or not (is_call or isinstance(content, str)):
             found = f"found {_kind(message.get('role'))} and {_kind(content)}"
             detail = f"expected {key}[{number}] to have a role and a content that are strings, {found}"
             raise RecordError("wrong type", location, detail)
-        _check_surrogates(location, content)
+        if isinstance(content, str):
+            _check_surrogates(location, content)
         message["role"] = _ROLES.get(message["role"], message["role"])
         message["content"] = content
         messages.append(message)
