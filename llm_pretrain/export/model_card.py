@@ -23,13 +23,13 @@ class ModelCardSource:
 
     Args:
         label: Its name in metrics.
-        weight: Its sampling weight, relative to the others.
+        samples: Number of samples drawn from it so far.
         documents: Number of training documents.
         tokens: Number of training tokens in one epoch.
     """
 
     label: str
-    weight: float
+    samples: int
     documents: int
     tokens: int
 
@@ -142,9 +142,9 @@ def _use(data: ModelCardData, model_type: str | None) -> str:
 
 
 def _data(data: ModelCardData) -> str:
-    total = sum(source.weight for source in data.sources) or 1.0
+    total = sum(source.samples for source in data.sources) or 1
     rows = [
-        (source.label, f"{source.weight / total:.1%}", f"{source.documents:,}", f"{source.tokens:,}")
+        (source.label, f"{source.samples / total:.1%}", f"{source.documents:,}", f"{source.tokens:,}")
         for source in data.sources
     ]
     table = _table(("Source", "Share of samples", "Documents", "Tokens"), rows)

@@ -31,7 +31,12 @@ from llm_pretrain.checkpoints import (
     whole_state,
 )
 from llm_pretrain.config import Config
-from llm_pretrain.data import TokenStore, data_fingerprint, weight_changes_fingerprint
+from llm_pretrain.data import (
+    TokenStore,
+    data_fingerprint,
+    samples_by_source,
+    weight_changes_fingerprint,
+)
 from llm_pretrain.distributed.collectives import (
     RankGroup,
     SingleRank,
@@ -507,15 +512,15 @@ def card_facts(
     config: Config, engine: Engine, stores: Sequence[TokenStore], progress: Progress, *, is_best: bool
 ) -> ModelCardData:
     """The facts of a model card for this step's weights."""
-    splits = [store.split("train") for store in stores]
+    splits, samples = [store.split("train") for store in stores], samples_by_source(config, progress.step)
     versions = environment(engine.device)
     return ModelCardData(
         config=config,
         step=progress.step,
         tokens_seen=progress.tokens_seen,
         sources=[
-            ModelCardSource(source.label, source.weight, split.documents, int(split.offsets[-1]))
-            for source, split in zip(config.data.sources, splits, strict=True)
+            ModelCardSource(source.label, drawn, split.documents, int(split.offsets[-1]))
+            for source, drawn, split in zip(config.data.sources, samples, splits, strict=True)
         ],
         tokenizer_size=stores[0].vocab_size,
         tokenizer_hash=stores[0].tokenizer_hash,

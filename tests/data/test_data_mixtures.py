@@ -95,6 +95,13 @@ def test_any_changes_keep_every_source_in_its_order(changes: list[tuple[int, lis
         assert not drawn[np.array(weights) == 0].any()
 
 
+@pytest.mark.parametrize("stop", [0, 1, 700, BLOCK, 2 * BLOCK + 9, 7 * BLOCK - 1])
+def test_the_samples_of_each_source_are_counted_without_drawing_them(stop: int):
+    order = SampleOrder(LENGTHS, [2, 1, 1], 5, CHANGES)
+    sources, _ = order.samples(0, stop)
+    assert order.counts(stop) == np.bincount(sources, minlength=len(LENGTHS)).tolist()
+
+
 def test_changes_leave_the_blocks_before_them_as_they_were():
     plain, changed = SampleOrder(LENGTHS, [2, 1, 1], 5), SampleOrder(LENGTHS, [2, 1, 1], 5, CHANGES)
     assert [plain[g] for g in range(2 * BLOCK)] == [changed[g] for g in range(2 * BLOCK)]

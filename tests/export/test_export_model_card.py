@@ -42,7 +42,7 @@ FACTS = ModelCardData(
     config=CONFIG,
     step=1200,
     tokens_seen=3_456_789,
-    sources=[ModelCardSource("verse", 3.0, 5671, 700_000), ModelCardSource("code", 1.0, 427, 3_400_000)],
+    sources=[ModelCardSource("verse", 300, 5671, 700_000), ModelCardSource("code", 100, 427, 3_400_000)],
     tokenizer_size=6400,
     tokenizer_hash="0123456789abcdef" * 4,
     has_chat_template=True,
@@ -128,5 +128,5 @@ def test_without_an_evaluation_it_states_that():
 
 
 def test_a_bar_in_a_name_does_not_break_a_table():
-    source = ModelCardSource("a|b", 1.0, 1, 1)
+    source = ModelCardSource("a|b", 1, 1, 1)
     assert "| a\\|b | 100.0% | 1 | 1 |" in model_card(dataclasses.replace(FACTS, sources=[source]))

@@ -59,6 +59,13 @@ def run(stores: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Fi
     return Finished(0, "", folder)
 
 
+def test_the_model_card_gives_the_shares_that_were_drawn(run: Finished):
+    """1024 samples of both, then 1280 of the second alone."""
+    card = (run.folder / "weights" / "step-00000018" / "README.md").read_text()
+    assert "| plain | 22.2% |" in card
+    assert "| ragged | 77.8% |" in card
+
+
 def per_source(row: dict, name: str) -> list:
     return [row[f"train/source/{label}/{name}"] for label in LABELS]
 

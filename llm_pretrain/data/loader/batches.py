@@ -256,6 +256,14 @@ def _weight_segments(config: Config) -> list[tuple[int, list[float]]]:
     return [(block_at(change.step * samples), change.weights) for change in config.data.weight_changes]
 
 
+def samples_by_source(config: Config, step: int) -> list[int]:
+    """Samples that the first `step` steps draw from each source."""
+    weights = [source.weight for source in config.data.sources]
+    lengths = [1] * len(weights)  # which source a sample is of does not depend on them
+    order = SampleOrder(lengths, weights, config.data.seed, _weight_segments(config))
+    return order.counts(step * config.training.global_batch_size)
+
+
 def sequences_per_epoch(config: Config) -> int:
     """Packed train sequences of all sources."""
     return sum(len(source.index) for source in _packed(config, "train"))

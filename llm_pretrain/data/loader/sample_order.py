@@ -147,9 +147,20 @@ class SampleOrder:
         sources, sequences = (np.concatenate(arrays)[kept] for arrays in zip(*parts, strict=True))
         return sources, sequences
 
+    def counts(self, stop: int) -> list[int]:
+        """Samples of each source among the sample numbers 0 … stop - 1."""
+        block, place = divmod(stop, BLOCK)
+        segment = self._segment(block)
+        started = np.bincount(self._block(block)[0][:place], minlength=len(self._lengths)).tolist()
+        columns = zip(segment.drawn, segment.quotas, started, strict=True)
+        return [drawn + (block - segment.start) * quota + more for drawn, quota, more in columns]
+
+    def _segment(self, block: int) -> Segment:
+        return self.segments[bisect_right(self.segments, block, key=lambda each: each.start) - 1]
+
     def _compute_block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
         """(sources, sequences) of a block, int64 [BLOCK] each."""
-        segment = self.segments[bisect_right(self.segments, block, key=lambda each: each.start) - 1]
+        segment = self._segment(block)
         if BLOCK in segment.quotas:
             k = segment.quotas.index(BLOCK)
             numbers = segment.drawn[k] + (block - segment.start) * BLOCK + np.arange(BLOCK, dtype=np.int64)
