@@ -77,7 +77,7 @@ def model_card(data: ModelCardData) -> str:
         _data(data),
         _training(data),
         _evaluation(data),
-        _limits(),
+        _limits(data.config.model.init_from),
         f"## Settings\n\n```yaml\n{dump_yaml(_settings(data.config)).strip()}\n```",
     ]
     return "\n\n".join(parts) + "\n"
@@ -184,10 +184,14 @@ def _evaluation(data: ModelCardData) -> str:
     return f"## Evaluation\n\n{where}; loss in nats per token.\n\n{_table(('Metric', 'Value'), rows)}"
 
 
-def _limits() -> str:
+def _limits(init_from: str | None) -> str:
+    origin = "It was trained on the data above and nothing else, and"
+    if init_from is not None:
+        name = PurePosixPath(_portable(init_from)).name or init_from
+        origin = f"It started from the weights `{name}`, was trained on the data above, and"
     return (
-        "## Limits\n\nA base model continues text. It was trained on the data above and nothing else, and "
-        "nobody has checked what it says; it can be wrong, and it can repeat what it has read."
+        f"## Limits\n\nA base model continues text. {origin} nobody has checked what it says; it can be "
+        "wrong, and it can repeat what it has read."
     )
 
 

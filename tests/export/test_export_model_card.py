@@ -112,6 +112,18 @@ def test_it_has_no_path_of_the_machine_and_its_settings_load():
     assert config.training == CONFIG.training
 
 
+def limits(model: ModelConfig) -> str:
+    card = model_card(dataclasses.replace(FACTS, config=dataclasses.replace(CONFIG, model=model)))
+    return card.split("## Limits")[1].split("## Settings")[0]
+
+
+def test_it_names_the_weights_that_training_started_from():
+    started = limits(dataclasses.replace(MODEL, init_from="/models/Some-0.6B/"))
+    assert "It started from the weights `Some-0.6B`, was trained on the data above, and nobody" in started
+    assert "nothing else" not in started
+    assert "It was trained on the data above and nothing else, and nobody" in limits(MODEL)
+
+
 def test_the_same_facts_make_the_same_card():
     assert model_card(FACTS) == model_card(dataclasses.replace(FACTS))
 
