@@ -33,6 +33,8 @@ def test_records_become_segments_and_token_documents(tmp_path: Path):
     tokens = parse_line(tmp_path, b'{"input_ids": [5, 6], "loss_mask": [0, 1]}')
     assert (tokens.input_ids, tokens.loss_mask) == ([5, 6], [0, 1])
     assert parse_line(tmp_path, b'{"input_ids": [5, 6]}').loss_mask == [1, 1]
+    padded = parse_line(tmp_path, b'{"input_ids": [0, 5, 6, 0, 0], "attention_mask": [0, 1, 1, 0, 0]}')
+    assert (padded.input_ids, padded.loss_mask) == ([5, 6], [1, 1])
 
 
 @pytest.mark.parametrize(

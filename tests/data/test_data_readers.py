@@ -203,12 +203,14 @@ def test_columns_that_are_no_text_make_the_same_records_as_lines(tmp_path: Path)
         "segments": [{"segments": [{"text": "a", "loss": False}, {"text": "b", "loss": True}]}],
         "ids": [{"input_ids": [1, 2], "labels": [-100, 2]}, {"input_ids": [3], "labels": [3]}],
         "pair": [{"prompt": "p", "completion": "c"}],
+        "padded": [{"input_ids": [1, 2, 0], "attention_mask": [1, 1, 0]}],
+        "calls": [{"messages": chat, "tools": [{"name": "a", "arguments": {name: 1}}]} for name in "xy"],
     }
     for name, rows in records.items():
         lines = documents(write_jsonl(tmp_path / f"{name}.jsonl", rows))
         (tmp_path / f"{name}.parquet").write_bytes(parquet(pyarrow.Table.from_pylist(rows)))
         for line, row in zip(lines, documents(tmp_path / f"{name}.parquet"), strict=True):
-            for field in ("segments", "input_ids", "loss_mask", "messages"):
+            for field in ("segments", "input_ids", "loss_mask", "messages", "tools"):
                 assert getattr(line, field) == getattr(row, field)
 
 

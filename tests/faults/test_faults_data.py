@@ -165,6 +165,10 @@ CASES: dict[str, Case] = {
     ),
     "shifted labels": record({"input_ids": [1, 2, 3], "labels": [2, 3, -100]}, "wrong labels"),
     "a short mask": record({"input_ids": [1, 2], "loss_mask": [1]}, "wrong length"),
+    "a hole in an attention mask": record(
+        {"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]}, "wrong type"
+    ),
+    "a short attention mask": record({"input_ids": [1, 2], "attention_mask": [1]}, "wrong length"),
     "a mask without a target": record({"input_ids": [1, 2], "loss_mask": [0, 0]}, "no loss token"),
     "a target in the first place alone": record({"input_ids": [1, 2], "loss_mask": [1, 0]}, "no loss token"),
     "a single token": record({"input_ids": [1]}, "no loss token"),

@@ -101,7 +101,8 @@ def parse_record(record: RawRecord, text_column: str = "text") -> Document:
     A JSON record is, in this order of preference: `{"text"}` (or the field `text_column`); `{"prompt",
     "completion"}` (only the completion is a target); `{"messages"}` or `{"conversations"}` (only the
     assistant's turns are targets); `{"segments": [{"text", "loss"}]}`; or `{"input_ids"}` with `loss_mask` or
-    `labels` (not shifted, −100 where not a target), stored unchanged.
+    `labels` (not shifted, −100 where not a target), stored unchanged but for padding, which an
+    `attention_mask` cuts off.
     """
     location = record.location
     if record.kind == "bad":
@@ -258,9 +259,28 @@ def _token_document(location: str, fields: dict[str, Any]) -> Document:
     if len(mask) != len(ids):
         detail = f"expected a loss_mask as long as input_ids ({len(ids)}), found {len(mask)}"
         raise RecordError("wrong length", location, detail)
-    if not ids:
+    kept = _attended(location, len(ids), fields.get("attention_mask"))
+    if not ids[kept]:
         raise RecordError(EMPTY, location, "found no token ids")
-    return Document(location, input_ids=ids, loss_mask=mask)
+    return Document(location, input_ids=ids[kept], loss_mask=mask[kept])
+
+
+def _attended(location: str, length: int, mask: Any) -> slice:
+    """The tokens between the padding, which an attention mask marks with 0."""
+    if mask is None:
+        return slice(length)
+    if not isinstance(mask, list) or not all(type(m) in (int, bool) and m in (0, 1) for m in mask):
+        raise RecordError("wrong type", location, "expected attention_mask to be a list of 0 and 1")
+    if len(mask) != length:
+        detail = f"expected an attention_mask as long as input_ids ({length}), found {len(mask)}"
+        raise RecordError("wrong length", location, detail)
+    places = [place for place, attended in enumerate(mask) if attended]
+    first, stop = (places[0], places[-1] + 1) if places else (0, 0)
+    if len(places) < stop - first:
+        raise RecordError(
+            "wrong type", location, "expected an attention_mask with 0 at its ends only, found one inside"
+        )
+    return slice(first, stop)
 
 
 def _mask_of_labels(location: str, ids: list[int], labels: Any) -> list[int]:

@@ -27,7 +27,7 @@ _FORMS = (
     (("messages",), ("tools",)),
     (("conversations",), ("tools",)),
     (("segments",), ()),
-    (("input_ids",), ("loss_mask", "labels")),
+    (("input_ids",), ("loss_mask", "labels", "attention_mask")),
 )
 """(required, optional) columns of each form of document."""
 
@@ -163,10 +163,18 @@ def _rows(
         row = before + position + 1
         try:
             fields = chosen.slice(position, 1).to_pylist()[0]
+            fields = {column: _without_nulls(value) for column, value in fields.items()}
             data = json.dumps(fields, ensure_ascii=False, default=_named).encode()
             yield RawRecord(name, row, data, "json", index)
         except UnicodeError as error:
             yield bad_record(name, row, "invalid UTF-8", str(error), index)
+
+
+def _without_nulls(value: Any) -> Any:
+    """Leaves out null fields: Arrow gives every row the fields that any row's objects have."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(field) for name, field in value.items() if field is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 def _named(value: Any) -> dict[str, str]:
