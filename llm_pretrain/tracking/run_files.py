@@ -32,7 +32,7 @@ class RunRecord:
         attempts: Rows of `attempts.jsonl`, in the order in which the attempts began.
         rows: Rows of `metrics.jsonl` by step, without lost work (`read_metrics`); `moe/load` is an array
             [layers, experts].
-        samples: Rows of `samples.jsonl`.
+        samples: Rows of `samples.jsonl`, without lost work.
         problems: What could not be read, one line each.
     """
 
@@ -76,11 +76,17 @@ def read_run(path: Path, *, metrics: bool = True) -> RunRecord:
     run.attempts = _read_lines(path / "attempts.jsonl", run.problems)
     if metrics:
         if (path / "metrics.jsonl").exists():
-            begun = [(attempt.get("metrics_bytes"), attempt.get("step")) for attempt in run.attempts]
-            starts = [(size, step) for size, step in begun if isinstance(size, int) and isinstance(step, int)]
+            starts = _starts(run.attempts, "metrics_bytes")
             run.rows = read_metrics(path / "metrics.jsonl", convert=_compact, starts=starts)
-        run.samples = _read_lines(path / "samples.jsonl", run.problems)
+        starts = _starts(run.attempts, "samples_bytes")
+        run.samples = _read_lines(path / "samples.jsonl", run.problems, starts)
     return run
+
+
+def _starts(attempts: Iterable[Row], key: str) -> list[tuple[int, int]]:
+    """`starts` of `read_metrics` for the file whose size the attempts have under `key`."""
+    begun = [(attempt.get(key), attempt.get("step")) for attempt in attempts]
+    return [(size, step) for size, step in begun if isinstance(size, int) and isinstance(step, int)]
 
 
 def check_run_folder(path: Path) -> None:
@@ -153,8 +159,11 @@ def _read_mapping(path: Path, parse: Callable[[Path], Any], problems: list[str])
     return content if isinstance(content, Mapping) else {}
 
 
-def _read_lines(path: Path, problems: list[str]) -> list[Row]:
-    """The objects of a file of JSON lines. A torn last line is left out; another bad line is a problem."""
+def _read_lines(path: Path, problems: list[str], starts: Iterable[tuple[int, int]] = ()) -> list[Row]:
+    """The objects of a file of JSON lines. A torn last line is left out; another bad line is a problem.
+
+    `starts` as in `read_metrics`: rows of lost work are left out.
+    """
     try:
         lines = read_plain(path, MAX_METRICS_BYTES).split(b"\n")
     except FileNotFoundError:
@@ -162,14 +171,18 @@ def _read_lines(path: Path, problems: list[str]) -> list[Row]:
     except OSError as error:
         problems.append(f"{path.name} cannot be read: {error.strerror}")
         return []
-    rows = []
+    rows, offset = [], 0
     for index, line in enumerate(lines[:-1], start=1):
+        later = [start for size, start in starts if offset < size]
+        offset += len(line) + 1
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):
             row = None
         if isinstance(row, dict):
-            rows.append(row)
+            step = row.get("step")
+            if not (later and isinstance(step, int) and step > min(later)):
+                rows.append(row)
         else:
             problems.append(f"{path.name}: line {index} is no JSON object and is left out")
     return rows

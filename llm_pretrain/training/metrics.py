@@ -274,6 +274,7 @@ def record_attempt(
         "step": step,
         "time": time.time(),
         "metrics_bytes": folder.metrics.stat().st_size,  # its rows follow; clocks may be set back
+        "samples_bytes": _samples_bytes(folder),
         "launcher": engine.launcher,
         "world_size": engine.world_size,
         "device": versions.pop("device"),
@@ -287,3 +288,12 @@ def record_attempt(
     }
     with MetricsWriter(folder.attempts) as attempts:
         attempts.append(row)
+
+
+def _samples_bytes(folder: RunFolder) -> int:
+    """Size of samples.jsonl, whose torn end is cut first; 0 without one."""
+    if not folder.samples.is_file():
+        return 0
+    with suppress(OutputError), MetricsWriter(folder.samples):  # a warning, when samples are written
+        pass
+    return folder.samples.stat().st_size

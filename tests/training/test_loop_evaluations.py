@@ -309,6 +309,9 @@ def test_a_resumed_run_samples_repeated_steps_again(
     assert train(*options(plain_store, folder, *more)) == 0
     steps = [row["step"] for row in sample_rows(folder)[:: len(PROMPTS)]]
     assert steps == [*range(8), 7, 8], "the checkpoint was of step 6"
+    sizes = [row["samples_bytes"] for row in Finished(0, "", folder).attempts]
+    lines = (folder / "samples.jsonl").read_bytes().splitlines(keepends=True)
+    assert sizes == [0, sum(map(len, lines[: -2 * len(PROMPTS)]))], "without the torn end"
 
 
 def test_a_long_prompt_keeps_its_end(plain_store: Path, tmp_path: Path, calls: list[dict]):
