@@ -19,6 +19,7 @@ from llm_pretrain.errors import OutputError
 from llm_pretrain.files import check_replaceable, replace_text
 from llm_pretrain.tracking.metrics import finite_number
 from llm_pretrain.tracking.report_charts import (
+    Axes,
     RunSeries,
     chart_sections,
     expert_maps,
@@ -165,7 +166,7 @@ class Table:
 def _summary(run: RunRecord) -> dict[str, str]:
     """What a run is and how far it is, by label; unknown entries are left out."""
     attempt = run.attempts[-1] if run.attempts else {}
-    losses, tokens = metric_values(run.rows, "train/loss"), metric_values(run.rows, "train/tokens")
+    losses = metric_values(run.rows, "train/loss")
     evaluated = [row for row in run.rows if finite_number(row.get("eval/loss")) is not None]
     best = min(((row["eval/loss"], row["step"]) for row in evaluated), default=None)
     bits = metric_values(run.rows, "eval/bits_per_byte")
@@ -180,7 +181,7 @@ def _summary(run: RunRecord) -> dict[str, str]:
     entries = {
         "Step": _progress(run),
         "Parameters": size,
-        "Tokens": quantity(tokens[-1]) if tokens else None,
+        "Tokens": _tokens(run),
         "Training time": duration(seconds) if seconds is not None else None,
         "Training loss": f"{losses[-1]:.4f}" if losses else None,
         "Best evaluation loss": f"{best[0]:.4f} at step {best[1]:,}" if best else None,
@@ -193,13 +194,28 @@ def _summary(run: RunRecord) -> dict[str, str]:
     return {label: text for label, text in entries.items() if text}
 
 
-def _progress(run: RunRecord) -> str | None:
+def _last_step(run: RunRecord) -> int | None:
     steps = [run.rows[-1]["step"]] if run.rows else []
-    steps += [step] if isinstance(step := run.status.get("step"), int) else []
-    if not steps:
+    steps += [step] if isinstance(step := finite_number(run.status.get("step")), int) else []
+    return max(steps, default=None)
+
+
+def _progress(run: RunRecord) -> str | None:
+    step = _last_step(run)
+    if step is None:
         return None
     max_steps = run.setting("training", "max_steps")
-    return f"{max(steps):,} of {max_steps:,.0f}" if max_steps else f"{max(steps):,}"
+    return f"{step:,} of {max_steps:,.0f}" if max_steps else f"{step:,}"
+
+
+def _tokens(run: RunRecord) -> str | None:
+    """Tokens at the step that is shown; `about` where its row has none."""
+    step = _last_step(run)
+    tokens = None if step is None else Axes(run).at(step)["tokens"]
+    if tokens is None:
+        return None
+    is_exact = finite_number(run.rows[-1].get("train/tokens")) is not None and run.rows[-1]["step"] == step
+    return quantity(tokens) if is_exact else f"about {quantity(tokens)}"
 
 
 def _hardware(attempt: Row) -> str | None:

@@ -53,7 +53,7 @@ def run_series(run: RunRecord, name: str) -> RunSeries:
     """The columns and marks of one run."""
     training = [_with_experts(row) for row in run.rows if any(key.startswith("train/") for key in row)]
     evaluated = [row for row in run.rows if any(key.startswith("eval/") for key in row)]
-    axes = _Axes(run)
+    axes = Axes(run)
     return RunSeries(
         name=name,
         train=_columns(training, ("train/", "perf/", "experts/"), axes),
@@ -74,8 +74,8 @@ def training_seconds(run: RunRecord) -> float | None:
     return hours[-1] * 3600 if hours else None
 
 
-class _Axes:
-    """Interpolates tokens and hours at any step."""
+class Axes:
+    """Interpolates tokens and hours at any step; after the last row with tokens, these grow as before it."""
 
     def __init__(self, run: RunRecord):
         tokens = [
@@ -90,9 +90,16 @@ class _Axes:
 
     def at(self, step: float) -> dict[str, float | None]:
         """`{step, tokens, hours}`; None where the run does not record it."""
-        tokens = float(np.interp(step, self._token_steps, self._token_counts)) if self._has_tokens else None
+        tokens = self._tokens(step) if self._has_tokens else None
         hours = float(np.interp(step, self._hour_steps, self._hours)) if self._hours.size else None
         return {"step": step, "tokens": tokens, "hours": _rounded(hours)}
+
+    def _tokens(self, step: float) -> float:
+        steps, counts = self._token_steps, self._token_counts
+        if step <= steps[-1] or steps[-1] == steps[-2]:
+            return float(np.interp(step, steps, counts))
+        slope = (counts[-1] - counts[-2]) / (steps[-1] - steps[-2])
+        return float(counts[-1] + (step - steps[-1]) * slope)
 
 
 def _rounded(value: float | None) -> float | None:
@@ -143,7 +150,7 @@ def _clock_of_step_times(rows: Iterable[Row]) -> tuple[list[float], list[float]]
     return steps, hours
 
 
-def _columns(rows: Sequence[Row], prefixes: tuple[str, ...], axes: _Axes) -> dict[str, Column]:
+def _columns(rows: Sequence[Row], prefixes: tuple[str, ...], axes: Axes) -> dict[str, Column]:
     """`step`, `tokens`, `hours` and every metric with one of the prefixes that has any number."""
     if not rows:
         return {}
@@ -180,7 +187,7 @@ def _with_experts(row: Row) -> Row:
     return row | summary
 
 
-def _skipped(rows: Sequence[Row], axes: _Axes) -> list[dict[str, Any]]:
+def _skipped(rows: Sequence[Row], axes: Axes) -> list[dict[str, Any]]:
     marks, loss = [], None
     for row in rows:
         if label := row.get("train/skipped") or (row.get("train/spike") and "spike, logged"):

@@ -91,6 +91,27 @@ def test_an_abandoned_attempts_rows_are_not_the_runs(tmp_path: Path):
     assert [(row["step"], row["eval/loss"]) for row in found] == [(1, 8), (2, 7), (3, 6.5)]
 
 
+def test_an_abandoned_attempts_samples_are_not_the_runs(tmp_path: Path):
+    lost = [{"step": step, "prompt": "once", "text": f" lost {step}"} for step in (5, 10, 15, 20)]
+    size = sum(len(json.dumps(row)) + 1 for row in lost)
+    kept = [{"step": 12, "prompt": "once", "text": " kept 12"}]
+    for name, sizes in (("run", {"samples_bytes": size}), ("older", {})):
+        attempts = [attempt_row(0, 0), attempt_row(10, 9, **sizes)]
+        folder = make_run(tmp_path / name, [training_row(1)], attempts=attempts, samples=[*lost, *kept])
+        steps = [row["step"] for row in read_run(folder).samples]
+        assert steps == ([5, 10, 12] if sizes else [5, 10, 15, 20, 12])
+
+
+def test_tokens_after_the_last_logged_row_continue_its_slope(tmp_path: Path):
+    rows = [training_row(10), {"step": 10, "eval/loss": 3.0}, {"step": 15, "eval/loss": 2.5}]
+    page = report(make_run(tmp_path / "run", rows, config={"training": {"max_steps": 15}}, step=15))
+    assert page.data["runs"][0]["evaluation"]["tokens"] == [10_000, 15_000]
+    assert "Tokens about 15k " in page.text
+    exact = report(make_run(tmp_path / "exact", [training_row(10), training_row(15)], step=15))
+    assert "Tokens 15k " in exact.text
+    assert "Tokens 15k " in report(make_run(tmp_path / "odd", [training_row(15)], step=10**400)).text
+
+
 def test_curves_are_the_rows_of_metrics(tmp_path: Path):
     rows = [training_row(step, layers=4, experts=8) for step in range(1, 101)]
     rows[49] |= {"eval/loss": 3.25, "eval/bits_per_byte": 1.5}
