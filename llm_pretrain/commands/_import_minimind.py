@@ -99,7 +99,8 @@ def _split(text: str) -> tuple[dict[str, str], int, list[str]]:
     for i, word in enumerate(launcher):
         name, _, value = word.replace("-", "_").removeprefix("__").partition("=")
         if kind := _COUNTS.get(name):
-            counts[kind] = _number(int, name, value or launcher[min(i + 1, len(launcher) - 1)])
+            count = value or launcher[min(i + 1, len(launcher) - 1)]
+            counts[kind] = _number(int, name, count.rpartition(":")[2])  # of torchrun's MIN:MAX the larger
     processes = counts.get("all") or counts.get("of each machine", 1) * counts.get("machines", 1)
     known = {*_NEW_DEFAULTS, *_NOT_CARRIED_OVER, *_OLD_NAMES, *_FLAGS}
     given: dict[str, str] = {}

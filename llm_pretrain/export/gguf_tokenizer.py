@@ -276,7 +276,8 @@ def _special_ids(folder: Path, tokens: list[str]) -> dict[str, int]:
     They are named in tokenizer_config.json, else in special_tokens_map.json.
     """
     files = [folder / name for name in ("special_tokens_map.json", "tokenizer_config.json")]
-    config = {key: value for file in files if file.exists() for key, value in _read_json(file).items()}
+    named = [_read_json(file).items() for file in files if file.exists()]
+    config = {key: value for items in named for key, value in items if value is not None}
     index = {token: i for i, token in enumerate(tokens)}
     special: dict[str, int] = {}
     for ours, theirs in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):

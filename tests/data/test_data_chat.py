@@ -53,7 +53,6 @@ NESTED: list = []
 for _ in range(5000):
     NESTED = [NESTED]
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
-SPECIAL += ["<|call|>", "<|/call|>"]
 
 MESSAGES = [
     {"role": "system", "content": "Be brief."},
@@ -113,48 +112,6 @@ def test_ids_are_those_of_transformers_and_targets_the_assistants_words(tmp_path
     assert chat_prompt_ids(tokenizer, MESSAGES[:4]) == theirs(
         tokenizer, MESSAGES[:4], add_generation_prompt=True
     )
-
-
-CALLING = """{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' }}\
-{% if message.role == 'assistant' and loop.last %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}\
-{% if message.role == 'assistant' %}{% generation %}{{ message.content }}\
-{% for call in message.tool_calls or [] %}<|call|>{{ call | tojson }}<|/call|>{% endfor %}{% endgeneration %}\
-{% else %}{{ message.content }}{% endif %}{{ '<|im_end|>\\n' }}{% endfor %}\
-{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
-UNMARKED = CALLING.replace("{% generation %}", "").replace("{% endgeneration %}", "")
-ENDS_MARKED = MARKED.replace("{% endgeneration %}<|im_end|>", "<|im_end|>{% endgeneration %}").replace(
-    "<|im_end|>{% endif %}{{ '\\n' }}", "<|im_end|>{% endif %}"
-)
-CALLS = [MESSAGES[1], {"role": "assistant", "content": "I call ", "tool_calls": [{"x": 1}, {"y": 2}]}]
-
-
-@pytest.mark.parametrize(
-    ("template", "messages", "expected"),
-    [
-        (CALLING, CALLS, ['I call <|call|>{"x": 1}<|/call|><|call|>{"y": 2}<|/call|><|im_end|>']),
-        (
-            UNMARKED,
-            [*CALLS, *MESSAGES[3:]],
-            [
-                'I call <|call|>{"x": 1}<|/call|><|call|>{"y": 2}<|/call|><|im_end|>',
-                "<think>\n\n</think>\n\n\tStill 42.<|im_end|>",
-            ],
-        ),
-        (
-            CALLING.replace("message.content }}", "message.content + '<|call|>no' }}", 1),
-            CALLS[:1] + MESSAGES[4:],
-            ["\tStill 42.<|call|>no<|im_end|>"],
-        ),
-        (ENDS_MARKED, MESSAGES, TARGETS["marked"]),
-    ],
-)
-def test_a_turn_with_special_tokens_inside_is_a_target_to_its_end(
-    tmp_path: Path, template: str, messages: list[dict], expected: list[str]
-):
-    tokenizer = chat_tokenizer(tmp_path / "tokenizer", template)
-    ids, mask = encode_chat(tokenizer, messages)
-    assert ids == theirs(tokenizer, messages)
-    assert targets(tokenizer, ids, mask) == expected
 
 
 @pytest.mark.parametrize("name", [name for name in TEMPLATES if name != "thinking"])

@@ -30,7 +30,6 @@ CHARACTERS, CHARACTERS_PER_BYTE = 1 << 24, 16
 
 _PRIVATE = range(0xF0000, 0xFFFFE)
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_TO_TEXT = re.compile(r"\s*(?=\S)")
 
 
 class RenderingError(Exception):
@@ -105,18 +104,21 @@ class ChatTemplate:
         return job.restored(job.text, job.assistant_spans(), most)
 
     def _job(self, messages: list[dict[str, Any]], tools: list[Any] | None, date: str) -> _Job:
-        """Content of null stays null, but is "" where the template fails or only writes None for it."""
+        """Null content stays null, but is "" where the template fails on it or only writes None for it."""
         messages = [_with_reasoning(message) for message in messages]
         filled = [m | {"content": ""} if m.get("content", "") is None else m for m in messages]
-        job = _Job(self, filled, tools, date)
         if filled == messages:
-            return job
+            return _Job(self, messages, tools, date)
         try:
             with_null = _Job(self, messages, tools, date)
         except RenderingError:
-            return job
-        is_written = with_null.text.replace("None", "") == job.text.replace("None", "")
-        return job if is_written else with_null
+            return _Job(self, filled, tools, date)
+        try:
+            job = _Job(self, filled, tools, date)
+        except RenderingError:
+            return with_null
+        only_writes_none = with_null.text.replace("None", "") == job.text.replace("None", "")
+        return job if only_writes_none else with_null
 
 
 class _Job:
@@ -186,37 +188,30 @@ class _Job:
 
     def _with_end_token(self, start: int, end: int) -> int:
         """End of a marked span; extends it by an unmarked end token directly after it."""
-        behind = self._special.match(self.text, end)
-        if behind is None:
+        if self._special.search(self.text, start, end):
             return end
-        last = _last(self._special, self.text, start, end)
-        if last and not self.text[last.end() : end].strip():  # an end token itself, or that of a tool call
-            after = _TO_TEXT.match(self.text, behind.end())
-            if after and not self._special.match(self.text, after.end()):
-                return end  # text follows, as in the next turn's header
-        return behind.end()
+        behind = self._special.match(self.text, end)
+        return behind.end() if behind else end
 
     def _span(self, turn: int) -> tuple[int, int]:
         """(start, end) of a turn: from after the generation prompt to its end token."""
-        start, head = self._start(turn)
+        start = self._start(turn)
         whole = self.render(turn + 1)
-        last = _last(self._special, whole)
-        if last and (whole[last.end() :].strip() or head.startswith(whole[: last.end()])):
-            last = None  # inside the turn, or in its header
         if start < len(whole) and self.text.startswith(whole):
-            return start, last.end() if last else len(whole)  # a line break after it is not generated
-        behind = self._special.finditer(self.text, start)  # earlier turns are rendered differently
-        end = next((found.end() for found in behind if last is None or found[0] == last[0]), None)
-        if end is None:
+            *_, last = [None, *self._special.finditer(self.text, start, len(whole))]
+            if last and not self.text[last.end() : len(whole)].strip():
+                return start, last.end()  # a line break after the end token is not generated
+            return start, len(whole)
+        first = self._special.search(self.text, start)  # earlier turns are rendered differently
+        if first is None:
             raise RenderingError("expected turns that end in a special token, found none in the template")
-        return start, end
+        return start, first.end()
 
-    def _start(self, turn: int) -> tuple[int, str]:
-        """(start of a turn, the text before it with the generation prompt)."""
+    def _start(self, turn: int) -> int:
         try:
             head = self.render(turn, add_generation_prompt=True)
             if self.text.startswith(head):
-                return len(head), head
+                return len(head)
             before = self.render(turn)
         except RenderingError:
             if turn:
@@ -234,7 +229,7 @@ class _Job:
                 "expected a template that shows earlier turns as it showed them, found another; "
                 "mark the assistant's turns in it with {% generation %}"
             )
-        return shared, head
+        return shared
 
     def restored(self, text: str, spans: Sequence[tuple[int, int]], most: int) -> dict[str, Any]:
         """`ChatTemplate.rendered` of a text with placeholders; moves `spans` as these are replaced."""
@@ -273,12 +268,6 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     names = ("reasoning_content", "thinking", "reasoning")
     found = next((message[name] for name in names if message.get(name) is not None), None)
     return message if found is None else {"thinking": found, **message, "reasoning_content": found}
-
-
-def _last(pattern: re.Pattern[str], text: str, *place: int) -> re.Match[str] | None:
-    """The last match, in the (start, end) of a place if given."""
-    *_, last = [None, *pattern.finditer(text, *place)]
-    return last
 
 
 @functools.lru_cache(maxsize=8)

@@ -30,6 +30,7 @@ _FORMS = (
     (("input_ids",), ("loss_mask", "labels", "attention_mask")),
 )
 """(required, optional) columns of each form of document."""
+_CHAT = {"messages", "conversations", "tools"}
 
 
 def choose_columns(name: str, columns: Sequence[str], text_column: str) -> list[str]:
@@ -163,7 +164,8 @@ def _rows(
         row = before + position + 1
         try:
             fields = chosen.slice(position, 1).to_pylist()[0]
-            fields = {column: _without_nulls(value) for column, value in fields.items()}
+            for column in _CHAT & fields.keys():
+                fields[column] = _without_nulls(fields[column])
             data = json.dumps(fields, ensure_ascii=False, default=_named).encode()
             yield RawRecord(name, row, data, "json", index)
         except UnicodeError as error:
