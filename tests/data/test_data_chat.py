@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -53,6 +54,7 @@ NESTED: list = []
 for _ in range(5000):
     NESTED = [NESTED]
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+SPECIAL += ["<|call|>", "<|/call|>", "<|channel|>"]
 
 MESSAGES = [
     {"role": "system", "content": "Be brief."},
@@ -112,6 +114,71 @@ def test_ids_are_those_of_transformers_and_targets_the_assistants_words(tmp_path
     assert chat_prompt_ids(tokenizer, MESSAGES[:4]) == theirs(
         tokenizer, MESSAGES[:4], add_generation_prompt=True
     )
+
+
+CALLING = """{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' }}\
+{% if message.role == 'assistant' %}\
+{% generation %}{% if loop.last %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}{{ message.content }}\
+{% for call in message.tool_calls or [] %}<|call|>{{ call | tojson }}<|/call|>{% endfor %}{% endgeneration %}\
+{% else %}{{ message.content }}{% endif %}{{ '<|im_end|>\\n' }}{% endfor %}\
+{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+ENDED = """{% for message in messages %}{{ '<|start_header_id|>' + message.role + '<|end_header_id|>\\n' }}\
+{{ message.content + '<|eot_id|>\\n' }}{% endfor %}{% if add_generation_prompt %}\
+{{ '<|start_header_id|>assistant<|end_header_id|>\\n' }}{% else %}{{ eos_token }}{% endif %}"""
+LAST = """{% for message in messages %}{{ message.role + ': ' + message.content }}\
+{{ eos_token if loop.last and not add_generation_prompt else '\\n' }}{% endfor %}\
+{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"""
+CHANNELS = """{% for message in messages %}{{ '<|im_start|>' + message.role }}\
+{% if message.role == 'assistant' and message.thinking and loop.last %}\
+{{ '<|channel|>analysis<|im_end|>' + message.thinking + '<|call|><|im_start|>assistant' }}{% endif %}\
+{% if message.role == 'assistant' %}{{ '<|channel|>final<|im_end|>' + message.content }}\
+{{ '<|eot_id|>' if loop.last else '<|call|>' }}{% else %}{{ '<|im_end|>' + message.content + '<|call|>' }}\
+{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant' }}{% endif %}"""
+END_MARKED = """{% for message in messages %}{{ '<|im_start|><|start_header_id|>' + message.role }}\
+{% if message.role == 'assistant' %}{% generation %}{{ message.content }}<|im_end|>{% endgeneration %}\
+{% else %}{{ message.content }}<|im_end|>{% endif %}{% endfor %}\
+{% if add_generation_prompt %}{{ '<|im_start|><|start_header_id|>assistant' }}{% endif %}"""
+CALLS = [MESSAGES[1], {"role": "assistant", "content": "I call ", "tool_calls": [{"x": 1}, {"y": 2}]}]
+CALLED = 'I call <|call|>{"x": 1}<|/call|><|call|>{"y": 2}<|/call|><|im_end|>'
+FINAL = "<think>\n\n</think>\n\n"
+THOUGHT = [message | {"thinking": "Hm."} for message in MESSAGES]
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "expected"),
+    [
+        (CALLING, CALLS, [FINAL + CALLED]),
+        (CALLING, [*CALLS, *MESSAGES[3:]], [CALLED, FINAL + "\tStill 42.<|im_end|>"]),
+        (CALLING, [*CALLS, *MESSAGES[3:4]], [CALLED]),
+        (ENDED, MESSAGES[1:], ["42 😀<|eot_id|>", "\tStill 42.<|eot_id|>\n</s>"]),
+        (ENDED, MESSAGES[1:4], ["42 😀<|eot_id|>"]),
+        (LAST, MESSAGES[1:], ["42 😀", "\tStill 42.</s>"]),
+        (LAST, MESSAGES[1:4], ["42 😀"]),
+        (
+            CHANNELS,
+            THOUGHT[1:],
+            [
+                "<|channel|>final<|im_end|>42 😀<|call|>",
+                "<|channel|>analysis<|im_end|>Hm.<|call|><|im_start|>assistant"
+                "<|channel|>final<|im_end|>\tStill 42.<|eot_id|>",
+            ],
+        ),
+        (CHANNELS, MESSAGES[1:4], ["<|channel|>final<|im_end|>42 😀<|call|>"]),
+        (END_MARKED, MESSAGES, TARGETS["marked"]),
+        (END_MARKED, MESSAGES[:4], TARGETS["marked"][:1]),
+    ],
+)
+@pytest.mark.parametrize("is_marked", [True, False])
+def test_a_turn_is_a_target_to_its_end(
+    tmp_path: Path, template: str, messages: list[dict], expected: list[str], is_marked: bool
+):
+    """Whatever stands inside it, and whatever else ends the conversation or the last turn."""
+    if not is_marked:
+        template = re.sub("{% (end)?generation %}", "", template)
+    tokenizer = chat_tokenizer(tmp_path / "tokenizer", template)
+    ids, mask = encode_chat(tokenizer, messages)
+    assert ids == theirs(tokenizer, messages)
+    assert targets(tokenizer, ids, mask) == expected
 
 
 @pytest.mark.parametrize("name", [name for name in TEMPLATES if name != "thinking"])

@@ -100,7 +100,7 @@ class ChatTemplate:
         """
         job = self._job(messages, tools, date)
         if is_prompt:
-            return job.restored(job.render(len(messages), add_generation_prompt=True), (), most)
+            return job.restored(job.render(job.messages, add_generation_prompt=True), (), most)
         return job.restored(job.text, job.assistant_spans(), most)
 
     def _job(self, messages: list[dict[str, Any]], tools: list[Any] | None, date: str) -> _Job:
@@ -128,14 +128,14 @@ class _Job:
         self._names, self._index, self._special = template.names, template.index, template.special
         seen = set(json.dumps([messages, tools], ensure_ascii=False) + template.text)
         free = (chr(code) for code in _PRIVATE if chr(code) not in seen)
-        self._open, self._close, self._begin, self._end = (next(free) for _ in range(4))
+        self._open, self._close, self._begin, self._end, self._here = (next(free) for _ in range(5))
         self._placeholder = re.compile(f"{self._open}(\\d+){self._close}")
-        self._messages = self._guarded(messages)
+        self.messages = self._guarded(messages)
         now = datetime.datetime.fromisoformat(date)
         self._variables = {"tools": self._guarded(tools), "strftime_now": now.strftime} | template.variables
         self._compiled = _compiled(template.text, self._begin, self._end)
         self._has_marks = bool(_GENERATION.search(template.text))
-        self.text, self._marked = self._without_marks(self._raw(len(messages), False))
+        self.text, self._marked = self._without_marks(self._raw(self.messages, False))
 
     def _guarded(self, value: Any) -> Any:
         """A copy in which placeholders replace the texts of special tokens."""
@@ -145,8 +145,8 @@ class _Job:
             return {self._guarded(key): self._guarded(item) for key, item in value.items()}
         return [self._guarded(item) for item in value] if isinstance(value, list) else value
 
-    def _raw(self, count: int, add_generation_prompt: bool) -> str:
-        turns = {"messages": self._messages[:count], "add_generation_prompt": add_generation_prompt}
+    def _raw(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
+        turns = {"messages": messages, "add_generation_prompt": add_generation_prompt}
         try:
             return self._compiled.render(self._variables | turns)
         except MemoryError:
@@ -157,9 +157,8 @@ class _Job:
                 f"expected a conversation that the template takes, found: {reason:.300}"
             ) from error
 
-    def render(self, count: int, *, add_generation_prompt: bool = False) -> str:
-        """Renders the first `count` messages."""
-        return self._without_marks(self._raw(count, add_generation_prompt))[0]
+    def render(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = False) -> str:
+        return self._without_marks(self._raw(messages, add_generation_prompt))[0]
 
     def _without_marks(self, raw: str) -> tuple[str, list[tuple[int, int]]]:
         spans, parts, length, start = [], [], 0, 0
@@ -177,7 +176,7 @@ class _Job:
         """(start, end) of the assistant's turns: from {% generation %} marks, or by comparing renderings."""
         if self._has_marks and self._marked:
             return [(start, self._with_end_token(start, end)) for start, end in self._marked]
-        turns = [k for k, message in enumerate(self._messages) if message["role"] == "assistant"]
+        turns = [k for k, message in enumerate(self.messages) if message["role"] == "assistant"]
         spans = [self._span(turn) for turn in turns]
         if not spans or any(before[1] > after[0] for before, after in pairwise(spans)):
             raise RenderingError(
@@ -187,32 +186,58 @@ class _Job:
         return spans
 
     def _with_end_token(self, start: int, end: int) -> int:
-        """End of a marked span; extends it by an unmarked end token directly after it."""
-        if self._special.search(self.text, start, end):
-            return end
+        """End of a marked span; extends it by an unmarked end token directly after it.
+
+        Behind a special token, such as that of a tool call, only what ends the conversation is an end token.
+        """
         behind = self._special.match(self.text, end)
+        if behind and self._last_special(self.text, start, end):
+            last = self._last_special(self.text)
+            return behind.end() if last and last[0] == behind[0] else end
         return behind.end() if behind else end
 
     def _span(self, turn: int) -> tuple[int, int]:
         """(start, end) of a turn: from after the generation prompt to its end token."""
         start = self._start(turn)
-        whole = self.render(turn + 1)
+        whole = self.render(self.messages[: turn + 1])
+        last = self._last_special(whole, start)
         if start < len(whole) and self.text.startswith(whole):
-            *_, last = [None, *self._special.finditer(self.text, start, len(whole))]
-            if last and not self.text[last.end() : len(whole)].strip():
-                return start, last.end()  # a line break after the end token is not generated
-            return start, len(whole)
-        first = self._special.search(self.text, start)  # earlier turns are rendered differently
-        if first is None:
+            return start, last.end() if last else len(whole)  # a line break after it is not generated
+        if last and self.text.startswith(whole[: last.start()]):  # another token ends the conversation
+            end = self._last_special(self.text, start, last.start())
+            end = end or self._special.match(self.text, last.start())
+            return start, end.end() if end else last.start()
+        behind = self._special.finditer(self.text, start, self._content_end(turn + 1))
+        end = next((found for found in behind if last and found[0] == last[0]), None)
+        end = end or self._special.search(self.text, max(start, self._content_end(turn)))
+        if end is None:
             raise RenderingError("expected turns that end in a special token, found none in the template")
-        return start, first.end()
+        return start, end.end()
+
+    def _last_special(self, text: str, start: int = 0, end: int = sys.maxsize) -> re.Match[str] | None:
+        """The special token that ends text[start:end], but for white space."""
+        *_, last = [None, *self._special.finditer(text, start, end)]
+        return last if last and not text[last.end() : end].strip() else None
+
+    def _content_end(self, number: int) -> int:
+        """Where the content of a message ends in the text, or 0 where that cannot be told."""
+        before, after = self.messages[:number], self.messages[number:]
+        if not after or not isinstance(after[0].get("content"), str):
+            return 0
+        after[0] = after[0] | {"content": after[0]["content"] + self._here}
+        try:
+            text = self.render(before + after)
+        except RenderingError:
+            return 0
+        end = max(text.find(self._here), 0)
+        return end if self.text.startswith(text[:end]) else 0
 
     def _start(self, turn: int) -> int:
         try:
-            head = self.render(turn, add_generation_prompt=True)
+            head = self.render(self.messages[:turn], add_generation_prompt=True)
             if self.text.startswith(head):
                 return len(head)
-            before = self.render(turn)
+            before = self.render(self.messages[:turn])
         except RenderingError:
             if turn:
                 raise
