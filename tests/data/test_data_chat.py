@@ -116,16 +116,17 @@ def test_ids_are_those_of_transformers_and_targets_the_assistants_words(tmp_path
     )
 
 
-CALLING = """{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' }}\
+CALL_INSIDE = """{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' }}\
 {% if message.role == 'assistant' %}\
 {% generation %}{% if loop.last %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}{{ message.content }}\
 {% for call in message.tool_calls or [] %}<|call|>{{ call | tojson }}<|/call|>{% endfor %}{% endgeneration %}\
 {% else %}{{ message.content }}{% endif %}{{ '<|im_end|>\\n' }}{% endfor %}\
 {% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
-ENDED = """{% for message in messages %}{{ '<|start_header_id|>' + message.role + '<|end_header_id|>\\n' }}\
-{{ message.content + '<|eot_id|>\\n' }}{% endfor %}{% if add_generation_prompt %}\
+EOS_AFTER_ALL = """{% for message in messages %}\
+{{ '<|start_header_id|>' + message.role + '<|end_header_id|>\\n' + message.content + '<|eot_id|>\\n' }}\
+{% endfor %}{% if add_generation_prompt %}\
 {{ '<|start_header_id|>assistant<|end_header_id|>\\n' }}{% else %}{{ eos_token }}{% endif %}"""
-LAST = """{% for message in messages %}{{ message.role + ': ' + message.content }}\
+EOS_ONLY_LAST = """{% for message in messages %}{{ message.role + ': ' + message.content }}\
 {{ eos_token if loop.last and not add_generation_prompt else '\\n' }}{% endfor %}\
 {% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"""
 CHANNELS = """{% for message in messages %}{{ '<|im_start|>' + message.role }}\
@@ -134,10 +135,18 @@ CHANNELS = """{% for message in messages %}{{ '<|im_start|>' + message.role }}\
 {% if message.role == 'assistant' %}{{ '<|channel|>final<|im_end|>' + message.content }}\
 {{ '<|eot_id|>' if loop.last else '<|call|>' }}{% else %}{{ '<|im_end|>' + message.content + '<|call|>' }}\
 {% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant' }}{% endif %}"""
-END_MARKED = """{% for message in messages %}{{ '<|im_start|><|start_header_id|>' + message.role }}\
+END_INSIDE_MARKS = """{% for message in messages %}{{ '<|im_start|><|start_header_id|>' + message.role }}\
 {% if message.role == 'assistant' %}{% generation %}{{ message.content }}<|im_end|>{% endgeneration %}\
 {% else %}{{ message.content }}<|im_end|>{% endif %}{% endfor %}\
 {% if add_generation_prompt %}{{ '<|im_start|><|start_header_id|>assistant' }}{% endif %}"""
+END_INSIDE = CALL_INSIDE.replace("<|/call|>", "<|im_end|>;")
+BREAK_AFTER_ALL = CALL_INSIDE.replace("\\n' }}{% endfor", "' }}{% endfor").replace(
+    "assistant\\n' }}", "assistant\\n' }}{% else %}{{ '\\n' }}"
+)
+THINK_PROMPT = THINKING.replace("assistant\\n' }}", "assistant\\n<think>\\n' }}")
+EOS_IS_BOS = """{% for message in messages %}{% if message.role == 'user' %}\
+{{ eos_token + '[INST] ' + message.content + ' [/INST]' }}\
+{% else %}{% generation %}{{ ' ' + message.content + eos_token }}{% endgeneration %}{% endif %}{% endfor %}"""
 CALLS = [MESSAGES[1], {"role": "assistant", "content": "I call ", "tool_calls": [{"x": 1}, {"y": 2}]}]
 CALLED = 'I call <|call|>{"x": 1}<|/call|><|call|>{"y": 2}<|/call|><|im_end|>'
 FINAL = "<think>\n\n</think>\n\n"
@@ -147,13 +156,17 @@ THOUGHT = [message | {"thinking": "Hm."} for message in MESSAGES]
 @pytest.mark.parametrize(
     ("template", "messages", "expected"),
     [
-        (CALLING, CALLS, [FINAL + CALLED]),
-        (CALLING, [*CALLS, *MESSAGES[3:]], [CALLED, FINAL + "\tStill 42.<|im_end|>"]),
-        (CALLING, [*CALLS, *MESSAGES[3:4]], [CALLED]),
-        (ENDED, MESSAGES[1:], ["42 😀<|eot_id|>", "\tStill 42.<|eot_id|>\n</s>"]),
-        (ENDED, MESSAGES[1:4], ["42 😀<|eot_id|>"]),
-        (LAST, MESSAGES[1:], ["42 😀", "\tStill 42.</s>"]),
-        (LAST, MESSAGES[1:4], ["42 😀"]),
+        (CALL_INSIDE, CALLS, [FINAL + CALLED]),
+        (CALL_INSIDE, [*CALLS, *MESSAGES[3:]], [CALLED, FINAL + "\tStill 42.<|im_end|>"]),
+        (CALL_INSIDE, [*CALLS, *MESSAGES[3:4]], [CALLED]),
+        (END_INSIDE, [*CALLS, *MESSAGES[3:4]], [CALLED.replace("<|/call|>", "<|im_end|>;")]),
+        (BREAK_AFTER_ALL, [*CALLS, *MESSAGES[3:4]], [CALLED]),
+        (THINK_PROMPT, MESSAGES, ["42 😀<|im_end|>", "\n</think>\n\n\tStill 42.<|im_end|>"]),
+        (EOS_IS_BOS, MESSAGES[1:], [" 42 😀</s>", " \tStill 42.</s>"]),
+        (EOS_AFTER_ALL, MESSAGES[1:], ["42 😀<|eot_id|>", "\tStill 42.<|eot_id|>\n</s>"]),
+        (EOS_AFTER_ALL, MESSAGES[1:4], ["42 😀<|eot_id|>"]),
+        (EOS_ONLY_LAST, MESSAGES[1:], ["42 😀", "\tStill 42.</s>"]),
+        (EOS_ONLY_LAST, MESSAGES[1:4], ["42 😀"]),
         (
             CHANNELS,
             THOUGHT[1:],
@@ -164,8 +177,8 @@ THOUGHT = [message | {"thinking": "Hm."} for message in MESSAGES]
             ],
         ),
         (CHANNELS, MESSAGES[1:4], ["<|channel|>final<|im_end|>42 😀<|call|>"]),
-        (END_MARKED, MESSAGES, TARGETS["marked"]),
-        (END_MARKED, MESSAGES[:4], TARGETS["marked"][:1]),
+        (END_INSIDE_MARKS, MESSAGES, TARGETS["marked"]),
+        (END_INSIDE_MARKS, MESSAGES[:4], TARGETS["marked"][:1]),
     ],
 )
 @pytest.mark.parametrize("is_marked", [True, False])
@@ -423,16 +436,19 @@ def test_every_byte_of_the_assistants_turn_is_a_target(tmp_path: Path, said: str
     assert tokenizer.token(targets[-1]) == "<|im_end|>"
 
 
+NONE_IS_NO = CHATML.replace("{{ message.content", "{{ 'no' if message.content is none }}{{ message.content")
 NULL_CALL = """{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' }}\
-{% if message.content is none %}{{ message.tool_calls | tojson }}{% else %}{{ message.content }}{% endif %}\
-{{ '<|im_end|>\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+{% if message.content is none %}{{ message.tool_calls | tojson }}\
+{% else %}{{ '' + message.content }}{% endif %}{{ '<|im_end|>\\n' }}{% endfor %}\
+{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 
 
 @pytest.mark.parametrize(
     ("template", "expected"),
     [
         (NULL_CALL, '["None"]<|im_end|>'),
-        (CHATML, "<|im_end|>"),  # writes null as None
+        (CHATML, "<|im_end|>"),
+        (NONE_IS_NO, "<|im_end|>"),  # left out, as by transformers
         (CHATML.replace("message.content", "message.content + 'x'"), "x<|im_end|>"),  # fails for null
     ],
 )

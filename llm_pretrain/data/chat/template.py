@@ -6,8 +6,10 @@ filling the memory. The text is that of transformers' `apply_chat_template`.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
+import itertools
 import json
 import re
 import resource
@@ -15,7 +17,6 @@ import signal
 import sys
 from bisect import bisect
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import jinja2
@@ -104,21 +105,17 @@ class ChatTemplate:
         return job.restored(job.text, job.assistant_spans(), most)
 
     def _job(self, messages: list[dict[str, Any]], tools: list[Any] | None, date: str) -> _Job:
-        """Null content stays null, but is "" where the template fails on it or only writes None for it."""
-        messages = [_with_reasoning(message) for message in messages]
-        filled = [m | {"content": ""} if m.get("content", "") is None else m for m in messages]
-        if filled == messages:
+        """Null fields are left out, as by transformers; content is null or "" where the template needs it."""
+        messages = [_with_reasoning({k: v for k, v in m.items() if v is not None}) for m in messages]
+        try:
             return _Job(self, messages, tools, date)
-        try:
-            with_null = _Job(self, messages, tools, date)
         except RenderingError:
-            return _Job(self, filled, tools, date)
-        try:
-            job = _Job(self, filled, tools, date)
-        except RenderingError:
-            return with_null
-        only_writes_none = with_null.text.replace("None", "") == job.text.replace("None", "")
-        return job if only_writes_none else with_null
+            if all("content" in message for message in messages):
+                raise
+            for content in (None, ""):
+                with contextlib.suppress(RenderingError):
+                    return _Job(self, [{"content": content} | message for message in messages], tools, date)
+            raise
 
 
 class _Job:
@@ -128,7 +125,7 @@ class _Job:
         self._names, self._index, self._special = template.names, template.index, template.special
         seen = set(json.dumps([messages, tools], ensure_ascii=False) + template.text)
         free = (chr(code) for code in _PRIVATE if chr(code) not in seen)
-        self._open, self._close, self._begin, self._end, self._here = (next(free) for _ in range(5))
+        self._open, self._close, self._begin, self._end, self._probe = (next(free) for _ in range(5))
         self._placeholder = re.compile(f"{self._open}(\\d+){self._close}")
         self.messages = self._guarded(messages)
         now = datetime.datetime.fromisoformat(date)
@@ -178,7 +175,7 @@ class _Job:
             return [(start, self._with_end_token(start, end)) for start, end in self._marked]
         turns = [k for k, message in enumerate(self.messages) if message["role"] == "assistant"]
         spans = [self._span(turn) for turn in turns]
-        if not spans or any(before[1] > after[0] for before, after in pairwise(spans)):
+        if not spans or any(before[1] > after[0] for before, after in itertools.pairwise(spans)):
             raise RenderingError(
                 "expected a template that shows where the assistant's turns are, found none; "
                 "mark them in it with {% generation %}"
@@ -188,49 +185,36 @@ class _Job:
     def _with_end_token(self, start: int, end: int) -> int:
         """End of a marked span; extends it by an unmarked end token directly after it.
 
-        Behind a special token, such as that of a tool call, only what ends the conversation is an end token.
+        A span that itself ends in a special token, such as one of a tool call, may be complete: it is
+        extended only by the eos token or the one that ends the conversation.
         """
-        behind = self._special.match(self.text, end)
-        if behind and self._last_special(self.text, start, end):
-            last = self._last_special(self.text)
-            return behind.end() if last and last[0] == behind[0] else end
-        return behind.end() if behind else end
+        behind, own = self._special.match(self.text, end), self._closing_token(self.text, start, end)
+        if behind is None:
+            return end
+        last = self._closing_token(self.text)
+        ends = {last[0] if last else None, self._variables.get("eos_token")}
+        is_complete = own and (behind[0] not in ends or own[0] in ends)
+        return end if is_complete else behind.end()
 
     def _span(self, turn: int) -> tuple[int, int]:
         """(start, end) of a turn: from after the generation prompt to its end token."""
         start = self._start(turn)
-        whole = self.render(self.messages[: turn + 1])
-        last = self._last_special(whole, start)
-        if start < len(whole) and self.text.startswith(whole):
-            return start, last.end() if last else len(whole)  # a line break after it is not generated
-        if last and self.text.startswith(whole[: last.start()]):  # another token ends the conversation
-            end = self._last_special(self.text, start, last.start())
-            end = end or self._special.match(self.text, last.start())
-            return start, end.end() if end else last.start()
-        behind = self._special.finditer(self.text, start, self._content_end(turn + 1))
-        end = next((found for found in behind if last and found[0] == last[0]), None)
-        end = end or self._special.search(self.text, max(start, self._content_end(turn)))
-        if end is None:
+        alone = self.render(self.messages[: turn + 1])  # the conversation, were this turn its last
+        last = self._closing_token(alone, start)
+        end = last.end() if last else len(alone)  # a line break after it is not generated
+        if start < end and self.text.startswith(alone[:end]):
+            return start, end
+        if last and self.text.startswith(alone[: last.start()]):  # here it ends without this token
+            closing = self._closing_token(self.text, start, last.start())
+            closing = closing or self._special.match(self.text, last.start())
+            return start, closing.end() if closing else last.start()
+        # rendered differently here: its last such token before the next content, or what follows its own
+        candidates = self._special.finditer(self.text, start, self._content_ends.get(turn + 1, 0))
+        *_, closing = [None, *(token for token in candidates if last and token[0] == last[0])]
+        closing = closing or self._special.search(self.text, max(start, self._content_ends.get(turn, 0)))
+        if closing is None:
             raise RenderingError("expected turns that end in a special token, found none in the template")
-        return start, end.end()
-
-    def _last_special(self, text: str, start: int = 0, end: int = sys.maxsize) -> re.Match[str] | None:
-        """The special token that ends text[start:end], but for white space."""
-        *_, last = [None, *self._special.finditer(text, start, end)]
-        return last if last and not text[last.end() : end].strip() else None
-
-    def _content_end(self, number: int) -> int:
-        """Where the content of a message ends in the text, or 0 where that cannot be told."""
-        before, after = self.messages[:number], self.messages[number:]
-        if not after or not isinstance(after[0].get("content"), str):
-            return 0
-        after[0] = after[0] | {"content": after[0]["content"] + self._here}
-        try:
-            text = self.render(before + after)
-        except RenderingError:
-            return 0
-        end = max(text.find(self._here), 0)
-        return end if self.text.startswith(text[:end]) else 0
+        return start, closing.end()
 
     def _start(self, turn: int) -> int:
         try:
@@ -247,7 +231,8 @@ class _Job:
         common = next(
             (k for k, (a, b) in enumerate(zip(head, self.text, strict=False)) if a != b), len(self.text)
         )
-        inside = [match.end() for match in self._special.finditer(head, len(before))]
+        borders = re.compile(f"{self._special.pattern}|\n")
+        inside = [match.end() for match in borders.finditer(head, len(before))]
         shared = max((end for end in inside if end <= common), default=-1)
         if shared < 0 or not head.startswith(before) or common < len(before):
             raise RenderingError(
@@ -255,6 +240,31 @@ class _Job:
                 "mark the assistant's turns in it with {% generation %}"
             )
         return shared
+
+    def _closing_token(self, text: str, start: int = 0, end: int = sys.maxsize) -> re.Match[str] | None:
+        """The special token at the end of text[start:end], with at most white space behind it; else None."""
+        *_, last = [None, *self._special.finditer(text, start, end)]
+        return last if last and not text[last.end() : end].strip() else None
+
+    @functools.cached_property
+    def _content_ends(self) -> dict[int, int]:
+        """Message -> where its content ends in the text; without those of which that cannot be told.
+
+        Found by rendering again with a probe behind each content. Empty if that changes other text.
+        """
+        messages = [dict(message) for message in self.messages]
+        for number, message in enumerate(messages):
+            content = message.get("content")
+            if isinstance(content, str) and (text := content.rstrip()):
+                message["content"] = f"{text}{self._probe}{number}{self._probe}{content[len(text) :]}"
+        try:
+            parts = re.split(f"{self._probe}(\\d+){self._probe}", self.render(messages))
+        except RenderingError:
+            return {}
+        if "".join(parts[::2]) != self.text:
+            return {}
+        places = itertools.accumulate(map(len, parts[::2]))
+        return {int(number): place for number, place in zip(parts[1::2], places, strict=False)}
 
     def restored(self, text: str, spans: Sequence[tuple[int, int]], most: int) -> dict[str, Any]:
         """`ChatTemplate.rendered` of a text with placeholders; moves `spans` as these are replaced."""
