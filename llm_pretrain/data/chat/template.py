@@ -107,15 +107,13 @@ class ChatTemplate:
     def _job(self, messages: list[dict[str, Any]], tools: list[Any] | None, date: str) -> _Job:
         """Null fields are left out, as by transformers; content is null or "" where the template needs it."""
         messages = [_with_reasoning({k: v for k, v in m.items() if v is not None}) for m in messages]
-        try:
-            return _Job(self, messages, tools, date)
-        except RenderingError:
-            if all("content" in message for message in messages):
-                raise
-            for content in (None, ""):
-                with contextlib.suppress(RenderingError):
-                    return _Job(self, [{"content": content} | message for message in messages], tools, date)
-            raise
+        variants = [messages]
+        if any("content" not in message for message in messages):
+            variants += [[{"content": content} | message for message in messages] for content in (None, "")]
+        for variant in variants[:-1]:
+            with contextlib.suppress(RenderingError):
+                return _Job(self, variant, tools, date)
+        return _Job(self, variants[-1], tools, date)
 
 
 class _Job:
