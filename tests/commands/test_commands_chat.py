@@ -107,7 +107,8 @@ def test_turns_are_laid_out_by_the_template(with_template, talk, prompts):
 def test_the_ends_of_texts_and_of_turns_end_an_answer(name, with_template, talk, monkeypatch):
     from llm_pretrain import generation
 
-    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+    names = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+    for file in names:
         text = (with_template / file).read_text("utf-8")
         (with_template / file).write_text(text.replace("<|im_end|>", name), "utf-8")
     tokenizer = open_tokenizer(with_template)

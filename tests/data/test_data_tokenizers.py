@@ -191,6 +191,50 @@ def test_added_tokens_have_the_ids_that_are_read(tmp_path: Path, added: list[tup
         open_tokenizer(folder)
 
 
+ADDED = {"content": "<|x\n|>", "special": True}
+
+
+@pytest.mark.parametrize(
+    ("file", "named"),
+    [
+        ("tokenizer_config.json", {"added_tokens_decoder": {"259": ADDED}}),
+        ("tokenizer_config.json", {"extra_special_tokens": ["<s>", "<|x\n|>"]}),
+        ("tokenizer_config.json", {"extra_special_tokens": {"x_token": "<|x\n|>"}}),
+        ("tokenizer_config.json", {"additional_special_tokens": [ADDED | {"__type": "AddedToken"}]}),
+        ("special_tokens_map.json", {"additional_special_tokens": ["<|x\n|>"]}),
+    ],
+)
+def test_a_token_that_only_the_configuration_names_is_refused(tmp_path: Path, file: str, named: dict):
+    """transformers adds it; here it would be text."""
+    from transformers import AutoTokenizer
+
+    folder = make_tokenizer(tmp_path / "t")
+    content = json.loads((folder / file).read_text()) if (folder / file).exists() else {}
+    (folder / file).write_text(json.dumps(content | named))
+    (key,) = named
+    with pytest.raises(DataError, match=rf"{file}: {key}: expected .* found '<\|x\\n\|>'; save") as caught:
+        open_tokenizer(folder)
+    assert "\n" not in str(caught.value)
+    AutoTokenizer.from_pretrained(str(folder), local_files_only=True).save_pretrained(str(tmp_path / "saved"))
+    assert open_tokenizer(tmp_path / "saved").token(259) == "<|x\n|>"
+
+
+def test_tokens_that_both_files_name_are_accepted(tmp_path: Path):
+    folder = make_tokenizer(tmp_path / "t")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    held = {
+        "added_tokens_decoder": {"256": {"content": "<s>"}},
+        "extra_special_tokens": {"a": "</s>", "b": None},
+    }
+    (folder / "special_tokens_map.json").write_text('{"additional_special_tokens": ["<unread>"]}')
+    for more in (
+        held,
+        held | {"extra_special_tokens": None, "additional_special_tokens": ["<pad>", "a", ""]},
+    ):
+        (folder / "tokenizer_config.json").write_text(json.dumps(config | more))
+        open_tokenizer(folder)
+
+
 DOUBLING = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
 BETWEEN = {"type": "Replace", "pattern": {"Regex": "(?=a)"}, "content": "a"}
 NESTED_BETWEEN = {"type": "Sequence", "normalizers": [{"type": "Sequence", "normalizers": [BETWEEN] * 45}]}

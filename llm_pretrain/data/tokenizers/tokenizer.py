@@ -8,7 +8,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
@@ -123,6 +123,7 @@ class Tokenizer:
                     f"{file}: expected ids 0 to {self.vocab_size - 1} without a gap, found {entry['id']} for "
                     f"the added token {entry['content']!r}, which is read as {index}; correct added_tokens"
                 )
+        _check_named_tokens(self.folder, vocabulary)
         named = _special_tokens(self.folder)
         special = {entry["id"] for entry in self._spec.get("added_tokens", []) if entry.get("special")}
         ids = {key: vocabulary.get(token) for key, token in named.items()}
@@ -284,6 +285,24 @@ def _special_tokens(folder: Path) -> dict[str, str]:
             if isinstance(token, str):
                 named[key] = token
     return named
+
+
+def _check_named_tokens(folder: Path, vocabulary: Mapping[str, int]) -> None:
+    """Refuses further tokens that the vocabulary lacks: transformers would add them, here they stay text."""
+    for file in (folder / "tokenizer_config.json", folder / "special_tokens_map.json"):
+        content = _json_object(file) if file.is_file() else {}
+        for key in ("added_tokens_decoder", "extra_special_tokens", "additional_special_tokens"):
+            value = content.get(key)
+            entries = value if isinstance(value, list) else value.values() if isinstance(value, dict) else []
+            for entry in entries:
+                token = entry.get("content") if isinstance(entry, dict) else entry
+                if token and isinstance(token, str) and token not in vocabulary:
+                    raise DataError(
+                        f"{file}: {key}: expected tokens that tokenizer.json holds, found {token!r:.100}; "
+                        "save the tokenizer with transformers' save_pretrained"
+                    )
+        if "added_tokens_decoder" in content:  # transformers reads no other file then
+            return
 
 
 def _find_segmenter(spec: dict[str, Any]) -> re.Pattern[str] | None:
