@@ -73,7 +73,7 @@ TARGETS = {
 }
 
 
-def chat_tokenizer(folder: Path, template: str | None) -> Tokenizer:
+def chat_tokenizer(folder: Path, template: str | list[dict[str, str]] | None) -> Tokenizer:
     make_tokenizer(folder)
     import tokenizers
 
@@ -477,3 +477,32 @@ def test_tools_reach_the_template(tmp_path: Path):
     tools = [{"type": "function", "function": {"name": "größe<|im_end|>"}}]
     ids, _ = encode_chat(tokenizer, MESSAGES, tools)
     assert tokenizer.decode(ids).startswith(json.dumps(tools, ensure_ascii=False))
+
+
+TOOLS = [{"type": "function", "function": {"name": "größe<|im_end|>"}}]
+WITH_TOOLS = "{{ tools | length }} tools" + HEADERS
+NAMED_TEMPLATES = [{"name": "default", "template": CHATML}, {"name": "tool_use", "template": WITH_TOOLS}]
+
+
+def test_tools_have_a_template_of_their_own_where_it_exists(tmp_path: Path):
+    tokenizer = chat_tokenizer(tmp_path / "tokenizer", NAMED_TEMPLATES)
+    for tools in (None, TOOLS, None, []):
+        assert encode_chat(tokenizer, MESSAGES, tools)[0] == theirs(tokenizer, MESSAGES, tools=tools)
+    assert tokenizer.decode(encode_chat(tokenizer, MESSAGES, TOOLS)[0]).startswith("1 tools")
+
+
+def test_a_template_for_tools_in_a_folder_is_refused_for_them(tmp_path: Path):
+    """The folder is not copied into stores and weights; transformers renders with it."""
+    from transformers import AutoTokenizer
+
+    listed = chat_tokenizer(tmp_path / "listed", NAMED_TEMPLATES)
+    opened = AutoTokenizer.from_pretrained(str(listed.folder), local_files_only=True)
+    opened.save_pretrained(str(tmp_path / "folder"))
+    tokenizer = open_tokenizer(tmp_path / "folder")
+    assert encode_chat(tokenizer, MESSAGES) == encode_chat(listed, MESSAGES)
+    with pytest.raises(ChatTemplateError, match=r"tool_use\.jinja: expected .* found a file") as caught:
+        encode_chat(tokenizer, MESSAGES, TOOLS)
+    assert "\n" not in str(caught.value)
+    opened.save_pretrained(str(tmp_path / "again"), save_jinja_files=False)
+    again = encode_chat(open_tokenizer(tmp_path / "again"), MESSAGES, TOOLS)
+    assert again == encode_chat(listed, MESSAGES, TOOLS)

@@ -283,6 +283,21 @@ def test_an_id_beyond_every_vocabulary_is_named_before_memory_is_asked_for(tmp_p
         open_tokenizer(folder)
 
 
+def test_a_converted_tokenizer_keeps_its_template_for_tools(tmp_path: Path):
+    folder = make_tokenizer(tmp_path / "t")
+    vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"] | {"</s>": 256}
+    (folder / "tokenizer.json").unlink()
+    (folder / "vocab.json").write_text(json.dumps(vocabulary))
+    (folder / "merges.txt").write_text("#version: 0.2\n")
+    templates = [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}]
+    config = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "</s>")
+    config |= {"tokenizer_class": "GPT2Tokenizer", "chat_template": templates}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    convert_tokenizer(folder, tmp_path / "converted")
+    converted = open_tokenizer(tmp_path / "converted")
+    assert (converted.chat_template, converted.tool_template) == ("a", "b")
+
+
 def test_a_folder_of_something_else_is_no_tokenizer(tmp_path: Path):
     (tmp_path / "store.json").write_text("{}")
     with pytest.raises(DataError, match=r"found no tokenizer\.json in it$"):

@@ -151,7 +151,7 @@ def chat_prompt_ids(
 
 
 class _ChatEncoder:
-    """A tokenizer's template, and its backend that recognises special tokens."""
+    """A tokenizer's templates, and its backend that recognises special tokens."""
 
     def __init__(self, tokenizer: Tokenizer):
         import tokenizers
@@ -176,7 +176,10 @@ class _ChatEncoder:
         tokens = {name: None if i is None else self._backend.id_to_token(i) for name, i in named.items()}
         variables = {name: token for name, token in tokens.items() if token is not None}
         arguments = {"template": template, "special_tokens": list(self._special), "variables": variables}
-        self._template = json.dumps(arguments).encode() + b"\n"
+        self._template = self._tool_template = json.dumps(arguments).encode() + b"\n"
+        if (template := tokenizer.tool_template) is not None:
+            self._tool_template = json.dumps(arguments | {"template": template}).encode() + b"\n"
+        self._unread = tokenizer.folder / "additional_chat_templates" / "tool_use.jinja"
 
     def render(
         self,
@@ -186,8 +189,14 @@ class _ChatEncoder:
         is_prompt: bool,
     ) -> Rendered:
         """See `ChatTemplate.rendered`. Raises ChatTemplateError."""
+        if tools is not None and self._unread.exists():
+            raise ChatTemplateError(
+                f"{self._unread}: expected the template for tools in tokenizer_config.json, found a file; "
+                "save the tokenizer with save_pretrained(save_jinja_files=False)"
+            )
+        template = self._template if tools is None else self._tool_template
         return _process.render(
-            self._template, messages=messages, tools=tools, date=date.isoformat(), is_prompt=is_prompt
+            template, messages=messages, tools=tools, date=date.isoformat(), is_prompt=is_prompt
         )
 
     def encode(self, rendered: Rendered) -> tuple[list[int], list[int]]:

@@ -61,7 +61,8 @@ class Tokenizer:
     Text never becomes a special token: `</s>` inside a document stays text.
     Attributes: `folder`, `hash` (SHA-256 of `tokenizer.json`, which determines every id), `vocab_size`
     (highest id + 1), `kind` (the algorithm, in words), `special_ids`, `bos_token_id`, `eos_token_id`,
-    `pad_token_id` (None if undefined), `chat_template` (Jinja, or None).
+    `pad_token_id` (None if undefined), `chat_template` (Jinja, or None), `tool_template` (that of
+    conversations with tools, None if it is the same).
     """
 
     def __init__(self, folder: Path):
@@ -133,7 +134,8 @@ class Tokenizer:
         self.eos_token_id = ids.get("eos_token")
         self.pad_token_id = ids.get("pad_token")
         self.kind = _kind(self._spec)
-        self.chat_template = _chat_template(self.folder)
+        self.chat_template = _chat_template(self.folder, "default")
+        self.tool_template = _chat_template(self.folder, "tool_use")
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of each text, without special tokens. Raises DataError for a text it cannot encode."""
@@ -226,7 +228,8 @@ def convert_tokenizer(folder: str | Path, target: Path) -> None:
     try:
         # without a value transformers asks on standard input whether to run the folder's own Python files
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-        tokenizer.save_pretrained(str(target))
+        several = isinstance(tokenizer.chat_template, dict)  # as files, in a folder that is not copied
+        tokenizer.save_pretrained(str(target), save_jinja_files=not several)
     except Exception as error:  # transformers raises many types of exception
         reason = " ".join(str(error).split()) or type(error).__name__
         raise DataError(f"{folder}: expected a Hugging Face tokenizer folder, found: {reason}") from error
@@ -259,16 +262,16 @@ def _kind(spec: dict[str, Any]) -> str:
     return "BPE with byte fallback" if model["merges"] else "characters"
 
 
-def _chat_template(folder: Path) -> str | None:
-    """From chat_template.jinja, else from tokenizer_config.json (of several, the one named `default`)."""
+def _chat_template(folder: Path, name: str) -> str | None:
+    """From chat_template.jinja, else from tokenizer_config.json; a single one is named `default`."""
+    template: Any = None
     if (folder / "chat_template.jinja").is_file():
-        return _read(folder / "chat_template.jinja").decode("utf-8", errors="replace")
-    if not (folder / "tokenizer_config.json").is_file():
-        return None
-    template = _json_object(folder / "tokenizer_config.json").get("chat_template")
-    if isinstance(template, list):
-        entries = [entry for entry in template if isinstance(entry, dict)]
-        template = next((entry.get("template") for entry in entries if entry.get("name") == "default"), None)
+        template = _read(folder / "chat_template.jinja").decode("utf-8", errors="replace")
+    elif (folder / "tokenizer_config.json").is_file():
+        template = _json_object(folder / "tokenizer_config.json").get("chat_template")
+    templates = template if isinstance(template, list) else [{"name": "default", "template": template}]
+    entries = [entry for entry in templates if isinstance(entry, dict)]
+    template = next((entry.get("template") for entry in entries if entry.get("name") == name), None)
     return template if isinstance(template, str) else None
 
 
