@@ -6,7 +6,7 @@ import hashlib
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
@@ -36,7 +36,7 @@ from llm_pretrain.config import (
 )
 from llm_pretrain.errors import CheckpointError, PretrainError
 from llm_pretrain.files import open_plain, read_json, read_plain
-from llm_pretrain.model import Decoder
+from llm_pretrain.model import Decoder, configured_kernels
 from llm_pretrain.optim import average_name
 
 _OPTIMIZER = "optimizer.state."
@@ -49,7 +49,7 @@ class OpenedModel:
     """A decoder and its origin.
 
     Args:
-        model: In fp32, on the CPU, in eval mode.
+        model: In fp32, on the CPU, in eval mode; a checkpoint's with its run's kernels.
         path: The folder it was read from.
         kind: Exported `weights`, or a full-precision `checkpoint`.
         step: Optimizer steps it was trained for; None if unknown.
@@ -189,7 +189,10 @@ def _read_model(path: Path, content: Manifest, run: Config, average: bool) -> De
             f"{path}: expected {name} as {expected.get(name, 'absent')}, by the run's config.yaml, found "
             f"{found.get(name, 'absent')} ({len(different)} tensors differ)"
         )
-    model = Decoder(run.model)
+    kernels = configured_kernels(run)
+    if kernels.attention != "sdpa":  # the others by name run on CUDA only
+        kernels = replace(kernels, attention="auto")
+    model = Decoder(run.model, kernels=kernels)
     saved_as = saved_names(content, average=average)
     tensors = {saved_as[name]: value for name, value in model.state_dict().items()}
     read_tensors(tensors, path, sorted(content.files), world_size=1)

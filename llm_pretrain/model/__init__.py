@@ -9,6 +9,7 @@ from llm_pretrain.model.decoder import (
 )
 from llm_pretrain.model.kernels import (
     Kernels,
+    configured_kernels,
     describe_kernels,
     experts_requirement,
     loss_implementation,
@@ -42,6 +43,7 @@ __all__ = [
     "Part",
     "check_kernels",
     "compile_layer",
+    "configured_kernels",
     "count_parameters",
     "describe_kernels",
     "experts_reference",

@@ -15,10 +15,16 @@ from llm_pretrain.config import Config, compiles, to_dict, validate
 from llm_pretrain.distributed.collectives import gather_results, run_on_rank0
 from llm_pretrain.distributed.watchdog import heartbeat
 from llm_pretrain.errors import CheckpointError, ConfigError
-from llm_pretrain.model import PARTS, KernelCheck, Part, check_kernels, experts_requirement
+from llm_pretrain.model import (
+    PARTS,
+    KernelCheck,
+    Part,
+    check_kernels,
+    configured_kernels,
+    experts_requirement,
+)
 from llm_pretrain.tracking import read_rows
 from llm_pretrain.training.model_setup import (
-    configured_kernels,
     missing_compiler,
     product_type,
     refuse_kernels,

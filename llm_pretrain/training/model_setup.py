@@ -25,8 +25,8 @@ from llm_pretrain.files import read_json
 from llm_pretrain.model import (
     Decoder,
     DecoderLayer,
-    Kernels,
     compile_layer,
+    configured_kernels,
     describe_kernels,
     experts_requirement,
 )
@@ -63,19 +63,6 @@ def kernels_in_use(config: Config, device: torch.device) -> str:
     chosen = describe_kernels(config.model, configured_kernels(config), device, product_type(config))
     is_compiled = compiles(config, on_gpu=device.type == "cuda")
     return f"kernels: {chosen}; {'compiled' if is_compiled else 'not compiled'}"
-
-
-def configured_kernels(config: Config) -> Kernels:
-    """The configured implementations, `auto` included."""
-    training = config.training
-    return Kernels(
-        experts=training.experts_implementation,
-        attention=training.attention_implementation,
-        loss=training.loss_implementation,
-        norm=training.norm_implementation,
-        optimizer=config.optimizer.implementation,
-        z_loss_coef=training.z_loss_coef,
-    )
 
 
 def refuse_kernels(config: Config, device: torch.device) -> None:

@@ -45,6 +45,16 @@ def test_a_checkpoint_is_read_to_the_last_bit(trained: Path):
     assert (opened.tokenizer_folder / "tokenizer.json").is_file()
 
 
+@pytest.mark.parametrize(("named", "used"), [("sdpa", "sdpa"), ("varlen", "auto"), ("flex", "auto")])
+def test_a_checkpoint_has_the_kernels_of_its_run_but_those_of_cuda(folder: Path, named: str, used: str):
+    config = folder / "config.yaml"
+    text = config.read_text().replace("attention_implementation: auto", f"attention_implementation: {named}")
+    text = text.replace("precision: fp32", "precision: bf16")  # which varlen needs
+    config.write_text(text.replace("norm_implementation: auto", "norm_implementation: plain"))
+    kernels = open_model(folder).model.model.kernels
+    assert (kernels.attention, kernels.norm) == (used, "plain")
+
+
 def test_what_a_folder_stands_for(folder: Path):
     def found(name: str) -> str:
         return str(open_model(folder / name).path.relative_to(folder))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.corpora import make_store, make_texts, write_jsonl
-from support.launching import ROOT
+from support.launching import ROOT, train_tiny
 
 from llm_pretrain.__main__ import main
 from llm_pretrain.checkpoints import open_model
@@ -51,6 +51,17 @@ def test_a_checkpoint_gives_the_runs_own_row_to_the_last_bit(trained_run, capsys
     figures = evaluate(capsys, trained_run.folder / named)
     row = trained_run.rows[figures["step"]]
     assert figures["step"] == (4 if "4" in named else 6)
+    for name in ("loss", "perplexity", "bits_per_byte"):
+        assert figures[name] == row[f"eval/{name}"], name
+
+
+def test_a_run_with_kernels_of_its_own_gives_its_row_too(plain_store, tmp_path, capsys):
+    kernels = {"experts": "reference", "loss": "full", "norm": "plain"}
+    named = [text for part, name in kernels.items() for text in (f"--training.{part}_implementation", name)]
+    steps = ["--training.max_steps", "2", "--schedule.warmup_steps", "1", "--evaluation.max_batches", "2"]
+    run = train_tiny(plain_store, tmp_path / "run", *named, *steps)
+    figures, row = evaluate(capsys, run.folder), run.rows[2]
+    assert (figures["kind"], figures["step"]) == ("checkpoint", 2)
     for name in ("loss", "perplexity", "bits_per_byte"):
         assert figures[name] == row[f"eval/{name}"], name
 

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from llm_pretrain.config import ModelConfig
+from llm_pretrain.config import Config, ModelConfig
 from llm_pretrain.model.kernels.experts import (
     experts_reference,
     grouped_experts,
@@ -60,6 +60,19 @@ class Kernels:
 
 AUTO = Kernels()
 """The fastest implementation of every part."""
+
+
+def configured_kernels(config: Config) -> Kernels:
+    """The configured implementations, `auto` included."""
+    training = config.training
+    return Kernels(
+        experts=training.experts_implementation,
+        attention=training.attention_implementation,
+        loss=training.loss_implementation,
+        norm=training.norm_implementation,
+        optimizer=config.optimizer.implementation,
+        z_loss_coef=training.z_loss_coef,
+    )
 
 
 def attention_implementation(
