@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from typing import Any
 
 from llm_pretrain.config import ModelConfig, build, shape_problems
@@ -159,7 +160,7 @@ def model_config_from_huggingface(config_json: dict[str, Any]) -> ModelConfig:
     """
     try:
         model = _read_model(config_json)
-    except (TypeError, ValueError, AttributeError) as error:  # a value of the wrong type
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:  # a value of a wrong type
         raise ConfigError(
             f"config.json: expected values as transformers writes them, found: {error}"
         ) from error
@@ -334,6 +335,14 @@ def _rope_fields(config_json: dict[str, Any], architecture: HFArchitecture) -> d
         raise ConfigError(*problems)
     theta = rope.get("rope_theta") or (config_json.get("rope_parameters") or {}).get("rope_theta")
     theta = theta or config_json.get("rope_theta") or architecture.rope_theta
+    numbers = {f"rope_scaling.{name}": value for name, value in rope.items()} | {"rope_theta": theta}
+    numbers["max_position_embeddings"] = config_json.get("max_position_embeddings")
+    for name, value in numbers.items():
+        if isinstance(value, int) and abs(value) > sys.float_info.max:
+            raise ConfigError(
+                f"config.json: {name}: expected a number of at most {sys.float_info.max:.1e}, found one of "
+                f"{len(str(abs(value)))} digits"
+            )
     fields: dict[str, Any] = {"rope_theta": float(theta)}
     if kind == "default":
         return fields
