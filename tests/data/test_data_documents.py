@@ -30,6 +30,8 @@ def test_records_become_segments_and_token_documents(tmp_path: Path):
     assert parse_line(tmp_path, b'{"text": "a"}').segments == (("a", True),)
     pair = parse_line(tmp_path, b'{"prompt": "p", "completion": "c"}')
     assert pair.segments == (("p", False), ("c", True))
+    null = parse_line(tmp_path, b'{"segments": [{"text": "a", "loss": false}, {"text": "b", "loss": null}]}')
+    assert null.segments == (("a", False), ("b", True))
     tokens = parse_line(tmp_path, b'{"input_ids": [5, 6], "loss_mask": [0, 1]}')
     assert (tokens.input_ids, tokens.loss_mask) == ([5, 6], [0, 1])
     assert parse_line(tmp_path, b'{"input_ids": [5, 6]}').loss_mask == [1, 1]
@@ -54,6 +56,8 @@ def test_records_become_segments_and_token_documents(tmp_path: Path):
         (b'{"input_ids": [true]}', "wrong type"),
         (b'{"input_ids": [1], "loss_mask": [2]}', "wrong type"),
         (b'{"input_ids": [1, 2], "loss_mask": [1]}', "wrong length"),
+        (b'{"input_ids": [1], "attention_mask": [2]}', "wrong type"),
+        (b'{"input_ids": [1, 2], "attention_mask": [1]}', "wrong length"),
         (b'{"text": ""}', "empty document"),
         (
             b'{"messages": [{"role": "assistant", "content": "a"}], "tools": "' + b"[" * 100_000 + b'"}',

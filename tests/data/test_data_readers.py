@@ -200,7 +200,7 @@ def test_columns_that_are_no_text_make_the_same_records_as_lines(tmp_path: Path)
     chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
     records = {
         "messages": [{"messages": chat, "id": 1}],
-        "segments": [{"segments": [{"text": "a", "loss": False}, {"text": "b", "loss": True}]}],
+        "segments": [{"segments": [{"text": "a", "loss": False}, {"text": "b"}]}],
         "ids": [{"input_ids": [1, 2], "labels": [-100, 2]}, {"input_ids": [3], "labels": [3]}],
         "pair": [{"prompt": "p", "completion": "c"}],
         "padded": [{"input_ids": [1, 2, 0], "attention_mask": [1, 1, 0]}],

@@ -181,7 +181,8 @@ def _segments(location: str, value: Any) -> tuple[tuple[str, bool], ...]:
         raise RecordError("wrong type", location, "expected segments to be a list of {text, loss}")
     segments = []
     for number, segment in enumerate(value):
-        text, loss = segment.get("text"), segment.get("loss", True)
+        text, loss = segment.get("text"), segment.get("loss")
+        loss = True if loss is None else loss  # Arrow gives every segment the fields that any has
         if not isinstance(text, str) or type(loss) not in (bool, int) or loss not in (0, 1):
             found = f"found {_kind(text)} and {_kind(loss)}"
             detail = f"expected segments[{number}] to be a text and a loss of true or false, {found}"
@@ -251,29 +252,28 @@ def _token_document(location: str, fields: dict[str, Any]) -> Document:
         if mask is not None:
             raise RecordError("wrong type", location, "expected loss_mask or labels, found both")
         mask = _mask_of_labels(location, ids, labels)
-    if mask is None:
-        mask = [1] * len(ids)
-    elif not isinstance(mask, list) or not all(type(m) in (int, bool) and m in (0, 1) for m in mask):
-        raise RecordError("wrong type", location, "expected loss_mask to be a list of 0 and 1")
-    mask = [int(target) for target in mask]  # equal documents have equal masks, also where one has true
-    if len(mask) != len(ids):
-        detail = f"expected a loss_mask as long as input_ids ({len(ids)}), found {len(mask)}"
-        raise RecordError("wrong length", location, detail)
+    mask = [1] * len(ids) if mask is None else _checked_mask(location, len(ids), "loss_mask", mask)
     kept = _attended(location, len(ids), fields.get("attention_mask"))
     if not ids[kept]:
         raise RecordError(EMPTY, location, "found no token ids")
     return Document(location, input_ids=ids[kept], loss_mask=mask[kept])
 
 
+def _checked_mask(location: str, length: int, name: str, mask: Any) -> list[int]:
+    """A mask as integers: equal documents have equal masks, also where one has true."""
+    if not isinstance(mask, list) or not all(type(m) in (int, bool) and m in (0, 1) for m in mask):
+        raise RecordError("wrong type", location, f"expected {name} to be a list of 0 and 1")
+    if len(mask) != length:
+        detail = f"expected {name} to be as long as input_ids ({length}), found {len(mask)}"
+        raise RecordError("wrong length", location, detail)
+    return [int(each) for each in mask]
+
+
 def _attended(location: str, length: int, mask: Any) -> slice:
     """The tokens between the padding, which an attention mask marks with 0."""
     if mask is None:
         return slice(length)
-    if not isinstance(mask, list) or not all(type(m) in (int, bool) and m in (0, 1) for m in mask):
-        raise RecordError("wrong type", location, "expected attention_mask to be a list of 0 and 1")
-    if len(mask) != length:
-        detail = f"expected an attention_mask as long as input_ids ({length}), found {len(mask)}"
-        raise RecordError("wrong length", location, detail)
+    mask = _checked_mask(location, length, "attention_mask", mask)
     places = [place for place, attended in enumerate(mask) if attended]
     first, stop = (places[0], places[-1] + 1) if places else (0, 0)
     if len(places) < stop - first:
