@@ -9,9 +9,9 @@ import json
 import math
 import os
 import re
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from itertools import accumulate
 from mmap import PAGESIZE
 from pathlib import Path
 from types import TracebackType
@@ -140,17 +140,8 @@ def read_metrics(
         CheckpointError: the file is missing, or a line before the last is damaged.
     """
     rows: dict[int, dict[str, Any]] = {}
-    last, attempts = None, deque(sorted(starts))
-
-    def drop_lost_work(offset: float) -> None:
-        """That of the attempts that began by here."""
-        while attempts and attempts[0][0] <= offset:
-            _, start = attempts.popleft()
-            for lost in [step for step in rows if step > start]:
-                del rows[lost]
-
-    for offset, found in _placed_rows(Path(path)):
-        drop_lost_work(offset)
+    last = None
+    for found in without_lost_work(_placed_rows(Path(path)), starts):
         row = convert(found)
         step = row["step"]
         before = rows.get(step, {})
@@ -158,8 +149,21 @@ def read_metrics(
         joins = is_evaluation or (step == last and before.keys() & row.keys() <= _EVERY_ROW)
         rows[step] = before | row if joins else row
         last = step
-    drop_lost_work(math.inf)  # of attempts without a row yet
     return [rows[step] for step in sorted(rows)]
+
+
+def without_lost_work(
+    rows: Iterable[tuple[int, dict[str, Any]]], starts: Iterable[tuple[int, int]]
+) -> Iterator[dict[str, Any]]:
+    """The rows of (offset in bytes, row), by offset, without lost work; `starts` as in `read_metrics`."""
+    later = sorted(starts, reverse=True)
+    lowest = list(accumulate((start for _, start in later), min))
+    for offset, row in rows:
+        while later and later[-1][0] <= offset:
+            later.pop()
+        step = row.get("step")
+        if not (later and isinstance(step, int) and step > lowest[len(later) - 1]):
+            yield row
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:

@@ -13,7 +13,7 @@ import numpy as np
 from llm_pretrain.config import YamlError, read_yaml_file
 from llm_pretrain.errors import ConfigError
 from llm_pretrain.files import read_json, read_plain
-from llm_pretrain.tracking.metrics import MAX_METRICS_BYTES, finite_number, read_metrics
+from llm_pretrain.tracking.metrics import MAX_METRICS_BYTES, finite_number, read_metrics, without_lost_work
 
 Row = dict[str, Any]
 
@@ -171,18 +171,16 @@ def _read_lines(path: Path, problems: list[str], starts: Iterable[tuple[int, int
     except OSError as error:
         problems.append(f"{path.name} cannot be read: {error.strerror}")
         return []
-    rows, offset = [], 0
+    rows: list[tuple[int, Row]] = []
+    offset = 0
     for index, line in enumerate(lines[:-1], start=1):
-        later = [start for size, start in starts if offset < size]
-        offset += len(line) + 1
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):
             row = None
         if isinstance(row, dict):
-            step = row.get("step")
-            if not (later and isinstance(step, int) and step > min(later)):
-                rows.append(row)
+            rows.append((offset, row))
         else:
             problems.append(f"{path.name}: line {index} is no JSON object and is left out")
-    return rows
+        offset += len(line) + 1
+    return list(without_lost_work(rows, starts))

@@ -125,13 +125,18 @@ def test_a_store_goes_to_nanogpt_and_back(tmp_path: Path, capsys):
     assert same_splits(to_store("nanogpt", [tmp_path / "n"], tmp_path / "again", None), store)
 
 
+def prepared(folder: Path, tokenizer: Path, ids: list[list[int]]) -> tuple[TokenStore, list[str]]:
+    """A store of documents, and the command that converts it to nanoGPT's file."""
+    corpus = write_jsonl(folder / "c.jsonl", [{"input_ids": each} for each in ids])
+    options = {"validation_fraction": 0.0, "workers": 1}
+    store = prepare_store(Preparation([str(corpus)], tokenizer, folder / "s", **options))
+    return store, ["convert", "--from", "store", "--to", "nanogpt", "--input", str(store.path)]
+
+
 def test_documents_without_an_end_stay_apart_in_nanogpts_file(tmp_path: Path, tokenizer: Path, capsys):
     """A conversation ends in a newline behind its own end token, never in eos."""
-    records = [{"input_ids": [256, 70 + i, 10]} for i in range(5)] + [{"input_ids": [256, 90, EOS]}]
-    corpus = write_jsonl(tmp_path / "c.jsonl", records)
-    options = {"validation_fraction": 0.0, "workers": 1}
-    store = prepare_store(Preparation([str(corpus)], tokenizer, tmp_path / "s", **options))
-    command = ["convert", "--from", "store", "--to", "nanogpt", "--input", str(store.path)]
+    ids = [*([256, 70 + i, 10] for i in range(5)), [256, 90, EOS]]
+    store, command = prepared(tmp_path, tokenizer, ids)
     assert main([*command, "--output", str(tmp_path / "n")]) == 0
     assert "added      5 eos tokens, one to each document" in capsys.readouterr().out
     again = to_store(
@@ -147,11 +152,7 @@ def test_documents_without_an_end_stay_apart_in_nanogpts_file(tmp_path: Path, to
 
 def test_an_end_inside_a_document_is_reported_for_nanogpts_file(tmp_path: Path, tokenizer: Path, capsys):
     """Its file separates documents by eos alone, so the document comes back as two."""
-    records = [{"input_ids": [EOS, 70, EOS, 71, EOS]}, {"input_ids": [EOS, 90, EOS]}]
-    corpus = write_jsonl(tmp_path / "c.jsonl", records)
-    options = {"validation_fraction": 0.0, "workers": 1}
-    store = prepare_store(Preparation([str(corpus)], tokenizer, tmp_path / "s", **options))
-    command = ["convert", "--from", "store", "--to", "nanogpt", "--input", str(store.path)]
+    _, command = prepared(tmp_path, tokenizer, [[EOS, 70, EOS, 71, EOS], [EOS, 90, EOS]])
     assert main([*command, "--output", str(tmp_path / "n")]) == 0
     assert "warning    1 eos tokens inside documents" in capsys.readouterr().out
 
