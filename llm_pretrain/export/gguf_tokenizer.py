@@ -293,13 +293,17 @@ def _special_ids(folder: Path, tokens: list[str]) -> dict[str, int]:
 def end_of_turn_id(folder: Path) -> int | None:
     """Id of the special token that ends a chat turn; None for a tokenizer without one.
 
-    Of several, it is the one that the chat template writes last.
+    Of several known ones, it is the one that stands last in the chat template, or the first of all
+    (`_ENDS_OF_TURN`) where there is no template or it names none. Added tokens that are not special do not
+    count.
 
     Raises:
         DataError: a file of the tokenizer is missing or broken.
     """
     added = _read_json(folder / "tokenizer.json").get("added_tokens") or []
     ids = {entry["content"]: entry["id"] for entry in added if entry.get("special")}
+    if "<|return|>" in ids:  # gpt-oss's, where <|end|> ends the thoughts before the answer too
+        return ids["<|return|>"]
     template = _chat_template(folder) or ""
     return ids.get(max((name for name in _ENDS_OF_TURN if name in ids), key=template.rfind, default=""))
 

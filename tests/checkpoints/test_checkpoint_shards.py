@@ -97,6 +97,8 @@ def test_weights_that_fit_are_one_file(tmp_path):
         (["<|im_end|>", "<end_of_turn>"], "{{ m.content }}<end_of_turn>", [257, 301]),
         (["<|im_end|>", "<|eot_id|>"], "{{ m.content }}<|im_end|>", [257, 300]),
         (["<|im_end|>", "<|eot_id|>"], "{{ m.content }}{{ eos_token }}", [257, 300]),
+        (["<|end|>", "<|return|>"], "{{ m.content }}<|return|>{{ m.thinking }}<|end|>", [257, 301]),
+        (["<|end|>", "<|return|>"], None, [257, 301]),
     ],
 )
 def test_text_ends_where_a_turn_ends_too(tmp_path, tokens, template, expected):
