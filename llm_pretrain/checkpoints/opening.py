@@ -190,7 +190,7 @@ def _read_model(path: Path, content: Manifest, run: Config, average: bool) -> De
             f"{found.get(name, 'absent')} ({len(different)} tensors differ)"
         )
     kernels = configured_kernels(run)
-    if kernels.attention != "sdpa":  # the others by name run on CUDA only
+    if kernels.attention != "sdpa":  # varlen and flex run on CUDA only
         kernels = replace(kernels, attention="auto")
     model = Decoder(run.model, kernels=kernels)
     saved_as = saved_names(content, average=average)

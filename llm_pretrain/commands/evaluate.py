@@ -28,7 +28,7 @@ EXAMPLES = """\
 What is evaluated:
   --store   the run's own evaluation: the same sequences in the same order, packed as in training. On a
             checkpoint, with the run's settings (the default) and on its machine, the loss equals the run's
-            eval/loss row bit for bit, unless training.attention_implementation is flex.
+            eval/loss row bit for bit, on a CPU.
             Without --store, --input and --tasks: on the run's own stores.
   --input   all documents of these files. Each begins with BOS (or else EOS) and ends with EOS, which is a
             target too; one longer than the sequence length is split, the pieces overlapping by one token, so

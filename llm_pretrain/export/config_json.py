@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import sys
 from typing import Any
 
 from llm_pretrain.config import ModelConfig, build, shape_problems
@@ -160,7 +159,12 @@ def model_config_from_huggingface(config_json: dict[str, Any]) -> ModelConfig:
     """
     try:
         model = _read_model(config_json)
-    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:  # a value of a wrong type
+    except (
+        TypeError,
+        ValueError,
+        AttributeError,
+        ArithmeticError,
+    ) as error:  # a value of a wrong type or size
         raise ConfigError(
             f"config.json: expected values as transformers writes them, found: {error}"
         ) from error
@@ -335,14 +339,6 @@ def _rope_fields(config_json: dict[str, Any], architecture: HFArchitecture) -> d
         raise ConfigError(*problems)
     theta = rope.get("rope_theta") or (config_json.get("rope_parameters") or {}).get("rope_theta")
     theta = theta or config_json.get("rope_theta") or architecture.rope_theta
-    numbers = {f"rope_scaling.{name}": value for name, value in rope.items()} | {"rope_theta": theta}
-    numbers["max_position_embeddings"] = config_json.get("max_position_embeddings")
-    for name, value in numbers.items():
-        if isinstance(value, int) and abs(value) > sys.float_info.max:
-            raise ConfigError(
-                f"config.json: {name}: expected a number of at most {sys.float_info.max:.1e}, found one of "
-                f"{len(str(abs(value)))} digits"
-            )
     fields: dict[str, Any] = {"rope_theta": float(theta)}
     if kind == "default":
         return fields
@@ -359,6 +355,10 @@ def _rope_scaling_fields(rope: dict[str, Any], kind: str, config_json: dict[str,
     original = config_json.get("original_max_position_embeddings") or rope.get(
         "original_max_position_embeddings", longest
     )
+    if not original:
+        raise ConfigError(
+            f"config.json: original_max_position_embeddings: expected 1 or more, found {original!r}"
+        )
     factor = _rope_factor(rope.get("factor") or longest / original)
     _check_yarn(rope, factor)
     return {

@@ -302,9 +302,9 @@ def end_of_turn_id(folder: Path) -> int | None:
     """
     added = _read_json(folder / "tokenizer.json").get("added_tokens") or []
     ids = {entry["content"]: entry["id"] for entry in added if entry.get("special")}
-    if "<|return|>" in ids:  # gpt-oss's, where <|end|> ends the thoughts before the answer too
-        return ids["<|return|>"]
     template = _chat_template(folder) or ""
+    if "<|return|>" in ids and (not template or "<|return|>" in template):
+        return ids["<|return|>"]  # gpt-oss's, where <|end|> ends the thoughts before the answer too
     return ids.get(max((name for name in _ENDS_OF_TURN if name in ids), key=template.rfind, default=""))
 
 

@@ -144,6 +144,9 @@ BREAK_AFTER_ALL = CALL_INSIDE.replace("\\n' }}{% endfor", "' }}{% endfor").repla
     "assistant\\n' }}", "assistant\\n' }}{% else %}{{ '\\n' }}"
 )
 THINK_PROMPT = THINKING.replace("assistant\\n' }}", "assistant\\n<think>\\n' }}")
+PREAMBLE = THINKING.replace(
+    "{% set said", "{% if message.role == 'user' %}<|im_start|>system\\ntools<|im_end|>{% endif %}{% set said"
+)
 EOS_IS_BOS = """{% for message in messages %}{% if message.role == 'user' %}\
 {{ eos_token + '[INST] ' + message.content + ' [/INST]' }}\
 {% else %}{% generation %}{{ ' ' + message.content + eos_token }}{% endgeneration %}{% endif %}{% endfor %}"""
@@ -162,6 +165,8 @@ THOUGHT = [message | {"thinking": "Hm."} for message in MESSAGES]
         (END_INSIDE, [*CALLS, *MESSAGES[3:4]], [CALLED.replace("<|/call|>", "<|im_end|>;")]),
         (BREAK_AFTER_ALL, [*CALLS, *MESSAGES[3:4]], [CALLED]),
         (THINK_PROMPT, MESSAGES, ["42 😀<|im_end|>", "\n</think>\n\n\tStill 42.<|im_end|>"]),
+        (PREAMBLE, MESSAGES, TARGETS["thinking"]),
+        (EOS_IS_BOS, MESSAGES[1:4], [" 42 😀</s>"]),
         (EOS_IS_BOS, MESSAGES[1:], [" 42 😀</s>", " \tStill 42.</s>"]),
         (EOS_AFTER_ALL, MESSAGES[1:], ["42 😀<|eot_id|>", "\tStill 42.<|eot_id|>\n</s>"]),
         (EOS_AFTER_ALL, MESSAGES[1:4], ["42 😀<|eot_id|>"]),

@@ -213,10 +213,12 @@ def test_a_token_that_only_the_configuration_names_is_refused(tmp_path: Path, fi
     (folder / file).write_text(json.dumps(content | named))
     (key,) = named
     with pytest.raises(DataError, match=rf"{file}: {key}: expected .* found '<\|x\\n\|>'; save") as caught:
-        open_tokenizer(folder)
+        open_tokenizer(folder).check_named_tokens()
     assert "\n" not in str(caught.value)
     AutoTokenizer.from_pretrained(str(folder), local_files_only=True).save_pretrained(str(tmp_path / "saved"))
-    assert open_tokenizer(tmp_path / "saved").token(259) == "<|x\n|>"
+    saved = open_tokenizer(tmp_path / "saved")
+    saved.check_named_tokens()
+    assert saved.token(259) == "<|x\n|>"
 
 
 def test_tokens_that_both_files_name_are_accepted(tmp_path: Path):
@@ -232,7 +234,7 @@ def test_tokens_that_both_files_name_are_accepted(tmp_path: Path):
         held | {"extra_special_tokens": None, "additional_special_tokens": ["<pad>", "a", ""]},
     ):
         (folder / "tokenizer_config.json").write_text(json.dumps(config | more))
-        open_tokenizer(folder)
+        open_tokenizer(folder).check_named_tokens()
 
 
 DOUBLING = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}

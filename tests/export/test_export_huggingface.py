@@ -463,17 +463,12 @@ def test_weights_that_mean_nothing_are_refused(tmp_path, spoil, found):
         ({"num_key_value_heads": 3}, "model.num_attention_heads"),
         ({"rope_parameters": [1]}, "rope_scaling"),
         ({"rope_theta": "x", "rope_parameters": None}, "could not convert"),
-        ({"rope_theta": 10**400, "rope_parameters": None}, r"rope_theta: .* found one of 401 digits$"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 10**400}}, "rope_scaling.factor: .* 401 digits$"),
+        ({"rope_theta": 10**400, "rope_parameters": None}, "config.json: .* int too large"),
+        ({"rope_scaling": YARN | {"beta_slow": 10**400}}, "config.json: .* int too large"),
         (
-            {"rope_scaling": YARN | {"beta_slow": 10**400}},
-            "rope_scaling.beta_slow: .* found one of 401 digits$",
+            {"rope_scaling": YARN | {"original_max_position_embeddings": 0}},
+            "original_max_position_embeddings: expected 1 or more, found 0",
         ),
-        (
-            {"rope_scaling": YARN, "max_position_embeddings": 10**400},
-            "max_position_embeddings: .* 401 digits$",
-        ),
-        ({"rope_scaling": YARN | {"original_max_position_embeddings": 0}}, "division by zero"),
         ({"mlp_only_layers": 3, "layer_types": 3}, "not iterable"),
     ],
 )

@@ -179,7 +179,8 @@ class _ChatEncoder:
         self._template = self._tool_template = json.dumps(arguments).encode() + b"\n"
         if (template := tokenizer.tool_template) is not None:
             self._tool_template = json.dumps(arguments | {"template": template}).encode() + b"\n"
-        self._unread = tokenizer.folder / "additional_chat_templates" / "tool_use.jinja"
+        unread = tokenizer.folder / "additional_chat_templates" / "tool_use.jinja"
+        self._unread_template = unread if unread.exists() else None
 
     def render(
         self,
@@ -189,10 +190,10 @@ class _ChatEncoder:
         is_prompt: bool,
     ) -> Rendered:
         """See `ChatTemplate.rendered`. Raises ChatTemplateError."""
-        if tools is not None and self._unread.exists():
+        if tools is not None and self._unread_template:
             raise ChatTemplateError(
-                f"{self._unread}: expected the template for tools in tokenizer_config.json, found a file; "
-                "save the tokenizer with save_pretrained(save_jinja_files=False)"
+                f"{self._unread_template}: expected the template for tools in tokenizer_config.json, found a "
+                "file; save the tokenizer with save_pretrained(save_jinja_files=False)"
             )
         template = self._template if tools is None else self._tool_template
         return _process.render(

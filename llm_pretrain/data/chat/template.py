@@ -184,15 +184,18 @@ class _Job:
         """End of a marked span; extends it by an unmarked end token directly after it.
 
         A span that itself ends in a special token, such as one of a tool call, may be complete: it is
-        extended only by the eos token or the one that ends the conversation.
+        extended only by the one that ends the conversation.
         """
         behind, own = self._special.match(self.text, end), self._closing_token(self.text, start, end)
-        if behind is None:
+        if behind is None or (own and (behind[0] != self._last or own[0] == self._last)):
             return end
+        return behind.end()
+
+    @functools.cached_property
+    def _last(self) -> str | None:
+        """The special token that ends the conversation."""
         last = self._closing_token(self.text)
-        ends = {last[0] if last else None, self._variables.get("eos_token")}
-        is_complete = own and (behind[0] not in ends or own[0] in ends)
-        return end if is_complete else behind.end()
+        return last and last[0]
 
     def _span(self, turn: int) -> tuple[int, int]:
         """(start, end) of a turn: from after the generation prompt to its end token."""
@@ -206,10 +209,16 @@ class _Job:
             closing = self._closing_token(self.text, start, last.start())
             closing = closing or self._special.match(self.text, last.start())
             return start, closing.end() if closing else last.start()
-        # rendered differently here: its last such token before the next content, or what follows its own
-        candidates = self._special.finditer(self.text, start, self._content_ends.get(turn + 1, 0))
-        *_, closing = [None, *(token for token in candidates if last and token[0] == last[0])]
-        closing = closing or self._special.search(self.text, max(start, self._content_ends.get(turn, 0)))
+        # rendered differently here: behind its content, as many of these tokens as alone, else the first one
+        behind, before = max(start, self._content_ends.get(turn, 0)), self._content_ends.get(turn + 1, 0)
+        closing = self._special.search(self.text, behind)
+        same = [
+            each for each in self._special.finditer(self.text, behind, before) if last and each[0] == last[0]
+        ]
+        if last and same:
+            content = str(self.messages[turn].get("content") or "").strip()
+            count = alone.count(last[0], alone.rfind(content) if content else start)
+            closing = same[: max(1, count)][-1]
         if closing is None:
             raise RenderingError("expected turns that end in a special token, found none in the template")
         return start, closing.end()
@@ -232,7 +241,8 @@ class _Job:
         borders = re.compile(f"{self._special.pattern}|\n")
         inside = [match.end() for match in borders.finditer(head, len(before))]
         shared = max((end for end in inside if end <= common), default=-1)
-        if shared < 0 or not head.startswith(before) or common < len(before):
+        is_shared = head.startswith(before) and head[len(before) : max(shared, 0)].strip()
+        if not is_shared or common < len(before):
             raise RenderingError(
                 "expected a template that shows earlier turns as it showed them, found another; "
                 "mark the assistant's turns in it with {% generation %}"
@@ -246,9 +256,10 @@ class _Job:
 
     @functools.cached_property
     def _content_ends(self) -> dict[int, int]:
-        """Message -> where its content ends in the text; without those of which that cannot be told.
+        """Number of a message -> end of its content in the text.
 
-        Found by rendering again with a probe behind each content. Empty if that changes other text.
+        Messages whose content is empty, no text, or not written are left out. Found by rendering again with
+        a probe behind each content; empty where that changes other text.
         """
         messages = [dict(message) for message in self.messages]
         for number, message in enumerate(messages):

@@ -106,6 +106,7 @@ def prepare_store(preparation: Preparation) -> TokenStore:
             convert_tokenizer(folder, Path(temporary))
             folder = Path(temporary)
         tokenizer = open_tokenizer(folder)
+        tokenizer.check_named_tokens()
         sources = find_sources(preparation.inputs, preparation.split)
         with Workspace(output, _fingerprint(preparation, sources, tokenizer)) as work:
             if work.state is None or not _is_done(work.state, output):

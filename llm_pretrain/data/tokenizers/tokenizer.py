@@ -8,7 +8,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
@@ -124,7 +124,6 @@ class Tokenizer:
                     f"{file}: expected ids 0 to {self.vocab_size - 1} without a gap, found {entry['id']} for "
                     f"the added token {entry['content']!r}, which is read as {index}; correct added_tokens"
                 )
-        _check_named_tokens(self.folder, vocabulary)
         named = _special_tokens(self.folder)
         special = {entry["id"] for entry in self._spec.get("added_tokens", []) if entry.get("special")}
         ids = {key: vocabulary.get(token) for key, token in named.items()}
@@ -136,6 +135,28 @@ class Tokenizer:
         self.kind = _kind(self._spec)
         self.chat_template = _chat_template(self.folder, "default")
         self.tool_template = _chat_template(self.folder, "tool_use")
+
+    def check_named_tokens(self) -> None:
+        """Refuse further tokens that tokenizer.json lacks: transformers would add them, here they are text.
+
+        Raises:
+            DataError: names the file, its key and the token.
+        """
+        vocabulary = self._backend.get_vocab(with_added_tokens=True)
+        for file in (self.folder / "tokenizer_config.json", self.folder / "special_tokens_map.json"):
+            content = _json_object(file) if file.is_file() else {}
+            for key in ("added_tokens_decoder", "extra_special_tokens", "additional_special_tokens"):
+                value = content.get(key)
+                entries = value.values() if isinstance(value, dict) else value
+                for entry in entries if isinstance(entries, Iterable) else ():
+                    token = entry.get("content") if isinstance(entry, dict) else entry
+                    if token and isinstance(token, str) and token not in vocabulary:
+                        raise DataError(
+                            f"{file}: {key}: expected tokens that tokenizer.json holds, found "
+                            f"{token!r:.100}; save the tokenizer with transformers' save_pretrained"
+                        )
+            if "added_tokens_decoder" in content:  # transformers takes tokens from no further file then
+                return
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of each text, without special tokens. Raises DataError for a text it cannot encode."""
@@ -228,7 +249,9 @@ def convert_tokenizer(folder: str | Path, target: Path) -> None:
     try:
         # without a value transformers asks on standard input whether to run the folder's own Python files
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-        several = isinstance(tokenizer.chat_template, dict)  # as files, in a folder that is not copied
+        several = isinstance(
+            tokenizer.chat_template, dict
+        )  # in files, these would not be among TOKENIZER_FILES
         tokenizer.save_pretrained(str(target), save_jinja_files=not several)
     except Exception as error:  # transformers raises many types of exception
         reason = " ".join(str(error).split()) or type(error).__name__
@@ -288,24 +311,6 @@ def _special_tokens(folder: Path) -> dict[str, str]:
             if isinstance(token, str):
                 named[key] = token
     return named
-
-
-def _check_named_tokens(folder: Path, vocabulary: Mapping[str, int]) -> None:
-    """Refuses further tokens that the vocabulary lacks: transformers would add them, here they stay text."""
-    for file in (folder / "tokenizer_config.json", folder / "special_tokens_map.json"):
-        content = _json_object(file) if file.is_file() else {}
-        for key in ("added_tokens_decoder", "extra_special_tokens", "additional_special_tokens"):
-            value = content.get(key)
-            entries = value if isinstance(value, list) else value.values() if isinstance(value, dict) else []
-            for entry in entries:
-                token = entry.get("content") if isinstance(entry, dict) else entry
-                if token and isinstance(token, str) and token not in vocabulary:
-                    raise DataError(
-                        f"{file}: {key}: expected tokens that tokenizer.json holds, found {token!r:.100}; "
-                        "save the tokenizer with transformers' save_pretrained"
-                    )
-        if "added_tokens_decoder" in content:  # transformers reads no other file then
-            return
 
 
 def _find_segmenter(spec: dict[str, Any]) -> re.Pattern[str] | None:
