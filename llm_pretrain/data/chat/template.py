@@ -187,7 +187,8 @@ class _Job:
         extended only by the one that ends the conversation.
         """
         behind, own = self._special.match(self.text, end), self._closing_token(self.text, start, end)
-        if behind is None or (own and (behind[0] != self._last or own[0] == self._last)):
+        ends = self._last, self._variables.get("eos_token")
+        if behind is None or (own and (behind[0] != self._last or own[0] in ends)):
             return end
         return behind.end()
 
@@ -210,7 +211,8 @@ class _Job:
             closing = closing or self._special.match(self.text, last.start())
             return start, closing.end() if closing else last.start()
         # rendered differently here: behind its content, as many of these tokens as alone, else the first one
-        behind, before = max(start, self._content_ends.get(turn, 0)), self._content_ends.get(turn + 1, 0)
+        own, before = self._content_ends.get(turn, 0), self._content_ends.get(turn + 1, 0)
+        behind = max(start, own) if own < before else start
         closing = self._special.search(self.text, behind)
         same = [
             each for each in self._special.finditer(self.text, behind, before) if last and each[0] == last[0]
