@@ -14,13 +14,14 @@ if __name__ == "__main__":  # until the run begins, Ctrl-C ends the process at o
 
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
@@ -30,10 +31,13 @@ from torch.utils.data import DataLoader
 
 from llm_pretrain.config import Config, load_config
 from llm_pretrain.data import Batch, shard
+from llm_pretrain.distributed.expert_parallel import shard_experts
 from llm_pretrain.distributed.fsdp import (
     clear_mesh_caches,
+    clip_grad_norm,
     layer_precision,
     rebound_optimizer,
+    set_timeout,
     shard_full_precision,
 )
 from llm_pretrain.distributed.launch_checks import check_world_size
@@ -46,7 +50,7 @@ from llm_pretrain.distributed.process import (
 )
 from llm_pretrain.distributed.watchdog import hang_watchdog
 from llm_pretrain.errors import ConfigError
-from llm_pretrain.model import DecoderOutput
+from llm_pretrain.model import Decoder, DecoderOutput
 from llm_pretrain.training import (
     DDP_OPTIONS,
     Launcher,
@@ -85,6 +89,11 @@ class TorchrunEngine:
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         check_world_size(self.world_size)
         self.is_sharded = config.distributed.strategy == "fsdp" and self.world_size > 1
+        self.mesh = None  # all ranks share one state
+        if self.is_sharded and config.distributed.dp_replicate_size > 1:
+            sizes = config.distributed.dp_replicate_size, config.distributed.shard_size(self.world_size)
+            self.mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=("dp_replicate", "dp_shard"))
+            set_timeout(self.mesh, config)
         self.sync_each_batch = config.distributed.sync_each_batch
         precision = config.training.precision
         dtype = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
@@ -93,19 +102,28 @@ class TorchrunEngine:
         self.scaler = self.grad_scaler if precision == "fp16" else None  # saved in checkpoints
         self.accumulation_steps = config.gradient_accumulation_steps(self.world_size)
         self.max_grad_norm = config.training.max_grad_norm or math.inf
+        several_meshes = self.is_sharded and config.distributed.ep_size > 1
+        self.clip_grad_norm = clip_grad_norm if several_meshes else clip_grad_norm_
         self.objective = Objective(config, self.world_size)
 
-    def prepare(self, model: Module, optimizer: Optimizer, batches: DataLoader) -> Iterable[Batch]:
+    def prepare(
+        self,
+        model: Decoder,
+        optimizer: Optimizer,
+        batches: DataLoader,
+        initialize: Callable[[Decoder], None],
+    ) -> Iterable[Batch]:
         self.unwrapped_model, self.optimizer = model, optimizer
         self.no_sync = nullcontext
-        if self.is_sharded:
-            self.model: Any = shard_model(model, optimizer, self.config.training.precision)
-        else:
-            self.model = model.to(self.device)
-            if self.world_size > 1:
-                device_ids = [self.device.index] if self.device.type == "cuda" else None
-                self.model = DistributedDataParallel(model, device_ids=device_ids, **DDP_OPTIONS)
-                self.no_sync = self.model.no_sync
+        with rebound_optimizer(model, optimizer):
+            if self.is_sharded:
+                shard_model(model, self.mesh, self.config, self.device)
+            initialize(model)  # of a sharded model, this rank's parts
+        self.model: Any = model
+        if self.world_size > 1 and not self.is_sharded:
+            device_ids = [self.device.index] if self.device.type == "cuda" else None
+            self.model = DistributedDataParallel(model, device_ids=device_ids, **DDP_OPTIONS)
+            self.no_sync = self.model.no_sync
         self.parameters = list(self.model.parameters())  # once: collecting them takes longer than clipping
         warm_up_backward(self)
         rank_batches = shard(batches, self.rank, self.world_size)
@@ -132,7 +150,7 @@ class TorchrunEngine:
                 self.grad_scaler.scale(loss).backward()
                 metrics.add(output, batch)
         self.grad_scaler.unscale_(self.optimizer)
-        grad_norm = clip_grad_norm_(self.parameters, self.max_grad_norm)
+        grad_norm = self.clip_grad_norm(self.parameters, self.max_grad_norm)
         if monitor.reduce_and_decide(metrics, grad_norm):  # True if the GPU decides, by found_inf
             self.grad_scaler.step(self.optimizer)
         self.grad_scaler.update()
@@ -166,7 +184,7 @@ class TorchrunEngine:
     def close(self) -> None:
         # a DDP module that outlives its process group can abort the process at exit
         del self.model, self.no_sync, self.unwrapped_model, self.optimizer
-        del self.parameters
+        del self.parameters, self.mesh
         if self.world_size > 1:
             dist.barrier()
             dist.destroy_process_group()
@@ -174,18 +192,20 @@ class TorchrunEngine:
             clear_mesh_caches()
 
 
-def shard_model(model: Module, optimizer: Optimizer, precision: str) -> Module:
-    """Shard every parameter over all ranks, moving at most one layer to the device at a time.
+def shard_model(model: Decoder, mesh: DeviceMesh | None, config: Config, device: torch.device) -> None:
+    """Shard every parameter of a model on the meta device over all ranks, or over those of a replica.
 
     The matrices of a layer are one group: they are all-gathered for the layer's forward pass, freed, and
-    all-gathered again for its backward pass; then their gradients are reduce-scattered.
+    all-gathered again for its backward pass; then their gradients are reduce-scattered, and those of the
+    replicas all-reduced.
     """
-    with rebound_optimizer(model, optimizer):
-        sharded = shard_full_precision(model)
-        for layer in model.get_submodule("model.layers").children():
-            fully_shard(layer, mp_policy=layer_precision(precision), ignored_params=sharded)
-        fully_shard(model)
-    return model
+    if config.distributed.ep_size > 1:
+        shard_experts(model, config, device)
+    sharded = shard_full_precision(model, mesh)
+    precision = layer_precision(config.training.precision)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=precision, ignored_params=sharded)
+    fully_shard(model, mesh=mesh)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -13,7 +13,7 @@ if __name__ == "__main__":  # until the run begins, Ctrl-C ends the process at o
 
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import cache
@@ -30,6 +30,7 @@ from accelerate.utils import (
     FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
+    ParallelismConfig,
     gather_object,
 )
 from torch import Tensor
@@ -45,7 +46,14 @@ from llm_pretrain.distributed.deepspeed import (
     prepare_deepspeed,
     zero_options,
 )
-from llm_pretrain.distributed.fsdp import layer_precision, rebound_optimizer, shard_full_precision
+from llm_pretrain.distributed.expert_parallel import shard_experts
+from llm_pretrain.distributed.fsdp import (
+    clear_mesh_caches,
+    layer_precision,
+    rebound_optimizer,
+    set_timeout,
+    shard_full_precision,
+)
 from llm_pretrain.distributed.launch_checks import (
     check_accelerate_settings,
     check_strategy,
@@ -61,7 +69,7 @@ from llm_pretrain.distributed.process import (
 )
 from llm_pretrain.distributed.watchdog import hang_watchdog
 from llm_pretrain.errors import ConfigError
-from llm_pretrain.model import DecoderOutput, full_precision_modules
+from llm_pretrain.model import Decoder, DecoderOutput, full_precision_modules
 from llm_pretrain.training import (
     DDP_OPTIONS,
     Launcher,
@@ -108,6 +116,7 @@ class AccelerateEngine:
                 mixed_precision="no" if precision == "fp32" or self.uses_deepspeed else precision,
                 deepspeed_plugin=zero_plugin(config) if self.uses_deepspeed else None,
                 fsdp_plugin=fsdp_plugin(config, timeout) if config.distributed.strategy == "fsdp" else None,
+                parallelism_config=parallelism(config),
                 gradient_accumulation_plugin=GradientAccumulationPlugin(
                     num_steps=accumulation_steps,
                     sync_with_dataloader=False,
@@ -131,13 +140,29 @@ class AccelerateEngine:
         self.max_grad_norm = config.training.max_grad_norm or math.inf
         self.objective = Objective(config, self.world_size)
 
-    def prepare(self, model: Module, optimizer: Optimizer, batches: DataLoader) -> Iterable[Batch]:
-        is_sharded = self.accelerator.is_fsdp2
-        with rebound_optimizer(model, optimizer) if is_sharded else nullcontext():
-            if is_sharded:
+    def prepare(
+        self,
+        model: Decoder,
+        optimizer: Optimizer,
+        batches: DataLoader,
+        initialize: Callable[[Decoder], None],
+    ) -> Iterable[Batch]:
+        if self.accelerator.is_fsdp2:
+            with rebound_optimizer(model, optimizer):
                 plugin: Any = self.accelerator.state.fsdp_plugin
                 plugin.ignored_modules = full_precision_modules(model)
-                shard_full_precision(model)
+                mesh: Any = self.accelerator.torch_device_mesh
+                if self.config.distributed.ep_size > 1:
+                    shard_experts(model, self.config, self.device)
+                if mesh:
+                    mesh = mesh["dp_replicate", "dp_shard_cp"]
+                    set_timeout(mesh, self.config)
+                shard_full_precision(model, mesh)
+                self.model, self.optimizer, rank_batches = self.accelerator.prepare(model, optimizer, batches)
+                initialize(model)  # this rank's parts
+        else:
+            with rebound_optimizer(model, optimizer):
+                initialize(model)
             self.model, self.optimizer, rank_batches = self.accelerator.prepare(model, optimizer, batches)
         self.unwrapped_model = model
         self.parameters = list(self.model.parameters())  # once: collecting them takes longer than clipping
@@ -208,6 +233,8 @@ class AccelerateEngine:
         self.accelerator.free_memory()
         self.accelerator.wait_for_everyone()
         self.accelerator.end_training()
+        if self.accelerator.is_fsdp2:
+            clear_mesh_caches()
 
 
 def zero_plugin(config: Config) -> DeepSpeedPlugin:
@@ -238,6 +265,17 @@ def fsdp_plugin(config: Config, timeout: timedelta) -> FullyShardedDataParallelP
         cpu_offload=False,
         activation_checkpointing=False,  # the model recomputes its layers itself
         cpu_ram_efficient_loading=False,
+    )
+
+
+def parallelism(config: Config) -> ParallelismConfig | None:
+    """The mesh of FSDP's replicas and shards; None for one replica."""
+    replicas, world_size = config.distributed.dp_replicate_size, int(os.environ.get("WORLD_SIZE", "1"))
+    if replicas == 1 or world_size == 1:
+        return None
+    shards = config.distributed.shard_size(world_size)
+    return ParallelismConfig(
+        dp_replicate_size=replicas, dp_shard_size=shards, tp_size=1, cp_size=1, sp_size=1
     )
 
 

@@ -33,12 +33,17 @@ class Steps:
     def __init__(self, config: Config, engine: Engine, stopwatch: Stopwatch | None = None):
         self.engine, self.stopwatch = engine, stopwatch or Stopwatch()
         self.laps: list[Lap] = []
-        model = build_model(config, engine.device)
-        initialize_weights(model, config.run.seed)
+        with torch.device("meta"):
+            model = build_model(config, engine.device)
         optimizer = build_optimizer(model, config.optimizer, config.training.precision)
         self.stopwatch.leave_out(model, optimizer)
         loader = global_batches(config, start_step=0, world_size=engine.world_size)
-        batches = engine.prepare(model, optimizer, loader)
+        batches = engine.prepare(
+            model,
+            optimizer,
+            loader,
+            lambda model: initialize_weights(model, config.run.seed, device=engine.device),
+        )
         self.monitor = StepMonitor(config, engine, Progress())
         self.windows = windows(batches, config.gradient_accumulation_steps(engine.world_size))
 

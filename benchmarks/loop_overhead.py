@@ -18,7 +18,7 @@ import hashlib
 import os
 import statistics
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 
@@ -115,8 +115,14 @@ class MeasuredEngine(train_pretrain.TorchrunEngine):
         self.bare: list[Lap] = []
         self.loop: list[Lap] = []
 
-    def prepare(self, model: Module, optimizer: Optimizer, batches: DataLoader) -> Iterable[Batch]:
-        assert isinstance(model, Decoder)
+    def prepare(
+        self,
+        model: Decoder,
+        optimizer: Optimizer,
+        batches: DataLoader,
+        initialize: Callable[[Decoder], None],
+    ) -> Iterable[Batch]:
+        own = super().prepare(model, optimizer, batches, initialize)
         copied = copy.deepcopy(model)
         bare = BareLoop(
             self.config,
@@ -125,7 +131,7 @@ class MeasuredEngine(train_pretrain.TorchrunEngine):
         )
         for shared in ((model, optimizer), (copied, bare.optimizer)):
             self.stopwatch.leave_out(*shared)
-        return self._in_turns(super().prepare(model, optimizer, batches), bare)
+        return self._in_turns(own, bare)
 
     def _in_turns(self, own: Iterable[Batch], bare: BareLoop) -> Iterator[Batch]:
         """This rank's batches; a window's first one is fetched after a step of the bare loop."""

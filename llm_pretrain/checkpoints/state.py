@@ -288,27 +288,40 @@ class Piece:
 def own_pieces(tensors: dict[str, Tensor], *, rank: int, world_size: int) -> list[Piece]:
     """The pieces that `rank` writes, so that all ranks together write every element once.
 
-    Replicated tensors are distributed over ranks, balanced by size; of sharded ones each rank writes its own
-    part. Every rank computes the same assignment, without a collective.
+    Whole tensors are distributed over ranks, balanced by size; of sharded ones each rank writes its own part,
+    and the parts that several ranks hold are distributed over these. All holders compute the same writer,
+    without a collective.
     """
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.planner import WriteItemType
 
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(tensors), is_coordinator=rank == 0)
-    pieces, loads = [], [0] * world_size
+    pieces, of_whole, of_parts = [], [0] * world_size, [0] * world_size
     for item in planner.create_local_plan().items:
-        if item.type == WriteItemType.TENSOR:  # replicated: the plan has it on every rank
-            writer = loads.index(min(loads))
-            loads[writer] += tensors[item.index.fqn].nbytes
-            if writer != rank:
-                continue
         part = planner.resolve_data(item)
         assert isinstance(part, Tensor)
         assert item.tensor_data is not None
-        if part.numel() or item.type == WriteItemType.TENSOR:
+        if item.type == WriteItemType.TENSOR:  # whole: the plan has it on every rank
+            holder, holders, loads = rank, world_size, of_whole
+        else:
+            holder, holders = _replica(tensors[item.index.fqn])
+            loads = of_parts
+        writer = min(range(holders), key=loads.__getitem__)
+        loads[writer] += part.nbytes
+        if writer == holder and (part.numel() or item.type == WriteItemType.TENSOR):
             pieces.append(Piece(item.index.fqn, part.detach(), tuple(item.tensor_data.chunk.offsets)))
     return pieces
+
+
+def _replica(sharded: Any) -> tuple[int, int]:
+    """Which of the equal parts of a sharded tensor this rank holds, and how many there are."""
+    mesh, number, count = sharded.device_mesh, 0, 1
+    for dim, placement in enumerate(sharded.placements):
+        if placement.is_replicate():
+            number = number * mesh.size(dim) + mesh.get_local_rank(dim)
+            count *= mesh.size(dim)
+    return number, count
 
 
 class HostBuffers:

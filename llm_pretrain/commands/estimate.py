@@ -84,16 +84,11 @@ def run(arguments: argparse.Namespace) -> int:
     options = given_options(arguments)
     _check(arguments)
     has_bf16 = None if arguments.gpu is None else arguments.gpu.lower() not in _WITHOUT_BF16
-    config = _with_vocabulary(load_config(options, needs_data=False, has_bf16=has_bf16))
+    processes = arguments.world_size
+    config = _with_vocabulary(load_config(options, needs_data=False, has_bf16=has_bf16, world_size=processes))
     if has_bf16 is False and config.training.precision == "bf16":
         raise ConfigError(
             f"training.precision: expected fp16 or fp32 on a {arguments.gpu}, which has no bf16, found bf16"
-        )
-    if config.training.global_batch_size % (config.training.micro_batch_size * arguments.world_size):
-        raise ConfigError(
-            f"--world-size: expected training.global_batch_size ({config.training.global_batch_size}) to be "
-            f"a multiple of training.micro_batch_size ({config.training.micro_batch_size}) x processes, "
-            f"found {arguments.world_size} processes; change one of the three"
         )
     _print_model(config)
     memory = _print_memory(config, arguments)

@@ -1,5 +1,6 @@
 """The configuration: its tree of dataclasses, and loading and checking it."""
 
+from llm_pretrain.config.distributed_config import DistributedConfig
 from llm_pretrain.config.loading import (
     PRESETS,
     compiles,
@@ -20,7 +21,6 @@ from llm_pretrain.config.tree import (
     CheckpointConfig,
     Config,
     DataConfig,
-    DistributedConfig,
     EvaluationConfig,
     LoggingConfig,
     OptimizerConfig,

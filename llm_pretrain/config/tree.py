@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
 
+from llm_pretrain.config.distributed_config import DistributedConfig
 from llm_pretrain.config.model_config import ModelConfig
 from llm_pretrain.config.schema import (
     LARGEST_INTEGER,
@@ -415,33 +416,6 @@ class LoggingConfig:
 
 
 @dataclass(frozen=True)
-class DistributedConfig:
-    """Parallelism of the training processes.
-
-    Args:
-        strategy: `ddp`: every process holds the whole model; gradients are averaged. `fsdp`: parameters,
-            gradients and optimizer state are sharded layer by layer (FSDP2). `deepspeed`: DeepSpeed ZeRO,
-            through Accelerate only (extra `deepspeed`).
-        sync_each_batch: With `fsdp`, reduce-scatter the gradients of every micro batch. Otherwise every rank
-            keeps whole gradients in fp32 until a step's last micro batch: less traffic, 4 bytes more for each
-            parameter of the model.
-        zero_stage: What ZeRO shards: 1 optimizer state; 2 also gradients; 3 also parameters. Default: the
-            stage given to `accelerate launch`, else 2.
-        cpu_threads: Threads per process. Default: OMP_NUM_THREADS if it was exported, else cores / processes
-            on this machine.
-        timeout_seconds: Time without progress (a step, a batch of an evaluation, bytes of a save) after which
-            a process counts as hanging: it writes the stacks of its threads and ends with exit code 71. Also
-            the time that ranks wait for each other at the start.
-    """
-
-    strategy: Literal["ddp", "fsdp", "deepspeed"] = "ddp"
-    sync_each_batch: bool = True
-    zero_stage: Literal[1, 2, 3] | None = None
-    cpu_threads: Annotated[int, Range(gt=0, le=1 << 10)] | None = None
-    timeout_seconds: Annotated[int, Range(gt=0, le=2_000_000)] = 1800  # libraries count ms in 32 bits
-
-
-@dataclass(frozen=True)
 class Config:
     """The whole configuration of a pretraining run."""
 
@@ -469,6 +443,8 @@ class Config:
         yield from self.checkpoint.check()
         yield from self.logging.check()
         yield from self._check_batch(world_size)
+        yield from self.distributed.check(world_size)
+        yield from self._check_expert_parallelism(world_size)
         yield from self.check_schedule()
         yield from self._check_lengths()
         yield from self._check_recovery()
@@ -494,6 +470,27 @@ class Config:
             "training.global_batch_size: expected a multiple of training.micro_batch_size * world size = "
             f"{micro} * {world_size} = {unit}, found {total}; {advice}"
         )
+
+    def _check_expert_parallelism(self, world_size: int) -> Iterator[str]:
+        experts, ranks = self.model.num_experts, self.distributed.ep_size
+        if ranks == 1 or self.distributed.strategy != "fsdp":
+            return
+        shards = max(1, self.distributed.shard_size(world_size) // ranks)
+        if not experts or experts % ranks:
+            yield f"distributed.ep_size: expected a divisor of model.num_experts, {experts}, found {ranks}"
+        elif not (experts // ranks) % shards:
+            return
+        elif self.optimizer.name == "muon":
+            yield (
+                f"optimizer.name: expected adamw where {shards} ranks share the rows of {experts // ranks} "
+                "experts, found muon, which needs whole matrices; use another distributed.ep_size"
+            )
+        elif self.model.hidden_size % shards or 2 * self.model.expert_intermediate_size % shards:
+            yield (
+                f"distributed.ep_size: expected {shards} ranks, which share the rows of {experts // ranks} "
+                "experts, to divide model.hidden_size and twice the experts' width, found "
+                f"{self.model.hidden_size} and {2 * self.model.expert_intermediate_size}"
+            )
 
     def check_schedule(self) -> Iterator[str]:
         """One line for each contradiction of the schedule with the run's length and learning rate."""

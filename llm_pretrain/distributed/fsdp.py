@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
+from llm_pretrain.config import Config
+from llm_pretrain.distributed.peer_failure import collective_timeout
 from llm_pretrain.model import Decoder, full_precision_modules
+
+distributed: Any = torch.distributed  # untyped, as in collectives.py
 
 _LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -28,13 +37,24 @@ def layer_precision(precision: str) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
 
-def shard_full_precision(model: nn.Module) -> set[nn.Parameter]:
+def set_timeout(mesh: DeviceMesh, config: Config) -> None:
+    """Give the groups of a mesh the time-out of the run's collectives, which torch does not hand on."""
+    for dim in range(mesh.ndim):
+        distributed.distributed_c10d._set_pg_timeout(collective_timeout(config), mesh.get_group(dim))
+
+
+def shard_full_precision(model: nn.Module, mesh: DeviceMesh | None) -> set[nn.Parameter]:
     """Shard everything but the matrices of the layers, as one group in fp32.
 
     Embedding, norms, routers and head compute in fp32, or in autocast's types, as under DDP. They are
     gathered once per forward pass and kept until the backward pass, which begins with the head. FSDP's hooks
     are on the modules around the layers, not on norms and routers, where they would split each layer's
     compiled graph.
+
+    Args:
+        model: A decoder.
+        mesh: The very object that the layers are sharded over, of replicas and shards: an equal one would
+            make a second group of norms, whose sum rounds differently. None for all ranks.
 
     Returns:
         The sharded parameters, which the layers' groups must ignore.
@@ -43,7 +63,7 @@ def shard_full_precision(model: nn.Module) -> set[nn.Parameter]:
     in_fp32 = {parameter for module in full_precision_modules(model) for parameter in module.parameters()}
     matrices = {parameter for parameter in model.parameters() if parameter not in in_fp32}
     stack: Any = model.model
-    fully_shard([stack, model.lm_head], ignored_params=matrices, reshard_after_forward=False)
+    fully_shard([stack, model.lm_head], mesh=mesh, ignored_params=matrices, reshard_after_forward=False)
 
     def reshard(*_: Any) -> None:
         """Reshard after a forward pass without gradients, which no backward pass follows."""
@@ -54,18 +74,65 @@ def shard_full_precision(model: nn.Module) -> set[nn.Parameter]:
     return {parameter for parameter in model.parameters() if parameter not in matrices}
 
 
+def clip_grad_norm(parameters: list[Tensor], max_norm: float) -> Tensor:
+    """torch's `clip_grad_norm_` for parameters that are sharded over different meshes, as experts may be.
+
+    The norms of the meshes are combined in the order of the parameters, as Accelerate's
+    `_clip_grad_norm_dtensor_aware` does.
+
+    Returns:
+        The norm before, 0-dim.
+    """
+    by_mesh: dict[Any, list[Any]] = {}
+    for parameter in parameters:
+        gradient: Any = parameter.grad
+        if gradient is not None:
+            by_mesh.setdefault(gradient.device_mesh, []).append(parameter)
+    norms = [get_total_norm([each.grad for each in group]).full_tensor() for group in by_mesh.values()]  # type: ignore[attr-defined]  # DTensor's
+    total = torch.linalg.vector_norm(torch.stack(norms))
+    for mesh, group in by_mesh.items():
+        clip_grads_with_norm_(group, max_norm, DTensor.from_local(total, mesh))
+    return total
+
+
+def replicated_digests(model: nn.Module, digest: Callable[[Tensor], Tensor]) -> dict[str, int]:
+    """A digest of each parameter and buffer that more than one rank holds (collective).
+
+    Of a tensor that is sharded in each of several replicas, the sum of the digests of a replica's parts. One
+    that is held once is left out.
+
+    Args:
+        model: Unwrapped.
+        digest: Of a rank's part of a tensor; int64, 0-dim.
+    """
+    by_mesh: dict[DeviceMesh | None, dict[str, Any]] = {}
+    for name, tensor in model.state_dict().items():
+        if not isinstance(tensor, DTensor):
+            if isinstance(tensor, Tensor):
+                by_mesh.setdefault(None, {})[name] = tensor
+        elif any(placement.is_replicate() for placement in tensor.placements):
+            by_mesh.setdefault(tensor.device_mesh, {})[name] = tensor
+    found: dict[str, int] = {}
+    for mesh, tensors in by_mesh.items():
+        sums = torch.stack([digest(each if mesh is None else each.to_local()) for each in tensors.values()])
+        if mesh is not None:
+            for dim, placement in enumerate(next(iter(tensors.values())).placements):
+                if not placement.is_replicate():
+                    distributed.all_reduce(sums, group=mesh.get_group(dim))
+        found |= zip(tensors, sums.tolist(), strict=True)
+    return found
+
+
 @contextmanager
 def rebound_optimizer(model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
-    """A block in which to shard `model`; afterwards the optimizer's groups hold the sharded parameters.
+    """A block that replaces the parameters of `model`; afterwards the optimizer's groups hold the new ones.
 
-    Sharding replaces the model's parameters by new ones of the same names. Inside the block neither the
-    groups nor this function refer to the unsharded parameters, so that their memory is freed group by group.
+    Sharding, and leaving the meta device, makes new parameters of the same names.
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
     groups = [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["params"] = []
-    names.clear()
     yield
     parameters = dict(model.named_parameters())
     for group, own in zip(optimizer.param_groups, groups, strict=True):
@@ -76,8 +143,11 @@ def clear_mesh_caches() -> None:
     """Drop the references from device meshes to destroyed process groups.
 
     DTensor caches every mesh. A cached mesh keeps Gloo's threads alive, which sometimes abort a finished run
-    at interpreter exit ("terminate called without an active exception").
+    at interpreter exit ("terminate called without an active exception"), and DTensor would take it for the
+    equal mesh of the next run in this process.
     """
+    _clear_sharding_prop_cache()
+    clear_redistribute_planner_cache()
     gc.collect()  # FSDP holds meshes in reference cycles
     for mesh in [each for each in gc.get_objects() if type(each).__name__ == "DeviceMesh"]:
         getattr(mesh, "_pg_registry", {}).clear()

@@ -183,9 +183,10 @@ def _unsupported_settings(config: Config) -> Iterator[str]:
         yield f"training.compile: compiles the model, but accelerate's dynamo_backend is {backend}, not no"
     if device := getenv("ACCELERATE_TORCH_DEVICE"):
         yield f"launch: runs on the machine's GPU or else its CPU, but ACCELERATE_TORCH_DEVICE is {device}"
-    for name in ("parallelism_config", "megatron_lm"):
-        if _is_on(f"ACCELERATE_USE_{name.upper()}"):
-            yield f"distributed.strategy: {config.distributed.strategy}, but accelerate's use_{name} is true"
+    if _is_on("ACCELERATE_USE_MEGATRON_LM"):
+        yield f"distributed.strategy: {config.distributed.strategy}, but accelerate's use_megatron_lm is true"
+    if _is_on("ACCELERATE_USE_PARALLELISM_CONFIG"):
+        yield from _mesh_problems(config)
     if not _is_on("ACCELERATE_USE_FSDP"):
         return
     if config.distributed.strategy == "fsdp" and (version := getenv("FSDP_VERSION", "1")) != "2":
@@ -199,6 +200,20 @@ def _unsupported_settings(config: Config) -> Iterator[str]:
         yield (
             "training.activation_checkpointing: false, but accelerate's fsdp_activation_checkpointing is true"
         )
+
+
+def _mesh_problems(config: Config) -> Iterator[str]:
+    """Differences between the mesh that was launched and the configured one."""
+    replicas = config.distributed.dp_replicate_size
+    shards = config.distributed.shard_size(int(os.environ.get("WORLD_SIZE") or 1))
+    if replicas == 1:
+        yield "distributed.dp_replicate_size: 1, but accelerate's use_parallelism_config is true"
+        return
+    own = {"dp_replicate_size": replicas, "dp_shard_size": shards}
+    for name in ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size"):
+        launched, ours = os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}", "1"), str(own.get(name, 1))
+        if launched not in ("1", ours):
+            yield f"distributed.{name}: {ours}, but accelerate's parallelism_config has {launched}"
 
 
 def _zero_problems(config: Config) -> Iterator[str]:

@@ -13,6 +13,7 @@ from llm_pretrain.export.huggingface import (
     TensorFiles,
     load_pretrained,
     read_config,
+    read_parts,
     to_huggingface,
 )
 from llm_pretrain.export.model_card import ModelCardData, ModelCardSource, model_card
@@ -32,6 +33,7 @@ __all__ = [
     "model_config_from_huggingface",
     "native_config",
     "read_config",
+    "read_parts",
     "to_huggingface",
     "write_gguf",
 ]

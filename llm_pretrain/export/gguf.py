@@ -20,8 +20,8 @@ from llm_pretrain.config import ModelConfig
 from llm_pretrain.errors import CheckpointError, ConfigError
 from llm_pretrain.export.config_json import model_config_from_huggingface
 from llm_pretrain.export.gguf_tokenizer import Vocabulary, read_vocabulary
-from llm_pretrain.export.huggingface import TensorFiles, read_config
-from llm_pretrain.export.tensor_layout import from_huggingface, interleave_heads
+from llm_pretrain.export.huggingface import TensorFiles, part_of, read_config
+from llm_pretrain.export.tensor_layout import interleave_heads
 from llm_pretrain.model import Decoder
 
 if TYPE_CHECKING:
@@ -159,17 +159,13 @@ def _tensors(
     files: TensorFiles, entries: list[_Entry], model: ModelConfig, architecture: str
 ) -> Iterator[Tensor]:
     """The tensors of `entries`, in their order, with one layer in memory at a time."""
-    parts: dict[str, list[str]] = {}
-    for name in files.names:
-        parts.setdefault(_part(name), []).append(name)
     loaded, state = "", {}
     for entry in entries:
         if entry.source is None:
             yield torch.zeros(entry.shape, dtype=entry.dtype)
             continue
-        if (part := _part(entry.source)) != loaded:
-            read = {name: files.read(name) for name in parts.get(part, [])}
-            loaded, state = part, from_huggingface(read, model, names=files.names)
+        if (part := part_of(entry.source)) != loaded:
+            loaded, state = part, files.read_part(part, model)
             _refuse_unknown(files, state, entries)
         tensor = state.get(entry.source)
         if entry.rows != _ALL and tensor is not None:
@@ -184,12 +180,6 @@ def _tensors(
         if _has_interleaved_rotary(architecture) and re.search(r"attn_[qk]\.weight", entry.name):
             tensor = interleave_heads(tensor, model.attention_head_dim)
         yield tensor
-
-
-def _part(name: str) -> str:
-    """`layers.3` for a tensor of that layer, `outer` for the tensors outside the layers."""
-    match = re.match(r"model\.(layers\.\d+)\.", name)
-    return match[1] if match else "outer"
 
 
 def _refuse_unknown(files: TensorFiles, state: dict[str, Tensor], entries: list[_Entry]) -> None:

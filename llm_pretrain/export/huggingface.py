@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,8 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 class TensorFiles:
     """Opens a weights folder's safetensors file, or the shards in its index, to read one tensor at a time.
 
-    A context manager. Attributes: `folder`; `names` of all tensors, in the files' order.
+    A context manager. Attributes: `folder`; `names` of all tensors, in the files' order; `parts`: the same by
+    `part_of`.
 
     Raises:
         CheckpointError: a file is missing or broken, or the folder has a single file and an index of others.
@@ -58,6 +60,9 @@ class TensorFiles:
                 )
             self._file_of |= dict.fromkeys(opened.keys(), opened)
         self.names = list(self._file_of)
+        self.parts: dict[str, list[str]] = {}
+        for name in self.names:
+            self.parts.setdefault(part_of(name), []).append(name)
 
     def _open(self, path: Path) -> Any:
         from safetensors import SafetensorError, safe_open
@@ -112,6 +117,21 @@ class TensorFiles:
                 "name weights that are not quantised"
             )
         return tensor
+
+    def read_part(self, part: str, model: ModelConfig) -> dict[str, Tensor]:
+        """The tensors of a part under the decoder's names.
+
+        Raises:
+            CheckpointError: as `from_huggingface`.
+        """
+        tensors = {name: self.read(name) for name in self.parts.get(part, [])}
+        return from_huggingface(tensors, model, names=self.names)
+
+
+def part_of(name: str) -> str:
+    """`layers.3` for a tensor of that layer, `outer` for the tensors outside the layers."""
+    match = re.match(r"model\.(layers\.\d+)\.", name)
+    return match[1] if match else "outer"
 
 
 _CHECKED_ELEMENTS = 1 << 20
@@ -196,25 +216,45 @@ def load_pretrained(folder: str | Path, *, dtype: torch.dtype | None = None) -> 
     """
     folder = Path(folder)
     config = model_config_from_huggingface(read_config(folder))
-    with TensorFiles(folder) as files:
-        files.check_size(config)
-        state = from_huggingface({name: files.read(name) for name in files.names}, config)
-    _check_tensors(folder, config, state)
+    state: dict[str, Tensor] = {}
+    for part in read_parts(folder, config):  # all of them before a model of the size that config.json says
+        state |= part
     model = Decoder(config)
     model.load_state_dict(state, strict=True)
     return model if dtype is None else model.to(dtype)
 
 
-def _check_tensors(folder: Path, config: ModelConfig, state: dict[str, Tensor]) -> None:
-    """Raise CheckpointError if the tensors are not those of `config`, before a model of its size is made."""
-    with torch.device("meta"):
-        described = {name: tuple(tensor.shape) for name, tensor in Decoder(config).state_dict().items()}
+def read_parts(folder: Path, config: ModelConfig) -> Iterator[dict[str, Tensor]]:
+    """The decoder's tensors from a weights folder, first those outside the layers, then layer by layer.
+
+    Args:
+        folder: Ours or transformers'.
+        config: As its `config.json` says.
+
+    Raises:
+        CheckpointError: a file is missing or broken, the tensors do not match the config, or a value is not
+            finite.
+    """
+    with TensorFiles(folder) as files:
+        files.check_size(config)
+        with torch.device("meta"):
+            described = {name: tuple(tensor.shape) for name, tensor in Decoder(config).state_dict().items()}
+        for part in dict.fromkeys(map(part_of, described)):
+            state = files.read_part(part, config)
+            _check_tensors(
+                folder, state, {name: described[name] for name in described if part_of(name) == part}
+            )
+            yield state
+
+
+def _check_tensors(folder: Path, state: dict[str, Tensor], described: dict[str, tuple[int, ...]]) -> None:
+    """Raise CheckpointError if the tensors have other names or shapes, or a value that is not finite."""
     found = {name: tuple(tensor.shape) for name, tensor in state.items()}
     if differing := [name for name in found | described if described.get(name) != found.get(name)]:
         name = differing[0]
         raise CheckpointError(
-            f"{folder}: expected the tensors that config.json describes, found {len(differing)} others, the "
-            f"first is {name}: {found.get(name, 'missing')} instead of {described.get(name, 'none')}"
+            f"{folder}: expected the tensors that config.json describes, found others, the first is {name}: "
+            f"{found.get(name, 'missing')} instead of {described.get(name, 'none')}"
         )
     for name, tensor in state.items():
         finite = (

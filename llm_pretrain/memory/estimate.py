@@ -141,10 +141,11 @@ def estimate_memory(
     experts = matrix_parameters(model, with_experts=True, with_head=False) - matrices
     if on_gpu and model.moe_layers:  # with checkpointing, the experts of one layer at a time
         matrices += experts // (len(model.moe_layers) if training.activation_checkpointing else 1)
-    shards = world_size if shards_parameters(config) else 1
-    padding = 0
-    if config.distributed.strategy == "fsdp" and model.num_experts:  # as many whole experts on every rank
-        padding = experts * (-model.num_experts % shards) // model.num_experts
+    shards = parameter_shards(config, world_size)
+    divided = config.distributed.ep_size if shards > 1 else 1
+    elsewhere = experts - experts // divided  # of these, tokens travel and not the weights
+    is_padded = config.distributed.strategy == "fsdp" and not elsewhere  # as many whole experts on every rank
+    padding = experts * (-model.num_experts % shards) // max(1, model.num_experts) if is_padded else 0
     parameters += padding
     weights = _per_rank(_FP32_BYTES * parameters, shards)
     states = _optimizer_bytes(config, parameters, padding)
@@ -159,15 +160,15 @@ def estimate_memory(
     # Gradients that exist when the backward pass of the last micro batch begins. DDP's buckets always do.
     reduced, unreduced = weights if accumulates or (world_size > 1 and shards == 1) else 0, 0
     if shards > 1:
-        copies = _gathered_bytes(config, parameters, low)
+        copies = _gathered_bytes(config, parameters - elsewhere, low)
         if accumulates and not config.distributed.sync_each_batch:
-            reduced, unreduced = 0, _FP32_BYTES * parameters
+            reduced, unreduced = 0, _FP32_BYTES * (parameters - elsewhere)
     loss = loss_implementation(Kernels(loss=training.loss_implementation), model.vocab_size or 0)
     table = _FP32_BYTES * (model.vocab_size or 0) * model.hidden_size
     logits = head_bytes(model, shape, is_fused=loss != "full") + (table // 2 if low else 0)
     routers = 2 * len(model.moe_layers) * model.num_experts * 8
     is_added = accumulates or world_size > 1  # a new gradient exists beside the one that it is added to
-    temporaries = _temporary_bytes(config, shape, is_added and not unreduced)
+    temporaries = _temporary_bytes(config, shape, is_added and not unreduced, divided)
     # gradients of the embedding and head: during the layers' backward passes, and at the embedding's
     held = 0 if is_added and not model.tie_word_embeddings and (shards == 1 or unreduced) else table
     at_the_end = table + (table if model.tie_word_embeddings and is_added else 0)
@@ -205,14 +206,15 @@ def _per_rank(size: int, ranks: int) -> int:
     return -(-size // ranks)
 
 
-def shards_parameters(config: Config) -> bool:
-    """Whether each rank holds a shard of the parameters: under FSDP and ZeRO-3."""
+def parameter_shards(config: Config, world_size: int) -> int:
+    """Ranks that share the parameters: under FSDP and ZeRO-3 more than one."""
     strategy, stage = config.distributed.strategy, config.distributed.zero_stage or 2
-    return strategy == "fsdp" or (strategy == "deepspeed" and stage == 3)
+    is_sharded = strategy == "fsdp" or (strategy == "deepspeed" and stage == 3)
+    return config.distributed.shard_size(world_size) if is_sharded else 1
 
 
 def _optimizer_shards(config: Config, world_size: int) -> int:
-    return 1 if config.distributed.strategy == "ddp" else world_size
+    return 1 if config.distributed.strategy == "ddp" else config.distributed.shard_size(world_size)
 
 
 def _optimizer_bytes(config: Config, parameters: int, padding: int) -> int:
@@ -245,15 +247,17 @@ def _step_buffers(config: Config, world_size: int, on_gpu: bool) -> int:
     with torch.device("meta"):
         groups = parameter_groups(Decoder(config.model), config.optimizer)
     device = torch.device("cuda" if on_gpu else "cpu")
-    return step_buffers(groups, product_dtype(device, config.training.precision != "fp32"), world_size)
+    dtype = product_dtype(device, config.training.precision != "fp32")
+    return step_buffers(groups, dtype, config.distributed.shard_size(world_size))
 
 
-def _temporary_bytes(config: Config, shape: ActivationShape, accumulates: bool) -> int:
+def _temporary_bytes(config: Config, shape: ActivationShape, accumulates: bool, divided: int) -> int:
     """Temporary bytes of the layer that needs most: MLP or attention, and the residual stream's gradient.
 
     A dense MLP has the gradients of its product, gate and up projections. Experts have them for the rows of
     one expert at a time (up to twice the mean with an unbalanced router) and collect the results in low
     precision; the gradients of all their weights are computed at once, beside those that they are added to.
+    Under expert parallelism they are those of a rank's own experts, and its rows are taken to be its share.
     Attention has those of queries, keys and values before and after rotation.
     """
     model, item = config.model, shape.product_bytes
@@ -268,6 +272,7 @@ def _temporary_bytes(config: Config, shape: ActivationShape, accumulates: bool) 
         rows = assigned if shape.on_gpu else min(assigned, 2 * -(-assigned // model.num_experts))
         inside = rows * (5 * wide + model.hidden_size) * item
         inside += assigned * model.hidden_size * item if item < _FP32_BYTES else 0
-        stacks = 3 * model.num_experts * model.hidden_size * wide * _FP32_BYTES
+        own = model.num_experts // divided
+        stacks = 3 * own * model.hidden_size * wide * _FP32_BYTES
         needed.append(inside + (stacks if accumulates else 0))
     return stream + max(needed)

@@ -15,7 +15,7 @@ import torch
 
 from llm_pretrain.config import Config
 from llm_pretrain.errors import PretrainError, ResourceError
-from llm_pretrain.memory.estimate import CUDA_CONTEXT, estimate_memory, shards_parameters
+from llm_pretrain.memory.estimate import CUDA_CONTEXT, estimate_memory, parameter_shards
 from llm_pretrain.model import count_parameters
 from llm_pretrain.tracking import size_text
 
@@ -111,18 +111,20 @@ def check_memory(config: Config, engine: Placement) -> list[str]:
     count = count_parameters(config.model).total
     on_cpu = engine.device.type == "cpu"
     needs = _bytes_per_parameter(config, engine.world_size) * count
-    # every process builds the whole model on the host first
-    bounds = [(max(needs, 4 * count) if on_cpu else 4 * count, memory) for memory in _host_bounds()]
-    if engine.device.type == "cuda":
+    if config.distributed.strategy == "deepspeed":  # it shards what has its values
+        needs = max(needs, 4 * count)
+    if on_cpu:
+        bounds = _host_bounds()
+    else:
         total = torch.cuda.get_device_properties(engine.device).total_memory
-        bounds.append((needs, MemoryLimit(total, total, "the GPU has")))
-    for needed, memory in bounds:
-        if needed > memory.total:
+        bounds = [MemoryLimit(total, total, "the GPU has")]
+    for memory in bounds:
+        if needs > memory.total:
             raise ResourceError(
                 f"out of memory before the model was built: {_requirement(config, engine, count)}; "
                 f"{memory.bound} {size_text(memory.total)}; {_smaller_model(config, engine)}"
             )
-    return [] if on_cpu else _check_step(config, engine, bounds[-1][1].total)
+    return [] if on_cpu else _check_step(config, engine, bounds[0].total)
 
 
 def _check_step(config: Config, engine: Placement, total: int) -> list[str]:
@@ -194,8 +196,8 @@ def _bytes_per_parameter(config: Config, world_size: int) -> float:
     and 4 for an average of the parameters (EMA).
     """
     state = (4 if config.optimizer.name == "muon" else 8) + (4 if config.optimizer.ema_decay else 0)
-    if shards_parameters(config):
-        return (8 + state) / world_size
+    if (shards := parameter_shards(config, world_size)) > 1:
+        return (8 + state) / shards
     if config.distributed.strategy != "deepspeed":
         return 8 + state
     if config.distributed.zero_stage == 1:  # gradients are not sharded

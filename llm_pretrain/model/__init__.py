@@ -15,7 +15,8 @@ from llm_pretrain.model.kernels import (
     loss_implementation,
     resolved_kernels,
 )
-from llm_pretrain.model.kernels.experts import experts_reference
+from llm_pretrain.model.kernels.experts import combine, dispatch, experts_reference
+from llm_pretrain.model.kernels.layers import product_dtype, uncompiled
 from llm_pretrain.model.kernels.loss import IGNORE_INDEX
 from llm_pretrain.model.kernels.self_check import PARTS, KernelCheck, Part, check_kernels
 from llm_pretrain.model.moe import Experts, update_router_bias
@@ -42,10 +43,12 @@ __all__ = [
     "ParameterCounts",
     "Part",
     "check_kernels",
+    "combine",
     "compile_layer",
     "configured_kernels",
     "count_parameters",
     "describe_kernels",
+    "dispatch",
     "experts_reference",
     "experts_requirement",
     "flops_per_token",
@@ -54,6 +57,8 @@ __all__ = [
     "layer_activation_bytes",
     "loss_implementation",
     "matrix_parameters",
+    "product_dtype",
     "resolved_kernels",
+    "uncompiled",
     "update_router_bias",
 ]

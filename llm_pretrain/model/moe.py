@@ -195,6 +195,7 @@ class Experts(nn.Module):
         super().__init__()
         self.kernels = kernels
         experts, size = config.num_experts, config.expert_intermediate_size
+        self.num_experts = experts
         self.gate_up_proj = nn.Parameter(torch.zeros(experts, 2 * size, config.hidden_size))
         self.down_proj = nn.Parameter(torch.zeros(experts, config.hidden_size, size))
 
@@ -210,9 +211,14 @@ class Experts(nn.Module):
             [T, H] in x's type. The products run in autocast's type inside an autocast region, in x's outside.
         """
         dtype = product_dtype(x_TH)
-        kernel = experts_kernel(self.kernels, x_TH.device, dtype, self.down_proj.shape)
+        gate_up, down = self.parameters_to_multiply()
+        kernel = experts_kernel(self.kernels, x_TH.device, dtype, down.shape)
         with torch.autocast(x_TH.device.type, enabled=False):
-            return kernel(x_TH, self.gate_up_proj, self.down_proj, weights_TK, chosen_TK, dtype)
+            return kernel(x_TH, gate_up, down, weights_TK, chosen_TK, dtype)
+
+    def parameters_to_multiply(self) -> tuple[Tensor, Tensor]:
+        """`gate_up_proj` and `down_proj`."""
+        return self.gate_up_proj, self.down_proj
 
 
 class MoeFeedForward(nn.Module):

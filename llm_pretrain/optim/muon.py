@@ -249,8 +249,8 @@ def _stack(
     *experts, rows, columns = parameter.shape
     own, own_momentum, gradient = (to_local(each) for each in (parameter, momentum, _gradient(parameter)))
     sharded = as_sharded(parameter)
-    if sharded is not None and not experts and (ranks := _if_several(sharded.device_mesh.get_group())):
-        assert sharded.placements[0].is_shard(0)
+    if sharded is not None and not experts and (ranks := _if_several(sharded.device_mesh.get_group(-1))):
+        assert sharded.placements[-1].is_shard(0)
         assert group["blocks"] == 1
         yield _Matrices(own[None], own_momentum[None], gradient[None], group, rows, ranks, is_sharded=True)
         return

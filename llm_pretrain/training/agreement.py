@@ -111,9 +111,10 @@ def check_stores(engine: Engine, stores: Sequence[TokenStore]) -> None:
 
 
 def check_parameters(engine: Engine, model: Module, when: str, *, training: bool = False) -> None:
-    """Stop unless parameters and buffers that are not sharded are equal on all ranks (collective).
+    """Stop unless parameters and buffers that several ranks hold are equal there (collective).
 
-    A tensor's digest is the sum of its memory as integers: one pass, on the device.
+    A tensor's digest is the sum of its memory as integers: one pass, on the device. That of a tensor that is
+    sharded in each of several replicas is added over a replica's ranks. One that is held once is left out.
 
     Args:
         engine: The run's.
@@ -127,14 +128,10 @@ def check_parameters(engine: Engine, model: Module, when: str, *, training: bool
     """
     if engine.world_size == 1:
         return
-    tensors = {
-        name: tensor
-        for name, tensor in model.state_dict().items()
-        if isinstance(tensor, torch.Tensor) and not hasattr(tensor, "full_tensor")  # no DTensor
-    }
-    sums = [_bits_sum(tensor) for tensor in tensors.values()]
-    values = torch.stack(sums).tolist() if sums else []
-    facts = {f"{name} {when}": f"{value % 2**64:016x}" for name, value in zip(tensors, values, strict=True)}
+    from llm_pretrain.distributed.fsdp import replicated_digests
+
+    digests = replicated_digests(model, _bits_sum)
+    facts = {f"{name} {when}": f"{value % 2**64:016x}" for name, value in digests.items()}
     check_same(engine, facts, DivergedError if training else ConfigError, limit=1)
 
 

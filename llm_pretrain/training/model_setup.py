@@ -9,7 +9,7 @@ import math
 import os
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from llm_pretrain.config import VOCAB_MULTIPLE, Config, ModelConfig, compiles
+from llm_pretrain.distributed.initial_values import copy_into, draw_normal, materialize
 from llm_pretrain.errors import CheckpointError, ConfigError
-from llm_pretrain.export import load_pretrained, model_config_from_huggingface, read_config
+from llm_pretrain.export import model_config_from_huggingface, read_config, read_parts
 from llm_pretrain.files import read_json
 from llm_pretrain.model import (
     Decoder,
@@ -232,12 +233,12 @@ _SETTING_OF = {
 def load_initial_weights(model: Decoder, config: Config) -> list[str]:
     """Replace the initial weights of `model` by those of the folder `model.init_from`, if it is set.
 
-    Every rank reads the folder. Values are converted to fp32. Dense weights initialise a mixture of
-    experts by upcycling. Rows that pad the vocabulary to a multiple of 64 keep their random values; any other
-    difference in the number of rows is an error.
+    Every rank reads the folder, one layer after another, and keeps its own parts. Values are converted to
+    fp32. Dense weights initialise a mixture of experts by upcycling. Rows that pad the vocabulary to a
+    multiple of 64 keep their random values; any other difference in the number of rows is an error.
 
     Args:
-        model: Initialised and not wrapped.
+        model: Initialised; whole or sharded.
         config: Resolved.
 
     Returns:
@@ -254,22 +255,35 @@ def load_initial_weights(model: Decoder, config: Config) -> list[str]:
     source_config = _read_shape(folder)
     _check_tokenizer(folder, config)  # first: with another store, the vocabulary's size fits too
     _check_shape(folder, source_config, config.model)
+    notes, own = [f"started from the weights in {folder}"], model.state_dict()
+    is_upcycled = bool(config.model.moe_layers and not source_config.moe_layers)
+    if is_upcycled:
+        notes.append(_upcycling(config.model, source_config))
+    rows, own_rows = source_config.vocab_size or 0, len(own["lm_head.weight"])
+    if rows != own_rows:
+        notes.append(f"vocabulary padded from {rows} to {own_rows} rows; the new ones are random")
+
+    def initial(name: str) -> Tensor:
+        value = torch.empty(own[name].shape)
+        _set_initial(name, value, config.model, config.run.seed, config.optimizer.base_hidden_size)
+        return value
+
+    differing = set(own)
     with _as_init_from_errors():
-        source = load_pretrained(folder).state_dict()
-    notes = [f"started from the weights in {folder}"]
-    if config.model.moe_layers and not source_config.moe_layers:
-        notes += upcycle(source, model, source_config)
-    notes += _fit_rows(source, model, source_config)
-    own = model.state_dict()
-    missing = own.keys() - source.keys()
+        for part in read_parts(folder, source_config):
+            source = {name: tensor.float() for name, tensor in part.items()}
+            if is_upcycled:
+                upcycle(source, config.model, source_config, own, initial)
+            differing ^= source.keys()
+            for name in source.keys() & own.keys():
+                copy_into(own[name], source[name])
     if config.model.router_bias_update_rate > 0:  # a missing bias starts at zero
-        missing = {name for name in missing if not name.endswith("e_score_correction_bias")}
-    if missing or source.keys() - own.keys():
-        names = ", ".join(sorted(missing | (source.keys() - own.keys()))[:3])
+        differing = {name for name in differing if not name.endswith("e_score_correction_bias")}
+    if differing:
+        names = ", ".join(sorted(differing)[:3])
         raise CheckpointError(
             f"model.init_from: expected the model's tensors in {folder}, found a difference in {names}"
         )
-    model.load_state_dict({**own, **source}, strict=True)
     return notes
 
 
@@ -347,17 +361,6 @@ def _is_padded(source_config: ModelConfig, target_config: ModelConfig) -> bool:
     return target_config.vocab_size == -(-rows // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 
-def _fit_rows(source: dict[str, Tensor], model: Decoder, source_config: ModelConfig) -> list[str]:
-    """Append the model's random rows beyond the folder's to embedding and head."""
-    rows, own = source_config.vocab_size or 0, model.state_dict()
-    padded_rows = own["lm_head.weight"].shape[0]
-    if rows == padded_rows:
-        return []
-    for name in ("model.embed_tokens.weight", "lm_head.weight"):
-        source[name] = torch.cat([source[name], own[name][rows:].to(source[name])])
-    return [f"vocabulary padded from {rows} to {padded_rows} rows; the new ones are random"]
-
-
 def _check_tokenizer(folder: Path, config: Config) -> None:
     """Raise ConfigError if the folder's tokenizer maps ids to other tokens than the store's."""
     if not config.data.sources or not (folder / "tokenizer.json").exists():
@@ -417,8 +420,14 @@ def upcycling_problems(source_config: ModelConfig, target_config: ModelConfig) -
 
 
 @torch.no_grad()
-def upcycle(source: dict[str, Tensor], model: Decoder, source_config: ModelConfig) -> list[str]:
-    """Turn the dense state `source` in place into a state of `model` that computes the same logits.
+def upcycle(
+    source: dict[str, Tensor],
+    target_config: ModelConfig,
+    source_config: ModelConfig,
+    names: Iterable[str],
+    initial: Callable[[str], Tensor],
+) -> None:
+    """Turn dense tensors in place into those of a mixture of experts that computes the same logits.
 
     With I an expert's width and G = dense width ÷ I: expert e is slice e mod G of the dense SwiGLU, and the
     routers' initial rows are repeated G times, so that the top K = t·G experts are the t best rows with all
@@ -428,15 +437,18 @@ def upcycle(source: dict[str, Tensor], model: Decoder, source_config: ModelConfi
     `down_proj` of shared experts is zero, so that they contribute nothing at first.
 
     Args:
-        source: `Decoder.state_dict()` of a dense decoder.
-        model: Initialised; its configuration has passed `upcycling_problems`.
+        source: The tensors of some layers of a dense decoder, in fp32.
+        target_config: The mixture's configuration, which has passed `upcycling_problems`.
         source_config: The dense model's configuration.
+        names: Of the mixture's tensors.
+        initial: Returns the initial value of one of them.
     """
-    target_config, initial = model.config, model.state_dict()
     slices = source_config.intermediate_size // target_config.expert_intermediate_size
     scale = slices / target_config.routed_scaling_factor
     for layer in target_config.moe_layers:
         prefix = f"model.layers.{layer}.mlp."
+        if f"{prefix}gate_proj.weight" not in source:
+            continue
         gate, up, down = (source.pop(f"{prefix}{name}_proj.weight") for name in ("gate", "up", "down"))
         halves = zip(gate.chunk(slices), up.chunk(slices), strict=True)
         pairs = torch.stack([torch.cat(pair) for pair in halves])
@@ -444,15 +456,21 @@ def upcycle(source: dict[str, Tensor], model: Decoder, source_config: ModelConfi
         sets = target_config.num_experts // slices
         source[f"{prefix}experts.gate_up_proj"] = pairs.repeat(sets, 1, 1)
         source[f"{prefix}experts.down_proj"] = downs.repeat(sets, 1, 1)
-        rows = initial[f"{prefix}gate.weight"]
+        rows = initial(f"{prefix}gate.weight")
         source[f"{prefix}gate.weight"] = rows[::slices].repeat_interleave(slices, dim=0)
-        for name, tensor in initial.items():
+        for name in names:
             if name.startswith(prefix) and "shared_expert" in name:
-                is_output = name.endswith("down_proj.weight")
-                source[name] = torch.zeros_like(tensor) if is_output else tensor.clone()
+                source[name] = initial(name)
+                if name.endswith("down_proj.weight"):
+                    source[name].zero_()
+
+
+def _upcycling(target_config: ModelConfig, source_config: ModelConfig) -> str:
+    """What upcycling does, for the console."""
+    slices = source_config.intermediate_size // target_config.expert_intermediate_size
     what = f"a slice of 1/{slices} of" if slices > 1 else "a copy of"
     experts, layers = target_config.num_experts, len(target_config.moe_layers)
-    return [f"upcycled: each of {experts} experts in {layers} layers is {what} the dense layer's SwiGLU"]
+    return f"upcycled: each of {experts} experts in {layers} layers is {what} the dense layer's SwiGLU"
 
 
 _RESIDUAL_OUTPUTS = ("o_proj.weight", "down_proj.weight", "experts.down_proj")
@@ -460,33 +478,42 @@ _RESIDUAL_OUTPUTS = ("o_proj.weight", "down_proj.weight", "experts.down_proj")
 
 
 @torch.no_grad()
-def initialize_weights(model: Decoder, seed: int, base_hidden_size: int | None = None) -> None:
-    """Set every parameter and buffer to its initial value.
+def initialize_weights(
+    model: Decoder, seed: int, base_hidden_size: int | None = None, *, device: torch.device | None = None
+) -> None:
+    """Set every parameter and buffer to its initial value; of a sharded model, this rank's parts.
 
     Norms are one and router biases zero. Matrices are normal(0, initializer_range). Those that write into the
     residual stream (o_proj, down_proj) are divided by sqrt(2 · num_hidden_layers), so that its variance does
     not grow with depth (GPT-2, section 2.3), or are zero with `zero_init_residual`. Values are drawn on the
-    CPU in the order of `named_parameters`, also where zeros replace them, so that they are the same for every
-    device, launcher and world size.
+    CPU, and each is a function of seed, name and position alone (`draw_normal`).
 
     Args:
         model: On any device, in any floating type.
         seed: Decides all values.
         base_hidden_size: Width at which the learning rates were tuned; initial values, that of the final norm
             included, then scale by µP (`llm_pretrain.optim.param_groups`). None for no scaling.
+        device: Of a model on the meta device: where its parameters get memory.
     """
-    generator = torch.Generator("cpu").manual_seed(seed)
+    if device is not None:
+        materialize(model, device)
     for name, parameter in model.named_parameters():
-        factor = initial_factor(name, parameter, model.config.hidden_size, base_hidden_size)
-        if parameter.dim() == 1:
-            parameter.fill_(factor)
-            continue
-        is_output = name.endswith(_RESIDUAL_OUTPUTS)
-        depth_factor = math.sqrt(2 * model.config.num_hidden_layers) if is_output else 1.0
-        values = torch.empty(parameter.shape, dtype=torch.float32)
-        std = factor * model.config.initializer_range / depth_factor
-        values.normal_(0.0, std, generator=generator)
-        parameter.copy_(values.zero_() if is_output and model.config.zero_init_residual else values)
+        _set_initial(name, parameter, model.config, seed, base_hidden_size)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.zero_()
+
+
+def _set_initial(
+    name: str, parameter: Tensor, config: ModelConfig, seed: int, base_hidden_size: int | None
+) -> None:
+    factor = initial_factor(name, parameter, config.hidden_size, base_hidden_size)
+    is_output = name.endswith(_RESIDUAL_OUTPUTS)
+    if parameter.dim() == 1:
+        parameter.fill_(factor)
+    elif is_output and config.zero_init_residual:
+        parameter.zero_()
+    else:
+        depth_factor = math.sqrt(2 * config.num_hidden_layers) if is_output else 1.0
+        std = factor * config.initializer_range / depth_factor
+        draw_normal(parameter, std, seed=seed, name=name)

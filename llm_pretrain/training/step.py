@@ -7,7 +7,7 @@ Accelerate, with the methods in the same order.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from llm_pretrain.config import Config
 from llm_pretrain.data import Batch
-from llm_pretrain.model import DecoderOutput
+from llm_pretrain.model import Decoder, DecoderOutput
 from llm_pretrain.training.anomaly import NUM_LOSSES, Spike, StepMonitor
 from llm_pretrain.training.model_setup import FP8_MULTIPLE, eagerly
 
@@ -47,8 +47,22 @@ class Engine(Protocol):
     device: torch.device
     scaler: torch.amp.GradScaler | None
 
-    def prepare(self, model: Module, optimizer: Optimizer, batches: DataLoader) -> Iterable[Batch]:
-        """Place and wrap the model, keep the optimizer, return this rank's batches on its device."""
+    def prepare(
+        self,
+        model: Decoder,
+        optimizer: Optimizer,
+        batches: DataLoader,
+        initialize: Callable[[Decoder], None],
+    ) -> Iterable[Batch]:
+        """Shard or wrap the model, keep the optimizer, return this rank's batches on its device.
+
+        Args:
+            model: On the meta device.
+            optimizer: With the model's parameters.
+            batches: Of all ranks.
+            initialize: Gives the parameters memory on `device`, and values; called once they are sharded and
+                before they are wrapped.
+        """
         ...
 
     def forward(self, batch: Batch) -> DecoderOutput:

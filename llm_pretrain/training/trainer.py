@@ -11,6 +11,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from llm_pretrain.checkpoints import ResumePoint
 from llm_pretrain.config import Config, YamlError, dump_yaml, read_yaml_file, resolve_model, to_dict
 from llm_pretrain.data import (
@@ -97,10 +99,17 @@ class Trainer:
         run_on_all_ranks(engine, lambda: self.status.running(self.progress.step, found))
         self.checkpoints.notes += run_on_all_ranks(engine, lambda: check_memory(config, engine))
         heartbeat("building the model", files=True)  # model.init_from reads files
-        model = build_model(config, engine.device)
-        initialize_weights(model, config.run.seed, config.optimizer.base_hidden_size)
-        notes = [] if resume else run_on_all_ranks(engine, lambda: load_initial_weights(model, config))
-        check_parameters(engine, model, "after initialisation")  # DDP overwrites them by rank 0's
+        with torch.device("meta"):
+            model = build_model(config, engine.device)
+        notes: list[str] = []
+
+        def initialize(model: Decoder) -> None:
+            base = config.optimizer.base_hidden_size
+            initialize_weights(model, config.run.seed, base, device=engine.device)
+            if resume is None:
+                notes.extend(run_on_all_ranks(engine, lambda: load_initial_weights(model, config)))
+            check_parameters(engine, model, "after initialisation")  # DDP overwrites them by rank 0's
+
         optimizer = build_optimizer(model, config.optimizer, config.training.precision)
         loader = run_on_all_ranks(
             engine,
@@ -108,7 +117,7 @@ class Trainer:
                 config, start_step=self.progress.step, world_size=engine.world_size, stores=self.stores
             ),
         )
-        batches = engine.prepare(model, optimizer, loader)
+        batches = engine.prepare(model, optimizer, loader, initialize)
         if self._stop_requested():  # nothing to save yet, and restoring may take longer than the grace period
             return self._preempted(self._print)
         if resume is not None:

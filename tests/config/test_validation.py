@@ -165,6 +165,45 @@ def test_a_warm_up_longer_than_the_run_says_what_to_do():
     assert line.endswith("training.max_steps = 2, found 4; lower it, or raise training.max_steps")
 
 
+FSDP = {"distributed__strategy": "fsdp"}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "problem", "settings"),
+    [
+        (4, "distributed.dp_replicate_size: expected 1 with strategy ddp", {"dp_replicate_size": 2}),
+        (4, "distributed.ep_size: expected 1 with strategy ddp", {"ep_size": 2}),
+        (4, "distributed.dp_replicate_size * dp_shard_size: expected the world size, 4, found 3 * 1",
+         {**FSDP, "dp_replicate_size": 3}),
+        (4, "distributed.dp_replicate_size * dp_shard_size: expected the world size, 4, found 2 * 4",
+         {**FSDP, "dp_replicate_size": 2, "dp_shard_size": 4}),
+        (4, "distributed.dp_replicate_size: expected at most half of the world size, 4, found 4",
+         {**FSDP, "dp_replicate_size": 4}),
+        (4, "distributed.ep_size: expected a divisor of a replica's 2 ranks, found 4",
+         {**FSDP, "dp_replicate_size": 2, "ep_size": 4, "model__num_experts": 8}),
+        (4, "distributed.ep_size: expected a divisor of model.num_experts, 6, found 4",
+         {**FSDP, "ep_size": 4, "model__num_experts": 6}),
+        (2, "distributed.ep_size: expected a divisor of model.num_experts, 0, found 2",
+         {**FSDP, "ep_size": 2}),
+        (8, "optimizer.name: expected adamw where 4 ranks share the rows of 2 experts, found muon",
+         {**FSDP, "ep_size": 2, "model__num_experts": 4, "optimizer__name": "muon"}),
+    ],
+)  # fmt: skip
+def test_a_mesh_that_does_not_fit_is_named(world_size: int, problem: str, settings: dict[str, object]):
+    named = {name if "__" in name else f"distributed__{name}": value for name, value in settings.items()}
+    batch = {"training__micro_batch_size": 1, "training__global_batch_size": 64}
+    found = validate(config(**batch | named), world_size)
+    assert len(found) == 1
+    assert found[0].startswith(problem)
+
+
+@pytest.mark.parametrize("world_size", [1, 8])
+def test_a_mesh_that_fits_and_one_process_are_accepted(world_size: int):
+    sizes = {"distributed__dp_replicate_size": 2, "distributed__dp_shard_size": 4, "distributed__ep_size": 4}
+    mixture = {"model__num_experts": 8, "training__micro_batch_size": 1, "training__global_batch_size": 64}
+    assert not validate(config(**FSDP, **sizes, **mixture), world_size)
+
+
 def test_all_contradictions_are_found_at_once():
     lines = validate(
         config(

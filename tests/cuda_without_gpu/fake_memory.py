@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from fake_steps import fake_batch, fake_model
+from fake_steps import CUDA, fake_batch, fake_model
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard import _fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_
@@ -22,7 +23,8 @@ from torch.utils._pytree import tree_leaves
 
 import train_pretrain
 from llm_pretrain.config import Config
-from llm_pretrain.model import Decoder
+from llm_pretrain.distributed.fsdp import rebound_optimizer
+from llm_pretrain.distributed.initial_values import materialize
 from llm_pretrain.optim.param_groups import build_optimizer
 from llm_pretrain.training import Objective
 from llm_pretrain.training.model_setup import build_model
@@ -32,7 +34,7 @@ from llm_pretrain.training.model_setup import build_model
 def eight_ranks() -> Iterator[None]:
     """A process group of eight ranks, of which this is the first; nothing is sent."""
     dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
-    mesh = dist.device_mesh.init_device_mesh("cuda", (8,))
+    mesh = init_device_mesh("cuda", (8,))
     try:
         with patch.object(_fully_shard, "_init_default_mesh", lambda *_, **__: mesh):
             yield
@@ -86,12 +88,16 @@ class DeviceMemory(TorchDispatchMode):
 
 def tracked_peak(config: Config, world_size: int = 1) -> int:
     """Peak bytes of the second optimizer step; with `world_size` > 1 of a sharded model, in `eight_ranks`."""
-    memory = DeviceMemory()
+    memory, mesh = DeviceMemory(), None
+    if (replicas := config.distributed.dp_replicate_size) > 1:
+        sizes, names = (replicas, config.distributed.shard_size(world_size)), ("dp_replicate", "dp_shard")
+        mesh = init_device_mesh("cuda", sizes, mesh_dim_names=names)
     with FakeTensorMode(allow_non_fake_inputs=True), memory, memory.resizing():
         model: Any = fake_model(config)
         optimizer = build_optimizer(model, config.optimizer, config.training.precision)
         if world_size > 1:
-            train_pretrain.shard_model(model, optimizer, config.training.precision)
+            with rebound_optimizer(model, optimizer):
+                train_pretrain.shard_model(model, mesh, config, torch.device("cpu"))
         parameters, objective = list(model.parameters()), Objective(config, world_size)
         steps = config.gradient_accumulation_steps(world_size)
         for _ in range(2):
@@ -136,27 +142,18 @@ def saved_bytes(config: Config, backend: str | None = None) -> int:
         return sum(each.untyped_storage().nbytes() for key, each in kept.items() if key not in own)
 
 
-def start_up_peak(config: Config, before: Callable[[Decoder], Any]) -> tuple[int, int]:
-    """Most bytes while a model on the host is sharded, and the bytes that remain; in `eight_ranks`.
+def start_up_peak(config: Config, *, shards_first: bool = True) -> tuple[int, int]:
+    """Most bytes while a sharded model gets its memory, and the bytes that remain; in `eight_ranks`.
 
     Args:
         config: Its strategy is `fsdp`.
-        before: Called with the unsharded model; what it returns is kept until the model is sharded.
+        shards_first: Shard the model before its parameters get memory, as a run does.
     """
     memory = DeviceMemory()
-
-    def move(parameters: Iterable[Any], buffers: Iterable[Any], device: torch.device) -> None:
-        """`tensor.data = tensor.to(device)` for fake tensors, which that does not move."""
-        for tensor in (*parameters, *buffers):
-            if tensor.device != device:
-                tensor.fake_device = device
-                memory.add(tensor.untyped_storage())
-
-    moving = patch("torch.distributed.fsdp._fully_shard._fsdp_init._move_states_to_device", move)
-    with FakeTensorMode(allow_non_fake_inputs=True), memory, memory.resizing(), moving:
-        model = build_model(config)
-        optimizer = build_optimizer(model, config.optimizer, config.training.precision)
-        kept = before(model)
-        train_pretrain.shard_model(model, optimizer, config.training.precision)
-        del kept
+    with FakeTensorMode(allow_non_fake_inputs=True), memory, memory.resizing():
+        with torch.device("meta" if shards_first else CUDA):
+            model = build_model(config)
+        train_pretrain.shard_model(model, None, config, torch.device("cpu"))
+        if shards_first:
+            materialize(model, CUDA)
     return memory.peak, memory.current

@@ -144,7 +144,7 @@ def fake_loop(
     model.to = in_place  # fake tensors cannot be swapped
     stack.enter_context(patch.object(train_pretrain, "shard", lambda loader, *_: loader))
     loader: Any = []
-    engine.prepare(model, optimizer, loader)
+    engine.prepare(model, optimizer, loader, lambda model: None)
     loop: Any = object.__new__(trainer.Trainer)
     loop.config, loop.engine, loop.progress = config, engine, Progress()
     recorder: Any = SimpleNamespace(

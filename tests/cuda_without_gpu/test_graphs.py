@@ -29,7 +29,6 @@ from llm_pretrain.distributed import fsdp
 from llm_pretrain.model import Decoder
 from llm_pretrain.model.kernels import attention
 from llm_pretrain.model.layers import RMSNorm
-from llm_pretrain.optim.param_groups import build_optimizer
 from llm_pretrain.training import DDP_OPTIONS, Objective
 from llm_pretrain.training.model_setup import RECOMPILE_LIMIT, compile_layers, eagerly
 
@@ -67,8 +66,7 @@ def compiled(
         for layer in model.model.layers:
             layer.compile(backend="aot_eager")
         if sharded:
-            optimizer = build_optimizer(model, config.optimizer, config.training.precision)
-            train_pretrain.shard_model(model, optimizer, config.training.precision)
+            train_pretrain.shard_model(model, None, config, torch.device("cpu"))
         objective = Objective(config, 1)
         for pieces in PIECES:
             batch = fake_batch(config, pieces)
@@ -224,7 +222,7 @@ def test_a_break_in_a_layer_is_found(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.usefixtures("sharded")
 def test_norms_in_a_group_of_their_own_are_found(monkeypatch: pytest.MonkeyPatch):
-    def shard(model: Any) -> set[torch.nn.Parameter]:
+    def shard(model: Any, mesh: Any) -> set[torch.nn.Parameter]:
         fsdp.fully_shard(fsdp.full_precision_modules(model), reshard_after_forward=False)
         return set()
 

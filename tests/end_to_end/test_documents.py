@@ -7,6 +7,7 @@ import ast
 import re
 import textwrap
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -45,7 +46,9 @@ def test_every_command_has_the_options_it_is_shown_with(document: Path, monkeypa
         for script in ("train_pretrain.py", "train_pretrain_accelerate.py"):
             if script in words:
                 arguments = [word if word != "FILE" else "configs/tiny-dense.yaml" for word in words]
-                load_config(arguments[words.index(script) + 1 :])
+                size = dict(pairwise(words)).get("--nproc_per_node", "2")
+                processes = int(size) if size.isdecimal() else 2
+                load_config(arguments[words.index(script) + 1 :], world_size=processes)
 
 
 def parse(command: str, arguments: list[str]) -> None:

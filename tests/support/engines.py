@@ -133,7 +133,10 @@ def accelerate_loader(config: Config, *faults: Fault) -> str:
         model = Decoder(config.model)
         loader = global_batches(config, start_step=0, world_size=1)
         own = engine.prepare(
-            model, build_optimizer(model, config.optimizer, config.training.precision), loader
+            model,
+            build_optimizer(model, config.optimizer, config.training.precision),
+            loader,
+            lambda model: None,
         )
         engine.close()
     return type(own).__name__

@@ -167,7 +167,7 @@ ONE_RANK_NAN = with_objective(
 
 def _on_optimizer(change: Callable[[Any, Any], None]) -> Fault:
     """The fault of `change(engine, optimizer)` once the engine is prepared."""
-    return after("prepare", lambda self, model, optimizer, batches: change(self, optimizer))
+    return after("prepare", lambda self, model, optimizer, *_: change(self, optimizer))
 
 
 def _own_gate(self: Any, optimizer: Any) -> None:
@@ -318,9 +318,9 @@ def _truncated(batches: DataLoader, less: int) -> DataLoader:
     return batches
 
 
-def _filled_up(original: Any, self: Any, model: Any, optimizer: Any, batches: Any) -> Any:
+def _filled_up(original: Any, self: Any, model: Any, optimizer: Any, batches: Any, initialize: Any) -> Any:
     self.accelerator.dataloader_config.even_batches = True
-    return original(self, model, optimizer, _truncated(batches, 2))
+    return original(self, model, optimizer, _truncated(batches, 2), initialize)
 
 
 class Stream(IterableDataset):
@@ -333,12 +333,14 @@ class Stream(IterableDataset):
         return iter(self.loader)
 
 
-def _shard_first(original: Any, self: Any, model: Any, optimizer: Any, batches: Any) -> Any:
-    return original(self, model, optimizer, shard(batches, self.rank, self.world_size))
+def _shard_first(original: Any, self: Any, model: Any, optimizer: Any, batches: Any, initialize: Any) -> Any:
+    return original(self, model, optimizer, shard(batches, self.rank, self.world_size), initialize)
 
 
-def _iterable_data(original: Any, self: Any, model: Any, optimizer: Any, batches: Any) -> Any:
-    return original(self, model, optimizer, DataLoader(Stream(batches), batch_size=None))
+def _iterable_data(
+    original: Any, self: Any, model: Any, optimizer: Any, batches: Any, initialize: Any
+) -> Any:
+    return original(self, model, optimizer, DataLoader(Stream(batches), batch_size=None), initialize)
 
 
 FILLED_UP = around("prepare", _filled_up)

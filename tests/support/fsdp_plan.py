@@ -88,8 +88,8 @@ def _by_address(patch: Patch, engine: type) -> None:
         if not all(same):
             raise RuntimeError("the optimizer has other parameters")
 
-    def sharded(model: Any) -> Any:
-        ignored = shard(model)
+    def sharded(model: Any, mesh: Any) -> Any:
+        ignored = shard(model, mesh)
         parameters = dict(model.named_parameters())
         for group, own in zip(optimizers[0].param_groups, names, strict=True):
             group["params"] = [parameters[name] for name in own]

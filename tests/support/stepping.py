@@ -125,12 +125,19 @@ def drive(engine: Any, config: Config, *, windows: Sequence[list[Batch]] | None 
         windows: This rank's micro batches of each step; default: what the prepared loader yields.
     """
     driven = Driven()
-    model = building.build_model(config)
-    initialize_weights(model, config.run.seed, config.optimizer.base_hidden_size)
+    with torch.device("meta"):
+        model = building.build_model(config)
     optimizer = optimizers.build_optimizer(model, config.optimizer, config.training.precision)
     Taps(model, optimizer, driven)
     loader = data.global_batches(config, start_step=0, world_size=engine.world_size)
-    own = engine.prepare(model, optimizer, loader)
+    own = engine.prepare(
+        model,
+        optimizer,
+        loader,
+        lambda model: initialize_weights(
+            model, config.run.seed, config.optimizer.base_hidden_size, device=engine.device
+        ),
+    )
     training: Any = object.__new__(loop.Trainer)
     training.config, training.engine = config, engine
     training.progress = Progress()

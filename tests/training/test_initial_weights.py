@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from support.launching import Finished, assert_same_tensors, checkpoint_tensors,
 import llm_pretrain.training.model_setup as model_setup
 from llm_pretrain.config import Config, DataConfig, ModelConfig, SourceConfig, dump_yaml
 from llm_pretrain.errors import CheckpointError, ConfigError, PretrainError
-from llm_pretrain.export import huggingface_config, native_config, to_huggingface
+from llm_pretrain.export import TensorFiles, huggingface_config, native_config, to_huggingface
 from llm_pretrain.model import Decoder
 from llm_pretrain.training import initialize_weights
 
@@ -91,6 +92,26 @@ def test_a_run_starts_with_the_folders_weights_to_the_last_bit(tmp_path: Path, c
     assert ours.state_dict().keys() == theirs.state_dict().keys()
     assert all(torch.equal(tensor, theirs.state_dict()[name]) for name, tensor in ours.state_dict().items())
     assert notes == [f"started from the weights in {tmp_path / 'folder'}"]
+
+
+def test_two_layers_of_the_folder_are_in_memory_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The one that is read, and the one before it."""
+    config = dataclasses.replace(DENSE, num_hidden_layers=6)
+    write_folder(tmp_path / "folder", config)
+    read: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+    read_tensor = TensorFiles.read
+
+    def watched(files: TensorFiles, name: str) -> torch.Tensor:
+        tensor = read_tensor(files, name)
+        read.append(weakref.ref(tensor))
+        alive.append(sum(each() is not None for each in read))
+        return tensor
+
+    monkeypatch.setattr(TensorFiles, "read", watched)
+    load(tmp_path / "folder", config)
+    assert len(read) == 2 + 6 * 11
+    assert max(alive) <= 2 * 11
 
 
 def test_without_a_folder_nothing_changes():

@@ -71,11 +71,28 @@ def test_a_launch_file_that_asks_for_another_stops(
         train_pretrain_accelerate.AccelerateEngine(config)
 
 
+def test_a_launched_mesh_is_the_configured_one(plain_store: Path, monkeypatch: pytest.MonkeyPatch):
+    for name, value in {"USE_PARALLELISM_CONFIG": "true", "USE_FSDP": "true"}.items():
+        monkeypatch.setenv(f"ACCELERATE_{name}", value)
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    config = small_config(plain_store, distributed={"strategy": "fsdp", "dp_replicate_size": 2})
+    for name, own, wrong in (("dp_replicate", "2", "4"), ("dp_shard", "4", "2"), ("tp", "1", "2")):
+        monkeypatch.setenv(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", wrong)
+        with pytest.raises(ConfigError, match=f"{name}_size: {own}, but .* has {wrong}"):
+            check_accelerate_settings(config, 8)
+        monkeypatch.setenv(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", own)
+        check_accelerate_settings(config, 8)
+
+
 @pytest.mark.parametrize(
     ("variables", "said"),
     [
         ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "dynamo_backend is inductor"),
-        ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, "use_parallelism_config"),
+        (
+            {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "4"},
+            "distributed.dp_replicate_size: 1, but accelerate's use_parallelism_config is true",
+        ),
         ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "use_megatron_lm"),
         ({"ACCELERATE_TORCH_DEVICE": "garbage"}, "ACCELERATE_TORCH_DEVICE is garbage"),
         ({"ACCELERATE_USE_FSDP": "true", "FSDP_OFFLOAD_PARAMS": "true"}, "fsdp_offload_params is true"),

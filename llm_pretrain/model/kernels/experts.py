@@ -337,6 +337,28 @@ class _Combine(torch.autograd.Function):
         return grads[0][token], None, None
 
 
+def dispatch(x: Tensor, order: Tensor, chosen: Tensor) -> Tensor:
+    """[T, ...] to [R, ...]: a copy of its token for each assignment.
+
+    Args:
+        x: One row for each token.
+        order: int64 [R], the assignments, in the order of the result.
+        chosen: int64 [T, K], the experts that are assigned.
+    """
+    return _Dispatch.apply(x, order // chosen.shape[1], _inverse(order, chosen))  # pyright: ignore[reportReturnType] (torch's stub of apply)
+
+
+def combine(y: Tensor, order: Tensor, chosen: Tensor) -> Tensor:
+    """[R, ...] to [T, ...]: the sum over each token's assignments; arguments as those of `dispatch`."""
+    return _Combine.apply(y, order // chosen.shape[1], _inverse(order, chosen))  # pyright: ignore[reportReturnType] (torch's stub of apply)
+
+
+def _inverse(order: Tensor, chosen: Tensor) -> Tensor:
+    """int64 [T, K]: where in `order` each assignment stands."""
+    position = torch.arange(len(order), device=order.device)
+    return torch.empty_like(order).scatter_(0, order, position).view_as(chosen)
+
+
 _Product = Callable[[Any, Tensor, Tensor], Tensor]
 """From rows [R, K] sorted by expert, weights [E, K, N] and the experts' ends int32 [E] to [R, N]."""
 
@@ -377,9 +399,7 @@ def _by_groups(
     sorted_chosen, order = chosen.flatten().int().sort(stable=True)
     experts = torch.arange(len(gate_up), dtype=torch.int32, device=x.device)
     ends = torch.searchsorted(sorted_chosen, experts, right=True, out_int32=True)
-    position = torch.arange(len(order), device=x.device)
-    inverse_TK = torch.empty_like(order).scatter_(0, order, position).view_as(chosen)
-    token_R = order // chosen.shape[1]
+    inverse_TK, token_R = _inverse(order, chosen), order // chosen.shape[1]
 
     x_R = _Dispatch.apply(x.to(dtype), token_R, inverse_TK)
     weight_R1 = _Dispatch.apply(weights.reshape(-1, 1), order, inverse_TK.view(-1, 1))

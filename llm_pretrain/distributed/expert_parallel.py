@@ -1,0 +1,143 @@
+"""Expert parallelism: the ranks of a group hold different experts, and tokens travel to their experts.
+
+For everything else these ranks are data-parallel. Every assignment is computed, however unevenly the tokens
+are spread: there is no capacity, and no token is dropped.
+
+Shapes: T tokens of this rank, H hidden_size, E experts, K experts per token, P ranks of a group, n = E / P
+experts of a rank, R = T*K assignments of this rank's tokens, M rows that this rank computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn import Parameter
+
+from llm_pretrain.config import Config
+from llm_pretrain.distributed.fsdp import layer_precision, set_timeout
+from llm_pretrain.model import Decoder, Experts, combine, dispatch, product_dtype, uncompiled
+
+
+def shard_experts(model: Decoder, config: Config, device: torch.device) -> None:
+    """Shard the experts of a model on the meta device over `ep_size` neighbouring ranks.
+
+    Rank p of such a group holds the experts from p*n on. The ranks of a replica with equal p shard these by
+    FSDP: by whole experts where their number divides n, else by rows. Each layer's experts are an FSDP group
+    of their own; call it before the rest is sharded.
+    """
+    ep, replicas = config.distributed.ep_size, config.distributed.dp_replicate_size
+    shards = config.distributed.shard_size(dist.get_world_size()) // ep
+    mesh = init_device_mesh(
+        device.type, (replicas, shards, ep), mesh_dim_names=("ep_replicate", "ep_shard", "ep")
+    )
+    mesh["ep_shard", "ep"]._flatten()  # norms are then reduced in one collective instead of two
+    set_timeout(mesh, config)
+    holders = mesh["ep_replicate", "ep_shard"] if replicas > 1 else mesh["ep_shard"]
+    by_rows = (config.model.num_experts // ep) % shards != 0
+    for module in model.modules():
+        if isinstance(module, Experts):
+            module.__class__ = ParallelExperts
+            module.__dict__.pop("forward", None)  # of a compiled layer
+            object.__setattr__(module, "group", mesh.get_group("ep"))
+            for name, parameter in module.named_parameters():
+                part = parameter.detach().chunk(ep)[mesh.get_local_rank("ep")]
+                setattr(module, name, Parameter(DTensor.from_local(part, mesh["ep"], [Shard(0)])))
+            fully_shard(
+                module,
+                mesh=holders,
+                mp_policy=layer_precision(config.training.precision),
+                shard_placement_fn=lambda _: Shard(int(by_rows)),
+            )
+
+
+class ParallelExperts(Experts):
+    """`Experts` of which each rank of `group` holds n, neighbours in the stack."""
+
+    group: dist.ProcessGroup
+
+    def forward(self, x_TH: Tensor, weights_TK: Tensor, chosen_TK: Tensor) -> Tensor:
+        """As `Experts.forward`; collective, and so called by every rank of the group."""
+        return _compute_where_held(self, x_TH, weights_TK, chosen_TK)
+
+    def compute(self, x_MH: Tensor, weight_M1: Tensor, expert_M: Tensor) -> Tensor:
+        """[M, H]: each row through one of this rank's experts, numbered from 0, times its routing weight."""
+        return super().forward(x_MH, weight_M1, expert_M[:, None])
+
+    def parameters_to_multiply(self) -> tuple[Tensor, Tensor]:
+        """This rank's part of both parameters.
+
+        FSDP averages over the W / P ranks that hold the same experts, and each of these gradients is a sum
+        over a group's P ranks: times 1 / P it is the mean over all W.
+        """
+        factor = 1 / dist.get_world_size(self.group)
+        gate_up, down = super().parameters_to_multiply()
+        return _scale_gradient(_local(gate_up), factor), _scale_gradient(_local(down), factor)
+
+
+@uncompiled  # the numbers of rows differ from batch to batch
+def _compute_where_held(experts: ParallelExperts, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    """[T, H]: a row for each assignment goes to its expert's rank, comes back, and is added to its token."""
+    group, ranks = experts.group, dist.get_world_size(experts.group)
+    sorted_expert, order = chosen.flatten().sort(stable=True)
+    sent_E = sorted_expert.new_zeros(experts.num_experts)
+    sent_E.scatter_add_(0, sorted_expert, torch.ones_like(sorted_expert))  # bincount would wait twice more
+    received_Pn = torch.empty_like(sent_E)
+    dist.all_to_all_single(received_Pn, sent_E, group=group)
+    # one wait for the device in a layer: the sizes of the exchange must be known to the host
+    sent, received = torch.stack([sent_E, received_Pn]).view(2, ranks, -1).sum(2).tolist()
+    local_Pn = torch.arange(experts.num_experts // ranks, device=x.device).repeat(ranks)
+    expert_M = torch.repeat_interleave(local_Pn, received_Pn, output_size=sum(received))
+
+    x_RH = dispatch(x.to(product_dtype(x)), order, chosen)
+    weight_R1 = dispatch(weights.reshape(-1, 1), order, order[:, None])
+    # the weights travel too: multiplied here, they would be rounded in other places than without a group
+    x_MH, weight_M1 = (_exchange(rows, sent, received, group) for rows in (x_RH, weight_R1))
+    y_RH = _exchange(experts.compute(x_MH, weight_M1, expert_M), received, sent, group)
+    return combine(y_RH, order, chosen).to(x.dtype)
+
+
+def _exchange(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Any) -> Tensor:
+    """Rows from every rank of the group, in rank order, for rows to every rank."""
+    return _Exchange.apply(rows, sent, received, group)  # pyright: ignore[reportReturnType] (torch's stub of apply)
+
+
+class _Exchange(torch.autograd.Function):
+    """Its gradient is the exchange back."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Any) -> Tensor:
+        ctx.back = (received, sent, group)
+        out = rows.new_empty(sum(received), rows.shape[1])
+        dist.all_to_all_single(out, rows.contiguous(), list(received), list(sent), group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _Exchange.apply(grads[0], *ctx.back), None, None, None  # pyright: ignore[reportReturnType] (torch's stub of apply)
+
+
+def _scale_gradient(tensor: Tensor, factor: float) -> Tensor:
+    """The tensor itself, whose gradient is multiplied by `factor`."""
+    return _ScaleGradient.apply(tensor, factor)  # pyright: ignore[reportReturnType] (torch's stub of apply)
+
+
+class _ScaleGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0] * ctx.factor, None
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,129 @@
+"""Replicas of shards, and experts over ranks: a mesh is a matter of speed.
+
+Four processes: on each mesh both paths give the same bits, and what DDP gives but for the order of sums. And
+the same with mistakes put in.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from support.mesh_plan import CASES, KINDS, MESHES, meshed
+from support.rank_cases import Case, Outcome, case_config, has_slow, run_ranks, slow_but
+from support.stepping import micro_batches_of, reference_gradients, relative_error
+
+Outcomes = dict[str, list[Outcome]]
+
+QUICK = ("ep hsdp", "fp32")
+QUICK_CASES = {"ddp fp32", "torchrun ep hsdp fp32", "accelerate ep hsdp fp32", "other experts, compared"}
+"""The mesh that has everything, and the kinds of mistakes that a run finds; all others are slow."""
+DIFFERING = ["other replicas, compared", "other experts, compared"]
+PAIRS = [(mesh, kind) for kind in KINDS for mesh in MESHES if f"torchrun {mesh} {kind}" in CASES]
+
+
+@pytest.fixture(scope="module")
+def outcomes(
+    masked_store: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Outcomes:
+    folder, names = tmp_path_factory.mktemp("meshes"), None if has_slow(request) else QUICK_CASES
+    return run_ranks(masked_store, folder, plan="mesh_plan", world_size=4, names=names)
+
+
+def _marked(pairs: list[tuple[str, str]]) -> list[object]:
+    return [pair if pair == QUICK else pytest.param(*pair, marks=pytest.mark.slow) for pair in pairs]
+
+
+def test_every_case_runs_and_the_ranks_agree(outcomes: Outcomes):
+    for name, ranks in outcomes.items():
+        if name in DIFFERING:
+            continue
+        assert [rank.error for rank in ranks] == [None] * 4, name
+        if name != "other replicas":
+            assert len({tuple(rank.driven.hashes) for rank in ranks}) == 1, name
+            assert len({tuple(rank.driven.grad_norms) for rank in ranks}) == 1, name
+
+
+@pytest.mark.parametrize(("mesh", "kind"), _marked(PAIRS))
+def test_both_paths_give_the_same_bits(outcomes: Outcomes, mesh: str, kind: str):
+    by_hand, accelerated = (outcomes[f"{path} {mesh} {kind}"][0] for path in ("torchrun", "accelerate"))
+    assert by_hand.model_class == accelerated.model_class == "FSDPDecoder"
+    left, right = by_hand.driven, accelerated.driven
+    assert left.hashes
+    assert left.hashes == right.hashes
+    assert left.losses == right.losses
+    assert left.grad_norms == right.grad_norms
+
+
+@pytest.mark.parametrize(("mesh", "kind"), _marked([pair for pair in PAIRS if pair[1] != "float64"]))
+def test_it_is_ddp_within_rounding(outcomes: Outcomes, mesh: str, kind: str):
+    expected, found = outcomes[f"ddp {kind}"][0].driven, outcomes[f"torchrun {mesh} {kind}"][0].driven
+    if kind == "bf16":  # one product of an expert has several ranks' rows, and is rounded once
+        bound = 1e-3
+        assert relative_error(found.gradients[0], expected.gradients[0]) <= 2**-7
+    else:
+        bound = 1e-5
+        assert relative_error(found.parameters, expected.parameters) <= bound
+    for left, right in zip(found.losses, expected.losses, strict=True):
+        assert left is not None
+        assert right is not None
+        assert math.isclose(left, right, rel_tol=bound)
+
+
+def exact_gradients(store: Path) -> dict:
+    """Of the first step, in float64, in one pass without any engine."""
+    one = meshed(KINDS["float64"], None)
+    config = case_config(store, Case("torchrun", changes=one))
+    return reference_gradients(config, list(micro_batches_of(config, 0)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [None, *MESHES])
+def test_gradients_are_exact(outcomes: Outcomes, masked_store: Path, mesh: str | None):
+    """In float64 a wrong scale cannot hide."""
+    (gradients,) = outcomes["ddp float64" if mesh is None else f"torchrun {mesh} float64"][0].driven.gradients
+    assert relative_error(gradients, exact_gradients(masked_store)) <= 1e-12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", ["experts times ranks", "divided twice"])
+def test_a_wrong_scale_of_experts_is_found(outcomes: Outcomes, masked_store: Path, mistake: str):
+    (gradients,) = outcomes[mistake][0].driven.gradients
+    expected = exact_gradients(masked_store)
+    assert relative_error(gradients, expected, "experts") > 0.4
+    dense = {name: gradient for name, gradient in expected.items() if "experts" not in name}
+    assert relative_error({name: gradients[name] for name in dense}, dense) <= 1e-12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mistake", "right"),
+    [
+        ("norm of the rest", "ddp fp32"),
+        ("other replicas", "ddp fp32"),
+        ("balance of each rank", "ddp fp32"),
+        ("with capacity", "ddp fp32"),
+        ("dropped beside nothing", "ddp one expert"),
+    ],
+)
+def test_a_mistake_is_found(outcomes: Outcomes, mistake: str, right: str):
+    found, expected = outcomes[mistake][0].driven, outcomes[right][0].driven
+    assert relative_error(found.parameters, expected.parameters) > 1e-4
+
+
+@pytest.mark.parametrize("name", slow_but(QUICK_CASES, DIFFERING))
+def test_replicas_that_differ_are_named(outcomes: Outcomes, name: str):
+    for rank in outcomes[name]:
+        assert rank.error is not None
+        expected = (
+            "ConfigError: model.embed_tokens.weight after initialisation: expected the same on all ranks"
+        )
+        assert rank.error.startswith(expected)
+        assert " on ranks 0, 1; " in rank.error
+
+
+@pytest.mark.slow
+def test_an_expert_without_tokens_is_no_trouble(outcomes: Outcomes):
+    found, expected = outcomes["torchrun ep one expert"][0].driven, outcomes["ddp one expert"][0].driven
+    assert relative_error(found.parameters, expected.parameters) <= 1e-5

@@ -1,0 +1,172 @@
+"""The meshes of replicas, shards and experts that `rank_cases.py` runs in four processes.
+
+Each on both paths, beside the same training under DDP; and one mistake each.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from support import faults
+from support.faults import Patch
+from support.rank_cases import Case
+
+from llm_pretrain.distributed import expert_parallel, fsdp
+from llm_pretrain.training import initialize_weights
+from llm_pretrain.training.agreement import check_parameters
+from llm_pretrain.training.model_setup import build_model
+from llm_pretrain.training.step import loss_sums
+
+Changes = dict[str, dict[str, Any]]
+SCALE = expert_parallel._scale_gradient
+
+MESHES: dict[str, dict[str, Any]] = {
+    "fsdp": {},
+    "hsdp": {"dp_replicate_size": 2},
+    "ep": {"ep_size": 4},
+    "ep fsdp": {"ep_size": 2},
+    "ep hsdp": {"dp_replicate_size": 2, "ep_size": 2},
+}
+KINDS: dict[str, Changes] = {
+    "fp32": {},
+    "bf16": {"training": {"precision": "bf16"}},
+    "long": {"training": {"max_steps": 20}},
+    "counts of micro batches": {"model": {"router_aux_loss_scope": "micro_batch"}},
+    "global counts": {"model": {"router_aux_loss_scope": "global_batch", "router_bias_update_rate": 0.125}},
+    "two experts": {"model": {"num_experts": 2, "num_experts_per_tok": 1}},
+    "muon": {"optimizer": {"name": "muon"}},
+    "checkpointed": {"training": {"activation_checkpointing": True}, "model": {"hidden_dropout": 0.1}},
+    "waiting": {"distributed": {"sync_each_batch": False}},
+    "compiled": {"training": {"compile": "on"}},
+    "float64": {"training": {"max_steps": 1, "max_grad_norm": 0.0}},
+}
+
+
+def in_float64(patch: Patch, engine: type) -> None:
+    """Parameters of the values that fp32 has, in float64."""
+
+    def build(*arguments: Any) -> Any:
+        return build_model(*arguments).double()
+
+    faults.replace_everywhere(patch, build_model, build)
+
+
+def _divided_twice(patch: Patch, engine: type) -> None:
+    """The mean over the ranks that hold the same experts, halved."""
+    faults.replace_everywhere(patch, SCALE, lambda tensor, factor: SCALE(tensor, factor / 2))
+
+
+def _norm_of_the_rest(patch: Patch, engine: type) -> None:
+    def clip(parameters: list[Any], max_norm: float) -> Any:
+        dense = [each for each in parameters if each.dim() < 3]
+        norm: Any = torch.nn.utils.get_total_norm([each.grad for each in dense])
+        scale = (max_norm / (norm.full_tensor() + 1e-6)).clamp(max=1.0)
+        for each in parameters:
+            each.grad.to_local().mul_(scale)
+        return norm.full_tensor()
+
+    faults.replace_everywhere(patch, fsdp.clip_grad_norm, clip)
+
+
+def _other_replicas(patch: Patch, engine: type) -> None:
+    """The second replica begins with the values of another seed."""
+
+    def initialize(model: Any, seed: int, *arguments: Any, **options: Any) -> None:
+        initialize_weights(model, seed + dist.get_rank() // 2, *arguments, **options)
+
+    import support.stepping as stepping
+
+    patch.setattr(stepping, "initialize_weights", initialize)
+
+
+def _compared(patch: Patch, engine: type) -> None:
+    """As a run does, parameters are compared once they have values."""
+    import support.stepping as stepping
+
+    initialize = stepping.initialize_weights
+
+    def compared(model: Any, *arguments: Any, **options: Any) -> None:
+        initialize(model, *arguments, **options)
+        ranks: Any = SimpleNamespace(world_size=dist.get_world_size())
+        check_parameters(ranks, model, "after initialisation")
+
+    patch.setattr(stepping, "initialize_weights", compared)
+
+
+def _balance_of_each_rank(patch: Patch, engine: type) -> None:
+    """The balance loss times the ranks of a group."""
+    import llm_pretrain.training.step as step
+
+    def sums(output: Any) -> Any:
+        loss, z_loss, aux_loss, router_z_loss = loss_sums(output)
+        return loss, z_loss, aux_loss * 4, router_z_loss
+
+    patch.setattr(step, "loss_sums", sums)
+
+
+def _with_capacity(patch: Patch, engine: type) -> None:
+    """An expert computes no more rows than its share; the others are dropped."""
+    compute = expert_parallel.ParallelExperts.compute
+
+    def capped(self: Any, x: torch.Tensor, weight: torch.Tensor, expert: torch.Tensor) -> torch.Tensor:
+        kept = torch.zeros(len(x), 1)
+        for number in expert.unique():
+            kept[(expert == number).nonzero().flatten()[: len(x) // 4]] = 1.0
+        return compute(self, x, weight, expert) * kept
+
+    patch.setattr(expert_parallel.ParallelExperts, "compute", capped)
+
+
+def _dropped_beside_nothing(patch: Patch, engine: type) -> None:
+    """Rows of a rank that gets none back are dropped."""
+    exchange = expert_parallel._exchange
+
+    def dropping(rows: Any, sent: list[int], received: list[int], group: Any) -> Any:
+        out = exchange(rows, sent, received, group)
+        return out * 0 if 0 in received else out
+
+    patch.setattr(expert_parallel, "_exchange", dropping)
+
+
+UNSCALED = faults.replacing(SCALE, lambda tensor, factor: tensor)
+ONE_EXPERT: Changes = {"model": {"num_experts": 4, "num_experts_per_tok": 1, "router_aux_loss_coef": 0.0}}
+
+
+def meshed(changes: Changes, mesh: dict[str, Any] | None) -> Changes:
+    """`changes` in three steps of three micro batches on each of four ranks; `mesh` None is DDP."""
+    training = {"global_batch_size": 24, "max_steps": 3} | changes.get("training", {})
+    model = {"num_experts": 8} | changes.get("model", {})
+    distributed = changes.get("distributed", {}) | {"strategy": "fsdp"} | mesh if mesh is not None else {}
+    return changes | {"training": training, "model": model, "distributed": distributed}
+
+
+CASES: dict[str, Case] = {}
+for kind, changes in KINDS.items():
+    special = (in_float64,) if kind == "float64" else ()
+    CASES[f"ddp {kind}"] = Case("torchrun", special, meshed(changes, None))
+    for mesh, sizes in MESHES.items():
+        if kind == "two experts" and sizes.get("ep_size") == 4:
+            continue
+        for path in ("torchrun", "accelerate"):
+            CASES[f"{path} {mesh} {kind}"] = Case(path, special, meshed(changes, sizes))
+CASES |= {
+    "ddp one expert": Case("torchrun", changes=meshed(ONE_EXPERT, None)),
+    "torchrun ep one expert": Case("torchrun", changes=meshed(ONE_EXPERT, MESHES["ep"])),
+    "experts times ranks": Case(
+        "torchrun", (UNSCALED, in_float64), meshed(KINDS["float64"], MESHES["ep fsdp"])
+    ),
+    "divided twice": Case(
+        "torchrun", (_divided_twice, in_float64), meshed(KINDS["float64"], MESHES["ep fsdp"])
+    ),
+    "norm of the rest": Case("torchrun", (_norm_of_the_rest,), meshed({}, MESHES["ep fsdp"])),
+    "other replicas": Case("torchrun", (_other_replicas,), meshed({}, MESHES["hsdp"])),
+    "other replicas, compared": Case("torchrun", (_other_replicas, _compared), meshed({}, MESHES["hsdp"])),
+    "other experts, compared": Case("torchrun", (_other_replicas, _compared), meshed({}, MESHES["ep hsdp"])),
+    "equal replicas, compared": Case("torchrun", (_compared,), meshed({}, MESHES["ep hsdp"])),
+    "balance of each rank": Case("torchrun", (_balance_of_each_rank,), meshed({}, MESHES["ep"])),
+    "with capacity": Case("torchrun", (_with_capacity,), meshed({}, MESHES["ep"])),
+    "dropped beside nothing": Case("torchrun", (_dropped_beside_nothing,), meshed(ONE_EXPERT, MESHES["ep"])),
+}
