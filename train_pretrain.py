@@ -120,7 +120,7 @@ class TorchrunEngine:
                 shard_model(model, self.mesh, self.config, self.device)
             initialize(model)  # of a sharded model, this rank's parts
         self.model: Any = model
-        if self.world_size > 1 and not self.is_sharded:
+        if self.world_size > 1 and not self.is_sharded and not self.config.distributed.outer:
             device_ids = [self.device.index] if self.device.type == "cuda" else None
             self.model = DistributedDataParallel(model, device_ids=device_ids, **DDP_OPTIONS)
             self.no_sync = self.model.no_sync
@@ -188,7 +188,6 @@ class TorchrunEngine:
         if self.world_size > 1:
             dist.barrier()
             dist.destroy_process_group()
-        if self.is_sharded:
             clear_mesh_caches()
 
 

@@ -163,6 +163,8 @@ class AccelerateEngine:
         else:
             with rebound_optimizer(model, optimizer):
                 initialize(model)
+            if self.config.distributed.outer:  # a model for evaluation only is not wrapped in DDP
+                self.model = self.accelerator.prepare_model(model, evaluation_mode=True)
             self.model, self.optimizer, rank_batches = self.accelerator.prepare(model, optimizer, batches)
         self.unwrapped_model = model
         self.parameters = list(self.model.parameters())  # once: collecting them takes longer than clipping
@@ -233,7 +235,7 @@ class AccelerateEngine:
         self.accelerator.free_memory()
         self.accelerator.wait_for_everyone()
         self.accelerator.end_training()
-        if self.accelerator.is_fsdp2:
+        if self.world_size > 1:
             clear_mesh_caches()
 
 

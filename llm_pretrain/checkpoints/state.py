@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from llm_pretrain.errors import CheckpointError
+from llm_pretrain.optim import OUTER_MOMENTUM
 
 _IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable", "maximize"}
 
@@ -111,7 +112,7 @@ def collect_state(model: nn.Module, optimizer: Optimizer) -> TrainingState:
             )
     if optimizer.state:
         model_state, optimizer_state = get_state_dict(model, optimizer)
-        return _flatten(model, model_state, optimizer_state)
+        return _stack_replicas(_flatten(model, model_state, optimizer_state), optimizer)
     return _flatten(model, get_model_state_dict(model), None)
 
 
@@ -133,7 +134,7 @@ def collect_targets(model: nn.Module, optimizer: Optimizer, without_state: list[
         if name in without_state:
             optimizer.state.pop(parameter, None)
             optimizer_state["state"].pop(name, None)  # type: ignore[union-attr]  # torch types it as anything
-    return _flatten(model, model_state, optimizer_state)
+    return _stack_replicas(_flatten(model, model_state, optimizer_state), optimizer)
 
 
 def apply_state(model: nn.Module, optimizer: Optimizer, state: TrainingState) -> None:
@@ -222,6 +223,20 @@ def _flatten(
     for parameter, entries in (optimizer_state or {"state": {}})["state"].items():
         for key in entries:
             _place(state, f"optimizer.state.{parameter}.{key}", entries, key)
+    return state
+
+
+def _stack_replicas(state: TrainingState, optimizer: Optimizer) -> TrainingState:
+    """Make the optimizer's tensors that each replica has its own of (DiLoCo) parts of stacks, a row for each.
+
+    The attribute `replicas` of such an optimizer is the mesh of the replicas.
+    """
+    if (replicas := getattr(optimizer, "replicas", None)) is not None:
+        from torch.distributed.tensor import DTensor, Shard  # takes a second
+
+        for name, tensor in state.tensors.items():
+            if name.startswith("optimizer.state.") and not name.endswith(f".{OUTER_MOMENTUM}"):
+                state.tensors[name] = DTensor.from_local(tensor[None], replicas, [Shard(0)], run_check=False)
     return state
 
 

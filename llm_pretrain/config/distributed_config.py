@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from llm_pretrain.config.schema import PositiveInt, Range
+from llm_pretrain.config.schema import Fraction, PositiveFloat, PositiveInt, Range
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,13 @@ class DistributedConfig:
             stage given to `accelerate launch`, else 2.
         cpu_threads: Threads per process. Default: OMP_NUM_THREADS if it was exported, else cores / processes
             on this machine.
+        outer: `diloco`: every process trains a replica of its own, by its own gradients; every `outer_steps`
+            steps the replicas' mean moves the run's parameters (arXiv:2311.08105). Far less traffic, but
+            another algorithm: what is trained depends on the number of processes. Evaluations, weights and
+            checkpoints hold the run's parameters. Default: none.
+        outer_steps: Steps between two outer steps; a divisor of `training.max_steps`.
+        outer_learning_rate: Of the outer steps, SGD on parameters minus the mean of the replicas.
+        outer_momentum: Nesterov momentum of the outer steps.
         timeout_seconds: Time without progress (a step, a batch of an evaluation, bytes of a save) after which
             a process counts as hanging: it writes the stacks of its threads and ends with exit code 71. Also
             the time that ranks wait for each other at the start.
@@ -43,6 +50,10 @@ class DistributedConfig:
     sync_each_batch: bool = True
     zero_stage: Literal[1, 2, 3] | None = None
     cpu_threads: Annotated[int, Range(gt=0, le=1 << 10)] | None = None
+    outer: Literal["diloco"] | None = None
+    outer_steps: PositiveInt = 100
+    outer_learning_rate: PositiveFloat = 0.7
+    outer_momentum: Fraction = 0.9
     timeout_seconds: Annotated[int, Range(gt=0, le=2_000_000)] = 1800  # libraries count ms in 32 bits
 
     def shard_size(self, world_size: int) -> int:

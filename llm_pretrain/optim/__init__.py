@@ -3,6 +3,7 @@
 from llm_pretrain.optim.ema import AVERAGE, average_name, averages, ema_parameters
 from llm_pretrain.optim.muon import Muon, step_buffers
 from llm_pretrain.optim.orthogonal import product_dtype
+from llm_pretrain.optim.outer import OUTER_MOMENTUM, OuterOptimizer
 from llm_pretrain.optim.param_groups import (
     Role,
     adamw_factor,
@@ -16,7 +17,9 @@ from llm_pretrain.optim.schedule import decay_length, learning_rate, set_learnin
 
 __all__ = [
     "AVERAGE",
+    "OUTER_MOMENTUM",
     "Muon",
+    "OuterOptimizer",
     "Role",
     "adamw_factor",
     "average_name",

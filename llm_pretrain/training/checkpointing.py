@@ -130,6 +130,11 @@ class CheckpointManager:
             )
         if found and (wrong := Progress.wrong_extra(found.run.extra)):
             raise CheckpointError(f"{found.path}: manifest.json: {wrong}; move it out of the folder")
+        if found and self.config.distributed.outer and found.run.world_size != self.engine.world_size:
+            raise ConfigError(
+                f"distributed.outer: expected {found.run.world_size} processes, each with its replica in "
+                f"{found.path}, found {self.engine.world_size}"
+            )
         newest = max(committed_folders(self.folder.weights), default=0)
         step = found.step if found else 0
         if newest > step:
@@ -537,6 +542,7 @@ def fingerprints(config: Config, stores: Sequence[TokenStore] | None = None) -> 
     """Settings that must match for a resume at any step, by name; `stores` as in `data_fingerprint`."""
     # whether an average (EMA) is kept must match; its decay may change
     averaging = {"optimizer.ema_decay": "more than 0"} if config.optimizer.ema_decay else {}
+    outer = {"distributed.outer": config.distributed.outer} if config.distributed.outer else {}
     return (
         model_fingerprint(config.model)
         | data_fingerprint(config, stores)
@@ -546,4 +552,5 @@ def fingerprints(config: Config, stores: Sequence[TokenStore] | None = None) -> 
             "optimizer.name": config.optimizer.name,
         }
         | averaging
+        | outer
     )

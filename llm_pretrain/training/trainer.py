@@ -6,12 +6,13 @@ import gc
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 from llm_pretrain.checkpoints import ResumePoint
 from llm_pretrain.config import Config, YamlError, dump_yaml, read_yaml_file, resolve_model, to_dict
@@ -32,7 +33,13 @@ from llm_pretrain.export import match_hf_architecture
 from llm_pretrain.files import replace_text
 from llm_pretrain.memory import check_memory, explain_out_of_memory
 from llm_pretrain.model import Decoder, count_parameters, update_router_bias
-from llm_pretrain.optim import build_optimizer, ema_parameters, learning_rate, set_learning_rate
+from llm_pretrain.optim import (
+    OuterOptimizer,
+    build_optimizer,
+    ema_parameters,
+    learning_rate,
+    set_learning_rate,
+)
 from llm_pretrain.tracking import write_report
 from llm_pretrain.training.agreement import check_launch, check_parameters, check_stores
 from llm_pretrain.training.anomaly import StepMonitor, rollback
@@ -118,6 +125,7 @@ class Trainer:
             ),
         )
         batches = engine.prepare(model, optimizer, loader, initialize)
+        self.outer = build_outer_optimizer(config, engine)
         if self._stop_requested():  # nothing to save yet, and restoring may take longer than the grace period
             return self._preempted(self._print)
         if resume is not None:
@@ -167,9 +175,12 @@ class Trainer:
         heartbeat(f"step {progress.step + 1}")
         rate = learning_rate(config, progress.step)
         set_learning_rate(optimizer, rate)
-        step = engine.train_step(micro_batches, self.monitor)
+        with self.outer.replica() if self.outer else nullcontext():
+            step = engine.train_step(micro_batches, self.monitor)
         if step.skipped == "rollback":
             rollback(self.checkpoints, progress, step, self.recorder.console.warning)
+        if self.outer:
+            self.outer.step(progress.step + 1)
         bias_rate = config.model.router_bias_update_rate
         if bias_rate and step.sums is not None and not step.skipped:
             update_router_bias(model, expert_counts(step.sums, config), bias_rate, step.found_inf)
@@ -342,6 +353,16 @@ class Trainer:
                 console.warning(note)
             if choice.seconds:
                 console.info(f"kernels compared with their definitions in {choice.seconds:.1f} s")
+
+
+def build_outer_optimizer(config: Config, engine: Engine) -> OuterOptimizer | None:
+    """The outer optimizer over a prepared engine's replicas, if one is configured."""
+    if not config.distributed.outer:
+        return None
+    _, optimizer = engine.model_and_optimizer()
+    if engine.world_size > 1:  # a checkpoint then has a row for each replica
+        optimizer.replicas = init_device_mesh(engine.device.type, (engine.world_size,))  # type: ignore[attr-defined]
+    return OuterOptimizer(optimizer, config.distributed, engine.world_size, engine.reduce_sum)
 
 
 UNFINISHED = (
