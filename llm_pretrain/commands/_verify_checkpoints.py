@@ -31,7 +31,7 @@ from llm_pretrain.errors import CheckpointError, ConfigError, PretrainError
 from llm_pretrain.export import TensorFiles, huggingface_config, native_config, read_config, to_huggingface
 from llm_pretrain.files import read_json, read_marker, read_plain
 from llm_pretrain.model import Decoder
-from llm_pretrain.optim import average_name, state_tensors
+from llm_pretrain.optim import average_name, state_shapes
 from llm_pretrain.tracking import read_rows
 from llm_pretrain.training import fingerprints
 
@@ -133,9 +133,9 @@ def _name_problems(manifest: Manifest, config: Config) -> list[str]:
     else:
         stateless = set(manifest.optimizer.get("without_state", []))
         expected |= {
-            f"{_OPTIMIZER}{name}.{key}": expected[name]
+            f"{_OPTIMIZER}{name}.{key}": expected[name] | {"shape": shape}
             for name in (parameters & expected.keys()) - stateless
-            for key in state_tensors(name, state[name], config.optimizer)
+            for key, shape in state_shapes(name, state[name], config, manifest.run.world_size).items()
         }
     return [
         f"{name}: expected {_words(expected.get(name))}, by config.yaml, found {_words(found.get(name))}"

@@ -153,13 +153,16 @@ def _print_memory(config: Config, arguments: argparse.Namespace) -> Memory:
         f"memory of one of {world_size} {'process' if world_size == 1 else 'processes'} ({strategy}, "
         f"{training.precision}, {training.micro_batch_size} x {training.sequence_length} tokens at a time)"
     )
+    has_buckets = strategy == "ddp" and world_size > 1 and not config.distributed.outer
+    beside = ", and the average" if config.optimizer.ema_decay else ""
+    beside += ", a replica and the outer momentum" if config.distributed.outer else ""
     for name, text in (
         ("weights", "in fp32"),
         (
             "gradients",
-            "in fp32" + ("; DDP's buckets are these" if strategy == "ddp" and world_size > 1 else ""),
+            "in fp32" + ("; DDP's buckets are these" if has_buckets else ""),
         ),
-        ("optimizer", config.optimizer.name + (", and the average" if config.optimizer.ema_decay else "")),
+        ("optimizer", config.optimizer.name + beside),
         ("weight_copies", "of the products' matrices, in low precision, or gathered"),
         ("activations", "kept by the layers for their backward passes"),
         ("logits", "and their gradient"),

@@ -157,8 +157,9 @@ def estimate_memory(
         activations = after_forward + max(layers)
     copies = _LOW_BYTES * matrices if low else 0
     accumulates = config.gradient_accumulation_steps(world_size) > 1
+    is_reduced = world_size > 1 and not config.distributed.outer
     # Gradients that exist when the backward pass of the last micro batch begins. DDP's buckets always do.
-    reduced, unreduced = weights if accumulates or (world_size > 1 and shards == 1) else 0, 0
+    reduced, unreduced = weights if accumulates or (is_reduced and shards == 1) else 0, 0
     if shards > 1:
         copies = _gathered_bytes(config, parameters - elsewhere, low)
         if accumulates and not config.distributed.sync_each_batch:
@@ -167,7 +168,7 @@ def estimate_memory(
     table = _FP32_BYTES * (model.vocab_size or 0) * model.hidden_size
     logits = head_bytes(model, shape, is_fused=loss != "full") + (table // 2 if low else 0)
     routers = 2 * len(model.moe_layers) * model.num_experts * 8
-    is_added = accumulates or world_size > 1  # a new gradient exists beside the one that it is added to
+    is_added = accumulates or is_reduced  # a new gradient exists beside the one that it is added to
     temporaries = _temporary_bytes(config, shape, is_added and not unreduced, divided)
     # gradients of the embedding and head: during the layers' backward passes, and at the embedding's
     held = 0 if is_added and not model.tie_word_embeddings and (shards == 1 or unreduced) else table
@@ -218,12 +219,14 @@ def _optimizer_shards(config: Config, world_size: int) -> int:
 
 
 def _optimizer_bytes(config: Config, parameters: int, padding: int) -> int:
-    """Bytes of AdamW's two moments, or Muon's one of the layers' matrices, and of the average."""
+    """Bytes of AdamW's two moments, or Muon's one of the layers' matrices, of the average, of a replica."""
     values = 2 * parameters
     if config.optimizer.name == "muon":
         values -= matrix_parameters(config.model, with_experts=True, with_head=False) + padding
     if config.optimizer.ema_decay:
         values += parameters
+    if config.distributed.outer:
+        values += 2 * parameters  # with the outer optimizer's momentum
     return _FP32_BYTES * values
 
 

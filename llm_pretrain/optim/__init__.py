@@ -11,7 +11,7 @@ from llm_pretrain.optim.param_groups import (
     initial_factor,
     parameter_groups,
     parameter_role,
-    state_tensors,
+    state_shapes,
 )
 from llm_pretrain.optim.schedule import decay_length, learning_rate, set_learning_rate
 
@@ -33,6 +33,6 @@ __all__ = [
     "parameter_role",
     "product_dtype",
     "set_learning_rate",
-    "state_tensors",
+    "state_shapes",
     "step_buffers",
 ]

@@ -28,10 +28,11 @@ from typing import Any, Literal
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
-from llm_pretrain.config import OptimizerConfig
+from llm_pretrain.config import Config, OptimizerConfig
 from llm_pretrain.model import Decoder
 from llm_pretrain.optim.ema import AVERAGE, keep_ema
 from llm_pretrain.optim.muon import Muon
+from llm_pretrain.optim.outer import OUTER_MOMENTUM, REPLICA
 
 Role = Literal["embedding", "hidden", "router", "final norm", "norm"]
 
@@ -118,11 +119,16 @@ def _uses_muon(role: Role, config: OptimizerConfig) -> bool:
     return config.name == "muon" and role == "hidden"
 
 
-def state_tensors(name: str, parameter: Tensor, config: OptimizerConfig) -> tuple[str, ...]:
-    """Keys of the optimizer's state tensors that have the parameter's shape, after the first step."""
-    on_muon = _uses_muon(parameter_role(name, parameter), config)
-    moments = ("momentum_buffer",) if on_muon else ("exp_avg", "exp_avg_sq")
-    return (*moments, AVERAGE) if config.ema_decay else moments
+def state_shapes(name: str, parameter: Tensor, config: Config, world_size: int) -> dict[str, list[int]]:
+    """Key -> shape, in a checkpoint, of the optimizer's state tensors of a parameter after the first step."""
+    on_muon = _uses_muon(parameter_role(name, parameter), config.optimizer)
+    keys = ["momentum_buffer"] if on_muon else ["exp_avg", "exp_avg_sq"]
+    keys += [AVERAGE] if config.optimizer.ema_decay else []
+    shape = list(parameter.shape)
+    if not config.distributed.outer:
+        return dict.fromkeys(keys, shape)
+    own = [world_size, *shape] if world_size > 1 else shape  # a row for each replica
+    return dict.fromkeys([*keys, REPLICA], own) | {OUTER_MOMENTUM: shape}
 
 
 def build_optimizer(model: Decoder, config: OptimizerConfig, precision: str = "fp32") -> Optimizer:
