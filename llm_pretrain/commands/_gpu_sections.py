@@ -250,7 +250,7 @@ def parity(findings: Findings) -> None:
             if code := subprocess.run(command, check=False).returncode:
                 findings.problem(f"llm-pretrain {step[0]} ended with exit code {code}")
         found = read_json(Path(output) / "parity.json")
-    heads = ["path", "W", "A", "B", "precision", "strategy", "verdict", "largest differences", "seconds"]
+    heads = ["path", "W", "A", "B", "precision", "mesh", "verdict", "largest differences", "seconds"]
     findings.table(f"Both scripts, deterministic: {found['verdict']}", heads)
     for cell in found["cells"]:
         largest = ", ".join(
@@ -258,9 +258,7 @@ def parity(findings: Findings) -> None:
         )
         verdict = "reference" if cell["reference"] else cell["verdict"]
         split = cell["world_size"], cell["accumulation"], cell["micro_batch_size"]
-        findings.row(
-            cell["path"], *split, cell["precision"], cell["strategy"], verdict, largest, cell["seconds"]
-        )
+        findings.row(cell["path"], *split, cell["precision"], cell["mesh"], verdict, largest, cell["seconds"])
         first = cell["first_difference"]
         differs = [f"differs first at {first}"] if first and cell["verdict"] == "differs" else []
         for line in [*differs, *cell["failure"]]:

@@ -21,7 +21,7 @@ from llm_pretrain.commands._launch_options import (
     parse_words,
 )
 from llm_pretrain.commands._launching import RESUMABLE_PATHS, Machine, read_status
-from llm_pretrain.commands._parity_plan import build_variants
+from llm_pretrain.commands._parity_plan import build_variants, configured_mesh
 from llm_pretrain.config import Config, load_config, resolve_model, to_dict
 from llm_pretrain.errors import ConfigError
 
@@ -276,7 +276,7 @@ def _world_size(given: str | None, config: Config, machine: Machine, paths: Sequ
         size = 2 if machine.max_world_size > 1 and fits else 1
     variants, notes = build_variants(
         config, machine, paths=paths, world_sizes=[size], accumulations=None,
-        precisions=[training.precision], strategies=[config.distributed.strategy],
+        precisions=[training.precision], meshes=[configured_mesh(config.distributed)],
     )  # fmt: skip
     if len(variants) < len(paths):
         raise ConfigError(f"--paths: {'; '.join(notes)}")

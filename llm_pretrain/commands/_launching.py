@@ -65,8 +65,8 @@ class Machine:
 
     @property
     def max_world_size(self) -> int:
-        """One process per GPU; without GPUs one per core, and two on a single core."""
-        return self.gpus or max(2, self.cores)
+        """One process per GPU; without GPUs one per core, and four on fewer: so many have every mesh."""
+        return self.gpus or max(4, self.cores)
 
 
 def this_machine() -> Machine:

@@ -122,13 +122,14 @@ def tolerance_of(variant: Variant, reference: Variant, config: Config, steps: in
         if why:
             return Tolerance(SAMPLES, note=f"{why}: losses shown, not compared")
         return Tolerance(SAMPLES, {"train/loss": LOSS_BOUND["fp32"]}, steps=TRAINER_STEPS)
-    if variant.split == reference.split and variant.strategy == reference.strategy:
+    if variant.split == reference.split and variant.mesh == reference.mesh:
         return Tolerance(KEYS)
-    if has_dropout and variant.micro_batch_size != reference.micro_batch_size:
-        sizes = f"{variant.micro_batch_size} against {reference.micro_batch_size}"
-        return Tolerance(SAMPLES, note=f"dropout draws per micro batch, of {sizes} sequences")
-    if model.moe_layers and model.router_aux_loss_scope == "micro_batch":
-        return Tolerance(SAMPLES, note="model.router_aux_loss_scope: micro_batch depends on the split")
+    if variant.micro_batch_size != reference.micro_batch_size:
+        sizes = f"of {variant.micro_batch_size} against {reference.micro_batch_size} sequences"
+        if has_dropout:
+            return Tolerance(SAMPLES, note=f"dropout draws per micro batch, {sizes}")
+        if model.moe_layers and model.router_aux_loss_scope == "micro_batch":
+            return Tolerance(SAMPLES, note=f"model.router_aux_loss_scope: micro_batch has those {sizes}")
     bounds = dict.fromkeys(LOSSES, LOSS_BOUND[precision]) | {GRAD_NORM: GRAD_NORM_BOUND[precision]}
     note = ""
     if precision in PARAMETERS_BOUND and steps <= PARAMETERS_STEPS:
@@ -366,15 +367,15 @@ def choose_reference(
 ) -> Variant | None:
     """The variant to compare with; None for the first of its precision.
 
-    It is the first variant of the same split and strategy on another path. Without one it is the first
+    It is the first variant of the same split and mesh on another path. Without one it is the first
     earlier variant for which there are bounds, or else the first of the precision.
     """
     pool = [each for each in finished if each.precision == variant.precision]
     candidates = [each for each in pool if each.path != "trainer"]
     if not candidates or candidates[0] == variant:
         return None
-    kind = (variant.split, variant.strategy)
-    same_kind = next((each for each in candidates if (each.split, each.strategy) == kind), variant)
+    kind = (variant.split, variant.mesh)
+    same_kind = next((each for each in candidates if (each.split, each.mesh) == kind), variant)
     if same_kind != variant:
         return same_kind
     earlier = [each for each in takewhile(lambda each: each != variant, pool) if each in candidates]

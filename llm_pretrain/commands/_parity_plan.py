@@ -20,11 +20,15 @@ from llm_pretrain.commands._launch_options import (
     parse_words,
 )
 from llm_pretrain.commands._launching import RESUMABLE_PATHS, SCRIPTS, Machine
-from llm_pretrain.config import Config, load_config, resolve_model
+from llm_pretrain.config import Config, DistributedConfig, load_config, resolve_model
 from llm_pretrain.errors import ConfigError
 
 PRECISIONS = ("fp32", "bf16", "fp16")
-STRATEGIES = ("ddp", "fsdp", "deepspeed")
+LEAST_RANKS = {"ddp": 1, "fsdp": 1, "hsdp": 4, "ep": 2, "ep+fsdp": 4, "ep+hsdp": 4, "deepspeed": 1}
+"""Name of a mesh to the fewest processes that have it: with fewer it is another one of this list."""
+_SIZES = re.compile(r"([1-9]\d*)x([1-9]\d*)(?:\+ep([1-9]\d*))?")
+CONFIGURED = "configured"
+"""Stands for sizes of a mesh that the configuration sets itself."""
 DEFAULT_STEPS = 20
 """Parameters have a bound for runs of at most this length."""
 _STEPS_AFTER_KILL = 9
@@ -39,7 +43,8 @@ class Variant:
         world_size: W, number of processes.
         accumulation: A, micro batches per process and step.
         micro_batch_size: B, sequences per micro batch.
-        precision, strategy: As in the configuration.
+        precision: As in the configuration.
+        mesh: As in `distributed_of`.
     """
 
     path: str
@@ -47,7 +52,7 @@ class Variant:
     accumulation: int
     micro_batch_size: int
     precision: str
-    strategy: str
+    mesh: str
 
     @property
     def split(self) -> tuple[int, int, int]:
@@ -57,12 +62,12 @@ class Variant:
     @property
     def name(self) -> str:
         """Name of the run's folder."""
-        strategy = "" if self.strategy == "ddp" else f"-{self.strategy}"
-        return f"{self.path}-w{self.world_size}-a{self.accumulation}-{self.precision}{strategy}"
+        mesh = "" if self.mesh == "ddp" else f"-{self.mesh}"
+        return f"{self.path}-w{self.world_size}-a{self.accumulation}-{self.precision}{mesh}"
 
     def __str__(self) -> str:
-        strategy = "" if self.strategy == "ddp" else f" {self.strategy}"
-        return f"{self.path} W={self.world_size} A={self.accumulation} {self.precision}{strategy}"
+        mesh = "" if self.mesh == "ddp" else f" {self.mesh}"
+        return f"{self.path} W={self.world_size} A={self.accumulation} {self.precision}{mesh}"
 
 
 @dataclass(frozen=True)
@@ -90,12 +95,19 @@ class ParityPlan(LaunchPlan):
 
     def options_of(self, variant: Variant) -> tuple[str, ...]:
         """Options of one variant's script, without the output folder."""
+        distributed = distributed_of(variant.mesh, variant.world_size, self.config.distributed)
+        names = ("strategy", "dp_replicate_size", "dp_shard_size", "ep_size")
+        settings = {f"distributed.{name}": getattr(distributed, name) for name in names}
         return (
             *self.options,
             *("--training.precision", variant.precision),
             *("--training.micro_batch_size", str(variant.micro_batch_size)),
-            *("--distributed.strategy", variant.strategy),
+            *as_options({name: "null" if value is None else value for name, value in settings.items()}),
         )
+
+    def strategy_of(self, variant: Variant) -> str:
+        """`distributed.strategy` of one variant."""
+        return distributed_of(variant.mesh, variant.world_size, self.config.distributed).strategy
 
 
 def make_plan(arguments: Namespace, machine: Machine) -> ParityPlan:
@@ -115,14 +127,14 @@ def make_plan(arguments: Namespace, machine: Machine) -> ParityPlan:
     interruptions = parse_interruptions(arguments.interrupt) if arguments.interrupt else []
     steps = _steps(arguments.steps, config, interruptions)
     sizes = arguments.world_size or ("1,2" if machine.max_world_size > 1 else "1")
-    precisions, strategies = [config.training.precision], [config.distributed.strategy]
+    precisions, meshes = [config.training.precision], [configured_mesh(config.distributed)]
     if arguments.precision:
         precisions = parse_words("--precision", arguments.precision, PRECISIONS)
-    if arguments.strategies:
-        strategies = parse_words("--strategies", arguments.strategies, STRATEGIES)
+    if arguments.mesh:
+        meshes = parse_meshes(arguments.mesh)
     variants, notes = build_variants(
         config, machine, paths=paths, world_sizes=parse_numbers("--world-size", sizes),
-        accumulations=accumulations, precisions=precisions, strategies=strategies,
+        accumulations=accumulations, precisions=precisions, meshes=meshes,
     )  # fmt: skip
     first = variants[0]
     _check_interruptions(interruptions, first, config, machine)
@@ -180,31 +192,35 @@ def build_variants(
     world_sizes: Sequence[int],
     accumulations: Sequence[int] | None,
     precisions: Sequence[str],
-    strategies: Sequence[str],
+    meshes: Sequence[str],
 ) -> tuple[list[Variant], list[str]]:
-    """Every combination, in the order precision, W, A, strategy, path, and a note for each one left out.
+    """Every combination, in the order precision, W, A, mesh, path, and a note for each one left out.
 
     Args:
         config: Gives the global batch size, B where `accumulations` is None, and the features in use.
         machine: Limits the world size.
-        paths, world_sizes, accumulations, precisions, strategies: Values to combine.
+        paths, world_sizes, accumulations, precisions, meshes: Values to combine.
 
     Raises:
         ConfigError: every size that does not divide the global batch or exceeds the machine.
     """
     limit = machine.max_world_size
     problems = [
-        f"--world-size: expected at most {limit}, the {'GPUs' if machine.gpus else 'cores'} of this machine, "
-        f"found {size}"
+        f"--world-size: expected at most {limit} on this machine of {machine.gpus or machine.cores} "
+        f"{'GPUs' if machine.gpus else 'cores'}, found {size}"
         for size in world_sizes
         if size > limit
     ]
     left_out = {}
-    for key in product(paths, precisions, strategies):
+    for key in product(paths, precisions, meshes):
         if why := _unsupported(*key, machine, config):
             left_out[key] = f"{' '.join(key)} is left out: {why}"
-    variants = []
     possible = [size for size in world_sizes if size <= limit]
+    impossible = {}
+    for mesh, size in product(meshes, possible):
+        if why := _impossible(mesh, size, config):
+            impossible[mesh, size] = f"{mesh} W={size} is left out: {why}"
+    variants = []
     for precision, world_size, accumulation in product(precisions, possible, accumulations or [None]):
         try:
             split = _split(config, world_size, accumulation)
@@ -212,16 +228,19 @@ def build_variants(
             problems += error.problems
             continue
         variants += [
-            Variant(path, world_size, *split, precision, strategy)
-            for strategy, path in product(strategies, paths)
-            if (path, precision, strategy) not in left_out
+            Variant(path, world_size, *split, precision, mesh)
+            for mesh, path in product(meshes, paths)
+            if (path, precision, mesh) not in left_out and (mesh, world_size) not in impossible
         ]
     if problems:
         raise ConfigError(*dict.fromkeys(problems))
+    notes = [*left_out.values(), *impossible.values()]
     if all(each.path == "trainer" for each in variants):
-        notes = "".join(f" ({note})" for note in left_out.values())
-        raise ConfigError(f"--paths: expected torchrun or accelerate among them, to compare with{notes}")
-    return variants, list(left_out.values())
+        why = "".join(f" ({note})" for note in notes)
+        if len(impossible) == len(meshes) * len(possible):
+            raise ConfigError(f"--mesh: expected one that can run{why}")
+        raise ConfigError(f"--paths: expected torchrun or accelerate among them, to compare with{why}")
+    return variants, notes
 
 
 def _split(config: Config, world_size: int, accumulation: int | None) -> tuple[int, int]:
@@ -243,16 +262,79 @@ def _split(config: Config, world_size: int, accumulation: int | None) -> tuple[i
     )
 
 
-def _unsupported(path: str, precision: str, strategy: str, machine: Machine, config: Config) -> str:
+def parse_meshes(text: str) -> list[str]:
+    """Names of `LEAST_RANKS` and sizes `RxS` or `RxS+epP`, each once.
+
+    Raises:
+        ConfigError: another word.
+    """
+    names = [word.strip() for word in text.split(",")]
+    for name in names:
+        if name not in LEAST_RANKS and not _SIZES.fullmatch(name):
+            raise ConfigError(
+                f"--mesh: expected some of {', '.join(LEAST_RANKS)} or sizes such as 2x2 or 2x2+ep2, "
+                f"found {name!r}"
+            )
+    return list(dict.fromkeys(names))
+
+
+def configured_mesh(config: DistributedConfig) -> str:
+    """The configuration's mesh: its strategy, or `CONFIGURED` where it sets sizes."""
+    default = DistributedConfig(strategy=config.strategy)
+    plain = all(
+        getattr(config, name) == getattr(default, name)
+        for name in ("dp_replicate_size", "dp_shard_size", "ep_size")
+    )
+    return config.strategy if plain else CONFIGURED
+
+
+def distributed_of(mesh: str, world_size: int, config: DistributedConfig) -> DistributedConfig:
+    """The `distributed` section of a mesh.
+
+    Args:
+        mesh: A name: `ddp`, `fsdp`, `deepspeed`; `hsdp`, two replicas; `ep`, all ranks divide the experts;
+            `ep+fsdp` and `ep+hsdp`, two neighbours do. Sizes: `RxS` of dp_replicate_size and dp_shard_size,
+            `RxS+epP` with ep_size. Or `CONFIGURED`.
+        world_size: Number of processes.
+        config: The other settings.
+    """
+    if mesh == CONFIGURED:
+        return config
+    replicas, shards, ep = 2 if mesh.endswith("hsdp") else 1, None, 2 if mesh.startswith("ep+") else 1
+    if sizes := _SIZES.fullmatch(mesh):
+        replicas, shards, ep = (int(size or 1) for size in sizes.groups())
+    elif mesh == "ep":
+        ep = world_size
+    return dataclasses.replace(
+        config,
+        strategy="ddp" if mesh == "ddp" else "deepspeed" if mesh == "deepspeed" else "fsdp",
+        dp_replicate_size=replicas,
+        dp_shard_size=shards,
+        ep_size=ep,
+    )
+
+
+def _impossible(mesh: str, world_size: int, config: Config) -> str:
+    """Why so many processes, or the model, cannot have a mesh; empty where they can."""
+    distributed = distributed_of(mesh, world_size, config.distributed)
+    least = LEAST_RANKS.get(mesh, 1)
+    if _SIZES.fullmatch(mesh):
+        least = distributed.dp_replicate_size * (distributed.dp_shard_size or 1)
+    if world_size < least:
+        return f"expected {least} processes{' or more' if mesh in LEAST_RANKS else ''}"
+    return next(dataclasses.replace(config, distributed=distributed).check_mesh(world_size), "")
+
+
+def _unsupported(path: str, precision: str, mesh: str, machine: Machine, config: Config) -> str:
     """Why a launch path cannot run a combination; empty where it can."""
     if precision == "fp16" and path != "torchrun" and not machine.gpus:
         return "without a GPU, fp16 through Accelerate would silently train in fp32, and is refused"
-    if strategy == "deepspeed" and path != "accelerate":
+    if mesh == "deepspeed" and path != "accelerate":
         return "distributed.strategy deepspeed goes through Accelerate only"
     if path != "trainer":
         return ""
-    if strategy != "ddp":
-        return f"it has no distributed.strategy {strategy}"
+    if mesh != "ddp":
+        return f"it has no mesh {mesh}"
     missing = {
         "model.attention_dropout": config.model.attention_dropout,
         "model.hidden_dropout": config.model.hidden_dropout,
@@ -309,7 +391,7 @@ def _check_interruptions(
         try:
             possible, notes = build_variants(
                 config, machine, paths=("torchrun", each.path), world_sizes=[each.world_size],
-                accumulations=None, precisions=[first.precision], strategies=[first.strategy],
+                accumulations=None, precisions=[first.precision], meshes=[first.mesh],
             )  # fmt: skip
         except ConfigError as error:
             raise ConfigError(*(f"--interrupt: {problem}" for problem in error.problems)) from None

@@ -55,7 +55,8 @@ examples:
   llm-pretrain parity --config configs/quickstart.yaml --precision fp32,bf16 --steps 20
   llm-pretrain parity --config configs/tiny-dense.yaml --accumulation 1,3 --model.hidden_dropout 0.1
   llm-pretrain parity --config configs/tiny-dense.yaml --paths torchrun,accelerate,trainer --world-size 2
-  llm-pretrain parity --config configs/tiny-dense.yaml --world-size 2 --strategies ddp,fsdp,deepspeed
+  llm-pretrain parity --config configs/tiny-dense.yaml --world-size 2 --mesh ddp,fsdp,deepspeed
+  llm-pretrain parity --config configs/tiny-moe.yaml --world-size 1,4 --mesh ddp,hsdp,ep,ep+hsdp
   llm-pretrain parity --config configs/tiny-moe.yaml --world-size 1 --interrupt torchrun@2:17,accelerate@1:31
 """
 
@@ -71,7 +72,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="accumulation steps; the micro batch size follows (default: from the configured "
              "micro batch size)")  # fmt: skip
     add("--precision", metavar="LIST", help="of fp32, bf16, fp16 (default: as configured)")
-    add("--strategies", metavar="LIST", help="of ddp, fsdp, deepspeed (default: as configured)")
+    add("--mesh", "--strategies", metavar="LIST",
+        help="of ddp; fsdp; hsdp (two replicas); ep (all processes divide the experts); ep+fsdp, ep+hsdp "
+             "(two neighbours do); deepspeed; or sizes RxS and RxS+epP: distributed.dp_replicate_size, "
+             "dp_shard_size, ep_size, as 2x2+ep2. Where a number of processes or the model has no such mesh "
+             "it is left out (default: as configured)")  # fmt: skip
     add("--steps", type=int, metavar="K",
         help="optimizer steps of each run (default: 20, or fewer if configured)")  # fmt: skip
     add("--interrupt", metavar="PATH@W:STEP,...",
@@ -108,7 +113,7 @@ def _run_variants(plan: ParityPlan, context: LaunchContext) -> list[Run]:
     for each in plan.variants:
         folder, log = plan.output / each.name, plan.output / f"{each.name}.log"
         options = plan.options_of(each)
-        job = Job(each.path, each.world_size, folder, log, options, plan.threads, each.strategy)
+        job = Job(each.path, each.world_size, folder, log, options, plan.threads, plan.strategy_of(each))
         variants[job] = each
     ended: dict[Variant, Run] = {}
 
@@ -131,11 +136,12 @@ def _run_interrupted(
     if not plan.interruptions:
         return None
     first, folder, log = plan.variants[0], plan.output / "interrupted", plan.output / "interrupted.log"
-    options = (*plan.options_of(first), "--checkpoint.save_steps", str(plan.save_steps))
-    jobs = [
-        Job(each.path, each.world_size, folder, log, options, plan.threads, first.strategy)
-        for each in (first, *plan.interruptions)
-    ]
+    save = ("--checkpoint.save_steps", str(plan.save_steps))
+    jobs = []
+    for each in (first, *plan.interruptions):
+        options = (*plan.options_of(dataclasses.replace(first, world_size=each.world_size)), *save)
+        strategy = plan.strategy_of(first)
+        jobs.append(Job(each.path, each.world_size, folder, log, options, plan.threads, strategy))
     attempts, failure = run_attempts(jobs, [each.step for each in plan.interruptions], context)
     if failure:
         comparison = Comparison("failed")
@@ -194,20 +200,20 @@ def is_violated(results: Sequence[Result], interrupted: InterruptedResult | None
 def render(results: Sequence[Result], interrupted: InterruptedResult | None) -> str:
     """The table, and below it a line or more about each run that differs, failed or was not compared."""
     rows: list[Sequence[str]] = [
-        ("path", "strategy", "W", "A", "B", "precision", "verdict", "against", "largest difference")
+        ("path", "mesh", "W", "A", "B", "precision", "verdict", "against", "largest difference")
     ]
     details: list[str] = []
     for each in results:
         variant, against, verdict = each.run.variant, each.against, each.comparison.verdict
         shown = "reference" if each.is_reference and verdict == "identical" else verdict
         name = (
-            f"{against.path} {against.strategy} W={against.world_size} A={against.accumulation}"
+            f"{against.path} {against.mesh} W={against.world_size} A={against.accumulation}"
             if against
             else ""
         )
         split = map(str, variant.split)
         largest = _largest(each.comparison)
-        rows.append((variant.path, variant.strategy, *split, variant.precision, shown, name, largest))
+        rows.append((variant.path, variant.mesh, *split, variant.precision, shown, name, largest))
         ended = f"exit code {each.run.exit_code}"
         details += _details(str(variant), each.comparison, each.failure, each.run.log, ended)
     if interrupted:

@@ -443,8 +443,7 @@ class Config:
         yield from self.checkpoint.check()
         yield from self.logging.check()
         yield from self._check_batch(world_size)
-        yield from self.distributed.check(world_size)
-        yield from self._check_expert_parallelism(world_size)
+        yield from self.check_mesh(world_size)
         yield from self.check_schedule()
         yield from self._check_lengths()
         yield from self._check_recovery()
@@ -473,7 +472,9 @@ class Config:
             f"{micro} * {world_size} = {unit}, found {total}; {advice}"
         )
 
-    def _check_expert_parallelism(self, world_size: int) -> Iterator[str]:
+    def check_mesh(self, world_size: int) -> Iterator[str]:
+        """One line for each reason why so many processes, or this model, cannot have the mesh."""
+        yield from self.distributed.check(world_size)
         experts, ranks = self.model.num_experts, self.distributed.ep_size
         if ranks == 1 or self.distributed.strategy != "fsdp":
             return

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -22,7 +23,15 @@ from torch.nn import Parameter
 
 from llm_pretrain.config import Config
 from llm_pretrain.distributed.fsdp import layer_precision, set_timeout
-from llm_pretrain.model import Decoder, Experts, combine, dispatch, product_dtype, uncompiled
+from llm_pretrain.model import (
+    Decoder,
+    Experts,
+    combine,
+    dispatch,
+    inverse_order,
+    product_dtype,
+    uncompiled,
+)
 
 
 def shard_experts(model: Decoder, config: Config, device: torch.device) -> None:
@@ -68,7 +77,11 @@ class ParallelExperts(Experts):
 
     def compute(self, x_MH: Tensor, weight_M1: Tensor, expert_M: Tensor) -> Tensor:
         """[M, H]: each row through one of this rank's experts, numbered from 0, times its routing weight."""
-        return super().forward(x_MH, weight_M1, expert_M[:, None])
+        rows = len(x_MH)
+        if not rows:  # torch's product on CUDA may refuse none (pytorch/pytorch#192497)
+            x_MH, weight_M1 = F.pad(x_MH, (0, 0, 0, 1)), F.pad(weight_M1, (0, 0, 0, 1))
+            expert_M = F.pad(expert_M, (0, 1))
+        return super().forward(x_MH, weight_M1, expert_M[:, None])[:rows]
 
     def parameters_to_multiply(self) -> tuple[Tensor, Tensor]:
         """This rank's part of both parameters.
@@ -95,12 +108,13 @@ def _compute_where_held(experts: ParallelExperts, x: Tensor, weights: Tensor, ch
     local_Pn = torch.arange(experts.num_experts // ranks, device=x.device).repeat(ranks)
     expert_M = torch.repeat_interleave(local_Pn, received_Pn, output_size=sum(received))
 
-    x_RH = dispatch(x.to(product_dtype(x)), order, chosen)
-    weight_R1 = dispatch(weights.reshape(-1, 1), order, order[:, None])
+    token_R, inverse_TK = order // chosen.shape[1], inverse_order(order, chosen)
+    x_RH = dispatch(x.to(product_dtype(x)), token_R, inverse_TK)
+    weight_R1 = dispatch(weights.reshape(-1, 1), order, inverse_TK.view(-1, 1))
     # the weights travel too: multiplied here, they would be rounded in other places than without a group
     x_MH, weight_M1 = (_exchange(rows, sent, received, group) for rows in (x_RH, weight_R1))
     y_RH = _exchange(experts.compute(x_MH, weight_M1, expert_M), received, sent, group)
-    return combine(y_RH, order, chosen).to(x.dtype)
+    return combine(y_RH, token_R, inverse_TK).to(x.dtype)
 
 
 def _exchange(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Any) -> Tensor:

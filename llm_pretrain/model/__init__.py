@@ -15,7 +15,7 @@ from llm_pretrain.model.kernels import (
     loss_implementation,
     resolved_kernels,
 )
-from llm_pretrain.model.kernels.experts import combine, dispatch, experts_reference
+from llm_pretrain.model.kernels.experts import combine, dispatch, experts_reference, inverse_order
 from llm_pretrain.model.kernels.layers import product_dtype, uncompiled
 from llm_pretrain.model.kernels.loss import IGNORE_INDEX
 from llm_pretrain.model.kernels.self_check import PARTS, KernelCheck, Part, check_kernels
@@ -54,6 +54,7 @@ __all__ = [
     "flops_per_token",
     "full_precision_modules",
     "head_bytes",
+    "inverse_order",
     "layer_activation_bytes",
     "loss_implementation",
     "matrix_parameters",

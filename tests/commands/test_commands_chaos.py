@@ -519,7 +519,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--in-save", "11"], 2, "--in-save: expected 0 to --kills 10, found 11"),
         (["--paths", "trainer"], 2, "--paths: expected some of torchrun, accelerate, found 'trainer'"),
         (["--world-size", "1,2"], 2, "--world-size: expected one number"),
-        (["--world-size", "64"], 2, "--world-size: expected at most 2, the cores of this machine"),
+        (["--world-size", "64"], 2, "--world-size: expected at most 4 on this machine of 2 cores"),
         (["--steps", "0"], 2, "--steps: expected 1 or more, found 0"),
         (["--save-steps", "0"], 2, "--save-steps: expected 1 or more, found 0"),
         (["--save-steps", "1"], 2, "expected saves at least two steps apart"),

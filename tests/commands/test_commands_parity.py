@@ -261,7 +261,7 @@ def test_bounds_end_after_a_number_of_steps(key: str, step: int, times: float, v
 
 
 def test_one_strategy_is_exact_and_two_strategies_have_bounds():
-    sharded = dataclasses.replace(TWO, strategy="fsdp")
+    sharded = dataclasses.replace(TWO, mesh="fsdp")
     assert tolerance_of(on("accelerate", sharded), sharded, DENSE, 20).exact == KEYS
     made = tolerance_of(sharded, TWO, DENSE, 20)
     assert made.exact == SAMPLES
@@ -278,9 +278,11 @@ def test_with_dropout_only_equal_micro_batches_are_compared(config: Config):
     assert "dropout" in made.note
 
 
-def test_a_balance_loss_per_micro_batch_is_not_compared_across_splits():
-    assert not tolerance_of(TWO, ONE, SPLIT_SCOPE, 20).bounds
-    assert tolerance_of(on("accelerate", TWO), TWO, SPLIT_SCOPE, 20).exact == KEYS
+def test_a_balance_loss_per_micro_batch_is_compared_where_they_are_equal():
+    smaller = Variant("torchrun", 2, 4, 2, "fp32", "ddp")
+    assert tolerance_of(TWO, ONE, SPLIT_SCOPE, 20).bounds, "the same micro batches"
+    assert not tolerance_of(smaller, ONE, SPLIT_SCOPE, 20).bounds
+    assert tolerance_of(on("accelerate", smaller), smaller, SPLIT_SCOPE, 20).exact == KEYS
 
 
 def test_the_trainer_path_has_a_loss_bound_for_dense_models_in_fp32():
@@ -298,9 +300,7 @@ def test_the_trainer_path_has_a_loss_bound_for_dense_models_in_fp32():
 
 def variants_of(config: Config, **asked: Any) -> tuple[list[Variant], list[str]]:
     given = {"paths": ["torchrun", "accelerate"], "world_sizes": [1, 2], "accumulations": None}
-    return build_variants(
-        config, TWO_CORES, **(given | {"precisions": ["fp32"], "strategies": ["ddp"]} | asked)
-    )
+    return build_variants(config, TWO_CORES, **(given | {"precisions": ["fp32"], "meshes": ["ddp"]} | asked))
 
 
 def test_the_micro_batch_size_is_configured_or_follows_from_the_accumulation():
@@ -312,7 +312,7 @@ def test_the_micro_batch_size_is_configured_or_follows_from_the_accumulation():
 @pytest.mark.parametrize(
     ("asked", "expected"),
     [
-        ({"world_sizes": [1, 3]}, "expected at most 2, the cores of this machine, found 3"),
+        ({"world_sizes": [1, 5]}, "expected at most 4 on this machine of 2 cores, found 5"),
         ({"accumulations": [1, 3]}, "found 2 * 3 = 6; 1, 2, 4 or 8 would work"),
         ({"paths": ["trainer"]}, "expected torchrun or accelerate"),
         ({"paths": ["accelerate"], "precisions": ["fp16"]}, "silently train in fp32"),
@@ -341,17 +341,15 @@ def test_fp16_without_a_gpu_leaves_accelerate_out_with_a_note():
     assert "accelerate fp16" in notes[0]
     on_gpu, none = build_variants(
         DENSE, Machine(2, 8), paths=["torchrun", "accelerate"], world_sizes=[1], accumulations=None,
-        precisions=["fp16"], strategies=["ddp"],
+        precisions=["fp16"], meshes=["ddp"],
     )  # fmt: skip
     assert (len(on_gpu), none) == (2, [])
 
 
 def test_a_strategy_leaves_out_paths_without_it():
     paths = ["torchrun", "accelerate", "trainer"]
-    variants, notes = variants_of(
-        DENSE, paths=paths, world_sizes=[2], strategies=["ddp", "fsdp", "deepspeed"]
-    )
-    assert [(variant.strategy, variant.path) for variant in variants] == [
+    variants, notes = variants_of(DENSE, paths=paths, world_sizes=[2], meshes=["ddp", "fsdp", "deepspeed"])
+    assert [(variant.mesh, variant.path) for variant in variants] == [
         *(("ddp", path) for path in paths),
         *(("fsdp", path) for path in paths[:2]),
         ("deepspeed", "accelerate"),
@@ -525,4 +523,4 @@ def test_parity_json_has_every_verdict(tmp_path: Path):
     assert second["first_difference"] | {"expected": 0} == {
         "step": 2, "key": "train/loss", "expected": 0, "found": 5.0, "bound": None,
     }  # fmt: skip
-    assert {"path", "world_size", "accumulation", "micro_batch_size", "precision", "strategy"} <= set(second)
+    assert {"path", "world_size", "accumulation", "micro_batch_size", "precision", "mesh"} <= set(second)

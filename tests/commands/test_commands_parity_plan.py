@@ -15,11 +15,17 @@ from llm_pretrain.commands._launching import (
     Machine,
 )
 from llm_pretrain.commands._parity_plan import (
+    CONFIGURED,
+    LEAST_RANKS,
     Interruption,
+    ParityPlan,
     choose_save_steps,
+    configured_mesh,
+    distributed_of,
     make_plan,
     parse_interruptions,
 )
+from llm_pretrain.config import DistributedConfig
 from llm_pretrain.errors import ConfigError
 
 TINY = str(ROOT / "configs" / "tiny-dense.yaml")
@@ -43,8 +49,12 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--steps", "0"], 2, "--steps: expected 1 or more, found 0"),
         (["--world-size", "0"], 2, "--world-size: expected whole numbers from 1 on"),
         (["--world_size", "1,x"], 2, "found 'x'"),
-        (["--world-size", "64"], 2, "--world-size: expected at most 2, the cores of this machine, found 64"),
+        (["--world-size", "64"], 2, "--world-size: expected at most 4 on this machine of 2 cores, found 64"),
         (["--accumulation", "5"], 2, "training.global_batch_size 24, found 1 * 5 = 5"),
+        (["--mesh", "ddp,tp"], 2, "or sizes such as 2x2 or 2x2+ep2, found 'tp'"),
+        (["--strategies", "2x0"], 2, "--mesh: expected some of ddp, fsdp, hsdp, ep, ep+fsdp, ep+hsdp, de"),
+        (["--mesh", "hsdp"], 2, "--mesh: expected one that can run (hsdp W=1 is left out: expected 4 proc"),
+        (["--mesh", "ep"], 2, "expected a divisor of model.num_experts, 0, found 2"),
         (["--precision", "fp8"], 2, "--precision: expected some of fp32, bf16, fp16, found 'fp8'"),
         (["--training.micro_batch_size", "5"], 2, "training.global_batch_size"),
         (["--training.micro_batch_size", "24"], 2, "found 2 * 24 = 48; 2, 3, 4, 6 or 12 would"),
@@ -59,7 +69,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--interrupt", "trainer@1:5"], 2, "--interrupt: expected PATH@PROCESSES:STEP"),
         (["--interrupt", "torchrun@1:9,torchrun@1:5"], 2, "expected ascending steps from 2 on"),
         (["--interrupt", "torchrun@2:5", "--world-size", "1", "--accumulation", "1"], 2, "found 2 * 24 = 48"),
-        (["--interrupt", "torchrun@6:5"], 2, "expected at most 2, the cores"),
+        (["--interrupt", "torchrun@6:5"], 2, "expected at most 4 on this"),
         (["--interrupt", "torchrun@1:17", "--steps", "17"], 2, "--steps: expected more than 17"),
         (["--interrupt", "accelerate@1:5", "--precision", "fp16"], 2, "silently train in fp32"),
     ],
@@ -102,6 +112,84 @@ def test_a_rollback_is_compared_as_a_skip(plain_store: Path, tmp_path: Path):
     arguments = parser.parse_args(["--config", TINY, *words, "--training.spike_action", "rollback"])
     plan = make_plan(arguments, Machine(0, 2))
     assert (plan.config.training.spike_action, plan.config.checkpoint.save_steps) == ("skip", 0)
+
+
+SIZES: dict[str, tuple[str, int, int | None, int]] = {
+    "ddp": ("ddp", 1, None, 1),
+    "fsdp": ("fsdp", 1, None, 1),
+    "hsdp": ("fsdp", 2, None, 1),
+    "ep": ("fsdp", 1, None, 4),
+    "ep+fsdp": ("fsdp", 1, None, 2),
+    "ep+hsdp": ("fsdp", 2, None, 2),
+    "deepspeed": ("deepspeed", 1, None, 1),
+    "2x2": ("fsdp", 2, 2, 1),
+    "1x4+ep4": ("fsdp", 1, 4, 4),
+}
+"""Mesh on four processes to strategy, dp_replicate_size, dp_shard_size and ep_size."""
+
+
+@pytest.mark.parametrize("mesh", SIZES)
+def test_a_mesh_replaces_every_configured_size(mesh: str):
+    other = DistributedConfig(strategy="fsdp", dp_replicate_size=8, dp_shard_size=8, ep_size=8, cpu_threads=1)
+    found = distributed_of(mesh, 4, other)
+    sizes = found.strategy, found.dp_replicate_size, found.dp_shard_size, found.ep_size
+    assert sizes == SIZES[mesh]
+    assert found.cpu_threads == 1
+    assert set(LEAST_RANKS) < set(SIZES)
+
+
+def plan_of(store: Path, *words: str) -> ParityPlan:
+    parser = argparse.ArgumentParser()
+    parity.add_arguments(parser)
+    preset = str(ROOT / "configs" / "tiny-moe.yaml")
+    sources = ["--data.sources", f"[{{store: {store}}}]"]
+    arguments = parser.parse_args(["--config", preset, *sources, "--model.num_experts", "12", *words])
+    return make_plan(arguments, Machine(0, 2))
+
+
+def test_every_world_size_has_the_meshes_that_it_permits(plain_store: Path):
+    names = "ddp,fsdp,hsdp,ep,ep+fsdp,ep+hsdp,2x2"
+    plan = plan_of(
+        plain_store, "--mesh", names, "--world-size", "1,2,3,4", "--training.micro_batch_size", "2"
+    )
+    found: dict[int, list[str]] = {}
+    for variant in plan.variants:
+        if variant.path == "accelerate":
+            found.setdefault(variant.world_size, []).append(variant.mesh)
+    assert {size: ",".join(meshes) for size, meshes in found.items()} == {
+        1: "ddp,fsdp",
+        2: "ddp,fsdp,ep",
+        3: "ddp,fsdp,ep",
+        4: names,
+    }
+    assert len(plan.variants) == 2 * sum(map(len, found.values()))
+    assert len({variant.name for variant in plan.variants}) == len(plan.variants)
+    assert len(plan.notes) == 4 * 7 - len(plan.variants) // 2
+    assert "hsdp W=3 is left out: expected 4 processes or more" in plan.notes
+    assert "2x2 W=1 is left out: expected 4 processes" in plan.notes
+
+
+def test_a_mesh_s_sizes_reach_the_scripts_and_are_those_of_its_world_size(plain_store: Path):
+    plan = plan_of(plain_store, "--mesh", "ep", "--world-size", "2,4", "--training.micro_batch_size", "2")
+    for variant in plan.variants:
+        options = plan.options_of(variant)
+        given = dict(zip(options[::2], options[1::2], strict=True))
+        assert given["--distributed.strategy"] == plan.strategy_of(variant) == "fsdp"
+        assert given["--distributed.ep_size"] == str(variant.world_size)
+        assert (given["--distributed.dp_replicate_size"], given["--distributed.dp_shard_size"]) == (
+            "1",
+            "null",
+        )
+
+
+def test_configured_sizes_are_a_mesh_too(plain_store: Path):
+    sizes = ["--distributed.strategy", "fsdp", "--distributed.dp_replicate_size", "2"]
+    plan = plan_of(plain_store, *sizes, "--world-size", "2,4", "--training.micro_batch_size", "2")
+    assert [(each.mesh, each.world_size) for each in plan.variants] == [(CONFIGURED, 4)] * 2
+    assert len(plan.notes) == 1
+    assert "configured W=2 is left out: distributed.dp_replicate_size: expected at most half" in plan.notes[0]
+    for name in ("ddp", "fsdp", "deepspeed"):
+        assert configured_mesh(DistributedConfig(strategy=name)) == name
 
 
 def test_interruptions_are_read_and_come_after_a_checkpoint():

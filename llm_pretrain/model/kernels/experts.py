@@ -337,24 +337,24 @@ class _Combine(torch.autograd.Function):
         return grads[0][token], None, None
 
 
-def dispatch(x: Tensor, order: Tensor, chosen: Tensor) -> Tensor:
+def dispatch(x: Tensor, token: Tensor, inverse: Tensor) -> Tensor:
     """[T, ...] to [R, ...]: a copy of its token for each assignment.
 
     Args:
         x: One row for each token.
-        order: int64 [R], the assignments, in the order of the result.
-        chosen: int64 [T, K], the experts that are assigned.
+        token: int64 [R], the tokens, in the order of the result.
+        inverse: int64 [T, K], where in the result each token's assignments stand.
     """
-    return _Dispatch.apply(x, order // chosen.shape[1], _inverse(order, chosen))  # pyright: ignore[reportReturnType] (torch's stub of apply)
+    return _Dispatch.apply(x, token, inverse)  # pyright: ignore[reportReturnType] (torch's stub of apply)
 
 
-def combine(y: Tensor, order: Tensor, chosen: Tensor) -> Tensor:
+def combine(y: Tensor, token: Tensor, inverse: Tensor) -> Tensor:
     """[R, ...] to [T, ...]: the sum over each token's assignments; arguments as those of `dispatch`."""
-    return _Combine.apply(y, order // chosen.shape[1], _inverse(order, chosen))  # pyright: ignore[reportReturnType] (torch's stub of apply)
+    return _Combine.apply(y, token, inverse)  # pyright: ignore[reportReturnType] (torch's stub of apply)
 
 
-def _inverse(order: Tensor, chosen: Tensor) -> Tensor:
-    """int64 [T, K]: where in `order` each assignment stands."""
+def inverse_order(order: Tensor, chosen: Tensor) -> Tensor:
+    """int64 [T, K]: where in `order`, int64 [R], each of the assignments `chosen`, [T, K], stands."""
     position = torch.arange(len(order), device=order.device)
     return torch.empty_like(order).scatter_(0, order, position).view_as(chosen)
 
@@ -399,11 +399,11 @@ def _by_groups(
     sorted_chosen, order = chosen.flatten().int().sort(stable=True)
     experts = torch.arange(len(gate_up), dtype=torch.int32, device=x.device)
     ends = torch.searchsorted(sorted_chosen, experts, right=True, out_int32=True)
-    inverse_TK, token_R = _inverse(order, chosen), order // chosen.shape[1]
+    inverse_TK, token_R = inverse_order(order, chosen), order // chosen.shape[1]
 
-    x_R = _Dispatch.apply(x.to(dtype), token_R, inverse_TK)
-    weight_R1 = _Dispatch.apply(weights.reshape(-1, 1), order, inverse_TK.view(-1, 1))
+    x_R = dispatch(x.to(dtype), token_R, inverse_TK)
+    weight_R1 = dispatch(weights.reshape(-1, 1), order, inverse_TK.view(-1, 1))
     gate, up = multiply(x_R, gate_up.to(dtype).transpose(1, 2), ends).chunk(2, -1)
     product = (F.silu(gate) * up * weight_R1).to(dtype)
     y_R = multiply(product, down.to(dtype).transpose(1, 2), ends)
-    return _Combine.apply(y_R, token_R, inverse_TK).to(x.dtype)  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue] (torch's stub of apply)
+    return combine(y_R, token_R, inverse_TK).to(x.dtype)
