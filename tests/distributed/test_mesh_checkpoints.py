@@ -1,11 +1,13 @@
-"""A checkpoint of any mesh continues on every other one."""
+"""A checkpoint of any mesh continues on every other one, and an evaluation is the same on all."""
 
 from __future__ import annotations
 
 import math
 import shutil
+from collections.abc import Sequence
 from itertools import permutations
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.launching import ROOT, Finished, assert_same_tensors, checkpoint_tensors, launch
@@ -24,16 +26,28 @@ LAYOUTS: dict[str, list[str]] = {
 }
 
 
-def run(store: Path, folder: Path, layout: str, steps: int, launcher: str = "torchrun") -> Finished:
+def run(
+    store: Path,
+    folder: Path,
+    layout: str,
+    steps: int,
+    launcher: str = "torchrun",
+    *,
+    options: Sequence[str] = (),
+    **more: Any,
+) -> Finished:
     chosen = [
         *("--config", str(ROOT / "configs" / "tiny-moe.yaml"), "--data.sources", f"[{{store: {store}}}]"),
         *("--training.max_steps", str(steps), "--schedule.name", "constant", "--schedule.warmup_steps", "0"),
         *("--training.global_batch_size", "16", "--training.precision", "fp32", "--model.num_experts", "8"),
         *("--distributed.strategy", "fsdp", "--distributed.cpu_threads", "1", *LAYOUTS[layout]),
         *("--model.router_bias_update_rate", "1e-3", "--optimizer.ema_decay", "0.9"),
-        *("--evaluation.eval_steps", "0", "--checkpoint.save_steps", "2", "--checkpoint.keep_last", "9"),
+        *("--evaluation.eval_steps", "1", "--evaluation.max_batches", "6"),
+        *("--checkpoint.save_steps", "2", "--checkpoint.keep_last", "9"),
+        *options,
     ]
-    return launch(launcher, 4, folder, chosen, accelerate_file=ROOT / "configs" / "accelerate" / "fsdp2.yaml")
+    file = ROOT / "configs" / "accelerate" / "fsdp2.yaml"
+    return launch(launcher, 4, folder, chosen, accelerate_file=file, **more)
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +79,35 @@ def test_both_launchers_write_the_same(
     assert max(sizes) < 1.1 * min(sizes), "each writes as much"
 
 
+@pytest.mark.parametrize("layout", list(LAYOUTS)[1:])
+def test_an_evaluation_between_steps_is_that_of_ddp(saved: dict[str, Finished], layout: str):
+    """Of six batches over four ranks, so that two have none of the second round."""
+    found, expected = saved[layout].rows, saved["ddp"].rows
+    for step in range(SAVED + 1):
+        assert math.isclose(found[step]["eval/loss"], expected[step]["eval/loss"], rel_tol=1e-6)
+    if "ep" not in layout:  # before training only the order of sums could differ, and it does not
+        assert found[0]["eval/loss"] == expected[0]["eval/loss"]
+
+
+@pytest.mark.parametrize("layout", ["ep", "ep hsdp"])
+def test_an_evaluation_changes_no_training(
+    masked_store: Path, saved: dict[str, Finished], layout: str, tmp_path: Path
+):
+    alone = run(masked_store, tmp_path / "run", layout, SAVED, options=["--evaluation.eval_steps", "0"])
+    for step in range(1, SAVED + 1):
+        for key in ("train/loss", "train/aux_loss", "train/grad_norm", "moe/load"):
+            assert alone.rows[step][key] == saved[layout].rows[step][key]
+    assert_same_tensors(*(checkpoint_tensors(each.folder, SAVED) for each in (alone, saved[layout])))
+
+
+def test_parts_that_every_replica_writes_are_found(masked_store: Path, tmp_path: Path):
+    fault = [("support.process_faults:write_the_parts_of_every_replica", [])]
+    done = run(masked_store, tmp_path / "run", "hsdp", SAVED, before=fault, exit_code=None)
+    assert done.exit_code != 0
+    assert "bytes of tensors, ranks wrote" in done.output
+    assert not list((tmp_path / "run" / "checkpoints").glob("step-*"))
+
+
 @pytest.mark.parametrize(("source", "target"), list(permutations(LAYOUTS, 2)))
 def test_another_mesh_continues(
     masked_store: Path, straight: Finished, saved: dict[str, Finished], source: str, target: str
@@ -72,8 +115,9 @@ def test_another_mesh_continues(
     folder = saved[source].folder.with_name(f"{source} to {target}")
     shutil.copytree(saved[source].folder, folder)
     rows = run(masked_store, folder, target, STEPS).rows
-    assert sorted(rows) == list(range(1, STEPS + 1))
-    for step, expected in straight.rows.items():
+    assert sorted(rows) == list(range(STEPS + 1))
+    for step in range(1, STEPS + 1):
+        expected = straight.rows[step]
         assert rows[step]["data/batch_sha256"] == expected["data/batch_sha256"]
         for key in ("train/loss", "train/aux_loss", "train/grad_norm"):
             assert math.isclose(rows[step][key], expected[key], rel_tol=1e-5), (step, key)

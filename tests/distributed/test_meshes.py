@@ -10,7 +10,7 @@ import math
 from pathlib import Path
 
 import pytest
-from support.mesh_plan import CASES, KINDS, MESHES, meshed
+from support.mesh_plan import CASES, FLOAT64, KINDS, MESHES, SEQUENCE, Changes, meshed
 from support.rank_cases import Case, Outcome, case_config, has_slow, run_ranks, slow_but
 from support.stepping import micro_batches_of, reference_gradients, relative_error
 
@@ -56,7 +56,7 @@ def test_both_paths_give_the_same_bits(outcomes: Outcomes, mesh: str, kind: str)
     assert left.grad_norms == right.grad_norms
 
 
-@pytest.mark.parametrize(("mesh", "kind"), _marked([pair for pair in PAIRS if pair[1] != "float64"]))
+@pytest.mark.parametrize(("mesh", "kind"), _marked([pair for pair in PAIRS if pair[1] not in FLOAT64]))
 def test_it_is_ddp_within_rounding(outcomes: Outcomes, mesh: str, kind: str):
     expected, found = outcomes[f"ddp {kind}"][0].driven, outcomes[f"torchrun {mesh} {kind}"][0].driven
     if kind == "bf16":  # one product of an expert has several ranks' rows, and is rounded once
@@ -71,19 +71,38 @@ def test_it_is_ddp_within_rounding(outcomes: Outcomes, mesh: str, kind: str):
         assert math.isclose(left, right, rel_tol=bound)
 
 
-def exact_gradients(store: Path) -> dict:
+def exact_gradients(store: Path, changes: Changes = SEQUENCE) -> dict:
     """Of the first step, in float64, in one pass without any engine."""
-    one = meshed(KINDS["float64"], None)
+    one = meshed(changes, None)
     config = case_config(store, Case("torchrun", changes=one))
     return reference_gradients(config, list(micro_batches_of(config, 0)))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", [None, *MESHES])
-def test_gradients_are_exact(outcomes: Outcomes, masked_store: Path, mesh: str | None):
-    """In float64 a wrong scale cannot hide."""
-    (gradients,) = outcomes["ddp float64" if mesh is None else f"torchrun {mesh} float64"][0].driven.gradients
-    assert relative_error(gradients, exact_gradients(masked_store)) <= 1e-12
+@pytest.mark.parametrize("kind", FLOAT64)
+@pytest.mark.parametrize("mesh", ["ddp", *(f"torchrun {mesh}" for mesh in MESHES)])
+def test_gradients_are_exact(outcomes: Outcomes, masked_store: Path, mesh: str, kind: str):
+    """In float64 a wrong scale cannot hide, of no term of the objective."""
+    (gradients,) = outcomes[f"{mesh} {kind}"][0].driven.gradients
+    assert relative_error(gradients, exact_gradients(masked_store, KINDS[kind])) <= 1e-12
+
+
+@pytest.mark.slow
+def test_a_padded_router_is_found(outcomes: Outcomes, masked_store: Path):
+    (gradients,) = outcomes["padded experts"][0].driven.gradients
+    assert relative_error(gradients, exact_gradients(masked_store), "gate.weight") > 1e-3
+
+
+@pytest.mark.slow
+def test_every_rank_holds_as_much_of_the_experts(outcomes: Outcomes):
+    """Also where there are fewer experts than ranks, which FSDP would pad."""
+
+    def sizes(name: str) -> set[int]:
+        found = [rank.driven.local_sizes for rank in outcomes[name]]
+        return {sum(size for key, size in rank.items() if "experts" in key) for rank in found}
+
+    assert len(sizes("torchrun ep fsdp two experts")) == 1
+    assert sizes("padded shards") == {0, max(sizes("padded shards"))}
 
 
 @pytest.mark.slow

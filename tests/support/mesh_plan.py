@@ -13,8 +13,11 @@ import torch.distributed as dist
 from support import faults
 from support.faults import Patch
 from support.rank_cases import Case
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
 
 from llm_pretrain.distributed import expert_parallel, fsdp
+from llm_pretrain.model.moe import Router
 from llm_pretrain.training import initialize_weights
 from llm_pretrain.training.agreement import check_parameters
 from llm_pretrain.training.model_setup import build_model
@@ -30,7 +33,13 @@ MESHES: dict[str, dict[str, Any]] = {
     "ep fsdp": {"ep_size": 2},
     "ep hsdp": {"dp_replicate_size": 2, "ep_size": 2},
 }
-KINDS: dict[str, Changes] = {
+ONE_STEP: Changes = {"training": {"max_steps": 1, "max_grad_norm": 0.0}}
+FLOAT64 = {
+    f"float64 {scope}": ONE_STEP | {"model": {"router_aux_loss_scope": scope}}
+    for scope in ("sequence", "micro_batch", "global_batch")
+}
+"""In each the balance loss is another sum."""
+KINDS: dict[str, Changes] = FLOAT64 | {
     "fp32": {},
     "bf16": {"training": {"precision": "bf16"}},
     "long": {"training": {"max_steps": 20}},
@@ -41,7 +50,6 @@ KINDS: dict[str, Changes] = {
     "checkpointed": {"training": {"activation_checkpointing": True}, "model": {"hidden_dropout": 0.1}},
     "waiting": {"distributed": {"sync_each_batch": False}},
     "compiled": {"training": {"compile": "on"}},
-    "float64": {"training": {"max_steps": 1, "max_grad_norm": 0.0}},
 }
 
 
@@ -120,6 +128,27 @@ def _with_capacity(patch: Patch, engine: type) -> None:
     patch.setattr(expert_parallel.ParallelExperts, "compute", capped)
 
 
+def _padded_experts(patch: Patch, engine: type) -> None:
+    """The router has four more experts, which nobody holds: their probabilities count."""
+    routed = Router._sums
+
+    def padded(self: Router, logits: torch.Tensor, *others: Any) -> Any:
+        log_scores, probs, *rest = others
+        probs = torch.cat([log_scores, log_scores.new_zeros(*log_scores.shape[:-1], 4)], -1).softmax(-1)
+        return routed(self, logits, log_scores, probs[..., : logits.shape[-1]], *rest)
+
+    patch.setattr(Router, "_sums", padded)
+
+
+def _padded_shards(patch: Patch, engine: type) -> None:
+    """FSDP shards two experts over four ranks, of which two hold nothing but padding."""
+
+    def whole_experts(*arguments: Any, **options: Any) -> Any:
+        return fully_shard(*arguments, **options | {"shard_placement_fn": lambda _: Shard(0)})
+
+    patch.setattr(expert_parallel, "fully_shard", whole_experts)
+
+
 def _dropped_beside_nothing(patch: Patch, engine: type) -> None:
     """Rows of a rank that gets none back are dropped."""
     exchange = expert_parallel._exchange
@@ -143,9 +172,10 @@ def meshed(changes: Changes, mesh: dict[str, Any] | None) -> Changes:
     return changes | {"training": training, "model": model, "distributed": distributed}
 
 
+SEQUENCE = FLOAT64["float64 sequence"]
 CASES: dict[str, Case] = {}
 for kind, changes in KINDS.items():
-    special = (in_float64,) if kind == "float64" else ()
+    special = (in_float64,) if kind in FLOAT64 else ()
     CASES[f"ddp {kind}"] = Case("torchrun", special, meshed(changes, None))
     for mesh, sizes in MESHES.items():
         if kind == "two experts" and sizes.get("ep_size") == 4:
@@ -155,12 +185,10 @@ for kind, changes in KINDS.items():
 CASES |= {
     "ddp one expert": Case("torchrun", changes=meshed(ONE_EXPERT, None)),
     "torchrun ep one expert": Case("torchrun", changes=meshed(ONE_EXPERT, MESHES["ep"])),
-    "experts times ranks": Case(
-        "torchrun", (UNSCALED, in_float64), meshed(KINDS["float64"], MESHES["ep fsdp"])
-    ),
-    "divided twice": Case(
-        "torchrun", (_divided_twice, in_float64), meshed(KINDS["float64"], MESHES["ep fsdp"])
-    ),
+    "experts times ranks": Case("torchrun", (UNSCALED, in_float64), meshed(SEQUENCE, MESHES["ep fsdp"])),
+    "divided twice": Case("torchrun", (_divided_twice, in_float64), meshed(SEQUENCE, MESHES["ep fsdp"])),
+    "padded experts": Case("torchrun", (_padded_experts, in_float64), meshed(SEQUENCE, MESHES["ep"])),
+    "padded shards": Case("torchrun", (_padded_shards,), meshed(KINDS["two experts"], MESHES["ep fsdp"])),
     "norm of the rest": Case("torchrun", (_norm_of_the_rest,), meshed({}, MESHES["ep fsdp"])),
     "other replicas": Case("torchrun", (_other_replicas,), meshed({}, MESHES["hsdp"])),
     "other replicas, compared": Case("torchrun", (_other_replicas, _compared), meshed({}, MESHES["hsdp"])),

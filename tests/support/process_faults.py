@@ -29,7 +29,12 @@ def _substitute(name: str, other: Callable[..., Any]) -> None:
     replace_everywhere(_patch, original, lambda *a, **k: other(original, *a, **k))
 
 
-# Resuming
+# Saving and resuming
+
+
+def write_the_parts_of_every_replica() -> None:
+    """Each holder of a part of a sharded tensor takes it for its own alone."""
+    _substitute("_replica", lambda original, sharded: (0, 1))
 
 
 def find_no_checkpoint() -> None:

@@ -31,7 +31,7 @@ class Driven:
     """What a driven engine did. Losses are per loss token; lists go by step, or by update.
 
     Where an average of the parameters is kept: what it was in the end, as the parameters themselves show
-    it, and the first window's summed loss by it.
+    it, and the first window's summed loss by it. `local_sizes`: elements of each parameter on this rank.
     """
 
     losses: list[float | None] = field(default_factory=list)
@@ -44,6 +44,7 @@ class Driven:
     rates: list[float] = field(default_factory=list)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
     parameters: dict[str, Tensor] = field(default_factory=dict)
+    local_sizes: dict[str, int] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
     averages: dict[str, Tensor] = field(default_factory=dict)
     averaged_loss: float | None = None
@@ -155,6 +156,10 @@ def drive(engine: Any, config: Config, *, windows: Sequence[list[Batch]] | None 
         driven.hashes.append(parameter_hash(model))
     training.monitor.flush()
     driven.parameters = {name: whole(parameter) for name, parameter in model.named_parameters()}
+    driven.local_sizes = {
+        name: getattr(parameter, "_local_tensor", parameter).numel()
+        for name, parameter in model.named_parameters()
+    }
     driven.first_moments = {
         name: whole(
             optimizer.state[parameter].get("exp_avg", optimizer.state[parameter].get("momentum_buffer"))
