@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from fake_steps import CUDA, DENSE, MOE, fake_config, watched_step
+from fake_steps import CUDA, DENSE, MOE, Watched, fake_config, fake_model, watched_step
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from llm_pretrain.config import PRESETS, load_config
 from llm_pretrain.data import Batch
+from llm_pretrain.distributed import expert_parallel
 from llm_pretrain.model import Decoder, DecoderOutput, moe
 from llm_pretrain.model.layers import RMSNorm
 from llm_pretrain.training import step as training_step
@@ -66,6 +67,31 @@ def test_a_step_waits_for_nothing_and_both_scripts_take_the_same(case: str):
         assert step.decisions == (case in DECIDED_ON_THE_HOST)
         assert len(step.operations) > 100
     assert by_hand.operations == accelerated.operations
+
+
+@pytest.mark.parametrize(
+    ("precision", "product"), [("bf16", "_grouped_mm"), ("fp32", "llm_pretrain.rows_times")]
+)
+def test_no_grouped_product_of_expert_parallelism_is_of_no_rows(
+    precision: str, product: str, monkeypatch: pytest.MonkeyPatch
+):
+    """torch's may refuse them (pytorch/pytorch#192497)."""
+    monkeypatch.setattr(expert_parallel.dist, "get_world_size", lambda group: 2)
+    config = fake_config(MOE, training={"precision": precision})
+    with FakeTensorMode(allow_non_fake_inputs=True), Watched() as watched:
+        experts: Any = next(each for each in fake_model(config).modules() if isinstance(each, moe.Experts))
+        experts.__class__, experts.group = expert_parallel.ParallelExperts, None
+        dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+        x, weight = (
+            torch.empty(0, size, dtype=kind, device=CUDA, requires_grad=True)
+            for size, kind in ((config.model.hidden_size, dtype), (1, torch.float32))
+        )
+        out = experts.compute(x, weight, torch.empty(0, dtype=torch.int64, device=CUDA))
+        assert out.shape == x.shape
+        out.float().sum().backward()
+    products = [each for each in watched.operations if product in each]
+    assert len(products) >= 4
+    assert not [each for each in products if "(0, " in each or ", 0)" in each]
 
 
 @pytest.mark.parametrize("preset", sorted(path.stem for path in PRESETS.glob("*.yaml")))

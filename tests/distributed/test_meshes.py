@@ -8,11 +8,17 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from support.mesh_plan import CASES, FLOAT64, KINDS, MESHES, SEQUENCE, Changes, meshed
 from support.rank_cases import Case, Outcome, case_config, has_slow, run_ranks, slow_but
 from support.stepping import micro_batches_of, reference_gradients, relative_error
+
+from llm_pretrain.config import ModelConfig
+from llm_pretrain.distributed import expert_parallel
+from llm_pretrain.model import Experts
 
 Outcomes = dict[str, list[Outcome]]
 
@@ -140,6 +146,25 @@ def test_replicas_that_differ_are_named(outcomes: Outcomes, name: str):
         )
         assert rank.error.startswith(expected)
         assert " on ranks 0, 1; " in rank.error
+
+
+def test_a_rank_without_rows_has_zero_gradients(monkeypatch: pytest.MonkeyPatch):
+    """And its rows have theirs, or it would take no part in the exchange back."""
+    monkeypatch.setattr(expert_parallel.dist, "get_world_size", lambda group: 2)
+    config = ModelConfig(hidden_size=16, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=8)
+    experts: Any = Experts(config)
+    experts.__class__, experts.group = expert_parallel.ParallelExperts, None
+    for parameter in experts.parameters():
+        torch.nn.init.ones_(parameter)
+    x, weight = (torch.ones(0, size, requires_grad=True) for size in (16, 1))
+    out = experts.compute(x, weight, torch.zeros(0, dtype=torch.int64))
+    assert out.shape == (0, 16)
+    out.sum().backward()
+    for parameter in experts.parameters():
+        assert parameter.grad is not None
+        assert not parameter.grad.any()
+    assert x.grad is not None
+    assert weight.grad is not None
 
 
 @pytest.mark.slow

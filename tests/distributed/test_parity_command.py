@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from support.broken_scripts import MISTAKES, write_mistake, write_scripts
 from support.corpora import make_store
+from support.forked_parity import run_parity
 from support.launching import ROOT
 
 from llm_pretrain.__main__ import main
@@ -146,6 +147,41 @@ def test_the_contract_holds_for_a_mixture_of_experts_in_all_precisions(
     for cell in result["cells"]:
         twin = cell["path"] == "accelerate" or cell["world_size"] == 1
         assert cell["verdict"] == ("identical" if twin else "within bound"), cell
+
+
+MESHES = ["ddp", "fsdp", "hsdp", "ep", "ep+fsdp", "ep+hsdp"]
+SMALL = ("--training.micro_batch_size", "2", "--model.num_hidden_layers", "1", "--model.hidden_size", "32")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scope", ["sequence", "micro_batch", "global_batch"])
+def test_the_contract_holds_on_every_mesh(
+    scope: str, small_store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    output = tmp_path / "parity"
+    more = (*SMALL, "--world-size", "1,4", "--mesh", ",".join(MESHES), "--model.router_aux_loss_scope", scope)
+    code = run_parity(options("tiny-moe", small_store, output, *more)[1:])
+    assert code == 0, capsys.readouterr().out
+    cells = json.loads((output / "parity.json").read_text())["cells"]
+    wide = [cell for cell in cells if cell["world_size"] == 4]
+    assert [cell["mesh"] for cell in wide] == [mesh for mesh in MESHES for _ in range(2)]
+    for cell in wide:
+        assert cell["verdict"] == ("identical" if cell["path"] == "accelerate" else "within bound"), cell
+        status = json.loads((Path(cell["folder"]) / "status.json").read_text())
+        assert (status["world_size"], status["launcher"]) == (4, cell["path"]), "really"
+
+
+@pytest.mark.slow
+def test_a_wrong_scale_of_experts_is_named(
+    small_store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Both launchers have it, and one process does not."""
+    more = (*SMALL, "--world-size", "1,2", "--mesh", "ddp,fsdp,ep", "--steps", "2")
+    faults = [("support.process_faults:leave_experts_gradients_unscaled", [])]
+    assert run_parity(options("tiny-moe", small_store, tmp_path / "parity", *more)[1:], faults) == 1
+    printed = capsys.readouterr().out
+    assert "torchrun W=2 A=6 fp32 ep differs first at step 1 train/grad_norm" in printed
+    assert printed.count("differs first") == 1
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,26 +23,30 @@ from llm_pretrain.commands._launching import Job, LaunchContext, launch_settings
 
 
 def run_forked(
-    jobs: Sequence[Job], context: LaunchContext, *, on_start: Callable[[Job], None], on_end: Any
+    jobs: Sequence[Job],
+    context: LaunchContext,
+    *,
+    on_start: Callable[[Job], None],
+    on_end: Any,
+    before: Sequence[tuple[str, list[Any]]] = (),
 ) -> None:
-    """As `run_concurrently`, one job after another."""
+    """As `run_concurrently`, one job after another; `before` as in `launch`."""
     for job in jobs:
         on_start(job)
         started = time.monotonic()
         file = job.log.with_suffix(".accelerate.yaml")
         settings = launch_settings(job.strategy, context.zero_stage, job.world_size, on_gpu=False)
         file.write_text(json.dumps(settings))
-        done = launch(
-            job.path, job.world_size, job.folder, job.options, exit_code=None, accelerate_file=file
-        )  # fmt: skip
+        options = {"accelerate_file": file, "before": before}
+        done = launch(job.path, job.world_size, job.folder, job.options, exit_code=None, **options)
         job.log.write_text(done.output)
         on_end(SimpleNamespace(job=job, seconds=time.monotonic() - started, timed_out=False), done.exit_code)
 
 
-def run_parity(options: Sequence[str]) -> int:
-    """Exit code of `llm-pretrain parity`."""
+def run_parity(options: Sequence[str], before: Sequence[tuple[str, list[Any]]] = ()) -> int:
+    """Exit code of `llm-pretrain parity`; `before` is called in every rank, to inject a fault."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parity, "run_concurrently", run_forked)
+        patch.setattr(parity, "run_concurrently", partial(run_forked, before=before))
         return main(["parity", *options])
 
 

@@ -29,6 +29,14 @@ def _substitute(name: str, other: Callable[..., Any]) -> None:
     replace_everywhere(_patch, original, lambda *a, **k: other(original, *a, **k))
 
 
+# Meshes
+
+
+def leave_experts_gradients_unscaled() -> None:
+    """The gradients of experts are sums over the ranks that divide them."""
+    _substitute("_scale_gradient", lambda original, tensor, factor: tensor)
+
+
 # Saving and resuming
 
 
