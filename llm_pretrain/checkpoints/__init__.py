@@ -20,22 +20,32 @@ from llm_pretrain.checkpoints.opening import (
     is_checkpoint,
     open_model,
 )
-from llm_pretrain.checkpoints.state import HostBuffers, whole_state
+from llm_pretrain.checkpoints.state import HostBuffers
 from llm_pretrain.checkpoints.store import CheckpointStore
 from llm_pretrain.checkpoints.tensor_files import read_tensors
-from llm_pretrain.checkpoints.weights import best_step, convert_weights, other_content, save_weights
+from llm_pretrain.checkpoints.weights import (
+    HeldWeights,
+    best_step,
+    checkpoint_weights,
+    convert_weights,
+    other_content,
+    save_weights,
+    weights_in,
+)
 
 __all__ = [
     "ARITHMETIC_VARIABLES",
     "CheckpointStore",
     "CheckpointTensors",
     "CheckpointWeights",
+    "HeldWeights",
     "HostBuffers",
     "Manifest",
     "OpenedModel",
     "ResumePoint",
     "RunFacts",
     "best_step",
+    "checkpoint_weights",
     "committed_folders",
     "convert_weights",
     "environment",
@@ -50,5 +60,5 @@ __all__ = [
     "read_manifest",
     "read_tensors",
     "save_weights",
-    "whole_state",
+    "weights_in",
 ]

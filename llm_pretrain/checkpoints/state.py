@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from llm_pretrain.distributed.initial_values import local_part
 from llm_pretrain.errors import CheckpointError
 from llm_pretrain.optim import OUTER_MOMENTUM
 
@@ -73,24 +74,6 @@ def raw_module(model: nn.Module) -> nn.Module:
         if inner is None or len(children) > 1 or any(True for _ in model.parameters(recurse=False)):
             return model
         model = inner
-
-
-def whole_state(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
-    """The model's full (unsharded) state dict; collective if any tensor is sharded.
-
-    Sharded tensors are gathered one at a time to limit device memory, and moved to the CPU.
-
-    Args:
-        model: Plain or wrapped.
-        keep: Whether this rank needs the result; it is empty otherwise.
-    """
-    state = {}
-    for name, tensor in raw_module(model).state_dict().items():
-        gather = getattr(tensor, "full_tensor", None)
-        whole = gather() if gather else tensor
-        if keep:
-            state[name] = whole.cpu() if gather else whole
-    return state
 
 
 def collect_state(model: nn.Module, optimizer: Optimizer) -> TrainingState:
@@ -307,25 +290,17 @@ def own_pieces(tensors: dict[str, Tensor], *, rank: int, world_size: int) -> lis
     and the parts that several ranks hold are distributed over these. All holders compute the same writer,
     without a collective.
     """
-    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-    from torch.distributed.checkpoint.planner import WriteItemType
-
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(dict(tensors), is_coordinator=rank == 0)
     pieces, of_whole, of_parts = [], [0] * world_size, [0] * world_size
-    for item in planner.create_local_plan().items:
-        part = planner.resolve_data(item)
-        assert isinstance(part, Tensor)
-        assert item.tensor_data is not None
-        if item.type == WriteItemType.TENSOR:  # whole: the plan has it on every rank
-            holder, holders, loads = rank, world_size, of_whole
+    for name, tensor in tensors.items():
+        part, offsets = local_part(tensor)
+        if hasattr(tensor, "full_tensor"):
+            (holder, holders), loads = _replica(tensor), of_parts
         else:
-            holder, holders = _replica(tensors[item.index.fqn])
-            loads = of_parts
+            holder, holders, loads = rank, world_size, of_whole
         writer = min(range(holders), key=loads.__getitem__)
         loads[writer] += part.nbytes
-        if writer == holder and (part.numel() or item.type == WriteItemType.TENSOR):
-            pieces.append(Piece(item.index.fqn, part.detach(), tuple(item.tensor_data.chunk.offsets)))
+        if writer == holder and (part.numel() or not tensor.numel()):
+            pieces.append(Piece(name, part, offsets))
     return pieces
 
 

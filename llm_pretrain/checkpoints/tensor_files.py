@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -87,12 +87,10 @@ def write_safetensors(file: Path, tensors: dict[str, Tensor], metadata: dict[str
         DivergedError: a value is not finite; names its tensor.
         OSError: naming the file.
     """
-    # Largest elements first, so that every tensor's offset is a multiple of its element size.
-    ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
     digest, size = hashlib.sha256(), 0
     try:
         with file.open("wb") as stream:
-            for chunk in _chunks(ordered, metadata):
+            for chunk in _chunks(tensors, metadata):
                 digest.update(chunk)
                 stream.write(chunk)
                 size += len(chunk)
@@ -105,25 +103,41 @@ def write_safetensors(file: Path, tensors: dict[str, Tensor], metadata: dict[str
 
 
 def _chunks(tensors: dict[str, Tensor], metadata: dict[str, str]) -> Iterator[bytes | memoryview]:
-    """The file's content: length of the header, header, data."""
-    header: dict[str, Any] = {"__metadata__": metadata}
-    end = 0
-    for name, tensor in tensors.items():
-        begin, end = end, end + tensor.nbytes
-        header[name] = {
-            "dtype": _DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [begin, end],
-        }
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    yield len(text).to_bytes(8, "little") + text
-    for name, tensor in tensors.items():
-        flat = tensor.detach().cpu().contiguous().view(-1)
+    """The file's content: header, data."""
+    header, begins = safetensors_header(tensors, metadata)
+    yield header
+    for name in begins:
+        flat = tensors[name].detach().cpu().contiguous().view(-1)
         elements = max(1, CHUNK_BYTES // flat.element_size())
         for chunk in flat.split(elements):
             check_finite(name, chunk)
             yield chunk.view(torch.uint8).numpy().data
+
+
+def safetensors_header(
+    tensors: Mapping[str, Tensor], metadata: dict[str, str]
+) -> tuple[bytes, dict[str, int]]:
+    """A file's content before the data, and where in the file each tensor begins, in the file's order.
+
+    Args:
+        tensors: By name; on the meta device, they are described as well.
+        metadata: Of the file.
+    """
+    # Largest elements first, so that every tensor's offset is a multiple of its element size.
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    header: dict[str, Any] = {"__metadata__": metadata}
+    begins, end = {}, 0
+    for name, tensor in ordered:
+        begins[name], end = end, end + tensor.nbytes
+        header[name] = {
+            "dtype": _DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begins[name], end],
+        }
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    content = len(text).to_bytes(8, "little") + text
+    return content, {name: len(content) + begin for name, begin in begins.items()}
 
 
 def check_finite(name: str, values: Tensor) -> None:

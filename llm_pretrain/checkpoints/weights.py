@@ -7,8 +7,9 @@ import json
 import logging
 import shutil
 import uuid
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,12 @@ from torch import Tensor, nn
 
 from llm_pretrain import export
 from llm_pretrain.checkpoints import folders, state
-from llm_pretrain.checkpoints.tensor_files import write_safetensors
+from llm_pretrain.checkpoints.manifest import Manifest
+from llm_pretrain.checkpoints.opening import CheckpointTensors, saved_names
+from llm_pretrain.checkpoints.state import Piece, own_pieces
+from llm_pretrain.checkpoints.weight_files import INDEX_FILE, WeightFiles
 from llm_pretrain.config import ModelConfig
+from llm_pretrain.distributed.collectives import ONE_RANK, RankGroup, gather_results, run_on_rank0
 from llm_pretrain.errors import CheckpointError, ConfigError, DataError
 from llm_pretrain.files import (
     MARKER,
@@ -30,24 +35,61 @@ from llm_pretrain.files import (
     write_marker,
     write_text,
 )
-from llm_pretrain.model import count_parameters
 
 logger = logging.getLogger(__name__)
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-MAX_SHARD_BYTES = 5_000_000_000
-"""Largest file, as in transformers."""
-INDEX_FILE = "model.safetensors.index.json"
 _TOKENIZER_SUFFIXES = {".json", ".model", ".txt", ".jinja", ".tiktoken"}
 BEST_FILE = "best.json"
 """In `best/`: `{"step": …, "eval/loss": …}`."""
 _OWN_FILES = {"config.json", "generation_config.json", INDEX_FILE, BEST_FILE, MARKER}
 
 
+@dataclass(frozen=True)
+class HeldWeights:
+    """The weights of a model that is spread over ranks.
+
+    Args:
+        tensors: The whole model's, by name in its state dict; on any device, since only their shapes and
+            types are used.
+        pieces: Parts of them that this rank writes. All ranks' together are the whole tensors, once.
+    """
+
+    tensors: Mapping[str, Tensor]
+    pieces: Iterable[Piece]
+
+
+def weights_in(content: Manifest, pieces: Iterable[Piece]) -> HeldWeights:
+    """The weights among the pieces of a checkpoint, the parameters' averages (EMA) if it has them."""
+    names = saved_names(content, average=True)
+    described = {name: content.tensors[saved] for name, saved in names.items()}
+    with torch.device("meta"):
+        tensors = {
+            name: torch.empty(each["shape"], dtype=getattr(torch, each["dtype"]))
+            for name, each in described.items()
+        }
+    own = {saved: name for name, saved in reversed(names.items())}  # of tied ones the first name
+    return HeldWeights(tensors, (replace(each, name=own[each.name]) for each in pieces if each.name in own))
+
+
+def checkpoint_weights(tensors: CheckpointTensors, ranks: RankGroup) -> HeldWeights:
+    """The weights in an opened checkpoint; each rank reads its share of them, a tensor at a time."""
+    names = sorted(set(saved_names(tensors.manifest, average=True).values()))[ranks.rank :: ranks.world_size]
+    read = map(tensors.read, names)
+    pieces = (Piece(name, each, (0,) * each.dim()) for name, each in zip(names, read, strict=True))
+    return weights_in(tensors.manifest, pieces)
+
+
+def model_weights(model: nn.Module, ranks: RankGroup = ONE_RANK) -> HeldWeights:
+    """The weights in a model, plain, wrapped or sharded."""
+    tensors = state.raw_module(model).state_dict()
+    return HeldWeights(tensors, own_pieces(tensors, rank=ranks.rank, world_size=ranks.world_size))
+
+
 def save_weights(
     folder: Path,
     step: int,
-    model: nn.Module | Mapping[str, Tensor],
+    model: nn.Module | HeldWeights,
     config: ModelConfig,
     *,
     dtype: str,
@@ -58,16 +100,21 @@ def save_weights(
     sequence_length: int,
     best_loss: float | None = None,
     card: export.ModelCardData | None = None,
+    ranks: RankGroup = ONE_RANK,
 ) -> Path:
-    """Write `folder/step-00000100/` completely or not at all, then prune older ones (rank 0 only).
+    """Write `folder/step-00000100/` completely or not at all, then prune older ones (collective).
+
+    Every rank writes the parts of tensors that it holds, in place, so the bytes do not depend on how the
+    model is spread; rank 0 writes everything else. No tensor is gathered. A rank takes 16 MB beside what it
+    holds.
 
     A model that matches no architecture of transformers is written with `model_type` `llm_pretrain` and this
     package's field names in config.json, and a log line names the field.
 
     Args:
-        folder: The run's `weights/`.
+        folder: The run's `weights/`, shared by all ranks.
         step: Optimizer steps taken.
-        model: The decoder, plain or wrapped, or its full state dict (`whole_state`, `CheckpointWeights`).
+        model: The decoder, plain, wrapped or sharded, or what this rank holds of it.
         config: Its configuration, with a resolved `vocab_size`.
         dtype: `bf16`, `fp16` or `fp32`.
         tokenizer_folder: Its tokenizer files are copied.
@@ -77,47 +124,83 @@ def save_weights(
         sequence_length: Default limit of generated text, the length that the model was trained on.
         best_loss: If given, `folder/best/` is written (replaced) instead, with this loss in best.json.
         card: The facts in README.md; None writes no README.md.
+        ranks: The ranks that hold the model together.
 
     Returns:
         The folder with the weights.
 
     Raises:
-        CheckpointError: a value does not fit `dtype`, the tokenizer is another one, or writing failed;
-            earlier exports are unchanged.
+        CheckpointError: on every rank, if on one a value does not fit `dtype`, the tokenizer is another one,
+            or writing failed; earlier exports are unchanged.
     """
-    temporary = folders.temporary_folder(folder, step, uuid.uuid4().hex)
-    tensors = state.raw_module(model).state_dict() if isinstance(model, nn.Module) else model
-    size = count_parameters(config).total * DTYPES[dtype].itemsize
-    try:
+    held = model_weights(model, ranks) if isinstance(model, nn.Module) else model
+    files = WeightFiles(held.tensors, config, DTYPES[dtype])
+
+    def complete(path: Path) -> None:
+        _write_config(path, config, dtype, token_ids)
+        generation = _generation_config(token_ids, sequence_length, tokenizer_folder)
+        write_json(path / "generation_config.json", generation)
+        copy_tokenizer(tokenizer_folder, path, tokenizer_digests)
+        if card is not None:
+            write_text(path / "README.md", export.model_card(card))
+        if best_loss is not None:
+            write_json(path / BEST_FILE, {"step": step, "eval/loss": best_loss})
+        _list_files(path)
+
+    name = folders.folder_name(step) if best_loss is None else folders.BEST
+    path = _write_folder(folder, name, step, files, held.pieces, complete, ranks)
+    if best_loss is None and ranks.rank == 0:
+        folders.prune(folder, newest=step, keep_last=keep_last)
+    return path
+
+
+def _write_folder(
+    folder: Path,
+    name: str,
+    step: int,
+    files: WeightFiles,
+    pieces: Iterable[Piece],
+    complete: Callable[[Path], None],
+    ranks: RankGroup,
+) -> Path:
+    """Commit `folder/name` with `files`, of which each rank writes its pieces, and what `complete` adds."""
+    temporary = folders.temporary_folder(folder, step, run_on_rank0(ranks, lambda: uuid.uuid4().hex))
+
+    @contextmanager
+    def reporting() -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            text, free = " ".join(str(error).split()), _free_bytes(folder)  # before the files are deleted
+            raise CheckpointError(
+                f"{folder}: writing weights of step {step}, {files.bytes} bytes, failed: {text} ({free})"
+            ) from error
+
+    @reporting()
+    def make() -> None:
         make_folder(folder)
         folders.clean(folder)
         temporary.mkdir()
-        _write_model(temporary, tensors, config, dtype, token_ids)
-        write_json(
-            temporary / "generation_config.json",
-            _generation_config(token_ids, sequence_length, tokenizer_folder),
-        )
-        copy_tokenizer(tokenizer_folder, temporary, tokenizer_digests)
-        if card is not None:
-            write_text(temporary / "README.md", export.model_card(card))
-        if best_loss is not None:
-            write_json(temporary / BEST_FILE, {"step": step, "eval/loss": best_loss})
-        _list_files(temporary)
-        if best_loss is not None:
-            return folders.commit_folder(temporary, folders.BEST)
-        path = folders.commit_folder(temporary, folders.folder_name(step))
-    except OSError as error:
-        free = _free_bytes(folder)  # before the files are deleted
-        folders.discard(temporary)
-        text = " ".join(str(error).split())
-        raise CheckpointError(
-            f"{folder}: writing weights of step {step}, {size} bytes, failed: {text} ({free})"
-        ) from error
+        files.create(temporary)
+
+    @reporting()
+    def write() -> int:
+        return files.write(temporary, pieces)
+
+    @reporting()
+    def commit() -> Path:
+        files.check(temporary, covered)
+        complete(temporary)
+        return folders.commit_folder(temporary, name)
+
+    try:
+        run_on_rank0(ranks, make)
+        covered = gather_results(ranks, write)
+        return run_on_rank0(ranks, commit)
     except Exception:
-        folders.discard(temporary)
+        if ranks.rank == 0:
+            folders.discard(temporary)
         raise
-    folders.prune(folder, newest=step, keep_last=keep_last)
-    return path
 
 
 def _free_bytes(folder: Path) -> str:
@@ -144,47 +227,18 @@ def best_step(folder: Path) -> int | None:
     return step if isinstance(step, int) else None
 
 
-def _write_model(
-    folder: Path,
-    tensors: Mapping[str, Tensor],
-    config: ModelConfig,
-    dtype: str,
-    token_ids: dict[str, int | None],
-) -> None:
+def _write_config(folder: Path, config: ModelConfig, dtype: str, token_ids: dict[str, int | None]) -> None:
     special = _special_ids(token_ids)
     try:
         content = export.huggingface_config(config, **special, dtype=dtype)
     except ConfigError as error:
         logger.info("transformers does not open these weights: %s", error)
         content = export.native_config(config, **special, dtype=dtype)
-    write_tensors(folder, export.to_huggingface(tensors, config, DTYPES[dtype]))
     write_json(folder / "config.json", content)
 
 
 def _special_ids(content: dict[str, Any]) -> dict[str, int | None]:
     return {name: content.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-
-
-def write_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Write `model.safetensors`, or shards of at most `MAX_SHARD_BYTES` and their index file."""
-    shards: list[dict[str, Tensor]] = [{}]
-    room = MAX_SHARD_BYTES
-    for name, tensor in tensors.items():
-        if tensor.nbytes > room and shards[-1]:
-            shards.append({})
-            room = MAX_SHARD_BYTES
-        shards[-1][name] = tensor
-        room -= tensor.nbytes
-    index: dict[str, str] = {}
-    for number, shard in enumerate(shards, start=1):
-        file = "model.safetensors"
-        if len(shards) > 1:
-            file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        write_safetensors(folder / file, shard, {"format": "pt"})
-        index |= dict.fromkeys(shard, file)
-    if len(shards) > 1:
-        total = sum(tensor.nbytes for tensor in tensors.values())
-        write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": index})
 
 
 def _generation_config(
@@ -283,8 +337,10 @@ def convert_weights(
     try:
         make_folder(output.parent)
         temporary.mkdir()
-        tensors = export.to_huggingface(decoder.state_dict(), model, DTYPES[dtype])
-        write_tensors(temporary, tensors)
+        held = model_weights(decoder)
+        files = WeightFiles(held.tensors, model, DTYPES[dtype])
+        files.create(temporary)
+        files.check(temporary, [files.write(temporary, held.pieces)])
         write_json(temporary / "config.json", config)
         copy_tokenizer(source, temporary)
         for name in _ALSO_COPIED:

@@ -51,6 +51,9 @@ class SingleRank:
         return [value]
 
 
+ONE_RANK = SingleRank()
+
+
 class BackgroundGroup:
     """A second Gloo process group over all ranks, for the collectives of one background thread at a time."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from hashlib import sha256
 from typing import Any
 
@@ -54,7 +54,7 @@ def draw_normal(target: Tensor, std: float, *, seed: int, name: str) -> None:
     part, offsets = local_part(target)
     if part.numel():
         blocks = _Blocks(seed, name, target.numel(), std)
-        for values, position in _runs(part, target.shape, offsets):
+        for values, position in runs(part, target.shape, offsets):
             blocks.copy_to(values, position)
 
 
@@ -82,8 +82,9 @@ def local_part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     return part, tuple(offsets)
 
 
-def _runs(part: Tensor, shape: Sequence[int], offsets: Sequence[int]) -> Any:
-    """Views of the elements of `part` that lie together in the whole tensor, and where each begins there."""
+def runs(part: Tensor, shape: Sequence[int], offsets: Sequence[int]) -> Iterator[tuple[Tensor, int]]:
+    """The elements of a part that lie together in a tensor of this shape, as vectors, and where each begins
+    there."""
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     start = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
     inner = len(shape)  # the dimensions from here on are whole

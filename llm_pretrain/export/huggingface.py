@@ -138,17 +138,28 @@ _CHECKED_ELEMENTS = 1 << 20
 """Looked at together, because `isfinite` makes copies of what it looks at."""
 
 
-def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A copy on the CPU: floating tensors in `dtype`, others unchanged.
+def disk_dtype(name: str, tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """The type of a tensor on disk: `dtype` if it is floating, else its own.
 
     The router bias stays in fp32, because its updates are smaller than the rounding of a lower precision.
+
+    Args:
+        name: On disk.
+        tensor: Ours.
+        dtype: Of floating tensors.
+    """
+    is_bias = name.endswith(("e_score_correction_bias", "expert_bias"))
+    return dtype if tensor.is_floating_point() and not is_bias else tensor.dtype
+
+
+def rounded(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy on the CPU of a tensor on disk, or of a part of it, in its `disk_dtype`.
 
     Raises:
         CheckpointError: a value becomes infinite.
         DivergedError: a value was not finite before.
     """
-    if not tensor.is_floating_point() or name.endswith(("e_score_correction_bias", "expert_bias")):
-        return tensor.detach().cpu().clone()
+    dtype = disk_dtype(name, tensor, dtype)
     cast = tensor.detach().to("cpu", dtype, copy=True).contiguous()
     if not all(bool(torch.isfinite(chunk).all()) for chunk in cast.view(-1).split(_CHECKED_ELEMENTS)):
         value = tensor.detach().float().abs().max().item()
@@ -181,7 +192,7 @@ def to_huggingface(state: Mapping[str, Tensor], model: ModelConfig, dtype: torch
         CheckpointError: a value does not fit in `dtype`.
         DivergedError: a value is not finite.
     """
-    return {name: _cast(name, tensor, dtype) for name, tensor in to_disk(state, model)}
+    return {name: rounded(name, tensor, dtype) for name, tensor in to_disk(state, model)}
 
 
 def read_config(folder: str | Path) -> dict:

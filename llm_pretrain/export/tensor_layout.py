@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -16,8 +19,6 @@ from llm_pretrain.export.hf_architectures import (
     match_hf_architecture,
     scales_down_proj,
 )
-
-Named = Iterable[tuple[str, Tensor]]
 
 _BIAS = ".mlp.gate.e_score_correction_bias"
 _RENAMES = {
@@ -55,15 +56,79 @@ _SHARED_DOWN = ".mlp.shared_experts.down_proj.weight"
 _SHARED_IN = (".mlp.shared_experts.gate_proj.weight", ".mlp.shared_experts.up_proj.weight")
 
 
-def to_disk(state: Mapping[str, Tensor], model: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """Name on disk and tensor, in the layout of the model's architecture: separate experts, no tied head.
+@dataclass(frozen=True)
+class DiskTensor:
+    """A tensor on disk: elements of one of ours that lie together, at most multiplied or with rows reordered.
 
-    A model without an architecture in transformers keeps the common names and values. Tensors may share
-    memory with `state`.
+    So a part of ours, wherever it was cut, is written without the rest.
+
+    Args:
+        name, shape: On disk.
+        source: The name of our tensor.
+        begin: Its first element.
+        factor: Of the values; 0 for zeros, of which `source` gives only the type.
+        head_dim: Rows of a head that are interleaved, as `interleave_heads` does; 0 for none.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    source: str
+    begin: int = 0
+    factor: float = 1.0
+    head_dim: int = 0
+
+    @property
+    def elements(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    def of(self, source: Tensor) -> Tensor:
+        """Its values from the whole of `source`, whose memory it may share."""
+        if self.factor == 0:
+            return source.new_zeros(self.shape)
+        values = source.reshape(-1)[self.begin : self.begin + self.elements].view(self.shape)
+        if self.head_dim:
+            values = interleave_heads(values, self.head_dim)
+        return values if self.factor == 1 else values * self.factor
+
+    def spans(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Which of the elements from `start` to `stop` of the source it has: for each span of them that lies
+        together on disk too, its first element, the one after its last, and its place in this tensor."""
+        first, last = max(start, self.begin), min(stop, self.begin + self.elements)
+        if self.factor == 0:
+            return
+        while first < last:
+            end, place = last, first - self.begin
+            if self.head_dim:  # a row at a time
+                columns = self.shape[-1]
+                row, column = divmod(place, columns)
+                head, within = divmod(row, self.head_dim)
+                half, dim = divmod(within, self.head_dim // 2)
+                end = min(last, first + columns - column)
+                place = (head * self.head_dim + 2 * dim + half) * columns + column
+            yield first, end, place
+            first = end
+
+
+def disk_layout(shapes: Mapping[str, Sequence[int]], model: ModelConfig) -> Iterator[DiskTensor]:
+    """The tensors on disk, in the layout of the model's architecture: separate experts, no tied head.
+
+    A model without an architecture in transformers keeps the common names and values.
+
+    Args:
+        shapes: Of our tensors, by name.
+        model: The decoder's shape.
     """
     model_type = _model_type(model)
-    for name, tensor in _rearranged(_unstacked(state, model), model, model_type):
-        yield _renamed(name, _RENAMES.get(model_type or "", ())), tensor
+    rules = _RENAMES.get(model_type or "", ())
+    for each in _rearranged(_unstacked(shapes, model), model, model_type):
+        yield replace(each, name=_renamed(each.name, rules))
+
+
+def to_disk(state: Mapping[str, Tensor], model: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+    """Name on disk and tensor, as `disk_layout` says. Tensors may share memory with `state`."""
+    for each in disk_layout({name: tensor.shape for name, tensor in state.items()}, model):
+        yield each.name, each.of(state[each.source])
 
 
 def _model_type(model: ModelConfig) -> str | None:
@@ -84,24 +149,25 @@ def _layer(name: str) -> int:
     return int(match[1]) if match else -1
 
 
-def _unstacked(state: Mapping[str, Tensor], model: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in state.items():
+def _unstacked(shapes: Mapping[str, Sequence[int]], model: ModelConfig) -> Iterator[DiskTensor]:
+    for name, shape in shapes.items():
         prefix, _, rest = name.rpartition(".experts.")
         if name == "lm_head.weight" and model.tie_word_embeddings:
             continue
-        if rest == "gate_up_proj":
-            for e, expert in enumerate(tensor.unbind(0)):
-                gate, up = expert.chunk(2)
-                yield f"{prefix}.experts.{e}.gate_proj.weight", gate
-                yield f"{prefix}.experts.{e}.up_proj.weight", up
-        elif rest == "down_proj":
-            for e, expert in enumerate(tensor.unbind(0)):
-                yield f"{prefix}.experts.{e}.down_proj.weight", expert
-        else:
-            yield name, tensor
+        parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(rest)
+        if parts is None:
+            yield DiskTensor(name, tuple(shape), name)
+            continue
+        experts, rows, columns = shape
+        own = (rows // len(parts), columns)
+        for number, (e, part) in enumerate(product(range(experts), parts)):
+            disk_name = f"{prefix}.experts.{e}.{part}.weight"
+            yield DiskTensor(disk_name, own, name, begin=number * math.prod(own))
 
 
-def _rearranged(tensors: Named, model: ModelConfig, model_type: str | None) -> Iterator[tuple[str, Tensor]]:
+def _rearranged(
+    tensors: Iterable[DiskTensor], model: ModelConfig, model_type: str | None
+) -> Iterator[DiskTensor]:
     """The values and additional tensors of an architecture.
 
     - No architecture has a factor on softmax weights: the experts' down projections are multiplied by it
@@ -113,34 +179,36 @@ def _rearranged(tensors: Named, model: ModelConfig, model_type: str | None) -> I
       expert of width 0 works in transformers, but not in every reader's kernels.)
     """
     factor = model.routed_scaling_factor if model_type and scales_down_proj(model) else 1.0
-    for name, tensor in tensors:
+    for tensor in tensors:
+        name = tensor.name
         if factor != 1 and _EXPERT_DOWN.search(name):
-            yield name, tensor * factor
+            yield replace(tensor, factor=factor)
         elif model_type == "ernie4_5_moe" and _ROTATED.search(name):
-            yield name, interleave_heads(tensor, model.attention_head_dim)
+            yield replace(tensor, head_dim=model.attention_head_dim)
         elif model_type == "ernie4_5_moe" and name.endswith(_BIAS):
-            yield name, tensor[None]
+            yield replace(tensor, shape=(1, *tensor.shape))
         elif model_type == "qwen2_moe" and name.endswith(_SHARED_DOWN):
-            yield name, tensor * 2
+            yield replace(tensor, factor=2.0)
         else:
-            yield name, tensor
+            yield tensor
             if name.endswith(".mlp.gate.weight") and model_type:
-                yield from _added(name.removesuffix(".mlp.gate.weight"), model, model_type, tensor)
+                for added, shape in _added(name.removesuffix(".mlp.gate.weight"), model, model_type):
+                    yield DiskTensor(added, shape, tensor.source, factor=0.0)
             if model_type == "qwen2_moe" and re.search(r"\.self_attn\.[qkv]_proj\.weight$", name):
-                yield name.removesuffix("weight") + "bias", tensor.new_zeros(len(tensor))
+                bias = name.removesuffix("weight") + "bias"
+                yield DiskTensor(bias, tensor.shape[:1], tensor.source, factor=0.0)
 
 
-def _added(layer: str, model: ModelConfig, model_type: str, like: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of a MoE layer that the architecture has and our decoder does not."""
+def _added(layer: str, model: ModelConfig, model_type: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Tensors of zeros of a MoE layer that the architecture has and our decoder does not."""
     hidden, size = model.hidden_size, model.expert_intermediate_size
     if model_type in ROUTER_BIAS and model.router_bias_update_rate == 0:
-        zeros = like.new_zeros(model.num_experts)
-        yield f"{layer}{_BIAS}", zeros[None] if model_type == "ernie4_5_moe" else zeros
+        yield f"{layer}{_BIAS}", (1,) * (model_type == "ernie4_5_moe") + (model.num_experts,)
     if model_type == "qwen2_moe":
-        yield f"{layer}{_SHARED_GATE}", like.new_zeros(1, hidden)
+        yield f"{layer}{_SHARED_GATE}", (1, hidden)
     if model_type in SHARED_EXPERT and not model.n_shared_experts:
         for name, shape in (("gate", (size, hidden)), ("up", (size, hidden)), ("down", (hidden, size))):
-            yield f"{layer}.mlp.shared_experts.{name}_proj.weight", like.new_zeros(shape)
+            yield f"{layer}.mlp.shared_experts.{name}_proj.weight", shape
 
 
 def interleave_heads(weight: Tensor, head_dim: int) -> Tensor:

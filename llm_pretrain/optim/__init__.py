@@ -1,6 +1,6 @@
 """Optimizers: AdamW and Muon, parameter groups, EMA, the learning-rate schedule and µP."""
 
-from llm_pretrain.optim.ema import AVERAGE, average_name, averages, ema_parameters
+from llm_pretrain.optim.ema import AVERAGE, average_name, ema_parameters
 from llm_pretrain.optim.muon import Muon, step_buffers
 from llm_pretrain.optim.orthogonal import product_dtype
 from llm_pretrain.optim.outer import OUTER_MOMENTUM, OuterOptimizer
@@ -23,7 +23,6 @@ __all__ = [
     "Role",
     "adamw_factor",
     "average_name",
-    "averages",
     "build_optimizer",
     "decay_length",
     "ema_parameters",

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from llm_pretrain.optim.muon import to_local
@@ -100,10 +100,3 @@ def _spare(pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
 def average_name(parameter: str) -> str:
     """Flat name of a parameter's average in a checkpoint."""
     return f"optimizer.state.{parameter}.{AVERAGE}"
-
-
-def averages(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    """The averages by parameter name, tied parameters under both names; empty without averages."""
-    state: dict[Any, dict[str, Tensor]] = optimizer.state
-    named = model.named_parameters(remove_duplicate=False)
-    return {name: state[p][AVERAGE] for name, p in named if p in state and AVERAGE in state[p]}

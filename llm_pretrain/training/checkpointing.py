@@ -5,30 +5,29 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
 from llm_pretrain.checkpoints import (
     CheckpointStore,
     CheckpointTensors,
-    CheckpointWeights,
+    HeldWeights,
     HostBuffers,
     ResumePoint,
     RunFacts,
     best_step,
+    checkpoint_weights,
     committed_folders,
     environment,
     folder_name,
     model_fingerprint,
-    read_manifest,
     save_weights,
-    whole_state,
+    weights_in,
 )
 from llm_pretrain.config import Config
 from llm_pretrain.data import (
@@ -47,13 +46,12 @@ from llm_pretrain.distributed.collectives import (
 from llm_pretrain.distributed.watchdog import heartbeat
 from llm_pretrain.errors import CheckpointError, ConfigError, OutputError
 from llm_pretrain.export import ModelCardData, ModelCardSource
-from llm_pretrain.optim import averages
 from llm_pretrain.training.agreement import check_parameters
 from llm_pretrain.training.metrics import Recorder
 from llm_pretrain.training.run_state import Best, Progress, RunFolder, Status
-from llm_pretrain.training.step import Engine, forward_is_collective
+from llm_pretrain.training.step import Engine
 
-WeightsWriter = Callable[[Mapping[str, Tensor]], Path]
+WeightsWriter = Callable[[HeldWeights | Module, RankGroup], Path]
 
 
 class CheckpointManager:
@@ -223,12 +221,12 @@ class CheckpointManager:
         is_own = resume.path.resolve().parent == self.folder.checkpoints.resolve()
         write = self._weights_writer(progress)
 
-        def write_if_missing() -> None:
-            if is_own and not self.weights_of(resume.step).is_dir():
-                write_weights_of(resume.path, write)
-
+        if not is_own or run_on_rank0(self.engine, lambda: self.weights_of(resume.step).is_dir()):
+            return
         try:
-            run_on_rank0(self.engine, write_if_missing)
+            opened = run_on_all_ranks(self.engine, lambda: CheckpointTensors(resume.path, resume.manifest))
+            with opened as tensors:
+                write(checkpoint_weights(tensors, self.engine), self.engine)
         except CheckpointError as error:
             self._save_status.record(failed(resume.step, error, f"the weights of step {resume.step}"))
 
@@ -289,10 +287,9 @@ class CheckpointManager:
             return
         self.wait()  # a background save writes into the same folder
         with self.engine.checkpoint_state() as (model, _):
-            weights = whole_state(model, keep=self.engine.rank == 0)
             write = self._weights_writer(progress, best_loss=loss)
             try:
-                run_on_rank0(self.engine, lambda: write(weights))
+                write(model, self.engine)
             except CheckpointError as error:
                 self._save_status.record(
                     failed(progress.step, error, f"the best weights (step {progress.step})")
@@ -318,11 +315,7 @@ class CheckpointManager:
             run_id=self.folder.run_id,
         )
         staged = self.store.stage(model, optimizer, self.engine.scaler, facts, buffers=buffers)
-        write_weights, weights = self._weights_writer(progress), None
-        # The weights are those in memory if training waits for `write` and no rank must gather them from the
-        # others; else they are read from the checkpoint once it is committed.
-        if buffers is None and not forward_is_collective(self.config, self.engine.world_size):
-            weights = whole_state(model, keep=self.engine.rank == 0) | averages(model, optimizer)
+        write_weights = self._weights_writer(progress)
 
         def write(ranks: RankGroup) -> Saved:
             path = None
@@ -330,10 +323,7 @@ class CheckpointManager:
                 run_on_rank0(ranks, self._recorder.sync)
             try:
                 path = self.store.write(staged, ranks)
-                run_on_rank0(
-                    ranks,
-                    lambda: write_weights(weights) if weights else write_weights_of(path, write_weights),
-                )
+                write_weights(weights_in(staged.content, staged.pieces), ranks)
             except CheckpointError as error:
                 missing = f"step {facts.step}" if path is None else f"the weights of step {facts.step}"
                 return failed(facts.step, error, missing, path)
@@ -344,23 +334,26 @@ class CheckpointManager:
     def _weights_writer(self, progress: Progress, best_loss: float | None = None) -> WeightsWriter:
         """A function that writes the weights of this step, or with `best_loss` those of `weights/best`.
 
-        Its argument is the model's full state dict. It uses a copy of `progress`, since it may run later. It
-        raises CheckpointError if the weights cannot be written, and DivergedError if a value is not finite.
+        It is collective, takes what this rank holds of the weights, or its model, and the group of ranks, and
+        uses a copy of `progress`, since it may run later. It raises CheckpointError if the weights cannot be
+        written, and DivergedError if a value is not finite.
         """
         config, folder, store, progress = self.config, self.folder, self.stores[0], replace(progress)
 
-        def write(tensors: Mapping[str, Tensor]) -> Path:
+        def facts() -> ModelCardData:
             try:
-                card = card_facts(config, self.engine, self.stores, progress, is_best=best_loss is not None)
                 folder.check()
+                return card_facts(config, self.engine, self.stores, progress, is_best=best_loss is not None)
             except OSError as error:  # of the stores, or of the folder's marker
                 raise CheckpointError(
                     f"{folder.weights}: the model card cannot be written: {error}"
                 ) from error
+
+        def write(held: HeldWeights | Module, ranks: RankGroup) -> Path:
             return save_weights(
                 folder.weights,
                 progress.step,
-                tensors,
+                held,
                 config.model,
                 dtype=config.checkpoint.weights_dtype,
                 tokenizer_folder=store.tokenizer_folder,
@@ -373,16 +366,11 @@ class CheckpointManager:
                 keep_last=config.checkpoint.keep_last,
                 sequence_length=config.training.sequence_length,
                 best_loss=best_loss,
-                card=card,
+                card=run_on_rank0(ranks, facts),
+                ranks=ranks,
             )
 
         return write
-
-
-def write_weights_of(checkpoint: Path, write: WeightsWriter) -> Path:
-    """Write the weights in a committed checkpoint, one tensor at a time; called on one rank."""
-    with CheckpointTensors(checkpoint, read_manifest(checkpoint)) as tensors:
-        return write(CheckpointWeights(tensors))
 
 
 logger = logging.getLogger(__name__)

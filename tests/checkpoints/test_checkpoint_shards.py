@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from support.corpora import make_tokenizer
 
-from llm_pretrain.checkpoints import convert_weights, read_tensors, save_weights, weights
+from llm_pretrain.checkpoints import convert_weights, read_tensors, save_weights, weight_files, weights
 from llm_pretrain.checkpoints.state import Piece
 from llm_pretrain.checkpoints.tensor_files import write_pieces
 from llm_pretrain.config import ModelConfig
@@ -48,7 +48,7 @@ def save(folder: Path, tokenizer: Path) -> tuple[Path, Decoder]:
 
 
 def test_shards_hold_every_tensor_once_within_their_size(tmp_path, monkeypatch):
-    monkeypatch.setattr(weights, "MAX_SHARD_BYTES", 4000)
+    monkeypatch.setattr(weight_files, "MAX_SHARD_BYTES", 4000)
     path, model = save(tmp_path / "weights", make_tokenizer(tmp_path / "tokenizer"))
     index = json.loads((path / "model.safetensors.index.json").read_text())
     files = sorted(file.name for file in path.glob("*.safetensors"))
@@ -73,7 +73,7 @@ def test_shards_hold_every_tensor_once_within_their_size(tmp_path, monkeypatch):
 def test_transformers_opens_shards(tmp_path, monkeypatch):
     from transformers import AutoModelForCausalLM
 
-    monkeypatch.setattr(weights, "MAX_SHARD_BYTES", 4000)
+    monkeypatch.setattr(weight_files, "MAX_SHARD_BYTES", 4000)
     path, _ = save(tmp_path / "weights", make_tokenizer(tmp_path / "tokenizer"))
     tokens = torch.arange(20)[None]
     with torch.no_grad():

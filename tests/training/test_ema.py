@@ -21,7 +21,7 @@ from llm_pretrain.config import Config, validate
 from llm_pretrain.data import TokenStore, evaluation_batches
 from llm_pretrain.export import load_pretrained
 from llm_pretrain.model import Decoder
-from llm_pretrain.optim import AVERAGE, average_name, averages
+from llm_pretrain.optim import AVERAGE, average_name
 from llm_pretrain.optim.ema import ema_parameters, keep_ema
 from llm_pretrain.training.evaluation import Evaluator
 
@@ -143,7 +143,9 @@ def test_what_is_evaluated_is_a_model_with_the_averages(plain_store: Path, tmp_p
     config = averaging(plain_store, name)
     attempt = Attempt(config, tmp_path).train(5)
     other = Decoder(config.model)
-    other.load_state_dict(attempt.model.state_dict() | averages(attempt.model, attempt.optimizer))
+    named = attempt.model.named_parameters(remove_duplicate=False)
+    averages = {name: attempt.optimizer.state[parameter][AVERAGE] for name, parameter in named}
+    other.load_state_dict(attempt.model.state_dict() | averages)
     before, expected = attempt.parameters(), evaluated(other, config, plain_store)
     with ema_parameters(attempt.optimizer):
         assert evaluated(attempt.model, config, plain_store) == expected

@@ -58,7 +58,11 @@ def fail_weights(monkeypatch: pytest.MonkeyPatch, fails: Callable[[int, bool], b
 
     def full(folder: Path, step: int, *arguments, best_loss=None, **more):
         if fails(step, best_loss is not None):
-            raise CheckpointError(f"{folder}: writing weights of step {step} failed: No space left on device")
+            error = CheckpointError(
+                f"{folder}: writing weights of step {step} failed: No space left on device"
+            )
+            error.shared = True
+            raise error
         return original(folder, step, *arguments, best_loss=best_loss, **more)
 
     monkeypatch.setattr(checkpointing, "save_weights", full)

@@ -1,0 +1,193 @@
+"""Lays out the safetensors files of a folder of weights, and writes them from wherever the values are.
+
+Where every byte goes follows from names, shapes and types alone. So each rank writes the parts that it holds
+in place, and the files are the same however the model is spread over ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from hashlib import sha256
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llm_pretrain import export
+from llm_pretrain.checkpoints.state import Piece
+from llm_pretrain.checkpoints.tensor_files import CHUNK_BYTES, safetensors_header
+from llm_pretrain.config import ModelConfig
+from llm_pretrain.distributed.initial_values import runs
+from llm_pretrain.errors import CheckpointError
+from llm_pretrain.files import write_text
+
+INDEX_FILE = "model.safetensors.index.json"
+MAX_SHARD_BYTES = 5_000_000_000
+"""Largest file, as in transformers."""
+_SUMS = 1 << 64
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A tensor on disk, its file, the type of its elements there, and its first byte."""
+
+    tensor: export.DiskTensor
+    file: str
+    dtype: torch.dtype
+    begin: int
+
+    def edge(self, element: int) -> int:
+        """A number that stands for the place before this element."""
+        text = f"{self.file}/{self.begin + element * self.dtype.itemsize}"
+        return int.from_bytes(sha256(text.encode()).digest()[:8], "little")
+
+    def cover(self, begin: int, end: int) -> int:
+        """A number that stands for these elements: those of parts that follow each other add up."""
+        return self.edge(end) - self.edge(begin)
+
+
+class WeightFiles:
+    """`model.safetensors`, or shards of at most `MAX_SHARD_BYTES` and their index.
+
+    Args:
+        tensors: The model's, by name; only names, shapes and types count.
+        config: The model's, with a resolved `vocab_size`.
+        dtype: `torch.bfloat16` or another type of the floating tensors.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], config: ModelConfig, dtype: torch.dtype):
+        self._dtype = dtype
+        self._shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        layout = {each.name: each for each in export.disk_layout(self._shapes, config)}
+        described: dict[str, Tensor] = {}
+        for name, each in layout.items():
+            own = export.disk_dtype(name, tensors[each.source], dtype)
+            described[name] = torch.empty(each.shape, dtype=own, device="meta")
+        self._headers: dict[str, tuple[bytes, int]] = {}
+        self._places: dict[str, list[_Place]] = {}
+        self._index: dict[str, Any] | None = None
+        shards = _shards(described)
+        for number, shard in enumerate(shards, start=1):
+            file = "model.safetensors"
+            if len(shards) > 1:
+                file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            header, begins = safetensors_header(shard, {"format": "pt"})
+            self._headers[file] = header, len(header) + sum(each.nbytes for each in shard.values())
+            for name, begin in begins.items():
+                place = _Place(layout[name], file, described[name].dtype, begin)
+                self._places.setdefault(place.tensor.source, []).append(place)
+        if len(shards) > 1:
+            of_name = {
+                name: file for file, shard in zip(self._headers, shards, strict=True) for name in shard
+            }
+            total = sum(tensor.nbytes for tensor in described.values())
+            self._index = {"metadata": {"total_size": total}, "weight_map": of_name}
+
+    def create(self, folder: Path) -> None:
+        """Make the files in their full size, of zeros behind their headers; on one rank, before `write`."""
+        for file, (header, size) in self._headers.items():
+            with (folder / file).open("wb") as stream:
+                stream.write(header)
+                stream.truncate(size)
+                stream.flush()
+                os.fsync(stream.fileno())
+        if self._index is not None:
+            write_text(folder / INDEX_FILE, json.dumps(self._index, indent=2) + "\n")
+
+    @property
+    def bytes(self) -> int:
+        """Size of all files."""
+        return sum(size for _, size in self._headers.values())
+
+    def write(self, folder: Path, pieces: Iterable[Piece]) -> int:
+        """Write pieces of the model's tensors, a chunk at a time, and fsync; returns what `check` adds up.
+
+        Raises:
+            CheckpointError: a value does not fit in `dtype`, or the files are not there.
+            DivergedError: a value is not finite.
+            OSError: naming the file.
+        """
+        covered = 0
+        with ExitStack() as stack:
+            opened: dict[str, FileIO] = {}
+            for piece in pieces:
+                places = self._places.get(piece.name, []) if piece.tensor.numel() else []
+                for values, start in runs(piece.tensor, self._shapes[piece.name], piece.offsets):
+                    for place in places:
+                        for first, end, at in place.tensor.spans(start, start + len(values)):
+                            if place.file not in opened:
+                                opened[place.file] = stack.enter_context(_opened(folder / place.file))
+                            self._write(opened[place.file], place, values[first - start : end - start], at)
+                            covered += place.cover(at, at + end - first)
+            for stream in opened.values():
+                with _naming(stream):
+                    os.fsync(stream.fileno())
+        return covered % _SUMS
+
+    def _write(self, stream: FileIO, place: _Place, values: Tensor, at: int) -> None:
+        """Write values from element `at` of a tensor on."""
+        position = place.begin + at * place.dtype.itemsize
+        for chunk in values.detach().split(max(1, CHUNK_BYTES // values.element_size())):
+            scaled = chunk if place.tensor.factor == 1 else chunk * place.tensor.factor
+            data = export.rounded(place.tensor.name, scaled, self._dtype).view(torch.uint8).numpy().data
+            with _naming(stream):
+                while data:
+                    written = os.pwrite(stream.fileno(), data, position)
+                    data, position = data[written:], position + written
+
+    def check(self, folder: Path, covered: Iterable[int]) -> None:
+        """Check that the ranks together have written every byte once.
+
+        Args:
+            folder: With the files.
+            covered: What `write` returned on each rank.
+
+        Raises:
+            CheckpointError: they have not.
+        """
+        places = [place for each in self._places.values() for place in each if place.tensor.factor]
+        expected = sum(place.cover(0, place.tensor.elements) for place in places)
+        if (sum(covered) - expected) % _SUMS:
+            raise CheckpointError(
+                f"{folder}: expected each part of the weights from one rank, found parts from none or from "
+                "several"
+            )
+
+
+def _opened(file: Path) -> FileIO:
+    try:
+        return file.open("r+b", buffering=0)
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{file}: expected the file that rank 0 has made, found none; weights need a folder that all "
+            "machines share"
+        ) from None
+
+
+@contextmanager
+def _naming(stream: FileIO) -> Iterator[None]:
+    """Have an OSError name the file."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or stream.name
+        raise
+
+
+def _shards(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    """The tensors of each file."""
+    shards: list[dict[str, Tensor]] = [{}]
+    room = MAX_SHARD_BYTES
+    for name, tensor in tensors.items():
+        if tensor.nbytes > room and shards[-1]:
+            shards.append({})
+            room = MAX_SHARD_BYTES
+        shards[-1][name] = tensor
+        room -= tensor.nbytes
+    return shards
