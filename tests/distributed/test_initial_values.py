@@ -78,9 +78,9 @@ def test_a_part_has_the_bits_of_the_whole(
 
 
 def test_a_position_that_is_counted_from_the_part_is_noticed(monkeypatch: pytest.MonkeyPatch):
-    runs = initial_values._runs
+    runs = initial_values.runs
     monkeypatch.setattr(
-        initial_values, "_runs", lambda part, shape, offsets: runs(part, shape, (0,) * len(offsets))
+        initial_values, "runs", lambda part, shape, offsets: runs(part, shape, (0,) * len(offsets))
     )
     assert not torch.equal(gathered((7, 6), (2,), (Shard(0),)), drawn((7, 6)))
 
