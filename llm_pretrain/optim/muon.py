@@ -48,8 +48,8 @@ class Muon(Optimizer):
     State by parameter: `step`, and `momentum_buffer` or `exp_avg` and `exp_avg_sq`.
 
     The ranks of the default process group divide the matrices of unsharded parameters, which must have equal
-    values and gradients on all of them. The matrices of a sharded parameter are divided by the ranks that it
-    is sharded over.
+    values and gradients on all of them. The matrices of a sharded parameter are divided by the ranks that
+    hold it, those of all its replicas.
 
     Args:
         params: Groups, each with its `algorithm` and, for Muon, `blocks`: a parameter [..., blocks · out, in]
@@ -147,15 +147,17 @@ class Muon(Optimizer):
             if each.learning_rate == 0.0:  # the end of a decay, or torch creating the state to load into
                 each.advance(found_inf)
             else:
-                alike.setdefault((each.ranks, each.is_sharded), []).append(each)
-        for (ranks, is_sharded), same in alike.items():
+                alike.setdefault((each.shards, each.replicas), []).append(each)
+        for (shards, replicas), same in alike.items():
             dtype = product_dtype(same[0].parameter.device, self.in_bf16)
-            if ranks is None:
+            if shards is None and replicas is None:
                 _update_alone(same, dtype, found_inf)
                 continue
-            update = _update_sharded if is_sharded else _update_replicated
-            for buckets in _rounds(same, distributed.get_world_size(ranks)):
-                update(buckets, ranks, dtype, found_inf)
+            for buckets in _rounds(same, _size(shards) * _size(replicas)):
+                if shards is None:
+                    _update_replicated(buckets, replicas, dtype, found_inf)
+                else:
+                    _update_sharded(buckets, shards, replicas, dtype, found_inf)
 
     def _state(self, parameter: Tensor, *names: str) -> dict[str, Any]:
         """The parameter's state, created as torch's AdamW creates it if there is none."""
@@ -175,8 +177,8 @@ class _Matrices:
         parameter, momentum, gradient: This rank's part of them.
         group: The optimizer's, with the settings.
         out: Rows of a whole matrix.
-        ranks: The process group that divides the work; None if it is this rank's alone.
-        is_sharded: Whether each of the ranks holds some rows, as `_held` says, instead of all.
+        shards: The process group whose ranks each hold some rows, as `_held` says; None if each holds all.
+        replicas: The process group whose ranks hold the same. Both groups divide the work.
     """
 
     parameter: Tensor
@@ -184,8 +186,8 @@ class _Matrices:
     gradient: Tensor
     group: dict[str, Any]
     out: int
-    ranks: Any = None
-    is_sharded: bool = False
+    shards: Any = None
+    replicas: Any = None
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -240,28 +242,33 @@ _Bucket = Sequence[_Batch]
 
 
 def _stack(
-    parameter: Tensor, momentum: Tensor, group: dict[str, Any], replicas: Any = None
+    parameter: Tensor, momentum: Tensor, group: dict[str, Any], everybody: Any = None
 ) -> Iterator[_Matrices]:
     """The matrices of a parameter [out, in] or [E, blocks · out, in], in one or more parts.
 
-    Under FSDP a rank holds whole experts, which it updates without communication, or rows of a matrix.
+    Under FSDP a rank holds whole experts, which only its replicas update with it, or rows of a matrix.
+
+    Args:
+        parameter, momentum: With the gradient.
+        group: The optimizer's.
+        everybody: The ranks that hold an unsharded parameter; None for one.
     """
     *experts, rows, columns = parameter.shape
     own, own_momentum, gradient = (to_local(each) for each in (parameter, momentum, _gradient(parameter)))
     sharded = as_sharded(parameter)
-    if sharded is not None and not experts and (ranks := _if_several(sharded.device_mesh.get_group(-1))):
+    replicas = everybody if sharded is None else _replicas(sharded)
+    if sharded is not None and not experts and (shards := _if_several(sharded.device_mesh.get_group(-1))):
         assert sharded.placements[-1].is_shard(0)
         assert group["blocks"] == 1
-        yield _Matrices(own[None], own_momentum[None], gradient[None], group, rows, ranks, is_sharded=True)
+        yield _Matrices(own[None], own_momentum[None], gradient[None], group, rows, shards, replicas)
         return
     if not own.numel():  # fewer experts than ranks
         return
-    ranks = replicas if sharded is None else None
     size = (rows // group["blocks"], columns)
     views = (own.view(-1, *size), own_momentum.view(-1, *size), gradient.reshape(-1, *size))
     at_a_time = max(1, BATCH_ELEMENTS // (size[0] * size[1]))
     for view, of_momentum, of_gradient in zip(*(each.split(at_a_time) for each in views), strict=True):
-        yield _Matrices(view, of_momentum, of_gradient, group, size[0], ranks)
+        yield _Matrices(view, of_momentum, of_gradient, group, size[0], replicas=replicas)
 
 
 def _batches(matrices: Iterable[_Matrices]) -> Iterator[_Batch]:
@@ -366,15 +373,36 @@ def _update_replicated(
 
 
 def _update_sharded(
-    buckets: Sequence[_Bucket], ranks: Any, dtype: torch.dtype, found_inf: Tensor | None
+    buckets: Sequence[_Bucket], shards: Any, replicas: Any, dtype: torch.dtype, found_inf: Tensor | None
 ) -> None:
-    """A round of matrices whose rows are spread over the ranks: rows go to the owner and come back."""
-    rank, size = distributed.get_rank(ranks), distributed.get_world_size(ranks)
+    """A round of matrices whose rows are spread over shards: each replica orthogonalises some of them, and
+    its ranks broadcast their rows to the ranks with the same rows."""
+    size, own = distributed.get_world_size(shards), distributed.get_rank(replicas) if replicas else 0
+    by_replica = [buckets[begin : begin + size] for begin in range(0, len(buckets), size)]
+    members = [[*chain(*chain(*of_replica))] for of_replica in by_replica]
+    for each in chain(*members):
+        each.advance(found_inf)
+    device = next(chain(*members)).parameter.device
+    own_rows, own_updates = _orthogonal_rows(by_replica[own], shards, dtype, device)
+    for replica, of_replica in enumerate(members):
+        rows, updates = own_rows, own_updates
+        if replica != own:
+            rows, updates = _buffer([each.parameter.shape for each in of_replica], dtype, device)
+        if replicas is not None and rows.numel():
+            distributed.broadcast(rows, group=replicas, group_src=replica)
+        for each, update in zip(of_replica, updates, strict=True):
+            each.apply(update, found_inf)
+
+
+def _orthogonal_rows(
+    buckets: Sequence[_Bucket], shards: Any, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, list[Tensor]]:
+    """This rank's rows of the orthogonalised matrices of a replica's buckets: rows go to a matrix's owner and
+    come back. One buffer, and views of it by matrix."""
+    rank, size = distributed.get_rank(shards), distributed.get_world_size(shards)
     members = [*chain(*chain(*buckets))]
-    device = members[0].parameter.device
     rows, row_updates = _buffer([each.parameter.shape for each in members], dtype, device)
     for each, update in zip(members, row_updates, strict=True):
-        each.advance(found_inf)
         update.copy_(each.nesterov())
     own = [*chain(*buckets[rank])]
     held_shapes = [
@@ -383,7 +411,7 @@ def _update_sharded(
     received, parts = _buffer([*chain(*held_shapes)], dtype, device)
     by_owner = [sum(each.parameter.numel() for each in chain(*bucket)) for bucket in buckets]
     by_holder = [sum(map(math.prod, of_holder)) for of_holder in held_shapes]
-    distributed.all_to_all_single(received, rows, by_holder, by_owner, group=ranks)
+    distributed.all_to_all_single(received, rows, by_holder, by_owner, group=shards)
     by_matrix = iter([parts[index :: len(own)] for index in range(len(own))])  # the rows from each holder
     for batch in buckets[rank]:
         held = [*islice(by_matrix, len(batch))]
@@ -391,9 +419,8 @@ def _update_sharded(
         for places, update in zip(held, orthogonalize(wholes, dtype), strict=True):
             for place, new in zip(places, update.split([each.shape[1] for each in places], 1), strict=True):
                 place.copy_(new)
-    distributed.all_to_all_single(rows, received, by_owner, by_holder, group=ranks)  # the same way back
-    for each, update in zip(members, row_updates, strict=True):
-        each.apply(update, found_inf)
+    distributed.all_to_all_single(rows, received, by_owner, by_holder, group=shards)  # the same way back
+    return rows, row_updates
 
 
 def _buffer(
@@ -409,6 +436,18 @@ def _held(rows: int, rank: int, ranks: int) -> int:
     """How many of a sharded matrix's rows a rank holds, as DTensor cuts them; the last may hold none."""
     share = -(-rows // ranks)
     return max(0, min(share, rows - rank * share))
+
+
+def _replicas(sharded: DTensor) -> Any:
+    """The process group whose ranks hold the same part of a sharded tensor; None if no other rank does."""
+    for dim, placement in enumerate(sharded.placements):
+        if placement.is_replicate():
+            return _if_several(sharded.device_mesh.get_group(dim))
+    return None
+
+
+def _size(ranks: Any) -> int:
+    return 1 if ranks is None else distributed.get_world_size(ranks)
 
 
 def _if_several(ranks: Any = None) -> Any:

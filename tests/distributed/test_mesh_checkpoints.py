@@ -13,6 +13,16 @@ import pytest
 from support.launching import ROOT, Finished, assert_same_tensors, checkpoint_tensors, launch
 from support.stepping import relative_error
 
+from llm_pretrain.__main__ import main as llm_pretrain_main
+from llm_pretrain.checkpoints import (
+    CheckpointTensors,
+    checkpoint_weights,
+    open_model,
+    read_manifest,
+    save_weights,
+)
+from llm_pretrain.distributed.collectives import SingleRank
+
 pytestmark = pytest.mark.slow
 
 SAVED, STEPS = 2, 4
@@ -106,6 +116,32 @@ def test_parts_that_every_replica_writes_are_found(masked_store: Path, tmp_path:
     assert done.exit_code != 0
     assert "bytes of tensors, ranks wrote" in done.output
     assert not list((tmp_path / "run" / "checkpoints").glob("step-*"))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_weights_are_those_that_one_process_writes(saved: dict[str, Finished], layout: str, tmp_path: Path):
+    """The averages in the checkpoint, rounded, byte for byte; to GGUF too."""
+    run = saved[layout].folder
+    weights, checkpoint = (run / name / f"step-{SAVED:08d}" for name in ("weights", "checkpoints"))
+    opened = open_model(checkpoint)
+    with CheckpointTensors(checkpoint, read_manifest(checkpoint)) as tensors:
+        alone = save_weights(
+            tmp_path,
+            SAVED,
+            checkpoint_weights(tensors, SingleRank()),
+            opened.model.config,
+            dtype="bf16",
+            tokenizer_folder=weights,
+            token_ids={},
+            keep_last=2,
+            sequence_length=8,
+        )
+    names = [file.name for file in alone.glob("*.safetensors")]
+    assert names == ["model.safetensors"]
+    assert (weights / names[0]).read_bytes() == (alone / names[0]).read_bytes()
+    assert (
+        llm_pretrain_main(["export", str(weights), "--to", "gguf", "--output", str(tmp_path / "x.gguf")]) == 0
+    )
 
 
 @pytest.mark.parametrize(("source", "target"), list(permutations(LAYOUTS, 2)))

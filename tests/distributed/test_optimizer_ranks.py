@@ -97,8 +97,9 @@ def test_fp16_steps_alike_whole_and_sharded(outcomes: Outcomes):
     assert relative_error(sharded.parameters, ddp.parameters) < 1e-3
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[2, 3, 4])
 def stepped(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Steps:
+    """On four ranks what is sharded has two replicas."""
     return on_ranks(request.param, tmp_path_factory.mktemp("steps"))
 
 

@@ -19,7 +19,7 @@ from support.fork_server import Request, fork_server
 from support.stepping import whole
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn import Parameter
 
 import llm_pretrain.optim.muon as muon
@@ -110,10 +110,11 @@ def run_rank(folder: str) -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{folder}/rendezvous", rank=rank, world_size=world_size)
-    mesh = init_device_mesh("cpu", (world_size,))
+    replicas = 2 if world_size == 4 else 1
+    mesh = init_device_mesh("cpu", (replicas, world_size // replicas))
 
     def shard(tensor: Tensor) -> Tensor:
-        return distribute_tensor(tensor, mesh, [Shard(0)])
+        return distribute_tensor(tensor, mesh, [Replicate(), Shard(0)])
 
     stepped = {how: take_steps(how, shard) if "sharded" in how else take_steps(how) for how in HOW}
     (Path(folder) / f"rank-{rank}").write_bytes(pickle.dumps(stepped))
