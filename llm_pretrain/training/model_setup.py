@@ -5,6 +5,7 @@ Initial weights are random, or those of a folder (continued pretraining, upcycli
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import shutil
@@ -502,6 +503,15 @@ def initialize_weights(
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.zero_()
+
+
+@torch.no_grad()
+def initialize_zeros(model: Decoder, device: torch.device) -> None:
+    """Give a model on the meta device memory for the values of a checkpoint; of a sharded model, for this
+    rank's parts."""
+    materialize(model, device)
+    for tensor in itertools.chain(model.parameters(), model.buffers()):
+        tensor.zero_()
 
 
 def _set_initial(

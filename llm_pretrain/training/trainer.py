@@ -52,6 +52,7 @@ from llm_pretrain.training.model_setup import (
     check_compiler,
     check_float8,
     initialize_weights,
+    initialize_zeros,
     kernels_in_use,
     load_initial_weights,
 )
@@ -111,10 +112,11 @@ class Trainer:
         notes: list[str] = []
 
         def initialize(model: Decoder) -> None:
+            if resume is not None:
+                return initialize_zeros(model, engine.device)
             base = config.optimizer.base_hidden_size
             initialize_weights(model, config.run.seed, base, device=engine.device)
-            if resume is None:
-                notes.extend(run_on_all_ranks(engine, lambda: load_initial_weights(model, config)))
+            notes.extend(run_on_all_ranks(engine, lambda: load_initial_weights(model, config)))
             check_parameters(engine, model, "after initialisation")  # DDP overwrites them by rank 0's
 
         optimizer = build_optimizer(model, config.optimizer, config.training.precision)

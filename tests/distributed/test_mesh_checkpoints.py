@@ -13,7 +13,6 @@ import pytest
 from support.launching import ROOT, Finished, assert_same_tensors, checkpoint_tensors, launch
 from support.stepping import relative_error
 
-from llm_pretrain.__main__ import main as llm_pretrain_main
 from llm_pretrain.checkpoints import (
     CheckpointTensors,
     checkpoint_weights,
@@ -120,7 +119,7 @@ def test_parts_that_every_replica_writes_are_found(masked_store: Path, tmp_path:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_weights_are_those_that_one_process_writes(saved: dict[str, Finished], layout: str, tmp_path: Path):
-    """The averages in the checkpoint, rounded, byte for byte; to GGUF too."""
+    """The averages in the checkpoint, rounded, byte for byte."""
     run = saved[layout].folder
     weights, checkpoint = (run / name / f"step-{SAVED:08d}" for name in ("weights", "checkpoints"))
     opened = open_model(checkpoint)
@@ -139,9 +138,6 @@ def test_weights_are_those_that_one_process_writes(saved: dict[str, Finished], l
     names = [file.name for file in alone.glob("*.safetensors")]
     assert names == ["model.safetensors"]
     assert (weights / names[0]).read_bytes() == (alone / names[0]).read_bytes()
-    assert (
-        llm_pretrain_main(["export", str(weights), "--to", "gguf", "--output", str(tmp_path / "x.gguf")]) == 0
-    )
 
 
 @pytest.mark.parametrize(("source", "target"), list(permutations(LAYOUTS, 2)))

@@ -17,7 +17,7 @@ from torch import Tensor
 import train_pretrain
 from llm_pretrain.data import Preparation, prepare_store
 from llm_pretrain.model import Decoder, DecoderOutput
-from llm_pretrain.training import StepMetrics
+from llm_pretrain.training import StepMetrics, model_setup
 from llm_pretrain.training.evaluation import Evaluator
 
 TINY = str(ROOT / "configs" / "tiny-moe.yaml")
@@ -73,6 +73,17 @@ def test_resuming_in_the_middle_of_a_logging_interval_keeps_the_digest(plain_sto
     assert train(*options(plain_store, halted, *interval)) == 0
     assert Finished(0, "", halted).exact_rows() == Finished(0, "", straight).exact_rows()
     assert sorted(Finished(0, "", halted).rows) == [3, 6]
+
+
+def test_a_resumed_run_draws_no_initial_values(
+    plain_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    assert train(*options(plain_store, tmp_path / "run", "--training.max_steps", "2")) == 0
+    drawn: list[str] = []
+    monkeypatch.setattr(model_setup, "draw_normal", lambda *_, name, **__: drawn.append(name))
+    assert train(*options(plain_store, tmp_path / "run", "--training.max_steps", "4")) == 0
+    assert not drawn
+    assert Finished(0, "", tmp_path / "run").rows.keys() >= {3, 4}
 
 
 def test_a_batch_without_loss_tokens_is_skipped_without_a_forward_pass(
