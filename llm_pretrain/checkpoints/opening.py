@@ -195,7 +195,7 @@ def _read_model(path: Path, content: Manifest, run: Config, average: bool) -> De
     model = Decoder(run.model, kernels=kernels)
     saved_as = saved_names(content, average=average)
     tensors = {saved_as[name]: value for name, value in model.state_dict().items()}
-    read_tensors(tensors, path, sorted(content.files), world_size=1)
+    read_tensors(tensors, path, sorted(content.files))
     return model
 
 
@@ -258,7 +258,7 @@ class CheckpointTensors:
         if len(parts := self.parts(name)) == 1 and list(parts[0].shape) == described["shape"]:
             return parts[0]
         tensor = torch.empty(described["shape"], dtype=getattr(torch, described["dtype"]))
-        read_tensors({name: tensor}, self.folder, list(self._parts[name]), world_size=1)
+        read_tensors({name: tensor}, self.folder, self._parts[name])
         return tensor
 
 

@@ -184,7 +184,9 @@ class CheckpointStore:
         model, content, ranks = state.raw_module(model), found.manifest, self._ranks
         doing = f"{found.path}: loading a checkpoint"
         target = run_on_all_ranks(ranks, lambda: _targets(found.path, content, model, optimizer), doing)
-        read_tensors(target.tensors, found.path, sorted(content.files), world_size=ranks.world_size)
+        own = f"shard-{ranks.rank + 1:05d}-"  # on the same mesh, a rank's values are in its own files
+        files = sorted(content.files, key=lambda name: (not name.startswith(own), name))
+        run_on_all_ranks(ranks, lambda: read_tensors(target.tensors, found.path, files))
 
         def apply() -> list[str]:
             for name, scalar in content.scalars.items():

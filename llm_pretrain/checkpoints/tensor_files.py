@@ -1,19 +1,16 @@
 """Writes and reads safetensors files in the layout of torch.distributed.checkpoint (DCP).
 
-DCP reads the files, onto any number of ranks. They are written here and not by DCP, so that no tensor is in
-memory twice, a background thread holds the interpreter lock only briefly, and non-finite values are detected
-while the data is in the cache.
+DCP can read the files too. They are written here so that no tensor is in memory twice, a background thread
+holds the interpreter lock only briefly, and non-finite values are detected while the data is in the cache; and
+read here because DCP's ranks exchange all names and gather their plans on one of them.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +21,7 @@ from torch import Tensor
 
 from llm_pretrain.checkpoints.state import Piece
 from llm_pretrain.distributed.collectives import one_line
+from llm_pretrain.distributed.initial_values import local_part
 from llm_pretrain.errors import CheckpointError, DivergedError
 
 BYTES_PER_FILE = 256 << 20
@@ -161,61 +159,46 @@ def check_finite(name: str, values: Tensor) -> None:
         )
 
 
-def read_tensors(tensors: dict[str, Tensor], folder: Path, files: list[str], *, world_size: int) -> None:
-    """Fill `tensors` in place from the safetensors files among `files` (collective).
+def read_tensors(tensors: dict[str, Tensor], folder: Path, files: Iterable[str]) -> None:
+    """Fill `tensors`, or this rank's parts of sharded ones, in place from safetensors files.
 
-    Names, shapes and dtypes must have been compared before: DCP converts another dtype silently.
+    Names, shapes and dtypes must have been compared before. Ranks do not plan together: each opens files, in
+    the given order, until it has everything.
 
     Raises:
-        CheckpointError: on every rank, if one fails; names the folder and the ranks.
+        CheckpointError: a file cannot be read, or the files lack values.
     """
-    if world_size == 1:
-        try:
-            return _read_alone(tensors, folder, files)
-        except (OSError, SafetensorError, RuntimeError, ValueError, LookupError, TypeError) as error:
-            raise CheckpointError(f"{folder}: reading tensors failed: {one_line(error)}") from error
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-    from torch.distributed.checkpoint.state_dict_loader import load
-
-    reader: Any = HuggingFaceStorageReader(path=str(folder), thread_count=1)
-    reader.fs.ls = lambda path: [str(Path(path) / name) for name in files]
-    with _one_line_errors(folder, "reading tensors"):
-        load(dict(tensors), storage_reader=reader)
+    try:
+        _read(tensors, folder, files)
+    except (OSError, SafetensorError, RuntimeError, ValueError, LookupError, TypeError) as error:
+        raise CheckpointError(f"{folder}: reading tensors failed: {one_line(error)}") from error
 
 
-def _read_alone(tensors: dict[str, Tensor], folder: Path, files: list[str]) -> None:
-    """Read without DCP, whose import takes two CPU seconds."""
-    missing = {name: tensor.numel() for name, tensor in tensors.items()}
+def _read(tensors: dict[str, Tensor], folder: Path, files: Iterable[str]) -> None:
+    parts = {name: local_part(tensor) for name, tensor in tensors.items()}
+    missing = {name: part.numel() for name, (part, _) in parts.items() if part.numel()}
     for file in files:
+        if not missing:
+            return
         with safe_open(folder / file, "pt") as content:
             info = json.loads((content.metadata() or {})["DCP_SHARDING_INFO"])
             for name in missing.keys() & content.keys():
-                part, place = content.get_tensor(name), tensors[name]
-                for dim, start in enumerate(info[name]["saved_offsets"]):
-                    place = place.narrow(dim, start, part.shape[dim])
-                place.copy_(part)
-                missing[name] -= part.numel()
-    if absent := [name for name, count in missing.items() if count]:
-        raise ValueError(f"{', '.join(absent[:3])}: not all values are in the files")
+                (part, offsets), saved_at = parts[name], info[name]["saved_offsets"]
+                saved = content.get_slice(name)
+                lows = [max(pair) for pair in zip(offsets, saved_at, strict=True)]
+                ends = zip(offsets, part.shape, saved_at, saved.get_shape(), strict=True)
+                highs = [min(own + size, start + length) for own, size, start, length in ends]
+                if any(low >= high for low, high in zip(lows, highs, strict=True)):
+                    continue
+                values = saved[_box(lows, highs, saved_at)]
+                part[_box(lows, highs, offsets)].copy_(values)
+                missing[name] -= values.numel()
+                if not missing[name]:
+                    del missing[name]
+    if missing:
+        raise ValueError(f"{', '.join(sorted(missing)[:3])}: not all values are in the files")
 
 
-@contextmanager
-def _one_line_errors(folder: Path, doing: str) -> Iterator[None]:
-    """Convert DCP's errors; logging is disabled for the whole process, so no other thread may log."""
-    from torch.distributed.checkpoint.api import CheckpointException
-
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)  # DCP logs the tracebacks of the errors that it raises
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            yield
-    except CheckpointException as exception:  # a BaseException, which prints a traceback per rank
-        failures = "; ".join(
-            f"rank {rank}: {one_line(error)}" for rank, (error, _) in sorted(exception.failures.items())
-        )
-        failure = CheckpointError(f"{folder}: {doing} failed on {failures}")
-        failure.shared = True
-        raise failure from None
-    finally:
-        logging.disable(before)
+def _box(lows: Sequence[int], highs: Sequence[int], origin: Sequence[int]) -> tuple[slice, ...]:
+    """The elements from `lows` to `highs` of a part that begins at `origin`."""
+    return tuple(slice(low - at, high - at) for low, high, at in zip(lows, highs, origin, strict=True))

@@ -139,10 +139,10 @@ def test_pieces_of_all_ranks_are_read_by_one_process(tmp_path: Path):
         pieces += [Piece("vector", whole["vector"], (0,))] * (rank == 0)
         files += write_pieces(pieces, tmp_path, rank=rank)
     read = {name: torch.zeros_like(tensor) for name, tensor in whole.items()}
-    read_tensors(read, tmp_path, files, world_size=1)
+    read_tensors(read, tmp_path, files)
     assert all(torch.equal(read[name], whole[name]) for name in whole)
     with pytest.raises(CheckpointError, match=r"reading tensors failed: .*matrix: not all values are in"):
-        read_tensors(read, tmp_path, files[:1], world_size=1)
+        read_tensors(read, tmp_path, files[:1])
     (tmp_path / files[1]).write_bytes((tmp_path / files[1]).read_bytes()[:20])
     with pytest.raises(CheckpointError, match="reading tensors failed: SafetensorError"):
-        read_tensors(read, tmp_path, files, world_size=1)
+        read_tensors(read, tmp_path, files)

@@ -297,7 +297,7 @@ def checkpoint_tensors(folder: Path, step: int) -> dict[str, torch.Tensor]:
         for name, facts in content.tensors.items()
     }
     assert tensors, f"no tensors in {path}"
-    read_tensors(tensors, path, sorted(content.files), world_size=1)
+    read_tensors(tensors, path, sorted(content.files))
     return tensors
 
 
