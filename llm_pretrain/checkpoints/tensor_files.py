@@ -1,8 +1,8 @@
 """Writes and reads safetensors files in the layout of torch.distributed.checkpoint (DCP).
 
 DCP can read the files too. They are written here so that no tensor is in memory twice, a background thread
-holds the interpreter lock only briefly, and non-finite values are detected while the data is in the cache; and
-read here because DCP's ranks exchange all names and gather their plans on one of them.
+holds the interpreter lock only briefly, and non-finite values are detected while the data is in the cache.
+They are read here because DCP's ranks exchange all names and gather their plans on one of them.
 """
 
 from __future__ import annotations
