@@ -238,7 +238,8 @@ def build_variants(
     if all(each.path == "trainer" for each in variants):
         why = "".join(f" ({note})" for note in notes)
         if len(impossible) == len(meshes) * len(possible):
-            raise ConfigError(f"--mesh: expected one that can run{why}")
+            option = "distributed" if CONFIGURED in meshes else "--mesh"
+            raise ConfigError(f"{option}: expected a mesh that can run{why}")
         raise ConfigError(f"--paths: expected torchrun or accelerate among them, to compare with{why}")
     return variants, notes
 

@@ -53,8 +53,12 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--accumulation", "5"], 2, "training.global_batch_size 24, found 1 * 5 = 5"),
         (["--mesh", "ddp,tp"], 2, "or sizes such as 2x2 or 2x2+ep2, found 'tp'"),
         (["--strategies", "2x0"], 2, "--mesh: expected some of ddp, fsdp, hsdp, ep, ep+fsdp, ep+hsdp, de"),
-        (["--mesh", "hsdp"], 2, "--mesh: expected one that can run (hsdp W=1 is left out: expected 4 proc"),
+        (["--mesh", "hsdp"], 2, "--mesh: expected a mesh that can run (hsdp W=1 is left out: expected 4"),
         (["--mesh", "ep"], 2, "expected a divisor of model.num_experts, 0, found 2"),
+        (
+            ["--world-size", "2", "--distributed.strategy", "fsdp", "--distributed.dp_shard_size", "3"], 2,
+            "distributed: expected a mesh that can run (configured W=2 is left out: distributed.dp_rep",
+        ),
         (["--precision", "fp8"], 2, "--precision: expected some of fp32, bf16, fp16, found 'fp8'"),
         (["--training.micro_batch_size", "5"], 2, "training.global_batch_size"),
         (["--training.micro_batch_size", "24"], 2, "found 2 * 24 = 48; 2, 3, 4, 6 or 12 would"),
