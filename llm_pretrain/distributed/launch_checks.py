@@ -29,6 +29,7 @@ def check_environment() -> None:
     Raises:
         ConfigError: naming the variables that are missing or not a number.
     """
+    _check_elastic()
     _check_number("WORLD_SIZE", 1, None)
     _check_number("LOCAL_WORLD_SIZE", 1, int(os.environ.get("WORLD_SIZE") or 1), "WORLD_SIZE")
     if not any(os.environ.get(name) for name in RANK_VARIABLES):
@@ -72,13 +73,37 @@ def check_world_size(world_size: int) -> None:
         )
 
 
-def accelerate_launch_arguments() -> list[str]:
-    """Arguments of the parent process if it is `accelerate launch`, else an empty list."""
+def _check_elastic() -> None:
+    """Stop when torchrun may start with fewer machines, and could not take in another one later.
+
+    An agent that shares its store with its workers names the store only to agents of its first rendezvous: a
+    new one waits for a minute, and then both fail (torch 2.13, `DynamicRendezvousHandler.next_rendezvous`).
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--nnodes", default=os.environ.get("PET_NNODES", "1"))
+    nodes = parser.parse_known_args(_parents_command())[0].nnodes
+    fewest, _, most = nodes.partition(":")
+    if most not in ("", fewest):
+        raise ConfigError(
+            f"launch: expected TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in torchrun's environment with --nnodes "
+            f"{nodes}, found none; without it torch cannot take in a machine that comes later"
+        )
+
+
+def _parents_command() -> list[str]:
+    """The words with which the parent process was started; none if it is another user's."""
     try:
         parent = psutil.Process().parent()
-        command = parent.cmdline() if parent else []
+        return parent.cmdline() if parent else []
     except psutil.Error:
         return []
+
+
+def accelerate_launch_arguments() -> list[str]:
+    """Arguments of the parent process if it is `accelerate launch`, else an empty list."""
+    command = _parents_command()
     for index, word in enumerate(command):
         if word == "launch" and "accelerate" in " ".join(command[:index]):
             return command[index + 1 :]

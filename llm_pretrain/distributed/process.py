@@ -12,9 +12,11 @@ import sys
 import threading
 import time
 import traceback
+import uuid
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from types import FrameType
@@ -306,15 +308,17 @@ def is_orphan() -> bool:
 
 
 SCHEME = "attempt"
+STALE_SECONDS = 10.0
+"""After this time without an answer, a rank asks again which attempt is the current one."""
 distributed: Any = torch.distributed
 """Untyped: pyright does not see all names that torch documents as exported."""
 
 
 @cache
 def rendezvous_init_method() -> str:
-    """The `init_method` of both launch paths: `env://` with a key prefix for each restart.
+    """The `init_method` of both launch paths: `env://` with a key prefix for each attempt.
 
-    torchrun's agent keeps one store for all restarts. Without the prefix a restarted process reads the
+    torchrun's agent keeps one store for all attempts. Without the prefix a restarted process reads the
     addresses of killed ones, and gloo's connections to them are refused (pytorch/pytorch#135712).
     """
     distributed.register_rendezvous_handler(SCHEME, _rendezvous)
@@ -328,17 +332,46 @@ def _rendezvous(url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
         ConfigError: another process that was started by hand has the same RANK; all would wait for the one
             that is missing.
     """
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if "timeout" in options:  # the collectives' time-out is longer, for slow disks
         options["timeout"] /= COLLECTIVE_TIMEOUTS
-    for whole, rank, world_size in distributed.rendezvous("env" + url.removeprefix(SCHEME), **options):
-        store = distributed.PrefixStore(f"attempt_{attempt}", whole)
-        if _ELASTIC not in os.environ:  # else a launcher has numbered the ranks
-            process = f"process {os.getpid()} on {socket.gethostname()}"
-            first = store.compare_set(f"rank_{rank}", "", process).decode()
-            if first != process:
-                raise ConfigError(f"RANK: expected another one in each process, found {rank} in {first} too")
+    for store, rank, world_size in distributed.rendezvous("env" + url.removeprefix(SCHEME), **options):
+        if _ELASTIC in os.environ:
+            yield distributed.PrefixStore(join_attempt(store, rank, world_size), store), rank, world_size
+            continue
+        process = f"process {os.getpid()} on {socket.gethostname()}"
+        first = store.compare_set(f"rank_{rank}", "", process).decode()
+        if first != process:
+            raise ConfigError(f"RANK: expected another one in each process, found {rank} in {first} too")
         yield store, rank, world_size
+
+
+def join_attempt(store: Any, rank: int, world_size: int) -> str:
+    """A name that exactly the ranks of one attempt get, whatever earlier ones have left in the store.
+
+    Rank 0 makes it up. The others take the newest name, in which their rank must be free, and ask again until
+    that attempt is complete: the processes of an earlier one are dead. TORCHELASTIC_RESTART_COUNT is no such
+    name, since every agent of torchrun counts for itself (pytorch/pytorch#108158).
+
+    Raises:
+        torch.distributed.DistStoreError: not all ranks came within the store's time-out.
+    """
+    newest, own = f"attempt_of_{world_size}", uuid.uuid4().hex
+    if rank == 0:
+        store.set(newest, own)
+        if world_size > 1:
+            store.wait([f"{own}_{other}" for other in range(1, world_size)])
+        store.set(f"{own}_complete", "")
+        return own
+    deadline = time.monotonic() + store.timeout.total_seconds()
+    while time.monotonic() < deadline:
+        name = store.get(newest).decode()
+        if store.compare_set(f"{name}_{rank}", "", own).decode() != own:
+            time.sleep(0.05)
+            continue
+        with suppress(distributed.DistStoreError):
+            store.wait([f"{name}_complete"], timedelta(seconds=STALE_SECONDS))
+            return name
+    raise distributed.DistStoreError(f"not all of {world_size} ranks came to the rendezvous")
 
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1)

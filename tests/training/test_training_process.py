@@ -7,7 +7,10 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import psutil
@@ -245,8 +248,46 @@ def test_two_processes_of_one_rank_are_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(process.os, "getpid", lambda: 4)
     with pytest.raises(ConfigError, match=r"^RANK: .*, found 1 in process \d+ on"):
         next(process._rendezvous("pretrain://"))
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # its store outlives a restarted process
-    assert next(process._rendezvous("pretrain://"))[1:] == (1, 3)
+
+
+def meet(store: dist.Store, world_size: int) -> list[str]:
+    """The attempts that all ranks have joined, the last rank first to come."""
+    with ThreadPoolExecutor(world_size) as ranks:
+        joining = []
+        for rank in reversed(range(world_size)):
+            joining.append(ranks.submit(process.join_attempt, store, rank, world_size))
+            time.sleep(0.02)
+        return [each.result(timeout=20) for each in joining]
+
+
+def test_restarted_processes_join_one_attempt_in_a_store_that_outlives_them(monkeypatch: pytest.MonkeyPatch):
+    """Whatever was left there: by an attempt of all ranks, of fewer, or one that only rank 0 reached."""
+    monkeypatch.setattr(process, "STALE_SECONDS", 0.05)
+    store = dist.HashStore()
+    names = []
+    for world_size in (3, 3, 2, 3):
+        (name,) = set(meet(store, world_size))
+        names.append(name)
+    store.set("attempt_of_3", "died early")
+    names += set(meet(store, 3))
+    assert len(set(names)) == 5
+    store.set_timeout(timedelta(seconds=0.2))
+    with pytest.raises(dist.DistStoreError, match="not all of 3 ranks came"):
+        process.join_attempt(store, 1, 3)
+
+
+def test_torchrun_that_cannot_take_in_machines_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.delenv("PET_NNODES", raising=False)
+    for words in (("--nnodes", "2"), ("--nnodes=2:2",), ()):
+        monkeypatch.setattr(psutil, "Process", lambda words=words: Launcher("torchrun", *words, "x.py"))
+        launch_checks.check_environment()
+    for words in (("--nnodes", "1:2"), ("--nnodes=1:2",)):
+        monkeypatch.setattr(psutil, "Process", lambda words=words: Launcher("torchrun", *words, "x.py"))
+        with pytest.raises(ConfigError, match=r"expected TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 .* 1:2"):
+            launch_checks.check_environment()
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
+    launch_checks.check_environment()
 
 
 def test_a_message_is_one_line_of_bounded_length(capsys: pytest.CaptureFixture[str]):

@@ -1,0 +1,154 @@
+"""A machine that is lost for good, and another in its place: two agents of `torchrun --nnodes 1:2` on this one.
+
+| fault | what happens |
+|---|---|
+| SIGKILL of an agent and its worker | the other agent goes on alone from the newest checkpoint |
+| a new agent comes | it is taken in after the running step, which is saved |
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+from support.hanging import ranks_of
+from support.interrupting import newest_checkpoint, wait_for_step
+from support.launching import (
+    NO_REPORT,
+    ROOT,
+    TIMEOUT_SECONDS,
+    TORCHRUN_SCRIPT,
+    Finished,
+    environment,
+    finish,
+    kill_outright,
+)
+
+LOST_AT, STOPPED_AT = 6, 10
+"""Rows at which the second agent is killed, and at which the worker that is left waits for a new one."""
+
+OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+"""Without it torch takes in no agent that comes later."""
+
+AGREEING = ("data/batch_sha256", "train/loss_tokens", "train/tokens", "train/learning_rate")
+CLOSE = ("train/loss", "train/aux_loss", "train/z_loss", "train/router_z_loss")
+
+
+def agent_command(port: int, folder: Path, options: list[str]) -> list[str]:
+    """What every machine starts; the first one keeps the agents' store."""
+    return [
+        *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc_per_node", "1"),
+        *("--max-restarts", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}"),
+        *("--rdzv-id", "elastic", "--rdzv-conf", "last_call_timeout=5,keep_alive_interval=1"),
+        *(str(TORCHRUN_SCRIPT), *NO_REPORT, "--run.output_dir", str(folder), *options),
+    ]
+
+
+@contextmanager
+def agents(command: list[str]) -> Iterator[Callable[[], subprocess.Popen[str]]]:
+    """A function that starts an agent; whatever is left of them at the end is killed."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start() -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment() | OWN_STORE, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        )  # fmt: skip
+        started.append(process)
+        return process
+
+    try:
+        yield start
+    finally:
+        for process in started:
+            if process.poll() is None:
+                kill_outright(process)
+            process.communicate()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]
+
+
+def wait_until(what: str, process: subprocess.Popen[str], happened: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    while not happened():
+        assert process.poll() is None, f"ended before {what}:\n{process.communicate()[0][-6000:]}"
+        assert time.monotonic() < deadline, f"not within {TIMEOUT_SECONDS} s: {what}"
+        time.sleep(0.01)
+
+
+def is_told_to_stop(worker: psutil.Process) -> bool:
+    """Whether SIGTERM waits for a stopped process."""
+    text = Path(f"/proc/{worker.pid}/status").read_text()
+    (pending,) = re.findall(r"^ShdPnd:\s*([0-9a-f]+)", text, re.MULTILINE)
+    return bool(int(pending, 16) >> (signal.SIGTERM - 1) & 1)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_run_goes_on_without_a_lost_machine_and_takes_in_another(
+    options: list[str], undisturbed: Finished, tmp_path: Path
+):
+    folder, port = tmp_path / "run", free_port()
+
+    def attempts() -> int:
+        file = folder / "attempts.jsonl"
+        return file.read_bytes().count(b"\n") if file.exists() else 0
+
+    with agents(agent_command(port, folder, options)) as start:
+        first = start()
+        wait_until("its store answers", first, lambda: can_connect(port))
+        lost = start()
+        wait_for_step(first, folder, LOST_AT)
+        kill_outright(lost)
+        saved = newest_checkpoint(folder)
+        wait_until("it goes on alone", first, lambda: attempts() == 2)
+        wait_for_step(first, folder, STOPPED_AT)
+        (worker,) = ranks_of(first).values()
+        worker.suspend()  # or it would be done before another agent has come
+        wait_until("it has stopped", first, lambda: worker.status() == psutil.STATUS_STOPPED)
+        second = start()
+        wait_until("it is told of another machine", first, lambda: is_told_to_stop(worker))
+        worker.resume()
+        runs = [finish(each, folder) for each in (first, second)]
+    for run in runs:
+        assert run.exit_code == 0, run.output[-6000:]
+    check_equal_to(undisturbed, runs[0])
+    assert [attempt["world_size"] for attempt in runs[0].attempts] == [2, 1, 2]
+    _, alone, together = runs[0].attempts
+    assert alone["step"] == saved, "the steps since the checkpoint were lost"
+    assert together["step"] >= STOPPED_AT
+    assert "stopped by SIGTERM after step" in runs[0].output, "for the other machine, nothing was lost"
+    appended = runs[0].raw_steps()
+    assert appended.count(together["step"]) == appended.count(together["step"] + 1) == 1
+
+
+def can_connect(port: int) -> bool:
+    try:
+        socket.create_connection(("localhost", port), timeout=1).close()
+    except OSError:
+        return False
+    return True
+
+
+def check_equal_to(expected: Finished, run: Finished) -> None:
+    """The same samples at every step, and losses as close as another world size gets them."""
+    assert set(run.rows) == set(expected.rows)
+    for step, row in run.rows.items():
+        for key in AGREEING:
+            assert row.get(key) == expected.rows[step].get(key), (step, key)
+        for key in CLOSE:
+            assert math.isclose(row.get(key, 0), expected.rows[step].get(key, 0), rel_tol=1e-5), (step, key)
