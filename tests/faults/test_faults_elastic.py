@@ -1,4 +1,4 @@
-"""A machine that is lost for good, and another in its place: two agents of `torchrun --nnodes 1:2` on this one.
+"""A machine is lost for good, and another comes in its place: two agents of `torchrun --nnodes 1:2`.
 
 | fault | what happens |
 |---|---|
