@@ -34,7 +34,8 @@ from support.launching import (
     kill_outright,
     launch,
 )
-from support.lossy_link import ADDRESSES, Network, Quality, two_machines, why_not
+
+from benchmarks.two_machines import ADDRESSES, Network, Quality, two_machines, why_not
 
 LAUNCHERS = ("torchrun", "accelerate")
 PORT = "29512"

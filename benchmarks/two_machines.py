@@ -1,4 +1,4 @@
-"""A network of two machines on one: two network namespaces, and a link between them that can be made bad.
+"""A network of two machines on one: two network namespaces, and a link between them that can be slow or bad.
 
 Run as a program, this file is the link: it makes the namespaces and carries Ethernet frames between a TAP
 device in each, late, out of order where the delay varies, and not all of them. It stands in for `tc netem`,
@@ -20,20 +20,32 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 TUNSETIFF, IFF_TAP, IFF_NO_PI = 0x400454CA, 0x0002, 0x1000
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 FRAME = 65536
 
 
+JUMBO = 9000
+"""Largest packet, in bytes, on a link with a rate: Python carries some ten thousand packets a second."""
+
+
 @dataclass
 class Quality:
-    """Of a link: each frame's delay in seconds, how much that varies, and the share of frames lost."""
+    """Of a link.
+
+    Args:
+        delay: Of each frame, in seconds.
+        jitter: How much that varies.
+        loss: Share of frames that are lost.
+        rate: Bytes per second in each direction; frames wait for the ones before them. 0: no limit.
+    """
 
     delay: float = 0.0
     jitter: float = 0.0
     loss: float = 0.0
+    rate: float = 0.0
 
 
 class Network:
@@ -80,7 +92,7 @@ def two_machines(quality: Quality, seed: int = 0) -> Iterator[Network]:
     """A network of two. It and all that runs in it end with the block, and with this process in any case."""
     token = uuid.uuid4().hex[:6]
     machines, interfaces = [f"machine{i}-{token}" for i in (0, 1)], [f"tap{i}-{token}" for i in (0, 1)]
-    numbers = [str(value) for value in (quality.delay, quality.jitter, quality.loss, seed)]
+    numbers = [str(value) for value in (*astuple(quality), seed)]
     link = subprocess.Popen(
         [sys.executable, __file__, *machines, *interfaces, *numbers],
         stdin=subprocess.PIPE,
@@ -110,7 +122,8 @@ def serve(machines: list[str], interfaces: list[str], quality: Quality, seed: in
             _ip("link", "set", interface, "netns", machine)
             _ip("-n", machine, "address", "add", f"{address}/24", "dev", interface)
             _ip("-n", machine, "link", "set", "lo", "up")
-            _ip("-n", machine, "link", "set", interface, "up")
+            jumbo = ("mtu", str(JUMBO), "txqueuelen", "2000") if quality.rate else ()
+            _ip("-n", machine, "link", "set", interface, *jumbo, "up")
         print("ready", flush=True)
         carry(taps, quality, seed)
     finally:
@@ -135,6 +148,7 @@ def open_tap(name: str) -> int:
 def carry(taps: list[int], quality: Quality, seed: int) -> None:
     """Carry frames until standard input ends; the line `dead` kills the link and answers with a count."""
     chance = random.Random(seed)
+    sent_at = [0.0, 0.0]  # when the last frame of each side has left it
     waiting: list[tuple[float, int, int, bytes]] = []
     number, is_alive = 0, True
     while True:
@@ -152,7 +166,10 @@ def carry(taps: list[int], quality: Quality, seed: int) -> None:
             late = quality.delay + chance.uniform(-1, 1) * quality.jitter
             if is_alive and chance.random() >= quality.loss:
                 number += 1
-                heapq.heappush(waiting, (time.monotonic() + max(0.0, late), number, 1 - side, frame))
+                sent_at[side] = max(sent_at[side], time.monotonic())
+                if quality.rate:
+                    sent_at[side] += len(frame) / quality.rate
+                heapq.heappush(waiting, (sent_at[side] + max(0.0, late), number, 1 - side, frame))
         while waiting and waiting[0][0] <= time.monotonic():
             _, _, side, frame = heapq.heappop(waiting)
             if is_alive:
@@ -163,5 +180,7 @@ def carry(taps: list[int], quality: Quality, seed: int) -> None:
 
 
 if __name__ == "__main__":
-    delay, jitter, loss = (float(word) for word in sys.argv[5:8])
-    serve(sys.argv[1:3], sys.argv[3:5], Quality(delay, jitter, loss), int(sys.argv[8]))
+    with suppress(OSError):
+        os.nice(-10)  # a link does not wait for those who use it
+    numbers = [float(word) for word in sys.argv[5:9]]
+    serve(sys.argv[1:3], sys.argv[3:5], Quality(*numbers), int(sys.argv[9]))
