@@ -157,6 +157,30 @@ def test_the_job_judges_every_exit_code():
     assert {mount["name"] for mount in container["volumeMounts"]} == {each["name"] for each in pod["volumes"]}
 
 
+@pytest.mark.parametrize("fewest", ["", "1"])
+def test_pods_start_together_or_with_fewer(fewest: str, tmp_path: Path):
+    """By what torchrun is told; it takes in machines only with a store of rank 0's own."""
+    (tmp_path / "torchrun").write_text('#!/bin/sh\necho "$TORCH_DISABLE_SHARE_RDZV_TCP_STORE" "$@"\n')
+    (tmp_path / "torchrun").chmod(0o755)
+    _, job = documents()
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    variables = {each["name"]: each["value"] for each in container["env"]}
+    assert 1 <= int(variables["MIN_PODS"]) < int(variables["PODS"])
+    job_variables = variables | {"RUN": str(tmp_path), "JOB_COMPLETION_INDEX": "1", "MIN_PODS": fewest}
+    env = environment() | job_variables | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["bash", "examples/kubernetes/worker.sh", "--config", "x.yaml"],
+        cwd=ROOT, env=env, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    script = f"--nproc_per_node 8 train_pretrain.py --run.output_dir {tmp_path} --config x.yaml\n"
+    if fewest:
+        meeting = f"--rdzv-backend c10d --rdzv-endpoint pretrain-0.pretrain:29500 --rdzv-id {tmp_path}"
+        assert done.stdout == f"1 --nnodes 1:2 --max-restarts 10 {meeting} {script}"
+    else:
+        meeting = "--master_addr pretrain-0.pretrain --master_port 29500"
+        assert done.stdout == f" --nnodes 2 --node_rank 1 {meeting} {script}"
+
+
 def test_slurm_gives_a_save_the_time_that_it_asks_for():
     text = (EXAMPLES / "slurm" / "pretrain.sbatch").read_text()
     match = re.search(r"--signal=USR1@(\d+)", text)
