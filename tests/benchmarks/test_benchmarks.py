@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import subprocess
+import sys
+import time
 from importlib import import_module
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
 from benchmarks import __main__ as program
+from benchmarks import slow_link
 from benchmarks.__main__ import BENCHMARKS, main, quick_options
 from benchmarks.measuring import ROOT, Spread
 from benchmarks.startup import import_costs, measured_parts
@@ -50,6 +55,67 @@ def test_without_cuda_the_gpus_part_is_skipped_with_one_line(capsys: pytest.Capt
         captured.out.splitlines()[-1] == "skipped  gpu_step: needs a CUDA device, found none; run it on a GPU"
     )
     assert not captured.err
+
+
+def test_without_namespaces_the_slow_link_is_skipped_with_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(slow_link, "why_not", lambda: "needs root on Linux: network namespaces")
+    assert main(["slow_link"]) == 0
+    (line,) = [each for each in capsys.readouterr().out.splitlines() if each.startswith("skipped")]
+    assert line.startswith("skipped  slow_link: needs root on Linux: network namespaces; it makes two")
+
+
+def test_what_travels_is_predicted_from_the_sizes_of_collectives(plain_store: Path):
+    found = {way: slow_link.predicted_bytes(way, plain_store) for way in slow_link.WAYS}
+    parameters = found["ddp"] / 1.5
+    assert found["hsdp"] == pytest.approx(parameters)
+    assert found["diloco"] * slow_link.OUTER_STEPS == pytest.approx(found["ddp"])
+    assert 2.25 * parameters < found["fsdp"] < 3 * parameters
+    trips = {way: slow_link.predicted_round_trips(way) for way in slow_link.WAYS}
+    assert trips["hsdp"] < trips["fsdp"]
+    assert trips["ddp"] < trips["diloco"]
+
+
+@pytest.mark.slow
+def test_an_interrupted_slow_link_leaves_nothing_behind(plain_store: Path):
+    """Ctrl-C amid training: no namespace, no device, no process."""
+    if reason := slow_link.why_not():
+        pytest.skip(reason)
+    command = [sys.executable, "-m", "benchmarks", "slow_link", "--ways", "ddp", "--steps", "1000"]
+    process = subprocess.Popen(
+        [*command, "--store", str(plain_store)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+
+    def trains_in_both(children: list[psutil.Process]) -> bool:
+        return sum("--node_rank" in words for each in children if (words := words_of(each))) == 2
+
+    deadline = time.monotonic() + 300
+    while not trains_in_both(children := psutil.Process(process.pid).children(recursive=True)):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    (link,) = [words for each in children if "two_machines.py" in " ".join(words := words_of(each))]
+    names = [word for word in link if word.startswith("machine")]
+    assert all(name in namespaces() for name in names)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=120)
+    assert b"KeyboardInterrupt" in output
+    _, alive = psutil.wait_procs(children, timeout=30)
+    assert not alive
+    assert not any(name in namespaces() for name in names)
+
+
+def words_of(process: psutil.Process) -> list[str]:
+    """The command of a process; none if it has gone."""
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+def namespaces() -> list[str]:
+    return [line.split()[0] for line in subprocess.check_output(["ip", "netns"], text=True).splitlines()]
 
 
 def test_without_a_compiler_the_roofline_is_skipped_with_one_line(
