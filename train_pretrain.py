@@ -69,7 +69,7 @@ class TorchrunEngine:
 
     launcher: Launcher = "torchrun"
 
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, device: torch.device | None = None):
         self.config = config
         if config.distributed.strategy == "deepspeed":
             raise ConfigError(
@@ -77,9 +77,9 @@ class TorchrunEngine:
                 "train_pretrain_accelerate.py runs; start that with `accelerate launch`"
             )
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        on_gpu = torch.cuda.is_available()
-        self.device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
-        if on_gpu:
+        found = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+        self.device = device or found  # `llm-pretrain simulate` gives another
+        if on_gpu := self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         self.rank, self.world_size = 0, 1
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:

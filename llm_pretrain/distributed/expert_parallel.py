@@ -103,8 +103,7 @@ def _compute_where_held(experts: ParallelExperts, x: Tensor, weights: Tensor, ch
     sent_E.scatter_add_(0, sorted_expert, torch.ones_like(sorted_expert))  # bincount would wait twice more
     received_Pn = torch.empty_like(sent_E)
     dist.all_to_all_single(received_Pn, sent_E, group=group)
-    # one wait for the device in a layer: the sizes of the exchange must be known to the host
-    sent, received = torch.stack([sent_E, received_Pn]).view(2, ranks, -1).sum(2).tolist()
+    sent, received = _rows_by_rank(sent_E, received_Pn, ranks)
     local_Pn = torch.arange(experts.num_experts // ranks, device=x.device).repeat(ranks)
     expert_M = torch.repeat_interleave(local_Pn, received_Pn, output_size=sum(received))
 
@@ -115,6 +114,15 @@ def _compute_where_held(experts: ParallelExperts, x: Tensor, weights: Tensor, ch
     x_MH, weight_M1 = (_exchange(rows, sent, received, group) for rows in (x_RH, weight_R1))
     y_RH = _exchange(experts.compute(x_MH, weight_M1, expert_M), received, sent, group)
     return combine(y_RH, token_R, inverse_TK).to(x.dtype)
+
+
+def _rows_by_rank(sent_E: Tensor, received_Pn: Tensor, ranks: int) -> tuple[list[int], list[int]]:
+    """Rows for and from each rank of the group.
+
+    The one wait for the device in a layer: the host must know the sizes of the exchange.
+    """
+    sent, received = torch.stack([sent_E, received_Pn]).view(2, ranks, -1).sum(2).tolist()
+    return sent, received
 
 
 def _exchange(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Any) -> Tensor:

@@ -16,7 +16,7 @@ from llm_pretrain.model.kernels import (
     resolved_kernels,
 )
 from llm_pretrain.model.kernels.experts import combine, dispatch, experts_reference, inverse_order
-from llm_pretrain.model.kernels.layers import product_dtype, uncompiled
+from llm_pretrain.model.kernels.layers import is_gpu, product_dtype, uncompiled
 from llm_pretrain.model.kernels.loss import IGNORE_INDEX
 from llm_pretrain.model.kernels.self_check import PARTS, KernelCheck, Part, check_kernels
 from llm_pretrain.model.moe import Experts, update_router_bias
@@ -55,6 +55,7 @@ __all__ = [
     "full_precision_modules",
     "head_bytes",
     "inverse_order",
+    "is_gpu",
     "layer_activation_bytes",
     "loss_implementation",
     "matrix_parameters",

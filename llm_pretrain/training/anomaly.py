@@ -15,6 +15,7 @@ from torch import Tensor
 from llm_pretrain.config import Config
 from llm_pretrain.distributed.watchdog import heartbeat
 from llm_pretrain.errors import CheckpointError, DivergedError, MismatchError
+from llm_pretrain.model import is_gpu
 
 if TYPE_CHECKING:
     from llm_pretrain.training.checkpointing import CheckpointManager
@@ -307,7 +308,7 @@ def decides_on_device(config: Config, engine: Engine) -> bool:
     """
     _, optimizer = engine.model_and_optimizer()
     return (
-        engine.device.type == "cuda"
+        is_gpu(engine.device)
         and engine.scaler is None
         and config.training.spike_action == "log"
         and config.distributed.strategy != "deepspeed"

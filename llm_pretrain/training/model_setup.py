@@ -31,6 +31,7 @@ from llm_pretrain.model import (
     configured_kernels,
     describe_kernels,
     experts_requirement,
+    is_gpu,
 )
 from llm_pretrain.optim import initial_factor
 
@@ -63,7 +64,7 @@ def build_model(config: Config, device: torch.device | None = None) -> Decoder:
 def kernels_in_use(config: Config, device: torch.device) -> str:
     """The kernels that training takes, for the console."""
     chosen = describe_kernels(config.model, configured_kernels(config), device, product_type(config))
-    is_compiled = compiles(config, on_gpu=device.type == "cuda")
+    is_compiled = compiles(config, on_gpu=is_gpu(device))
     return f"kernels: {chosen}; {'compiled' if is_compiled else 'not compiled'}"
 
 
@@ -75,7 +76,7 @@ def refuse_kernels(config: Config, device: torch.device) -> None:
             "training.experts_implementation: expected auto, streamed or reference, found "
             f"{kernels.experts}, which needs {needed}"
         )
-    if kernels.attention in ("varlen", "flex") and device.type != "cuda":
+    if kernels.attention in ("varlen", "flex") and not is_gpu(device):
         raise ConfigError(
             f"training.attention_implementation: expected auto or sdpa on {device.type}, found "
             f"{kernels.attention}, which needs CUDA"

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from llm_pretrain.config import Config, ModelConfig
+from llm_pretrain.model.kernels import layers
 from llm_pretrain.model.kernels.experts import (
     experts_reference,
     grouped_experts,
@@ -24,6 +25,7 @@ from llm_pretrain.model.kernels.experts import (
     triton_reason,
     triton_requirement,
 )
+from llm_pretrain.model.kernels.layers import is_gpu
 from llm_pretrain.model.kernels.loss import (
     LossSums,
     full_linear_cross_entropy,
@@ -86,7 +88,7 @@ def attention_implementation(
     if kernels.attention != "auto":
         return kernels.attention
     supports_varlen = (
-        device.type == "cuda"
+        is_gpu(device)
         and dtype in (torch.bfloat16, torch.float16)
         and dropout == 0
         and head_dim <= _VARLEN_HEAD_DIM
@@ -99,7 +101,7 @@ def attention_implementation(
 
 @functools.lru_cache(maxsize=16)
 def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
+    return layers.compute_capability(device)
 
 
 def experts_requirement(

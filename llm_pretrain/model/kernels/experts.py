@@ -14,9 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from llm_pretrain.model.kernels import layers
 from llm_pretrain.model.kernels.layers import (
     HAS_TRITON,
     builds_code_per_shape,
+    is_gpu,
     product,
     uncompiled,
     uses_onednn,
@@ -268,7 +270,7 @@ def grouped_requirement(device: torch.device, dtype: torch.dtype, shape: Sequenc
         dtype: Of their products.
         shape: E, H and I.
     """
-    if device.type != "cuda":
+    if not is_gpu(device):
         return f"a CUDA device instead of {device.type}"
     needed = triton_reason(device, dtype, shape)
     other = triton_requirement(device)
@@ -277,9 +279,9 @@ def grouped_requirement(device: torch.device, dtype: torch.dtype, shape: Sequenc
 
 def triton_requirement(device: torch.device) -> str | None:
     """The unmet requirement of `triton_experts` in words, or None."""
-    if device.type != "cuda":
+    if not is_gpu(device):
         return f"a CUDA device instead of {device.type}"
-    if HAS_TRITON and torch.cuda.get_device_capability(device) >= _TRITON_CAPABILITY:
+    if HAS_TRITON and layers.compute_capability(device) >= _TRITON_CAPABILITY:
         return None
     return "the package triton and compute capability {}.{}".format(*_TRITON_CAPABILITY)
 
@@ -290,7 +292,7 @@ def triton_reason(device: torch.device, dtype: torch.dtype, shape: Sequence[int]
     Elsewhere it would copy the groups' ends to the host, or refuse. Arguments as `grouped_requirement`.
     """
     experts, hidden, intermediate = shape
-    if device.type != "cuda":
+    if not is_gpu(device):
         return None
     if dtype != torch.bfloat16:
         return f"products in bfloat16 instead of {str(dtype).removeprefix('torch.')}"
@@ -300,7 +302,7 @@ def triton_reason(device: torch.device, dtype: torch.dtype, shape: Sequence[int]
         return f"model.hidden_size and model.moe_intermediate_size in {sizes}"
     if experts >= _GROUPS_BELOW:
         return f"fewer than {_GROUPS_BELOW} experts instead of {experts}"
-    if (found := torch.cuda.get_device_capability(device)) < _GROUPED_CAPABILITY:
+    if (found := layers.compute_capability(device)) < _GROUPED_CAPABILITY:
         return "compute capability {}.{} instead of {}.{}".format(*_GROUPED_CAPABILITY, *found)
     return None
 

@@ -25,6 +25,9 @@ from torch.autograd.function import once_differentiable
 HAS_TRITON = find_spec("triton") is not None
 """Whether there is a compiler for the kernels that are written in Triton."""
 
+GPU_TYPES = {"cuda"}
+"""Types of device with the kernels of a GPU; a simulation adds its own."""
+
 F_ = TypeVar("F_", bound=Callable[..., Any])
 
 
@@ -41,6 +44,16 @@ def uncompiled(function: F_) -> F_:
         return (disabled if torch.compiler.is_compiling() else function)(*arguments)
 
     return call  # type: ignore[return-value]  # the same signature
+
+
+def is_gpu(device: torch.device) -> bool:
+    """Whether a device takes the kernels of a GPU."""
+    return device.type in GPU_TYPES
+
+
+def compute_capability(device: torch.device) -> tuple[int, int]:
+    """CUDA's compute capability of a GPU, such as (9, 0)."""
+    return torch.cuda.get_device_capability(device)
 
 
 def at_least_fp32(x: Tensor) -> Tensor:

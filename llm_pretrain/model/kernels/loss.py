@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from llm_pretrain.model.kernels import layers
 from llm_pretrain.model.kernels.layers import (
     HAS_TRITON,
     at_least_fp32,
+    is_gpu,
     linear,
     onednn_product,
     product,
@@ -219,7 +221,7 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
 
 def _in_ratio(grad_loss: Tensor, grad_z: Tensor | None, options: _Options) -> bool:
     """Whether the gradients of the forward pass are those of the objective up to a factor."""
-    coefficient, on_host = options.z_loss_coef, grad_loss.device.type != "cuda"
+    coefficient, on_host = options.z_loss_coef, not is_gpu(grad_loss.device)
     if coefficient == 0:
         return grad_z is None or (on_host and not grad_z.any())
     if grad_z is None:
@@ -298,7 +300,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     is_narrower = left.dtype != total.dtype
     if not is_narrower and not uses_onednn(total):
         total.addmm_(left, right)
-    elif total.is_cuda and torch.cuda.get_device_capability(total.device) >= (8, 0):
+    elif is_gpu(total.device) and layers.compute_capability(total.device) >= (8, 0):
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
         # In parts: the product, and its copy in the type of the total, would otherwise take as much memory as
@@ -320,7 +322,7 @@ def _softmax_gradient(
         mask: bool [C].
         scales: The objective's.
     """
-    if logits.is_cuda and HAS_TRITON and logits.dtype != torch.float64:
+    if is_gpu(logits.device) and HAS_TRITON and logits.dtype != torch.float64:
         return _softmax_gradient_on_gpu(logits, labels, mask, scales)
     rows = _cached_rows(logits, CPU_SOFTMAX_ELEMENTS)
     losses, squares = [], []

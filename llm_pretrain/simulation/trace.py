@@ -1,0 +1,229 @@
+"""One training step of one rank, by the run's own code, on tensors without values or on real ones.
+
+Assumptions: the router spreads tokens evenly over the experts, and layers are not compiled.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard import _fsdp_init
+
+from llm_pretrain.config import Config
+from llm_pretrain.data import Batch, padded_offsets
+from llm_pretrain.distributed import expert_parallel, fsdp
+from llm_pretrain.distributed.initial_values import materialize
+from llm_pretrain.optim import build_optimizer
+from llm_pretrain.simulation.tracker import GRADIENTS, OPTIMIZER, PARAMETERS, Collective, Tracker
+from llm_pretrain.training import SpikeDetector, StepMonitor, build_model
+
+DOCUMENT_LENGTH = 300
+"""Tokens of a document of the simulated batches."""
+_FAKE = FakeTensorMode(allow_non_fake_inputs=True)
+"""One for the process, since the model caches tensors from batch to batch."""
+
+
+@dataclass
+class Trace:
+    """The second step of rank 0, when the optimizer's state exists.
+
+    Args:
+        peak: Most bytes at once.
+        held: Bytes of each kind of tensor at the peak, largest first.
+        collectives: In order.
+    """
+
+    peak: int
+    held: dict[str, int]
+    collectives: list[Collective]
+
+
+def traced_step(config: Config, device: torch.device, *, real: bool = False, observe: Any = None) -> Trace:
+    """Run a step in the process group that exists.
+
+    Args:
+        config: Resolved, with `model.vocab_size`.
+        device: The CPU or the simulated GPU.
+        real: Compute with values, on a CPU.
+        observe: See `Tracker`.
+    """
+    tracker = Tracker(device.type, observe)
+    with ExitStack() as stack:
+        environment = {"WORLD_SIZE": str(dist.get_world_size())}
+        stack.enter_context(patch.dict(os.environ, environment))
+        stack.enter_context(_even_router(real=real))
+        if not real:
+            stack.enter_context(_without_values())
+        engine = _engine(config, device)
+        if not real:
+            stack.enter_context(_FAKE)
+        stack.enter_context(tracker.running())
+        monitor = _prepared(engine, config)
+        model, optimizer = engine.model_and_optimizer()
+        _make_state(optimizer)
+        tracker.name(PARAMETERS, model.parameters())
+        states = [each for state in optimizer.state.values() for each in state.values()]
+        tracker.name(OPTIMIZER, [each for each in states if isinstance(each, Tensor)])
+        _tell_phases(engine, tracker)
+        batches = [micro_batch(config, device, index) for index in range(engine.accumulation_steps)]
+        tracker.begin_step()
+        engine.train_step(batches, monitor)
+        peak, held = tracker.peak()
+        collectives = list(tracker.collectives)
+    fsdp.clear_mesh_caches()
+    return Trace(peak, held, collectives)
+
+
+def _engine(config: Config, device: torch.device) -> Any:
+    """The engine of the torchrun script, in the process group that exists."""
+    with patch.object(dist, "init_process_group"):
+        return import_module("train_pretrain").TorchrunEngine(config, device)
+
+
+def _prepared(engine: Any, config: Config) -> StepMonitor:
+    """Prepare the engine as a run does, but for initial values and data; returns its monitor."""
+    with torch.device("meta"):
+        model = build_model(config, engine.device)
+    optimizer = build_optimizer(model, config.optimizer, config.training.precision)
+    with patch("train_pretrain.shard", lambda batches, *_: batches):
+        engine.prepare(model, optimizer, [], lambda model: materialize(model, engine.device))
+    progress: Any = SimpleNamespace(step=1, spikes=SpikeDetector())
+    return StepMonitor(config, engine, progress)
+
+
+def _make_state(optimizer: Any) -> None:
+    """The optimizer's state, as its first step makes it."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def _tell_phases(engine: Any, tracker: Tracker) -> None:
+    """Tell the tracker when a forward pass begins, a backward pass, and the update."""
+    forward, objective, clip = engine.forward, engine.objective, engine.clip_grad_norm
+
+    def run_forward(batch: Batch) -> Any:
+        tracker.phase = "forward"
+        return forward(batch)
+
+    def run_objective(*arguments: Any) -> Tensor:
+        loss = objective(*arguments)
+        tracker.phase = "backward"
+        return loss
+
+    def run_clip(parameters: Any, max_norm: float) -> Any:
+        tracker.phase = "update"
+        tracker.name(GRADIENTS, [each.grad for each in parameters if each.grad is not None])
+        return clip(parameters, max_norm)
+
+    engine.forward, engine.objective, engine.clip_grad_norm = run_forward, run_objective, run_clip
+
+
+def micro_batch(config: Config, device: torch.device, index: int) -> Batch:
+    """A packed micro batch; on a CPU its documents are whole rows."""
+    rows, length = config.training.micro_batch_size, config.training.sequence_length
+    names = ("input_ids", "position_ids", "document_ids", "labels")
+    whole: dict[str, Any] = {
+        name: torch.zeros((rows, length), dtype=torch.int64, device=device) for name in names
+    }
+    offsets = None
+    if device.type != "cpu":
+        with unset_fake_temporarily():
+            size = min(DOCUMENT_LENGTH if config.data.isolate_documents else length, length)
+            count = len(padded_offsets(np.arange(0, rows * length, size), rows * length))
+        offsets = torch.zeros(count, dtype=torch.int32, device=device)
+    with unset_fake_temporarily():
+        digest = torch.zeros(8, dtype=torch.int64)
+    return Batch(
+        **whole,
+        loss_mask=torch.ones((rows, length), dtype=torch.bool, device=device),
+        num_loss_tokens=rows * length,
+        step=1,
+        micro_batch=index,
+        digest=digest,
+        document_offsets=offsets,
+    )
+
+
+@contextmanager
+def _even_router(*, real: bool) -> Iterator[None]:
+    """A block in which assignment i is to expert i, modulo the number of experts."""
+    count = experts = 0
+
+    def top_experts(ranking: Tensor, top_k: int) -> Tensor:
+        nonlocal count, experts
+        experts = ranking.shape[-1]
+        count = ranking.numel() // experts * top_k
+        chosen = torch.arange(count, device=ranking.device) % experts
+        return chosen.view(*ranking.shape[:-1], top_k)
+
+    def rows_by_rank(sent: Tensor, received: Tensor, ranks: int) -> tuple[list[int], list[int]]:
+        own = experts // ranks
+        rows = [count // experts + (expert < count % experts) for expert in range(experts)]
+        to_rank = [sum(rows[rank * own : (rank + 1) * own]) for rank in range(ranks)]
+        return to_rank, [to_rank[0]] * ranks
+
+    with ExitStack() as stack:
+        stack.enter_context(patch("llm_pretrain.model.moe.top_experts", top_experts))
+        if not real:
+            stack.enter_context(patch.object(expert_parallel, "_rows_by_rank", rows_by_rank))
+        yield
+
+
+@contextmanager
+def _without_values() -> Iterator[None]:
+    """A block in which nothing reads a value from a tensor, nor makes a mesh of fake tensors."""
+    script: Any = import_module("train_pretrain")
+    summed = script.TorchrunEngine.sum_integers
+
+    def sum_integers(engine: Any, values: Any) -> list[int]:
+        with unset_fake_temporarily():
+            return summed(engine, values)
+
+    def decide(monitor: StepMonitor, step: Any) -> None:
+        step.numbers()
+        step.grad_norm, step.loss = 1.0, 1.0
+
+    def row_offsets(document_ids: Tensor) -> Tensor:
+        with unset_fake_temporarily():
+            return torch.arange(0, document_ids.numel() + 1, document_ids.shape[1], dtype=torch.int32)
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(script.TorchrunEngine, "sum_integers", sum_integers))
+        stack.enter_context(patch.object(StepMonitor, "_decide", decide))
+        stack.enter_context(patch("llm_pretrain.model.kernels.attention._offsets", row_offsets))
+        for module in (script, expert_parallel):
+            stack.enter_context(patch.object(module, "set_timeout"))
+        for name in ("_concatenate", "_unflatten", "_flatten", "__getitem__"):
+            stack.enter_context(_outside_fakes(DeviceMesh, name))
+        for module in (_fsdp_init, expert_parallel):
+            stack.enter_context(_outside_fakes(module, "init_device_mesh"))
+        yield
+
+
+def _outside_fakes(owner: Any, name: str) -> Any:
+    """A block in which a function of a class or module makes real tensors."""
+    original = owner.__dict__[name]
+    is_static = isinstance(original, staticmethod)
+    function = original.__func__ if is_static else original
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with unset_fake_temporarily():
+            return function(*args, **kwargs)
+
+    return patch.object(owner, name, staticmethod(call) if is_static else call)

@@ -1,0 +1,200 @@
+"""What a step does: the storages that exist at any time, its collectives, and its operations."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+_KINDS = {
+    "_allgather_base_": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "allreduce_": "all_reduce",
+    "all_reduce": "all_reduce",
+    "alltoall_base_": "all_to_all",
+    "allgather_": "all_gather",
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "broadcast_": "broadcast",
+}
+"""torch's operation -> kind of collective."""
+
+PARAMETERS = "parameters"
+GRADIENTS = "gradients"
+OPTIMIZER = "optimizer state"
+GATHERED = "gathered parameters"
+WHOLE_GRADIENTS = "gradients before they are reduced"
+ACTIVATIONS = "activations"
+BATCHES = "batches and buffers"
+TEMPORARIES = "temporaries"
+
+
+class Collective(NamedTuple):
+    """One collective of a step.
+
+    Args:
+        kind: `all_gather`, `reduce_scatter`, `all_reduce`, `all_to_all` or `broadcast`.
+        group: `world`, or the mesh dimension's name.
+        ranks: Of the group.
+        size: Bytes of a rank's largest tensor: what it has after an all-gather, and before the others.
+        on_host: Whether the tensor is on the host.
+    """
+
+    kind: str
+    group: str
+    ranks: tuple[int, ...]
+    size: int
+    on_host: bool
+
+
+class Tracker(TorchDispatchMode):
+    """Inside it, every storage on the device is counted while it exists, and every collective is recorded.
+
+    Args:
+        device: Type of the device.
+        observe: Called with every operation that is no collective.
+    """
+
+    def __init__(self, device: str, observe: Any = None):
+        super().__init__()
+        self.device, self.observe = device, observe
+        self.collectives: list[Collective] = []
+        self.phase = "start"
+        self._serials: dict[int, int] = {}
+        self._kinds: list[str] = []
+        self._log: list[tuple[int, int]] = []
+        """(serial number of a storage, its size from here on)."""
+        self._start = 0
+        self._is_paused = False
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """A block that is tracked, including the storages that it frees or resizes in place."""
+        resize, tracker = torch.UntypedStorage.resize_, self
+
+        def resized(storage: Any, size: int) -> Any:
+            made = resize(storage, size)
+            tracker._note(storage, GATHERED)
+            tracker._kinds[tracker._serials[storage._cdata]] = GATHERED
+            tracker._log.append((tracker._serials[storage._cdata], size))
+            return made
+
+        infer = ShardingPropagator._propagate_tensor_meta_non_cached
+
+        def inferred(*arguments: Any) -> Any:
+            """DTensor infers shapes on fake tensors, which are no memory."""
+            self._is_paused = True
+            try:
+                return infer(*arguments)
+            finally:
+                self._is_paused = False
+
+        with (
+            patch.object(torch.UntypedStorage, "resize_", resized),
+            patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", inferred),
+            self,
+        ):
+            yield
+
+    def begin_step(self) -> None:
+        """Peak, collectives and operations are those from here on."""
+        self.collectives.clear()
+        self._start = len(self._log)
+
+    def name(self, kind: str, tensors: Iterable[Any]) -> None:
+        """Say what tensors are; a later name counts."""
+        for tensor in tensors:
+            storage = _local(tensor).untyped_storage()
+            if (serial := self._serials.get(storage._cdata)) is not None:
+                self._kinds[serial] = kind
+
+    def peak(self) -> tuple[int, dict[str, int]]:
+        """Most bytes since `begin_step`, and those of each kind of tensor then, largest first."""
+        sizes: dict[int, int] = {}
+        total = highest = place = 0
+        for index, (serial, size) in enumerate(self._log):
+            total += size - sizes.get(serial, 0)
+            sizes[serial] = size
+            if (index >= self._start or index == self._start - 1) and total > highest:
+                highest, place = total, index
+        sizes = {}
+        for serial, size in self._log[: place + 1]:
+            sizes[serial] = size
+        held: dict[str, int] = {}
+        for serial, size in sizes.items():
+            held[self._kinds[serial]] = held.get(self._kinds[serial], 0) + size
+        return highest, {kind: size for kind, size in sorted(held.items(), key=lambda x: -x[1]) if size}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented  # its own operations and collectives follow
+        out = func(*args, **(kwargs or {}))
+        if self._is_paused:
+            return out
+        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        made = [each for each in tree_leaves(out) if isinstance(each, Tensor)]
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self._collective(func, args, given)
+        elif func.namespace == "fsdp":
+            self.name(WHOLE_GRADIENTS if func._opname == "chunk_cat" else GATHERED, given)
+        for each in made:
+            tensor = _local(each)
+            if tensor.device.type == self.device:
+                self._note(tensor.untyped_storage(), self._kind())
+        if self.observe is not None and func.namespace not in ("c10d", "_c10d_functional"):
+            self.observe(func, args, kwargs or {}, given, made, self.phase)
+        return out
+
+    def _kind(self) -> str:
+        return {"start": BATCHES, "forward": ACTIVATIONS}.get(self.phase, TEMPORARIES)
+
+    def _note(self, storage: Any, kind: str) -> None:
+        """Count a storage from its first appearance on."""
+        key = storage._cdata
+        if key in self._serials:
+            return
+        serial = self._serials[key] = len(self._kinds)
+        self._kinds.append(kind)
+        self._log.append((serial, storage.size()))
+        weakref.finalize(storage, self._free, key).atexit = False
+
+    def _free(self, key: int) -> None:
+        self._log.append((self._serials.pop(key), 0))
+
+    def _collective(self, func: Any, args: Any, given: list[Tensor]) -> None:
+        kind = _KINDS.get(func._opname)
+        if kind is None:  # such as the wait for a result
+            return
+        group = _group(tree_leaves(args))
+        largest = max(given, key=lambda each: each.numel() * each.element_size())
+        size, ranks = largest.numel() * largest.element_size(), tuple(dist.get_process_group_ranks(group))
+        on_host = largest.device.type != self.device
+        name = group.group_desc.removeprefix("mesh_") if len(ranks) < dist.get_world_size() else "world"
+        self.collectives.append(Collective(kind, name, ranks, size, on_host))
+        if kind == "all_gather":
+            self.name(GATHERED, given)
+        elif kind == "reduce_scatter":
+            self.name(WHOLE_GRADIENTS, [largest])
+
+
+def _group(arguments: list[Any]) -> Any:
+    """The process group among an operation's arguments: an object, or its name as the last text."""
+    for each in arguments:
+        if type(each).__name__ == "ScriptObject" and "ProcessGroup" in str(each._type()):
+            return dist.ProcessGroup.unbox(each)
+    names = [each for each in arguments if isinstance(each, str)]
+    return dist.distributed_c10d._resolve_process_group(names[-1])
+
+
+def _local(tensor: Any) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
