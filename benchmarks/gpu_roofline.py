@@ -31,7 +31,7 @@ from benchmarks.documents import Documents
 from benchmarks.gpu_step import CASES, GOAL_MIXTURE
 from benchmarks.machine import ROOT
 from benchmarks.reporting import SkippedError, report
-from llm_pretrain.tracking import device_peak_flops
+from llm_pretrain.tracking import MACHINES
 
 NAMES = ["gpt2-124m", "qwen3-0.6b", "mixture", "dense of equal FLOPs"]
 QUICK = ["--only", "gpt2-124m"]
@@ -45,24 +45,25 @@ class Device(NamedTuple):
     """A GPU's peaks."""
 
     name: str
+    bf16: float
+    """Dense FLOP/s of tensor cores."""
     fp32: float
     """FLOP/s without tensor cores, of the router's products."""
     bandwidth: float
     """Bytes per second."""
 
-    @property
-    def bf16(self) -> float:
-        """Dense FLOP/s of tensor cores."""
-        peak = device_peak_flops(self.name)
-        assert peak is not None, self.name
-        return peak
+
+def _device(name: str, gpu: str) -> Device:
+    found = MACHINES[gpu]
+    bandwidth = found.memory_gb_per_second * 1e9
+    return Device(name, found.bf16_tflops * 1e12, found.fp32_tflops * 1e12, bandwidth)
 
 
 DEVICES = [
-    Device("H100", 66.9e12, 3.35e12),  # NVIDIA H100 data sheet, SXM
-    Device("H200", 66.9e12, 4.8e12),  # NVIDIA H200 data sheet, SXM
-    Device("A100", 19.5e12, 2.039e12),  # NVIDIA A100 data sheet, SXM, 80 GB
-    Device("RTX 4090", 82.6e12, 1.008e12),  # NVIDIA Ada architecture whitepaper, appendix A
+    _device("H100", "h100"),
+    _device("H200", "h200"),
+    _device("A100", "a100"),
+    _device("RTX 4090", "4090"),
 ]
 GOAL_DEVICE = DEVICES[0]
 """The device of the goals."""

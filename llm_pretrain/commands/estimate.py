@@ -11,7 +11,7 @@ import subprocess
 from typing import TYPE_CHECKING
 
 from llm_pretrain.errors import ConfigError, ResourceError
-from llm_pretrain.tracking import size_text
+from llm_pretrain.tracking import GPU_GB, size_text
 
 if TYPE_CHECKING:
     from llm_pretrain.config import Config
@@ -28,13 +28,6 @@ examples:
   llm-pretrain estimate --config configs/minimind3-64m.yaml --training.micro_batch_size 4 --verify
 """
 
-_GPU_GIB = {
-    "t4": 16, "v100": 32, "a10": 24, "a10g": 24, "a30": 24, "a40": 48, "a100": 80, "a800": 80, "l4": 24,
-    "l40": 48, "l40s": 48, "h20": 96, "h100": 80, "h800": 80, "h200": 141, "gh200": 96, "b100": 192,
-    "b200": 180, "b300": 288, "gb200": 186, "gb300": 288, "mi300x": 192, "mi325x": 256, "mi355x": 288,
-}  # fmt: skip
-"""Memory in GB, by the vendors' datasheets; the larger variant where there are two."""
-
 _WITHOUT_BF16 = ("t4", "v100")
 VERIFY_BOUND = 0.15
 """Largest relative difference between the estimated and the measured peak."""
@@ -49,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config", action="append", required=True, metavar="FILE", help="as for the scripts; later wins"
     )
-    parser.add_argument("--gpu", metavar="NAME", help=f"device: {', '.join(_GPU_GIB)} (default: a CPU)")
+    parser.add_argument("--gpu", metavar="NAME", help=f"device: {', '.join(GPU_GB)} (default: a CPU)")
     parser.add_argument(
         "--world-size", "--world_size", type=int, default=1, metavar="W", help="processes (default: 1)"
     )
@@ -98,8 +91,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _check(arguments: argparse.Namespace) -> None:
     problems = []
-    if arguments.gpu is not None and arguments.gpu.lower() not in _GPU_GIB:
-        problems.append(f"--gpu: expected one of {', '.join(_GPU_GIB)}, found {arguments.gpu!r}")
+    if arguments.gpu is not None and arguments.gpu.lower() not in GPU_GB:
+        problems.append(f"--gpu: expected one of {', '.join(GPU_GB)}, found {arguments.gpu!r}")
     if arguments.world_size < 1:
         problems.append(f"--world-size: expected 1 or more, found {arguments.world_size}")
     if not 0 < arguments.mfu <= 1:
@@ -178,7 +171,7 @@ def _print_memory(config: Config, arguments: argparse.Namespace) -> Memory:
     if memory.staging:
         print(f"  {'while saving':<19} {size_text(memory.staging):>11}  more in the processor's memory")
     if on_gpu:
-        total = _GPU_GIB[arguments.gpu.lower()] * 10**9
+        total = GPU_GB[arguments.gpu.lower()] * 10**9
         fits = "fits" if memory.peak + CUDA_CONTEXT <= total else "does NOT fit"
         print(f"  {fits} into {arguments.gpu}'s {total // 10**9} GB with 1 GB for CUDA's context")
     return memory

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import numpy as np
@@ -21,6 +21,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_init
+from torch.distributed.tensor import DTensor
 
 from llm_pretrain.config import Config
 from llm_pretrain.data import Batch, padded_offsets
@@ -43,12 +44,34 @@ class Trace:
     Args:
         peak: Most bytes at once.
         held: Bytes of each kind of tensor at the peak, largest first.
-        collectives: In order.
+        highest: Most bytes at once in each part of the step; see `Tracker.highest`.
+        collectives: In order; the first of several micro batches stands for all but the last.
+        repeats: Micro batches for which the first one stands.
+        padding: The most padded parameter; None where none is.
     """
 
     peak: int
     held: dict[str, int]
+    highest: dict[str, int]
     collectives: list[Collective]
+    repeats: int
+    padding: Padding | None
+
+
+class Padding(NamedTuple):
+    """A parameter whose rows do not divide evenly over the ranks.
+
+    Args:
+        name: In the model.
+        rows: Along the dimension that is sharded.
+        ranks: That share them.
+        factor: Elements of the whole model with padding, relative to those without.
+    """
+
+    name: str
+    rows: int
+    ranks: int
+    factor: float
 
 
 def traced_step(config: Config, device: torch.device, *, real: bool = False, observe: Any = None) -> Trace:
@@ -61,6 +84,8 @@ def traced_step(config: Config, device: torch.device, *, real: bool = False, obs
         observe: See `Tracker`.
     """
     tracker = Tracker(device.type, observe)
+    if observe is not None:
+        observe.tracker = tracker
     with ExitStack() as stack:
         environment = {"WORLD_SIZE": str(dist.get_world_size())}
         stack.enter_context(patch.dict(os.environ, environment))
@@ -73,6 +98,7 @@ def traced_step(config: Config, device: torch.device, *, real: bool = False, obs
         stack.enter_context(tracker.running())
         monitor = _prepared(engine, config)
         model, optimizer = engine.model_and_optimizer()
+        padding = _padding(model)
         _make_state(optimizer)
         tracker.name(PARAMETERS, model.parameters())
         states = [each for state in optimizer.state.values() for each in state.values()]
@@ -80,11 +106,13 @@ def traced_step(config: Config, device: torch.device, *, real: bool = False, obs
         _tell_phases(engine, tracker)
         batches = [micro_batch(config, device, index) for index in range(engine.accumulation_steps)]
         tracker.begin_step()
-        engine.train_step(batches, monitor)
+        alike = len(batches) - 1  # all but the last do the same
+        engine.train_step(batches[:1] + batches[1:][-1:], monitor)
         peak, held = tracker.peak()
+        highest = tracker.highest()
         collectives = list(tracker.collectives)
     fsdp.clear_mesh_caches()
-    return Trace(peak, held, collectives)
+    return Trace(peak, held, highest, collectives, max(1, alike), padding)
 
 
 def _engine(config: Config, device: torch.device) -> Any:
@@ -104,6 +132,26 @@ def _prepared(engine: Any, config: Config) -> StepMonitor:
     return StepMonitor(config, engine, progress)
 
 
+def _padding(model: Any) -> Padding | None:
+    total = padded = 0
+    worst: tuple[float, str, int, int] = (1.0, "", 0, 0)
+    for name, parameter in model.named_parameters():
+        total += parameter.numel()
+        factor = 1.0
+        if isinstance(parameter, DTensor):
+            ranks: dict[int, int] = {}
+            for size, placement in zip(parameter.device_mesh.shape, parameter.placements, strict=True):
+                if (dim := getattr(placement, "dim", None)) is not None:
+                    ranks[dim] = ranks.get(dim, 1) * size
+            for dim, count in ranks.items():
+                rows = parameter.shape[dim]
+                factor *= -(-rows // count) * count / rows
+                if factor > worst[0]:
+                    worst = (factor, name, rows, count)
+        padded += parameter.numel() * factor
+    return Padding(*worst[1:], padded / total) if worst[1] else None
+
+
 def _make_state(optimizer: Any) -> None:
     """The optimizer's state, as its first step makes it."""
     for group in optimizer.param_groups:
@@ -118,7 +166,7 @@ def _tell_phases(engine: Any, tracker: Tracker) -> None:
     forward, objective, clip = engine.forward, engine.objective, engine.clip_grad_norm
 
     def run_forward(batch: Batch) -> Any:
-        tracker.phase = "forward"
+        tracker.phase, tracker.micro_batch = "forward", batch.micro_batch
         return forward(batch)
 
     def run_objective(*arguments: Any) -> Tensor:

@@ -48,6 +48,8 @@ class Collective(NamedTuple):
         ranks: Of the group.
         size: Bytes of a rank's largest tensor: what it has after an all-gather, and before the others.
         on_host: Whether the tensor is on the host.
+        phase: `forward`, `backward` or `update`.
+        micro_batch: Number of the micro batch, from 0; -1 before the first.
     """
 
     kind: str
@@ -55,6 +57,8 @@ class Collective(NamedTuple):
     ranks: tuple[int, ...]
     size: int
     on_host: bool
+    phase: str
+    micro_batch: int
 
 
 class Tracker(TorchDispatchMode):
@@ -69,11 +73,13 @@ class Tracker(TorchDispatchMode):
         super().__init__()
         self.device, self.observe = device, observe
         self.collectives: list[Collective] = []
-        self.phase = "start"
+        self.phase, self.micro_batch = "start", -1
         self._serials: dict[int, int] = {}
         self._kinds: list[str] = []
         self._log: list[tuple[int, int]] = []
         """(serial number of a storage, its size from here on)."""
+        self._places: list[int] = []
+        """Place in the log of each collective."""
         self._start = 0
         self._is_paused = False
 
@@ -109,6 +115,8 @@ class Tracker(TorchDispatchMode):
     def begin_step(self) -> None:
         """Peak, collectives and operations are those from here on."""
         self.collectives.clear()
+        self._places.clear()
+        self.micro_batch = -1
         self._start = len(self._log)
 
     def name(self, kind: str, tensors: Iterable[Any]) -> None:
@@ -120,20 +128,44 @@ class Tracker(TorchDispatchMode):
 
     def peak(self) -> tuple[int, dict[str, int]]:
         """Most bytes since `begin_step`, and those of each kind of tensor then, largest first."""
-        sizes: dict[int, int] = {}
-        total = highest = place = 0
-        for index, (serial, size) in enumerate(self._log):
-            total += size - sizes.get(serial, 0)
-            sizes[serial] = size
-            if (index >= self._start or index == self._start - 1) and total > highest:
-                highest, place = total, index
-        sizes = {}
-        for serial, size in self._log[: place + 1]:
-            sizes[serial] = size
+        totals = self._totals()
+        place = max(range(self._start, len(totals)), key=totals.__getitem__)
+        sizes = dict(self._log[: place + 1])  # the last size of each
         held: dict[str, int] = {}
         for serial, size in sizes.items():
             held[self._kinds[serial]] = held.get(self._kinds[serial], 0) + size
-        return highest, {kind: size for kind, size in sorted(held.items(), key=lambda x: -x[1]) if size}
+        kinds = sorted(held, key=held.__getitem__, reverse=True)
+        return totals[place], {kind: held[kind] for kind in kinds if held[kind]}
+
+    def highest(self) -> dict[str, int]:
+        """Most bytes in each part of a step with sharded parameters; each part's grows evenly with layers.
+
+        The parts are divided where the gradients of the last micro batch are reduced: before the first, until
+        the middle one, until the one before the last, and after it.
+        """
+        totals = self._totals()
+        last = self.micro_batch
+        found = zip(self._places, self.collectives, strict=True)
+        reduced = [
+            place for place, each in found if each.kind == "reduce_scatter" and each.micro_batch == last
+        ] or [len(totals) - 1]
+        marks = [self._start, reduced[0], reduced[len(reduced) // 2], reduced[max(0, len(reduced) - 2)]]
+        names = ("forward", "first layers backward", "last layers backward", "end")
+        ends = [*marks[1:], len(totals)]
+        return {
+            name: max(totals[min(start, end - 1) : end])
+            for name, start, end in zip(names, marks, ends, strict=True)
+        }
+
+    def _totals(self) -> list[int]:
+        """Bytes after each entry of the log."""
+        sizes = [0] * len(self._kinds)
+        total, totals = 0, []
+        for serial, size in self._log:
+            total += size - sizes[serial]
+            sizes[serial] = size
+            totals.append(total)
+        return totals
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(each, DTensor) for each in types):
@@ -152,7 +184,7 @@ class Tracker(TorchDispatchMode):
             if tensor.device.type == self.device:
                 self._note(tensor.untyped_storage(), self._kind())
         if self.observe is not None and func.namespace not in ("c10d", "_c10d_functional"):
-            self.observe(func, args, kwargs or {}, given, made, self.phase)
+            self.observe(func, args, given, made)
         return out
 
     def _kind(self) -> str:
@@ -180,7 +212,8 @@ class Tracker(TorchDispatchMode):
         size, ranks = largest.numel() * largest.element_size(), tuple(dist.get_process_group_ranks(group))
         on_host = largest.device.type != self.device
         name = group.group_desc.removeprefix("mesh_") if len(ranks) < dist.get_world_size() else "world"
-        self.collectives.append(Collective(kind, name, ranks, size, on_host))
+        self.collectives.append(Collective(kind, name, ranks, size, on_host, self.phase, self.micro_batch))
+        self._places.append(len(self._log))
         if kind == "all_gather":
             self.name(GATHERED, given)
         elif kind == "reduce_scatter":

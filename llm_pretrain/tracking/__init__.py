@@ -1,6 +1,7 @@
 """What a run records and shows: metrics.jsonl, console, trackers, report, `top`; peak FLOPS and memory."""
 
 from llm_pretrain.tracking.console import Console
+from llm_pretrain.tracking.machine import GPU_GB, MACHINES, Machine
 from llm_pretrain.tracking.metrics import (
     MAX_METRICS_BYTES,
     MetricsWriter,
@@ -14,8 +15,11 @@ from llm_pretrain.tracking.report import render_page, write_report
 from llm_pretrain.tracking.trackers import Trackers
 
 __all__ = [
+    "GPU_GB",
+    "MACHINES",
     "MAX_METRICS_BYTES",
     "Console",
+    "Machine",
     "MetricsWriter",
     "Trackers",
     "device_peak_flops",

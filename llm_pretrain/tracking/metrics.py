@@ -280,7 +280,7 @@ _PEAK_TERAFLOPS: tuple[tuple[str, float], ...] = (
     (r"\bRTX 6000 Ada\b", 364.2),
     (r"\bRTX A6000\b", 154.8),
     (r"\bRTX 5090\b", 209.5),
-    (r"\bRTX 4090\b", 165.2),
+    (r"\b4090\b", 165.2),
     (r"\bRTX 3090 Ti\b", 80.0),
     (r"\bRTX 3090\b", 71.0),
     # AMD Instinct datasheets

@@ -1,0 +1,122 @@
+"""Simulates steps in a process of its own, since the simulated GPU changes all of torch.
+
+    python -m llm_pretrain.simulation.worker
+
+Standard input is one JSON object a line, a `Job`; standard output one line for each, its result.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from llm_pretrain.config import Config, compiles, load_config
+from llm_pretrain.errors import PretrainError
+from llm_pretrain.model import flops_per_token
+from llm_pretrain.simulation.device import gpu_kernels, register
+from llm_pretrain.simulation.timing import Roofline, Time, step_time
+from llm_pretrain.simulation.trace import Trace, traced_step
+from llm_pretrain.tracking import Machine
+
+
+@dataclass
+class Job:
+    """What to simulate.
+
+    Args:
+        options: Of the scripts.
+        world_size: Ranks.
+        machine: Fields of `Machine`; None for the CPU.
+        layers: Of the model; None for the configuration's.
+    """
+
+    options: list[str]
+    world_size: int
+    machine: dict[str, Any] | None = None
+    layers: int | None = None
+
+
+@contextmanager
+def fake_ranks(world_size: int, backend: str) -> Iterator[None]:
+    """A process group of which this is rank 0; nothing is sent."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group(backend, rank=0, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def job_config(job: Job) -> Config:
+    """The configuration of a job, with layers that are not compiled."""
+    config = load_config(job.options, needs_data=False, has_bf16=True, world_size=job.world_size)
+    training = replace(config.training, compile="off")
+    model = replace(config.model, num_hidden_layers=job.layers or config.model.num_hidden_layers)
+    return replace(config, training=training, model=model)
+
+
+def simulate(job: Job) -> dict[str, Any]:
+    """Trace a job's step; its result as plain data."""
+    device = register() if job.machine else torch.device("cpu")
+    config, roofline, machine = job_config(job), None, None
+    if job.machine:
+        machine = Machine(**job.machine)
+        as_given = load_config(job.options, needs_data=False, has_bf16=True, world_size=job.world_size)
+        fuses = compiles(as_given, on_gpu=True)
+        roofline = Roofline(machine, fuses=fuses, length=config.training.sequence_length)
+    capability = divmod(machine.capability, 10) if machine else None
+    backend = "cpu:fake,simulated:fake_simulated" if machine else "fake"
+    with fake_ranks(job.world_size, backend), gpu_kernels(capability) if capability else nullcontext():
+        trace = traced_step(config, device, observe=roofline)
+    found = asdict(trace) | {"collectives": grouped(trace)}
+    if machine and roofline:
+        time = step_time(roofline, trace.collectives, trace.repeats, machine)
+        found["time"] = asdict(time) | speed(config, job.world_size, time, machine)
+    return found
+
+
+def grouped(trace: Trace) -> list[dict[str, Any]]:
+    """Collectives of a step by kind, group and size of the group, in the order of their first."""
+    rows: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for each in trace.collectives:
+        key = (each.kind, each.group, len(each.ranks), each.on_host)
+        names = ("kind", "group", "ranks", "on_host")
+        row = rows.setdefault(key, dict(zip(names, key, strict=True)) | {"count": 0, "bytes": 0})
+        times = trace.repeats if each.micro_batch == 0 else 1
+        row["count"] += times
+        row["bytes"] += times * each.size
+        row["smallest"] = min(row.get("smallest", each.size), each.size)
+    return list(rows.values())
+
+
+def speed(config: Config, world_size: int, time: Time, machine: Machine) -> dict[str, float]:
+    """Tokens per second of all ranks, and model FLOP utilisation."""
+    training = config.training
+    tokens = training.global_batch_size * training.sequence_length
+    flops = flops_per_token(config.model, training.sequence_length) * tokens
+    peak = machine.bf16_tflops if training.precision in ("bf16", "fp16") else machine.fp32_tflops
+    mfu = flops / (time.step * peak * 1e12 * world_size)
+    return {"tokens_per_second": tokens / time.step, "mfu": mfu}
+
+
+def main() -> None:
+    """Answer the jobs of standard input."""
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        try:
+            result = simulate(Job(**json.loads(line)))
+        except PretrainError as error:
+            result = {"errors": str(error).splitlines()}
+        print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()
