@@ -17,6 +17,7 @@ COMMANDS = {
     "inspect": "show what is in a token store: lengths, masks, packing, samples",
     "configs": "list the presets; write other frameworks' configurations as ours",
     "estimate": "estimate parameters, memory by part, time and cost of a configuration",
+    "simulate": "simulate a step of one rank of any number: memory, collectives, time; find a mesh",
     "train": "train on this machine's GPUs, or on its CPU, through torchrun or accelerate",
     "doctor": "check this machine for settings that would break or slow down a run",
     "parity": "launch a configuration in every way, and compare the runs bit for bit",

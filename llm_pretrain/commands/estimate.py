@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
     _check(arguments)
     has_bf16 = None if arguments.gpu is None else arguments.gpu.lower() not in _WITHOUT_BF16
     processes = arguments.world_size
-    config = _with_vocabulary(load_config(options, needs_data=False, has_bf16=has_bf16, world_size=processes))
+    config = with_vocabulary(load_config(options, needs_data=False, has_bf16=has_bf16, world_size=processes))
     if has_bf16 is False and config.training.precision == "bf16":
         raise ConfigError(
             f"training.precision: expected fp16 or fp32 on a {arguments.gpu}, which has no bf16, found bf16"
@@ -107,7 +107,7 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ConfigError(*problems)
 
 
-def _with_vocabulary(config: Config) -> Config:
+def with_vocabulary(config: Config) -> Config:
     """The configuration with the vocabulary size that the run will have."""
     from llm_pretrain.config import resolve_model
     from llm_pretrain.data import open_stores

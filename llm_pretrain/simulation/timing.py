@@ -43,16 +43,12 @@ class Time:
         traffic: Of operations that the memory's bandwidth bounds.
         hidden: Of collectives that run beside computation, by link.
         waited: Of collectives that computation waits for, by link.
-        step: Of the whole step.
-        bound: What the step would have to wait less for: `products`, `memory traffic`, or a link.
     """
 
     products: float
     traffic: float
     hidden: dict[str, float]
     waited: dict[str, float]
-    step: float
-    bound: str
 
 
 class Roofline:
@@ -187,8 +183,4 @@ def step_time(
         of_gradients = each.kind == "all_reduce" and each.phase == "backward"
         is_hidden = (each.kind in _HIDDEN or of_gradients) and index not in alone
         (hidden if is_hidden else waited)[link] += times(each.micro_batch) * seconds
-    computing = products + traffic, "products" if products >= traffic else "memory traffic"
-    longest = max([computing, *((seconds, link) for link, seconds in hidden.items())])
-    waits = [(seconds, link) for link, seconds in waited.items()]
-    step = longest[0] + sum(waited.values())
-    return Time(products, traffic, dict(hidden), dict(waited), step, max([longest, *waits])[1])
+    return Time(products, traffic, dict(hidden), dict(waited))

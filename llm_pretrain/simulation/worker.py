@@ -19,9 +19,8 @@ import torch.distributed as dist
 
 from llm_pretrain.config import Config, compiles, load_config
 from llm_pretrain.errors import PretrainError
-from llm_pretrain.model import flops_per_token
 from llm_pretrain.simulation.device import gpu_kernels, register
-from llm_pretrain.simulation.timing import Roofline, Time, step_time
+from llm_pretrain.simulation.timing import Roofline, step_time
 from llm_pretrain.simulation.trace import Trace, traced_step
 from llm_pretrain.tracking import Machine
 
@@ -78,8 +77,7 @@ def simulate(job: Job) -> dict[str, Any]:
         trace = traced_step(config, device, observe=roofline)
     found = asdict(trace) | {"collectives": grouped(trace)}
     if machine and roofline:
-        time = step_time(roofline, trace.collectives, trace.repeats, machine)
-        found["time"] = asdict(time) | speed(config, job.world_size, time, machine)
+        found["time"] = asdict(step_time(roofline, trace.collectives, trace.repeats, machine))
     return found
 
 
@@ -95,16 +93,6 @@ def grouped(trace: Trace) -> list[dict[str, Any]]:
         row["bytes"] += times * each.size
         row["smallest"] = min(row.get("smallest", each.size), each.size)
     return list(rows.values())
-
-
-def speed(config: Config, world_size: int, time: Time, machine: Machine) -> dict[str, float]:
-    """Tokens per second of all ranks, and model FLOP utilisation."""
-    training = config.training
-    tokens = training.global_batch_size * training.sequence_length
-    flops = flops_per_token(config.model, training.sequence_length) * tokens
-    peak = machine.bf16_tflops if training.precision in ("bf16", "fp16") else machine.fp32_tflops
-    mfu = flops / (time.step * peak * 1e12 * world_size)
-    return {"tokens_per_second": tokens / time.step, "mfu": mfu}
 
 
 def main() -> None:

@@ -1,0 +1,254 @@
+"""Simulated steps for `llm-pretrain simulate`: results of the worker process, the search for a mesh, findings."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from typing import IO, TYPE_CHECKING, Any
+
+from llm_pretrain.commands._launching import PACKAGE_ROOT, RUN_MODULE, launch_environment
+from llm_pretrain.errors import ConfigError, ResourceError
+from llm_pretrain.tracking import Machine
+
+if TYPE_CHECKING:
+    from llm_pretrain.config import Config
+
+PAGE = 4096
+"""Bytes of a page: below it, a link's time is that of its hops."""
+_MOST_EP = 2
+"""Largest `ep_size` of the search, in nodes."""
+_SHARD_SIZES = 2
+"""Shard sizes that are traced for each `ep_size`: the smallest that fit."""
+_TRACED = (2, 3)
+"""Layers that are traced to extrapolate from, besides leading dense layers."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A simulated step.
+
+    Args:
+        peak: Bytes of a rank at once.
+        held: Bytes by kind of tensor at the peak; empty if extrapolated.
+        collectives: Rows by kind, group and its size; empty if extrapolated.
+        padding: The most padded parameter, as `name`, `rows`, `ranks` and `factor`.
+        products, traffic: Seconds of computation that products and the memory's bandwidth bound.
+        hidden, waited: Seconds of collectives beside computation, and of those it waits for, by link.
+    """
+
+    peak: int
+    held: dict[str, int]
+    collectives: list[dict[str, Any]]
+    padding: dict[str, Any] | None
+    products: float
+    traffic: float
+    hidden: dict[str, float]
+    waited: dict[str, float]
+
+    @property
+    def computing(self) -> float:
+        """Seconds of computation."""
+        return self.products + self.traffic
+
+    @property
+    def seconds(self) -> float:
+        """Least seconds of the step: the longest of computation and each link beside it, and the waits."""
+        return max([self.computing, *self.hidden.values()]) + sum(self.waited.values())
+
+    @property
+    def bound(self) -> str:
+        """What takes longest: `products`, `memory traffic`, or a link."""
+        computing = "products" if self.products >= self.traffic else "memory traffic"
+        links = [*self.hidden.items(), *self.waited.items()]
+        return max([(computing, self.computing), *links], key=lambda pair: pair[1])[0]
+
+    def mfu(self, config: Config, world_size: int, machine: Machine) -> float:
+        """Share of the devices' peak that the model's FLOPs take."""
+        from llm_pretrain.model import flops_per_token
+
+        length, in_fp32 = config.training.sequence_length, config.training.precision == "fp32"
+        peak = machine.fp32_tflops if in_fp32 else machine.bf16_tflops
+        flops = flops_per_token(config.model, length) * step_tokens(config)
+        return flops / (self.seconds * peak * 1e12 * world_size)
+
+
+def step_tokens(config: Config) -> int:
+    """Tokens of an optimizer step."""
+    return config.training.global_batch_size * config.training.sequence_length
+
+
+class Simulator:
+    """The worker process."""
+
+    def __init__(self, process: subprocess.Popen[str], machine: Machine):
+        self._process, self._machine = process, machine
+
+    def raw(self, options: Sequence[str], world_size: int, layers: int | None = None) -> dict[str, Any]:
+        """The worker's answer: a `Trace` as plain data, its collectives grouped, with `time`.
+
+        Raises:
+            ConfigError: as the worker does.
+            ResourceError: the worker failed.
+        """
+        job = {"options": list(options), "world_size": world_size, "layers": layers}
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            print(json.dumps(job | {"machine": asdict(self._machine)}), file=self._process.stdin, flush=True)
+        except BrokenPipeError:
+            pass  # its reason follows
+        line = self._process.stdout.readline()
+        if not line:
+            raise ResourceError(f"simulate: expected a simulated step, found: {_reason(self._process.stderr)}")
+        found = json.loads(line)
+        if "errors" in found:
+            raise ConfigError(*found["errors"])
+        return found
+
+    def step(self, options: Sequence[str], world_size: int) -> Step:
+        """The whole step."""
+        found = self.raw(options, world_size)
+        names = ("peak", "held", "collectives", "padding")
+        return Step(**{name: found[name] for name in names}, **found["time"])
+
+    def extrapolated(self, options: Sequence[str], config: Config, world_size: int) -> Step:
+        """The step from that of few layers: every part's memory, and every time, is linear in the layers."""
+        model = config.model
+        period = model.decoder_sparse_step if model.moe_layers else 1
+        few, more = (model.first_k_dense_replace + count * period for count in _TRACED)
+        if model.num_hidden_layers <= more:
+            return self.step(options, world_size)
+        first, second = (self.raw(options, world_size, layers) for layers in (few, more))
+        times = (model.num_hidden_layers - few) / (more - few)
+
+        def line(left: Any, right: Any) -> Any:
+            if isinstance(left, dict):
+                return {key: line(left.get(key, 0), right[key]) for key in right}
+            return left + times * (right - left)
+
+        peak = int(max(line(first["highest"], second["highest"]).values()))
+        return Step(peak, {}, second["collectives"], second["padding"], **line(first["time"], second["time"]))
+
+
+def _reason(stream: IO[str] | None) -> str:
+    lines = (stream.read() if stream else "").strip().splitlines()
+    return lines[-1][:200] if lines else "no message"
+
+
+@contextmanager
+def simulator(machine: Machine) -> Iterator[Simulator]:
+    """A worker process, which ends with the block."""
+    command = [*RUN_MODULE, "llm_pretrain.simulation.worker"]
+    with subprocess.Popen(
+        command,
+        env=_environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            yield Simulator(process, machine)
+        finally:
+            process.kill()
+
+
+def _environment() -> dict[str, str]:
+    """Without this machine's GPUs, and without torch's warnings about groups that send nothing."""
+    return launch_environment(PACKAGE_ROOT, gpus="") | {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+
+
+def verified(options: Sequence[str]) -> list[dict[str, Any]]:
+    """Small meshes, simulated and run: `mesh`, and peak and collectives of both.
+
+    Raises:
+        ResourceError: a rank failed.
+    """
+    command = [*RUN_MODULE, "llm_pretrain.simulation.verify", json.dumps(list(options))]
+    done = subprocess.run(command, env=_environment(), capture_output=True, text=True, check=False)
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or ["no message"]
+        raise ResourceError(f"--verify: expected small steps to run here, found: {lines[-1]:.200}")
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Sizes of a mesh."""
+
+    replicas: int
+    shards: int
+    ep: int
+
+    def options(self) -> list[str]:
+        """The settings."""
+        settings = {"dp_replicate_size": self.replicas, "dp_shard_size": self.shards, "ep_size": self.ep}
+        words = ["--distributed.strategy", "fsdp"]
+        return words + [word for name, size in settings.items() for word in (f"--distributed.{name}", str(size))]
+
+    def of(self, config: Config) -> Config:
+        """The configuration on this mesh."""
+        sizes = {"dp_replicate_size": self.replicas, "dp_shard_size": self.shards, "ep_size": self.ep}
+        return replace(config, distributed=replace(config.distributed, strategy="fsdp", **sizes))
+
+
+def candidates(config: Config, world_size: int, machine: Machine) -> list[Mesh]:
+    """Meshes to trace: for each `ep_size` the smallest shard sizes that fit into memory by `estimate`."""
+    from llm_pretrain.memory import estimate_memory
+
+    node, experts = machine.gpus_per_node, config.model.num_experts if config.model.moe_layers else 1
+    shard_sizes = [
+        size
+        for size in range(2, world_size + 1)
+        if world_size % size == 0 and (size % node == 0 or node % size == 0 or size == world_size)
+    ]
+    found = []
+    for ep in (1 << power for power in range(int(math.log2(_MOST_EP * node)) + 1)):
+        fitting = []
+        for size in shard_sizes:
+            if experts % ep or size % ep or len(fitting) == _SHARD_SIZES:
+                continue
+            mesh = Mesh(world_size // size, size, ep)
+            if estimate_memory(mesh.of(config), world_size, on_gpu=True).peak <= machine.memory_gb * 1e9:
+                fitting.append(mesh)
+        found += fitting
+    return found
+
+
+def findings(step: Step, config: Config, machine: Machine) -> list[str]:
+    """What is wrong with a step, one line each."""
+    found = []
+    if (padding := step.padding) and padding["factor"] > 1.02:
+        found.append(
+            f"{padding['name']} has {padding['rows']} rows over {padding['ranks']} ranks: with padding all "
+            f"parameters take {padding['factor']:.2f} times their size; use distributed.dp_shard_size "
+            f"{_divisor(padding['rows'], padding['ranks'])} or fewer, or distributed.ep_size"
+        )
+    gathers = [row for row in step.collectives if row["kind"] == "all_gather" and row["ranks"] > 1]
+    for row in gathers:
+        if (shard := row["smallest"] // row["ranks"]) < PAGE:
+            found.append(
+                f"a rank's part of an all-gather over {row['group']} is {shard} bytes, less than a page: "
+                f"its time is that of {row['ranks'] - 1} hops; use a smaller distributed.dp_shard_size"
+            )
+    for link, seconds in step.hidden.items():
+        if seconds > step.computing:
+            found.append(
+                f"{link} is slower than the step: its collectives take {seconds * 1e3:.1f} ms beside "
+                f"{step.computing * 1e3:.1f} ms of computation"
+            )
+    if config.distributed.ep_size > machine.gpus_per_node:
+        found.append(
+            f"distributed.ep_size {config.distributed.ep_size} spans nodes of {machine.gpus_per_node} GPUs: "
+            "tokens travel over the network, and computation waits for them"
+        )
+    return found
+
+
+def _divisor(rows: int, ranks: int) -> int:
+    """The largest power of two that divides rows, at most the ranks."""
+    return min(rows & -rows, ranks)

@@ -1,0 +1,266 @@
+"""`llm-pretrain simulate`: one training step of one rank of any number, without a GPU.
+
+The step is the run's own code on tensors without values. `--search` finds a mesh, `--verify` compares small
+meshes with real ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from typing import TYPE_CHECKING, Any
+
+from llm_pretrain.errors import ConfigError
+from llm_pretrain.tracking import MACHINES, Machine, size_text
+
+if TYPE_CHECKING:
+    from llm_pretrain.commands._simulated_steps import Mesh, Simulator, Step
+    from llm_pretrain.config import Config
+
+EXAMPLES = """\
+Every other option is a setting, --section.field VALUE. Times are lower bounds: no kernel and no collective
+reaches the data sheets. --network_gb_per_second 12.5 and the like describe another machine.
+
+examples:
+  llm-pretrain simulate --config configs/olmoe-1b-7b.yaml --gpu h100 --world-size 64
+  llm-pretrain simulate --config configs/qwen3-30b-a3b.yaml --gpu h100 --world-size 1024 \\
+      --distributed.dp_replicate_size 8 --distributed.dp_shard_size 128 --distributed.ep_size 8
+  llm-pretrain simulate --config configs/qwen3-30b-a3b.yaml --gpu h100 --search 1024
+  llm-pretrain simulate --config configs/tiny-moe.yaml --verify
+"""
+
+_FIELDS = {each.name: each for each in dataclasses.fields(Machine)}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options, and every setting of the configuration."""
+    from llm_pretrain.commands._launch_options import add_settings
+
+    parser.usage = "llm-pretrain simulate --config FILE [options] [--section.field VALUE ...]"
+    parser.add_argument(
+        "--config", action="append", required=True, metavar="FILE", help="as for the scripts; later wins"
+    )
+    parser.add_argument("--gpu", metavar="NAME", help=f"the machine: {', '.join(MACHINES)}")
+    parser.add_argument(
+        "--world-size", "--world_size", type=int, default=1, metavar="W", help="processes (default: 1)"
+    )
+    for name, field in _FIELDS.items():
+        kind = int if field.type == "int" else float
+        parser.add_argument(f"--{name}", type=kind, metavar="N", help="of the machine, instead of the preset's")
+    parser.add_argument(
+        "--search", type=int, metavar="GPUS", help="find the mesh with the shortest step that fits"
+    )
+    parser.add_argument(
+        "--verify", action="store_true",
+        help="run small meshes on this machine's CPU and compare peaks and collectives with simulated ones",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_settings(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the step, the search or the comparison; 1 where it does not fit, or `--verify` finds a difference."""
+    from llm_pretrain.commands._launch_options import given_options
+    from llm_pretrain.commands._simulated_steps import simulator
+    from llm_pretrain.commands.estimate import with_vocabulary
+    from llm_pretrain.config import load_config
+
+    options = given_options(arguments)
+    world_size = arguments.search or arguments.world_size
+    _check(arguments)
+    if arguments.verify:
+        return _verify([*options, "--model.vocab_size", "512"], arguments)
+    machine = _machine(arguments)
+    if arguments.search:  # the configuration's own mesh does not count
+        for name, value in (("strategy", "fsdp"), ("dp_replicate_size", "1"), ("dp_shard_size", "null")):
+            options += [f"--distributed.{name}", value]
+        options += ["--distributed.ep_size", "1"]
+    config = load_config(options, needs_data=False, has_bf16=True, world_size=world_size)
+    config = with_vocabulary(config)
+    options += ["--model.vocab_size", str(config.model.vocab_size)]
+    _check_config(config, world_size)
+    with simulator(machine) as worker:
+        if arguments.search:
+            return _search(worker, options, config, machine, arguments)
+        step = worker.step(options, world_size)
+    if arguments.json:
+        print(json.dumps(_as_json(step, config, world_size, machine), indent=1))
+    else:
+        _print_step(step, config, world_size, machine, arguments.gpu)
+    return 0 if _fits(step, machine) else 1
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    problems = []
+    if arguments.gpu is not None and arguments.gpu.lower() not in MACHINES:
+        problems.append(f"--gpu: expected one of {', '.join(MACHINES)}, found {arguments.gpu!r}")
+    missing = [name for name, field in _FIELDS.items() if _is_required(field) and not getattr(arguments, name)]
+    if arguments.gpu is None and not arguments.verify and missing:
+        problems.append(
+            f"--gpu: expected one of {', '.join(MACHINES)}, found none; or set --{', --'.join(missing)}"
+        )
+    if arguments.world_size < 1:
+        problems.append(f"--world-size: expected 1 or more, found {arguments.world_size}")
+    if arguments.search is not None and arguments.search < 2:
+        problems.append(f"--search: expected 2 GPUs or more, found {arguments.search}")
+    for name in _FIELDS:
+        value = getattr(arguments, name)
+        if value is not None and not 0 < value < float("inf"):
+            problems.append(f"--{name}: expected more than 0, found {value:g}")
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _is_required(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING
+
+
+def _machine(arguments: argparse.Namespace) -> Machine:
+    given = {name: value for name in _FIELDS if (value := getattr(arguments, name)) is not None}
+    if arguments.gpu is None:
+        return Machine(**given)
+    return dataclasses.replace(MACHINES[arguments.gpu.lower()], **given)
+
+
+def _check_config(config: Config, world_size: int) -> None:
+    """Stop at what cannot be simulated."""
+    problems = []
+    if world_size > 1 and config.distributed.strategy != "fsdp":
+        problems.append(
+            "distributed.strategy: expected fsdp for a simulation of several processes, found "
+            f"{config.distributed.strategy}"
+        )
+    if config.training.float8:
+        problems.append("training.float8: expected false for a simulation, found true")
+    if config.training.attention_implementation == "flex":
+        problems.append(
+            "training.attention_implementation: expected auto, varlen or sdpa for a simulation, found flex"
+        )
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _fits(step: Step, machine: Machine) -> bool:
+    from llm_pretrain.memory import CUDA_CONTEXT
+
+    return step.peak + CUDA_CONTEXT <= machine.memory_gb * 1e9
+
+
+def _as_json(step: Step, config: Config, world_size: int, machine: Machine) -> dict[str, Any]:
+    from llm_pretrain.commands._simulated_steps import findings, step_tokens
+
+    return {
+        **dataclasses.asdict(step),
+        "fits": _fits(step, machine),
+        "seconds": step.seconds,
+        "bound": step.bound,
+        "tokens_per_second": step_tokens(config) / step.seconds,
+        "mfu": step.mfu(config, world_size, machine),
+        "findings": findings(step, config, machine),
+        "machine": dataclasses.asdict(machine),
+    }
+
+
+def _print_step(step: Step, config: Config, world_size: int, machine: Machine, gpu: str | None) -> None:
+    from llm_pretrain.commands._simulated_steps import findings
+
+    name, distributed, training = gpu or "GPUs", config.distributed, config.training
+    shards = distributed.shard_size(world_size)
+    print(
+        f"{config.run.name}: a step of one of {world_size} x {name}, {distributed.dp_replicate_size} x {shards} "
+        f"x ep {distributed.ep_size} ({training.precision}, {training.micro_batch_size} x "
+        f"{training.sequence_length} tokens, {config.gradient_accumulation_steps(world_size)} times)"
+    )
+    print("memory at the peak")
+    for kind, size in step.held.items():
+        print(f"  {kind:<34} {size_text(size):>11}")
+    fits = "fits" if _fits(step, machine) else "does NOT fit"
+    print(f"  {'peak':<34} {size_text(step.peak):>11}  {fits} into {machine.memory_gb:g} GB")
+    print("collectives of a step")
+    for row in step.collectives:
+        where = ", on the host" if row["on_host"] else ""
+        what = f"{row['kind']} over {row['group']}{where}"
+        print(f"  {what:<34} {size_text(row['bytes']):>11}  {row['count']} of {row['ranks']} ranks")
+    _print_time(step, config, world_size, machine)
+    for each in findings(step, config, machine):
+        print(f"warning: {each}")
+
+
+def _print_time(step: Step, config: Config, world_size: int, machine: Machine) -> None:
+    from llm_pretrain.commands._simulated_steps import step_tokens
+
+    print("time of a step, at least")
+    print(f"  {'products':<34} {_seconds(step.products):>11}")
+    print(f"  {'memory traffic':<34} {_seconds(step.traffic):>11}")
+    for link, seconds in step.hidden.items():
+        print(f"  {link + ', beside computation':<34} {_seconds(seconds):>11}")
+    for link, seconds in step.waited.items():
+        print(f"  {link + ', computation waits':<34} {_seconds(seconds):>11}")
+    speed = step_tokens(config) / step.seconds
+    print(
+        f"  {'step':<34} {_seconds(step.seconds):>11}  at most {speed:,.0f} tokens/s, "
+        f"{speed / world_size:,.0f} a GPU, MFU {step.mfu(config, world_size, machine):.1%}; bound by {step.bound}"
+    )
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.2f} ms"
+
+
+def _search(
+    worker: Simulator, options: list[str], config: Config, machine: Machine, arguments: argparse.Namespace
+) -> int:
+    from llm_pretrain.commands._simulated_steps import candidates, findings
+
+    world_size = arguments.search
+    rows: list[tuple[Step, Mesh]] = []
+    for mesh in candidates(config, world_size, machine):
+        step = worker.extrapolated([*options, *mesh.options()], mesh.of(config), world_size)
+        if _fits(step, machine):
+            rows.append((step, mesh))
+    if not rows:
+        raise ConfigError(
+            f"--search: expected a mesh of {world_size} GPUs on which a rank fits into {machine.memory_gb:g} "
+            "GB, found none; use more GPUs, a smaller training.micro_batch_size or "
+            "training.activation_checkpointing true"
+        )
+    rows.sort(key=lambda row: row[0].seconds)
+    if arguments.json:
+        found = [dataclasses.asdict(mesh) | _as_json(step, mesh.of(config), world_size, machine) for step, mesh in rows]
+        print(json.dumps(found, indent=1))
+        return 0
+    print(f"{config.run.name} on {world_size} x {arguments.gpu or 'GPUs'}, extrapolated from few layers")
+    print("  replicas  shards  ep         peak         step     MFU  bound by")
+    for step, mesh in rows:
+        print(
+            f"  {mesh.replicas:>8}  {mesh.shards:>6}  {mesh.ep:>2}  {size_text(step.peak):>11}  "
+            f"{_seconds(step.seconds):>11}  {step.mfu(config, world_size, machine):>6.1%}  {step.bound}"
+        )
+    best = rows[0][1]
+    print(f"the shortest step: {' '.join(best.options())}")
+    for each in findings(rows[0][0], best.of(config), machine):
+        print(f"warning: {each}")
+    return 0
+
+
+def _verify(options: list[str], arguments: argparse.Namespace) -> int:
+    from llm_pretrain.commands._simulated_steps import verified
+
+    rows = verified(options)
+    if arguments.json:
+        print(json.dumps(rows, indent=1))
+    differences = 0
+    for row in rows:
+        simulated, real = row["simulated"], row["real"]
+        same_peak, same_rows = simulated["peak"] == real["peak"], simulated["collectives"] == real["collectives"]
+        differences += not (same_peak and same_rows)
+        if arguments.json:
+            continue
+        peak = "equal" if same_peak else f"NOT {real['peak']:,}"
+        rest = "equal" if same_rows else f"NOT equal ({len(real['collectives'])} run)"
+        print(
+            f"{row['mesh']:<28} peak {simulated['peak']:>10,} bytes: {peak}; "
+            f"{len(simulated['collectives'])} collectives in order and bytes: {rest}"
+        )
+    return 1 if differences else 0
