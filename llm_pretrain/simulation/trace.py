@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -58,7 +58,8 @@ class Trace:
     padding: Padding | None
 
 
-class Padding(NamedTuple):
+@dataclass
+class Padding:
     """A parameter whose rows do not divide evenly over the ranks.
 
     Args:
@@ -123,11 +124,17 @@ def _engine(config: Config, device: torch.device) -> Any:
 
 def _prepared(engine: Any, config: Config) -> StepMonitor:
     """Prepare the engine as a run does, but for initial values and data; returns its monitor."""
-    with torch.device("meta"):
+    is_meta = engine.is_sharded  # fake parameters that are whole cannot change their device
+    with torch.device("meta") if is_meta else engine.device:
         model = build_model(config, engine.device)
+
+    def initialize(model: Any) -> None:
+        if is_meta:
+            materialize(model, engine.device)
+
     optimizer = build_optimizer(model, config.optimizer, config.training.precision)
     with patch("train_pretrain.shard", lambda batches, *_: batches):
-        engine.prepare(model, optimizer, [], lambda model: materialize(model, engine.device))
+        engine.prepare(model, optimizer, [], initialize)
     progress: Any = SimpleNamespace(step=1, spikes=SpikeDetector())
     return StepMonitor(config, engine, progress)
 
