@@ -5,6 +5,7 @@ Assumptions: the router spreads tokens evenly over the experts, and layers are n
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -31,10 +32,9 @@ from llm_pretrain.optim import build_optimizer
 from llm_pretrain.simulation.tracker import GRADIENTS, OPTIMIZER, PARAMETERS, Collective, Tracker
 from llm_pretrain.training import SpikeDetector, StepMonitor, build_model
 
+_ATTENTION = "llm_pretrain.model.attention"
 DOCUMENT_LENGTH = 300
 """Tokens of a document of the simulated batches."""
-_FAKE = FakeTensorMode(allow_non_fake_inputs=True)
-"""One for the process, since the model caches tensors from batch to batch."""
 
 
 @dataclass
@@ -91,11 +91,14 @@ def traced_step(config: Config, device: torch.device, *, real: bool = False, obs
         environment = {"WORLD_SIZE": str(dist.get_world_size())}
         stack.enter_context(patch.dict(os.environ, environment))
         stack.enter_context(_even_router(real=real))
+        uncached: Any = import_module(_ATTENTION).rotary_frequencies.__wrapped__
+        # no fake tensor may remain in its cache
+        stack.enter_context(patch(f"{_ATTENTION}.rotary_frequencies", functools.lru_cache(uncached)))
         if not real:
             stack.enter_context(_without_values())
         engine = _engine(config, device)
         if not real:
-            stack.enter_context(_FAKE)
+            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(tracker.running())
         monitor = _prepared(engine, config)
         model, optimizer = engine.model_and_optimizer()
@@ -140,23 +143,24 @@ def _prepared(engine: Any, config: Config) -> StepMonitor:
 
 
 def _padding(model: Any) -> Padding | None:
-    total = padded = 0
-    worst: tuple[float, str, int, int] = (1.0, "", 0, 0)
+    """The parameter whose padding is largest."""
+    total, padded = 0, 0.0
+    most, worst = 0.0, ("", 0, 0)
     for name, parameter in model.named_parameters():
-        total += parameter.numel()
-        factor = 1.0
+        ranks: dict[int, int] = {}
         if isinstance(parameter, DTensor):
-            ranks: dict[int, int] = {}
             for size, placement in zip(parameter.device_mesh.shape, parameter.placements, strict=True):
                 if (dim := getattr(placement, "dim", None)) is not None:
                     ranks[dim] = ranks.get(dim, 1) * size
-            for dim, count in ranks.items():
-                rows = parameter.shape[dim]
-                factor *= -(-rows // count) * count / rows
-                if factor > worst[0]:
-                    worst = (factor, name, rows, count)
+        factor = 1.0
+        for dim, count in ranks.items():
+            rows = parameter.shape[dim]
+            factor *= -(-rows // count) * count / rows
+            if (added := parameter.numel() * (factor - 1)) > most:
+                most, worst = added, (name, rows, count)
+        total += parameter.numel()
         padded += parameter.numel() * factor
-    return Padding(*worst[1:], padded / total) if worst[1] else None
+    return Padding(*worst, padded / total) if most else None
 
 
 def _make_state(optimizer: Any) -> None:

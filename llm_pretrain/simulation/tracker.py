@@ -120,10 +120,11 @@ class Tracker(TorchDispatchMode):
         self._start = len(self._log)
 
     def name(self, kind: str, tensors: Iterable[Any]) -> None:
-        """Say what tensors are; a later name counts."""
+        """Say what tensors are; a later name counts, but for the state of the model."""
         for tensor in tensors:
             storage = _local(tensor).untyped_storage()
-            if (serial := self._serials.get(storage._cdata)) is not None:
+            serial = self._serials.get(storage._cdata)
+            if serial is not None and self._kinds[serial] not in (PARAMETERS, OPTIMIZER):
                 self._kinds[serial] = kind
 
     def peak(self) -> tuple[int, dict[str, int]]:
@@ -215,7 +216,7 @@ class Tracker(TorchDispatchMode):
         self.collectives.append(Collective(kind, name, ranks, size, on_host, self.phase, self.micro_batch))
         self._places.append(len(self._log))
         if kind == "all_gather":
-            self.name(GATHERED, given)
+            self.name(GATHERED, [largest])
         elif kind == "reduce_scatter":
             self.name(WHOLE_GRADIENTS, [largest])
 

@@ -1,0 +1,140 @@
+"""A simulated step: its collectives and its memory against counts by hand and against a computed step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from llm_pretrain.config import Config, from_dict
+from llm_pretrain.simulation.trace import Trace, traced_step
+from llm_pretrain.simulation.tracker import OPTIMIZER, PARAMETERS, Tracker
+from llm_pretrain.simulation.worker import fake_ranks
+
+CPU = torch.device("cpu")
+H, I, V, L, S, B = 32, 48, 512, 2, 16, 2
+HEADS, KEY_HEADS, D = 4, 2, 8
+E, K, WIDE = 8, 2, 16
+DENSE: dict[str, Any] = {
+    "vocab_size": V,
+    "hidden_size": H,
+    "intermediate_size": I,
+    "num_hidden_layers": L,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KEY_HEADS,
+    "head_dim": D,
+    "qk_norm": False,
+}
+MOE = DENSE | {"num_experts": E, "num_experts_per_tok": K, "moe_intermediate_size": WIDE}
+ATTENTION = 2 * H * D * (HEADS + KEY_HEADS)
+LAYER = ATTENTION + 3 * H * I
+REST = 2 * V * H + (2 * L + 1) * H
+"""Embedding, head and norms."""
+
+
+def config(model: dict[str, Any], world_size: int, micro_batches: int = 1, **distributed: Any) -> Config:
+    training = {"precision": "fp32", "micro_batch_size": B, "sequence_length": S, "compile": "off"}
+    training |= {"global_batch_size": B * world_size * micro_batches}
+    training |= {"experts_implementation": "reference", "loss_implementation": "full"}
+    distributed = {"strategy": "fsdp", "cpu_threads": 1} | distributed
+    return from_dict(
+        {
+            "model": model | {"tie_word_embeddings": False},
+            "training": training,
+            "distributed": distributed,
+        }
+    )
+
+
+def simulated(config: Config, world_size: int, **options: Any) -> Trace:
+    with fake_ranks(world_size, "fake"):
+        return traced_step(config, CPU, **options)
+
+
+def sizes(trace: Trace, kind: str) -> Counter[tuple[str, int, int]]:
+    """Group, ranks and bytes of the collectives of a kind."""
+    found = [each for each in trace.collectives if each.kind == kind]
+    return Counter((each.group, len(each.ranks), each.size) for each in found)
+
+
+def test_the_collectives_of_fsdp_are_those_counted_by_hand():
+    trace = simulated(config(DENSE, 2), 2)
+    assert sizes(trace, "all_gather") == {("world", 2, 4 * REST): 1, ("world", 2, 4 * LAYER): 2 * L}
+    assert sizes(trace, "reduce_scatter") == {("world", 2, 4 * REST): 1, ("world", 2, 4 * LAYER): L}
+    # loss tokens and digests; the norm; the losses
+    assert sum(sizes(trace, "all_reduce").values()) == 3
+
+
+def test_replicas_reduce_their_shards():
+    trace = simulated(config(DENSE, 8, dp_replicate_size=2), 8)
+    assert sizes(trace, "all_gather") == {("dp_shard", 4, 4 * REST): 1, ("dp_shard", 4, 4 * LAYER): 2 * L}
+    between = {key: count for key, count in sizes(trace, "all_reduce").items() if key[0] == "dp_replicate"}
+    assert between == {("dp_replicate", 2, REST): 1, ("dp_replicate", 2, LAYER): L}
+
+
+def test_tokens_travel_to_their_experts_and_back():
+    trace = simulated(config(MOE, 4, ep_size=2), 4)
+    rows = B * S * K
+    assert sizes(trace, "all_to_all") == {
+        ("ep", 2, 8 * E): L,  # how many rows go where
+        ("ep", 2, 4 * rows * H): 4 * L,  # to the experts and back, in both directions
+        ("ep", 2, 4 * rows): 2 * L,  # their weights
+    }
+    experts = E // 2 * 3 * H * WIDE
+    assert sizes(trace, "all_gather")[("ep_shard", 2, 4 * experts)] == 2 * L
+
+
+def test_state_is_a_ranks_share():
+    trace = simulated(config(DENSE, 2), 2)
+    share = 4 * (L * LAYER + REST) // 2
+    assert trace.held[PARAMETERS] == pytest.approx(share, rel=0.01)  # norms are padded
+    assert trace.held[OPTIMIZER] == pytest.approx(2 * trace.held[PARAMETERS], rel=0.01)
+
+
+@pytest.mark.parametrize("model", [DENSE, MOE], ids=["dense", "moe"])
+def test_a_simulated_peak_is_a_computed_one(model: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+    """To the byte; a storage whose end is not seen would change it."""
+    alone = config(model, 1, micro_batches=2)
+    computed = simulated(alone, 1, real=True)
+    assert simulated(alone, 1).peak == computed.peak
+    monkeypatch.setattr(Tracker, "_free", lambda self, key: self._serials.pop(key))
+    assert simulated(alone, 1).peak > computed.peak
+
+
+def test_one_micro_batch_stands_for_all_but_the_last():
+    two, five = (simulated(config(DENSE, 2, micro_batches=count), 2) for count in (2, 5))
+    assert (two.repeats, five.repeats) == (1, 4)
+    assert [each[:4] for each in two.collectives] == [each[:4] for each in five.collectives]
+    # ids, labels, mask and digest of the other micro batches
+    assert five.peak - two.peak == 3 * ((4 * 8 + 1) * B * S + 8 * 8)
+
+
+def test_padded_experts_are_found():
+    trace = simulated(config(MOE, 16), 16)
+    assert trace.padding is not None
+    assert (trace.padding.rows, trace.padding.ranks) == (E, 16)
+    assert trace.padding.name.endswith("mlp.experts.gate_up_proj")
+    expected = 1 + E * 3 * H * WIDE * L / (REST + L * (ATTENTION + E * H + E * 3 * H * WIDE))
+    assert trace.padding.factor == pytest.approx(expected, rel=0.02)
+    by_rows = simulated(config(MOE, 16, ep_size=2), 16).padding
+    assert by_rows is None or by_rows.factor < 1.05
+
+
+@contextmanager
+def untouched() -> Iterator[None]:
+    """Nothing of a simulation may remain in the process."""
+    from llm_pretrain.model.attention import rotary_frequencies
+
+    before = rotary_frequencies.cache_info().currsize
+    yield
+    assert rotary_frequencies.cache_info().currsize == before
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_simulation_leaves_no_fake_tensor_behind():
+    with untouched():
+        simulated(config(DENSE, 2), 2)
