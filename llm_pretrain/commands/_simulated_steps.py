@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,10 +18,8 @@ if TYPE_CHECKING:
 
 PAGE = 4096
 """Bytes of a page: below it, a link's time is that of its hops."""
-_MOST_EP = 2
-"""Largest `ep_size` of the search, in nodes."""
-_SHARD_SIZES = 2
-"""Shard sizes that are traced for each `ep_size`: the smallest that fit."""
+_SHARD_SIZES = 3
+"""Shard sizes that are traced for each `ep_size`: the smallest that fits, and every second one after it."""
 _TRACED = (2, 3)
 """Layers that are traced to extrapolate from, besides leading dense layers."""
 
@@ -103,7 +100,9 @@ class Simulator:
             pass  # its reason follows
         line = self._process.stdout.readline()
         if not line:
-            raise ResourceError(f"simulate: expected a simulated step, found: {_reason(self._process.stderr)}")
+            raise ResourceError(
+                f"simulate: expected a simulated step, found: {_reason(self._process.stderr)}"
+            )
         found = json.loads(line)
         if "errors" in found:
             raise ConfigError(*found["errors"])
@@ -188,7 +187,9 @@ class Mesh:
         """The settings."""
         settings = {"dp_replicate_size": self.replicas, "dp_shard_size": self.shards, "ep_size": self.ep}
         words = ["--distributed.strategy", "fsdp"]
-        return words + [word for name, size in settings.items() for word in (f"--distributed.{name}", str(size))]
+        return words + [
+            word for name, size in settings.items() for word in (f"--distributed.{name}", str(size))
+        ]
 
     def of(self, config: Config) -> Config:
         """The configuration on this mesh."""
@@ -197,9 +198,7 @@ class Mesh:
 
 
 def candidates(config: Config, world_size: int, machine: Machine) -> list[Mesh]:
-    """Meshes to trace: for each `ep_size` the smallest shard sizes that fit into memory by `estimate`."""
-    from llm_pretrain.memory import estimate_memory
-
+    """Meshes to trace: for each `ep_size` inside a node, shard sizes that fit into memory by `estimate`."""
     node, experts = machine.gpus_per_node, config.model.num_experts if config.model.moe_layers else 1
     shard_sizes = [
         size
@@ -207,16 +206,19 @@ def candidates(config: Config, world_size: int, machine: Machine) -> list[Mesh]:
         if world_size % size == 0 and (size % node == 0 or node % size == 0 or size == world_size)
     ]
     found = []
-    for ep in (1 << power for power in range(int(math.log2(_MOST_EP * node)) + 1)):
-        fitting = []
-        for size in shard_sizes:
-            if experts % ep or size % ep or len(fitting) == _SHARD_SIZES:
-                continue
-            mesh = Mesh(world_size // size, size, ep)
-            if estimate_memory(mesh.of(config), world_size, on_gpu=True).peak <= machine.memory_gb * 1e9:
-                fitting.append(mesh)
-        found += fitting
+    for ep in range(1, node + 1):
+        if experts % ep or node % ep:
+            continue
+        meshes = [Mesh(world_size // size, size, ep) for size in shard_sizes if size % ep == 0]
+        fitting = [mesh for mesh in meshes if _may_fit(mesh.of(config), world_size, machine)]
+        found += fitting[::2][:_SHARD_SIZES]
     return found
+
+
+def _may_fit(config: Config, world_size: int, machine: Machine) -> bool:
+    from llm_pretrain.memory import estimate_memory
+
+    return estimate_memory(config, world_size, on_gpu=True).peak <= machine.memory_gb * 1e9
 
 
 def findings(step: Step, config: Config, machine: Machine) -> list[str]:

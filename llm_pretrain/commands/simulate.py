@@ -47,7 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     for name, field in _FIELDS.items():
         kind = int if field.type == "int" else float
-        parser.add_argument(f"--{name}", type=kind, metavar="N", help="of the machine, instead of the preset's")
+        parser.add_argument(
+            f"--{name}", type=kind, metavar="N", help="of the machine, instead of the preset's"
+        )
     parser.add_argument(
         "--search", type=int, metavar="GPUS", help="find the mesh with the shortest step that fits"
     )
@@ -95,7 +97,9 @@ def _check(arguments: argparse.Namespace) -> None:
     problems = []
     if arguments.gpu is not None and arguments.gpu.lower() not in MACHINES:
         problems.append(f"--gpu: expected one of {', '.join(MACHINES)}, found {arguments.gpu!r}")
-    missing = [name for name, field in _FIELDS.items() if _is_required(field) and not getattr(arguments, name)]
+    missing = [
+        name for name, field in _FIELDS.items() if _is_required(field) and not getattr(arguments, name)
+    ]
     if arguments.gpu is None and not arguments.verify and missing:
         problems.append(
             f"--gpu: expected one of {', '.join(MACHINES)}, found none; or set --{', --'.join(missing)}"
@@ -227,7 +231,10 @@ def _search(
         )
     rows.sort(key=lambda row: row[0].seconds)
     if arguments.json:
-        found = [dataclasses.asdict(mesh) | _as_json(step, mesh.of(config), world_size, machine) for step, mesh in rows]
+        found = [
+            dataclasses.asdict(mesh) | _as_json(step, mesh.of(config), world_size, machine)
+            for step, mesh in rows
+        ]
         print(json.dumps(found, indent=1))
         return 0
     print(f"{config.run.name} on {world_size} x {arguments.gpu or 'GPUs'}, extrapolated from few layers")
@@ -253,7 +260,10 @@ def _verify(options: list[str], arguments: argparse.Namespace) -> int:
     differences = 0
     for row in rows:
         simulated, real = row["simulated"], row["real"]
-        same_peak, same_rows = simulated["peak"] == real["peak"], simulated["collectives"] == real["collectives"]
+        same_peak, same_rows = (
+            simulated["peak"] == real["peak"],
+            simulated["collectives"] == real["collectives"],
+        )
         differences += not (same_peak and same_rows)
         if arguments.json:
             continue

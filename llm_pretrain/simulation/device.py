@@ -137,7 +137,7 @@ def _register_autocast() -> None:
 
 @contextmanager
 def gpu_kernels(capability: tuple[int, int]) -> Iterator[None]:
-    """A block in which the device takes the kernels of a GPU of this compute capability, Triton's included."""
+    """A block in which the device takes the kernels of a GPU of this compute capability."""
     grouped: Any = types.ModuleType("grouped_mm")
     grouped.grouped_mm = _GroupedProduct.apply
     cross_entropy: Any = types.ModuleType("cross_entropy")

@@ -162,9 +162,7 @@ def collective_time(each: Collective, machine: Machine) -> tuple[str, float]:
     return link, min(2 * once, tree)
 
 
-def step_time(
-    roofline: Roofline, collectives: Iterable[Collective], repeats: int, machine: Machine
-) -> Time:
+def step_time(roofline: Roofline, collectives: Iterable[Collective], repeats: int, machine: Machine) -> Time:
     """The least time of a step whose first micro batch is done `repeats` times."""
 
     def times(micro_batch: float) -> int:

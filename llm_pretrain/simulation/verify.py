@@ -123,7 +123,9 @@ def compare(options: list[str]) -> None:
         for text, code in failures:
             if code:
                 lines = text.strip().splitlines()
-                raise ResourceError(f"--verify: expected steps to run here, found: {(lines or [''])[-1]:.200}")
+                raise ResourceError(
+                    f"--verify: expected steps to run here, found: {(lines or [''])[-1]:.200}"
+                )
         for number, simulated in enumerate(expected):
             real = json.loads((Path(folder) / f"{number}.json").read_text())
             print(json.dumps({"mesh": simulated["mesh"], "simulated": simulated, "real": real}), flush=True)

@@ -16,13 +16,13 @@ from llm_pretrain.simulation.tracker import OPTIMIZER, PARAMETERS, Tracker
 from llm_pretrain.simulation.worker import fake_ranks
 
 CPU = torch.device("cpu")
-H, I, V, L, S, B = 32, 48, 512, 2, 16, 2
+H, INNER, V, L, S, B = 32, 48, 512, 2, 16, 2
 HEADS, KEY_HEADS, D = 4, 2, 8
 E, K, WIDE = 8, 2, 16
 DENSE: dict[str, Any] = {
     "vocab_size": V,
     "hidden_size": H,
-    "intermediate_size": I,
+    "intermediate_size": INNER,
     "num_hidden_layers": L,
     "num_attention_heads": HEADS,
     "num_key_value_heads": KEY_HEADS,
@@ -31,7 +31,7 @@ DENSE: dict[str, Any] = {
 }
 MOE = DENSE | {"num_experts": E, "num_experts_per_tok": K, "moe_intermediate_size": WIDE}
 ATTENTION = 2 * H * D * (HEADS + KEY_HEADS)
-LAYER = ATTENTION + 3 * H * I
+LAYER = ATTENTION + 3 * H * INNER
 REST = 2 * V * H + (2 * L + 1) * H
 """Embedding, head and norms."""
 

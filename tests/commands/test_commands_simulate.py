@@ -1,0 +1,130 @@
+"""`llm-pretrain simulate`: what it prints, finds wrong and refuses; `--verify` on real ranks."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from llm_pretrain.__main__ import main
+from llm_pretrain.commands._simulated_steps import PAGE, Step, candidates, findings, simulator
+from llm_pretrain.config import Config, load_config
+from llm_pretrain.errors import ConfigError
+from llm_pretrain.tracking import MACHINES
+
+H100 = MACHINES["h100"]
+SMALL = ("--config", "tiny-moe", "--model.vocab_size", "4096")
+STEP = Step(1 << 30, {}, [], None, 0.5, 0.25, {"nvlink": 0.1, "network": 0.2}, {"network": 0.125})
+
+
+def config(*options: str, world_size: int = 8) -> Config:
+    return load_config([*SMALL, *options], needs_data=False, has_bf16=True, world_size=world_size)
+
+
+def test_a_step_takes_its_longest_part_and_what_it_waits_for():
+    assert (STEP.seconds, STEP.bound) == (0.75 + 0.125, "products")
+    slow = replace(STEP, hidden={"network": 2.0})
+    assert (slow.seconds, slow.bound) == (2.125, "network")
+    assert replace(STEP, traffic=0.6).bound == "memory traffic"
+
+
+def row(**changes: Any) -> dict[str, Any]:
+    row = {"kind": "all_gather", "group": "world", "ranks": 64, "on_host": False, "count": 1}
+    return row | {"bytes": 1 << 30, "smallest": 1 << 30} | changes
+
+
+def found(step: Step, *options: str) -> list[str]:
+    return findings(step, config(*options, world_size=1), H100)
+
+
+def test_padded_experts_are_named():
+    padding = {"name": "experts.gate_up_proj", "rows": 128, "ranks": 1024, "factor": 7.5}
+    (line,) = found(replace(STEP, padding=padding))
+    assert line.startswith("experts.gate_up_proj has 128 rows over 1024 ranks")
+    assert "dp_shard_size 128 or fewer" in line
+    assert found(replace(STEP, padding=padding | {"factor": 1.01})) == []
+
+
+def test_parts_below_a_page_are_named():
+    (line,) = found(replace(STEP, collectives=[row(smallest=64 * PAGE - 1)]))
+    assert "4095 bytes, less than a page" in line
+    assert found(replace(STEP, collectives=[row(smallest=64 * PAGE)])) == []
+
+
+def test_a_link_slower_than_the_step_is_named():
+    (line,) = found(replace(STEP, hidden={"network": 0.8}))
+    assert line == (
+        "network is slower than the step: its collectives take 800.0 ms beside 750.0 ms of computation"
+    )
+
+
+def test_experts_over_several_nodes_are_named():
+    options = ("--distributed.strategy", "fsdp", "--distributed.ep_size", "16", "--model.num_experts", "16")
+    (line,) = findings(STEP, config(*options, "--training.global_batch_size", "64", world_size=16), H100)
+    assert line.startswith("distributed.ep_size 16 spans nodes of 8 GPUs")
+
+
+def test_the_search_tries_meshes_that_divide_and_fit():
+    fsdp = config("--distributed.strategy", "fsdp", "--training.global_batch_size", "256", world_size=64)
+    experts = fsdp.model.num_experts
+    meshes = candidates(fsdp, 64, H100)
+    assert {mesh.ep for mesh in meshes} == {ep for ep in (1, 2, 4, 8) if experts % ep == 0}
+    for mesh in meshes:
+        assert mesh.replicas * mesh.shards == 64
+        assert mesh.shards % mesh.ep == 0
+        assert not list(mesh.of(fsdp).distributed.check(64))
+    assert candidates(fsdp, 64, replace(H100, memory_gb=0.001)) == []
+
+
+def test_steps_of_a_simulated_gpu():
+    """Extrapolated from three layers and two, a step of five is that of five."""
+    options = [*SMALL, "--model.num_hidden_layers", "5", "--training.global_batch_size", "64"]
+    options += ["--distributed.strategy", "fsdp", "--distributed.ep_size", "2"]
+    options += ["--training.precision", "bf16"]
+    given = load_config(options, needs_data=False, has_bf16=True, world_size=8)
+    with simulator(H100) as worker:
+        whole = worker.step(options, 8)
+        extrapolated = worker.extrapolated(options, given, 8)
+    assert extrapolated.peak == pytest.approx(whole.peak, rel=0.01)
+    assert extrapolated.seconds == pytest.approx(whole.seconds, rel=0.01)
+    assert sum(whole.held.values()) == whole.peak
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--gpu", "abacus"), "--gpu: expected one of a100, h100, h200, b200, 4090, found 'abacus'"),
+        ((), "--gpu: expected one of a100, h100, h200, b200, 4090, found none; or set --memory_gb"),
+        (("--gpu", "h100", "--world-size", "0"), "--world-size: expected 1 or more, found 0"),
+        (("--gpu", "h100", "--search", "1"), "--search: expected 2 GPUs or more, found 1"),
+        (("--gpu", "h100", "--memory_gb", "-1"), "--memory_gb: expected more than 0, found -1"),
+        (
+            ("--gpu", "h100", "--world-size", "2"),
+            "distributed.strategy: expected fsdp for a simulation of several processes, found ddp",
+        ),
+        (
+            ("--gpu", "h100", "--training.attention_implementation", "flex"),
+            "training.attention_implementation: expected auto, varlen or sdpa for a simulation, found flex",
+        ),
+    ],
+)
+def test_what_cannot_be_simulated_is_one_line(
+    options: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["simulate", *SMALL, *options]) == ConfigError.exit_code
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert message in lines[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", ["tiny-moe", "tiny-dense"])
+def test_small_meshes_are_as_simulated(preset: str, capsys: pytest.CaptureFixture[str]):
+    assert main(["simulate", "--config", preset, "--verify", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert len(rows) >= 6
+    for each in rows:
+        assert each["simulated"] == each["real"] | {"mesh": each["mesh"]}
+        assert len(each["real"]["collectives"]) > 10

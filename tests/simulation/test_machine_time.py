@@ -1,0 +1,84 @@
+"""The time of collectives and operations on a machine, against counts by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from llm_pretrain.simulation.timing import Roofline, collective_time
+from llm_pretrain.simulation.tracker import Collective, Tracker
+from llm_pretrain.tracking import MACHINES, device_peak_flops
+
+NO_HOPS = replace(MACHINES["h100"], nvlink_microseconds=0, network_microseconds=0)
+NVLINK, NETWORK = NO_HOPS.nvlink_gb_per_second * 1e9, NO_HOPS.network_gb_per_second * 1e9
+SIZE = 1 << 30
+NODE, SIXTEEN, ONE_OF_EACH = tuple(range(8)), tuple(range(16)), tuple(range(0, 64, 8))
+
+
+def collective(kind: str, ranks: tuple[int, ...], size: int = SIZE) -> Collective:
+    return Collective(kind, "group", ranks, size, False, "backward", 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "link", "seconds"),
+    [
+        ("all_gather", NODE, "nvlink", 7 / 8 * SIZE / NVLINK),
+        ("reduce_scatter", NODE, "nvlink", 7 / 8 * SIZE / NVLINK),
+        ("all_reduce", NODE, "nvlink", 2 * 7 / 8 * SIZE / NVLINK),
+        ("all_gather", SIXTEEN, "network", 15 / 16 * SIZE / (8 * NETWORK)),
+        ("all_gather", ONE_OF_EACH, "network", 7 / 8 * SIZE / NETWORK),
+        ("all_to_all", NODE, "nvlink", 7 / 8 * SIZE / NVLINK),
+        ("all_to_all", SIXTEEN, "network", 8 / 16 * SIZE / NETWORK),
+        ("all_gather", (0,), "nvlink", 0.0),
+    ],
+)
+def test_a_collective_takes_as_long_as_its_slowest_link(
+    kind: str, ranks: tuple[int, ...], link: str, seconds: float
+):
+    assert collective_time(collective(kind, ranks), NO_HOPS) == (link, pytest.approx(seconds))
+
+
+def test_a_ring_of_many_ranks_costs_its_hops():
+    machine = replace(NO_HOPS, nvlink_microseconds=1.0, network_microseconds=10.0)
+    _, seconds = collective_time(collective("all_gather", tuple(range(64)), size=0), machine)
+    assert seconds == pytest.approx((7 * 10 + 56 * 1) * 1e-6)
+    _, tree = collective_time(collective("all_reduce", tuple(range(64)), size=0), machine)
+    assert tree == pytest.approx(2 * 6 * 10e-6)
+
+
+def test_machines_have_the_peaks_that_mfu_uses():
+    for name, machine in MACHINES.items():
+        assert machine.bf16_tflops * 1e12 == device_peak_flops(name)
+
+
+def seconds(fuses: bool, function: Any) -> tuple[float, float]:
+    """Products' and traffic's seconds, with 1 FLOP and 1 byte a second."""
+    machine = replace(NO_HOPS, bf16_tflops=1e-12, fp32_tflops=1e-12, memory_gb_per_second=1e-9)
+    roofline = Roofline(machine, fuses=fuses, length=16)
+    roofline.tracker = tracker = Tracker("cpu", roofline)
+    tracker.phase = "forward"
+    inputs = [torch.ones(8, 8) for _ in range(2)]
+    with tracker.running():
+        tracker.micro_batch = 0
+        kept = function(*inputs)
+    del kept
+    return sum(roofline.products.values()), sum(roofline.traffic.values())
+
+
+def test_a_product_takes_its_operations_or_its_bytes():
+    assert seconds(False, lambda a, b: a @ b) == (2 * 8**3, 0)
+    assert seconds(False, lambda a, b: a[:1] @ b[:, :1]) == (0, 2 * 32 + 4)
+
+
+def test_elementwise_operations_move_bytes_and_fused_ones_fewer():
+    size = 4 * 8 * 8
+    assert seconds(False, lambda a, b: (a + b).exp().sin()) == (0, (3 + 2 + 2) * size)
+    assert seconds(True, lambda a, b: (a + b).exp().sin()) == (0, 2 * size)
+    assert seconds(True, lambda a, b: (a + b).exp().sin() @ b) == (2 * 8**3, 2 * size)
+
+
+def test_views_move_nothing():
+    assert seconds(False, lambda a, b: a.t().view(-1) if a.t().is_contiguous() else a.t()) == (0, 0)
