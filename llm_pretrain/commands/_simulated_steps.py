@@ -1,4 +1,4 @@
-"""Simulated steps for `llm-pretrain simulate`: results of the worker process, the search for a mesh, findings."""
+"""Simulated steps for `llm-pretrain simulate`: the worker's results, the search for a mesh, findings."""
 
 from __future__ import annotations
 

@@ -30,6 +30,8 @@ examples:
   llm-pretrain simulate --config configs/tiny-moe.yaml --verify
 """
 
+SEARCHED_SHARE = 0.9
+"""Share of the memory that a searched mesh may take: the allocator's fragmentation is not simulated."""
 _FIELDS = {each.name: each for each in dataclasses.fields(Machine)}
 
 
@@ -62,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the step, the search or the comparison; 1 where it does not fit, or `--verify` finds a difference."""
+    """Print the step, the search or the comparison; 1 where it does not fit or a difference is found."""
     from llm_pretrain.commands._launch_options import given_options
     from llm_pretrain.commands._simulated_steps import simulator
     from llm_pretrain.commands.estimate import with_vocabulary
@@ -171,9 +173,9 @@ def _print_step(step: Step, config: Config, world_size: int, machine: Machine, g
 
     name, distributed, training = gpu or "GPUs", config.distributed, config.training
     shards = distributed.shard_size(world_size)
+    mesh = f"{distributed.dp_replicate_size} x {shards}, ep {distributed.ep_size}"
     print(
-        f"{config.run.name}: a step of one of {world_size} x {name}, {distributed.dp_replicate_size} x {shards} "
-        f"x ep {distributed.ep_size} ({training.precision}, {training.micro_batch_size} x "
+        f"{config.run.name}: a step of one of {world_size} x {name}, {mesh} ({training.precision}, {training.micro_batch_size} x "
         f"{training.sequence_length} tokens, {config.gradient_accumulation_steps(world_size)} times)"
     )
     print("memory at the peak")
@@ -201,10 +203,10 @@ def _print_time(step: Step, config: Config, world_size: int, machine: Machine) -
         print(f"  {link + ', beside computation':<34} {_seconds(seconds):>11}")
     for link, seconds in step.waited.items():
         print(f"  {link + ', computation waits':<34} {_seconds(seconds):>11}")
-    speed = step_tokens(config) / step.seconds
+    speed, mfu = step_tokens(config) / step.seconds, step.mfu(config, world_size, machine)
     print(
         f"  {'step':<34} {_seconds(step.seconds):>11}  at most {speed:,.0f} tokens/s, "
-        f"{speed / world_size:,.0f} a GPU, MFU {step.mfu(config, world_size, machine):.1%}; bound by {step.bound}"
+        f"{speed / world_size:,.0f} a GPU, MFU {mfu:.1%}; bound by {step.bound}"
     )
 
 
@@ -221,7 +223,7 @@ def _search(
     rows: list[tuple[Step, Mesh]] = []
     for mesh in candidates(config, world_size, machine):
         step = worker.extrapolated([*options, *mesh.options()], mesh.of(config), world_size)
-        if _fits(step, machine):
+        if step.peak <= SEARCHED_SHARE * machine.memory_gb * 1e9:
             rows.append((step, mesh))
     if not rows:
         raise ConfigError(

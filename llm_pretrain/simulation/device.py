@@ -117,7 +117,8 @@ def _register_autocast() -> None:
     fallback = torch.library.Library("_", "IMPL", "AutocastPrivateUse1")
     fallback.fallback(torch.library.fallthrough_kernel)
     library = torch.library.Library("aten", "IMPL", "AutocastPrivateUse1")
-    excluded = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
+    keys: Any = torch._C.DispatchKey
+    excluded = torch._C.DispatchKeySet(keys.AutocastPrivateUse1)
 
     def low(operation: Any) -> Any:
         def cast(value: Any) -> Any:

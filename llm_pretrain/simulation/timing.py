@@ -63,8 +63,8 @@ class Roofline:
     def __init__(self, machine: Machine, *, fuses: bool, length: int):
         self.machine, self.fuses, self.length = machine, fuses, length
         self.tracker: Tracker | None = None
-        self.products: dict[int, float] = defaultdict(float)
-        self.traffic: dict[int, float] = defaultdict(float)
+        self.products: dict[float, float] = defaultdict(float)
+        self.traffic: dict[float, float] = defaultdict(float)
         self._unwritten: dict[int, tuple[str, int]] = {}
         """Storages that a fused operation made and nothing else has read: their phase and bytes."""
 

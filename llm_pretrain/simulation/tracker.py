@@ -227,7 +227,8 @@ def _group(arguments: list[Any]) -> Any:
         if type(each).__name__ == "ScriptObject" and "ProcessGroup" in str(each._type()):
             return dist.ProcessGroup.unbox(each)
     names = [each for each in arguments if isinstance(each, str)]
-    return dist.distributed_c10d._resolve_process_group(names[-1])
+    distributed: Any = dist.distributed_c10d
+    return distributed._resolve_process_group(names[-1])
 
 
 def _local(tensor: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""GPUs and the links between them: sizes and speeds from data sheets, which no kernel or collective reaches."""
+"""GPUs and the links between them: sizes and speeds from data sheets, which nothing reaches."""
 
 from __future__ import annotations
 
