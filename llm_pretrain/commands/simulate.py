@@ -174,9 +174,11 @@ def _print_step(step: Step, config: Config, world_size: int, machine: Machine, g
     name, distributed, training = gpu or "GPUs", config.distributed, config.training
     shards = distributed.shard_size(world_size)
     mesh = f"{distributed.dp_replicate_size} x {shards}, ep {distributed.ep_size}"
+    tokens = f"{training.micro_batch_size} x {training.sequence_length} tokens"
+    times = config.gradient_accumulation_steps(world_size)
     print(
-        f"{config.run.name}: a step of one of {world_size} x {name}, {mesh} ({training.precision}, {training.micro_batch_size} x "
-        f"{training.sequence_length} tokens, {config.gradient_accumulation_steps(world_size)} times)"
+        f"{config.run.name}: a step of one of {world_size} x {name}, {mesh} ({training.precision}, {tokens}, "
+        f"{times} times)"
     )
     print("memory at the peak")
     for kind, size in step.held.items():
