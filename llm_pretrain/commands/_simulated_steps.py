@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from typing import IO, TYPE_CHECKING, Any
 
@@ -94,10 +94,8 @@ class Simulator:
         job = {"options": list(options), "world_size": world_size, "layers": layers}
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        try:
+        with suppress(BrokenPipeError):  # its reason follows
             print(json.dumps(job | {"machine": asdict(self._machine)}), file=self._process.stdin, flush=True)
-        except BrokenPipeError:
-            pass  # its reason follows
         line = self._process.stdout.readline()
         if not line:
             raise ResourceError(
