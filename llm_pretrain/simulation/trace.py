@@ -113,7 +113,7 @@ def traced_step(config: Config, device: torch.device, *, real: bool = False, obs
         alike = len(batches) - 1  # all but the last do the same
         engine.train_step(batches[:1] + batches[1:][-1:], monitor)
         peak, held = tracker.peak()
-        highest = tracker.highest()
+        highest = tracker.highest(config.model.num_hidden_layers)
         collectives = list(tracker.collectives)
     fsdp.clear_mesh_caches()
     return Trace(peak, held, highest, collectives, max(1, alike), padding)

@@ -138,24 +138,29 @@ class Tracker(TorchDispatchMode):
         kinds = sorted(held, key=held.__getitem__, reverse=True)
         return totals[place], {kind: held[kind] for kind in kinds if held[kind]}
 
-    def highest(self) -> dict[str, int]:
-        """Most bytes in each part of a step with sharded parameters; each part's grows evenly with layers.
+    def highest(self, layers: int) -> dict[str, int]:
+        """Most bytes in each part of a step with sharded parameters; each part's is linear in the layers.
 
-        The parts are divided where the gradients of the last micro batch are reduced: before the first, until
-        the middle one, until the one before the last, and after it.
+        The parts end where the last micro batch has reduced the gradients of the first layer in its backward
+        pass, of the last one, and of everything. In the layers between, memory rises or falls evenly.
         """
         totals = self._totals()
-        last = self.micro_batch
         found = zip(self._places, self.collectives, strict=True)
         reduced = [
-            place for place, each in found if each.kind == "reduce_scatter" and each.micro_batch == last
-        ] or [len(totals) - 1]
-        marks = [self._start, reduced[0], reduced[len(reduced) // 2], reduced[max(0, len(reduced) - 2)]]
-        names = ("forward", "first layers backward", "last layers backward", "end")
-        ends = [*marks[1:], len(totals)]
+            place
+            for place, each in found
+            if each.kind == "reduce_scatter" and each.micro_batch == self.micro_batch
+        ]
+        if len(reduced) <= layers:
+            return {"step": max(totals[self._start :])}
+        in_first = 1 if len(reduced) == layers + 1 else 2  # experts are reduced on their own
+        in_last = 2 if len(reduced) == 2 * layers + 1 else 1
+        first, last = reduced[in_first - 1], reduced[-2]
+        before_last = reduced[-2 - in_last] if layers > 1 else self._start
         return {
-            name: max(totals[min(start, end - 1) : end])
-            for name, start, end in zip(names, marks, ends, strict=True)
+            "forward and first layer": max(totals[self._start : first + 1]),
+            "last layer": max(totals[before_last : last + 1]),
+            "end": max(totals[last:]),
         }
 
     def _totals(self) -> list[int]:
