@@ -215,11 +215,11 @@ def _stack_replicas(state: TrainingState, optimizer: Optimizer) -> TrainingState
     The attribute `replicas` of such an optimizer is the mesh of the replicas.
     """
     if (replicas := getattr(optimizer, "replicas", None)) is not None:
-        from torch.distributed.tensor import DTensor, Shard  # takes a second
+        from llm_pretrain.distributed.fsdp import row_of_stack  # takes a second to import
 
         for name, tensor in state.tensors.items():
             if name.startswith("optimizer.state.") and not name.endswith(f".{OUTER_MOMENTUM}"):
-                state.tensors[name] = DTensor.from_local(tensor[None], replicas, [Shard(0)], run_check=False)
+                state.tensors[name] = row_of_stack(tensor, replicas)
     return state
 
 

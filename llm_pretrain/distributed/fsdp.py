@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
@@ -35,6 +35,16 @@ def layer_precision(precision: str) -> MixedPrecisionPolicy:
     if (dtype := _LOW_PRECISION.get(precision)) is None:
         return MixedPrecisionPolicy()
     return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+
+
+def replica_mesh(device: torch.device, world_size: int) -> DeviceMesh:
+    """All ranks, each with a replica of its own."""
+    return init_device_mesh(device.type, (world_size,), mesh_dim_names=("replica",))
+
+
+def row_of_stack(tensor: Tensor, replicas: DeviceMesh) -> Tensor:
+    """A tensor that each replica has its own of, as this replica's row [1, ...] of the stack [R, ...]."""
+    return DTensor.from_local(tensor[None], replicas, [Shard(0)], run_check=False)
 
 
 def set_timeout(mesh: DeviceMesh, config: Config) -> None:

@@ -342,8 +342,9 @@ class CheckpointManager:
 
         def facts() -> ModelCardData:
             try:
+                card = card_facts(config, self.engine, self.stores, progress, is_best=best_loss is not None)
                 folder.check()
-                return card_facts(config, self.engine, self.stores, progress, is_best=best_loss is not None)
+                return card
             except OSError as error:  # of the stores, or of the folder's marker
                 raise CheckpointError(
                     f"{folder.weights}: the model card cannot be written: {error}"

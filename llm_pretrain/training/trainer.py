@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 
 from llm_pretrain.checkpoints import ResumePoint
 from llm_pretrain.config import Config, YamlError, dump_yaml, read_yaml_file, resolve_model, to_dict
@@ -25,6 +24,7 @@ from llm_pretrain.data import (
     worker_errors,
 )
 from llm_pretrain.distributed.collectives import any_rank, run_on_all_ranks, run_on_rank0
+from llm_pretrain.distributed.fsdp import replica_mesh
 from llm_pretrain.distributed.peer_failure import peer_failure
 from llm_pretrain.distributed.process import SignalHandler
 from llm_pretrain.distributed.watchdog import heartbeat, report_hangs_to
@@ -74,6 +74,8 @@ def windows(batches: Iterable[Batch], size: int) -> Iterator[list[Batch]]:
 
 class Trainer:
     """One attempt at a run, from its start or resume to its end."""
+
+    outer: OuterOptimizer | None = None
 
     def __init__(
         self, config: Config, engine: Engine, folder: RunFolder, status: Status, stop: SignalHandler
@@ -363,7 +365,7 @@ def build_outer_optimizer(config: Config, engine: Engine) -> OuterOptimizer | No
         return None
     _, optimizer = engine.model_and_optimizer()
     if engine.world_size > 1:  # a checkpoint then has a row for each replica
-        optimizer.replicas = init_device_mesh(engine.device.type, (engine.world_size,))  # type: ignore[attr-defined]
+        optimizer.replicas = replica_mesh(engine.device, engine.world_size)  # type: ignore[attr-defined]
     return OuterOptimizer(optimizer, config.distributed, engine.world_size, engine.reduce_sum)
 
 
