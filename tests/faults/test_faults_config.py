@@ -236,7 +236,7 @@ COMMAND_LINES: dict[str, list[str]] = {
     "doctor": [],
     "estimate": [],
     "parity": [],
-    "simulate": ["--world-size", "2"],
+    "simulate": ["--world-size", "2", "--gpu", "h100"],
     "prepare": ["--input", "stdlib", "--tokenizer", "nowhere", "--output", "store"],
     "verify": ["--packing", "nowhere"],
 }
