@@ -25,6 +25,7 @@ from benchmarks.reporting import SkippedError, report
 from benchmarks.two_machines import ADDRESSES, JUMBO, Network, Quality, two_machines, why_not
 from llm_pretrain.config import Config, load_config, resolve_model
 from llm_pretrain.data import open_stores
+from llm_pretrain.errors import ConfigError
 from llm_pretrain.model import full_precision_modules
 from llm_pretrain.training import build_model
 
@@ -69,6 +70,13 @@ def run(arguments: argparse.Namespace) -> None:
     """Prints bytes and seconds per step of each way, beside their predictions."""
     if reason := why_not():
         raise SkippedError(f"{reason}; it makes two network namespaces")
+    if arguments.steps < 1 or arguments.steps % OUTER_STEPS:
+        raise ConfigError(f"--steps: expected a multiple of {OUTER_STEPS}, found {arguments.steps}")
+    if arguments.rate <= 0 or arguments.round_trip < 0:
+        raise ConfigError(
+            f"--rate, --round_trip: expected more than 0 and 0 or more, found {arguments.rate:g} and "
+            f"{arguments.round_trip:g}"
+        )
     rate, round_trip = arguments.rate * 1e6 / 8, arguments.round_trip / 1e3
     measured: dict[str, Measured] = {}
     with token_store(arguments.store) as store:
@@ -166,7 +174,7 @@ def started(commands: Sequence[list[str]]) -> Iterator[list[subprocess.Popen[byt
                         )
                     )
             yield processes
-        except ChildProcessError as error:
+        except (ChildProcessError, subprocess.TimeoutExpired) as error:
             outputs = [file.read_text(errors="replace")[-3000:] for file in sorted(Path(temporary).iterdir())]
             raise SystemExit(f"{error}:\n" + "\n".join(outputs)) from None
         finally:
