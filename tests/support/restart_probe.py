@@ -45,7 +45,7 @@ def meet(launcher: str, config: Config, *faults: Fault) -> str | float:
 
 
 def try_both(rank: int, launcher: str, config: Config, folder: Path) -> None:
-    """Leave what an engine finds; one rank waits until the other is done with the mistake."""
+    """Leave what an engine finds; one rank waits until the other is done with the mistake, then both meet."""
     first = folder / f"{launcher}-first-is-done"
     while rank == 1 and not first.exists():
         time.sleep(0.02)
@@ -53,6 +53,8 @@ def try_both(rank: int, launcher: str, config: Config, folder: Path) -> None:
     mistaken = meet(launcher, soon, ONE_STORE)
     first.touch()
     (folder / f"{launcher} one store-{rank}.json").write_text(json.dumps(mistaken))
+    while not all((folder / f"{launcher} one store-{each}.json").exists() for each in (0, 1)):
+        time.sleep(0.02)  # the mistake takes one of them longer than a rendezvous may
     (folder / f"{launcher}-{rank}.json").write_text(json.dumps(meet(launcher, config)))
 
 
