@@ -245,7 +245,7 @@ def another_optimizer(patch: Patch, engine: type) -> None:
 def orthogonalised_in_parts(patch: Patch, engine: type) -> None:
     """Each rank takes its rows of a matrix for the whole."""
 
-    def alone(buckets: Any, *ranks: Any, dtype: torch.dtype, found_inf: Any) -> None:
+    def alone(buckets: Any, shards: Any, replicas: Any, dtype: torch.dtype, found_inf: Any) -> None:
         for batch in chain(*buckets):
             muon._update_alone(batch, dtype, found_inf)
 
