@@ -154,7 +154,7 @@ class AccelerateEngine:
                 mesh: Any = self.accelerator.torch_device_mesh
                 if self.config.distributed.ep_size > 1:
                     shard_experts(model, self.config, self.device)
-                if mesh:
+                if mesh is not None:
                     mesh = mesh["dp_replicate", "dp_shard_cp"]
                     set_timeout(mesh, self.config)
                 shard_full_precision(model, mesh)

@@ -6,6 +6,7 @@ in place, and the files are the same however the model is spread over ranks.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -136,7 +137,7 @@ class WeightFiles:
         for chunk in values.detach().split(max(1, CHUNK_BYTES // values.element_size())):
             scaled = chunk if place.tensor.factor == 1 else chunk * place.tensor.factor
             data = export.rounded(place.tensor.name, scaled, self._dtype).view(torch.uint8).numpy().data
-            with _naming(stream):
+            with _naming(stream), _locked(stream, position, len(data)):
                 while data:
                     written = os.pwrite(stream.fileno(), data, position)
                     data, position = data[written:], position + written
@@ -162,12 +163,27 @@ class WeightFiles:
 
 def _opened(file: Path) -> FileIO:
     try:
-        return file.open("r+b", buffering=0)
+        # write-only, since NFS reads a page before it writes in one that may be read
+        return open(file, "wb", buffering=0, opener=lambda path, _: os.open(path, os.O_WRONLY))
     except FileNotFoundError:
         raise CheckpointError(
             f"{file}: expected the file that rank 0 has made, found none; weights need a folder that all "
             "machines share"
         ) from None
+
+
+@contextmanager
+def _locked(stream: FileIO, begin: int, size: int) -> Iterator[None]:
+    """A lock on these bytes where the file system has locks: NFS then writes no page of others' bytes."""
+    try:
+        fcntl.lockf(stream, fcntl.LOCK_EX, size, begin)
+    except OSError:
+        yield
+        return
+    try:
+        yield
+    finally:
+        fcntl.lockf(stream, fcntl.LOCK_UN, size, begin)
 
 
 @contextmanager

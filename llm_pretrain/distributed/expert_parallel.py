@@ -46,8 +46,9 @@ def shard_experts(model: Decoder, config: Config, device: torch.device) -> None:
     mesh = init_device_mesh(
         device.type, (replicas, shards, ep), mesh_dim_names=("ep_replicate", "ep_shard", "ep")
     )
-    mesh["ep_shard", "ep"]._flatten()  # norms are then reduced in one collective instead of two
-    set_timeout(mesh, config)
+    flat = mesh["ep_shard", "ep"]._flatten()  # norms are then reduced in one collective instead of two
+    for each in (mesh, flat):
+        set_timeout(each, config)
     holders = mesh["ep_replicate", "ep_shard"] if replicas > 1 else mesh["ep_shard"]
     by_rows = (config.model.num_experts // ep) % shards != 0
     for module in model.modules():

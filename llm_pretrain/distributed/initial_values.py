@@ -52,6 +52,7 @@ def draw_normal(target: Tensor, std: float, *, seed: int, name: str) -> None:
         name: Of the tensor in the model.
     """
     part, offsets = local_part(target)
+    assert part.is_contiguous(), f"{name}: the values would be drawn into a copy"
     if part.numel():
         blocks = _Blocks(seed, name, target.numel(), std)
         for values, position in runs(part, target.shape, offsets):
@@ -84,7 +85,7 @@ def local_part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 
 def runs(part: Tensor, shape: Sequence[int], offsets: Sequence[int]) -> Iterator[tuple[Tensor, int]]:
     """The elements of a part that lie together in a tensor of this shape, as vectors, and where each begins
-    there."""
+    there. Views of a part that is contiguous, else copies."""
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     start = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
     inner = len(shape)  # the dimensions from here on are whole
