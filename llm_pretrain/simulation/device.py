@@ -150,7 +150,11 @@ def gpu_kernels(capability: tuple[int, int]) -> Iterator[None]:
         stack.enter_context(patch(f"{_KERNELS}.layers.compute_capability", lambda device: capability))
         for name in ("loss", "experts"):
             stack.enter_context(patch(f"{_KERNELS}.{name}.HAS_TRITON", True))
-        stack.enter_context(patch.dict(sys.modules, modules))
+        for name, module in modules.items():  # not patch.dict, which forgets what was imported in the block
+            before = {name: sys.modules.pop(name)} if name in sys.modules else {}
+            stack.callback(sys.modules.update, before)
+            stack.callback(sys.modules.pop, name)
+            sys.modules[name] = module
         yield
 
 
