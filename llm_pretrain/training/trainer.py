@@ -24,7 +24,6 @@ from llm_pretrain.data import (
     worker_errors,
 )
 from llm_pretrain.distributed.collectives import any_rank, run_on_all_ranks, run_on_rank0
-from llm_pretrain.distributed.fsdp import replica_mesh
 from llm_pretrain.distributed.peer_failure import peer_failure
 from llm_pretrain.distributed.process import SignalHandler
 from llm_pretrain.distributed.watchdog import heartbeat, report_hangs_to
@@ -365,6 +364,8 @@ def build_outer_optimizer(config: Config, engine: Engine) -> OuterOptimizer | No
         return None
     _, optimizer = engine.model_and_optimizer()
     if engine.world_size > 1:  # a checkpoint then has a row for each replica
+        from llm_pretrain.distributed.fsdp import replica_mesh  # takes a second to import
+
         optimizer.replicas = replica_mesh(engine.device, engine.world_size)  # type: ignore[attr-defined]
     return OuterOptimizer(optimizer, config.distributed, engine.world_size, engine.reduce_sum)
 
