@@ -15,10 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-INITIAL_VALUES = 2
-"""Version of the values, recorded in checkpoints. Those of version 1 were drawn in the order of the model's
-parameters, one after another."""
-
 BLOCK = 1 << 18
 """Elements that are drawn together. Every block has a seed of its own, so that neighbouring elements
 cost at most two blocks more than their number."""

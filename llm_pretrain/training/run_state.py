@@ -16,7 +16,6 @@ from filelock import FileLock, Timeout
 
 from llm_pretrain.checkpoints import newest_manifest
 from llm_pretrain.config import matches_type
-from llm_pretrain.distributed.initial_values import INITIAL_VALUES
 from llm_pretrain.distributed.watchdog import heartbeat
 from llm_pretrain.errors import (
     EXIT_PREEMPTED,
@@ -73,7 +72,6 @@ class Progress:
         evaluation_step: Its step; None before the first.
         best: The evaluation of the weights in `weights/best`; None without any.
         spikes: The detector, with the history that later steps are compared with.
-        initial_values: Version of the random values that the run began with.
     """
 
     step: int = 0
@@ -86,7 +84,6 @@ class Progress:
     evaluation_step: int | None = None
     best: Best | None = None
     spikes: SpikeDetector = field(default_factory=SpikeDetector)
-    initial_values: int = INITIAL_VALUES
 
     def advance(self, num_loss_tokens: int) -> None:
         """Count one finished step."""
@@ -125,7 +122,6 @@ class Progress:
             "evaluation": self.evaluation,
             "evaluation_step": self.evaluation_step,
             "spikes": self.spikes.state_dict(),
-            "initial_values": self.initial_values,
         }
 
     @staticmethod
@@ -151,7 +147,6 @@ class Progress:
             evaluation=extra.get("evaluation") or {},
             evaluation_step=extra.get("evaluation_step"),
             spikes=SpikeDetector.from_state_dict(extra.get("spikes")),
-            initial_values=extra.get("initial_values") or 1,
         )
 
 
@@ -180,7 +175,6 @@ _EXTRA: dict[str, tuple[Any, Callable[[Any], bool]]] = {
     "evaluation": (dict[str, float] | None, lambda _: True),
     "evaluation_step": (int | None, lambda _: True),
     "spikes": (dict | None, _is_history),
-    "initial_values": (int | None, lambda version: version >= 1),
 }
 """Key of `RunFacts.extra` -> its type and a check of its value. Keys that older versions lack may be None."""
 
