@@ -145,7 +145,7 @@ def test_only_the_engines_and_checkpoints_touch_torch_distributed():
             continue
         if part_of(path) == "simulation":  # its ranks are fake, or those of its own check
             continue
-        if path.name in ("fsdp.py", "initial_values.py", "muon.py"):  # what is sharded for both engines
+        if path.name in ("fsdp.py", "initial_values.py", "sharded.py"):  # what is sharded for both engines
             allowed = ("torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.device_mesh")
             distributed = {name for name in distributed if not name.startswith(allowed)}
         assert not distributed, f"{path}: {distributed}"

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from llm_pretrain.distributed.initial_values import local_part
 from llm_pretrain.errors import CheckpointError
-from llm_pretrain.optim import OUTER_MOMENTUM
+from llm_pretrain.optim import OUTER_MOMENTUM, as_sharded, replicate_dims
 
 _IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable", "maximize"}
 
@@ -293,8 +293,8 @@ def own_pieces(tensors: dict[str, Tensor], *, rank: int, world_size: int) -> lis
     pieces, of_whole, of_parts = [], [0] * world_size, [0] * world_size
     for name, tensor in tensors.items():
         part, offsets = local_part(tensor)
-        if hasattr(tensor, "full_tensor"):
-            (holder, holders), loads = _replica(tensor), of_parts
+        if (sharded := as_sharded(tensor)) is not None:
+            (holder, holders), loads = _replica(sharded), of_parts
         else:
             holder, holders, loads = rank, world_size, of_whole
         writer = min(range(holders), key=loads.__getitem__)
@@ -307,10 +307,9 @@ def own_pieces(tensors: dict[str, Tensor], *, rank: int, world_size: int) -> lis
 def _replica(sharded: Any) -> tuple[int, int]:
     """Which of the equal parts of a sharded tensor this rank holds, and how many there are."""
     mesh, number, count = sharded.device_mesh, 0, 1
-    for dim, placement in enumerate(sharded.placements):
-        if placement.is_replicate():
-            number = number * mesh.size(dim) + mesh.get_local_rank(dim)
-            count *= mesh.size(dim)
+    for dim in replicate_dims(sharded):
+        number = number * mesh.size(dim) + mesh.get_local_rank(dim)
+        count *= mesh.size(dim)
     return number, count
 
 

@@ -32,6 +32,7 @@ from llm_pretrain.model import (
     product_dtype,
     uncompiled,
 )
+from llm_pretrain.optim import to_local
 
 
 def shard_experts(model: Decoder, config: Config, device: torch.device) -> None:
@@ -92,7 +93,7 @@ class ParallelExperts(Experts):
         """
         factor = 1 / dist.get_world_size(self.group)
         gate_up, down = super().parameters_to_multiply()
-        return _scale_gradient(_local(gate_up), factor), _scale_gradient(_local(down), factor)
+        return _scale_gradient(to_local(gate_up), factor), _scale_gradient(to_local(down), factor)
 
 
 @uncompiled  # the numbers of rows differ from batch to batch
@@ -160,7 +161,3 @@ class _ScaleGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return grads[0] * ctx.factor, None
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

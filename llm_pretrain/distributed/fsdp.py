@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from llm_pretrain.config import Config
 from llm_pretrain.distributed.peer_failure import collective_timeout
 from llm_pretrain.model import Decoder, full_precision_modules
+from llm_pretrain.optim import replicate_dims, to_local
 
 distributed: Any = torch.distributed  # untyped, as in collectives.py
 
@@ -118,14 +119,15 @@ def replicated_digests(model: nn.Module, digest: Callable[[Tensor], Tensor]) -> 
         if not isinstance(tensor, DTensor):
             if isinstance(tensor, Tensor):
                 by_mesh.setdefault(None, {})[name] = tensor
-        elif any(placement.is_replicate() for placement in tensor.placements):
+        elif replicate_dims(tensor):
             by_mesh.setdefault(tensor.device_mesh, {})[name] = tensor
     found: dict[str, int] = {}
     for mesh, tensors in by_mesh.items():
-        sums = torch.stack([digest(each if mesh is None else each.to_local()) for each in tensors.values()])
+        sums = torch.stack([digest(to_local(each)) for each in tensors.values()])
         if mesh is not None:
-            for dim, placement in enumerate(next(iter(tensors.values())).placements):
-                if not placement.is_replicate():
+            replicated = replicate_dims(next(iter(tensors.values())))
+            for dim in range(mesh.ndim):
+                if dim not in replicated:
                     distributed.all_reduce(sums, group=mesh.get_group(dim))
         found |= zip(tensors, sums.tolist(), strict=True)
     return found

@@ -10,10 +10,11 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from hashlib import sha256
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from llm_pretrain.optim import as_sharded, to_local
 
 BLOCK = 1 << 18
 """Elements that are drawn together. Every block has a seed of its own, so that neighbouring elements
@@ -66,15 +67,14 @@ def copy_into(target: Tensor, whole: Tensor) -> None:
 
 def local_part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     """This rank's part of a tensor, and where it begins in each dimension."""
-    if not hasattr(tensor, "full_tensor"):
-        return tensor.detach(), (0,) * tensor.dim()
+    part, sharded = to_local(tensor).detach(), as_sharded(tensor)
+    if sharded is None:
+        return part, (0,) * tensor.dim()
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    sharded: Any = tensor
     shape, offsets = compute_local_shape_and_global_offset(
         tensor.shape, sharded.device_mesh, sharded.placements
     )
-    part = sharded.to_local().detach()
     assert part.shape == shape
     return part, tuple(offsets)
 

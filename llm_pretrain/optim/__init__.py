@@ -14,6 +14,7 @@ from llm_pretrain.optim.param_groups import (
     state_shapes,
 )
 from llm_pretrain.optim.schedule import decay_length, learning_rate, set_learning_rate
+from llm_pretrain.optim.sharded import as_sharded, replicate_dims, to_local
 
 __all__ = [
     "AVERAGE",
@@ -22,6 +23,7 @@ __all__ = [
     "OuterOptimizer",
     "Role",
     "adamw_factor",
+    "as_sharded",
     "average_name",
     "build_optimizer",
     "decay_length",
@@ -31,7 +33,9 @@ __all__ = [
     "parameter_groups",
     "parameter_role",
     "product_dtype",
+    "replicate_dims",
     "set_learning_rate",
     "state_shapes",
     "step_buffers",
+    "to_local",
 ]

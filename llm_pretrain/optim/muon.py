@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from heapq import heapreplace
 from itertools import chain, islice, zip_longest
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,9 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
 from llm_pretrain.optim.orthogonal import orthogonalize, product_dtype
-
-if TYPE_CHECKING:  # importing it takes a second
-    from torch.distributed.tensor import DTensor
+from llm_pretrain.optim.sharded import as_sharded, replicate_dims, to_local
 
 T = TypeVar("T")
 distributed: Any = torch.distributed
@@ -438,12 +436,10 @@ def _held(rows: int, rank: int, ranks: int) -> int:
     return max(0, min(share, rows - rank * share))
 
 
-def _replicas(sharded: DTensor) -> Any:
+def _replicas(sharded: Any) -> Any:
     """The process group whose ranks hold the same part of a sharded tensor; None if no other rank does."""
-    for dim, placement in enumerate(sharded.placements):
-        if placement.is_replicate():
-            return _if_several(sharded.device_mesh.get_group(dim))
-    return None
+    dims = replicate_dims(sharded)
+    return _if_several(sharded.device_mesh.get_group(dims[0])) if dims else None
 
 
 def _size(ranks: Any) -> int:
@@ -498,14 +494,3 @@ def _write(target: Tensor, value: Tensor, found_inf: Tensor) -> None:
 def _gradient(parameter: Tensor) -> Tensor:
     assert parameter.grad is not None
     return parameter.grad
-
-
-def to_local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor, sharing its memory; the tensor itself if it is not sharded."""
-    sharded = as_sharded(tensor)
-    return (tensor if sharded is None else sharded.to_local()).detach()
-
-
-def as_sharded(tensor: Tensor) -> DTensor | None:
-    """The tensor as a DTensor; None if it is not sharded."""
-    return tensor if hasattr(tensor, "full_tensor") else None  # type: ignore[return-value]

@@ -16,6 +16,8 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from llm_pretrain.optim import to_local
+
 _KINDS = {
     "_allgather_base_": "all_gather",
     "_reduce_scatter_base_": "reduce_scatter",
@@ -122,7 +124,7 @@ class Tracker(TorchDispatchMode):
     def name(self, kind: str, tensors: Iterable[Any]) -> None:
         """Say what tensors are; a later name counts, but for the state of the model."""
         for tensor in tensors:
-            storage = _local(tensor).untyped_storage()
+            storage = to_local(tensor).untyped_storage()
             serial = self._serials.get(storage._cdata)
             if serial is not None and self._kinds[serial] not in (PARAMETERS, OPTIMIZER):
                 self._kinds[serial] = kind
@@ -186,7 +188,7 @@ class Tracker(TorchDispatchMode):
         elif func.namespace == "fsdp":
             self.name(WHOLE_GRADIENTS if func._opname == "chunk_cat" else GATHERED, given)
         for each in made:
-            tensor = _local(each)
+            tensor = to_local(each)
             if tensor.device.type == self.device:
                 self._note(tensor.untyped_storage(), self._kind())
         if self.observe is not None and func.namespace not in ("c10d", "_c10d_functional"):
@@ -234,7 +236,3 @@ def _group(arguments: list[Any]) -> Any:
     names = [each for each in arguments if isinstance(each, str)]
     distributed: Any = dist.distributed_c10d
     return distributed._resolve_process_group(names[-1])
-
-
-def _local(tensor: Any) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
