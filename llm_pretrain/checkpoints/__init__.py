@@ -26,7 +26,6 @@ from llm_pretrain.checkpoints.tensor_files import read_tensors
 from llm_pretrain.checkpoints.weights import (
     HeldWeights,
     best_step,
-    checkpoint_weights,
     convert_weights,
     other_content,
     save_weights,
@@ -45,7 +44,6 @@ __all__ = [
     "ResumePoint",
     "RunFacts",
     "best_step",
-    "checkpoint_weights",
     "committed_folders",
     "convert_weights",
     "environment",

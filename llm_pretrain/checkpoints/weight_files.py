@@ -93,10 +93,9 @@ class WeightFiles:
     def create(self, folder: Path) -> None:
         """Make the files in their full size, of zeros behind their headers; on one rank, before `write`."""
         for file, (header, size) in self._headers.items():
-            with (folder / file).open("wb") as stream:
+            with open(folder / file, "wb", buffering=0) as stream, _naming(stream):
                 stream.write(header)
                 stream.truncate(size)
-                stream.flush()
                 os.fsync(stream.fileno())
         if self._index is not None:
             write_text(folder / INDEX_FILE, json.dumps(self._index, indent=2) + "\n")

@@ -7,8 +7,8 @@ import json
 import logging
 import shutil
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from llm_pretrain import export
 from llm_pretrain.checkpoints import folders, state
 from llm_pretrain.checkpoints.manifest import Manifest
-from llm_pretrain.checkpoints.opening import CheckpointTensors, saved_names
+from llm_pretrain.checkpoints.opening import saved_names
 from llm_pretrain.checkpoints.state import Piece, own_pieces
 from llm_pretrain.checkpoints.weight_files import INDEX_FILE, WeightFiles
 from llm_pretrain.config import ModelConfig
@@ -70,14 +70,6 @@ def weights_in(content: Manifest, pieces: Iterable[Piece]) -> HeldWeights:
         }
     own = {saved: name for name, saved in reversed(names.items())}  # of tied ones the first name
     return HeldWeights(tensors, (replace(each, name=own[each.name]) for each in pieces if each.name in own))
-
-
-def checkpoint_weights(tensors: CheckpointTensors, ranks: RankGroup) -> HeldWeights:
-    """The weights in an opened checkpoint; each rank reads its share of them, a tensor at a time."""
-    names = sorted(set(saved_names(tensors.manifest, average=True).values()))[ranks.rank :: ranks.world_size]
-    read = map(tensors.read, names)
-    pieces = (Piece(name, each, (0,) * each.dim()) for name, each in zip(names, read, strict=True))
-    return weights_in(tensors.manifest, pieces)
 
 
 def model_weights(model: nn.Module, ranks: RankGroup = ONE_RANK) -> HeldWeights:
@@ -147,67 +139,48 @@ def save_weights(
             write_json(path / BEST_FILE, {"step": step, "eval/loss": best_loss})
         _list_files(path)
 
+    def begin() -> Path:
+        make_folder(folder)
+        folders.clean(folder)
+        return folders.temporary_folder(folder, step, uuid.uuid4().hex)
+
     name = folders.folder_name(step) if best_loss is None else folders.BEST
-    path = _write_folder(folder, name, step, files, held.pieces, complete, ranks)
+    temporary = run_on_rank0(ranks, begin, f"{folder}: beginning the weights of step {step}")
+    path = _write_folder(temporary, name, files, held.pieces, complete, ranks)
     if best_loss is None and ranks.rank == 0:
         folders.prune(folder, newest=step, keep_last=keep_last)
     return path
 
 
 def _write_folder(
-    folder: Path,
+    temporary: Path,
     name: str,
-    step: int,
     files: WeightFiles,
     pieces: Iterable[Piece],
     complete: Callable[[Path], None],
     ranks: RankGroup,
 ) -> Path:
-    """Commit `folder/name` with `files`, of which each rank writes its pieces, and what `complete` adds."""
-    temporary = folders.temporary_folder(folder, step, run_on_rank0(ranks, lambda: uuid.uuid4().hex))
+    """Commit `temporary` as `name` beside it, with `files`, of which each rank writes its pieces, and what
+    `complete` adds."""
+    doing = f"{temporary.parent / name}: writing weights, {files.bytes} bytes,"
 
-    @contextmanager
-    def reporting() -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            text, free = " ".join(str(error).split()), _free_bytes(folder)  # before the files are deleted
-            raise CheckpointError(
-                f"{folder}: writing weights of step {step}, {files.bytes} bytes, failed: {text} ({free})"
-            ) from error
-
-    @reporting()
     def make() -> None:
-        make_folder(folder)
-        folders.clean(folder)
         temporary.mkdir()
         files.create(temporary)
 
-    @reporting()
-    def write() -> int:
-        return files.write(temporary, pieces)
-
-    @reporting()
     def commit() -> Path:
         files.check(temporary, covered)
         complete(temporary)
         return folders.commit_folder(temporary, name)
 
     try:
-        run_on_rank0(ranks, make)
-        covered = gather_results(ranks, write)
-        return run_on_rank0(ranks, commit)
-    except Exception:
+        run_on_rank0(ranks, make, doing)
+        covered = gather_results(ranks, lambda: files.write(temporary, pieces), doing)
+        return run_on_rank0(ranks, commit, doing)
+    except BaseException:
         if ranks.rank == 0:
             folders.discard(temporary)
         raise
-
-
-def _free_bytes(folder: Path) -> str:
-    try:
-        return f"{shutil.disk_usage(folder).free} bytes free"
-    except OSError:
-        return "the folder is not there"
 
 
 def best_step(folder: Path) -> int | None:
@@ -332,25 +305,18 @@ def convert_weights(
     content = export.read_config(source)
     model = export.model_config_from_huggingface(content)
     config = export.huggingface_config(model, **_special_ids(content), dtype=dtype)
-    decoder = export.load_pretrained(source)
-    temporary = output.with_name(f".{output.name}.tmp-{uuid.uuid4().hex}")
-    try:
-        make_folder(output.parent)
-        temporary.mkdir()
-        held = model_weights(decoder)
-        files = WeightFiles(held.tensors, model, DTYPES[dtype])
-        files.create(temporary)
-        files.check(temporary, [files.write(temporary, held.pieces)])
-        write_json(temporary / "config.json", config)
-        copy_tokenizer(source, temporary)
+    held = model_weights(export.load_pretrained(source))
+    files = WeightFiles(held.tensors, model, DTYPES[dtype])
+
+    def complete(path: Path) -> None:
+        write_json(path / "config.json", config)
+        copy_tokenizer(source, path)
         for name in _ALSO_COPIED:
             if (source / name).is_file():
-                shutil.copyfile(source / name, temporary / name)
-        _list_files(temporary)
+                shutil.copyfile(source / name, path / name)
+        _list_files(path)
         check()
-        folders.commit_folder(temporary, output.name)
-    except OSError as error:
-        reason = error.strerror or " ".join(str(error).split())
-        raise CheckpointError(f"{output}: writing failed: {reason}") from error
-    finally:
-        folders.discard(temporary)
+
+    temporary = output.with_name(f".{output.name}.tmp-{uuid.uuid4().hex}")
+    run_on_rank0(ONE_RANK, lambda: make_folder(output.parent), f"{output}: making its folder")
+    _write_folder(temporary, output.name, files, held.pieces, complete, ONE_RANK)

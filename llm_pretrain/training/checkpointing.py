@@ -15,13 +15,11 @@ from torch.optim import Optimizer
 
 from llm_pretrain.checkpoints import (
     CheckpointStore,
-    CheckpointTensors,
     HeldWeights,
     HostBuffers,
     ResumePoint,
     RunFacts,
     best_step,
-    checkpoint_weights,
     committed_folders,
     environment,
     folder_name,
@@ -212,7 +210,8 @@ class CheckpointManager:
         self._save_status.record(saved, last=last)
 
     def write_missing_weights(self, resume: ResumePoint, progress: Progress) -> None:
-        """Write the weights of the run's own checkpoint if it was killed before they were; collective.
+        """Write the weights of the run's own checkpoint, once it is restored, if the run was killed before
+        they were; collective.
 
         Those of the last step are left to the run's end, which saves them. A failure is a warning.
         """
@@ -224,9 +223,9 @@ class CheckpointManager:
         if not is_own or run_on_rank0(self.engine, lambda: self.weights_of(resume.step).is_dir()):
             return
         try:
-            opened = run_on_all_ranks(self.engine, lambda: CheckpointTensors(resume.path, resume.manifest))
-            with opened as tensors:
-                write(checkpoint_weights(tensors, self.engine), self.engine)
+            with self.engine.checkpoint_state() as (model, optimizer):
+                staged = self.store.stage(model, optimizer, self.engine.scaler, resume.run)
+                write(weights_in(staged.content, staged.pieces), self.engine)
         except CheckpointError as error:
             self._save_status.record(failed(resume.step, error, f"the weights of step {resume.step}"))
 

@@ -97,7 +97,7 @@ def test_a_failed_replacement_leaves_the_one_before(
     with monkeypatch.context() as patch:
         patch.setattr(os, "rename", failing)
         with pytest.raises(
-            CheckpointError, match=r"weights of step 2, \d+ bytes, failed: .*Input/output error"
+            CheckpointError, match=r"/best: writing weights, \d+ bytes, failed .*: .*Input/output error"
         ):
             write(folder, 2, 2.0)
     assert best_step(folder) == 1

@@ -125,7 +125,7 @@ def test_a_failed_conversion_leaves_what_was_there(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(weights, "fsync_file", full)
-        with pytest.raises(CheckpointError, match="writing failed: No space left on device"):
+        with pytest.raises(CheckpointError, match=r"/out: writing .*failed .*: .*No space left"):
             convert_weights(path, tmp_path / "out", "fp16")
     assert {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()} == before
     assert sorted(each.name for each in tmp_path.iterdir()) == ["out", "tokenizer", "weights"]

@@ -138,7 +138,7 @@ def test_a_failed_export_leaves_the_last_one(tmp_path, tokenizer_folder, monkeyp
     with monkeypatch.context() as patch:
         patch.setattr(os, function, full)
         with pytest.raises(
-            CheckpointError, match=r"weights of step 2, \d+ bytes, failed: .*No space left on device"
+            CheckpointError, match=r"0002: writing weights, \d+ bytes, failed .*: .*No space left on device"
         ):
             write(tmp_path / "weights", tokenizer_folder, 2)
     assert list((tmp_path / "weights").iterdir()) == [before]

@@ -13,14 +13,7 @@ import pytest
 from support.launching import ROOT, Finished, assert_same_tensors, checkpoint_tensors, launch
 from support.stepping import relative_error
 
-from llm_pretrain.checkpoints import (
-    CheckpointTensors,
-    checkpoint_weights,
-    open_model,
-    read_manifest,
-    save_weights,
-)
-from llm_pretrain.distributed.collectives import SingleRank
+from llm_pretrain.checkpoints import open_model, save_weights
 
 pytestmark = pytest.mark.slow
 
@@ -123,18 +116,17 @@ def test_weights_are_those_that_one_process_writes(saved: dict[str, Finished], l
     run = saved[layout].folder
     weights, checkpoint = (run / name / f"step-{SAVED:08d}" for name in ("weights", "checkpoints"))
     opened = open_model(checkpoint)
-    with CheckpointTensors(checkpoint, read_manifest(checkpoint)) as tensors:
-        alone = save_weights(
-            tmp_path,
-            SAVED,
-            checkpoint_weights(tensors, SingleRank()),
-            opened.model.config,
-            dtype="bf16",
-            tokenizer_folder=weights,
-            token_ids={},
-            keep_last=2,
-            sequence_length=8,
-        )
+    alone = save_weights(
+        tmp_path,
+        SAVED,
+        opened.model,
+        opened.model.config,
+        dtype="bf16",
+        tokenizer_folder=weights,
+        token_ids={},
+        keep_last=2,
+        sequence_length=8,
+    )
     names = [file.name for file in alone.glob("*.safetensors")]
     assert names == ["model.safetensors"]
     assert (weights / names[0]).read_bytes() == (alone / names[0]).read_bytes()
@@ -144,9 +136,14 @@ def test_weights_are_those_that_one_process_writes(saved: dict[str, Finished], l
 def test_another_mesh_continues(
     masked_store: Path, straight: Finished, saved: dict[str, Finished], source: str, target: str
 ):
+    """It first writes the weights that a kill has left out."""
     folder = saved[source].folder.with_name(f"{source} to {target}")
     shutil.copytree(saved[source].folder, folder)
+    written = folder / "weights" / f"step-{SAVED:08d}" / "model.safetensors"
+    weights = written.read_bytes()
+    shutil.rmtree(written.parent)
     rows = run(masked_store, folder, target, STEPS).rows
+    assert written.read_bytes() == weights
     assert sorted(rows) == list(range(STEPS + 1))
     for step in range(1, STEPS + 1):
         expected = straight.rows[step]
