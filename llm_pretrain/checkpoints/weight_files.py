@@ -120,11 +120,11 @@ class WeightFiles:
                 places = self._places.get(piece.name, []) if piece.tensor.numel() else []
                 for values, start in runs(piece.tensor, self._shapes[piece.name], piece.offsets):
                     for place in places:
-                        for first, end, at in place.tensor.spans(start, start + len(values)):
+                        for part, at in place.tensor.parts(values, start):
                             if place.file not in opened:
                                 opened[place.file] = stack.enter_context(_opened(folder / place.file))
-                            self._write(opened[place.file], place, values[first - start : end - start], at)
-                            covered += place.cover(at, at + end - first)
+                            self._write(opened[place.file], place, part, at)
+                            covered += place.cover(at, at + len(part))
             for stream in opened.values():
                 with _naming(stream):
                     os.fsync(stream.fileno())

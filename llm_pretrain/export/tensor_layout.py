@@ -91,23 +91,27 @@ class DiskTensor:
             values = interleave_heads(values, self.head_dim)
         return values if self.factor == 1 else values * self.factor
 
-    def spans(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Which of the elements from `start` to `stop` of the source it has: for each span of them that lies
-        together on disk too, its first element, the one after its last, and its place in this tensor."""
-        first, last = max(start, self.begin), min(stop, self.begin + self.elements)
-        if self.factor == 0:
-            return
-        while first < last:
-            end, place = last, first - self.begin
-            if self.head_dim:  # a row at a time
+    def parts(self, values: Tensor, start: int) -> Iterator[tuple[Tensor, int]]:
+        """What it has of `values`, the source's elements from `start` on: vectors that lie together on disk,
+        not yet multiplied, and the place in this tensor where each begins."""
+        first, last = max(start, self.begin), min(start + len(values), self.begin + self.elements)
+        while first < last and self.factor:
+            size, place = last - first, first - self.begin
+            part = values[first - start : last - start]
+            if self.head_dim:
                 columns = self.shape[-1]
                 row, column = divmod(place, columns)
                 head, within = divmod(row, self.head_dim)
-                half, dim = divmod(within, self.head_dim // 2)
-                end = min(last, first + columns - column)
-                place = (head * self.head_dim + 2 * dim + half) * columns + column
-            yield first, end, place
-            first = end
+                if within == column == 0 and size >= self.head_dim * columns:  # a head at a time
+                    size = self.head_dim * columns
+                    part = interleave_heads(part[:size].view(-1, columns), self.head_dim).flatten()
+                else:  # a row at a time
+                    size = min(size, columns - column)
+                    part = part[:size]
+                    half, dim = divmod(within, self.head_dim // 2)
+                    place = (head * self.head_dim + 2 * dim + half) * columns + column
+            yield part, place
+            first += size
 
 
 def disk_layout(shapes: Mapping[str, Sequence[int]], model: ModelConfig) -> Iterator[DiskTensor]:
