@@ -235,10 +235,11 @@ def _mesh_problems(config: Config) -> Iterator[str]:
         yield "distributed.dp_replicate_size: 1, but accelerate's use_parallelism_config is true"
         return
     own = {"dp_replicate_size": replicas, "dp_shard_size": shards}
-    for name in ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size"):
-        launched, ours = os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}", "1"), str(own.get(name, 1))
-        if launched not in ("1", ours):
-            yield f"distributed.{name}: {ours}, but accelerate's parallelism_config has {launched}"
+    for name in (*own, "tp_size", "cp_size", "sp_size"):
+        launched = os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}", "1")
+        if launched not in ("1", str(own.get(name, 1))):
+            ours = f"distributed.{name}: {own[name]}" if name in own else f"launch: {name} is not supported"
+            yield f"{ours}, but accelerate's parallelism_config has {launched}"
 
 
 def _zero_problems(config: Config) -> Iterator[str]:

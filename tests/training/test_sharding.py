@@ -77,9 +77,13 @@ def test_a_launched_mesh_is_the_configured_one(plain_store: Path, monkeypatch: p
     monkeypatch.setenv("FSDP_VERSION", "2")
     monkeypatch.setenv("WORLD_SIZE", "8")
     config = small_config(plain_store, distributed={"strategy": "fsdp", "dp_replicate_size": 2})
-    for name, own, wrong in (("dp_replicate", "2", "4"), ("dp_shard", "4", "2"), ("tp", "1", "2")):
+    for name, own, wrong, said in (
+        ("dp_replicate", "2", "4", "distributed.dp_replicate_size: 2"),
+        ("dp_shard", "4", "2", "distributed.dp_shard_size: 4"),
+        ("tp", "1", "2", "launch: tp_size is not supported"),
+    ):
         monkeypatch.setenv(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", wrong)
-        with pytest.raises(ConfigError, match=f"{name}_size: {own}, but .* has {wrong}"):
+        with pytest.raises(ConfigError, match=f"^{said}, but .* has {wrong}"):
             check_accelerate_settings(config, 8)
         monkeypatch.setenv(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", own)
         check_accelerate_settings(config, 8)
