@@ -34,7 +34,7 @@ from llm_pretrain.data import Batch, shard
 from llm_pretrain.distributed.expert_parallel import shard_experts
 from llm_pretrain.distributed.fsdp import (
     clear_mesh_caches,
-    clip_grad_norm,
+    clip_over_meshes,
     layer_precision,
     rebound_optimizer,
     set_timeout,
@@ -103,7 +103,7 @@ class TorchrunEngine:
         self.accumulation_steps = config.gradient_accumulation_steps(self.world_size)
         self.max_grad_norm = config.training.max_grad_norm or math.inf
         several_meshes = self.is_sharded and config.distributed.ep_size > 1
-        self.clip_grad_norm = clip_grad_norm if several_meshes else clip_grad_norm_
+        self.clip_grad_norm = clip_over_meshes if several_meshes else clip_grad_norm_
         self.objective = Objective(config, self.world_size)
 
     def prepare(

@@ -210,9 +210,10 @@ def _flatten(
 
 
 def _stack_replicas(state: TrainingState, optimizer: Optimizer) -> TrainingState:
-    """Make the optimizer's tensors that each replica has its own of (DiLoCo) parts of stacks, a row for each.
+    """Under DiLoCo, replace each optimizer tensor [...] that differs between replicas by this replica's row
+    of a stack [R, ...], which is saved whole.
 
-    The attribute `replicas` of such an optimizer is the mesh of the replicas.
+    `optimizer.replicas` is the mesh of the R replicas. Without it, nothing changes.
     """
     if (replicas := getattr(optimizer, "replicas", None)) is not None:
         from llm_pretrain.distributed.fsdp import row_of_stack  # takes a second to import

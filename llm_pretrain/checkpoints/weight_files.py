@@ -44,12 +44,12 @@ class _Place:
     begin: int
 
     def edge(self, element: int) -> int:
-        """A number that stands for the place before this element."""
+        """A hash of the place where this element begins, its file and byte; 64 bits."""
         text = f"{self.file}/{self.begin + element * self.dtype.itemsize}"
         return int.from_bytes(sha256(text.encode()).digest()[:8], "little")
 
     def cover(self, begin: int, end: int) -> int:
-        """A number that stands for these elements: those of parts that follow each other add up."""
+        """The hash of their end less that of their begin, so that consecutive parts add up to the whole."""
         return self.edge(end) - self.edge(begin)
 
 

@@ -83,7 +83,7 @@ def shard_full_precision(model: nn.Module, mesh: DeviceMesh | None) -> set[nn.Pa
     return {parameter for parameter in model.parameters() if parameter not in matrices}
 
 
-def clip_grad_norm(parameters: list[Tensor], max_norm: float) -> Tensor:
+def clip_over_meshes(parameters: list[Tensor], max_norm: float) -> Tensor:
     """torch's `clip_grad_norm_` for parameters that are sharded over different meshes, as experts may be.
 
     The norms of the meshes are combined in the order of the parameters, as Accelerate's

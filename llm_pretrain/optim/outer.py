@@ -46,16 +46,16 @@ class OuterOptimizer:
     @contextmanager
     def replica(self) -> Iterator[None]:
         """A block that computes with, and updates, this rank's replica instead of the run's parameters."""
-        held = {}
+        run_values = {}
         for parameter in self._parameters():
             own = self.optimizer.state.get(parameter, {}).get(REPLICA)
-            held[parameter] = parameter.data if own is not None else parameter.data.clone()
+            run_values[parameter] = parameter.data if own is not None else parameter.data.clone()
             if own is not None:
                 parameter.data = own
         try:
             yield
         finally:
-            for parameter, tensor in held.items():
+            for parameter, tensor in run_values.items():
                 if state := self.optimizer.state.get(parameter):
                     state[REPLICA] = parameter.data
                 parameter.data = tensor

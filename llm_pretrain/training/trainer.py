@@ -112,13 +112,13 @@ class Trainer:
             model = build_model(config, engine.device)
         notes: list[str] = []
 
-        def initialize(model: Decoder) -> None:
+        def initialize(decoder: Decoder) -> None:
             if resume is not None:
-                return initialize_zeros(model, engine.device)
+                return initialize_zeros(decoder, engine.device)
             base = config.optimizer.base_hidden_size
-            initialize_weights(model, config.run.seed, base, device=engine.device)
-            notes.extend(run_on_all_ranks(engine, lambda: load_initial_weights(model, config)))
-            check_parameters(engine, model, "after initialisation")  # DDP overwrites them by rank 0's
+            initialize_weights(decoder, config.run.seed, base, device=engine.device)
+            notes.extend(run_on_all_ranks(engine, lambda: load_initial_weights(decoder, config)))
+            check_parameters(engine, decoder, "after initialisation")  # DDP overwrites them by rank 0's
 
         optimizer = build_optimizer(model, config.optimizer, config.training.precision)
         loader = run_on_all_ranks(

@@ -76,7 +76,7 @@ def _norm_of_the_rest(patch: Patch, engine: type) -> None:
             each.grad.to_local().mul_(scale)
         return norm.full_tensor()
 
-    faults.replace_everywhere(patch, fsdp.clip_grad_norm, clip)
+    faults.replace_everywhere(patch, fsdp.clip_over_meshes, clip)
 
 
 def _other_replicas(patch: Patch, engine: type) -> None:
