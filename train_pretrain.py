@@ -143,6 +143,7 @@ class TorchrunEngine:
             is_last = index == len(micro_batches) - 1
             if self.is_sharded:
                 self.model.set_requires_gradient_sync(is_last or self.sync_each_batch)
+                self.model.set_requires_all_reduce(is_last)  # of replicas
             with nullcontext() if is_last else self.no_sync():
                 output = self.forward(batch)
                 # the objective is W * A / N times the sums: DDP divides by W, this line by A

@@ -190,6 +190,8 @@ class AccelerateEngine:
         micro_batches = attach_global_expert_counts(self, micro_batches)
         for batch in micro_batches:
             with self.accelerator.accumulate(self.model):
+                if self.accelerator.is_fsdp2:
+                    self.model.set_requires_all_reduce(self.accelerator.sync_gradients)
                 output = self.forward(batch)
                 loss = self.objective(output, metrics.num_loss_tokens)
                 # divides by the accumulation steps, scales for fp16; under DeepSpeed it also clips and steps

@@ -225,6 +225,7 @@ class Tracker(TorchDispatchMode):
         if kind == "all_gather":
             self.name(GATHERED, [largest])
         elif kind == "reduce_scatter":
+            self.name(GRADIENTS, given)
             self.name(WHOLE_GRADIENTS, [largest])
 
 

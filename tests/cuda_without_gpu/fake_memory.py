@@ -105,6 +105,7 @@ def tracked_peak(config: Config, world_size: int = 1) -> int:
             for index in range(steps):
                 if world_size > 1:
                     model.set_requires_gradient_sync(config.distributed.sync_each_batch or index == steps - 1)
+                    model.set_requires_all_reduce(index == steps - 1)
                 batch = fake_batch(config)
                 with torch.autocast("cuda", torch.bfloat16):
                     output = model(**batch.model_inputs())

@@ -69,9 +69,12 @@ def test_the_collectives_of_fsdp_are_those_counted_by_hand():
     assert sum(sizes(trace, "all_reduce").values()) == 3
 
 
-def test_replicas_reduce_their_shards():
-    trace = simulated(config(DENSE, 8, dp_replicate_size=2), 8)
-    assert sizes(trace, "all_gather") == {("dp_shard", 4, 4 * REST): 1, ("dp_shard", 4, 4 * LAYER): 2 * L}
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_replicas_reduce_their_shards_once(micro_batches: int):
+    trace = simulated(config(DENSE, 8, micro_batches, dp_replicate_size=2), 8)
+    passes = min(micro_batches, 2)
+    gathered = {("dp_shard", 4, 4 * REST): passes, ("dp_shard", 4, 4 * LAYER): 2 * L * passes}
+    assert sizes(trace, "all_gather") == gathered
     between = {key: count for key, count in sizes(trace, "all_reduce").items() if key[0] == "dp_replicate"}
     assert between == {("dp_replicate", 2, REST): 1, ("dp_replicate", 2, LAYER): L}
 
