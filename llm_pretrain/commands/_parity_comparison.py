@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
@@ -51,7 +52,16 @@ REROUTED_BOUND = {"train/loss": 2**-8, "train/aux_loss": 2**-5, GRAD_NORM: 2**-2
 """Bounds from the step on at which a token goes to another expert, measured. Routing is discrete: where two
 experts tie within rounding, another split may choose the other one, and later differences exceed rounding."""
 LARGEST_TIE = 0.01
-"""Share of a layer's choices that may change at the first such step. A larger share is an error."""
+"""Share of a layer's choices that may change at the first such step without a look at the scores. Of a larger
+share every choice must be shown to be a tie."""
+
+FindTies = Callable[["Run", "Run", int], str]
+"""The choices that differ between a reference and a run at a step in words, if all are ties; else empty."""
+
+
+def no_ties(reference: Run, run: Run, step: int) -> str:
+    """A `FindTies` that looks at nothing."""
+    return ""
 
 
 @dataclass(frozen=True)
@@ -161,7 +171,9 @@ class Difference:
         if self.key == PARAMETERS:
             return f"step {self.step}: the parameters differ by {self.found:.2g}, more than {self.bound:.2g}"
         if self.key == ROUTING:
-            return f"step {self.step}: {self.found:.1%} of a layer's choices go elsewhere, too many for ties"
+            return (
+                f"step {self.step}: {self.found:.1%} of a layer's choices go elsewhere, not shown to be ties"
+            )
         text = f"step {self.step} {self.key}: expected {shorten(self.expected)}, found {shorten(self.found)}"
         relative = relative_difference(self.expected, self.found)
         if self.bound is not None and relative is not None:
@@ -206,10 +218,19 @@ class Comparison:
         }
 
 
-def compare_rows(reference: Rows, rows: Rows, steps: int, tolerance: Tolerance) -> Comparison:
-    """Compare the rows of steps 1 to `steps`; a missing row is a difference."""
+def compare_rows(
+    reference: Rows,
+    rows: Rows,
+    steps: int,
+    tolerance: Tolerance,
+    find_ties: Callable[[int], str] = lambda step: "",
+) -> Comparison:
+    """Compare the rows of steps 1 to `steps`; a missing row is a difference.
+
+    `find_ties` is asked about the first step at which more than LARGEST_TIE of a layer's choices differ.
+    """
     largest: dict[str, float] = {}
-    first, same, rerouted_at = None, True, None
+    first, same, rerouted_at, ties = None, True, None, ""
     for step in range(1, steps + 1):
         left, right = reference.get(step), rows.get(step)
         if left is None or right is None:
@@ -218,7 +239,7 @@ def compare_rows(reference: Rows, rows: Rows, steps: int, tolerance: Tolerance) 
             continue
         if rerouted_at is None and tolerance.checks_routing(step) and (share := rerouted_share(left, right)):
             rerouted_at = step
-            if share > LARGEST_TIE:
+            if share > LARGEST_TIE and first is None and not (ties := find_ties(step)):
                 first = first or Difference(step, ROUTING, 0.0, share, LARGEST_TIE)
         bounds = tolerance.bounds_at(step, rerouted=rerouted_at is not None)
         for key in KEYS:
@@ -234,6 +255,7 @@ def compare_rows(reference: Rows, rows: Rows, steps: int, tolerance: Tolerance) 
     if rerouted_at is not None:
         notes.append(
             f"from step {rerouted_at} on a token goes to another expert of a tie: wider bounds from there"
+            + (f"; {ties}" if ties else "")
         )
     if first is not None:
         verdict = "differs"
@@ -334,7 +356,9 @@ class Result:
     is_reference: bool = False
 
 
-def compare_runs(runs: Sequence[Run], config: Config, steps: int) -> list[Result]:
+def compare_runs(
+    runs: Sequence[Run], config: Config, steps: int, find_ties: FindTies = no_ties
+) -> list[Result]:
     """Compare each run with an earlier one of the same precision, by `choose_reference`."""
     finished = [run.variant for run in runs if run.exit_code == 0]
     by_variant = {run.variant: run for run in runs}
@@ -350,7 +374,8 @@ def compare_runs(runs: Sequence[Run], config: Config, steps: int) -> list[Result
                 comparison.first = compare_rows(reference.rows, rows, last, tolerance).first
             results.append(Result(run, comparison, against, run.error_lines))
         elif reference:
-            comparison = compare_rows(reference.rows, run.rows, steps, tolerance)
+            ties = partial(find_ties, reference, run)
+            comparison = compare_rows(reference.rows, run.rows, steps, tolerance, ties)
             _compare_parameters(comparison, reference, run, steps, tolerance)
             results.append(Result(run, comparison, against))
         elif len(finished) == 1:

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ from llm_pretrain.commands._parity_comparison import (
     compare_runs,
 )
 from llm_pretrain.commands._parity_plan import ParityPlan, Variant, make_plan
+from llm_pretrain.errors import PretrainError
 from llm_pretrain.tracking import read_rows
 
 EXAMPLES = """\
@@ -95,7 +97,8 @@ def run(arguments: argparse.Namespace) -> int:
     for note in plan.notes:
         say(f"note   {note}")
     with exit_on_signals():
-        results = compare_runs(_run_variants(plan, context), plan.config, plan.steps)
+        runs = _run_variants(plan, context)
+        results = compare_runs(runs, plan.config, plan.steps, partial(_find_ties, plan, context))
         interrupted = _run_interrupted(plan, context, arguments.interrupt, results[0])
     violated = is_violated(results, interrupted)
     file = plan.output / "parity.json"
@@ -107,14 +110,18 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if violated else 0
 
 
+def _job(plan: ParityPlan, variant: Variant, name: str, *more: str) -> Job:
+    """A launch of a variant in the folder of this name, with `more` options."""
+    folder, log, options = plan.output / name, plan.output / f"{name}.log", plan.options_of(variant)
+    strategy = plan.strategy_of(variant)
+    return Job(variant.path, variant.world_size, folder, log, (*options, *more), plan.threads, strategy)
+
+
 def _run_variants(plan: ParityPlan, context: LaunchContext) -> list[Run]:
     """Launch every variant, with a line of progress for each; in the order of the table."""
     variants: dict[Job, Variant] = {}
     for each in plan.variants:
-        folder, log = plan.output / each.name, plan.output / f"{each.name}.log"
-        options = plan.options_of(each)
-        job = Job(each.path, each.world_size, folder, log, options, plan.threads, plan.strategy_of(each))
-        variants[job] = each
+        variants[_job(plan, each, each.name)] = each
     ended: dict[Variant, Run] = {}
 
     def on_end(started: RunningJob, exit_code: int) -> None:
@@ -129,19 +136,42 @@ def _run_variants(plan: ParityPlan, context: LaunchContext) -> list[Run]:
     return [ended[variant] for variant in plan.variants]
 
 
+def _find_ties(plan: ParityPlan, context: LaunchContext, reference: Run, run: Run, step: int) -> str:
+    """As `FindTies`: both are launched again, for their parameters before the step."""
+    from llm_pretrain.checkpoints import folder_name, open_model
+    from llm_pretrain.commands._parity_ties import find_ties
+
+    before, kept = str(step - 1), str(max(2, plan.steps))
+    if step == 1 or context.machine.gpus:  # the same parameters; a CPU's passes do not choose as a GPU's
+        return ""
+    say(f"again  {reference.variant} and {run.variant}, whose choices of experts differ at step {step}")
+    options = ("--checkpoint.save_steps", before, "--checkpoint.keep_last", kept)
+    variants = [reference.variant, run.variant]
+    jobs = [_job(plan, each, f"{each.name}-step-{before}", *options) for each in variants]
+    missing = [job for job in jobs if not job.folder.exists()]
+    run_concurrently(missing, context, on_start=lambda job: None, on_end=lambda started, exit_code: None)
+    folders = [job.folder / "checkpoints" / folder_name(step - 1) for job in jobs]
+    rows = [each.rows[step] for each in (reference, run)]
+    try:
+        models = [open_model(folder, average=False).model for folder in folders]
+        return find_ties(models, rows, variants, plan.config, step)
+    except PretrainError as error:
+        say(f"note   {error}")
+        return ""
+
+
 def _run_interrupted(
     plan: ParityPlan, context: LaunchContext, option: str, reference: Result
 ) -> InterruptedResult | None:
     """Run the first variant again with its interruptions, and compare it with the uninterrupted run."""
     if not plan.interruptions:
         return None
-    first, folder, log = plan.variants[0], plan.output / "interrupted", plan.output / "interrupted.log"
-    save = ("--checkpoint.save_steps", str(plan.save_steps))
+    first, save = plan.variants[0], ("--checkpoint.save_steps", str(plan.save_steps))
     jobs = []
     for each in (first, *plan.interruptions):
-        options = (*plan.options_of(dataclasses.replace(first, world_size=each.world_size)), *save)
-        strategy = plan.strategy_of(first)
-        jobs.append(Job(each.path, each.world_size, folder, log, options, plan.threads, strategy))
+        variant = dataclasses.replace(first, path=each.path, world_size=each.world_size)
+        jobs.append(_job(plan, variant, "interrupted", *save))
+    folder, log = jobs[0].folder, jobs[0].log
     attempts, failure = run_attempts(jobs, [each.step for each in plan.interruptions], context)
     if failure:
         comparison = Comparison("failed")

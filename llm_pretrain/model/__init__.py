@@ -19,7 +19,7 @@ from llm_pretrain.model.kernels.experts import combine, dispatch, experts_refere
 from llm_pretrain.model.kernels.layers import is_gpu, product_dtype, uncompiled
 from llm_pretrain.model.kernels.loss import IGNORE_INDEX
 from llm_pretrain.model.kernels.self_check import PARTS, KernelCheck, Part, check_kernels
-from llm_pretrain.model.moe import Experts, update_router_bias
+from llm_pretrain.model.moe import Experts, Router, update_router_bias
 from llm_pretrain.model.sizes import (
     ActivationShape,
     ParameterCounts,
@@ -42,6 +42,7 @@ __all__ = [
     "Kernels",
     "ParameterCounts",
     "Part",
+    "Router",
     "check_kernels",
     "combine",
     "compile_layer",

@@ -141,12 +141,21 @@ class Router(nn.Module):
             log_scores_BSE = F.logsigmoid(logits_BSE) if self.sigmoid else logits_BSE
             probs_BSE = log_scores_BSE.softmax(-1)
             scores_BSE = logits_BSE.sigmoid() if self.sigmoid else probs_BSE
-            bias_E = self.e_score_correction_bias
-            ranking_BSE = scores_BSE.detach() if bias_E is None else scores_BSE.detach() + bias_E
-            chosen_BSK = top_experts(ranking_BSE, self.top_k)
+            chosen_BSK = top_experts(self._ranking(scores_BSE), self.top_k)
             weights_BSK = self._weights(scores_BSE.gather(-1, chosen_BSK))
             sums = self._sums(logits_BSE, log_scores_BSE, probs_BSE, chosen_BSK, mask_BS, global_counts_E)
         return weights_BSK.flatten(0, 1), chosen_BSK.flatten(0, 1), sums
+
+    def _ranking(self, scores_BSE: Tensor) -> Tensor:
+        """What the experts are chosen by: their scores, and the bias where there is one."""
+        bias_E = self.e_score_correction_bias
+        return scores_BSE.detach() if bias_E is None else scores_BSE.detach() + bias_E
+
+    def ranking(self, x_BSH: Tensor) -> Tensor:
+        """What `forward` chooses the experts by, [B, S, E] in at least fp32, without gradient."""
+        with torch.no_grad(), torch.autocast(x_BSH.device.type, enabled=False):
+            logits_BSE = linear(at_least_fp32(x_BSH), at_least_fp32(self.weight))
+            return self._ranking(logits_BSE.sigmoid() if self.sigmoid else logits_BSE.softmax(-1))
 
     def _weights(self, scores_BSK: Tensor) -> Tensor:
         """Weights of the chosen experts from their scores."""

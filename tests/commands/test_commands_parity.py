@@ -194,6 +194,31 @@ def test_rerouting_more_than_ties_differs_and_equal_splits_have_no_ties():
     assert not tolerance_of(TWO, ONE, DENSE, STEPS).rerouted
 
 
+def test_more_rerouting_is_within_bound_where_every_choice_is_shown_to_be_a_tie():
+    """Asked once, about the first such step, and only where nothing differs before it."""
+    asked: list[int] = []
+
+    def find_ties(step: int) -> str:
+        asked.append(step)
+        return "choices that differ then: 2" if step == 3 else ""
+
+    reference, made = routed(0.0, 1), tolerance_of(TWO, ONE, MOE, STEPS)
+    shown = compare_rows(reference, routed(0.05, 3, digest={3: "a"}), STEPS, made, find_ties)
+    assert (shown.verdict, shown.rerouted_at, asked) == ("within bound", 3, [3])
+    assert "from step 3 on" in shown.note
+    assert shown.note.endswith("choices that differ then: 2")
+    loss = rows()[4]["train/loss"]
+    beyond = routed(0.05, 3, loss={4: loss * 1.1}, digest={4: "a"})
+    assert compare_rows(reference, beyond, STEPS, made, find_ties).verdict == "differs"
+    assert compare_rows(reference, routed(0.05, 2), STEPS, made, find_ties).verdict == "differs"
+    assert asked == [3, 3, 2]
+    before = routed(0.05, 3, loss={2: loss * 1.1})
+    assert compare_rows(reference, before, STEPS, made, find_ties).verdict == "differs"
+    few = routed(0.005, 3, digest={3: "a"})
+    assert compare_rows(reference, few, STEPS, made, find_ties).verdict == "within bound"
+    assert asked == [3, 3, 2], "neither"
+
+
 def test_final_parameters_are_compared_where_they_have_a_bound():
     for bound, verdict in (({"parameters": 1e-6}, "differs"), ({}, "within bound")):
         made = Tolerance(SAMPLES, {**BOUNDED.bounds, **bound})

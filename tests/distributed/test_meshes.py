@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import mesh_plan_of_three as of_three
 from support.mesh_plan import CASES, FLOAT64, KINDS, MESHES, SEQUENCE, Changes, meshed
 from support.rank_cases import Case, Outcome, case_config, has_slow, run_ranks, slow_but
 from support.stepping import micro_batches_of, reference_gradients, relative_error
@@ -91,6 +92,21 @@ def test_gradients_are_exact(outcomes: Outcomes, masked_store: Path, mesh: str, 
     """In float64 a wrong scale cannot hide, of no term of the objective."""
     (gradients,) = outcomes[f"{mesh} {kind}"][0].driven.gradients
     assert relative_error(gradients, exact_gradients(masked_store, KINDS[kind])) <= 1e-12
+
+
+@pytest.fixture(scope="module")
+def three_ranks(masked_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    folder = tmp_path_factory.mktemp("three")
+    return run_ranks(masked_store, folder, plan="mesh_plan_of_three", world_size=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", FLOAT64)
+@pytest.mark.parametrize("mesh", of_three.MESHES)
+def test_gradients_of_three_ranks_are_exact(three_ranks: Outcomes, masked_store: Path, mesh: str, kind: str):
+    """By three, unlike by four, no division is exact."""
+    (gradients,) = three_ranks[f"{mesh} {kind}"][0].driven.gradients
+    assert relative_error(gradients, exact_gradients(masked_store, of_three.KINDS[kind])) <= 1e-12
 
 
 @pytest.mark.slow

@@ -191,6 +191,32 @@ def test_a_wrong_scale_of_experts_is_named(
     assert printed.count("differs first") == 1
 
 
+SMALLER = (
+    *("--paths", "torchrun", "--world-size", "1,3", "--mesh", "ddp,ep", "--steps", "4"),
+    *("--precision", "bf16", "--model.num_experts", "12", "--model.moe_intermediate_size", "32"),
+    *("--model.hidden_size", "32", "--model.intermediate_size", "64", "--model.num_hidden_layers", "1"),
+    *("--training.sequence_length", "32", "--training.micro_batch_size", "1"),
+    *("--training.global_batch_size", "3", "--model.router_aux_loss_scope", "global_batch"),
+)
+"""So few choices that one of them is more than 1 %."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrong", [False, True])
+def test_few_choices_are_shown_to_be_ties_or_differ(
+    wrong: bool, masked_store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """At step 3 one of 64 choices is another on three processes: bf16 cannot tell the two scores apart."""
+    output = tmp_path / "parity"
+    faults = [("support.process_faults:prefer_an_expert", [3, 5])] if wrong else []
+    arguments = options("tiny-moe", masked_store, output, *SMALLER)[1:]
+    assert run_parity(arguments, faults) == wrong
+    printed = capsys.readouterr().out
+    assert "again  torchrun W=1 A=3 bf16 and torchrun W=3 A=1 bf16 ep" in printed
+    assert ("of a layer's choices go elsewhere, not shown to be ties" in printed) == wrong
+    assert ("choices that differ then: 1, between scores at most" in printed) == (not wrong)
+
+
 @pytest.mark.slow
 def test_an_interrupted_run_continues_on_other_paths_and_world_sizes(
     small_store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import re
 import shutil
@@ -17,6 +18,7 @@ from support.faults import Patch, defined, replace_everywhere
 
 from llm_pretrain.checkpoints import CheckpointStore, committed_folders
 from llm_pretrain.data import global_batches
+from llm_pretrain.model import Router
 from llm_pretrain.training.anomaly import StepMonitor
 from llm_pretrain.training.evaluation import Evaluator
 
@@ -35,6 +37,19 @@ def _substitute(name: str, other: Callable[..., Any]) -> None:
 def leave_experts_gradients_unscaled() -> None:
     """The gradients of experts are sums over the ranks that divide them."""
     _substitute("_scale_gradient", lambda original, tensor, factor: tensor)
+
+
+def prefer_an_expert(world_size: int, passes: int) -> None:
+    """In launches of so many ranks, after some forward passes, one expert is chosen too often."""
+    original, done = Router._ranking, itertools.count(1)
+
+    def ranking(router: Router, scores: torch.Tensor) -> torch.Tensor:
+        found = original(router, scores).clone()
+        if next(done) > passes and os.environ.get("WORLD_SIZE") == str(world_size):
+            found[..., 0] += 0.02
+        return found
+
+    _patch.setattr(Router, "_ranking", ranking)
 
 
 # Saving and resuming
