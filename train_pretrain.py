@@ -94,6 +94,8 @@ class TorchrunEngine:
             sizes = config.distributed.dp_replicate_size, config.distributed.shard_size(self.world_size)
             self.mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=("dp_replicate", "dp_shard"))
             set_timeout(self.mesh, config)
+            if config.distributed.outer:  # the replicas train apart
+                self.mesh = self.mesh["dp_shard"]
         self.sync_each_batch = config.distributed.sync_each_batch
         precision = config.training.precision
         dtype = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]

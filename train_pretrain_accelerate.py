@@ -155,7 +155,8 @@ class AccelerateEngine:
                 if self.config.distributed.ep_size > 1:
                     shard_experts(model, self.config, self.device)
                 if mesh is not None:
-                    mesh = mesh["dp_replicate", "dp_shard_cp"]
+                    plan: Any = self.accelerator.parallelism_config
+                    mesh = mesh[tuple(plan.fsdp_dim_names)]
                     set_timeout(mesh, self.config)
                 shard_full_precision(model, mesh)
                 self.model, self.optimizer, rank_batches = self.accelerator.prepare(model, optimizer, batches)
@@ -191,7 +192,8 @@ class AccelerateEngine:
         for batch in micro_batches:
             with self.accelerator.accumulate(self.model):
                 if self.accelerator.is_fsdp2:
-                    self.model.set_requires_all_reduce(self.accelerator.sync_gradients)
+                    model: Any = self.model
+                    model.set_requires_all_reduce(self.accelerator.sync_gradients)
                 output = self.forward(batch)
                 loss = self.objective(output, metrics.num_loss_tokens)
                 # divides by the accumulation steps, scales for fp16; under DeepSpeed it also clips and steps
@@ -278,9 +280,17 @@ def parallelism(config: Config) -> ParallelismConfig | None:
     if replicas == 1 or world_size == 1:
         return None
     shards = config.distributed.shard_size(world_size)
-    return ParallelismConfig(
-        dp_replicate_size=replicas, dp_shard_size=shards, tp_size=1, cp_size=1, sp_size=1
-    )
+    kind = ReplicasApart if config.distributed.outer else ParallelismConfig
+    return kind(dp_replicate_size=replicas, dp_shard_size=shards, tp_size=1, cp_size=1, sp_size=1)
+
+
+class ReplicasApart(ParallelismConfig):
+    """A mesh on which Accelerate shards inside each replica and reduces nothing between them."""
+
+    @property
+    def fsdp_dim_names(self) -> list[str]:
+        """Dimensions of the mesh that FSDP gets."""
+        return ["dp_shard_cp"]
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -8,7 +8,7 @@ exactly: tensor formats treat empty shapes differently.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from llm_pretrain.distributed.initial_values import local_part
 from llm_pretrain.errors import CheckpointError
-from llm_pretrain.optim import OUTER_MOMENTUM, as_sharded, replicate_dims
+from llm_pretrain.optim import OUTER_MOMENTUM, REPLICA, as_sharded, replicate_dims
 
 _IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable", "maximize"}
 
@@ -213,7 +213,7 @@ def _stack_replicas(state: TrainingState, optimizer: Optimizer) -> TrainingState
     """Under DiLoCo, replace each optimizer tensor [...] that differs between replicas by this replica's row
     of a stack [R, ...], which is saved whole.
 
-    `optimizer.replicas` is the mesh of the R replicas. Without it, nothing changes.
+    `optimizer.replicas` is the mesh of the R replicas and of the ranks in each. Without it, nothing changes.
     """
     if (replicas := getattr(optimizer, "replicas", None)) is not None:
         from llm_pretrain.distributed.fsdp import row_of_stack  # takes a second to import
@@ -222,6 +222,15 @@ def _stack_replicas(state: TrainingState, optimizer: Optimizer) -> TrainingState
             if name.startswith("optimizer.state.") and not name.endswith(f".{OUTER_MOMENTUM}"):
                 state.tensors[name] = row_of_stack(tensor, replicas)
     return state
+
+
+def saved_replicas(tensors: Mapping[str, dict[str, Any]]) -> int | None:
+    """Number of replicas (DiLoCo) whose state a manifest's tensors hold; None without such state."""
+    for name, facts in tensors.items():
+        if name.endswith(f".{REPLICA}"):
+            of_run = tensors[name.removesuffix(REPLICA) + OUTER_MOMENTUM]["shape"]
+            return facts["shape"][0] if len(facts["shape"]) > len(of_run) else 1
+    return None
 
 
 def _place(state: TrainingState, name: str, container: dict[str, Any], key: str) -> None:
@@ -295,7 +304,7 @@ def own_pieces(tensors: dict[str, Tensor], *, rank: int, world_size: int) -> lis
     for name, tensor in tensors.items():
         part, offsets = local_part(tensor)
         if (sharded := as_sharded(tensor)) is not None:
-            (holder, holders), loads = _replica(sharded), of_parts
+            (holder, holders), loads = _replica(sharded, rank, world_size), of_parts
         else:
             holder, holders, loads = rank, world_size, of_whole
         writer = min(range(holders), key=loads.__getitem__)
@@ -305,9 +314,13 @@ def own_pieces(tensors: dict[str, Tensor], *, rank: int, world_size: int) -> lis
     return pieces
 
 
-def _replica(sharded: Any) -> tuple[int, int]:
-    """Which of the equal parts of a sharded tensor this rank holds, and how many there are."""
-    mesh, number, count = sharded.device_mesh, 0, 1
+def _replica(sharded: Any, rank: int, world_size: int) -> tuple[int, int]:
+    """Which of the equal parts of a sharded tensor this rank holds, and how many there are.
+
+    The ranks of a mesh that is smaller than the world are neighbours, and the others hold the same.
+    """
+    mesh = sharded.device_mesh
+    number, count = rank // mesh.size(), world_size // mesh.size()
     for dim in replicate_dims(sharded):
         number = number * mesh.size(dim) + mesh.get_local_rank(dim)
         count *= mesh.size(dim)

@@ -22,6 +22,7 @@ from llm_pretrain.checkpoints import (
     fingerprint_differences,
     folder_name,
     read_manifest,
+    saved_replicas,
 )
 from llm_pretrain.commands._verify_history import Attempt, RunFiles, is_integer
 from llm_pretrain.commands.verify import Check, Checks
@@ -132,10 +133,11 @@ def _name_problems(manifest: Manifest, config: Config) -> list[str]:
         found = {name: facts for name, facts in found.items() if not name.startswith(_OPTIMIZER)}
     else:
         stateless = set(manifest.optimizer.get("without_state", []))
+        replicas = saved_replicas(found) or 1
         expected |= {
             f"{_OPTIMIZER}{name}.{key}": expected[name] | {"shape": shape}
             for name in (parameters & expected.keys()) - stateless
-            for key, shape in state_shapes(name, state[name], config, manifest.run.world_size).items()
+            for key, shape in state_shapes(name, state[name], config, replicas).items()
         }
     return [
         f"{name}: expected {_words(expected.get(name))}, by config.yaml, found {_words(found.get(name))}"

@@ -31,10 +31,10 @@ class DistributedConfig:
             stage given to `accelerate launch`, else 2.
         cpu_threads: Threads per process. Default: OMP_NUM_THREADS if it was exported, else cores / processes
             on this machine.
-        outer: `diloco`: every process trains a replica of its own, by its own gradients; every `outer_steps`
-            steps the replicas' mean moves the run's parameters (arXiv:2311.08105). Far less traffic, but
-            another algorithm: what is trained depends on the number of processes. Evaluations, weights and
-            checkpoints hold the run's parameters. Default: none.
+        outer: `diloco`: every process, or with `fsdp` each of `dp_replicate_size` replicas, trains alone, by
+            its own gradients; every `outer_steps` steps the replicas' mean moves the run's parameters
+            (arXiv:2311.08105). Far less traffic, but another algorithm: what is trained depends on the number
+            of replicas. Evaluations, weights and checkpoints hold the run's parameters. Default: none.
         outer_steps: Steps between two outer steps; a divisor of `training.max_steps`.
         outer_learning_rate: Of the outer steps, SGD on parameters minus the mean of the replicas.
         outer_momentum: Nesterov momentum of the outer steps.
@@ -60,6 +60,10 @@ class DistributedConfig:
         """Ranks that share the state of the model under FSDP."""
         return 1 if world_size == 1 else self.dp_shard_size or max(1, world_size // self.dp_replicate_size)
 
+    def num_replicas(self, world_size: int) -> int:
+        """Replicas of the state of the model under DDP and FSDP."""
+        return world_size // self.shard_size(world_size) if self.strategy == "fsdp" else world_size
+
     def check(self, world_size: int) -> Iterator[str]:
         """One line for each contradiction between the sizes of the mesh, strategy and number of processes."""
         if self.strategy != "fsdp":
@@ -68,6 +72,11 @@ class DistributedConfig:
                     expected = f"expected {none or 'none'} with strategy {self.strategy}"
                     yield f"distributed.{name}: {expected}, found {value}; use fsdp"
             return
+        outer = f"with distributed.outer {self.outer}"
+        if self.outer and self.dp_replicate_size == 1:
+            yield f"distributed.dp_replicate_size: expected 2 or more {outer}, found 1"
+        if self.outer and self.ep_size > 1:
+            yield f"distributed.ep_size: expected 1 {outer}, found {self.ep_size}"
         if world_size == 1:
             return
         replicas, shards = self.dp_replicate_size, self.shard_size(world_size)

@@ -498,7 +498,7 @@ class Config:
     def _check_outer(self) -> Iterator[str]:
         steps, precision, decay = self.training.max_steps, self.training.precision, self.optimizer.ema_decay
         for is_refused, name, expected, found in (
-            (self.distributed.strategy != "ddp", "distributed.strategy", "ddp", self.distributed.strategy),
+            (self.distributed.strategy == "deepspeed", "distributed.strategy", "ddp or fsdp", "deepspeed"),
             (precision == "fp16", "training.precision", "fp32 or bf16", precision),
             (self.optimizer.name != "adamw", "optimizer.name", "adamw", self.optimizer.name),
             (decay > 0, "optimizer.ema_decay", "0", decay),

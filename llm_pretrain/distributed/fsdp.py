@@ -36,14 +36,34 @@ def layer_precision(precision: str) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
 
-def replica_mesh(device: torch.device, world_size: int) -> DeviceMesh:
-    """All ranks, each with a replica of its own."""
-    return init_device_mesh(device.type, (world_size,), mesh_dim_names=("replica",))
+def replica_mesh(config: Config, device: torch.device, world_size: int) -> DeviceMesh:
+    """All ranks, by the replica (DiLoCo) and the part of it that they hold."""
+    replicas = config.distributed.num_replicas(world_size)
+    sizes = replicas, world_size // replicas
+    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("replica", "part"))
+    set_timeout(mesh, config)
+    return mesh
+
+
+def sum_over_replicas(tensor: Tensor, replicas: DeviceMesh) -> Tensor:
+    """The sum over the ranks that hold the same part of the replicas (collective)."""
+    total = tensor.clone()
+    distributed.all_reduce(total, group=replicas.get_group("replica"))
+    return total
 
 
 def row_of_stack(tensor: Tensor, replicas: DeviceMesh) -> Tensor:
-    """A tensor that each replica has its own of, as this replica's row [1, ...] of the stack [R, ...]."""
-    return DTensor.from_local(tensor[None], replicas, [Shard(0)], run_check=False)
+    """A tensor that each replica has its own of, as this replica's row [1, ...] of the stack [R, ...].
+
+    Args:
+        tensor: Whole, or sharded by rows over the ranks of a replica.
+        replicas: A `replica_mesh`.
+    """
+    part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    stack = torch.empty((replicas.size(0), *tensor.shape), device="meta")
+    return DTensor.from_local(
+        part[None], replicas, [Shard(0), Shard(1)], run_check=False, shape=stack.shape, stride=stack.stride()
+    )
 
 
 def set_timeout(mesh: DeviceMesh, config: Config) -> None:
@@ -108,18 +128,19 @@ def replicated_digests(model: nn.Module, digest: Callable[[Tensor], Tensor]) -> 
     """A digest of each parameter and buffer that more than one rank holds (collective).
 
     Of a tensor that is sharded in each of several replicas, the sum of the digests of a replica's parts. One
-    that is held once is left out.
+    that is held once is left out. A mesh that is smaller than the world is a replica's own.
 
     Args:
         model: Unwrapped.
         digest: Of a rank's part of a tensor; int64, 0-dim.
     """
     by_mesh: dict[DeviceMesh | None, dict[str, Any]] = {}
+    world_size = distributed.get_world_size()
     for name, tensor in model.state_dict().items():
         if not isinstance(tensor, DTensor):
             if isinstance(tensor, Tensor):
                 by_mesh.setdefault(None, {})[name] = tensor
-        elif replicate_dims(tensor):
+        elif tensor.device_mesh.size() < world_size or replicate_dims(tensor):
             by_mesh.setdefault(tensor.device_mesh, {})[name] = tensor
     found: dict[str, int] = {}
     for mesh, tensors in by_mesh.items():

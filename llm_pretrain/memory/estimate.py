@@ -157,7 +157,7 @@ def estimate_memory(
         activations = after_forward + max(layers)
     copies = _LOW_BYTES * matrices if low else 0
     accumulates = config.gradient_accumulation_steps(world_size) > 1
-    is_reduced = world_size > 1 and not config.distributed.outer
+    is_reduced = world_size > 1 and not (config.distributed.outer and shards == 1)
     # Gradients that exist when the backward pass of the last micro batch begins. DDP's buckets always do.
     reduced, unreduced = weights if accumulates or (is_reduced and shards == 1) else 0, 0
     if shards > 1:

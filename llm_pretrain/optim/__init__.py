@@ -3,7 +3,7 @@
 from llm_pretrain.optim.ema import AVERAGE, average_name, ema_parameters
 from llm_pretrain.optim.muon import Muon, step_buffers
 from llm_pretrain.optim.orthogonal import product_dtype
-from llm_pretrain.optim.outer import OUTER_MOMENTUM, OuterOptimizer
+from llm_pretrain.optim.outer import OUTER_MOMENTUM, REPLICA, OuterOptimizer
 from llm_pretrain.optim.param_groups import (
     Role,
     adamw_factor,
@@ -19,6 +19,7 @@ from llm_pretrain.optim.sharded import as_sharded, replicate_dims, to_local
 __all__ = [
     "AVERAGE",
     "OUTER_MOMENTUM",
+    "REPLICA",
     "Muon",
     "OuterOptimizer",
     "Role",

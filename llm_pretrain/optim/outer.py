@@ -1,6 +1,7 @@
 """DiLoCo (arXiv:2311.08105): replicas that train on their own, and an outer optimizer over their mean.
 
-A replica's parameters and moments are optimizer state, saved and restored like any other.
+A replica is one rank, or several that share its state. Its parameters and moments are optimizer state,
+sharded, saved and restored like any other.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from llm_pretrain.config import DistributedConfig
+from llm_pretrain.optim.muon import as_sharded, to_local
 
 REPLICA = "replica"
 """Key of the replica's parameter in a parameter's optimizer state."""
@@ -23,13 +25,13 @@ BUCKET_BYTES = 25 << 20
 
 
 class OuterOptimizer:
-    """The outer optimizer of a run, whose model holds the run's parameters, the same on every rank.
+    """The outer optimizer of a run, whose model holds the run's parameters, the same in every replica.
 
     Args:
-        optimizer: The inner optimizer, of the run's parameters.
+        optimizer: The inner optimizer, of the run's parameters, which the ranks of a replica may share.
         config: H = `outer_steps`, the learning rate and the momentum.
-        num_replicas: R, ranks.
-        reduce_sum: Sums a tensor over the ranks.
+        num_replicas: R.
+        reduce_sum: Sums a tensor over the ranks that hold the same part of the R replicas.
     """
 
     def __init__(
@@ -46,19 +48,21 @@ class OuterOptimizer:
     @contextmanager
     def replica(self) -> Iterator[None]:
         """A block that computes with, and updates, this rank's replica instead of the run's parameters."""
-        run_values = {}
-        for parameter in self._parameters():
-            own = self.optimizer.state.get(parameter, {}).get(REPLICA)
-            run_values[parameter] = parameter.data if own is not None else parameter.data.clone()
-            if own is not None:
-                parameter.data = own
+        states = {parameter: self.optimizer.state.get(parameter) for parameter in self._parameters()}
+        run_values = {
+            parameter: to_local(parameter).clone() for parameter, state in states.items() if not state
+        }
+        for parameter, state in states.items():
+            if state:
+                _exchange(parameter, state[REPLICA])
         try:
             yield
         finally:
-            for parameter, tensor in run_values.items():
-                if state := self.optimizer.state.get(parameter):
-                    state[REPLICA] = parameter.data
-                parameter.data = tensor
+            for parameter, state in states.items():
+                if state:
+                    _exchange(parameter, state[REPLICA])
+                else:  # its first step, if any, has made the replica
+                    to_local(parameter).copy_(run_values[parameter])
 
     @torch.no_grad()
     def step(self, number: int) -> None:
@@ -74,31 +78,47 @@ class OuterOptimizer:
             return
         rate, momentum = self.config.outer_learning_rate, self.config.outer_momentum
         for bucket in self._buckets():
-            states = [self.optimizer.state[parameter] for parameter in bucket]
-            apart = [p - state[REPLICA] for p, state in zip(bucket, states, strict=True)]
-            mean = self.reduce_sum(torch.cat([each.flatten() for each in apart])) / self.num_replicas
+            apart = [(parameter - replica).flatten() for parameter, replica, _ in bucket]
+            mean = self.reduce_sum(torch.cat(apart)) / self.num_replicas
             parts = mean.split([each.numel() for each in apart])
-            for parameter, state, part in zip(bucket, states, parts, strict=True):
+            for (parameter, replica, outer_momentum), part in zip(bucket, parts, strict=True):
                 difference = part.view_as(parameter)
-                state[OUTER_MOMENTUM].mul_(momentum).add_(difference)
-                parameter.sub_(difference.add(state[OUTER_MOMENTUM], alpha=momentum), alpha=rate)
-                state[REPLICA].copy_(parameter)
+                outer_momentum.mul_(momentum).add_(difference)
+                parameter.sub_(difference.add(outer_momentum, alpha=momentum), alpha=rate)
+                replica.copy_(parameter)
 
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
-    def _buckets(self) -> Iterator[list[Tensor]]:
-        """The parameters that a step has updated, in lists of about `BUCKET_BYTES`."""
-        bucket: list[Tensor] = []
+    def _buckets(self) -> Iterator[list[tuple[Tensor, Tensor, Tensor]]]:
+        """This rank's parts of the parameters that a step has updated, of their replicas and outer momentums,
+        in lists of about `BUCKET_BYTES` of parameters."""
+        bucket: list[tuple[Tensor, Tensor, Tensor]] = []
+        filled = 0
         for parameter in self._parameters():
-            if not self.optimizer.state.get(parameter):
+            state = self.optimizer.state.get(parameter)
+            if not state:
                 continue  # it has never had a gradient
-            if bucket and sum(each.nbytes for each in bucket) + parameter.nbytes > BUCKET_BYTES:
+            part = to_local(parameter)
+            if bucket and filled + part.nbytes > BUCKET_BYTES:
                 yield bucket
-                bucket = []
-            bucket.append(parameter)
+                bucket, filled = [], 0
+            bucket.append((part, to_local(state[REPLICA]), to_local(state[OUTER_MOMENTUM])))
+            filled += part.nbytes
         if bucket:
             yield bucket
+
+
+@torch.no_grad()
+def _exchange(parameter: Tensor, other: Tensor) -> None:
+    """Exchange the values of two tensors, those of sharded ones in place: FSDP gathers from its memory."""
+    if as_sharded(parameter) is None:
+        parameter.data, other.data = other.data, parameter.data
+        return
+    left, right = to_local(parameter), to_local(other)
+    kept = left.clone()
+    left.copy_(right)
+    right.copy_(kept)
 
 
 def _create_state(optimizer: Optimizer, *_: object) -> None:

@@ -119,15 +119,18 @@ def _uses_muon(role: Role, config: OptimizerConfig) -> bool:
     return config.name == "muon" and role == "hidden"
 
 
-def state_shapes(name: str, parameter: Tensor, config: Config, world_size: int) -> dict[str, list[int]]:
-    """Key -> shape, in a checkpoint, of the optimizer's state tensors of a parameter after the first step."""
+def state_shapes(name: str, parameter: Tensor, config: Config, num_replicas: int) -> dict[str, list[int]]:
+    """Key -> shape, in a checkpoint, of the optimizer's state tensors of a parameter after the first step.
+
+    With `distributed.outer` of one of several replicas they are stacks, a row for each.
+    """
     on_muon = _uses_muon(parameter_role(name, parameter), config.optimizer)
     keys = ["momentum_buffer"] if on_muon else ["exp_avg", "exp_avg_sq"]
     keys += [AVERAGE] if config.optimizer.ema_decay else []
     shape = list(parameter.shape)
     if not config.distributed.outer:
         return dict.fromkeys(keys, shape)
-    own = [world_size, *shape] if world_size > 1 else shape  # a row for each replica
+    own = [num_replicas, *shape] if num_replicas > 1 else shape
     return dict.fromkeys([*keys, REPLICA], own) | {OUTER_MOMENTUM: shape}
 
 

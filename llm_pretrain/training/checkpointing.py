@@ -25,6 +25,7 @@ from llm_pretrain.checkpoints import (
     folder_name,
     model_fingerprint,
     save_weights,
+    saved_replicas,
     weights_in,
 )
 from llm_pretrain.config import Config
@@ -126,11 +127,12 @@ class CheckpointManager:
             )
         if found and (wrong := Progress.wrong_extra(found.run.extra)):
             raise CheckpointError(f"{found.path}: manifest.json: {wrong}; move it out of the folder")
-        if found and self.config.distributed.outer and found.run.world_size != self.engine.world_size:
-            raise ConfigError(
-                f"distributed.outer: expected {found.run.world_size} processes, each with its replica in "
-                f"{found.path}, found {self.engine.world_size}"
-            )
+        if found and self.config.distributed.outer:
+            replicas = self.config.distributed.num_replicas(self.engine.world_size)
+            if (saved := saved_replicas(found.manifest.tensors)) not in (None, replicas):
+                raise ConfigError(
+                    f"distributed.outer: expected {saved} replicas, as in {found.path}, found {replicas}"
+                )
         newest = max(committed_folders(self.folder.weights), default=0)
         step = found.step if found else 0
         if newest > step:

@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager, nullcontext, suppress
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -363,11 +364,14 @@ def build_outer_optimizer(config: Config, engine: Engine) -> OuterOptimizer | No
     if not config.distributed.outer:
         return None
     _, optimizer = engine.model_and_optimizer()
-    if engine.world_size > 1:  # a checkpoint then has a row for each replica
-        from llm_pretrain.distributed.fsdp import replica_mesh  # takes a second to import
+    if (num_replicas := config.distributed.num_replicas(engine.world_size)) == 1:
+        return OuterOptimizer(optimizer, config.distributed, 1, lambda tensor: tensor)
+    from llm_pretrain.distributed.fsdp import replica_mesh, sum_over_replicas  # takes a second to import
 
-        optimizer.replicas = replica_mesh(engine.device, engine.world_size)  # type: ignore[attr-defined]
-    return OuterOptimizer(optimizer, config.distributed, engine.world_size, engine.reduce_sum)
+    mesh = replica_mesh(config, engine.device, engine.world_size)
+    optimizer.replicas = mesh  # type: ignore[attr-defined]  # a checkpoint then has a row for each replica
+    reduce_sum = partial(sum_over_replicas, replicas=mesh)
+    return OuterOptimizer(optimizer, config.distributed, num_replicas, reduce_sum)
 
 
 UNFINISHED = (

@@ -52,12 +52,23 @@ def prefer_an_expert(world_size: int, passes: int) -> None:
     _patch.setattr(Router, "_ranking", ranking)
 
 
+def begin_otherwise_in_the_second_replica() -> None:
+    """Ranks from number 2 on draw the values of another seed."""
+
+    def initialize(
+        original: Callable[..., None], model: Any, seed: int, *arguments: Any, **more: Any
+    ) -> None:
+        original(model, seed + int(os.environ["RANK"]) // 2, *arguments, **more)
+
+    _substitute("initialize_weights", initialize)
+
+
 # Saving and resuming
 
 
 def write_the_parts_of_every_replica() -> None:
     """Each holder of a part of a sharded tensor takes it for its own alone."""
-    _substitute("_replica", lambda original, sharded: (0, 1))
+    _substitute("_replica", lambda original, *_: (0, 1))
 
 
 def find_no_checkpoint() -> None:
