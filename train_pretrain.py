@@ -21,7 +21,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
@@ -37,10 +36,11 @@ from llm_pretrain.distributed.fsdp import (
     clip_over_meshes,
     layer_precision,
     rebound_optimizer,
-    set_timeout,
     shard_full_precision,
+    sum_gradients,
 )
 from llm_pretrain.distributed.launch_checks import check_world_size
+from llm_pretrain.distributed.mesh import Meshes, Place, build_meshes
 from llm_pretrain.distributed.peer_failure import collective_timeout
 from llm_pretrain.distributed.process import (
     exit_process,
@@ -58,6 +58,7 @@ from llm_pretrain.training import (
     StepMetrics,
     StepMonitor,
     attach_global_expert_counts,
+    own_part,
     pretrain,
     seed_dropout,
     warm_up_backward,
@@ -89,13 +90,10 @@ class TorchrunEngine:
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         check_world_size(self.world_size)
         self.is_sharded = config.distributed.strategy == "fsdp" and self.world_size > 1
-        self.mesh = None  # all ranks share one state
-        if self.is_sharded and config.distributed.dp_replicate_size > 1:
-            sizes = config.distributed.dp_replicate_size, config.distributed.shard_size(self.world_size)
-            self.mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=("dp_replicate", "dp_shard"))
-            set_timeout(self.mesh, config)
-            if config.distributed.outer:  # the replicas train apart
-                self.mesh = self.mesh["dp_shard"]
+        self.place = Place.of(config, self.rank, self.world_size)
+        self.meshes = Meshes()
+        if self.is_sharded:
+            self.meshes = build_meshes(config, self.device.type, self.world_size)
         self.sync_each_batch = config.distributed.sync_each_batch
         precision = config.training.precision
         dtype = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
@@ -104,7 +102,7 @@ class TorchrunEngine:
         self.scaler = self.grad_scaler if precision == "fp16" else None  # saved in checkpoints
         self.accumulation_steps = config.gradient_accumulation_steps(self.world_size)
         self.max_grad_norm = config.training.max_grad_norm or math.inf
-        several_meshes = self.is_sharded and config.distributed.ep_size > 1
+        several_meshes = self.is_sharded and (config.distributed.ep_size > 1 or self.place.sizes.tp > 1)
         self.clip_grad_norm = clip_over_meshes if several_meshes else clip_grad_norm_
         self.objective = Objective(config, self.world_size)
 
@@ -119,7 +117,7 @@ class TorchrunEngine:
         self.no_sync = nullcontext
         with rebound_optimizer(model, optimizer):
             if self.is_sharded:
-                shard_model(model, self.mesh, self.config, self.device)
+                shard_model(model, self.meshes, self.config, self.device)
             initialize(model)  # of a sharded model, this rank's parts
         self.model: Any = model
         if self.world_size > 1 and not self.is_sharded and not self.config.distributed.outer:
@@ -128,8 +126,9 @@ class TorchrunEngine:
             self.no_sync = self.model.no_sync
         self.parameters = list(self.model.parameters())  # once: collecting them takes longer than clipping
         warm_up_backward(self)
-        rank_batches = shard(batches, self.rank, self.world_size)
-        return (batch.to(self.device, non_blocking=True) for batch in rank_batches)
+        group_batches = shard(batches, self.place.data, self.place.sizes.data)
+        own = (own_part(batch, self.place) for batch in group_batches)
+        return (batch.to(self.device, non_blocking=True) for batch in own)
 
     def forward(self, batch: Batch) -> DecoderOutput:
         seed_dropout(self.config, batch)
@@ -148,7 +147,7 @@ class TorchrunEngine:
                 self.model.set_requires_all_reduce(is_last)  # of replicas
             with nullcontext() if is_last else self.no_sync():
                 output = self.forward(batch)
-                # the objective is W * A / N times the sums: DDP divides by W, this line by A
+                # FSDP adds the ranks' gradients; DDP divides by W, which the objective is then multiplied by
                 loss = self.objective(output, metrics.num_loss_tokens) / self.accumulation_steps
                 self.grad_scaler.scale(loss).backward()
                 metrics.add(output, batch)
@@ -187,14 +186,14 @@ class TorchrunEngine:
     def close(self) -> None:
         # a DDP module that outlives its process group can abort the process at exit
         del self.model, self.no_sync, self.unwrapped_model, self.optimizer
-        del self.parameters, self.mesh
+        del self.parameters, self.meshes
         if self.world_size > 1:
             dist.barrier()
             dist.destroy_process_group()
             clear_mesh_caches()
 
 
-def shard_model(model: Decoder, mesh: DeviceMesh | None, config: Config, device: torch.device) -> None:
+def shard_model(model: Decoder, meshes: Meshes, config: Config, device: torch.device) -> None:
     """Shard every parameter of a model on the meta device over all ranks, or over those of a replica.
 
     The matrices of a layer are one group: they are all-gathered for the layer's forward pass, freed, and
@@ -203,11 +202,12 @@ def shard_model(model: Decoder, mesh: DeviceMesh | None, config: Config, device:
     """
     if config.distributed.ep_size > 1:
         shard_experts(model, config, device)
-    sharded = shard_full_precision(model, mesh)
+    sharded = shard_full_precision(model, meshes.shards)
     precision = layer_precision(config.training.precision)
     for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=precision, ignored_params=sharded)
-    fully_shard(model, mesh=mesh)
+        fully_shard(layer, mesh=meshes.matrices, mp_policy=precision, ignored_params=sharded)
+    fully_shard(model, mesh=meshes.shards)
+    sum_gradients(model)
 
 
 def main(argv: list[str] | None = None) -> int:

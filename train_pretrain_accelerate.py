@@ -53,6 +53,7 @@ from llm_pretrain.distributed.fsdp import (
     rebound_optimizer,
     set_timeout,
     shard_full_precision,
+    sum_gradients,
 )
 from llm_pretrain.distributed.launch_checks import (
     check_accelerate_settings,
@@ -60,6 +61,7 @@ from llm_pretrain.distributed.launch_checks import (
     check_world_size,
     preserved_environment,
 )
+from llm_pretrain.distributed.mesh import Place
 from llm_pretrain.distributed.peer_failure import collective_timeout
 from llm_pretrain.distributed.process import (
     exit_process,
@@ -138,6 +140,7 @@ class AccelerateEngine:
         check_world_size(self.world_size)
         check_strategy(config, self.accelerator.distributed_type.value, self.world_size)
         self.max_grad_norm = config.training.max_grad_norm or math.inf
+        self.place = Place.of(config, self.rank, self.world_size)
         self.objective = Objective(config, self.world_size)
 
     def prepare(
@@ -160,6 +163,7 @@ class AccelerateEngine:
                     set_timeout(mesh, self.config)
                 shard_full_precision(model, mesh)
                 self.model, self.optimizer, rank_batches = self.accelerator.prepare(model, optimizer, batches)
+                sum_gradients(model)
                 initialize(model)  # this rank's parts
         else:
             with rebound_optimizer(model, optimizer):

@@ -53,7 +53,7 @@ def assembling(store: TokenStore, sequence_length: int, packing: str) -> Callabl
             sequence_length=sequence_length, micro_batch_size=8, global_batch_size=64, max_steps=steps
         ),
     )
-    loader = global_batches(config, start_step=0, world_size=1)
+    loader = global_batches(config, start_step=0)
     return lambda: sum(batch.input_ids.numel() for batch in loader)
 
 

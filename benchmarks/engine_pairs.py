@@ -37,7 +37,7 @@ class Steps:
             model = build_model(config, engine.device)
         optimizer = build_optimizer(model, config.optimizer, config.training.precision)
         self.stopwatch.leave_out(model, optimizer)
-        loader = global_batches(config, start_step=0, world_size=engine.world_size)
+        loader = global_batches(config, start_step=0)
         batches = engine.prepare(
             model,
             optimizer,

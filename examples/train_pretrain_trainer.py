@@ -49,7 +49,7 @@ class WitnessTrainer(Trainer):
 
     def __init__(self, config: Config, store: TokenStore, world_size: int, metrics: MetricsWriter | None):
         self.config, self.metrics = config, metrics
-        samples = global_batches(config, start_step=0, world_size=world_size).dataset
+        samples = global_batches(config, start_step=0).dataset
         assert isinstance(samples, MicroBatches)
         self.samples = samples
         self.digest = torch.zeros(8, dtype=torch.int64)

@@ -134,6 +134,12 @@ def test_only_the_accelerate_script_imports_accelerate():
         assert not any(name.split(".")[0] == "accelerate" for name in imports(path)), path
 
 
+LAYERS = ("context_parallel.py", "expert_parallel.py", "tensor_parallel.py", "pipeline.py")
+"""Modules whose ranks compute a layer, or a part of the model, together."""
+SHARDS = ("fsdp.py", "initial_values.py", "mesh.py", "sharded.py")
+"""Modules about what is sharded, for both engines."""
+
+
 def test_only_the_engines_and_checkpoints_touch_torch_distributed():
     for path in modules():
         distributed = {name for name in imports(path) if name.startswith("torch.distributed")}
@@ -141,11 +147,11 @@ def test_only_the_engines_and_checkpoints_touch_torch_distributed():
             distributed = {
                 name for name in distributed if not name.startswith("torch.distributed.checkpoint")
             }
-        if path.name == "expert_parallel.py":  # its exchange of tokens is a layer's, not an engine's
+        if path.name in LAYERS:  # their exchanges are a layer's, not an engine's
             continue
         if part_of(path) == "simulation":  # its ranks are fake, or those of its own check
             continue
-        if path.name in ("fsdp.py", "initial_values.py", "sharded.py"):  # what is sharded for both engines
+        if path.name in SHARDS:
             allowed = ("torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.device_mesh")
             distributed = {name for name in distributed if not name.startswith(allowed)}
         assert not distributed, f"{path}: {distributed}"

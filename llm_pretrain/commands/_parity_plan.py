@@ -20,7 +20,7 @@ from llm_pretrain.commands._launch_options import (
     parse_words,
 )
 from llm_pretrain.commands._launching import RESUMABLE_PATHS, SCRIPTS, Machine
-from llm_pretrain.config import Config, DistributedConfig, load_config, resolve_model
+from llm_pretrain.config import Config, DistributedConfig, check_mesh, load_config, resolve_model
 from llm_pretrain.errors import ConfigError
 
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -323,7 +323,7 @@ def _impossible(mesh: str, world_size: int, config: Config) -> str:
         least = distributed.dp_replicate_size * (distributed.dp_shard_size or 1)
     if world_size < least:
         return f"expected {least} processes{' or more' if mesh in LEAST_RANKS else ''}"
-    return next(dataclasses.replace(config, distributed=distributed).check_mesh(world_size), "")
+    return next(check_mesh(dataclasses.replace(config, distributed=distributed), world_size), "")
 
 
 def _unsupported(path: str, precision: str, mesh: str, machine: Machine, config: Config) -> str:

@@ -1,6 +1,6 @@
 """The configuration: its tree of dataclasses, and loading and checking it."""
 
-from llm_pretrain.config.distributed_config import DistributedConfig
+from llm_pretrain.config.distributed_config import DistributedConfig, MeshSizes
 from llm_pretrain.config.loading import (
     PRESETS,
     compiles,
@@ -15,6 +15,7 @@ from llm_pretrain.config.loading import (
     unknown_setting,
     validate,
 )
+from llm_pretrain.config.mesh_checks import check_mesh
 from llm_pretrain.config.model_config import VOCAB_MULTIPLE, ModelConfig
 from llm_pretrain.config.schema import build, matches_type
 from llm_pretrain.config.tree import (
@@ -41,6 +42,7 @@ __all__ = [
     "DistributedConfig",
     "EvaluationConfig",
     "LoggingConfig",
+    "MeshSizes",
     "ModelConfig",
     "OptimizerConfig",
     "RunConfig",
@@ -50,6 +52,7 @@ __all__ = [
     "WeightChange",
     "YamlError",
     "build",
+    "check_mesh",
     "compiles",
     "dump_yaml",
     "from_dict",

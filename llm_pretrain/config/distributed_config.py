@@ -2,11 +2,37 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from llm_pretrain.config.schema import Fraction, PositiveFloat, PositiveInt, Range
+
+
+class MeshSizes(NamedTuple):
+    """Ranks along each axis of a run's mesh, the outermost first: neighbouring ranks differ in `tp`."""
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    @property
+    def data(self) -> int:
+        """Data-parallel degree: groups of ranks with micro batches of their own."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def sequence(self) -> int:
+        """Ranks over which the positions of a micro batch are divided."""
+        return self.cp * self.tp
+
+    @property
+    def is_data_parallel(self) -> bool:
+        """Whether every rank has micro batches and a whole model of its own, sharded or not."""
+        return self.pp * self.sequence == 1
 
 
 @dataclass(frozen=True)
@@ -24,6 +50,12 @@ class DistributedConfig:
             alone shares nothing, whatever the sizes.
         ep_size: With `fsdp`, ranks over which the experts are divided, neighbours in a replica: tokens travel
             to their experts. 1: every rank computes its own tokens' experts, gathered like the rest.
+        cp_size: With `fsdp`, ranks over which each sequence is divided (context parallelism): every rank
+            computes its positions, and gathers the keys and values of the others.
+        tp_size: With `fsdp`, ranks over which the layers' matrices and the vocabulary are divided (tensor
+            parallelism), neighbours; outside of the products each has its part of the positions (sequence
+            parallelism).
+        pp_size: With `fsdp`, ranks over which the layers are divided (pipeline parallelism).
         sync_each_batch: With `fsdp`, reduce-scatter the gradients of every micro batch. Otherwise every rank
             keeps whole gradients in fp32 until a step's last micro batch: less traffic, 4 bytes more for each
             parameter of the model.
@@ -47,6 +79,9 @@ class DistributedConfig:
     dp_replicate_size: PositiveInt = 1
     dp_shard_size: PositiveInt | None = None
     ep_size: PositiveInt = 1
+    cp_size: PositiveInt = 1
+    tp_size: PositiveInt = 1
+    pp_size: PositiveInt = 1
     sync_each_batch: bool = True
     zero_stage: Literal[1, 2, 3] | None = None
     cpu_threads: Annotated[int, Range(gt=0, le=1 << 10)] | None = None
@@ -56,9 +91,19 @@ class DistributedConfig:
     outer_momentum: Fraction = 0.9
     timeout_seconds: Annotated[int, Range(gt=0, le=2_000_000)] = 1800  # libraries count ms in 32 bits
 
+    def mesh(self, world_size: int) -> MeshSizes:
+        """Ranks along each axis; of one process alone all 1, whatever is configured."""
+        if world_size == 1:
+            return MeshSizes()
+        if self.strategy != "fsdp":
+            return MeshSizes(dp_replicate=world_size)
+        axes = MeshSizes(self.pp_size, self.dp_replicate_size, 1, self.cp_size, self.tp_size)
+        shards = self.dp_shard_size or max(1, world_size // math.prod(axes))
+        return axes._replace(dp_shard=shards)
+
     def shard_size(self, world_size: int) -> int:
-        """Ranks that share the state of the model under FSDP."""
-        return 1 if world_size == 1 else self.dp_shard_size or max(1, world_size // self.dp_replicate_size)
+        """Ranks that share the state of the model under FSDP, each with data of its own."""
+        return self.mesh(world_size).dp_shard
 
     def num_replicas(self, world_size: int) -> int:
         """Replicas of the state of the model under DDP and FSDP."""
@@ -67,7 +112,7 @@ class DistributedConfig:
     def check(self, world_size: int) -> Iterator[str]:
         """One line for each contradiction between the sizes of the mesh, strategy and number of processes."""
         if self.strategy != "fsdp":
-            for name, none in (("dp_replicate_size", 1), ("dp_shard_size", None), ("ep_size", 1)):
+            for name, none in _FSDP_ONLY.items():
                 if (value := getattr(self, name)) != none:
                     expected = f"expected {none or 'none'} with strategy {self.strategy}"
                     yield f"distributed.{name}: {expected}, found {value}; use fsdp"
@@ -79,18 +124,26 @@ class DistributedConfig:
             yield f"distributed.ep_size: expected 1 {outer}, found {self.ep_size}"
         if world_size == 1:
             return
-        replicas, shards = self.dp_replicate_size, self.shard_size(world_size)
-        if replicas * shards != world_size:
+        sizes = self.mesh(world_size)
+        shared = sizes.dp_shard * sizes.sequence  # what FSDP shards over, tensor-parallel matrices aside
+        if math.prod(sizes) != world_size:
+            others = [f"{axis}_size" for axis in ("cp", "tp", "pp") if getattr(sizes, axis) > 1]
+            names = " * ".join(["dp_replicate_size", "dp_shard_size", *others])
+            found = " * ".join(str(getattr(sizes, name.removesuffix("_size"))) for name in names.split(" * "))
+            yield f"distributed.{names}: expected the world size, {world_size}, found {found}"
+        elif shared == 1 and sizes.dp_replicate > 1:
+            most, found = f"at most half of the world size, {world_size}", sizes.dp_replicate
             yield (
-                "distributed.dp_replicate_size * dp_shard_size: expected the world size, "
-                f"{world_size}, found {replicas} * {shards}"
+                f"distributed.dp_replicate_size: expected {most}, found {found}; for replicas that are not "
+                "sharded use strategy ddp"
             )
-        elif shards == 1:
-            yield (
-                "distributed.dp_replicate_size: expected at most half of the world size, "
-                f"{world_size}, found {replicas}; for replicas that are not sharded use strategy ddp"
-            )
-        elif shards % self.ep_size:
-            yield (
-                f"distributed.ep_size: expected a divisor of a replica's {shards} ranks, found {self.ep_size}"
-            )
+        elif shared % self.ep_size:
+            ranks = f"a replica's {shared} ranks"
+            yield f"distributed.ep_size: expected a divisor of {ranks}, found {self.ep_size}"
+
+
+_FSDP_ONLY = {
+    **{"dp_replicate_size": 1, "dp_shard_size": None, "ep_size": 1},
+    **{"cp_size": 1, "tp_size": 1, "pp_size": 1},
+}
+"""Sizes of a mesh, and their values without one."""

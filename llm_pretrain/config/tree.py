@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from llm_pretrain.config.distributed_config import DistributedConfig
+from llm_pretrain.config.mesh_checks import check_mesh
 from llm_pretrain.config.model_config import ModelConfig
 from llm_pretrain.config.schema import (
     LARGEST_INTEGER,
@@ -431,8 +432,9 @@ class Config:
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
 
     def gradient_accumulation_steps(self, world_size: int) -> int:
-        """Micro batches per process and optimizer step: G / (W * B), which is a whole number once loaded."""
-        return self.training.global_batch_size // (self.training.micro_batch_size * world_size)
+        """Micro batches per process and optimizer step, G / (D * B), with data-parallel degree D."""
+        data = self.distributed.mesh(world_size).data
+        return self.training.global_batch_size // (self.training.micro_batch_size * data)
 
     def check(self, world_size: int, needs_data: bool) -> Iterator[str]:
         """One line for each contradiction, ranges of single numbers aside."""
@@ -443,7 +445,7 @@ class Config:
         yield from self.checkpoint.check()
         yield from self.logging.check()
         yield from self._check_batch(world_size)
-        yield from self.check_mesh(world_size)
+        yield from check_mesh(self, world_size)
         yield from self.check_schedule()
         yield from self._check_lengths()
         yield from self._check_recovery()
@@ -454,46 +456,25 @@ class Config:
 
     def _check_batch(self, world_size: int) -> Iterator[str]:
         micro, total = self.training.micro_batch_size, self.training.global_batch_size
-        unit = micro * world_size
+        ranks = self.distributed.mesh(world_size).data
+        unit = micro * ranks
         if unit > 0 and total % unit == 0:
             return
         below = max(total // unit, 0) * unit if unit > 0 else 0
         sizes = " or ".join(str(size) for size in (below, below + unit) if size > 0)
         advice = f"training.global_batch_size {sizes} would work"
-        if total % world_size == 0:
-            each = total // world_size
+        if total % ranks == 0:
+            each = total // ranks
             fits = [size for size in range(1, min(each, 4096) + 1) if each % size == 0]
             near = sorted(sorted(fits, key=lambda size: abs(size - micro))[:5])
             advice += ", or training.micro_batch_size " + " or ".join(str(size) for size in near)
         else:
-            advice += f"; no training.micro_batch_size works with {total} on {world_size} processes"
+            advice += f"; no training.micro_batch_size works with {total} on {ranks} processes"
         yield (
-            "training.global_batch_size: expected a multiple of training.micro_batch_size * world size = "
-            f"{micro} * {world_size} = {unit}, found {total}; {advice}"
+            "training.global_batch_size: expected a multiple of training.micro_batch_size * "
+            f"{'world size' if ranks == world_size else 'data-parallel ranks'} = {micro} * {ranks} = {unit}, "
+            f"found {total}; {advice}"
         )
-
-    def check_mesh(self, world_size: int) -> Iterator[str]:
-        """One line for each reason why so many processes, or this model, cannot have the mesh."""
-        yield from self.distributed.check(world_size)
-        experts, ranks = self.model.num_experts, self.distributed.ep_size
-        if ranks == 1 or self.distributed.strategy != "fsdp":
-            return
-        shards = max(1, self.distributed.shard_size(world_size) // ranks)
-        if not experts or experts % ranks:
-            yield f"distributed.ep_size: expected a divisor of model.num_experts, {experts}, found {ranks}"
-        elif not (experts // ranks) % shards:
-            return
-        elif self.optimizer.name == "muon":
-            yield (
-                f"optimizer.name: expected adamw where {shards} ranks share the rows of {experts // ranks} "
-                "experts, found muon, which needs whole matrices; use another distributed.ep_size"
-            )
-        elif self.model.hidden_size % shards or 2 * self.model.expert_intermediate_size % shards:
-            yield (
-                f"distributed.ep_size: expected {shards} ranks, which share the rows of {experts // ranks} "
-                "experts, to divide model.hidden_size and twice the experts' width, found "
-                f"{self.model.hidden_size} and {2 * self.model.expert_intermediate_size}"
-            )
 
     def _check_outer(self) -> Iterator[str]:
         steps, precision, decay = self.training.max_steps, self.training.precision, self.optimizer.ema_decay

@@ -42,11 +42,10 @@ def shard_experts(model: Decoder, config: Config, device: torch.device) -> None:
     FSDP: by whole experts where their number divides n, else by rows. Each layer's experts are an FSDP group
     of their own; call it before the rest is sharded.
     """
-    ep, replicas = config.distributed.ep_size, config.distributed.dp_replicate_size
-    shards = config.distributed.shard_size(dist.get_world_size()) // ep
-    mesh = init_device_mesh(
-        device.type, (replicas, shards, ep), mesh_dim_names=("ep_replicate", "ep_shard", "ep")
-    )
+    ep, sizes = config.distributed.ep_size, config.distributed.mesh(dist.get_world_size())
+    replicas, shards = sizes.dp_replicate, sizes.dp_shard * sizes.sequence // ep
+    names = ("pp", "ep_replicate", "ep_shard", "ep")
+    mesh = init_device_mesh(device.type, (sizes.pp, replicas, shards, ep), mesh_dim_names=names)
     flat = mesh["ep_shard", "ep"]._flatten()  # norms are then reduced in one collective instead of two
     for each in (mesh, flat):
         set_timeout(each, config)
@@ -86,14 +85,9 @@ class ParallelExperts(Experts):
         return super().forward(x_MH, weight_M1, expert_M[:, None])[:rows]
 
     def parameters_to_multiply(self) -> tuple[Tensor, Tensor]:
-        """This rank's part of both parameters.
-
-        FSDP averages over the W / P ranks that hold the same experts, and each of these gradients is a sum
-        over a group's P ranks: times 1 / P it is the mean over all W.
-        """
-        factor = 1 / dist.get_world_size(self.group)
+        """This rank's part of both parameters."""
         gate_up, down = super().parameters_to_multiply()
-        return _scale_gradient(to_local(gate_up), factor), _scale_gradient(to_local(down), factor)
+        return to_local(gate_up), to_local(down)
 
 
 @uncompiled  # the numbers of rows differ from batch to batch
@@ -147,17 +141,3 @@ class _Exchange(torch.autograd.Function):
         return _Exchange.apply(grads[0], *ctx.back), None, None, None  # pyright: ignore[reportReturnType] (torch's stub of apply)
 
 
-def _scale_gradient(tensor: Tensor, factor: float) -> Tensor:
-    """The tensor itself, whose gradient is multiplied by `factor`."""
-    return _ScaleGradient.apply(tensor, factor)  # pyright: ignore[reportReturnType] (torch's stub of apply)
-
-
-class _ScaleGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return grads[0] * ctx.factor, None

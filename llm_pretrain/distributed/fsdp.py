@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
@@ -70,6 +70,18 @@ def set_timeout(mesh: DeviceMesh, config: Config) -> None:
     """Give the groups of a mesh the time-out of the run's collectives, which torch does not hand on."""
     for dim in range(mesh.ndim):
         distributed.distributed_c10d._set_pg_timeout(collective_timeout(config), mesh.get_group(dim))
+
+
+def sum_gradients(model: nn.Module) -> None:
+    """Make FSDP add the ranks' gradients, of which torch's default is the mean.
+
+    A rank's gradient is a part of the objective's, whatever its parameters are sharded over.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # alone, factor 1 would be a product inside NCCL, which Gloo lacks
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
 
 
 def shard_full_precision(model: nn.Module, mesh: DeviceMesh | None) -> set[nn.Parameter]:

@@ -13,6 +13,7 @@ from llm_pretrain.training.step import (
     StepMetrics,
     attach_global_expert_counts,
     dummy_batch,
+    own_part,
     seed_dropout,
     warm_up_backward,
 )
@@ -36,6 +37,7 @@ __all__ = [
     "dummy_batch",
     "fingerprints",
     "initialize_weights",
+    "own_part",
     "pretrain",
     "seed_dropout",
     "warm_up_backward",

@@ -21,14 +21,14 @@ from llm_pretrain.model import Decoder
 from llm_pretrain.tracking import Console, MetricsWriter
 from llm_pretrain.training.model_setup import eagerly
 from llm_pretrain.training.run_state import RunFolder
-from llm_pretrain.training.step import Engine, dummy_batch
+from llm_pretrain.training.step import Engine, dummy_batch, own_part
 
 
 class Evaluator:
     """Evaluates the engine's model on a fixed sequence of batches.
 
     Args:
-        engine: The run's; each rank evaluates every W-th batch.
+        engine: The run's; each data-parallel group evaluates every D-th batch.
         batches: The validation batches, the same on every rank.
         store: Has the number of UTF-8 bytes of each token.
         stop_requested: Checked between batches; the evaluation ends without a result if it is true.
@@ -58,20 +58,21 @@ class Evaluator:
         Metrics of a source without validation tokens are None.
         """
         model, _ = self.engine.model_and_optimizer()
+        place = self.engine.place
         was_training = model.training
         model.eval()
         sums: list[tuple[int, torch.Tensor]] | None = []
         with eagerly(model):
-            for first in range(0, len(self.batches), self.engine.world_size):
+            for first in range(0, len(self.batches), place.sizes.data):
                 if self._should_stop():
                     sums = None
                     break
                 heartbeat()
-                index = first + self.engine.rank
+                index = first + place.data
                 if index < len(self.batches):
-                    sums.append((index, self._batch_sums(self.batches[index])))
+                    sums.append((index, self._batch_sums(own_part(self.batches[index], place))))
                 elif self.is_collective:
-                    self.engine.forward(dummy_batch(self.engine.device))
+                    self.engine.forward(dummy_batch(self.engine.device, place))
         model.train(was_training)
         gathered = self.engine.gather_objects(
             None if sums is None else [(index, values.tolist()) for index, values in sums]

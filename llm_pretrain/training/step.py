@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 
 from llm_pretrain.config import Config
 from llm_pretrain.data import Batch
+from llm_pretrain.distributed.mesh import Place, positions_of
 from llm_pretrain.model import Decoder, DecoderOutput
 from llm_pretrain.training.anomaly import NUM_LOSSES, Spike, StepMonitor
 from llm_pretrain.training.model_setup import FP8_MULTIPLE, eagerly
@@ -44,6 +45,8 @@ class Engine(Protocol):
     launcher: Launcher
     rank: int
     world_size: int
+    place: Place
+    """Where this rank stands in the mesh."""
     device: torch.device
     scaler: torch.amp.GradScaler | None
 
@@ -182,19 +185,24 @@ def loss_sums(output: DecoderOutput) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 class Objective:
-    """The objective of one micro batch.
+    """The objective of one micro batch, or of this rank's part of one.
 
-    With W ranks, A micro batches per rank and step, and N loss tokens in the global batch it is
+    With A micro batches per rank and step, and N loss tokens in the global batch it is
 
         (W*A/N) * [ sum m*(CE + c_z*lse^2) + c_aux * sum_i n_i * mean_l bal(i,l)
                     + c_rz * mean_l sum m*lse(router)^2 ]
 
-    so that DDP's mean over ranks and the engine's division by A make the sum over the step's W*A micro
-    batches exactly the objective over N tokens.
+    so that DDP's mean over W ranks and the engine's division by A make the sum over the step's micro batches
+    exactly the objective over N tokens. Where the ranks' gradients are added, as by FSDP here, W is 1.
+
+    Args:
+        config: Has the coefficients.
+        world_size: Ranks of the run.
     """
 
     def __init__(self, config: Config, world_size: int):
-        self.micro_batches_per_step = world_size * config.gradient_accumulation_steps(world_size)
+        averaged = 1 if config.distributed.strategy == "fsdp" else world_size
+        self.factor = averaged * config.gradient_accumulation_steps(world_size)
         self.z_loss_coef = config.training.z_loss_coef
         self.router_aux_loss_coef = config.model.router_aux_loss_coef
         self.router_z_loss_coef = config.model.router_z_loss_coef
@@ -209,7 +217,7 @@ class Objective:
             total = total + self.router_aux_loss_coef * aux_loss
         if self.is_moe and self.router_z_loss_coef:
             total = total + self.router_z_loss_coef * router_z_loss
-        return total * (self.micro_batches_per_step / num_loss_tokens)
+        return total * (self.factor / num_loss_tokens)
 
 
 def forward_is_collective(config: Config, world_size: int) -> bool:
@@ -231,14 +239,38 @@ def warm_up_backward(engine: Engine) -> None:
         return
     model, optimizer = engine.model_and_optimizer()
     with eagerly(model):  # a batch of this size would compile every graph again
-        (0.0 * torch.stack(loss_sums(engine.forward(dummy_batch(engine.device)))).sum()).backward()
+        output = engine.forward(dummy_batch(engine.device, engine.place))
+        (0.0 * torch.stack(loss_sums(output)).sum()).backward()
     optimizer.zero_grad(set_to_none=True)
 
 
-def dummy_batch(device: torch.device) -> Batch:
-    """A batch [1, 16] for a forward pass whose result is not used; FP8 products need a multiple of 16."""
-    ones = torch.ones((1, FP8_MULTIPLE), dtype=torch.int64, device=device)
-    return Batch(
+def own_part(batch: Batch, place: Place) -> Batch:
+    """The part of a micro batch that this rank computes: of every sequence the same positions.
+
+    The documents stay whole, and the positions those of the `cp` rank, whose `tp` ranks rotate the queries
+    and keys of all of them. Loss tokens and digest are counted with the first part.
+    """
+    if place.sizes.sequence == 1:
+        return batch
+    seen, own = positions_of(place, batch.input_ids.shape[1])
+    counted = {} if place.part == 0 else {"num_loss_tokens": 0, "digest": torch.zeros_like(batch.digest)}
+    return replace(
+        batch,
+        input_ids=batch.input_ids[:, own],
+        position_ids=batch.position_ids[:, seen],
+        labels=batch.labels[:, own],
+        loss_mask=batch.loss_mask[:, own],
+        **counted,
+    )
+
+
+def dummy_batch(device: torch.device, place: Place = Place()) -> Batch:  # noqa: B008 (it is frozen)
+    """A rank's part of a batch [1, 16 * parts] for a forward pass whose result is not used.
+
+    FP8 products need a multiple of 16.
+    """
+    ones = torch.ones((1, FP8_MULTIPLE * place.sizes.sequence), dtype=torch.int64, device=device)
+    batch = Batch(
         input_ids=ones,
         position_ids=ones,
         document_ids=ones,
@@ -249,6 +281,7 @@ def dummy_batch(device: torch.device) -> Batch:
         micro_batch=0,
         digest=torch.zeros(DIGEST_WORDS, dtype=torch.int64),
     )
+    return own_part(batch, place)
 
 
 def seed_dropout(config: Config, batch: Batch) -> None:

@@ -124,9 +124,7 @@ class Trainer:
         optimizer = build_optimizer(model, config.optimizer, config.training.precision)
         loader = run_on_all_ranks(
             engine,
-            lambda: global_batches(
-                config, start_step=self.progress.step, world_size=engine.world_size, stores=self.stores
-            ),
+            lambda: global_batches(config, start_step=self.progress.step, stores=self.stores),
         )
         batches = engine.prepare(model, optimizer, loader, initialize)
         self.outer = build_outer_optimizer(config, engine)

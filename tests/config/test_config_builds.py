@@ -54,10 +54,10 @@ def build(config: Config, world_size: int) -> None:
         rate = learning_rate(config, step)
         assert math.isfinite(rate)
         assert 0 <= rate <= config.optimizer.learning_rate * (1 + 1e-9), f"step {step}: {rate}"
-    assert math.isfinite(Objective(config, world_size).micro_batches_per_step)
+    assert math.isfinite(Objective(config, world_size).factor)
     assert config.gradient_accumulation_steps(world_size) >= 1
     fingerprints(config)
-    loader = global_batches(config, start_step=0, world_size=world_size)
+    loader = global_batches(config, start_step=0)
     tokens = training.micro_batch_size * training.sequence_length
     assert len(loader) * training.micro_batch_size == training.max_steps * training.global_batch_size
     if tokens <= FEW_TOKENS:

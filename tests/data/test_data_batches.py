@@ -49,7 +49,7 @@ def equal(first: Batch, second: Batch) -> bool:
 
 
 def batches_of(config: Config, start_step: int = 0, world_size: int = 1) -> list[Batch]:
-    return list(global_batches(config, start_step=start_step, world_size=world_size))
+    return list(global_batches(config, start_step=start_step))
 
 
 def one_epoch(store: TokenStore, **options: object) -> list[Batch]:
@@ -160,7 +160,7 @@ def test_without_isolation_positions_run_on_and_only_padding_is_apart(store: Tok
 def test_the_samples_do_not_depend_on_the_split_into_micro_batches(masked_store: TokenStore):
     def rows(world_size: int, micro_batch_size: int) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
         config = make_config(masked_store, micro_batch_size=micro_batch_size, max_steps=3)
-        loader = global_batches(config, start_step=0, world_size=world_size)
+        loader = global_batches(config, start_step=0)
         by_rank = [list(shard(loader, rank, world_size)) for rank in range(world_size)]
         found = sorted((b for share in by_rank for b in share), key=lambda b: (b.step, b.micro_batch))
         digests = [sum(b.digest for b in found if b.step == step) for step in range(3)]
@@ -201,7 +201,7 @@ def test_a_limit_on_processes_is_one_line(store: TokenStore, error: Exception, m
     monkeypatch.setattr(batches.forkserver, "ensure_running", lambda: None)
     monkeypatch.setattr(batches.forkserver, "connect_to_new_process", fail)
     with pytest.raises(ResourceError, match=r"^data\.num_workers: expected .* processes \(ulimit -u\)$"):
-        iter(global_batches(make_config(store, num_workers=1), start_step=0, world_size=1))
+        iter(global_batches(make_config(store, num_workers=1), start_step=0))
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -210,14 +210,12 @@ def test_accelerate_gives_each_rank_its_own_share(masked_store: TokenStore, num_
 
     config = make_config(masked_store, max_steps=3, num_workers=num_workers)
     for rank in range(2):
-        loader = global_batches(config, start_step=1, world_size=2)
+        loader = global_batches(config, start_step=1)
         prepared = prepare_data_loader(
             loader, num_processes=2, process_index=rank, put_on_device=False, even_batches=False, rng_types=[]
         )
         assert len(prepared) == 4
-        ours = shard(
-            global_batches(make_config(masked_store, max_steps=3), start_step=1, world_size=2), rank, 2
-        )
+        ours = shard(global_batches(make_config(masked_store, max_steps=3), start_step=1), rank, 2)
         assert all(equal(a, b) for a, b in zip(ours, prepared, strict=True))
 
 
@@ -228,7 +226,7 @@ def test_workers_give_the_same_batches(masked_store: TokenStore):
 
 def test_a_batch_of_a_worker_keeps_no_file_open(store: TokenStore):
     """A step of 240 micro batches would need 1,700 files: one for each tensor in shared memory."""
-    for batch in global_batches(make_config(store, max_steps=3, num_workers=1), start_step=0, world_size=1):
+    for batch in global_batches(make_config(store, max_steps=3, num_workers=1), start_step=0):
         assert not any(tensor.is_shared() for tensor in [*batch.model_inputs().values(), batch.digest])
 
 
@@ -257,7 +255,7 @@ class Faulty:
 def test_an_error_in_a_worker_is_one_line(
     store: TokenStore, error: Exception | None, expected: type[Exception], message: str
 ):
-    sampler = global_batches(make_config(store), start_step=0, world_size=1).batch_sampler
+    sampler = global_batches(make_config(store), start_step=0).batch_sampler
     loader = batches._loader(Faulty(error), sampler, 1)  # type: ignore[arg-type]
     with pytest.raises(expected, match=message) as caught:
         next(windows(loader, 2))
@@ -288,7 +286,7 @@ def test_a_small_shared_memory_is_named_before_the_start(store: TokenStore, monk
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     message = r"^data\.num_workers: expected 15 MiB free in /dev/shm for batches of 2 workers, found 3; "
     with pytest.raises(ResourceError, match=message):
-        batches.global_batches(config, start_step=0, world_size=8)
+        batches.global_batches(config, start_step=0)
     none = replace(config, data=replace(config.data, num_workers=0))
     assert batches.shared_memory_problem(none, 8) is None
 
@@ -310,7 +308,7 @@ class Counted:
 
 def test_batches_are_ready_before_a_slow_consumer_asks(store: TokenStore, tmp_path: Path):
     """Each of two workers is two batches ahead."""
-    loader = global_batches(make_config(store, max_steps=20, num_workers=2), start_step=0, world_size=1)
+    loader = global_batches(make_config(store, max_steps=20, num_workers=2), start_step=0)
     counted = batches._loader(Counted(loader.dataset, tmp_path), loader.batch_sampler, 2)  # type: ignore[arg-type]
     iterator = iter(counted)
     for taken in range(1, 4):
@@ -327,7 +325,7 @@ def test_no_more_than_a_step_is_assembled_together(
 ):
     """Four micro batches of 2 x 64 a step; whatever is assembled with a batch, it is the same batch."""
     monkeypatch.setattr(batches, "_TOKENS_PER_GROUP", at_once)
-    loader = global_batches(make_config(masked_store, max_steps=3), start_step=0, world_size=1)
+    loader = global_batches(make_config(masked_store, max_steps=3), start_step=0)
     samples: MicroBatches = loader.dataset  # type: ignore[assignment]
     together, assemble = [], samples.assembler.assemble_together
 
@@ -348,7 +346,7 @@ def test_no_more_than_a_step_is_assembled_together(
 def test_accelerate_keeps_the_workers(store: TokenStore):
     from accelerate.data_loader import prepare_data_loader
 
-    loader = global_batches(make_config(store, num_workers=2), start_step=0, world_size=2)
+    loader = global_batches(make_config(store, num_workers=2), start_step=0)
     prepared = prepare_data_loader(
         loader, num_processes=2, process_index=1, put_on_device=False, even_batches=False, rng_types=[]
     )
@@ -363,7 +361,7 @@ SCRIPT = """if __name__ == "__main__":
     from support.corpora import make_config
     from llm_pretrain.data import TokenStore, global_batches
     config = make_config(TokenStore(sys.argv[1]), max_steps=1000, num_workers=1)
-    next(batches := iter(global_batches(config, start_step=0, world_size=1)))
+    next(batches := iter(global_batches(config, start_step=0)))
     print(*[child.pid for child in psutil.Process().children(recursive=True)], flush=True)
     time.sleep(float(sys.argv[2]))
 """
@@ -427,7 +425,7 @@ def test_the_digest_stays_on_the_cpu_and_the_rest_moves(store: TokenStore):
 def test_stop_signals_to_the_process_group_leave_workers_alone(store: TokenStore):
     """The training process still needs its batches; torchrun signals a worker's whole group."""
     others = set(psutil.Process().children(recursive=True))  # of earlier tests, some about to end
-    iterator = iter(global_batches(make_config(store, num_workers=1), start_step=0, world_size=1))
+    iterator = iter(global_batches(make_config(store, num_workers=1), start_step=0))
     next(iterator)
     process = psutil.Process()
     servers = [each for each in process.children() if "forkserver" in " ".join(each.cmdline())]
@@ -446,7 +444,7 @@ def test_stop_signals_to_the_process_group_leave_workers_alone(store: TokenStore
 def test_a_mixture_draws_its_shares_from_both_stores(store: TokenStore, tmp_path: Path):
     other = make_store(tmp_path / "other", documents=50, seed=9)
     config = make_config(store, other, weights=[3, 1], micro_batch_size=8, max_steps=128)
-    loader = global_batches(config, start_step=0, world_size=1)
+    loader = global_batches(config, start_step=0)
     order = loader.dataset.order  # type: ignore[attr-defined]
     drawn = Counter(order[number][0] for number in range(1024))
     assert drawn == {0: 768, 1: 256}

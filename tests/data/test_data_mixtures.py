@@ -146,9 +146,7 @@ def test_a_change_begins_with_the_first_block_at_or_after_its_step(
     store: TokenStore, other_store: TokenStore
 ):
     changes = WeightChange(8, [0.0, 1.0]), WeightChange(11, [1.0, 0.0])
-    found = sources_by_step(
-        list(global_batches(mixture(store, other_store, *changes), start_step=0, world_size=1))
-    )
+    found = sources_by_step(list(global_batches(mixture(store, other_store, *changes), start_step=0)))
     assert sum(found[step] for step in range(8)) == BLOCK // 4
     assert [found[step] for step in range(8, 16)] == [128] * 8
     assert [found[step] for step in range(16, 24)] == [0] * 8
@@ -159,7 +157,7 @@ def test_the_same_samples_at_any_split_and_from_any_step(store: TokenStore, othe
 
     def samples(start_step: int, world_size: int, **options: object) -> torch.Tensor:
         config = mixture(store, other_store, change, **options)
-        loader = global_batches(config, start_step=start_step, world_size=world_size)
+        loader = global_batches(config, start_step=start_step)
         found = sorted(
             (batch for rank in range(world_size) for batch in shard(loader, rank, world_size)),
             key=lambda batch: (batch.step, batch.micro_batch),
@@ -175,18 +173,18 @@ def test_the_same_samples_at_any_split_and_from_any_step(store: TokenStore, othe
 
 def test_a_batch_has_the_source_of_each_sequence(store: TokenStore, other_store: TokenStore):
     config = mixture(store, other_store, max_steps=1)
-    (batch, *_) = global_batches(config, start_step=0, world_size=1)
+    (batch, *_) = global_batches(config, start_step=0)
     order = SampleOrder([len(part.index) for part in _sources(config)], [3, 1], 0)
     assert batch.sources is not None
     assert batch.sources.tolist() == [order[g][0] for g in range(64)]
     assert batch.to("meta").sources.device.type == "meta"  # type: ignore[union-attr]
-    alone = next(iter(global_batches(make_config(store), start_step=0, world_size=1)))
+    alone = next(iter(global_batches(make_config(store), start_step=0)))
     assert alone.sources is None
     assert list(alone.model_inputs()) == list(batch.model_inputs())
 
 
 def _sources(config: Config) -> list:
-    return global_batches(config, start_step=0, world_size=1).dataset.assembler.sources  # type: ignore[attr-defined]
+    return global_batches(config, start_step=0).dataset.assembler.sources  # type: ignore[attr-defined]
 
 
 def test_only_changes_that_a_step_has_drawn_with_are_in_the_fingerprint(
@@ -217,7 +215,7 @@ def test_equal_fingerprints_at_a_step_mean_the_same_samples_before_it(
         mixture(store, other_store, *(WeightChange(step, weights) for step, weights in each))
         for each in lists
     ]
-    orders = [global_batches(each, start_step=0, world_size=1).dataset.order for each in configs]  # type: ignore[attr-defined]
+    orders = [global_batches(each, start_step=0).dataset.order for each in configs]  # type: ignore[attr-defined]
     drawn = [[order[g] for g in range(24 * 128)] for order in orders]
     allowed = refused = 0
     for a in range(len(lists)):

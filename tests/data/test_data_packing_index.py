@@ -83,7 +83,7 @@ def test_a_small_split_has_no_file(large: TokenStore, monkeypatch: pytest.Monkey
 
 def test_batches_are_the_same_with_and_without_a_file(large: TokenStore, monkeypatch: pytest.MonkeyPatch):
     def digests() -> list[list[int]]:
-        loader = global_batches(make_config(large), start_step=0, world_size=1)
+        loader = global_batches(make_config(large), start_step=0)
         return [batch.digest.tolist() for batch in loader]
 
     stored = digests()

@@ -159,7 +159,7 @@ def test_a_store_that_was_replaced_after_its_opening_is_not_mixed_in(tmp_path: P
     config = make_config(opened, max_steps=2)
 
     def digests(**stores: Any) -> list[bytes]:
-        loader = global_batches(config, start_step=0, world_size=1, **stores)
+        loader = global_batches(config, start_step=0, **stores)
         return [batch.input_ids.numpy().tobytes() for batch in loader]
 
     before, fingerprint = digests(), data_fingerprint(config)

@@ -184,7 +184,7 @@ def test_a_wrong_scale_of_experts_is_named(
 ):
     """Both launchers have it, and one process does not."""
     more = (*SMALL, "--world-size", "1,2", "--mesh", "ddp,fsdp,ep", "--steps", "2")
-    faults = [("support.process_faults:leave_experts_gradients_unscaled", [])]
+    faults = [("support.process_faults:average_gradients_of_shards", [])]
     assert run_parity(options("tiny-moe", small_store, tmp_path / "parity", *more)[1:], faults) == 1
     printed = capsys.readouterr().out
     assert "torchrun W=2 A=2 fp32 ep differs first at step 1 train/grad_norm" in printed

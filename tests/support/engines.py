@@ -131,7 +131,7 @@ def accelerate_loader(config: Config, *faults: Fault) -> str:
             fault(patch, chosen)
         engine: Any = chosen(config)
         model = Decoder(config.model)
-        loader = global_batches(config, start_step=0, world_size=1)
+        loader = global_batches(config, start_step=0)
         own = engine.prepare(
             model,
             build_optimizer(model, config.optimizer, config.training.precision),

@@ -120,7 +120,7 @@ def own_steps(self: Any) -> int:
 
 
 def _mean_of_means(self: Any, objective: Any, output: Any, num_loss_tokens: int) -> Any:
-    return objective(output, 1) / objective.micro_batches_per_step / (output.token_losses != 0).sum()
+    return objective(output, 1) / objective.factor / (output.token_losses != 0).sum()
 
 
 def _late_aux_loss(self: Any, objective: Any, output: Any, num_loss_tokens: int) -> Any:
@@ -143,7 +143,7 @@ def _without_aux_loss(self: Any, config: Any) -> None:
 
 
 def _counted_by_rank(self: Any, config: Any) -> None:
-    self.objective.micro_batches_per_step //= self.world_size
+    self.objective.factor //= self.world_size
 
 
 MEAN_OF_MEANS = with_objective(_mean_of_means)

@@ -24,7 +24,6 @@ from llm_pretrain.training.model_setup import build_model
 from llm_pretrain.training.step import loss_sums
 
 Changes = dict[str, dict[str, Any]]
-SCALE = expert_parallel._scale_gradient
 
 MESHES: dict[str, dict[str, Any]] = {
     "fsdp": {},
@@ -63,8 +62,24 @@ def in_float64(patch: Patch, engine: type) -> None:
 
 
 def _divided_twice(patch: Patch, engine: type) -> None:
-    """The mean over the ranks that hold the same experts, halved."""
-    faults.replace_everywhere(patch, SCALE, lambda tensor, factor: SCALE(tensor, factor / 2))
+    _experts_divided(patch, 2.0)
+
+
+def _times_ranks(patch: Patch, engine: type) -> None:
+    _experts_divided(patch, 0.5)
+
+
+def _experts_divided(patch: Patch, factor: float) -> None:
+    """FSDP divides the experts' gradients after their reduction."""
+    right = fsdp.sum_gradients
+
+    def wrong(model: Any) -> None:
+        right(model)
+        for module in model.modules():
+            if isinstance(module, expert_parallel.ParallelExperts):
+                module.set_gradient_divide_factor(factor)  # type: ignore[operator]  # FSDP's
+
+    faults.replace_everywhere(patch, right, wrong)
 
 
 def _norm_of_the_rest(patch: Patch, engine: type) -> None:
@@ -160,7 +175,6 @@ def _dropped_beside_nothing(patch: Patch, engine: type) -> None:
     patch.setattr(expert_parallel, "_exchange", dropping)
 
 
-UNSCALED = faults.replacing(SCALE, lambda tensor, factor: tensor)
 ONE_EXPERT: Changes = {"model": {"num_experts": 4, "num_experts_per_tok": 1, "router_aux_loss_coef": 0.0}}
 
 
@@ -185,7 +199,7 @@ for kind, changes in KINDS.items():
 CASES |= {
     "ddp one expert": Case("torchrun", changes=meshed(ONE_EXPERT, None)),
     "torchrun ep one expert": Case("torchrun", changes=meshed(ONE_EXPERT, MESHES["ep"])),
-    "experts times ranks": Case("torchrun", (UNSCALED, in_float64), meshed(SEQUENCE, MESHES["ep fsdp"])),
+    "experts times ranks": Case("torchrun", (_times_ranks, in_float64), meshed(SEQUENCE, MESHES["ep fsdp"])),
     "divided twice": Case("torchrun", (_divided_twice, in_float64), meshed(SEQUENCE, MESHES["ep fsdp"])),
     "padded experts": Case("torchrun", (_padded_experts, in_float64), meshed(SEQUENCE, MESHES["ep"])),
     "padded shards": Case("torchrun", (_padded_shards,), meshed(KINDS["two experts"], MESHES["ep fsdp"])),

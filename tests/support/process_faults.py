@@ -34,9 +34,9 @@ def _substitute(name: str, other: Callable[..., Any]) -> None:
 # Meshes
 
 
-def leave_experts_gradients_unscaled() -> None:
-    """The gradients of experts are sums over the ranks that divide them."""
-    _substitute("_scale_gradient", lambda original, tensor, factor: tensor)
+def average_gradients_of_shards() -> None:
+    """FSDP takes the mean of the ranks' gradients."""
+    _substitute("sum_gradients", lambda original, model: None)
 
 
 def prefer_an_expert(world_size: int, passes: int) -> None:

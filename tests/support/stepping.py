@@ -130,7 +130,7 @@ def drive(engine: Any, config: Config, *, windows: Sequence[list[Batch]] | None 
         model = building.build_model(config)
     optimizer = optimizers.build_optimizer(model, config.optimizer, config.training.precision)
     Taps(model, optimizer, driven)
-    loader = data.global_batches(config, start_step=0, world_size=engine.world_size)
+    loader = data.global_batches(config, start_step=0)
     own = engine.prepare(
         model,
         optimizer,
@@ -228,6 +228,6 @@ def joined(micro_batches: Sequence[Batch]) -> Batch:
 def micro_batches_of(config: Config, step: int) -> Iterator[Batch]:
     """All micro batches of one step, in the order of their numbers."""
     per_step = config.gradient_accumulation_steps(1)
-    loader = data.global_batches(config, start_step=step, world_size=1)
+    loader = data.global_batches(config, start_step=step)
     for _, batch in zip(range(per_step), loader, strict=False):
         yield batch

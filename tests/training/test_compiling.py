@@ -51,7 +51,7 @@ def configured(store: Path, kind: str, choice: str) -> Config:
 
 def driven(launcher: str, config: Config, *faults: Fault) -> tuple[Driven, list[int]]:
     """What an engine did, and how many graphs there were when each step began, and at the end."""
-    loader = list(global_batches(config, start_step=0, world_size=1))
+    loader = list(global_batches(config, start_step=0))
     per_step = config.gradient_accumulation_steps(1)
     counted: list[int] = []
 

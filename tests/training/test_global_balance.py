@@ -111,7 +111,7 @@ def build(config: Config, dtype: torch.dtype, *, checkpointing: bool = False) ->
 def window_of(config: Config, world_size: int) -> list[Batch]:
     """All ranks' micro batches of the first step."""
     size = config.gradient_accumulation_steps(world_size) * world_size
-    return list(global_batches(config, start_step=0, world_size=world_size))[:size]
+    return list(global_batches(config, start_step=0))[:size]
 
 
 def train(engine: Any, config: Config) -> tuple[dict[str, Tensor], StepMetrics]:

@@ -176,7 +176,7 @@ def small(*stores: Path) -> tuple[Config, Decoder]:
 
 def check_sums(config: Config, decoder: Decoder, sums_of: Callable[..., torch.Tensor] = source_sums) -> None:
     """Against sums that are made one sequence at a time, each as a batch of its own."""
-    (batch, *_) = global_batches(config, start_step=0, world_size=1)
+    (batch, *_) = global_batches(config, start_step=0)
     output = decoder(**batch.model_inputs())
     found = sums_of(output, batch, 2)
     assert batch.sources is not None
@@ -219,7 +219,7 @@ def test_the_check_above_would_notice(stores: dict[str, Path], name: str):
 
 def test_a_loss_that_is_not_finite_stays_its_source_s_own(stores: dict[str, Path]):
     config, decoder = small(*stores.values())
-    (batch, *_) = global_batches(config, start_step=0, world_size=1)
+    (batch, *_) = global_batches(config, start_step=0)
     output: DecoderOutput = decoder(**batch.model_inputs())
     assert output.token_losses is not None
     assert batch.sources is not None

@@ -95,7 +95,7 @@ def reference_objective(model: Decoder, batches: list[Batch], config: Config) ->
 
 def accumulated_gradients(model: Decoder, config: Config, world_size: int) -> dict[str, Tensor]:
     """What W ranks and A micro batches give: mean over ranks of sums of objectives divided by A."""
-    batches = list(global_batches(config, start_step=0, world_size=world_size))
+    batches = list(global_batches(config, start_step=0))
     accumulation = config.gradient_accumulation_steps(world_size)
     window = batches[: accumulation * world_size]
     num_loss_tokens = sum(batch.num_loss_tokens for batch in window)
@@ -116,7 +116,7 @@ def reference(store: TokenStore) -> dict[str, Tensor]:
     """float64 gradients of the definition, over one whole global batch in a single process."""
     config = config_of(store, micro_batch_size=8)
     model = build(config, torch.float64)
-    batches = list(global_batches(config, start_step=0, world_size=1))[:1]
+    batches = list(global_batches(config, start_step=0))[:1]
     reference_objective(model, batches, config).backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
@@ -149,7 +149,7 @@ def test_a_mean_of_micro_batch_means_is_something_else(store: TokenStore, refere
     """The batch is ragged enough for the comparison above to tell the two apart."""
     config = config_of(store, micro_batch_size=1)
     model = build(config, torch.float64)
-    batches = list(global_batches(config, start_step=0, world_size=1))[:8]
+    batches = list(global_batches(config, start_step=0))[:8]
     for batch in batches:
         output = model(**batch.model_inputs())
         (output.loss_sum / max(batch.num_loss_tokens, 1) / len(batches)).backward()
@@ -162,13 +162,13 @@ def test_a_mean_of_micro_batch_means_is_something_else(store: TokenStore, refere
 def test_sums_and_metrics_over_a_split_add_up(store: TokenStore):
     config = config_of(store, micro_batch_size=2)
     model = build(config, torch.float64)
-    window = list(global_batches(config, start_step=0, world_size=1))[:4]
+    window = list(global_batches(config, start_step=0))[:4]
     engine: Any = SimpleNamespace(config=config, sum_integers=list)
     split = StepMetrics.all_reduce_counts(window, engine)
     for batch in window:
         split.add(model(**batch.model_inputs()), batch)
     config_whole = config_of(store, micro_batch_size=8)
-    large = next(iter(global_batches(config_whole, start_step=0, world_size=1)))
+    large = next(iter(global_batches(config_whole, start_step=0)))
     whole = StepMetrics.all_reduce_counts([large], engine)
     whole.add(model(**large.model_inputs()), large)
     assert split.num_loss_tokens == large.num_loss_tokens

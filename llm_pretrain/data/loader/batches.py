@@ -275,15 +275,16 @@ def tokens_per_epoch(config: Config) -> int:
 
 
 def global_batches(
-    config: Config, *, start_step: int, world_size: int, stores: Sequence[TokenStore] | None = None
+    config: Config, *, start_step: int, stores: Sequence[TokenStore] | None = None
 ) -> DataLoader[Batch]:
-    """The micro batches of all ranks from `start_step` to the end of the run, W·A per step.
+    """The micro batches of all ranks from `start_step` to the end of the run, D·A per step.
 
-    Micro batch a·W + r of a step belongs to rank r and holds slots (a·W + r)·B … + B - 1 of the global batch:
-    rank r's share is every W-th micro batch from the r-th on.
+    With data-parallel degree D (W, where every rank has data of its own), micro batch a·D + d of a step
+    belongs to group d and holds slots (a·D + d)·B … + B - 1 of the global batch: that group's share is every
+    D-th micro batch from the d-th on.
     """
     training = config.training
-    per_step = config.gradient_accumulation_steps(world_size) * world_size
+    per_step = training.global_batch_size // training.micro_batch_size
     numbers = range(start_step * per_step, training.max_steps * per_step)
     sampler = MicroBatchSampler(numbers, training.micro_batch_size)
     workers = config.data.num_workers
@@ -347,11 +348,11 @@ def train_samples(config: Config, stores: Sequence[TokenStore] | None = None) ->
     return MicroBatches(_assembler(config, sources), order, config)
 
 
-def shard(loader: DataLoader[Batch], rank: int, world_size: int) -> DataLoader[Batch]:
-    """A loader of the micro batches of `loader` that belong to `rank`."""
+def shard(loader: DataLoader[Batch], group: int, groups: int) -> DataLoader[Batch]:
+    """A loader of the micro batches of `loader` that belong to a data-parallel group."""
     sampler = loader.batch_sampler
     assert isinstance(sampler, MicroBatchSampler)
-    return _loader(loader.dataset, sampler[rank::world_size], loader.num_workers)
+    return _loader(loader.dataset, sampler[group::groups], loader.num_workers)
 
 
 def evaluation_batches(

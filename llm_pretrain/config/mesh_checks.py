@@ -1,0 +1,55 @@
+"""Checks of the mesh against the model, the data and the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from llm_pretrain.config.distributed_config import MeshSizes
+
+if TYPE_CHECKING:
+    from llm_pretrain.config.tree import Config
+
+
+def check_mesh(config: Config, world_size: int) -> Iterator[str]:
+    """One line for each reason why so many processes, or this model, cannot have the mesh."""
+    yield from config.distributed.check(world_size)
+    sizes = config.distributed.mesh(world_size)
+    if config.distributed.ep_size > 1 and config.distributed.strategy == "fsdp":
+        yield from _check_experts(config, sizes)
+    if not sizes.is_data_parallel:
+        yield from _check_divided(config, sizes)
+
+
+def _check_experts(config: Config, sizes: MeshSizes) -> Iterator[str]:
+    model, ranks = config.model, config.distributed.ep_size
+    shards = max(1, sizes.dp_shard * sizes.sequence // ranks)
+    own = (total := model.num_experts) // ranks
+    if not total or total % ranks:
+        yield f"distributed.ep_size: expected a divisor of model.num_experts, {total}, found {ranks}"
+    elif not own % shards:
+        return
+    elif config.optimizer.name == "muon":
+        yield (
+            f"optimizer.name: expected adamw where {shards} ranks share the rows of {own} "
+            "experts, found muon, which needs whole matrices; use another distributed.ep_size"
+        )
+    elif model.hidden_size % shards or 2 * model.expert_intermediate_size % shards:
+        yield (
+            f"distributed.ep_size: expected {shards} ranks, which share the rows of {own} "
+            "experts, to divide model.hidden_size and twice the experts' width, found "
+            f"{model.hidden_size} and {2 * model.expert_intermediate_size}"
+        )
+
+
+def _check_divided(config: Config, sizes: MeshSizes) -> Iterator[str]:
+    """What cannot be combined with sequences or layers that are divided over ranks."""
+    axes = " and ".join(f"distributed.{axis}_size" for axis in ("cp", "tp", "pp") if getattr(sizes, axis) > 1)
+    for name in ("hidden_dropout", "attention_dropout"):
+        if found := getattr(config.model, name):
+            yield f"model.{name}: expected 0 with {axes}, found {found}"
+    if sizes.sequence > 1:
+        parts = sizes.tp * (2 * sizes.cp if sizes.cp > 1 else 1)
+        if (length := config.training.sequence_length) % parts:
+            cut = "2 * cp_size * tp_size" if sizes.cp > 1 else "tp_size"
+            yield f"training.sequence_length: expected a multiple of {cut} = {parts}, found {length}"
