@@ -30,6 +30,7 @@ from torch.utils.data import DataLoader
 
 from llm_pretrain.config import Config, load_config
 from llm_pretrain.data import Batch, shard
+from llm_pretrain.distributed.context_parallel import divide_sequences
 from llm_pretrain.distributed.expert_parallel import shard_experts
 from llm_pretrain.distributed.fsdp import (
     clear_mesh_caches,
@@ -117,6 +118,7 @@ class TorchrunEngine:
         self.no_sync = nullcontext
         with rebound_optimizer(model, optimizer):
             if self.is_sharded:
+                divide_sequences(model, self.meshes, self.place)
                 shard_model(model, self.meshes, self.config, self.device)
             initialize(model)  # of a sharded model, this rank's parts
         self.model: Any = model

@@ -52,10 +52,16 @@ def positions_of(place: Place, length: int) -> tuple[Tensor, Tensor]:
     Over `cp` they are cut in twice as many chunks as ranks, of which rank c has the c-th from the start and
     the c-th from the end, so that all have as many keys to attend to. Both int64, ascending.
     """
-    cp, tp = place.sizes.cp, place.sizes.tp
-    chunks = torch.arange(length).chunk(2 * cp)
-    seen = torch.cat([chunks[place.cp], chunks[-1 - place.cp]]) if cp > 1 else torch.arange(length)
-    return seen, seen.chunk(tp)[place.tp]
+    seen = torch.cat([torch.arange(*chunk) for chunk in chunks_of(place.cp, place.sizes.cp, length)])
+    return seen, seen.chunk(place.sizes.tp)[place.tp]
+
+
+def chunks_of(rank: int, ranks: int, length: int) -> list[tuple[int, int]]:
+    """The ranges of positions of one of the `cp` ranks."""
+    if ranks == 1:
+        return [(0, length)]
+    size = length // (2 * ranks)
+    return [(number * size, (number + 1) * size) for number in (rank, 2 * ranks - 1 - rank)]
 
 
 class Meshes(NamedTuple):

@@ -1,5 +1,6 @@
 """The decoder, dense or mixture of experts: its forward pass, kernels and sizes."""
 
+from llm_pretrain.model.attention import Attention
 from llm_pretrain.model.decoder import (
     Decoder,
     DecoderLayer,
@@ -15,6 +16,7 @@ from llm_pretrain.model.kernels import (
     loss_implementation,
     resolved_kernels,
 )
+from llm_pretrain.model.kernels.attention import DocumentLayout, part_attention
 from llm_pretrain.model.kernels.experts import combine, dispatch, experts_reference, inverse_order
 from llm_pretrain.model.kernels.layers import is_gpu, product_dtype, uncompiled
 from llm_pretrain.model.kernels.loss import IGNORE_INDEX
@@ -34,9 +36,11 @@ __all__ = [
     "IGNORE_INDEX",
     "PARTS",
     "ActivationShape",
+    "Attention",
     "Decoder",
     "DecoderLayer",
     "DecoderOutput",
+    "DocumentLayout",
     "Experts",
     "KernelCheck",
     "Kernels",
@@ -60,6 +64,7 @@ __all__ = [
     "layer_activation_bytes",
     "loss_implementation",
     "matrix_parameters",
+    "part_attention",
     "product_dtype",
     "resolved_kernels",
     "uncompiled",

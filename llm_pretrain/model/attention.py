@@ -162,7 +162,13 @@ class Attention(nn.Module):
         query_BSND, key_BSMD = apply_rotary(query_BSND, cos, sin), apply_rotary(key_BSMD, cos, sin)
         if cache is None:
             dropout = self.dropout if self.training else 0.0
-            out_BSND = document_attention(query_BSND, key_BSMD, value_BSMD, layout, dropout)
+            out_BSND = self.attend(query_BSND, key_BSMD, value_BSMD, layout, dropout)
         else:
             out_BSND = cached_attention(query_BSND, key_BSMD, value_BSMD, cache)
         return self.o_proj(out_BSND.flatten(-2))
+
+    def attend(
+        self, query_BSND: Tensor, key_BSMD: Tensor, value_BSMD: Tensor, layout: DocumentLayout, dropout: float
+    ) -> Tensor:
+        """`document_attention`; replaced where other ranks have keys of the same sequences."""
+        return document_attention(query_BSND, key_BSMD, value_BSMD, layout, dropout)

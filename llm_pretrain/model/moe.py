@@ -7,6 +7,7 @@ balance loss and p the router's probabilities.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -59,25 +60,30 @@ def masked_sums(probs: Tensor, mask: Tensor) -> Tensor:
     return torch.bmm(mask.to(probs.dtype)[:, None], probs)[:, 0]
 
 
-def balance_sum(probs: Tensor, chosen: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+def balance_sum(
+    probs: Tensor, chosen: Tensor, mask: Tensor, total: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
     """Σ_i n_i · bal(i) with `bal(i) = E · Σ_e f_e · P_e`, and the assignment counts.
 
     `f_e` is the fraction of sequence i's assignments to expert e, and `P_e` the mean probability of e (Switch
     Transformer, arXiv:2101.03961, section 2.2, per sequence as in arXiv:2412.19437, section 2.1.2). A
-    sequence without loss tokens adds 0.
+    sequence without loss tokens adds 0. Given whole sequences' counts the sum is linear in the probabilities,
+    so that the sums of its parts add up.
 
     Args:
         probs: [B, S, E].
         chosen: int64 [B, S, K].
         mask: bool [B, S].
+        total: Counts of whole sequences from those of these positions; see `Router.total`.
 
     Returns:
-        The sum, 0-dim, and the counts, int64 [B, E].
+        The sum, 0-dim, and these positions' counts, int64 [B, E].
     """
     experts, top_k = probs.shape[-1], chosen.shape[-1]
     counts_BE = count_assignments(chosen, mask, experts)
-    tokens_B = mask.sum(-1).clamp(min=1).to(probs.dtype)
-    n_times_bal_B = (counts_BE * masked_sums(probs, mask)).sum(-1) * (experts / top_k) / tokens_B
+    of_whole = total(torch.cat([counts_BE, mask.sum(-1, keepdim=True)], 1))
+    tokens_B = of_whole[:, -1].clamp(min=1).to(probs.dtype)
+    n_times_bal_B = (of_whole[:, :-1] * masked_sums(probs, mask)).sum(-1) * (experts / top_k) / tokens_B
     return n_times_bal_B.sum(), counts_BE
 
 
@@ -157,6 +163,10 @@ class Router(nn.Module):
             logits_BSE = linear(at_least_fp32(x_BSH), at_least_fp32(self.weight))
             return self._ranking(logits_BSE.sigmoid() if self.sigmoid else logits_BSE.softmax(-1))
 
+    def total(self, counts: Tensor) -> Tensor:
+        """Counts of whole sequences; replaced where other ranks have positions of the same sequences."""
+        return counts
+
     def _weights(self, scores_BSK: Tensor) -> Tensor:
         """Weights of the chosen experts from their scores."""
         if self.normalize:
@@ -179,10 +189,10 @@ class Router(nn.Module):
             aux_loss = global_balance_sum(probs_BSE, mask_BS, global_counts_E)
             counts_BE = count_assignments(chosen_BSK, mask_BS, probs_BSE.shape[-1])
         elif self.per_sequence:
-            aux_loss, counts_BE = balance_sum(probs_BSE, chosen_BSK, mask_BS)
+            aux_loss, counts_BE = balance_sum(probs_BSE, chosen_BSK, mask_BS, self.total)
         else:
             one_sequence = (each.flatten(0, 1)[None] for each in (probs_BSE, chosen_BSK, mask_BS))
-            aux_loss, counts_BE = balance_sum(*one_sequence)
+            aux_loss, counts_BE = balance_sum(*one_sequence, self.total)
         with torch.no_grad():
             if self.sigmoid:
                 log_probs_BSE = log_scores_BSE.log_softmax(-1)

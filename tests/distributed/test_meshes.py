@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support import mesh_plan_of_three as of_three
-from support.mesh_plan import CASES, FLOAT64, KINDS, MESHES, SEQUENCE, Changes, meshed
+from support.mesh_plan import CASES, DIVIDED, FLOAT64, KINDS, MESHES, SEQUENCE, Changes, meshed
 from support.rank_cases import Case, Outcome, case_config, has_slow, run_ranks, slow_but
 from support.stepping import micro_batches_of, reference_gradients, relative_error
 
@@ -23,11 +23,15 @@ from llm_pretrain.model import Experts
 
 Outcomes = dict[str, list[Outcome]]
 
-QUICK = ("ep hsdp", "fp32")
-QUICK_CASES = {"ddp fp32", "torchrun ep hsdp fp32", "accelerate ep hsdp fp32", "other experts, compared"}
-"""The mesh that has everything, and the kinds of mistakes that a run finds; all others are slow."""
+QUICK = [("ep hsdp", "fp32"), ("cp ep", "fp32")]
+QUICK_CASES = {
+    *("ddp fp32", "torchrun ep hsdp fp32", "accelerate ep hsdp fp32", "torchrun cp ep fp32"),
+    "other experts, compared",
+}
+"""The meshes that have everything, and the kinds of mistakes that a run finds; all others are slow."""
 DIFFERING = ["other replicas, compared", "other experts, compared"]
 PAIRS = [(mesh, kind) for kind in KINDS for mesh in MESHES if f"torchrun {mesh} {kind}" in CASES]
+ALL_PAIRS = PAIRS + [(mesh, kind) for kind in KINDS for mesh in DIVIDED if f"torchrun {mesh} {kind}" in CASES]
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +43,7 @@ def outcomes(
 
 
 def _marked(pairs: list[tuple[str, str]]) -> list[object]:
-    return [pair if pair == QUICK else pytest.param(*pair, marks=pytest.mark.slow) for pair in pairs]
+    return [pair if pair in QUICK else pytest.param(*pair, marks=pytest.mark.slow) for pair in pairs]
 
 
 def test_every_case_runs_and_the_ranks_agree(outcomes: Outcomes):
@@ -63,7 +67,7 @@ def test_both_paths_give_the_same_bits(outcomes: Outcomes, mesh: str, kind: str)
     assert left.grad_norms == right.grad_norms
 
 
-@pytest.mark.parametrize(("mesh", "kind"), _marked([pair for pair in PAIRS if pair[1] not in FLOAT64]))
+@pytest.mark.parametrize(("mesh", "kind"), _marked([pair for pair in ALL_PAIRS if pair[1] not in FLOAT64]))
 def test_it_is_ddp_within_rounding(outcomes: Outcomes, mesh: str, kind: str):
     expected, found = outcomes[f"ddp {kind}"][0].driven, outcomes[f"torchrun {mesh} {kind}"][0].driven
     if kind == "bf16":  # one product of an expert has several ranks' rows, and is rounded once
@@ -87,7 +91,7 @@ def exact_gradients(store: Path, changes: Changes = SEQUENCE) -> dict:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", FLOAT64)
-@pytest.mark.parametrize("mesh", ["ddp", *(f"torchrun {mesh}" for mesh in MESHES)])
+@pytest.mark.parametrize("mesh", ["ddp", *(f"torchrun {mesh}" for mesh in MESHES | DIVIDED)])
 def test_gradients_are_exact(outcomes: Outcomes, masked_store: Path, mesh: str, kind: str):
     """In float64 a wrong scale cannot hide, of no term of the objective."""
     (gradients,) = outcomes[f"{mesh} {kind}"][0].driven.gradients

@@ -66,10 +66,44 @@ def test_blocks_of_queries_are_the_definition(heads):
     check_blocks(heads)
 
 
-def without_first_token(offsets, dtype, documents=attention._documents):
+CHUNKS = [(0, 48), (48, 144), (144, 192)]
+
+
+def parts_of(kernel, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """All positions by `kernel`, a chunk at a time."""
+    return torch.cat([kernel(query[:, a:b], key, value, (a, b)) for a, b in CHUNKS], 1)
+
+
+@pytest.mark.parametrize("layout", ["offsets", "mask", "one document"])
+def test_some_of_the_positions_attend_as_all_of_them_do(layout):
+    """In one process's order of sums: the same bits."""
+    ids = torch.cat([ids_of([100, 3, 89]), ids_of([192])])
+    inputs = tuple(each.detach().float().requires_grad_() for each in tensors(192, rows=2))
+    same = ids[:, None, :, None] == ids[:, None, None, :]
+    layouts = {
+        "offsets": document_layout(ids),
+        "mask": DocumentLayout(mask=same & torch.ones(192, 192, dtype=torch.bool).tril()),
+        "one document": DocumentLayout(),
+    }
+    edges = [0, 192, 384] if layout == "one document" else [0, 100, 103, 192, 384]
+    whole = attention.block_attention(*(x.flatten(0, 1) for x in inputs), edges).view(inputs[0].shape)
+
+    def part(query: Tensor, key: Tensor, value: Tensor, chunk: tuple[int, int]) -> Tensor:
+        return attention.part_attention(query, key, value, layouts[layout], [chunk])
+
+    found, expected = outcome(parts_of(part, *inputs), inputs), outcome(whole, inputs)
+    assert layout == "mask" or torch.equal(found[0], expected[0])
+    for mine, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+    own = torch.cat([torch.arange(*chunk) for chunk in (CHUNKS[0], CHUNKS[2])])
+    both = attention.part_attention(inputs[0][:, own], *inputs[1:], layouts[layout], [CHUNKS[0], CHUNKS[2]])
+    torch.testing.assert_close(both, whole[:, own])
+
+
+def without_first_token(offsets, own, dtype, documents=attention._documents):
     return [
         (document, [block._replace(keys=slice(1, block.keys.stop)) for block in blocks])
-        for document, blocks in documents(offsets, dtype)
+        for document, blocks in documents(offsets, own, dtype)
     ]
 
 
@@ -165,17 +199,21 @@ def loop_of_documents(seen: list):
 
     def kernel(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size, enable_gqa):
         assert query.shape[0] == int(cu_seq_q[-1])
+        assert key.shape[0] == int(cu_seq_k[-1])
         assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
-        assert max_q == max_k >= int(cu_seq_q.diff().max())
+        assert max_q >= int(cu_seq_q.diff().max())
+        assert max_k >= int(cu_seq_k.diff().max())
         assert window_size == (-1, 0)
         seen.append(len(cu_seq_q))
         groups = query.shape[1] // key.shape[1]
         assert enable_gqa or groups == 1
-        parts = [
-            by_definition(query[None, a:b], key[None, a:b], value[None, a:b], torch.zeros(1, b - a))[0]
-            for a, b in itertools.pairwise(cu_seq_q.tolist())
-            if b > a
-        ]
+        parts = []
+        pieces = zip(*(itertools.pairwise(each.tolist()) for each in (cu_seq_q, cu_seq_k)), strict=True)
+        for (a, b), (c, d) in pieces:
+            if b > a:  # the queries are those of the last keys
+                queries = torch.cat([query.new_zeros(d - c - (b - a), *query.shape[1:]), query[a:b]])
+                out = by_definition(queries[None], key[None, c:d], value[None, c:d], torch.zeros(1, d - c))
+                parts.append(out[0, a - b :])
         return torch.cat(parts)
 
     return kernel, {"window_size": (-1, 0), "enable_gqa": True}
@@ -189,6 +227,18 @@ def test_varlen_is_told_where_documents_lie(monkeypatch):
     ours = outcome(attention._varlen(*inputs, OFFSETS), inputs)
     assert seen == [len(OFFSETS)]
     for mine, other in zip(ours, expected, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-11)
+
+
+def test_varlen_computes_a_chunk_of_the_positions(monkeypatch):
+    inputs = tensors(192, rows=2)
+    ids = torch.cat([ids_of([100, 3, 89]), ids_of([192])])
+    offsets = torch.tensor([0, 100, 103, 192, 384, 384, 384, 384], dtype=torch.int32)
+    monkeypatch.setattr(attention, "varlen_kernel", lambda: loop_of_documents([]))
+    ours = outcome(
+        parts_of(lambda q, k, v, chunk: attention._varlen(q, k, v, offsets, chunk), *inputs), inputs
+    )
+    for mine, other in zip(ours, outcome(by_definition(*inputs, ids), inputs), strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-11)
 
 

@@ -5,6 +5,7 @@ Each on both paths, beside the same training under DDP; and one mistake each.
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,6 +33,13 @@ MESHES: dict[str, dict[str, Any]] = {
     "ep fsdp": {"ep_size": 2},
     "ep hsdp": {"dp_replicate_size": 2, "ep_size": 2},
 }
+DIVIDED: dict[str, dict[str, Any]] = {
+    "cp": {"cp_size": 4},
+    "cp fsdp": {"cp_size": 2},
+    "cp hsdp": {"dp_replicate_size": 2, "cp_size": 2},
+    "cp ep": {"cp_size": 2, "ep_size": 2},
+}
+"""Meshes whose ranks divide micro batches."""
 ONE_STEP: Changes = {"training": {"max_steps": 1, "max_grad_norm": 0.0}}
 FLOAT64 = {
     f"float64 {scope}": ONE_STEP | {"model": {"router_aux_loss_scope": scope}}
@@ -196,6 +204,10 @@ for kind, changes in KINDS.items():
             continue
         for path in ("torchrun", "accelerate"):
             CASES[f"{path} {mesh} {kind}"] = Case(path, special, meshed(changes, sizes))
+DIVIDED_KINDS = [*FLOAT64, "fp32", "bf16", "long", "counts of micro batches", "global counts"]
+for kind, (mesh, sizes) in itertools.product(DIVIDED_KINDS, DIVIDED.items()):
+    special = (in_float64,) if kind in FLOAT64 else ()
+    CASES[f"torchrun {mesh} {kind}"] = Case("torchrun", special, meshed(KINDS[kind], sizes))
 CASES |= {
     "ddp one expert": Case("torchrun", changes=meshed(ONE_EXPERT, None)),
     "torchrun ep one expert": Case("torchrun", changes=meshed(ONE_EXPERT, MESHES["ep"])),

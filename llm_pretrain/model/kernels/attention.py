@@ -142,6 +142,41 @@ def document_attention(
         return sdpa(query, key, value, layout.mask, dropout)
 
 
+def part_attention(
+    query: Tensor, key: Tensor, value: Tensor, layout: DocumentLayout, chunks: Sequence[tuple[int, int]]
+) -> Tensor:
+    """`document_attention` of some of the positions to the keys of all, without dropout.
+
+    A query costs in proportion to the keys that it attends to.
+
+    Args:
+        query: [B, s, N, D], of the chunks' positions.
+        key: [B, S, M, D].
+        value: [B, S, M, D].
+        layout: Of the whole sequences.
+        chunks: Ranges of positions of every sequence, ascending, of s positions together.
+
+    Returns:
+        [B, s, N, D] in value's type.
+    """
+    dtype, columns = value.dtype, key.shape[1]
+    with torch.autocast(query.device.type, enabled=False):
+        if query.device.type == "cpu" and layout.mask is None and layout.block_mask is None:
+            starts = range(0, len(key) * columns, columns)
+            edges = [*starts, len(key) * columns] if layout.offsets is None else layout.offsets.tolist()
+            own = [(first + start, first + stop) for first in starts for start, stop in chunks]
+            q, k, v = (x.flatten(0, 1) for x in (query, key, value))
+            return block_attention(q, k, v, sorted(set(edges)), own).view(query.shape)
+        query, key = query.to(dtype), key.to(dtype)
+        if layout.offsets is not None:
+            sizes = [stop - start for start, stop in chunks]
+            parts = zip(query.split(sizes, 1), chunks, strict=True)
+            return torch.cat([_varlen(q, key, value, layout.offsets, chunk) for q, chunk in parts], 1)
+        assert layout.mask is not None, "FlexAttention has no queries of a part of the positions here"
+        rows = [layout.mask[:, :, start:stop] for start, stop in chunks]
+        return sdpa(query, key, value, torch.cat(rows, 2), 0.0)
+
+
 def _on_cpu(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor | None, dropout: float) -> Tensor:
     """`document_attention` without a mask, in value's type or a wider one."""
     if offsets is not None:
@@ -182,15 +217,28 @@ def _by_blocks(query: Tensor, key: Tensor, value: Tensor, edges: Sequence[int]) 
     return block_attention(q, k, v, edges).view(query.shape)
 
 
-def _varlen(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor) -> Tensor:
-    """Flash attention over documents of different lengths."""
+def _varlen(
+    query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, chunk: tuple[int, int] | None = None
+) -> Tensor:
+    """Flash attention over documents of different lengths.
+
+    Queries of a chunk of the positions are the last ones of the keys that they attend to, as the kernel takes
+    them to be: a document's keys end with the chunk. What lies after it are pieces without queries.
+    """
     kernel, options = varlen_kernel()
-    columns, groups = query.shape[1], query.shape[2] // key.shape[2]
+    columns, groups = key.shape[1], query.shape[2] // key.shape[2]
+    queries_until = offsets
+    if chunk is not None:
+        start, stop = chunk
+        row = torch.arange(len(key), device=key.device, dtype=offsets.dtype)
+        offsets = torch.cat([offsets, row * columns + stop]).sort().values
+        inside = (offsets % columns - start).clamp(0, stop - start)
+        queries_until = offsets // columns * (stop - start) + inside
     if groups > 1 and "enable_gqa" not in options:
         key, value = key.repeat_interleave(groups, 2), value.repeat_interleave(groups, 2)
     q, k, v = (x.flatten(0, 1) for x in (query, key, value))
     # An upper bound on lengths: the longest length differs between batches, and reading it would synchronise.
-    return kernel(q, k, v, offsets, offsets, columns, columns, **options).view(query.shape)
+    return kernel(q, k, v, queries_until, offsets, query.shape[1], columns, **options).view(query.shape)
 
 
 @functools.cache
@@ -230,48 +278,62 @@ token and layer in fp32 and half of it in bf16; those of longer documents are co
 
 
 class _Block(NamedTuple):
-    """A block of queries, `rows` along T, and the keys it attends to, counted from the document's start."""
+    """Queries of a block of positions, and the keys that the block attends to."""
 
     rows: slice
+    """Of the queries."""
     keys: slice
+    """Counted from the document's start; the last ones are the block's own positions."""
+    first: int
+    """Which of the block's positions the first query has."""
+    size: int
+    """Positions of the block."""
 
 
-def block_attention(query: Tensor, key: Tensor, value: Tensor, offsets: Sequence[int]) -> Tensor:
+def block_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    offsets: Sequence[int],
+    own: Sequence[tuple[int, int]] | None = None,
+) -> Tensor:
     """Causal attention within each document.
 
     Scores and softmax are computed in at least fp32; the products with probabilities and values run in
     value's type, and sums over blocks in at least fp32.
 
     Args:
-        query: [T, N, D], in value's type or a wider one; so the key.
+        query: [T, N, D], in value's type or a wider one; so the key. With `own` only those of its positions.
         key: [T, M, D].
         value: [T, M, D]; the result has its type.
         offsets: Where documents begin along T, and T at the end; repeated entries are empty documents.
+        own: Ranges of positions along T, ascending, that the queries have. Default: all.
     """
     keep = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
-    return _BlockAttention.apply(query, key, value, tuple(offsets), keep)  # pyright: ignore[reportReturnType] (torch's stub of apply)
+    own = ((0, len(key)),) if own is None else tuple(own)
+    return _BlockAttention.apply(query, key, value, (tuple(offsets), own), keep)  # pyright: ignore[reportReturnType] (torch's stub of apply)
 
 
 class _BlockAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, offsets: tuple[int, ...], keep: bool
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, places: tuple[Any, Any], keep: bool
     ) -> Tensor:
         wide = torch.promote_types(value.dtype, torch.float32)
         heads = key.shape[1]
         out = torch.empty(query.shape, dtype=value.dtype)
         kept = []
-        for document, blocks in _documents(offsets, value.dtype):
+        for document, blocks in _documents(*places, value.dtype):
             keys = key[document].to(wide).permute(1, 2, 0).contiguous()
             values = value[document].transpose(0, 1).contiguous()
             for block in blocks:
-                rows, seen = block
+                rows, seen = block.rows, block.keys
                 probs = _probabilities(_grouped(query[rows], heads, wide), keys, block).to(value.dtype)
                 _ungroup(torch.bmm(probs, values[:, seen]), out[rows])
                 if keep and _is_short(document):
                     kept.append(probs)
         ctx.save_for_backward(query, key, value, *kept)
-        ctx.offsets = offsets
+        ctx.places = places
         return out
 
     @staticmethod
@@ -282,14 +344,14 @@ class _BlockAttention(torch.autograd.Function):
         wide = torch.promote_types(low, torch.float32)
         remaining = iter(kept)
         grad_query = torch.empty_like(query)
-        grad_key, grad_value = torch.empty_like(key), torch.empty_like(value)
-        for document, blocks in _documents(ctx.offsets, low):
+        grad_key, grad_value = torch.zeros_like(key), torch.zeros_like(value)
+        for document, blocks in _documents(*ctx.places, low):
             keys = key[document].to(wide).transpose(0, 1).contiguous()
             columns = keys.transpose(1, 2) if _is_short(document) else keys.transpose(1, 2).contiguous()
             low_keys, values = keys.to(low), value[document].permute(1, 2, 0)
             on_keys, on_values = torch.zeros_like(keys), torch.zeros_like(keys)
             for block in blocks:
-                rows, seen = block
+                rows, seen = block.rows, block.keys
                 queries = _grouped(query[rows], heads, wide)
                 on_out = _grouped(grad[rows], heads, low, scaled=False)
                 if _is_short(document):
@@ -306,15 +368,27 @@ class _BlockAttention(torch.autograd.Function):
         return grad_query, grad_key, grad_value, None, None
 
 
-def _documents(offsets: Sequence[int], dtype: torch.dtype) -> list[tuple[slice, list[_Block]]]:
-    """Each non-empty document and its blocks."""
+def _documents(
+    offsets: Sequence[int], own: Sequence[tuple[int, int]], dtype: torch.dtype
+) -> list[tuple[slice, list[_Block]]]:
+    """Each document with queries, and its blocks that have some."""
     size = ROWS if dtype.itemsize >= 4 else LOW_PRECISION_ROWS
+    rows = itertools.accumulate((stop - start for start, stop in own), initial=0)
+    ranges = [(start, stop, row) for (start, stop), row in zip(own, rows, strict=False)]
     found = []
     for start, stop in itertools.pairwise(offsets):
-        ends = [*range(start + size, stop, size), stop]
-        starts = [start, *ends[:-1]]
-        blocks = [_Block(slice(a, b), slice(0, b - start)) for a, b in zip(starts, ends, strict=True)]
-        if stop > start:
+        while ranges and ranges[0][1] <= start:
+            ranges.pop(0)
+        blocks = []
+        for low, high, row in ranges:
+            if low >= stop:
+                break
+            below = max(0, low - start) // size * size  # blocks before it have none of its queries
+            for a in range(start + below, min(stop, high), size):
+                b, first = min(a + size, stop), max(a, low)
+                queries = slice(row + first - low, row + min(b, high) - low)
+                blocks.append(_Block(queries, slice(0, b - start), first - a, b - a))
+        if blocks:
             found.append((slice(start, stop), blocks))
     return found
 
@@ -345,9 +419,10 @@ def _ungroup(x: Tensor, out: Tensor) -> None:
 def _probabilities(queries: Tensor, keys: Tensor, block: _Block) -> Tensor:
     """[M, G·R, C]: attention weights of queries [M, G·R, D] over the visible ones of keys [M, D, L]."""
     scores = torch.bmm(queries, keys[:, :, block.keys])
-    rows = block.rows.stop - block.rows.start
-    diagonal = scores.unflatten(1, (-1, rows))[..., -rows:]  # only these columns hold later positions
-    diagonal += _future(max(ROWS, LOW_PRECISION_ROWS), scores.dtype)[:rows, :rows]
+    rows, size = block.rows.stop - block.rows.start, block.size
+    diagonal = scores.unflatten(1, (-1, rows))[..., -size:]  # only these columns hold later positions
+    future = _future(max(ROWS, LOW_PRECISION_ROWS), scores.dtype)
+    diagonal += future[block.first : block.first + rows, :size]
     return scores.softmax(-1)
 
 

@@ -1,0 +1,84 @@
+"""Context parallelism: the ranks of a group compute different positions of the same sequences.
+
+Each gathers the keys and values of all positions, within the documents of which its queries attend as they
+would on one rank.
+
+Shapes: B sequences, S positions, s = S / P those of one of P ranks, M key and value heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from llm_pretrain.distributed.mesh import Meshes, Place, chunks_of
+from llm_pretrain.model import Attention, Decoder, DocumentLayout, Router, part_attention, uncompiled
+
+
+def divide_sequences(model: Decoder, meshes: Meshes, place: Place) -> None:
+    """Make a model compute its rank's part of the positions of every micro batch (see `own_part`).
+
+    Attention gathers over `meshes.cp`; what routers count of a whole sequence is added over
+    `meshes.sequence`, whose `tp` ranks divide the positions further.
+    """
+    for module in model.modules():
+        if isinstance(module, Attention) and meshes.cp is not None:
+            module.attend = functools.partial(_attend, meshes.cp, place)
+        elif isinstance(module, Router) and meshes.sequence is not None:
+            module.total = functools.partial(_total, meshes.sequence)
+
+
+def _total(group: Any, counts: Tensor) -> Tensor:
+    """Counts added over the ranks of the group."""
+    total = counts.clone()
+    dist.all_reduce(total, group=group)
+    return total
+
+
+@uncompiled  # documents differ from batch to batch
+def _attend(
+    group: Any,
+    place: Place,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: DocumentLayout,
+    dropout: float,
+) -> Tensor:
+    """`document_attention` of this rank's positions."""
+    assert dropout == 0, "dropout of divided sequences would depend on the mesh"
+    if query.device.type != "cpu":
+        key = key.to(value.dtype)  # as the kernels do
+    key, value = (_Gather.apply(each, group, place.sizes.cp) for each in (key, value))
+    chunks = chunks_of(place.cp, place.sizes.cp, key.shape[1])
+    return part_attention(query, key, value, layout, chunks)
+
+
+class _Gather(torch.autograd.Function):
+    """[B, s, M, D] of each rank to [B, S, M, D], in order of the positions.
+
+    Its gradient is added over the ranks in at least fp32.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, group: Any, ranks: int) -> Tensor:
+        gathered = own.new_empty(ranks * len(own), *own.shape[1:])
+        dist.all_gather_into_tensor(gathered, own.contiguous(), group=group)
+        ctx.group, ctx.ranks = group, ranks
+        early, late = gathered.unflatten(0, (ranks, -1)).chunk(
+            2, 2
+        )  # each rank's two chunks, see `positions_of`
+        return torch.cat([*early, *late.flip(0)], 1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        wide = torch.promote_types(grads[0].dtype, torch.float32)
+        chunks = grads[0].to(wide).chunk(2 * ctx.ranks, 1)
+        parts = torch.cat([torch.cat([chunks[rank], chunks[-1 - rank]], 1) for rank in range(ctx.ranks)])
+        own = torch.empty_like(parts[: len(grads[0])])
+        dist.reduce_scatter_tensor(own, parts, group=ctx.group)
+        return own.to(grads[0].dtype), None, None
