@@ -69,9 +69,7 @@ class _Gather(torch.autograd.Function):
         gathered = own.new_empty(ranks * len(own), *own.shape[1:])
         dist.all_gather_into_tensor(gathered, own.contiguous(), group=group)
         ctx.group, ctx.ranks = group, ranks
-        early, late = gathered.unflatten(0, (ranks, -1)).chunk(
-            2, 2
-        )  # each rank's two chunks, see `positions_of`
+        early, late = gathered.unflatten(0, (ranks, -1)).chunk(2, 2)  # a rank's two `chunks_of`
         return torch.cat([*early, *late.flip(0)], 1)
 
     @staticmethod

@@ -168,7 +168,7 @@ class Attention(nn.Module):
         return self.o_proj(out_BSND.flatten(-2))
 
     def attend(
-        self, query_BSND: Tensor, key_BSMD: Tensor, value_BSMD: Tensor, layout: DocumentLayout, dropout: float
+        self, query: Tensor, key: Tensor, value: Tensor, layout: DocumentLayout, dropout: float
     ) -> Tensor:
         """`document_attention`; replaced where other ranks have keys of the same sequences."""
-        return document_attention(query_BSND, key_BSMD, value_BSMD, layout, dropout)
+        return document_attention(query, key, value, layout, dropout)

@@ -191,8 +191,8 @@ class Router(nn.Module):
         elif self.per_sequence:
             aux_loss, counts_BE = balance_sum(probs_BSE, chosen_BSK, mask_BS, self.total)
         else:
-            one_sequence = (each.flatten(0, 1)[None] for each in (probs_BSE, chosen_BSK, mask_BS))
-            aux_loss, counts_BE = balance_sum(*one_sequence, self.total)
+            one, chosen, mask = (each.flatten(0, 1)[None] for each in (probs_BSE, chosen_BSK, mask_BS))
+            aux_loss, counts_BE = balance_sum(one, chosen, mask, self.total)
         with torch.no_grad():
             if self.sigmoid:
                 log_probs_BSE = log_scores_BSE.log_softmax(-1)

@@ -100,10 +100,10 @@ def test_some_of_the_positions_attend_as_all_of_them_do(layout):
     torch.testing.assert_close(both, whole[:, own])
 
 
-def without_first_token(offsets, own, dtype, documents=attention._documents):
+def without_first_token(places, dtype, documents=attention._documents):
     return [
         (document, [block._replace(keys=slice(1, block.keys.stop)) for block in blocks])
-        for document, blocks in documents(offsets, own, dtype)
+        for document, blocks in documents(places, dtype)
     ]
 
 

@@ -311,19 +311,17 @@ def block_attention(
     """
     keep = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
     own = ((0, len(key)),) if own is None else tuple(own)
-    return _BlockAttention.apply(query, key, value, (tuple(offsets), own), keep)  # pyright: ignore[reportReturnType] (torch's stub of apply)
+    return _BlockAttention.apply(query, key, value, _Places(tuple(offsets), own), keep)  # pyright: ignore[reportReturnType] (torch's stub of apply)
 
 
 class _BlockAttention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, places: tuple[Any, Any], keep: bool
-    ) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, places: _Places, keep: bool) -> Tensor:
         wide = torch.promote_types(value.dtype, torch.float32)
         heads = key.shape[1]
         out = torch.empty(query.shape, dtype=value.dtype)
         kept = []
-        for document, blocks in _documents(*places, value.dtype):
+        for document, blocks in _documents(places, value.dtype):
             keys = key[document].to(wide).permute(1, 2, 0).contiguous()
             values = value[document].transpose(0, 1).contiguous()
             for block in blocks:
@@ -345,7 +343,7 @@ class _BlockAttention(torch.autograd.Function):
         remaining = iter(kept)
         grad_query = torch.empty_like(query)
         grad_key, grad_value = torch.zeros_like(key), torch.zeros_like(value)
-        for document, blocks in _documents(*ctx.places, low):
+        for document, blocks in _documents(ctx.places, low):
             keys = key[document].to(wide).transpose(0, 1).contiguous()
             columns = keys.transpose(1, 2) if _is_short(document) else keys.transpose(1, 2).contiguous()
             low_keys, values = keys.to(low), value[document].permute(1, 2, 0)
@@ -368,10 +366,16 @@ class _BlockAttention(torch.autograd.Function):
         return grad_query, grad_key, grad_value, None, None
 
 
-def _documents(
-    offsets: Sequence[int], own: Sequence[tuple[int, int]], dtype: torch.dtype
-) -> list[tuple[slice, list[_Block]]]:
+class _Places(NamedTuple):
+    """Where documents and queries lie along T; see `block_attention`."""
+
+    offsets: tuple[int, ...]
+    own: tuple[tuple[int, int], ...]
+
+
+def _documents(places: _Places, dtype: torch.dtype) -> list[tuple[slice, list[_Block]]]:
     """Each document with queries, and its blocks that have some."""
+    offsets, own = places
     size = ROWS if dtype.itemsize >= 4 else LOW_PRECISION_ROWS
     rows = itertools.accumulate((stop - start for start, stop in own), initial=0)
     ranges = [(start, stop, row) for (start, stop), row in zip(own, rows, strict=False)]
