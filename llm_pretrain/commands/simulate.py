@@ -174,8 +174,11 @@ def _print_step(step: Step, config: Config, world_size: int, machine: Machine, g
     from llm_pretrain.commands._simulated_steps import findings
 
     name, distributed, training = gpu or "GPUs", config.distributed, config.training
-    shards = distributed.shard_size(world_size)
-    mesh = f"{distributed.dp_replicate_size} x {shards}, ep {distributed.ep_size}"
+    sizes = distributed.mesh(world_size)
+    mesh = f"{sizes.dp_replicate} x {sizes.dp_shard}, ep {distributed.ep_size}"
+    mesh += "".join(
+        f", {axis} {getattr(sizes, axis)}" for axis in ("cp", "tp", "pp") if getattr(sizes, axis) > 1
+    )
     tokens = f"{training.micro_batch_size} x {training.sequence_length} tokens"
     times = config.gradient_accumulation_steps(world_size)
     print(

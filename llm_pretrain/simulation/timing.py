@@ -3,7 +3,7 @@
 An operation takes at least as long as its products at the peak of their type and as long as its bytes at the
 bandwidth of the memory. In compiled layers, elementwise operations in a row read their first inputs and write
 their last results only. FSDP's collectives are hidden behind computation but for the first gather and the
-last reduction; exchanges of tokens are not hidden.
+last reduction; exchanges of tokens, and of keys and values, are not hidden.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llm_pretrain.simulation.tracker import Collective, Tracker
+from llm_pretrain.simulation.tracker import WITHIN_LAYERS, Collective, Tracker
 from llm_pretrain.tracking import Machine
 
 _FREE = {
@@ -173,12 +173,14 @@ def step_time(roofline: Roofline, collectives: Iterable[Collective], repeats: in
     hidden: dict[str, float] = defaultdict(float)
     waited: dict[str, float] = defaultdict(float)
     on_device = [each for each in collectives if not each.on_host]
-    gathers = [index for index, each in enumerate(on_device) if each.kind == "all_gather"]
-    reductions = [index for index, each in enumerate(on_device) if each.kind == "reduce_scatter"]
+    of_shards = [index for index, each in enumerate(on_device) if each.group not in WITHIN_LAYERS]
+    gathers = [index for index in of_shards if on_device[index].kind == "all_gather"]
+    reductions = [index for index in of_shards if on_device[index].kind == "reduce_scatter"]
     alone = {*gathers[:1], *reductions[-1:]}
     for index, each in enumerate(on_device):
         link, seconds = collective_time(each, machine)
         of_gradients = each.kind == "all_reduce" and each.phase == "backward"
-        is_hidden = (each.kind in _HIDDEN or of_gradients) and index not in alone
+        may_hide = each.group not in WITHIN_LAYERS and index not in alone
+        is_hidden = may_hide and (each.kind in _HIDDEN or of_gradients)
         (hidden if is_hidden else waited)[link] += times(each.micro_batch) * seconds
     return Time(products, traffic, dict(hidden), dict(waited))

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_init
 from torch.distributed.tensor import DTensor
@@ -30,9 +31,13 @@ from llm_pretrain.distributed import expert_parallel, fsdp
 from llm_pretrain.distributed.initial_values import materialize
 from llm_pretrain.optim import build_optimizer
 from llm_pretrain.simulation.tracker import GRADIENTS, OPTIMIZER, PARAMETERS, Collective, Tracker
-from llm_pretrain.training import SpikeDetector, StepMonitor, build_model
+from llm_pretrain.training import SpikeDetector, StepMonitor, build_model, own_part
 
-_ATTENTION = "llm_pretrain.model.attention"
+_CACHED = [
+    ("llm_pretrain.model.attention", "rotary_frequencies"),
+    ("llm_pretrain.model.kernels.attention", "_future"),
+]
+"""Functions that keep tensors."""
 DOCUMENT_LENGTH = 300
 """Tokens of a document of the simulated batches."""
 
@@ -91,9 +96,10 @@ def traced_step(config: Config, device: torch.device, *, real: bool = False, obs
         environment = {"WORLD_SIZE": str(dist.get_world_size())}
         stack.enter_context(patch.dict(os.environ, environment))
         stack.enter_context(_even_router(real=real))
-        uncached: Any = import_module(_ATTENTION).rotary_frequencies.__wrapped__
-        # no fake tensor may remain in its cache
-        stack.enter_context(patch(f"{_ATTENTION}.rotary_frequencies", functools.lru_cache(uncached)))
+        for module, name in _CACHED:
+            uncached: Any = getattr(import_module(module), name).__wrapped__
+            # no fake tensor may remain in its cache
+            stack.enter_context(patch(f"{module}.{name}", functools.lru_cache(uncached)))
         if not real:
             stack.enter_context(_without_values())
         engine = _engine(config, device)
@@ -109,6 +115,7 @@ def traced_step(config: Config, device: torch.device, *, real: bool = False, obs
         tracker.name(OPTIMIZER, [each for each in states if isinstance(each, Tensor)])
         _tell_phases(engine, tracker)
         batches = [micro_batch(config, device, index) for index in range(engine.accumulation_steps)]
+        batches = [own_part(batch, engine.place) for batch in batches]
         tracker.begin_step()
         alike = len(batches) - 1  # all but the last do the same
         engine.train_step(batches[:1] + batches[1:][-1:], monitor)
@@ -266,11 +273,11 @@ def _without_values() -> Iterator[None]:
         stack.enter_context(patch.object(script.TorchrunEngine, "sum_integers", sum_integers))
         stack.enter_context(patch.object(StepMonitor, "_decide", decide))
         stack.enter_context(patch("llm_pretrain.model.kernels.attention._offsets", row_offsets))
-        for module in (script, expert_parallel):
+        for module in (fsdp, expert_parallel):
             stack.enter_context(patch.object(module, "set_timeout"))
         for name in ("_concatenate", "_unflatten", "_flatten", "__getitem__"):
             stack.enter_context(_outside_fakes(DeviceMesh, name))
-        for module in (_fsdp_init, expert_parallel):
+        for module in (_fsdp_init, expert_parallel, device_mesh):
             stack.enter_context(_outside_fakes(module, "init_device_mesh"))
         yield
 

@@ -41,6 +41,10 @@ BATCHES = "batches and buffers"
 TEMPORARIES = "temporaries"
 
 
+WITHIN_LAYERS = {"cp", "tp", "sequence"}
+"""Groups whose collectives are a part of a layer's computation, which waits for them."""
+
+
 class Collective(NamedTuple):
     """One collective of a step.
 
@@ -151,7 +155,9 @@ class Tracker(TorchDispatchMode):
         reduced = [
             place
             for place, each in found
-            if each.kind == "reduce_scatter" and each.micro_batch == self.micro_batch
+            if each.kind == "reduce_scatter"
+            and each.group not in WITHIN_LAYERS
+            and each.micro_batch == self.micro_batch
         ]
         if len(reduced) <= layers:
             return {"step": max(totals[self._start :])}

@@ -32,6 +32,8 @@ _MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp 3": (3, {}),
     "fsdp 4": (4, {}),
     "hsdp 2 x 2": (4, {"dp_replicate_size": 2}),
+    "cp 4": (4, {"cp_size": 4}),
+    "hsdp 2 x cp 2": (4, {"dp_replicate_size": 2, "cp_size": 2}),
 }
 _DENSE_MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp 4, reduced once": (4, {"sync_each_batch": False}),
@@ -42,6 +44,7 @@ _EXPERT_MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "ep 4": (4, {"ep_size": 4}),
     "ep 2 x fsdp 2": (4, {"ep_size": 2}),
     "hsdp 2 x ep 2": (4, {"dp_replicate_size": 2, "ep_size": 2}),
+    "ep 2 x cp 2": (4, {"ep_size": 2, "cp_size": 2}),
 }
 
 
@@ -77,7 +80,10 @@ def small(config: Config, world_size: int, sizes: dict[str, Any]) -> Config:
     )
 
 
-_FLAT: dict[str, Any] = {"strategy": "fsdp", "dp_replicate_size": 1, "dp_shard_size": None, "ep_size": 1}
+_FLAT: dict[str, Any] = {
+    **{"strategy": "fsdp", "dp_replicate_size": 1, "dp_shard_size": None},
+    **{"ep_size": 1, "cp_size": 1, "tp_size": 1, "pp_size": 1},
+}
 
 
 def plain(trace: Trace) -> dict[str, Any]:
