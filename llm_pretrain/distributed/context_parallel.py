@@ -32,6 +32,25 @@ def divide_sequences(model: Decoder, meshes: Meshes, place: Place) -> None:
             module.total = functools.partial(_total, meshes.sequence)
 
 
+def all_gather(own: Tensor, group: Any) -> Tensor:
+    """[n, ...] of each of P ranks to [P·n, ...], in rank order; without gradient."""
+    gathered = own.new_empty(dist.get_world_size(group) * len(own), *own.shape[1:])
+    _gather(gathered, own.contiguous(), group=group)
+    return gathered
+
+
+def reduce_scatter(parts: Tensor, group: Any) -> Tensor:
+    """[P·n, ...] of each of P ranks to the sum of all ranks' [n, ...] for this one; without gradient."""
+    own = parts.new_empty(len(parts) // dist.get_world_size(group), *parts.shape[1:])
+    _reduce(own, parts.contiguous(), group=group)
+    return own
+
+
+_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+"""The first names are torch's from 2.13 on, where the others warn."""
+
+
 def _total(group: Any, counts: Tensor) -> Tensor:
     """Counts added over the ranks of the group."""
     total = counts.clone()
@@ -66,8 +85,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, group: Any, ranks: int) -> Tensor:
-        gathered = own.new_empty(ranks * len(own), *own.shape[1:])
-        dist.all_gather_into_tensor(gathered, own.contiguous(), group=group)
+        gathered = all_gather(own, group)
         ctx.group, ctx.ranks = group, ranks
         early, late = gathered.unflatten(0, (ranks, -1)).chunk(2, 2)  # a rank's two `chunks_of`
         return torch.cat([*early, *late.flip(0)], 1)
@@ -77,6 +95,4 @@ class _Gather(torch.autograd.Function):
         wide = torch.promote_types(grads[0].dtype, torch.float32)
         chunks = grads[0].to(wide).chunk(2 * ctx.ranks, 1)
         parts = torch.cat([torch.cat([chunks[rank], chunks[-1 - rank]], 1) for rank in range(ctx.ranks)])
-        own = torch.empty_like(parts[: len(grads[0])])
-        dist.reduce_scatter_tensor(own, parts, group=ctx.group)
-        return own.to(grads[0].dtype), None, None
+        return reduce_scatter(parts, ctx.group).to(grads[0].dtype), None, None
