@@ -96,7 +96,7 @@ def global_batch(config: Config, variant: Variant, step: int) -> list[Batch]:
     """The micro batches of a step, of the variant's size, in the order of their sequences."""
     training = dataclasses.replace(config.training, micro_batch_size=variant.micro_batch_size)
     own = dataclasses.replace(config, training=training)
-    loader = global_batches(own, start_step=step - 1, world_size=1)
+    loader = global_batches(own, start_step=step - 1)
     return [batch for _, batch in zip(range(own.gradient_accumulation_steps(1)), loader, strict=False)]
 
 

@@ -45,9 +45,15 @@ def _check_experts(config: Config, sizes: MeshSizes) -> Iterator[str]:
 def _check_divided(config: Config, sizes: MeshSizes) -> Iterator[str]:
     """What cannot be combined with sequences or layers that are divided over ranks."""
     axes = " and ".join(f"distributed.{axis}_size" for axis in ("cp", "tp", "pp") if getattr(sizes, axis) > 1)
-    for name in ("hidden_dropout", "attention_dropout"):
-        if found := getattr(config.model, name):
-            yield f"model.{name}: expected 0 with {axes}, found {found}"
+    for name, value, none in (
+        ("model.hidden_dropout", config.model.hidden_dropout, 0),
+        ("model.attention_dropout", config.model.attention_dropout, 0),
+        ("distributed.outer", config.distributed.outer, "none"),
+    ):
+        if value:
+            yield f"{name}: expected {none} with {axes}, found {value}"
+    if sizes.cp > 1 and config.training.attention_implementation == "flex":
+        yield f"training.attention_implementation: expected another than flex with {axes}, found flex"
     if sizes.sequence > 1:
         parts = sizes.tp * (2 * sizes.cp if sizes.cp > 1 else 1)
         if (length := config.training.sequence_length) % parts:

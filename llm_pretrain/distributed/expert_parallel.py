@@ -139,5 +139,3 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return _Exchange.apply(grads[0], *ctx.back), None, None, None  # pyright: ignore[reportReturnType] (torch's stub of apply)
-
-

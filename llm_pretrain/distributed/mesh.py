@@ -108,7 +108,8 @@ def build_meshes(config: Config, device_type: str, world_size: int) -> Meshes:
         set_timeout(mesh, config)
         return mesh
 
-    kept = ("dp_replicate", "dp_shard") if replicas > 1 else ("dp_shard",)
+    together = replicas > 1 and not config.distributed.outer  # DiLoCo's replicas train apart
+    kept = ("dp_replicate", "dp_shard") if together else ("dp_shard",)
     whole = divided(pp=pp, dp_replicate=replicas, dp_shard=shards * cp * tp)
     meshes = Meshes(shards=whole[kept], matrices=whole[kept])
     if sizes.is_data_parallel:
