@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from llm_pretrain.config import DistributedConfig
-from llm_pretrain.optim.muon import as_sharded, to_local
+from llm_pretrain.optim.sharded import as_sharded, to_local
 
 REPLICA = "replica"
 """Key of the replica's parameter in a parameter's optimizer state."""
@@ -50,7 +50,9 @@ class OuterOptimizer:
         """A block that computes with, and updates, this rank's replica instead of the run's parameters."""
         states = {parameter: self.optimizer.state.get(parameter) for parameter in self._parameters()}
         run_values = {
-            parameter: to_local(parameter).clone() for parameter, state in states.items() if not state
+            parameter: to_local(parameter).detach().clone()
+            for parameter, state in states.items()
+            if not state
         }
         for parameter, state in states.items():
             if state:
@@ -62,7 +64,7 @@ class OuterOptimizer:
                 if state:
                     _exchange(parameter, state[REPLICA])
                 else:  # its first step, if any, has made the replica
-                    to_local(parameter).copy_(run_values[parameter])
+                    to_local(parameter).detach().copy_(run_values[parameter])
 
     @torch.no_grad()
     def step(self, number: int) -> None:
@@ -99,7 +101,7 @@ class OuterOptimizer:
             state = self.optimizer.state.get(parameter)
             if not state:
                 continue  # it has never had a gradient
-            part = to_local(parameter)
+            part = to_local(parameter).detach()
             if bucket and filled + part.nbytes > BUCKET_BYTES:
                 yield bucket
                 bucket, filled = [], 0
@@ -115,7 +117,7 @@ def _exchange(parameter: Tensor, other: Tensor) -> None:
     if as_sharded(parameter) is None:
         parameter.data, other.data = other.data, parameter.data
         return
-    left, right = to_local(parameter), to_local(other)
+    left, right = to_local(parameter).detach(), to_local(other)
     kept = left.clone()
     left.copy_(right)
     right.copy_(kept)
