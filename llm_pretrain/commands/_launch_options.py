@@ -52,11 +52,13 @@ class _Setting(argparse.Action):
         namespace.settings = [*(getattr(namespace, "settings", None) or []), option_string, values]
 
 
-def add_launch_options(parser: argparse.ArgumentParser, command: str, launch: str) -> None:
+def add_launch_options(
+    parser: argparse.ArgumentParser, command: str, launch: str, *, needs_config: bool = True
+) -> None:
     """Declare `--config`, every setting, and where and how long `command` runs; `launch` names one launch."""
     parser.usage = f"llm-pretrain {command} --config FILE [options] [--section.field VALUE ...]"
     parser.add_argument(
-        "--config", action="append", required=True, metavar="FILE",
+        "--config", action="append", required=needs_config, metavar="FILE",
         help="as for the scripts; the later file wins",
     )  # fmt: skip
     parser.add_argument(
@@ -94,7 +96,7 @@ def reject_unknown(words: list[str]) -> None:
 
 def given_options(arguments: argparse.Namespace) -> list[str]:
     """The configuration files and settings of a command line, as options of the scripts."""
-    return [word for file in arguments.config for word in ("--config", file)] + list(arguments.settings)
+    return [word for file in arguments.config or [] for word in ("--config", file)] + list(arguments.settings)
 
 
 def as_options(settings: Mapping[str, object]) -> list[str]:

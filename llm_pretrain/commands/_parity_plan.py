@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 from llm_pretrain.commands._launch_options import (
     LaunchPlan,
@@ -20,13 +22,17 @@ from llm_pretrain.commands._launch_options import (
     parse_words,
 )
 from llm_pretrain.commands._launching import RESUMABLE_PATHS, SCRIPTS, Machine
+from llm_pretrain.commands._parity_layouts import PUBLISHED, STEPS, layout_options
 from llm_pretrain.config import Config, DistributedConfig, check_mesh, load_config, resolve_model
 from llm_pretrain.errors import ConfigError
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 LEAST_RANKS = {"ddp": 1, "fsdp": 1, "hsdp": 4, "ep": 2, "ep+fsdp": 4, "ep+hsdp": 4, "deepspeed": 1}
 """Name of a mesh to the fewest processes that have it: with fewer it is another one of this list."""
-_SIZES = re.compile(r"([1-9]\d*)x([1-9]\d*)(?:\+ep([1-9]\d*))?")
+_AXES = ("ep", "cp", "tp", "pp")
+_SIZES = re.compile(r"([1-9]\d*)x([1-9]\d*)" + "".join(rf"(?:\+{axis}([1-9]\d*))?" for axis in _AXES))
+SIZES = ("dp_replicate_size", "dp_shard_size", *(f"{axis}_size" for axis in _AXES))
+"""Settings of a mesh."""
 CONFIGURED = "configured"
 """Stands for sizes of a mesh that the configuration sets itself."""
 DEFAULT_STEPS = 20
@@ -96,8 +102,7 @@ class ParityPlan(LaunchPlan):
     def options_of(self, variant: Variant) -> tuple[str, ...]:
         """Options of one variant's script, without the output folder."""
         distributed = distributed_of(variant.mesh, variant.world_size, self.config.distributed)
-        names = ("strategy", "dp_replicate_size", "dp_shard_size", "ep_size")
-        settings = {f"distributed.{name}": getattr(distributed, name) for name in names}
+        settings = {f"distributed.{name}": getattr(distributed, name) for name in ("strategy", *SIZES)}
         return (
             *self.options,
             *("--training.precision", variant.precision),
@@ -120,22 +125,29 @@ def make_plan(arguments: Namespace, machine: Machine) -> ParityPlan:
 
     paths = parse_words("--paths", arguments.paths, tuple(SCRIPTS))
     accumulations = None
+    if not arguments.config and not arguments.layouts:
+        raise ConfigError("--config: expected a file, found none")
     given = given_options(arguments)
+    if arguments.layouts:
+        given = layout_options(arguments, given)
     if arguments.accumulation:  # the micro batch size follows from it, so the configured one may not divide
         accumulations = parse_numbers("--accumulation", arguments.accumulation)
     config = load_config([*given, *(["--training.micro_batch_size", "1"] if accumulations else [])])
     interruptions = parse_interruptions(arguments.interrupt) if arguments.interrupt else []
-    steps = _steps(arguments.steps, config, interruptions)
+    steps = STEPS[-1] if arguments.layouts else _steps(arguments.steps, config, interruptions)
     sizes = arguments.world_size or ("1,2" if machine.max_world_size > 1 else "1")
     precisions, meshes = [config.training.precision], [configured_mesh(config.distributed)]
     if arguments.precision:
         precisions = parse_words("--precision", arguments.precision, PRECISIONS)
     if arguments.mesh:
         meshes = parse_meshes(arguments.mesh)
-    variants, notes = build_variants(
-        config, machine, paths=paths, world_sizes=parse_numbers("--world-size", sizes),
-        accumulations=accumulations, precisions=precisions, meshes=meshes,
-    )  # fmt: skip
+    if arguments.layouts:
+        variants, notes = published_variants(config, precisions), []
+    else:
+        variants, notes = build_variants(
+            config, machine, paths=paths, world_sizes=parse_numbers("--world-size", sizes),
+            accumulations=accumulations, precisions=precisions, meshes=meshes,
+        )  # fmt: skip
     first = variants[0]
     _check_interruptions(interruptions, first, config, machine)
     if not interruptions and len({each.precision for each in variants}) == len(variants):
@@ -244,6 +256,27 @@ def build_variants(
     return variants, notes
 
 
+def published_variants(config: Config, precisions: Sequence[str]) -> list[Variant]:
+    """The published layouts, each on as many processes as it needs.
+
+    Raises:
+        ConfigError: the model cannot have one of them.
+    """
+    variants, problems = [], []
+    for precision, layout in product(precisions, PUBLISHED):
+        distributed = distributed_of(layout.mesh, 1, config.distributed)
+        ranks = math.prod(getattr(distributed, name) or 1 for name in SIZES if name != "ep_size")
+        if why := _impossible(layout.mesh, ranks, config):
+            problems.append(f"--layouts: {layout.name}: {why}")
+            continue
+        accumulation = dataclasses.replace(config, distributed=distributed).gradient_accumulation_steps(ranks)
+        size = config.training.micro_batch_size
+        variants.append(Variant("torchrun", ranks, accumulation, size, precision, layout.mesh))
+    if problems:
+        raise ConfigError(*problems)
+    return variants
+
+
 def _split(config: Config, world_size: int, accumulation: int | None) -> tuple[int, int]:
     """(A, B) of a variant; ConfigError with sizes that would divide where these do not."""
     total, micro = config.training.global_batch_size, config.training.micro_batch_size
@@ -264,7 +297,7 @@ def _split(config: Config, world_size: int, accumulation: int | None) -> tuple[i
 
 
 def parse_meshes(text: str) -> list[str]:
-    """Names of `LEAST_RANKS` and sizes `RxS` or `RxS+epP`, each once.
+    """Names of `LEAST_RANKS` and sizes such as `RxS+epP`, each once.
 
     Raises:
         ConfigError: another word.
@@ -282,10 +315,7 @@ def parse_meshes(text: str) -> list[str]:
 def configured_mesh(config: DistributedConfig) -> str:
     """The configuration's mesh: its strategy, or `CONFIGURED` where it sets sizes."""
     default = DistributedConfig(strategy=config.strategy)
-    plain = all(
-        getattr(config, name) == getattr(default, name)
-        for name in ("dp_replicate_size", "dp_shard_size", "ep_size")
-    )
+    plain = all(getattr(config, name) == getattr(default, name) for name in SIZES)
     return config.strategy if plain else CONFIGURED
 
 
@@ -295,24 +325,20 @@ def distributed_of(mesh: str, world_size: int, config: DistributedConfig) -> Dis
     Args:
         mesh: A name: `ddp`, `fsdp`, `deepspeed`; `hsdp`, two replicas; `ep`, all ranks divide the experts;
             `ep+fsdp` and `ep+hsdp`, two neighbours do. Sizes: `RxS` of dp_replicate_size and dp_shard_size,
-            `RxS+epP` with ep_size. Or `CONFIGURED`.
+            with other axes `RxS+epN+cpN+tpN+ppN`. Or `CONFIGURED`.
         world_size: Number of processes.
         config: The other settings.
     """
     if mesh == CONFIGURED:
         return config
-    replicas, shards, ep = 2 if mesh.endswith("hsdp") else 1, None, 2 if mesh.startswith("ep+") else 1
+    strategy = mesh if mesh in ("ddp", "deepspeed") else "fsdp"
+    values: list[int | None] = [2 if mesh.endswith("hsdp") else 1, None, 2 if mesh.startswith("ep+") else 1]
     if sizes := _SIZES.fullmatch(mesh):
-        replicas, shards, ep = (int(size or 1) for size in sizes.groups())
+        values = [int(size or 1) for size in sizes.groups()]
     elif mesh == "ep":
-        ep = world_size
-    return dataclasses.replace(
-        config,
-        strategy="ddp" if mesh == "ddp" else "deepspeed" if mesh == "deepspeed" else "fsdp",
-        dp_replicate_size=replicas,
-        dp_shard_size=shards,
-        ep_size=ep,
-    )
+        values[2] = world_size
+    named: dict[str, Any] = dict.fromkeys(SIZES, 1) | dict(zip(SIZES, values, strict=False))
+    return dataclasses.replace(config, strategy=strategy, **named)
 
 
 def _impossible(mesh: str, world_size: int, config: Config) -> str:
@@ -320,7 +346,8 @@ def _impossible(mesh: str, world_size: int, config: Config) -> str:
     distributed = distributed_of(mesh, world_size, config.distributed)
     least = LEAST_RANKS.get(mesh, 1)
     if _SIZES.fullmatch(mesh):
-        least = distributed.dp_replicate_size * (distributed.dp_shard_size or 1)
+        sizes = [distributed.dp_replicate_size, distributed.dp_shard_size or 1, distributed.cp_size]
+        least = math.prod([*sizes, distributed.tp_size, distributed.pp_size])
     if world_size < least:
         return f"expected {least} processes{' or more' if mesh in LEAST_RANKS else ''}"
     return next(check_mesh(dataclasses.replace(config, distributed=distributed), world_size), "")

@@ -41,6 +41,7 @@ from llm_pretrain.commands._parity_comparison import (
     compare_interrupted,
     compare_runs,
 )
+from llm_pretrain.commands._parity_layouts import STEPS, layout_rows
 from llm_pretrain.commands._parity_plan import ParityPlan, Variant, make_plan
 from llm_pretrain.errors import PretrainError
 from llm_pretrain.tracking import read_rows
@@ -59,13 +60,14 @@ examples:
   llm-pretrain parity --config configs/tiny-dense.yaml --paths torchrun,accelerate,trainer --world-size 2
   llm-pretrain parity --config configs/tiny-dense.yaml --world-size 2 --mesh ddp,fsdp,deepspeed
   llm-pretrain parity --config configs/tiny-moe.yaml --world-size 1,4 --mesh ddp,hsdp,ep,ep+hsdp
+  llm-pretrain parity --layouts published
   llm-pretrain parity --config configs/tiny-moe.yaml --world-size 1 --interrupt torchrun@2:17,accelerate@1:31
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options, and every setting of the configuration."""
-    add_launch_options(parser, "parity", "a launch")
+    add_launch_options(parser, "parity", "a launch", needs_config=False)
     add = parser.add_argument
     add("--paths", default="torchrun,accelerate", metavar="LIST",
         help="of torchrun, accelerate, trainer (default: %(default)s)")  # fmt: skip
@@ -76,9 +78,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--precision", metavar="LIST", help="of fp32, bf16, fp16 (default: as configured)")
     add("--mesh", "--strategies", metavar="LIST",
         help="of ddp; fsdp; hsdp (two replicas); ep (all processes divide the experts); ep+fsdp, ep+hsdp "
-             "(two neighbours do); deepspeed; or sizes RxS and RxS+epP: distributed.dp_replicate_size, "
-             "dp_shard_size, ep_size, as 2x2+ep2. Where a number of processes or the model has no such mesh "
-             "it is left out (default: as configured)")  # fmt: skip
+             "(two neighbours do); deepspeed; or sizes RxS: distributed.dp_replicate_size, dp_shard_size, "
+             "and others after them, as 2x2+ep2+cp2+tp2+pp2. Where a number of processes or the model has no "
+             "such mesh it is left out (default: as configured)")  # fmt: skip
+    add("--layouts", choices=["published"],
+        help="the eighteen layouts of a table of torchtitan's on 1 to 8 processes, ten steps, beside its "
+             "losses; without --config the preset tiny-moe with eight layers")  # fmt: skip
     add("--steps", type=int, metavar="K",
         help="optimizer steps of each run (default: 20, or fewer if configured)")  # fmt: skip
     add("--interrupt", metavar="PATH@W:STEP,...",
@@ -105,6 +110,9 @@ def run(arguments: argparse.Namespace) -> int:
     facts = call_facts(plan, arguments, machine, started)
     write_result(file, result_content(facts, results, interrupted))
     say("\n" + render(results, interrupted))
+    if arguments.layouts:
+        losses = {each.run.variant.mesh: [_loss(each.run, step) for step in STEPS] for each in results}
+        say("\n" + as_table(layout_rows(losses)))
     held = "what is promised does NOT hold" if violated else "everything promised holds"
     say(f"{held}; {file}, {time.time() - started:.0f} s")
     return 1 if violated else 0
@@ -259,9 +267,18 @@ def render(results: Sequence[Result], interrupted: InterruptedResult | None) -> 
             if attempt.wrong_start:
                 details.append(f"interrupted differs: {attempt.wrong_start}")
         details += _details("interrupted", comparison, interrupted.failure, interrupted.log, "not as planned")
+    return "\n".join([as_table(rows), *details])
+
+
+def as_table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of text in columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-    return "\n".join([*lines, *details])
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+
+def _loss(run: Run, step: int) -> float | None:
+    """The loss of a step; None where the run has none."""
+    return run.rows.get(step, {}).get("train/loss")
 
 
 def _largest(comparison: Comparison) -> str:
