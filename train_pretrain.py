@@ -49,9 +49,10 @@ from llm_pretrain.distributed.process import (
     rendezvous_init_method,
     report_errors,
 )
+from llm_pretrain.distributed.tensor_parallel import shard_matrices
 from llm_pretrain.distributed.watchdog import hang_watchdog
 from llm_pretrain.errors import ConfigError
-from llm_pretrain.model import Decoder, DecoderOutput
+from llm_pretrain.model import Decoder, DecoderOutput, Experts
 from llm_pretrain.training import (
     DDP_OPTIONS,
     Launcher,
@@ -200,12 +201,17 @@ def shard_model(model: Decoder, meshes: Meshes, config: Config, device: torch.de
 
     The matrices of a layer are one group: they are all-gathered for the layer's forward pass, freed, and
     all-gathered again for its backward pass; then their gradients are reduce-scattered, and those of the
-    replicas all-reduced.
+    replicas all-reduced. What is divided by tensor parallelism is sharded over the ranks with equal parts.
     """
+    precision = layer_precision(config.training.precision)
     if config.distributed.ep_size > 1:
         shard_experts(model, config, device)
-    sharded = shard_full_precision(model, meshes.shards)
-    precision = layer_precision(config.training.precision)
+    elif meshes.tp is not None:  # experts are whole on each of its ranks
+        for experts in (module for module in model.modules() if isinstance(module, Experts)):
+            fully_shard(experts, mesh=meshes.shards, mp_policy=precision)
+    if meshes.tp is not None:
+        shard_matrices(model, meshes.tp)
+    sharded = shard_full_precision(model, meshes.shards, meshes.matrices if meshes.tp is not None else None)
     for layer in model.model.layers:
         fully_shard(layer, mesh=meshes.matrices, mp_policy=precision, ignored_params=sharded)
     fully_shard(model, mesh=meshes.shards)

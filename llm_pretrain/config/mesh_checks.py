@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from llm_pretrain.config.distributed_config import MeshSizes
+from llm_pretrain.config.model_config import VOCAB_MULTIPLE
 
 if TYPE_CHECKING:
     from llm_pretrain.config.tree import Config
@@ -19,6 +20,8 @@ def check_mesh(config: Config, world_size: int) -> Iterator[str]:
         yield from _check_experts(config, sizes)
     if not sizes.is_data_parallel:
         yield from _check_divided(config, sizes)
+    if sizes.tp > 1:
+        yield from _check_matrices(config, sizes.tp)
 
 
 def _check_experts(config: Config, sizes: MeshSizes) -> Iterator[str]:
@@ -59,3 +62,26 @@ def _check_divided(config: Config, sizes: MeshSizes) -> Iterator[str]:
         if (length := config.training.sequence_length) % parts:
             cut = "2 * cp_size * tp_size" if sizes.cp > 1 else "tp_size"
             yield f"training.sequence_length: expected a multiple of {cut} = {parts}, found {length}"
+
+
+def _check_matrices(config: Config, ranks: int) -> Iterator[str]:
+    """What matrices that are divided over `tp_size` ranks need, and what cannot use them."""
+    model = config.model
+    moe_layers = len(model.moe_layers)
+    divided = {
+        "num_key_value_heads": model.num_key_value_heads,  # of which the query heads are a multiple
+        "intermediate_size": model.intermediate_size if moe_layers < model.num_hidden_layers else 0,
+        "n_shared_experts * expert width": model.n_shared_experts * model.expert_intermediate_size,
+        "vocab_size": model.vocab_size or VOCAB_MULTIPLE,
+    }
+    for name, found in divided.items():
+        if found % ranks:
+            yield f"model.{name}: expected a multiple of distributed.tp_size = {ranks}, found {found}"
+    for name, found, expected in (
+        ("optimizer.name", config.optimizer.name, ("adamw",)),
+        ("training.float8", config.training.float8, (False,)),
+        ("training.loss_implementation", config.training.loss_implementation, ("auto", "fused")),
+    ):
+        if found not in expected:
+            allowed = " or ".join(str(each).lower() for each in expected)
+            yield f"{name}: expected {allowed} with distributed.tp_size = {ranks}, found {str(found).lower()}"

@@ -84,7 +84,9 @@ def sum_gradients(model: nn.Module) -> None:
             module.set_force_sum_reduction_for_comms(True)
 
 
-def shard_full_precision(model: nn.Module, mesh: DeviceMesh | None) -> set[nn.Parameter]:
+def shard_full_precision(
+    model: nn.Module, mesh: DeviceMesh | None, vocabulary_mesh: DeviceMesh | None = None
+) -> set[nn.Parameter]:
     """Shard everything but the matrices of the layers, as one group in fp32.
 
     Embedding, norms, routers and head compute in fp32, or in autocast's types, as under DDP. They are
@@ -96,6 +98,8 @@ def shard_full_precision(model: nn.Module, mesh: DeviceMesh | None) -> set[nn.Pa
         model: A decoder.
         mesh: The very object that the layers are sharded over, of replicas and shards: an equal one would
             make a second group of norms, whose sum rounds differently. None for all ranks.
+        vocabulary_mesh: That of embedding and head where they are divided over `tp` already: a group of their
+            own. None for `mesh`.
 
     Returns:
         The sharded parameters, which the layers' groups must ignore.
@@ -104,12 +108,17 @@ def shard_full_precision(model: nn.Module, mesh: DeviceMesh | None) -> set[nn.Pa
     in_fp32 = {parameter for module in full_precision_modules(model) for parameter in module.parameters()}
     matrices = {parameter for parameter in model.parameters() if parameter not in in_fp32}
     stack: Any = model.model
-    fully_shard([stack, model.lm_head], mesh=mesh, ignored_params=matrices, reshard_after_forward=False)
+    groups: list[list[Any]] = [[stack, model.lm_head]]
+    if vocabulary_mesh is not None:
+        fully_shard([stack.embed_tokens, model.lm_head], mesh=vocabulary_mesh, reshard_after_forward=False)
+        groups = [[stack], [stack.embed_tokens, model.lm_head]]
+    fully_shard(groups[0], mesh=mesh, ignored_params=matrices, reshard_after_forward=False)
 
     def reshard(*_: Any) -> None:
         """Reshard after a forward pass without gradients, which no backward pass follows."""
         if not torch.is_grad_enabled():
-            stack.reshard()
+            for group in groups:
+                group[0].reshard()
 
     model.register_forward_hook(reshard)
     return {parameter for parameter in model.parameters() if parameter not in matrices}

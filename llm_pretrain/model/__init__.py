@@ -5,6 +5,7 @@ from llm_pretrain.model.decoder import (
     Decoder,
     DecoderLayer,
     DecoderOutput,
+    OutputHead,
     compile_layer,
     full_precision_modules,
 )
@@ -18,9 +19,15 @@ from llm_pretrain.model.kernels import (
 )
 from llm_pretrain.model.kernels.attention import DocumentLayout, part_attention
 from llm_pretrain.model.kernels.experts import combine, dispatch, experts_reference, inverse_order
-from llm_pretrain.model.kernels.layers import is_gpu, product_dtype, uncompiled
-from llm_pretrain.model.kernels.loss import IGNORE_INDEX
+from llm_pretrain.model.kernels.layers import is_gpu, linear, product_dtype, uncompiled
+from llm_pretrain.model.kernels.loss import (
+    IGNORE_INDEX,
+    LossSums,
+    fused_linear_cross_entropy,
+    softmax_gradient_of_part,
+)
 from llm_pretrain.model.kernels.self_check import PARTS, KernelCheck, Part, check_kernels
+from llm_pretrain.model.layers import Embedding, FeedForward, Linear
 from llm_pretrain.model.moe import Experts, Router, update_router_bias
 from llm_pretrain.model.sizes import (
     ActivationShape,
@@ -41,9 +48,14 @@ __all__ = [
     "DecoderLayer",
     "DecoderOutput",
     "DocumentLayout",
+    "Embedding",
     "Experts",
+    "FeedForward",
     "KernelCheck",
     "Kernels",
+    "Linear",
+    "LossSums",
+    "OutputHead",
     "ParameterCounts",
     "Part",
     "Router",
@@ -58,15 +70,18 @@ __all__ = [
     "experts_requirement",
     "flops_per_token",
     "full_precision_modules",
+    "fused_linear_cross_entropy",
     "head_bytes",
     "inverse_order",
     "is_gpu",
     "layer_activation_bytes",
+    "linear",
     "loss_implementation",
     "matrix_parameters",
     "part_attention",
     "product_dtype",
     "resolved_kernels",
+    "softmax_gradient_of_part",
     "uncompiled",
     "update_router_bias",
 ]

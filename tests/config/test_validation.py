@@ -197,6 +197,34 @@ def test_a_mesh_that_does_not_fit_is_named(world_size: int, problem: str, settin
     assert found[0].startswith(problem)
 
 
+@pytest.mark.parametrize(
+    ("problem", "settings"),
+    [
+        ("model.num_key_value_heads: expected a multiple of distributed.tp_size = 4, found 2",
+         {"model__num_attention_heads": 6, "model__num_key_value_heads": 2, "model__head_dim": 8}),
+        ("model.intermediate_size: expected a multiple of distributed.tp_size = 4, found 66",
+         {"model__intermediate_size": 66}),
+        ("model.n_shared_experts * expert width: expected a multiple of distributed.tp_size = 4, found 66",
+         {"model__num_experts": 4, "model__n_shared_experts": 2, "model__moe_intermediate_size": 33}),
+        ("model.vocab_size: expected a multiple of distributed.tp_size = 4, found 258",
+         {"model__vocab_size": 258}),
+        ("optimizer.name: expected adamw with distributed.tp_size = 4, found muon",
+         {"optimizer__name": "muon"}),
+        ("training.loss_implementation: expected auto or fused with distributed.tp_size = 4, found full",
+         {"training__loss_implementation": "full"}),
+        ("training.float8: expected false with distributed.tp_size = 4, found true",
+         {"training__float8": True, "training__precision": "bf16"}),
+    ],
+)  # fmt: skip
+def test_what_tensor_parallelism_cannot_divide_is_named(problem: str, settings: dict[str, object]):
+    mesh = {**FSDP, "distributed__tp_size": 4}
+    shape = {"model__num_attention_heads": 8, "model__num_key_value_heads": 4}
+    batch = {"training__micro_batch_size": 1, "training__global_batch_size": 64}
+    assert not [line for line in validate(config(**batch | mesh | shape), 8) if "tp_size" in line]
+    (found,) = validate(config(**batch | mesh | shape | settings), 8)
+    assert found.startswith(problem)
+
+
 @pytest.mark.parametrize("world_size", [1, 8])
 def test_a_mesh_that_fits_and_one_process_are_accepted(world_size: int):
     sizes = {"distributed__dp_replicate_size": 2, "distributed__dp_shard_size": 4, "distributed__ep_size": 4}

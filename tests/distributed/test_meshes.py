@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support import mesh_plan_of_three as of_three
-from support.mesh_plan import CASES, DIVIDED, FLOAT64, KINDS, MESHES, SEQUENCE, Changes, meshed
+from support.mesh_plan import CASES, DIVIDED, FLOAT64, KINDS, MATRICES, MESHES, SEQUENCE, Changes, meshed
 from support.rank_cases import Case, Outcome, case_config, has_slow, run_ranks, slow_but
 from support.stepping import micro_batches_of, reference_gradients, relative_error
 
@@ -23,9 +23,10 @@ from llm_pretrain.model import Experts
 
 Outcomes = dict[str, list[Outcome]]
 
-QUICK = [("ep hsdp", "fp32"), ("cp ep", "fp32")]
+QUICK = [("ep hsdp", "fp32"), ("cp ep", "fp32"), ("tp ep", "fp32")]
 QUICK_CASES = {
     *("ddp fp32", "torchrun ep hsdp fp32", "accelerate ep hsdp fp32", "torchrun cp ep fp32"),
+    "torchrun tp ep fp32",
     "other experts, compared",
 }
 """The meshes that have everything, and the kinds of mistakes that a run finds; all others are slow."""
@@ -51,7 +52,7 @@ def test_every_case_runs_and_the_ranks_agree(outcomes: Outcomes):
         if name in DIFFERING:
             continue
         assert [rank.error for rank in ranks] == [None] * 4, name
-        if name != "other replicas":
+        if name not in ("other replicas", "norms of each part", "norm of own parts"):
             assert len({tuple(rank.driven.hashes) for rank in ranks}) == 1, name
             assert len({tuple(rank.driven.grad_norms) for rank in ranks}) == 1, name
 
@@ -89,13 +90,59 @@ def exact_gradients(store: Path, changes: Changes = SEQUENCE) -> dict:
     return reference_gradients(config, list(micro_batches_of(config, 0)))
 
 
+EXACT = FLOAT64 | MATRICES
+ON_MESHES = ["ddp", *(f"torchrun {mesh}" for mesh in MESHES | DIVIDED)]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", FLOAT64)
-@pytest.mark.parametrize("mesh", ["ddp", *(f"torchrun {mesh}" for mesh in MESHES | DIVIDED)])
+@pytest.mark.parametrize(
+    ("mesh", "kind"), [(mesh, kind) for kind in EXACT for mesh in ON_MESHES if f"{mesh} {kind}" in CASES]
+)
 def test_gradients_are_exact(outcomes: Outcomes, masked_store: Path, mesh: str, kind: str):
-    """In float64 a wrong scale cannot hide, of no term of the objective."""
-    (gradients,) = outcomes[f"{mesh} {kind}"][0].driven.gradients
-    assert relative_error(gradients, exact_gradients(masked_store, KINDS[kind])) <= 1e-12
+    """In float64 a wrong scale cannot hide, of no term of the objective: not of a norm of one head either."""
+    expected = exact_gradients(masked_store, EXACT[kind])
+    for rank in outcomes[f"{mesh} {kind}"]:
+        (gradients,) = rank.driven.gradients
+        for name in expected:
+            assert relative_error(gradients, expected, name) <= 1e-12, name
+
+
+@pytest.mark.slow
+def test_norms_of_a_part_of_the_positions_are_found(outcomes: Outcomes, masked_store: Path):
+    expected = exact_gradients(masked_store)
+    (first,), (second, *_) = (outcomes["norms of each part"][rank].driven.gradients for rank in (0, 1))
+    for name in ("input_layernorm", "q_norm", "mlp.gate", "model.norm"):
+        assert relative_error(first, expected, name) > 0.1
+        assert relative_error(first, second, name) > 0.1
+
+
+@pytest.mark.slow
+def test_a_loss_that_is_not_the_sum_of_shares_is_found(outcomes: Outcomes, masked_store: Path):
+    """In the rows, or in the gradient."""
+    expected, right = exact_gradients(masked_store), outcomes["ddp float64 sequence"][0].driven.losses
+    counted = outcomes["loss times ranks"][0].driven
+    assert relative_error(counted.gradients[0], expected) <= 1e-12
+    assert counted.losses == pytest.approx([2 * loss for loss in right if loss], rel=1e-12)
+    shared = outcomes["gradient of a share"][0].driven
+    assert shared.losses == pytest.approx(right, rel=1e-12)
+    assert relative_error(shared.gradients[0], expected, "embed_tokens") > 0.1
+
+
+@pytest.mark.slow
+def test_router_losses_that_every_rank_counts_are_found(outcomes: Outcomes, masked_store: Path):
+    (gradients,) = outcomes["router losses times ranks"][0].driven.gradients
+    assert relative_error(gradients, exact_gradients(masked_store), "gate.weight") > 0.1
+
+
+@pytest.mark.slow
+def test_every_rank_holds_a_part_of_each_matrix(outcomes: Outcomes):
+    """Also where one group of `tp` ranks is all there is."""
+    ranks, sizes = (
+        [rank.driven.local_sizes for rank in outcomes[name]]
+        for name in ("torchrun tp float64 dense", "ddp float64 dense")
+    )
+    for name, whole in sizes[0].items():
+        assert {4 * rank[name] for rank in ranks} == {whole}, name
 
 
 @pytest.fixture(scope="module")
@@ -146,6 +193,7 @@ def test_a_wrong_scale_of_experts_is_found(outcomes: Outcomes, masked_store: Pat
     ("mistake", "right"),
     [
         ("norm of the rest", "ddp fp32"),
+        ("norm of own parts", "ddp fp32"),
         ("other replicas", "ddp fp32"),
         ("balance of each rank", "ddp fp32"),
         ("with capacity", "ddp fp32"),

@@ -271,3 +271,29 @@ def test_the_chunks_never_wait_for_the_device():
             (sums.loss + COEFFICIENT * sums.z_loss).backward()
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+def test_parts_of_the_vocabulary_make_the_whole():
+    hidden, weight, labels, mask = (each.detach() for each in inputs())
+    logits = (hidden @ weight.T).flatten(0, 1)
+    sizes, firsts = (700, 799, 1), (0, 700, 1499)
+    labels, mask = labels.flatten().clamp(min=0), mask.flatten()
+    labels[:3] = torch.tensor([699, 700, 1499])
+    scales, found = loss_kernels.Scales(0.5, 0.25), []
+
+    def part(number: int, scales: loss_kernels.Scales | None, combine):
+        own = logits.split(sizes, 1)[number].clone()
+        arguments = (own, labels, mask, scales)
+        return own, *loss_kernels.softmax_gradient_of_part(*arguments, first=firsts[number], combine=combine)
+
+    for number in range(3):
+        part(number, None, lambda *own: found.append(torch.stack(own)) or own)
+    lse, target = torch.stack(found, 1)
+    together = lse.logsumexp(0), target.sum(0)
+    whole = logits.clone()
+    losses, squares = loss_kernels._softmax_gradient(whole, labels, mask, scales)
+    for number, expected in enumerate(whole.split(sizes, 1)):
+        for own, wanted in zip(
+            part(number, scales, lambda *_: together), (expected, losses, squares), strict=True
+        ):
+            torch.testing.assert_close(own, wanted, rtol=1e-5, atol=1e-6)

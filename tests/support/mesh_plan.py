@@ -17,7 +17,7 @@ from support.rank_cases import Case
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
-from llm_pretrain.distributed import expert_parallel, fsdp
+from llm_pretrain.distributed import expert_parallel, fsdp, tensor_parallel
 from llm_pretrain.model.moe import Router
 from llm_pretrain.training import initialize_weights
 from llm_pretrain.training.agreement import check_parameters
@@ -38,6 +38,11 @@ DIVIDED: dict[str, dict[str, Any]] = {
     "cp fsdp": {"cp_size": 2},
     "cp hsdp": {"dp_replicate_size": 2, "cp_size": 2},
     "cp ep": {"cp_size": 2, "ep_size": 2},
+    "tp": {"tp_size": 4},
+    "tp fsdp": {"tp_size": 2},
+    "tp hsdp": {"dp_replicate_size": 2, "tp_size": 2},
+    "tp ep": {"tp_size": 2, "ep_size": 4},
+    "tp cp": {"tp_size": 2, "cp_size": 2},
 }
 """Meshes whose ranks divide micro batches."""
 ONE_STEP: Changes = {"training": {"max_steps": 1, "max_grad_norm": 0.0}}
@@ -46,6 +51,17 @@ FLOAT64 = {
     for scope in ("sequence", "micro_batch", "global_batch")
 }
 """In each the balance loss is another sum."""
+MATRICES = {
+    "float64 dense": ONE_STEP | {"model": {"num_experts": 0}},
+    "float64 untied": ONE_STEP
+    | {
+        "model": {
+            **{"tie_word_embeddings": False, "first_k_dense_replace": 1, "n_shared_experts": 2},
+            **{"intermediate_size": 68, "moe_intermediate_size": 34},  # 17 rows of a part, over two ranks
+        }
+    },
+}
+"""In each other matrices are divided."""
 KINDS: dict[str, Changes] = FLOAT64 | {
     "fp32": {},
     "bf16": {"training": {"precision": "bf16"}},
@@ -55,6 +71,7 @@ KINDS: dict[str, Changes] = FLOAT64 | {
     "two experts": {"model": {"num_experts": 2, "num_experts_per_tok": 1}},
     "muon": {"optimizer": {"name": "muon"}},
     "checkpointed": {"training": {"activation_checkpointing": True}, "model": {"hidden_dropout": 0.1}},
+    "recomputed": {"training": {"activation_checkpointing": True}},
     "waiting": {"distributed": {"sync_each_batch": False}},
     "compiled": {"training": {"compile": "on"}},
 }
@@ -138,6 +155,46 @@ def _balance_of_each_rank(patch: Patch, engine: type) -> None:
     patch.setattr(step, "loss_sums", sums)
 
 
+def _norms_of_each_part(patch: Patch, engine: type) -> None:
+    """What is whole on the `tp` ranks has the gradient of a rank's positions only."""
+    shard = fsdp.shard_full_precision
+
+    def wrong(model: Any, mesh: Any, vocabulary_mesh: Any) -> Any:
+        return shard(model, vocabulary_mesh, vocabulary_mesh)
+
+    faults.replace_everywhere(patch, shard, wrong)
+
+
+def _norm_of_own_parts(patch: Patch, engine: type) -> None:
+    """A rank clips by the norm of what it holds."""
+
+    def clip(parameters: list[Any], max_norm: float) -> Any:
+        own = [each.grad.to_local() for each in parameters]
+        norm = torch.nn.utils.get_total_norm(own)
+        torch.nn.utils.clip_grads_with_norm_(own, max_norm, norm)
+        return norm
+
+    faults.replace_everywhere(patch, fsdp.clip_grad_norm, clip)
+
+
+def _loss_times_ranks(patch: Patch, engine: type) -> None:
+    """Every `tp` rank counts the losses of all of them."""
+    patch.setattr(tensor_parallel._Share, "forward", staticmethod(lambda _, total, ranks: total.clone()))
+
+
+def _gradient_of_a_share(patch: Patch, engine: type) -> None:
+    """The gradient of a rank's share of the loss, as if the other shares had none of its rows."""
+
+    def forward(ctx: Any, total: torch.Tensor, ranks: int) -> torch.Tensor:
+        ctx.ranks = ranks
+        return total / ranks
+
+    patch.setattr(tensor_parallel._Share, "forward", staticmethod(forward))
+    patch.setattr(
+        tensor_parallel._Share, "backward", staticmethod(lambda ctx, grad: (grad / ctx.ranks, None))
+    )
+
+
 def _with_capacity(patch: Patch, engine: type) -> None:
     """An expert computes no more rows than its share; the others are dropped."""
     compute = expert_parallel.ParallelExperts.compute
@@ -189,12 +246,14 @@ ONE_EXPERT: Changes = {"model": {"num_experts": 4, "num_experts_per_tok": 1, "ro
 def meshed(changes: Changes, mesh: dict[str, Any] | None) -> Changes:
     """`changes` in three steps of three micro batches on each of four ranks; `mesh` None is DDP."""
     training = {"global_batch_size": 24, "max_steps": 3} | changes.get("training", {})
-    model = {"num_experts": 8} | changes.get("model", {})
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
+    model = {"num_experts": 8, **heads} | changes.get("model", {})
     distributed = changes.get("distributed", {}) | {"strategy": "fsdp"} | mesh if mesh is not None else {}
     return changes | {"training": training, "model": model, "distributed": distributed}
 
 
 SEQUENCE = FLOAT64["float64 sequence"]
+TP = DIVIDED["tp fsdp"]
 CASES: dict[str, Case] = {}
 for kind, changes in KINDS.items():
     special = (in_float64,) if kind in FLOAT64 else ()
@@ -208,6 +267,11 @@ DIVIDED_KINDS = [*FLOAT64, "fp32", "bf16", "long", "counts of micro batches", "g
 for kind, (mesh, sizes) in itertools.product(DIVIDED_KINDS, DIVIDED.items()):
     special = (in_float64,) if kind in FLOAT64 else ()
     CASES[f"torchrun {mesh} {kind}"] = Case("torchrun", special, meshed(KINDS[kind], sizes))
+for (kind, changes), (mesh, sizes) in itertools.product(MATRICES.items(), DIVIDED.items()):
+    if "tp_size" in sizes and ("ep_size" not in sizes or kind == "float64 untied"):
+        CASES[f"torchrun {mesh} {kind}"] = Case("torchrun", (in_float64,), meshed(changes, sizes))
+for kind in ("waiting", "recomputed", "compiled"):
+    CASES[f"torchrun tp fsdp {kind}"] = Case("torchrun", changes=meshed(KINDS[kind], TP))
 CASES |= {
     "ddp one expert": Case("torchrun", changes=meshed(ONE_EXPERT, None)),
     "torchrun ep one expert": Case("torchrun", changes=meshed(ONE_EXPERT, MESHES["ep"])),
@@ -221,6 +285,13 @@ CASES |= {
     "other experts, compared": Case("torchrun", (_other_replicas, _compared), meshed({}, MESHES["ep hsdp"])),
     "equal replicas, compared": Case("torchrun", (_compared,), meshed({}, MESHES["ep hsdp"])),
     "balance of each rank": Case("torchrun", (_balance_of_each_rank,), meshed({}, MESHES["ep"])),
+    "norms of each part": Case("torchrun", (_norms_of_each_part, in_float64), meshed(SEQUENCE, TP)),
+    "norm of own parts": Case("torchrun", (_norm_of_own_parts,), meshed({}, TP)),
+    "loss times ranks": Case("torchrun", (_loss_times_ranks, in_float64), meshed(SEQUENCE, TP)),
+    "gradient of a share": Case("torchrun", (_gradient_of_a_share, in_float64), meshed(SEQUENCE, TP)),
+    "router losses times ranks": Case(
+        "torchrun", (_balance_of_each_rank, in_float64), meshed(SEQUENCE, DIVIDED["tp"])
+    ),
     "with capacity": Case("torchrun", (_with_capacity,), meshed({}, MESHES["ep"])),
     "dropped beside nothing": Case("torchrun", (_dropped_beside_nothing,), meshed(ONE_EXPERT, MESHES["ep"])),
 }

@@ -8,7 +8,9 @@ Shapes: B sequences, S positions, T = B*S tokens, H hidden_size, V vocab_size, C
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -80,9 +82,7 @@ class _CrossEntropySums(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         labels = labels.clamp(min=0)
-        parts = logits.split(_cached_rows(logits, CPU_CROSS_ENTROPY_ELEMENTS))
-        log_partition = torch.cat([at_least_fp32(part).logsumexp(-1) for part in parts])
-        target = at_least_fp32(logits.gather(1, labels[:, None])[:, 0])
+        log_partition, target = _partition_and_target(logits, labels)
         losses = torch.where(mask, log_partition - target, 0)
         z_loss = torch.where(mask, log_partition.square(), 0).sum()
         ctx.save_for_backward(logits, labels, mask, log_partition)
@@ -94,15 +94,35 @@ class _CrossEntropySums(torch.autograd.Function):
         grad_loss, grad_z, _ = grads
         logits, labels, mask, log_partition = ctx.saved_tensors
         keep = mask.to(log_partition.dtype)
-        softmax_scale = (keep * (grad_loss + 2 * grad_z * log_partition))[:, None]
-        target_grad = (keep * -grad_loss)[:, None]
-        rows = _cached_rows(logits, CPU_CROSS_ENTROPY_ELEMENTS)
+        on_softmax, on_target = keep * (grad_loss + 2 * grad_z * log_partition), keep * -grad_loss
         grad = torch.empty_like(logits)
-        columns = (grad, logits, log_partition[:, None], softmax_scale, target_grad, labels[:, None])
-        for out, part, lse, scale, on_target, label in zip(*(x.split(rows) for x in columns), strict=True):
-            softmax = (at_least_fp32(part) - lse).exp_().mul_(scale)
-            out.copy_(softmax.scatter_add_(1, label, on_target))
+        _write_softmax_gradient(grad, logits, labels, log_partition, on_softmax, on_target)
         return grad, None, None
+
+
+def _partition_and_target(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """`logsumexp` of each row of logits [C, V] and its label's logit, [C] each in at least fp32."""
+    parts = logits.split(_cached_rows(logits, CPU_CROSS_ENTROPY_ELEMENTS))
+    log_partition = torch.cat([at_least_fp32(part).logsumexp(-1) for part in parts])
+    return log_partition, at_least_fp32(logits.gather(1, labels[:, None])[:, 0])
+
+
+def _write_softmax_gradient(
+    out: Tensor, logits: Tensor, labels: Tensor, lse: Tensor, on_softmax: Tensor, on_target: Tensor
+) -> None:
+    """Write `on_softmax * exp(logits - lse)`, plus `on_target` at each row's label, to `out`.
+
+    Args:
+        out: [C, V]; may be the logits.
+        logits: [C, V].
+        labels: int64 [C].
+        lse, on_softmax, on_target: [C], in at least fp32.
+    """
+    rows = _cached_rows(logits, CPU_CROSS_ENTROPY_ELEMENTS)
+    columns = (out, logits, *(each[:, None] for each in (labels, lse, on_softmax, on_target)))
+    for into, part, label, partition, scale, at_label in zip(*(x.split(rows) for x in columns), strict=True):
+        softmax = (at_least_fp32(part) - partition).exp_().mul_(scale)
+        into.copy_(softmax.scatter_add_(1, label, at_label))
 
 
 def _cached_rows(logits: Tensor, elements: int) -> int:
@@ -137,12 +157,17 @@ class Wanted(NamedTuple):
     weight: bool
 
 
+SoftmaxGradient = Callable[[Tensor, Tensor, Tensor, Scales | None], tuple[Tensor, Tensor]]
+"""Losses, squares and gradient of a chunk's logits, as `_softmax_gradient` computes them."""
+
+
 def fused_linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
     mask: Tensor,
     z_loss_coef: float,
+    softmax_gradient: SoftmaxGradient | None = None,
 ) -> LossSums:
     """Cross-entropy and z-loss sums of `hidden @ weight.T` without whole logits.
 
@@ -165,9 +190,11 @@ def fused_linear_cross_entropy(
         labels: int64 [B, S], already shifted; any value where the mask is 0.
         mask: bool [B, S].
         z_loss_coef: The objective's coefficient of the z-loss.
+        softmax_gradient: `softmax_gradient_of_part` with its options, where `weight` is a part.
     """
     train = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    options = _Options(z_loss_coef, product_dtype(hidden), train)
+    chosen = softmax_gradient or _softmax_gradient
+    options = _Options(z_loss_coef, product_dtype(hidden), train, chosen)
     flat = (hidden.flatten(0, 1), weight, labels.flatten(), mask.flatten())
     loss, z_loss, losses = _FusedLinearCrossEntropy.apply(*flat, options)  # pyright: ignore[reportGeneralTypeIssues] (torch's stub of apply)
     return LossSums(loss, z_loss, losses.view(labels.shape))
@@ -177,6 +204,7 @@ class _Options(NamedTuple):
     z_loss_coef: float
     dtype: torch.dtype
     train: bool
+    softmax_gradient: SoftmaxGradient
 
 
 class _FusedLinearCrossEntropy(torch.autograd.Function):
@@ -189,7 +217,9 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
         # In fp16 the loss scale, which only the backward pass knows, must multiply the softmax's gradient
         # before it is rounded.
         now = Wanted(hidden=False, weight=False) if options.dtype == torch.float16 else wanted
-        result = sums_and_gradients(*tensors, Scales(1.0, options.z_loss_coef), now, options.dtype)
+        result = sums_and_gradients(
+            *tensors, Scales(1.0, options.z_loss_coef), now, options.dtype, options.softmax_gradient
+        )
         ctx.save_for_backward(*tensors)
         ctx.options, ctx.wanted = options, wanted
         ctx.gradients = (result.grad_hidden, result.grad_weight) if any(now) else None
@@ -210,9 +240,8 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
         else:
             del ready
             scales = Scales(0.0 if grad_loss is None else grad_loss, 0.0 if grad_z is None else grad_z)
-            found = list(
-                sums_and_gradients(hidden, weight, labels, mask, scales, ctx.wanted, ctx.options.dtype)[2:]
-            )
+            again = (ctx.wanted, ctx.options.dtype, ctx.options.softmax_gradient)
+            found = list(sums_and_gradients(hidden, weight, labels, mask, scales, *again)[2:])
         for place, like in enumerate((hidden, weight)):
             gradient = found[place]
             found[place] = None if gradient is None else gradient.to(like.dtype)
@@ -244,12 +273,14 @@ def sums_and_gradients(
     scales: Scales,
     wanted: Wanted,
     dtype: torch.dtype,
+    softmax_gradient: SoftmaxGradient,
 ) -> SumsAndGradients:
     """One pass over the tokens. hidden [T, H], weight [V, H], labels int64 [T], mask bool [T]."""
     kept = mask.nonzero()[:, 0] if hidden.device.type == "cpu" else None
     if kept is None or len(kept) == len(mask):
-        return _chunks(hidden.to(dtype), weight.to(dtype), labels, mask, scales, wanted)
-    some = _chunks(hidden[kept].to(dtype), weight.to(dtype), labels[kept], mask[kept], scales, wanted)
+        return _chunks(hidden.to(dtype), weight.to(dtype), labels, mask, softmax_gradient, scales, wanted)
+    states, weight = hidden[kept].to(dtype), weight.to(dtype)
+    some = _chunks(states, weight, labels[kept], mask[kept], softmax_gradient, scales, wanted)
     losses, squares, grad_hidden = (
         None if x is None else x.new_zeros(len(mask), *x.shape[1:]).index_copy_(0, kept, x) for x in some[:3]
     )
@@ -259,7 +290,13 @@ def sums_and_gradients(
 
 
 def _chunks(
-    hidden: Tensor, weight: Tensor, labels: Tensor, mask: Tensor, scales: Scales, wanted: Wanted
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    mask: Tensor,
+    softmax_gradient: SoftmaxGradient,
+    scales: Scales,
+    wanted: Wanted,
 ) -> SumsAndGradients:
     with torch.autocast(hidden.device.type, enabled=False):
         wide = torch.promote_types(hidden.dtype, torch.float32)
@@ -277,7 +314,7 @@ def _chunks(
                 logits = onednn_product(states, weight.t())
             else:
                 logits = torch.mm(states, weight.t(), out=buffer[: len(states)])
-            losses[chunk], squares[chunk] = _softmax_gradient(
+            losses[chunk], squares[chunk] = softmax_gradient(
                 logits, labels[chunk], mask[chunk], scales if any(wanted) else None
             )
             if grad_hidden is not None:
@@ -356,4 +393,38 @@ def _softmax_gradient_on_gpu(
         keep = mask.to(lse.dtype)
         on_softmax, on_target = keep * (scales.loss + 2 * scales.z_loss * lse), keep * -scales.loss
         write_softmax_gradient(logits, labels, lse, on_softmax, on_target)
+    return torch.where(mask, lse - target, 0), torch.where(mask, lse.square(), 0)
+
+
+def softmax_gradient_of_part(
+    logits: Tensor,
+    labels: Tensor,
+    mask: Tensor,
+    scales: Scales | None,
+    *,
+    first: int,
+    combine: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+) -> tuple[Tensor, Tensor]:
+    """`_softmax_gradient` of the logits of a part of the vocabulary.
+
+    Args:
+        logits, labels, mask, scales: As there; labels are of the whole vocabulary.
+        first: Where the part begins.
+        combine: From each row's logsumexp over this part and its label's logit, 0 if that is in another part,
+            to those over the whole vocabulary.
+    """
+    is_own = (labels >= first) & (labels < first + logits.shape[1])
+    labels = torch.where(is_own, labels - first, 0)
+    if is_gpu(logits.device) and HAS_TRITON and logits.dtype != torch.float64:
+        from llm_pretrain.model.kernels.cross_entropy import log_partition, write_softmax_gradient
+
+        write: Callable[..., None] = write_softmax_gradient
+    else:
+        log_partition, write = _partition_and_target, functools.partial(_write_softmax_gradient, logits)
+    lse, target = log_partition(logits, labels)
+    lse, target = combine(lse, torch.where(is_own, target, 0))
+    if scales is not None:
+        keep = mask.to(lse.dtype)
+        on_softmax, on_target = keep * (scales.loss + 2 * scales.z_loss * lse), keep * is_own * -scales.loss
+        write(logits, labels, lse, on_softmax, on_target)
     return torch.where(mask, lse - target, 0), torch.where(mask, lse.square(), 0)
