@@ -39,7 +39,8 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from llm_pretrain.config import Config, load_config
-from llm_pretrain.data import Batch
+from llm_pretrain.data import Batch, shard
+from llm_pretrain.distributed.context_parallel import divide_sequences
 from llm_pretrain.distributed.deepspeed import (
     clip_as_torch,
     materialized_state,
@@ -61,7 +62,7 @@ from llm_pretrain.distributed.launch_checks import (
     check_world_size,
     preserved_environment,
 )
-from llm_pretrain.distributed.mesh import Place
+from llm_pretrain.distributed.mesh import Meshes, Place, build_meshes
 from llm_pretrain.distributed.peer_failure import collective_timeout
 from llm_pretrain.distributed.process import (
     exit_process,
@@ -79,10 +80,12 @@ from llm_pretrain.training import (
     StepMetrics,
     StepMonitor,
     attach_global_expert_counts,
+    own_part,
     pretrain,
     seed_dropout,
     warm_up_backward,
 )
+from train_pretrain import shard_model
 
 # AcceleratedOptimizer calls it in every step, and it searches sys.path
 accelerate.optimizer.is_lomo_available = cache(accelerate.optimizer.is_lomo_available)
@@ -141,6 +144,9 @@ class AccelerateEngine:
         check_strategy(config, self.accelerator.distributed_type.value, self.world_size)
         self.max_grad_norm = config.training.max_grad_norm or math.inf
         self.place = Place.of(config, self.rank, self.world_size)
+        self.meshes = Meshes()
+        if not self.place.sizes.is_data_parallel:
+            self.meshes = build_meshes(config, self.device.type, self.world_size)
         self.objective = Objective(config, self.world_size)
 
     def prepare(
@@ -150,9 +156,21 @@ class AccelerateEngine:
         batches: DataLoader,
         initialize: Callable[[Decoder], None],
     ) -> Iterable[Batch]:
-        if self.accelerator.is_fsdp2:
+        if not self.place.sizes.is_data_parallel:
+            # Accelerate shards over ranks with data of their own; a model that is sharded passes through
+            plugin: Any = self.accelerator.state.fsdp_plugin
+            plugin.auto_wrap_policy = None  # every layer is wrapped already
             with rebound_optimizer(model, optimizer):
-                plugin: Any = self.accelerator.state.fsdp_plugin
+                divide_sequences(model, self.meshes, self.place)
+                shard_model(model, self.meshes, self.config, self.device)
+                self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+                initialize(model)
+            group_batches = shard(batches, self.place.data, self.place.sizes.data)
+            own = (own_part(batch, self.place) for batch in group_batches)
+            rank_batches = (batch.to(self.device, non_blocking=True) for batch in own)
+        elif self.accelerator.is_fsdp2:
+            with rebound_optimizer(model, optimizer):
+                plugin = self.accelerator.state.fsdp_plugin
                 plugin.ignored_modules = full_precision_modules(model)
                 mesh: Any = self.accelerator.torch_device_mesh
                 if self.config.distributed.ep_size > 1:
@@ -239,7 +257,7 @@ class AccelerateEngine:
 
     def close(self) -> None:
         del self.model, self.unwrapped_model, self.optimizer, self.zero_grad
-        del self.parameters
+        del self.parameters, self.meshes
         self.accelerator.free_memory()
         self.accelerator.wait_for_everyone()
         self.accelerator.end_training()
@@ -279,9 +297,9 @@ def fsdp_plugin(config: Config, timeout: timedelta) -> FullyShardedDataParallelP
 
 
 def parallelism(config: Config) -> ParallelismConfig | None:
-    """The mesh of FSDP's replicas and shards; None for one replica."""
+    """The mesh of FSDP's replicas and shards; None for one replica, and where ranks share micro batches."""
     replicas, world_size = config.distributed.dp_replicate_size, int(os.environ.get("WORLD_SIZE", "1"))
-    if replicas == 1 or world_size == 1:
+    if replicas == 1 or world_size == 1 or not config.distributed.mesh(world_size).is_data_parallel:
         return None
     shards = config.distributed.shard_size(world_size)
     kind = ReplicasApart if config.distributed.outer else ParallelismConfig

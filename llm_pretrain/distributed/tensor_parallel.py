@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import Module, Parameter
 
+from llm_pretrain.distributed.context_parallel import all_gather, reduce_scatter
 from llm_pretrain.model import (
     Attention,
     Decoder,
@@ -160,28 +161,19 @@ def _local(tensor: Tensor) -> Tensor:
 
 def _over_vocabulary(group: dist.ProcessGroup, lse: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """[C] each: logsumexp of the whole vocabulary's logits, and the logit of the label."""
-    parts = _of_every_rank(torch.stack([lse, target]), group)
+    parts = all_gather(torch.stack([lse, target]), group).view(-1, 2, len(lse))
     return parts[:, 0].logsumexp(0), parts[:, 1].sum(0)
-
-
-def _of_every_rank(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[P, *x.shape], in rank order."""
-    parts = x.new_empty(dist.get_world_size(group), *x.shape)
-    dist.all_gather_into_tensor(parts.flatten(0, 1), x.contiguous(), group=group)
-    return parts
 
 
 def _all_positions(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[B, S, ...] of every rank, in rank order: [B, Z, ...]."""
-    return _of_every_rank(x, group).transpose(0, 1).flatten(1, 2)
+    return all_gather(x, group).unflatten(0, (-1, len(x))).transpose(0, 1).flatten(1, 2)
 
 
 def _sum_of_own_positions(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """This rank's positions of the sum over ranks, [B, S, ...] from [B, Z, ...]."""
-    parts = x.unflatten(1, (dist.get_world_size(group), -1)).transpose(0, 1).contiguous()
-    out = torch.empty_like(parts[0])
-    dist.reduce_scatter_tensor(out, parts.flatten(0, 1), group=group)
-    return out
+    """This rank's positions of the sum over ranks, [B, S, ...] from [B, Z, ...], added in x's type."""
+    parts = x.unflatten(1, (dist.get_world_size(group), -1)).transpose(0, 1)
+    return reduce_scatter(parts.flatten(0, 1), group)
 
 
 def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:

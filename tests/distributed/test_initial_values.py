@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from llm_pretrain.distributed import initial_values
@@ -24,6 +25,7 @@ MESHES: list[tuple[tuple[int, ...], tuple[Placement, ...]]] = [
     ((2, 2), (Replicate(), Shard(0))),
     ((2, 2), (Shard(0), Shard(1))),
     ((2, 2), (Shard(0), Shard(0))),
+    ((2, 2), (_StridedShard(0, split_factor=2), Shard(0))),  # FSDP's of rows that are divided already
 ]
 
 

@@ -110,7 +110,7 @@ def test_gradients_are_exact(outcomes: Outcomes, masked_store: Path, mesh: str, 
 @pytest.mark.slow
 def test_norms_of_a_part_of_the_positions_are_found(outcomes: Outcomes, masked_store: Path):
     expected = exact_gradients(masked_store)
-    (first,), (second, *_) = (outcomes["norms of each part"][rank].driven.gradients for rank in (0, 1))
+    first, second = (rank.driven.gradients[0] for rank in outcomes["norms of each part"][:2])
     for name in ("input_layernorm", "q_norm", "mlp.gate", "model.norm"):
         assert relative_error(first, expected, name) > 0.1
         assert relative_error(first, second, name) > 0.1
@@ -132,6 +132,12 @@ def test_a_loss_that_is_not_the_sum_of_shares_is_found(outcomes: Outcomes, maske
 def test_router_losses_that_every_rank_counts_are_found(outcomes: Outcomes, masked_store: Path):
     (gradients,) = outcomes["router losses times ranks"][0].driven.gradients
     assert relative_error(gradients, exact_gradients(masked_store), "gate.weight") > 0.1
+
+
+@pytest.mark.slow
+def test_layers_that_are_computed_again_gather_the_same(outcomes: Outcomes):
+    found, expected = (outcomes[f"torchrun tp fsdp {kind}"][0].driven for kind in ("recomputed", "fp32"))
+    assert found.hashes == expected.hashes
 
 
 @pytest.mark.slow

@@ -71,7 +71,6 @@ KINDS: dict[str, Changes] = FLOAT64 | {
     "two experts": {"model": {"num_experts": 2, "num_experts_per_tok": 1}},
     "muon": {"optimizer": {"name": "muon"}},
     "checkpointed": {"training": {"activation_checkpointing": True}, "model": {"hidden_dropout": 0.1}},
-    "recomputed": {"training": {"activation_checkpointing": True}},
     "waiting": {"distributed": {"sync_each_batch": False}},
     "compiled": {"training": {"compile": "on"}},
 }
@@ -254,6 +253,7 @@ def meshed(changes: Changes, mesh: dict[str, Any] | None) -> Changes:
 
 SEQUENCE = FLOAT64["float64 sequence"]
 TP = DIVIDED["tp fsdp"]
+RECOMPUTED: Changes = {"training": {"activation_checkpointing": True}}
 CASES: dict[str, Case] = {}
 for kind, changes in KINDS.items():
     special = (in_float64,) if kind in FLOAT64 else ()
@@ -270,7 +270,7 @@ for kind, (mesh, sizes) in itertools.product(DIVIDED_KINDS, DIVIDED.items()):
 for (kind, changes), (mesh, sizes) in itertools.product(MATRICES.items(), DIVIDED.items()):
     if "tp_size" in sizes and ("ep_size" not in sizes or kind == "float64 untied"):
         CASES[f"torchrun {mesh} {kind}"] = Case("torchrun", (in_float64,), meshed(changes, sizes))
-for kind in ("waiting", "recomputed", "compiled"):
+for kind in ("waiting", "compiled"):
     CASES[f"torchrun tp fsdp {kind}"] = Case("torchrun", changes=meshed(KINDS[kind], TP))
 CASES |= {
     "ddp one expert": Case("torchrun", changes=meshed(ONE_EXPERT, None)),
@@ -285,6 +285,7 @@ CASES |= {
     "other experts, compared": Case("torchrun", (_other_replicas, _compared), meshed({}, MESHES["ep hsdp"])),
     "equal replicas, compared": Case("torchrun", (_compared,), meshed({}, MESHES["ep hsdp"])),
     "balance of each rank": Case("torchrun", (_balance_of_each_rank,), meshed({}, MESHES["ep"])),
+    "torchrun tp fsdp recomputed": Case("torchrun", changes=meshed(RECOMPUTED, TP)),
     "norms of each part": Case("torchrun", (_norms_of_each_part, in_float64), meshed(SEQUENCE, TP)),
     "norm of own parts": Case("torchrun", (_norm_of_own_parts,), meshed({}, TP)),
     "loss times ranks": Case("torchrun", (_loss_times_ranks, in_float64), meshed(SEQUENCE, TP)),
