@@ -27,8 +27,10 @@ from llm_pretrain.distributed.context_parallel import all_gather, reduce_scatter
 from llm_pretrain.model import (
     Attention,
     Decoder,
+    DocumentLayout,
     Embedding,
     FeedForward,
+    LayerCache,
     Linear,
     LossSums,
     OutputHead,
@@ -56,12 +58,13 @@ def shard_matrices(model: Decoder, mesh: DeviceMesh) -> None:
     """
     group, ranks, rank = mesh.get_group(), mesh.size(), mesh.get_local_rank()
     divided: dict[Parameter, Parameter] = {}  # a tied weight is one parameter
+    module: Any
     for name, module in model.named_modules():
         if kind := _PARALLEL.get(type(module)):
             module.__class__ = kind
-            object.__setattr__(module, "group", group)
+            module.group = group
         if placement := _PLACEMENTS.get(name.rpartition(".")[2]):
-            whole: Any = module.weight
+            whole = module.weight
             if whole not in divided:
                 part = whole.detach().chunk(ranks, placement.dim)[rank].contiguous()
                 divided[whole] = Parameter(DTensor.from_local(part, mesh, [placement]))
@@ -81,10 +84,17 @@ class ParallelAttention(Attention):
 
     group: dist.ProcessGroup
 
-    def forward(self, x_BSH: Tensor, *arguments: Any) -> Tensor:
-        """[B, S, H] to [B, S, H], this rank's positions; the other arguments are those of the group's."""
+    def forward(
+        self,
+        x_BSH: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        layout: DocumentLayout,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
+        """[B, S, H] to [B, S, H], this rank's positions; the other arguments are of all the group's."""
         x_BZH = _gather(x_BSH.to(product_dtype(x_BSH)), self.group)
-        return _scatter_sum(super().forward(x_BZH, *arguments), self.group)
+        return _scatter_sum(super().forward(x_BZH, cos, sin, layout, cache), self.group)
 
 
 class ParallelFeedForward(FeedForward):

@@ -1,6 +1,6 @@
 """The decoder, dense or mixture of experts: its forward pass, kernels and sizes."""
 
-from llm_pretrain.model.attention import Attention
+from llm_pretrain.model.attention import Attention, LayerCache
 from llm_pretrain.model.decoder import (
     Decoder,
     DecoderLayer,
@@ -53,6 +53,7 @@ __all__ = [
     "FeedForward",
     "KernelCheck",
     "Kernels",
+    "LayerCache",
     "Linear",
     "LossSums",
     "OutputHead",

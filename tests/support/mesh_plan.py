@@ -42,7 +42,7 @@ DIVIDED: dict[str, dict[str, Any]] = {
     "tp fsdp": {"tp_size": 2},
     "tp hsdp": {"dp_replicate_size": 2, "tp_size": 2},
     "tp ep": {"tp_size": 2, "ep_size": 4},
-    "tp cp": {"tp_size": 2, "cp_size": 2},
+    "tp cp ep": {"tp_size": 2, "cp_size": 2, "ep_size": 2},
 }
 """Meshes whose ranks divide micro batches."""
 ONE_STEP: Changes = {"training": {"max_steps": 1, "max_grad_norm": 0.0}}
@@ -270,6 +270,8 @@ for kind, (mesh, sizes) in itertools.product(DIVIDED_KINDS, DIVIDED.items()):
 for (kind, changes), (mesh, sizes) in itertools.product(MATRICES.items(), DIVIDED.items()):
     if "tp_size" in sizes and ("ep_size" not in sizes or kind == "float64 untied"):
         CASES[f"torchrun {mesh} {kind}"] = Case("torchrun", (in_float64,), meshed(changes, sizes))
+for kind, (mesh, sizes) in itertools.product(("fp32", "bf16"), DIVIDED.items()):
+    CASES[f"accelerate {mesh} {kind}"] = Case("accelerate", changes=meshed(KINDS[kind], sizes))
 for kind in ("waiting", "compiled"):
     CASES[f"torchrun tp fsdp {kind}"] = Case("torchrun", changes=meshed(KINDS[kind], TP))
 CASES |= {
