@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +31,8 @@ class Routing(NamedTuple):
     """bool [G, S, E]."""
 
 
-class Moves(NamedTuple):
+@dataclass(frozen=True)
+class Moves:
     """Tokens' choices of experts that differ between two passes over one batch.
 
     Args:
