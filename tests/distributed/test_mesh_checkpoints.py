@@ -88,7 +88,9 @@ def test_an_evaluation_between_steps_is_that_of_ddp(saved: dict[str, Finished], 
     found, expected = saved[layout].rows, saved["ddp"].rows
     for step in range(SAVED + 1):
         assert math.isclose(found[step]["eval/loss"], expected[step]["eval/loss"], rel_tol=1e-6)
-    if "ep" not in layout and layout != "tp":  # before training only the order of sums could differ, and it does not
+    if (
+        "ep" not in layout and layout != "tp"
+    ):  # before training only the order of sums could differ, and it does not
         assert found[0]["eval/loss"] == expected[0]["eval/loss"]
 
 

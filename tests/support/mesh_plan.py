@@ -267,6 +267,8 @@ DIVIDED_KINDS = [*FLOAT64, "fp32", "bf16", "long", "counts of micro batches", "g
 for kind, (mesh, sizes) in itertools.product(DIVIDED_KINDS, DIVIDED.items()):
     special = (in_float64,) if kind in FLOAT64 else ()
     CASES[f"torchrun {mesh} {kind}"] = Case("torchrun", special, meshed(KINDS[kind], sizes))
+for kind, changes in MATRICES.items():
+    CASES[f"ddp {kind}"] = Case("torchrun", (in_float64,), meshed(changes, None))
 for (kind, changes), (mesh, sizes) in itertools.product(MATRICES.items(), DIVIDED.items()):
     if "tp_size" in sizes and ("ep_size" not in sizes or kind == "float64 untied"):
         CASES[f"torchrun {mesh} {kind}"] = Case("torchrun", (in_float64,), meshed(changes, sizes))
