@@ -43,6 +43,7 @@ from llm_pretrain.distributed.fsdp import (
 from llm_pretrain.distributed.launch_checks import check_world_size
 from llm_pretrain.distributed.mesh import Meshes, Place, build_meshes
 from llm_pretrain.distributed.peer_failure import collective_timeout
+from llm_pretrain.distributed.pipeline import Pipeline
 from llm_pretrain.distributed.process import (
     exit_process,
     prepare_process,
@@ -91,10 +92,12 @@ class TorchrunEngine:
             dist.init_process_group(backend, init_method=rendezvous_init_method(), timeout=timeout)
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         check_world_size(self.world_size)
-        self.is_sharded = config.distributed.strategy == "fsdp" and self.world_size > 1
         self.place = Place.of(config, self.rank, self.world_size)
+        is_fsdp = config.distributed.strategy == "fsdp"
+        self.is_sharded = is_fsdp and self.world_size > self.place.sizes.pp
+        self.pipeline: Pipeline | None = None
         self.meshes = Meshes()
-        if self.is_sharded:
+        if is_fsdp and self.world_size > 1:
             self.meshes = build_meshes(config, self.device.type, self.world_size)
         self.sync_each_batch = config.distributed.sync_each_batch
         precision = config.training.precision
@@ -118,12 +121,19 @@ class TorchrunEngine:
         self.unwrapped_model, self.optimizer = model, optimizer
         self.no_sync = nullcontext
         with rebound_optimizer(model, optimizer):
-            if self.is_sharded:
-                divide_sequences(model, self.meshes, self.place)
-                shard_model(model, self.meshes, self.config, self.device)
+            stages = [model]
+            if self.place.sizes.pp > 1:
+                group, device = self.meshes.pp, self.device
+                self.pipeline = Pipeline(model, self.config, self.place, group, device, self.autocast)
+                self.clip_grad_norm = self.pipeline.clip_grad_norm
+                stages = list(self.pipeline.modules.values())
+            for stage in stages if self.is_sharded else []:
+                divide_sequences(stage, self.meshes, self.place)
+                shard_model(stage, self.meshes, self.config, self.device)
             initialize(model)  # of a sharded model, this rank's parts
         self.model: Any = model
-        if self.world_size > 1 and not self.is_sharded and not self.config.distributed.outer:
+        is_replicated = self.world_size > 1 and not self.is_sharded and self.pipeline is None
+        if is_replicated and not self.config.distributed.outer:
             device_ids = [self.device.index] if self.device.type == "cuda" else None
             self.model = DistributedDataParallel(model, device_ids=device_ids, **DDP_OPTIONS)
             self.no_sync = self.model.no_sync
@@ -134,6 +144,8 @@ class TorchrunEngine:
         return (batch.to(self.device, non_blocking=True) for batch in own)
 
     def forward(self, batch: Batch) -> DecoderOutput:
+        if self.pipeline is not None:
+            return self.pipeline.forward(batch)
         seed_dropout(self.config, batch)
         with self.autocast:
             return self.model(**batch.model_inputs())
@@ -143,17 +155,23 @@ class TorchrunEngine:
         if metrics.num_loss_tokens == 0:
             return metrics.skip("no_loss_tokens")
         micro_batches = attach_global_expert_counts(self, micro_batches)
-        for index, batch in enumerate(micro_batches):
-            is_last = index == len(micro_batches) - 1
-            if self.is_sharded:
-                self.model.set_requires_gradient_sync(is_last or self.sync_each_batch)
-                self.model.set_requires_all_reduce(is_last)  # of replicas
-            with nullcontext() if is_last else self.no_sync():
-                output = self.forward(batch)
-                # FSDP adds the ranks' gradients; DDP divides by W, which the objective is then multiplied by
-                loss = self.objective(output, metrics.num_loss_tokens) / self.accumulation_steps
-                self.grad_scaler.scale(loss).backward()
-                metrics.add(output, batch)
+
+        def loss_of(output: DecoderOutput, batch: Batch) -> Tensor:
+            metrics.add(output, batch)
+            # FSDP adds the ranks' gradients; DDP divides by W, which the objective is then multiplied by
+            loss = self.objective(output, metrics.num_loss_tokens) / self.accumulation_steps
+            return self.grad_scaler.scale(loss)
+
+        if self.pipeline is not None:
+            self.pipeline.step(micro_batches, loss_of)
+        else:
+            for index, batch in enumerate(micro_batches):
+                is_last = index == len(micro_batches) - 1
+                if self.is_sharded:
+                    self.model.set_requires_gradient_sync(is_last or self.sync_each_batch)
+                    self.model.set_requires_all_reduce(is_last)  # of replicas
+                with nullcontext() if is_last else self.no_sync():
+                    loss_of(self.forward(batch), batch).backward()
         self.grad_scaler.unscale_(self.optimizer)
         grad_norm = self.clip_grad_norm(self.parameters, self.max_grad_norm)
         if monitor.reduce_and_decide(metrics, grad_norm):  # True if the GPU decides, by found_inf
@@ -189,7 +207,7 @@ class TorchrunEngine:
     def close(self) -> None:
         # a DDP module that outlives its process group can abort the process at exit
         del self.model, self.no_sync, self.unwrapped_model, self.optimizer
-        del self.parameters, self.meshes
+        del self.parameters, self.meshes, self.pipeline, self.clip_grad_norm
         if self.world_size > 1:
             dist.barrier()
             dist.destroy_process_group()

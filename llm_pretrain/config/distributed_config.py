@@ -9,6 +9,8 @@ from typing import Annotated, Literal, NamedTuple
 
 from llm_pretrain.config.schema import Fraction, PositiveFloat, PositiveInt, Range
 
+Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble"]
+
 
 class MeshSizes(NamedTuple):
     """Ranks along each axis of a run's mesh, the outermost first: neighbouring ranks differ in `tp`."""
@@ -55,7 +57,12 @@ class DistributedConfig:
         tp_size: With `fsdp`, ranks over which the layers' matrices and the vocabulary are divided (tensor
             parallelism), neighbours; outside of the products each has its part of the positions (sequence
             parallelism).
-        pp_size: With `fsdp`, ranks over which the layers are divided (pipeline parallelism).
+        pp_size: With `fsdp`, ranks over which the layers are divided (pipeline parallelism): each computes
+            its layers for all micro batches of a step, and hands the hidden states on.
+        pp_schedule: Order in which a rank computes the micro batches of its stage, by torch's names. `gpipe`:
+            all forward, then all backward; `1f1b`: one of each in turns, so that fewer are in memory. The
+            others give every rank two stages, and so wait less: `interleaved_1f1b`; `interleaved_zero_bubble`
+            and `zbv_zero_bubble`, which wait with the gradients of the parameters.
         sync_each_batch: With `fsdp`, reduce-scatter the gradients of every micro batch. Otherwise every rank
             keeps whole gradients in fp32 until a step's last micro batch: less traffic, 4 bytes more for each
             parameter of the model.
@@ -82,6 +89,7 @@ class DistributedConfig:
     cp_size: PositiveInt = 1
     tp_size: PositiveInt = 1
     pp_size: PositiveInt = 1
+    pp_schedule: Schedule = "1f1b"
     sync_each_batch: bool = True
     zero_stage: Literal[1, 2, 3] | None = None
     cpu_threads: Annotated[int, Range(gt=0, le=1 << 10)] | None = None
@@ -100,6 +108,18 @@ class DistributedConfig:
         axes = MeshSizes(self.pp_size, self.dp_replicate_size, 1, self.cp_size, self.tp_size)
         shards = self.dp_shard_size or max(1, world_size // math.prod(axes))
         return axes._replace(dp_shard=shards)
+
+    def stages(self, rank: int) -> list[int]:
+        """The stages that rank `rank` of a pipeline has, ascending."""
+        if self.pp_schedule in ("gpipe", "1f1b"):
+            return [rank]
+        is_v = self.pp_schedule == "zbv_zero_bubble"
+        return [rank, 2 * self.pp_size - 1 - rank if is_v else self.pp_size + rank]
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the pipeline, over all of its ranks."""
+        return self.pp_size * len(self.stages(0))
 
     def shard_size(self, world_size: int) -> int:
         """Ranks that share the state of the model under FSDP, each with data of its own."""

@@ -145,6 +145,21 @@ def clip_over_meshes(parameters: list[Tensor], max_norm: float) -> Tensor:
     return total
 
 
+def local_norms(gradients: list[Any]) -> Tensor:
+    """The norm of each gradient, [parameters]; of sharded ones that of this rank's part."""
+    norms: Any = torch._foreach_norm(gradients)
+    return torch.stack([getattr(norm, "_local_tensor", norm) for norm in norms])
+
+
+def of_partial_norms(total: Tensor, parameter: Any) -> Tensor:
+    """The norm of this rank's parts of sharded gradients as `get_total_norm` returns it, for gradients like
+    that of `parameter`."""
+    if not isinstance(parameter, DTensor):
+        return total
+    norm: Any = torch.linalg.vector_norm(parameter.grad)
+    return DTensor.from_local(total, norm.device_mesh, norm.placements, run_check=False)
+
+
 def replicated_digests(model: nn.Module, digest: Callable[[Tensor], Tensor]) -> dict[str, int]:
     """A digest of each parameter and buffer that more than one rank holds (collective).
 
@@ -188,7 +203,8 @@ def rebound_optimizer(model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
     yield
     parameters = dict(model.named_parameters())
     for group, own in zip(optimizer.param_groups, groups, strict=True):
-        group["params"] = [parameters[name] for name in own]
+        # in a pipeline, those of this rank's stages
+        group["params"] = [parameters[name] for name in own if name in parameters]
 
 
 def clear_mesh_caches() -> None:

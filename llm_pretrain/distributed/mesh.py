@@ -20,9 +20,10 @@ class Place:
 
     Args:
         sizes: Ranks along each axis.
-        pp: Stage of the pipeline.
+        pp: Rank in the pipeline.
         data: Data-parallel group, of `sizes.data`: its ranks work on the same micro batches.
         cp, tp: Place among the ranks that divide a micro batch's positions.
+        has_losses: Whether this rank has the last stage.
     """
 
     sizes: MeshSizes = field(default_factory=MeshSizes)
@@ -30,6 +31,7 @@ class Place:
     data: int = 0
     cp: int = 0
     tp: int = 0
+    has_losses: bool = True
 
     @classmethod
     def of(cls, config: Config, rank: int, world_size: int) -> Place:
@@ -38,7 +40,8 @@ class Place:
         rank, tp = divmod(rank, sizes.tp)
         rank, cp = divmod(rank, sizes.cp)
         pp, data = divmod(rank, sizes.data)
-        return cls(sizes, pp, data, cp, tp)
+        is_last = sizes.pp == 1 or config.distributed.num_stages - 1 in config.distributed.stages(pp)
+        return cls(sizes, pp, data, cp, tp, is_last)
 
     @property
     def part(self) -> int:

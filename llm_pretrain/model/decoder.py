@@ -250,6 +250,12 @@ class Decoder(nn.Module):
         hidden_BSH, router_sums = self.model(
             input_ids, position_ids, document_ids, loss_mask, cache, global_expert_counts, document_offsets
         )
+        return self.output(hidden_BSH, router_sums, labels, loss_mask)
+
+    def output(
+        self, hidden_BSH: Tensor, router_sums: Sequence[RouterSums], labels: Tensor | None, loss_mask: Tensor
+    ) -> DecoderOutput:
+        """The output of hidden states after the final norm, and the sums of all routers; see `forward`."""
         if router_sums:
             counts = torch.stack([layer.counts for layer in router_sums])
             entropy = torch.stack([layer.entropy for layer in router_sums])

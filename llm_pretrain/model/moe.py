@@ -8,7 +8,7 @@ balance loss and p the router's probabilities.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -275,9 +275,10 @@ def update_router_bias(
         rate: Size of the update, `router_bias_update_rate`.
         found_inf: 0-dim, on the device: 1 if the step was skipped and the bias must not change, else 0.
     """
-    routers = [module for module in model.modules() if isinstance(module, Router)]
-    for router, counts in zip(routers, expert_counts, strict=True):
-        bias = router.e_score_correction_bias
+    stack: Any = model.get_submodule("model")
+    for layer, counts in zip(stack.config.moe_layers, expert_counts, strict=True):
+        router = next((each for each in stack.layers[layer].modules() if isinstance(each, Router)), None)
+        bias = router.e_score_correction_bias if router else None  # another stage may have the layer
         if bias is not None:
             load = counts.to(bias.device, torch.float64)
             update = (load.mean() - load).sign().to(bias.dtype)

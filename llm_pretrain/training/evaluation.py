@@ -70,7 +70,8 @@ class Evaluator:
                 heartbeat()
                 index = first + place.data
                 if index < len(self.batches):
-                    sums.append((index, self._batch_sums(own_part(self.batches[index], place))))
+                    values = self._batch_sums(own_part(self.batches[index], place))
+                    sums += [] if values is None else [(index, values)]
                 elif self.is_collective:
                     self.engine.forward(dummy_batch(self.engine.device, place))
         model.train(was_training)
@@ -109,14 +110,15 @@ class Evaluator:
             return self.stop_requested()
         return any_rank(self.engine, self.stop_requested())[0]
 
-    def _batch_sums(self, batch: Batch) -> torch.Tensor:
-        """Sums of a batch, float64 [4 + 4K]; [4] with one source.
+    def _batch_sums(self, batch: Batch) -> torch.Tensor | None:
+        """Sums of a batch, float64 [4 + 4K]; [4] with one source. None where another stage has the losses.
 
         Loss over loss tokens, their number, loss over text tokens, UTF-8 bytes of the text; with K sources
         then the same four of each source.
         """
         losses = self.engine.forward(batch.to(self.engine.device)).token_losses
-        assert losses is not None, "a batch has labels"
+        if losses is None:
+            return None
         bytes_of_labels = self.token_bytes[batch.labels.clamp(min=0)] * batch.loss_mask
         is_text = (bytes_of_labels > 0).to(losses.device)
         losses = losses.double()

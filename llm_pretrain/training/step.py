@@ -166,7 +166,11 @@ class StepMetrics:
 
     def reduce(self, engine: Engine) -> Tensor:
         """Sum `sums` over ranks, in one all-reduce."""
-        assert self.sums is not None, "no micro batch was added"
+        if self.sums is None:  # another stage of the pipeline has the losses
+            layers, sources = len(engine.config.model.moe_layers), self.num_sources
+            size = NUM_LOSSES + layers * (1 + engine.config.model.num_experts)
+            size += 2 * sources if sources > 1 else 0
+            self.sums = torch.zeros(size, dtype=torch.float64, device=engine.device)
         self.sums = engine.reduce_sum(self.sums)
         return self.sums
 
@@ -238,7 +242,7 @@ def warm_up_backward(engine: Engine) -> None:
     With sharded parameters the pass allocates the all-gather buffers: buffers that are first allocated in
     inference mode, by the generation of samples, cannot be used in training.
     """
-    if engine.world_size == 1:
+    if engine.world_size == 1 or engine.place.sizes.pp > 1:  # stages are not wrapped, and generate nothing
         return
     model, optimizer = engine.model_and_optimizer()
     with eagerly(model):  # a batch of this size would compile every graph again
@@ -251,19 +255,19 @@ def own_part(batch: Batch, place: Place) -> Batch:
     """The part of a micro batch that this rank computes: of every sequence the same positions.
 
     The documents stay whole, and the positions those of the `cp` rank, whose `tp` ranks rotate the queries
-    and keys of all of them. Loss tokens and digest are counted with the first part.
+    and keys of all of them. Loss tokens and digest are counted with the first part, in the last stage.
     """
+    if place.part or not place.has_losses:
+        batch = replace(batch, num_loss_tokens=0, digest=torch.zeros_like(batch.digest))
     if place.sizes.sequence == 1:
         return batch
     seen, own = positions_of(place, batch.input_ids.shape[1])
-    counted = {} if place.part == 0 else {"num_loss_tokens": 0, "digest": torch.zeros_like(batch.digest)}
     return replace(
         batch,
         input_ids=batch.input_ids[:, own],
         position_ids=batch.position_ids[:, seen],
         labels=batch.labels[:, own],
         loss_mask=batch.loss_mask[:, own],
-        **counted,
     )
 
 

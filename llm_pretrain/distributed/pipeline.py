@@ -1,0 +1,319 @@
+"""Pipeline parallelism: the layers are divided over stages, which hand hidden states and gradients on.
+
+torch's schedules decide in which order a rank computes the micro batches of its stages. Every rank reads the
+micro batches itself, so that what travels is the hidden states and the sums of the routers. The last stage
+thus has what one process has, and computes the objective as one process does.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_
+
+from llm_pretrain.config import Config
+from llm_pretrain.distributed.mesh import Place
+from llm_pretrain.model import Decoder, DecoderOutput
+from llm_pretrain.model.moe import RouterSums
+
+T = TypeVar("T")
+Batch = Any
+"""A micro batch, `llm_pretrain.data.Batch`."""
+Loss = Callable[[DecoderOutput, Batch], Tensor]
+"""The part of the objective of one micro batch, 0-dim, scaled."""
+
+
+class Elsewhere(nn.Module):
+    """Stands for a part of the model that another stage has: its output is its input.
+
+    Args:
+        weight: Held for a matrix of this stage that is tied to the part's.
+    """
+
+    def __init__(self, weight: nn.Parameter | None = None):
+        super().__init__()
+        self.register_parameter("weight", weight)
+
+    def forward(self, x_BSH: Tensor, *inputs: Any) -> Any:
+        """[B, S, H] as it is; with the inputs of a layer, and no sums of a router."""
+        return (x_BSH, None) if inputs else x_BSH
+
+
+def stage_layers(config: Config, stage: int) -> range:
+    """The layers of a stage."""
+    layers, stages = config.model.num_hidden_layers, config.distributed.num_stages
+    return range(layers * stage // stages, layers * (stage + 1) // stages)
+
+
+def keep_stages(model: Decoder, config: Config, stages: Collection[int]) -> None:
+    """Replace what other stages have; the names of the rest stay those of the whole model."""
+    stack: Any = model.model
+    has_first, has_last = 0 in stages, config.distributed.num_stages - 1 in stages
+    tied = model.lm_head.weight if config.model.tie_word_embeddings else None
+    own = {layer for stage in stages for layer in stage_layers(config, stage)}
+    for layer in range(len(stack.layers)):
+        if layer not in own:
+            stack.layers[layer] = Elsewhere()
+    if not has_first:
+        stack.embed_tokens = Elsewhere(tied if has_last else None)
+    if not has_last:
+        stack.norm, model.lm_head = Elsewhere(), Elsewhere(tied if has_first else None)  # type: ignore[assignment]
+
+
+def _view(model: Decoder, config: Config, stage: int) -> Decoder:
+    """One stage of a model that has several: another decoder of the same layers."""
+
+    def copied(module: Any) -> Any:
+        view = copy.copy(module)
+        view._modules = dict(module._modules)
+        return view
+
+    view = copied(model)
+    view.model = copied(model.model)
+    view.model.layers = copied(model.model.layers)
+    keep_stages(view, config, [stage])
+    return view
+
+
+class Pipeline:
+    """The stages of this rank, and the schedule that all ranks follow.
+
+    Args:
+        model: The whole model, on the meta device; it keeps the parts of this rank's stages, and gets this
+            object as its attribute `pipeline`.
+        config: The run's.
+        place: Of this rank.
+        group: Of the ranks of this pipeline.
+        device: Of this rank.
+        autocast: Context of the forward passes.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        config: Config,
+        place: Place,
+        group: Any,
+        device: torch.device,
+        autocast: AbstractContextManager[Any],
+    ):
+        self.model, self.config, self.device, self.autocast = model, config, device, autocast
+        self.group, self.rank = group, place.pp
+        self.names = [name for name, _ in model.named_parameters()]
+        """Of the whole model's parameters, in its order."""
+        self.order = list(model.state_dict())
+        """Names of the whole model's parameters and buffers, in its order."""
+        distributed = config.distributed
+        self.owners = {
+            stage: rank for rank in range(distributed.pp_size) for stage in distributed.stages(rank)
+        }
+        """The rank of each stage."""
+        own = distributed.stages(self.rank)
+        keep_stages(model, config, own)
+        self.modules = {stage: model if len(own) == 1 else _view(model, config, stage) for stage in own}
+        """A decoder for each stage of this rank."""
+        for stage, module in self.modules.items():
+            module.forward = self._forward_of(stage)  # type: ignore[method-assign]
+        self._schedule: Any = None
+        self._batches: Sequence[Batch] = []
+        self._loss: Loss | None = None
+        self._output: DecoderOutput | None = None
+        model.pipeline = self  # type: ignore[assignment]  # checkpoints ask for it
+
+    @property
+    def last(self) -> int:
+        """The last stage."""
+        return len(self.owners) - 1
+
+    def step(self, micro_batches: Sequence[Batch], loss: Loss) -> None:
+        """Accumulate the gradients of all micro batches.
+
+        Args:
+            micro_batches: All of one shape and always as many.
+            loss: Called in the last stage, for one micro batch after the other.
+        """
+        if self._schedule is None:
+            self._schedule = self._build_schedule(micro_batches)
+        self._batches, self._loss = micro_batches, loss
+        numbers = torch.arange(len(micro_batches))
+        self._schedule.step(number=numbers, target=numbers, return_outputs=False)
+        self._batches, self._loss, self._output = [], None, None
+        self._add_tied_gradients()
+
+    @torch.no_grad()
+    def forward(self, batch: Batch) -> DecoderOutput:
+        """The output of one micro batch; where the last stage is not, without losses, and with counts of 0."""
+        self._batches = [batch]
+        passed: Any = ()
+        for stage, module in self.modules.items():
+            if stage and self.owners[stage - 1] != self.rank:
+                passed = [torch.empty_like(each, device=self.device) for each in self._inputs(stage, batch)]
+                for each in passed:
+                    dist.recv(each, group=self.group, group_src=self.owners[stage - 1])
+            passed = module(*passed, number=torch.zeros(1, dtype=torch.int64))
+            if stage < self.last and self.owners[stage + 1] != self.rank:
+                for each in passed:
+                    dist.send(each.contiguous(), group=self.group, group_dst=self.owners[stage + 1])
+        output, self._output, self._batches = self._output, None, []
+        if output is not None:
+            return output
+        layers, experts = len(self.config.model.moe_layers), self.config.model.num_experts
+        counts = torch.zeros((layers, experts if layers else 0), dtype=torch.int64, device=self.device)
+        entropy = torch.zeros(layers, device=self.device)
+        return DecoderOutput(None, None, None, None, None, counts, None, entropy)
+
+    def clip_grad_norm(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
+        """torch's `clip_grad_norm_` over the parameters of all stages.
+
+        The norm of the norms is taken in the order of the whole model's parameters, as without stages.
+
+        Returns:
+            The norm before, 0-dim; of sharded parameters a DTensor of partial sums.
+        """
+        from llm_pretrain.distributed.fsdp import local_norms, of_partial_norms  # takes a second to import
+
+        own = self._counted_parameters()
+        norms = local_norms([each.grad for each in own.values()])
+        places = torch.tensor([self.names.index(name) for name in own], device=norms.device)
+        whole = norms.new_zeros(len(self.names)).index_copy(0, places, norms)
+        dist.all_reduce(whole, group=self.group)
+        total = torch.linalg.vector_norm(whole)
+        total = of_partial_norms(total, next(iter(own.values())))
+        clip_grads_with_norm_(parameters, max_norm, total)
+        return total
+
+    def gather(self, value: T) -> list[T]:
+        """The values of all ranks of the pipeline, on each of them."""
+        gathered = [value] * dist.get_world_size(self.group)
+        dist.all_gather_object(gathered, value, group=self.group)
+        return gathered
+
+    def merged(self, values: Mapping[str, T]) -> dict[str, T]:
+        """What all ranks of the pipeline have by the name of a tensor, in the order of the whole model."""
+        return self.ordered({name: value for each in self.gather(dict(values)) for name, value in each.items()})
+
+    def ordered(self, values: Mapping[str, T]) -> dict[str, T]:
+        """`values` by the name of a tensor, in the order of the whole model; then others."""
+        numbers = {name: number for number, name in enumerate(self.order)}
+        return {name: values[name] for name in sorted(values, key=lambda name: numbers.get(name, len(numbers)))}
+
+    def _counted_parameters(self) -> dict[str, Any]:
+        """This rank's parameters by name, without a tied one that the first stage has too."""
+        own: dict[str, Any] = dict(self.model.named_parameters())
+        if isinstance(self.model.model.embed_tokens, Elsewhere):
+            own.pop("model.embed_tokens.weight", None)
+        return own
+
+    def _add_tied_gradients(self) -> None:
+        """Add the gradients of a matrix that the first stage embeds by, and the last one predicts by."""
+        first, last = self.owners[0], self.owners[self.last]
+        if not self.config.model.tie_word_embeddings or first == last or self.rank not in (first, last):
+            return
+        gradient: Any = self.model.lm_head.weight.grad
+        own = getattr(gradient, "_local_tensor", gradient)
+        other, peer = torch.empty_like(own), last if self.rank == first else first
+        exchange = [
+            dist.P2POp(dist.isend, own, group=self.group, group_peer=peer),
+            dist.P2POp(dist.irecv, other, group=self.group, group_peer=peer),
+        ]
+        for work in dist.batch_isend_irecv(exchange):
+            work.wait()
+        own.add_(other)
+
+    def _forward_of(self, stage: int) -> Callable[..., Any]:
+        """The `forward` of the decoder of a stage, which looks its micro batch up."""
+        module, last = self.modules[stage], self.last
+
+        def forward(*received: Tensor, number: Tensor) -> Any:
+            batch = self._batches[int(number)]
+            inputs = batch.model_inputs()
+            labels, mask = inputs.pop("labels"), inputs.pop("loss_mask")
+            if received:
+                inputs["input_ids"] = received[0]
+            module.training = module.model.training = self.model.training  # of a view, its own
+            with self.autocast:
+                hidden_BSH, sums = module.model(**inputs, mask=mask)
+                sums = [*_unpacked(received[1:]), *sums]
+                if stage < last:
+                    return (module.lm_head(hidden_BSH), *_packed(sums, self.config))
+                output = module.output(hidden_BSH, sums, labels, mask)
+            if self._loss is not None:
+                return self._loss(output, batch)
+            self._output = output
+            return ()
+
+        return forward
+
+    def _inputs(self, stage: int, batch: Batch) -> list[Tensor]:
+        """What a stage gets from the one before, on the meta device."""
+        if not stage:
+            return []
+        model, begin = self.config.model, stage_layers(self.config, stage).start
+        earlier = sum(layer < begin for layer in model.moe_layers)
+        dtype = torch.promote_types(next(self.model.parameters()).dtype, torch.float32)
+        with torch.device("meta"):
+            shape = (*batch.input_ids.shape, model.hidden_size)
+            tensors = [torch.empty(shape, dtype=dtype, requires_grad=True)]
+            if earlier:
+                has_grad = bool(model.router_aux_loss_coef or model.router_z_loss_coef)
+                tensors.append(torch.empty((earlier, 2), dtype=dtype, requires_grad=has_grad))
+                tensors.append(torch.empty((earlier, 1 + model.num_experts), dtype=torch.float64))
+            return tensors
+
+    def _build_schedule(self, micro_batches: Sequence[Batch]) -> Any:
+        from torch.distributed.pipelining import PipelineStage
+        from torch.distributed.pipelining.schedules import get_schedule_class
+
+        batch, count = micro_batches[0], len(micro_batches)
+        stages = []
+        for stage, module in self.modules.items():
+            with torch.device("meta"):
+                loss = [torch.empty((), requires_grad=True)]
+            outputs = loss if stage == self.last else self._inputs(stage + 1, batch)
+            stages.append(
+                PipelineStage(
+                    module,
+                    stage,
+                    len(self.owners),
+                    self.device,
+                    input_args=tuple(self._inputs(stage, batch)),
+                    output_args=tuple(outputs),
+                    group=self.group,
+                )
+            )
+        chosen: Any = get_schedule_class(self.config.distributed.pp_schedule.replace("_", ""))
+        return chosen(
+            stages if len(stages) > 1 else stages[0],
+            count,
+            loss_fn=lambda loss, number: loss,
+            scale_grads=False,
+        )
+
+
+def _packed(sums: Sequence[RouterSums], config: Config) -> list[Tensor]:
+    """The sums of routers as two tensors: losses [layers, 2], and entropy and counts, float64 [layers, 1 + E].
+
+    A loss that is not in the objective is handed on without gradient: it would get one of zeros.
+    """
+    if not sums:
+        return []
+    losses = [torch.stack([each.aux_loss for each in sums]), torch.stack([each.z_loss for each in sums])]
+    coefficients = config.model.router_aux_loss_coef, config.model.router_z_loss_coef
+    used = [each if coef else each.detach() for each, coef in zip(losses, coefficients, strict=True)]
+    statistics = [torch.cat([each.entropy[None].double(), each.counts.double()]) for each in sums]
+    return [torch.stack(used, dim=1), torch.stack(statistics)]
+
+
+def _unpacked(tensors: Sequence[Tensor]) -> Iterator[RouterSums]:
+    """The sums that `_packed` made two tensors of."""
+    if not tensors:
+        return
+    losses, statistics = tensors
+    for (aux_loss, z_loss), row in zip(losses, statistics, strict=True):
+        yield RouterSums(aux_loss, z_loss, row[1:].long(), row[0].to(losses.dtype))
