@@ -25,7 +25,6 @@ from torch.optim import Optimizer
 
 import llm_pretrain
 from llm_pretrain.checkpoints.folders import committed_folders
-from llm_pretrain.checkpoints.state import TrainingState
 from llm_pretrain.config import ModelConfig, matches_type
 from llm_pretrain.errors import CheckpointError, MismatchError
 from llm_pretrain.files import open_plain, read_json, write_text
@@ -416,20 +415,20 @@ def mismatch(path: Path, differences: list[str]) -> MismatchError:
     return error
 
 
-def state_differences(content: Manifest, target: TrainingState) -> list[str]:
-    """One line per tensor or scalar whose name, shape or dtype differs.
+def state_differences(content: Manifest, current: dict[str, str]) -> list[str]:
+    """One line per tensor or scalar whose name, shape or dtype differs from `current`, made by `describe`.
 
     Optimizer state is compared only if the model's state agrees, because it follows from that.
     """
-    saved = _describe(content.tensors, content.scalars, content.tied)
-    current = _describe(target.describe_tensors(), target.scalars, target.tied)
+    saved = describe(content.tensors, content.scalars, content.tied)
     differences = _compare(*(_select(side, optimizer=False) for side in (saved, current)))
     return differences or _compare(*(_select(side, optimizer=True) for side in (saved, current)))
 
 
-def _describe(
+def describe(
     tensors: dict[str, dict[str, Any]], scalars: dict[str, dict[str, Any]], tied: dict[str, str]
 ) -> dict[str, str]:
+    """What is compared of tensors and scalars, by name."""
     shapes = {name: f"{tensor['dtype']}{tensor['shape']}" for name, tensor in tensors.items()}
     numbers = {name: scalar["dtype"] for name, scalar in scalars.items()}
     return {**shapes, **numbers, **{name: f"tied to {first}" for name, first in tied.items()}}

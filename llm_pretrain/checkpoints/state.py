@@ -129,7 +129,15 @@ def apply_state(model: nn.Module, optimizer: Optimizer, state: TrainingState) ->
     if state.optimizer is not None:
         # strict=False allows parameters without state; `state_differences` has compared the names.
         own = options(strict=False)
+        empty = [(group, dict(group)) for group in optimizer.param_groups if not group["params"]]
         state_dict.set_optimizer_state_dict(model, optimizer, state.optimizer, options=own)
+        for group, settings in empty:  # torch drops those of a group without parameters
+            group.update(settings)
+
+
+def pipeline_of(model: nn.Module) -> Any:
+    """The pipeline that a model is a part of (`llm_pretrain.distributed.pipeline.Pipeline`), or None."""
+    return getattr(model, "pipeline", None)
 
 
 def describe_optimizer(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -150,7 +158,9 @@ def restore_groups(model: nn.Module, optimizer: Optimizer, saved: dict[str, Any]
     follow the configuration; a changed one takes effect and is reported.
     """
     groups = describe_optimizer(model, optimizer)["groups"]
-    if [group["params"] for group in groups] != [group["params"] for group in saved["groups"]]:
+    own = dict(model.named_parameters())  # in a pipeline, those of this rank's stages
+    saved_names = [[name for name in group["params"] if name in own] for group in saved["groups"]]
+    if [group["params"] for group in groups] != saved_names:
         return ["the optimizer's groups differ from the checkpoint's: the new settings are used"]
     warnings = []
     for group, now, then in zip(optimizer.param_groups, groups, saved["groups"], strict=True):
@@ -312,6 +322,15 @@ def own_pieces(tensors: dict[str, Tensor], *, rank: int, world_size: int) -> lis
         if writer == holder and (part.numel() or not tensor.numel()):
             pieces.append(Piece(name, part, offsets))
     return pieces
+
+
+def held_pieces(model: nn.Module, tensors: dict[str, Tensor], *, rank: int, world_size: int) -> list[Piece]:
+    """`own_pieces`; of a pipeline, the ranks that hold a tensor are those of one stage."""
+    if (pipeline := pipeline_of(model)) is not None:
+        tensors = {name: tensor for name, tensor in tensors.items() if not pipeline.is_second(name)}
+        holders = world_size // pipeline.size
+        rank, world_size = rank % holders, holders
+    return own_pieces(tensors, rank=rank, world_size=world_size)
 
 
 def _replica(sharded: Any, rank: int, world_size: int) -> tuple[int, int]:

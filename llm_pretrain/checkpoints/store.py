@@ -7,6 +7,7 @@ Restoring gives what was saved, bit for bit, or an error. All methods but `commi
 from __future__ import annotations
 
 import copy
+import math
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ from llm_pretrain.checkpoints.manifest import (
     ResumePoint,
     RunFacts,
     UnsoundError,
+    describe,
     environment,
     environment_changes,
     find_damage,
@@ -34,7 +36,7 @@ from llm_pretrain.checkpoints.manifest import (
     state_differences,
     write_manifest,
 )
-from llm_pretrain.checkpoints.state import HostBuffers, Piece, own_pieces
+from llm_pretrain.checkpoints.state import HostBuffers, Piece, held_pieces, pipeline_of
 from llm_pretrain.checkpoints.tensor_files import check_finite, read_tensors, write_pieces
 from llm_pretrain.distributed.collectives import RankGroup, gather_results, run_on_all_ranks, run_on_rank0
 from llm_pretrain.errors import CheckpointError
@@ -102,7 +104,8 @@ class CheckpointStore:
 
         def collect() -> Staged:
             current = state.collect_state(model, optimizer)
-            pieces = own_pieces(current.tensors, rank=ranks.rank, world_size=ranks.world_size)
+            share = {"rank": ranks.rank, "world_size": ranks.world_size}
+            pieces = held_pieces(model, current.tensors, **share)
             content = Manifest(
                 run=copy.deepcopy(facts),
                 environment=environment(_device(model)),
@@ -113,10 +116,11 @@ class CheckpointStore:
                 scaler=state.scaler_state(scaler),
                 files={},
             )
-            size = sum(tensor.nbytes for tensor in current.tensors.values())
-            return Staged(content, buffers.pieces(pieces) if buffers else pieces, size)
+            return Staged(content, buffers.pieces(pieces) if buffers else pieces)
 
-        return run_on_all_ranks(ranks, collect, f"{self.folder}: collecting the state of step {facts.step}")
+        doing = f"{self.folder}: collecting the state of step {facts.step}"
+        staged = run_on_all_ranks(ranks, collect, doing)
+        return replace(staged, content=_whole(staged.content, model))
 
     def write(self, staged: Staged, ranks: RankGroup | None = None) -> Path:
         """Commit a staged checkpoint; returns its folder.
@@ -183,14 +187,23 @@ class CheckpointStore:
         """
         model, content, ranks = state.raw_module(model), found.manifest, self._ranks
         doing = f"{found.path}: loading a checkpoint"
-        target = run_on_all_ranks(ranks, lambda: _targets(found.path, content, model, optimizer), doing)
+        without_state = content.optimizer["without_state"]
+
+        def collect() -> state.TrainingState:
+            if differences := optimizer_differences(content, optimizer):
+                raise mismatch(found.path, differences)
+            return state.collect_targets(model, optimizer, without_state)
+
+        target = run_on_all_ranks(ranks, collect, doing)
+        if differences := state_differences(content, _described(target, model)):
+            raise mismatch(found.path, differences)
         own = f"shard-{ranks.rank + 1:05d}-"  # on the same mesh, a rank's values are in its own files
         files = sorted(content.files, key=lambda name: (not name.startswith(own), name))
         run_on_all_ranks(ranks, lambda: read_tensors(target.tensors, found.path, files))
 
         def apply() -> list[str]:
-            for name, scalar in content.scalars.items():
-                target.set_scalar(name, scalar["value"])
+            for name in target.places:
+                target.set_scalar(name, content.scalars[name]["value"])
             state.apply_state(model, optimizer, target)
             return [
                 *environment_changes(content.environment, _device(model)),
@@ -246,14 +259,26 @@ class CheckpointStore:
         return content, [problem for share in shares for problem in share]
 
 
-def _targets(path: Path, content: Manifest, model: nn.Module, optimizer: Optimizer) -> state.TrainingState:
-    """The state to load into, after comparing it with the checkpoint."""
-    if differences := optimizer_differences(content, optimizer):
-        raise mismatch(path, differences)
-    target = state.collect_targets(model, optimizer, content.optimizer["without_state"])
-    if differences := state_differences(content, target):
-        raise mismatch(path, differences)
-    return target
+def _whole(content: Manifest, model: nn.Module) -> Manifest:
+    """What a rank's manifest says of its stage of a pipeline, said of the whole model (collective)."""
+    if (pipeline := pipeline_of(model)) is None:
+        return content
+    described = {name: pipeline.merged(getattr(content, name)) for name in ("tensors", "tied", "scalars")}
+    optimizers = pipeline.gather(content.optimizer)
+    groups = [
+        same[0] | {"params": pipeline.ordered(name for each in same for name in each["params"])}
+        for same in zip(*(each["groups"] for each in optimizers), strict=True)
+    ]
+    without_state = pipeline.ordered(name for each in optimizers for name in each["without_state"])
+    optimizer = content.optimizer | {"groups": groups, "without_state": without_state}
+    return replace(content, optimizer=optimizer, **described)
+
+
+def _described(target: state.TrainingState, model: nn.Module) -> dict[str, str]:
+    """What there is to load into, by name; of all stages of a pipeline (collective)."""
+    described = describe(target.describe_tensors(), target.scalars, target.tied)
+    pipeline = pipeline_of(model)
+    return described if pipeline is None else pipeline.merged(described)
 
 
 def _check_source(source: Path) -> None:
@@ -290,12 +315,16 @@ class Staged:
     Args:
         content: Its manifest, without files.
         pieces: The tensors or parts of tensors that this rank writes.
-        bytes: Size of all tensors, over all ranks.
     """
 
     content: Manifest
     pieces: list[Piece]
-    bytes: int
+
+    @property
+    def bytes(self) -> int:
+        """Size of all tensors, over all ranks."""
+        sizes = self.content.tensors.values()
+        return sum(math.prod(each["shape"]) * getattr(torch, each["dtype"]).itemsize for each in sizes)
 
 
 def write_staged(staged: Staged, parent: Path, ranks: RankGroup, check: Callable[[], None]) -> Path:

@@ -20,7 +20,7 @@ from llm_pretrain import export
 from llm_pretrain.checkpoints import folders, state
 from llm_pretrain.checkpoints.manifest import Manifest
 from llm_pretrain.checkpoints.opening import saved_names
-from llm_pretrain.checkpoints.state import Piece, own_pieces
+from llm_pretrain.checkpoints.state import Piece, held_pieces, pipeline_of
 from llm_pretrain.checkpoints.weight_files import INDEX_FILE, WeightFiles
 from llm_pretrain.config import ModelConfig
 from llm_pretrain.distributed.collectives import ONE_RANK, RankGroup, gather_results, run_on_rank0
@@ -74,8 +74,16 @@ def weights_in(content: Manifest, pieces: Iterable[Piece]) -> HeldWeights:
 
 def model_weights(model: nn.Module, ranks: RankGroup = ONE_RANK) -> HeldWeights:
     """The weights in a model, plain, wrapped or sharded."""
-    tensors = state.raw_module(model).state_dict()
-    return HeldWeights(tensors, own_pieces(tensors, rank=ranks.rank, world_size=ranks.world_size))
+    module = state.raw_module(model)
+    tensors = module.state_dict()
+    pieces = held_pieces(module, tensors, rank=ranks.rank, world_size=ranks.world_size)
+    if (pipeline := pipeline_of(module)) is not None:  # collective
+        described = {name: (list(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+        tensors = {
+            name: torch.empty(shape, dtype=dtype, device="meta")
+            for name, (shape, dtype) in pipeline.merged(described).items()
+        }
+    return HeldWeights(tensors, pieces)
 
 
 def save_weights(

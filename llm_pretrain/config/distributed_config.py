@@ -117,6 +117,11 @@ class DistributedConfig:
         return [rank, 2 * self.pp_size - 1 - rank if is_v else self.pp_size + rank]
 
     @property
+    def splits_backward(self) -> bool:
+        """Whether the gradients of inputs and of parameters are computed apart."""
+        return self.pp_size > 1 and self.pp_schedule.endswith("zero_bubble")
+
+    @property
     def num_stages(self) -> int:
         """Stages of the pipeline, over all of its ranks."""
         return self.pp_size * len(self.stages(0))

@@ -155,9 +155,11 @@ def resolve_model(config: Config, tokenizer_size: int) -> Config:
 
 
 def compiles(config: Config, *, on_gpu: bool) -> bool:
-    """Whether layers are compiled: as configured; `auto` on a GPU, but not under DeepSpeed."""
+    """Whether layers are compiled: as configured; `auto` on a GPU, but not under DeepSpeed, nor where a
+    pipeline's schedule splits backward passes."""
     if config.training.compile == "auto":
-        return on_gpu and config.distributed.strategy != "deepspeed"
+        distributed = config.distributed
+        return on_gpu and distributed.strategy != "deepspeed" and not distributed.splits_backward
     return config.training.compile == "on"
 
 

@@ -57,6 +57,8 @@ def _check_divided(config: Config, sizes: MeshSizes) -> Iterator[str]:
             yield f"{name}: expected {none} with {axes}, found {value}"
     if sizes.cp > 1 and config.training.attention_implementation == "flex":
         yield f"training.attention_implementation: expected another than flex with {axes}, found flex"
+    if sizes.pp > 1:
+        yield from _check_pipeline(config, sizes)
     if sizes.sequence > 1:
         parts = sizes.tp * (2 * sizes.cp if sizes.cp > 1 else 1)
         if (length := config.training.sequence_length) % parts:
@@ -85,3 +87,37 @@ def _check_matrices(config: Config, ranks: int) -> Iterator[str]:
         if found not in expected:
             allowed = " or ".join(str(each).lower() for each in expected)
             yield f"{name}: expected {allowed} with distributed.tp_size = {ranks}, found {str(found).lower()}"
+
+
+def _check_pipeline(config: Config, sizes: MeshSizes) -> Iterator[str]:
+    """What cannot be combined with layers that are divided over the stages of a pipeline."""
+    distributed, training = config.distributed, config.training
+    schedule, stages = distributed.pp_schedule, distributed.num_stages
+    with_pp = f"with distributed.pp_size {sizes.pp}"
+    with_schedule = f"with distributed.pp_schedule {schedule}"
+    if (layers := config.model.num_hidden_layers) < stages:
+        yield (
+            f"distributed.pp_size: expected at most {layers // (stages // sizes.pp)} {with_schedule} and "
+            f"model.num_hidden_layers {layers}, found {sizes.pp}"
+        )
+    if config.optimizer.name == "muon":
+        yield f"optimizer.name: expected adamw {with_pp}, found muon"
+    if training.precision == "fp16":
+        yield f"training.precision: expected fp32 or bf16 {with_pp}, found fp16"
+    if distributed.ep_size > 1:
+        yield f"distributed.ep_size: expected 1 {with_pp}, found {distributed.ep_size}"
+    if distributed.splits_backward:
+        reason = f"{with_schedule}, which computes the two parts of a backward pass apart"
+        if training.compile == "on":
+            yield f"training.compile: expected auto or off {reason}, found on"
+        if training.activation_checkpointing:
+            yield f"training.activation_checkpointing: expected false {reason}, found true"
+    steps = training.global_batch_size // max(1, training.micro_batch_size * sizes.data)
+    rounds = max(1, steps // sizes.pp)
+    if schedule == "1f1b" and steps < stages:
+        expected, found = f"at least {stages} micro batches a step", steps
+    elif schedule.startswith("interleaved") and steps % rounds:
+        expected, found = f"micro batches a step in multiples of {rounds}", steps
+    else:
+        return
+    yield f"training.global_batch_size: expected {expected} {with_pp} and {schedule}, found {found}"

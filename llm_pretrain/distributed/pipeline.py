@@ -8,7 +8,7 @@ thus has what one process has, and computes the objective as one process does.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
@@ -104,7 +104,7 @@ class Pipeline:
         autocast: AbstractContextManager[Any],
     ):
         self.model, self.config, self.device, self.autocast = model, config, device, autocast
-        self.group, self.rank = group, place.pp
+        self.group, self.rank, self.size = group, place.pp, place.sizes.pp
         self.names = [name for name, _ in model.named_parameters()]
         """Of the whole model's parameters, in its order."""
         self.order = list(model.state_dict())
@@ -148,7 +148,7 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(self, batch: Batch) -> DecoderOutput:
-        """The output of one micro batch; where the last stage is not, without losses, and with counts of 0."""
+        """The output of one micro batch; without losses, and with counts of 0, but in the last stage."""
         self._batches = [batch]
         passed: Any = ()
         for stage, module in self.modules.items():
@@ -178,7 +178,9 @@ class Pipeline:
         """
         from llm_pretrain.distributed.fsdp import local_norms, of_partial_norms  # takes a second to import
 
-        own = self._counted_parameters()
+        own: dict[str, Any] = {
+            name: each for name, each in self.model.named_parameters() if not self.is_second(name)
+        }
         norms = local_norms([each.grad for each in own.values()])
         places = torch.tensor([self.names.index(name) for name in own], device=norms.device)
         whole = norms.new_zeros(len(self.names)).index_copy(0, places, norms)
@@ -190,25 +192,39 @@ class Pipeline:
 
     def gather(self, value: T) -> list[T]:
         """The values of all ranks of the pipeline, on each of them."""
-        gathered = [value] * dist.get_world_size(self.group)
+        gathered = [value] * self.size
         dist.all_gather_object(gathered, value, group=self.group)
         return gathered
 
     def merged(self, values: Mapping[str, T]) -> dict[str, T]:
-        """What all ranks of the pipeline have by the name of a tensor, in the order of the whole model."""
-        return self.ordered({name: value for each in self.gather(dict(values)) for name, value in each.items()})
+        """What the ranks of the pipeline have by the name of a tensor, in the order of the whole model."""
+        whole = {name: value for each in self.gather(dict(values)) for name, value in each.items()}
+        return {name: whole[name] for name in self.ordered(whole)}
 
-    def ordered(self, values: Mapping[str, T]) -> dict[str, T]:
-        """`values` by the name of a tensor, in the order of the whole model; then others."""
+    def ordered(self, names: Iterable[str]) -> list[str]:
+        """Names of tensors, each once, in the order of the whole model; then those of others."""
         numbers = {name: number for number, name in enumerate(self.order)}
-        return {name: values[name] for name in sorted(values, key=lambda name: numbers.get(name, len(numbers)))}
+        return sorted(dict.fromkeys(names), key=lambda name: numbers.get(name, len(numbers)))
 
-    def _counted_parameters(self) -> dict[str, Any]:
-        """This rank's parameters by name, without a tied one that the first stage has too."""
-        own: dict[str, Any] = dict(self.model.named_parameters())
-        if isinstance(self.model.model.embed_tokens, Elsewhere):
-            own.pop("model.embed_tokens.weight", None)
-        return own
+    def whole_parameters(self, whole: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
+        """The parameters of all stages in the order of the model, on each rank (collective).
+
+        Args:
+            whole: Gathers a sharded tensor.
+        """
+        own = dict(self.model.named_parameters())
+        shapes = self.merged({name: (self.rank, list(own[name].shape), own[name].dtype) for name in own})
+        for name, (rank, shape, dtype) in shapes.items():
+            empty = torch.empty(shape, dtype=dtype, device=self.device)
+            tensor = whole(own[name].detach()) if rank == self.rank else empty
+            dist.broadcast(tensor, group=self.group, group_src=rank)
+            yield tensor
+
+    def is_second(self, name: str) -> bool:
+        """Whether the rank of the first stage has this tensor too, or what an optimizer keeps for it."""
+        tied = ("model.embed_tokens.weight", "lm_head.weight")
+        is_foreign = isinstance(self.model.model.embed_tokens, Elsewhere)
+        return is_foreign and self.config.model.tie_word_embeddings and any(each in name for each in tied)
 
     def _add_tied_gradients(self) -> None:
         """Add the gradients of a matrix that the first stage embeds by, and the last one predicts by."""
@@ -297,7 +313,7 @@ class Pipeline:
 
 
 def _packed(sums: Sequence[RouterSums], config: Config) -> list[Tensor]:
-    """The sums of routers as two tensors: losses [layers, 2], and entropy and counts, float64 [layers, 1 + E].
+    """The sums of routers as two tensors: losses [layers, 2]; entropy and counts, float64 [layers, 1 + E].
 
     A loss that is not in the objective is handed on without gradient: it would get one of zeros.
     """

@@ -196,7 +196,8 @@ def _bytes_per_parameter(config: Config, world_size: int) -> float:
     and 4 for an average of the parameters (EMA).
     """
     state = (4 if config.optimizer.name == "muon" else 8) + (4 if config.optimizer.ema_decay else 0)
-    if (shards := parameter_shards(config, world_size)) > 1:
+    stages = config.distributed.mesh(world_size).pp  # of which this is the mean
+    if (shards := parameter_shards(config, world_size) * stages) > 1:
         return (8 + state) / shards
     if config.distributed.strategy != "deepspeed":
         return 8 + state

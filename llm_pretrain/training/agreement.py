@@ -131,6 +131,8 @@ def check_parameters(engine: Engine, model: Module, when: str, *, training: bool
     from llm_pretrain.distributed.fsdp import replicated_digests
 
     digests = replicated_digests(model, _bits_sum)
+    if (pipeline := getattr(model, "pipeline", None)) is not None:  # the stages have parts of their own
+        digests = pipeline.merged(digests)
     facts = {f"{name} {when}": f"{value % 2**64:016x}" for name, value in digests.items()}
     check_same(engine, facts, DivergedError if training else ConfigError, limit=1)
 

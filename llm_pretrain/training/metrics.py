@@ -234,8 +234,9 @@ def parameters_sha256(model: Module, *, is_rank0: bool) -> str | None:
     if any(hasattr(parameter, "ds_id") for parameter in parameters):
         return None
     digest = hashlib.sha256()
-    for parameter in parameters:
-        whole = _whole(parameter.detach())
+    pipeline = getattr(model, "pipeline", None)
+    wholes = (_whole(parameter.detach()) for parameter in parameters)
+    for whole in wholes if pipeline is None else pipeline.whole_parameters(_whole):
         if is_rank0:
             digest.update(whole.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest() if is_rank0 else None

@@ -1,7 +1,7 @@
 """Pipelines that `rank_cases.py` runs, and the same training in one process; and one mistake each.
 
-Five layers, of which the first is dense, packed documents and loss masks, every loss of the router; eight micro
-batches a step, of which the stages wait for each other. Clipping always takes effect.
+Five layers, of which the first is dense, packed documents and loss masks, every loss of the router, and eight
+micro batches a step. Clipping always takes effect.
 """
 
 from __future__ import annotations
