@@ -145,19 +145,31 @@ def clip_over_meshes(parameters: list[Tensor], max_norm: float) -> Tensor:
     return total
 
 
-def local_norms(gradients: list[Any]) -> Tensor:
-    """The norm of each gradient, [parameters]; of sharded ones that of this rank's part."""
-    norms: Any = torch._foreach_norm(gradients)
-    return torch.stack([getattr(norm, "_local_tensor", norm) for norm in norms])
+def gradient_norms(parameters: list[Any]) -> Tensor:
+    """The norm of each parameter's gradient, [parameters]; of sharded ones over all shards (collective)."""
+    found = torch.zeros(len(parameters), device=parameters[0].device)
+    for mesh, numbers in _by_mesh(parameters).items():
+        norms: Any = torch._foreach_norm([parameters[number].grad for number in numbers])
+        stacked = torch.stack([getattr(norm, "_local_tensor", norm) for norm in norms])
+        if mesh is not None:
+            stacked = DTensor.from_local(stacked, mesh, norms[0].placements, run_check=False).full_tensor()
+        found[numbers] = stacked
+    return found
 
 
-def of_partial_norms(total: Tensor, parameter: Any) -> Tensor:
-    """The norm of this rank's parts of sharded gradients as `get_total_norm` returns it, for gradients like
-    that of `parameter`."""
-    if not isinstance(parameter, DTensor):
-        return total
-    norm: Any = torch.linalg.vector_norm(parameter.grad)
-    return DTensor.from_local(total, norm.device_mesh, norm.placements, run_check=False)
+def clip_to_norm(parameters: list[Any], max_norm: float, total: Tensor) -> None:
+    """torch's `clip_grads_with_norm_` for parameters that may be sharded, over whatever meshes."""
+    for mesh, numbers in _by_mesh(parameters).items():
+        norm = total if mesh is None else DTensor.from_local(total, mesh, run_check=False)
+        clip_grads_with_norm_([parameters[number] for number in numbers], max_norm, norm)
+
+
+def _by_mesh(parameters: list[Any]) -> dict[Any, list[int]]:
+    """Numbers of the parameters of each mesh; None for those that are not sharded."""
+    numbers: dict[Any, list[int]] = {}
+    for number, parameter in enumerate(parameters):
+        numbers.setdefault(getattr(parameter, "device_mesh", None), []).append(number)
+    return numbers
 
 
 def replicated_digests(model: nn.Module, digest: Callable[[Tensor], Tensor]) -> dict[str, int]:

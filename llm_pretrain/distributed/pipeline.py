@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_
 
 from llm_pretrain.config import Config
 from llm_pretrain.distributed.mesh import Place
@@ -168,26 +167,23 @@ class Pipeline:
         entropy = torch.zeros(layers, device=self.device)
         return DecoderOutput(None, None, None, None, None, counts, None, entropy)
 
-    def clip_grad_norm(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
+    def clip_grad_norm(self, parameters: list[Tensor], max_norm: float) -> Tensor:
         """torch's `clip_grad_norm_` over the parameters of all stages.
 
         The norm of the norms is taken in the order of the whole model's parameters, as without stages.
 
         Returns:
-            The norm before, 0-dim; of sharded parameters a DTensor of partial sums.
+            The norm before, 0-dim.
         """
-        from llm_pretrain.distributed.fsdp import local_norms, of_partial_norms  # takes a second to import
+        from llm_pretrain.distributed.fsdp import clip_to_norm, gradient_norms  # takes a second to import
 
-        own: dict[str, Any] = {
-            name: each for name, each in self.model.named_parameters() if not self.is_second(name)
-        }
-        norms = local_norms([each.grad for each in own.values()])
+        own = {name: each for name, each in self.model.named_parameters() if not self.is_second(name)}
+        norms = gradient_norms(list(own.values()))
         places = torch.tensor([self.names.index(name) for name in own], device=norms.device)
         whole = norms.new_zeros(len(self.names)).index_copy(0, places, norms)
         dist.all_reduce(whole, group=self.group)
         total = torch.linalg.vector_norm(whole)
-        total = of_partial_norms(total, next(iter(own.values())))
-        clip_grads_with_norm_(parameters, max_norm, total)
+        clip_to_norm(parameters, max_norm, total)
         return total
 
     def gather(self, value: T) -> list[T]:

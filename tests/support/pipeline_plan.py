@@ -25,7 +25,7 @@ KINDS: dict[str, Changes] = {
 }
 
 
-def pipelined(changes: Changes, schedule: str | None = None, steps: int = 20, **mesh: int) -> Changes:
+def pipelined(changes: Changes, schedule: str | None = None, steps: int = 5, **mesh: Any) -> Changes:
     """`changes` with eight micro batches a step; without a schedule in one process."""
     sizes = {"strategy": "fsdp", "pp_size": 2, "pp_schedule": schedule} | mesh if schedule else {}
     return changes | {
@@ -45,3 +45,8 @@ for kind, changes in KINDS.items():
         CASES[f"{schedule} {kind}"] = Case("torchrun", changes=pipelined(changes, schedule))
 CASES["quick whole"] = Case("torchrun", changes=pipelined({}, steps=3))
 CASES["quick 1f1b"] = Case("torchrun", changes=pipelined({}, "1f1b", steps=3))
+for kind in ("fp32", "bf16", "global counts"):
+    changes = KINDS[kind]
+    CASES[f"fsdp {kind}"] = Case("torchrun", changes=pipelined(changes, "1f1b", pp_size=1, sync_each_batch=False))
+    for schedule in SCHEDULES:
+        CASES[f"{schedule} sharded {kind}"] = Case("torchrun", changes=pipelined(changes, schedule))
