@@ -104,14 +104,17 @@ def _check_pipeline(config: Config, sizes: MeshSizes) -> Iterator[str]:
         yield f"optimizer.name: expected adamw {with_pp}, found muon"
     if training.precision == "fp16":
         yield f"training.precision: expected fp32 or bf16 {with_pp}, found fp16"
-    if distributed.ep_size > 1:
-        yield f"distributed.ep_size: expected 1 {with_pp}, found {distributed.ep_size}"
     if distributed.splits_backward:
         reason = f"{with_schedule}, which computes the two parts of a backward pass apart"
         if training.compile == "on":
             yield f"training.compile: expected auto or off {reason}, found on"
         if training.activation_checkpointing:
             yield f"training.activation_checkpointing: expected false {reason}, found true"
+        if (shards := sizes.dp_replicate * sizes.dp_shard * sizes.sequence) > 1:
+            yield (
+                "distributed.pp_schedule: expected gpipe, 1f1b or interleaved_1f1b with stages of "
+                f"{shards} ranks, found {schedule}"
+            )
     steps = training.global_batch_size // max(1, training.micro_batch_size * sizes.data)
     rounds = max(1, steps // sizes.pp)
     if schedule == "1f1b" and steps < stages:

@@ -50,3 +50,8 @@ for kind in ("fp32", "bf16", "global counts"):
     CASES[f"fsdp {kind}"] = Case("torchrun", changes=pipelined(changes, "1f1b", pp_size=1, sync_each_batch=False))
     for schedule in SCHEDULES:
         CASES[f"{schedule} sharded {kind}"] = Case("torchrun", changes=pipelined(changes, schedule))
+CASES["fsdp ep"] = Case("torchrun", changes=pipelined({}, "1f1b", pp_size=1, sync_each_batch=False, ep_size=2))
+CASES["1f1b ep"] = Case("torchrun", changes=pipelined({}, "1f1b", ep_size=2))
+CASES["interleaved_1f1b ep"] = Case("torchrun", changes=pipelined({}, "interleaved_1f1b", ep_size=2))
+CASES["cp"] = Case("torchrun", changes=pipelined({}, "1f1b", pp_size=1, cp_size=2))
+CASES["1f1b cp"] = Case("torchrun", changes=pipelined({}, "1f1b", cp_size=2))
