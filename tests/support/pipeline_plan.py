@@ -1,4 +1,4 @@
-"""Pipelines that `rank_cases.py` runs, and the same training in one process; and one mistake each.
+"""Pipelines that `rank_cases.py` runs, the same training without stages, and one mistake each.
 
 Five layers, of which the first is dense, packed documents and loss masks, every loss of the router, and eight
 micro batches a step. Clipping always takes effect.
@@ -8,50 +8,105 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from support.faults import Patch
 from support.rank_cases import Case
+
+from llm_pretrain.data import Batch
+from llm_pretrain.distributed import pipeline
+from llm_pretrain.distributed.pipeline import Pipeline
 
 Changes = dict[str, dict[str, Any]]
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble")
+WHOLE_BACKWARD = SCHEDULES[:3]
+"""Schedules that do not split backward passes."""
 KINDS: dict[str, Changes] = {
     "fp32": {},
     "bf16": {"training": {"precision": "bf16"}},
     "global counts": {"model": {"router_aux_loss_scope": "global_batch", "router_bias_update_rate": 0.125}},
     "only z": {"model": {"router_aux_loss_coef": 0.0}},
-    "dense": {"model": {"num_experts": 0, "num_experts_per_tok": 2, "first_k_dense_replace": 0}},
-    "tied": {"model": {"tie_word_embeddings": True}},
+    "dense": {"model": {"num_experts": 0, "first_k_dense_replace": 0}},
     "checkpointed": {"training": {"activation_checkpointing": True}},
-    "ema": {"optimizer": {"ema_decay": 0.9}},
+    "average": {"optimizer": {"ema_decay": 0.9}},
 }
+TIED: Changes = {"model": {"tie_word_embeddings": True}}
 
 
-def pipelined(changes: Changes, schedule: str | None = None, steps: int = 5, **mesh: Any) -> Changes:
+def pipelined(changes: Changes, schedule: str | None = None, steps: int = 20, **mesh: Any) -> Changes:
     """`changes` with eight micro batches a step; without a schedule in one process."""
     sizes = {"strategy": "fsdp", "pp_size": 2, "pp_schedule": schedule} | mesh if schedule else {}
+    training = {"global_batch_size": 16, "max_steps": steps, "max_grad_norm": 0.5}
+    model = {"num_hidden_layers": 5, "first_k_dense_replace": 1, "tie_word_embeddings": False}
     return changes | {
         "data": {"packing": "best_fit"},
-        "training": {"global_batch_size": 16, "max_steps": steps, "max_grad_norm": 0.5}
-        | changes.get("training", {}),
-        "model": {"num_hidden_layers": 5, "first_k_dense_replace": 1, "tie_word_embeddings": False}
-        | changes.get("model", {}),
+        "training": training | changes.get("training", {}),
+        "model": model | changes.get("model", {}),
         "distributed": sizes,
     }
 
 
+def _on_the_second_rank(patch: Patch, **values: Any) -> None:
+    """On rank 1 every batch has ones in place of these inputs."""
+    inputs = Batch.model_inputs
+
+    def wrong(self: Batch) -> dict[str, Any]:
+        found = inputs(self)
+        if dist.get_rank() == 1:
+            found |= {name: torch.ones_like(found[name]) for name in values}
+            found.pop("document_offsets", None)
+        return found
+
+    patch.setattr(Batch, "model_inputs", wrong)
+
+
+def _without_documents(patch: Patch, engine: type) -> None:
+    _on_the_second_rank(patch, document_ids=1)
+
+
+def _without_masks(patch: Patch, engine: type) -> None:
+    _on_the_second_rank(patch, loss_mask=1)
+
+
+def _without_routers(patch: Patch, engine: type) -> None:
+    """The losses of the routers of earlier stages count, but get no gradient."""
+    right = pipeline._unpacked
+    patch.setattr(pipeline, "_unpacked", lambda tensors: right([each.detach() for each in tensors]))
+
+
+def _own_norm(patch: Patch, engine: type) -> None:
+    def clip(self: Pipeline, parameters: Any, max_norm: float) -> torch.Tensor:
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+
+    patch.setattr(Pipeline, "clip_grad_norm", clip)
+
+
+def _tied_apart(patch: Patch, engine: type) -> None:
+    patch.setattr(Pipeline, "_add_tied_gradients", lambda self: None)
+
+
+SHARDED = ("fp32", "bf16", "global counts")
 CASES: dict[str, Case] = {}
 for kind, changes in KINDS.items():
     CASES[f"whole {kind}"] = Case("torchrun", changes=pipelined(changes))
     for schedule in SCHEDULES:
         CASES[f"{schedule} {kind}"] = Case("torchrun", changes=pipelined(changes, schedule))
-CASES["quick whole"] = Case("torchrun", changes=pipelined({}, steps=3))
-CASES["quick 1f1b"] = Case("torchrun", changes=pipelined({}, "1f1b", steps=3))
-for kind in ("fp32", "bf16", "global counts"):
-    changes = KINDS[kind]
-    CASES[f"fsdp {kind}"] = Case("torchrun", changes=pipelined(changes, "1f1b", pp_size=1, sync_each_batch=False))
-    for schedule in SCHEDULES:
-        CASES[f"{schedule} sharded {kind}"] = Case("torchrun", changes=pipelined(changes, schedule))
-CASES["fsdp ep"] = Case("torchrun", changes=pipelined({}, "1f1b", pp_size=1, sync_each_batch=False, ep_size=2))
-CASES["1f1b ep"] = Case("torchrun", changes=pipelined({}, "1f1b", ep_size=2))
-CASES["interleaved_1f1b ep"] = Case("torchrun", changes=pipelined({}, "interleaved_1f1b", ep_size=2))
-CASES["cp"] = Case("torchrun", changes=pipelined({}, "1f1b", pp_size=1, cp_size=2))
-CASES["1f1b cp"] = Case("torchrun", changes=pipelined({}, "1f1b", cp_size=2))
+for kind in SHARDED:
+    apart = pipelined(KINDS[kind], "1f1b", 5, pp_size=1, sync_each_batch=False)
+    CASES[f"fsdp {kind}"] = Case("torchrun", changes=apart)
+    for schedule in WHOLE_BACKWARD:
+        CASES[f"{schedule} sharded {kind}"] = Case("torchrun", changes=pipelined(KINDS[kind], schedule, 5))
+CASES |= {
+    "quick whole": Case("torchrun", changes=pipelined({}, steps=3)),
+    "quick 1f1b": Case("torchrun", changes=pipelined({}, "1f1b", 3)),
+    "four 1f1b": Case("torchrun", changes=pipelined({}, "1f1b", pp_size=4)),
+    "whole tied": Case("torchrun", changes=pipelined(TIED)),
+    "1f1b tied": Case("torchrun", changes=pipelined(TIED, "1f1b")),
+    "zbv_zero_bubble tied": Case("torchrun", changes=pipelined(TIED, "zbv_zero_bubble")),
+    "tied apart": Case("torchrun", (_tied_apart,), pipelined(TIED, "1f1b")),
+    "without documents": Case("torchrun", (_without_documents,), pipelined({}, "1f1b", 3)),
+    "without masks": Case("torchrun", (_without_masks,), pipelined({}, "1f1b", 3)),
+    "without routers": Case("torchrun", (_without_routers,), pipelined({}, "1f1b", 3)),
+    "own norm": Case("torchrun", (_own_norm,), pipelined({}, "1f1b", 3)),
+}

@@ -1,0 +1,178 @@
+"""Stages of a pipeline: the same bits as in one process, whatever the schedule. And with mistakes put in."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from support.launching import ROOT, Finished, launch
+from support.pipeline_plan import CASES, KINDS, SCHEDULES, SHARDED, WHOLE_BACKWARD
+from support.rank_cases import Outcome, has_slow, run_ranks
+from support.stepping import Driven
+
+from llm_pretrain.tracking import read_metrics
+
+Outcomes = dict[str, list[Outcome]]
+
+QUICK_MISTAKES = ("without documents", "without masks", "without routers", "own norm")
+REFUSED = [f"{schedule} checkpointed" for schedule in SCHEDULES if schedule not in WHOLE_BACKWARD]
+ON_FOUR = ("four 1f1b", *(f"{schedule} sharded {kind}" for schedule in WHOLE_BACKWARD for kind in SHARDED))
+WHOLE = [name for name in CASES if "whole" in name]
+ON_TWO = [name for name in CASES if name not in (*ON_FOUR, *WHOLE, *REFUSED)]
+
+
+@pytest.fixture(scope="module")
+def outcomes(
+    masked_store: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Outcomes:
+    is_slow = has_slow(request)
+    found: Outcomes = {}
+    for world_size, names, quick in (
+        (1, WHOLE, ["quick whole"]),
+        (2, ON_TWO, ["quick 1f1b", *QUICK_MISTAKES]),
+        (4, ON_FOUR, []),
+    ):
+        if chosen := names if is_slow else quick:
+            folder = tmp_path_factory.mktemp(f"pipelines-{world_size}")
+            found |= run_ranks(
+                masked_store, folder, plan="pipeline_plan", world_size=world_size, names=set(chosen)
+            )
+    return found
+
+
+def differing(expected: Driven, ranks: list[Outcome]) -> list[str]:
+    """Names of what differs in a bit between one process and the ranks of a pipeline, which have parts."""
+    wrong, seen = set(), set()
+    for rank in ranks:
+        assert rank.error is None
+        found = rank.driven
+        for name in ("losses", "grad_norms", "skipped", "digests"):
+            if getattr(found, name) != getattr(expected, name):
+                wrong.add(name)
+        pairs = [(getattr(found, part), getattr(expected, part)) for part in PARTS]
+        pairs += zip(found.gradients, expected.gradients, strict=True)
+        for own, whole in pairs:
+            wrong |= {name for name in own if not torch.equal(own[name], whole[name])}
+        seen |= set(found.parameters)
+    assert seen == set(expected.parameters)
+    return sorted(wrong)
+
+
+PARTS = ("parameters", "first_moments", "buffers", "averages")
+
+
+def test_a_pipeline_gives_the_bits_of_one_process(outcomes: Outcomes):
+    expected = outcomes["quick whole"][0].driven
+    assert len(expected.losses) == 3
+    assert all(norm and norm > 0.5 for norm in expected.grad_norms)  # every step is clipped
+    assert differing(expected, outcomes["quick 1f1b"]) == []
+
+
+@pytest.mark.parametrize("mistake", QUICK_MISTAKES)
+def test_mistakes_are_seen(outcomes: Outcomes, mistake: str):
+    assert differing(outcomes["quick whole"][0].driven, outcomes[mistake])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_gives_the_bits_of_one_process(outcomes: Outcomes, schedule: str, kind: str):
+    if f"{schedule} {kind}" in REFUSED:
+        pytest.skip("refused by name")
+    expected = outcomes[f"whole {kind}"][0].driven
+    assert len(expected.losses) == 20
+    assert differing(expected, outcomes[f"{schedule} {kind}"]) == []
+
+
+@pytest.mark.slow
+def test_four_stages_give_the_bits_of_one_process(outcomes: Outcomes):
+    assert differing(outcomes["whole fp32"][0].driven, outcomes["four 1f1b"]) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", SHARDED)
+@pytest.mark.parametrize("schedule", WHOLE_BACKWARD)
+def test_sharded_stages_give_the_bits_of_fsdp(outcomes: Outcomes, schedule: str, kind: str):
+    assert differing(outcomes[f"fsdp {kind}"][0].driven, outcomes[f"{schedule} sharded {kind}"]) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["1f1b tied", "zbv_zero_bubble tied"])
+def test_a_tied_embedding_differs_by_the_order_of_a_sum(outcomes: Outcomes, case: str):
+    expected = outcomes["whole tied"][0].driven
+    for rank in outcomes[case]:
+        for name, own in rank.driven.parameters.items():
+            assert (own - expected.parameters[name]).norm() <= 1e-6 * expected.parameters[name].norm(), name
+        for left, right in zip(rank.driven.losses, expected.losses, strict=True):
+            assert left is not None
+            assert right is not None
+            assert math.isclose(left, right, rel_tol=1e-6)
+
+
+@pytest.mark.slow
+def test_the_stages_of_a_tied_embedding_hold_the_same(outcomes: Outcomes):
+    first, last = (rank.driven.parameters["model.embed_tokens.weight"] for rank in outcomes["1f1b tied"])
+    assert torch.equal(first, last)
+    apart = outcomes["tied apart"][0].driven.parameters["model.embed_tokens.weight"]
+    expected = outcomes["whole tied"][0].driven.parameters["model.embed_tokens.weight"]
+    assert (apart - expected).norm() > 1e-2 * expected.norm()
+
+
+PIPELINE = ["--distributed.strategy", "fsdp", "--distributed.pp_size", "2"]
+
+
+def train(store: Path, folder: Path, world_size: int, *options: str) -> Finished:
+    return launch(
+        "torchrun",
+        world_size,
+        folder,
+        [
+            *("--config", str(ROOT / "configs" / "tiny-moe.yaml"), "--data.sources", f"[{{store: {store}}}]"),
+            *("--training.max_steps", "4", "--training.global_batch_size", "16", "--model.num_hidden_layers"),
+            *("4", "--schedule.name", "constant", "--schedule.warmup_steps", "0", "--optimizer.ema_decay"),
+            *("0.9", "--model.router_bias_update_rate", "1e-3", "--evaluation.eval_steps", "2"),
+            *("--evaluation.max_batches", "3", "--checkpoint.save_steps", "2", "--checkpoint.keep_last", "9"),
+            *("--logging.parameters_sha256", "true", "--distributed.cpu_threads", "1", *options),
+        ],
+    )
+
+
+def rows(run: Finished) -> list[dict]:
+    """The rows from step 3 on, without times."""
+    kept = [row for row in read_metrics(run.folder / "metrics.jsonl") if row["step"] > 2]
+    return [
+        {key: value for key, value in row.items() if key != "time" and not key.startswith("perf/")}
+        for row in kept
+    ]
+
+
+@pytest.mark.slow
+def test_a_run_continues_with_and_without_stages(masked_store: Path, tmp_path: Path):
+    untied = ["--model.tie_word_embeddings", "false"]
+    whole = train(masked_store, tmp_path / "whole", 1, *untied)
+    staged = train(masked_store, tmp_path / "staged", 2, *untied, *PIPELINE)
+    later = ["--checkpoint.resume", str(tmp_path / "whole" / "checkpoints" / "step-00000002")]
+    into = train(masked_store, tmp_path / "into", 2, *untied, *PIPELINE, *later)
+    later = ["--checkpoint.resume", str(tmp_path / "staged" / "checkpoints" / "step-00000002")]
+    out = train(masked_store, tmp_path / "out", 1, *untied, *later)
+    file = Path("weights") / "step-00000004" / "model.safetensors"
+    for run in (staged, into, out):
+        assert run.exit_code == 0
+        assert rows(run) == rows(whole)
+        assert (run.folder / file).read_bytes() == (whole.folder / file).read_bytes()
+    best = Path("weights") / "best" / "model.safetensors"
+    assert (staged.folder / best).read_bytes() == (whole.folder / best).read_bytes()
+
+
+@pytest.mark.slow
+def test_sharded_stages_of_a_tied_embedding_continue_in_one_process(masked_store: Path, tmp_path: Path):
+    tied = ["--model.tie_word_embeddings", "true"]
+    staged = train(masked_store, tmp_path / "staged", 4, *tied, *PIPELINE)
+    assert staged.exit_code == 0
+    last = str(tmp_path / "staged" / "checkpoints" / "step-00000004")
+    out = train(masked_store, tmp_path / "out", 1, *tied, "--checkpoint.resume", last)
+    assert out.exit_code == 0
+    file = Path("weights") / "step-00000004" / "model.safetensors"
+    assert (out.folder / file).read_bytes() == (staged.folder / file).read_bytes()
