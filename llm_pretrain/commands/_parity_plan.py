@@ -233,16 +233,21 @@ def build_variants(
         if why := _impossible(mesh, size, config):
             impossible[mesh, size] = f"{mesh} W={size} is left out: {why}"
     variants = []
-    for precision, world_size, accumulation in product(precisions, possible, accumulations or [None]):
+    for precision, world_size, accumulation, mesh in product(
+        precisions, possible, accumulations or [None], meshes
+    ):
+        if (mesh, world_size) in impossible:
+            continue
+        ranks = distributed_of(mesh, world_size, config.distributed).mesh(world_size).data
         try:
-            split = _split(config, world_size, accumulation)
+            split = _split(config, ranks, accumulation)
         except ConfigError as error:
             problems += error.problems
             continue
         variants += [
             Variant(path, world_size, *split, precision, mesh)
-            for mesh, path in product(meshes, paths)
-            if (path, precision, mesh) not in left_out and (mesh, world_size) not in impossible
+            for path in paths
+            if (path, precision, mesh) not in left_out
         ]
     if problems:
         raise ConfigError(*dict.fromkeys(problems))
@@ -277,22 +282,23 @@ def published_variants(config: Config, precisions: Sequence[str]) -> list[Varian
     return variants
 
 
-def _split(config: Config, world_size: int, accumulation: int | None) -> tuple[int, int]:
-    """(A, B) of a variant; ConfigError with sizes that would divide where these do not."""
+def _split(config: Config, ranks: int, accumulation: int | None) -> tuple[int, int]:
+    """(A, B) of a variant with so many ranks that have data of their own; ConfigError with sizes that would
+    divide where these do not."""
     total, micro = config.training.global_batch_size, config.training.micro_batch_size
     name, option, factor = "accumulation", "--accumulation", accumulation
     if factor is None:
         name, option, factor = "micro batch size", "training.micro_batch_size", micro
-    quotient, rest = divmod(total, world_size * factor)
+    quotient, rest = divmod(total, ranks * factor)
     if not rest:
         return (quotient, micro) if accumulation is None else (accumulation, quotient)
-    fits = [each for each in range(1, total + 1) if total % (world_size * each) == 0]
+    fits = [each for each in range(1, total + 1) if total % (ranks * each) == 0]
     near = fits[:6] if accumulation else sorted(sorted(fits, key=lambda each: abs(each - micro))[:5])
     *others, last = map(str, near or ["nothing"])
     advice = f"{', '.join(others)} or {last}" if others else last
     raise ConfigError(
         f"{option}: expected world size * {name} to divide training.global_batch_size {total}, "
-        f"found {world_size} * {factor} = {world_size * factor}; {advice} would work"
+        f"found {ranks} * {factor} = {ranks * factor}; {advice} would work"
     )
 
 
