@@ -65,7 +65,7 @@ class DistributedConfig:
             and `zbv_zero_bubble`, which wait with the gradients of the parameters.
         sync_each_batch: With `fsdp`, reduce-scatter the gradients of every micro batch. Otherwise every rank
             keeps whole gradients in fp32 until a step's last micro batch: less traffic, 4 bytes more for each
-            parameter of the model.
+            parameter of the model. The stages of a pipeline always do.
         zero_stage: What ZeRO shards: 1 optimizer state; 2 also gradients; 3 also parameters. Default: the
             stage given to `accelerate launch`, else 2.
         cpu_threads: Threads per process. Default: OMP_NUM_THREADS if it was exported, else cores / processes

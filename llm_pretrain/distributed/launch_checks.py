@@ -175,6 +175,11 @@ def check_accelerate_settings(config: Config, accumulation_steps: int) -> None:
     for other, variable in (("fsdp", "ACCELERATE_USE_FSDP"), ("deepspeed", "ACCELERATE_USE_DEEPSPEED")):
         if _is_on(variable) and other != strategy:
             problems.append(f"distributed.strategy: {strategy}, but accelerate runs {other}")
+    if (stages := config.distributed.mesh(int(getenv("WORLD_SIZE") or 1)).pp) > 1:
+        raise ConfigError(
+            f"distributed.pp_size: expected 1 with accelerate, found {stages}, which train_pretrain.py runs; "
+            "start that with torchrun"
+        )
     if (earlier := _earlier_strategy()) and "deepspeed" in (strategy, earlier):
         raise ConfigError(
             f"distributed.strategy: {strategy}, but Accelerate has set up {earlier} in this process "

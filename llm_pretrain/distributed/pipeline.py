@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from llm_pretrain.config import Config
 from llm_pretrain.distributed.mesh import Place
-from llm_pretrain.model import Decoder, DecoderOutput
-from llm_pretrain.model.moe import RouterSums
+from llm_pretrain.model import Decoder, DecoderOutput, RouterSums
 
 T = TypeVar("T")
 Batch = Any

@@ -28,7 +28,7 @@ from llm_pretrain.model.kernels.loss import (
 )
 from llm_pretrain.model.kernels.self_check import PARTS, KernelCheck, Part, check_kernels
 from llm_pretrain.model.layers import Embedding, FeedForward, Linear
-from llm_pretrain.model.moe import Experts, Router, update_router_bias
+from llm_pretrain.model.moe import Experts, Router, RouterSums, update_router_bias
 from llm_pretrain.model.sizes import (
     ActivationShape,
     ParameterCounts,
@@ -60,6 +60,7 @@ __all__ = [
     "ParameterCounts",
     "Part",
     "Router",
+    "RouterSums",
     "check_kernels",
     "combine",
     "compile_layer",

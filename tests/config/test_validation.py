@@ -166,6 +166,8 @@ def test_a_warm_up_longer_than_the_run_says_what_to_do():
 
 
 FSDP = {"distributed__strategy": "fsdp"}
+PP2, PP4 = (FSDP | {"pp_size": size} for size in (2, 4))
+SHALLOW = {"model__num_hidden_layers": 3}
 
 
 @pytest.mark.parametrize(
@@ -187,6 +189,27 @@ FSDP = {"distributed__strategy": "fsdp"}
          {**FSDP, "ep_size": 2}),
         (8, "optimizer.name: expected adamw where 4 ranks share the rows of 2 experts, found muon",
          {**FSDP, "ep_size": 2, "model__num_experts": 4, "optimizer__name": "muon"}),
+        (2, "distributed.pp_size: expected 1 with strategy ddp", {"pp_size": 2}),
+        (4, "distributed.pp_size: expected at most 3 with distributed.pp_schedule 1f1b and",
+         {**PP4, **SHALLOW}),
+        (2, "distributed.pp_size: expected at most 1 with distributed.pp_schedule interleaved_1f1b and",
+         {**PP2, **SHALLOW, "pp_schedule": "interleaved_1f1b"}),
+        (2, "optimizer.name: expected adamw with distributed.pp_size 2, found muon",
+         {**PP2, "optimizer__name": "muon"}),
+        (2, "training.precision: expected fp32 or bf16 with distributed.pp_size 2, found fp16",
+         {**PP2, "training__precision": "fp16"}),
+        (2, "model.hidden_dropout: expected 0 with distributed.pp_size",
+         {**PP2, "model__hidden_dropout": 0.1}),
+        (4, "distributed.pp_schedule: expected gpipe, 1f1b or interleaved_1f1b with stages of 2 ranks",
+         {**PP2, "pp_schedule": "zbv_zero_bubble"}),
+        (2, "training.compile: expected auto or off with distributed.pp_schedule zbv_zero_bubble",
+         {**PP2, "pp_schedule": "zbv_zero_bubble", "training__compile": "on"}),
+        (2, "training.activation_checkpointing: expected false with distributed.pp_schedule zbv_zero_bubble",
+         {**PP2, "pp_schedule": "zbv_zero_bubble", "training__activation_checkpointing": True}),
+        (4, "training.global_batch_size: expected at least 4 micro batches a step with distributed.pp_size 4",
+         {**PP4, "training__global_batch_size": 3}),
+        (2, "training.global_batch_size: expected micro batches a step in multiples of 3",
+         {**PP2, "pp_schedule": "interleaved_1f1b", "training__global_batch_size": 7}),
     ],
 )  # fmt: skip
 def test_a_mesh_that_does_not_fit_is_named(world_size: int, problem: str, settings: dict[str, object]):
