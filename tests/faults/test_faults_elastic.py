@@ -4,10 +4,13 @@
 |---|---|
 | SIGKILL of an agent and its worker | the other agent goes on alone from the newest checkpoint |
 | a new agent comes | it is taken in after the running step, which is saved |
+| SIGKILL of the agent that keeps the store | the other agent ends; the same command continues |
+| the same, with the store elsewhere | the other agent goes on alone |
 """
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import signal
@@ -22,8 +25,9 @@ from pathlib import Path
 import psutil
 import pytest
 from support.hanging import ranks_of
-from support.interrupting import newest_checkpoint, wait_for_step
+from support.interrupting import assert_exact, newest_checkpoint, wait_for_step
 from support.launching import (
+    ACCELERATE_SCRIPT,
     NO_REPORT,
     ROOT,
     TIMEOUT_SECONDS,
@@ -44,13 +48,15 @@ AGREEING = ("data/batch_sha256", "train/loss_tokens", "train/tokens", "train/lea
 CLOSE = ("train/loss", "train/aux_loss", "train/z_loss", "train/router_z_loss")
 
 
-def agent_command(port: int, folder: Path, options: list[str]) -> list[str]:
-    """What every machine starts; the first one keeps the agents' store."""
+def agent_command(
+    port: int, folder: Path, options: list[str], script: Path = TORCHRUN_SCRIPT, store: str = ""
+) -> list[str]:
+    """What every machine starts; the first one keeps the agents' store unless `store` says otherwise."""
     return [
         *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc_per_node", "1"),
         *("--max-restarts", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}"),
-        *("--rdzv-id", "elastic", "--rdzv-conf", "last_call_timeout=5,keep_alive_interval=1"),
-        *(str(TORCHRUN_SCRIPT), *NO_REPORT, "--run.output_dir", str(folder), *options),
+        *("--rdzv-id", "elastic", "--rdzv-conf", f"last_call_timeout=5,keep_alive_interval=1{store}"),
+        *(str(script), *NO_REPORT, "--run.output_dir", str(folder), *options),
     ]
 
 
@@ -99,8 +105,10 @@ def is_told_to_stop(worker: psutil.Process) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("script", [TORCHRUN_SCRIPT, ACCELERATE_SCRIPT], ids=lambda path: path.stem)
 def test_a_run_goes_on_without_a_lost_machine_and_takes_in_another(
-    options: list[str], undisturbed: Finished, tmp_path: Path
+    script: Path, strategy: str, options: list[str], undisturbed: Finished, tmp_path: Path
 ):
     folder, port = tmp_path / "run", free_port()
 
@@ -108,7 +116,8 @@ def test_a_run_goes_on_without_a_lost_machine_and_takes_in_another(
         file = folder / "attempts.jsonl"
         return file.read_bytes().count(b"\n") if file.exists() else 0
 
-    with agents(agent_command(port, folder, options)) as start:
+    options = [*options, "--distributed.strategy", strategy]
+    with agents(agent_command(port, folder, options, script)) as start:
         first = start()
         wait_until("its store answers", first, lambda: can_connect(port))
         lost = start()
@@ -134,6 +143,63 @@ def test_a_run_goes_on_without_a_lost_machine_and_takes_in_another(
     assert "stopped by SIGTERM after step" in runs[0].output, "for the other machine, nothing was lost"
     appended = runs[0].raw_steps()
     assert appended.count(together["step"]) == appended.count(together["step"] + 1) == 1
+
+
+@pytest.mark.slow
+def test_a_run_whose_store_is_lost_ends_and_the_same_command_continues_it(
+    options: list[str], undisturbed: Finished, tmp_path: Path
+):
+    folder, ports = tmp_path / "run", [free_port(), free_port()]
+    with agents(agent_command(ports[0], folder, options)) as start:
+        first = start()
+        wait_until("its store answers", first, lambda: can_connect(ports[0]))
+        second = start()
+        wait_for_step(second, folder, LOST_AT)
+        kill_outright(first)
+        left = finish(second, folder)
+    saved = newest_checkpoint(folder)
+    assert left.exit_code == 1, "torchrun's"
+    assert len(left.attempts) == 1
+    assert json.loads((folder / "status.json").read_text())["exit_code"] == 71
+    with agents(agent_command(ports[1], folder, options)) as start:
+        first = start()
+        wait_until("its store answers", first, lambda: can_connect(ports[1]))
+        runs = [finish(each, folder) for each in (start(), first)]
+    assert [run.exit_code for run in runs] == [0, 0], runs[0].output[-6000:]
+    assert [(each["world_size"], each["step"]) for each in runs[0].attempts] == [(2, 0), (2, saved)]
+    assert_exact(runs[0], undisturbed)
+
+
+@pytest.mark.slow
+def test_any_machine_may_be_lost_if_the_store_is_elsewhere(
+    options: list[str], undisturbed: Finished, tmp_path: Path
+):
+    folder, port = tmp_path / "run", free_port()
+    with (
+        kept_store(port),
+        agents(agent_command(port, folder, options, store=",is_host=0")) as start,
+    ):
+        lost, left = start(), start()
+        wait_for_step(left, folder, LOST_AT)
+        kill_outright(lost)
+        saved = newest_checkpoint(folder)
+        run = finish(left, folder)
+    assert run.exit_code == 0, run.output[-6000:]
+    assert [(each["world_size"], each["step"]) for each in run.attempts] == [(2, 0), (1, saved)]
+    check_equal_to(undisturbed, run)
+
+
+@contextmanager
+def kept_store(port: int) -> Iterator[None]:
+    """The command of docs/reliability.md that keeps the store of torchrun's agents."""
+    text = (ROOT / "docs" / "reliability.md").read_text()
+    (code,) = re.findall(r'^python -c "(.*TCPStore.*)" 29500$', text, re.MULTILINE)
+    process = subprocess.Popen([sys.executable, "-c", code, str(port)])
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
 
 
 def can_connect(port: int) -> bool:

@@ -181,6 +181,58 @@ def test_pods_start_together_or_with_fewer(fewest: str, tmp_path: Path):
         assert done.stdout == f" --nnodes 2 --node_rank 1 {meeting} {script}"
 
 
+def on_node_one(folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """What pretrain.sbatch starts on the second of two nodes; the commands that it calls are replaced."""
+    commands = {
+        "torchrun": 'echo "$TORCH_DISABLE_SHARE_RDZV_TCP_STORE" "$@"\nexit 1\n',
+        "squeue": 'echo "$STATE"\n',
+        "srun": 'exit "$UNREACHABLE"\n',
+        "scontrol": 'echo scontrol "$@"\n',
+        "scancel": 'echo scancel "$@"\n',
+    }
+    for name, text in commands.items():
+        (folder / name).write_text("#!/usr/bin/env bash\n" + text)
+        (folder / name).chmod(0o755)
+    job = {"SLURM_NNODES": "2", "SLURM_NODEID": "1", "SLURM_JOB_ID": "7", "FIRST": "n0", "PORT": "29500"}
+    job |= {"RUN": str(folder), "PROCESSES": "8", "STATE": "RUNNING", "UNREACHABLE": "0"}
+    env = environment() | {"PATH": f"{folder}:{os.environ['PATH']}", "PYTHON": sys.executable}
+    return subprocess.run(
+        ["bash", "examples/slurm/task.sh", "--config", "x.yaml"],
+        cwd=ROOT, env=env | job | variables, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
+def test_nodes_start_together_or_with_fewer(launcher: str, tmp_path: Path):
+    script = {"torchrun": "train_pretrain.py", "accelerate": "train_pretrain_accelerate.py"}[launcher]
+    words = f"{script} --config x.yaml\n"
+    fewer = on_node_one(tmp_path, MIN_NODES="1", LAUNCHER=launcher).stdout
+    meeting = "--max-restarts 10 --rdzv-backend c10d --rdzv-endpoint n0:29500 --rdzv-id 7"
+    assert fewer == f"1 --nnodes 1:2 --nproc_per_node 8 {meeting} {words}"
+    if launcher == "torchrun":
+        meeting = "--master_addr n0 --master_port 29500 --signals-to-handle SIGTERM,SIGUSR1"
+        together = on_node_one(tmp_path, LAUNCHER=launcher).stdout
+        assert together == f" --nnodes 2 --node_rank 1 --nproc_per_node 8 {meeting} {words}"
+
+
+@pytest.mark.parametrize(
+    ("unreachable", "state", "exit_code", "expected"),
+    [
+        ("1", "RUNNING", 71, ["scontrol requeue 7"]),
+        ("1", "RUNNING", 2, ["scancel 7"]),
+        ("1", "COMPLETING", 71, []),
+        ("0", "RUNNING", 71, []),
+    ],
+)
+def test_another_node_decides_for_a_first_one_that_is_lost(
+    unreachable: str, state: str, exit_code: int, expected: list[str], tmp_path: Path
+):
+    write_status(tmp_path, exit_code=exit_code)
+    done = on_node_one(tmp_path, MIN_NODES="1", UNREACHABLE=unreachable, STATE=state)
+    assert done.stdout.splitlines()[1:] == expected
+    assert done.returncode == 1
+
+
 def test_slurm_gives_a_save_the_time_that_it_asks_for():
     text = (EXAMPLES / "slurm" / "pretrain.sbatch").read_text()
     match = re.search(r"--signal=USR1@(\d+)", text)
