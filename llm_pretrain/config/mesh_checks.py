@@ -55,6 +55,11 @@ def _check_divided(config: Config, sizes: MeshSizes) -> Iterator[str]:
     ):
         if value:
             yield f"{name}: expected {none} with {axes}, found {value}"
+    if sizes.tp * sizes.pp > 1 and (found := len(config.evaluation.sample_prompts)):
+        yield (
+            f"evaluation.sample_prompts: expected none with {axes}, found {found}: no rank has all logits; "
+            "`llm-pretrain generate` reads the saved weights"
+        )
     if sizes.cp > 1 and config.training.attention_implementation == "flex":
         yield f"training.attention_implementation: expected another than flex with {axes}, found flex"
     if sizes.pp > 1:

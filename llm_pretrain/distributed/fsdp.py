@@ -145,11 +145,14 @@ def clip_over_meshes(parameters: list[Tensor], max_norm: float) -> Tensor:
     return total
 
 
+foreach_norm: Any = torch._foreach_norm  # pyright: ignore[reportPrivateImportUsage] (clip_grad_norm_ calls it)
+
+
 def gradient_norms(parameters: list[Any]) -> Tensor:
     """The norm of each parameter's gradient, [parameters]; of sharded ones over all shards (collective)."""
     found = torch.zeros(len(parameters), device=parameters[0].device)
     for mesh, numbers in _by_mesh(parameters).items():
-        norms: Any = torch._foreach_norm([parameters[number].grad for number in numbers])
+        norms: Any = foreach_norm([parameters[number].grad for number in numbers])
         stacked = torch.stack([getattr(norm, "_local_tensor", norm) for norm in norms])
         if mesh is not None:
             stacked = DTensor.from_local(stacked, mesh, norms[0].placements, run_check=False).full_tensor()

@@ -53,7 +53,7 @@ def keep_stages(model: Decoder, config: Config, stages: Collection[int]) -> None
     """Replace what other stages have; the names of the rest stay those of the whole model."""
     stack: Any = model.model
     has_first, has_last = 0 in stages, config.distributed.num_stages - 1 in stages
-    tied = model.lm_head.weight if config.model.tie_word_embeddings else None
+    tied: Any = model.lm_head.weight if config.model.tie_word_embeddings else None
     own = {layer for stage in stages for layer in stage_layers(config, stage)}
     for layer in range(len(stack.layers)):
         if layer not in own:
