@@ -195,8 +195,13 @@ class CheckpointStore:
             return state.collect_targets(model, optimizer, without_state)
 
         target = run_on_all_ranks(ranks, collect, doing)
-        if differences := state_differences(content, _described(target, model)):
-            raise mismatch(found.path, differences)
+        described = _described(target, model)
+
+        def compare() -> None:
+            if differences := state_differences(content, described):
+                raise mismatch(found.path, differences)
+
+        run_on_all_ranks(ranks, compare, doing)
         own = f"shard-{ranks.rank + 1:05d}-"  # on the same mesh, a rank's values are in its own files
         files = sorted(content.files, key=lambda name: (not name.startswith(own), name))
         run_on_all_ranks(ranks, lambda: read_tensors(target.tensors, found.path, files))
