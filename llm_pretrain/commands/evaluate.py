@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from llm_pretrain.commands._source import Source, add_source_arguments, open_source
 from llm_pretrain.config import Config, SourceConfig, TrainingConfig
+from llm_pretrain.distributed.mesh import Place
 from llm_pretrain.errors import ConfigError, DataError, printable
 
 if TYPE_CHECKING:
@@ -458,7 +459,7 @@ class _Counted(Sequence["Batch"]):
 class _OneProcess:
     """The methods of an engine that the evaluation calls, for one process without training."""
 
-    rank, world_size = 0, 1
+    rank, world_size, place = 0, 1, Place()
 
     def __init__(self, source: Source, precision: str):
         self.model, self.device, self._precision = source.model, source.device, precision

@@ -32,6 +32,11 @@ class MeshSizes(NamedTuple):
         return self.cp * self.tp
 
     @property
+    def shared(self) -> int:
+        """Ranks that share one copy of the state, or of a stage's, under FSDP."""
+        return self.dp_shard * self.sequence
+
+    @property
     def is_data_parallel(self) -> bool:
         """Whether every rank has micro batches and a whole model of its own, sharded or not."""
         return self.pp * self.sequence == 1
@@ -127,7 +132,7 @@ class DistributedConfig:
         return self.pp_size * len(self.stages(0))
 
     def shard_size(self, world_size: int) -> int:
-        """Ranks that share the state of the model under FSDP, each with data of its own."""
+        """Ranks along `dp_shard`: those that share one copy of the state and have data of their own."""
         return self.mesh(world_size).dp_shard
 
     def num_replicas(self, world_size: int) -> int:
@@ -150,20 +155,20 @@ class DistributedConfig:
         if world_size == 1:
             return
         sizes = self.mesh(world_size)
-        shared = sizes.dp_shard * sizes.sequence  # what FSDP shards over, tensor-parallel matrices aside
         if math.prod(sizes) != world_size:
             others = [f"{axis}_size" for axis in ("cp", "tp", "pp") if getattr(sizes, axis) > 1]
             names = " * ".join(["dp_replicate_size", "dp_shard_size", *others])
             found = " * ".join(str(getattr(sizes, name.removesuffix("_size"))) for name in names.split(" * "))
             yield f"distributed.{names}: expected the world size, {world_size}, found {found}"
-        elif shared == 1 and sizes.dp_replicate > 1:
-            most, found = f"at most half of the world size, {world_size}", sizes.dp_replicate
+        elif sizes.shared == 1 and sizes.dp_replicate > 1:
+            most, found = f"at most half of the {world_size // sizes.pp} ranks", sizes.dp_replicate
+            where = " of a stage" if sizes.pp > 1 else ""
             yield (
-                f"distributed.dp_replicate_size: expected {most}, found {found}; for replicas that are not "
-                "sharded use strategy ddp"
+                f"distributed.dp_replicate_size: expected {most}{where}, found {found}; for replicas that "
+                "are not sharded use strategy ddp"
             )
-        elif shared % self.ep_size:
-            ranks = f"a replica's {shared} ranks"
+        elif sizes.shared % self.ep_size:
+            ranks = f"a replica's {sizes.shared} ranks"
             yield f"distributed.ep_size: expected a divisor of {ranks}, found {self.ep_size}"
 
 

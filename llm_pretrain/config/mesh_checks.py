@@ -107,6 +107,8 @@ def _check_pipeline(config: Config, sizes: MeshSizes) -> Iterator[str]:
         )
     if config.optimizer.name == "muon":
         yield f"optimizer.name: expected adamw {with_pp}, found muon"
+    if config.model.init_from is not None:  # a stage would have to read its part of the folder
+        yield f"model.init_from: expected none {with_pp}, found {config.model.init_from}"
     if training.precision == "fp16":
         yield f"training.precision: expected fp32 or bf16 {with_pp}, found fp16"
     if distributed.splits_backward:
@@ -125,7 +127,7 @@ def _check_pipeline(config: Config, sizes: MeshSizes) -> Iterator[str]:
     if schedule == "1f1b" and steps < stages:
         expected, found = f"at least {stages} micro batches a step", steps
     elif schedule.startswith("interleaved") and steps % rounds:
-        expected, found = f"micro batches a step in multiples of {rounds}", steps
+        expected, found = f"micro batches a step in multiples of {sizes.pp}", steps
     else:
         return
     yield f"training.global_batch_size: expected {expected} {with_pp} and {schedule}, found {found}"

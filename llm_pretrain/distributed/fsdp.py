@@ -150,7 +150,7 @@ foreach_norm: Any = torch._foreach_norm  # pyright: ignore[reportPrivateImportUs
 
 def gradient_norms(parameters: list[Any]) -> Tensor:
     """The norm of each parameter's gradient, [parameters]; of sharded ones over all shards (collective)."""
-    found = torch.zeros(len(parameters), device=parameters[0].device)
+    found = torch.zeros(len(parameters), device=parameters[0].device, dtype=parameters[0].dtype)
     for mesh, numbers in _by_mesh(parameters).items():
         norms: Any = foreach_norm([parameters[number].grad for number in numbers])
         stacked = torch.stack([getattr(norm, "_local_tensor", norm) for norm in norms])
@@ -186,7 +186,7 @@ def replicated_digests(model: nn.Module, digest: Callable[[Tensor], Tensor]) -> 
         digest: Of a rank's part of a tensor; int64, 0-dim.
     """
     by_mesh: dict[DeviceMesh | None, dict[str, Any]] = {}
-    world_size = distributed.get_world_size()
+    world_size = distributed.get_world_size() if distributed.is_initialized() else 1
     for name, tensor in model.state_dict().items():
         if not isinstance(tensor, DTensor):
             if isinstance(tensor, Tensor):

@@ -234,6 +234,9 @@ def _unsupported_settings(config: Config) -> Iterator[str]:
 
 def _mesh_problems(config: Config) -> Iterator[str]:
     """Differences between the mesh that was launched and the configured one."""
+    if not config.distributed.mesh(int(os.environ.get("WORLD_SIZE") or 1)).is_data_parallel:
+        yield "distributed.cp_size, tp_size: not accelerate's, but its use_parallelism_config is true"
+        return
     replicas = config.distributed.dp_replicate_size
     shards = config.distributed.shard_size(int(os.environ.get("WORLD_SIZE") or 1))
     if replicas == 1:

@@ -58,10 +58,14 @@ def keep_stages(model: Decoder, config: Config, stages: Collection[int]) -> None
     for layer in range(len(stack.layers)):
         if layer not in own:
             stack.layers[layer] = Elsewhere()
-    if not has_first:
+    head: Any = model
+    # a tied weight that stands for a part elsewhere is held once, by the rank's model and by the stage's view
+    if not has_first and not (has_last and isinstance(stack.embed_tokens, Elsewhere)):
         stack.embed_tokens = Elsewhere(tied if has_last else None)
     if not has_last:
-        stack.norm, model.lm_head = Elsewhere(), Elsewhere(tied if has_first else None)  # type: ignore[assignment]
+        stack.norm = Elsewhere()
+        if not (has_first and isinstance(head.lm_head, Elsewhere)):
+            head.lm_head = Elsewhere(tied if has_first else None)
 
 
 def _view(model: Decoder, config: Config, stage: int) -> Decoder:
@@ -69,7 +73,9 @@ def _view(model: Decoder, config: Config, stage: int) -> Decoder:
 
     def copied(module: Any) -> Any:
         view = copy.copy(module)
-        view._modules = dict(module._modules)
+        for name, value in vars(module).items():  # hooks too: FSDP registers a stage's on its view
+            if isinstance(value, dict):
+                vars(view)[name] = copy.copy(value)
         return view
 
     view = copied(model)
@@ -122,6 +128,9 @@ class Pipeline:
         self._batches: Sequence[Batch] = []
         self._loss: Loss | None = None
         self._output: DecoderOutput | None = None
+        self._counted: tuple[list[Tensor], Tensor] | None = None
+        """Parameters that count in this rank's part of the norm, and their places in the model's order."""
+        dist.all_reduce(torch.zeros(1, device=device), group=group)  # NCCL: all ranks before any two exchange
         model.pipeline = self  # type: ignore[assignment]  # checkpoints ask for it
 
     @property
@@ -176,9 +185,13 @@ class Pipeline:
         """
         from llm_pretrain.distributed.fsdp import clip_to_norm, gradient_norms  # takes a second to import
 
-        own = {name: each for name, each in self.model.named_parameters() if not self.is_second(name)}
-        norms = gradient_norms(list(own.values()))
-        places = torch.tensor([self.names.index(name) for name in own], device=norms.device)
+        if self._counted is None:
+            numbers = {name: number for number, name in enumerate(self.names)}
+            own = {name: each for name, each in self.model.named_parameters() if not self.is_second(name)}
+            places = torch.tensor([numbers[name] for name in own], device=self.device)
+            self._counted = list(own.values()), places
+        counted, places = self._counted
+        norms = gradient_norms(counted)
         whole = norms.new_zeros(len(self.names)).index_copy(0, places, norms)
         dist.all_reduce(whole, group=self.group)
         total = torch.linalg.vector_norm(whole)

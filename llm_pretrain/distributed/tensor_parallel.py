@@ -65,6 +65,8 @@ def shard_matrices(model: Decoder, mesh: DeviceMesh) -> None:
             module.group = group
         if placement := _PLACEMENTS.get(name.rpartition(".")[2]):
             whole = module.weight
+            if whole is None:  # of a part of the model that another stage has
+                continue
             if whole not in divided:
                 part = whole.detach().chunk(ranks, placement.dim)[rank].contiguous()
                 divided[whole] = Parameter(DTensor.from_local(part, mesh, [placement]))

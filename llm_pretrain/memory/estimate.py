@@ -209,13 +209,13 @@ def _per_rank(size: int, ranks: int) -> int:
 
 def parameter_shards(config: Config, world_size: int) -> int:
     """Ranks that share the parameters: under FSDP and ZeRO-3 more than one."""
-    strategy, stage = config.distributed.strategy, config.distributed.zero_stage or 2
-    is_sharded = strategy == "fsdp" or (strategy == "deepspeed" and stage == 3)
-    return config.distributed.shard_size(world_size) if is_sharded else 1
+    is_zero3 = config.distributed.strategy == "deepspeed" and config.distributed.zero_stage == 3
+    return world_size if is_zero3 else config.distributed.mesh(world_size).shared
 
 
 def _optimizer_shards(config: Config, world_size: int) -> int:
-    return 1 if config.distributed.strategy == "ddp" else config.distributed.shard_size(world_size)
+    is_zero = config.distributed.strategy == "deepspeed"
+    return world_size if is_zero else config.distributed.mesh(world_size).shared
 
 
 def _optimizer_bytes(config: Config, parameters: int, padding: int) -> int:
@@ -251,7 +251,7 @@ def _step_buffers(config: Config, world_size: int, on_gpu: bool) -> int:
         groups = parameter_groups(Decoder(config.model), config.optimizer)
     device = torch.device("cuda" if on_gpu else "cpu")
     dtype = product_dtype(device, config.training.precision != "fp32")
-    return step_buffers(groups, dtype, config.distributed.shard_size(world_size))
+    return step_buffers(groups, dtype, config.distributed.mesh(world_size).shared)
 
 
 def _temporary_bytes(config: Config, shape: ActivationShape, accumulates: bool, divided: int) -> int:

@@ -143,7 +143,7 @@ def model_lines(config: Config, engine: Placement) -> tuple[str, str]:
     """The model's memory, and what to change, cheapest first."""
     training, count = config.training, count_parameters(config.model).total
     advice = []
-    per_step = training.global_batch_size // engine.world_size
+    per_step = training.global_batch_size // config.distributed.mesh(engine.world_size).data
     smaller = [size for size in range(1, training.micro_batch_size) if per_step % size == 0]
     if smaller:
         now = training.micro_batch_size

@@ -131,10 +131,14 @@ def check_parameters(engine: Engine, model: Module, when: str, *, training: bool
     from llm_pretrain.distributed.fsdp import replicated_digests
 
     digests = replicated_digests(model, _bits_sum)
+    kind = DivergedError if training else ConfigError
     if (pipeline := getattr(model, "pipeline", None)) is not None:  # the stages have parts of their own
-        digests = pipeline.merged(digests)
+        stages, digests = pipeline.gather(digests), pipeline.merged(digests)
+        for name, value in ((name, value) for each in stages for name, value in each.items()):
+            if value != digests[name]:  # a tied matrix, which the first and the last stage have
+                raise kind(f"{name} {when}: expected the same in all stages, found different values")
     facts = {f"{name} {when}": f"{value % 2**64:016x}" for name, value in digests.items()}
-    check_same(engine, facts, DivergedError if training else ConfigError, limit=1)
+    check_same(engine, facts, kind, limit=1)
 
 
 def _bits_sum(tensor: torch.Tensor) -> torch.Tensor:

@@ -29,6 +29,7 @@ from llm_pretrain.config import Config, DistributedConfig, ModelConfig
 from llm_pretrain.distributed import expert_parallel
 from llm_pretrain.distributed.collectives import SingleRank
 from llm_pretrain.distributed.fsdp import clear_mesh_caches
+from llm_pretrain.distributed.mesh import Meshes
 from llm_pretrain.errors import CheckpointError, DivergedError
 from llm_pretrain.export import match_hf_architecture, to_huggingface
 from llm_pretrain.model import Decoder
@@ -126,7 +127,7 @@ def held(config: ModelConfig, rank: int, world_size: int, sizes: dict[str, int])
         if (replicas := settings.distributed.dp_replicate_size) > 1:
             mesh = init_device_mesh("cpu", (replicas, world_size // replicas), mesh_dim_names=("r", "s"))
         with torch.device("cpu"):
-            shard_model(model, mesh, settings, torch.device("cpu"))
+            shard_model(model, Meshes(mesh, mesh), settings, torch.device("cpu"))
             initialize_weights(model, 3, device=torch.device("cpu"))
             found = model_weights(model, ranks)
     shapes = {name: torch.empty(tensor.shape, device="meta") for name, tensor in found.tensors.items()}

@@ -19,6 +19,7 @@ from torch.nn import Parameter
 from llm_pretrain.checkpoints import open_model
 from llm_pretrain.config import Config, validate
 from llm_pretrain.data import TokenStore, evaluation_batches
+from llm_pretrain.distributed.mesh import Place
 from llm_pretrain.export import load_pretrained
 from llm_pretrain.model import Decoder
 from llm_pretrain.optim import AVERAGE, average_name
@@ -116,7 +117,7 @@ def test_an_infinite_gradient_is_kept_out_by_the_verdict_on_the_device(plain_sto
 class Alone:
     """One rank that forwards by the model itself."""
 
-    rank, world_size, device = 0, 1, torch.device("cpu")
+    rank, world_size, device, place = 0, 1, torch.device("cpu"), Place()
 
     def __init__(self, model: Decoder):
         self.model = model

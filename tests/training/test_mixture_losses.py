@@ -14,6 +14,7 @@ from support.launching import ROOT, Finished, train
 
 from llm_pretrain.config import Config, EvaluationConfig
 from llm_pretrain.data import Batch, TokenStore, evaluation_batches, global_batches
+from llm_pretrain.distributed.mesh import Place
 from llm_pretrain.model import Decoder, DecoderOutput
 from llm_pretrain.training import StepMetrics, initialize_weights
 from llm_pretrain.training.evaluation import Evaluator
@@ -235,7 +236,7 @@ def test_a_loss_that_is_not_finite_stays_its_source_s_own(stores: dict[str, Path
 class Alone:
     """As much of an engine as an evaluation needs."""
 
-    rank, world_size, device = 0, 1, torch.device("cpu")
+    rank, world_size, device, place = 0, 1, torch.device("cpu"), Place()
 
     def __init__(self, model: Decoder):
         self.model = model

@@ -13,12 +13,14 @@ from support.launching import ROOT
 
 import train_pretrain
 import train_pretrain_accelerate
+from llm_pretrain.config import MeshSizes
 from llm_pretrain.data import Batch, TokenStore, evaluation_batches
 from llm_pretrain.distributed.launch_checks import (
     check_accelerate_settings,
     check_strategy,
     preserved_environment,
 )
+from llm_pretrain.distributed.mesh import Place
 from llm_pretrain.errors import ConfigError
 from llm_pretrain.model import Decoder, DecoderOutput, full_precision_modules
 from llm_pretrain.training import Evaluator, RunFolder, initialize_weights
@@ -189,6 +191,7 @@ class OneOfTwo:
     """One of two ranks, of which the other is asked to stop after `stop_after` rounds."""
 
     rank, world_size, device = 1, 2, torch.device("cpu")
+    place = Place(MeshSizes(dp_shard=2), data=1)
 
     def __init__(self, model: Decoder, stop_after: int = 99):
         self.model, self.stop_after = model, stop_after
