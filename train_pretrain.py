@@ -16,6 +16,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -155,13 +156,7 @@ class TorchrunEngine:
         if metrics.num_loss_tokens == 0:
             return metrics.skip("no_loss_tokens")
         micro_batches = attach_global_expert_counts(self, micro_batches)
-
-        def loss_of(output: DecoderOutput, batch: Batch) -> Tensor:
-            metrics.add(output, batch)
-            # FSDP adds the ranks' gradients; DDP divides by W, which the objective is then multiplied by
-            loss = self.objective(output, metrics.num_loss_tokens) / self.accumulation_steps
-            return self.grad_scaler.scale(loss)
-
+        loss_of = partial(scaled_loss, self, metrics)
         if self.pipeline is not None:
             self.pipeline.step(micro_batches, loss_of)
         else:
@@ -212,6 +207,16 @@ class TorchrunEngine:
             dist.barrier()
             dist.destroy_process_group()
             clear_mesh_caches()
+
+
+def scaled_loss(engine: TorchrunEngine, metrics: StepMetrics, output: DecoderOutput, batch: Batch) -> Tensor:
+    """This rank's part of the objective of a micro batch, whose sums are added to the metrics.
+
+    Under DDP it has a factor W, which the mean over ranks removes; FSDP adds the ranks' gradients.
+    """
+    metrics.add(output, batch)
+    loss = engine.objective(output, metrics.num_loss_tokens) / engine.accumulation_steps
+    return engine.grad_scaler.scale(loss)
 
 
 def shard_model(model: Decoder, meshes: Meshes, config: Config, device: torch.device) -> None:

@@ -161,11 +161,14 @@ class DistributedConfig:
             found = " * ".join(str(getattr(sizes, name.removesuffix("_size"))) for name in names.split(" * "))
             yield f"distributed.{names}: expected the world size, {world_size}, found {found}"
         elif sizes.shared == 1 and sizes.dp_replicate > 1:
-            most, found = f"at most half of the {world_size // sizes.pp} ranks", sizes.dp_replicate
-            where = " of a stage" if sizes.pp > 1 else ""
+            ranks = (
+                f"a stage's {world_size // sizes.pp} ranks"
+                if sizes.pp > 1
+                else f"the world size, {world_size}"
+            )
             yield (
-                f"distributed.dp_replicate_size: expected {most}{where}, found {found}; for replicas that "
-                "are not sharded use strategy ddp"
+                f"distributed.dp_replicate_size: expected at most half of {ranks}, found "
+                f"{sizes.dp_replicate}; for replicas that are not sharded use strategy ddp"
             )
         elif sizes.shared % self.ep_size:
             ranks = f"a replica's {sizes.shared} ranks"

@@ -208,7 +208,7 @@ SHALLOW = {"model__num_hidden_layers": 3}
          {**PP2, "pp_schedule": "zbv_zero_bubble", "training__activation_checkpointing": True}),
         (4, "training.global_batch_size: expected at least 4 micro batches a step with distributed.pp_size 4",
          {**PP4, "training__global_batch_size": 3}),
-        (2, "training.global_batch_size: expected micro batches a step in multiples of 3",
+        (2, "training.global_batch_size: expected micro batches a step in multiples of 2",
          {**PP2, "pp_schedule": "interleaved_1f1b", "training__global_batch_size": 7}),
     ],
 )  # fmt: skip
