@@ -32,11 +32,14 @@ from llm_pretrain.training import build_model
 QUICK = ["--steps", "10", "--ways", "ddp"]
 WORLD_SIZE, MACHINES = 4, 2
 OUTER_STEPS, NUM_LAYERS = 10, 4
+_HSDP = ["--distributed.strategy", "fsdp", "--distributed.dp_replicate_size", str(MACHINES)]
+_DILOCO = ["--distributed.outer", "diloco", "--distributed.outer_steps", str(OUTER_STEPS)]
 WAYS = {
     "ddp": [],
     "fsdp": ["--distributed.strategy", "fsdp"],
-    "hsdp": ["--distributed.strategy", "fsdp", "--distributed.dp_replicate_size", str(MACHINES)],
-    "diloco": ["--distributed.outer", "diloco", "--distributed.outer_steps", str(OUTER_STEPS)],
+    "hsdp": _HSDP,
+    "diloco": _DILOCO,
+    "diloco_hsdp": [*_HSDP, *_DILOCO],
 }
 """Ways to train on the four processes, and their options; with hsdp a replica to each machine."""
 
@@ -230,6 +233,7 @@ def predicted_bytes(way: str, store: Path) -> float:
         "fsdp": edge * (2 * (whole - full) + full) + 2 * edge * whole,
         "hsdp": whole,  # two pairs of ranks, each of which all-reduces half of the gradients
         "diloco": 2 * edge * whole / OUTER_STEPS,
+        "diloco_hsdp": whole / OUTER_STEPS,
     }[way]
     return payload * (1 + HEADERS / (JUMBO - HEADERS))
 
@@ -254,4 +258,5 @@ def predicted_round_trips(way: str) -> float:
         "fsdp": (2 * NUM_LAYERS + 1) * gather + (NUM_LAYERS + 1 + 4) * ring,
         "hsdp": (NUM_LAYERS + 1) * pair + 3 * ring,
         "diloco": (4 + 1 / OUTER_STEPS) * ring,
+        "diloco_hsdp": 4 * ring + pair / OUTER_STEPS,
     }[way]

@@ -175,7 +175,9 @@ def _by_mesh(parameters: list[Any]) -> dict[Any, list[int]]:
     return numbers
 
 
-def replicated_digests(model: nn.Module, digest: Callable[[Tensor], Tensor]) -> dict[str, int]:
+def replicated_digests(
+    model: nn.Module, world_size: int, digest: Callable[[Tensor], Tensor]
+) -> dict[str, int]:
     """A digest of each parameter and buffer that more than one rank holds (collective).
 
     Of a tensor that is sharded in each of several replicas, the sum of the digests of a replica's parts. One
@@ -183,10 +185,10 @@ def replicated_digests(model: nn.Module, digest: Callable[[Tensor], Tensor]) -> 
 
     Args:
         model: Unwrapped.
+        world_size: Ranks.
         digest: Of a rank's part of a tensor; int64, 0-dim.
     """
     by_mesh: dict[DeviceMesh | None, dict[str, Any]] = {}
-    world_size = distributed.get_world_size() if distributed.is_initialized() else 1
     for name, tensor in model.state_dict().items():
         if not isinstance(tensor, DTensor):
             if isinstance(tensor, Tensor):

@@ -130,13 +130,15 @@ def check_parameters(engine: Engine, model: Module, when: str, *, training: bool
         return
     from llm_pretrain.distributed.fsdp import replicated_digests
 
-    digests = replicated_digests(model, _bits_sum)
+    digests = replicated_digests(model, engine.world_size, _bits_sum)
     kind = DivergedError if training else ConfigError
     if (pipeline := getattr(model, "pipeline", None)) is not None:  # the stages have parts of their own
         stages, digests = pipeline.gather(digests), pipeline.merged(digests)
-        for name, value in ((name, value) for each in stages for name, value in each.items()):
-            if value != digests[name]:  # a tied matrix, which the first and the last stage have
-                raise kind(f"{name} {when}: expected the same in all stages, found different values")
+        # a tied matrix is in the first and the last stage
+        apart = [name for each in stages for name, value in each.items() if value != digests[name]]
+        for names in engine.gather_objects(apart):
+            if names:
+                raise kind(f"{names[0]} {when}: expected the same in all stages, found different values")
     facts = {f"{name} {when}": f"{value % 2**64:016x}" for name, value in digests.items()}
     check_same(engine, facts, kind, limit=1)
 
