@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint_helpers import Run, everything, same_bits
 from safetensors.torch import load_file, save_file
+from support.checkpoint_helpers import Run, everything, same_bits
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore

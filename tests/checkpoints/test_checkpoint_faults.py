@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_helpers import FINGERPRINTS, Run, everything, same_bits
 from safetensors.torch import save_file
+from support.checkpoint_helpers import FINGERPRINTS, Run, everything, same_bits
 
 from llm_pretrain.checkpoints import folders, manifest, tensor_files
 from llm_pretrain.errors import CheckpointError, MismatchError

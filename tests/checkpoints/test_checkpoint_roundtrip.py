@@ -8,8 +8,8 @@ import platform
 
 import pytest
 import torch
-from checkpoint_helpers import FINGERPRINTS, Run, everything, same_bits
 from safetensors import safe_open
+from support.checkpoint_helpers import FINGERPRINTS, Run, everything, same_bits
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_helpers import Run
 from safetensors import safe_open
+from support.checkpoint_helpers import Run
 
 from llm_pretrain.checkpoints import save_weights
 from llm_pretrain.config import ModelConfig
