@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -67,11 +68,16 @@ def modules() -> list[Path]:
     return sorted(PACKAGE.rglob("*.py"))
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
 def imports(path: Path, *, top_level_only: bool = False) -> set[str]:
     """Dotted names that a file imports (outside `if TYPE_CHECKING`, which runs nothing)."""
-    tree = ast.parse(path.read_text())
     names: set[str] = set()
-    nodes = tree.body if top_level_only else list(ast.walk(tree))
+    nodes = parsed(path).body if top_level_only else ast.walk(parsed(path))
     for node in nodes:
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
@@ -98,7 +104,7 @@ def test_imports_run_one_way(path: Path):
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_parts_are_used_through_their_face(path: Path):
     """Outside its own folder a part is imported by name from its `__init__`, never from a file inside."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("llm_pretrain."):
             pieces = node.module.split(".")
             by_module = pieces[1] == "distributed"  # some of its modules take a second to import
@@ -161,7 +167,7 @@ def test_only_the_engines_and_checkpoints_touch_torch_distributed():
 
 
 def class_methods(path: Path, class_name: str) -> list[str]:
-    for node in ast.parse(path.read_text()).body:
+    for node in parsed(path).body:
         if isinstance(node, ast.ClassDef) and node.name == class_name:
             return [item.name for item in node.body if isinstance(item, ast.FunctionDef)]
     raise AssertionError(f"{path} has no class {class_name}")
@@ -181,9 +187,7 @@ def test_the_scripts_differ_only_in_their_engine():
     for name, path in SCRIPTS.items():
         source = path.read_text()
         main = next(
-            node
-            for node in ast.parse(source).body
-            if isinstance(node, ast.FunctionDef) and node.name == "main"
+            node for node in parsed(path).body if isinstance(node, ast.FunctionDef) and node.name == "main"
         )
         segment = ast.get_source_segment(source, main)
         assert segment is not None
@@ -196,9 +200,8 @@ def test_the_scripts_differ_only_in_their_engine():
 def test_files_have_one_subject():
     """Files stay within 600 lines, functions within 80."""
     for path in [*modules(), *SCRIPTS.values()]:
-        source = path.read_text()
-        assert source.count("\n") <= 600, path
-        for node in ast.walk(ast.parse(source)):
+        assert path.read_text().count("\n") <= 600, path
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.FunctionDef):
                 assert node.end_lineno is not None
                 assert node.end_lineno - node.lineno < 80, f"{path}: {node.name}"
@@ -206,5 +209,4 @@ def test_files_have_one_subject():
 
 def test_every_module_says_what_it_is_for():
     for path in modules():
-        tree = ast.parse(path.read_text())
-        assert not tree.body or ast.get_docstring(tree), path
+        assert not parsed(path).body or ast.get_docstring(parsed(path)), path

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.corpora import make_tokenizer
 from support.launching import ROOT
-from transformers import LlamaConfig, MistralConfig, Qwen3Config, Qwen3MoeConfig
 
 from llm_pretrain.__main__ import main
 from llm_pretrain.config import Config, from_dict, load_config, read_yaml
@@ -57,26 +57,35 @@ def test_the_listing_has_every_preset_with_its_size(
     )
 
 
-SHAPE = {"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
-FOLDERS = {
-    "llama": LlamaConfig(**SHAPE, intermediate_size=100, vocab_size=999, tie_word_embeddings=True),
-    "mistral": MistralConfig(
-        **SHAPE, intermediate_size=96, vocab_size=999, tie_word_embeddings=True, sliding_window=None
-    ),
-    "qwen3": Qwen3Config(**SHAPE, intermediate_size=96, vocab_size=999, head_dim=16),
-    "qwen3_moe": Qwen3MoeConfig(
-        **SHAPE, intermediate_size=96, moe_intermediate_size=32, num_experts=6, num_experts_per_tok=3,
-        vocab_size=999, norm_topk_prob=True, mlp_only_layers=[0],
-    ),
+SHAPE = {
+    "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 96, "vocab_size": 999,
 }  # fmt: skip
+FOLDERS: dict[str, dict[str, Any]] = {
+    "llama": {"intermediate_size": 100, "tie_word_embeddings": True},
+    "mistral": {"tie_word_embeddings": True, "sliding_window": None},
+    "qwen3": {"head_dim": 16},
+    "qwen3_moe": {
+        "moe_intermediate_size": 32, "num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": True,
+        "mlp_only_layers": [0],
+    },
+}  # fmt: skip
+
+
+def saved_config(name: str, folder: Path) -> Any:
+    """transformers' configuration of an architecture, which is also written as config.json."""
+    from transformers import AutoConfig  # takes a second, and every test process imports this file
+
+    config = AutoConfig.for_model(name, **(SHAPE | FOLDERS[name]))
+    config.save_pretrained(folder)
+    return config
 
 
 @pytest.mark.parametrize("name", FOLDERS)
 def test_a_folders_config_json_becomes_the_model_section(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    config_json = FOLDERS[name]
-    config_json.save_pretrained(tmp_path)
+    config_json = saved_config(name, tmp_path)
     (tmp_path / "model.safetensors").touch()
     make_tokenizer(tmp_path)
     config, comments = imported(capsys, tmp_path, "--from_pretrained", str(tmp_path))
@@ -97,7 +106,7 @@ def test_a_folders_config_json_becomes_the_model_section(
 def test_a_folder_without_weights_gets_no_advice_to_start_from_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    FOLDERS["llama"].save_pretrained(tmp_path)
+    saved_config("llama", tmp_path)
     _, comments = imported(capsys, tmp_path, "--from_pretrained", str(tmp_path))
     assert "init_from" not in comments
     assert "prepare" not in comments

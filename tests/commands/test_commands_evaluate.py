@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.corpora import make_store, make_texts, write_jsonl
-from support.launching import ROOT, train_tiny
+from support.launching import train_tiny
 
 from llm_pretrain.__main__ import main
 from llm_pretrain.checkpoints import open_model
@@ -80,8 +80,7 @@ def test_the_row_is_met_with_the_store_named_and_missed_with_other_settings(trai
 
 def test_what_was_evaluated_is_said_in_sequences_at_any_micro_batch(trained_run, capsys):
     """The option counts global batches, so that micro batches would look like another number of them."""
-    size = load_config(["--config", str(ROOT / "configs" / "tiny-moe.yaml")], needs_data=False)
-    size = size.training.global_batch_size
+    size = load_config(["--config", str(trained_run.folder / "config.yaml")]).training.global_batch_size
     one = (trained_run.folder, "--max_batches", "1")
     found = [evaluate(capsys, *one, "--micro_batch_size", str(micro)) for micro in (1, 3)]
     assert [figures["sequences"] for figures in found] == [size, size]

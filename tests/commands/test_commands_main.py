@@ -139,16 +139,6 @@ def test_commands_and_workers_start_without_torch():
     assert found.stdout.strip() == "False"
 
 
-def test_training_imports_no_tokenizer_library():
-    code = (
-        "import sys; from llm_pretrain.data import global_batches; "
-        "late = {'transformers', 'datasets', 'sentencepiece', 'tokenizers', 'accelerate'}; "
-        "print(sorted(late & set(sys.modules)))"
-    )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "[]"
-
-
 def test_a_reader_that_has_seen_enough_is_no_error():
     run = f"{sys.executable} -m llm_pretrain configs --folder configs"
     piped = subprocess.run(

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 from support.launching import ROOT, environment, train
-from transformers import Trainer
 
 from benchmarks.trainer_witness import (
     CELLS,
@@ -124,6 +123,8 @@ def _seeing_one_another(patch: pytest.MonkeyPatch, script: ModuleType) -> None:
 
 
 def _mean_of_means(patch: pytest.MonkeyPatch, script: ModuleType) -> None:
+    from transformers import Trainer
+
     step = Trainer.training_step
     patch.setattr(
         Trainer, "training_step", lambda self, model, inputs, items=None: step(self, model, inputs, None)
@@ -142,6 +143,8 @@ def _another_order(patch: pytest.MonkeyPatch, script: ModuleType) -> None:
 
 
 def _shifted_twice(patch: pytest.MonkeyPatch, script: ModuleType) -> None:
+    from transformers import Trainer
+
     step = Trainer.training_step
 
     def shifted(self: Any, model: Any, inputs: dict[str, Any], items: Any = None) -> torch.Tensor:

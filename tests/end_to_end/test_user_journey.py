@@ -39,7 +39,7 @@ from llm_pretrain.model import IGNORE_INDEX
 
 AWKWARD = ["</s> is text <s>", "  two spaces\n\n\tand a tab ", "αβγ 𝔘𝔫𝔦 \u3000", " ", "<pad>\r\n\x00end", "🜁"]
 """Texts that a careless tokenizer changes or takes for special tokens."""
-STEPS = {"tiny-moe": 12, "tiny-dense": 300}
+STEPS = {"tiny-moe": 12, "tiny-dense": 100}
 SEQUENCE_LENGTH = 128
 
 

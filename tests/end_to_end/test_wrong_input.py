@@ -11,13 +11,14 @@ import json
 import os
 import re
 import shutil
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from support.corpora import make_store, make_texts, make_tokenizer, write_jsonl
-from support.launching import ROOT, TIMEOUT_SECONDS, Finished, finish, launch, start, train
+from support.launching import ROOT, TIMEOUT_SECONDS, Finished, ForkedLaunch, launch, train
 
 import train_pretrain
 from llm_pretrain.__main__ import main as run_command
@@ -429,21 +430,21 @@ def test_an_output_folder_that_cannot_be_written(refusal: Refusal, plain_store: 
 def test_two_runs_in_one_folder(refusal: Refusal, plain_store: Path, tmp_path: Path):
     folder = tmp_path / "run"
     endless = [*options(folder, plain_store, steps=1_000_000), "--checkpoint.save_steps", "0"]
-    first = start("torchrun", 1, folder, endless)
+    first = ForkedLaunch("torchrun", 1, folder, endless)
     try:
         deadline = time.monotonic() + TIMEOUT_SECONDS
         while not (folder / "metrics.jsonl").exists():
-            assert first.poll() is None, first.communicate()[0]
+            assert first.poll() is None, first.output
             assert time.monotonic() < deadline
             time.sleep(0.05)
         before = (folder / "status.json").read_text()
-        named = [str(folder), "locked", f"process {first.pid}", "run.name"]
+        named = [str(folder), "locked", f"process {first.ranks.pids[0]}", "run.name"]
         refusal.of_training(options(folder, plain_store), 73, *named)
         assert (folder / "status.json").read_text() == before
         assert json.loads(before)["state"] == "running"
     finally:
-        first.terminate()
-        finished = finish(first, folder)
+        first.ranks.send(signal.SIGTERM)
+        finished = first.finish()
     assert finished.exit_code == 75
     assert finished.status["reason"] == "SIGTERM"
 

@@ -27,6 +27,7 @@ def options(store: Path, folder: Path, mode: str, *more: str) -> list[str]:
     return [
         *("--config", str(TINY), "--data.sources", f"[{{store: {store}}}]", "--run.output_dir", str(folder)),
         *("--training.sequence_length", "32", "--training.global_batch_size", "8"),
+        *("--training.micro_batch_size", "8"),
         *("--training.max_steps", "10", "--evaluation.eval_steps", "0", "--checkpoint.save_steps", "2"),
         *(
             "--training.precision",

@@ -28,7 +28,7 @@ def options(store: Path, folder: Path, *more: str) -> list[str]:
         *("--config", TINY, "--data.sources", f"[{{store: {store}}}]", "--run.output_dir", str(folder)),
         *("--training.max_steps", "6", "--schedule.warmup_steps", "2", "--evaluation.eval_steps", "3"),
         *("--checkpoint.save_steps", "2", "--training.precision", "fp32", "--distributed.cpu_threads", "1"),
-        *("--evaluation.max_batches", "1", *more),
+        *("--training.global_batch_size", "8", "--evaluation.max_batches", "1", *more),
     ]
 
 

@@ -31,6 +31,7 @@ def options(store: Path, folder: Path, *more: str) -> list[str]:
     return [
         *("--config", TINY, "--data.sources", f"[{{store: {store}}}]", "--run.output_dir", str(folder)),
         *("--training.sequence_length", "32", "--training.global_batch_size", "8"),
+        *("--training.micro_batch_size", "8"),
         *("--training.max_steps", "8", "--schedule.warmup_steps", "2", "--evaluation.eval_steps", "2"),
         *(
             "--evaluation.max_batches",

@@ -31,7 +31,7 @@ def options(stores: dict[str, Path], folder: Path, *more: str) -> list[str]:
     return [
         *("--config", TINY, "--data.sources", f"[{sources}]", "--run.output_dir", str(folder)),
         *("--training.sequence_length", "32", "--training.global_batch_size", "128"),
-        *("--training.micro_batch_size", "32", "--training.max_steps", "18", "--schedule.warmup_steps", "2"),
+        *("--training.micro_batch_size", "128", "--training.max_steps", "18", "--schedule.warmup_steps", "2"),
         *(
             "--evaluation.eval_steps",
             "18",

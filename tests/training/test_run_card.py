@@ -13,6 +13,7 @@ def options(store: Path, folder: Path, *more: str) -> list[str]:
     return [
         *("--config", TINY, "--data.sources", f"[{{store: {store}}}]", "--run.output_dir", str(folder)),
         *("--training.sequence_length", "32", "--training.global_batch_size", "8"),
+        *("--training.micro_batch_size", "8"),
         *("--training.max_steps", "4", "--schedule.name", "constant", "--evaluation.eval_steps", "3"),
         *(
             "--evaluation.max_batches",
