@@ -169,6 +169,7 @@ def test_import_costs_are_summed_by_package():
     assert import_costs(trace)["torch.nn"] == pytest.approx(300e-6)
 
 
+@pytest.mark.slow
 def test_the_parts_of_a_start_are_those_of_the_loop(plain_store: Path):
     """They are measured by names of the loop's own functions, which may move."""
     found = measured_parts("tiny-dense", plain_store, "--training.precision", "fp32")

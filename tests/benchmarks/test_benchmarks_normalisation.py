@@ -8,17 +8,14 @@ from benchmarks import normalisation as bench
 from benchmarks.normalisation_batches import SETTINGS, loss_mask
 from llm_pretrain.model import Decoder
 
-ONE_QUICK = pytest.mark.parametrize(
-    "setting", [SETTINGS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in SETTINGS[1:])]
-)
-
 
 @pytest.fixture(scope="module")
 def model() -> Decoder:
     return bench.trained_model(10)
 
 
-@ONE_QUICK
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", SETTINGS)
 def test_the_mean_over_all_loss_tokens_alone_is_exact(model: Decoder, setting: str):
     errors = bench.token_mean_errors(model, setting)
     assert errors[bench.OURS] < 1e-6
@@ -27,7 +24,8 @@ def test_the_mean_over_all_loss_tokens_alone_is_exact(model: Decoder, setting: s
     assert errors[bench.RANK_MEANS] > 0.01
 
 
-@ONE_QUICK
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", SETTINGS)
 def test_shares_of_the_global_batch_alone_are_exact(model: Decoder, setting: str):
     per_sequence: set[float] = set()
     for world_size, accumulation in bench.LAYOUTS[:2]:

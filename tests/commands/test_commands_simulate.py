@@ -78,6 +78,7 @@ def test_the_search_tries_meshes_that_divide_and_fit():
     assert candidates(fsdp, 64, replace(H100, memory_gb=0.001)) == []
 
 
+@pytest.mark.slow
 def test_steps_of_a_simulated_gpu():
     """Extrapolated from three layers and two, a step of five is that of five."""
     options = [*SMALL, "--model.num_hidden_layers", "5", "--training.global_batch_size", "64"]

@@ -17,10 +17,10 @@ from support.stepping import relative_error
 Outcomes = dict[str, list[Outcome]]
 
 
-QUICK = ("fp32", "unclipped", "bf16 unclipped", "one rank NaN")
-QUICK_CASES = {f"{path} {kind}" for path in ("torchrun", "accelerate", "ddp") for kind in QUICK} & {*CASES}
-QUICK_CASES |= {name for name in CASES if name.split()[0] not in ("torchrun", "accelerate", "ddp")}
-"""All mistakes, and the kinds that they are compared with; the other kinds are slow."""
+QUICK = ("fp32", "bf16 unclipped")
+QUICK_CASES = {f"{path} {kind}" for path in ("torchrun", "accelerate", "ddp") for kind in QUICK}
+QUICK_CASES |= {"stays ddp", "stays ddp, uncompared", "by address"}
+"""The other kinds, and what is compared with them, are slow."""
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def test_both_paths_give_the_same_bits(outcomes: Outcomes, kind: str):
     assert all(torch.equal(left.buffers[name], right.buffers[name]) for name in left.buffers)
 
 
-@pytest.mark.parametrize("kind", ["unclipped", "bf16 unclipped"])
+@pytest.mark.parametrize("kind", slow_but(QUICK, ["unclipped", "bf16 unclipped"]))
 def test_two_ranks_give_the_bits_of_ddp_where_no_norm_is_summed(outcomes: Outcomes, kind: str):
     """Two ranks' gradients have one sum; the norm that clipping divides by is summed in another order."""
     for path in ("torchrun", "accelerate"):
@@ -96,6 +96,7 @@ def test_fp16_scales_its_loss_under_sharding_too(outcomes: Outcomes):
     assert relative_error(sharded.parameters, ddp.parameters) < 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["torchrun", "accelerate"])
 def test_one_rank_s_infinite_gradient_skips_the_step_on_all(outcomes: Outcomes, path: str):
     for rank in outcomes[f"{path} one rank NaN"]:
@@ -113,6 +114,7 @@ def test_a_request_that_would_become_ddp_stops(outcomes: Outcomes):
     assert silent.model_class == "DistributedDataParallel", "without the comparison, nobody would know"
 
 
+@pytest.mark.slow
 def test_mistakes_are_seen(outcomes: Outcomes):
     """Norms, routers, embedding and head in bf16 are another model; reducing early is another sum."""
     low, right = (outcomes[name][0].driven for name in ("all in low precision", "torchrun bf16 unclipped"))

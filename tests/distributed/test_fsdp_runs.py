@@ -161,6 +161,7 @@ def test_the_manifest_says_how_it_was_sharded(runs: dict[str, Finished]):
     assert len(content["files"]) == 2, "each rank writes its own part"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_no_thread_of_the_process_group_outlives_it(masked_store: Path, tmp_path: Path):
     """One that does aborts a finished run now and then, as the interpreter leaves."""

@@ -20,9 +20,9 @@ Outcomes = dict[str, list[Outcome]]
 Steps = dict[str, list[Stepped]]
 
 
-QUICK = ("four experts", "bf16, averaged")
-QUICK_CASES = {name for name in CASES if name.endswith((*QUICK, "NaN", "in parts"))}
-"""The other kinds are slow."""
+QUICK = ("bf16, averaged",)
+QUICK_CASES = {name for name in CASES if name.endswith(QUICK)}
+"""The other kinds, and mistakes, are slow."""
 
 
 @pytest.fixture(scope="module")
@@ -77,11 +77,13 @@ def test_with_clipping_it_is_whole_muon_within_rounding(outcomes: Outcomes):
     assert relative_error(sharded.parameters, ddp.parameters) <= 5e-3
 
 
+@pytest.mark.slow
 def test_a_rank_that_orthogonalises_its_part_alone_is_seen(outcomes: Outcomes):
     wrong, right = outcomes["in parts"][0].driven, outcomes["torchrun ddp four experts"][0].driven
     assert relative_error(wrong.parameters, right.parameters) > 2e-2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["torchrun", "accelerate"])
 def test_one_rank_s_infinite_gradient_skips_the_step_on_all(outcomes: Outcomes, path: str):
     for rank in outcomes[f"{path} one rank NaN"]:
@@ -97,7 +99,7 @@ def test_fp16_steps_alike_whole_and_sharded(outcomes: Outcomes):
     assert relative_error(sharded.parameters, ddp.parameters) < 1e-3
 
 
-@pytest.fixture(scope="module", params=[2, 3, 4])
+@pytest.fixture(scope="module", params=[2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def stepped(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Steps:
     """On four ranks what is sharded has two replicas."""
     return on_ranks(request.param, tmp_path_factory.mktemp("steps"))

@@ -7,6 +7,8 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import psutil
@@ -24,7 +26,7 @@ from support.launching import (
     launch,
 )
 
-STEPS, SAVE_STEPS, KILL_STEP = 24, 5, 17
+STEPS, SAVE_STEPS, KILL_STEP = 16, 4, 9
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +36,7 @@ def options(masked_store: Path) -> list[str]:
         *("--data.sources", f"[{{store: {masked_store}}}]"),
         *("--training.max_steps", str(STEPS), "--checkpoint.save_steps", str(SAVE_STEPS)),
         *("--model.hidden_dropout", "0.1", "--model.router_bias_update_rate", "1e-3"),
-        *("--evaluation.eval_steps", "12", "--logging.logging_steps", "1"),
+        *("--evaluation.eval_steps", "8", "--logging.logging_steps", "1"),
         *("--training.precision", "fp32", "--distributed.cpu_threads", "1"),
     ]
 
@@ -46,30 +48,34 @@ def reference(options: list[str], tmp_path_factory: pytest.TempPathFactory) -> F
 
 
 @pytest.fixture(scope="module")
-def killed(options: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A folder per launcher, left behind by `kill -9` of both ranks."""
-    folders = {}
-    for launcher in ("torchrun", "accelerate"):
-        folders[launcher] = tmp_path_factory.mktemp(f"killed-{launcher}") / "run"
-        finished = kill_at(launcher, folders[launcher], options, KILL_STEP, signal.SIGKILL)
+def killed(options: list[str], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder that `kill -9` of both ranks of a launcher leaves behind."""
+
+    @cache
+    def left_by(launcher: str) -> Path:
+        folder = tmp_path_factory.mktemp(f"killed-{launcher}") / "run"
+        finished = kill_at(launcher, folder, options, KILL_STEP, signal.SIGKILL)
         assert finished.exit_code == 1
-        assert newest_checkpoint(folders[launcher]) % SAVE_STEPS == 0, "it had the time to save"
-    return folders
+        assert newest_checkpoint(folder) % SAVE_STEPS == 0, "it had the time to save"
+        return folder
+
+    return left_by
 
 
 @pytest.mark.parametrize(
-    ("killed_by", "continued_by"), [("torchrun", "accelerate"), ("accelerate", "torchrun")]
+    ("killed_by", "continued_by"),
+    [("torchrun", "accelerate"), pytest.param("accelerate", "torchrun", marks=pytest.mark.slow)],
 )
 def test_continues_on_the_other_launcher_bit_for_bit(
     reference: Finished,
-    killed: dict[str, Path],
+    killed: Callable[[str], Path],
     options: list[str],
     tmp_path: Path,
     killed_by: str,
     continued_by: str,
 ):
     folder = tmp_path / "run"
-    shutil.copytree(killed[killed_by], folder, symlinks=True)
+    shutil.copytree(killed(killed_by), folder, symlinks=True)
     check_continued(folder, lambda: launch(continued_by, 2, folder, options))
     continued = Finished(0, "", folder)
     assert continued.exact_rows() == reference.exact_rows()
@@ -78,10 +84,10 @@ def test_continues_on_the_other_launcher_bit_for_bit(
 
 
 def test_continues_on_another_number_of_processes(
-    reference: Finished, killed: dict[str, Path], options: list[str], tmp_path: Path
+    reference: Finished, killed: Callable[[str], Path], options: list[str], tmp_path: Path
 ):
     folder = tmp_path / "run"
-    shutil.copytree(killed["torchrun"], folder, symlinks=True)
+    shutil.copytree(killed("torchrun"), folder, symlinks=True)
     start_step = check_continued(folder, lambda: launch("torchrun", 1, folder, options))
     rows, expected = Finished(0, "", folder).rows, reference.rows
     for step in range(start_step + 1, STEPS + 1):
@@ -90,11 +96,11 @@ def test_continues_on_another_number_of_processes(
 
 
 def test_a_silent_start_from_zero_would_be_noticed(
-    killed: dict[str, Path], options: list[str], tmp_path: Path
+    killed: Callable[[str], Path], options: list[str], tmp_path: Path
 ):
     """With the reading of checkpoints stubbed out, the check above must fail."""
     folder = tmp_path / "run"
-    shutil.copytree(killed["torchrun"], folder, symlinks=True)
+    shutil.copytree(killed("torchrun"), folder, symlinks=True)
     short = [*options, "--training.max_steps", "2", "--schedule.warmup_steps", "1"]
     blind = ("support.process_faults:find_no_checkpoint", [])
 

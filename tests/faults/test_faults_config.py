@@ -199,7 +199,8 @@ def wrong_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return write_wrong_files(tmp_path_factory.mktemp("wrong"))
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("accelerate", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
 def test_all_wrong_files_at_once(world: World, wrong_files: dict[str, str], launcher: str):
     """Each is read and said, whatever the others are; what only follows from values is not certain then."""
     files = [word for file in wrong_files for word in ("--config", file)]

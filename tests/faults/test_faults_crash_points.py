@@ -243,6 +243,7 @@ def test_a_mistake_in_the_protocol_is_noticed(scenarios, probe, tmp_path, mistak
     assert failures_of_cuts(scenario, root, read_journal(file), first=True)
 
 
+@pytest.mark.slow
 def test_a_changed_setting_is_said_and_recorded_by_a_start_that_is_killed(
     scenarios, probe, tmp_path, capsys: pytest.CaptureFixture[str]
 ):

@@ -254,6 +254,7 @@ def test_a_full_disk_at_a_small_file_is_one_line(probe, small, oracle, tmp_path,
     check_same_end(folder, oracle)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() == 0 and not shutil.which("setpriv"), reason="no setpriv")
 def test_a_folder_without_the_right_to_write_is_refused(small, oracle, tmp_path):
     """The public command; nothing is left behind."""

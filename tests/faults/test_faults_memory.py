@@ -61,6 +61,7 @@ def check_line(launch: Launch, finished: Finished, *, rank: int = 0) -> str:
     return line
 
 
+@pytest.mark.slow
 def test_a_step_that_needs_too_much(options: list[str], tmp_path: Path):
     launch = begin(limited("python"), tmp_path / "run", [*options, *HUNGRY])
     finished = launch.finish()
@@ -72,9 +73,8 @@ def test_a_step_that_needs_too_much(options: list[str], tmp_path: Path):
     )
 
 
-@pytest.mark.parametrize(
-    "command", ["python", *(pytest.param(c, marks=pytest.mark.slow) for c in ("torchrun", "accelerate"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["python", "torchrun", "accelerate"])
 def test_a_model_beyond_the_machine_is_refused_in_seconds(options: list[str], tmp_path: Path, command: str):
     """Below a limit all the same, should it be built."""
     launch = begin(limited(command, 4_000_000_000), tmp_path / "run", [*options, *HUGE])

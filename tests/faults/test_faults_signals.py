@@ -98,6 +98,7 @@ def test_a_signal_while_libraries_are_loaded_leaves_no_trace(
     nothing_left(launch)
 
 
+@pytest.mark.slow
 def test_a_ctrl_c_ends_a_process_that_waits_for_the_others(options: list[str], tmp_path: Path):
     """In the rendezvous no line of Python runs for minutes: what ends it must not be one."""
     place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}

@@ -205,6 +205,7 @@ def poison(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def options(store: Path, folder: Path, action: str, *more: str) -> list[str]:
     return [
         *("--config", str(ROOT / "configs" / "tiny-moe.yaml"), *DATA_OPTIONS),
+        *("--training.micro_batch_size", "8"),
         *("--data.sources", f"[{{store: {store}}}]", "--run.output_dir", str(folder)),
         *("--model.router_bias_update_rate", "1e-3", "--model.hidden_dropout", "0.1"),
         *(
@@ -338,6 +339,7 @@ def newest(patch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("action", "mistake"), [("skip", forgotten), ("rollback", newest)])
 def test_mistakes_show(
     action: str,

@@ -125,7 +125,7 @@ def outputs(model: Decoder, ids: Tensor) -> dict[str, Tensor]:
     return found
 
 
-@NAMES
+@pytest.mark.parametrize("name", ["adamw", pytest.param("muon", marks=pytest.mark.slow)])
 @TIED
 def test_a_step_moves_the_function_as_far_at_every_width(name: str, tied: bool):
     """Eight times as wide: about as far with a base, and without one several times as far, in every part."""

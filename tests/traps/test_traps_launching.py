@@ -88,7 +88,8 @@ def check_connected(variant: list[dict]) -> None:
             assert all(text in found["error"] for text in HOW_TO_LAUNCH), found["error"]
 
 
-@pytest.mark.parametrize("name", ["cpu", pytest.param("multi_cpu", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["cpu", "multi_cpu"])
 def test_a_launch_of_too_few_processes_stops_and_says_how_to(name, launch):
     finished: Launch = launch(name)
     assert finished.exit_code != 0
