@@ -70,7 +70,7 @@ from llm_pretrain.training import (
 
 
 class TorchrunEngine:
-    """Data parallelism by `torch.distributed`: DDP or FSDP2."""
+    """Parallelism by `torch.distributed`: DDP, or FSDP2 with any mesh."""
 
     launcher: Launcher = "torchrun"
 
