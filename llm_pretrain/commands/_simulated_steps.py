@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 PAGE = 4096
 """Bytes of a page: below it, a link's time is that of its hops."""
+LONG = 32_768
+"""Tokens of a sequence from which on `--search` divides sequences over `cp`."""
 _SHARD_SIZES = 3
 """Shard sizes that are traced for each `ep_size`: the smallest that fits, and every second one after it."""
 _TRACED = (2, 3)
@@ -35,6 +38,8 @@ class Step:
         padding: The most padded parameter, as `name`, `rows`, `ranks` and `factor`.
         products, traffic: Seconds of computation that products and the memory's bandwidth bound.
         hidden, waited: Seconds of collectives beside computation, and of those it waits for, by link.
+        idle: Seconds that the ranks of a pipeline wait for each other.
+        ranks: Whose memory this is, and whose time: of a pipeline, the first or the last.
     """
 
     peak: int
@@ -45,6 +50,8 @@ class Step:
     traffic: float
     hidden: dict[str, float]
     waited: dict[str, float]
+    idle: float = 0.0
+    ranks: tuple[int, int] = (0, 0)
 
     @property
     def computing(self) -> float:
@@ -54,13 +61,13 @@ class Step:
     @property
     def seconds(self) -> float:
         """Least seconds of the step: the longest of computation and each link beside it, and the waits."""
-        return max([self.computing, *self.hidden.values()]) + sum(self.waited.values())
+        return max([self.computing, *self.hidden.values()]) + sum(self.waited.values()) + self.idle
 
     @property
     def bound(self) -> str:
-        """What takes longest: `products`, `memory traffic`, or a link."""
+        """What takes longest: `products`, `memory traffic`, `other stages`, or a link."""
         computing = "products" if self.products >= self.traffic else "memory traffic"
-        links = [*self.hidden.items(), *self.waited.items()]
+        links = [*self.hidden.items(), *self.waited.items(), ("other stages", self.idle)]
         return max([(computing, self.computing), *links], key=lambda pair: pair[1])[0]
 
     def mfu(self, config: Config, world_size: int, machine: Machine) -> float:
@@ -84,14 +91,16 @@ class Simulator:
     def __init__(self, process: subprocess.Popen[str], machine: Machine):
         self._process, self._machine = process, machine
 
-    def raw(self, options: Sequence[str], world_size: int, layers: int | None = None) -> dict[str, Any]:
+    def raw(
+        self, options: Sequence[str], world_size: int, layers: int | None = None, rank: int = 0
+    ) -> dict[str, Any]:
         """The worker's answer: a `Trace` as plain data, its collectives grouped, with `time`.
 
         Raises:
             ConfigError: as the worker does.
             ResourceError: the worker failed.
         """
-        job = {"options": list(options), "world_size": world_size, "layers": layers}
+        job = {"options": list(options), "world_size": world_size, "layers": layers, "rank": rank}
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with suppress(BrokenPipeError):  # its reason follows
@@ -106,11 +115,19 @@ class Simulator:
             raise ConfigError(*found["errors"])
         return found
 
-    def step(self, options: Sequence[str], world_size: int) -> Step:
-        """The whole step."""
-        found = self.raw(options, world_size)
-        names = ("peak", "held", "collectives", "padding")
-        return Step(**{name: found[name] for name in names}, **found["time"])
+    def step(self, options: Sequence[str], config: Config, world_size: int) -> Step:
+        """The whole step; of a pipeline, the memory and the time of its first or its last rank, whichever has
+        more."""
+        pp = config.distributed.mesh(world_size).pp
+        ranks = [0] if pp == 1 else [0, world_size // pp * (pp - 1)]
+        steps = []
+        for rank in ranks:
+            found = self.raw(options, world_size, rank=rank)
+            fields = {name: found[name] for name in ("peak", "held", "collectives", "padding")}
+            steps.append(Step(**fields, **found["time"], ranks=(rank, rank)))
+        largest, slowest = max(steps, key=lambda step: step.peak), max(steps, key=lambda step: step.seconds)
+        of_both = (largest.ranks[0], slowest.ranks[0])
+        return replace(slowest, peak=largest.peak, held=largest.held, ranks=of_both)
 
     def extrapolated(self, options: Sequence[str], config: Config, world_size: int) -> Step:
         """The step from that of few layers: every part's memory, and every time, is linear in the layers."""
@@ -118,7 +135,7 @@ class Simulator:
         period = model.decoder_sparse_step if model.moe_layers else 1
         few, more = (model.first_k_dense_replace + count * period for count in _TRACED)
         if model.num_hidden_layers <= more:
-            return self.step(options, world_size)
+            return self.step(options, config, world_size)
         first, second = (self.raw(options, world_size, layers) for layers in (few, more))
         times = (model.num_hidden_layers - few) / (more - few)
 
@@ -175,48 +192,74 @@ def verified(options: Sequence[str]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Mesh:
-    """Sizes of a mesh."""
+    """Sizes of a mesh without pipelines."""
 
     replicas: int
     shards: int
-    ep: int
+    ep: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    def sizes(self) -> dict[str, int]:
+        """Name in the `distributed` section -> size."""
+        return {
+            **{"dp_replicate_size": self.replicas, "dp_shard_size": self.shards, "ep_size": self.ep},
+            **{"cp_size": self.cp, "tp_size": self.tp, "pp_size": 1},
+        }
 
     def options(self) -> list[str]:
-        """The settings."""
-        settings = {"dp_replicate_size": self.replicas, "dp_shard_size": self.shards, "ep_size": self.ep}
-        words = ["--distributed.strategy", "fsdp"]
-        return words + [
-            word for name, size in settings.items() for word in (f"--distributed.{name}", str(size))
-        ]
+        """The settings; those of 1 are left out, but for replicas and shards."""
+        sizes = self.sizes().items()
+        kept = [(name, size) for name, size in sizes if size > 1 or name.startswith("dp_")]
+        words = [word for name, size in kept for word in (f"--distributed.{name}", str(size))]
+        return ["--distributed.strategy", "fsdp", *words]
 
     def of(self, config: Config) -> Config:
         """The configuration on this mesh."""
-        sizes = {"dp_replicate_size": self.replicas, "dp_shard_size": self.shards, "ep_size": self.ep}
-        return replace(config, distributed=replace(config.distributed, strategy="fsdp", **sizes))
+        return replace(config, distributed=replace(config.distributed, strategy="fsdp", **self.sizes()))
 
 
 def candidates(config: Config, world_size: int, machine: Machine) -> list[Mesh]:
-    """Meshes to trace: for each `ep_size` inside a node, shard sizes that fit into memory by `estimate`."""
+    """Meshes to trace: for each `ep_size`, `cp_size` and `tp_size`, shard sizes that may fit into memory.
+
+    The product of `cp_size` and `tp_size` is inside a node, as are the ranks that exchange tokens; sequences
+    are divided over `cp` from `LONG` tokens on. For divided sequences only the smallest shard size is taken.
+    """
     node, experts = machine.gpus_per_node, config.model.num_experts if config.model.moe_layers else 1
-    shard_sizes = [
-        size
-        for size in range(2, world_size + 1)
-        if world_size % size == 0 and (size % node == 0 or node % size == 0 or size == world_size)
-    ]
+    powers = [size for size in range(1, node + 1) if node % size == 0]
+    contexts = powers if config.training.sequence_length >= LONG else [1]
     found = []
-    for ep in range(1, node + 1):
-        if experts % ep or node % ep:
+    for ep, cp, tp in itertools.product(powers, contexts, powers):
+        sequence, count = cp * tp, _SHARD_SIZES if cp * tp == 1 else 1
+        if experts % ep or world_size % sequence or sequence > node:
             continue
-        meshes = [Mesh(world_size // size, size, ep) for size in shard_sizes if size % ep == 0]
-        fitting = [mesh for mesh in meshes if _may_fit(mesh.of(config), world_size, machine)]
-        found += fitting[::2][:_SHARD_SIZES]
+        meshes = [
+            Mesh(world_size // size, size // sequence, ep, cp, tp)
+            for size in range(max(2, sequence), world_size + 1)
+            if world_size % size == 0
+            and size % sequence == 0
+            and size % ep == 0
+            and (size % node == 0 or node % size == 0 or size == world_size)
+        ]
+        fitting = [mesh for mesh in meshes if _may_fit(mesh, config, world_size, machine)]
+        found += fitting[::2][:count]
     return found
 
 
-def _may_fit(config: Config, world_size: int, machine: Machine) -> bool:
+def _may_fit(mesh: Mesh, config: Config, world_size: int, machine: Machine) -> bool:
+    """Whether a mesh is allowed, and `estimate` finds memory for it: a rank's part of each sequence is taken
+    for a shorter one, and all ranks that share state for data-parallel ones."""
+    from llm_pretrain.config import check_mesh
     from llm_pretrain.memory import estimate_memory
 
-    return estimate_memory(config, world_size, on_gpu=True).peak <= machine.memory_gb * 1e9
+    training, sequence = config.training, mesh.cp * mesh.tp
+    rows, data = training.micro_batch_size, mesh.replicas * mesh.shards
+    if training.global_batch_size % (rows * data) or [*check_mesh(mesh.of(config), world_size)]:
+        return False
+    alike = Mesh(mesh.replicas, mesh.shards * sequence, mesh.ep).of(config)
+    length, batch = training.sequence_length // sequence, training.global_batch_size * sequence
+    alike = replace(alike, training=replace(training, sequence_length=length, global_batch_size=batch))
+    return estimate_memory(alike, world_size, on_gpu=True).peak <= machine.memory_gb * 1e9
 
 
 def findings(step: Step, config: Config, machine: Machine) -> list[str]:

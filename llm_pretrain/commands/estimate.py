@@ -83,6 +83,12 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             f"training.precision: expected fp16 or fp32 on a {arguments.gpu}, which has no bf16, found bf16"
         )
+    divided = [name for name in ("cp_size", "tp_size", "pp_size") if getattr(config.distributed, name) > 1]
+    if divided and processes > 1:
+        raise ConfigError(
+            f"distributed.{divided[0]}: expected 1 for an estimate, found "
+            f"{getattr(config.distributed, divided[0])}; use llm-pretrain simulate, which knows such meshes"
+        )
     _print_model(config)
     memory = _print_memory(config, arguments)
     _print_time(config, arguments)

@@ -79,7 +79,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.search:  # the configuration's own mesh does not count
         for name, value in (("strategy", "fsdp"), ("dp_replicate_size", "1"), ("dp_shard_size", "null")):
             options += [f"--distributed.{name}", value]
-        options += ["--distributed.ep_size", "1"]
+        for name in ("ep_size", "cp_size", "tp_size", "pp_size"):
+            options += [f"--distributed.{name}", "1"]
     config = load_config(options, needs_data=False, has_bf16=True, world_size=world_size)
     config = with_vocabulary(config)
     options += ["--model.vocab_size", str(config.model.vocab_size)]
@@ -87,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
     with simulator(machine) as worker:
         if arguments.search:
             return _search(worker, options, config, machine, arguments)
-        step = worker.step(options, world_size)
+        step = worker.step(options, config, world_size)
     if arguments.json:
         print(json.dumps(_as_json(step, config, world_size, machine), indent=1))
     else:
@@ -185,12 +186,13 @@ def _print_step(step: Step, config: Config, world_size: int, machine: Machine, g
         f"{config.run.name}: a step of one of {world_size} x {name}, {mesh} ({training.precision}, {tokens}, "
         f"{times} times)"
     )
-    print("memory at the peak")
+    of_memory, of_time = (f", of rank {rank}" if sizes.pp > 1 else "" for rank in step.ranks)
+    print(f"memory at the peak{of_memory}")
     for kind, size in step.held.items():
         print(f"  {kind:<34} {size_text(size):>11}")
     fits = "fits" if _fits(step, machine) else "does NOT fit"
     print(f"  {'peak':<34} {size_text(step.peak):>11}  {fits} into {machine.memory_gb:g} GB")
-    print("collectives of a step")
+    print(f"collectives of a step{of_time}")
     for row in step.collectives:
         where = ", on the host" if row["on_host"] else ""
         what = f"{row['kind']} over {row['group']}{where}"
@@ -210,6 +212,8 @@ def _print_time(step: Step, config: Config, world_size: int, machine: Machine) -
         print(f"  {link + ', beside computation':<34} {_seconds(seconds):>11}")
     for link, seconds in step.waited.items():
         print(f"  {link + ', computation waits':<34} {_seconds(seconds):>11}")
+    if step.idle:
+        print(f"  {'waiting for other stages':<34} {_seconds(step.idle):>11}")
     speed, mfu = step_tokens(config) / step.seconds, step.mfu(config, world_size, machine)
     print(
         f"  {'step':<34} {_seconds(step.seconds):>11}  at most {speed:,.0f} tokens/s, "
@@ -247,10 +251,11 @@ def _search(
         print(json.dumps(found, indent=1))
         return 0
     print(f"{config.run.name} on {world_size} x {arguments.gpu or 'GPUs'}, extrapolated from few layers")
-    print("  replicas  shards  ep         peak         step     MFU  bound by")
+    print("  replicas  shards  ep  cp  tp         peak         step     MFU  bound by")
     for step, mesh in rows:
         print(
-            f"  {mesh.replicas:>8}  {mesh.shards:>6}  {mesh.ep:>2}  {size_text(step.peak):>11}  "
+            f"  {mesh.replicas:>8}  {mesh.shards:>6}  {mesh.ep:>2}  {mesh.cp:>2}  {mesh.tp:>2}  "
+            f"{size_text(step.peak):>11}  "
             f"{_seconds(step.seconds):>11}  {step.mfu(config, world_size, machine):>6.1%}  {step.bound}"
         )
     best = rows[0][1]

@@ -163,7 +163,7 @@ class Pipeline:
                 passed = [torch.empty_like(each, device=self.device) for each in self._inputs(stage, batch)]
                 for each in passed:
                     dist.recv(each, group=self.group, group_src=self.owners[stage - 1])
-            passed = module(*passed, number=torch.zeros(1, dtype=torch.int64))
+            passed = module(*passed, number=0)
             if stage < self.last and self.owners[stage + 1] != self.rank:
                 for each in passed:
                     dist.send(each.contiguous(), group=self.group, group_dst=self.owners[stage + 1])
@@ -254,7 +254,7 @@ class Pipeline:
         """The `forward` of the decoder of a stage, which looks its micro batch up."""
         module, last = self.modules[stage], self.last
 
-        def forward(*received: Tensor, number: Tensor) -> Any:
+        def forward(*received: Tensor, number: Tensor | int) -> Any:
             batch = self._batches[int(number)]
             inputs = batch.model_inputs()
             labels, mask = inputs.pop("labels"), inputs.pop("loss_mask")

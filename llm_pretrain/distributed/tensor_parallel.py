@@ -230,8 +230,9 @@ class _Share(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, total: Tensor, ranks: int) -> Tensor:
+        ctx.set_materialize_grads(False)  # zeros for a loss without a coefficient would cost the head twice
         return total / ranks
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         return grads[0], None

@@ -3,22 +3,25 @@
 An operation takes at least as long as its products at the peak of their type and as long as its bytes at the
 bandwidth of the memory. In compiled layers, elementwise operations in a row read their first inputs and write
 their last results only. FSDP's collectives are hidden behind computation but for the first gather and the
-last reduction; exchanges of tokens, and of keys and values, are not hidden.
+last reduction; exchanges of tokens, of keys and values, and of the positions and parts of divided products
+are not hidden, nor what a stage of a pipeline receives.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from llm_pretrain.simulation.tracker import WITHIN_LAYERS, Collective, Tracker
+from llm_pretrain.simulation.tracker import Collective, Tracker
 from llm_pretrain.tracking import Machine
+
+if TYPE_CHECKING:
+    from llm_pretrain.simulation.trace import Trace
 
 _FREE = {
     *("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach", "device"),
@@ -31,7 +34,7 @@ _LOOKED_UP = {"embedding", "index", "index_select", "gather"}
 _LEFT = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}
 """Matrix products, and which of their tensors is the left factor."""
 _HIDDEN = {"all_gather", "reduce_scatter"}
-"""Collectives that run beside computation; and FSDP's all-reduces of gradients."""
+"""Collectives of FSDP's that run beside computation; and its all-reduces of gradients."""
 
 
 @dataclass
@@ -43,12 +46,14 @@ class Time:
         traffic: Of operations that the memory's bandwidth bounds.
         hidden: Of collectives that run beside computation, by link.
         waited: Of collectives that computation waits for, by link.
+        idle: Seconds that the ranks of a pipeline wait for each other.
     """
 
     products: float
     traffic: float
     hidden: dict[str, float]
     waited: dict[str, float]
+    idle: float
 
 
 class Roofline:
@@ -154,6 +159,9 @@ def collective_time(each: Collective, machine: Machine) -> tuple[str, float]:
         link, speed = "nvlink", nvlink
     hops = (nodes - 1) * on_network + (count - nodes) * on_nvlink
     once = each.size * (count - 1) / count / speed + hops
+    if each.kind in ("send", "receive"):  # between neighbours in the group
+        speed, hop = (network, on_network) if nodes > 1 else (nvlink, on_nvlink)
+        return link, each.size / speed + hop
     if each.kind == "broadcast":
         return link, each.size / speed + hops
     if each.kind != "all_reduce":
@@ -162,25 +170,28 @@ def collective_time(each: Collective, machine: Machine) -> tuple[str, float]:
     return link, min(2 * once, tree)
 
 
-def step_time(roofline: Roofline, collectives: Iterable[Collective], repeats: int, machine: Machine) -> Time:
-    """The least time of a step whose first micro batch is done `repeats` times."""
+def step_time(roofline: Roofline, trace: Trace, machine: Machine) -> Time:
+    """The least time of a step, of which one micro batch stands for several."""
 
     def times(micro_batch: float) -> int:
-        return repeats if micro_batch == 0 else 1
+        return trace.repeats if micro_batch == trace.alike else 1
 
     products = sum(times(number) * seconds for number, seconds in roofline.products.items())
     traffic = sum(times(number) * seconds for number, seconds in roofline.traffic.items())
     hidden: dict[str, float] = defaultdict(float)
     waited: dict[str, float] = defaultdict(float)
-    on_device = [each for each in collectives if not each.on_host]
-    of_shards = [index for index, each in enumerate(on_device) if each.group not in WITHIN_LAYERS]
+    on_device = [each for each in trace.collectives if not each.on_host]
+    of_one = roofline.products[trace.alike] + roofline.traffic[trace.alike]
+    of_shards = [index for index, each in enumerate(on_device) if each.of_shards]
     gathers = [index for index in of_shards if on_device[index].kind == "all_gather"]
     reductions = [index for index in of_shards if on_device[index].kind == "reduce_scatter"]
     alone = {*gathers[:1], *reductions[-1:]}
     for index, each in enumerate(on_device):
         link, seconds = collective_time(each, machine)
-        of_gradients = each.kind == "all_reduce" and each.phase == "backward"
-        may_hide = each.group not in WITHIN_LAYERS and index not in alone
-        is_hidden = may_hide and (each.kind in _HIDDEN or of_gradients)
+        of_replicas = each.kind == "all_reduce" and each.group in ("dp_replicate", "ep_replicate")
+        is_hidden = of_replicas or (each.of_shards and each.kind in _HIDDEN and index not in alone)
+        is_hidden = is_hidden or each.kind == "send"
         (hidden if is_hidden else waited)[link] += times(each.micro_batch) * seconds
-    return Time(products, traffic, dict(hidden), dict(waited))
+        if not is_hidden and each.micro_batch == trace.alike:
+            of_one += seconds
+    return Time(products, traffic, dict(hidden), dict(waited), trace.idle * of_one)

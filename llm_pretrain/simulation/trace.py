@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -19,16 +20,21 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_init
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.pipelining.schedules import InferenceMode
 from torch.distributed.tensor import DTensor
 
 from llm_pretrain.config import Config
 from llm_pretrain.data import Batch, padded_offsets
 from llm_pretrain.distributed import expert_parallel, fsdp
 from llm_pretrain.distributed.initial_values import materialize
+from llm_pretrain.distributed.mesh import Place
+from llm_pretrain.model.kernels import loss
 from llm_pretrain.optim import build_optimizer
 from llm_pretrain.simulation.tracker import GRADIENTS, OPTIMIZER, PARAMETERS, Collective, Tracker
 from llm_pretrain.training import SpikeDetector, StepMonitor, build_model, own_part
@@ -44,23 +50,27 @@ DOCUMENT_LENGTH = 300
 
 @dataclass
 class Trace:
-    """The second step of rank 0, when the optimizer's state exists.
+    """The second step of a rank, when the optimizer's state exists.
 
     Args:
         peak: Most bytes at once.
         held: Bytes of each kind of tensor at the peak, largest first.
         highest: Most bytes at once in each part of the step; see `Tracker.highest`.
-        collectives: In order; the first of several micro batches stands for all but the last.
-        repeats: Micro batches for which the first one stands.
+        collectives: In order; one of several micro batches stands for those that are alike.
+        alike: Number of that micro batch: the first, or one in the middle of a pipeline's.
+        repeats: Micro batches for which it stands.
         padding: The most padded parameter; None where none is.
+        idle: Time that a rank of a pipeline waits for others, in that of a micro batch.
     """
 
     peak: int
     held: dict[str, int]
     highest: dict[str, int]
     collectives: list[Collective]
+    alike: int
     repeats: int
     padding: Padding | None
+    idle: float
 
 
 @dataclass
@@ -114,16 +124,38 @@ def traced_step(config: Config, device: torch.device, *, real: bool = False, obs
         states = [each for state in optimizer.state.values() for each in state.values()]
         tracker.name(OPTIMIZER, [each for each in states if isinstance(each, Tensor)])
         _tell_phases(engine, tracker)
+        stack.enter_context(_telling_reductions(tracker))
+        stack.enter_context(_telling_micro_batches(tracker))
         batches = [micro_batch(config, device, index) for index in range(engine.accumulation_steps)]
-        batches = [own_part(batch, engine.place) for batch in batches]
+        batches = [replace(own_part(each, engine.place), digest=each.digest) for each in batches]  # real
         tracker.begin_step()
-        alike = len(batches) - 1  # all but the last do the same
-        engine.train_step(batches[:1] + batches[1:][-1:], monitor)
+        traced = batches[:1] + batches[1:][-1:]  # all but the last do the same
+        if engine.pipeline is not None:
+            traced = batches[: _steady(config, len(batches))]
+        alike = 0 if engine.pipeline is None else len(traced) // 2
+        engine.train_step(traced, monitor)
+        idle = _idle(config, engine.place)
         peak, held = tracker.peak()
         highest = tracker.highest(config.model.num_hidden_layers)
         collectives = list(tracker.collectives)
     fsdp.clear_mesh_caches()
-    return Trace(peak, held, highest, collectives, max(1, alike), padding)
+    repeats = max(1, len(batches) - len(traced) + 1)
+    return Trace(peak, held, highest, collectives, alike, repeats, padding, idle)
+
+
+def _steady(config: Config, micro_batches: int) -> int:
+    """Micro batches of a pipeline after which the others only repeat what the middle ones do."""
+    is_repeated = config.distributed.pp_schedule != "gpipe"  # which keeps all of them in memory
+    return min(micro_batches, 2 * config.distributed.num_stages) if is_repeated else micro_batches
+
+
+def _idle(config: Config, place: Place) -> float:
+    """Time that a rank of a pipeline waits for others, in that of a micro batch: (P - 1) / stages of a rank.
+
+    All stages take as long. Zero-bubble schedules are taken not to wait.
+    """
+    distributed = config.distributed
+    return 0.0 if distributed.splits_backward else (place.sizes.pp - 1) / len(distributed.stages(place.pp))
 
 
 def _engine(config: Config, device: torch.device) -> Any:
@@ -188,9 +220,9 @@ def _tell_phases(engine: Any, tracker: Tracker) -> None:
         return forward(batch)
 
     def run_objective(*arguments: Any) -> Tensor:
-        loss = objective(*arguments)
+        found = objective(*arguments)
         tracker.phase = "backward"
-        return loss
+        return found
 
     def run_clip(parameters: Any, max_norm: float) -> Any:
         tracker.phase = "update"
@@ -198,6 +230,44 @@ def _tell_phases(engine: Any, tracker: Tracker) -> None:
         return clip(parameters, max_norm)
 
     engine.forward, engine.objective, engine.clip_grad_norm = run_forward, run_objective, run_clip
+
+
+def _telling_reductions(tracker: Tracker) -> Any:
+    """A block in which the tracker is told when FSDP has reduced the gradients of a layer."""
+    post_backward = FSDPParamGroup.post_backward
+
+    def reduce(group: Any, *unused: Any) -> None:
+        post_backward(group, *unused)
+        if layer := re.search(r"\blayers\.(\d+)", group._module_fqn or ""):
+            tracker.reduced(int(layer[1]))
+
+    return patch.object(FSDPParamGroup, "post_backward", reduce)
+
+
+@contextmanager
+def _telling_micro_batches(tracker: Tracker) -> Iterator[None]:
+    """A block in which the stages of a pipeline tell the tracker what they compute, look up micro batches by
+    plain numbers, and know the shapes of what they receive without a first exchange."""
+    forward, backward = PipelineStage.forward_one_chunk, PipelineStage.backward_one_chunk
+
+    def run_forward(stage: Any, number: int, args: Any, kwargs: Any, *rest: Any, **more: Any) -> Any:
+        tracker.phase, tracker.micro_batch = "forward", number
+        return forward(stage, number, args, kwargs | {"number": number}, *rest, **more)
+
+    def run_backward(stage: Any, number: int, *rest: Any, **more: Any) -> Any:
+        tracker.phase, tracker.micro_batch = "backward", number
+        return backward(stage, number, *rest, **more)
+
+    def skip_exchange(schedule: Any, stages: Any, *_: Any) -> None:
+        for stage in stages:
+            stage._inference_mode = InferenceMode.STATIC
+
+    with (
+        patch.object(PipelineStage, "forward_one_chunk", run_forward),
+        patch.object(PipelineStage, "backward_one_chunk", run_backward),
+        patch.object(schedules._PipelineSchedule, "_warmup_p2p", skip_exchange),
+    ):
+        yield
 
 
 def micro_batch(config: Config, device: torch.device, index: int) -> Batch:
@@ -258,8 +328,8 @@ def _without_values() -> Iterator[None]:
     summed = script.TorchrunEngine.sum_integers
 
     def sum_integers(engine: Any, values: Any) -> list[int]:
-        with unset_fake_temporarily():
-            return summed(engine, values)
+        with unset_fake_temporarily():  # a rank without loss tokens of its own trains too
+            return [max(1, value) for value in summed(engine, values)]
 
     def decide(monitor: StepMonitor, step: Any) -> None:
         step.numbers()
@@ -269,7 +339,21 @@ def _without_values() -> Iterator[None]:
         with unset_fake_temporarily():
             return torch.arange(0, document_ids.numel() + 1, document_ids.shape[1], dtype=torch.int32)
 
+    found = Tensor.nonzero
+
+    def nonzero(mask: Tensor) -> Tensor:
+        if not isinstance(mask, FakeTensor):
+            return found(mask)
+        return torch.arange(len(mask), device=mask.device)[:, None]  # every token counts
+
+    in_ratio = loss._in_ratio
+
+    def is_in_ratio(grad_loss: Tensor, *rest: Any) -> bool:
+        return grad_loss.device.type == "cpu" or in_ratio(grad_loss, *rest)
+
     with ExitStack() as stack:
+        stack.enter_context(patch.object(Tensor, "nonzero", nonzero))
+        stack.enter_context(patch.object(loss, "_in_ratio", is_in_ratio))
         stack.enter_context(patch.object(script.TorchrunEngine, "sum_integers", sum_integers))
         stack.enter_context(patch.object(StepMonitor, "_decide", decide))
         stack.enter_context(patch("llm_pretrain.model.kernels.attention._offsets", row_offsets))

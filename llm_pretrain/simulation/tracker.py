@@ -28,6 +28,8 @@ _KINDS = {
     "all_gather_into_tensor": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter",
     "broadcast_": "broadcast",
+    "send": "send",
+    "recv_": "receive",
 }
 """torch's operation -> kind of collective."""
 
@@ -41,21 +43,20 @@ BATCHES = "batches and buffers"
 TEMPORARIES = "temporaries"
 
 
-WITHIN_LAYERS = {"cp", "tp", "sequence"}
-"""Groups whose collectives are a part of a layer's computation, which waits for them."""
-
-
 class Collective(NamedTuple):
     """One collective of a step.
 
     Args:
-        kind: `all_gather`, `reduce_scatter`, `all_reduce`, `all_to_all` or `broadcast`.
+        kind: `all_gather`, `reduce_scatter`, `all_reduce`, `all_to_all`, `broadcast`; or `send` or `receive`
+            between neighbouring stages of a pipeline.
         group: `world`, or the mesh dimension's name.
         ranks: Of the group.
         size: Bytes of a rank's largest tensor: what it has after an all-gather, and before the others.
         on_host: Whether the tensor is on the host.
         phase: `forward`, `backward` or `update`.
         micro_batch: Number of the micro batch, from 0; -1 before the first.
+        of_shards: Whether FSDP gathers parameters or reduces gradients by it. Others are parts of a layer's
+            computation.
     """
 
     kind: str
@@ -65,6 +66,7 @@ class Collective(NamedTuple):
     on_host: bool
     phase: str
     micro_batch: int
+    of_shards: bool = False
 
 
 class Tracker(TorchDispatchMode):
@@ -84,8 +86,10 @@ class Tracker(TorchDispatchMode):
         self._kinds: list[str] = []
         self._log: list[tuple[int, int]] = []
         """(serial number of a storage, its size from here on)."""
-        self._places: list[int] = []
-        """Place in the log of each collective."""
+        self._reduced: list[tuple[int, int, int]] = []
+        """Micro batch and layer of each reduction of FSDP, and its place in the log."""
+        self._buffers: set[int] = set()
+        """Storages that FSDP gathers to or reduces from next."""
         self._start = 0
         self._is_paused = False
 
@@ -121,7 +125,7 @@ class Tracker(TorchDispatchMode):
     def begin_step(self) -> None:
         """Peak, collectives and operations are those from here on."""
         self.collectives.clear()
-        self._places.clear()
+        self._reduced.clear()
         self.micro_batch = -1
         self._start = len(self._log)
 
@@ -151,25 +155,20 @@ class Tracker(TorchDispatchMode):
         pass, of the last one, and of everything. In the layers between, memory rises or falls evenly.
         """
         totals = self._totals()
-        found = zip(self._places, self.collectives, strict=True)
-        reduced = [
-            place
-            for place, each in found
-            if each.kind == "reduce_scatter"
-            and each.group not in WITHIN_LAYERS
-            and each.micro_batch == self.micro_batch
-        ]
-        if len(reduced) <= layers:
+        ends = {layer: place for number, layer, place in self._reduced if number == self.micro_batch}
+        if len(ends) < layers:  # nothing is sharded
             return {"step": max(totals[self._start :])}
-        in_first = 1 if len(reduced) == layers + 1 else 2  # experts are reduced on their own
-        in_last = 2 if len(reduced) == 2 * layers + 1 else 1
-        first, last = reduced[in_first - 1], reduced[-2]
-        before_last = reduced[-2 - in_last] if layers > 1 else self._start
+        first, last = ends[layers - 1], ends[0]
+        before_last = ends.get(1, self._start)
         return {
             "forward and first layer": max(totals[self._start : first + 1]),
             "last layer": max(totals[before_last : last + 1]),
             "end": max(totals[last:]),
         }
+
+    def reduced(self, layer: int) -> None:
+        """Say that FSDP has reduced gradients of a layer, of which there may be several groups."""
+        self._reduced.append((self.micro_batch, layer, len(self._log)))
 
     def _totals(self) -> list[int]:
         """Bytes after each entry of the log."""
@@ -193,6 +192,7 @@ class Tracker(TorchDispatchMode):
             self._collective(func, args, given)
         elif func.namespace == "fsdp":
             self.name(WHOLE_GRADIENTS if func._opname == "chunk_cat" else GATHERED, given)
+            self._buffers = {_storage(each) for each in (*given, *made)}
         for each in made:
             tensor = to_local(each)
             if tensor.device.type == self.device:
@@ -216,6 +216,7 @@ class Tracker(TorchDispatchMode):
 
     def _free(self, key: int) -> None:
         self._log.append((self._serials.pop(key), 0))
+        self._buffers.discard(key)
 
     def _collective(self, func: Any, args: Any, given: list[Tensor]) -> None:
         kind = _KINDS.get(func._opname)
@@ -226,13 +227,19 @@ class Tracker(TorchDispatchMode):
         size, ranks = largest.numel() * largest.element_size(), tuple(dist.get_process_group_ranks(group))
         on_host = largest.device.type != self.device
         name = group.group_desc.removeprefix("mesh_") if len(ranks) < dist.get_world_size() else "world"
-        self.collectives.append(Collective(kind, name, ranks, size, on_host, self.phase, self.micro_batch))
-        self._places.append(len(self._log))
-        if kind == "all_gather":
+        of_shards = _storage(largest) in self._buffers
+        self.collectives.append(
+            Collective(kind, name, ranks, size, on_host, self.phase, self.micro_batch, of_shards)
+        )
+        if kind == "all_gather" and of_shards:
             self.name(GATHERED, [largest])
-        elif kind == "reduce_scatter":
+        elif kind == "reduce_scatter" and of_shards:
             self.name(GRADIENTS, given)
             self.name(WHOLE_GRADIENTS, [largest])
+
+
+def _storage(tensor: Tensor) -> int:
+    return to_local(tensor).untyped_storage()._cdata
 
 
 def _group(arguments: list[Any]) -> Any:

@@ -34,6 +34,12 @@ _MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "hsdp 2 x 2": (4, {"dp_replicate_size": 2}),
     "cp 4": (4, {"cp_size": 4}),
     "hsdp 2 x cp 2": (4, {"dp_replicate_size": 2, "cp_size": 2}),
+    "tp 2": (2, {"tp_size": 2}),
+    "tp 4": (4, {"tp_size": 4}),
+    "tp 2 x fsdp 2": (4, {"tp_size": 2}),
+    "tp 2 x cp 2": (4, {"tp_size": 2, "cp_size": 2}),
+    "pp 2": (2, {"pp_size": 2}),
+    "pp 2 x fsdp 2": (4, {"pp_size": 2}),
 }
 _DENSE_MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp 4, reduced once": (4, {"sync_each_batch": False}),
@@ -45,6 +51,7 @@ _EXPERT_MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "ep 2 x fsdp 2": (4, {"ep_size": 2}),
     "hsdp 2 x ep 2": (4, {"dp_replicate_size": 2, "ep_size": 2}),
     "ep 2 x cp 2": (4, {"ep_size": 2, "cp_size": 2}),
+    "ep 4 x tp 2": (4, {"ep_size": 4, "tp_size": 2}),
 }
 
 
@@ -63,8 +70,8 @@ def small(config: Config, world_size: int, sizes: dict[str, Any]) -> Config:
         "hidden_size": 64,
         "intermediate_size": 96,
         "num_hidden_layers": min(3, model.num_hidden_layers),
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2 if is_grouped else 4,
+        "num_attention_heads": 8 if is_grouped else 4,
+        "num_key_value_heads": 4,
         "head_dim": 16,
     }
     if model.moe_layers:

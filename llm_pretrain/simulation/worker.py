@@ -34,20 +34,22 @@ class Job:
         world_size: Ranks.
         machine: Fields of `Machine`; None for the CPU.
         layers: Of the model; None for the configuration's.
+        rank: That is simulated.
     """
 
     options: list[str]
     world_size: int
     machine: dict[str, Any] | None = None
     layers: int | None = None
+    rank: int = 0
 
 
 @contextmanager
-def fake_ranks(world_size: int, backend: str) -> Iterator[None]:
-    """A process group of which this is rank 0; nothing is sent."""
+def fake_ranks(world_size: int, backend: str, rank: int = 0) -> Iterator[None]:
+    """A process group of which this is a rank; nothing is sent."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group(backend, rank=0, world_size=world_size, store=FakeStore())
+    dist.init_process_group(backend, rank=rank, world_size=world_size, store=FakeStore())
     try:
         yield
     finally:
@@ -73,11 +75,12 @@ def simulate(job: Job) -> dict[str, Any]:
         roofline = Roofline(machine, fuses=fuses, length=config.training.sequence_length)
     capability = divmod(machine.capability, 10) if machine else None
     backend = "cpu:fake,simulated:fake_simulated" if machine else "fake"
-    with fake_ranks(job.world_size, backend), gpu_kernels(capability) if capability else nullcontext():
+    kernels = gpu_kernels(capability) if capability else nullcontext()
+    with fake_ranks(job.world_size, backend, job.rank), kernels:
         trace = traced_step(config, device, observe=roofline)
     found = asdict(trace) | {"collectives": grouped(trace)}
     if machine and roofline:
-        found["time"] = asdict(step_time(roofline, trace.collectives, trace.repeats, machine))
+        found["time"] = asdict(step_time(roofline, trace, machine))
     return found
 
 
@@ -88,7 +91,7 @@ def grouped(trace: Trace) -> list[dict[str, Any]]:
         key = (each.kind, each.group, len(each.ranks), each.on_host)
         names = ("kind", "group", "ranks", "on_host")
         row = rows.setdefault(key, dict(zip(names, key, strict=True)) | {"count": 0, "bytes": 0})
-        times = trace.repeats if each.micro_batch == 0 else 1
+        times = trace.repeats if each.micro_batch == trace.alike else 1
         row["count"] += times
         row["bytes"] += times * each.size
         row["smallest"] = min(row.get("smallest", each.size), each.size)

@@ -72,10 +72,23 @@ def test_the_search_tries_meshes_that_divide_and_fit():
     meshes = candidates(fsdp, 64, H100)
     assert {mesh.ep for mesh in meshes} == {ep for ep in (1, 2, 4, 8) if experts % ep == 0}
     for mesh in meshes:
-        assert mesh.replicas * mesh.shards == 64
-        assert mesh.shards % mesh.ep == 0
+        assert mesh.replicas * mesh.shards * mesh.cp * mesh.tp == 64
+        assert mesh.shards * mesh.cp * mesh.tp % mesh.ep == 0
         assert not list(mesh.of(fsdp).distributed.check(64))
+    assert {mesh.cp for mesh in meshes} == {1}
+    assert {mesh.tp for mesh in meshes} == {
+        tp for tp in (1, 2, 4, 8) if fsdp.model.num_key_value_heads % tp == 0
+    }
     assert candidates(fsdp, 64, replace(H100, memory_gb=0.001)) == []
+    long = replace(fsdp, training=replace(fsdp.training, sequence_length=1 << 15))
+    found = candidates(long, 64, H100)
+    assert {mesh.cp for mesh in found} == {1, 2, 4, 8}
+    assert max(mesh.cp * mesh.tp for mesh in found) == H100.gpus_per_node
+
+
+def test_a_step_waits_for_other_stages():
+    assert replace(STEP, idle=1.0).seconds == STEP.seconds + 1.0
+    assert replace(STEP, idle=1.0).bound == "other stages"
 
 
 @pytest.mark.slow
@@ -86,7 +99,7 @@ def test_steps_of_a_simulated_gpu():
     options += ["--training.precision", "bf16"]
     given = load_config(options, needs_data=False, has_bf16=True, world_size=8)
     with simulator(H100) as worker:
-        whole = worker.step(options, 8)
+        whole = worker.step(options, given, 8)
         extrapolated = worker.extrapolated(options, given, 8)
     assert extrapolated.peak == pytest.approx(whole.peak, rel=0.001)
     assert extrapolated.seconds == pytest.approx(whole.seconds, rel=0.05)

@@ -91,6 +91,45 @@ def test_tokens_travel_to_their_experts_and_back():
     assert sizes(trace, "all_gather")[("ep_shard", 2, 4 * experts)] == 2 * L
 
 
+def test_positions_are_gathered_and_scattered_around_divided_products():
+    trace = simulated(config(DENSE, 2, tp_size=2), 4)
+    # ids; hidden states before attention, MLP and head; labels, mask and parts of the losses; backwards the
+    # gradients of embedding, attention and MLP, whose positions were scattered
+    gathered = sizes(trace, "all_gather")
+    assert gathered["tp", 2, 4 * B * S * H] == (2 * L + 1) + (2 * L + 1)
+    assert sizes(trace, "reduce_scatter")["tp", 2, 4 * B * S * H] == (2 * L + 1) + (2 * L + 1)
+    assert gathered["dp_shard", 2, 4 * LAYER // 2] == 2 * L
+    assert {each.group for each in trace.collectives if each.of_shards} == {"dp_shard", "world"}
+
+
+def test_what_is_gathered_for_products_is_no_part_of_the_state_though_all_ranks_divide_them():
+    trace = simulated(config(DENSE, 1, tp_size=2), 2)
+    gathered = [each for each in trace.collectives if each.kind == "all_gather"]
+    assert [each.of_shards for each in gathered].count(True) == 1  # norms
+    assert sum(each.size == 4 * B * S * H for each in gathered) == 4 * L + 2
+
+
+@pytest.mark.parametrize(("rank", "kind", "other"), [(0, "send", "receive"), (2, "receive", "send")])
+def test_a_stage_sends_hidden_states_and_receives_gradients(rank: int, kind: str, other: str):
+    size, micro_batches = 4 * B * S * H, 4
+    batch = config(DENSE, 2, micro_batches, pp_size=2)
+    with fake_ranks(4, "fake", rank):
+        trace = traced_step(batch, CPU)
+    assert sizes(trace, kind)["pp", 2, size] == micro_batches
+    assert sizes(trace, other)["pp", 2, size] == micro_batches
+    assert trace.idle == 1  # of a micro batch: stages less one
+    own = L // 2 * LAYER + V * H + (L // 2 * 2 + rank // 2) * H
+    assert trace.held[PARAMETERS] == pytest.approx(4 * own / 2, rel=0.02)
+
+
+def test_middle_micro_batches_of_a_pipeline_stand_for_more():
+    few, many = (simulated(config(DENSE, 2, count, pp_size=2), 4) for count in (4, 12))
+    assert (few.repeats, many.repeats) == (1, 9)
+    assert [each[:4] for each in few.collectives] == [each[:4] for each in many.collectives]
+    batches = 8 * ((4 * 8 + 1) * B * S + 8 * 8)
+    assert many.peak - few.peak == batches
+
+
 def test_state_is_a_ranks_share():
     trace = simulated(config(DENSE, 2), 2)
     share = 4 * (L * LAYER + REST) // 2
