@@ -7,9 +7,12 @@ exactly: tensor formats treat empty shapes differently.
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from typing import Any
 
 import psutil
@@ -301,6 +304,20 @@ class Piece:
     name: str
     tensor: Tensor
     offsets: tuple[int, ...]
+
+    def corners(self) -> int:
+        """A signed sum of 64-bit hashes of the part's corners, modulo 2^64.
+
+        Pieces add up to what the whole tensor gives only if they have each of its elements once: corners
+        inside of it then cancel.
+        """
+        edges = [((at, -1), (at + size, 1)) for at, size in zip(self.offsets, self.tensor.shape, strict=True)]
+        total = 0
+        for corner in itertools.product(*edges):
+            text = f"{self.name}/{[at for at, _ in corner]}"
+            sign = math.prod(sign for _, sign in corner)
+            total += sign * int.from_bytes(sha256(text.encode()).digest()[:8], "little")
+        return total % (1 << 64)
 
 
 def own_pieces(tensors: dict[str, Tensor], *, rank: int, world_size: int) -> list[Piece]:

@@ -310,7 +310,7 @@ def _device(model: nn.Module) -> torch.device:
 
 
 Share = tuple[dict[str, dict[str, Any]], int]
-"""The files that a rank wrote, with sizes and digests, and the bytes of tensors in them."""
+"""The files that a rank wrote, with sizes and digests, and the sum of its pieces' `corners`."""
 
 
 @dataclass(frozen=True)
@@ -330,6 +330,12 @@ class Staged:
         """Size of all tensors, over all ranks."""
         sizes = self.content.tensors.values()
         return sum(math.prod(each["shape"]) * getattr(torch, each["dtype"]).itemsize for each in sizes)
+
+    def corners(self) -> int:
+        """What the `corners` of all ranks' pieces add up to."""
+        with torch.device("meta"):
+            wholes = {name: torch.empty(each["shape"]) for name, each in self.content.tensors.items()}
+        return sum(Piece(name, each, (0,) * each.dim()).corners() for name, each in wholes.items())
 
 
 def write_staged(staged: Staged, parent: Path, ranks: RankGroup, check: Callable[[], None]) -> Path:
@@ -366,12 +372,15 @@ def _write_share(staged: Staged, folder: Path, rank: int) -> Share:
     for name, scalar in staged.content.scalars.items():
         check_finite(name, torch.tensor([scalar["value"]], dtype=torch.float64))
     files = write_pieces(staged.pieces, folder, rank=rank)
-    return files, sum(piece.tensor.nbytes for piece in staged.pieces)
+    return files, sum(piece.corners() for piece in staged.pieces)
 
 
 def _commit(temporary: Path, staged: Staged, shares: list[Share], check: Callable[[], None]) -> Path:
-    if (written := sum(size for _, size in shares)) != staged.bytes:
-        raise CheckpointError(f"{temporary}: expected {staged.bytes} bytes of tensors, ranks wrote {written}")
+    if (sum(corners for _, corners in shares) - staged.corners()) % (1 << 64):
+        raise CheckpointError(
+            f"{temporary}: expected each part of the tensors from one rank, found parts from none or from "
+            "several"
+        )
     content = replace(
         staged.content, files={name: each for files, _ in shares for name, each in files.items()}
     )

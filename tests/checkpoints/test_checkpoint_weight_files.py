@@ -80,6 +80,23 @@ def cut(name: str, tensor: Tensor, parts: int, dice: random.Random) -> Iterator[
         yield Piece(name, tensor[tuple(slice(*each) for each in box)], tuple(start for start, _ in box))
 
 
+def test_corners_of_boxes_are_those_of_the_whole_if_each_element_is_in_one():
+    """However a tensor is cut; as many elements elsewhere do not do."""
+    whole = torch.zeros(8, 5, 6)
+    expected = Piece("experts", whole, (0, 0, 0)).corners()
+    for seed in range(10):
+        pieces = list(cut("experts", whole, 3, random.Random(seed)))
+        assert sum(each.corners() for each in pieces) % 2**64 == expected
+    halves = [Piece("experts", whole[:4], (first, 0, 0)) for first in (0, 4)]
+    for wrong in (
+        [*halves, halves[1]],
+        halves[:1],
+        halves[:1] * 2,
+        [halves[0], replace(halves[1], name="other")],
+    ):
+        assert sum(each.corners() for each in wrong) % 2**64 != expected
+
+
 def content(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 

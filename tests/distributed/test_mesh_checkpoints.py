@@ -27,6 +27,7 @@ LAYOUTS: dict[str, list[str]] = {
     "ep hsdp": ["--distributed.dp_replicate_size", "2", "--distributed.ep_size", "2"],
     "tp": ["--distributed.tp_size", "2"],
 }
+STAGES = {"pp": ["--distributed.pp_size", "2"]}
 
 
 def run(
@@ -43,7 +44,7 @@ def run(
         *("--config", str(ROOT / "configs" / "tiny-moe.yaml"), "--data.sources", f"[{{store: {store}}}]"),
         *("--training.max_steps", str(steps), "--schedule.name", "constant", "--schedule.warmup_steps", "0"),
         *("--training.global_batch_size", "16", "--training.precision", "fp32", "--model.num_experts", "8"),
-        *("--distributed.strategy", "fsdp", "--distributed.cpu_threads", "1", *LAYOUTS[layout]),
+        *("--distributed.strategy", "fsdp", "--distributed.cpu_threads", "1", *(LAYOUTS | STAGES)[layout]),
         *("--model.router_bias_update_rate", "1e-3", "--optimizer.ema_decay", "0.9"),
         *("--evaluation.eval_steps", "1", "--evaluation.max_batches", "6"),
         *("--checkpoint.save_steps", "2", "--checkpoint.keep_last", "9"),
@@ -105,11 +106,21 @@ def test_an_evaluation_changes_no_training(
     assert_same_tensors(*(checkpoint_tensors(each.folder, SAVED) for each in (alone, saved[layout])))
 
 
-def test_parts_that_every_replica_writes_are_found(masked_store: Path, tmp_path: Path):
-    fault = [("support.process_faults:write_the_parts_of_every_replica", [])]
-    done = run(masked_store, tmp_path / "run", "hsdp", SAVED, before=fault, exit_code=None)
+@pytest.mark.parametrize(
+    ("fault", "layout"),
+    [
+        ("write_the_parts_of_every_replica", "hsdp"),
+        ("number_experts_by_rank", "ep"),  # as many bytes as there should be
+        ("number_layers_by_stage", "pp"),
+    ],
+)
+def test_parts_from_none_or_several_ranks_are_found(
+    masked_store: Path, fault: str, layout: str, tmp_path: Path
+):
+    before = [(f"support.process_faults:{fault}", [])]
+    done = run(masked_store, tmp_path / "run", layout, SAVED, before=before, exit_code=None)
     assert done.exit_code != 0
-    assert "bytes of tensors, ranks wrote" in done.output
+    assert "expected each part of the tensors from one rank" in done.output
     assert not list((tmp_path / "run" / "checkpoints").glob("step-*"))
 
 

@@ -10,14 +10,16 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from support.faults import Patch, defined, replace_everywhere
 
-from llm_pretrain.checkpoints import CheckpointStore, committed_folders
+from llm_pretrain.checkpoints import CheckpointStore, committed_folders, state
 from llm_pretrain.data import global_batches
+from llm_pretrain.distributed import pipeline
 from llm_pretrain.model import Router
 from llm_pretrain.training.anomaly import StepMonitor
 from llm_pretrain.training.evaluation import Evaluator
@@ -69,6 +71,36 @@ def begin_otherwise_in_the_second_replica() -> None:
 def write_the_parts_of_every_replica() -> None:
     """Each holder of a part of a sharded tensor takes it for its own alone."""
     _substitute("_replica", lambda original, *_: (0, 1))
+
+
+def number_experts_by_rank() -> None:
+    """Every rank saves its experts under the first numbers."""
+    right = state.local_part
+
+    def local_part(tensor: Any) -> Any:
+        part, offsets = right(tensor)
+        mesh = getattr(tensor, "device_mesh", None)
+        if mesh is not None and "ep" in (mesh.mesh_dim_names or ()):
+            offsets = (0, *offsets[1:])
+        return part, offsets
+
+    _patch.setattr(state, "local_part", local_part)
+
+
+def number_layers_by_stage() -> None:
+    """Each stage of a pipeline saves its first layer as the first."""
+
+    def held_pieces(original: Callable[..., Any], model: Any, *arguments: Any, **ranks: int) -> list[Any]:
+        first = pipeline.stage_layers(model.pipeline.config, model.pipeline.rank).start
+        pieces = original(model, *arguments, **ranks)
+        return [
+            replace(
+                each, name=re.sub(r"(?<=layers\.)\d+", lambda found: str(int(found[0]) - first), each.name)
+            )
+            for each in pieces
+        ]
+
+    _substitute("held_pieces", held_pieces)
 
 
 def find_no_checkpoint() -> None:
