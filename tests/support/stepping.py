@@ -31,10 +31,12 @@ class Driven:
     """What a driven engine did. Losses are per loss token; lists go by step, or by update.
 
     Where an average of the parameters is kept: what it was in the end, as the parameters themselves show
-    it, and the first window's summed loss by it. `local_sizes`: elements of each parameter on this rank.
+    it, and the first window's summed loss by it. `sums`: those of `StepMetrics`. `local_sizes`: elements of
+    each parameter on this rank.
     """
 
     losses: list[float | None] = field(default_factory=list)
+    sums: list[list[float]] = field(default_factory=list)
     grad_norms: list[float | None] = field(default_factory=list)
     skipped: list[str | None] = field(default_factory=list)
     hashes: list[str] = field(default_factory=list)
@@ -96,6 +98,7 @@ class _Record:
     def record(self, step: StepMetrics) -> None:
         mean = None if step.sums is None else float(step.sums[0]) / step.num_loss_tokens
         self.driven.losses.append(mean if mean is None or math.isfinite(mean) else None)
+        self.driven.sums.append([] if step.sums is None else step.sums.tolist())
         assert not isinstance(step.grad_norm, Tensor)
         self.driven.grad_norms.append(step.grad_norm)
         self.driven.skipped.append(step.skipped)

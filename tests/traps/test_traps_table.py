@@ -19,6 +19,12 @@ def rows() -> dict[int, list[str]]:
     return {int(number): rest for number, *rest in cells}
 
 
+def errors_of_others() -> list[list[str]]:
+    """Cells (error, source, put in as, seen as, test) of the second table."""
+    page = (ROOT / "docs" / "traps.md").read_text().partition("## Silent errors of others")[2]
+    return [line.strip("| ").split(" | ") for line in page.splitlines() if "https://" in line]
+
+
 @cache
 def names(path: str) -> set[str]:
     """Names that a file defines at its top."""
@@ -52,6 +58,14 @@ def test_guards_and_tests_of_a_trap_exist(number):
     _, guard, tests = rows()[number]
     check(guard, tests=False)
     check(tests, tests=True)
+
+
+def test_errors_of_others_have_a_source_and_a_test():
+    found = errors_of_others()
+    assert len(found) >= 12
+    for _, source, *_, tests in found:
+        assert "](https://github.com/" in source
+        check(tests, tests=True)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,283 @@
+"""Silent errors that users of other frameworks described, put into the same training on meshes of four ranks.
+
+`docs/traps.md` has the descriptions. `rank_cases.py` runs one step of each in float64, where no error hides
+behind rounding, and the same without an error.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from support import faults
+from support.faults import Fault, Patch
+from support.mesh_plan import SEQUENCE, Changes, in_float64, meshed
+from support.rank_cases import Case
+from torch import Tensor
+
+import llm_pretrain.model.moe as moe
+from llm_pretrain.data import Batch
+from llm_pretrain.distributed import context_parallel, expert_parallel, fsdp, tensor_parallel
+from llm_pretrain.distributed.pipeline import Pipeline
+from llm_pretrain.model import IGNORE_INDEX, Router
+from llm_pretrain.training import StepMetrics
+from llm_pretrain.training.step import Objective, own_part
+
+TP_CP_EP = {"tp_size": 2, "cp_size": 2, "ep_size": 2}
+TP_CP = {"tp_size": 2, "cp_size": 2}
+PP_CP = {"pp_size": 2, "cp_size": 2}
+PP_TP = {"pp_size": 2, "tp_size": 2}
+
+
+def _softmax_of_own_rows(patch: Patch, engine: type) -> None:
+    """The normaliser of the loss is that of a rank's rows of the vocabulary."""
+    right = tensor_parallel._over_vocabulary
+    patch.setattr(
+        tensor_parallel, "_over_vocabulary", lambda group, lse, target: (lse, right(group, lse, target)[1])
+    )
+
+
+def _vocabulary_of_each_rank(patch: Patch, engine: type) -> None:
+    """The normaliser has the whole vocabulary once for every rank."""
+    right = tensor_parallel._over_vocabulary
+
+    def wrong(group: Any, lse: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        whole, label = right(group, lse, target)
+        return whole + math.log(dist.get_world_size(group)), label
+
+    patch.setattr(tensor_parallel, "_over_vocabulary", wrong)
+
+
+def _tokens_of_each_rank(patch: Patch, engine: type) -> None:
+    """A rank divides by the loss tokens among its own positions, times the ranks."""
+    count: Any = StepMetrics.all_reduce_counts.__func__  # type: ignore[attr-defined]  # a class method's
+
+    def wrong(cls: type[StepMetrics], micro_batches: Sequence[Batch], engine: Any) -> StepMetrics:
+        own = sum(int(batch.loss_mask.sum()) for batch in micro_batches)
+        return replace(count(cls, micro_batches, engine), num_loss_tokens=own * engine.world_size)
+
+    patch.setattr(StepMetrics, "all_reduce_counts", classmethod(wrong))
+
+
+def _recomputed_in_another_group(patch: Patch, engine: type) -> None:
+    """The recomputation in the backward pass gathers the positions of other ranks."""
+    gather, divide, groups = tensor_parallel._gather, context_parallel.divide_sequences, []
+
+    def divided(model: Any, meshes: Any, place: Any) -> None:
+        groups.append(meshes.cp)
+        divide(model, meshes, place)
+
+    def wrong(x: Tensor, group: Any) -> Tensor:
+        in_backward = torch._C._current_graph_task_id() >= 0
+        return gather(x, groups[-1] if in_backward else group)
+
+    faults.replace_everywhere(patch, divide, divided)
+    patch.setattr(tensor_parallel, "_gather", wrong)
+
+
+def _mask_of_another_part(patch: Patch, engine: type) -> None:
+    """A router counts its positions by the loss mask of another rank's."""
+    right = Router.forward
+
+    def wrong(self: Any, x: Tensor, mask: Tensor, *others: Any) -> Any:
+        (group,) = self.total.args
+        ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+        parts = context_parallel.all_gather(mask, group).chunk(ranks)
+        return right(self, x, parts[(rank + 1) % ranks], *others)
+
+    patch.setattr(Router, "forward", wrong)
+
+
+def _own_number_of_tokens(patch: Patch, engine: type) -> None:
+    """The balance loss divides the counts of whole sequences by the tokens of a rank's part."""
+    right = context_parallel._total
+
+    def wrong(group: Any, counts: Tensor) -> Tensor:
+        total = right(group, counts)
+        total[:, -1] = counts[:, -1]
+        return total
+
+    patch.setattr(context_parallel, "_total", wrong)
+
+
+def _counts_overwritten(patch: Patch, engine: type) -> None:
+    """A rank's counts are overwritten by their sum over ranks, which is then added again."""
+    right = moe.balance_sum
+
+    def wrong(probs: Tensor, chosen: Tensor, mask: Tensor, total: Any) -> tuple[Tensor, Tensor]:
+        aux_loss, counts = right(probs, chosen, mask, total)
+        return aux_loss, total(counts)
+
+    patch.setattr(moe, "balance_sum", wrong)
+
+
+def _loss_times_cp(patch: Patch, engine: type) -> None:
+    begin = Objective.__init__
+
+    def wrong(self: Objective, config: Any, world_size: int) -> None:
+        begin(self, config, world_size)
+        self.factor *= config.distributed.cp_size
+
+    patch.setattr(Objective, "__init__", wrong)
+
+
+def _mean_of_ranks(patch: Patch, engine: type) -> None:
+    """FSDP divides by the ranks that it shards over, of which some have the same micro batch."""
+    faults.replace_everywhere(patch, fsdp.sum_gradients, lambda model: None)
+
+
+def _dropped_reduction(patch: Patch, engine: type) -> None:
+    """The gradient of gathered keys and values is a rank's own: the sum over ranks is not used."""
+
+    def wrong(parts: Tensor, group: Any) -> Tensor:
+        return parts.chunk(dist.get_world_size(group))[dist.get_rank(group)].clone()
+
+    patch.setattr(context_parallel, "reduce_scatter", wrong)
+
+
+def _with_part(patch: Patch, change: Any) -> None:
+    """A rank's part of a batch with the fields that `change(part, whole, place)` gives."""
+
+    def wrong(batch: Batch, place: Any) -> Batch:
+        part = own_part(batch, place)
+        return replace(part, **change(part, batch, place))
+
+    faults.replace_everywhere(patch, own_part, wrong)
+
+
+def _first_positions(part: Batch, whole: Batch, place: Any) -> dict[str, Tensor]:
+    return {"position_ids": whole.position_ids[:, : part.position_ids.shape[1]]}
+
+
+def _positions_from_zero(patch: Patch, engine: type) -> None:
+    """Queries and keys are rotated as if a rank had the first positions."""
+    _with_part(patch, _first_positions)
+
+
+def _positions_of_a_stage(patch: Patch, engine: type) -> None:
+    """The same in the second stage of a pipeline."""
+    _with_part(patch, lambda *arguments: _first_positions(*arguments) if arguments[2].pp else {})
+
+
+def _documents_dropped(patch: Patch, engine: type) -> None:
+    """Sequences are one document."""
+
+    def change(part: Batch, whole: Batch, place: Any) -> dict[str, Any]:
+        return {"document_ids": torch.ones_like(whole.document_ids), "document_offsets": None}
+
+    _with_part(patch, change)
+
+
+def _labels_after_the_cut(patch: Patch, engine: type) -> None:
+    """Labels are the next of a rank's own tokens, also at the end of a chunk."""
+
+    def change(part: Batch, whole: Batch, place: Any) -> dict[str, Tensor]:
+        following = part.input_ids.roll(-1, 1)
+        return {"labels": torch.where(part.labels == IGNORE_INDEX, part.labels, following)}
+
+    _with_part(patch, change)
+
+
+def _loss_of_own_chunks(patch: Patch, engine: type) -> None:
+    """What is logged is summed over `tp`, not over `cp`."""
+
+    def wrong(self: StepMetrics, engine: Any) -> Tensor:
+        assert self.sums is not None
+        dist.all_reduce(self.sums, group=engine.meshes.tp.get_group())
+        return self.sums
+
+    patch.setattr(StepMetrics, "reduce", wrong)
+
+
+def _weights_of_own_experts(patch: Patch, engine: type) -> None:
+    """Routing weights get a gradient from the experts of their own rank only."""
+    right = expert_parallel._exchange
+
+    def wrong(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Any) -> Tensor:
+        if rows.shape[1] == 1:
+            rank, is_own = dist.get_rank(group), torch.zeros_like(rows, dtype=torch.bool)
+            begin = sum(sent[:rank])
+            is_own[begin : begin + sent[rank]] = True
+            rows = torch.where(is_own, rows, rows.detach())
+        return right(rows, sent, received, group)
+
+    patch.setattr(expert_parallel, "_exchange", wrong)
+
+
+def _tied_counted_twice(patch: Patch, engine: type) -> None:
+    """The norm has the tied matrix of the first stage and of the last."""
+    clip, is_second = Pipeline.clip_grad_norm, Pipeline.is_second
+
+    def wrong(self: Pipeline, parameters: list[Tensor], max_norm: float) -> Tensor:
+        Pipeline.is_second = lambda self, name: False  # type: ignore[method-assign]
+        try:
+            return clip(self, parameters, max_norm)
+        finally:
+            Pipeline.is_second = is_second  # type: ignore[method-assign]
+
+    patch.setattr(Pipeline, "clip_grad_norm", wrong)
+
+
+class Trap(NamedTuple):
+    """An error, the mesh that has it, and the figure of `test_mesh_traps.figures` that shows it.
+
+    `least`: what the figure is at least; of a run without errors it is below 1e-12. `kind`: of the run.
+    """
+
+    fault: Fault
+    mesh: dict[str, int]
+    figure: str
+    least: float
+    kind: str = "ddp"
+
+
+TRAPS: dict[str, Trap] = {
+    "softmax of own rows": Trap(_softmax_of_own_rows, TP_CP_EP, "losses", 0.05),
+    "vocabulary of each rank": Trap(_vocabulary_of_each_rank, TP_CP_EP, "losses", 0.05),
+    "tokens of each rank": Trap(_tokens_of_each_rank, TP_CP_EP, "gradients", 1e-3),
+    "recomputed in another group": Trap(_recomputed_in_another_group, TP_CP, "gradients", 0.1, "ddp dense"),
+    "mask of another part": Trap(_mask_of_another_part, TP_CP_EP, "gradients", 1e-3),
+    "own number of tokens": Trap(_own_number_of_tokens, TP_CP_EP, "gradients", 0.1),
+    "counts overwritten": Trap(_counts_overwritten, TP_CP_EP, "sums", 0.1),
+    "loss times cp": Trap(_loss_times_cp, TP_CP_EP, "gradients", 0.1),
+    "mean of ranks": Trap(_mean_of_ranks, TP_CP_EP, "gradients", 0.1),
+    "dropped reduction": Trap(_dropped_reduction, TP_CP_EP, "gradients", 0.1),
+    "positions from zero": Trap(_positions_from_zero, TP_CP_EP, "gradients", 0.1),
+    "documents dropped": Trap(_documents_dropped, TP_CP_EP, "gradients", 1e-3),
+    "labels after the cut": Trap(_labels_after_the_cut, TP_CP_EP, "losses", 1e-4),
+    "loss of own chunks": Trap(_loss_of_own_chunks, TP_CP_EP, "losses", 0.1),
+    "weights of own experts": Trap(_weights_of_own_experts, TP_CP_EP, "gradients", 0.1),
+    "positions of a stage": Trap(_positions_of_a_stage, PP_CP, "gradients", 1e-3),
+    "tied counted twice": Trap(_tied_counted_twice, PP_CP, "norms", 1e-3),
+}
+KINDS: Changes = {"ddp": {}, "ddp dense": {"num_experts": 0}}
+"""Runs without a mesh, and what they change in the model."""
+RIGHT = {
+    "tp cp ep": (TP_CP_EP, "ddp"),
+    "pp cp": (PP_CP, "ddp"),
+    "pp tp": (PP_TP, "ddp"),
+    "tp cp dense": (TP_CP, "ddp dense"),
+}
+
+
+def _case(mesh: dict[str, int] | None, kind: str, *fault: Fault) -> Case:
+    """One step of eight sequences of packed documents with ragged loss masks."""
+    training = SEQUENCE["training"] | {
+        "global_batch_size": 8,
+        "activation_checkpointing": kind == "ddp dense",
+    }
+    changes = {
+        "training": training,
+        "model": SEQUENCE["model"] | KINDS[kind],
+        "data": {"packing": "best_fit"},
+    }
+    return Case("torchrun", (*fault, in_float64), meshed(changes, mesh))
+
+
+CASES = {kind: _case(None, kind) for kind in KINDS}
+CASES |= {name: _case(*case) for name, case in RIGHT.items()}
+CASES |= {name: _case(trap.mesh, trap.kind, trap.fault) for name, trap in TRAPS.items()}
