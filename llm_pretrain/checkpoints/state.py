@@ -308,13 +308,13 @@ class Piece:
     def corners(self) -> int:
         """A signed sum of 64-bit hashes of the part's corners, modulo 2^64.
 
-        Pieces add up to what the whole tensor gives only if they have each of its elements once: corners
-        inside of it then cancel.
+        Pieces add up to what the whole tensor gives only if they have each element once, and its type:
+        corners inside of it then cancel.
         """
         edges = [((at, -1), (at + size, 1)) for at, size in zip(self.offsets, self.tensor.shape, strict=True)]
         total = 0
         for corner in itertools.product(*edges):
-            text = f"{self.name}/{[at for at, _ in corner]}"
+            text = f"{self.name}/{self.tensor.dtype}/{[at for at, _ in corner]}"
             sign = math.prod(sign for _, sign in corner)
             total += sign * int.from_bytes(sha256(text.encode()).digest()[:8], "little")
         return total % (1 << 64)

@@ -333,9 +333,11 @@ class Staged:
 
     def corners(self) -> int:
         """What the `corners` of all ranks' pieces add up to."""
-        with torch.device("meta"):
-            wholes = {name: torch.empty(each["shape"]) for name, each in self.content.tensors.items()}
-        return sum(Piece(name, each, (0,) * each.dim()).corners() for name, each in wholes.items())
+        total = 0
+        for name, each in self.content.tensors.items():
+            whole = torch.empty(each["shape"], dtype=getattr(torch, each["dtype"]), device="meta")
+            total += Piece(name, whole, (0,) * whole.dim()).corners()
+        return total
 
 
 def write_staged(staged: Staged, parent: Path, ranks: RankGroup, check: Callable[[], None]) -> Path:
@@ -378,8 +380,8 @@ def _write_share(staged: Staged, folder: Path, rank: int) -> Share:
 def _commit(temporary: Path, staged: Staged, shares: list[Share], check: Callable[[], None]) -> Path:
     if (sum(corners for _, corners in shares) - staged.corners()) % (1 << 64):
         raise CheckpointError(
-            f"{temporary}: expected each part of the tensors from one rank, found parts from none or from "
-            "several"
+            f"{temporary}: expected each part of the tensors from one rank, in the type of the whole, found "
+            "parts from none or from several, or of another type"
         )
     content = replace(
         staged.content, files={name: each for files, _ in shares for name, each in files.items()}
