@@ -140,6 +140,11 @@ def _check_config(config: Config, world_size: int) -> None:
         )
     if outer := config.distributed.outer:
         problems.append(f"distributed.outer: expected none for a simulation, found {outer}")
+    if (stages := config.distributed.mesh(world_size).pp) > 1:
+        problems.append(
+            "distributed.pp_size: expected 1 for a simulation, whose GPU cannot send to another stage, "
+            f"found {stages}"
+        )
     if config.training.float8:
         problems.append("training.float8: expected false for a simulation, found true")
     if config.training.attention_implementation == "flex":

@@ -38,8 +38,6 @@ _MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "tp 4": (4, {"tp_size": 4}),
     "tp 2 x fsdp 2": (4, {"tp_size": 2}),
     "tp 2 x cp 2": (4, {"tp_size": 2, "cp_size": 2}),
-    "pp 2": (2, {"pp_size": 2}),
-    "pp 2 x fsdp 2": (4, {"pp_size": 2}),
 }
 _DENSE_MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp 4, reduced once": (4, {"sync_each_batch": False}),
