@@ -258,24 +258,26 @@ def load_initial_weights(model: Decoder, config: Config) -> list[str]:
     _check_tokenizer(folder, config)  # first: with another store, the vocabulary's size fits too
     _check_shape(folder, source_config, config.model)
     notes, own = [f"started from the weights in {folder}"], model.state_dict()
+    with torch.device("meta"):  # `own` lacks what other stages of a pipeline have
+        whole = Decoder(config.model).state_dict()
     is_upcycled = bool(config.model.moe_layers and not source_config.moe_layers)
     if is_upcycled:
         notes.append(_upcycling(config.model, source_config))
-    rows, own_rows = source_config.vocab_size or 0, len(own["lm_head.weight"])
-    if rows != own_rows:
-        notes.append(f"vocabulary padded from {rows} to {own_rows} rows; the new ones are random")
+    rows, all_rows = source_config.vocab_size or 0, len(whole["lm_head.weight"])
+    if rows != all_rows:
+        notes.append(f"vocabulary padded from {rows} to {all_rows} rows; the new ones are random")
 
     def initial(name: str) -> Tensor:
-        value = torch.empty(own[name].shape)
+        value = torch.empty(whole[name].shape)
         _set_initial(name, value, config.model, config.run.seed, config.optimizer.base_hidden_size)
         return value
 
-    differing = set(own)
+    differing = set(whole)
     with _as_init_from_errors():
         for part in read_parts(folder, source_config):
             source = {name: tensor.float() for name, tensor in part.items()}
             if is_upcycled:
-                upcycle(source, config.model, source_config, own, initial)
+                upcycle(source, config.model, source_config, whole, initial)
             differing ^= source.keys()
             for name in source.keys() & own.keys():
                 copy_into(own[name], source[name])

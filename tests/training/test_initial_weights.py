@@ -16,7 +16,8 @@ from support.corpora import make_tokenizer
 from support.launching import Finished, assert_same_tensors, checkpoint_tensors, launch, train
 
 import llm_pretrain.training.model_setup as model_setup
-from llm_pretrain.config import Config, DataConfig, ModelConfig, SourceConfig, dump_yaml
+from llm_pretrain.config import Config, DataConfig, DistributedConfig, ModelConfig, SourceConfig, dump_yaml
+from llm_pretrain.distributed.pipeline import keep_stages
 from llm_pretrain.errors import CheckpointError, ConfigError, PretrainError
 from llm_pretrain.export import TensorFiles, huggingface_config, native_config, to_huggingface
 from llm_pretrain.model import Decoder
@@ -92,6 +93,30 @@ def test_a_run_starts_with_the_folders_weights_to_the_last_bit(tmp_path: Path, c
     assert ours.state_dict().keys() == theirs.state_dict().keys()
     assert all(torch.equal(tensor, theirs.state_dict()[name]) for name, tensor in ours.state_dict().items())
     assert notes == [f"started from the weights in {tmp_path / 'folder'}"]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv_zero_bubble"])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("is_upcycled", [True, False], ids=["upcycled", "same"])
+def test_the_stages_of_a_pipeline_start_with_their_parts(
+    tmp_path: Path, schedule: str, tied: bool, is_upcycled: bool
+):
+    source = dataclasses.replace(DENSE, num_hidden_layers=6, tie_word_embeddings=tied)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 1}
+    target = dataclasses.replace(source, **experts if is_upcycled else {}, init_from=str(tmp_path / "folder"))
+    write_folder(tmp_path / "folder", source)
+    stages = DistributedConfig(strategy="fsdp", pp_size=3, pp_schedule=schedule)  # type: ignore[arg-type]
+    config = Config(model=target, distributed=stages)
+    whole, found = built(target, 0), set()
+    model_setup.load_initial_weights(whole, config)
+    for rank in range(3):
+        part = built(target, 0)
+        keep_stages(part, config, stages.stages(rank))
+        model_setup.load_initial_weights(part, config)
+        own = part.state_dict()
+        assert all(torch.equal(tensor, whole.state_dict()[name]) for name, tensor in own.items())
+        found |= own.keys()
+    assert found == whole.state_dict().keys()
 
 
 def test_two_layers_of_the_folder_are_in_memory_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
