@@ -161,15 +161,12 @@ class DistributedConfig:
             found = " * ".join(str(getattr(sizes, name.removesuffix("_size"))) for name in names.split(" * "))
             yield f"distributed.{names}: expected the world size, {world_size}, found {found}"
         elif sizes.shared == 1 and sizes.dp_replicate > 1:
-            ranks = (
-                f"a stage's {world_size // sizes.pp} ranks"
-                if sizes.pp > 1
-                else f"the world size, {world_size}"
-            )
-            yield (
-                f"distributed.dp_replicate_size: expected at most half of {ranks}, found "
-                f"{sizes.dp_replicate}; for replicas that are not sharded use strategy ddp"
-            )
+            ranks = f"the world size, {world_size}"
+            advice = "for replicas that are not sharded use strategy ddp"
+            if sizes.pp > 1:
+                ranks, advice = f"the ranks of a stage, {sizes.data}", "use dp_shard_size"
+            found = sizes.dp_replicate
+            yield f"distributed.dp_replicate_size: expected at most half of {ranks}, found {found}; {advice}"
         elif sizes.shared % self.ep_size:
             ranks = f"a replica's {sizes.shared} ranks"
             yield f"distributed.ep_size: expected a divisor of {ranks}, found {self.ep_size}"

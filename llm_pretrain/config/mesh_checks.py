@@ -69,6 +69,12 @@ def _check_divided(config: Config, sizes: MeshSizes) -> Iterator[str]:
         if (length := config.training.sequence_length) % parts:
             cut = "2 * cp_size * tp_size" if sizes.cp > 1 else "tp_size"
             yield f"training.sequence_length: expected a multiple of {cut} = {parts}, found {length}"
+        tokens = config.training.micro_batch_size * length // sizes.sequence
+        if config.training.float8 and tokens % 16:
+            yield (
+                f"training.float8: expected tokens of a micro batch on each of {sizes.sequence} ranks in "
+                f"multiples of 16, which FP8 products need, found {tokens}"
+            )
 
 
 def _check_matrices(config: Config, ranks: int) -> Iterator[str]:
