@@ -181,7 +181,7 @@ SHALLOW = {"model__num_hidden_layers": 3}
          {**FSDP, "dp_replicate_size": 2, "dp_shard_size": 4}),
         (4, "distributed.dp_replicate_size: expected at most half of the world size, 4, found 4",
          {**FSDP, "dp_replicate_size": 4}),
-        (4, "distributed.dp_replicate_size: expected at most half of the ranks of a stage, 2, found 2; use dp",
+        (4, "distributed.dp_replicate_size: expected at most half of the ranks of a stage, 2, found 2",
          {**PP2, "dp_replicate_size": 2}),
         (4, "distributed.ep_size: expected a divisor of a replica's 2 ranks, found 4",
          {**FSDP, "dp_replicate_size": 2, "ep_size": 4, "model__num_experts": 8}),
