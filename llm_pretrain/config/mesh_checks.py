@@ -113,8 +113,6 @@ def _check_pipeline(config: Config, sizes: MeshSizes) -> Iterator[str]:
         )
     if config.optimizer.name == "muon":
         yield f"optimizer.name: expected adamw {with_pp}, found muon"
-    if config.model.init_from is not None:  # a stage would have to read its part of the folder
-        yield f"model.init_from: expected none {with_pp}, found {config.model.init_from}"
     if training.precision == "fp16":
         yield f"training.precision: expected fp32 or bf16 {with_pp}, found fp16"
     if distributed.splits_backward:

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_init
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.pipelining import PipelineStage, schedules
-from torch.distributed.pipelining.schedules import InferenceMode
+from torch.distributed.pipelining._utils import InferenceMode
 from torch.distributed.tensor import DTensor
 
 from llm_pretrain.config import Config
