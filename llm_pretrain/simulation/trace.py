@@ -34,7 +34,6 @@ from llm_pretrain.data import Batch, padded_offsets
 from llm_pretrain.distributed import expert_parallel, fsdp
 from llm_pretrain.distributed.initial_values import materialize
 from llm_pretrain.distributed.mesh import Place
-from llm_pretrain.model.kernels import loss
 from llm_pretrain.optim import build_optimizer
 from llm_pretrain.simulation.tracker import GRADIENTS, OPTIMIZER, PARAMETERS, Collective, Tracker
 from llm_pretrain.training import SpikeDetector, StepMonitor, build_model, own_part
@@ -346,6 +345,7 @@ def _without_values() -> Iterator[None]:
             return found(mask)
         return torch.arange(len(mask), device=mask.device)[:, None]  # every token counts
 
+    loss: Any = import_module("llm_pretrain.model.kernels.loss")
     in_ratio = loss._in_ratio
 
     def is_in_ratio(grad_loss: Tensor, *rest: Any) -> bool:

@@ -328,6 +328,7 @@ def test_a_signed_manifest_of_nonsense_is_refused_in_one_line(
     put(folder / "checkpoints" / STEP / MANIFEST_NAME, json.dumps(signed(content)).encode())
     options = ("--config", str(ROOT / "configs" / "tiny-moe.yaml"), "--run.output_dir", str(folder))
     options += ("--data.sources", f"[{{store: {plain_store}}}]", "--training.precision", "fp32")
+    options += ("--training.global_batch_size", "8")
     capsys.readouterr()
     assert train(*options, *SMALL, "--distributed.cpu_threads", "1", "--training.max_steps", "3") == 74
     (line,) = capsys.readouterr().err.splitlines()
