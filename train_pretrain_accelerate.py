@@ -217,10 +217,10 @@ class AccelerateEngine:
                     model: Any = self.model
                     model.set_requires_all_reduce(self.accelerator.sync_gradients)
                 output = self.forward(batch)
+                metrics.add(output, batch)
                 loss = self.objective(output, metrics.num_loss_tokens)
                 # divides by the accumulation steps, scales for fp16; under DeepSpeed it also clips and steps
                 self.accelerator.backward(loss)
-                metrics.add(output, batch)
                 if self.accelerator.sync_gradients:
                     grad_norm: Any = self.accelerator.clip_grad_norm_(self.parameters, self.max_grad_norm)
                     if monitor.reduce_and_decide(metrics, grad_norm):

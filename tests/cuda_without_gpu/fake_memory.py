@@ -25,6 +25,7 @@ import train_pretrain
 from llm_pretrain.config import Config
 from llm_pretrain.distributed.fsdp import rebound_optimizer
 from llm_pretrain.distributed.initial_values import materialize
+from llm_pretrain.distributed.mesh import Meshes
 from llm_pretrain.optim.param_groups import build_optimizer
 from llm_pretrain.training import Objective
 from llm_pretrain.training.model_setup import build_model
@@ -97,7 +98,7 @@ def tracked_peak(config: Config, world_size: int = 1) -> int:
         optimizer = build_optimizer(model, config.optimizer, config.training.precision)
         if world_size > 1:
             with rebound_optimizer(model, optimizer):
-                train_pretrain.shard_model(model, mesh, config, torch.device("cpu"))
+                train_pretrain.shard_model(model, Meshes(mesh, mesh), config, torch.device("cpu"))
         parameters, objective = list(model.parameters()), Objective(config, world_size)
         steps = config.gradient_accumulation_steps(world_size)
         for _ in range(2):
@@ -154,7 +155,7 @@ def start_up_peak(config: Config, *, shards_first: bool = True) -> tuple[int, in
     with FakeTensorMode(allow_non_fake_inputs=True), memory, memory.resizing():
         with torch.device("meta" if shards_first else CUDA):
             model = build_model(config)
-        train_pretrain.shard_model(model, None, config, torch.device("cpu"))
+        train_pretrain.shard_model(model, Meshes(), config, torch.device("cpu"))
         if shards_first:
             materialize(model, CUDA)
     return memory.peak, memory.current

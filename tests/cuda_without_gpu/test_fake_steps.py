@@ -10,9 +10,10 @@ import torch
 from fake_steps import CUDA, DENSE, MOE, Watched, fake_config, fake_model, watched_step
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from llm_pretrain.config import PRESETS, load_config
+from llm_pretrain.config import PRESETS, MeshSizes, load_config
 from llm_pretrain.data import Batch
 from llm_pretrain.distributed import expert_parallel
+from llm_pretrain.distributed.mesh import Place
 from llm_pretrain.model import Decoder, DecoderOutput, moe
 from llm_pretrain.model.layers import RMSNorm
 from llm_pretrain.training import step as training_step
@@ -151,7 +152,7 @@ class _TwoRanks:
     world_size = 2
 
     def __init__(self, model: Decoder):
-        self.model, self.device = model, CUDA
+        self.model, self.device, self.place = model, CUDA, Place(MeshSizes(dp_replicate=2))
 
     def model_and_optimizer(self) -> tuple[Decoder, torch.optim.Optimizer]:
         return self.model, torch.optim.AdamW(self.model.parameters(), fused=True)

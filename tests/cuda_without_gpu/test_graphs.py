@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 import train_pretrain
 from llm_pretrain.config import Config
 from llm_pretrain.distributed import fsdp
+from llm_pretrain.distributed.mesh import Meshes
 from llm_pretrain.model import Decoder
 from llm_pretrain.model.kernels import attention
 from llm_pretrain.model.layers import RMSNorm
@@ -66,7 +67,7 @@ def compiled(
         for layer in model.model.layers:
             layer.compile(backend="aot_eager")
         if sharded:
-            train_pretrain.shard_model(model, None, config, torch.device("cpu"))
+            train_pretrain.shard_model(model, Meshes(), config, torch.device("cpu"))
         objective = Objective(config, 1)
         for pieces in PIECES:
             batch = fake_batch(config, pieces)
@@ -222,7 +223,7 @@ def test_a_break_in_a_layer_is_found(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.usefixtures("sharded")
 def test_norms_in_a_group_of_their_own_are_found(monkeypatch: pytest.MonkeyPatch):
-    def shard(model: Any, mesh: Any) -> set[torch.nn.Parameter]:
+    def shard(model: Any, *meshes: Any) -> set[torch.nn.Parameter]:
         fsdp.fully_shard(fsdp.full_precision_modules(model), reshard_after_forward=False)
         return set()
 
