@@ -207,7 +207,8 @@ class TorchrunEngine:
         if self.world_size > 1:
             dist.barrier()
             dist.destroy_process_group()
-            clear_mesh_caches()
+            if self.config.distributed.strategy == "fsdp":
+                clear_mesh_caches()
 
 
 def scaled_loss(engine: TorchrunEngine, metrics: StepMetrics, output: DecoderOutput, batch: Batch) -> Tensor:

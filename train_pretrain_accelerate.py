@@ -261,7 +261,7 @@ class AccelerateEngine:
         self.accelerator.free_memory()
         self.accelerator.wait_for_everyone()
         self.accelerator.end_training()
-        if self.world_size > 1:
+        if self.world_size > 1 and self.config.distributed.strategy == "fsdp":
             clear_mesh_caches()
 
 
