@@ -130,7 +130,7 @@ class TorchrunEngine:
                 stages = list(self.pipeline.modules.values())
             for stage in stages if self.is_sharded else []:
                 divide_sequences(stage, self.meshes, self.place)
-                shard_model(stage, self.meshes, self.config, self.device)
+                shard_model(stage, self.meshes, self.config)
             initialize(model)  # of a sharded model, this rank's parts
         self.model: Any = model
         is_replicated = self.world_size > 1 and not self.is_sharded and self.pipeline is None
@@ -221,7 +221,7 @@ def scaled_loss(engine: TorchrunEngine, metrics: StepMetrics, output: DecoderOut
     return engine.grad_scaler.scale(loss)
 
 
-def shard_model(model: Decoder, meshes: Meshes, config: Config, device: torch.device) -> None:
+def shard_model(model: Decoder, meshes: Meshes, config: Config) -> None:
     """Shard every parameter of a model on the meta device over all ranks, or over those of a replica.
 
     The matrices of a layer are one group: they are all-gathered for the layer's forward pass, freed, and
@@ -229,8 +229,8 @@ def shard_model(model: Decoder, meshes: Meshes, config: Config, device: torch.de
     replicas all-reduced. What is divided by tensor parallelism is sharded over the ranks with equal parts.
     """
     precision = layer_precision(config.training.precision)
-    if config.distributed.ep_size > 1:
-        shard_experts(model, config, device)
+    if meshes.experts is not None:
+        shard_experts(model, meshes.experts, config)
     elif meshes.tp is not None:  # experts are whole on each of its ranks
         for experts in (module for module in model.modules() if isinstance(module, Experts)):
             fully_shard(experts, mesh=meshes.shards, mp_policy=precision)

@@ -62,7 +62,7 @@ from llm_pretrain.distributed.launch_checks import (
     check_world_size,
     preserved_environment,
 )
-from llm_pretrain.distributed.mesh import Meshes, Place, build_meshes
+from llm_pretrain.distributed.mesh import Meshes, Place, build_meshes, expert_mesh
 from llm_pretrain.distributed.peer_failure import collective_timeout
 from llm_pretrain.distributed.process import (
     exit_process,
@@ -162,7 +162,7 @@ class AccelerateEngine:
             plugin.auto_wrap_policy = None  # every layer is wrapped already
             with rebound_optimizer(model, optimizer):
                 divide_sequences(model, self.meshes, self.place)
-                shard_model(model, self.meshes, self.config, self.device)
+                shard_model(model, self.meshes, self.config)
                 self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
                 initialize(model)
             group_batches = shard(batches, self.place.data, self.place.sizes.data)
@@ -173,8 +173,8 @@ class AccelerateEngine:
                 plugin = self.accelerator.state.fsdp_plugin
                 plugin.ignored_modules = full_precision_modules(model)
                 mesh: Any = self.accelerator.torch_device_mesh
-                if self.config.distributed.ep_size > 1:
-                    shard_experts(model, self.config, self.device)
+                if (experts := expert_mesh(self.config, self.device.type, self.world_size)) is not None:
+                    shard_experts(model, experts, self.config)
                 if mesh is not None:
                     plan: Any = self.accelerator.parallelism_config
                     mesh = mesh[tuple(plan.fsdp_dim_names)]

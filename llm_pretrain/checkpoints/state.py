@@ -344,7 +344,7 @@ def own_pieces(tensors: dict[str, Tensor], *, rank: int, world_size: int) -> lis
 def held_pieces(model: nn.Module, tensors: dict[str, Tensor], *, rank: int, world_size: int) -> list[Piece]:
     """`own_pieces`; of a pipeline, the ranks that hold a tensor are those of one stage."""
     if (pipeline := pipeline_of(model)) is not None:
-        tensors = {name: tensor for name, tensor in tensors.items() if not pipeline.is_second(name)}
+        tensors = {name: tensor for name, tensor in tensors.items() if not pipeline.is_tied_copy(name)}
         holders = world_size // pipeline.size
         rank, world_size = rank % holders, holders
     return own_pieces(tensors, rank=rank, world_size=world_size)

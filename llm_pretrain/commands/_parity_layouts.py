@@ -65,7 +65,7 @@ def layout_options(arguments: argparse.Namespace, given: Sequence[str]) -> list[
     Raises:
         ConfigError: an option that the layouts decide.
     """
-    for name in ("mesh", "world_size", "accumulation", "steps", "interrupt"):
+    for name in ("paths", "mesh", "world_size", "accumulation", "steps", "interrupt"):
         if getattr(arguments, name):
             raise ConfigError(
                 f"--{name.replace('_', '-')}: expected none with --layouts, which decides it, found "

@@ -123,7 +123,7 @@ def make_plan(arguments: Namespace, machine: Machine) -> ParityPlan:
     """
     from llm_pretrain.data import open_stores
 
-    paths = parse_words("--paths", arguments.paths, tuple(SCRIPTS))
+    paths = parse_words("--paths", arguments.paths or "torchrun,accelerate", tuple(SCRIPTS))
     accumulations = None
     if not arguments.config and not arguments.layouts:
         raise ConfigError("--config: expected a file, found none")
@@ -142,7 +142,7 @@ def make_plan(arguments: Namespace, machine: Machine) -> ParityPlan:
     if arguments.mesh:
         meshes = parse_meshes(arguments.mesh)
     if arguments.layouts:
-        variants, notes = published_variants(config, precisions), []
+        variants, notes = published_variants(config, machine, precisions), []
     else:
         variants, notes = build_variants(
             config, machine, paths=paths, world_sizes=parse_numbers("--world-size", sizes),
@@ -261,11 +261,11 @@ def build_variants(
     return variants, notes
 
 
-def published_variants(config: Config, precisions: Sequence[str]) -> list[Variant]:
-    """The published layouts, each on as many processes as it needs.
+def published_variants(config: Config, machine: Machine, precisions: Sequence[str]) -> list[Variant]:
+    """The published layouts, each on as many processes as it needs; on a CPU maybe more than cores.
 
     Raises:
-        ConfigError: the model cannot have one of them.
+        ConfigError: fewer GPUs than processes, or a model or batch that cannot have one of them.
     """
     variants, problems = [], []
     for precision, layout in product(precisions, PUBLISHED):
@@ -274,9 +274,15 @@ def published_variants(config: Config, precisions: Sequence[str]) -> list[Varian
         if why := _impossible(layout.mesh, ranks, config):
             problems.append(f"--layouts: {layout.name}: {why}")
             continue
-        accumulation = dataclasses.replace(config, distributed=distributed).gradient_accumulation_steps(ranks)
-        size = config.training.micro_batch_size
-        variants.append(Variant("torchrun", ranks, accumulation, size, precision, layout.mesh))
+        if 0 < machine.gpus < ranks:
+            problems.append(f"--layouts: {layout.name}: expected {ranks} GPUs, found {machine.gpus}")
+            continue
+        try:
+            split = _split(config, distributed.mesh(ranks).data, None)
+        except ConfigError as error:
+            problems += (f"--layouts: {layout.name}: {problem}" for problem in error.problems)
+            continue
+        variants.append(Variant("torchrun", ranks, *split, precision, layout.mesh))
     if problems:
         raise ConfigError(*problems)
     return variants
@@ -297,7 +303,7 @@ def _split(config: Config, ranks: int, accumulation: int | None) -> tuple[int, i
     *others, last = map(str, near or ["nothing"])
     advice = f"{', '.join(others)} or {last}" if others else last
     raise ConfigError(
-        f"{option}: expected world size * {name} to divide training.global_batch_size {total}, "
+        f"{option}: expected data-parallel ranks * {name} to divide training.global_batch_size {total}, "
         f"found {ranks} * {factor} = {ranks * factor}; {advice} would work"
     )
 

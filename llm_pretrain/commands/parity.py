@@ -69,8 +69,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options, and every setting of the configuration."""
     add_launch_options(parser, "parity", "a launch", needs_config=False)
     add = parser.add_argument
-    add("--paths", default="torchrun,accelerate", metavar="LIST",
-        help="of torchrun, accelerate, trainer (default: %(default)s)")  # fmt: skip
+    add("--paths", metavar="LIST",
+        help="of torchrun, accelerate, trainer (default: torchrun,accelerate)")  # fmt: skip
     add("--world-size", "--world_size", metavar="LIST", help="numbers of processes (default: 1,2)")
     add("--accumulation", metavar="LIST",
         help="accumulation steps; the micro batch size follows (default: from the configured "

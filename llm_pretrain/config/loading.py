@@ -154,12 +154,13 @@ def resolve_model(config: Config, tokenizer_size: int) -> Config:
     return config
 
 
-def compiles(config: Config, *, on_gpu: bool) -> bool:
+def compiles(config: Config, world_size: int = 1, *, on_gpu: bool) -> bool:
     """Whether layers are compiled: as configured; `auto` on a GPU, but not under DeepSpeed, nor where a
     pipeline's schedule splits backward passes."""
     if config.training.compile == "auto":
         distributed = config.distributed
-        return on_gpu and distributed.strategy != "deepspeed" and not distributed.splits_backward
+        splits_backward = distributed.splits_backward and distributed.mesh(world_size).pp > 1
+        return on_gpu and distributed.strategy != "deepspeed" and not splits_backward
     return config.training.compile == "on"
 
 

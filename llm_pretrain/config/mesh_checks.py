@@ -85,11 +85,16 @@ def _check_matrices(config: Config, ranks: int) -> Iterator[str]:
         "num_key_value_heads": model.num_key_value_heads,  # of which the query heads are a multiple
         "intermediate_size": model.intermediate_size if moe_layers < model.num_hidden_layers else 0,
         "n_shared_experts * expert width": model.n_shared_experts * model.expert_intermediate_size,
-        "vocab_size": model.vocab_size or VOCAB_MULTIPLE,
+        "vocab_size": model.vocab_size or 0,
     }
     for name, found in divided.items():
         if found % ranks:
             yield f"model.{name}: expected a multiple of distributed.tp_size = {ranks}, found {found}"
+    if model.vocab_size is None and VOCAB_MULTIPLE % ranks:
+        yield (
+            f"distributed.tp_size: expected a divisor of {VOCAB_MULTIPLE}, of which the vocabulary is a "
+            f"multiple, found {ranks}; set model.vocab_size to a multiple of it"
+        )
     for name, found, expected in (
         ("optimizer.name", config.optimizer.name, ("adamw",)),
         ("training.float8", config.training.float8, (False,)),

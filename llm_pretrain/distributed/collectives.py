@@ -1,4 +1,4 @@
-"""Runs an action on all ranks of a group, and raises the failure of one rank on every rank."""
+"""Collectives of tensors, and of actions: a failure on one rank of a group is raised on every rank."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
+from torch import Tensor
 
 from llm_pretrain.config import Config
 from llm_pretrain.distributed.peer_failure import collective_timeout, peer_failure
@@ -214,3 +215,20 @@ def _difference(name: str, values: Sequence[str]) -> str | None:
     if name == "training.precision":
         advice = "on machines with different hardware set bf16 or fp32 instead of auto"
     return f"{name}: expected the same on all ranks, found {'; '.join(found)}; {advice}"
+
+
+def all_gather(own: Tensor, group: Any) -> Tensor:
+    """[n, ...] of each of P ranks to [P·n, ...], in rank order; without gradient."""
+    gathered = own.new_empty(distributed.get_world_size(group) * len(own), *own.shape[1:])
+    # torch's first name is that of 2.13, where the second one warns
+    gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
+    gather(gathered, own.contiguous(), group=group)
+    return gathered
+
+
+def reduce_scatter(parts: Tensor, group: Any) -> Tensor:
+    """[P·n, ...] of each of P ranks to the sum of all ranks' [n, ...] for this one; without gradient."""
+    own = parts.new_empty(len(parts) // distributed.get_world_size(group), *parts.shape[1:])
+    reduce = getattr(distributed, "reduce_scatter_single", None) or distributed.reduce_scatter_tensor
+    reduce(own, parts.contiguous(), group=group)
+    return own

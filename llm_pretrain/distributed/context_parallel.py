@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from llm_pretrain.distributed.mesh import Meshes, Place, chunks_of
+from llm_pretrain.distributed.collectives import all_gather, reduce_scatter
+from llm_pretrain.distributed.mesh import Meshes, Place, cp_chunks
 from llm_pretrain.model import Attention, Decoder, DocumentLayout, Router, part_attention, uncompiled
 
 
@@ -30,25 +31,6 @@ def divide_sequences(model: Decoder, meshes: Meshes, place: Place) -> None:
             module.attend = functools.partial(_attend, meshes.cp, place)
         elif isinstance(module, Router) and meshes.sequence is not None:
             module.total = functools.partial(_total, meshes.sequence)
-
-
-def all_gather(own: Tensor, group: Any) -> Tensor:
-    """[n, ...] of each of P ranks to [P·n, ...], in rank order; without gradient."""
-    gathered = own.new_empty(dist.get_world_size(group) * len(own), *own.shape[1:])
-    _gather(gathered, own.contiguous(), group=group)
-    return gathered
-
-
-def reduce_scatter(parts: Tensor, group: Any) -> Tensor:
-    """[P·n, ...] of each of P ranks to the sum of all ranks' [n, ...] for this one; without gradient."""
-    own = parts.new_empty(len(parts) // dist.get_world_size(group), *parts.shape[1:])
-    _reduce(own, parts.contiguous(), group=group)
-    return own
-
-
-_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_reduce: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-"""The first names are torch's from 2.13 on, where the others warn."""
 
 
 def _total(group: Any, counts: Tensor) -> Tensor:
@@ -73,7 +55,7 @@ def _attend(
     if query.device.type != "cpu":
         key = key.to(value.dtype)  # as the kernels do
     key, value = (_Gather.apply(each, group, place.sizes.cp) for each in (key, value))
-    chunks = chunks_of(place.cp, place.sizes.cp, key.shape[1])
+    chunks = cp_chunks(place.cp, place.sizes.cp, key.shape[1])
     return part_attention(query, key, value, layout, chunks)
 
 
@@ -87,7 +69,7 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, own: Tensor, group: Any, ranks: int) -> Tensor:
         gathered = all_gather(own, group)
         ctx.group, ctx.ranks = group, ranks
-        early, late = gathered.unflatten(0, (ranks, -1)).chunk(2, 2)  # a rank's two `chunks_of`
+        early, late = gathered.unflatten(0, (ranks, -1)).chunk(2, 2)  # a rank's two `cp_chunks`
         return torch.cat([*early, *late.flip(0)], 1)
 
     @staticmethod

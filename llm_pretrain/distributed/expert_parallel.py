@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import Parameter
 
 from llm_pretrain.config import Config
-from llm_pretrain.distributed.fsdp import layer_precision, set_timeout
+from llm_pretrain.distributed.fsdp import layer_precision
 from llm_pretrain.model import (
     Decoder,
     Experts,
@@ -35,30 +35,25 @@ from llm_pretrain.model import (
 from llm_pretrain.optim import to_local
 
 
-def shard_experts(model: Decoder, config: Config, device: torch.device) -> None:
-    """Shard the experts of a model on the meta device over `ep_size` neighbouring ranks.
+def shard_experts(model: Decoder, mesh: DeviceMesh, config: Config) -> None:
+    """Shard the experts of a model on the meta device over `ep_size` neighbouring ranks, by an `expert_mesh`.
 
     Rank p of such a group holds the experts from p*n on. The ranks of a replica with equal p shard these by
     FSDP: by whole experts where their number divides n, else by rows. Each layer's experts are an FSDP group
     of their own; call it before the rest is sharded.
     """
-    ep, sizes = config.distributed.ep_size, config.distributed.mesh(dist.get_world_size())
-    replicas, shards = sizes.dp_replicate, sizes.dp_shard * sizes.sequence // ep
-    names = ("pp", "ep_replicate", "ep_shard", "ep")
-    mesh = init_device_mesh(device.type, (sizes.pp, replicas, shards, ep), mesh_dim_names=names)
-    flat = mesh["ep_shard", "ep"]._flatten()  # norms are then reduced in one collective instead of two
-    for each in (mesh, flat):
-        set_timeout(each, config)
-    holders = mesh["ep_replicate", "ep_shard"] if replicas > 1 else mesh["ep_shard"]
-    by_rows = (config.model.num_experts // ep) % shards != 0
+    ep, shards = mesh["ep"], mesh["ep_shard"].size()
+    names = mesh.mesh_dim_names or ()
+    holders = mesh["ep_replicate", "ep_shard"] if "ep_replicate" in names else mesh["ep_shard"]
+    by_rows = (config.model.num_experts // ep.size()) % shards != 0
     for module in model.modules():
         if isinstance(module, Experts):
             module.__class__ = ParallelExperts
             module.__dict__.pop("forward", None)  # of a compiled layer
-            object.__setattr__(module, "group", mesh.get_group("ep"))
+            object.__setattr__(module, "group", ep.get_group())
             for name, parameter in module.named_parameters():
-                part = parameter.detach().chunk(ep)[mesh.get_local_rank("ep")]
-                setattr(module, name, Parameter(DTensor.from_local(part, mesh["ep"], [Shard(0)])))
+                part = parameter.detach().chunk(ep.size())[ep.get_local_rank()]
+                setattr(module, name, Parameter(DTensor.from_local(part, ep, [Shard(0)])))
             fully_shard(
                 module,
                 mesh=holders,

@@ -133,15 +133,12 @@ def clip_over_meshes(parameters: list[Tensor], max_norm: float) -> Tensor:
     Returns:
         The norm before, 0-dim.
     """
-    by_mesh: dict[Any, list[Any]] = {}
-    for parameter in parameters:
-        gradient: Any = parameter.grad
-        if gradient is not None:
-            by_mesh.setdefault(gradient.device_mesh, []).append(parameter)
-    norms = [get_total_norm([each.grad for each in group]).full_tensor() for group in by_mesh.values()]  # type: ignore[attr-defined]  # DTensor's
-    total = torch.linalg.vector_norm(torch.stack(norms))
-    for mesh, group in by_mesh.items():
-        clip_grads_with_norm_(group, max_norm, DTensor.from_local(total, mesh))
+    trained: list[Any] = [each for each in parameters if each.grad is not None]
+    norms: list[Any] = [
+        get_total_norm([trained[number].grad for number in numbers]) for numbers in _by_mesh(trained).values()
+    ]
+    total = torch.linalg.vector_norm(torch.stack([norm.full_tensor() for norm in norms]))
+    clip_to_norm(trained, max_norm, total)
     return total
 
 

@@ -23,7 +23,7 @@ class Place:
         pp: Rank in the pipeline.
         data: Data-parallel group, of `sizes.data`: its ranks work on the same micro batches.
         cp, tp: Place among the ranks that divide a micro batch's positions.
-        has_losses: Whether this rank has the last stage.
+        is_last_stage: Whether this rank has the last stage, which computes the losses.
     """
 
     sizes: MeshSizes = field(default_factory=MeshSizes)
@@ -31,7 +31,7 @@ class Place:
     data: int = 0
     cp: int = 0
     tp: int = 0
-    has_losses: bool = True
+    is_last_stage: bool = True
 
     @classmethod
     def of(cls, config: Config, rank: int, world_size: int) -> Place:
@@ -44,23 +44,25 @@ class Place:
         return cls(sizes, pp, data, cp, tp, is_last)
 
     @property
-    def part(self) -> int:
-        """Which part of each micro batch's positions this rank has, of `sizes.sequence`."""
+    def sequence_rank(self) -> int:
+        """Rank among the `sizes.sequence` that divide a micro batch's positions."""
         return self.cp * self.sizes.tp + self.tp
 
 
-def positions_of(place: Place, length: int) -> tuple[Tensor, Tensor]:
-    """Positions of sequences of `length` that belong to a rank: those of its `cp` ranks, and its own of them.
+def cp_positions(place: Place, length: int) -> Tensor:
+    """Positions of sequences of `length` that a rank's `cp` rank has, int64, ascending.
 
-    Over `cp` they are cut in twice as many chunks as ranks, of which rank c has the c-th from the start and
-    the c-th from the end, so that all have as many keys to attend to. Both int64, ascending.
+    Its `tp` ranks divide them further, into neighbouring ones.
     """
-    seen = torch.cat([torch.arange(*chunk) for chunk in chunks_of(place.cp, place.sizes.cp, length)])
-    return seen, seen.chunk(place.sizes.tp)[place.tp]
+    return torch.cat([torch.arange(*chunk) for chunk in cp_chunks(place.cp, place.sizes.cp, length)])
 
 
-def chunks_of(rank: int, ranks: int, length: int) -> list[tuple[int, int]]:
-    """The ranges of positions of one of the `cp` ranks."""
+def cp_chunks(rank: int, ranks: int, length: int) -> list[tuple[int, int]]:
+    """The ranges of positions of one of the `cp` ranks.
+
+    Sequences are cut in twice as many chunks as ranks, of which rank c has the c-th from the start and the
+    c-th from the end, so that all have as many keys to attend to.
+    """
     if ranks == 1:
         return [(0, length)]
     size = length // (2 * ranks)
@@ -86,44 +88,77 @@ class Meshes(NamedTuple):
     """Group of all ranks that divide a micro batch's positions, the product of `cp` and `tp`."""
     pp: Any = None
     """Group of the stages of a pipeline."""
+    experts: DeviceMesh | None = None
+    """That of `expert_mesh`."""
 
 
 def build_meshes(config: Config, device_type: str, world_size: int) -> Meshes:
     """The meshes and groups of a sharded run; collective.
+
+    All ranks wait for each other once for every group that is made, so that an axis of one rank has none,
+    but where FSDP needs a mesh.
 
     Args:
         config: Its `distributed.mesh` gives the sizes.
         device_type: "cpu" or "cuda".
         world_size: Ranks.
     """
-    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
     from llm_pretrain.distributed.fsdp import set_timeout  # both take time to import
 
-    pp, replicas, shards, cp, tp = sizes = config.distributed.mesh(world_size)
-    if sizes.is_data_parallel and replicas == 1:
-        return Meshes()
-    # every mesh is another division of one mesh, as FSDP wants of the mesh of an already divided parameter
+    sizes = config.distributed.mesh(world_size)
+    meshes = Meshes(experts=expert_mesh(config, device_type, world_size))
+    if sizes.is_data_parallel and sizes.dp_replicate == 1:
+        return meshes
+    is_kept = {axis: size > 1 for axis, size in sizes._asdict().items()}
+    is_kept["dp_shard"] |= sizes.tp > 1 and sizes.cp == 1
+    kept = {axis: size for axis, size in sizes._asdict().items() if is_kept[axis]}
+    # every mesh is a part of one mesh, as FSDP wants of the mesh of an already divided parameter
     world = init_device_mesh(device_type, (world_size,), mesh_dim_names=("world",))
+    axes = world._unflatten(0, tuple(kept.values()), tuple(kept))
+    set_timeout(axes, config)
 
-    def divided(**axes: int) -> DeviceMesh:
-        mesh = world._unflatten(0, tuple(axes.values()), tuple(axes))
-        set_timeout(mesh, config)
+    def product(*names: str) -> DeviceMesh:
+        mesh = axes[tuple(name for name in names if is_kept[name])]
+        if mesh.ndim > 1:
+            mesh = mesh._flatten()
+            set_timeout(mesh, config)
         return mesh
 
-    together = replicas > 1 and not config.distributed.outer  # DiLoCo's replicas train apart
-    kept = ("dp_replicate", "dp_shard") if together else ("dp_shard",)
-    whole = divided(pp=pp, dp_replicate=replicas, dp_shard=shards * cp * tp)
-    meshes = Meshes(shards=whole[kept], matrices=whole[kept])
-    if sizes.is_data_parallel:
-        return meshes
-    axes = divided(pp=pp, dp_replicate=replicas, dp_shard=shards, cp=cp, tp=tp)
-    if tp > 1:
-        by_matrices = divided(pp=pp, dp_replicate=replicas, dp_shard=shards * cp, tp=tp)
-        meshes = meshes._replace(matrices=by_matrices[kept], tp=by_matrices["tp"])
-    if sizes.sequence > 1:
-        by_data = divided(pp=pp, data=sizes.data, sequence=sizes.sequence)
-        meshes = meshes._replace(sequence=by_data.get_group("sequence"))
+    def of_replicas(mesh: DeviceMesh) -> DeviceMesh:
+        together = sizes.dp_replicate > 1 and not config.distributed.outer  # DiLoCo's replicas train apart
+        return DeviceMesh._concatenate([axes["dp_replicate"], mesh]) if together else mesh
+
+    if sizes.shared > 1:
+        shards = of_replicas(product("dp_shard", "cp", "tp"))
+        meshes = meshes._replace(shards=shards, matrices=shards)
+    if sizes.tp > 1:
+        meshes = meshes._replace(matrices=of_replicas(product("dp_shard", "cp")), tp=axes["tp"])
     return meshes._replace(
-        cp=axes.get_group("cp") if cp > 1 else None, pp=axes.get_group("pp") if pp > 1 else None
+        cp=axes.get_group("cp") if sizes.cp > 1 else None,
+        sequence=product("cp", "tp").get_group() if sizes.sequence > 1 else None,
+        pp=axes.get_group("pp") if sizes.pp > 1 else None,
     )
+
+
+def expert_mesh(config: Config, device_type: str, world_size: int) -> DeviceMesh | None:
+    """The mesh of experts that are divided over ranks; None where each rank has all. Collective.
+
+    Its axes are `ep`, `ep_shard`, over which FSDP shards the experts of a rank, and where they have several
+    ranks `pp` and `ep_replicate`.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from llm_pretrain.distributed.fsdp import set_timeout
+
+    ep, sizes = config.distributed.ep_size, config.distributed.mesh(world_size)
+    if ep == 1 or world_size == 1:
+        return None
+    axes = {"pp": sizes.pp, "ep_replicate": sizes.dp_replicate, "ep_shard": sizes.shared // ep, "ep": ep}
+    kept = {axis: size for axis, size in axes.items() if size > 1 or axis == "ep_shard"}
+    mesh = init_device_mesh(device_type, tuple(kept.values()), mesh_dim_names=tuple(kept))
+    flat = mesh["ep_shard", "ep"]._flatten()  # norms are then reduced in one collective instead of two
+    for each in (mesh, flat):
+        set_timeout(each, config)
+    return mesh

@@ -27,7 +27,7 @@ Loss = Callable[[DecoderOutput, Batch], Tensor]
 """The part of the objective of one micro batch, 0-dim, scaled."""
 
 
-class Elsewhere(nn.Module):
+class OtherStage(nn.Module):
     """Stands for a part of the model that another stage has: its output is its input.
 
     Args:
@@ -57,15 +57,15 @@ def keep_stages(model: Decoder, config: Config, stages: Collection[int]) -> None
     own = {layer for stage in stages for layer in stage_layers(config, stage)}
     for layer in range(len(stack.layers)):
         if layer not in own:
-            stack.layers[layer] = Elsewhere()
+            stack.layers[layer] = OtherStage()
     head: Any = model
     # a tied weight that stands for a part elsewhere is held once, by the rank's model and by the stage's view
-    if not has_first and not (has_last and isinstance(stack.embed_tokens, Elsewhere)):
-        stack.embed_tokens = Elsewhere(tied if has_last else None)
+    if not has_first and not (has_last and isinstance(stack.embed_tokens, OtherStage)):
+        stack.embed_tokens = OtherStage(tied if has_last else None)
     if not has_last:
-        stack.norm = Elsewhere()
-        if not (has_first and isinstance(head.lm_head, Elsewhere)):
-            head.lm_head = Elsewhere(tied if has_first else None)
+        stack.norm = OtherStage()
+        if not (has_first and isinstance(head.lm_head, OtherStage)):
+            head.lm_head = OtherStage(tied if has_first else None)
 
 
 def _view(model: Decoder, config: Config, stage: int) -> Decoder:
@@ -125,7 +125,8 @@ class Pipeline:
         for stage, module in self.modules.items():
             module.forward = self._forward_of(stage)  # type: ignore[method-assign]
         self._schedule: Any = None
-        self._batches: Sequence[Batch] = []
+        self._batches: dict[int, Iterator[Batch]] = {}
+        """The micro batches that each stage is still to compute: every schedule takes them in their order."""
         self._loss: Loss | None = None
         self._output: DecoderOutput | None = None
         self._counted: tuple[list[Tensor], Tensor] | None = None
@@ -147,27 +148,26 @@ class Pipeline:
         """
         if self._schedule is None:
             self._schedule = self._build_schedule(micro_batches)
-        self._batches, self._loss = micro_batches, loss
-        numbers = torch.arange(len(micro_batches))
-        self._schedule.step(number=numbers, target=numbers, return_outputs=False)
-        self._batches, self._loss, self._output = [], None, None
+        self._loss, self._batches = loss, {stage: iter(micro_batches) for stage in self.modules}
+        self._schedule.step(target=torch.arange(len(micro_batches)), return_outputs=False)
+        self._loss, self._output = None, None
         self._add_tied_gradients()
 
     @torch.no_grad()
     def forward(self, batch: Batch) -> DecoderOutput:
         """The output of one micro batch; without losses, and with counts of 0, but in the last stage."""
-        self._batches = [batch]
+        self._batches = {stage: iter([batch]) for stage in self.modules}
         passed: Any = ()
         for stage, module in self.modules.items():
             if stage and self.owners[stage - 1] != self.rank:
                 passed = [torch.empty_like(each, device=self.device) for each in self._inputs(stage, batch)]
                 for each in passed:
                     dist.recv(each, group=self.group, group_src=self.owners[stage - 1])
-            passed = module(*passed, number=0)
+            passed = module(*passed)
             if stage < self.last and self.owners[stage + 1] != self.rank:
                 for each in passed:
                     dist.send(each.contiguous(), group=self.group, group_dst=self.owners[stage + 1])
-        output, self._output, self._batches = self._output, None, []
+        output, self._output = self._output, None
         if output is not None:
             return output
         layers, experts = len(self.config.model.moe_layers), self.config.model.num_experts
@@ -187,7 +187,7 @@ class Pipeline:
 
         if self._counted is None:
             numbers = {name: number for number, name in enumerate(self.names)}
-            own = {name: each for name, each in self.model.named_parameters() if not self.is_second(name)}
+            own = {name: each for name, each in self.model.named_parameters() if not self.is_tied_copy(name)}
             places = torch.tensor([numbers[name] for name in own], device=self.device)
             self._counted = list(own.values()), places
         counted, places = self._counted
@@ -228,10 +228,10 @@ class Pipeline:
             dist.broadcast(tensor, group=self.group, group_src=rank)
             yield tensor
 
-    def is_second(self, name: str) -> bool:
-        """Whether the rank of the first stage has this tensor too, or what an optimizer keeps for it."""
+    def is_tied_copy(self, name: str) -> bool:
+        """Whether it is the last stage's copy of the tied matrix, or of what an optimizer keeps for that."""
         tied = ("model.embed_tokens.weight", "lm_head.weight")
-        is_foreign = isinstance(self.model.model.embed_tokens, Elsewhere)
+        is_foreign = isinstance(self.model.model.embed_tokens, OtherStage)
         return is_foreign and self.config.model.tie_word_embeddings and any(each in name for each in tied)
 
     def _add_tied_gradients(self) -> None:
@@ -251,11 +251,11 @@ class Pipeline:
         own.add_(other)
 
     def _forward_of(self, stage: int) -> Callable[..., Any]:
-        """The `forward` of the decoder of a stage, which looks its micro batch up."""
+        """The `forward` of the decoder of a stage, of its next micro batch."""
         module, last = self.modules[stage], self.last
 
-        def forward(*received: Tensor, number: Tensor | int) -> Any:
-            batch = self._batches[int(number)]
+        def forward(*received: Tensor) -> Any:
+            batch = next(self._batches[stage])
             inputs = batch.model_inputs()
             labels, mask = inputs.pop("labels"), inputs.pop("loss_mask")
             if received:
@@ -315,7 +315,7 @@ class Pipeline:
         return chosen(
             stages if len(stages) > 1 else stages[0],
             count,
-            loss_fn=lambda loss, number: loss,
+            loss_fn=lambda loss, target: loss,
             scale_grads=False,
         )
 

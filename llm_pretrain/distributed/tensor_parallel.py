@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import Module, Parameter
 
-from llm_pretrain.distributed.context_parallel import all_gather, reduce_scatter
+from llm_pretrain.distributed.collectives import all_gather, reduce_scatter
 from llm_pretrain.model import (
     Attention,
     Decoder,

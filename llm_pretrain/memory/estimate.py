@@ -135,7 +135,7 @@ def estimate_memory(
     low = training.precision in ("bf16", "fp16")
     rows, length = training.micro_batch_size, training.sequence_length
     document = min(document_length if config.data.isolate_documents else length, length)
-    shape = ActivationShape(rows, length, document, low, on_gpu, compiles(config, on_gpu=on_gpu))
+    shape = ActivationShape(rows, length, document, low, on_gpu, compiles(config, world_size, on_gpu=on_gpu))
     parameters = count_parameters(model).total
     matrices = matrix_parameters(model, with_experts=False, with_head=False)
     experts = matrix_parameters(model, with_experts=True, with_head=False) - matrices

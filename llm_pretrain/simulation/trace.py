@@ -357,11 +357,10 @@ def _without_values() -> Iterator[None]:
         stack.enter_context(patch.object(script.TorchrunEngine, "sum_integers", sum_integers))
         stack.enter_context(patch.object(StepMonitor, "_decide", decide))
         stack.enter_context(patch("llm_pretrain.model.kernels.attention._offsets", row_offsets))
-        for module in (fsdp, expert_parallel):
-            stack.enter_context(patch.object(module, "set_timeout"))
+        stack.enter_context(patch.object(fsdp, "set_timeout"))
         for name in ("_concatenate", "_unflatten", "_flatten", "__getitem__"):
             stack.enter_context(_outside_fakes(DeviceMesh, name))
-        for module in (_fsdp_init, expert_parallel, device_mesh):
+        for module in (_fsdp_init, device_mesh):
             stack.enter_context(_outside_fakes(module, "init_device_mesh"))
         yield
 

@@ -71,7 +71,7 @@ def simulate(job: Job) -> dict[str, Any]:
     if job.machine:
         machine = Machine(**job.machine)
         as_given = load_config(job.options, needs_data=False, has_bf16=True, world_size=job.world_size)
-        fuses = compiles(as_given, on_gpu=True)
+        fuses = compiles(as_given, job.world_size, on_gpu=True)
         roofline = Roofline(machine, fuses=fuses, length=config.training.sequence_length)
     capability = divmod(machine.capability, 10) if machine else None
     backend = "cpu:fake,simulated:fake_simulated" if machine else "fake"

@@ -74,15 +74,23 @@ def _setting(name: str, value: Any) -> str:
 
 
 def _script(engine: Engine) -> str:
-    """The file that defines the engine, with its digest, and Accelerate's version if that launched the run.
+    """The file that defines the engine, with its digest; through Accelerate also its version, and the digest
+    of the other script, of which that engine has a function.
 
     A class that is defined in a notebook has no file: its name is used instead.
     """
-    file = Path(getattr(sys.modules.get(type(engine).__module__), "__file__", None) or "")
+    file = _file_of(type(engine).__module__)
     parts = [file.name, _digest(file.read_bytes())] if file.is_file() else [type(engine).__name__]
     if engine.launcher == "accelerate":
         parts += ["accelerate", _version("accelerate")]
+        if (other := _file_of("train_pretrain")).is_file():
+            parts += [other.name, _digest(other.read_bytes())]
     return " ".join(parts)
+
+
+def _file_of(module: str) -> Path:
+    """The file of an imported module; the current folder where it has none."""
+    return Path(getattr(sys.modules.get(module), "__file__", None) or "")
 
 
 def _version(package: str) -> str:

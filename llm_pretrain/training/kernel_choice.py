@@ -104,7 +104,7 @@ def choose_kernels(config: Config, engine: Engine, folder: RunFolder) -> tuple[C
         return config, choice
     choice = KernelChoice(facts)
     config = _replace_failing(config, engine, PARTS, choice, devices)
-    if compiles(config, on_gpu=engine.device.type == "cuda"):
+    if compiles(config, engine.world_size, on_gpu=engine.device.type == "cuda"):
         config = _replace_failing(config, engine, ("compile",), choice, devices)
     return config, choice
 

@@ -41,12 +41,13 @@ def product_type(config: Config) -> torch.dtype:
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.training.precision, torch.float32)
 
 
-def build_model(config: Config, device: torch.device | None = None) -> Decoder:
+def build_model(config: Config, device: torch.device | None = None, world_size: int = 1) -> Decoder:
     """The decoder with the configured kernels, compiled if configured; its weights are not initialised.
 
     Args:
         config: Resolved.
         device: The device it will train on, for a check of the kernels; None for no check.
+        world_size: Ranks of the run.
 
     Raises:
         ConfigError: a configured kernel cannot run on the device.
@@ -57,14 +58,14 @@ def build_model(config: Config, device: torch.device | None = None) -> Decoder:
     model = Decoder(config.model, activation_checkpointing=training.activation_checkpointing, kernels=kernels)
     if training.float8:
         use_float8(model)
-    compile_layers(model, config)
+    compile_layers(model, config, world_size)
     return model
 
 
-def kernels_in_use(config: Config, device: torch.device) -> str:
+def kernels_in_use(config: Config, device: torch.device, world_size: int) -> str:
     """The kernels that training takes, for the console."""
     chosen = describe_kernels(config.model, configured_kernels(config), device, product_type(config))
-    is_compiled = compiles(config, on_gpu=is_gpu(device))
+    is_compiled = compiles(config, world_size, on_gpu=is_gpu(device))
     return f"kernels: {chosen}; {'compiled' if is_compiled else 'not compiled'}"
 
 
@@ -118,12 +119,12 @@ def _has_cpp_compiler() -> bool:
         return False
 
 
-def compile_layers(model: Decoder, config: Config) -> None:
+def compile_layers(model: Decoder, config: Config, world_size: int = 1) -> None:
     """Compile the layers of a model that is not wrapped or sharded yet, if configured.
 
     Layers of one kind share compiled code.
     """
-    if not compiles(config, on_gpu=torch.cuda.is_available()):
+    if not compiles(config, world_size, on_gpu=torch.cuda.is_available()):
         return
     from torch import _dynamo
 

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from llm_pretrain.config import Config
 from llm_pretrain.data import Batch
-from llm_pretrain.distributed.mesh import Place, positions_of
+from llm_pretrain.distributed.mesh import Place, cp_positions
 from llm_pretrain.model import Decoder, DecoderOutput
 from llm_pretrain.training.anomaly import NUM_LOSSES, Spike, StepMonitor
 from llm_pretrain.training.model_setup import FP8_MULTIPLE, eagerly
@@ -257,15 +257,16 @@ def own_part(batch: Batch, place: Place) -> Batch:
     The documents stay whole, and the positions those of the `cp` rank, whose `tp` ranks rotate the queries
     and keys of all of them. Loss tokens and digest are counted with the first part, in the last stage.
     """
-    if place.part or not place.has_losses:
+    if place.sequence_rank or not place.is_last_stage:
         batch = replace(batch, num_loss_tokens=0, digest=torch.zeros_like(batch.digest))
     if place.sizes.sequence == 1:
         return batch
-    seen, own = positions_of(place, batch.input_ids.shape[1])
+    of_cp_rank = cp_positions(place, batch.input_ids.shape[1])
+    own = of_cp_rank.chunk(place.sizes.tp)[place.tp]
     return replace(
         batch,
         input_ids=batch.input_ids[:, own],
-        position_ids=batch.position_ids[:, seen],
+        position_ids=batch.position_ids[:, of_cp_rank],
         labels=batch.labels[:, own],
         loss_mask=batch.loss_mask[:, own],
     )

@@ -110,7 +110,7 @@ class Trainer:
         self.checkpoints.notes += run_on_all_ranks(engine, lambda: check_memory(config, engine))
         heartbeat("building the model", files=True)  # model.init_from reads files
         with torch.device("meta"):
-            model = build_model(config, engine.device)
+            model = build_model(config, engine.device, engine.world_size)
         notes: list[str] = []
 
         def initialize(decoder: Decoder) -> None:
@@ -323,7 +323,7 @@ class Trainer:
             f"{config.distributed.strategy}, {training.precision}"
         )
         if engine.device.type == "cuda":
-            console.info(kernels_in_use(config, engine.device))
+            console.info(kernels_in_use(config, engine.device, engine.world_size))
         self._print_kernel_choice()
         console.info(
             f"{training.max_steps} steps of {training.global_batch_size} x {training.sequence_length} tokens "

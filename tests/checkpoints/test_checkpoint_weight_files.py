@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from support.corpora import make_tokenizer
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from llm_pretrain.checkpoints import save_weights, weight_files
@@ -26,10 +25,10 @@ from llm_pretrain.checkpoints.tensor_files import write_safetensors
 from llm_pretrain.checkpoints.weight_files import WeightFiles
 from llm_pretrain.checkpoints.weights import HeldWeights, model_weights
 from llm_pretrain.config import Config, DistributedConfig, ModelConfig
-from llm_pretrain.distributed import expert_parallel
+from llm_pretrain.distributed import fsdp
 from llm_pretrain.distributed.collectives import SingleRank
 from llm_pretrain.distributed.fsdp import clear_mesh_caches
-from llm_pretrain.distributed.mesh import Meshes
+from llm_pretrain.distributed.mesh import build_meshes
 from llm_pretrain.errors import CheckpointError, DivergedError
 from llm_pretrain.export import match_hf_architecture, to_huggingface
 from llm_pretrain.model import Decoder
@@ -140,11 +139,8 @@ def held(config: ModelConfig, rank: int, world_size: int, sizes: dict[str, int])
     with rank_of(rank, world_size), torch.device("meta"):
         model = Decoder(config)
         settings = replace(Config(), model=config, distributed=DistributedConfig("fsdp", **sizes))
-        mesh = None
-        if (replicas := settings.distributed.dp_replicate_size) > 1:
-            mesh = init_device_mesh("cpu", (replicas, world_size // replicas), mesh_dim_names=("r", "s"))
         with torch.device("cpu"):
-            shard_model(model, Meshes(mesh, mesh), settings, torch.device("cpu"))
+            shard_model(model, build_meshes(settings, "cpu", world_size), settings)
             initialize_weights(model, 3, device=torch.device("cpu"))
             found = model_weights(model, ranks)
     shapes = {name: torch.empty(tensor.shape, device="meta") for name, tensor in found.tensors.items()}
@@ -169,7 +165,7 @@ def test_every_mesh_writes_the_bytes_of_one_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, mesh: str
 ):
     monkeypatch.setattr(weight_files, "MAX_SHARD_BYTES", 6000)
-    monkeypatch.setattr(expert_parallel, "set_timeout", lambda *_: None)  # warns of a group that is a fake
+    monkeypatch.setattr(fsdp, "set_timeout", lambda *_: None)  # warns of a group that is a fake
     config, (world_size, sizes) = MODELS[name], MESHES[mesh]
     for folder in ("one", "several"):
         (tmp_path / folder).mkdir()

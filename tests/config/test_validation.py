@@ -252,6 +252,19 @@ def test_what_tensor_parallelism_cannot_divide_is_named(problem: str, settings: 
     assert found.startswith(problem)
 
 
+def test_a_vocabulary_that_is_not_known_yet_is_a_multiple_of_64():
+    heads = {"model__num_attention_heads": 6, "model__num_key_value_heads": 6, "model__head_dim": 8}
+    shape = heads | {"model__intermediate_size": 66}
+    batch = {
+        "training__micro_batch_size": 1,
+        "training__global_batch_size": 6,
+        "training__sequence_length": 48,
+    }
+    (found,) = validate(config(**FSDP, **shape, **batch, distributed__tp_size=3), 3)
+    assert found.startswith("distributed.tp_size: expected a divisor of 64, of which the vocabulary")
+    assert not validate(config(**FSDP, **shape, **batch, distributed__tp_size=3, model__vocab_size=258), 3)
+
+
 @pytest.mark.parametrize("world_size", [1, 8])
 def test_a_mesh_that_fits_and_one_process_are_accepted(world_size: int):
     sizes = {"distributed__dp_replicate_size": 2, "distributed__dp_shard_size": 4, "distributed__ep_size": 4}

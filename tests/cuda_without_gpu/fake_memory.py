@@ -25,7 +25,7 @@ import train_pretrain
 from llm_pretrain.config import Config
 from llm_pretrain.distributed.fsdp import rebound_optimizer
 from llm_pretrain.distributed.initial_values import materialize
-from llm_pretrain.distributed.mesh import Meshes
+from llm_pretrain.distributed.mesh import Meshes, expert_mesh
 from llm_pretrain.optim.param_groups import build_optimizer
 from llm_pretrain.training import Objective
 from llm_pretrain.training.model_setup import build_model
@@ -93,12 +93,13 @@ def tracked_peak(config: Config, world_size: int = 1) -> int:
     if (replicas := config.distributed.dp_replicate_size) > 1:
         sizes, names = (replicas, config.distributed.shard_size(world_size)), ("dp_replicate", "dp_shard")
         mesh = init_device_mesh("cuda", sizes, mesh_dim_names=names)
+    experts = expert_mesh(config, "cpu", world_size)
     with FakeTensorMode(allow_non_fake_inputs=True), memory, memory.resizing():
         model: Any = fake_model(config)
         optimizer = build_optimizer(model, config.optimizer, config.training.precision)
         if world_size > 1:
             with rebound_optimizer(model, optimizer):
-                train_pretrain.shard_model(model, Meshes(mesh, mesh), config, torch.device("cpu"))
+                train_pretrain.shard_model(model, Meshes(mesh, mesh, experts=experts), config)
         parameters, objective = list(model.parameters()), Objective(config, world_size)
         steps = config.gradient_accumulation_steps(world_size)
         for _ in range(2):
@@ -155,7 +156,7 @@ def start_up_peak(config: Config, *, shards_first: bool = True) -> tuple[int, in
     with FakeTensorMode(allow_non_fake_inputs=True), memory, memory.resizing():
         with torch.device("meta" if shards_first else CUDA):
             model = build_model(config)
-        train_pretrain.shard_model(model, Meshes(), config, torch.device("cpu"))
+        train_pretrain.shard_model(model, Meshes(), config)
         if shards_first:
             materialize(model, CUDA)
     return memory.peak, memory.current

@@ -67,7 +67,7 @@ def compiled(
         for layer in model.model.layers:
             layer.compile(backend="aot_eager")
         if sharded:
-            train_pretrain.shard_model(model, Meshes(), config, torch.device("cpu"))
+            train_pretrain.shard_model(model, Meshes(), config)
         objective = Objective(config, 1)
         for pieces in PIECES:
             batch = fake_batch(config, pieces)

@@ -97,5 +97,5 @@ def test_a_compiled_layer_keeps_what_is_estimated(model: dict[str, Any], monkeyp
     two, three = (saved_bytes(config(layers, "off"), "aot_eager_decomp_partition") for layers in (2, 3))
     saved = pytest.approx(three - two, rel=0.1)
     assert estimated() == saved
-    monkeypatch.setattr(estimate, "compiles", lambda config, *, on_gpu: False)
+    monkeypatch.setattr(estimate, "compiles", lambda config, world_size, *, on_gpu: False)
     assert estimated() != saved

@@ -242,6 +242,42 @@ def test_varlen_computes_a_chunk_of_the_positions(monkeypatch):
         torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-11)
 
 
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_pieces_of_a_chunk_have_each_query_and_each_key_once(monkeypatch, chunk):
+    """No piece has queries without as many keys, crosses two rows, or has keys of two documents."""
+    offsets = torch.tensor([0, 100, 103, 192, 384, 384, 384], dtype=torch.int32)
+    calls: list[tuple] = []
+    kernel = lambda query, key, value, *others, **options: calls.append(others) or query  # noqa: E731
+    monkeypatch.setattr(attention, "varlen_kernel", lambda: (kernel, {"enable_gqa": True}))
+    query, key, value = tensors(192, rows=2)
+    start, stop = chunk
+    attention._varlen(query[:, start:stop], key, value, offsets, chunk)
+    ((until, keys, max_query, max_key),) = calls
+    assert until.dtype == keys.dtype == torch.int32
+    assert (max_query, max_key) == (stop - start, 192)
+    pieces = list(zip(itertools.pairwise(until.tolist()), itertools.pairwise(keys.tolist()), strict=True))
+    position = [row * 192 + column for row in range(2) for column in range(start, stop)]
+    assert [place for (a, b), _ in pieces for place in position[a:b]] == position
+    assert [place for _, (c, d) in pieces for place in range(c, d)] == list(range(384))
+    edges = set(offsets.tolist())
+    for (a, b), (c, d) in pieces:
+        assert not edges & set(range(c + 1, d))
+        assert position[a:b] == list(range(d - (b - a), d))
+    assert any(a == b and c < d for (a, b), (c, d) in pieces)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_pieces_without_queries_have_gradients_of_zero_on_a_gpu():
+    """Flash attention's own, in bf16."""
+    inputs = tuple(each.detach().cuda().bfloat16().requires_grad_() for each in tensors(192, 2, (4, 2)))
+    offsets = torch.tensor([0, 100, 103, 192, 384, 384, 384], dtype=torch.int32, device="cuda")
+    whole = outcome(attention._varlen(*inputs, offsets), inputs)
+    parts = parts_of(lambda q, k, v, chunk: attention._varlen(q, k, v, offsets, chunk), *inputs)
+    for mine, other in zip(outcome(parts, inputs), whole, strict=True):
+        torch.testing.assert_close(mine, other, rtol=2**-6, atol=2**-6)
+
+
 def test_varlen_is_asked_for_causal_attention_in_the_words_of_the_installed_torch():
     import inspect
 

@@ -173,7 +173,7 @@ def _norm_of_own_parts(patch: Patch, engine: type) -> None:
         torch.nn.utils.clip_grads_with_norm_(own, max_norm, norm)
         return norm
 
-    faults.replace_everywhere(patch, fsdp.clip_grad_norm, clip)
+    faults.replace_everywhere(patch, fsdp.clip_over_meshes, clip)
 
 
 def _loss_times_ranks(patch: Patch, engine: type) -> None:
@@ -243,12 +243,16 @@ ONE_EXPERT: Changes = {"model": {"num_experts": 4, "num_experts_per_tok": 1, "ro
 
 
 def meshed(changes: Changes, mesh: dict[str, Any] | None) -> Changes:
-    """`changes` in three steps of three micro batches on each of four ranks; `mesh` None is DDP."""
+    """`changes` in three steps of three micro batches on each of four ranks; `mesh` None is DDP.
+
+    Several documents, or ends of them, lie in a sequence.
+    """
     training = {"global_batch_size": 24, "max_steps": 3} | changes.get("training", {})
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
     model = {"num_experts": 8, **heads} | changes.get("model", {})
     distributed = changes.get("distributed", {}) | {"strategy": "fsdp"} | mesh if mesh is not None else {}
-    return changes | {"training": training, "model": model, "distributed": distributed}
+    sections = {"training": training, "model": model, "distributed": distributed}
+    return changes | {"data": {"packing": "best_fit"}} | sections
 
 
 SEQUENCE = FLOAT64["float64 sequence"]

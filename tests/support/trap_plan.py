@@ -21,7 +21,7 @@ from torch import Tensor
 
 import llm_pretrain.model.moe as moe
 from llm_pretrain.data import Batch
-from llm_pretrain.distributed import context_parallel, expert_parallel, fsdp, tensor_parallel
+from llm_pretrain.distributed import collectives, context_parallel, expert_parallel, fsdp, tensor_parallel
 from llm_pretrain.distributed.pipeline import Pipeline
 from llm_pretrain.model import IGNORE_INDEX, Router
 from llm_pretrain.training import StepMetrics
@@ -86,7 +86,7 @@ def _mask_of_another_part(patch: Patch, engine: type) -> None:
     def wrong(self: Any, x: Tensor, mask: Tensor, *others: Any) -> Any:
         (group,) = self.total.args
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-        parts = context_parallel.all_gather(mask, group).chunk(ranks)
+        parts = collectives.all_gather(mask, group).chunk(ranks)
         return right(self, x, parts[(rank + 1) % ranks], *others)
 
     patch.setattr(Router, "forward", wrong)
@@ -210,14 +210,14 @@ def _weights_of_own_experts(patch: Patch, engine: type) -> None:
 
 def _tied_counted_twice(patch: Patch, engine: type) -> None:
     """The norm has the tied matrix of the first stage and of the last."""
-    clip, is_second = Pipeline.clip_grad_norm, Pipeline.is_second
+    clip, is_tied_copy = Pipeline.clip_grad_norm, Pipeline.is_tied_copy
 
     def wrong(self: Pipeline, parameters: list[Tensor], max_norm: float) -> Tensor:
-        Pipeline.is_second = lambda self, name: False  # type: ignore[method-assign]
+        Pipeline.is_tied_copy = lambda self, name: False  # type: ignore[method-assign]
         try:
             return clip(self, parameters, max_norm)
         finally:
-            Pipeline.is_second = is_second  # type: ignore[method-assign]
+            Pipeline.is_tied_copy = is_tied_copy  # type: ignore[method-assign]
 
     patch.setattr(Pipeline, "clip_grad_norm", wrong)
 
@@ -273,7 +273,6 @@ def _case(mesh: dict[str, int] | None, kind: str, *fault: Fault) -> Case:
     changes = {
         "training": training,
         "model": SEQUENCE["model"] | KINDS[kind],
-        "data": {"packing": "best_fit"},
     }
     return Case("torchrun", (*fault, in_float64), meshed(changes, mesh))
 

@@ -200,6 +200,14 @@ def test_auto_compiles_on_a_gpu_alone(on_gpu: bool):
     assert not compiles(from_dict({"distributed": {"strategy": "deepspeed"}}), on_gpu=on_gpu)
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv_zero_bubble"])
+def test_auto_leaves_out_split_backward_passes_of_a_pipeline(schedule: str):
+    """Of one process there is none, whatever is configured."""
+    config = from_dict({"distributed": {"strategy": "fsdp", "pp_size": 2, "pp_schedule": schedule}})
+    assert compiles(config, 1, on_gpu=True)
+    assert compiles(config, 2, on_gpu=True) is (schedule == "1f1b")
+
+
 def test_deepspeed_is_not_compiled():
     tree = {"training": {"compile": "on"}, "distributed": {"strategy": "deepspeed"}}
     (line,) = validate(from_dict(tree), needs_data=False)

@@ -133,7 +133,9 @@ def test_all_kernels_that_fail_are_named_at_once(monkeypatch: Patch, tmp_path: P
 def test_layers_that_do_not_compile_run_uncompiled(missing: str | None, monkeypatch: Patch, tmp_path: Path):
     fail(monkeypatch, "compile")
     monkeypatch.setattr(kernel_choice, "missing_compiler", lambda: missing)
-    monkeypatch.setattr(kernel_choice, "compiles", lambda config, on_gpu: config.training.compile != "off")
+    monkeypatch.setattr(
+        kernel_choice, "compiles", lambda config, world_size, on_gpu: config.training.compile != "off"
+    )
     chosen, choice = choose(settings("auto"), tmp_path)
     assert chosen.training.compile == "off"
     problem = f"raised ConfigError: expected {missing}, found none on cpu" if missing else RAISED

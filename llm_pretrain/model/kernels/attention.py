@@ -223,7 +223,9 @@ def _varlen(
     """Flash attention over documents of different lengths.
 
     Queries of a chunk of the positions are the last ones of the keys that they attend to, as the kernel takes
-    them to be: a document's keys end with the chunk. What lies after it are pieces without queries.
+    them to be: a document's keys end with the chunk. What lies before and after it are pieces without
+    queries, whose keys flash attention gives gradients of zero (flash_bwd_kernel.h, `actual_seqlen_q == 0`).
+    To leave them out, their number would have to be read from the device.
     """
     kernel, options = varlen_kernel()
     columns, groups = key.shape[1], query.shape[2] // key.shape[2]
