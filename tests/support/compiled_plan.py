@@ -20,7 +20,7 @@ STEPS = 6
 
 
 def _few_graphs(patch: Patch, engine: type[Any]) -> None:
-    """Fail where a graph is compiled after the third step, or none before."""
+    """An error where a graph is compiled after the third step, or none before."""
     from torch._dynamo.utils import counters
 
     train_step, counted = engine.train_step, [counters["stats"]["unique_graphs"]]

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from support.compiled_plan import MESHES
 from support.engines import run_engine, small_config
 from support.faults import Fault, defined, replace_everywhere, replacing
 from support.launching import ROOT, checkpoint_tensors, train
-from support.stepping import Driven
+from support.rank_cases import Outcome, run_ranks
+from support.stepping import Driven, relative_error
 
 from llm_pretrain.config import Config, compiles, from_dict, validate
 from llm_pretrain.data import Batch, global_batches
@@ -80,6 +82,24 @@ def test_both_paths_compute_the_same_bits_with_graphs_of_three_steps(kind: str, 
     assert left.hashes != eager.hashes, "compiled layers round elsewhere"
     bound = 2e-2 if kind == "experts" else 0.1  # bf16; another draw of the dropped units
     torch.testing.assert_close(left.losses, eager.losses, rtol=bound, atol=0.0)
+
+
+@pytest.fixture(scope="module")
+def on_meshes(masked_store: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome]]:
+    return run_ranks(masked_store, tmp_path_factory.mktemp("meshes"), plan="compiled_plan", world_size=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES)
+def test_layers_are_compiled_on_every_axis_with_graphs_of_three_steps(
+    mesh: str, on_meshes: dict[str, list[Outcome]]
+):
+    for compiled, eager in zip(on_meshes[f"{mesh} on"], on_meshes[f"{mesh} off"], strict=True):
+        assert compiled.error is eager.error is None
+        left, right = compiled.driven, eager.driven
+        assert left.hashes != right.hashes, "compiled layers round elsewhere"
+        torch.testing.assert_close(left.losses, right.losses, rtol=1e-5, atol=0.0)
+        assert relative_error(left.parameters, right.parameters) <= 1e-5
 
 
 @pytest.mark.slow
