@@ -104,6 +104,8 @@ CASES |= {
     "whole tied": Case("torchrun", changes=pipelined(TIED)),
     "1f1b tied": Case("torchrun", changes=pipelined(TIED, "1f1b")),
     "zbv_zero_bubble tied": Case("torchrun", changes=pipelined(TIED, "zbv_zero_bubble")),
+    "whole tied bf16": Case("torchrun", changes=pipelined(TIED | KINDS["bf16"])),
+    "1f1b tied bf16": Case("torchrun", changes=pipelined(TIED | KINDS["bf16"], "1f1b")),
     "tied apart": Case("torchrun", (_tied_apart,), pipelined(TIED, "1f1b")),
     "without documents": Case("torchrun", (_without_documents,), pipelined({}, "1f1b", 3)),
     "without masks": Case("torchrun", (_without_masks,), pipelined({}, "1f1b", 3)),

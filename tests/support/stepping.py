@@ -31,7 +31,7 @@ class Driven:
     """What a driven engine did. Losses are per loss token; lists go by step, or by update.
 
     Where an average of the parameters is kept: what it was in the end, as the parameters themselves show
-    it, and the first window's summed loss by it. `sums`: those of `StepMetrics`. `local_sizes`: elements of
+    it, and the first window's summed loss by it, 0 in the earlier stages of a pipeline. `sums`: those of `StepMetrics`. `local_sizes`: elements of
     each parameter on this rank.
     """
 
@@ -175,7 +175,7 @@ def drive(engine: Any, config: Config, *, windows: Sequence[list[Batch]] | None 
         with averaging.ema_parameters(optimizer), torch.no_grad():
             driven.averages = {name: whole(parameter) for name, parameter in model.named_parameters()}
             losses = [engine.forward(batch).loss_sum for batch in first]
-        driven.averaged_loss = float(torch.stack(losses).sum())
+        driven.averaged_loss = sum(float(loss) for loss in losses if loss is not None)
         driven.hashes.append(parameter_hash(model))
     return driven
 
