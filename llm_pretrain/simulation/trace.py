@@ -245,13 +245,13 @@ def _telling_reductions(tracker: Tracker) -> Any:
 
 @contextmanager
 def _telling_micro_batches(tracker: Tracker) -> Iterator[None]:
-    """A block in which the stages of a pipeline tell the tracker what they compute, look up micro batches by
-    plain numbers, and know the shapes of what they receive without a first exchange."""
+    """A block in which the stages of a pipeline tell the tracker what they compute, and know the
+    shapes of what they receive without a first exchange."""
     forward, backward = PipelineStage.forward_one_chunk, PipelineStage.backward_one_chunk
 
     def run_forward(stage: Any, number: int, args: Any, kwargs: Any, *rest: Any, **more: Any) -> Any:
         tracker.phase, tracker.micro_batch = "forward", number
-        return forward(stage, number, args, kwargs | {"number": number}, *rest, **more)
+        return forward(stage, number, args, kwargs, *rest, **more)
 
     def run_backward(stage: Any, number: int, *rest: Any, **more: Any) -> Any:
         tracker.phase, tracker.micro_batch = "backward", number

@@ -31,8 +31,8 @@ class Driven:
     """What a driven engine did. Losses are per loss token; lists go by step, or by update.
 
     Where an average of the parameters is kept: what it was in the end, as the parameters themselves show
-    it, and the first window's summed loss by it, 0 in the earlier stages of a pipeline. `sums`: those of `StepMetrics`. `local_sizes`: elements of
-    each parameter on this rank.
+    it, and the first window's summed loss by it, 0 in the earlier stages of a pipeline. `sums`: those of
+    `StepMetrics`. `local_sizes`: elements of each parameter on this rank.
     """
 
     losses: list[float | None] = field(default_factory=list)
