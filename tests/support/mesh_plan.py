@@ -45,7 +45,10 @@ DIVIDED: dict[str, dict[str, Any]] = {
     "tp cp ep": {"tp_size": 2, "cp_size": 2, "ep_size": 2},
 }
 """Meshes whose ranks divide micro batches."""
-ONE_STEP: Changes = {"training": {"max_steps": 1, "max_grad_norm": 0.0}}
+ONE_STEP: Changes = {
+    "training": {"max_steps": 1, "max_grad_norm": 0.0},
+    "data": {"packing": "best_fit"},  # several documents, or ends of them, in a sequence
+}
 FLOAT64 = {
     f"float64 {scope}": ONE_STEP | {"model": {"router_aux_loss_scope": scope}}
     for scope in ("sequence", "micro_batch", "global_batch")
@@ -243,16 +246,12 @@ ONE_EXPERT: Changes = {"model": {"num_experts": 4, "num_experts_per_tok": 1, "ro
 
 
 def meshed(changes: Changes, mesh: dict[str, Any] | None) -> Changes:
-    """`changes` in three steps of three micro batches on each of four ranks; `mesh` None is DDP.
-
-    Several documents, or ends of them, lie in a sequence.
-    """
+    """`changes` in three steps of three micro batches on each of four ranks; `mesh` None is DDP."""
     training = {"global_batch_size": 24, "max_steps": 3} | changes.get("training", {})
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
     model = {"num_experts": 8, **heads} | changes.get("model", {})
     distributed = changes.get("distributed", {}) | {"strategy": "fsdp"} | mesh if mesh is not None else {}
-    sections = {"training": training, "model": model, "distributed": distributed}
-    return changes | {"data": {"packing": "best_fit"}} | sections
+    return changes | {"training": training, "model": model, "distributed": distributed}
 
 
 SEQUENCE = FLOAT64["float64 sequence"]

@@ -273,6 +273,7 @@ def _case(mesh: dict[str, int] | None, kind: str, *fault: Fault) -> Case:
     changes = {
         "training": training,
         "model": SEQUENCE["model"] | KINDS[kind],
+        "data": {"packing": "best_fit"},
     }
     return Case("torchrun", (*fault, in_float64), meshed(changes, mesh))
 
