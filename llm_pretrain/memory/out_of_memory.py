@@ -15,7 +15,8 @@ import torch
 
 from llm_pretrain.config import Config
 from llm_pretrain.errors import PretrainError, ResourceError
-from llm_pretrain.memory.estimate import CUDA_CONTEXT, estimate_memory, parameter_shards
+from llm_pretrain.memory.estimate import CUDA_CONTEXT, estimate_memory
+from llm_pretrain.memory.moments import parameter_shards
 from llm_pretrain.model import count_parameters
 from llm_pretrain.tracking import size_text
 

@@ -16,6 +16,7 @@ from llm_pretrain.model.kernels import (
     experts_requirement,
     loss_implementation,
     resolved_kernels,
+    supports_varlen,
 )
 from llm_pretrain.model.kernels.attention import DocumentLayout, part_attention
 from llm_pretrain.model.kernels.experts import combine, dispatch, experts_reference, inverse_order
@@ -31,12 +32,18 @@ from llm_pretrain.model.layers import Embedding, FeedForward, Linear
 from llm_pretrain.model.moe import Experts, Router, RouterSums, update_router_bias
 from llm_pretrain.model.sizes import (
     ActivationShape,
+    LayerMatrices,
     ParameterCounts,
+    WeightGradient,
     count_parameters,
     flops_per_token,
     head_bytes,
     layer_activation_bytes,
-    matrix_parameters,
+    layer_backward_bytes,
+    layer_forward_bytes,
+    layer_matrices,
+    position_bytes,
+    stream_bytes,
 )
 
 __all__ = [
@@ -54,6 +61,7 @@ __all__ = [
     "KernelCheck",
     "Kernels",
     "LayerCache",
+    "LayerMatrices",
     "Linear",
     "LossSums",
     "OutputHead",
@@ -61,6 +69,7 @@ __all__ = [
     "Part",
     "Router",
     "RouterSums",
+    "WeightGradient",
     "check_kernels",
     "combine",
     "compile_layer",
@@ -77,13 +86,18 @@ __all__ = [
     "inverse_order",
     "is_gpu",
     "layer_activation_bytes",
+    "layer_backward_bytes",
+    "layer_forward_bytes",
+    "layer_matrices",
     "linear",
     "loss_implementation",
-    "matrix_parameters",
     "part_attention",
+    "position_bytes",
     "product_dtype",
     "resolved_kernels",
     "softmax_gradient_of_part",
+    "stream_bytes",
+    "supports_varlen",
     "uncompiled",
     "update_router_bias",
 ]

@@ -15,6 +15,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
@@ -27,7 +28,10 @@ _AUTOCAST = (
     *("scaled_dot_product_attention", "_grouped_mm"),
 )
 """Operations that autocast computes in the low type."""
+_SINGLE_KERNELS = ("silu_backward", "_fused_rms_norm")
+"""Operations that are one kernel on a GPU, and several operations where torch finds none."""
 _KERNELS = "llm_pretrain.model.kernels"
+_scores_attention = F.scaled_dot_product_attention
 _libraries: list[torch.library.Library] = []
 """Registrations, which end when they are deleted."""
 
@@ -109,31 +113,65 @@ def register() -> torch.device:
         _setup_privateuseone_for_python_backend(NAME, _Module(f"torch.{NAME}"))
         dist.Backend.register_backend(f"fake_{NAME}", _create_fake_pg, extended_api=True, devices=[NAME])
         _register_autocast()
+        register_kernels("PrivateUse1")
     return torch.device(NAME, 0)
 
 
 def _register_autocast() -> None:
-    """The rules of autocast on a GPU: products in the low type, everything else as it comes."""
+    """The rules of autocast on a GPU: products in the low type, everything else as it comes.
+
+    A parameter is cast once: as autocast does, its copy is kept until the outermost region ends.
+    """
     fallback = torch.library.Library("_", "IMPL", "AutocastPrivateUse1")
     fallback.fallback(torch.library.fallthrough_kernel)
     library = torch.library.Library("aten", "IMPL", "AutocastPrivateUse1")
     keys: Any = torch._C.DispatchKey
     excluded = torch._C.DispatchKeySet(keys.AutocastPrivateUse1)
 
-    def low(operation: Any) -> Any:
-        def cast(value: Any) -> Any:
-            is_fp32 = isinstance(value, Tensor) and value.dtype == torch.float32
-            return value.to(torch.get_autocast_dtype(NAME)) if is_fp32 else value
+    copies: dict[int, Tensor] = {}
+    clear = torch.clear_autocast_cache
 
+    def clear_copies() -> None:
+        copies.clear()
+        clear()
+
+    def cast(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.dtype != torch.float32:
+            return value
+        if (kept := copies.get(id(value))) is not None:
+            return kept
+        copy = value.to(torch.get_autocast_dtype(NAME))
+        if value.is_leaf and value.requires_grad and torch.is_autocast_cache_enabled():
+            copies[id(value)] = copy
+        return copy
+
+    def low(operation: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             with torch._C._ExcludeDispatchKeyGuard(excluded):
                 return operation(*tree_map(cast, args), **tree_map(cast, kwargs))
 
         return call
 
+    torch.clear_autocast_cache = clear_copies
     for name in _AUTOCAST:
         library.impl(name, low(getattr(torch.ops.aten, name).default))
     _libraries.extend((fallback, library))
+
+
+def register_kernels(dispatch_key: str) -> None:
+    """Make torch call the operations that it would otherwise decompose; fake tensors know their results.
+
+    Args:
+        dispatch_key: Of the device, such as `PrivateUse1`.
+    """
+
+    def is_called(*_: Any, **__: Any) -> Any:
+        raise NotImplementedError
+
+    library = torch.library.Library("aten", "IMPL", dispatch_key)
+    for name in _SINGLE_KERNELS:
+        library.impl(name, is_called)
+    _libraries.append(library)
 
 
 @contextmanager
@@ -146,6 +184,7 @@ def gpu_kernels(capability: tuple[int, int]) -> Iterator[None]:
     cross_entropy.write_softmax_gradient = _write_softmax_gradient
     modules = {f"{_KERNELS}.grouped_mm": grouped, f"{_KERNELS}.cross_entropy": cross_entropy}
     with ExitStack() as stack:
+        stack.enter_context(patch.object(F, "scaled_dot_product_attention", _attention))
         stack.enter_context(patch(f"{_KERNELS}.layers.GPU_TYPES", {"cuda", NAME}))
         stack.enter_context(patch(f"{_KERNELS}.layers.compute_capability", lambda device: capability))
         for name in ("loss", "experts"):
@@ -156,6 +195,31 @@ def gpu_kernels(capability: tuple[int, int]) -> Iterator[None]:
             stack.callback(sys.modules.pop, name)
             sys.modules[name] = module
         yield
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`scaled_dot_product_attention` by a GPU: flash attention in low precision without a mask, else
+    the memory-efficient one, which takes a bias."""
+    operations: Any = torch.ops.aten
+    if attn_mask is None and query.dtype != torch.float32:
+        flash = operations._scaled_dot_product_flash_attention
+        return flash(query, key, value, dropout_p, is_causal)[0]
+    if enable_gqa:  # no kernel
+        return _scores_attention(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa=True)
+    bias = attn_mask
+    if attn_mask is not None:
+        no_bias, low = (query.new_full((), value) for value in (0.0, -torch.inf))
+        bias = torch.where(attn_mask, no_bias, low).expand(*query.shape[:2], -1, -1)
+    efficient = operations._scaled_dot_product_efficient_attention
+    return efficient(query, key, value, bias, query.requires_grad, dropout_p, is_causal)[0]
 
 
 @torch.library.custom_op("simulated::log_partition", mutates_args=())

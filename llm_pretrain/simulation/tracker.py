@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -90,7 +91,8 @@ class Tracker(TorchDispatchMode):
         """Micro batch and layer of each reduction of FSDP, and its place in the log."""
         self._buffers: set[int] = set()
         """Storages that FSDP gathers to or reduces from next."""
-        self._start = 0
+        self._start = self._begun = 0
+        """Places in the log at which the step begins, and its last micro batch."""
         self._is_paused = False
 
     @contextmanager
@@ -127,7 +129,7 @@ class Tracker(TorchDispatchMode):
         self.collectives.clear()
         self._reduced.clear()
         self.micro_batch = -1
-        self._start = len(self._log)
+        self._start = self._begun = len(self._log)
 
     def name(self, kind: str, tensors: Iterable[Any]) -> None:
         """Say what tensors are; a later name counts, but for the state of the model."""
@@ -139,7 +141,7 @@ class Tracker(TorchDispatchMode):
 
     def peak(self) -> tuple[int, dict[str, int]]:
         """Most bytes since `begin_step`, and those of each kind of tensor then, largest first."""
-        totals = self._totals()
+        totals = self.totals()
         place = max(range(self._start, len(totals)), key=totals.__getitem__)
         sizes = dict(self._log[: place + 1])  # the last size of each
         held: dict[str, int] = {}
@@ -151,26 +153,35 @@ class Tracker(TorchDispatchMode):
     def highest(self, layers: int) -> dict[str, int]:
         """Most bytes in each part of a step with sharded parameters; each part's is linear in the layers.
 
-        The parts end where the last micro batch has reduced the gradients of the first layer in its backward
-        pass, of the last one, and of everything. In the layers between, memory rises or falls evenly.
+        The parts are of the last micro batch, which has most gradients: until the backward pass has reduced
+        the gradients of its first layer, of its second one, which has the first one's beside it, of the last
+        but one, which gathers the last one's parameters, of the last one, and of everything. In the layers
+        between, memory rises or falls evenly.
         """
-        totals = self._totals()
+        totals = self.totals()
         ends = {layer: place for number, layer, place in self._reduced if number == self.micro_batch}
-        if len(ends) < layers:  # nothing is sharded
+        if len(ends) < layers or layers < 3:  # nothing is sharded
             return {"step": max(totals[self._start :])}
-        first, last = ends[layers - 1], ends[0]
-        before_last = ends.get(1, self._start)
-        return {
-            "forward and first layer": max(totals[self._start : first + 1]),
-            "last layer": max(totals[before_last : last + 1]),
-            "end": max(totals[last:]),
+        parts = {
+            "forward and first layer": (self._begun, ends[layers - 1]),
+            "second layer": (ends[layers - 1], ends[layers - 2]),
+            "last layer but one": (ends[2], ends[1]),
+            "last layer": (ends[1], ends[0]),
+            "end": (ends[0], len(totals) - 1),
         }
+        return {name: max(totals[start : end + 1]) for name, (start, end) in parts.items()}
+
+    def enter(self, phase: str, micro_batch: int) -> None:
+        """Say that a phase of a micro batch begins."""
+        if micro_batch != self.micro_batch:
+            self._begun = len(self._log)
+        self.phase, self.micro_batch = phase, micro_batch
 
     def reduced(self, layer: int) -> None:
         """Say that FSDP has reduced gradients of a layer, of which there may be several groups."""
         self._reduced.append((self.micro_batch, layer, len(self._log)))
 
-    def _totals(self) -> list[int]:
+    def totals(self) -> list[int]:
         """Bytes after each entry of the log."""
         sizes = [0] * len(self._kinds)
         total, totals = 0, []
@@ -193,6 +204,8 @@ class Tracker(TorchDispatchMode):
         elif func.namespace == "fsdp":
             self.name(WHOLE_GRADIENTS if func._opname == "chunk_cat" else GATHERED, given)
             self._buffers = {_storage(each) for each in (*given, *made)}
+        if func is torch.ops.aten.add.Tensor and _is_sum_of_gradients():
+            self._replace(args[1])
         for each in made:
             tensor = to_local(each)
             if tensor.device.type == self.device:
@@ -213,6 +226,11 @@ class Tracker(TorchDispatchMode):
         self._kinds.append(kind)
         self._log.append((serial, storage.size()))
         weakref.finalize(storage, self._free, key).atexit = False
+
+    def _replace(self, tensor: Tensor) -> None:
+        """Count a tensor no longer, whose place the result of an operation takes."""
+        if (serial := self._serials.get(tensor.untyped_storage()._cdata)) is not None:
+            self._log.append((serial, 0))
 
     def _free(self, key: int) -> None:
         self._log.append((self._serials.pop(key), 0))
@@ -240,6 +258,17 @@ class Tracker(TorchDispatchMode):
 
 def _storage(tensor: Tensor) -> int:
     return to_local(tensor).untyped_storage()._cdata
+
+
+def _is_sum_of_gradients() -> bool:
+    """Whether autograd itself, and no Python code, called the operation that is being dispatched.
+
+    It adds two gradients of a tensor in place, except of fake tensors and while operations are observed.
+    """
+    frame = sys._getframe(1).f_back
+    while frame is not None and frame.f_code.co_name in ("_fn", "inner"):  # torch's, around a dispatch
+        frame = frame.f_back
+    return frame is None or frame.f_code.co_name == "_engine_run_backward"
 
 
 def _group(arguments: list[Any]) -> Any:

@@ -151,6 +151,9 @@ def install() -> None:
     }.items():
         if not hasattr(torch._C, name):
             setattr(torch._C, name, value)
+    from llm_pretrain.simulation.device import register_kernels
+
+    register_kernels("CUDA")
 
 
 REASON = reason_without()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,11 +14,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard import _fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import train_pretrain
 from llm_pretrain.config import Config
@@ -27,6 +23,7 @@ from llm_pretrain.distributed.fsdp import rebound_optimizer
 from llm_pretrain.distributed.initial_values import materialize
 from llm_pretrain.distributed.mesh import Meshes, expert_mesh
 from llm_pretrain.optim.param_groups import build_optimizer
+from llm_pretrain.simulation.tracker import Tracker
 from llm_pretrain.training import Objective
 from llm_pretrain.training.model_setup import build_model
 
@@ -43,58 +40,14 @@ def eight_ranks() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-class DeviceMemory(TorchDispatchMode):
-    """Bytes of the CUDA storages that operations inside the mode have created and that still exist."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.current = self.peak = 0
-        self._sizes: dict[int, int] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for each in tree_leaves(out):
-            tensor = each.to_local() if isinstance(each, DTensor) else each
-            if isinstance(tensor, Tensor) and tensor.device.type == "cuda":
-                self.add(tensor.untyped_storage())
-        return out
-
-    def add(self, storage: Any) -> None:
-        key = storage._cdata
-        if key not in self._sizes:
-            self._sizes[key] = 0
-            weakref.finalize(storage, self._free, key)
-        self._resize(key, storage.size())
-
-    def _resize(self, key: int, size: int) -> None:
-        self.current += size - self._sizes[key]
-        self._sizes[key] = size
-        self.peak = max(self.peak, self.current)
-
-    def _free(self, key: int) -> None:
-        self.current -= self._sizes.pop(key)
-
-    def resizing(self) -> Any:
-        """Follow storages that FSDP frees and allocates again."""
-        resize = torch.UntypedStorage.resize_
-
-        def noted(storage: Any, size: int) -> Any:
-            made = resize(storage, size)
-            if storage._cdata in self._sizes:
-                self._resize(storage._cdata, size)
-            return made
-
-        return patch.object(torch.UntypedStorage, "resize_", noted)
-
-
 def tracked_peak(config: Config, world_size: int = 1) -> int:
     """Peak bytes of the second optimizer step; with `world_size` > 1 of a sharded model, in `eight_ranks`."""
-    memory, mesh = DeviceMemory(), None
+    memory, mesh = Tracker("cuda"), None
     if (replicas := config.distributed.dp_replicate_size) > 1:
         sizes, names = (replicas, config.distributed.shard_size(world_size)), ("dp_replicate", "dp_shard")
         mesh = init_device_mesh("cuda", sizes, mesh_dim_names=names)
     experts = expert_mesh(config, "cpu", world_size)
-    with FakeTensorMode(allow_non_fake_inputs=True), memory, memory.resizing():
+    with FakeTensorMode(allow_non_fake_inputs=True), memory.running():
         model: Any = fake_model(config)
         optimizer = build_optimizer(model, config.optimizer, config.training.precision)
         if world_size > 1:
@@ -103,7 +56,7 @@ def tracked_peak(config: Config, world_size: int = 1) -> int:
         parameters, objective = list(model.parameters()), Objective(config, world_size)
         steps = config.gradient_accumulation_steps(world_size)
         for _ in range(2):
-            memory.peak = memory.current
+            memory.begin_step()
             for index in range(steps):
                 if world_size > 1:
                     model.set_requires_gradient_sync(config.distributed.sync_each_batch or index == steps - 1)
@@ -116,7 +69,7 @@ def tracked_peak(config: Config, world_size: int = 1) -> int:
             clip_grad_norm_(parameters, 1.0)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-    return memory.peak
+    return memory.peak()[0]
 
 
 def saved_bytes(config: Config, backend: str | None = None) -> int:
@@ -152,11 +105,11 @@ def start_up_peak(config: Config, *, shards_first: bool = True) -> tuple[int, in
         config: Its strategy is `fsdp`.
         shards_first: Shard the model before its parameters get memory, as a run does.
     """
-    memory = DeviceMemory()
-    with FakeTensorMode(allow_non_fake_inputs=True), memory, memory.resizing():
+    memory = Tracker("cuda")
+    with FakeTensorMode(allow_non_fake_inputs=True), memory.running():
         with torch.device("meta" if shards_first else CUDA):
             model = build_model(config)
         train_pretrain.shard_model(model, Meshes(), config)
         if shards_first:
             materialize(model, CUDA)
-    return memory.peak, memory.current
+    return memory.peak()[0], memory.totals()[-1]

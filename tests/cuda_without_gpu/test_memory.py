@@ -11,19 +11,20 @@ from fake_steps import DENSE, MOE, fake_config
 from support.launching import ROOT
 
 from llm_pretrain.config import Config, load_config
-from llm_pretrain.memory import estimate, estimate_memory
+from llm_pretrain.memory import estimate_memory, moments
 
 PRESETS = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
 
 
 def preset(name: str, world_size: int, accumulation: int, *options: str) -> Config:
-    """Four layers of a preset, uncompiled, with two sequences in a micro batch."""
+    """Four layers of a preset, uncompiled and with whole experts, and two sequences in a micro batch."""
     return load_config(
         [
             *("--config", name, "--model.num_hidden_layers", "4"),
             *("--model.vocab_size", "256" if name.startswith("char-") else "50304"),
             *("--training.compile", "off", "--training.precision", "bf16"),
             *("--training.micro_batch_size", "2", "--distributed.cpu_threads", "1"),
+            *("--distributed.ep_size", "1"),
             *("--training.global_batch_size", str(2 * world_size * accumulation)),
             *("--distributed.strategy", "fsdp" if world_size > 1 else "ddp", *options),
         ],
@@ -97,5 +98,5 @@ def test_a_compiled_layer_keeps_what_is_estimated(model: dict[str, Any], monkeyp
     two, three = (saved_bytes(config(layers, "off"), "aot_eager_decomp_partition") for layers in (2, 3))
     saved = pytest.approx(three - two, rel=0.1)
     assert estimated() == saved
-    monkeypatch.setattr(estimate, "compiles", lambda config, world_size, *, on_gpu: False)
+    monkeypatch.setattr(moments, "compiles", lambda config, world_size, *, on_gpu: False)
     assert estimated() != saved

@@ -17,7 +17,7 @@ from llm_pretrain.model import (
     count_parameters,
     head_bytes,
     layer_activation_bytes,
-    matrix_parameters,
+    layer_matrices,
     sizes,
 )
 from llm_pretrain.model.kernels import layers
@@ -76,12 +76,17 @@ def test_a_layer_keeps_what_is_counted(config: ModelConfig, document_length: int
     assert layer_activation_bytes(config, shape, 0) == pytest.approx(kept(3) - kept(2), rel=0.05)
 
 
-def test_matrices_are_all_parameters_but_norms_routers_and_a_lookup():
-    for config in (DENSE, MOE):
+def test_matrices_are_all_parameters_but_norms_routers_and_embeddings():
+    for config in (
+        DENSE,
+        MOE,
+        replace(MOE, num_hidden_layers=2, first_k_dense_replace=1, n_shared_experts=1),
+    ):
         vectors = sum(p.numel() for p in Decoder(config).parameters() if p.dim() == 1)
         routers = len(config.moe_layers) * config.num_experts * config.hidden_size
-        total = count_parameters(config).total
-        assert matrix_parameters(config, with_experts=True) == total - vectors - routers
+        table = 512 * config.hidden_size * (1 if config.tie_word_embeddings else 2)
+        matrices = sum(sum(layer_matrices(config, layer)) for layer in range(config.num_hidden_layers))
+        assert matrices == count_parameters(config).total - vectors - routers - table
 
 
 def peak_bytes(compute: Callable[[], Any]) -> int:

@@ -87,16 +87,19 @@ def attention_implementation(
     """
     if kernels.attention != "auto":
         return kernels.attention
-    supports_varlen = (
+    is_supported = (
         is_gpu(device)
         and dtype in (torch.bfloat16, torch.float16)
-        and dropout == 0
-        and head_dim <= _VARLEN_HEAD_DIM
-        and head_dim % 8 == 0
+        and supports_varlen(head_dim, dropout)
         and not torch.are_deterministic_algorithms_enabled()
         and _capability(device) >= (8, 0)
     )
-    return "varlen" if supports_varlen else "sdpa"
+    return "varlen" if is_supported else "sdpa"
+
+
+def supports_varlen(head_dim: int, dropout: float) -> bool:
+    """Whether flash attention over documents, in bf16 and fp16, has this head size and dropout."""
+    return dropout == 0 and head_dim <= _VARLEN_HEAD_DIM and head_dim % 8 == 0
 
 
 @functools.lru_cache(maxsize=16)
