@@ -23,8 +23,12 @@ LONG = 32_768
 """Tokens of a sequence from which on `--search` divides sequences over `cp`."""
 _SHARD_SIZES = 3
 """Shard sizes that are traced for each `ep_size`: the smallest that fits, and every second one after it."""
-_TRACED = (2, 3)
+_STAGES = 8
+"""Most ranks of a pipeline that `--search` tries: twice as many micro batches are traced."""
+_TRACED = (3, 4)
 """Layers that are traced to extrapolate from, besides leading dense layers."""
+_TRACED_OF_A_STAGE = (2, 3)
+"""The same of each stage of a pipeline, which reduces its gradients once all are computed."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,7 @@ class Step:
         products, traffic: Seconds of computation that products and the memory's bandwidth bound.
         hidden, waited: Seconds of collectives beside computation, and of those it waits for, by link.
         idle: Seconds that the ranks of a pipeline wait for each other.
-        ranks: Whose memory this is, and whose time: of a pipeline, the first or the last.
+        ranks: Whose memory this is, and whose time, in a pipeline.
     """
 
     peak: int
@@ -116,27 +120,23 @@ class Simulator:
         return found
 
     def step(self, options: Sequence[str], config: Config, world_size: int) -> Step:
-        """The whole step; of a pipeline, the memory and the time of its first or its last rank, whichever has
-        more."""
-        pp = config.distributed.mesh(world_size).pp
-        ranks = [0] if pp == 1 else [0, world_size // pp * (pp - 1)]
+        """The whole step; of a pipeline, the memory of the fullest rank and the time of the slowest."""
         steps = []
-        for rank in ranks:
+        for rank in different_ranks(config, world_size):
             found = self.raw(options, world_size, rank=rank)
             fields = {name: found[name] for name in ("peak", "held", "collectives", "padding")}
             steps.append(Step(**fields, **found["time"], ranks=(rank, rank)))
-        largest, slowest = max(steps, key=lambda step: step.peak), max(steps, key=lambda step: step.seconds)
-        of_both = (largest.ranks[0], slowest.ranks[0])
-        return replace(slowest, peak=largest.peak, held=largest.held, ranks=of_both)
+        return _of_all(steps)
 
     def extrapolated(self, options: Sequence[str], config: Config, world_size: int) -> Step:
-        """The step from that of few layers: every part's memory, and every time, is linear in the layers."""
-        model = config.model
+        """The step from that of few layers: every part's memory, and every time, is linear in the layers, or
+        in those of each stage of a pipeline."""
+        model, pp = config.model, config.distributed.mesh(world_size).pp
         period = model.decoder_sparse_step if model.moe_layers else 1
-        few, more = (model.first_k_dense_replace + count * period for count in _TRACED)
+        counts = _TRACED if pp == 1 else _TRACED_OF_A_STAGE
+        few, more = (pp * (model.first_k_dense_replace + count * period) for count in counts)
         if model.num_hidden_layers <= more:
             return self.step(options, config, world_size)
-        first, second = (self.raw(options, world_size, layers) for layers in (few, more))
         times = (model.num_hidden_layers - few) / (more - few)
 
         def line(left: Any, right: Any) -> Any:
@@ -144,8 +144,35 @@ class Simulator:
                 return {key: line(left.get(key, 0), right[key]) for key in right}
             return left + times * (right - left)
 
-        peak = int(max(line(first["highest"], second["highest"]).values()))
-        return Step(peak, {}, second["collectives"], second["padding"], **line(first["time"], second["time"]))
+        steps = []
+        for rank in different_ranks(config, world_size):
+            first, second = (self.raw(options, world_size, layers, rank) for layers in (few, more))
+            peak = int(max(line(first["highest"], second["highest"]).values()))
+            found = {name: second[name] for name in ("collectives", "padding")}
+            time = line(first["time"], second["time"])
+            steps.append(Step(peak, {}, **found, **time, ranks=(rank, rank)))
+        return _of_all(steps)
+
+
+def _of_all(steps: Sequence[Step]) -> Step:
+    """The slowest of the ranks' steps, with the memory of the one that has most."""
+    largest, slowest = max(steps, key=lambda step: step.peak), max(steps, key=lambda step: step.seconds)
+    of_both = (largest.ranks[0], slowest.ranks[0])
+    return replace(slowest, peak=largest.peak, held=largest.held, ranks=of_both)
+
+
+def different_ranks(config: Config, world_size: int) -> list[int]:
+    """Ranks whose steps differ: of a pipeline the first and the last one, and between them the first with
+    each number of layers, which has more micro batches in memory than later ones."""
+    from llm_pretrain.distributed.pipeline import stage_layers
+
+    distributed, pp = config.distributed, config.distributed.mesh(world_size).pp
+    between: dict[tuple[int, int], int] = {}
+    for rank in range(1, pp - 1):
+        layers = [layer for stage in distributed.stages(rank) for layer in stage_layers(config, stage)]
+        between.setdefault((len(layers), sum(map(config.model.is_moe_layer, layers))), rank)
+    found = {0, *between.values(), pp - 1}
+    return [world_size // pp * rank for rank in sorted(found)]
 
 
 def _reason(stream: IO[str] | None) -> str:
@@ -192,31 +219,34 @@ def verified(options: Sequence[str]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Mesh:
-    """Sizes of a mesh without pipelines."""
+    """Sizes of a mesh."""
 
     replicas: int
     shards: int
     ep: int = 1
     cp: int = 1
     tp: int = 1
+    pp: int = 1
 
     def sizes(self) -> dict[str, int]:
         """Name in the `distributed` section -> size."""
         return {
             **{"dp_replicate_size": self.replicas, "dp_shard_size": self.shards, "ep_size": self.ep},
-            **{"cp_size": self.cp, "tp_size": self.tp, "pp_size": 1},
+            **{"cp_size": self.cp, "tp_size": self.tp, "pp_size": self.pp},
         }
 
     def options(self) -> list[str]:
-        """The settings; those of 1 are left out, but for replicas and shards."""
+        """The settings; sizes of 1 are left out, but for replicas and shards."""
         sizes = self.sizes().items()
         kept = [(name, size) for name, size in sizes if size > 1 or name.startswith("dp_")]
         words = [word for name, size in kept for word in (f"--distributed.{name}", str(size))]
+        words += ["--distributed.pp_schedule", "1f1b"] if self.pp > 1 else []
         return ["--distributed.strategy", "fsdp", *words]
 
     def of(self, config: Config) -> Config:
         """The configuration on this mesh."""
-        return replace(config, distributed=replace(config.distributed, strategy="fsdp", **self.sizes()))
+        fixed: Any = {"strategy": "fsdp", "pp_schedule": "1f1b"}
+        return replace(config, distributed=replace(config.distributed, **fixed, **self.sizes()))
 
 
 def candidates(config: Config, world_size: int, machine: Machine) -> list[Mesh]:
@@ -225,30 +255,57 @@ def candidates(config: Config, world_size: int, machine: Machine) -> list[Mesh]:
     The product of `cp_size` and `tp_size` is inside a node, as are the ranks that exchange tokens; sequences
     are divided over `cp` from `LONG` tokens on. For divided sequences only the smallest shard size is taken.
     """
-    node, experts = machine.gpus_per_node, config.model.num_experts if config.model.moe_layers else 1
-    powers = [size for size in range(1, node + 1) if node % size == 0]
+    powers = _powers(machine)
     contexts = powers if config.training.sequence_length >= LONG else [1]
     found = []
     for ep, cp, tp in itertools.product(powers, contexts, powers):
-        sequence, count = cp * tp, _SHARD_SIZES if cp * tp == 1 else 1
-        if experts % ep or world_size % sequence or sequence > node:
-            continue
-        meshes = [
-            Mesh(world_size // size, size // sequence, ep, cp, tp)
-            for size in range(max(2, sequence), world_size + 1)
-            if world_size % size == 0
-            and size % sequence == 0
-            and size % ep == 0
-            and (size % node == 0 or node % size == 0 or size == world_size)
-        ]
-        fitting = [mesh for mesh in meshes if _may_fit(mesh, config, world_size, machine)]
-        found += fitting[::2][:count]
+        if cp * tp <= machine.gpus_per_node:
+            fitting = _fitting(config, world_size, machine, Mesh(1, 1, ep, cp, tp))
+            found += fitting[::2][: _SHARD_SIZES if cp * tp == 1 else 1]
     return found
+
+
+def pipelines(like: Mesh | None, config: Config, world_size: int, machine: Machine) -> Iterator[list[Mesh]]:
+    """For each `pp_size` up to `_STAGES` that divides the layers, shard sizes that may fit into memory.
+
+    Args:
+        like: The mesh whose other sizes are kept; of none, experts are divided as far as they can be.
+    """
+    experts = config.model.num_experts if config.model.moe_layers else 1
+    like = like or Mesh(1, 1, ep=max(size for size in _powers(machine) if experts % size == 0))
+    for pp in range(2, _STAGES + 1):
+        if config.model.num_hidden_layers % pp == 0 and world_size % pp == 0:
+            yield _fitting(config, world_size, machine, replace(like, pp=pp))[::2][:_SHARD_SIZES]
+
+
+def _powers(machine: Machine) -> list[int]:
+    """Sizes that divide a node."""
+    node = machine.gpus_per_node
+    return [size for size in range(1, node + 1) if node % size == 0]
+
+
+def _fitting(config: Config, world_size: int, machine: Machine, like: Mesh) -> list[Mesh]:
+    """Meshes with other replicas and shards, the fewest ranks that share state first."""
+    node, sequence = machine.gpus_per_node, like.cp * like.tp
+    experts = config.model.num_experts if config.model.moe_layers else 1
+    ranks = world_size // like.pp
+    if experts % like.ep or world_size % (like.pp * sequence):
+        return []
+    meshes = [
+        replace(like, replicas=ranks // size, shards=size // sequence)
+        for size in range(min(ranks, max(2, sequence)), ranks + 1)
+        if ranks % size == 0
+        and size % sequence == 0
+        and size % like.ep == 0
+        and (size % node == 0 or node % size == 0 or size == ranks)
+    ]
+    return [mesh for mesh in meshes if _may_fit(mesh, config, world_size, machine)]
 
 
 def _may_fit(mesh: Mesh, config: Config, world_size: int, machine: Machine) -> bool:
     """Whether a mesh is allowed, and `estimate` finds memory for it: a rank's part of each sequence is taken
-    for a shorter one, and all ranks that share state for data-parallel ones."""
+    for a shorter one, all ranks that share state for data-parallel ones, and a stage, which reduces its
+    gradients once, for a model with one micro batch in memory."""
     from llm_pretrain.config import check_mesh
     from llm_pretrain.memory import estimate_memory
 
@@ -259,7 +316,11 @@ def _may_fit(mesh: Mesh, config: Config, world_size: int, machine: Machine) -> b
     alike = Mesh(mesh.replicas, mesh.shards * sequence, mesh.ep).of(config)
     length, batch = training.sequence_length // sequence, training.global_batch_size * sequence
     alike = replace(alike, training=replace(training, sequence_length=length, global_batch_size=batch))
-    return estimate_memory(alike, world_size, on_gpu=True).peak <= machine.memory_gb * 1e9
+    if mesh.pp > 1:
+        layers = max(config.model.num_hidden_layers // mesh.pp, config.model.first_k_dense_replace + 1)
+        model, distributed = replace(config.model, num_hidden_layers=layers), alike.distributed
+        alike = replace(alike, model=model, distributed=replace(distributed, sync_each_batch=False))
+    return estimate_memory(alike, world_size // mesh.pp, on_gpu=True).peak <= machine.memory_gb * 1e9
 
 
 def findings(step: Step, config: Config, machine: Machine) -> list[str]:

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from llm_pretrain.config import Config
 
 EXAMPLES = """\
-Every other option is a setting, --section.field VALUE. Times are lower bounds: no kernel and no collective
+Every other option is a setting, --section.field VALUE. The step is that of train_pretrain.py (torchrun); the
+Accelerate script's is not simulated. Times are lower bounds: no kernel and no collective
 reaches the data sheets. --network_gb_per_second 12.5 and the like describe another machine.
 
 examples:
@@ -57,7 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--verify", action="store_true",
-        help="run small meshes on this machine's CPU and compare peaks and collectives with simulated ones",
+        help="run small meshes on this machine's CPU and compare peaks and collectives with simulated ones; "
+        "train_pretrain.py's, not the Accelerate script's",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_settings(parser)
@@ -140,11 +142,6 @@ def _check_config(config: Config, world_size: int) -> None:
         )
     if outer := config.distributed.outer:
         problems.append(f"distributed.outer: expected none for a simulation, found {outer}")
-    if (stages := config.distributed.mesh(world_size).pp) > 1:
-        problems.append(
-            "distributed.pp_size: expected 1 for a simulation, whose GPU cannot send to another stage, "
-            f"found {stages}"
-        )
     if config.training.float8:
         problems.append("training.float8: expected false for a simulation, found true")
     if config.training.attention_implementation == "flex":
@@ -233,14 +230,23 @@ def _seconds(seconds: float) -> str:
 def _search(
     worker: Simulator, options: list[str], config: Config, machine: Machine, arguments: argparse.Namespace
 ) -> int:
-    from llm_pretrain.commands._simulated_steps import candidates, findings
+    from llm_pretrain.commands._simulated_steps import candidates, findings, pipelines
 
     world_size = arguments.search
     rows: list[tuple[Step, Mesh]] = []
-    for mesh in candidates(config, world_size, machine):
+
+    def fits(mesh: Mesh) -> bool:
         step = worker.extrapolated([*options, *mesh.options()], mesh.of(config), world_size)
         if step.peak <= SEARCHED_SHARE * machine.memory_gb * 1e9:
             rows.append((step, mesh))
+            return True
+        return False
+
+    for mesh in candidates(config, world_size, machine):
+        fits(mesh)
+    shortest = min(rows, key=lambda row: row[0].seconds)[1] if rows else None
+    for meshes in pipelines(shortest, config, world_size, machine):
+        any(map(fits, meshes))  # the first one that fits
     if not rows:
         raise ConfigError(
             f"--search: expected a mesh of {world_size} GPUs on which a rank fits into {machine.memory_gb:g} "
@@ -256,11 +262,11 @@ def _search(
         print(json.dumps(found, indent=1))
         return 0
     print(f"{config.run.name} on {world_size} x {arguments.gpu or 'GPUs'}, extrapolated from few layers")
-    print("  replicas  shards  ep  cp  tp         peak         step     MFU  bound by")
+    print("  replicas  shards  ep  cp  tp  pp         peak         step     MFU  bound by")
     for step, mesh in rows:
         print(
             f"  {mesh.replicas:>8}  {mesh.shards:>6}  {mesh.ep:>2}  {mesh.cp:>2}  {mesh.tp:>2}  "
-            f"{size_text(step.peak):>11}  "
+            f"{mesh.pp:>2}  {size_text(step.peak):>11}  "
             f"{_seconds(step.seconds):>11}  {step.mfu(config, world_size, machine):>6.1%}  {step.bound}"
         )
     best = rows[0][1]

@@ -147,14 +147,15 @@ foreach_norm: Any = torch._foreach_norm  # pyright: ignore[reportPrivateImportUs
 
 def gradient_norms(parameters: list[Any]) -> Tensor:
     """The norm of each parameter's gradient, [parameters]; of sharded ones over all shards (collective)."""
-    found = torch.zeros(len(parameters), device=parameters[0].device, dtype=parameters[0].dtype)
+    found: list[Any] = [None] * len(parameters)
     for mesh, numbers in _by_mesh(parameters).items():
         norms: Any = foreach_norm([parameters[number].grad for number in numbers])
         stacked = torch.stack([getattr(norm, "_local_tensor", norm) for norm in norms])
         if mesh is not None:
             stacked = DTensor.from_local(stacked, mesh, norms[0].placements, run_check=False).full_tensor()
-        found[numbers] = stacked
-    return found
+        for number, norm in zip(numbers, stacked.unbind(), strict=True):  # no copy of the numbers to a GPU
+            found[number] = norm
+    return torch.stack(found)
 
 
 def clip_to_norm(parameters: list[Any], max_norm: float, total: Tensor) -> None:

@@ -188,7 +188,7 @@ class Pipeline:
         if self._counted is None:
             numbers = {name: number for number, name in enumerate(self.names)}
             own = {name: each for name, each in self.model.named_parameters() if not self.is_tied_copy(name)}
-            places = torch.tensor([numbers[name] for name in own], device=self.device)
+            places = torch.tensor([numbers[name] for name in own]).to(self.device)
             self._counted = list(own.values()), places
         counted, places = self._counted
         norms = gradient_norms(counted)

@@ -27,7 +27,10 @@ _FREE = {
     *("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach", "device"),
     *("_record_function_enter_new", "_record_function_exit", "lift_fresh", "_local_scalar_dense"),
 }
-_FUSED = {"_to_copy", "clone", "copy_", "sum", "mean", "amax", "logsumexp", "fill_", "zero_", "zeros_like"}
+_FUSED = {
+    *("_to_copy", "clone", "copy_", "sum", "mean", "amax", "logsumexp", "fill_", "zero_", "zeros_like"),
+    *("_fused_rms_norm", "_fused_rms_norm_backward"),
+}
 """Operations that a compiler fuses, besides those that torch calls pointwise."""
 _LOOKED_UP = {"embedding", "index", "index_select", "gather"}
 """Operations that read no more of their first input than they write."""
@@ -195,3 +198,49 @@ def step_time(roofline: Roofline, trace: Trace, machine: Machine) -> Time:
         if not is_hidden and each.micro_batch == trace.alike:
             of_one += seconds
     return Time(products, traffic, dict(hidden), dict(waited), trace.idle * of_one)
+
+
+def idle_time(schedule: Any) -> float:
+    """Time that a rank of a pipeline waits for others in a step, in that of a micro batch on it.
+
+    Every stage takes as long as the others: one unit forward and two backward, of which some schedules
+    compute the gradients of inputs (one) apart from those of parameters. Each action starts when its rank is
+    free and what it needs has been computed; a stage computes the micro batches in their order.
+
+    Args:
+        schedule: torch's; its `pipeline_order` has the actions of every rank, and None where one waits. The
+            numbers of micro batches are not read: those of the last rank of `1f1b` begin with 1.
+    """
+    actions = {
+        rank: [
+            (each.stage_index, each.computation_type.value) for each in order if each and each.is_compute_op
+        ]
+        for rank, order in schedule.pipeline_order.items()
+    }
+    last = max(stage for order in actions.values() for stage, _ in order)
+    busy = sum(_UNITS[kind] for _, kind in actions[0])
+    free = dict.fromkeys(actions, 0.0)
+    ended: dict[tuple[bool, int], list[float]] = defaultdict(list)
+    """Of each micro batch on a stage, forward, or backward to its inputs."""
+    is_stuck = False
+    while any(actions.values()):
+        assert not is_stuck, "the schedule waits for itself"
+        is_stuck = True
+        for rank, order in actions.items():
+            while order:
+                stage, kind = order[0]
+                own, before = ended[kind == "F", stage], stage - 1 if kind == "F" else stage + 1
+                needed = ended[kind == "F", before][len(own) :][:1]
+                if kind != "W" and 0 <= before <= last and not needed:
+                    break
+                free[rank] = max([free[rank], *(needed if kind != "W" else [])]) + _UNITS[kind]
+                if kind != "W":
+                    own.append(free[rank])
+                del order[0]
+                is_stuck = False
+    of_one = (_UNITS["F"] + _UNITS["B"]) * (last + 1) / len(free)
+    return (max(free.values()) - busy) / of_one
+
+
+_UNITS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+"""Time of an action on a stage, by the value of its `computation_type`."""

@@ -33,8 +33,8 @@ from llm_pretrain.config import Config
 from llm_pretrain.data import Batch, padded_offsets
 from llm_pretrain.distributed import expert_parallel, fsdp
 from llm_pretrain.distributed.initial_values import materialize
-from llm_pretrain.distributed.mesh import Place
 from llm_pretrain.optim import build_optimizer
+from llm_pretrain.simulation.timing import idle_time
 from llm_pretrain.simulation.tracker import GRADIENTS, OPTIMIZER, PARAMETERS, Collective, Tracker
 from llm_pretrain.training import SpikeDetector, StepMonitor, build_model, own_part
 
@@ -59,7 +59,7 @@ class Trace:
         alike: Number of that micro batch: the first, or one in the middle of a pipeline's.
         repeats: Micro batches for which it stands.
         padding: The most padded parameter; None where none is.
-        idle: Time that a rank of a pipeline waits for others, in that of a micro batch.
+        idle: Time that a rank of a pipeline waits for others, in that of a micro batch; see `idle_time`.
     """
 
     peak: int
@@ -124,7 +124,7 @@ def traced_step(config: Config, device: torch.device, *, real: bool = False, obs
         tracker.name(OPTIMIZER, [each for each in states if isinstance(each, Tensor)])
         _tell_phases(engine, tracker)
         stack.enter_context(_telling_reductions(tracker))
-        stack.enter_context(_telling_micro_batches(tracker))
+        stack.enter_context(_telling_micro_batches(tracker, engine.accumulation_steps))
         batches = [micro_batch(config, device, index) for index in range(engine.accumulation_steps)]
         batches = [replace(own_part(each, engine.place), digest=each.digest) for each in batches]  # real
         tracker.begin_step()
@@ -133,7 +133,7 @@ def traced_step(config: Config, device: torch.device, *, real: bool = False, obs
             traced = batches[: _steady(config, len(batches))]
         alike = 0 if engine.pipeline is None else len(traced) // 2
         engine.train_step(traced, monitor)
-        idle = _idle(config, engine.place)
+        idle = 0.0 if engine.pipeline is None else idle_time(engine.pipeline._schedule)
         peak, held = tracker.peak()
         highest = tracker.highest(config.model.num_hidden_layers)
         collectives = list(tracker.collectives)
@@ -143,18 +143,16 @@ def traced_step(config: Config, device: torch.device, *, real: bool = False, obs
 
 
 def _steady(config: Config, micro_batches: int) -> int:
-    """Micro batches of a pipeline after which the others only repeat what the middle ones do."""
-    is_repeated = config.distributed.pp_schedule != "gpipe"  # which keeps all of them in memory
-    return min(micro_batches, 2 * config.distributed.num_stages) if is_repeated else micro_batches
+    """Micro batches of a pipeline of which the middle one does what those that are left out would.
 
-
-def _idle(config: Config, place: Place) -> float:
-    """Time that a rank of a pipeline waits for others, in that of a micro batch: (P - 1) / stages of a rank.
-
-    All stages take as long. Zero-bubble schedules are taken not to wait.
+    All of other schedules: `gpipe` keeps their activations, and the others everything that they send.
     """
     distributed = config.distributed
-    return 0.0 if distributed.splits_backward else (place.sizes.pp - 1) / len(distributed.stages(place.pp))
+    return (
+        min(micro_batches, 2 * distributed.pp_size + 1)
+        if distributed.pp_schedule == "1f1b"
+        else micro_batches
+    )
 
 
 def _engine(config: Config, device: torch.device) -> Any:
@@ -215,7 +213,7 @@ def _tell_phases(engine: Any, tracker: Tracker) -> None:
     forward, objective, clip = engine.forward, engine.objective, engine.clip_grad_norm
 
     def run_forward(batch: Batch) -> Any:
-        tracker.phase, tracker.micro_batch = "forward", batch.micro_batch
+        tracker.enter("forward", batch.micro_batch)
         return forward(batch)
 
     def run_objective(*arguments: Any) -> Tensor:
@@ -243,28 +241,51 @@ def _telling_reductions(tracker: Tracker) -> Any:
     return patch.object(FSDPParamGroup, "post_backward", reduce)
 
 
+class _Works(list[Any]):
+    """Outstanding sends and receives, which keep their tensors as those of Gloo and NCCL do."""
+
+    operations: Any
+
+
 @contextmanager
-def _telling_micro_batches(tracker: Tracker) -> Iterator[None]:
+def _telling_micro_batches(tracker: Tracker, count: int) -> Iterator[None]:
     """A block in which the stages of a pipeline tell the tracker what they compute, and know the
-    shapes of what they receive without a first exchange."""
+    shapes of what they receive without a first exchange.
+
+    They have buffers to receive all `count` micro batches of a step, though fewer are traced.
+    """
     forward, backward = PipelineStage.forward_one_chunk, PipelineStage.backward_one_chunk
 
     def run_forward(stage: Any, number: int, args: Any, kwargs: Any, *rest: Any, **more: Any) -> Any:
-        tracker.phase, tracker.micro_batch = "forward", number
+        tracker.enter("forward", number)
         return forward(stage, number, args, kwargs, *rest, **more)
 
     def run_backward(stage: Any, number: int, *rest: Any, **more: Any) -> Any:
-        tracker.phase, tracker.micro_batch = "backward", number
+        tracker.enter("backward", number)
         return backward(stage, number, *rest, **more)
 
     def skip_exchange(schedule: Any, stages: Any, *_: Any) -> None:
         for stage in stages:
             stage._inference_mode = InferenceMode.STATIC
 
+    batch_p2p = schedules._batch_p2p
+
+    def keep_tensors(operations: Any, *rest: Any, **more: Any) -> Any:
+        works = _Works(batch_p2p(operations, *rest, **more))
+        works.operations = operations
+        return works
+
+    def of_all(name: str) -> Any:
+        original = getattr(PipelineStage, name)
+        return patch.object(PipelineStage, name, lambda stage, _, *rest: original(stage, count, *rest))
+
     with (
         patch.object(PipelineStage, "forward_one_chunk", run_forward),
         patch.object(PipelineStage, "backward_one_chunk", run_backward),
         patch.object(schedules._PipelineSchedule, "_warmup_p2p", skip_exchange),
+        patch.object(schedules, "_batch_p2p", keep_tensors),
+        of_all("_setup_forward_recv_info"),
+        of_all("_setup_backward_recv_info"),
     ):
         yield
 

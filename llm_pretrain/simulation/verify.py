@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from llm_pretrain.config import Config, load_config
+from llm_pretrain.config import Config, check_mesh, load_config
 from llm_pretrain.errors import ResourceError
 from llm_pretrain.simulation.trace import Trace, traced_step
 from llm_pretrain.simulation.worker import fake_ranks
@@ -38,6 +38,11 @@ _MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "tp 4": (4, {"tp_size": 4}),
     "tp 2 x fsdp 2": (4, {"tp_size": 2}),
     "tp 2 x cp 2": (4, {"tp_size": 2, "cp_size": 2}),
+    "pp 2": (2, {"pp_size": 2}),
+    "pp 4": (4, {"pp_size": 4}),
+    "pp 2 x fsdp 2": (4, {"pp_size": 2}),
+    "pp 2 x tp 2": (4, {"pp_size": 2, "tp_size": 2}),
+    "pp 2, interleaved": (2, {"pp_size": 2, "pp_schedule": "interleaved_1f1b"}),
 }
 _DENSE_MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp 4, reduced once": (4, {"sync_each_batch": False}),
@@ -50,24 +55,36 @@ _EXPERT_MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "hsdp 2 x ep 2": (4, {"dp_replicate_size": 2, "ep_size": 2}),
     "ep 2 x cp 2": (4, {"ep_size": 2, "cp_size": 2}),
     "ep 4 x tp 2": (4, {"ep_size": 4, "tp_size": 2}),
+    "ep 2 x pp 2": (4, {"ep_size": 2, "pp_size": 2}),
 }
 
 
 def meshes(config: Config) -> dict[str, tuple[int, dict[str, Any]]]:
-    """Name -> ranks, and sizes in the configuration's `distributed` section."""
-    return _MESHES | (_EXPERT_MESHES if config.model.moe_layers else _DENSE_MESHES)
+    """Name -> ranks, and sizes in the `distributed` section; those that the configuration allows."""
+    found = _MESHES | (_EXPERT_MESHES if config.model.moe_layers else _DENSE_MESHES)
+    return {
+        name: (ranks, sizes)
+        for name, (ranks, sizes) in found.items()
+        if not [*check_mesh(small(config, ranks, sizes), ranks)]
+    }
+
+
+def traced_ranks(world_size: int, sizes: dict[str, Any]) -> list[int]:
+    """The ranks that are compared: of a pipeline, the first of each stage."""
+    stages = sizes.get("pp_size", 1)
+    return [world_size // stages * stage for stage in range(stages)]
 
 
 def small(config: Config, world_size: int, sizes: dict[str, Any]) -> Config:
-    """The configuration on a mesh, with small sizes, two micro batches, and kernels that a CPU has for values
-    and shapes alike."""
+    """The configuration on a mesh, with small sizes, two micro batches (more in a pipeline), and kernels that
+    a CPU has for values and shapes alike."""
     model, training = config.model, config.training
     is_grouped = model.num_key_value_heads != model.num_attention_heads
     changes: dict[str, Any] = {
         "vocab_size": 512,
         "hidden_size": 64,
         "intermediate_size": 96,
-        "num_hidden_layers": min(3, model.num_hidden_layers),
+        "num_hidden_layers": 4 if sizes.get("pp_size", 1) > 1 else min(3, model.num_hidden_layers),
         "num_attention_heads": 8 if is_grouped else 4,
         "num_key_value_heads": 4,
         "head_dim": 16,
@@ -75,19 +92,21 @@ def small(config: Config, world_size: int, sizes: dict[str, Any]) -> Config:
     if model.moe_layers:
         changes |= {"num_experts": EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     step = {"sequence_length": 48, "micro_batch_size": 2, "global_batch_size": 4 * world_size}
-    kernels = {"experts_implementation": "reference", "loss_implementation": "full", "compile": "off"}
+    head = "fused" if sizes.get("tp_size", 1) > 1 else "full"
+    kernels = {"experts_implementation": "reference", "loss_implementation": head, "compile": "off"}
     precision = {"precision": "bf16" if training.precision == "fp16" else training.precision}
     return replace(
         config,
         model=replace(model, **changes),
         training=replace(training, **step, **kernels, **precision),
+        evaluation=replace(config.evaluation, sample_prompts=[]),
         distributed=replace(config.distributed, **_FLAT | sizes),
     )
 
 
 _FLAT: dict[str, Any] = {
     **{"strategy": "fsdp", "dp_replicate_size": 1, "dp_shard_size": None},
-    **{"ep_size": 1, "cp_size": 1, "tp_size": 1, "pp_size": 1},
+    **{"ep_size": 1, "cp_size": 1, "tp_size": 1, "pp_size": 1, "pp_schedule": "1f1b"},
 }
 
 
@@ -102,9 +121,9 @@ def _base(options: list[str]) -> Config:
 
 
 def run_rank(options: list[str], rank: int, folder: Path) -> None:
-    """Compute every mesh's step with three others; rank 0 writes what it did."""
+    """Compute every mesh's step with three others; the ranks that are compared write what they did."""
     config, device = _base(options), torch.device("cpu")
-    for number, (name, (world_size, sizes)) in enumerate(meshes(config).items()):
+    for number, (world_size, sizes) in enumerate(meshes(config).values()):
         if rank >= world_size:
             continue
         file = f"file://{folder / str(number)}"
@@ -112,8 +131,8 @@ def run_rank(options: list[str], rank: int, folder: Path) -> None:
         trace = traced_step(small(config, world_size, sizes), device, real=True)
         dist.barrier()
         dist.destroy_process_group()
-        if rank == 0:
-            (folder / f"{number}.json").write_text(json.dumps({"mesh": name, **plain(trace)}))
+        if rank in traced_ranks(world_size, sizes):
+            (folder / f"{number}-{rank}.json").write_text(json.dumps(plain(trace)))
 
 
 def compare(options: list[str]) -> None:
@@ -125,11 +144,14 @@ def compare(options: list[str]) -> None:
             subprocess.Popen([*command, str(rank), folder], stderr=subprocess.PIPE, text=True)
             for rank in range(RANKS)
         ]
-        expected = []
-        for name, (world_size, sizes) in meshes(config).items():
-            with fake_ranks(world_size, "fake"):
-                trace = traced_step(small(config, world_size, sizes), device)
-            expected.append({"mesh": name, **plain(trace)})
+        expected: dict[str, tuple[str, dict[str, Any]]] = {}
+        """Name of a file -> the mesh and rank, and its simulated step."""
+        for number, (name, (world_size, sizes)) in enumerate(meshes(config).items()):
+            for rank in (compared := traced_ranks(world_size, sizes)):
+                with fake_ranks(world_size, "fake", rank):
+                    trace = traced_step(small(config, world_size, sizes), device)
+                label = f"{name}, rank {rank}" if len(compared) > 1 else name
+                expected[f"{number}-{rank}.json"] = label, plain(trace)
         failures = [(each.communicate()[1], each.returncode) for each in ranks]
         for text, code in failures:
             if code:
@@ -137,9 +159,9 @@ def compare(options: list[str]) -> None:
                 raise ResourceError(
                     f"--verify: expected steps to run here, found: {(lines or [''])[-1]:.200}"
                 )
-        for number, simulated in enumerate(expected):
-            real = json.loads((Path(folder) / f"{number}.json").read_text())
-            print(json.dumps({"mesh": simulated["mesh"], "simulated": simulated, "real": real}), flush=True)
+        for file, (label, simulated) in expected.items():
+            real = json.loads((Path(folder) / file).read_text())
+            print(json.dumps({"mesh": label, "simulated": simulated, "real": real}), flush=True)
 
 
 def main() -> None:

@@ -9,8 +9,17 @@ from typing import Any
 import pytest
 
 from llm_pretrain.__main__ import main
-from llm_pretrain.commands._simulated_steps import PAGE, Step, candidates, findings, simulator
-from llm_pretrain.config import Config, load_config
+from llm_pretrain.commands._simulated_steps import (
+    PAGE,
+    Mesh,
+    Step,
+    candidates,
+    different_ranks,
+    findings,
+    pipelines,
+    simulator,
+)
+from llm_pretrain.config import Config, check_mesh, load_config
 from llm_pretrain.errors import ConfigError
 from llm_pretrain.tracking import MACHINES
 
@@ -86,17 +95,49 @@ def test_the_search_tries_meshes_that_divide_and_fit():
     assert max(mesh.cp * mesh.tp for mesh in found) == H100.gpus_per_node
 
 
+def test_the_search_tries_pipelines_that_divide_the_layers():
+    batch = ("--training.global_batch_size", "1024", "--model.num_hidden_layers", "12")
+    given = config("--distributed.strategy", "fsdp", *batch, world_size=64)
+    like = Mesh(8, 8, ep=2)
+    found = [mesh for meshes in pipelines(like, given, 64, H100) for mesh in meshes]
+    assert {mesh.pp for mesh in found} == {2, 4}
+    assert {(mesh.ep, mesh.cp, mesh.tp) for mesh in found} == {(2, 1, 1)}
+    for mesh in found:
+        assert mesh.pp * mesh.replicas * mesh.shards == 64
+        assert not list(check_mesh(mesh.of(given), 64))
+    assert "--distributed.pp_size" in found[0].options()
+    few = replace(given, training=replace(given.training, global_batch_size=128))
+    assert [mesh for meshes in pipelines(like, few, 64, H100) for mesh in meshes if mesh.pp == 4] == []
+
+
+def test_the_ranks_of_a_pipeline_that_differ():
+    layers = ("--model.num_hidden_layers", "11", "--training.global_batch_size", "128")
+    given = config("--distributed.strategy", "fsdp", "--distributed.pp_size", "4", *layers)
+    # stages of 2, 3, 3 and 3 layers, of two ranks each
+    assert different_ranks(given, 8) == [0, 2, 6]
+    assert different_ranks(config(*layers), 8) == [0]
+
+
 def test_a_step_waits_for_other_stages():
     assert replace(STEP, idle=1.0).seconds == STEP.seconds + 1.0
     assert replace(STEP, idle=1.0).bound == "other stages"
 
 
 @pytest.mark.slow
-def test_steps_of_a_simulated_gpu():
-    """Extrapolated from three layers and two, a step of five is that of five."""
-    options = [*SMALL, "--model.num_hidden_layers", "5", "--training.global_batch_size", "64"]
-    options += ["--distributed.strategy", "fsdp", "--distributed.ep_size", "2"]
-    options += ["--training.precision", "bf16"]
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        ("--distributed.ep_size", "2"),
+        ("--distributed.dp_replicate_size", "2", "--training.activation_checkpointing", "true"),
+        ("--distributed.tp_size", "2"),
+        ("--distributed.pp_size", "2", "--model.num_hidden_layers", "12"),
+    ],
+    ids=["experts divided", "replicas, checkpointed", "matrices divided", "stages"],
+)
+def test_steps_of_a_simulated_gpu(mesh: tuple[str, ...]):
+    """Extrapolated from four layers and three, or of a stage from three and two, a step is that of all."""
+    options = [*SMALL, "--model.num_hidden_layers", "6", "--training.global_batch_size", "128"]
+    options += ["--distributed.strategy", "fsdp", *mesh, "--training.precision", "bf16"]
     given = load_config(options, needs_data=False, has_bf16=True, world_size=8)
     with simulator(H100) as worker:
         whole = worker.step(options, given, 8)

@@ -41,6 +41,7 @@ PROCESSES = {
     "quickstart": (1, 2),
     "quickstart-chat": (1, 2),
     "gpt2-124m": (1, 2, 4, 8),
+    "qwen3-30b-a3b": (4, 8, 64),
 }
 """Numbers of processes that a preset's batch divides into; the others' into 1, 2, 4 and 8."""
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.pipelining.schedules import _Action
 
-from llm_pretrain.simulation.timing import Roofline, collective_time
+from llm_pretrain.simulation.timing import Roofline, collective_time, idle_time
 from llm_pretrain.simulation.tracker import Collective, Tracker
 from llm_pretrain.tracking import MACHINES, device_peak_flops
 
@@ -82,3 +84,22 @@ def test_elementwise_operations_move_bytes_and_fused_ones_fewer():
 
 def test_views_move_nothing():
     assert seconds(False, lambda a, b: a.t().view(-1) if a.t().is_contiguous() else a.t()) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("orders", "idle"),
+    [
+        # forward 1, backward 2: the second rank waits for the first one's forward pass, the first one in the
+        # end for the second one's backward pass
+        (["0F0 0F1 0B0 0F2 0B1 0B2", "1F0 1B0 1F1 1B1 1F2 1B2"], 1),
+        (["0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1F1 1F2 1B0 1B1 1B2"], 1),
+        # one micro batch at a time
+        (["0F0 0B0 0F1 0B1", "1F0 1B0 1F1 1B1"], 2),
+        # gradients of parameters while a rank would wait: 1 of 3 units is left
+        (["0F0 0F1 0I0 0W0 0I1 0W1", "1F0 1I0 1F1 1I1 1W0 1W1"], 1 / 3),
+    ],
+)
+def test_a_rank_of_a_pipeline_waits_for_what_its_schedule_needs(orders: list[str], idle: float):
+    actions = [[_Action.from_str(each) for each in order.split()] for order in orders]
+    schedule = SimpleNamespace(pipeline_order=dict(enumerate(actions)))
+    assert idle_time(schedule) == pytest.approx(idle)

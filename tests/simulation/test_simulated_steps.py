@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from llm_pretrain.config import Config, from_dict
+from llm_pretrain.simulation import trace as trace_module
 from llm_pretrain.simulation.trace import Trace, traced_step
 from llm_pretrain.simulation.tracker import OPTIMIZER, PARAMETERS, Tracker
-from llm_pretrain.simulation.worker import fake_ranks
+from llm_pretrain.simulation.worker import fake_ranks, grouped
 
 CPU = torch.device("cpu")
 H, INNER, V, L, S, B = 32, 48, 512, 2, 16, 2
@@ -126,12 +127,33 @@ def test_a_stage_sends_hidden_states_and_receives_gradients(rank: int, kind: str
 
 
 @IN_STAGES
-def test_middle_micro_batches_of_a_pipeline_stand_for_more():
-    few, many = (simulated(config(DENSE, 2, count, pp_size=2), 4) for count in (4, 12))
-    assert (few.repeats, many.repeats) == (1, 9)
-    assert [each[:4] for each in few.collectives] == [each[:4] for each in many.collectives]
-    batches = 8 * ((4 * 8 + 1) * B * S + 8 * 8)
-    assert many.peak - few.peak == batches
+@pytest.mark.parametrize("rank", [0, 2])
+def test_middle_micro_batches_of_a_pipeline_stand_for_more(rank: int, monkeypatch: pytest.MonkeyPatch):
+    batch = config(DENSE, 2, 12, pp_size=2)
+    with fake_ranks(4, "fake", rank):
+        few = traced_step(batch, CPU)
+    monkeypatch.setattr(trace_module, "_steady", lambda config, count: count)
+    with fake_ranks(4, "fake", rank):
+        every = traced_step(batch, CPU)
+    assert (few.repeats > 1, every.repeats) == (True, 1)
+    assert few.idle == every.idle
+    assert grouped(few) == grouped(every)
+    assert abs(few.peak - every.peak) <= 12 * 8  # the losses of each micro batch
+
+
+@pytest.mark.parametrize(
+    ("schedule", "idle"),
+    [
+        ("gpipe", 1),
+        ("interleaved_1f1b", 1 / 2),
+        ("interleaved_zero_bubble", 1 / 6),
+        ("zbv_zero_bubble", 1 / 6),
+    ],
+)
+def test_ranks_of_other_schedules_wait(schedule: str, idle: float):
+    """Zero-bubble ones for the first forward pass of a stage, a sixth of a micro batch on two stages."""
+    batch = config(DENSE | {"num_hidden_layers": 4}, 1, 4, pp_size=2, pp_schedule=schedule)
+    assert simulated(batch, 2).idle == pytest.approx(idle)
 
 
 def test_state_is_a_ranks_share():
