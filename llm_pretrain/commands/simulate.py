@@ -198,7 +198,8 @@ def _print_step(step: Step, config: Config, world_size: int, machine: Machine, g
     for row in step.collectives:
         where = ", on the host" if row["on_host"] else ""
         what = f"{row['kind']} over {row['group']}{where}"
-        print(f"  {what:<34} {size_text(row['bytes']):>11}  {row['count']} of {row['ranks']} ranks")
+        ranks = f"{row['ranks']} ranks" + (f" on {row['nodes']} nodes" if row["nodes"] > 1 else "")
+        print(f"  {what:<34} {size_text(row['bytes']):>11}  {row['count']} of {ranks}")
     _print_time(step, config, world_size, machine)
     for each in findings(step, config, machine):
         print(f"warning: {each}")

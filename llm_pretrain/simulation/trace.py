@@ -218,11 +218,11 @@ def _tell_phases(engine: Any, tracker: Tracker) -> None:
 
     def run_objective(*arguments: Any) -> Tensor:
         found = objective(*arguments)
-        tracker.phase = "backward"
+        tracker.enter("backward", tracker.micro_batch)
         return found
 
     def run_clip(parameters: Any, max_norm: float) -> Any:
-        tracker.phase = "update"
+        tracker.enter("update", tracker.micro_batch)
         tracker.name(GRADIENTS, [each.grad for each in parameters if each.grad is not None])
         return clip(parameters, max_norm)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import weakref
 from collections.abc import Iterable, Iterator
@@ -91,8 +92,9 @@ class Tracker(TorchDispatchMode):
         """Micro batch and layer of each reduction of FSDP, and its place in the log."""
         self._buffers: set[int] = set()
         """Storages that FSDP gathers to or reduces from next."""
-        self._start = self._begun = 0
-        """Places in the log at which the step begins, and its last micro batch."""
+        self._start = 0
+        self._phases: list[tuple[int, str]] = []
+        """Places in the log at which phases begin."""
         self._is_paused = False
 
     @contextmanager
@@ -129,7 +131,8 @@ class Tracker(TorchDispatchMode):
         self.collectives.clear()
         self._reduced.clear()
         self.micro_batch = -1
-        self._start = self._begun = len(self._log)
+        self._start = len(self._log)
+        self._phases = [(self._start, "start")]
 
     def name(self, kind: str, tensors: Iterable[Any]) -> None:
         """Say what tensors are; a later name counts, but for the state of the model."""
@@ -153,17 +156,23 @@ class Tracker(TorchDispatchMode):
     def highest(self, layers: int) -> dict[str, int]:
         """Most bytes in each part of a step with sharded parameters; each part's is linear in the layers.
 
-        The parts are of the last micro batch, which has most gradients: until the backward pass has reduced
-        the gradients of its first layer, of its second one, which has the first one's beside it, of the last
-        but one, which gathers the last one's parameters, of the last one, and of everything. In the layers
-        between, memory rises or falls evenly.
+        The parts are of the last micro batch, which has most gradients: the forward pass, and the backward
+        pass until it has reduced the gradients of its first layer, of its second one, which has the first
+        one's beside it, of the last but one, which gathers the last one's parameters, of the last one, and of
+        everything. In the layers between, memory rises or falls evenly. Of a pipeline they are the phases.
         """
         totals = self.totals()
         ends = {layer: place for number, layer, place in self._reduced if number == self.micro_batch}
-        if len(ends) < layers or layers < 3:  # nothing is sharded
-            return {"step": max(totals[self._start :])}
+        if len(ends) < layers or layers < 3:  # nothing is sharded, or other stages have layers
+            found: dict[str, int] = {}
+            for (start, phase), (end, _) in itertools.pairwise([*self._phases, (len(totals) - 1, "")]):
+                found[phase] = max([found.get(phase, 0), *totals[start : end + 1]])
+            return found
+        begins = {phase: place for place, phase in self._phases}  # the last of each
+        begun, turned = begins["forward"], begins["backward"]
         parts = {
-            "forward and first layer": (self._begun, ends[layers - 1]),
+            "forward": (begun, turned),
+            "first layer": (turned, ends[layers - 1]),
             "second layer": (ends[layers - 1], ends[layers - 2]),
             "last layer but one": (ends[2], ends[1]),
             "last layer": (ends[1], ends[0]),
@@ -173,9 +182,8 @@ class Tracker(TorchDispatchMode):
 
     def enter(self, phase: str, micro_batch: int) -> None:
         """Say that a phase of a micro batch begins."""
-        if micro_batch != self.micro_batch:
-            self._begun = len(self._log)
         self.phase, self.micro_batch = phase, micro_batch
+        self._phases.append((len(self._log), phase))
 
     def reduced(self, layer: int) -> None:
         """Say that FSDP has reduced gradients of a layer, of which there may be several groups."""

@@ -78,18 +78,19 @@ def simulate(job: Job) -> dict[str, Any]:
     kernels = gpu_kernels(capability) if capability else nullcontext()
     with fake_ranks(job.world_size, backend, job.rank), kernels:
         trace = traced_step(config, device, observe=roofline)
-    found = asdict(trace) | {"collectives": grouped(trace)}
+    found = asdict(trace) | {"collectives": grouped(trace, machine.gpus_per_node if machine else 1)}
     if machine and roofline:
         found["time"] = asdict(step_time(roofline, trace, machine))
     return found
 
 
-def grouped(trace: Trace) -> list[dict[str, Any]]:
-    """Collectives of a step by kind, group and size of the group, in the order of their first."""
+def grouped(trace: Trace, gpus_per_node: int = 1) -> list[dict[str, Any]]:
+    """Collectives of a step by kind, group, and its ranks and nodes, in the order of their first."""
     rows: dict[tuple[Any, ...], dict[str, Any]] = {}
     for each in trace.collectives:
-        key = (each.kind, each.group, len(each.ranks), each.on_host)
-        names = ("kind", "group", "ranks", "on_host")
+        nodes = len({rank // gpus_per_node for rank in each.ranks})
+        key = (each.kind, each.group, len(each.ranks), nodes, each.on_host)
+        names = ("kind", "group", "ranks", "nodes", "on_host")
         row = rows.setdefault(key, dict(zip(names, key, strict=True)) | {"count": 0, "bytes": 0})
         times = trace.repeats if each.micro_batch == trace.alike else 1
         row["count"] += times
