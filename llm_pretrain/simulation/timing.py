@@ -233,7 +233,8 @@ def idle_time(schedule: Any) -> float:
                 needed = ended[kind == "F", before][len(own) :][:1]
                 if kind != "W" and 0 <= before <= last and not needed:
                     break
-                free[rank] = max([free[rank], *(needed if kind != "W" else [])]) + _UNITS[kind]
+                begin = free[rank] if kind == "W" or not needed else max(free[rank], needed[0])
+                free[rank] = begin + _UNITS[kind]
                 if kind != "W":
                     own.append(free[rank])
                 del order[0]
