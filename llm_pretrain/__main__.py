@@ -28,6 +28,7 @@ COMMANDS = {
     "export": "write weights for llama.cpp (GGUF) or transformers",
     "report": "write an HTML page about a run, or compare several",
     "top": "watch a run, or several, in the terminal",
+    "replay": "execute a run's steps again from its checkpoints, and compare them bit for bit",
     "verify": "check a run by its files, or that packed documents are isolated",
 }
 """Module of `llm_pretrain.commands` to its line of help."""

@@ -341,13 +341,24 @@ def environment(device: torch.device) -> dict[str, str | None]:
 
 def environment_changes(saved: dict[str, str | None], device: torch.device) -> list[str]:
     """One warning per difference from the saved environment that may change the last bits of results."""
-    current = environment(device)
+    return [
+        f"{change}: training continues, but not bit for bit"
+        for change in arithmetic_changes(saved, environment(device), "when the checkpoint was saved")
+    ]
+
+
+def arithmetic_changes(
+    saved: Mapping[str, str | None], current: Mapping[str, str | None], then: str
+) -> list[str]:
+    """One line per difference of two environments that may change the last bits of results.
+
+    `then` says when the saved one was.
+    """
     keys = [key for key in _DECIDES_ARITHMETIC if key in saved]
     if "cpu_capability" in saved:  # earlier versions saved neither it nor the variables
         keys += ARITHMETIC_VARIABLES
     return [
-        f"{key} was {saved.get(key, 'unset')} when the checkpoint was saved and is "
-        f"{current.get(key, 'unset')} now: training continues, but not bit for bit"
+        f"{key} was {saved.get(key, 'unset')} {then} and is {current.get(key, 'unset')} now"
         for key in keys
         if saved.get(key) != current.get(key)
     ]

@@ -417,7 +417,7 @@ class FolderVerifier:
             known = (str(path), file.stat().st_ino, file.stat().st_mtime_ns) if file.exists() else None
             if known in self._verified and not again:
                 continue
-            if problems := _checkpoint_problems(path, step):
+            if problems := checkpoint_problems(path, step):
                 return Violation(f"{path} is damaged: {'; '.join(problems)}", step, "checkpoint")
             if known:
                 self._verified.add(known)
@@ -427,7 +427,8 @@ class FolderVerifier:
         return None
 
 
-def _checkpoint_problems(path: Path, step: int) -> list[str]:
+def checkpoint_problems(path: Path, step: int) -> list[str]:
+    """One line for each way in which a folder is not a sound checkpoint of `step`."""
     try:
         content = read_manifest(path)
     except PretrainError as error:
@@ -516,8 +517,8 @@ def check_end(reference: Path, folder: Path, steps: int, *, same_call: bool) -> 
 
 def _compare_checkpoints(reference: Path, found: Path, steps: int) -> Violation | None:
     left, right = read_manifest(reference), read_manifest(found)
-    for name, value in _manifest_facts(left).items():
-        if value != (other := _manifest_facts(right)[name]):
+    for name, value in manifest_facts(left).items():
+        if value != (other := manifest_facts(right)[name]):
             text = f"{found}: {name}: expected {shorten(value, 90)}, found {shorten(other, 90)}"
             return Violation(text, steps, "checkpoint")
     if left.files == right.files:  # the same bytes: the files' digests were verified
@@ -532,7 +533,7 @@ def _compare_checkpoints(reference: Path, found: Path, steps: int) -> Violation 
     return None
 
 
-def _manifest_facts(content: Manifest) -> Mapping[str, Any]:
+def manifest_facts(content: Manifest) -> Mapping[str, Any]:
     """What two manifests of equal runs agree on."""
     run = {name: value for name, value in vars(content.run).items() if name not in _LAUNCH_FACTS}
     return {

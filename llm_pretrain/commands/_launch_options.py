@@ -55,12 +55,19 @@ class _Setting(argparse.Action):
 def add_launch_options(
     parser: argparse.ArgumentParser, command: str, launch: str, *, needs_config: bool = True
 ) -> None:
-    """Declare `--config`, every setting, and where and how long `command` runs; `launch` names one launch."""
+    """Declare `--config`, and what `add_run_options` does."""
     parser.usage = f"llm-pretrain {command} --config FILE [options] [--section.field VALUE ...]"
     parser.add_argument(
         "--config", action="append", required=needs_config, metavar="FILE",
         help="as for the scripts; the later file wins",
     )  # fmt: skip
+    add_run_options(parser, command, launch)
+
+
+def add_run_options(
+    parser: argparse.ArgumentParser, command: str, launch: str, *, timeout: float = 1800.0
+) -> None:
+    """Declare every setting, and where and how long `command` runs; `launch` names one launch."""
     parser.add_argument(
         "--output", metavar="FOLDER",
         help=f"new folder for the runs and {command}.json (default: runs/{command}-NAME)",
@@ -70,7 +77,7 @@ def add_launch_options(
         help="folder of the scripts (default: the current folder, else the project's)",
     )  # fmt: skip
     parser.add_argument(
-        "--timeout", type=float, default=1800.0, metavar="SECONDS",
+        "--timeout", type=float, default=timeout, metavar="SECONDS",
         help=f"{launch} that takes longer is killed and counts as failed (default: %(default)g)",
     )  # fmt: skip
     add_settings(parser)
@@ -215,7 +222,7 @@ def create_output(plan: LaunchPlan, arguments: argparse.Namespace, machine: Mach
         raise OutputError(
             f"--output {plan.output}: expected a folder that can be made, found: {error.strerror}"
         ) from error
-    for name in ("parity.json", "chaos.json"):
+    for name in ("parity.json", "chaos.json", "replay.json"):
         check_replaceable(plan.output / name, b'"llm_pretrain": ')
     return LaunchContext(plan.scripts, machine, arguments.timeout, plan.config.distributed.zero_stage)
 

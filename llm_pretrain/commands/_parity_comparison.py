@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
@@ -224,14 +224,16 @@ def compare_rows(
     steps: int,
     tolerance: Tolerance,
     find_ties: Callable[[int], str] = lambda step: "",
+    *,
+    due: Iterable[int] | None = None,
 ) -> Comparison:
-    """Compare the rows of steps 1 to `steps`; a missing row is a difference.
+    """Compare the rows of steps 1 to `steps`, or of those that are `due`; a missing row is a difference.
 
     `find_ties` is asked about the first step at which more than LARGEST_TIE of a layer's choices differ.
     """
     largest: dict[str, float] = {}
     first, same, rerouted_at, ties = None, True, None, ""
-    for step in range(1, steps + 1):
+    for step in range(1, steps + 1) if due is None else due:
         left, right = reference.get(step), rows.get(step)
         if left is None or right is None:
             expected, found = ("missing" if row is None else "there" for row in (left, right))

@@ -1,0 +1,270 @@
+"""`llm-pretrain replay`: execute a run's steps again from its checkpoints, and compare the results."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from llm_pretrain.commands._launch_options import (
+    add_run_options,
+    as_options,
+    call_facts,
+    check_timeout,
+    create_output,
+    say,
+    write_result,
+)
+from llm_pretrain.commands._launching import (
+    RESUMABLE_PATHS,
+    Job,
+    LaunchContext,
+    RunMonitor,
+    RunningJob,
+    exit_on_signals,
+    last_error_lines,
+    this_machine,
+)
+from llm_pretrain.commands._replay_comparison import SegmentResult, compare_segment, render_difference
+from llm_pretrain.commands._replay_plan import (
+    Leg,
+    ReplayPlan,
+    Segment,
+    make_plan,
+    read_launches,
+    rows_of_segment,
+)
+from llm_pretrain.commands.parity import as_table
+from llm_pretrain.config import dump_yaml
+from llm_pretrain.errors import PretrainError
+
+EXAMPLES = """\
+RUN is only read. Every other option is a setting, --section.field VALUE, and replaces the run's: the stores'
+folders on this machine, say.
+
+verdicts of a segment, the steps between two checkpoints that are kept: identical, every number of every row
+and every tensor of the checkpoint the same bits; within bound, where hardware, versions, mesh or number of
+processes differ; differs, with the first step and number, and the tensors; failed; not replayed
+exit code: 0 where all that is promised holds, 1 where it does not or less was replayed than asked for, 2 or
+65 for wrong input
+
+examples:
+  llm-pretrain replay runs/quickstart
+  llm-pretrain replay runs/quickstart --from 300 --to 400
+  llm-pretrain replay runs/quickstart --sample 2 --seed 1
+  llm-pretrain replay copied/run --data.sources '[{store: data/stores/stdlib}]' --launcher accelerate
+"""
+
+_NEVER, _POLL_SECONDS = (1 << 31) - 1, 0.02
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options, and every setting of the configuration."""
+    parser.usage = "llm-pretrain replay RUN [options] [--section.field VALUE ...]"
+    parser.set_defaults(config=None)
+    add = parser.add_argument
+    add("run", type=Path, metavar="RUN", help="folder of a run: finished, stopped, running, or copied")
+    add("--from", dest="start", type=int, metavar="S",
+        help="begin after step S, or at the nearest earlier checkpoint (default: 0)")  # fmt: skip
+    add("--to", dest="end", type=int, metavar="T", help="end after step T (default: the run's last)")
+    add("--sample", type=int, metavar="K", help="replay K of the segments, picked at random")
+    add("--seed", type=int, metavar="N", help="of --sample (default: drawn, and printed)")
+    add("--launcher", choices=RESUMABLE_PATHS, help="for all steps (default: as the run was launched)")
+    add("--world-size", "--world_size", type=int, metavar="W",
+        help="processes for all steps (default: as many as the run had)")  # fmt: skip
+    add_run_options(parser, "replay", "a launch", timeout=math.inf)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Launch, compare, print the table and write replay.json; 0 if every segment was replayed and agrees."""
+    check_timeout(arguments)
+    started, machine = time.time(), this_machine()
+    plan = make_plan(arguments, machine)
+    context = create_output(plan, arguments, machine)
+    say(f"{len(plan.segments)} of {plan.of} segments, {plan.steps} steps, of {plan.run} in {plan.output}")
+    for note in plan.notes:
+        say(f"note   {note}")
+    results: list[SegmentResult] = []
+    file = plan.output / "replay.json"
+    try:
+        with exit_on_signals():
+            for segment in plan.segments:
+                results.append(replay_segment(plan, segment, context))
+                result = results[-1]
+                done = f"[{len(results)}/{len(plan.segments)}]"
+                say(f"{done} {segment}: {result.verdict}, {result.seconds:.0f} s")
+    finally:
+        facts = call_facts(plan, arguments, machine, started)
+        write_result(file, result_content(facts, plan, results))
+    say("\n" + render(results))
+    held = {
+        "holds": "the steps replayed are what the run says",
+        "violated": "the run is NOT what its settings, data and seed give",
+        "not shown": "nothing wrong was found, but less was replayed than asked for",
+    }[verdict_of(plan, results)]
+    say(f"{held}; {file}, {time.time() - started:.0f} s")
+    return 0 if verdict_of(plan, results) == "holds" else 1
+
+
+def replay_segment(plan: ReplayPlan, segment: Segment, context: LaunchContext) -> SegmentResult:
+    """Execute a segment's legs one after another, and compare what they wrote with the run."""
+    if not segment.legs:
+        return SegmentResult(segment, "not replayed", note=segment.missing)
+    began = time.monotonic()
+    found = plan.rows(segment)
+    folder = plan.output / segment.name
+    goes_back = any(row.get("train/skipped") == "rollback" for row in found.values())
+    if goes_back and (missing := rollback_problem(segment)):
+        return SegmentResult(segment, "not replayed", note=missing)
+    if goes_back and segment.source is not None:  # where a rollback looks for it
+        shutil.copytree(segment.source, folder / "checkpoints" / segment.source.name)
+    for number, leg in enumerate(segment.legs, start=1):
+        job = _job(plan, segment, leg, number, goes_back=goes_back)
+        say(f"start  steps {leg.first}-{leg.last}: {leg}, as attempt {leg.launch.number}")
+        own = dataclasses.replace(context, zero_stage=leg.config.distributed.zero_stage)
+        failure = run_leg(job, own, leg.last, saves=_is_saved(segment, leg))
+        if failure:
+            seconds = time.monotonic() - began
+            if segment.source is not None and not segment.source.exists():
+                note = f"{segment.source} was deleted meanwhile"
+                return SegmentResult(segment, "not replayed", note=note, seconds=seconds)
+            return SegmentResult(segment, "failed", failure=tuple(failure), seconds=seconds)
+    try:
+        environments = [launch.environment for launch in read_launches(folder)][-len(segment.legs) :]
+        replayed = rows_of_segment(folder / "metrics.jsonl", segment)
+        result = compare_segment(segment, replayed, found, folder, environments)
+    except PretrainError as error:
+        result = SegmentResult(segment, "failed", failure=tuple(error.lines()))
+    result.seconds = time.monotonic() - began
+    if result.verdict in ("identical", "within bound"):
+        for name in ("checkpoints", "weights"):
+            shutil.rmtree(folder / name, ignore_errors=True)
+    return result
+
+
+def rollback_problem(segment: Segment) -> str:
+    """Why a segment with a rollback cannot be replayed; empty where it can.
+
+    A rollback goes to the last periodic checkpoint, so saves must be the run's, and none other can be made.
+    """
+    every = segment.legs[0].config.checkpoint.save_steps
+    own = [segment.start, *(leg.last for leg in segment.legs)]
+    if segment.target is None or segment.end == segment.legs[-1].config.training.max_steps:
+        own.pop()
+    if off := [step for step in own if not every or step % every]:
+        return (
+            f"training.spike_action: a step was rolled back, and the state of step {off[0]} is not that of a "
+            f"periodic checkpoint (checkpoint.save_steps {every}); choose --from and --to between others"
+        )
+    return ""
+
+
+def _is_saved(segment: Segment, leg: Leg) -> bool:
+    """Whether the state after a leg is needed: to compare it, or to continue from it."""
+    return segment.target is not None or leg is not segment.legs[-1]
+
+
+def _job(plan: ReplayPlan, segment: Segment, leg: Leg, number: int, *, goes_back: bool) -> Job:
+    """The launch of a leg, whose settings are written beside its log."""
+    folder = plan.output / segment.name
+    file = plan.output / f"{segment.name}{'' if number == 1 else f'-{number}'}.yaml"
+    file.write_text(dump_yaml(leg.config))
+    options: dict[str, object] = {}
+    if not goes_back:
+        options["checkpoint.save_steps"] = leg.last if _is_saved(segment, leg) else _NEVER
+        if segment.source is not None:  # the next leg continues from the checkpoint that this one saves
+            options["checkpoint.resume"] = segment.source.resolve()
+    return Job(
+        leg.path, leg.world_size, folder, folder.with_suffix(".log"),
+        ("--config", str(file), *as_options(options)), leg.config.distributed.cpu_threads or 1,
+        leg.config.distributed.strategy,
+    )  # fmt: skip
+
+
+def run_leg(job: Job, context: LaunchContext, last: int, *, saves: bool) -> list[str]:
+    """Launch, and end all processes once the state after step `last` is there.
+
+    The run itself would go on: its schedule depends on `training.max_steps`, which stays.
+
+    Args:
+        job: What to launch.
+        context: Where to launch it.
+        last: The leg's last step.
+        saves: Whether its checkpoint is waited for, or its row alone.
+
+    Returns:
+        Why it ended before, with the end of its output; empty where it did not.
+    """
+    is_done = reaches(job.folder, last, saves=saves)
+    with RunningJob(job, context, range(job.world_size)) as started:
+        while (code := started.poll()) is None and not is_done():
+            time.sleep(_POLL_SECONDS)
+        if is_done():
+            return []
+        how = f"no end after {started.seconds:.0f} s, killed" if started.timed_out else f"exit code {code}"
+    return [f"{how} before step {last}; its output: {job.log}", *last_error_lines(job.log)]
+
+
+def reaches(folder: Path, last: int, *, saves: bool) -> Callable[[], bool]:
+    """A function that tells whether a run has committed the checkpoint of a step, or written its row."""
+    from llm_pretrain.checkpoints import folder_name
+
+    monitor, checkpoint = RunMonitor(folder), folder / "checkpoints" / folder_name(last)
+
+    def is_done() -> bool:
+        if saves:
+            return checkpoint.is_dir()
+        monitor.update()
+        return (monitor.last_step or 0) >= last
+
+    return is_done
+
+
+def verdict_of(plan: ReplayPlan, results: Sequence[SegmentResult]) -> str:
+    """`holds`, `violated` or `not shown`."""
+    if any(each.violated for each in results):
+        return "violated"
+    done = [each for each in results if each.verdict in ("identical", "within bound")]
+    return "holds" if len(done) == len(plan.segments) else "not shown"
+
+
+def render(results: Sequence[SegmentResult]) -> str:
+    """The table, and below it lines about each segment that is not identical."""
+    rows: list[Sequence[str]] = [("steps", "launched as", "rows", "checkpoint", "verdict")]
+    details: list[str] = []
+    for each in results:
+        segment = each.segment
+        legs = ", ".join(dict.fromkeys(map(str, segment.legs)))
+        steps = f"{segment.start + 1}-{segment.end}"
+        rows.append((steps, legs, str(each.rows or ""), _checkpoint_cell(each), each.verdict))
+        details += render_difference(each)
+    return "\n".join([as_table(rows), *details])
+
+
+def _checkpoint_cell(result: SegmentResult) -> str:
+    if result.segment.target is None:
+        return "none kept"
+    if result.compared is None:
+        return ""
+    if result.tensors:
+        return f"{len(result.tensors)} of {result.compared} tensors differ"
+    return f"{result.compared} tensors"
+
+
+def result_content(
+    facts: Mapping[str, Any], plan: ReplayPlan, results: Sequence[SegmentResult]
+) -> dict[str, Any]:
+    """Content of replay.json; `facts` are those of the call."""
+    return {
+        "verdict": verdict_of(plan, results),
+        "run": str(plan.run),
+        "seed": plan.seed,
+        "segments_of_run": plan.of,
+        **facts,
+        "segments": [each.as_dict() for each in results],
+    }
