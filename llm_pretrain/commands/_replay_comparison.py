@@ -21,6 +21,7 @@ from llm_pretrain.commands._chaos_attempts import (
 )
 from llm_pretrain.commands._launching import is_training_row, shorten
 from llm_pretrain.commands._parity_comparison import (
+    PARAMETERS,
     SAMPLES,
     Rows,
     Tolerance,
@@ -78,6 +79,7 @@ class SegmentResult:
         verdict: `identical`: every number of every row, and every tensor. `not replayed`: with `note`.
         rows: Number of rows compared.
         first: The first difference of the rows.
+        columns: All keys that differ in that row.
         other_rows: Steps of all rows that differ.
         facts: One line for each number of the checkpoint's manifest that differs.
         tensors: Those that differ.
@@ -92,6 +94,7 @@ class SegmentResult:
     verdict: Literal["identical", "within bound", "not compared", "differs", "failed", "not replayed"]
     rows: int = 0
     first: Violation | None = None
+    columns: list[str] = field(default_factory=list)
     other_rows: list[int] = field(default_factory=list)
     facts: list[str] = field(default_factory=list)
     tensors: list[TensorDifference] = field(default_factory=list)
@@ -148,8 +151,8 @@ def compare_segment(
     owed = segment.end if facts and facts.run.extra.get("evaluation_owed") else None
     result.first = check_rows(replayed, found, owed=owed, steps=segment.end)
     for step in sorted({*replayed, *found}) if result.first else ():
-        pair = ({step: rows[step]} if step in rows else {} for rows in (replayed, found))
-        if check_rows(*pair, owed=owed, steps=step):
+        if columns := _other_columns(step, replayed.get(step, {}), found.get(step, {}), owed):
+            result.columns = result.columns or columns
             result.other_rows.append(step)
     if problems:
         result.facts = [f"{target} is damaged: {'; '.join(problems)}"]
@@ -173,6 +176,20 @@ def compare_segment(
         reasons = list(dict.fromkeys(reasons))
         _compare_within_bounds(result, replayed, found, folder, reasons, on_other_device=len(kinds) > 1)
     return result
+
+
+def _other_columns(
+    step: int, expected: Mapping[str, Any], found: Mapping[str, Any], owed: int | None
+) -> list[str]:
+    """Keys whose values differ in two rows of a step, of which one may be missing."""
+    sides = (expected, found)
+    return [
+        key
+        for key in dict.fromkeys([*expected, *found])
+        if check_rows(
+            *({step: {key: row[key]} if key in row else {}} for row in sides), owed=owed, steps=step
+        )
+    ]
 
 
 def inexact_because(leg: Leg, environment: Mapping[str, Any]) -> list[str]:
@@ -280,12 +297,13 @@ def _compare_within_bounds(
             distance = parameters_distance(folder, segment.target.parent.parent, segment.end)
             add_parameters_distance(comparison, distance, segment.end, tolerance)
         except PretrainError as error:
-            comparison.note = "; ".join(filter(None, [comparison.note, f"parameters not compared: {error}"]))
+            violation = Violation(f"parameters of step {segment.end}: {error}", segment.end, PARAMETERS)
     if violation is None and comparison.first is not None:
         first = comparison.first
         violation = Violation(str(first), first.step, first.key)
     result.first, result.largest = violation, comparison.largest
-    result.other_rows, result.facts, result.tensors, result.compared = [], [], [], None
+    result.columns, result.other_rows = [], []
+    result.facts, result.tensors, result.compared = [], [], None
     is_bounded = bool(tolerance.bounds)
     result.verdict = "differs" if violation else "within bound" if is_bounded else "not compared"
     result.note = "; ".join(filter(None, [*reasons, result.note, comparison.note]))
@@ -321,8 +339,10 @@ def render_difference(result: SegmentResult, shown: int = 4) -> list[str]:
     if result.first is not None:
         lines.append(f"{segment} differ first at {result.first.text}")
         if result.other_rows:
-            lines.append(f"    rows that differ: {spans(result.other_rows)}, {len(result.other_rows)} of "
-                         f"{result.rows}")  # fmt: skip
+            rows = f"rows that differ: {spans(result.other_rows)}, {len(result.other_rows)} of {result.rows}"
+            more = len(result.columns) - shown
+            columns = ", ".join(result.columns[:shown]) + (f" and {more} more" if more > 0 else "")
+            lines.append(f"    {rows}; columns of the first: {columns}")
     if result.tensors:
         lines.append(
             f"checkpoint of step {segment.end}: {len(result.tensors)} of {result.compared} tensors differ"

@@ -1,0 +1,516 @@
+"""`replay` finds what was not trained, names it, and plans a run's steps as they were launched."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.forked_replay import content_of, copy_of, rewrite_checkpoint, rewrite_rows, run_replay
+from support.launching import train_tiny
+
+from llm_pretrain.__main__ import main
+from llm_pretrain.commands import replay
+from llm_pretrain.commands._launching import Machine, rows_of
+from llm_pretrain.commands._replay_comparison import (
+    SegmentResult,
+    compare_segment,
+    inexact_because,
+    tensor_difference,
+)
+from llm_pretrain.commands._replay_plan import (
+    ReplayPlan,
+    Segment,
+    choose_segments,
+    make_plan,
+    owner_of,
+    read_launches,
+)
+from llm_pretrain.commands.replay import render, rollback_problem, verdict_of
+from llm_pretrain.errors import CheckpointError, ConfigError
+from llm_pretrain.training import trainer
+from train_pretrain import TorchrunEngine
+
+STEPS = ("--training.max_steps", "12", "--schedule.warmup_steps", "2", "--checkpoint.save_steps", "4")
+OPTIONS = (
+    *STEPS,
+    "--checkpoint.keep_last",
+    "9",
+    "--evaluation.eval_steps",
+    "6",
+    "--evaluation.max_batches",
+    "1",
+)
+GATE = "model.layers.0.self_attn.q_proj.weight"
+MOMENT = f"optimizer.state.{GATE}.exp_avg"
+
+
+@pytest.fixture(scope="module")
+def honest(plain_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twelve steps with checkpoints after 4, 8 and 12."""
+    return train_tiny(plain_store, tmp_path_factory.mktemp("honest") / "run", *OPTIONS).folder
+
+
+@pytest.fixture
+def run(honest: Path, tmp_path: Path) -> Path:
+    return copy_of(honest, tmp_path / "run")
+
+
+def plan_of(run: Path, *options: str) -> ReplayPlan:
+    """The plan of a call on two cores."""
+    parser = argparse.ArgumentParser()
+    replay.add_arguments(parser)
+    return make_plan(parser.parse_args([str(run), *options]), Machine(0, 2))
+
+
+def spans_of(plan: ReplayPlan) -> list[tuple[int, int]]:
+    return [(each.start, each.end) for each in plan.segments]
+
+
+# --- what is planned ----------------------------------------------------------------------------------
+
+
+def test_a_run_is_cut_at_its_kept_checkpoints(run: Path):
+    plan = plan_of(run)
+    assert spans_of(plan) == [(0, 4), (4, 8), (8, 12)]
+    assert [each.source and each.source.name for each in plan.segments] == [
+        None, "step-00000004", "step-00000008",
+    ]  # fmt: skip
+    assert (plan.steps, plan.of, plan.seed) == (12, 3, None)
+    leg = plan.segments[0].legs[0]
+    assert (leg.path, leg.world_size, leg.config.distributed.cpu_threads) == ("torchrun", 1, 1)
+    assert leg.config.training.max_steps == 12, "the schedule depends on it"
+
+
+def test_a_deleted_checkpoint_joins_two_segments(run: Path):
+    (run / "checkpoints" / "step-00000004").rename(run / "elsewhere")
+    assert spans_of(plan_of(run)) == [(0, 8), (8, 12)]
+    plan = plan_of(run, "--from", "5", "--to", "10")
+    assert spans_of(plan) == [(0, 8), (8, 10)]
+    assert plan.segments[-1].target is None, "no checkpoint of step 10: its rows alone"
+    assert any("--from 5: from step 0" in note for note in plan.notes)
+
+
+def test_a_damaged_manifest_ends_a_segment_and_begins_none(run: Path):
+    (run / "checkpoints" / "step-00000008" / "manifest.json").write_text("{")
+    assert spans_of(plan_of(run)) == [(0, 4), (4, 8), (4, 12)]
+
+
+def test_rows_after_the_last_checkpoint_are_replayed_too(run: Path):
+    (run / "checkpoints" / "step-00000012").rename(run / "elsewhere")
+    plan = plan_of(run)
+    assert spans_of(plan) == [(0, 4), (4, 8), (8, 12)]
+    assert plan.segments[-1].target is None
+
+
+def test_a_sample_is_drawn_from_its_seed(run: Path):
+    plans = [plan_of(run, "--sample", "2", "--seed", str(seed)) for seed in (*range(8), 0)]
+    assert all(len(plan.segments) == 2 and plan.of == 3 for plan in plans)
+    assert spans_of(plans[0]) == spans_of(plans[-1])
+    assert len({tuple(spans_of(plan)) for plan in plans}) > 1
+    drawn = plan_of(run, "--sample", "9")
+    assert len(drawn.segments) == 3
+    assert any(f"--seed {drawn.seed}" in note for note in drawn.notes)
+    numbers = [Segment(start, start + 1, None, None) for start in range(20)]
+    assert choose_segments(numbers, 5, 3) == sorted(
+        choose_segments(numbers, 5, 3), key=lambda each: each.start
+    )
+
+
+def add_attempt(run: Path, step: int, **changes: Any) -> None:
+    """A second attempt on record that began after a step, of whose rows it wrote those after it."""
+    file, metrics = run / "attempts.jsonl", run / "metrics.jsonl"
+    lines = metrics.read_text().splitlines(keepends=True)
+    size = sum(len(line.encode()) for line in lines if json.loads(line)["step"] <= step)
+    row = json.loads(file.read_text().splitlines()[0])
+    settings = changes.pop("settings", {})
+    for section, values in settings.items():
+        row["config"][section] |= values
+    file.write_text(
+        file.read_text() + json.dumps(row | {"step": step, "metrics_bytes": size, **changes}) + "\n"
+    )
+
+
+def test_each_step_is_launched_as_its_attempt_was(run: Path):
+    add_attempt(run, 6, launcher="accelerate", world_size=2)
+    legs = plan_of(run).segments[1].legs
+    assert [(leg.first, leg.last, leg.path, leg.world_size) for leg in legs] == [
+        (5, 6, "torchrun", 1),
+        (7, 8, "accelerate", 2),
+    ]
+    forced = plan_of(run, "--launcher", "torchrun", "--world-size", "1").segments[1].legs
+    assert [(leg.first, leg.last) for leg in forced] == [(5, 8)], "equal launches are one"
+    add_attempt(run, 7, settings={"optimizer": {"learning_rate": 1e-3}})
+    last = plan_of(run).segments[1].legs[-1]
+    assert (last.first, last.config.optimizer.learning_rate, last.world_size) == (8, 1e-3, 1)
+
+
+def test_an_attempt_that_did_steps_again_owns_them():
+    launches = [SimpleNamespace(number=number, start=start) for number, start in ((1, 0), (2, 8), (3, 4))]
+    assert [owner_of(step, launches).number for step in (1, 4, 5, 9)] == [1, 1, 3, 3]  # type: ignore[arg-type]
+
+
+def test_a_run_of_another_machine_keeps_its_names(run: Path, plain_store: Path, tmp_path: Path):
+    """The label of a source is its folder's name, in every row of a mixture."""
+    moved = copy_of(plain_store, tmp_path / "moved")
+    source = (
+        plan_of(run, "--data.sources", f"[{{store: {moved}}}]").segments[0].legs[0].config.data.sources[0]
+    )
+    assert (source.store, source.label) == (str(moved), plain_store.name)
+
+
+def test_a_beginning_that_is_not_there_is_not_replayed(run: Path):
+    file = run / "attempts.jsonl"
+    row = json.loads(file.read_text())
+    row["step"], row["config"]["checkpoint"]["resume"] = 2, "/gone/checkpoints/step-00000002"
+    file.write_text(json.dumps(row) + "\n")
+    first, second, _ = plan_of(run).segments
+    assert (first.start, first.end, first.legs) == (2, 4, ())
+    assert "another run's checkpoint" in first.missing
+    assert second.legs
+    elsewhere = str(run / "checkpoints" / "step-00000004")
+    assert plan_of(run, "--checkpoint.resume", elsewhere).segments[0].legs
+
+
+WRONG: dict[str, tuple[Sequence[str], str]] = {
+    "from the end": (["--from", "12"], "--from: expected steps done before, 0 to 11, found 12"),
+    "to before from": (["--from", "6", "--to", "6"], "--to: expected a step from 7 on, found 6"),
+    "no segment": (["--sample", "0"], "--sample: expected 1 or more"),
+    "a seed alone": (["--seed", "1"], "--seed: expected together with --sample"),
+    "too many processes": (
+        ["--world-size", "8", "--training.micro_batch_size", "1"],
+        "--world-size: expected at most 4 on this machine of 2 cores, found 8",
+    ),
+    "a split that cannot be": (["--world-size", "3"], "training.global_batch_size: expected a multiple"),
+    "no such setting": (["--training.max_stepz", "1"], "no such setting"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_input_is_answered_before_anything_is_written(
+    name: str,
+    run: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    options, said = WRONG[name]
+    monkeypatch.setattr(replay, "this_machine", lambda: Machine(0, 2))
+    assert main(["replay", str(run), "--output", str(tmp_path / "out"), *options]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_another_folder_is_no_run(tmp_path: Path, run: Path):
+    with pytest.raises(ConfigError, match="expected a run's folder"):
+        plan_of(tmp_path)
+    (run / "attempts.jsonl").write_text('{"step": 0}\n')
+    with pytest.raises(CheckpointError, match="expected an attempt"):
+        read_launches(run)
+
+
+def test_a_rollback_needs_the_periodic_checkpoints(run: Path):
+    segments = plan_of(run).segments
+    assert [rollback_problem(each) for each in segments] == ["", "", ""]
+    (run / "checkpoints" / "step-00000004").rename(run / "checkpoints" / "step-00000005")
+    odd = replace(segments[0], end=5, legs=(replace(segments[0].legs[0], last=5),))
+    assert "the state of step 5 is not that of a periodic checkpoint" in rollback_problem(odd)
+
+
+# --- what is compared ---------------------------------------------------------------------------------
+
+
+def compare(run: Path, replayed: Path, number: int = 1, **environment: Any) -> SegmentResult:
+    """The run's segment of this number against another run's folder as its replay."""
+    plan = plan_of(run)
+    segment = plan.segments[number]
+    then = dict(segment.legs[0].launch.environment)
+    rows = {step: row for step, row in rows_of(replayed).items() if segment.start < step <= segment.end}
+    return compare_segment(segment, rows, plan.rows(segment), replayed, [then | environment])
+
+
+def test_a_run_is_identical_with_itself(run: Path, honest: Path):
+    result = compare(run, honest)
+    assert (result.verdict, result.rows, result.first, result.tensors) == ("identical", 4, None, [])
+    assert result.compared
+    assert result.compared > 50
+
+
+COLUMNS = ("train/loss", "train/grad_norm", "train/learning_rate", "train/tokens", "train/loss_tokens")
+COLUMNS += ("train/aux_loss", "moe/layer_1/load_max", "eval/loss")
+
+
+@pytest.mark.parametrize("key", COLUMNS)
+def test_any_number_of_a_row_that_is_changed_is_found(key: str, run: Path, honest: Path):
+    rewrite_rows(run, lambda row: row.update({key: row[key] + 1}) if row["step"] == 6 else None)
+    result = compare(run, honest)
+    assert (result.verdict, result.other_rows) == ("differs", [6])
+    assert result.first is not None
+    assert (result.first.step, result.first.key) == (6, key)
+    assert not result.tensors
+
+
+@pytest.mark.parametrize("key", ["data/batch_sha256", "train/skipped", "moe/load"])
+def test_so_is_anything_else_of_it(key: str, run: Path, honest: Path):
+    rewrite_rows(run, lambda row: row.update({key: "other"}) if row["step"] == 6 else None)
+    result = compare(run, honest)
+    assert result.first is not None
+    assert (result.first.step, result.first.key) == (6, key)
+
+
+def test_times_are_not_compared(run: Path, honest: Path):
+    rewrite_rows(run, lambda row: row.update({"time": 0.0, "perf/step_seconds": 9.0}))
+    assert compare(run, honest).verdict == "identical"
+
+
+def test_a_missing_row_is_found(run: Path, honest: Path):
+    file = run / "metrics.jsonl"
+    rows = [line for line in file.read_text().splitlines(keepends=True) if json.loads(line)["step"] != 7]
+    file.write_text("".join(rows))
+    result = compare(run, honest)
+    assert result.first is not None
+    assert (result.first.step, result.first.key, result.verdict) == (7, "row", "differs")
+
+
+@pytest.mark.parametrize("name", [GATE, MOMENT])
+def test_an_element_that_is_changed_is_named_and_counted(name: str, run: Path, honest: Path):
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[name].view(-1)[3] += 0.25
+
+    rewrite_checkpoint(run, 8, change)
+    result = compare(run, honest)
+    assert (result.verdict, result.first) == ("differs", None)
+    (found,) = result.tensors
+    assert (found.name, found.elements, found.of) == (name, 1, 64 * 64)
+    assert found.largest == pytest.approx(0.25, rel=1e-6)
+    text = render([result])
+    assert f"checkpoint of step 8: 1 of {result.compared} tensors differ" in text
+    assert f"{name}: 1 of 4,096 elements, at most 0.25 apart" in text
+
+
+def test_the_sign_of_zero_and_a_nan_are_differences():
+    zero = torch.zeros(2)
+    assert tensor_difference("x", zero, zero.clone()) is None
+    signed = tensor_difference("x", zero, torch.tensor([0.0, -0.0]))
+    assert signed is not None
+    assert (signed.elements, signed.largest) == (1, 0.0)
+    nan = tensor_difference("x", zero, torch.tensor([0.0, torch.nan]))
+    assert nan is not None
+    assert nan.largest == torch.inf
+
+
+def test_numbers_of_the_manifest_are_compared(run: Path, honest: Path):
+    from llm_pretrain.checkpoints.manifest import read_manifest, write_manifest
+
+    folder = run / "checkpoints" / "step-00000008"
+    manifest = read_manifest(folder)
+    name = next(iter(manifest.scalars))
+    scalars = manifest.scalars | {name: manifest.scalars[name] | {"value": 99}}
+    facts = replace(manifest.run, tokens_seen=1)
+    write_manifest(folder, replace(manifest, scalars=scalars, run=facts))
+    result = compare(run, honest)
+    assert result.verdict == "differs"
+    assert [line.split(":")[0] for line in result.facts] == [f"scalars.{name}", "tokens_seen"]
+
+
+def test_a_damaged_checkpoint_is_found(run: Path, honest: Path):
+    (file,) = (run / "checkpoints" / "step-00000008").glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-1])
+    result = compare(run, honest)
+    assert result.verdict == "differs"
+    assert "is damaged" in result.facts[0]
+
+
+def test_on_other_hardware_bounds_apply_and_samples_are_exact(run: Path, honest: Path):
+    other = {"device": "another processor"}
+    assert compare(run, honest, **other).verdict == "identical"
+    rewrite_rows(run, lambda row: row.update({"train/loss": row["train/loss"] * (1 + 3e-7)})
+                 if "train/loss" in row else None)  # fmt: skip
+    assert compare(run, honest).verdict == "differs"
+    result = compare(run, honest, **other)
+    assert result.verdict == "within bound"
+    assert 0 < result.largest["train/loss"] < 1e-6
+    assert "device was" in result.note
+    rewrite_rows(run, lambda row: row.update({"train/loss": row["train/loss"] * (1 + 3e-5)})
+                 if row["step"] == 7 else None)  # fmt: skip
+    far = compare(run, honest, **other)
+    assert far.first is not None
+    assert (far.verdict, far.first.step, far.first.key) == ("differs", 7, "train/loss")
+
+
+@pytest.mark.parametrize("key", ["data/batch_sha256", "train/learning_rate", "train/tokens"])
+def test_on_other_hardware_too(key: str, run: Path, honest: Path):
+    rewrite_rows(run, lambda row: row.update({key: "x"}) if row["step"] == 6 else None)
+    result = compare(run, honest, device="another processor")
+    assert result.first is not None
+    assert (result.verdict, result.first.step, result.first.key) == ("differs", 6, key)
+
+
+def test_another_checkpoint_is_beyond_its_bound_on_other_hardware(run: Path, honest: Path):
+    rewrite_checkpoint(run, 8, lambda tensors: tensors[GATE].add_(1e-2))
+    result = compare(run, honest, device="another processor")
+    assert result.first is not None
+    assert (result.verdict, result.first.key) == ("differs", "parameters")
+
+
+def test_why_bits_are_not_promised(run: Path):
+    leg = plan_of(run).segments[0].legs[0]
+    same = dict(leg.launch.environment)
+    assert inexact_because(leg, same) == []
+    assert inexact_because(replace(leg, path="accelerate"), same) == [], "both launchers have the same bits"
+    assert inexact_because(leg, same | {"torch": "9"})
+    assert inexact_because(leg, same | {"cpu_threads": "7"})
+    assert inexact_because(replace(leg, world_size=2), same)
+    sharded = replace(leg.config, distributed=replace(leg.config.distributed, strategy="fsdp"))
+    assert inexact_because(replace(leg, config=sharded), same)
+    on_gpu: dict[str, Any] = {**same, "cpu_capability": None}
+    assert any("deterministic" in reason for reason in inexact_because(leg, on_gpu))
+
+
+def test_less_than_asked_for_is_no_success(run: Path):
+    plan = plan_of(run)
+    done = [SegmentResult(each, "identical") for each in plan.segments]
+    assert verdict_of(plan, done) == "holds"
+    assert verdict_of(plan, [*done[:2], SegmentResult(plan.segments[2], "not replayed")]) == "not shown"
+    assert verdict_of(plan, done[:2]) == "not shown", "a signal ended the call"
+    assert verdict_of(plan, [*done[:2], SegmentResult(plan.segments[2], "differs")]) == "violated"
+
+
+# --- what is found in whole calls ---------------------------------------------------------------------
+
+
+def found(result: dict[str, Any]) -> list[tuple[str, int | None, str | None]]:
+    """Verdict, first step and column of each segment."""
+    return [
+        (each["verdict"], *((each["first"]["step"], each["first"]["key"]) if each["first"] else (None, None)))
+        for each in result["segments"]
+    ]
+
+
+def test_a_changed_row_and_a_changed_checkpoint_are_told_apart(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """The checkpoint is found by the segment that ends in it and by the one that begins at it."""
+    rewrite_rows(run, lambda row: row.update({"train/loss": 1.0}) if row["step"] == 3 else None)
+    rewrite_checkpoint(run, 8, lambda tensors: tensors[GATE].mul_(1.5))
+    before = content_of(run)
+    code, result = run_replay(run, tmp_path / "out")
+    assert content_of(run) == before, "the run's folder is only read"
+    assert (code, result["verdict"]) == (1, "violated")
+    first, middle, last = found(result)
+    assert (first, middle) == (("differs", 3, "train/loss"), ("differs", None, None))
+    assert last[:2] == ("differs", 9)
+    assert result["segments"][0]["columns"] == ["train/loss"]
+    assert "train/grad_norm" in result["segments"][2]["columns"]
+    assert [each["other_rows"] for each in result["segments"]] == [[3], [], [9, 10, 11, 12]]
+    assert [len(each["tensors"]) for each in result["segments"][:2]] == [0, 1]
+    assert result["segments"][1]["tensors"][0]["name"] == GATE
+    printed = capsys.readouterr().out
+    assert "steps 1-4 differ first at step 3 train/loss" in printed
+    assert "the run is NOT what its settings, data and seed give" in printed
+
+
+def twice(step: Callable[..., Any], number: int, engine: Any, batches: Any, monitor: Any) -> Any:
+    """The optimizer is applied twice with the same batch."""
+    metrics = step(engine, batches, monitor)
+    if 5 <= number <= 8:
+        step(engine, batches, monitor)
+    return metrics
+
+
+def not_at_all(step: Callable[..., Any], number: int, engine: Any, batches: Any, monitor: Any) -> Any:
+    """The parameters of step 4 are kept to step 8."""
+    if not 5 <= number <= 8:
+        return step(engine, batches, monitor)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.grad_scaler, "step", lambda optimizer: None)
+        return step(engine, batches, monitor)
+
+
+def other_data(step: Callable[..., Any], number: int, engine: Any, batches: Any, monitor: Any) -> Any:
+    """Step 5 takes step 4's sequences."""
+    if number == 4:
+        engine.kept = list(batches)
+    return step(engine, engine.kept if number == 5 else batches, monitor)
+
+
+def other_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps 5 to 8 take half the learning rate that their rows have."""
+    original, number = trainer.set_learning_rate, iter(range(1, 99))
+
+    def set_learning_rate(optimizer: Any, rate: float) -> None:
+        original(optimizer, rate / 2 if 5 <= next(number) <= 8 else rate)
+
+    monkeypatch.setattr(trainer, "set_learning_rate", set_learning_rate)
+
+
+MISTAKES = {
+    "applied twice": (twice, 6, "train/loss"),
+    "not done": (not_at_all, 6, "train/loss"),
+    "other data": (other_data, 5, "data/batch_sha256"),
+    "another rate": (None, 6, "train/loss"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MISTAKES)
+def test_steps_that_were_trained_otherwise_are_found(
+    name: str, honest: Path, plain_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """With the numbers in the files that an honest run would have: `verify` has nothing to object to."""
+    mistake, step, key = MISTAKES[name]
+    with monkeypatch.context() as patch:
+        if mistake is None:
+            other_rate(patch)
+        else:
+            original = TorchrunEngine.train_step
+
+            def train_step(self: Any, batches: Any, monitor: Any) -> Any:
+                return mistake(original, monitor.progress.step + 1, self, batches, monitor)
+
+            patch.setattr(TorchrunEngine, "train_step", train_step)
+        run = train_tiny(plain_store, tmp_path / "run", *OPTIONS).folder
+    code, result = run_replay(run, tmp_path / "out")
+    assert code == 1
+    first, middle, last = found(result)
+    assert (first, middle) == (("identical", None, None), ("differs", step, key))
+    assert last == ("identical", None, None), "trained as it says, from a state that is not"
+    assert result["segments"][1]["tensors"], "the checkpoint after them is another"
+    if name == "other data":  # with the digest and counts of the data of the settings
+        rows = rows_of(honest)
+        keys = ("data/batch_sha256", "train/loss_tokens", "train/tokens")
+        rewrite_rows(run, lambda row: row.update({key: rows[row["step"]][key] for key in keys if key in row}))
+        code, result = run_replay(run, tmp_path / "again", "--from", "4", "--to", "8")
+        assert found(result) == [("differs", 5, "train/loss")]
+
+
+@pytest.mark.slow
+def test_steps_that_were_never_done_are_found(run: Path, honest: Path, tmp_path: Path):
+    """Steps 5 to 8: the checkpoint of step 4 with another number, and rows as they would be."""
+    from safetensors.torch import load_file
+
+    (file,) = (honest / "checkpoints" / "step-00000004").glob("*.safetensors")
+    earlier = load_file(file)
+    rewrite_checkpoint(run, 8, lambda tensors: [tensors[name].copy_(earlier[name]) for name in tensors])
+    code, result = run_replay(run, tmp_path / "out", "--from", "4")
+    assert code == 1
+    assert found(result) == [("differs", None, None), ("differs", 9, "train/loss")]
+    assert {GATE, MOMENT} <= {each["name"] for each in result["segments"][0]["tensors"]}
+
+
+@pytest.mark.slow
+def test_another_store_is_refused_and_named(run: Path, changed_store: Path, tmp_path: Path):
+    sources = ("--data.sources", f"[{{store: {changed_store}}}]")
+    code, result = run_replay(run, tmp_path / "out", "--to", "8", *sources)
+    assert code == 1
+    assert found(result)[0] == ("differs", 0, "eval/loss"), "of the initial values"
+    assert result["segments"][0]["other_rows"] == [0, 1, 2, 3, 4]
+    assert any("data.store.0" in line for line in result["segments"][0]["facts"])
+    assert result["segments"][1]["verdict"] == "failed"
+    assert any("data.store.0" in line for line in result["segments"][1]["failure"])

@@ -1,0 +1,160 @@
+"""`llm-pretrain replay` of runs of both launchers, on meshes, over changed attempts, and of unusual runs."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.corpora import make_store
+from support.forked_replay import content_of, copy_of, launch_until, rewrite_checkpoint, run_replay
+from support.launching import ROOT, ForkedLaunch, launch, train_tiny
+from support.poisoning import DATA_OPTIONS, FIRST, poisoned_store
+
+from llm_pretrain.__main__ import main
+from llm_pretrain.commands._launching import Job, rows_of
+from llm_pretrain.files import read_json
+
+pytestmark = pytest.mark.slow
+
+OPTIONS = (
+    *("--config", str(ROOT / "configs" / "tiny-moe.yaml"), "--training.precision", "fp32"),
+    *("--training.max_steps", "8", "--schedule.warmup_steps", "2", "--training.global_batch_size", "8"),
+    *("--training.micro_batch_size", "2", "--distributed.cpu_threads", "1", "--checkpoint.save_steps", "4"),
+    *("--evaluation.eval_steps", "4", "--evaluation.max_batches", "1"),
+)
+MESHES = {
+    "ddp": (),
+    "fsdp": ("--distributed.strategy", "fsdp"),
+    "ep": ("--distributed.strategy", "fsdp", "--distributed.ep_size", "2"),
+}
+
+
+def options(store: Path, *more: str) -> list[str]:
+    return [*OPTIONS, "--data.sources", f"[{{store: {store}}}]", *more]
+
+
+def verdicts(result: dict[str, Any]) -> list[str]:
+    return [each["verdict"] for each in result["segments"]]
+
+
+@pytest.mark.parametrize(
+    ("ran", "again", "world_size"), [("torchrun", "accelerate", 1), ("accelerate", "torchrun", 2)]
+)
+def test_a_run_of_one_launcher_replayed_by_the_other(
+    ran: str, again: str, world_size: int, plain_store: Path, tmp_path: Path
+):
+    """With the real launchers, from a copy, whose store lies elsewhere; the run is not touched."""
+    before = launch(ran, world_size, tmp_path / "run", options(plain_store)).folder
+    run = copy_of(before, tmp_path / "copied")
+    store = copy_of(plain_store, tmp_path / "elsewhere")
+    content = content_of(run)
+    output = tmp_path / "out"
+    more = ("--launcher", again, "--data.sources", f"[{{store: {store}}}]", "--output", str(output))
+    assert main(["replay", str(run), *more]) == 0
+    result = read_json(output / "replay.json")
+    assert verdicts(result) == ["identical"] * 2
+    status = read_json(output / "steps-1-4" / "status.json")
+    assert (status["launcher"], status["world_size"]) == (again, world_size), "really"
+    assert content_of(run) == content
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
+def test_a_run_on_a_mesh_is_replayed_bit_for_bit(launcher: str, mesh: str, plain_store: Path, tmp_path: Path):
+    run = launch(launcher, 2, tmp_path / "run", options(plain_store, *MESHES[mesh])).folder
+    code, result = run_replay(run, tmp_path / "out")
+    assert (code, verdicts(result)) == (0, ["identical"] * 2)
+    assert [each["rows"] for each in result["segments"]] == [5, 4]
+    if launcher == "torchrun":  # another number of processes has a bound
+        code, result = run_replay(run, tmp_path / "one", "--world-size", "1", "--from", "4")
+        assert (code, verdicts(result)) == (0, ["within bound"])
+        assert "2 processes" in result["segments"][0]["note"]
+        assert 0 < result["segments"][0]["largest"]["train/loss"] < 1e-5
+
+
+def test_attempts_that_were_launched_otherwise(plain_store: Path, tmp_path: Path):
+    """One process, two by the other launcher, then another rate; of the checkpoints between none is left."""
+    folder, log = tmp_path / "run", tmp_path / "run.log"
+    small = tuple(options(plain_store, "--checkpoint.save_steps", "2", "--logging.report", "false"))
+    launch_until(Job("torchrun", 1, folder, log, small, 1), 2)
+    launch_until(Job("accelerate", 2, folder, log, small, 1), 4)
+    last = [*small, "--optimizer.learning_rate", "1e-3", "--checkpoint.keep_last", "2"]
+    assert launch("torchrun", 2, folder, last).exit_code == 0
+    assert [path.name for path in sorted((folder / "checkpoints").iterdir())] == [
+        "step-00000006", "step-00000008",
+    ]  # fmt: skip
+    code, result = run_replay(folder, tmp_path / "out")
+    assert (code, verdicts(result)) == (0, ["identical"] * 2)
+    legs = [
+        (each["first"], each["last"], each["path"], each["world_size"])
+        for each in result["segments"][0]["legs"]
+    ]
+    starts = [leg[0] for leg in legs]
+    assert legs[0] == (1, starts[1] - 1, "torchrun", 1)
+    assert legs[1][2:] == ("accelerate", 2)
+    assert legs[2][2:] == ("torchrun", 2)
+
+
+def test_a_run_that_was_stopped_between_two_saves(plain_store: Path, tmp_path: Path):
+    """It saved where it was; logged every third step, so that a row sums the digests of three."""
+    more = ("--logging.logging_steps", "3", "--training.max_steps", "400", "--checkpoint.save_steps", "40")
+    folder = tmp_path / "run"
+    running = ForkedLaunch("torchrun", 1, folder, options(plain_store, *more))
+    while len(rows_of(folder) if folder.exists() else {}) < 4:
+        time.sleep(0.01)
+    running.ranks.send(signal.SIGTERM)
+    assert running.finish().exit_code == 75
+    stopped = read_json(folder / "status.json")["step"]
+    code, result = run_replay(folder, tmp_path / "out")
+    assert (code, verdicts(result)) == (0, ["identical"] * len(result["segments"]))
+    assert result["segments"][-1]["end"] == stopped
+    assert result["segments"][-1]["compared"]
+
+
+def test_a_run_with_an_average_and_one_with_outer_steps(plain_store: Path, tmp_path: Path):
+    averaged = train_tiny(plain_store, tmp_path / "ema", *OPTIONS[2:], "--optimizer.ema_decay", "0.9").folder
+    code, result = run_replay(averaged, tmp_path / "ema-again")
+    assert (code, verdicts(result)) == (0, ["identical"] * 2)
+    rewrite_checkpoint(averaged, 8, lambda tensors: next(
+        value for name, value in tensors.items() if "ema" in name or "average" in name).mul_(2))  # fmt: skip
+    code, result = run_replay(averaged, tmp_path / "ema-changed", "--from", "4")
+    assert (code, len(result["segments"][0]["tensors"])) == (1, 1)
+    outer = ("--distributed.outer", "diloco", "--distributed.outer_steps", "2")
+    run = launch("torchrun", 2, tmp_path / "outer", options(plain_store, *outer)).folder
+    code, result = run_replay(run, tmp_path / "outer-again")
+    assert (code, verdicts(result)) == (0, ["identical"] * 2)
+
+
+def test_a_run_that_rolled_back(tmp_path: Path):
+    """The rollback goes to the checkpoint of a step before the segment's, and to one within it."""
+    store = poisoned_store(tmp_path / "poison")
+    spiky = [
+        *("--config", str(ROOT / "configs" / "tiny-moe.yaml"), *DATA_OPTIONS),
+        *("--data.sources", f"[{{store: {store}}}]", "--training.spike_action", "rollback"),
+        *("--optimizer.learning_rate", "3e-2", "--schedule.name", "constant"),
+        *("--checkpoint.save_steps", "4", "--evaluation.eval_steps", "0", "--logging.logging_steps", "1"),
+        *("--training.precision", "fp32", "--distributed.cpu_threads", "1", "--checkpoint.keep_last", "99"),
+    ]
+    run = launch("torchrun", 1, tmp_path / "run", spiky).folder
+    assert rows_of(run)[FIRST]["train/skipped"] == "rollback"
+    begin, end = (FIRST - 1) // 4 * 4, -(-FIRST // 4) * 4
+    code, result = run_replay(run, tmp_path / "out", "--from", str(begin), "--to", str(end))
+    assert (code, verdicts(result)) == (0, ["identical"])
+    for step in range(begin, begin - 8, -4):
+        copy_of(run / "checkpoints" / f"step-{step:08d}", tmp_path / f"kept-{step}")
+    (run / "checkpoints" / f"step-{begin:08d}").rename(tmp_path / "deleted")
+    code, result = run_replay(run, tmp_path / "longer", "--from", str(begin), "--to", str(end))
+    assert (code, verdicts(result)) == (0, ["identical"])
+
+
+def test_another_order_of_data_for_some_steps(tmp_path: Path):
+    """A run whose store was exchanged for a while, and back, with the fingerprints that it claims."""
+    store = make_store(tmp_path / "store", documents=300).path
+    run = launch("torchrun", 1, tmp_path / "run", options(store, "--data.seed", "1")).folder
+    code, result = run_replay(run, tmp_path / "out", "--to", "4", "--data.seed", "2")
+    assert code == 1
+    first = result["segments"][0]["first"]
+    assert (first["step"], first["key"]) == (1, "data/batch_sha256")
