@@ -202,8 +202,8 @@ def _launch(number: int, row: Row) -> Launch | None:
     path, size, versions, first = (
         row.get(key) for key in ("launcher", "world_size", "versions", "metrics_bytes")
     )
-    is_size = isinstance(size, int) and size > 0
-    if path not in RESUMABLE_PATHS or not is_size or row["step"] < 0 or not isinstance(versions, dict):
+    is_launch = path in RESUMABLE_PATHS and row["step"] >= 0 and isinstance(versions, dict)
+    if not is_launch or not isinstance(size, int) or size < 1:
         return None
     try:
         config = from_dict(row["config"]) if isinstance(row.get("config"), dict) else None

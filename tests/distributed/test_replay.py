@@ -11,7 +11,7 @@ import pytest
 from support.corpora import make_store
 from support.forked_replay import content_of, copy_of, launch_until, rewrite_checkpoint, run_replay
 from support.launching import ROOT, ForkedLaunch, launch, train_tiny
-from support.poisoning import DATA_OPTIONS, FIRST, poisoned_store
+from support.poisoning import DATA_OPTIONS, POISONED, poisoned_store
 
 from llm_pretrain.__main__ import main
 from llm_pretrain.commands._launching import Job, rows_of
@@ -139,12 +139,11 @@ def test_a_run_that_rolled_back(tmp_path: Path):
         *("--training.precision", "fp32", "--distributed.cpu_threads", "1", "--checkpoint.keep_last", "99"),
     ]
     run = launch("torchrun", 1, tmp_path / "run", spiky).folder
-    assert rows_of(run)[FIRST]["train/skipped"] == "rollback"
-    begin, end = (FIRST - 1) // 4 * 4, -(-FIRST // 4) * 4
+    assert rows_of(run)[POISONED[0]]["train/skipped"] == "rollback"
+    begin, end = 16, 20
+    assert begin < POISONED[0] < end
     code, result = run_replay(run, tmp_path / "out", "--from", str(begin), "--to", str(end))
     assert (code, verdicts(result)) == (0, ["identical"])
-    for step in range(begin, begin - 8, -4):
-        copy_of(run / "checkpoints" / f"step-{step:08d}", tmp_path / f"kept-{step}")
     (run / "checkpoints" / f"step-{begin:08d}").rename(tmp_path / "deleted")
     code, result = run_replay(run, tmp_path / "longer", "--from", str(begin), "--to", str(end))
     assert (code, verdicts(result)) == (0, ["identical"])
