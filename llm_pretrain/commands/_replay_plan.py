@@ -13,7 +13,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from llm_pretrain.checkpoints import committed_folders, is_checkpoint, read_manifest
+import torch
+
+from llm_pretrain.checkpoints import committed_folders, environment, is_checkpoint, read_manifest
 from llm_pretrain.commands._launch_options import LaunchPlan, choose_output, find_scripts
 from llm_pretrain.commands._launching import RESUMABLE_PATHS, Machine, read_status
 from llm_pretrain.config import Config, dump_yaml, from_dict, load_config, resolve_model
@@ -150,8 +152,9 @@ def make_plan(arguments: Namespace, machine: Machine) -> ReplayPlan:
         notes.append(f"{len(segments)} of {total} segments, picked with --seed {seed}")
     legs = [leg for segment in segments for leg in segment.legs]
     if not legs:
-        raise ConfigError(f"{run}: expected steps that can be replayed, found {segments[0].missing}")
+        raise ConfigError(f"{run}: expected steps that can be replayed, found none: {segments[0].missing}")
     _check_launches(legs, machine)
+    notes += _revisions(legs)
     config = legs[-1].config
     return ReplayPlan(
         config=config,
@@ -209,9 +212,9 @@ def _launch(number: int, row: Row) -> Launch | None:
         config = from_dict(row["config"]) if isinstance(row.get("config"), dict) else None
     except PretrainError:
         config = None  # of another version
-    environment = versions | {"device": row.get("device")}
+    facts = versions | {"device": row.get("device")}
     first_byte = first if isinstance(first, int) else None
-    return Launch(number, row["step"], path, size, config, environment, first_byte)
+    return Launch(number, row["step"], path, size, config, facts, first_byte)
 
 
 def _began_elsewhere(launch: Launch, run: Path, before: Sequence[Launch]) -> bool:
@@ -404,6 +407,13 @@ def replayed_config(launch: Launch, world_size: int, settings: Sequence[str]) ->
 
 
 _KEEP_ALL = 1 << 20
+
+
+def _revisions(legs: Sequence[Leg]) -> list[str]:
+    """A note for each other revision of this package that trained a leg: it may compute other bits."""
+    here = environment(torch.device("cpu"))["git_revision"]
+    trained = dict.fromkeys(leg.launch.environment.get("git_revision") for leg in legs)
+    return [f"trained by revision {each}, replayed by {here}" for each in trained if each != here]
 
 
 def _check_launches(legs: Sequence[Leg], machine: Machine) -> None:

@@ -109,6 +109,26 @@ def test_rows_after_the_last_checkpoint_are_replayed_too(run: Path):
     assert plan.segments[-1].target is None
 
 
+def test_lost_work_is_left_out(run: Path):
+    """The newest attempt began after step 8 and has written nothing: steps 9 to 12 are to be done again."""
+    add_attempt(run, 8, metrics_bytes=(run / "metrics.jsonl").stat().st_size)
+    status = json.loads((run / "status.json").read_text())
+    (run / "status.json").write_text(json.dumps(status | {"state": "running", "exit_code": None}))
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 9, "train/lo')  # being written
+    assert spans_of(plan_of(run)) == [(0, 4), (4, 8)]
+    assert max(plan_of(run).rows(plan_of(run).segments[1])) == 8
+
+
+def test_another_revision_of_the_code_is_noted(run: Path):
+    file = run / "attempts.jsonl"
+    row = json.loads(file.read_text())
+    assert not any("revision" in note for note in plan_of(run).notes)
+    row["versions"]["git_revision"] = "0123abc"
+    file.write_text(json.dumps(row) + "\n")
+    assert any("revision 0123abc" in note for note in plan_of(run).notes)
+
+
 def test_a_sample_is_drawn_from_its_seed(run: Path):
     plans = [plan_of(run, "--sample", "2", "--seed", str(seed)) for seed in (*range(8), 0)]
     assert all(len(plan.segments) == 2 and plan.of == 3 for plan in plans)
