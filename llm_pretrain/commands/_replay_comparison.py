@@ -352,4 +352,7 @@ def render_difference(result: SegmentResult, shown: int = 4) -> list[str]:
         lines += [f"    {each}" for each in found[:shown]] + ([f"    and {more} more"] if more > 0 else [])
     if result.note:
         lines.append(f"{segment}: {result.note}")
+    if found := {key.removeprefix("train/"): each for key, each in result.largest.items() if each}:
+        shares = ", ".join(f"{key} {each:.2g}" for key, each in found.items())
+        lines.append(f"    largest relative differences: {shares}")
     return lines

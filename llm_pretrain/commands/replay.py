@@ -102,8 +102,9 @@ def run(arguments: argparse.Namespace) -> int:
         facts = call_facts(plan, arguments, machine, started)
         write_result(file, result_content(facts, plan, results))
     say("\n" + render(results))
+    bounds = " within the bounds named" if any(each.largest for each in results) else ""
     held = {
-        "holds": "the steps replayed are what the run says",
+        "holds": f"the steps replayed are what the run says{bounds}",
         "violated": "the run is NOT what its settings, data and seed give",
         "not shown": "nothing wrong was found, but less was replayed than asked for",
     }[verdict_of(plan, results)]
