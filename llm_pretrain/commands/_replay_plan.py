@@ -202,11 +202,10 @@ def read_launches(run: Path) -> list[Launch]:
 
 def _launch(number: int, row: Row) -> Launch | None:
     """The launch of a row of attempts.jsonl; None where it is no such row."""
-    path, size, versions, first = (
-        row.get(key) for key in ("launcher", "world_size", "versions", "metrics_bytes")
-    )
-    is_launch = path in RESUMABLE_PATHS and row["step"] >= 0 and isinstance(versions, dict)
-    if not is_launch or not isinstance(size, int) or size < 1:
+    path, size, versions, first = map(row.get, ("launcher", "world_size", "versions", "metrics_bytes"))
+    if path not in RESUMABLE_PATHS or not isinstance(versions, dict) or row["step"] < 0:
+        return None
+    if not isinstance(size, int) or size < 1:
         return None
     try:
         config = from_dict(row["config"]) if isinstance(row.get("config"), dict) else None
