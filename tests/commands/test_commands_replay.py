@@ -16,6 +16,7 @@ from support.forked_replay import content_of, copy_of, rewrite_checkpoint, rewri
 from support.launching import train_tiny
 
 from llm_pretrain.__main__ import main
+from llm_pretrain.checkpoints.manifest import read_manifest, write_manifest
 from llm_pretrain.commands import replay
 from llm_pretrain.commands._launching import Machine, rows_of
 from llm_pretrain.commands._replay_comparison import (
@@ -326,8 +327,6 @@ def test_the_sign_of_zero_and_a_nan_are_differences():
 
 
 def test_numbers_of_the_manifest_are_compared(run: Path, honest: Path):
-    from llm_pretrain.checkpoints.manifest import read_manifest, write_manifest
-
     folder = run / "checkpoints" / "step-00000008"
     manifest = read_manifest(folder)
     name = next(iter(manifest.scalars))
@@ -337,6 +336,22 @@ def test_numbers_of_the_manifest_are_compared(run: Path, honest: Path):
     result = compare(run, honest)
     assert result.verdict == "differs"
     assert [line.split(":")[0] for line in result.facts] == [f"scalars.{name}", "tokens_seen"]
+
+
+def test_an_evaluation_that_a_stop_signal_ended_is_not_missed(run: Path, honest: Path):
+    """The next attempt would write it; the checkpoint says so. Without that, it is missing."""
+
+    def without_evaluation(row: dict[str, Any]) -> None:
+        for key in [key for key in row if key.startswith("eval/") and row["step"] == 12]:
+            del row[key]
+
+    rewrite_rows(run, without_evaluation)
+    assert compare(run, honest, number=2).verdict == "differs"
+    folder = run / "checkpoints" / "step-00000012"
+    manifest = read_manifest(folder)
+    extra = manifest.run.extra | {"evaluation_owed": True, "evaluation": {}, "evaluation_step": 6}
+    write_manifest(folder, replace(manifest, run=replace(manifest.run, extra=extra)))
+    assert compare(run, honest, number=2).verdict == "identical"
 
 
 def test_a_damaged_checkpoint_is_found(run: Path, honest: Path):
