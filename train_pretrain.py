@@ -166,8 +166,7 @@ class TorchrunEngine:
                     self.model.set_requires_gradient_sync(is_last or self.sync_each_batch)
                     self.model.set_requires_all_reduce(is_last)  # of replicas
                 with nullcontext() if is_last else self.no_sync():
-                    output = self.forward(batch)
-                    loss_of(output, batch).backward()
+                    loss_of(self.forward(batch), batch).backward()
         self.grad_scaler.unscale_(self.optimizer)
         grad_norm = self.clip_grad_norm(self.parameters, self.max_grad_norm)
         if monitor.reduce_and_decide(metrics, grad_norm):  # True if the GPU decides, by found_inf

@@ -221,6 +221,7 @@ class AccelerateEngine:
                 loss = self.objective(output, metrics.num_loss_tokens)
                 # divides by the accumulation steps, scales for fp16; under DeepSpeed it also clips and steps
                 self.accelerator.backward(loss)
+                del output, loss  # with them the graph, to which checkpointed layers' inputs belong
                 if self.accelerator.sync_gradients:
                     grad_norm: Any = self.accelerator.clip_grad_norm_(self.parameters, self.max_grad_norm)
                     if monitor.reduce_and_decide(metrics, grad_norm):
