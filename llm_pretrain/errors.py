@@ -83,6 +83,12 @@ class CheckpointError(PretrainError):
     exit_code = 74
 
 
+class CorruptionError(PretrainError):
+    """The hardware computed something else than before, or ranks differ in what they should hold alike."""
+
+    exit_code = 76
+
+
 class MismatchError(PretrainError):
     """A checkpoint does not match the configuration."""
 

@@ -35,6 +35,8 @@ def spans(numbers: list[int], most: int = 5) -> str:
 
 
 Row = dict[str, Any]
+_NOTABLE = ("train/skipped", "train/spike", "train/check")
+"""Keys with which a row is written even if it is not due."""
 _ENDS = ("finished", "preempted")
 """States in which a run has ended as it should."""
 _MOST_STEPS = 1 << 24
@@ -360,10 +362,10 @@ def check_steps(check: Check, run: RunFiles) -> None:
         if repeated := sorted({a for a, b in pairwise(steps) if b <= a}):
             check.fail(f"{who}: expected ascending steps, found another order after step {spans(repeated)}")
         for row in attempt.rows:
-            if row["step"] % every and not (row.get("train/skipped") or row.get("train/spike")):
+            if row["step"] % every and not any(row.get(key) for key in _NOTABLE):
                 check.fail(
-                    f"{who}: expected a row off every {_th(every)} to be skipped or a spike, found step "
-                    f"{row['step']}"
+                    f"{who}: expected a row off every {_th(every)} to be skipped, a spike or checked, found "
+                    f"step {row['step']}"
                 )
     kept = attempts[-1].history
     reached = f"steps up to {kept[-1]['step']}" if kept else "no steps"

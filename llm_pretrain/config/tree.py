@@ -275,6 +275,8 @@ class TrainingConfig:
             last periodic checkpoint and continue with the data of the next step (docs/exactness.md has the
             bounds).
         deterministic: Use deterministic algorithms, for bit identity on a GPU.
+        check_every: Compute every N-th step, and those after which a checkpoint is due, twice, and stop if
+            the gradients differ or ranks differ in what they hold alike (docs/checking.md); 0 turns it off.
         activation_checkpointing: Recompute the activations of each layer in the backward pass.
         compile: Compile each layer with `torch.compile`: `auto` (on a GPU only), `on`, `off`.
         float8: Compute the matrix products of the layers in FP8 through torchao, on GPUs with FP8 (extra
@@ -299,6 +301,7 @@ class TrainingConfig:
     max_skipped_steps: PositiveInt = 20
     spike_action: Literal["log", "skip", "rollback"] = "log"
     deterministic: bool = False
+    check_every: NonNegativeInt = 0
     activation_checkpointing: bool = False
     compile: Literal["auto", "on", "off"] = "auto"
     float8: bool = False
@@ -564,6 +567,11 @@ class Config:
             if found in refused:
                 shown = str(found).lower() if isinstance(found, bool) else found
                 yield f"{name}: expected {expected} with distributed.strategy deepspeed, found {shown}{why}"
+        if every := self.training.check_every:
+            yield (
+                f"training.check_every: expected 0 with distributed.strategy deepspeed, found {every}, but "
+                "its engine updates the parameters before the step can be checked; use ddp or fsdp"
+            )
         if decay := self.optimizer.ema_decay:
             yield (
                 f"optimizer.ema_decay: expected 0 with distributed.strategy deepspeed, found {decay}, but "

@@ -138,7 +138,7 @@ def check_parameters(engine: Engine, model: Module, when: str, *, training: bool
         return
     from llm_pretrain.distributed.fsdp import replicated_digests
 
-    digests = replicated_digests(model, engine.world_size, _bits_sum)
+    digests = replicated_digests(model, engine.world_size, bits_sum)
     kind = DivergedError if training else ConfigError
     if (pipeline := getattr(model, "pipeline", None)) is not None:  # the stages have parts of their own
         stages, digests = pipeline.gather(digests), pipeline.merged(digests)
@@ -151,7 +151,7 @@ def check_parameters(engine: Engine, model: Module, when: str, *, training: bool
     check_same(engine, facts, kind, limit=1)
 
 
-def _bits_sum(tensor: torch.Tensor) -> torch.Tensor:
+def bits_sum(tensor: torch.Tensor) -> torch.Tensor:
     """int64, 0-dim: the sum of a tensor's memory, read as 64-bit integers, and of the bytes left over.
 
     This is 40 times as fast as a sum of its elements. It wraps around at 2^64.

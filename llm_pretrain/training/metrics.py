@@ -67,7 +67,7 @@ class Recorder:
         self._interval_seconds = 0.0
 
     def is_logged(self, step: int) -> bool:
-        """Whether `logging.logging_steps` makes a row due; skipped steps and spikes always have one."""
+        """Whether `logging.logging_steps` makes a row due; skipped or checked steps and spikes have one."""
         return step % self.config.logging.logging_steps == 0
 
     def elapsed(self) -> float:
@@ -81,7 +81,8 @@ class Recorder:
         self._interval_steps += 1
         self._interval_tokens += step.num_loss_tokens
         self._interval_seconds += step.seconds
-        self._due = self.is_logged(step.step) or bool(step.skipped) or step.spike is not None
+        is_notable = bool(step.skipped or step.check) or step.spike is not None
+        self._due = self.is_logged(step.step) or is_notable
         if not self._due:
             return
         self._row |= loss_metrics(step, self.config) | source_metrics(step.sums, self.config)
@@ -95,6 +96,8 @@ class Recorder:
             "data/batch_sha256": _hex(self.progress.take_digest()),
             **self._performance(),
         }
+        if step.check is not None:
+            self._row["train/check"] = step.check
         if step.spike is not None:
             self._row["train/spike"] = step.spike.kind
             consequence = f"skipped ({step.skipped})" if step.skipped else "only logged"

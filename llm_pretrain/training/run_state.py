@@ -224,6 +224,11 @@ class Status:
             "step": before.get("step", 0),
             "checkpoint": before.get("checkpoint"),
         }
+        checked, faults = before.get("checked"), before.get("faults")
+        self.checked = checked if isinstance(checked, int) else None
+        """The last step that passed `training.check_every`'s check; None before the first."""
+        self.faults: list[dict[str, Any]] = faults if isinstance(faults, list) else []
+        """What the checks of all attempts have found, oldest first."""
 
     @property
     def checkpoint(self) -> object:
@@ -244,6 +249,12 @@ class Status:
         self._progress["step"] = step
         if self.rank == 0:
             self._replace("preempted" if exit_code == EXIT_PREEMPTED else "finished", exit_code, reason)
+
+    def add_fault(self, fault: dict[str, Any]) -> None:
+        """Record what a check has found; called on all ranks."""
+        self.faults.append(fault)
+        with suppress(OutputError, OSError):  # the next write has it too
+            self._write_running()
 
     def failed(self, error: BaseException) -> None:
         """Record a failure.
@@ -270,6 +281,8 @@ class Status:
         heartbeat()  # does not return once the watchdog has recorded how this process ends
         self._check()
         fields = {"state": state, "exit_code": exit_code, "reason": reason} | self._progress | self._launch
+        if self.checked is not None or self.faults:
+            fields |= {"checked": self.checked, "faults": self.faults}
         replace_text(self.path, json.dumps(fields, indent=1) + "\n")
 
 

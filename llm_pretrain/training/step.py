@@ -120,6 +120,7 @@ class StepMetrics:
         skipped: Why the parameters were not updated: `no_loss_tokens`, `overflow` (fp16),
             `nonfinite_gradient`, `nonfinite_loss`, `spike` or `rollback`; None if they were.
         spike: The detected spike; None without one.
+        check: Of a step that was computed twice: `passed`, or `transient` if something differed only once.
         found_inf: float32, 0-dim, on the device: 1 if the step must be skipped, else 0. Set only until
             `StepMonitor` reads it back; until then `grad_norm` is a tensor, and `loss`, `skipped` and `spike`
             are not decided.
@@ -136,6 +137,7 @@ class StepMetrics:
     loss: float | None = None
     skipped: str | None = None
     spike: Spike | None = None
+    check: str | None = None
     found_inf: Tensor | None = None
     step: int = 0
     tokens_seen: int = 0

@@ -44,6 +44,7 @@ from llm_pretrain.tracking import write_report
 from llm_pretrain.training.agreement import check_launch, check_parameters, check_stores
 from llm_pretrain.training.anomaly import StepMonitor, rollback
 from llm_pretrain.training.checkpointing import CheckpointManager
+from llm_pretrain.training.corruption import CorruptionCheck, refuse_unrepeatable
 from llm_pretrain.training.evaluation import Evaluator, Samples, zlib_bits_per_byte
 from llm_pretrain.training.kernel_choice import choose_kernels
 from llm_pretrain.training.metrics import Recorder, record_attempt
@@ -57,7 +58,7 @@ from llm_pretrain.training.model_setup import (
     load_initial_weights,
 )
 from llm_pretrain.training.run_state import RunFolder, Status
-from llm_pretrain.training.step import Engine, expert_counts, forward_is_collective
+from llm_pretrain.training.step import Engine, StepMetrics, expert_counts, forward_is_collective
 
 
 def windows(batches: Iterable[Batch], size: int) -> Iterator[list[Batch]]:
@@ -76,6 +77,7 @@ class Trainer:
     """One attempt at a run, from its start or resume to its end."""
 
     outer: OuterOptimizer | None = None
+    check: CorruptionCheck | None = None
 
     def __init__(
         self, config: Config, engine: Engine, folder: RunFolder, status: Status, stop: SignalHandler
@@ -141,6 +143,11 @@ class Trainer:
         self.recorder = Recorder(config, engine, self.folder, self.progress)
         self.monitor = StepMonitor(config, engine, self.progress, self.recorder, self._must_record)
         self.checkpoints.attach(self.recorder)
+        if config.training.check_every:
+            warn = self.recorder.console.warning
+            checked = self.monitor, self.checkpoints, self.status
+            self.check = CorruptionCheck(config, engine, *checked, warn, self._flush)
+            notes += self.check.notes()
         with closing(self.recorder), closing(self.checkpoints), gc_schedule() as self.collect_garbage:
             self._print_start(resume, changes, notes)
             if resume is not None:
@@ -166,7 +173,7 @@ class Trainer:
             self.collect_garbage(progress.step)
             stopping = self._stop_requested()
             if not stopping and self.checkpoints.is_due(progress.step):
-                self.checkpoints.save(progress)
+                self._save()
             self.recorder.restart_clock()
         return self._finish(saved_step)
 
@@ -178,7 +185,7 @@ class Trainer:
         rate = learning_rate(config, progress.step)
         set_learning_rate(optimizer, rate)
         with self.outer.replica() if self.outer else nullcontext():
-            step = engine.train_step(micro_batches, self.monitor)
+            step = self._train_step(micro_batches)
         if step.skipped == "rollback":
             rollback(self.checkpoints, progress, step, self.recorder.console.warning)
         if self.outer:
@@ -188,13 +195,24 @@ class Trainer:
             update_router_bias(model, expert_counts(step.sums, config), bias_rate, step.found_inf)
         self.monitor.record(step, rate)
 
+    def _train_step(self, micro_batches: list[Batch]) -> StepMetrics:
+        if self.check and self.check.is_due(self.progress.step + 1):
+            return self.check.train_step(micro_batches)
+        return self.engine.train_step(micro_batches, self.monitor)
+
+    def _save(self, *, last: bool = False) -> None:
+        if self.check:
+            self.check.compare_replicas(self.progress.step)
+        self.checkpoints.save(self.progress, last=last)
+
     def _evaluation_is_due(self) -> bool:
         eval_steps, step = self.config.evaluation.eval_steps, self.progress.step
         return eval_steps > 0 and (step % eval_steps == 0 or step == self.config.training.max_steps)
 
     def _must_record(self, step: int) -> bool:
-        """Whether an evaluation or a checkpoint follows this step."""
-        return self._evaluation_is_due() or self.checkpoints.is_due(step)
+        """Whether an evaluation or a checkpoint follows this step, or it is checked."""
+        is_checked = self.check is not None and self.check.is_due(step)
+        return self._evaluation_is_due() or self.checkpoints.is_due(step) or is_checked
 
     def _evaluate_and_write(self, *, due: bool) -> None:
         """Evaluate if due, and write the step's row.
@@ -247,13 +265,17 @@ class Trainer:
         step, console = self.progress.step, self.recorder.console
         self._flush()
         if saved_step != step:
-            self.checkpoints.save(self.progress, last=True)
+            self._save(last=True)
         if step < self.config.training.max_steps or self.progress.pending_evaluation:
             self.recorder.hurried = True
             return self._preempted(console.info)
-        self.status.ended(step, 0, None)
+        faults = self.status.faults
+        reason = f"silent data corruption was found in {len(faults)} of its checks" if faults else None
+        self.status.ended(step, 0, reason)
         console.info(f"finished at step {step}: {self.folder.path}")
         console.info(f"weights: {self.checkpoints.weights_of(step)}")
+        if reason:
+            console.warning(f"{reason}, the last at step {faults[-1]['step']}: {self.status.path} has them")
         return 0
 
     def _preempted(self, write: Callable[[str], object]) -> int:
@@ -407,6 +429,7 @@ def pretrain(config: Config, engine: Engine) -> int:
             report_hangs_to(folder, status)
             run_on_all_ranks(engine, lambda: check_compiler(config))
             run_on_all_ranks(engine, lambda: check_float8(config))
+            run_on_all_ranks(engine, lambda: refuse_unrepeatable(config, engine.device))
             trainer = Trainer(config, engine, folder, status, stop)
             with explain_out_of_memory(trainer.config, engine):
                 exit_code = trainer.run()

@@ -9,6 +9,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ import llm_pretrain.training.model_setup as building
 import llm_pretrain.training.trainer as loop
 from llm_pretrain.config import Config
 from llm_pretrain.data import Batch
-from llm_pretrain.training import StepMetrics, StepMonitor, initialize_weights
+from llm_pretrain.training import StepMetrics, StepMonitor, corruption, initialize_weights
 from llm_pretrain.training.run_state import Progress
 
 
@@ -32,7 +33,8 @@ class Driven:
 
     Where an average of the parameters is kept: what it was in the end, as the parameters themselves show
     it, and the first window's summed loss by it, 0 in the earlier stages of a pipeline. `sums`: those of
-    `StepMetrics`. `local_sizes`: elements of each parameter on this rank.
+    `StepMetrics`. `checks`: their outcomes. `scaler`: fp16's, in the end. `local_sizes`: elements of each
+    parameter on this rank.
     """
 
     losses: list[float | None] = field(default_factory=list)
@@ -51,6 +53,9 @@ class Driven:
     averages: dict[str, Tensor] = field(default_factory=dict)
     averaged_loss: float | None = None
     first_moments: dict[str, Tensor] = field(default_factory=dict)
+    scaler: dict[str, Any] = field(default_factory=dict)
+    checks: list[str | None] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -102,6 +107,7 @@ class _Record:
         assert not isinstance(step.grad_norm, Tensor)
         self.driven.grad_norms.append(step.grad_norm)
         self.driven.skipped.append(step.skipped)
+        self.driven.checks.append(step.check)
         self.driven.digests.append([int(word) % 2**32 for word in step.digest])
 
 
@@ -148,6 +154,8 @@ def drive(engine: Any, config: Config, *, windows: Sequence[list[Batch]] | None 
     record: Any = _Record(driven)
     training.monitor = StepMonitor(config, engine, training.progress, record)
     training.recorder = record
+    if config.training.check_every:
+        training.check = corruption_check(config, engine, training.monitor, driven.warnings)
     per_step = config.gradient_accumulation_steps(engine.world_size)
     first: list[Batch] = []
     for window in windows if windows is not None else loop.windows(own, per_step):
@@ -170,6 +178,7 @@ def drive(engine: Any, config: Config, *, windows: Sequence[list[Batch]] | None 
         for name, parameter in model.named_parameters()
         if parameter in optimizer.state
     }
+    driven.scaler = engine.scaler.state_dict() if engine.scaler else {}
     driven.buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     if config.optimizer.ema_decay:
         with averaging.ema_parameters(optimizer), torch.no_grad():
@@ -178,6 +187,20 @@ def drive(engine: Any, config: Config, *, windows: Sequence[list[Batch]] | None 
         driven.averaged_loss = sum(float(loss) for loss in losses if loss is not None)
         driven.hashes.append(parameter_hash(model))
     return driven
+
+
+def corruption_check(
+    config: Config, engine: Any, monitor: StepMonitor, warnings: list[str]
+) -> corruption.CorruptionCheck:
+    """The check of a run without a folder."""
+    checkpoints: Any = SimpleNamespace(
+        is_due=lambda step: False, wait=lambda last: None, store=SimpleNamespace(committed=list)
+    )
+    faults: list[dict] = []
+    status: Any = SimpleNamespace(checked=None, faults=faults, add_fault=faults.append)
+    return corruption.CorruptionCheck(
+        config, engine, monitor, checkpoints, status, warnings.append, monitor.flush
+    )
 
 
 def reference_gradients(config: Config, micro_batches: Sequence[Batch]) -> dict[str, Tensor]:

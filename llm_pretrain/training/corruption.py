@@ -1,0 +1,435 @@
+"""Detects silent data corruption: a step is computed twice, and what ranks hold alike is compared.
+
+The second computation is the one that is applied. Names of tensors are those of the whole model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import socket
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from llm_pretrain.checkpoints import folder_name
+from llm_pretrain.config import Config
+from llm_pretrain.data import Batch
+from llm_pretrain.distributed.collectives import any_rank
+from llm_pretrain.distributed.watchdog import heartbeat
+from llm_pretrain.errors import ConfigError, CorruptionError
+from llm_pretrain.model import DecoderLayer, is_gpu
+from llm_pretrain.optim import replicate_dims, to_local
+from llm_pretrain.training.agreement import bits_sum
+from llm_pretrain.training.anomaly import StepMonitor
+from llm_pretrain.training.checkpointing import CheckpointManager
+from llm_pretrain.training.run_state import Status
+from llm_pretrain.training.step import Engine, StepMetrics
+
+PASSED, TRANSIENT = "passed", "transient"
+"""Values of a row's `train/check`."""
+
+
+def refuse_unrepeatable(config: Config, device: torch.device) -> None:
+    """Raise ConfigError if a step that is computed again may have other bits on sound hardware."""
+    if config.training.check_every and is_gpu(device) and not config.training.deterministic:
+        raise ConfigError(
+            "training.check_every: expected 0 without training.deterministic, found "
+            f"{config.training.check_every}: on a GPU a step then has other bits each time; set "
+            "training.deterministic true"
+        )
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What was found wrong once.
+
+    Args:
+        step: The step that was checked.
+        ranks: Those that the fault is on, or one of which it is on.
+        devices: Of the ranks.
+        found: What differed, in words.
+        transient: Whether a repetition was right.
+    """
+
+    step: int
+    ranks: list[int]
+    devices: list[str]
+    found: str
+    transient: bool
+
+    def __str__(self) -> str:
+        places = [f"rank {rank} ({device})" for rank, device in zip(self.ranks, self.devices, strict=True)]
+        shown = " or ".join(places[:4]) + (f" or {len(places) - 4} more" if len(places) > 4 else "")
+        return f"step {self.step}, {shown}: {self.found}"
+
+
+class Moment(NamedTuple):
+    """When something is computed: a fault shows at its own moment and at later ones, on other ranks too."""
+
+    phase: int
+    """Forward, loss sums, backward, gradients added over ranks, clipped gradients."""
+    layer: int = 0
+    """Layers done in this phase."""
+    part: int = 0
+    """Inside a layer."""
+
+
+FORWARD, SUMS, BACKWARD, ADDED, CLIPPED = range(5)
+
+
+class Computation:
+    """Digests of what a forward and backward pass computes on this rank.
+
+    A digest is the sum of the memory as 64-bit integers, so that one flipped bit always changes it. Those of
+    micro batches are combined so that one changed digest always changes the whole.
+    """
+
+    def __init__(self) -> None:
+        self._digests: dict[tuple[Moment, str], Tensor] = {}
+        self.values: dict[tuple[Moment, str], int] = {}
+
+    @torch.no_grad()
+    def add(self, moment: Moment, name: str, tensor: Tensor) -> None:
+        """Add one micro batch's tensor, or this rank's part of it."""
+        digest, key = bits_sum(to_local(tensor)), (moment, name)
+        earlier = self._digests.get(key)
+        self._digests[key] = digest if earlier is None else earlier * 31 + digest
+
+    def add_gradients(self, phase: int, model: nn.Module) -> None:
+        """Add the gradients of all parameters."""
+        suffix = {ADDED: ", added over the ranks", CLIPPED: ", clipped"}[phase]
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                self.add(Moment(phase), f"gradient of {name}{suffix}", parameter.grad)
+
+    def read(self) -> None:
+        """Fill `values`; waits for the device once."""
+        by_device: dict[torch.device, list[tuple[Moment, str]]] = {}
+        for key, digest in self._digests.items():
+            by_device.setdefault(digest.device, []).append(key)
+        for keys in by_device.values():
+            found = torch.stack([self._digests[key] for key in keys]).tolist()
+            self.values |= zip(keys, found, strict=True)
+
+    def first_difference(self, other: Computation) -> tuple[Moment, str] | None:
+        """Moment and names of what first differs; None if all is equal."""
+        keys = self.values.keys() | other.values.keys()
+        differing = sorted(key for key in keys if self.values.get(key) != other.values.get(key))
+        if not differing:
+            return None
+        moment = differing[0][0]
+        names = [name for each, name in differing if each == moment]
+        return moment, names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+
+
+class CorruptionCheck:
+    """Checks steps, and the state before a save; collective.
+
+    Args:
+        config, engine, monitor, checkpoints, status: The run's; the engine is prepared.
+        warn: Prints a line on rank 0.
+        flush: Writes the rows of all steps so far.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        engine: Engine,
+        monitor: StepMonitor,
+        checkpoints: CheckpointManager,
+        status: Status,
+        warn: Callable[[str], None],
+        flush: Callable[[], None],
+    ):
+        self.config, self.engine, self.monitor = config, engine, monitor
+        self.checkpoints, self.status, self.warn, self.flush = checkpoints, status, warn, flush
+
+    def is_due(self, step: int) -> bool:
+        """Whether this step is checked: every N-th, and those after which a checkpoint is due."""
+        every, last = self.config.training.check_every, self.config.training.max_steps
+        return every > 0 and (step % every == 0 or step == last or self.checkpoints.is_due(step))
+
+    def train_step(self, micro_batches: Sequence[Batch]) -> StepMetrics:
+        """The engine's `train_step`, applied only if two of at most three computations had the same bits.
+
+        Raises:
+            CorruptionError: on every rank, if no two had, or if ranks hold different parameters or moments.
+        """
+        self.flush()
+        number = self.monitor.progress.step + 1
+        heartbeat(f"checking step {number}")
+        is_alike = self.compare_replicas(number)
+        passes: list[Computation] = []
+        for _ in range(3):
+            step, accepted = self._compute(micro_batches, passes)
+            if step.skipped == "no_loss_tokens":  # nothing was computed
+                return step
+            if accepted:
+                break
+        else:
+            raise self._error(self._locate(number, passes, transient=False))
+        step.check = PASSED if is_alike and len(passes) == 2 else TRANSIENT
+        if len(passes) > 2:
+            fault = self._locate(number, passes[:2], transient=True)
+            self._record(fault, "computed again, two of three computations have the same bits")
+        self.status.checked = number
+        return step
+
+    def compare_replicas(self, step: int) -> bool:
+        """Compare parameters, buffers and optimizer state that several ranks hold; whether they are alike.
+
+        False if they are only when read again. Replicas of `distributed.outer` train apart, and are left out.
+
+        Raises:
+            CorruptionError: on every rank.
+        """
+        if not self._has_replicas:
+            return True
+        digests = self._alike_digests()
+        if self._are_alike(digests):
+            return True
+        differing = self._differing(digests)
+        again = self._alike_digests()
+        is_transient = self._are_alike(again)
+        fault = self._fault(
+            step, differing if is_transient else self._differing(again), transient=is_transient
+        )
+        if not is_transient:
+            raise self._error(fault)
+        self._record(fault, "read again, it is the same on all ranks")
+        return False
+
+    def notes(self) -> list[str]:
+        """What is not compared, for the console."""
+        outer, apart = self.config.distributed.outer, "so parameters and moments are not compared"
+        if outer:
+            return [f"training.check_every: replicas of distributed.outer {outer} train apart, {apart}"]
+        if self.engine.world_size == 1:
+            return [f"training.check_every: one process holds all, {apart}"]
+        return []
+
+    @property
+    def _has_replicas(self) -> bool:
+        distributed = self.config.distributed
+        return self.engine.world_size > 1 and not distributed.outer
+
+    def _compute(self, micro_batches: Sequence[Batch], passes: list[Computation]) -> tuple[StepMetrics, bool]:
+        """One computation, which is added to `passes`; applied if it equals an earlier one on all ranks."""
+        engine, own, accepted = self.engine, Computation(), False
+        model, scaler = engine.model_and_optimizer()[0], engine.scaler
+        scale = scaler.state_dict() if scaler else {}
+
+        def reduce_and_decide(step: StepMetrics, grad_norm: Tensor | float) -> bool:
+            nonlocal accepted
+            if step.sums is not None:
+                own.add(Moment(SUMS), "sums of losses and counts", step.sums)
+            own.add_gradients(CLIPPED, model)
+            own.add(Moment(CLIPPED), "gradient norm", torch.as_tensor(grad_norm))
+            own.read()
+            if passes:
+                accepted = not all(any_rank(engine, *(own.values != each.values for each in passes)))
+            passes.append(own)
+            return accepted and self.monitor.reduce_and_decide(step, grad_norm)
+
+        monitor: Any = SimpleNamespace(reduce_and_decide=reduce_and_decide)
+        with observed(model, own), before_clipping(engine, lambda: own.add_gradients(ADDED, model)):
+            step = engine.train_step(micro_batches, monitor)
+        if scaler and not accepted:
+            scaler.load_state_dict(scale)
+        return step, accepted
+
+    def _locate(self, step: int, passes: Sequence[Computation], *, transient: bool) -> Fault:
+        """The fault that computations of a step differ by: on the ranks where it shows first."""
+        pairs = [(a, b) for number, a in enumerate(passes) for b in passes[number + 1 :]]
+        own = min(filter(None, (a.first_difference(b) for a, b in pairs)), default=None)
+        found = {rank: each for rank, each in enumerate(self.engine.gather_objects(own)) if each}
+        first = min(moment for moment, _ in found.values())
+        where = {rank: name for rank, (moment, name) in found.items() if moment == first}
+        names = " or ".join(dict.fromkeys(where.values()))
+        if first.phase == ADDED and self.engine.world_size > 1:
+            names += " (each rank's own part was the same or could not be observed: any may have computed it)"
+        return self._fault(step, (list(where), f"{names} differs when computed again"), transient=transient)
+
+    def _alike_digests(self) -> dict[str, dict[str, int]]:
+        """Digests by name of what other ranks hold too, by the part of the state that they hold."""
+        model, optimizer = self.engine.model_and_optimizer()
+        tensors = {name: each for name, each in model.state_dict().items() if isinstance(each, Tensor)}
+        for name, parameter in model.named_parameters():
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor):
+                    tensors[f"{key} of {name}"] = value
+        parts: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in tensors.items():
+            part, holders = held_part(tensor, self.engine)
+            if holders > 1:
+                parts.setdefault(part, {})[name] = bits_sum(to_local(tensor)).to(self.engine.device)
+        return {
+            part: dict(zip(each, torch.stack(list(each.values())).tolist(), strict=True))
+            for part, each in parts.items()
+        }
+
+    def _are_alike(self, digests: Mapping[str, Mapping[str, int]]) -> bool:
+        """Whether all holders of each part have the same; the same on all ranks."""
+        own = {part: hashlib.sha256(repr(each).encode()).digest() for part, each in digests.items()}
+        found: dict[str, bytes] = {}
+        return all(
+            found.setdefault(part, digest) == digest
+            for each in self.engine.gather_objects(own)
+            for part, digest in each.items()
+        )
+
+    def _differing(self, digests: Mapping[str, Mapping[str, int]]) -> tuple[list[int], str]:
+        """The ranks that hold something else than most do, or all if there is no majority, and what."""
+        everywhere = self.engine.gather_objects(digests)
+        ranks: set[int] = set()
+        names: dict[str, None] = {}
+        for part in dict.fromkeys(part for each in everywhere for part in each):
+            holders = [rank for rank, each in enumerate(everywhere) if part in each]
+            for name in dict.fromkeys(name for rank in holders for name in everywhere[rank][part]):
+                values = {rank: everywhere[rank][part].get(name) for rank in holders}
+                (common, count), *others = Counter(values.values()).most_common()
+                if others:
+                    names[name] = None
+                    has_majority = 2 * count > len(holders)
+                    ranks |= {rank for rank in holders if not has_majority or values[rank] != common}
+        first, *more = names
+        shown = first + (f" and {len(more)} more" if more else "")
+        return sorted(ranks), f"{shown} differs between ranks that hold the same"
+
+    def _fault(self, step: int, found: tuple[list[int], str], *, transient: bool) -> Fault:
+        device = f"{self.engine.device} of {socket.gethostname()}"
+        devices = self.engine.gather_objects(device)
+        ranks, what = found
+        return Fault(step, ranks, [devices[rank] for rank in ranks], what, transient)
+
+    def _record(self, fault: Fault, outcome: str) -> None:
+        self.status.add_fault(asdict(fault))
+        self.warn(
+            f"silent data corruption at {fault}; {outcome}; training goes on, but do not trust the device"
+        )
+
+    def _error(self, fault: Fault) -> CorruptionError:
+        self.status.add_fault(asdict(fault))
+        self.checkpoints.wait(last=True)  # a save in the background may be the last sound one
+        checked = self.status.checked or 0
+        sound = [step for step in self.checkpoints.store.committed() if step <= checked]
+        if sound:
+            path = self.checkpoints.folder.checkpoints / folder_name(max(sound))
+            advice = (
+                f"the last sound checkpoint is {path}: move later ones out of its folder, and start again"
+            )
+        else:
+            advice = "no checkpoint has been checked: start again from the beginning"
+        error = CorruptionError(
+            f"training.check_every: silent data corruption at {fault}; it did not go away when repeated; "
+            f"replace the device; {advice}"
+        )
+        error.shared = True
+        return error
+
+
+def held_part(tensor: Tensor, engine: Engine) -> tuple[str, int]:
+    """Which part of its tensor this rank holds, in words that are the same on ranks with the same part, and
+    the number of these ranks."""
+    stages, stage = engine.place.sizes.pp, engine.place.pp
+    mesh: Any = getattr(tensor, "device_mesh", None)
+    if mesh is None:
+        return f"stage {stage}", engine.world_size // stages
+    sharded: Any = tensor
+    dims = [dim for dim in range(mesh.ndim) if dim not in replicate_dims(sharded)]
+    place = [mesh.get_coordinate()[dim] for dim in dims]
+    sizes = [mesh.size(dim) for dim in dims]
+    parts = stages
+    for size in sizes:
+        parts *= size
+    layout = f"{mesh.mesh_dim_names} {sharded.placements}"
+    return f"stage {stage}, {place} of {sizes}, {layout}", engine.world_size // parts
+
+
+@contextmanager
+def observed(model: nn.Module, computation: Computation) -> Iterator[None]:
+    """A block in which the layers' outputs, and gradients before they are added over ranks, are digested.
+
+    The hooks of sharded parameters are on what FSDP has gathered of them, once a module begins that holds
+    them. Those of compiled layers' modules would be compiled, and are left out.
+    """
+    handles: list[Any] = []
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, DecoderLayer)}
+    count = 1 + max((int(name.rpartition(".")[2]) for name in layers), default=0)
+    seen: set[int] = set()
+
+    def backward(name: str, part: int) -> Moment:
+        found = re.search(r"\blayers\.(\d+)", name)
+        if found:
+            return Moment(BACKWARD, count - int(found[1]), part)
+        return Moment(BACKWARD, count + 1 if "embed_tokens" in name else 0, part)
+
+    def watch(name: str, parameter: Tensor) -> None:
+        if parameter.requires_grad and id(parameter) not in seen:
+            seen.add(id(parameter))
+            moment = backward(name, 1)
+            note = f"gradient of {name}"
+            handles.append(parameter.register_hook(lambda gradient: computation.add(moment, note, gradient)))
+
+    def gathered(prefix: str) -> Callable[..., None]:
+        def hook(module: nn.Module, *_: Any) -> None:
+            for name, parameter in module.named_parameters(prefix):
+                watch(name, parameter)
+
+        return hook
+
+    def outputs(name: str) -> Callable[..., None]:
+        layer = int(name.rpartition(".")[2])
+
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            hidden = output[0]
+            computation.add(Moment(FORWARD, layer), f"output of {name}", hidden)
+            if hidden.requires_grad:
+                moment, note = backward(name, 0), f"gradient of the output of {name}"
+                hidden.register_hook(lambda gradient: computation.add(moment, note, gradient))
+
+        return hook
+
+    is_compiled = any(module._compiled_call_impl is not None for module in layers.values())
+    is_sharded = any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
+    for name, parameter in () if is_sharded else model.named_parameters():
+        watch(name, parameter)
+    if not is_compiled:
+        for name, module in layers.items():
+            handles.append(module.register_forward_hook(outputs(name)))
+        for name, module in model.named_modules() if is_sharded else ():
+            if any(True for _ in module.parameters()):
+                handles.append(module.register_forward_pre_hook(gathered(name)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def before_clipping(engine: Engine, act: Callable[[], None]) -> Iterator[None]:
+    """A block in which `act` runs before gradients are clipped, which changes all of them if one is wrong."""
+    owner: Any = getattr(engine, "accelerator", engine)
+    name = "clip_grad_norm" if owner is engine else "clip_grad_norm_"
+    original, own = getattr(owner, name), vars(owner).get(name)
+
+    def clip(*arguments: Any, **options: Any) -> Any:
+        act()
+        return original(*arguments, **options)
+
+    setattr(owner, name, clip)
+    try:
+        yield
+    finally:
+        if own is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)
