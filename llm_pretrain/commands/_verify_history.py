@@ -18,7 +18,7 @@ from llm_pretrain.data import open_stores
 from llm_pretrain.errors import EXIT_PREEMPTED, CheckpointError, ConfigError, DivergedError, PretrainError
 from llm_pretrain.files import read_json, read_plain
 from llm_pretrain.optim import learning_rate
-from llm_pretrain.tracking import MAX_METRICS_BYTES, read_rows
+from llm_pretrain.tracking import MAX_METRICS_BYTES, fault_lines, read_rows
 from llm_pretrain.training import SPIKE_KINDS, SPIKE_REASONS
 
 
@@ -488,6 +488,17 @@ def check_finite(check: Check, run: RunFiles) -> None:
     check.looked_at = f"{rows} rows, {skipped} of skipped steps, which may have nulls"
     if not rows and not check.problems:
         check.skip("no rows")
+
+
+def check_twice(check: Check, run: RunFiles) -> None:
+    """Report the steps that were computed twice, and what differed (`training.check_every`)."""
+    steps = [row["step"] for _, _, row in pairs(run.attempts) if row.get("train/check")]
+    for line in fault_lines(run.status):
+        check.fail(f"silent data corruption at {line}")
+    if steps:
+        check.looked_at = f"{len(steps)} steps, the last is step {steps[-1]}"
+    elif not check.problems:
+        check.skip("training.check_every is 0, or no step was due")
 
 
 _EXIT_CODES = {"finished": 0, "preempted": EXIT_PREEMPTED, "diverged": DivergedError.exit_code}

@@ -12,6 +12,7 @@ from llm_pretrain.tracking.metrics import (
     size_text,
 )
 from llm_pretrain.tracking.report import render_page, write_report
+from llm_pretrain.tracking.run_files import fault_lines
 from llm_pretrain.tracking.trackers import Trackers
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "MetricsWriter",
     "Trackers",
     "device_peak_flops",
+    "fault_lines",
     "memory_bytes",
     "read_metrics",
     "read_rows",

@@ -26,7 +26,15 @@ from llm_pretrain.tracking.report_charts import (
     run_series,
     training_seconds,
 )
-from llm_pretrain.tracking.run_files import Row, RunRecord, duration, metric_values, quantity, read_run
+from llm_pretrain.tracking.run_files import (
+    Row,
+    RunRecord,
+    duration,
+    fault_lines,
+    metric_values,
+    quantity,
+    read_run,
+)
 
 MAX_SAMPLES = 12
 """Largest number of steps whose samples are shown."""
@@ -148,6 +156,7 @@ def _run_content(run: RunRecord, name: str) -> dict[str, Any]:
         "state": run.state,
         "reason": run.status.get("reason"),
         "exit_code": run.status.get("exit_code"),
+        "faults": fault_lines(run.status),
         "summary": _summary(run),
         "attempts": _attempts_table(run),
         "skipped": _skipped_table(run),
@@ -178,6 +187,7 @@ def _summary(run: RunRecord) -> dict[str, str]:
     if size and active and active != parameters:
         size += f" ({quantity(active)} active)"
     skipped = sum(bool(row.get("train/skipped")) for row in run.rows)
+    checked = [row["step"] for row in run.rows if row.get("train/check")]
     entries = {
         "Step": _progress(run),
         "Parameters": size,
@@ -188,6 +198,7 @@ def _summary(run: RunRecord) -> dict[str, str]:
         "Bits per byte": f"{bits[-1]:.4f}" if bits else None,
         "Tokens per second": f"{quantity(speeds[len(speeds) // 2])} (median)" if speeds else None,
         "Skipped steps": f"{skipped:,}" if skipped else None,
+        "Steps computed twice": f"{len(checked):,}, the last is {checked[-1]:,}" if checked else None,
         "Hardware": _hardware(attempt),
         "Versions": _versions(attempt),
     }

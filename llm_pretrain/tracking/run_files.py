@@ -55,6 +55,19 @@ class RunRecord:
         return str(self.status.get("state") or "unknown")
 
 
+def fault_lines(status: Mapping[str, Any]) -> list[str]:
+    """A line for each fault that `training.check_every` has found, from the content of `status.json`."""
+    faults = status.get("faults")
+    lines = []
+    for fault in faults if isinstance(faults, list) else []:
+        get = fault.get if isinstance(fault, dict) else {}.get
+        ranks = get("ranks")
+        shown = " or ".join(map(str, ranks)) if isinstance(ranks, list) else ranks
+        once = ", once" if get("transient") else ""
+        lines.append(f"step {get('step')}, rank {shown}: {get('found')}{once}")
+    return lines
+
+
 def read_run(path: Path, *, metrics: bool = True) -> RunRecord:
     """Read a run's folder, also while the run is writing to it; missing files leave their fields empty.
 

@@ -27,6 +27,7 @@ from llm_pretrain.tracking.run_files import (
     check_run_folder,
     duration,
     expert_loads,
+    fault_lines,
     is_run_folder,
     metric_values,
     quantity,
@@ -211,6 +212,7 @@ class WatchedRun:
         found = []
         if (reason := self.record.status.get("reason")) and self.ended:
             found.append(str(reason))
+        found += [f"silent data corruption at {line}" for line in fault_lines(self.record.status)[:-4:-1]]
         age, logging_steps = self.age(now), self.record.setting("logging", "logging_steps") or 1
         usual = (self._seconds_per_step() or 0.0) * 10 * logging_steps
         if self.state == "running" and age is not None and age > max(STALLED_SECONDS, usual):

@@ -125,8 +125,13 @@ class Computation:
         if not differing:
             return None
         moment = differing[0][0]
-        names = [name for each, name in differing if each == moment]
-        return moment, names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+        return moment, listed([name for each, name in differing if each == moment])
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names of tensors in a message, the first three of them."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
 
 
 class CorruptionCheck:
@@ -299,9 +304,7 @@ class CorruptionCheck:
                     names[name] = None
                     has_majority = 2 * count > len(holders)
                     ranks |= {rank for rank in holders if not has_majority or values[rank] != common}
-        first, *more = names
-        shown = first + (f" and {len(more)} more" if more else "")
-        return sorted(ranks), f"{shown} differs between ranks that hold the same"
+        return sorted(ranks), f"{listed(list(names))} differs between ranks that hold the same"
 
     def _fault(self, step: int, found: tuple[list[int], str], *, transient: bool) -> Fault:
         device = f"{self.engine.device} of {socket.gethostname()}"
@@ -311,9 +314,7 @@ class CorruptionCheck:
 
     def _record(self, fault: Fault, outcome: str) -> None:
         self.status.add_fault(asdict(fault))
-        self.warn(
-            f"silent data corruption at {fault}; {outcome}; training goes on, but do not trust the device"
-        )
+        self.warn(f"silent data corruption at {fault}; {outcome}; training goes on, but replace the device")
 
     def _error(self, fault: Fault) -> CorruptionError:
         self.status.add_fault(asdict(fault))

@@ -54,7 +54,7 @@ def activation(step: int, times: int) -> Fault:
 
         def hook(module: Any, inputs: Any, output: Any) -> None:
             if (call := next(calls)) < times:
-                flip(output[0], 4 + call % 13)
+                flip(output[0], 20 - call % 13)
 
         engine.model_and_optimizer()[0].model.layers[1].register_forward_hook(hook)
 
@@ -70,7 +70,7 @@ def gradient(step: int, times: int) -> Fault:
         def flipped(gradient: torch.Tensor) -> torch.Tensor:
             gradient = gradient.clone()
             if (call := next(calls)) < times:
-                flip(gradient, 4 + call % 13)
+                flip(gradient, 20 - call % 13)
             return gradient
 
         def watch(module: Any, *_: Any) -> None:
@@ -131,7 +131,7 @@ FLIPS: dict[str, Fault] = {
     "activation": activation(3, ALWAYS),
     "gradient": gradient(3, ALWAYS),
     "parameter": parameter(3),
-    "moment": moment(3),
+    "moment": moment(4),
     "activation once": activation(4, 1),
     "gradient once": gradient(4, 1),
 }
@@ -148,11 +148,11 @@ for path in ("torchrun", "accelerate"):
         if kind not in ("parameter", "moment"):  # FSDP's parts are held once
             TWO[f"{path} fsdp, {kind}"] = Case(path, (fault,), checked(2, **FSDP))
     FOUR[f"{path} ddp, parameter"] = Case(path, (parameter(3),), checked(2))
-    FOUR[f"{path} ddp, moment"] = Case(path, (moment(3),), checked(2))
+    FOUR[f"{path} ddp, moment"] = Case(path, (moment(4),), checked(2))
     for kind, fault in FLIPS.items():
         FOUR[f"{path} hsdp, {kind}"] = Case(path, (fault,), checked(2, **HSDP))
     FOUR[f"{path} ep hsdp, parameter"] = Case(path, (parameter(3, EXPERTS),), checked(2, **EP_HSDP))
-    FOUR[f"{path} ep hsdp, moment"] = Case(path, (moment(3, EXPERTS),), checked(2, **EP_HSDP))
+    FOUR[f"{path} ep hsdp, moment"] = Case(path, (moment(4, EXPERTS),), checked(2, **EP_HSDP))
     FOUR[f"{path} ep hsdp, activation"] = Case(path, (activation(3, ALWAYS),), checked(2, **EP_HSDP))
     for every in (0, 1):
         FOUR[f"{path} ep hsdp, {every}"] = Case(path, changes=checked(every, **EP_HSDP))

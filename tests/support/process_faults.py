@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from support import corruption_plan
 from support.faults import Patch, defined, replace_everywhere
 
 from llm_pretrain.checkpoints import CheckpointStore, committed_folders, state
@@ -154,6 +155,11 @@ def flip_a_bit_of_rank_1() -> None:
             model.model.norm.weight.detach().view(torch.int32)[0] ^= 1
 
     _patch.setattr(StepMonitor, "record", flipped)
+
+
+def flip_a_bit(kind: str, *arguments: Any) -> None:
+    """One of the flips of `corruption_plan` on rank 1."""
+    getattr(corruption_plan, kind)(*arguments)(_patch, object)
 
 
 # Hanging
