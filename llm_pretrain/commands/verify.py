@@ -228,7 +228,8 @@ def verify_run(checks: Checks, folder: Path, samples: str | int | None) -> None:
             checks.run("learning rate", _verify_history.check_learning_rate, run)
             checks.run("tokens", _verify_history.check_tokens, run)
             checks.run("finite rows", _verify_history.check_finite, run)
-            checks.run("computed twice", _verify_history.check_twice, run)
+            if run.known_config.training.check_every or run.status.get("faults"):
+                checks.run("computed twice", _verify_history.check_twice, run)
         if run.attempts and run.fingerprints is not None:
             _verify_data.check_samples(checks, run, samples)
         else:
