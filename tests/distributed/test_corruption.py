@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.corruption_plan import EXPERTS, FOUR, MATRIX, SOUND, SOUND_TORCHRUN, TWO
+from support.corruption_plan import EXPERTS, FOUR, MATRIX, SOUND, SOUND_FOUR, SOUND_TORCHRUN, TWO
 from support.rank_cases import Outcome, has_slow, run_ranks, slow_but
 
 PATHS = ("torchrun", "accelerate")
@@ -115,4 +115,5 @@ def test_meshes(four: dict[str, list[Outcome]], path: str):
     check_found(four[f"{path} ep hsdp, parameter"], "parameter", 1, 3, name=EXPERTS)
     check_found(four[f"{path} ep hsdp, moment"], "moment", 1, 3, name=f"exp_avg of {EXPERTS}")
     check_found(four[f"{path} ep hsdp, activation"], "activation", 1)
-    check_same_training(four[f"{path} ep hsdp, 1"], four[f"{path} ep hsdp, 0"])
+    for kind in SOUND_FOUR:
+        check_same_training(four[f"{path} {kind}, 1"], four[f"{path} {kind}, 0"])

@@ -114,6 +114,11 @@ FSDP = {"distributed": {"strategy": "fsdp"}}
 HSDP = {"distributed": {"strategy": "fsdp", "dp_replicate_size": 2}}
 EP_HSDP = {"distributed": {"strategy": "fsdp", "dp_replicate_size": 2, "ep_size": 2}}
 
+SOUND_FOUR: dict[str, Changes] = {
+    "ep hsdp": EP_HSDP,
+    "tp": {"distributed": {"strategy": "fsdp", "tp_size": 2}},
+    "cp": {"distributed": {"strategy": "fsdp", "cp_size": 2}},
+}
 SOUND: dict[str, Changes] = {
     "ddp": {"model": {"router_bias_update_rate": 0.125, "hidden_dropout": 0.1}},
     "ddp bf16": {"training": {"precision": "bf16"}, "model": {"router_aux_loss_scope": "global_batch"}},
@@ -154,7 +159,8 @@ for path in ("torchrun", "accelerate"):
     FOUR[f"{path} ep hsdp, parameter"] = Case(path, (parameter(3, EXPERTS),), checked(2, **EP_HSDP))
     FOUR[f"{path} ep hsdp, moment"] = Case(path, (moment(4, EXPERTS),), checked(2, **EP_HSDP))
     FOUR[f"{path} ep hsdp, activation"] = Case(path, (activation(3, ALWAYS),), checked(2, **EP_HSDP))
-    for every in (0, 1):
-        FOUR[f"{path} ep hsdp, {every}"] = Case(path, changes=checked(every, **EP_HSDP))
+    for kind, changes in SOUND_FOUR.items():
+        for every in (0, 1):
+            FOUR[f"{path} {kind}, {every}"] = Case(path, changes=checked(every, **changes))
 
 CASES = TWO | FOUR
