@@ -159,6 +159,8 @@ def bits_sum(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach().contiguous().flatten()
     if tensor.storage_offset() * tensor.element_size() % 8:  # int64 needs aligned memory
         tensor = tensor.clone()
+    if tensor.nbytes % 8 == 0:
+        return tensor.view(torch.int64).sum()
     content = tensor.view(torch.uint8)
     whole = len(content) // 8 * 8
     return content[:whole].view(torch.int64).sum() + content[whole:].sum(dtype=torch.int64)

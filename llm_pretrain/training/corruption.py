@@ -87,20 +87,18 @@ FORWARD, SUMS, BACKWARD, ADDED, CLIPPED = range(5)
 class Computation:
     """Digests of what a forward and backward pass computes on this rank.
 
-    A digest is the sum of the memory as 64-bit integers, so that one flipped bit always changes it. Those of
-    micro batches are combined so that one changed digest always changes the whole.
+    A digest is the sum of the memory as 64-bit integers, so that one flipped bit always changes it. `values`
+    has those of all micro batches.
     """
 
     def __init__(self) -> None:
-        self._digests: dict[tuple[Moment, str], Tensor] = {}
-        self.values: dict[tuple[Moment, str], int] = {}
+        self._digests: dict[tuple[Moment, str], list[Tensor]] = {}
+        self.values: dict[tuple[Moment, str], list[int]] = {}
 
     @torch.no_grad()
     def add(self, moment: Moment, name: str, tensor: Tensor) -> None:
         """Add one micro batch's tensor, or this rank's part of it."""
-        digest, key = bits_sum(to_local(tensor)), (moment, name)
-        earlier = self._digests.get(key)
-        self._digests[key] = digest if earlier is None else earlier * 31 + digest
+        self._digests.setdefault((moment, name), []).append(bits_sum(to_local(tensor)))
 
     def add_gradients(self, phase: int, model: nn.Module) -> None:
         """Add the gradients of all parameters."""
@@ -111,12 +109,9 @@ class Computation:
 
     def read(self) -> None:
         """Fill `values`; waits for the device once."""
-        by_device: dict[torch.device, list[tuple[Moment, str]]] = {}
-        for key, digest in self._digests.items():
-            by_device.setdefault(digest.device, []).append(key)
-        for keys in by_device.values():
-            found = torch.stack([self._digests[key] for key in keys]).tolist()
-            self.values |= zip(keys, found, strict=True)
+        digests = [digest for each in self._digests.values() for digest in each]
+        found = iter(torch.stack([digest.to(digests[0].device) for digest in digests]).tolist())
+        self.values = {key: [next(found) for _ in each] for key, each in self._digests.items()}
 
     def first_difference(self, other: Computation) -> tuple[Moment, str] | None:
         """Moment and names of what first differs; None if all is equal."""
