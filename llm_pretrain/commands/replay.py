@@ -42,10 +42,12 @@ from llm_pretrain.commands._replay_plan import (
 from llm_pretrain.commands.parity import as_table
 from llm_pretrain.config import dump_yaml
 from llm_pretrain.errors import PretrainError
+from llm_pretrain.training import record_replay
 
 EXAMPLES = """\
-RUN is only read. Every other option is a setting, --section.field VALUE, and replaces the run's: the stores'
-folders on this machine, say.
+RUN is only read, except that the verdict is added: a line of its replays.jsonl, and status.json once it has
+ended. Every other option is a setting, --section.field VALUE, and replaces the run's: the stores' folders on
+this machine, say.
 
 verdicts of a segment, the steps between two checkpoints that are kept: identical, every number of every row
 and every tensor of the checkpoint the same bits; within bound, where hardware, versions, mesh or number of
@@ -77,6 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--launcher", choices=RESUMABLE_PATHS, help="for all steps (default: as the run was launched)")
     add("--world-size", "--world_size", type=int, metavar="W",
         help="processes for all steps (default: as many as the run had)")  # fmt: skip
+    add("--no-record", action="store_true", help="do not write the verdict into RUN")
     add_run_options(parser, "replay", "a launch", timeout=math.inf)
 
 
@@ -101,6 +104,11 @@ def run(arguments: argparse.Namespace) -> int:
     finally:
         facts = call_facts(plan, arguments, machine, started)
         write_result(file, result_content(facts, plan, results))
+        if results and not arguments.no_record:
+            try:
+                record_replay(plan.run, replay_record(facts, plan, results))
+            except OSError as error:
+                say(f"note   {plan.run}: the verdict cannot be written there: {error.strerror or error}")
     say("\n" + render(results))
     bounds = " within the bounds named" if any(each.largest for each in results) else ""
     held = {
@@ -255,6 +263,34 @@ def _checkpoint_cell(result: SegmentResult) -> str:
     if result.tensors:
         return f"{len(result.tensors)} of {result.compared} tensors differ"
     return f"{result.compared} tensors"
+
+
+def replay_record(
+    facts: Mapping[str, Any], plan: ReplayPlan, results: Sequence[SegmentResult]
+) -> dict[str, Any]:
+    """The line of the run's replays.jsonl; `facts` are those of the call."""
+    legs = [leg for each in results for leg in each.segment.legs]
+    segments = []
+    for each in results:
+        first: dict[str, Any] | None = None
+        if each.first is not None:
+            step = each.segment.end if each.first.step is None else each.first.step
+            first = {"step": step, "name": each.first.key or each.first.text}
+        elif each.tensors or each.facts:
+            name = each.tensors[0].name if each.tensors else each.facts[0]
+            first = {"step": each.segment.end, "name": name}
+        facts_of = {"verdict": each.verdict, "first": first, "tensors": each.compared}
+        segments.append({"start": each.segment.start, "end": each.segment.end, **facts_of})
+    return {
+        "time": time.time(),
+        "verdict": verdict_of(plan, results),
+        "segments": segments,
+        "segments_of_run": plan.of,
+        "seed": plan.seed,
+        "launchers": sorted({leg.path for leg in legs}),
+        "world_sizes": sorted({leg.world_size for leg in legs}),
+        **{key: facts[key] for key in ("git_revision", "settings")},
+    }
 
 
 def result_content(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -209,6 +210,7 @@ def verify_run(checks: Checks, folder: Path, samples: str | int | None) -> None:
         ConfigError: `folder` is missing, or is not a run's.
     """
     from llm_pretrain.commands import _verify_checkpoints, _verify_data, _verify_history
+    from llm_pretrain.tracking import REPLAYS_FILE
 
     if not folder.is_dir() or not any((folder / name).exists() for name in _RUN_FILES):
         found = "another folder" if folder.is_dir() else "none"
@@ -236,8 +238,23 @@ def verify_run(checks: Checks, folder: Path, samples: str | int | None) -> None:
             checks.skip("samples", "the rows or the stores cannot be read")
         _verify_checkpoints.check_checkpoints(checks, run)
         _verify_checkpoints.check_weights(checks, run)
+    if (folder / REPLAYS_FILE).exists():
+        checks.run("replays", _check_replays, folder, run.status.get("step"))
     if run.status:
         checks.run("status", _verify_history.check_status, run)
+
+
+def _check_replays(check: Check, folder: Path, last: int | None) -> None:
+    """Report what the replays of a run have said, and the steps in which one differs."""
+    from llm_pretrain.tracking import difference_lines, read_replays, replay_summary
+
+    replays = read_replays(folder, check.problems)
+    for line in difference_lines(replays):
+        check.fail(f"not what a replay gave: {line}")
+    if replays:
+        newest = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(replays[-1]["time"]))
+        verdict = replays[-1].get("verdict")
+        check.looked_at = f"{replay_summary(replays, last)}; the last on {newest}: {verdict}"
 
 
 def _print(result: Check | str, width: int) -> None:

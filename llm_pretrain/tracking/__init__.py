@@ -11,6 +11,13 @@ from llm_pretrain.tracking.metrics import (
     read_rows,
     size_text,
 )
+from llm_pretrain.tracking.replays import (
+    REPLAYS_FILE,
+    difference_lines,
+    read_replays,
+    replay_status,
+    replay_summary,
+)
 from llm_pretrain.tracking.report import render_page, write_report
 from llm_pretrain.tracking.run_files import fault_lines
 from llm_pretrain.tracking.trackers import Trackers
@@ -19,16 +26,21 @@ __all__ = [
     "GPU_GB",
     "MACHINES",
     "MAX_METRICS_BYTES",
+    "REPLAYS_FILE",
     "Console",
     "Machine",
     "MetricsWriter",
     "Trackers",
     "device_peak_flops",
+    "difference_lines",
     "fault_lines",
     "memory_bytes",
     "read_metrics",
+    "read_replays",
     "read_rows",
     "render_page",
+    "replay_status",
+    "replay_summary",
     "size_text",
     "write_report",
 ]

@@ -18,6 +18,7 @@ from llm_pretrain.config import Config, to_dict
 from llm_pretrain.errors import OutputError
 from llm_pretrain.files import check_replaceable, replace_text
 from llm_pretrain.tracking.metrics import finite_number
+from llm_pretrain.tracking.replays import difference_lines, replay_summary
 from llm_pretrain.tracking.report_charts import (
     Axes,
     RunSeries,
@@ -157,6 +158,7 @@ def _run_content(run: RunRecord, name: str) -> dict[str, Any]:
         "reason": run.status.get("reason"),
         "exit_code": run.status.get("exit_code"),
         "faults": fault_lines(run.status),
+        "replays": difference_lines(run.replays),
         "summary": _summary(run),
         "attempts": _attempts_table(run),
         "skipped": _skipped_table(run),
@@ -199,6 +201,7 @@ def _summary(run: RunRecord) -> dict[str, str]:
         "Tokens per second": f"{quantity(speeds[len(speeds) // 2])} (median)" if speeds else None,
         "Skipped steps": f"{skipped:,}" if skipped else None,
         "Steps computed twice": f"{len(checked):,}, the last is {checked[-1]:,}" if checked else None,
+        "Replay": replay_summary(run.replays, _last_step(run)) if run.replays else None,
         "Hardware": _hardware(attempt),
         "Versions": _versions(attempt),
     }

@@ -14,6 +14,7 @@ from llm_pretrain.config import YamlError, read_yaml_file
 from llm_pretrain.errors import ConfigError
 from llm_pretrain.files import read_json, read_plain
 from llm_pretrain.tracking.metrics import MAX_METRICS_BYTES, finite_number, read_metrics, without_lost_work
+from llm_pretrain.tracking.replays import read_replays
 
 Row = dict[str, Any]
 
@@ -33,6 +34,7 @@ class RunRecord:
         rows: Rows of `metrics.jsonl` by step, without lost work (`read_metrics`); `moe/load` is an array
             [layers, experts].
         samples: Rows of `samples.jsonl`, without lost work.
+        replays: Rows of `replays.jsonl`.
         problems: What could not be read, one line each.
     """
 
@@ -43,6 +45,7 @@ class RunRecord:
     attempts: list[Row] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
     samples: list[Row] = field(default_factory=list)
+    replays: list[Row] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     def setting(self, section: str, name: str) -> float | None:
@@ -87,6 +90,7 @@ def read_run(path: Path, *, metrics: bool = True) -> RunRecord:
     run.name = name if isinstance(name, str) and name else run.name
     run.status = dict(_read_mapping(path / "status.json", read_json, run.problems))
     run.attempts = _read_lines(path / "attempts.jsonl", run.problems)
+    run.replays = read_replays(path, run.problems)
     if metrics:
         if (path / "metrics.jsonl").exists():
             starts = _starts(run.attempts, "metrics_bytes")

@@ -21,6 +21,7 @@ from rich.text import Text
 from llm_pretrain.errors import ConfigError, printable
 from llm_pretrain.files import open_plain
 from llm_pretrain.tracking.metrics import finite_number
+from llm_pretrain.tracking.replays import difference_lines
 from llm_pretrain.tracking.run_files import (
     Row,
     RunRecord,
@@ -213,6 +214,7 @@ class WatchedRun:
         if (reason := self.record.status.get("reason")) and self.ended:
             found.append(str(reason))
         found += [f"silent data corruption at {line}" for line in fault_lines(self.record.status)[:-4:-1]]
+        found += [f"not what a replay gave: {line}" for line in difference_lines(self.record.replays)[:-4:-1]]
         age, logging_steps = self.age(now), self.record.setting("logging", "logging_steps") or 1
         usual = (self._seconds_per_step() or 0.0) * 10 * logging_steps
         if self.state == "running" and age is not None and age > max(STALLED_SECONDS, usual):

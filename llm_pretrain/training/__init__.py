@@ -4,7 +4,7 @@ from llm_pretrain.training.anomaly import SPIKE_KINDS, SPIKE_REASONS, SpikeDetec
 from llm_pretrain.training.checkpointing import fingerprints
 from llm_pretrain.training.evaluation import Evaluator, zlib_bits_per_byte
 from llm_pretrain.training.model_setup import build_model, initialize_weights
-from llm_pretrain.training.run_state import RunFolder, Status
+from llm_pretrain.training.run_state import RunFolder, Status, record_replay
 from llm_pretrain.training.step import (
     DDP_OPTIONS,
     Engine,
@@ -39,6 +39,7 @@ __all__ = [
     "initialize_weights",
     "own_part",
     "pretrain",
+    "record_replay",
     "seed_dropout",
     "warm_up_backward",
     "zlib_bits_per_byte",

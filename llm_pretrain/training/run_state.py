@@ -38,6 +38,7 @@ from llm_pretrain.files import (
     write_marker,
 )
 from llm_pretrain.memory import is_out_of_memory
+from llm_pretrain.tracking import REPLAYS_FILE, difference_lines, read_replays, replay_status
 from llm_pretrain.training.anomaly import SpikeDetector
 from llm_pretrain.training.step import DIGEST_WORDS, StepMetrics
 
@@ -256,6 +257,16 @@ class Status:
         with suppress(OutputError, OSError):  # the next write has it too
             self._write_running()
 
+    def findings(self) -> list[str]:
+        """What checks and replays have found wrong with the run so far; a run that finishes says so."""
+        found = []
+        if self.faults:
+            number, last = len(self.faults), self.faults[-1]["step"]
+            found.append(f"silent data corruption was found in {number} of its checks, last at step {last}")
+        if lines := difference_lines(read_replays(self.path.parent)):
+            found.append(f"a replay does not give what it trained: {lines[-1]}")
+        return found
+
     def failed(self, error: BaseException) -> None:
         """Record a failure.
 
@@ -283,7 +294,29 @@ class Status:
         fields = {"state": state, "exit_code": exit_code, "reason": reason} | self._progress | self._launch
         if self.checked is not None or self.faults:
             fields |= {"checked": self.checked, "faults": self.faults}
+        fields |= replay_status(read_replays(self.path.parent))
         replace_text(self.path, json.dumps(fields, indent=1) + "\n")
+
+
+def record_replay(folder: Path, replay: Mapping[str, Any]) -> None:
+    """Append to a run's `replays.jsonl`, and take it into `status.json` once the run has ended.
+
+    A run that has not ended takes it in at its next write.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    file = folder / REPLAYS_FILE
+    line = json.dumps(replay, default=str) + "\n"
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+    with open(os.open(file, flags, 0o666), "ab", buffering=0) as stream:
+        stream.write(line.encode())  # at once, or lines of two calls may mix
+        os.fsync(stream.fileno())
+    status = folder / "status.json"
+    with suppress(Timeout), FileLock(folder / ".lock", blocking=False):
+        content = read_status(status)
+        if content.get("state") not in (None, "running"):
+            replace_text(status, json.dumps(content | replay_status(read_replays(folder)), indent=1) + "\n")
 
 
 RUN_FILES = ("config.yaml", "metrics.jsonl", "samples.jsonl", "status.json", "attempts.jsonl", "report.html")

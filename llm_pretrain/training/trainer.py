@@ -269,13 +269,12 @@ class Trainer:
         if step < self.config.training.max_steps or self.progress.pending_evaluation:
             self.recorder.hurried = True
             return self._preempted(console.info)
-        faults = self.status.faults
-        reason = f"silent data corruption was found in {len(faults)} of its checks" if faults else None
+        reason = "; ".join(self.status.findings()) or None
         self.status.ended(step, 0, reason)
         console.info(f"finished at step {step}: {self.folder.path}")
         console.info(f"weights: {self.checkpoints.weights_of(step)}")
         if reason:
-            console.warning(f"{reason}, the last at step {faults[-1]['step']}: {self.status.path} has them")
+            console.warning(f"{reason}: {self.status.path}")
         return 0
 
     def _preempted(self, write: Callable[[str], object]) -> int:

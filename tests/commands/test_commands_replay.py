@@ -35,7 +35,7 @@ from llm_pretrain.commands._replay_plan import (
 )
 from llm_pretrain.commands.replay import render, rollback_problem, verdict_of
 from llm_pretrain.errors import CheckpointError, ConfigError
-from llm_pretrain.training import trainer
+from llm_pretrain.training import record_replay, trainer
 from train_pretrain import TorchrunEngine
 
 STEPS = ("--training.max_steps", "12", "--schedule.warmup_steps", "2", "--checkpoint.save_steps", "4")
@@ -417,6 +417,42 @@ def test_less_than_asked_for_is_no_success(run: Path):
     assert verdict_of(plan, [*done[:2], SegmentResult(plan.segments[2], "differs")]) == "violated"
 
 
+def test_the_verdict_is_written_into_the_run_unless_it_cannot_be_or_is_not_to(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(
+        replay, "replay_segment", lambda plan, each, context: SegmentResult(each, "identical")
+    )
+    before = content_of(run)
+    call = ["replay", str(run), "--sample", "2", "--seed", "1", "--output"]
+    assert main([*call, str(tmp_path / "1"), "--no-record"]) == 0
+    assert content_of(run) == before
+    (run / "replays.jsonl").mkdir()
+    assert main([*call, str(tmp_path / "2")]) == 0
+    assert content_of(run) == before
+    assert f"note   {run}: " in capsys.readouterr().out
+    (run / "replays.jsonl").rmdir()
+    assert main([*call, str(tmp_path / "3")]) == 0
+    recorded = json.loads((run / "replays.jsonl").read_text())
+    assert (recorded["verdict"], recorded["seed"], recorded["segments_of_run"]) == ("holds", 1, 3)
+    assert f"note   {run}: " not in capsys.readouterr().out
+
+
+def test_a_run_that_finishes_after_a_replay_found_a_difference_says_so(
+    plain_store: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    segment = {"start": 0, "end": 1, "verdict": "differs", "first": {"step": 1, "name": "train/loss"}}
+    folder = tmp_path / "run"
+    folder.mkdir()
+    record_replay(folder, {"time": 1e9, "verdict": "violated", "segments": [segment]})
+    train_tiny(plain_store, folder, "--training.max_steps", "2", "--schedule.warmup_steps", "1")
+    status = json.loads((folder / "status.json").read_text())
+    line = "steps 1-1 differ, first at step 1: train/loss"
+    assert (status["state"], status["replays"]["differences"]) == ("finished", [line])
+    assert status["reason"] == f"a replay does not give what it trained: {line}"
+    assert f"warning: {status['reason']}: " in capfd.readouterr().err
+
+
 # --- what is found in whole calls ---------------------------------------------------------------------
 
 
@@ -436,7 +472,19 @@ def test_a_changed_row_and_a_changed_checkpoint_are_told_apart(
     rewrite_checkpoint(run, 8, lambda tensors: tensors[GATE].mul_(1.5))
     before = content_of(run)
     code, result = run_replay(run, tmp_path / "out")
-    assert content_of(run) == before, "the run's folder is only read"
+    after = content_of(run)
+    (recorded,) = map(json.loads, after.pop("replays.jsonl").splitlines())
+    status, ended = json.loads(after.pop("status.json")), json.loads(before.pop("status.json"))
+    assert after == before, "the run's folder is only read, but for the verdict"
+    lines = status.pop("replays")["differences"]
+    assert status == ended
+    assert lines[0] == "steps 1-4 differ, first at step 3: train/loss"
+    assert lines[1].startswith(f"steps 5-8 differ, first at step 8: {GATE}")
+    assert [each["verdict"] for each in recorded["segments"]] == ["differs"] * 3
+    assert (recorded["verdict"], recorded["launchers"], recorded["world_sizes"], recorded["seed"]) == (
+        "violated", ["torchrun"], [1], None,
+    )  # fmt: skip
+    assert recorded["git_revision"] == result["git_revision"]
     assert (code, result["verdict"]) == (1, "violated")
     first, middle, last = found(result)
     assert (first, middle) == (("differs", 3, "train/loss"), ("differs", None, None))

@@ -88,7 +88,7 @@ def test_a_fault_that_goes_away_is_on_record(
     assert [(fault["step"], fault["ranks"], fault["transient"]) for fault in status["faults"]] == [
         (6, [1], True)
     ]
-    assert status["reason"] == "silent data corruption was found in 1 of its checks"
+    assert status["reason"] == "silent data corruption was found in 1 of its checks, last at step 6"
     assert finished.output.splitlines()[-1].startswith(
         "warning: silent data corruption was found in 1 of its"
     )
