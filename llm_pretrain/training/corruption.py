@@ -10,7 +10,7 @@ import re
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ from llm_pretrain.config import Config
 from llm_pretrain.data import Batch
 from llm_pretrain.distributed.collectives import any_rank
 from llm_pretrain.distributed.watchdog import heartbeat
-from llm_pretrain.errors import ConfigError, CorruptionError
+from llm_pretrain.errors import ConfigError, CorruptionError, PretrainError
 from llm_pretrain.model import DecoderLayer, is_gpu
 from llm_pretrain.optim import replicate_dims, to_local
 from llm_pretrain.training.agreement import bits_sum
@@ -164,10 +164,10 @@ class CorruptionCheck:
         """
         self.flush()
         number = self.monitor.progress.step + 1
-        heartbeat(f"checking step {number}")
         is_alike = self.compare_replicas(number)
         passes: list[Computation] = []
         for _ in range(3):
+            heartbeat(f"checking step {number}")
             step, accepted = self._compute(micro_batches, passes)
             if step.skipped == "no_loss_tokens":  # nothing was computed
                 return step
@@ -192,6 +192,7 @@ class CorruptionCheck:
         """
         if not self._has_replicas:
             return True
+        heartbeat(f"comparing what ranks hold alike at step {step}")
         digests = self._alike_digests()
         if self._are_alike(digests):
             return True
@@ -313,7 +314,8 @@ class CorruptionCheck:
 
     def _error(self, fault: Fault) -> CorruptionError:
         self.status.add_fault(asdict(fault))
-        self.checkpoints.wait(last=True)  # a save in the background may be the last sound one
+        with suppress(PretrainError):  # a save in the background may be the last checked one
+            self.checkpoints.wait(last=True)
         checked = self.status.checked or 0
         sound = [step for step in self.checkpoints.store.committed() if step <= checked]
         if sound:
@@ -358,7 +360,7 @@ def observed(model: nn.Module, computation: Computation) -> Iterator[None]:
     """
     handles: list[Any] = []
     layers = {name: module for name, module in model.named_modules() if isinstance(module, DecoderLayer)}
-    count = 1 + max((int(name.rpartition(".")[2]) for name in layers), default=0)
+    count = len(model.get_submodule("model.layers"))  # of all stages, so that their moments compare
     seen: set[int] = set()
 
     def backward(name: str, part: int) -> Moment:

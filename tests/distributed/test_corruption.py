@@ -22,6 +22,7 @@ NAMES = {
     "gradient": f"gradient of {MATRIX}",
     "parameter": MATRIX,
     "moment": f"exp_avg of {MATRIX}",
+    "output gradient": "gradient of the output of model.layers.1",  # the other stage's differs after it
 }
 
 

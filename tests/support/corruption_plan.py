@@ -86,6 +86,26 @@ def gradient(step: int, times: int) -> Fault:
     return before_step(step, act)
 
 
+def output_gradient(step: int, times: int) -> Fault:
+    """Another bit of the gradient of the last layer's output flips in each of so many backward passes."""
+
+    def act(engine: Any) -> None:
+        calls = itertools.count()
+
+        def flipped(gradient: torch.Tensor) -> torch.Tensor:
+            gradient = gradient.clone()
+            if (call := next(calls)) < times:
+                flip(gradient, 20 - call % 13)
+            return gradient
+
+        def hook(module: Any, inputs: Any, output: Any) -> None:
+            output[0].register_hook(flipped)
+
+        engine.model_and_optimizer()[0].model.layers[1].register_forward_hook(hook)
+
+    return before_step(step, act)
+
+
 def parameter(step: int, name: str = MATRIX) -> Fault:
     """A bit of a parameter flips in memory."""
     return before_step(step, lambda engine: flip(_named(engine, name), 20))
@@ -142,7 +162,12 @@ FLIPS: dict[str, Fault] = {
 }
 """Every second step is checked, so the fourth finds them."""
 
-TWO: dict[str, Case] = {}
+
+TWO: dict[str, Case] = {
+    "torchrun pipeline, output gradient": Case(
+        "torchrun", (output_gradient(3, ALWAYS),), checked(2, **SOUND_TORCHRUN["pipeline"])
+    )
+}
 FOUR: dict[str, Case] = {}
 for path in ("torchrun", "accelerate"):
     for kind, changes in (SOUND | (SOUND_TORCHRUN if path == "torchrun" else {})).items():
