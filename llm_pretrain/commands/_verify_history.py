@@ -493,10 +493,11 @@ def check_finite(check: Check, run: RunFiles) -> None:
 def check_twice(check: Check, run: RunFiles) -> None:
     """Report the steps that were computed twice, and what differed (`training.check_every`)."""
     steps = [row["step"] for _, _, row in pairs(run.attempts) if row.get("train/check")]
-    for line in fault_lines(run.status):
+    for line in fault_lines(run.status, undone=False):
         check.fail(f"silent data corruption at {line}")
     if steps:
-        check.looked_at = f"{len(steps)} steps, the last is step {steps[-1]}"
+        undone = [f"; {line}" for line in fault_lines(run.status, undone=True)]
+        check.looked_at = f"{len(steps)} steps, the last is step {steps[-1]}{''.join(undone)}"
     elif not check.problems:
         check.skip("no step yet")
 

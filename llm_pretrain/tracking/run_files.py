@@ -58,16 +58,23 @@ class RunRecord:
         return str(self.status.get("state") or "unknown")
 
 
-def fault_lines(status: Mapping[str, Any]) -> list[str]:
-    """A line for each fault that `training.check_every` has found, from the content of `status.json`."""
+def fault_lines(status: Mapping[str, Any], *, undone: bool | None = None) -> list[str]:
+    """A line for each fault that `training.check_every` has found, from the content of `status.json`.
+
+    Args:
+        status: The content.
+        undone: Only faults whose step was computed again by a later attempt, or only others; None for all.
+    """
     faults = status.get("faults")
     lines = []
     for fault in faults if isinstance(faults, list) else []:
         get = fault.get if isinstance(fault, dict) else {}.get
         ranks = get("ranks")
         shown = " or ".join(map(str, ranks)) if isinstance(ranks, list) else ranks
-        once = ", once" if get("transient") else ""
-        lines.append(f"step {get('step')}, rank {shown}: {get('found')}{once}")
+        is_undone = get("undone") is True
+        outcome = ", once" if get("transient") else "; computed again by a later attempt" if is_undone else ""
+        if undone is None or undone == is_undone:
+            lines.append(f"step {get('step')}, rank {shown}: {get('found')}{outcome}")
     return lines
 
 

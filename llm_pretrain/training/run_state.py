@@ -229,16 +229,28 @@ class Status:
         self.checked = checked if isinstance(checked, int) else None
         """The last step that passed `training.check_every`'s check; None before the first."""
         self.faults: list[dict[str, Any]] = faults if isinstance(faults, list) else []
-        """What the checks of all attempts have found, oldest first."""
+        """What the checks of all attempts have found, oldest first; see `resumed` for `undone` ones."""
 
     @property
     def checkpoint(self) -> object:
-        """The newest checkpoint, of the previous attempt until `running` is called; None without one."""
+        """The newest checkpoint, of the previous attempt until `resumed` is called; None without one."""
         return self._progress["checkpoint"]
 
     def started(self) -> None:
         """Record that an attempt begins, at the previous attempt's step."""
         self._write_running()
+
+    def resumed(self, step: int, checkpoint: Path | None) -> None:
+        """Record that this attempt computes the steps after `step`, also those that were computed before.
+
+        Those are no longer checked, and faults of theirs that ended an attempt are undone.
+        """
+        if self.checked is not None:
+            self.checked = min(self.checked, step) or None
+        for fault in self.faults:
+            if fault["step"] > step and not fault["transient"]:
+                fault["undone"] = True
+        self.running(step, checkpoint)
 
     def running(self, step: int, checkpoint: Path | None) -> None:
         """Record that the run is at `step`, with `checkpoint` as its newest."""
@@ -260,8 +272,8 @@ class Status:
     def findings(self) -> list[str]:
         """What checks and replays have found wrong with the run so far; a run that finishes says so."""
         found = []
-        if self.faults:
-            number, last = len(self.faults), self.faults[-1]["step"]
+        if faults := [fault for fault in self.faults if not fault.get("undone")]:
+            number, last = len(faults), faults[-1]["step"]
             found.append(f"silent data corruption was found in {number} of its checks, last at step {last}")
         if lines := difference_lines(read_replays(self.path.parent)):
             found.append(f"a replay does not give what it trained: {lines[-1]}")

@@ -108,7 +108,7 @@ class Trainer:
                 f"{self.folder.checkpoints}"
             )
         found = resume.path if resume else None
-        run_on_all_ranks(engine, lambda: self.status.running(self.progress.step, found))
+        run_on_all_ranks(engine, lambda: self.status.resumed(self.progress.step, found))
         self.checkpoints.notes += run_on_all_ranks(engine, lambda: check_memory(config, engine))
         heartbeat("building the model", files=True)  # model.init_from reads files
         with torch.device("meta"):
@@ -275,6 +275,9 @@ class Trainer:
         console.info(f"weights: {self.checkpoints.weights_of(step)}")
         if reason:
             console.warning(f"{reason}: {self.status.path}")
+        if undone := sum(bool(fault.get("undone")) for fault in self.status.faults):
+            text = "silent data corruption ended attempts at steps that later ones computed again"
+            console.info(f"{text}: {undone}")
         return 0
 
     def _preempted(self, write: Callable[[str], object]) -> int:

@@ -15,7 +15,8 @@ from support.faults import WAITING, Fault, Patch, after
 from support.stepping import Driven
 
 from llm_pretrain.config import Config, validate
-from llm_pretrain.errors import ConfigError, CorruptionError
+from llm_pretrain.errors import ConfigError, CorruptionError, DivergedError
+from llm_pretrain.tracking import fault_lines
 from llm_pretrain.training import corruption
 from llm_pretrain.training.anomaly import StepMonitor
 from llm_pretrain.training.run_state import Status, read_status
@@ -150,6 +151,51 @@ def test_a_later_attempt_keeps_what_was_found(tmp_path: Path):
     assert later.checked == 5
     assert read_status(file)["faults"] == [vars(fault)]
     assert str(fault) == "step 5, rank 0 (cpu of here): gradient of w differs when computed again"
+
+
+def test_steps_that_are_computed_again(tmp_path: Path):
+    """They are no longer checked, and a fault of theirs that ended an attempt is undone."""
+    file = tmp_path / "status.json"
+    options: Any = {"rank": 0, "world_size": 1, "launcher": "torchrun"}
+    status = Status(file, **options)
+    status.checked = 5
+    for step, transient in ((2, False), (3, True), (6, False)):
+        status.add_fault(vars(corruption.Fault(step, [0], ["cpu of here"], "w differs", transient)))
+    status.running(1, None)
+    assert status.checked == 5
+    later = Status(file, **options)
+    later.resumed(2, None)
+    content = read_status(file)
+    assert content["checked"] == later.checked == 2
+    assert [fault.get("undone", False) for fault in content["faults"]] == [False, False, True]
+    assert fault_lines(content, undone=False) == [
+        "step 2, rank 0: w differs",
+        "step 3, rank 0: w differs, once",
+    ]
+    (line,) = fault_lines(content, undone=True)
+    assert line == "step 6, rank 0: w differs; computed again by a later attempt"
+    assert fault_lines(content)[2] == line
+    later.resumed(0, None)
+    assert read_status(file)["checked"] is None
+
+
+def test_each_computation_has_the_time_of_a_step(masked_store: Path, monkeypatch: Patch):
+    beats: list[str | None] = []
+    monkeypatch.setattr(corruption, "heartbeat", beats.append)
+    driven(masked_store, "torchrun", 4, gradient(4, 1))
+    assert beats == ["checking step 4"] * 3
+
+
+def test_a_failed_save_does_not_hide_the_fault():
+    def wait(last: bool) -> None:
+        raise DivergedError("a value is not finite")
+
+    check: Any = object.__new__(corruption.CorruptionCheck)
+    store = SimpleNamespace(committed=list)
+    check.checkpoints = SimpleNamespace(wait=wait, store=store)
+    check.status = SimpleNamespace(checked=None, add_fault=lambda fault: None)
+    error = check._error(corruption.Fault(5, [1], ["cpu of here"], "w differs", False))
+    assert "step 5, rank 1 (cpu of here): w differs; " in str(error)
 
 
 def test_the_step_of_a_checkpoint_is_checked_too():
