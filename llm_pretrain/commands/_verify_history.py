@@ -495,9 +495,9 @@ def check_twice(check: Check, run: RunFiles) -> None:
     steps = [row["step"] for _, _, row in pairs(run.attempts) if row.get("train/check")]
     for line in fault_lines(run.status, undone=False):
         check.fail(f"silent data corruption at {line}")
-    if steps:
-        undone = [f"; {line}" for line in fault_lines(run.status, undone=True)]
-        check.looked_at = f"{len(steps)} steps, the last is step {steps[-1]}{''.join(undone)}"
+    if last := [step for step in (*steps[-1:], run.status.get("checked")) if is_integer(step)]:
+        looked_at = f"{len(steps)} of the rows' steps, the last is step {max(last)}"
+        check.looked_at = "; ".join([looked_at, *fault_lines(run.status, undone=True)])
     elif not check.problems:
         check.skip("no step yet")
 

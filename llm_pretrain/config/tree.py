@@ -276,7 +276,7 @@ class TrainingConfig:
             bounds).
         deterministic: Use deterministic algorithms, for bit identity on a GPU.
         check_every: Compute every N-th step, and those after which a checkpoint is due, twice, and stop if
-            the gradients differ or ranks differ in what they hold alike (docs/checking.md); 0 turns it off.
+            a difference of results, or of what ranks hold alike, stays (docs/checking.md); 0 turns it off.
         activation_checkpointing: Recompute the activations of each layer in the backward pass.
         compile: Compile each layer with `torch.compile`: `auto` (on a GPU only), `on`, `off`.
         float8: Compute the matrix products of the layers in FP8 through torchao, on GPUs with FP8 (extra

@@ -189,7 +189,7 @@ def _summary(run: RunRecord) -> dict[str, str]:
     if size and active and active != parameters:
         size += f" ({quantity(active)} active)"
     skipped = sum(bool(row.get("train/skipped")) for row in run.rows)
-    checked = [row["step"] for row in run.rows if row.get("train/check")]
+    checked = run.status.get("checked")
     entries = {
         "Step": _progress(run),
         "Parameters": size,
@@ -200,7 +200,7 @@ def _summary(run: RunRecord) -> dict[str, str]:
         "Bits per byte": f"{bits[-1]:.4f}" if bits else None,
         "Tokens per second": f"{quantity(speeds[len(speeds) // 2])} (median)" if speeds else None,
         "Skipped steps": f"{skipped:,}" if skipped else None,
-        "Steps computed twice": f"{len(checked):,}, the last is {checked[-1]:,}" if checked else None,
+        "Last step computed twice": f"{checked:,}" if isinstance(checked, int) else None,
         "Replay": replay_summary(run.replays, _last_step(run)) if run.replays else None,
         "Hardware": _hardware(attempt),
         "Versions": _versions(attempt),

@@ -30,10 +30,7 @@ from llm_pretrain.training.agreement import bits_sum
 from llm_pretrain.training.anomaly import StepMonitor
 from llm_pretrain.training.checkpointing import CheckpointManager
 from llm_pretrain.training.run_state import Status
-from llm_pretrain.training.step import Engine, StepMetrics
-
-PASSED, TRANSIENT = "passed", "transient"
-"""Values of a row's `train/check`."""
+from llm_pretrain.training.step import PASSED, TRANSIENT, Engine, StepMetrics
 
 
 def refuse_unrepeatable(config: Config, device: torch.device) -> None:
@@ -212,8 +209,9 @@ class CorruptionCheck:
         outer, apart = self.config.distributed.outer, "so parameters and moments are not compared"
         if outer:
             return [f"training.check_every: replicas of distributed.outer {outer} train apart, {apart}"]
-        if self.engine.world_size == 1:
-            return [f"training.check_every: one process holds all, {apart}"]
+        parameters = self.engine.model_and_optimizer()[0].parameters()
+        if all(held_part(parameter, self.engine)[1] == 1 for parameter in parameters):
+            return [f"training.check_every: no two processes hold the same, {apart}"]
         return []
 
     @property
@@ -321,7 +319,7 @@ class CorruptionCheck:
         if sound:
             path = self.checkpoints.folder.checkpoints / folder_name(max(sound))
             advice = (
-                f"the last sound checkpoint is {path}: move later ones out of its folder, and start again"
+                f"the last checked checkpoint is {path}: move later ones out of its folder, and start again"
             )
         else:
             advice = "no checkpoint has been checked: start again from the beginning"

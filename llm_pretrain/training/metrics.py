@@ -25,6 +25,7 @@ from llm_pretrain.training.kernel_choice import KernelChoice
 from llm_pretrain.training.run_state import Progress, RunFolder
 from llm_pretrain.training.step import (
     DIGEST_WORDS,
+    TRANSIENT,
     Engine,
     StepMetrics,
     expert_counts,
@@ -67,7 +68,7 @@ class Recorder:
         self._interval_seconds = 0.0
 
     def is_logged(self, step: int) -> bool:
-        """Whether `logging.logging_steps` makes a row due; skipped or checked steps and spikes have one."""
+        """Whether `logging.logging_steps` makes a row due; `record` says which other steps have one."""
         return step % self.config.logging.logging_steps == 0
 
     def elapsed(self) -> float:
@@ -76,12 +77,15 @@ class Recorder:
         return self._since - before
 
     def record(self, step: StepMetrics) -> None:
-        """Add one finished step, after `progress` has counted it."""
+        """Add one finished step, after `progress` has counted it.
+
+        Skipped steps, spikes and steps with a fault that went away have a row even when none is due.
+        """
         self._step = step.step
         self._interval_steps += 1
         self._interval_tokens += step.num_loss_tokens
         self._interval_seconds += step.seconds
-        is_notable = bool(step.skipped or step.check) or step.spike is not None
+        is_notable = bool(step.skipped) or step.check == TRANSIENT or step.spike is not None
         self._due = self.is_logged(step.step) or is_notable
         if not self._due:
             return

@@ -34,6 +34,9 @@ DDP_OPTIONS: dict[str, Any] = {
 }
 """Options of DistributedDataParallel, equal on both paths: another bucket size sums in another order."""
 
+PASSED, TRANSIENT = "passed", "transient"
+"""Values of a row's `train/check`."""
+
 DIGEST_WORDS = 8
 """32-bit words of a sample digest (SHA-256)."""
 

@@ -62,7 +62,7 @@ def test_a_fault_that_stays_ends_the_run(
     assert status["state"] == "failed"
     assert status["exit_code"] == CorruptionError.exit_code
     assert status["reason"].startswith(f"training.check_every: silent data corruption at step {step}, rank ")
-    assert f"the last sound checkpoint is {folder}/checkpoints/step-{SAVED:08}" in status["reason"]
+    assert f"the last checked checkpoint is {folder}/checkpoints/step-{SAVED:08}" in status["reason"]
     assert name in status["reason"]
     (fault,) = status["faults"]
     assert (fault["step"], fault["transient"]) == (step, False)
@@ -115,5 +115,5 @@ def test_a_fault_that_goes_away_is_on_record(
     assert line.capitalize()[:40] in page
     code, printed, page = verified(tmp_path / "sound", capsys)
     assert code == 0
-    assert "computed twice              4 steps, the last is step 8" in printed
+    assert "computed twice              4 of the rows' steps, the last is step 8" in printed
     assert "corruption" not in page.lower().replace("check_every", "").split("<script")[0]

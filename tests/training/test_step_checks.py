@@ -12,6 +12,7 @@ import torch
 from support.corruption_plan import ALWAYS, MATRIX, activation, checked, flip, gradient
 from support.engines import run_engine, small_config
 from support.faults import WAITING, Fault, Patch, after
+from support.launching import train_tiny
 from support.stepping import Driven
 
 from llm_pretrain.config import Config, validate
@@ -184,6 +185,19 @@ def test_each_computation_has_the_time_of_a_step(masked_store: Path, monkeypatch
     monkeypatch.setattr(corruption, "heartbeat", beats.append)
     driven(masked_store, "torchrun", 4, gradient(4, 1))
     assert beats == ["checking step 4"] * 3
+
+
+def test_rows_are_those_of_a_run_without_checks(plain_store: Path, tmp_path: Path):
+    rows = {}
+    for every in ("3", "0"):
+        options = ("--training.max_steps", "4", "--logging.logging_steps", "2")
+        finished = train_tiny(plain_store, tmp_path / every, *options, "--training.check_every", every)
+        rows[every] = {
+            step: {name: value for name, value in row.items() if name != "time" and "perf/" not in name}
+            for step, row in finished.rows.items()
+        }
+    assert rows["3"][4].pop("train/check") == "passed"
+    assert rows["3"] == rows["0"]
 
 
 def test_a_failed_save_does_not_hide_the_fault():
