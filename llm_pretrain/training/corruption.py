@@ -358,7 +358,7 @@ def observed(model: nn.Module, computation: Computation) -> Iterator[None]:
     """
     handles: list[Any] = []
     layers = {name: module for name, module in model.named_modules() if isinstance(module, DecoderLayer)}
-    count = len(model.get_submodule("model.layers"))  # of all stages, so that their moments compare
+    count = len(list(model.get_submodule("model.layers").children()))  # of all stages, to compare moments
     seen: set[int] = set()
 
     def backward(name: str, part: int) -> Moment:
