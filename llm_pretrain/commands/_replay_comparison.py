@@ -161,6 +161,9 @@ def compare_segment(
     elif target:
         result.note = f"{target} was deleted meanwhile: rows alone are compared"
     if not (result.first or result.facts or result.tensors):
+        if result.note or not (replayed or result.compared):
+            result.verdict = "not compared"
+            result.note = result.note or "no row and no checkpoint of these steps is kept"
         return result
     result.verdict = "differs"
     reasons = [

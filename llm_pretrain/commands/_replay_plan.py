@@ -151,6 +151,10 @@ def make_plan(arguments: Namespace, machine: Machine) -> ReplayPlan:
         segments = choose_segments(segments, arguments.sample, seed)
         notes.append(f"{len(segments)} of {total} segments, picked with --seed {seed}")
     legs = [leg for segment in segments for leg in segment.legs]
+    if arguments.output and Path(arguments.output).resolve().is_relative_to(run.resolve()):
+        raise ConfigError(
+            f"--output {arguments.output}: expected a folder outside of the run, found one in it"
+        )
     if not legs:
         raise ConfigError(f"{run}: expected steps that can be replayed, found none: {segments[0].missing}")
     _check_launches(legs, machine)
@@ -241,7 +245,10 @@ def rows_of_segment(file: Path, segment: Segment, starts: Sequence[tuple[int, in
     first = segment.start + 1 if segment.start else 0
 
     def keep(row: Row) -> Row:  # `moe/load` of a long run fills the memory
-        return row if first <= row["step"] <= segment.end else {"step": row["step"]}
+        if not first <= row["step"] <= segment.end:
+            return {"step": row["step"]}
+        # which steps are checked depends on where checkpoints are due, and a passing fault comes only once
+        return {name: value for name, value in row.items() if name != "train/check"}
 
     rows = read_metrics(file, convert=keep, starts=starts)
     return {row["step"]: row for row in rows if first <= row["step"] <= segment.end}

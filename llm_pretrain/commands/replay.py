@@ -131,7 +131,10 @@ def replay_segment(plan: ReplayPlan, segment: Segment, context: LaunchContext) -
     if goes_back and (missing := rollback_problem(segment)):
         return SegmentResult(segment, "not replayed", note=missing)
     if goes_back and segment.source is not None:  # where a rollback looks for it
-        shutil.copytree(segment.source, folder / "checkpoints" / segment.source.name)
+        try:
+            shutil.copytree(segment.source, folder / "checkpoints" / segment.source.name)
+        except OSError:
+            return SegmentResult(segment, "not replayed", note=f"{segment.source} was deleted meanwhile")
     for number, leg in enumerate(segment.legs, start=1):
         job = _job(plan, segment, leg, number, goes_back=goes_back)
         say(f"start  steps {leg.first}-{leg.last}: {leg}, as attempt {leg.launch.number}")

@@ -597,3 +597,20 @@ def test_another_store_is_refused_and_named(run: Path, changed_store: Path, tmp_
     assert any("data.store.0" in line for line in result["segments"][0]["facts"])
     assert result["segments"][1]["verdict"] == "failed"
     assert any("data.store.0" in line for line in result["segments"][1]["failure"])
+
+
+def test_nothing_to_compare_is_not_identical(plain_store: Path, tmp_path: Path):
+    """Checked steps differ from those of a replay; a step without row and checkpoint shows nothing."""
+    options = ["--training.max_steps", "12", "--schedule.warmup_steps", "2", "--checkpoint.save_steps", "4"]
+    options += ["--checkpoint.keep_last", "2", "--training.check_every", "5", "--logging.logging_steps", "5"]
+    run = train_tiny(plain_store, tmp_path / "run", *options).folder
+    assert any("train/check" in row for row in rows_of(run).values())
+    code, result = run_replay(run, tmp_path / "whole")
+    assert (code, result["verdict"]) == (0, "holds")
+    assert {each["verdict"] for each in result["segments"]} == {"identical"}
+    code, result = run_replay(run, tmp_path / "part", "--from", "8", "--to", "9")
+    assert code
+    (segment,) = result["segments"]
+    assert (segment["verdict"], segment["rows"], segment["compared"]) == ("not compared", 0, None)
+    with pytest.raises(ConfigError, match="outside of the run"):
+        plan_of(run, "--output", str(run / "again"))
