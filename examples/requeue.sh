@@ -10,7 +10,8 @@
 # process or machine, memory, a hang (71), input and output (74), a folder still locked (73). A stop by a signal
 # at the step of the one before has got nowhere, and counts as one of these. RUN/.requeue remembers the last
 # stop, as RESTARTS and its step. Not again: a finished run (0), a
-# wrong configuration (2), wrong data (65), a diverged run (70), a checkpoint of something else (78), and an
+# wrong configuration (2), wrong data (65), a diverged run (70), a device that computes wrong (76), a checkpoint of
+# something else (78), and an
 # attempt that never reached its folder, since what stopped it will be there the next time too.
 set -euo pipefail
 
@@ -81,7 +82,7 @@ decide)
         fi
         reason="stopped by $reason at step $step, as the time before"
         ;;
-    0 | 2 | 65 | 70 | 78)
+    0 | 2 | 65 | 70 | 76 | 78)
         say "not again: $state, exit code $code: $reason"
         exit 1
         ;;

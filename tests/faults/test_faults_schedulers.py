@@ -30,7 +30,7 @@ CODES = {each.exit_code for each in vars(errors).values() if isinstance(each, ty
     0,
     errors.EXIT_PREEMPTED,
 }
-NEVER_AGAIN = {0, 2, 65, 70, 78}
+NEVER_AGAIN = {0, 2, 65, 70, 76, 78}
 
 
 def requeue(*words: str) -> subprocess.CompletedProcess[str]:
