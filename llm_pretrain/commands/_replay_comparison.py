@@ -173,8 +173,7 @@ def compare_segment(
     ]
     if reasons and not problems:
         kinds = {
-            each.get("cpu_capability") is None
-            for each in (*environments, *(leg.launch.environment for leg in segment.legs))
+            _is_of_gpu(each) for each in (*environments, *(leg.launch.environment for leg in segment.legs))
         }
         reasons = list(dict.fromkeys(reasons))
         _compare_within_bounds(result, replayed, found, folder, reasons, on_other_device=len(kinds) > 1)
@@ -221,10 +220,13 @@ def inexact_because(leg: Leg, environment: Mapping[str, Any]) -> list[str]:
     sizes = [each.training.micro_batch_size for each in (then.config, config)]
     if sizes[0] != sizes[1]:
         reasons.append(f"training.micro_batch_size was {sizes[0]} in the run and is {sizes[1]}")
-    on_gpu = environment.get("cpu_capability") is None
-    if on_gpu and not then.config.training.deterministic:
+    if _is_of_gpu(environment) and not then.config.training.deterministic:
         reasons.append("training.deterministic was false in the run, on a GPU")
     return reasons
+
+
+def _is_of_gpu(environment: Mapping[str, Any]) -> bool:
+    return environment.get("cpu_capability") is None
 
 
 def _compare_checkpoints(result: SegmentResult, replayed: Path, found: Path, right: Manifest) -> None:

@@ -24,7 +24,7 @@ LONG = 32_768
 _SHARD_SIZES = 3
 """Shard sizes that are traced for each `ep_size`: the smallest that fits, and every second one after it."""
 _STAGES = 8
-"""Most ranks of a pipeline that `--search` tries: twice as many micro batches are traced."""
+"""Most ranks of a pipeline that `--search` tries: more than twice as many micro batches are traced."""
 _TRACED = (3, 4)
 """Layers that are traced to extrapolate from, besides leading dense layers."""
 _TRACED_OF_A_STAGE = (2, 3)

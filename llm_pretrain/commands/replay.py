@@ -42,6 +42,7 @@ from llm_pretrain.commands._replay_plan import (
 from llm_pretrain.commands.parity import as_table
 from llm_pretrain.config import dump_yaml
 from llm_pretrain.errors import PretrainError
+from llm_pretrain.tracking import HELD
 from llm_pretrain.training import record_replay
 
 EXAMPLES = """\
@@ -111,13 +112,14 @@ def run(arguments: argparse.Namespace) -> int:
                 say(f"note   {plan.run}: the verdict cannot be written there: {error.strerror or error}")
     say("\n" + render(results))
     bounds = " within the bounds named" if any(each.largest for each in results) else ""
-    held = {
+    verdict = verdict_of(plan, results)
+    conclusion = {
         "holds": f"the steps replayed are what the run says{bounds}",
         "violated": "the run is NOT what its settings, data and seed give",
         "not shown": "nothing wrong was found, but less was replayed than asked for",
-    }[verdict_of(plan, results)]
-    say(f"{held}; {file}, {time.time() - started:.0f} s")
-    return 0 if verdict_of(plan, results) == "holds" else 1
+    }[verdict]
+    say(f"{conclusion}; {file}, {time.time() - started:.0f} s")
+    return 0 if verdict == "holds" else 1
 
 
 def replay_segment(plan: ReplayPlan, segment: Segment, context: LaunchContext) -> SegmentResult:
@@ -153,7 +155,7 @@ def replay_segment(plan: ReplayPlan, segment: Segment, context: LaunchContext) -
     except PretrainError as error:
         result = SegmentResult(segment, "failed", failure=tuple(error.lines()))
     result.seconds = time.monotonic() - began
-    if result.verdict in ("identical", "within bound"):
+    if result.verdict in HELD:
         for name in ("checkpoints", "weights"):
             shutil.rmtree(folder / name, ignore_errors=True)
     return result
@@ -241,8 +243,8 @@ def verdict_of(plan: ReplayPlan, results: Sequence[SegmentResult]) -> str:
     """`holds`, `violated` or `not shown`."""
     if any(each.violated for each in results):
         return "violated"
-    done = [each for each in results if each.verdict in ("identical", "within bound")]
-    return "holds" if len(done) == len(plan.segments) else "not shown"
+    held = [each for each in results if each.verdict in HELD]
+    return "holds" if len(held) == len(plan.segments) else "not shown"
 
 
 def render(results: Sequence[SegmentResult]) -> str:

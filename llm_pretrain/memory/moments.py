@@ -48,9 +48,8 @@ class Moments:
 
     def __init__(self, config: Config, world_size: int, *, on_gpu: bool, document_length: int):
         model, training, distributed = config.model, config.training, config.distributed
-        self.config, self.world_size, self.on_gpu = config, world_size, on_gpu
+        self.config, self.world_size = config, world_size
         self.is_sharded, self.shards = is_sharded(config, world_size), parameter_shards(config, world_size)
-        self.is_low = training.precision in ("bf16", "fp16")
         self.shape = _shape(config, world_size, on_gpu, document_length)
         self.layers = range(model.num_hidden_layers)
         self.matrices = [layer_matrices(model, layer) for layer in self.layers]
@@ -200,7 +199,7 @@ class Moments:
             return _FP32 * self.rest + self._gathered(last)
         if not self.shape.checkpointed:
             return self.copies(last)
-        is_cast = self.is_low and self.is_fused and not self.shape.compiled
+        is_cast = self.shape.low_precision and self.is_fused and not self.shape.compiled
         return sum(self.shape.product_bytes * each.dense for each in self.matrices) if is_cast else 0
 
     def _gathered(self, layer: int) -> int:
@@ -208,8 +207,8 @@ class Moments:
 
     def _low_copies(self, layer: int) -> int:
         """On a CPU those of experts exist one at a time."""
-        parameters = self.matrices[layer].dense + (self.experts[layer] if self.on_gpu else 0)
-        return self.shape.product_bytes * parameters if self.is_low else 0
+        parameters = self.matrices[layer].dense + (self.experts[layer] if self.shape.on_gpu else 0)
+        return self.shape.product_bytes * parameters if self.shape.low_precision else 0
 
     def kept(self, layer: int) -> int:
         """Activations that are kept when a layer's backward pass begins."""
@@ -226,7 +225,7 @@ class Moments:
 
     def logits(self) -> int:
         """What the loss head holds, and its matrix in low precision."""
-        low_matrix = self.table // 2 if self.is_low else 0
+        low_matrix = self.table // 2 if self.shape.low_precision else 0
         return head_bytes(self.config.model, self.shape, is_fused=self.is_fused) + low_matrix
 
     def temporaries(self, layer: int) -> int:
@@ -235,7 +234,8 @@ class Moments:
         if self.is_sharded:
             gradient = WeightGradient(computed=low, kept=low, copy=0)
         else:
-            gradient = WeightGradient(_FP32, 0 if self.adds else _FP32, copy=low if self.is_low else 0)
+            copy = low if self.shape.low_precision else 0
+            gradient = WeightGradient(_FP32, kept=0 if self.adds else _FP32, copy=copy)
         return layer_backward_bytes(self.config.model, self.shape, layer, gradient)
 
     def optimizer_buffers(self) -> int:
@@ -246,7 +246,7 @@ class Moments:
         with torch.device("meta"):
             groups = parameter_groups(Decoder(config.model), config.optimizer)
         dtype = product_dtype(
-            torch.device("cuda" if self.on_gpu else "cpu"), config.training.precision != "fp32"
+            torch.device("cuda" if self.shape.on_gpu else "cpu"), config.training.precision != "fp32"
         )
         return step_buffers(groups, dtype, config.distributed.mesh(self.world_size).shared)
 

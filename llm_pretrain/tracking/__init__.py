@@ -12,6 +12,7 @@ from llm_pretrain.tracking.metrics import (
     size_text,
 )
 from llm_pretrain.tracking.replays import (
+    HELD,
     REPLAYS_FILE,
     difference_lines,
     read_replays,
@@ -24,6 +25,7 @@ from llm_pretrain.tracking.trackers import Trackers
 
 __all__ = [
     "GPU_GB",
+    "HELD",
     "MACHINES",
     "MAX_METRICS_BYTES",
     "REPLAYS_FILE",

@@ -144,9 +144,15 @@ class Trainer:
         self.monitor = StepMonitor(config, engine, self.progress, self.recorder, self._must_record)
         self.checkpoints.attach(self.recorder)
         if config.training.check_every:
-            warn = self.recorder.console.warning
-            checked = self.monitor, self.checkpoints, self.status
-            self.check = CorruptionCheck(config, engine, *checked, warn, self._flush)
+            self.check = CorruptionCheck(
+                config,
+                engine,
+                self.monitor,
+                self.checkpoints,
+                self.status,
+                warn=self.recorder.console.warning,
+                flush=self._flush,
+            )
             notes += self.check.notes()
         with closing(self.recorder), closing(self.checkpoints), gc_schedule() as self.collect_garbage:
             self._print_start(resume, changes, notes)
