@@ -35,6 +35,7 @@ from llm_pretrain.commands._replay_plan import Leg, Segment
 from llm_pretrain.commands._verify_checkpoints import same_bits
 from llm_pretrain.commands._verify_history import spans
 from llm_pretrain.errors import PretrainError
+from llm_pretrain.tracking import HELD
 
 EXACT = (*SAMPLES, "train/tokens", "train/learning_rate")
 """Keys that are the same bits on any hardware, mesh and number of processes."""
@@ -144,10 +145,28 @@ def compare_segment(
     Raises:
         PretrainError: a file of the replay cannot be read.
     """
+    lost = segment.target if segment.target and not segment.target.exists() else None
+    if lost:  # as where none was kept
+        segment = dataclasses.replace(segment, target=None)
+    result = _compare_kept(segment, replayed, found, folder, environments)
+    if lost and result.verdict in HELD:
+        result.verdict = "not compared"
+    elif result.verdict == "identical" and not (replayed or result.compared):
+        result.verdict, result.note = "not compared", "no row and no checkpoint of these steps is kept"
+    if lost:
+        note = f"{lost} was deleted meanwhile: rows alone are compared"
+        result.note = "; ".join(filter(None, [result.note, note]))
+    return result
+
+
+def _compare_kept(
+    segment: Segment, replayed: Rows, found: Rows, folder: Path, environments: Sequence[Mapping[str, Any]]
+) -> SegmentResult:
+    """As `compare_segment`; the segment's target is there."""
     result = SegmentResult(segment, "identical", rows=len(replayed))
     target = segment.target
-    problems = checkpoint_problems(target, segment.end) if target and target.exists() else []
-    facts = read_manifest(target) if target and target.exists() and not problems else None
+    problems = checkpoint_problems(target, segment.end) if target else []
+    facts = read_manifest(target) if target and not problems else None
     owed = segment.end if facts and facts.run.extra.get("evaluation_owed") else None
     result.first = check_rows(replayed, found, owed=owed, steps=segment.end)
     for step in sorted({*replayed, *found}) if result.first else ():
@@ -158,12 +177,7 @@ def compare_segment(
         result.facts = [f"{target} is damaged: {'; '.join(problems)}"]
     elif facts and target:
         _compare_checkpoints(result, folder / "checkpoints" / target.name, target, facts)
-    elif target:
-        result.note = f"{target} was deleted meanwhile: rows alone are compared"
     if not (result.first or result.facts or result.tensors):
-        if result.note or not (replayed or result.compared):
-            result.verdict = "not compared"
-            result.note = result.note or "no row and no checkpoint of these steps is kept"
         return result
     result.verdict = "differs"
     reasons = [

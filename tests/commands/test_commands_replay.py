@@ -362,6 +362,29 @@ def test_a_damaged_checkpoint_is_found(run: Path, honest: Path):
     assert "is damaged" in result.facts[0]
 
 
+@pytest.mark.parametrize("environment", [{}, {"device": "another processor"}])
+def test_a_checkpoint_deleted_meanwhile_is_not_compared(
+    environment: dict[str, Any], run: Path, honest: Path, tmp_path: Path
+):
+    """Neither identical nor a difference, also where rows differ within their bound."""
+    if environment:
+        rewrite_rows(run, nearly)
+    plan = plan_of(run)
+    segment = plan.segments[1]
+    (run / "checkpoints" / "step-00000008").rename(tmp_path / "elsewhere")
+    rows = {step: row for step, row in rows_of(honest).items() if 4 < step <= 8}
+    then = dict(segment.legs[0].launch.environment)
+    result = compare_segment(segment, rows, plan.rows(segment), honest, [then | environment])
+    assert (result.verdict, result.first) == ("not compared", None)
+    assert "was deleted meanwhile" in result.note
+
+
+def nearly(row: dict[str, Any]) -> None:
+    """Change a loss by less than its bound."""
+    if "train/loss" in row:
+        row["train/loss"] *= 1 + 3e-7
+
+
 def test_on_other_hardware_bounds_apply_and_samples_are_exact(run: Path, honest: Path):
     other = {"device": "another processor"}
     assert compare(run, honest, **other).verdict == "identical"
