@@ -285,6 +285,11 @@ def _choose_range(arguments: Namespace, last: int) -> tuple[int, int, list[str]]
         problems.append(f"--sample: expected 1 or more segments, found {arguments.sample}")
     if arguments.seed is not None and arguments.sample is None:
         problems.append("--seed: expected together with --sample")
+    problems += [
+        f"{name}: expected none but --checkpoint.resume, since replay chooses what is saved"
+        for name in dict.fromkeys(arguments.settings[::2])
+        if name.startswith("--checkpoint.") and name != "--checkpoint.resume"
+    ]
     if arguments.seed is not None and arguments.seed < 0:
         problems.append(f"--seed: expected 0 or more, found {arguments.seed}")
     if problems:
@@ -419,7 +424,11 @@ def _revisions(legs: Sequence[Leg]) -> list[str]:
     """A note for each other revision of this package that trained a leg: it may compute other bits."""
     here = environment(torch.device("cpu"))["git_revision"]
     trained = dict.fromkeys(leg.launch.environment.get("git_revision") for leg in legs)
-    return [f"trained by revision {each}, replayed by {here}" for each in trained if each != here]
+
+    def name(revision: str | None) -> str:
+        return f"revision {revision}" if revision else "an installed package"
+
+    return [f"trained by {name(each)}, replayed by {name(here)}" for each in trained if each != here]
 
 
 def _check_launches(legs: Sequence[Leg], machine: Machine) -> None:

@@ -48,11 +48,12 @@ from llm_pretrain.training import record_replay
 EXAMPLES = """\
 RUN is only read, except that the verdict is added: a line of its replays.jsonl, and status.json once it has
 ended. Every other option is a setting, --section.field VALUE, and replaces the run's: the stores' folders on
-this machine, say.
+this machine, say. Of --checkpoint, resume alone can be given.
 
 verdicts of a segment, the steps between two checkpoints that are kept: identical, every number of every row
-and every tensor of the checkpoint the same bits; within bound, where hardware, versions, mesh or number of
-processes differ; differs, with the first step and number, and the tensors; failed; not replayed
+and, where one is kept, of the checkpoint the same bits; within bound, where hardware, versions, mesh or
+number of processes differ; differs, with the first step and number, and the tensors; not compared; failed;
+not replayed
 exit code: 0 where all that is promised holds, 1 where it does not or less was replayed than asked for, 2 or
 65 for wrong input
 

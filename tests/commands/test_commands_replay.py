@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.forked_replay import content_of, copy_of, rewrite_checkpoint, rewrite_rows, run_replay
+from support.forked_replay import CONTEXT, content_of, copy_of, rewrite_checkpoint, rewrite_rows, run_replay
 from support.launching import train_tiny
 
 from llm_pretrain.__main__ import main
@@ -125,9 +125,10 @@ def test_another_revision_of_the_code_is_noted(run: Path):
     file = run / "attempts.jsonl"
     row = json.loads(file.read_text())
     assert not any("revision" in note for note in plan_of(run).notes)
-    row["versions"]["git_revision"] = "0123abc"
-    file.write_text(json.dumps(row) + "\n")
-    assert any("revision 0123abc" in note for note in plan_of(run).notes)
+    for revision, named in (("0123abc", "trained by revision 0123abc"), (None, "by an installed package")):
+        row["versions"]["git_revision"] = revision
+        file.write_text(json.dumps(row) + "\n")
+        assert any(named in note for note in plan_of(run).notes)
 
 
 def test_a_sample_is_drawn_from_its_seed(run: Path):
@@ -209,6 +210,7 @@ WRONG: dict[str, tuple[Sequence[str], str]] = {
         "--world-size: expected at most 4 on this machine of 2 cores, found 8",
     ),
     "a split that cannot be": (["--world-size", "3"], "training.global_batch_size: expected a multiple"),
+    "what replay chooses": (["--checkpoint.save_steps", "2"], "--checkpoint.save_steps: expected none but"),
     "no such setting": (["--training.max_stepz", "1"], "no such setting"),
 }
 
@@ -376,6 +378,15 @@ def test_a_checkpoint_deleted_meanwhile_is_not_compared(
     then = dict(segment.legs[0].launch.environment)
     result = compare_segment(segment, rows, plan.rows(segment), honest, [then | environment])
     assert (result.verdict, result.first) == ("not compared", None)
+    assert "was deleted meanwhile" in result.note
+
+
+def test_a_source_deleted_meanwhile_is_not_replayed(run: Path, tmp_path: Path):
+    rewrite_rows(run, lambda row: row.update({"train/skipped": "rollback"}) if row["step"] == 6 else None)
+    plan = plan_of(run, "--output", str(tmp_path / "out"))
+    (run / "checkpoints" / "step-00000004").rename(tmp_path / "elsewhere")
+    result = replay.replay_segment(plan, plan.segments[1], CONTEXT)
+    assert result.verdict == "not replayed"
     assert "was deleted meanwhile" in result.note
 
 
