@@ -7,6 +7,7 @@ the same with mistakes put in.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 import torch
 from support import mesh_plan_of_three as of_three
 from support.mesh_plan import CASES, DIVIDED, FLOAT64, KINDS, MATRICES, MESHES, SEQUENCE, Changes, meshed
-from support.rank_cases import Case, Outcome, case_config, has_slow, run_ranks
+from support.rank_cases import Case, Outcome, case_config, has_slow, run_ranks, slow_but
 from support.stepping import micro_batches_of, reference_gradients, relative_error
 
 from llm_pretrain.config import ModelConfig
@@ -30,24 +31,53 @@ QUICK_CASES = {
 }
 """The meshes that have everything; all others, and the mistakes, are slow."""
 DIFFERING = ["other replicas, compared", "other experts, compared"]
+GROUPS = [*KINDS, "others"]
 PAIRS = [(mesh, kind) for kind in KINDS for mesh in MESHES if f"torchrun {mesh} {kind}" in CASES]
 ALL_PAIRS = PAIRS + [(mesh, kind) for kind in KINDS for mesh in DIVIDED if f"torchrun {mesh} {kind}" in CASES]
+
+
+def group_of(name: str) -> str:
+    """The group of a case, whose cases run in the same processes: its kind, or `others`."""
+    return max((kind for kind in KINDS if name.endswith(f" {kind}")), key=len, default="others")
+
+
+class LazyOutcomes(Outcomes):
+    """Runs a group of cases when the first of them is asked for: all of them take longer than one limit."""
+
+    def __init__(self, run: Callable[[set[str]], Outcomes], names: Iterable[str]):
+        super().__init__()
+        self._run, self._names = run, set(names)
+
+    def __missing__(self, name: str) -> list[Outcome]:
+        self.update(self.group(group_of(name)))
+        return dict.__getitem__(self, name)
+
+    def group(self, group: str) -> Outcomes:
+        """The outcomes of a group."""
+        names = {name for name in self._names if group_of(name) == group}
+        if not names <= self.keys():
+            self.update(self._run(names))
+        return {name: self[name] for name in names}
 
 
 @pytest.fixture(scope="module")
 def outcomes(
     masked_store: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> Outcomes:
-    folder, names = tmp_path_factory.mktemp("meshes"), None if has_slow(request) else QUICK_CASES
-    return run_ranks(masked_store, folder, plan="mesh_plan", world_size=4, names=names)
+) -> LazyOutcomes:
+    def run(names: set[str]) -> Outcomes:
+        folder = tmp_path_factory.mktemp("meshes")
+        return run_ranks(masked_store, folder, plan="mesh_plan", world_size=4, names=names)
+
+    return LazyOutcomes(run, CASES if has_slow(request) else QUICK_CASES)
 
 
 def _marked(pairs: list[tuple[str, str]]) -> list[object]:
     return [pair if pair in QUICK else pytest.param(*pair, marks=pytest.mark.slow) for pair in pairs]
 
 
-def test_every_case_runs_and_the_ranks_agree(outcomes: Outcomes):
-    for name, ranks in outcomes.items():
+@pytest.mark.parametrize("group", slow_but(["fp32"], GROUPS))
+def test_every_case_runs_and_the_ranks_agree(outcomes: LazyOutcomes, group: str):
+    for name, ranks in outcomes.group(group).items():
         if name in DIFFERING:
             continue
         assert [rank.error for rank in ranks] == [None] * 4, name
