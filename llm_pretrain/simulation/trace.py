@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
@@ -28,6 +29,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining._utils import InferenceMode
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from llm_pretrain.config import Config
 from llm_pretrain.data import Batch, padded_offsets
@@ -112,8 +115,7 @@ def traced_step(config: Config, device: torch.device, *, real: bool = False, obs
         if not real:
             stack.enter_context(_without_values())
         engine = _engine(config, device)
-        if not real:
-            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(_OnCopies() if real else FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(tracker.running())
         monitor = _prepared(engine, config)
         model, optimizer = engine.model_and_optimizer()
@@ -239,6 +241,43 @@ def _telling_reductions(tracker: Tracker) -> Any:
             tracker.reduced(int(layer[1]))
 
     return patch.object(FSDPParamGroup, "post_backward", reduce)
+
+
+_NOT_COPIED = ("send", "recv_", "wait_tensor")
+"""Operations of which no thread keeps tensors; a send is over only when it is received."""
+
+
+class _OnCopies(TorchDispatchMode):
+    """Collectives that are over when they return, and of which Gloo sees copies of the tensors.
+
+    Its threads keep what they are given until some time after the result is there, which makes autograd copy
+    a gradient as well; and it reduces and scatters in a buffer of its own. Neither is memory of the step.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_functional = func.namespace == "_c10d_functional"
+        if not (is_functional or func.namespace == "c10d") or func._opname in _NOT_COPIED:
+            return func(*args, **(kwargs or {}))
+        given, structure = tree_flatten((args, kwargs or {}))
+        copies = [each.clone() if isinstance(each, Tensor) else each for each in given]
+        copied, options = tree_unflatten(copies, structure)
+        out = func(*copied, **options)
+        originals = {id(copy): each for copy, each in zip(copies, given, strict=True)}
+
+        def finished(each: Any) -> Any:
+            if is_functional:
+                return torch.ops._c10d_functional.wait_tensor(each).clone()
+            if isinstance(each, Tensor):
+                return originals[id(each)]
+            dist.Work.unbox(each).wait()
+            return FakeWork().boxed()
+
+        out = tree_map(finished, out)
+        if not is_functional:
+            for copy, each in zip(copies, given, strict=True):
+                if isinstance(each, Tensor):
+                    each.copy_(copy)
+        return out
 
 
 class _Works(list[Any]):

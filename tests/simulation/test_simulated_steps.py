@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from llm_pretrain.config import Config, from_dict
 from llm_pretrain.simulation import trace as trace_module
@@ -206,3 +208,28 @@ def untouched() -> Iterator[None]:
 def test_a_simulation_leaves_no_fake_tensor_behind():
     with untouched():
         simulated(config(DENSE, 2), 2)
+
+
+@pytest.fixture
+def gloo(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/ranks", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("gloo")
+def test_of_a_real_step_what_gloo_holds_is_not_counted():
+    tracker = Tracker("cpu")
+    with trace_module._OnCopies(), tracker.running():
+        tensors: list[Any] = [torch.arange(64.0), torch.empty(64)]
+        given, out = tensors
+        dist.reduce_scatter_single(out, given)
+        assert out.equal(given)
+        assert max(tracker.totals()) == (64 + 64) * 4  # Gloo reduces in a copy
+        world: Any = dist.group.WORLD
+        summed = torch.ops._c10d_functional.all_reduce(given, "sum", world.group_name)
+        work: Any = dist.all_gather_single(out, given, async_op=True)
+        assert [each._use_count() for each in (*tensors, summed)] == [1, 1, 1]  # nothing else has them
+        work.wait()
+        assert summed.equal(given)
+    assert [each.kind for each in tracker.collectives] == ["reduce_scatter", "all_reduce", "all_gather"]
