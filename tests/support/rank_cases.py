@@ -35,8 +35,8 @@ from torch.nn.parallel import DistributedDataParallel
 from llm_pretrain.distributed.process import prepare_process
 
 WORLD_SIZE = 3
-HANG_SECONDS = 120
-"""A case takes a second, many times that where other programs share the cores.
+HANG_SECONDS = 300
+"""A case takes one to five seconds, many times that where other programs share the cores.
 
 After this long a rank says where it stands and gives up."""
 
