@@ -169,7 +169,8 @@ def rollback_problem(segment: Segment) -> str:
     """
     every = segment.legs[0].config.checkpoint.save_steps
     own = [segment.start, *(leg.last for leg in segment.legs)]
-    if segment.target is None or segment.end == segment.legs[-1].config.training.max_steps:
+    last = segment.legs[-1]
+    if not _is_saved(segment, last) or segment.end == last.config.training.max_steps:
         own.pop()
     if off := [step for step in own if not every or step % every]:
         return (
@@ -180,8 +181,9 @@ def rollback_problem(segment: Segment) -> str:
 
 
 def _is_saved(segment: Segment, leg: Leg) -> bool:
-    """Whether the state after a leg is needed: to compare it, or to continue from it."""
-    return segment.target is not None or leg is not segment.legs[-1]
+    """Whether a leg ends with a checkpoint: to compare or continue from it, or where no row is due."""
+    is_needed = segment.target is not None or leg is not segment.legs[-1]
+    return is_needed or leg.last % leg.config.logging.logging_steps != 0
 
 
 def _job(plan: ReplayPlan, segment: Segment, leg: Leg, number: int, *, goes_back: bool) -> Job:
