@@ -189,6 +189,11 @@ def read_status(path: Path) -> dict:
     return content if isinstance(content, dict) else {}
 
 
+def _is_fault(fault: object) -> bool:
+    """Whether it has what is read of a fault of an earlier attempt."""
+    return isinstance(fault, dict) and matches_type(int, fault.get("step")) and "transient" in fault
+
+
 def exit_code_of(error: BaseException) -> int:
     """The process's exit code for an error; 1 for a bug."""
     if isinstance(error, PretrainError):
@@ -228,7 +233,7 @@ class Status:
         checked, faults = before.get("checked"), before.get("faults")
         self.checked = checked if isinstance(checked, int) else None
         """The last step that passed `training.check_every`'s check; None before the first."""
-        self.faults: list[dict[str, Any]] = faults if isinstance(faults, list) else []
+        self.faults: list[dict[str, Any]] = [*filter(_is_fault, faults)] if isinstance(faults, list) else []
         """What the checks of all attempts have found, oldest first; see `resumed` for `undone` ones."""
 
     @property

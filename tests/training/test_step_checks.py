@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -178,6 +179,23 @@ def test_steps_that_are_computed_again(tmp_path: Path):
     assert fault_lines(content)[2] == line
     later.resumed(0, None)
     assert read_status(file)["checked"] is None
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    ["x", 1, {}, {"step": 6}, {"step": "6", "transient": False}, {"step": None, "transient": False}],
+)
+def test_a_damaged_fault_is_ignored(tmp_path: Path, damaged: Any):
+    file = tmp_path / "status.json"
+    sound = vars(corruption.Fault(6, [0], ["cpu of here"], "w differs", False))
+    options: Any = {"rank": 0, "world_size": 1, "launcher": "torchrun"}
+    for faults in (damaged, [damaged, sound, damaged]):
+        file.write_text(json.dumps({"faults": faults, "checked": 7}))
+        status = Status(file, **options)
+        assert len(status.findings()) == isinstance(faults, list)
+        status.resumed(2, None)
+        assert status.findings() == []
+        assert status.faults == ([sound | {"undone": True}] if isinstance(faults, list) else [])
 
 
 def test_each_computation_has_the_time_of_a_step(masked_store: Path, monkeypatch: Patch):
