@@ -109,7 +109,7 @@ class TorchrunEngine:
         self.accumulation_steps = config.gradient_accumulation_steps(self.world_size)
         self.max_grad_norm = config.training.max_grad_norm or math.inf
         several_meshes = self.is_sharded and (config.distributed.ep_size > 1 or self.place.sizes.tp > 1)
-        self.clip_grad_norm = clip_over_meshes if several_meshes else clip_grad_norm_
+        self.clip_grad_norm: Callable[..., Any] = clip_over_meshes if several_meshes else clip_grad_norm_
         self.objective = Objective(config, self.world_size)
 
     def prepare(

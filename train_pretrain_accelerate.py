@@ -143,6 +143,7 @@ class AccelerateEngine:
         check_world_size(self.world_size)
         check_strategy(config, self.accelerator.distributed_type.value, self.world_size)
         self.max_grad_norm = config.training.max_grad_norm or math.inf
+        self.clip_grad_norm: Callable[..., Any] = self.accelerator.clip_grad_norm_  # unscales first
         self.place = Place.of(config, self.rank, self.world_size)
         self.meshes = Meshes()
         if not self.place.sizes.is_data_parallel:
@@ -223,7 +224,7 @@ class AccelerateEngine:
                 self.accelerator.backward(loss)
                 del output, loss  # with them the graph, to which checkpointed layers' inputs belong
                 if self.accelerator.sync_gradients:
-                    grad_norm: Any = self.accelerator.clip_grad_norm_(self.parameters, self.max_grad_norm)
+                    grad_norm = self.clip_grad_norm(self.parameters, self.max_grad_norm)
                     if monitor.reduce_and_decide(metrics, grad_norm):
                         self.optimizer.step()  # with a scaler: scaler.step and scaler.update
                     elif self.scaler:

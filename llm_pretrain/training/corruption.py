@@ -413,19 +413,14 @@ def observed(model: nn.Module, computation: Computation) -> Iterator[None]:
 @contextmanager
 def before_clipping(engine: Engine, act: Callable[[], None]) -> Iterator[None]:
     """A block in which `act` runs before gradients are clipped, which changes all of them if one is wrong."""
-    owner: Any = getattr(engine, "accelerator", engine)
-    name = "clip_grad_norm" if owner is engine else "clip_grad_norm_"
-    original, own = getattr(owner, name), vars(owner).get(name)
+    original = engine.clip_grad_norm
 
-    def clip(*arguments: Any, **options: Any) -> Any:
+    def clip(*arguments: Any) -> Any:
         act()
-        return original(*arguments, **options)
+        return original(*arguments)
 
-    setattr(owner, name, clip)
+    engine.clip_grad_norm = clip
     try:
         yield
     finally:
-        if own is None:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, own)
+        engine.clip_grad_norm = original

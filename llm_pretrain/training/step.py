@@ -52,6 +52,8 @@ class Engine(Protocol):
     """Where this rank stands in the mesh."""
     device: torch.device
     scaler: torch.amp.GradScaler | None
+    clip_grad_norm: Callable[..., Any]
+    """As torch's `clip_grad_norm_(parameters, max_norm)`."""
 
     def prepare(
         self,
