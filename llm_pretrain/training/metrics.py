@@ -25,7 +25,6 @@ from llm_pretrain.training.kernel_choice import KernelChoice
 from llm_pretrain.training.run_state import Progress, RunFolder
 from llm_pretrain.training.step import (
     DIGEST_WORDS,
-    TRANSIENT,
     Engine,
     StepMetrics,
     expert_counts,
@@ -79,13 +78,14 @@ class Recorder:
     def record(self, step: StepMetrics) -> None:
         """Add one finished step, after `progress` has counted it.
 
-        Skipped steps, spikes and steps with a fault that went away have a row even when none is due.
+        Skipped steps and spikes have a row even when none is due. A fault of the device that went away has
+        none of its own, so that the rows are those of a sound run; `status.json` names it.
         """
         self._step = step.step
         self._interval_steps += 1
         self._interval_tokens += step.num_loss_tokens
         self._interval_seconds += step.seconds
-        is_notable = bool(step.skipped) or step.check == TRANSIENT or step.spike is not None
+        is_notable = bool(step.skipped) or step.spike is not None
         self._due = self.is_logged(step.step) or is_notable
         if not self._due:
             return

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.corruption_plan import gradient
 from support.forked_replay import CONTEXT, content_of, copy_of, rewrite_checkpoint, rewrite_rows, run_replay
 from support.launching import train_tiny
 
@@ -47,6 +48,10 @@ OPTIONS = (
     "6",
     "--evaluation.max_batches",
     "1",
+)
+CHECKED = (
+    *STEPS,
+    *("--checkpoint.keep_last", "2", "--training.check_every", "2", "--logging.logging_steps", "5"),
 )
 GATE = "model.layers.0.self_attn.q_proj.weight"
 MOMENT = f"optimizer.state.{GATE}.exp_avg"
@@ -634,17 +639,45 @@ def test_another_store_is_refused_and_named(run: Path, changed_store: Path, tmp_
 
 
 def test_nothing_to_compare_is_not_identical(plain_store: Path, tmp_path: Path):
-    """Checked steps differ from those of a replay; a step without row and checkpoint shows nothing."""
-    options = ["--training.max_steps", "12", "--schedule.warmup_steps", "2", "--checkpoint.save_steps", "4"]
-    options += ["--checkpoint.keep_last", "2", "--training.check_every", "5", "--logging.logging_steps", "5"]
-    run = train_tiny(plain_store, tmp_path / "run", *options).folder
+    """A step without row and checkpoint shows nothing; only it is trained, not the steps up to a row."""
+    run = train_tiny(plain_store, tmp_path / "run", *CHECKED).folder
     assert any("train/check" in row for row in rows_of(run).values())
-    code, result = run_replay(run, tmp_path / "whole")
-    assert (code, result["verdict"]) == (0, "holds")
-    assert {each["verdict"] for each in result["segments"]} == {"identical"}
     code, result = run_replay(run, tmp_path / "part", "--from", "8", "--to", "9")
     assert code
     (segment,) = result["segments"]
     assert (segment["verdict"], segment["rows"], segment["compared"]) == ("not compared", 0, None)
+    replayed = tmp_path / "part" / "steps-9-9"
+    assert not any("train/loss" in row for row in rows_of(replayed).values()), "it ended before step 10"
     with pytest.raises(ConfigError, match="outside of the run"):
         plan_of(run, "--output", str(run / "again"))
+
+
+def failed_checks(run: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, list[str]]:
+    """The problems that `verify` names, by check."""
+    capsys.readouterr()
+    main(["verify", str(run), "--json"])
+    checks = json.loads(capsys.readouterr().out)["checks"]
+    return {each["name"]: each["problems"] for each in checks if each["result"] == "failed"}
+
+
+def test_a_run_with_a_fault_that_went_away_is_identical(
+    plain_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """At a step off the logging interval: `verify` names it, and no row is another."""
+    with monkeypatch.context() as patch:
+        gradient(8, 1)(patch, TorchrunEngine)
+        run = train_tiny(plain_store, tmp_path / "run", *CHECKED).folder
+    (fault,) = json.loads((run / "status.json").read_text())["faults"]
+    assert (fault["step"], fault["transient"]) == (8, True)
+    code, result = run_replay(run, tmp_path / "whole", "--no-record")
+    assert (code, result["verdict"]) == (0, "holds")
+    assert {each["verdict"] for each in result["segments"]} == {"identical"}
+    assert [step for step, row in rows_of(run).items() if "train/loss" in row] == [5, 10]
+    assert failed_checks(run, capsys).keys() == {"computed twice"}
+    file = run / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    (fifth,) = [json.loads(line) for line in lines if json.loads(line)["step"] == 5]
+    lines.insert(-2, json.dumps(fifth | {"step": 8, "train/check": "passed"}) + "\n")
+    file.write_text("".join(lines))
+    (problem,) = failed_checks(run, capsys)["steps"]
+    assert problem.endswith("expected a row off every 5 steps to be skipped or a spike, found step 8")
