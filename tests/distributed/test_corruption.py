@@ -115,6 +115,7 @@ def test_meshes(four: dict[str, list[Outcome]], path: str):
     check_found(four[f"{path} hsdp, moment"], "moment", 1, 3)
     check_found(four[f"{path} ep hsdp, parameter"], "parameter", 1, 3, name=EXPERTS)
     check_found(four[f"{path} ep hsdp, moment"], "moment", 1, 3, name=f"exp_avg of {EXPERTS}")
-    check_found(four[f"{path} ep hsdp, activation"], "activation", 1)
     for kind in SOUND_FOUR:
+        check_found(four[f"{path} {kind}, activation"], "activation", 1)
+        check_found(four[f"{path} {kind}, gradient"], "gradient", 1)
         check_same_training(four[f"{path} {kind}, 1"], four[f"{path} {kind}, 0"])

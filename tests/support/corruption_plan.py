@@ -164,8 +164,10 @@ FLIPS: dict[str, Fault] = {
 
 
 TWO: dict[str, Case] = {
-    "torchrun pipeline, output gradient": Case(
-        "torchrun", (output_gradient(3, ALWAYS),), checked(2, **SOUND_TORCHRUN["pipeline"])
+    f"torchrun pipeline, {kind}": Case("torchrun", (fault,), checked(2, **SOUND_TORCHRUN["pipeline"]))
+    for kind, fault in (
+        ("activation", FLIPS["activation"]),
+        ("output gradient", output_gradient(3, ALWAYS)),
     )
 }
 FOUR: dict[str, Case] = {}
@@ -183,8 +185,9 @@ for path in ("torchrun", "accelerate"):
         FOUR[f"{path} hsdp, {kind}"] = Case(path, (fault,), checked(2, **HSDP))
     FOUR[f"{path} ep hsdp, parameter"] = Case(path, (parameter(3, EXPERTS),), checked(2, **EP_HSDP))
     FOUR[f"{path} ep hsdp, moment"] = Case(path, (moment(4, EXPERTS),), checked(2, **EP_HSDP))
-    FOUR[f"{path} ep hsdp, activation"] = Case(path, (activation(3, ALWAYS),), checked(2, **EP_HSDP))
     for kind, changes in SOUND_FOUR.items():
+        for flipped in ("activation", "gradient"):
+            FOUR[f"{path} {kind}, {flipped}"] = Case(path, (FLIPS[flipped],), checked(2, **changes))
         for every in (0, 1):
             FOUR[f"{path} {kind}, {every}"] = Case(path, changes=checked(every, **changes))
 

@@ -32,6 +32,7 @@ from support.fork_server import Request, fork_server, note_imports
 from support.stepping import Driven, drive
 from torch.nn.parallel import DistributedDataParallel
 
+from llm_pretrain.distributed.fsdp import clear_mesh_caches
 from llm_pretrain.distributed.process import prepare_process
 
 WORLD_SIZE = 3
@@ -129,6 +130,8 @@ def run_case(case: Case, store: Path, rendezvous: Path) -> Outcome:
     meet(rendezvous)
     if dist.is_initialized():
         leave()
+    if outcome.error:  # the engine was not closed, and the next case may have an equal mesh
+        clear_mesh_caches()
     return outcome
 
 
