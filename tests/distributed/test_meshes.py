@@ -46,7 +46,7 @@ class LazyOutcomes(Outcomes):
 
     def __init__(self, run: Callable[[set[str]], Outcomes], names: Iterable[str]):
         super().__init__()
-        self._run, self._names = run, set(names)
+        self._run, self._names, self._failed = run, set(names), set[str]()
 
     def __missing__(self, name: str) -> list[Outcome]:
         self.update(self.group(group_of(name)))
@@ -55,8 +55,11 @@ class LazyOutcomes(Outcomes):
     def group(self, group: str) -> Outcomes:
         """The outcomes of a group."""
         names = {name for name in self._names if group_of(name) == group}
+        assert group not in self._failed, f"the cases of {group} did not end"
         if not names <= self.keys():
+            self._failed.add(group)
             self.update(self._run(names))
+            self._failed.remove(group)
         return {name: self[name] for name in names}
 
 
