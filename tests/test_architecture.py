@@ -24,6 +24,7 @@ ALLOWED = {
     "tracking": _BASE,
     "export": {*_BASE, "model"},
     "generation": {"errors", "config", "model"},
+    "ladder": {*_BASE, "model", "tracking"},
     "optim": {"errors", "config", "model"},
     "memory": {"errors", "config", "model", "optim", "tracking"},
     "distributed": {*_BASE, "model", "optim", "memory"},
@@ -39,7 +40,7 @@ ALLOWED = {
     },
     "commands": {
         *("errors", "files", "config", "model", "data", "tracking", "export", "generation"),
-        *("optim", "memory", "distributed", "checkpoints", "training"),
+        *("optim", "memory", "distributed", "checkpoints", "training", "ladder"),
     },
     "__main__": {"errors", "files", "memory", "commands"},
     "__init__": set(),

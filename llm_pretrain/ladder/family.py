@@ -1,0 +1,90 @@
+"""A family of models of one base configuration: hidden_size is the dial, all other sizes follow."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+from llm_pretrain.config import Config, validate
+from llm_pretrain.errors import ConfigError
+
+WIDTH_MULTIPLE = 32
+"""Feed-forward widths are multiples of it, which matrix kernels prefer."""
+
+
+def member(base: Config, hidden_size: int) -> Config:
+    """The configuration of another size of `base`'s family.
+
+    Heads keep their width, and their number, the layers and the feed-forward widths are proportional to
+    `hidden_size`; experts and top-k stay. `optimizer.base_hidden_size` lets learning rates and initial values
+    follow (muP, arXiv:2203.03466), so that `base` is a member with the rates that it has. Everything else,
+    the run's length and folder included, is the base's.
+
+    Args:
+        base: Any configuration without `model.init_from`.
+        hidden_size: A multiple of `width_step(base)`.
+
+    Raises:
+        ConfigError: the base or the size has no family or place in it.
+    """
+    model = base.model
+    if model.init_from is not None:
+        raise ConfigError(
+            "model.init_from: expected none in the base of a family of sizes, found "
+            f"{model.init_from!r}; its weights have one size"
+        )
+    step = width_step(base)
+    if hidden_size < step or hidden_size % step:
+        raise ConfigError(
+            f"model.hidden_size: expected a multiple of {step}, the width of whole heads, found {hidden_size}"
+        )
+    tuned_for = base.optimizer.base_hidden_size or model.hidden_size
+    config = dataclasses.replace(
+        base, optimizer=dataclasses.replace(base.optimizer, base_hidden_size=tuned_for)
+    )
+    if hidden_size == model.hidden_size:
+        return config
+    heads = model.num_attention_heads * hidden_size // model.hidden_size
+    layers = max(1, round(model.num_hidden_layers * hidden_size / model.hidden_size))
+    every = min(model.decoder_sparse_step, layers)
+    widths = {"intermediate_size": _width(model.intermediate_size, hidden_size / model.hidden_size)}
+    if model.moe_intermediate_size:
+        widths["moe_intermediate_size"] = _width(model.moe_intermediate_size, hidden_size / model.hidden_size)
+    shape = dataclasses.replace(
+        model,
+        hidden_size=hidden_size,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=_key_value_heads(heads, model.num_attention_heads // model.num_key_value_heads),
+        decoder_sparse_step=every,
+        first_k_dense_replace=min(model.first_k_dense_replace, layers // every * every - 1),
+        **widths,
+    )
+    config = dataclasses.replace(config, model=shape)
+    if problems := validate(config, needs_data=False):
+        raise ConfigError(*problems)
+    return config
+
+
+def width_step(base: Config) -> int:
+    """The least hidden size of the family: all are multiples of it, with whole heads."""
+    return base.model.hidden_size // math.gcd(base.model.hidden_size, base.model.num_attention_heads)
+
+
+def members(base: Config) -> Iterator[Config]:
+    """The sizes of a family, ascending and without end."""
+    hidden_size = step = width_step(base)
+    while True:
+        yield member(base, hidden_size)
+        hidden_size += step
+
+
+def _width(base: int, ratio: float) -> int:
+    return max(1, round(base * ratio / WIDTH_MULTIPLE)) * WIDTH_MULTIPLE
+
+
+def _key_value_heads(heads: int, group: int) -> int:
+    """The divisor of `heads` that is nearest to `heads / group`; of two the larger."""
+    divisors = [count for count in range(1, heads + 1) if heads % count == 0]
+    return min(divisors, key=lambda count: (abs(count - heads / group), -count))

@@ -1,0 +1,214 @@
+"""What a ladder's folder holds: the plan in ladder.json, and points.jsonl, the table of its measurements."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llm_pretrain.config import Config, from_dict, matches_type, to_dict
+from llm_pretrain.errors import ConfigError, DataError
+from llm_pretrain.files import json_object, read_plain, replace_text
+
+PLAN_FILE, POINTS_FILE, RUNS_FOLDER = "ladder.json", "points.jsonl", "runs"
+VERSION = 1
+_MAX_BYTES = 1 << 26
+
+
+@dataclass(frozen=True)
+class Point:
+    """The loss of one model after one number of tokens; a line of points.jsonl.
+
+    Args:
+        hidden_size: Of the model, a member of the ladder's family.
+        parameters: Active ones, without embedding and head.
+        parameters_with_embedding: Active ones; a tied embedding counts once.
+        tokens: Trained on, from the first step.
+        unique_tokens: Of the training split; more `tokens` are repetitions.
+        flops: Of this training, from its first step.
+        loss: On the validation split, nats per token.
+        bits_per_byte: The same per byte of text; None where the store has no bytes.
+        decayed: Whether the learning rate has decayed; False in the stable phase.
+    """
+
+    hidden_size: int
+    parameters: int
+    parameters_with_embedding: int
+    tokens: int
+    unique_tokens: int
+    flops: float
+    loss: float
+    bits_per_byte: float | None
+    decayed: bool
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a ladder may use.
+
+    Args:
+        text: As it was given: `20m`, `1e16`.
+        flops: Of all trainings.
+        seconds: Of wall time; None where FLOPs were given.
+    """
+
+    text: str
+    flops: float
+    seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Rung:
+    """The runs of one size.
+
+    Args:
+        hidden_size: Of the model.
+        steps: Optimizer steps of its decayed runs, ascending, each with its stable part.
+        branches: Step at which the decay of each begins; multiples of the first.
+    """
+
+    hidden_size: int
+    steps: tuple[int, ...]
+    branches: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """A ladder's plan and what it has measured so far.
+
+    Args:
+        folder: Of the ladder.
+        base: The configuration whose family it is, with the store as its data, vocabulary and precision
+            resolved.
+        store: Hash of the token store.
+        unique_tokens: Of its training split.
+        rungs: One for each size, ascending.
+        budget: What it was given.
+        rate_factor: Factor on the base's learning rates that was best; None before it is known.
+        threads: CPU threads of each run.
+        points: The table; fewer than planned while the ladder runs.
+        seconds_per_token: Hidden size -> measured seconds per trained token of one run, with others beside
+            it.
+    """
+
+    folder: Path
+    base: Config
+    store: str
+    unique_tokens: int
+    rungs: tuple[Rung, ...]
+    budget: Budget
+    rate_factor: float | None
+    threads: int
+    points: tuple[Point, ...] = ()
+    seconds_per_token: Mapping[int, float] = dataclasses.field(default_factory=dict)
+
+    def plan(self) -> dict[str, Any]:
+        """Content of ladder.json."""
+        return {
+            "format": "llm_pretrain ladder",
+            "version": VERSION,
+            "budget": dataclasses.asdict(self.budget),
+            "store": self.store,
+            "unique_tokens": self.unique_tokens,
+            "threads": self.threads,
+            "rate_factor": self.rate_factor,
+            "rungs": [dataclasses.asdict(rung) for rung in self.rungs],
+            "base": to_dict(self.base),
+        }
+
+    def write_plan(self) -> None:
+        """Write ladder.json."""
+        replace_text(self.folder / PLAN_FILE, json.dumps(self.plan(), indent=1) + "\n")
+
+
+def write_points(folder: Path, points: Iterable[Point]) -> None:
+    """Write points.jsonl, by size and tokens."""
+    rows = sorted(points, key=lambda point: (point.hidden_size, point.decayed, point.tokens))
+    text = "".join(json.dumps(dataclasses.asdict(point)) + "\n" for point in rows)
+    replace_text(folder / POINTS_FILE, text)
+
+
+def read_ladder(folder: str | Path) -> Ladder:
+    """A ladder with the points and the speed that it has measured so far.
+
+    Raises:
+        ConfigError: the folder has no ladder.
+        DataError: one of its files is damaged.
+    """
+    from llm_pretrain.ladder.measurements import read_speeds
+
+    ladder = read_plan(folder)
+    if ladder is None:
+        raise ConfigError(
+            f"{folder}: expected a ladder's folder, with {PLAN_FILE}, found none; make one with "
+            "`llm-pretrain ladder`"
+        )
+    return dataclasses.replace(
+        ladder, points=read_points(ladder.folder), seconds_per_token=read_speeds(ladder)
+    )
+
+
+def read_plan(folder: str | Path) -> Ladder | None:
+    """A ladder without what it has measured; None where the folder has none.
+
+    Raises:
+        DataError: ladder.json is damaged.
+    """
+    file = Path(folder) / PLAN_FILE
+    try:
+        content = json_object(file, read_plain(file))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise DataError(f"{file}: expected a readable file, found: {error.strerror}") from error
+    if content.get("version") != VERSION:
+        raise DataError(f"{file}: expected version {VERSION}, found {content.get('version')!r:.40}")
+    try:
+        rungs = tuple(
+            Rung(int(rung["hidden_size"]), tuple(map(int, rung["steps"])), tuple(map(int, rung["branches"])))
+            for rung in content["rungs"]
+        )
+        return Ladder(
+            folder=Path(folder),
+            base=from_dict(content["base"]),
+            store=content["store"],
+            unique_tokens=content["unique_tokens"],
+            rungs=rungs,
+            budget=Budget(**content["budget"]),
+            rate_factor=content["rate_factor"],
+            threads=content["threads"],
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(
+            f"{file}: expected a ladder's plan, found a wrong or missing entry {error}"
+        ) from error
+
+
+def read_points(folder: Path) -> tuple[Point, ...]:
+    """The table of a ladder; empty before its first run has ended. Raises DataError for a damaged line."""
+    file = folder / POINTS_FILE
+    try:
+        lines = read_plain(file, _MAX_BYTES).splitlines()
+    except FileNotFoundError:
+        return ()
+    except OSError as error:
+        raise DataError(f"{file}: expected a readable file, found: {error.strerror}") from error
+    return tuple(_point(file, number, line) for number, line in enumerate(lines, start=1))
+
+
+_COUNTS = ("hidden_size", "parameters", "parameters_with_embedding", "tokens", "unique_tokens")
+_KINDS = {
+    **dict.fromkeys(_COUNTS, int),
+    **{"flops": float, "loss": float, "bits_per_byte": float | None, "decayed": bool},
+}
+
+
+def _point(file: Path, number: int, line: bytes) -> Point:
+    values = json_object(Path(f"{file}:{number}"), line)
+    wrong = [name for name, kind in _KINDS.items() if not matches_type(kind, values.get(name))]
+    if wrong or values.keys() != _KINDS.keys():
+        raise DataError(f"{file}:{number}: expected a point with {', '.join(_KINDS)}, found another line")
+    return Point(**values)
