@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
 
 from llm_pretrain.config import Config, validate
 from llm_pretrain.errors import ConfigError
@@ -70,14 +69,6 @@ def member(base: Config, hidden_size: int) -> Config:
 def width_step(base: Config) -> int:
     """The least hidden size of the family: all are multiples of it, with whole heads."""
     return base.model.hidden_size // math.gcd(base.model.hidden_size, base.model.num_attention_heads)
-
-
-def members(base: Config) -> Iterator[Config]:
-    """The sizes of a family, ascending and without end."""
-    hidden_size = step = width_step(base)
-    while True:
-        yield member(base, hidden_size)
-        hidden_size += step
 
 
 def _width(base: int, ratio: float) -> int:

@@ -1,105 +1,148 @@
-"""What a ladder's runs have measured: from their metrics.jsonl to points and speeds."""
+"""What a ladder's runs have measured: from the files of their folders to points, speeds and compute used."""
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from llm_pretrain.config import Config
+from llm_pretrain.files import read_json
 from llm_pretrain.ladder.family import member
 from llm_pretrain.ladder.points import RUNS_FOLDER, Ladder, Point, Rung
+from llm_pretrain.ladder.runs import Run, size_runs, tokens_per_step
 from llm_pretrain.model import count_parameters, flops_per_token
-from llm_pretrain.tracking import read_metrics
+from llm_pretrain.tracking import read_metrics, read_rows
 
 
-def stable_run(hidden_size: int, factor: float) -> str:
-    """Name of a size's run at a constant rate, `factor` times the base's."""
-    return f"h{hidden_size}-x{factor:g}"
+class Losses(NamedTuple):
+    """An evaluation; None where a value is not finite, or bytes are unknown."""
+
+    loss: float | None
+    bits_per_byte: float | None
 
 
-def decay_run(hidden_size: int, factor: float, steps: int) -> str:
-    """Name of the decay that ends a training of `steps` steps."""
-    return f"{stable_run(hidden_size, factor)}-{steps}"
+def run_folder(ladder: Ladder, run: Run) -> Path:
+    """Folder of a run."""
+    return ladder.folder.absolute() / RUNS_FOLDER / run.name
 
 
-def tokens_per_step(config: Config) -> int:
-    """Positions of a step's batch, padding included."""
-    return config.training.global_batch_size * config.training.sequence_length
-
-
-def read_losses(folder: Path) -> dict[int, tuple[float | None, float | None]]:
-    """Step -> (loss in nats per token, bits per byte) of a run's evaluations; a loss that is not finite is
-    None. Empty before the first row.
+def read_losses(folder: Path) -> dict[int, Losses]:
+    """Step -> evaluation of a run; empty before the first row.
 
     Raises:
         CheckpointError: a line of metrics.jsonl is damaged.
     """
+    evaluated = (row for row in _rows(folder) if "eval/loss" in row)
+    return {row["step"]: Losses(row["eval/loss"], row.get("eval/bits_per_byte")) for row in evaluated}
+
+
+def _rows(folder: Path) -> list[dict[str, Any]]:
     file = folder / "metrics.jsonl"
-    rows = read_metrics(file) if file.exists() else []
-    return {
-        row["step"]: (row["eval/loss"], row.get("eval/bits_per_byte")) for row in rows if "eval/loss" in row
-    }
+    return read_metrics(file) if file.exists() else []
+
+
+def has_diverged(folder: Path) -> bool:
+    """Whether a run ended as diverged, or an evaluation of it was not finite."""
+    return _status(folder).get("state") == "diverged" or any(
+        each.loss is None for each in read_losses(folder).values()
+    )
+
+
+def has_ended(folder: Path, end: int) -> bool:
+    """Whether a run finished at step `end` or later with its evaluation, or has diverged."""
+    status = _status(folder)
+    if status.get("state") == "finished" and status.get("step", 0) >= end:
+        return end in read_losses(folder)
+    return status.get("state") == "diverged"
+
+
+def _status(folder: Path) -> dict[str, Any]:
+    try:
+        status = read_json(folder / "status.json")
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return status if isinstance(status, dict) else {}
+
+
+def diverged_sizes(ladder: Ladder) -> list[int]:
+    """Hidden sizes of which a run at the chosen rate has diverged: their points are left out."""
+    if ladder.rate_factor is None:
+        return []
+    return [
+        rung.hidden_size
+        for rung in ladder.rungs
+        if any(has_diverged(run_folder(ladder, run)) for run in size_runs(rung, ladder.rate_factor))
+    ]
 
 
 def measured_points(ladder: Ladder) -> list[Point]:
     """The points of all evaluations that the ladder's runs, at the chosen rate, have made so far."""
-    if ladder.rate_factor is None:
-        return []
+    left_out = diverged_sizes(ladder)
     return [
-        _point(ladder, rung, step, losses, decayed=decayed)
-        for rung in ladder.rungs
-        for step, losses, decayed in _evaluations(ladder, rung)
-        if losses[0] is not None
+        point for rung in ladder.rungs if rung.hidden_size not in left_out for point in _points(ladder, rung)
     ]
 
 
-def _evaluations(ladder: Ladder, rung: Rung) -> Iterator[tuple[int, tuple[float | None, float | None], bool]]:
-    """(step, losses, whether after the decay) of a size's finished evaluations."""
-    factor, runs = ladder.rate_factor, ladder.folder / RUNS_FOLDER
-    assert factor is not None
-    for step, losses in read_losses(runs / stable_run(rung.hidden_size, factor)).items():
-        if 0 < step <= rung.branches[-1]:
-            yield step, losses, False
-    for steps in rung.steps:
-        losses = read_losses(runs / decay_run(rung.hidden_size, factor, steps))
-        if steps in losses:
-            yield steps, losses[steps], True
-
-
-def _point(
-    ladder: Ladder, rung: Rung, step: int, losses: tuple[float | None, float | None], *, decayed: bool
-) -> Point:
+def _points(ladder: Ladder, rung: Rung) -> Iterator[Point]:
+    """Those of one size: the stable run's after its start, and that at the end of each decay."""
+    if ladder.rate_factor is None:
+        return
     config = member(ladder.base, rung.hidden_size)
-    model, tokens, active = (
-        config.model,
-        step * tokens_per_step(config),
-        count_parameters(config.model).active,
-    )
+    model, active = config.model, count_parameters(config.model).active
     embedding = (model.vocab_size or 0) * model.hidden_size * (1 if model.tie_word_embeddings else 2)
-    assert losses[0] is not None
-    return Point(
-        hidden_size=rung.hidden_size,
-        parameters=active - embedding,
-        parameters_with_embedding=active,
-        tokens=tokens,
-        unique_tokens=ladder.unique_tokens,
-        flops=flops_per_token(model, config.training.sequence_length) * tokens,
-        loss=losses[0],
-        bits_per_byte=losses[1],
-        decayed=decayed,
-    )
+    for run in size_runs(rung, ladder.rate_factor):
+        for step, losses in read_losses(run_folder(ladder, run)).items():
+            if losses.loss is None or not 0 < step <= run.end or (run.begin and step < run.end):
+                continue
+            tokens = step * tokens_per_step(config)
+            yield Point(
+                hidden_size=rung.hidden_size,
+                parameters=active - embedding,
+                parameters_with_embedding=active,
+                tokens=tokens,
+                unique_tokens=ladder.unique_tokens,
+                flops=flops_per_token(model, config.training.sequence_length) * tokens,
+                loss=losses.loss,
+                bits_per_byte=losses.bits_per_byte,
+                decayed=run.begin > 0,
+            )
 
 
 def read_speeds(ladder: Ladder) -> dict[int, float]:
     """Hidden size -> median seconds per token of its stable run, without start-up, evaluations and saves."""
-    speeds: dict[int, float] = {}
     if ladder.rate_factor is None:
-        return speeds
-    for rung in ladder.rungs:
-        folder = ladder.folder / RUNS_FOLDER / stable_run(rung.hidden_size, ladder.rate_factor)
-        file = folder / "metrics.jsonl"
-        rows = read_metrics(file) if file.exists() else []
-        if seconds := [row["perf/step_seconds"] for row in rows if row.get("perf/step_seconds")]:
-            speeds[rung.hidden_size] = statistics.median(seconds) / tokens_per_step(ladder.base)
-    return speeds
+        return {}
+    stable = [size_runs(rung, ladder.rate_factor)[0] for rung in ladder.rungs]
+    speeds = {run.hidden_size: step_seconds(run_folder(ladder, run)) for run in stable}
+    return {size: seconds / tokens_per_step(ladder.base) for size, seconds in speeds.items() if seconds}
+
+
+def step_seconds(folder: Path) -> float | None:
+    """Median seconds of a run's step; None before the first row."""
+    seconds = [row["perf/step_seconds"] for row in _rows(folder) if row.get("perf/step_seconds")]
+    return statistics.median(seconds) if seconds else None
+
+
+class Used(NamedTuple):
+    """What a run has used; steps that were repeated after a kill count once."""
+
+    step: int
+    """The last one that has a row."""
+    seconds: float
+    """From the start of training to the last row of each attempt, without work that was lost."""
+
+
+def read_used(folder: Path) -> Used:
+    """What a run has used so far; nothing before its first row."""
+    rows = _rows(folder)
+    file = folder / "attempts.jsonl"
+    attempts = list(read_rows(file)) if file.exists() else []
+    seconds, kept, end = 0.0, math.inf, math.inf
+    for attempt in reversed(attempts):
+        begin = attempt["time"]
+        times = [row["time"] for row in rows if row["step"] <= kept and begin <= row["time"] < end]
+        seconds += max(times, default=begin) - begin
+        kept, end = min(kept, attempt["step"]), begin
+    return Used(rows[-1]["step"] if rows else 0, seconds)

@@ -53,11 +53,13 @@ class Budget:
         text: As it was given: `20m`, `1e16`.
         flops: Of all trainings.
         seconds: Of wall time; None where FLOPs were given.
+        measuring_seconds: Of those, what the measurement of this machine's speed took.
     """
 
     text: str
     flops: float
     seconds: float | None = None
+    measuring_seconds: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,308 @@
+"""From a budget to the rungs of a ladder: which sizes, and for how many steps each."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from llm_pretrain.config import Config
+from llm_pretrain.errors import ConfigError
+from llm_pretrain.ladder.family import member, width_step
+from llm_pretrain.ladder.points import Rung
+from llm_pretrain.ladder.runs import Run, check_runs, makespan, rung_runs, tokens_per_step
+from llm_pretrain.model import count_parameters, flops_per_token
+
+DECAY_SHARE = 0.2
+"""Steps of a run's decay, as a share of the run: the losses of longer decays differ little
+(arXiv:2405.18392, figure 5), and each is trained once for every number of tokens."""
+BRANCHES = (1, 2, 4)
+"""Where decays begin, in multiples of the first: D/4, D/2 and D tell how the loss falls with tokens."""
+SIZES = (5, 4, 3)
+"""Numbers of sizes, the preferred first; with fewer than three a curve over sizes is no fit."""
+SPANS = (10.0, 8.0, 6.0, 5.0, 4.0)
+"""FLOPs per token of the largest over those of the smallest size, the preferred first."""
+TOKENS_PER_PARAMETER = 20.0
+"""Of the middle size, with the embedding: about compute-optimal (arXiv:2203.15556)."""
+MAX_EPOCHS = 4.0
+"""Passes of the store in the longest run: more repetitions teach less (arXiv:2305.16264)."""
+MIN_STEPS = 60
+"""Of the shortest run: the loss of fewer is that of the warm-up."""
+RATE_FACTORS = (0.5, 1.0, 2.0)
+"""On the base's learning rates, tried at the smallest size; half or double costs little (muP transfers)."""
+RATE_LIMITS = (0.25, 4.0)
+"""The smallest and the largest factor that is tried where an edge of `RATE_FACTORS` is the best."""
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+class Given(NamedTuple):
+    """A budget as it was given: exactly one of the two."""
+
+    flops: float | None
+    seconds: float | None
+
+
+def read_budget(text: str) -> Given:
+    """The budget in a text: `90s`, `20m`, `1.5h`, `1d`, or FLOPs such as `1e16`.
+
+    Raises:
+        ConfigError: another text, or nothing above zero.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d*)?(?:e[+]?\d+)?)([smhd]?)", text.strip().lower())
+    number = float(match[1]) if match else 0.0
+    if match is None or not 0 < number < math.inf:
+        raise ConfigError(
+            f"--budget: expected a time such as 20m or 2h, or FLOPs such as 1e16, found {text!r}"
+        )
+    unit = _UNITS.get(match[2])
+    return Given(None, number * unit) if unit else Given(number, None)
+
+
+class Size(NamedTuple):
+    """A member of a family."""
+
+    hidden_size: int
+    flops_per_token: float
+    parameters: int
+    """Active ones, with the embedding."""
+
+
+class Sizes:
+    """The members of a base configuration's family, counted when they are first asked for."""
+
+    def __init__(self, base: Config):
+        self.base, self.step = base, width_step(base)
+        self._counted: dict[int, Size] = {}
+
+    def size(self, number: int) -> Size:
+        """The `number`-th member, from 1 on."""
+        if number not in self._counted:
+            config = member(self.base, number * self.step)
+            flops = flops_per_token(config.model, config.training.sequence_length)
+            active = count_parameters(config.model).active
+            self._counted[number] = Size(number * self.step, flops, active)
+        return self._counted[number]
+
+    def step_flops(self, hidden_size: int) -> float:
+        """FLOPs of an optimizer step."""
+        return self.size(hidden_size // self.step).flops_per_token * tokens_per_step(self.base)
+
+    def first(self, reaches: Callable[[Size], bool]) -> int:
+        """The number of the first member that `reaches` something, which all larger ones do too."""
+        most = 1
+        while not reaches(self.size(most)):
+            most *= 2
+        return bisect.bisect_left(range(1, most), True, key=lambda number: reaches(self.size(number))) + 1
+
+    def nearest(self, flops: float, above: int = 0) -> int:
+        """The member after number `above` whose FLOPs per token are nearest to `flops`, as a ratio."""
+        number = max(above + 1, self.first(lambda size: size.flops_per_token >= flops))
+        candidates = [each for each in (number - 1, number) if each > above and each > 0]
+        return min(candidates, key=lambda each: abs(math.log(self.size(each).flops_per_token / flops)))
+
+
+def decay_steps(branch: int) -> int:
+    """Steps of the decay that begins at step `branch`."""
+    return max(1, round(branch * DECAY_SHARE / (1 - DECAY_SHARE)))
+
+
+def rung_of(hidden_size: int, first_branch: int) -> Rung:
+    """The runs of a size whose first decay begins at step `first_branch`."""
+    branches = tuple(first_branch * multiple for multiple in BRANCHES)
+    return Rung(hidden_size, tuple(branch + decay_steps(branch) for branch in branches), branches)
+
+
+def planned_flops(sizes: Sizes, rungs: tuple[Rung, ...]) -> float:
+    """FLOPs of all trainings of a ladder, with the check of the rate at the smallest size."""
+    runs = [*check_runs(rungs[0], RATE_FACTORS), *rung_runs(rungs, 1.0)]
+    distinct = {run.name: run for run in runs}  # of two with one name the longer, which comes later
+    return sum(run.steps * sizes.step_flops(run.hidden_size) for run in distinct.values())
+
+
+def choose_rungs(
+    config: Config, budget_flops: float, unique_tokens: int, count: int | None = None
+) -> tuple[Rung, ...]:
+    """The sizes of a ladder and their numbers of steps, each with about the same compute.
+
+    Sizes are geometric in FLOPs per token around one that sees `TOKENS_PER_PARAMETER`; where the smallest
+    would pass over the text more than `MAX_EPOCHS` times, all are larger. Where the largest would have fewer
+    than `MIN_STEPS` steps in its shortest run, they are closer together, and then fewer.
+
+    Args:
+        config: The base of the family, `model.vocab_size` resolved.
+        budget_flops: Of all trainings, the check of the rate included.
+        unique_tokens: Of the training split.
+        count: Number of sizes, 3 or more; None chooses.
+
+    Raises:
+        ConfigError: the budget or the store is too small for the sizes; it names the least that is enough.
+    """
+    sizes = Sizes(config)
+    found = _first_fit(sizes, budget_flops, unique_tokens, count)
+    if found is None:
+        least = least_flops(sizes, unique_tokens, count)
+        raise ConfigError(
+            f"--budget: expected at least {least:.2g} FLOPs for {count or SIZES[-1]} sizes of this family, "
+            f"found {budget_flops:.2g}; raise it, or use a base with a smaller training.global_batch_size"
+        )
+    return found
+
+
+def least_flops(sizes: Sizes, unique_tokens: int, count: int | None = None) -> float:
+    """The least budget for `count` sizes, or for the fewest.
+
+    Raises:
+        ConfigError: the store is too small for any.
+    """
+    tokens = tokens_per_step(sizes.base)
+    needed = math.ceil(MIN_STEPS * tokens * SPANS[-1] * BRANCHES[-1] / BRANCHES[0] / MAX_EPOCHS)
+    above = sizes.size(1).flops_per_token * tokens
+    for _ in range(40 if unique_tokens >= needed else 0):
+        if _first_fit(sizes, above, unique_tokens, count or SIZES[-1]):
+            break
+        above *= 2
+    else:
+        raise ConfigError(
+            f"--input: expected a store of at least {max(needed, unique_tokens * 5 // 4):,} tokens for a "
+            f"ladder with steps of {tokens:,} tokens, found {unique_tokens:,}; bring more text, or lower "
+            "training.global_batch_size"
+        )
+    below = above / 2
+    while above / below > 1.01:
+        middle = math.sqrt(below * above)
+        is_enough = _first_fit(sizes, middle, unique_tokens, count or SIZES[-1])
+        below, above = (below, middle) if is_enough else (middle, above)
+    return above
+
+
+def _first_fit(
+    sizes: Sizes, budget_flops: float, unique_tokens: int, count: int | None
+) -> tuple[Rung, ...] | None:
+    """The rungs with most sizes, then with the widest span, whose shortest run is long enough."""
+    for each, span in itertools.product(SIZES if count is None else (count,), SPANS):
+        rungs = _rungs(sizes, budget_flops, unique_tokens, each, span)
+        if rungs and all(rung.steps[0] >= MIN_STEPS for rung in rungs):
+            return rungs
+    return None
+
+
+def _rungs(
+    sizes: Sizes, budget_flops: float, unique_tokens: int, count: int, span: float
+) -> tuple[Rung, ...] | None:
+    """`count` sizes over `span`; None where a run would have no steps."""
+    # in units of the steps to the first branch
+    of_size = BRANCHES[-1] + sum(BRANCHES) * DECAY_SHARE / (1 - DECAY_SHARE)
+    of_checks = BRANCHES[0] * (len(RATE_FACTORS) - 1) / (1 - DECAY_SHARE)
+    of_longest = BRANCHES[-1] / (1 - DECAY_SHARE)
+    compute = budget_flops / (count * of_size + of_checks)  # FLOPs of each size to its first branch
+
+    def longest(size: Size) -> float:
+        """Tokens of its longest run."""
+        return compute * of_longest / size.flops_per_token
+
+    middle = sizes.size(sizes.first(lambda size: longest(size) <= TOKENS_PER_PARAMETER * size.parameters))
+    number = sizes.nearest(middle.flops_per_token / math.sqrt(span))
+    number = max(number, sizes.first(lambda size: longest(size) <= MAX_EPOCHS * unique_tokens))
+    smallest, rungs = sizes.size(number).flops_per_token, list[Rung]()
+    for k in range(count):
+        if k:
+            number = sizes.nearest(smallest * span ** (k / (count - 1)), above=number)
+        size = sizes.size(number)
+        first_branch = round(compute / size.flops_per_token / tokens_per_step(sizes.base))
+        if first_branch < 1:
+            return None
+        rungs.append(rung_of(size.hidden_size, first_branch))
+    return tuple(rungs)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Measured time of a run with others beside it, affine in the FLOPs of a token.
+
+    Args:
+        per_token: Seconds of a token without any FLOPs.
+        per_flop: Seconds of one FLOP.
+        start_up: Seconds from a launch to the first step, and from the last one to the end.
+        slots: Runs side by side.
+        evaluated_tokens: Of one evaluation.
+    """
+
+    per_token: float
+    per_flop: float
+    start_up: float
+    slots: int
+    evaluated_tokens: int = 0
+
+    @staticmethod
+    def of(measured: Mapping[float, float], start_up: float, slots: int, evaluated_tokens: int = 0) -> Speed:
+        """From seconds per token by FLOPs per token, of two sizes."""
+        (less, fast), (more, slow) = min(measured.items()), max(measured.items())
+        slope = (slow - fast) / (more - less) if more > less else slow / more
+        per_flop = max(slope, LEAST_SLOPE * slow / more)
+        return Speed(max(0.0, slow - per_flop * more), per_flop, start_up, slots, evaluated_tokens)
+
+    def seconds(self, flops_per_token: float, tokens: float, evaluations: int) -> float:
+        """Of a run of this many tokens; an evaluated token takes a third of a trained one."""
+        equivalent = tokens + evaluations * self.evaluated_tokens / 3
+        return self.start_up + equivalent * (self.per_token + self.per_flop * flops_per_token)
+
+
+LEAST_SLOPE = 0.2
+"""Share of the larger measured size's time that is owed to its FLOPs at least, whatever noise says."""
+
+
+def ladder_seconds(sizes: Sizes, rungs: tuple[Rung, ...], speed: Speed) -> float:
+    """Expected wall time of a ladder: the check of the rate, then all other runs."""
+    tokens = tokens_per_step(sizes.base)
+    check = check_runs(rungs[0], RATE_FACTORS)
+    done = {run.name: run.end for run in check}
+
+    def cost(run: Run, first: int) -> float:
+        evaluations = 1 if run.begin else 1 + run.steps // rungs[0].branches[0]
+        flops = sizes.step_flops(run.hidden_size) / tokens
+        return speed.seconds(flops, (run.end - first) * tokens, evaluations)
+
+    rest = [run for run in rung_runs(rungs, 1.0) if done.get(run.name, 0) < run.end]
+    first_part = makespan(check, {run.name: cost(run, run.begin) for run in check}, speed.slots)
+    costs = {run.name: cost(run, max(run.begin, done.get(run.name, 0))) for run in rest}
+    return first_part + makespan(rest, costs, speed.slots)
+
+
+def flops_within(
+    config: Config, seconds: float, unique_tokens: int, speed: Speed, count: int | None = None
+) -> float:
+    """The most FLOPs whose ladder is expected to end within `seconds`.
+
+    Raises:
+        ConfigError: even the smallest ladder takes longer, or the store is too small.
+    """
+    sizes = Sizes(config)
+
+    def expected(flops: float) -> float:
+        rungs = _first_fit(sizes, flops, unique_tokens, count)
+        return ladder_seconds(sizes, rungs, speed) if rungs else math.inf
+
+    low = least_flops(sizes, unique_tokens, count)
+    if (least := expected(low)) > seconds:
+        raise ConfigError(
+            f"--budget: expected at least {time_text(least)} for {count or SIZES[-1]} sizes of this family "
+            f"on this machine, found {time_text(seconds)}; raise it, or use a base with a smaller "
+            "training.global_batch_size"
+        )
+    high = max(low, seconds * speed.slots / speed.per_flop)  # without any time but that of FLOPs
+    while high / low > 1.005:
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if expected(middle) <= seconds else (low, middle)
+    return low
+
+
+def time_text(seconds: float) -> str:
+    """Seconds as text, such as `1h05m`, `12m30s` or `45s`."""
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes >= 60:
+        return f"{minutes // 60}h{minutes % 60:02}m"
+    return f"{minutes}m{rest:02}s" if minutes else f"{rest}s"

@@ -1,0 +1,146 @@
+"""The runs of a ladder: of each size one at a constant rate, and decays that begin at its checkpoints."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from llm_pretrain.config import Config, DistributedConfig, SourceConfig
+from llm_pretrain.ladder.family import member
+from llm_pretrain.ladder.points import RUNS_FOLDER, Ladder, Rung
+
+WARMUP_SHARE = 0.25
+"""Largest share of warm-up before the first branch: a base's warm-up is made for longer runs."""
+_KEEP_ALL = 1000
+"""Checkpoints of a run; its branches, and those of stops, are far fewer."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training process of a ladder.
+
+    Args:
+        hidden_size: Of the model.
+        factor: On the base's learning rates.
+        begin: Step of the stable run's checkpoint that a decay begins at; 0 for a stable run.
+        end: Last step.
+    """
+
+    hidden_size: int
+    factor: float
+    begin: int
+    end: int
+
+    @property
+    def name(self) -> str:
+        """Name of the run and its folder; a stable run that is continued keeps it."""
+        stable = f"h{self.hidden_size}-x{self.factor:g}"
+        return f"{stable}-{self.end}" if self.begin else stable
+
+    @property
+    def after(self) -> str | None:
+        """Name of the stable run that a decay follows."""
+        return f"h{self.hidden_size}-x{self.factor:g}" if self.begin else None
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps that it trains."""
+        return self.end - self.begin
+
+
+def check_runs(rung: Rung, factors: Sequence[float]) -> list[Run]:
+    """The shortest training of a size at each factor on the learning rates."""
+    begin, end = rung.branches[0], rung.steps[0]
+    pairs = [
+        (Run(rung.hidden_size, factor, 0, begin), Run(rung.hidden_size, factor, begin, end))
+        for factor in factors
+    ]
+    return [run for pair in pairs for run in pair]
+
+
+def size_runs(rung: Rung, factor: float) -> list[Run]:
+    """The stable run of a size, and its decays."""
+    decays = zip(rung.branches, rung.steps, strict=True)
+    stable = Run(rung.hidden_size, factor, 0, rung.branches[-1])
+    return [stable, *(Run(rung.hidden_size, factor, begin, end) for begin, end in decays)]
+
+
+def rung_runs(rungs: Sequence[Rung], factor: float) -> list[Run]:
+    """The runs of all sizes."""
+    return [run for rung in rungs for run in size_runs(rung, factor)]
+
+
+def tokens_per_step(config: Config) -> int:
+    """Positions of a step's batch, padding included."""
+    return config.training.global_batch_size * config.training.sequence_length
+
+
+def run_config(ladder: Ladder, run: Run) -> Config:
+    """The whole configuration of a run: the family's member at the run's rate, schedule and length.
+
+    Everything that decides a number of points.jsonl is the base's or in ladder.json; the run keeps every
+    checkpoint at a branch, and draws, prints and exports as little as it can.
+    """
+    base = member(ladder.base, run.hidden_size)
+    rung = next(each for each in ladder.rungs if each.hidden_size == run.hidden_size)
+    first, runs = rung.branches[0], ladder.folder.absolute() / RUNS_FOLDER
+    resume = str(runs / f"{run.after}" / "checkpoints" / f"step-{run.begin:08d}") if run.begin else "auto"
+    return dataclasses.replace(
+        base,
+        run=dataclasses.replace(base.run, name=run.name, output_dir=None),
+        optimizer=dataclasses.replace(
+            base.optimizer,
+            learning_rate=base.optimizer.learning_rate * run.factor,
+            muon_learning_rate=base.optimizer.muon_learning_rate * run.factor,
+        ),
+        schedule=dataclasses.replace(
+            base.schedule,
+            name="wsd" if run.begin else "constant",
+            warmup_steps=min(base.schedule.warmup_steps, int(first * WARMUP_SHARE)),
+            min_learning_rate=base.schedule.min_learning_rate * run.factor,
+            decay_steps=run.steps if run.begin else None,
+        ),
+        training=dataclasses.replace(base.training, max_steps=run.end),
+        checkpoint=dataclasses.replace(
+            base.checkpoint, save_steps=first, keep_last=_KEEP_ALL, keep_best=False, resume=resume
+        ),
+        evaluation=dataclasses.replace(base.evaluation, eval_steps=first, sample_prompts=[]),
+        logging=dataclasses.replace(
+            base.logging, wandb_mode="disabled", tensorboard=False, report=False, parameters_sha256=False
+        ),
+        distributed=DistributedConfig(
+            cpu_threads=ladder.threads, timeout_seconds=base.distributed.timeout_seconds
+        ),
+    )
+
+
+def with_store(config: Config, store: Path) -> Config:
+    """The configuration with one store as its data."""
+    data = dataclasses.replace(config.data, sources=[SourceConfig(str(store))], weight_changes=[])
+    return dataclasses.replace(config, data=data)
+
+
+def in_order(runs: Sequence[Run], costs: Mapping[str, float]) -> list[Run]:
+    """Runs by the cost of the longest way to the end that begins with them, the longest first."""
+    following: dict[str, float] = {}
+    for run in runs:
+        if run.after:
+            following[run.after] = max(following.get(run.after, 0.0), costs[run.name])
+    return sorted(runs, key=lambda run: -(costs[run.name] + following.get(run.name, 0.0)))
+
+
+def makespan(runs: Sequence[Run], costs: Mapping[str, float], slots: int) -> float:
+    """Cost until all runs have ended, `slots` at a time, each after the one that it follows."""
+    waiting, running, now = in_order(runs, costs), list[tuple[float, str]](), 0.0
+    unfinished = {run.name for run in runs}
+    while waiting or running:
+        for run in list(waiting):
+            if len(running) < slots and run.after not in unfinished:
+                waiting.remove(run)
+                running.append((now + costs[run.name], run.name))
+        running.sort()
+        now, name = running.pop(0)
+        unfinished.discard(name)
+    return now
