@@ -18,6 +18,7 @@ COMMANDS = {
     "configs": "list the presets; write other frameworks' configurations as ours",
     "estimate": "estimate parameters, memory by part, time and cost of a configuration",
     "simulate": "simulate a step of one rank of any number: memory, collectives, time; find a mesh",
+    "ladder": "train small models of one family within a budget, from which larger runs are predicted",
     "train": "train on this machine's GPUs, or on its CPU, through torchrun or accelerate",
     "doctor": "check this machine for settings that would break or slow down a run",
     "parity": "launch a configuration in every way, and compare the runs bit for bit",

@@ -1,0 +1,310 @@
+"""Runs the trainings of a ladder side by side, decays after their stable runs, and measures the speed."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import shutil
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import psutil
+
+from llm_pretrain.commands._launching import (
+    Job,
+    LaunchContext,
+    RunMonitor,
+    RunningJob,
+    last_error_lines,
+    processes_of,
+)
+from llm_pretrain.config import Config, DistributedConfig, dump_yaml
+from llm_pretrain.errors import PretrainError
+from llm_pretrain.files import make_folder, replace_text
+from llm_pretrain.ladder import (
+    Ladder,
+    Run,
+    Speed,
+    diverged_sizes,
+    has_diverged,
+    has_ended,
+    in_order,
+    makespan,
+    measured_points,
+    member,
+    read_losses,
+    read_used,
+    run_config,
+    run_folder,
+    step_seconds,
+    time_text,
+    tokens_per_step,
+    write_points,
+)
+from llm_pretrain.model import flops_per_token
+from llm_pretrain.tracking import read_metrics
+
+_POLL_SECONDS, _STOP_SECONDS = 0.1, 60
+MEASURED_SECONDS, MEASURED_STEPS = 10.0, 6
+"""How long, and how many steps at least, the speed is measured once all runs train."""
+
+
+class Runner:
+    """Runs trainings of a ladder on all slots, with a line for each that ends.
+
+    Args:
+        ladder: The plan.
+        context: Where to launch.
+        slots: Runs side by side: one per GPU, or as many as there are cores for their threads.
+        say: Prints a line.
+    """
+
+    def __init__(self, ladder: Ladder, context: LaunchContext, slots: int, say: Callable[[str], None]):
+        self.ladder, self.context, self.slots, self.say = ladder, context, slots, say
+        self.planned: list[Run] = []
+        """All runs that the ladder will need, as far as known: for the time that is left."""
+
+    def run_all(self, runs: Sequence[Run]) -> None:
+        """Run those that have not ended yet; of one that has diverged, no decays.
+
+        Raises:
+            PretrainError: a run failed.
+        """
+        waiting = [run for run in runs if not has_ended(self._folder(run), run.end)]
+        waiting = in_order(waiting, {run.name: self._flops(run) for run in waiting})
+        running: list[tuple[RunningJob, Run, int]] = []
+        free = list(range(self.slots))
+        try:
+            while waiting or running:
+                unfinished = {run.name for run in waiting} | {run.name for _, run, _ in running}
+                for run in [run for run in waiting if run.after not in unfinished]:
+                    if run.after and has_diverged(self._folder(run).with_name(run.after)):
+                        waiting.remove(run)
+                    elif free:
+                        waiting.remove(run)
+                        slot = free.pop(0)
+                        running.append((self._launch(run, slot), run, slot))
+                time.sleep(_POLL_SECONDS)
+                for entry in list(running):
+                    job, run, slot = entry
+                    if (code := job.poll()) is not None:
+                        running.remove(entry)
+                        free = sorted([*free, slot])
+                        self._ended(job, run, code)
+        except BaseException:
+            stop([job for job, _, _ in running])
+            raise
+
+    def _launch(self, run: Run, slot: int) -> RunningJob:
+        folder = self._folder(run)
+        file = folder.with_suffix(".yaml")
+        make_folder(folder.parent)
+        replace_text(file, dump_yaml(run_config(self.ladder, run)))
+        return launch(file, folder, self.ladder.threads, self.context, slot)
+
+    def _ended(self, job: RunningJob, run: Run, code: int) -> None:
+        folder = self._folder(run)
+        if not has_ended(folder, run.end):
+            raise failure(job, run.name, code)
+        write_points(self.ladder.folder, measured_points(self.ladder))
+        self.say(self._line(run))
+        if run.begin and not has_diverged(folder):  # the loss is measured; the weights stay
+            shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+
+    def _line(self, run: Run) -> str:
+        """Progress after a run's end."""
+        tokens, folder = tokens_per_step(self.ladder.base), self._folder(run)
+        losses = read_losses(folder).get(run.end)
+        seconds = step_seconds(folder)
+        if has_diverged(folder):
+            result = "DIVERGED"
+        else:
+            result = f"loss {losses.loss:.4f}" if losses and losses.loss is not None else ""
+        speed = f"{tokens / seconds:>9,.0f} tokens/s" if seconds else ""
+        return (
+            f"{run.name:<16} {run.end * tokens:>13,} tokens  {result:<11} {speed}  "
+            f"{self.used_text()}, {time_text(self._seconds_left())} left"
+        )
+
+    def used(self) -> tuple[float, float]:
+        """(FLOPs, seconds of runs) of all runs so far, the speed's measurement not included."""
+        found = {run.name: (run, read_used(self._folder(run))) for run in self.planned}
+        flops = sum(max(0, used.step - run.begin) * self._step_flops(run) for run, used in found.values())
+        return flops, math.fsum(used.seconds for _, used in found.values())
+
+    def used_text(self) -> str:
+        """What has been used, as a share of the budget."""
+        flops, seconds = self.used()
+        budget = self.ladder.budget
+        wall = budget.measuring_seconds + seconds / self.slots
+        share = wall / budget.seconds if budget.seconds else flops / budget.flops
+        return f"used {share:.0%} ({flops:.2g} FLOPs, {time_text(wall)})"
+
+    def _seconds_left(self) -> float:
+        """By the mean speed of all runs so far."""
+        flops, seconds = self.used()
+        costs = {run.name: self._flops(run) for run in self.planned}
+        left = [run for run in self.planned if costs[run.name] > 0]
+        return makespan(left, costs, self.slots) * (seconds / flops if flops else 0.0)
+
+    def clean(self, runs: Iterable[Run]) -> None:
+        """Delete the checkpoints and weights of stable runs whose decays have all ended."""
+        runs = list(runs)
+        for stable in [run for run in runs if not run.begin]:
+            decays = [run for run in runs if run.after == stable.name]
+            if all(has_ended(self._folder(run), run.end) for run in [stable, *decays]):
+                for name in ("checkpoints", "weights"):
+                    shutil.rmtree(self._folder(stable) / name, ignore_errors=True)
+
+    def _folder(self, run: Run) -> Path:
+        return run_folder(self.ladder, run)
+
+    def _step_flops(self, run: Run) -> float:
+        config = member(self.ladder.base, run.hidden_size)
+        return flops_per_token(config.model, config.training.sequence_length) * tokens_per_step(config)
+
+    def _flops(self, run: Run) -> float:
+        """FLOPs of a run that are left."""
+        done = max(run.begin, read_used(self._folder(run)).step)
+        return max(0, run.end - done) * self._step_flops(run)
+
+
+def launch(file: Path, folder: Path, threads: int, context: LaunchContext, slot: int) -> RunningJob:
+    """Start a training of the configuration in `file` on one process."""
+    options = ("--config", str(file))
+    return RunningJob(
+        Job("torchrun", 1, folder, folder.with_suffix(".log"), options, threads), context, [slot]
+    )
+
+
+def failure(job: RunningJob, name: str, code: int) -> PretrainError:
+    """The error of a run that ended without being finished, with the run's own exit code."""
+    how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+    lines = last_error_lines(job.job.log)
+    error = PretrainError(f"{name} {how}: {lines[-1] if lines else 'no output'}; {job.job.log} has all of it")
+    error.exit_code = code if 0 < code < 128 else 1
+    return error
+
+
+def stop(jobs: Sequence[RunningJob]) -> None:
+    """Let runs save and end, then kill those that are left."""
+    try:
+        for job in jobs:
+            if job.poll() is None:
+                job.process.terminate()
+        deadline = time.monotonic() + _STOP_SECONDS
+        while time.monotonic() < deadline and any(job.poll() is None for job in jobs):
+            time.sleep(_POLL_SECONDS)
+    finally:  # also at a second signal
+        for job in jobs:
+            job.kill()
+
+
+def end_orphans(folders: Iterable[Path]) -> None:
+    """End runs that a ladder left when it was killed itself: they save, and hold their folders until then."""
+    found = [process for folder in folders for process in processes_of(folder)]
+    for process in found:
+        try:
+            process.terminate()
+        except psutil.Error:
+            continue
+    for process in psutil.wait_procs(found, timeout=_STOP_SECONDS)[1]:
+        process.kill()
+
+
+def measure_speed(
+    base: Config,
+    hidden_sizes: Sequence[int],
+    folder: Path,
+    context: LaunchContext,
+    *,
+    slots: int,
+    threads: int,
+) -> Speed:
+    """The speed of runs on all slots at once, by sizes in turn; deletes what it wrote into `folder`.
+
+    Raises:
+        PretrainError: a run failed.
+    """
+    in_turn = [hidden_sizes[k % len(hidden_sizes)] for k in range(slots)]
+    groups = [in_turn] if slots >= len(hidden_sizes) else [[size] for size in hidden_sizes]
+    measured: dict[int, list[float]] = {}
+    start_ups: list[float] = []
+    for group in groups:
+        for size, seconds, start_up in _measure(base, group, folder, context, threads=threads):
+            measured.setdefault(size, []).append(seconds)
+            start_ups.append(start_up)
+    tokens = tokens_per_step(base)
+    by_flops = {
+        flops_per_token(member(base, size).model, base.training.sequence_length): statistics.mean(each)
+        / tokens
+        for size, each in measured.items()
+    }
+    return Speed.of(by_flops, statistics.mean(start_ups), slots)
+
+
+def _measure(
+    base: Config, sizes: Sequence[int], folder: Path, context: LaunchContext, *, threads: int
+) -> list[tuple[int, float, float]]:
+    """(size, median seconds of a step, seconds to the first step) of runs side by side."""
+    jobs: list[RunningJob] = []
+    shutil.rmtree(folder, ignore_errors=True)
+    make_folder(folder)
+    try:
+        monitors = []
+        for slot, size in enumerate(sizes):
+            own, file = folder / f"{slot}", folder / f"{slot}.yaml"
+            replace_text(file, dump_yaml(_measured_config(member(base, size), threads)))
+            monitors.append(RunMonitor(own))
+            jobs.append(launch(file, own, threads, context, slot))
+        since, begun = 0.0, list[int]()
+        while (
+            not since or time.time() - since < MEASURED_SECONDS or _fewest(monitors, begun) < MEASURED_STEPS
+        ):
+            time.sleep(_POLL_SECONDS)
+            for monitor, job in zip(monitors, jobs, strict=True):
+                monitor.update()
+                if (code := job.poll()) is not None:
+                    raise failure(job, "the measurement of the speed", code)
+            if not since and all(monitor.last_step for monitor in monitors):
+                since, begun = time.time(), [monitor.last_step or 0 for monitor in monitors]
+        found = []
+        for size, monitor in zip(sizes, monitors, strict=True):
+            rows = [row for row in read_metrics(monitor.folder / "metrics.jsonl") if row["time"] > since]
+            seconds = statistics.median(row["perf/step_seconds"] for row in rows)
+            found.append((size, seconds, max(0.0, (monitor.first_row_seconds or 0.0) - seconds)))
+        return found
+    finally:
+        for job in jobs:
+            job.kill()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _fewest(monitors: Sequence[RunMonitor], begun: Sequence[int]) -> int:
+    """Steps since `begun` of the slowest run."""
+    return min((monitor.last_step or 0) - first for monitor, first in zip(monitors, begun, strict=True))
+
+
+def _measured_config(config: Config, threads: int) -> Config:
+    """Of a run whose steps are measured: a row for each, and nothing else."""
+    return dataclasses.replace(
+        config,
+        schedule=dataclasses.replace(config.schedule, name="constant", warmup_steps=0, decay_steps=None),
+        training=dataclasses.replace(config.training, max_steps=1_000_000, spike_action="log"),
+        checkpoint=dataclasses.replace(config.checkpoint, save_steps=0, resume="auto"),
+        evaluation=dataclasses.replace(config.evaluation, eval_steps=0, sample_prompts=[]),
+        logging=dataclasses.replace(
+            config.logging, logging_steps=1, wandb_mode="disabled", tensorboard=False, report=False
+        ),
+        distributed=DistributedConfig(cpu_threads=threads),
+    )
+
+
+def left_out_lines(ladder: Ladder) -> list[str]:
+    """A line for each size that diverged."""
+    return [
+        f"h{size}: a run has diverged; the size is left out of {ladder.folder / 'points.jsonl'}"
+        for size in diverged_sizes(ladder)
+    ]

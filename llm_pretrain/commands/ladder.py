@@ -1,0 +1,366 @@
+"""`llm-pretrain ladder`: train small models of one family within a budget, and table their losses."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llm_pretrain.commands._launch_options import (
+    add_settings,
+    find_scripts,
+    given_options,
+    say,
+)
+from llm_pretrain.commands._launching import LaunchContext, Machine, exit_on_signals, this_machine
+from llm_pretrain.config import Config, load_config, resolve_model, to_dict
+from llm_pretrain.errors import (
+    EXIT_PREEMPTED,
+    ConfigError,
+    DataError,
+    DivergedError,
+    OutputError,
+)
+from llm_pretrain.files import make_folder
+
+if TYPE_CHECKING:
+    from llm_pretrain.commands._ladder_runs import Runner
+    from llm_pretrain.ladder import Ladder
+
+EXAMPLES = """\
+Every other option is a setting, --section.field VALUE, of the family's base. The same command continues a
+ladder that was stopped; runs that have ended are kept, and the table has the same bits.
+
+examples:
+  llm-pretrain ladder --input data/stores/stdlib --budget 20m
+  llm-pretrain ladder --input data/stores/mine --budget 2h --config minimind-26m --output ladders/mine
+  llm-pretrain ladder --input data/stores/mine --budget 1e16 --sizes 4 --training.global_batch_size 32
+"""
+
+GUESSED_FLOPS = {"core": 4e10, "gpu": 1e14}
+"""Per second, for the sizes at which the speed is measured first."""
+MEASURE_AGAIN = 2.0
+"""Ratio in FLOPs per token beyond the measured sizes from which the speed is measured again."""
+_CHOSEN = {
+    "data.sources": "--input",
+    "data.weight_changes": "--input",
+    "run.output_dir": "--output",
+    "training.max_steps": "--budget",
+    "schedule.name": "--budget",
+    "schedule.decay_steps": "--budget",
+    "distributed.cpu_threads": "--budget",
+}
+"""Settings that a ladder decides by itself, and the option to give instead."""
+_NOT_COMPARED = {"data.sources", "run.name", "run.output_dir"}
+"""Settings that may differ when a ladder is continued; the store has a hash."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options, and every setting of the configuration."""
+    parser.usage = "llm-pretrain ladder --input STORE --budget BUDGET [options] [--section.field VALUE ...]"
+    parser.description = (
+        "Trains small models of one family, each at several numbers of tokens, within a budget; writes their "
+        "losses\nto points.jsonl, from which `llm-pretrain plan` predicts larger runs."
+    )
+    add = parser.add_argument
+    add("--input", required=True, metavar="STORE", help="token store, written by `llm-pretrain prepare`")
+    add("--budget", required=True, metavar="BUDGET",
+        help="of all runs: a time on this machine (90s, 20m, 2h, 1d), or FLOPs (1e16)")  # fmt: skip
+    add("--config", action="append", metavar="FILE",
+        help="base of the family, as for the scripts; the later file wins (default: the preset quickstart)")  # fmt: skip
+    add("--output", metavar="FOLDER", help="folder of the ladder (default: ladders/NAME of the store)")
+    add("--sizes", type=int, metavar="K",
+        help="number of sizes, 3 or more (default: 5, or as many as the budget allows)")  # fmt: skip
+    add_settings(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Plan, or continue, a ladder and train it; 75 when a signal stopped it."""
+    from llm_pretrain.ladder import read_budget
+
+    read_budget(arguments.budget)
+    if arguments.sizes is not None and not 3 <= arguments.sizes <= 16:
+        raise ConfigError(f"--sizes: expected 3 to 16, found {arguments.sizes}")
+    machine = this_machine()
+    base, store, unique_tokens = open_base(arguments, machine)
+    folder = (
+        Path(arguments.output) if arguments.output else Path("ladders") / Path(arguments.input).resolve().name
+    )
+    context = LaunchContext(find_scripts(None, ["torchrun"]), machine, math.inf)
+    with locked(folder), exit_on_signals():
+        try:
+            ladder = continued(arguments, folder, base, store)
+            if ladder is None:
+                ladder = plan(arguments, folder, base, store, unique_tokens, context)
+            return train(ladder, context)
+        except (KeyboardInterrupt, SystemExit):
+            say(f"stopped; the same command continues {folder}")
+            return EXIT_PREEMPTED
+
+
+def open_base(arguments: argparse.Namespace, machine: Machine) -> tuple[Config, str, int]:
+    """The base configuration, resolved, with the store as its data; the store's hash and training tokens."""
+    from llm_pretrain.data import TokenStore, sequences_per_epoch
+    from llm_pretrain.ladder import member, with_store
+
+    given = [word.removeprefix("--") for word in arguments.settings[::2]]
+    if problems := [
+        f"{name}: expected none, a ladder chooses it; use {_CHOSEN[name]}"
+        for name in given
+        if name in _CHOSEN
+    ]:
+        raise ConfigError(*problems)
+    arguments.config = arguments.config or ["quickstart"]
+    config = load_config(given_options(arguments), needs_data=False, world_size=1)
+    store = TokenStore(Path(arguments.input))
+    if not store.facts["splits"]["validation"]["targets"]:
+        raise DataError(
+            f"--input {arguments.input}: expected a validation split to measure losses on, found none; "
+            "prepare it with a larger --validation_fraction, or from more documents"
+        )
+    base = with_store(resolve_model(config, store.vocab_size), store.path)
+    base = dataclasses.replace(
+        base,
+        training=dataclasses.replace(
+            base.training, deterministic=base.training.deterministic or machine.gpus > 0
+        ),
+    )
+    member(base, base.model.hidden_size)  # raises for a base without a family
+    return base, store.hash, sequences_per_epoch(base) * base.training.sequence_length
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the folder, created if missing, so that no other ladder runs in it."""
+    from filelock import FileLock, Timeout
+
+    from llm_pretrain.ladder import PLAN_FILE
+
+    if folder.exists() and not folder.is_dir():
+        raise OutputError(f"--output {folder}: expected a folder, found a file")
+    is_new = not (folder / PLAN_FILE).exists()
+    if others := is_new and folder.is_dir() and sorted(set(os.listdir(folder)) - {".lock", "measuring"}):
+        raise OutputError(
+            f"--output {folder}: expected a ladder's folder, or a new or empty one, found {others[0]} in it; "
+            "choose another"
+        )
+    try:
+        make_folder(folder)
+        with FileLock(folder / ".lock", timeout=0):
+            yield
+    except Timeout:
+        raise OutputError(
+            f"--output {folder}: expected a folder of its own, found another ladder in it"
+        ) from None
+
+
+def continued(arguments: argparse.Namespace, folder: Path, base: Config, store: str) -> Ladder | None:
+    """The ladder in a folder, None if there is none yet.
+
+    Raises:
+        ConfigError: it has another base, budget, store or number of sizes; with a line for each difference.
+    """
+    from llm_pretrain.ladder import read_budget, read_plan
+
+    ladder = read_plan(folder)
+    if ladder is None:
+        return None
+    own = {
+        f"{section}.{name}": value
+        for section, each in to_dict(ladder.base).items()
+        for name, value in each.items()
+    }
+    new = {
+        f"{section}.{name}": value for section, each in to_dict(base).items() for name, value in each.items()
+    }
+    found = [
+        (name, own[name], new[name]) for name in new if name not in _NOT_COMPARED and own[name] != new[name]
+    ]
+    if ladder.store != store:
+        found.append(("--input", f"the store {ladder.store[:12]}", f"{store[:12]} in {arguments.input}"))
+    if read_budget(ladder.budget.text) != read_budget(arguments.budget):
+        found.append(("--budget", ladder.budget.text, arguments.budget))
+    if arguments.sizes is not None and arguments.sizes != len(ladder.rungs):
+        found.append(("--sizes", len(ladder.rungs), arguments.sizes))
+    if found:
+        raise ConfigError(
+            *(
+                f"{name}: expected {expected}, as the ladder in {folder} has, found {value}; choose another "
+                "--output for another ladder"
+                for name, expected, value in found
+            )
+        )
+    say(f"continuing {folder}, planned for {ladder.budget.text}")
+    return dataclasses.replace(ladder, base=base)  # the store may have moved
+
+
+def plan(
+    arguments: argparse.Namespace,
+    folder: Path,
+    base: Config,
+    store: str,
+    unique_tokens: int,
+    context: LaunchContext,
+) -> Ladder:
+    """Choose the rungs for the budget, measuring the speed for a time, and write ladder.json."""
+    from llm_pretrain.ladder import Budget, Ladder, Sizes, choose_rungs, planned_flops, read_budget, time_text
+
+    slots, threads = slots_of(context.machine, arguments.sizes or 5)
+    given, started = read_budget(arguments.budget), time.monotonic()
+    expected, flops = "", given.flops
+    if given.seconds is not None:
+        flops, seconds = flops_for(
+            base, given.seconds, unique_tokens, arguments.sizes, folder / "measuring", context, slots, threads
+        )
+        expected = f", about {time_text(seconds)}"
+    assert flops is not None
+    rungs = choose_rungs(base, flops, unique_tokens, arguments.sizes)
+    measuring = time.monotonic() - started if given.seconds else 0.0
+    budget = Budget(arguments.budget, flops, given.seconds, measuring)
+    ladder = Ladder(folder, base, store, unique_tokens, rungs, budget, None, threads)
+    ladder.write_plan()
+    say(
+        f"{len(rungs)} sizes of {base.run.name} in {planned_flops(Sizes(base), rungs):.2g} FLOPs{expected}, "
+        f"{slots} side by side with {threads} thread{'s' * (threads > 1)} each, in {folder}"
+    )
+    return ladder
+
+
+def slots_of(machine: Machine, sizes: int) -> tuple[int, int]:
+    """(runs side by side, threads of each): one a GPU; without, the cores are divided among the sizes."""
+    slots = machine.gpus or max(1, min(machine.cores, sizes))
+    return slots, max(1, machine.cores // slots)
+
+
+def flops_for(
+    base: Config,
+    seconds: float,
+    unique_tokens: int,
+    count: int | None,
+    folder: Path,
+    context: LaunchContext,
+    slots: int,
+    threads: int,
+) -> tuple[float, float]:
+    """(FLOPs that this machine does in a time, less what measuring takes; expected seconds of the ladder)."""
+    from llm_pretrain.commands._ladder_runs import measure_speed
+    from llm_pretrain.ladder import Sizes, Speed, choose_rungs, flops_within, ladder_seconds
+
+    started, sizes, machine = time.monotonic(), Sizes(base), context.machine
+    evaluated = evaluated_tokens(base)
+    guess = GUESSED_FLOPS["gpu"] * slots if machine.gpus else GUESSED_FLOPS["core"] * machine.cores
+    speed = Speed(0.0, slots / guess, 0.0, slots)
+    measured: tuple[float, float] | None = None
+    while True:
+        left = seconds - (time.monotonic() - started)
+        flops = flops_within(base, left, unique_tokens, speed, count)
+        rungs = choose_rungs(base, flops, unique_tokens, count)
+        ends = [rungs[0].hidden_size, rungs[-1].hidden_size]
+        low, high = (sizes.step_flops(size) for size in ends)
+        if measured and low * MEASURE_AGAIN >= measured[0] and high <= measured[1] * MEASURE_AGAIN:
+            return flops, ladder_seconds(sizes, rungs, speed)
+        say(f"measuring the speed of hidden sizes {ends[0]} and {ends[1]}")
+        speed = measure_speed(base, ends, folder, context, slots=slots, threads=threads)
+        speed, measured = dataclasses.replace(speed, evaluated_tokens=evaluated), (low, high)
+
+
+def evaluated_tokens(base: Config) -> int:
+    """Tokens of one evaluation."""
+    from llm_pretrain.data import evaluation_batches
+
+    batches = evaluation_batches(base)
+    return sum(batches.sequences) * base.training.sequence_length
+
+
+def train(ladder: Ladder, context: LaunchContext) -> int:
+    """Check the rate, run all that has not ended yet, and print the table."""
+    from llm_pretrain.commands._ladder_runs import Runner, end_orphans, left_out_lines
+    from llm_pretrain.ladder import (
+        RATE_FACTORS,
+        RUNS_FOLDER,
+        check_runs,
+        diverged_sizes,
+        measured_points,
+        rung_runs,
+        time_text,
+        write_points,
+    )
+
+    started, runs = time.monotonic(), ladder.folder.absolute() / RUNS_FOLDER
+    end_orphans([each for each in runs.iterdir() if each.is_dir()] if runs.is_dir() else [])
+    machine = context.machine
+    runner = Runner(ladder, context, machine.gpus or max(1, machine.cores // ladder.threads), say)
+    factors = list(RATE_FACTORS)
+    runner.planned = [*check_runs(ladder.rungs[0], factors), *rung_runs(ladder.rungs, 1.0)]
+    if ladder.rate_factor is None:
+        ladder = check_rate(runner, factors)
+    factor = ladder.rate_factor
+    assert factor is not None
+    checks, rest = check_runs(ladder.rungs[0], factors_run(ladder)), rung_runs(ladder.rungs, factor)
+    runner.planned = [*checks, *rest]
+    runner.clean([run for run in checks if run.factor != factor])
+    runner.run_all(rest)
+    runner.clean(rest)
+    points = measured_points(ladder)
+    write_points(ladder.folder, points)
+    for line in left_out_lines(ladder):
+        say(line)
+    if (left := len(ladder.rungs) - len(diverged_sizes(ladder))) < 3:
+        raise DivergedError(
+            f"{ladder.folder}: expected three sizes or more that do not diverge, found {left}"
+        )
+    flops, seconds = runner.used()
+    say(
+        f"{len(points)} points in {ladder.folder / 'points.jsonl'}; {runner.used_text()}: {flops:.3g} FLOPs, "
+        f"{time_text(seconds)} of runs; this call {time_text(time.monotonic() - started)}"
+    )
+    return 0
+
+
+def factors_run(ladder: Ladder) -> list[float]:
+    """The factors on the learning rates at which the smallest size has a run."""
+    from llm_pretrain.ladder import RATE_FACTORS, RATE_LIMITS, check_runs, run_folder
+
+    factors = sorted({*RATE_FACTORS, *RATE_LIMITS})
+    return [
+        factor for factor in factors if run_folder(ladder, check_runs(ladder.rungs[0], [factor])[0]).is_dir()
+    ]
+
+
+def check_rate(runner: Runner, factors: Sequence[float]) -> Ladder:
+    """Train the smallest size at several rates, and write the best factor into ladder.json."""
+    from llm_pretrain.ladder import RATE_LIMITS, check_runs, has_diverged, read_losses, run_folder
+
+    ladder, tried = runner.ladder, list(factors)
+    rung = ladder.rungs[0]
+
+    def loss(factor: float) -> float:
+        folder = run_folder(ladder, check_runs(rung, [factor])[1])
+        losses = read_losses(folder).get(rung.steps[0])
+        return math.inf if losses is None or losses.loss is None or has_diverged(folder) else losses.loss
+
+    while True:
+        runner.run_all(check_runs(rung, tried))
+        best = min(tried, key=lambda factor: (loss(factor), abs(math.log(factor))))
+        if loss(best) == math.inf:
+            best = min(tried)
+        further = best / 2 if best == min(tried) else best * 2 if best == max(tried) else None
+        if further is None or not RATE_LIMITS[0] <= further <= RATE_LIMITS[1]:
+            break
+        tried.append(further)
+        runner.planned += check_runs(rung, [further])
+    if loss(best) == math.inf:
+        raise DivergedError(
+            f"{ladder.folder}: the smallest size diverges at every rate; lower the base's rates"
+        )
+    found = ", ".join(f"{loss(factor):.4f} at {factor:g}" for factor in sorted(tried))
+    say(f"learning rates {best:g} times the base's: loss of the smallest size {found}")
+    runner.ladder = dataclasses.replace(ladder, rate_factor=best)
+    runner.ladder.write_plan()
+    return runner.ladder
