@@ -99,7 +99,7 @@ class Runner:
 
     def _launch(self, run: Run, slot: int) -> RunningJob:
         folder = self._folder(run)
-        file = folder.with_suffix(".yaml")
+        file = folder.with_name(f"{run.name}.yaml")  # a factor such as 0.5 is no suffix
         make_folder(folder.parent)
         replace_text(file, dump_yaml(run_config(self.ladder, run)))
         return launch(file, folder, self.ladder.threads, self.context, slot)
@@ -138,7 +138,8 @@ class Runner:
         """What has been used, as a share of the budget."""
         flops, seconds = self.used()
         budget = self.ladder.budget
-        wall = budget.measuring_seconds + seconds / self.slots
+        begun = sum(self._folder(run).is_dir() for run in {run.name: run for run in self.planned}.values())
+        wall = budget.measuring_seconds + (seconds + begun * budget.start_up_seconds) / self.slots
         share = wall / budget.seconds if budget.seconds else flops / budget.flops
         return f"used {share:.0%} ({flops:.2g} FLOPs, {time_text(wall)})"
 
@@ -175,7 +176,7 @@ def launch(file: Path, folder: Path, threads: int, context: LaunchContext, slot:
     """Start a training of the configuration in `file` on one process."""
     options = ("--config", str(file))
     return RunningJob(
-        Job("torchrun", 1, folder, folder.with_suffix(".log"), options, threads), context, [slot]
+        Job("torchrun", 1, folder, folder.with_name(f"{folder.name}.log"), options, threads), context, [slot]
     )
 
 

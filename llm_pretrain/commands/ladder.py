@@ -31,7 +31,7 @@ from llm_pretrain.files import make_folder
 
 if TYPE_CHECKING:
     from llm_pretrain.commands._ladder_runs import Runner
-    from llm_pretrain.ladder import Ladder
+    from llm_pretrain.ladder import Ladder, Speed
 
 EXAMPLES = """\
 Every other option is a setting, --section.field VALUE, of the family's base. The same command continues a
@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--budget", required=True, metavar="BUDGET",
         help="of all runs: a time on this machine (90s, 20m, 2h, 1d), or FLOPs (1e16)")  # fmt: skip
     add("--config", action="append", metavar="FILE",
-        help="base of the family, as for the scripts; the later file wins (default: the preset quickstart)")  # fmt: skip
+        help="base of the family; of several the later wins (default: the preset quickstart)")  # fmt: skip
     add("--output", metavar="FOLDER", help="folder of the ladder (default: ladders/NAME of the store)")
     add("--sizes", type=int, metavar="K",
         help="number of sizes, 3 or more (default: 5, or as many as the budget allows)")  # fmt: skip
@@ -209,20 +209,28 @@ def plan(
     context: LaunchContext,
 ) -> Ladder:
     """Choose the rungs for the budget, measuring the speed for a time, and write ladder.json."""
-    from llm_pretrain.ladder import Budget, Ladder, Sizes, choose_rungs, planned_flops, read_budget, time_text
+    from llm_pretrain.ladder import (
+        Budget,
+        Ladder,
+        Sizes,
+        choose_rungs,
+        ladder_seconds,
+        planned_flops,
+        read_budget,
+        time_text,
+    )
 
     slots, threads = slots_of(context.machine, arguments.sizes or 5)
     given, started = read_budget(arguments.budget), time.monotonic()
-    expected, flops = "", given.flops
+    budget, speed = Budget(arguments.budget, given.flops or 0.0, given.seconds), None
     if given.seconds is not None:
-        flops, seconds = flops_for(
+        flops, speed = flops_for(
             base, given.seconds, unique_tokens, arguments.sizes, folder / "measuring", context, slots, threads
         )
-        expected = f", about {time_text(seconds)}"
-    assert flops is not None
-    rungs = choose_rungs(base, flops, unique_tokens, arguments.sizes)
-    measuring = time.monotonic() - started if given.seconds else 0.0
-    budget = Budget(arguments.budget, flops, given.seconds, measuring)
+        measuring = time.monotonic() - started
+        budget = Budget(arguments.budget, flops, given.seconds, measuring, speed.start_up)
+    rungs = choose_rungs(base, budget.flops, unique_tokens, arguments.sizes)
+    expected = f", about {time_text(ladder_seconds(Sizes(base), rungs, speed))}" if speed else ""
     ladder = Ladder(folder, base, store, unique_tokens, rungs, budget, None, threads)
     ladder.write_plan()
     say(
@@ -247,10 +255,10 @@ def flops_for(
     context: LaunchContext,
     slots: int,
     threads: int,
-) -> tuple[float, float]:
-    """(FLOPs that this machine does in a time, less what measuring takes; expected seconds of the ladder)."""
+) -> tuple[float, Speed]:
+    """(FLOPs that this machine does in a time, less what measuring takes; the measured speed)."""
     from llm_pretrain.commands._ladder_runs import measure_speed
-    from llm_pretrain.ladder import Sizes, Speed, choose_rungs, flops_within, ladder_seconds
+    from llm_pretrain.ladder import Sizes, Speed, choose_rungs, flops_within
 
     started, sizes, machine = time.monotonic(), Sizes(base), context.machine
     evaluated = evaluated_tokens(base)
@@ -264,7 +272,7 @@ def flops_for(
         ends = [rungs[0].hidden_size, rungs[-1].hidden_size]
         low, high = (sizes.step_flops(size) for size in ends)
         if measured and low * MEASURE_AGAIN >= measured[0] and high <= measured[1] * MEASURE_AGAIN:
-            return flops, ladder_seconds(sizes, rungs, speed)
+            return flops, speed
         say(f"measuring the speed of hidden sizes {ends[0]} and {ends[1]}")
         speed = measure_speed(base, ends, folder, context, slots=slots, threads=threads)
         speed, measured = dataclasses.replace(speed, evaluated_tokens=evaluated), (low, high)

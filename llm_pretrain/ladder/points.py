@@ -54,12 +54,14 @@ class Budget:
         flops: Of all trainings.
         seconds: Of wall time; None where FLOPs were given.
         measuring_seconds: Of those, what the measurement of this machine's speed took.
+        start_up_seconds: Measured, of each run; 0 where FLOPs were given.
     """
 
     text: str
     flops: float
     seconds: float | None = None
     measuring_seconds: float = 0.0
+    start_up_seconds: float = 0.0
 
 
 @dataclass(frozen=True)

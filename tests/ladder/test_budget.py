@@ -1,0 +1,131 @@
+"""The rungs of a budget: its FLOPs are used, sizes and tokens keep their bounds, too little is refused."""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+import pytest
+from support.presets import preset
+
+from llm_pretrain.errors import ConfigError
+from llm_pretrain.ladder import (
+    Run,
+    Rung,
+    Sizes,
+    Speed,
+    check_runs,
+    choose_rungs,
+    flops_within,
+    ladder_seconds,
+    makespan,
+    planned_flops,
+    read_budget,
+    rung_runs,
+    time_text,
+    tokens_per_step,
+)
+from llm_pretrain.ladder.budget import MAX_EPOCHS, MIN_STEPS, SPANS
+
+CASES = [
+    ("quickstart", 3_500_000, (3e13, 1e14, 3e15)),
+    ("tiny-dense", 3_500_000, (1e13, 1e14)),
+    ("gpt2-124m", 10**10, (1e18, 1e20)),
+    ("minimind-moe-145m", 10**9, (1e17,)),
+    ("quickstart", 1_400_000, (1e14,)),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "unique_tokens", "flops"), [(n, u, f) for n, u, budgets in CASES for f in budgets]
+)
+def test_a_budget_is_used_and_its_bounds_are_kept(name: str, unique_tokens: int, flops: float):
+    base = preset(name)
+    sizes, rungs = Sizes(base), choose_rungs(base, flops, unique_tokens)
+    assert planned_flops(sizes, rungs) == pytest.approx(flops, rel=0.05)
+    assert 3 <= len(rungs) <= 5
+    per_step = [sizes.step_flops(rung.hidden_size) for rung in rungs]
+    assert all(larger > smaller for smaller, larger in itertools.pairwise(per_step))
+    assert 0.6 * SPANS[-1] < per_step[-1] / per_step[0] < 1.5 * SPANS[0]
+    tokens = [rung.steps[-1] * tokens_per_step(base) for rung in rungs]
+    assert tokens == sorted(tokens, reverse=True)
+    assert tokens[0] <= 1.01 * MAX_EPOCHS * unique_tokens
+    assert all(rung.steps[0] >= MIN_STEPS for rung in rungs)
+    compute = [
+        step * sum(run.steps for run in rung_runs([rung], 1.0))
+        for step, rung in zip(per_step, rungs, strict=True)
+    ]
+    assert max(compute) / min(compute) < 1.05
+
+
+def test_branches_are_multiples_of_the_first_and_end_in_their_decays():
+    for rung in choose_rungs(preset("quickstart"), 1e14, 3_500_000):
+        assert all(branch % rung.branches[0] == 0 for branch in rung.branches)
+        for steps, branch in zip(rung.steps, rung.branches, strict=True):
+            assert (steps - branch) / steps == pytest.approx(0.2, abs=0.01)
+
+
+def test_a_budget_too_small_names_the_least_that_is_enough():
+    base = preset("quickstart")
+    with pytest.raises(ConfigError, match=r"--budget: expected at least .* FLOPs for 3 sizes") as error:
+        choose_rungs(base, 1e12, 3_500_000)
+    least = float(re.findall(r"[\d.e+]+(?= FLOPs)", str(error.value))[0])
+    choose_rungs(base, least * 1.05, 3_500_000)
+    with pytest.raises(ConfigError):
+        choose_rungs(base, least * 0.9, 3_500_000)
+    with pytest.raises(ConfigError, match="for 5 sizes"):
+        choose_rungs(base, least * 1.05, 3_500_000, 5)
+
+
+def test_a_store_too_small_is_named():
+    with pytest.raises(ConfigError, match="--input: expected a store of at least 983,040 tokens"):
+        choose_rungs(preset("quickstart"), 1e14, 500_000)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("90s", (None, 90)), ("20m", (None, 1200)), ("1.5h", (None, 5400)), ("1e16", (1e16, None))],
+)
+def test_budgets_are_times_or_flops(text: str, expected: tuple[float | None, float | None]):
+    assert read_budget(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "m", "0", "-1h", "20 m", "nan", "1e999", "5y"])
+def test_what_is_no_budget_is_refused(text: str):
+    with pytest.raises(ConfigError, match="--budget: expected a time such as 20m or 2h, or FLOPs"):
+        read_budget(text)
+
+
+def test_a_time_becomes_the_flops_that_fit():
+    base = preset("quickstart")
+    speed = Speed.of({2e6: 2e-5, 2e7: 9e-5}, start_up=7.0, slots=2, evaluated_tokens=32768)
+    assert speed.per_token + speed.per_flop * 2e7 == pytest.approx(9e-5)
+    flops = flops_within(base, 900, 3_500_000, speed)
+    expected = ladder_seconds(Sizes(base), choose_rungs(base, flops, 3_500_000), speed)
+    assert 0.95 * 900 < expected <= 900
+    with pytest.raises(ConfigError, match=r"--budget: expected at least 2m.* on this machine, found 20s"):
+        flops_within(base, 20, 3_500_000, speed)
+
+
+def test_noise_never_makes_flops_free():
+    speed = Speed.of({1e6: 5e-5, 2e7: 5e-5}, start_up=1.0, slots=1)
+    assert speed.per_flop > 0
+    assert speed.per_token >= 0
+
+
+def test_decays_follow_their_stable_runs():
+    rung = Rung(64, (10, 20), (8, 16))
+    runs = rung_runs([rung], 2.0)
+    assert [(run.name, run.after, run.steps) for run in runs] == [
+        ("h64-x2", None, 16),
+        ("h64-x2-10", "h64-x2", 2),
+        ("h64-x2-20", "h64-x2", 4),
+    ]
+    assert check_runs(rung, [2.0])[0] == Run(64, 2.0, 0, 8)  # continued by the stable run of the same name
+    costs = {run.name: float(run.steps) for run in runs}
+    assert makespan(runs, costs, 1) == 22
+    assert makespan(runs, costs, 2) == 20
+
+
+def test_times_as_text():
+    assert [time_text(seconds) for seconds in (45, 750, 3900)] == ["45s", "12m30s", "1h05m"]
