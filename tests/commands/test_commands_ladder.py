@@ -1,0 +1,206 @@
+"""`llm-pretrain ladder`: whole ladders of tiny models, killed and continued; what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from support.launching import ROOT
+
+from llm_pretrain.__main__ import main
+from llm_pretrain.commands._launching import processes_of
+from llm_pretrain.config import dump_yaml
+from llm_pretrain.errors import EXIT_PREEMPTED
+from llm_pretrain.ladder import RUNS_FOLDER, Ladder, read_ladder, run_config, rung_runs
+
+BASE = """\
+run: {name: tiny}
+model: {hidden_size: 64, intermediate_size: 96, num_hidden_layers: 1, num_attention_heads: 8,
+        num_key_value_heads: 4}
+training: {sequence_length: 32, micro_batch_size: 8, global_batch_size: 8, precision: fp32}
+schedule: {warmup_steps: 5}
+evaluation: {max_batches: 2}
+"""
+BUDGET = ("--budget", "2e10", "--sizes", "3")
+
+
+def command(store: Path, folder: Path, *options: str) -> list[str]:
+    base = folder.parent / "base.yaml"
+    base.write_text(BASE)
+    script = str(ROOT / "tests" / "support" / "small_ladder.py")
+    arguments = ["ladder", "--input", str(store), "--config", str(base), "--output", str(folder)]
+    return [sys.executable, script, *arguments, *options]
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+
+
+@pytest.fixture(scope="module")
+def finished(plain_store: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Ladder, str]:
+    """A ladder that nothing interrupted, and what it printed."""
+    folder = tmp_path_factory.mktemp("finished") / "ladder"
+    done = subprocess.run(
+        command(plain_store, folder, *BUDGET), env=environment(), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return read_ladder(folder), done.stdout
+
+
+@pytest.mark.slow
+def test_a_ladder_has_a_point_for_each_size_and_number_of_tokens(finished: tuple[Ladder, str]):
+    ladder, output = finished
+    assert len(ladder.rungs) == 3
+    assert len(ladder.points) == 3 * (4 + 3)
+    assert len({(point.hidden_size, point.tokens, point.decayed) for point in ladder.points}) == 21
+    for rung in ladder.rungs:
+        decayed = [each for each in ladder.points if each.hidden_size == rung.hidden_size and each.decayed]
+        assert [point.loss for point in decayed] == sorted((point.loss for point in decayed), reverse=True)
+    lines = output.splitlines()
+    assert "learning rates" in output
+    assert sum(" left" in line for line in lines) >= 3 * 4
+    assert f"21 points in {ladder.folder / 'points.jsonl'}" in lines[-1]
+    used = float(lines[-1].split(": ")[1].split(" FLOPs")[0])
+    assert 0.9 * ladder.budget.flops < used < 1.2 * ladder.budget.flops
+    assert set(ladder.seconds_per_token) == {rung.hidden_size for rung in ladder.rungs}
+    assert not list((ladder.folder / RUNS_FOLDER).glob("*/checkpoints"))
+
+
+@pytest.mark.slow
+def test_a_branch_has_the_bits_of_a_run_from_the_start(finished: tuple[Ladder, str], tmp_path: Path):
+    ladder, _ = finished
+    assert ladder.rate_factor is not None
+    decay = rung_runs(ladder.rungs, ladder.rate_factor)[-2]
+    config = run_config(ladder, decay)
+    config = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, resume="auto"))
+    file, folder = tmp_path / "whole.yaml", tmp_path / "whole"
+    file.write_text(dump_yaml(config))
+    options = ["--config", str(file), "--run.output_dir", str(folder)]
+    subprocess.run([sys.executable, str(ROOT / "train_pretrain.py"), *options], env=environment(), check=True)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    branch = (ladder.folder / RUNS_FOLDER / decay.name / "metrics.jsonl").read_text().splitlines()
+    last = json.loads(branch[-1])
+    assert (rows[-1]["step"], rows[-1]["eval/loss"]) == (last["step"], last["eval/loss"])
+    assert rows[-1]["train/grad_norm"] == last["train/grad_norm"]
+
+
+@pytest.mark.slow
+def test_a_ladder_that_is_killed_and_stopped_ends_with_the_same_table(
+    finished: tuple[Ladder, str], plain_store: Path, tmp_path: Path
+):
+    whole, _ = finished
+    folder = tmp_path / "ladder"
+    for number, (ended, how) in enumerate([(1, signal.SIGKILL), (3, signal.SIGTERM), (9, signal.SIGKILL)]):
+        log = tmp_path / f"{number}.log"
+        with log.open("w") as file:
+            process = subprocess.Popen(
+                command(plain_store, folder, *BUDGET),
+                env=environment(),
+                stdout=file,
+                stderr=subprocess.STDOUT,
+            )
+        while process.poll() is None and lines_left(folder, log) < ended:
+            time.sleep(0.05)
+        time.sleep(0.4 * number)
+        process.send_signal(how)
+        code = process.wait(120)
+        if how == signal.SIGTERM:
+            assert (code, log.read_text().splitlines()[-1]) == (
+                EXIT_PREEMPTED,
+                f"stopped; the same command continues {folder}",
+            )
+            assert not [run for run in (folder / RUNS_FOLDER).iterdir() if processes_of(run)]
+    done = subprocess.run(
+        command(plain_store, folder, *BUDGET), env=environment(), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (folder / "points.jsonl").read_bytes() == (whole.folder / "points.jsonl").read_bytes()
+    used = [
+        float(text.splitlines()[-1].split(": ")[1].split(" FLOPs")[0]) for text in (done.stdout, finished[1])
+    ]
+    assert used[0] == used[1]
+
+
+def lines_left(folder: Path, log: Path) -> int:
+    """Runs that this call has ended, plus those that began."""
+    return log.read_text().count(" left\n")
+
+
+@pytest.mark.slow
+def test_another_ladder_in_the_folder_is_refused(
+    finished: tuple[Ladder, str], plain_store: Path, changed_store: Path, capsys: pytest.CaptureFixture[str]
+):
+    folder = finished[0].folder
+    for store, options, expected in (
+        (plain_store, ("--budget", "3e10"), "--budget: expected 2e10, as the ladder in"),
+        (
+            plain_store,
+            (*BUDGET, "--optimizer.learning_rate", "0.5"),
+            "optimizer.learning_rate: expected 0.001",
+        ),
+        (plain_store, (*BUDGET[:2], "--sizes", "4"), "--sizes: expected 3"),
+        (changed_store, BUDGET, "--input: expected the store"),
+    ):
+        assert main(command(store, folder, *options)[2:]) == 2
+        error = capsys.readouterr().err
+        assert expected in error
+        assert "choose another --output" in error
+
+
+@pytest.mark.slow
+def test_a_time_is_measured_before_it_is_planned(plain_store: Path, tmp_path: Path):
+    folder = tmp_path / "ladder"
+    started = time.monotonic()
+    done = subprocess.run(
+        command(plain_store, folder, "--budget", "150s", "--sizes", "3"),
+        env=environment(), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    budget = read_ladder(folder).budget
+    assert "measuring the speed of hidden sizes" in done.stdout
+    assert budget.seconds == 150
+    assert 0 < budget.measuring_seconds < 150
+    assert budget.flops > 0
+    assert time.monotonic() - started < 3 * 150
+    assert not (folder / "measuring").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (("--budget", "soon"), "--budget: expected a time such as 20m or 2h, or FLOPs such as 1e16"),
+        (BUDGET, "--input: expected a store of at least 61,440 tokens"),
+        ((*BUDGET[:2], "--sizes", "2"), "--sizes: expected 3 to 16, found 2"),
+        ((*BUDGET, "--training.max_steps", "9"), "training.max_steps: expected none, a ladder chooses it"),
+        ((*BUDGET, "--model.init_from", "w"), "model.init_from: expected none"),
+        ((*BUDGET, "--model.hiden_size", "8"), "model.hiden_size: no such setting"),
+    ],
+)
+def test_wrong_options_are_one_line(
+    options: tuple[str, ...],
+    expected: str,
+    plain_store: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+):
+    assert main(command(plain_store, tmp_path / "ladder", *options)[2:]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert expected in lines[0]
+
+
+def test_a_folder_with_other_files_is_left_alone(
+    plain_store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "notes.txt").write_text("mine")
+    assert main(command(plain_store, folder, *BUDGET)[2:]) == 73
+    assert "found notes.txt in it" in capsys.readouterr().err

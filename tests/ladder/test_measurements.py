@@ -1,0 +1,140 @@
+"""A ladder's table and its use of compute, from files as its runs write them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.presets import preset
+
+from llm_pretrain.errors import ConfigError, DataError
+from llm_pretrain.ladder import (
+    Budget,
+    Ladder,
+    Run,
+    diverged_sizes,
+    has_ended,
+    measured_points,
+    read_ladder,
+    read_used,
+    run_config,
+    run_folder,
+    rung_runs,
+    tokens_per_step,
+    write_points,
+)
+from llm_pretrain.ladder.budget import rung_of
+from llm_pretrain.model import flops_per_token
+
+
+@pytest.fixture
+def ladder(tmp_path: Path) -> Ladder:
+    """Three sizes of a mixture of experts, without any run."""
+    rungs = tuple(rung_of(size, first) for size, first in ((32, 40), (64, 20), (96, 12)))
+    return Ladder(tmp_path, preset("tiny-moe"), "a" * 64, 5000, rungs, Budget("1e12", 1e12), 2.0, 1)
+
+
+def write_rows(folder: Path, rows: list[dict[str, Any]], *, state: str = "finished") -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "status.json").write_text(json.dumps({"state": state, "step": rows[-1]["step"]}))
+
+
+def finish(ladder: Ladder, run: Run, loss: float | None = 5.0) -> None:
+    """Evaluations at every branch step and at the run's end."""
+    first = next(rung for rung in ladder.rungs if rung.hidden_size == run.hidden_size).branches[0]
+    steps = [run.end] if run.begin else [0, *range(first, run.end + 1, first)]
+    rows = [{"step": step, "time": 1.0 + step, "eval/loss": loss, "perf/step_seconds": 0.5} for step in steps]
+    write_rows(run_folder(ladder, run), rows)
+
+
+def test_the_table_has_every_evaluation_but_that_of_the_initial_model(ladder: Ladder):
+    for run in rung_runs(ladder.rungs, 2.0):
+        finish(ladder, run)
+    ladder.write_plan()
+    write_points(ladder.folder, measured_points(ladder))
+    found = read_ladder(ladder.folder)
+    assert dataclasses.replace(found, points=(), seconds_per_token={}) == ladder
+    assert len(found.points) == 3 * (4 + 3)
+    first, last = found.points[0], found.points[-1]
+    assert (first.hidden_size, first.decayed, last.hidden_size, last.decayed) == (32, False, 96, True)
+    for point in found.points:
+        config = run_config(ladder, Run(point.hidden_size, 2.0, 0, ladder.rungs[0].branches[-1]))
+        model = config.model
+        embedding = model.vocab_size * model.hidden_size  # type: ignore[operator]  # resolved
+        assert point.parameters == point.parameters_with_embedding - embedding
+        assert point.flops == flops_per_token(model, 64) * point.tokens
+    assert last.tokens == ladder.rungs[-1].steps[-1] * tokens_per_step(ladder.base)
+    assert found.seconds_per_token[32] == pytest.approx(0.5 / tokens_per_step(ladder.base))
+
+
+@pytest.mark.parametrize("state", ["diverged", "finished"])
+def test_a_size_that_diverges_is_left_out(ladder: Ladder, state: str):
+    runs = rung_runs(ladder.rungs, 2.0)
+    for run in runs:
+        finish(ladder, run)
+    row = {"step": runs[-1].end, "time": 1.0, "eval/loss": None if state == "finished" else 4.0}
+    write_rows(run_folder(ladder, runs[-1]), [row], state=state)
+    assert diverged_sizes(ladder) == [96]
+    assert {point.hidden_size for point in measured_points(ladder)} == {32, 64}
+    assert has_ended(run_folder(ladder, runs[-1]), runs[-1].end)
+
+
+def test_a_run_has_ended_only_at_its_last_step_with_its_evaluation(ladder: Ladder):
+    run = Run(64, 2.0, 0, 80)
+    assert not has_ended(run_folder(ladder, run), 80)
+    finish(ladder, dataclasses.replace(run, end=20))  # as the check of the rate leaves it
+    assert has_ended(run_folder(ladder, run), 20)
+    assert not has_ended(run_folder(ladder, run), 80)
+
+
+def test_repeated_work_counts_once(tmp_path: Path):
+    """An attempt of 40 s to step 40; killed, the next one begins from step 30 and takes 20 s to step 50."""
+    rows = [{"step": step, "time": 100.0 + step} for step in (10, 20, 30, 40)]
+    rows += [{"step": step, "time": 200.0 + step - 30} for step in (40, 50)]
+    write_rows(tmp_path, rows)
+    attempts = [{"step": 0, "time": 100.0}, {"step": 30, "time": 200.0}]
+    (tmp_path / "attempts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in attempts))
+    assert read_used(tmp_path) == (50, 30 + 20)
+
+
+def test_a_run_is_the_member_with_scaled_rates_and_its_own_schedule(ladder: Ladder):
+    stable, decay = (run_config(ladder, run) for run in (Run(32, 2.0, 0, 160), Run(32, 2.0, 40, 50)))
+    assert stable.optimizer.learning_rate == 2 * ladder.base.optimizer.learning_rate
+    assert stable.optimizer.base_hidden_size == 64
+    assert (stable.schedule.name, stable.training.max_steps, stable.checkpoint.save_steps) == (
+        "constant",
+        160,
+        40,
+    )
+    assert (decay.schedule.name, decay.schedule.decay_steps, decay.training.max_steps) == ("wsd", 10, 50)
+    assert decay.checkpoint.resume.endswith("runs/h32-x2/checkpoints/step-00000040")
+    assert decay.schedule.warmup_steps == stable.schedule.warmup_steps == 4
+
+
+def test_what_is_no_ladder_is_named(ladder: Ladder):
+    with pytest.raises(ConfigError, match=r"expected a ladder's folder, with ladder\.json"):
+        read_ladder(ladder.folder)
+    ladder.write_plan()
+    file = ladder.folder / "points.jsonl"
+    file.write_text('{"hidden_size": 3}\n')
+    with pytest.raises(DataError, match=r"points\.jsonl:1: expected a point"):
+        read_ladder(ladder.folder)
+    plan = ladder.folder / "ladder.json"
+    plan.write_text(plan.read_text().replace('"rungs"', '"rings"'))
+    with pytest.raises(DataError, match=r"ladder\.json: expected a ladder's plan"):
+        read_ladder(ladder.folder)
+
+
+def test_no_time_is_in_the_table(ladder: Ladder):
+    for run in rung_runs(ladder.rungs, 2.0):
+        finish(ladder, run, loss=math.e)
+    before = measured_points(ladder)
+    for run in rung_runs(ladder.rungs, 2.0):
+        file = run_folder(ladder, run) / "metrics.jsonl"
+        file.write_text(file.read_text().replace('"perf/step_seconds": 0.5', '"perf/step_seconds": 0.7'))
+    assert measured_points(ladder) == before
