@@ -1,0 +1,294 @@
+"""The scaling law of a ladder, fitted to its points: how the loss falls with parameters and tokens.
+
+    L(N, D) = E + A / N^alpha + B / D^beta
+
+(arXiv:2203.15556, approach 3.) N are active parameters, with or without embedding and head, whichever fits
+better. D counts tokens; those of repeated text count less (arXiv:2305.16264).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llm_pretrain.errors import ConfigError
+from llm_pretrain.ladder.points import Point
+
+Floats = NDArray[np.float64]
+Counting = Literal["parameters", "parameters_with_embedding"]
+"""The count of a point that is N."""
+
+REPETITION = 15.4
+"""R* of arXiv:2305.16264, section 5: after about so many repetitions a token has lost 1 - 1/e of its value."""
+HUBER_DELTA = 1e-3
+"""Residual of log L from which it counts linearly (arXiv:2203.15556, appendix D.2)."""
+EXPONENTS = (0.05, 2.0)
+"""Bounds of alpha and beta."""
+_STARTS = (0.2, 0.5, 1.0)
+"""Exponents at which the search begins, each with each."""
+SAMPLES = 200
+"""Of the bootstrap."""
+LEVEL = 0.9
+"""Share of runs that the interval should contain."""
+LEAST_NOISE = 2e-3
+"""Standard deviation of log L between seeds, of which a ladder's residuals may show less by chance."""
+HELD_OUT = 4.0
+"""Points within this factor of the most FLOPs are left out, to see how a fit without them predicts them."""
+LEAST_POINTS, LEAST_SIZES = 7, 3
+WIDE = 0.1
+"""Width of an interval, relative to the loss, that tells nothing."""
+
+
+@dataclass(frozen=True)
+class ScalingLaw:
+    """A fitted law.
+
+    Args:
+        counting: What N is.
+        E: Loss that no size and no text removes, nats per token.
+        A, alpha: Of the term of parameters.
+        B, beta: Of the term of tokens.
+    """
+
+    counting: Counting
+    E: float
+    A: float
+    alpha: float
+    B: float
+    beta: float
+
+    def loss(self, parameters: float, tokens: float, unique_tokens: float) -> float:
+        """Predicted loss, nats per token.
+
+        Args:
+            parameters: N, counted as `counting` says.
+            tokens: Trained on.
+            unique_tokens: Of the text; more `tokens` are repetitions.
+        """
+        seen = effective_tokens(tokens, unique_tokens)
+        return self.E + self.A / parameters**self.alpha + self.B / seen**self.beta
+
+    def of(self, point: Point) -> float:
+        """Predicted loss of a point."""
+        return self.loss(getattr(point, self.counting), point.tokens, point.unique_tokens)
+
+
+def effective_tokens(tokens: float, unique_tokens: float) -> float:
+    """Tokens of new text that teach as much: `U + U·R*·(1 - exp(-(D/U - 1) / R*))` for D > U."""
+    repeated = max(0.0, tokens / unique_tokens - 1)
+    fresh = min(tokens, unique_tokens)
+    return fresh + unique_tokens * REPETITION * -math.expm1(-repeated / REPETITION)
+
+
+class Prediction(NamedTuple):
+    """A loss in nats per token, and the interval that contains it with probability `LEVEL`."""
+
+    loss: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The law of a ladder with what is uncertain about it.
+
+    Args:
+        law: That fits best.
+        other: The law with N counted otherwise.
+        residuals: log L of each point less the law's.
+        noise: Standard deviation of log L around the law.
+        samples: Laws of resampled points.
+        drift: Error of log L per factor e of compute beyond the points, found by holding points out.
+        most_flops: Of a point.
+        warnings: Why the ladder may be too short to tell; one line each.
+    """
+
+    law: ScalingLaw
+    other: ScalingLaw
+    points: tuple[Point, ...]
+    residuals: tuple[float, ...]
+    noise: float
+    samples: tuple[ScalingLaw, ...]
+    drift: float
+    most_flops: float
+    warnings: tuple[str, ...]
+
+    def predict(self, point: Point) -> Prediction:
+        """The loss of a training that may be none of the ladder's; of `point`, `loss` is not read."""
+        loss = self.law.of(point)
+        logs = np.log([sample.of(point) for sample in self.samples]) - math.log(loss)
+        beyond = max(0.0, math.log(point.flops / self.most_flops))
+        spread = math.sqrt(float(np.mean(logs**2)) + self.noise**2 + (self.drift * beyond) ** 2)
+        half = _NORMAL * spread
+        return Prediction(loss, loss * math.exp(-half), loss * math.exp(half))
+
+
+_NORMAL = 1.645
+"""Standard deviations on each side of `LEVEL` of a normal distribution."""
+
+
+def fit_law(points: Sequence[Point], *, seed: int = 0, samples: int = SAMPLES) -> Fit:
+    """Fit the law to points of one phase, decayed or stable.
+
+    Args:
+        points: Of at least three sizes, all finite.
+        seed: Of the bootstrap.
+        samples: Of the bootstrap.
+
+    Raises:
+        ConfigError: too few points or sizes.
+    """
+    sizes = {point.hidden_size for point in points}
+    if len(points) < LEAST_POINTS or len(sizes) < LEAST_SIZES:
+        raise ConfigError(
+            f"ladder: expected at least {LEAST_POINTS} points of {LEAST_SIZES} sizes for a fit, found "
+            f"{len(points)} of {len(sizes)}"
+        )
+    countings: tuple[Counting, Counting] = ("parameters_with_embedding", "parameters")
+    law, other = sorted((_best(points, each) for each in countings), key=lambda law: _cost(law, points))
+    logs = np.log([point.loss for point in points])
+    fitted = np.log([law.of(point) for point in points])
+    residuals = logs - fitted
+    freedom = max(1, len(points) - 5)
+    noise = max(LEAST_NOISE, math.sqrt(float(residuals @ residuals) / freedom))
+    generator = np.random.default_rng(seed)
+    drawn = [
+        _search(points, fitted + generator.normal(0, noise, len(points)), law.counting, [_vector(law)])
+        for _ in range(samples)
+    ]
+    most = max(point.flops for point in points)
+    return Fit(
+        law=law,
+        other=other,
+        points=tuple(points),
+        residuals=tuple(map(float, residuals)),
+        noise=noise,
+        samples=tuple(drawn),
+        drift=_drift(points, law.counting, most),
+        most_flops=most,
+        warnings=tuple(_warnings(law, points)),
+    )
+
+
+def _warnings(law: ScalingLaw, points: Sequence[Point]) -> list[str]:
+    found = []
+    for name in ("alpha", "beta"):
+        value = getattr(law, name)
+        if not EXPONENTS[0] * 1.01 < value < EXPONENTS[1] * 0.99:
+            term = "parameters" if name == "alpha" else "tokens"
+            found.append(
+                f"the ladder is too short to tell how the loss falls with {term}: {name} is at its bound "
+                f"{value:.2g}"
+            )
+    return found
+
+
+def _drift(points: Sequence[Point], counting: Counting, most: float) -> float:
+    """How wrong a fit to the cheaper points is about the others, per factor e of compute between them."""
+    cheap = [point for point in points if point.flops < most / HELD_OUT]
+    if len(cheap) < LEAST_POINTS - 1 or len({point.hidden_size for point in cheap}) < LEAST_SIZES:
+        return 0.0
+    law, limit = _best(cheap, counting), max(point.flops for point in cheap)
+    errors = [
+        math.log(law.of(point) / point.loss) / math.log(point.flops / limit)
+        for point in points
+        if point.flops > 2 * limit
+    ]
+    return math.sqrt(sum(error**2 for error in errors) / len(errors)) if errors else 0.0
+
+
+def _best(points: Sequence[Point], counting: Counting) -> ScalingLaw:
+    """The best law over all starts."""
+    logs = np.log([point.loss for point in points])
+    parameters, tokens = _counts(points, counting)
+    starts = [
+        _linear_start(parameters, tokens, np.exp(logs), alpha, beta) for alpha in _STARTS for beta in _STARTS
+    ]
+    return _search(points, logs, counting, starts)
+
+
+def _counts(points: Sequence[Point], counting: Counting) -> tuple[Floats, Floats]:
+    """log N and log D of each point."""
+    parameters = [getattr(point, counting) for point in points]
+    tokens = [effective_tokens(point.tokens, point.unique_tokens) for point in points]
+    return np.log(np.array(parameters, dtype=float)), np.log(np.array(tokens, dtype=float))
+
+
+def _linear_start(parameters: Floats, tokens: Floats, losses: Floats, alpha: float, beta: float) -> Floats:
+    """E, A and B that fit best with these exponents: a linear problem."""
+    from scipy.optimize import nnls
+
+    columns = [np.ones_like(losses), np.exp(-alpha * parameters), np.exp(-beta * tokens)]
+    scales = np.array([column.max() for column in columns])
+    matrix = np.stack([column / scale / losses for column, scale in zip(columns, scales, strict=True)], 1)
+    found = np.maximum(nnls(matrix, np.ones_like(losses))[0], 1e-3) / scales
+    return np.array([*np.log(found), alpha, beta])
+
+
+def _vector(law: ScalingLaw) -> Floats:
+    return np.array([math.log(law.E), math.log(law.A), math.log(law.B), law.alpha, law.beta])
+
+
+def _terms(vector: Floats, parameters: Floats, tokens: Floats) -> Floats:
+    """E, A/N^alpha and B/D^beta, of shape [3, points]."""
+    e, a, b, alpha, beta = vector
+    return np.exp(np.stack([np.full_like(tokens, e), a - alpha * parameters, b - beta * tokens]))
+
+
+def _search(
+    points: Sequence[Point], logs: Floats, counting: Counting, starts: Sequence[Floats]
+) -> ScalingLaw:
+    """The law of least Huber loss of log L, from the best of all starts."""
+    from scipy.optimize import least_squares
+
+    parameters, tokens = _counts(points, counting)
+    center, middle = float(parameters.mean()), float(tokens.mean())
+    parameters, tokens = parameters - center, tokens - middle  # else A and alpha nearly compensate each other
+
+    def residuals(vector: Floats) -> Floats:
+        return np.log(_terms(vector, parameters, tokens).sum(0)) - logs
+
+    def jacobian(vector: Floats) -> Floats:
+        terms = _terms(vector, parameters, tokens)
+        shares = terms / terms.sum(0)
+        return np.stack([*shares, -shares[1] * parameters, -shares[2] * tokens], 1)
+
+    low = [-20.0, -20.0, -20.0, EXPONENTS[0], EXPONENTS[0]]
+    high = [5.0, 10.0, 10.0, EXPONENTS[1], EXPONENTS[1]]
+    solutions = []
+    for start in starts:
+        shifted = start.copy()
+        shifted[1] -= start[3] * center
+        shifted[2] -= start[4] * middle
+        inside = np.clip(shifted, np.array(low) + 1e-6, np.array(high) - 1e-6)
+        solutions.append(
+            least_squares(
+                residuals, inside, jac=jacobian, bounds=(low, high), loss="huber", f_scale=HUBER_DELTA,
+                x_scale="jac", max_nfev=400,
+            )
+        )  # fmt: skip
+    e, a, b, alpha, beta = map(float, min(solutions, key=lambda solution: solution.cost).x)
+    return ScalingLaw(
+        counting, math.exp(e), math.exp(a + alpha * center), alpha, math.exp(b + beta * middle), beta
+    )
+
+
+def _cost(law: ScalingLaw, points: Sequence[Point]) -> float:
+    """Huber loss of log L."""
+    errors = np.abs([math.log(law.of(point) / point.loss) for point in points])
+    return float(np.where(errors < HUBER_DELTA, errors**2 / 2, HUBER_DELTA * (errors - HUBER_DELTA / 2)).sum())
+
+
+def best_size(
+    law: ScalingLaw, sizes: Sequence[Point], limit: Callable[[Point], bool] = lambda _: True
+) -> Point:
+    """Of trainings with the same compute, one for each size, that of least predicted loss."""
+    allowed = [size for size in sizes if limit(size)]
+    if not allowed:
+        raise ConfigError("plan: expected a size within the limits, found none")
+    return min(allowed, key=law.of)
