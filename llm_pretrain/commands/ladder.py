@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import math
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,6 +48,8 @@ GUESSED_FLOPS = {"core": 4e10, "gpu": 1e14}
 """Per second, for the sizes at which the speed is measured first."""
 MEASURE_AGAIN = 2.0
 """Ratio in FLOPs per token beyond the measured sizes from which the speed is measured again."""
+MEASUREMENTS = 2
+"""At most, so that a noisy machine is not measured for ever."""
 _CHOSEN = {
     "data.sources": "--input",
     "data.weight_changes": "--input",
@@ -153,7 +156,13 @@ def locked(folder: Path) -> Iterator[None]:
     try:
         make_folder(folder)
         with FileLock(folder / ".lock", timeout=0):
-            yield
+            try:
+                yield
+            finally:
+                if not (folder / PLAN_FILE).exists():  # nothing was planned: leave no trace
+                    (folder / ".lock").unlink(missing_ok=True)
+                    with suppress(OSError):
+                        folder.rmdir()
     except Timeout:
         raise OutputError(
             f"--output {folder}: expected a folder of its own, found another ladder in it"
@@ -265,17 +274,19 @@ def flops_for(
     guess = GUESSED_FLOPS["gpu"] * slots if machine.gpus else GUESSED_FLOPS["core"] * machine.cores
     speed = Speed(0.0, slots / guess, 0.0, slots)
     measured: tuple[float, float] | None = None
-    while True:
+    for rounds in itertools.count():
         left = seconds - (time.monotonic() - started)
         flops = flops_within(base, left, unique_tokens, speed, count)
         rungs = choose_rungs(base, flops, unique_tokens, count)
         ends = [rungs[0].hidden_size, rungs[-1].hidden_size]
         low, high = (sizes.step_flops(size) for size in ends)
-        if measured and low * MEASURE_AGAIN >= measured[0] and high <= measured[1] * MEASURE_AGAIN:
+        is_near = measured and low * MEASURE_AGAIN >= measured[0] and high <= measured[1] * MEASURE_AGAIN
+        if is_near or rounds == MEASUREMENTS:
             return flops, speed
         say(f"measuring the speed of hidden sizes {ends[0]} and {ends[1]}")
         speed = measure_speed(base, ends, folder, context, slots=slots, threads=threads)
         speed, measured = dataclasses.replace(speed, evaluated_tokens=evaluated), (low, high)
+    raise AssertionError("unreachable")
 
 
 def evaluated_tokens(base: Config) -> int:

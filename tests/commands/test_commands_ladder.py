@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import signal
 import subprocess
@@ -19,16 +18,18 @@ from llm_pretrain.commands._launching import processes_of
 from llm_pretrain.config import dump_yaml
 from llm_pretrain.errors import EXIT_PREEMPTED
 from llm_pretrain.ladder import RUNS_FOLDER, Ladder, read_ladder, run_config, rung_runs
+from llm_pretrain.tracking import read_metrics
 
 BASE = """\
 run: {name: tiny}
 model: {hidden_size: 64, intermediate_size: 96, num_hidden_layers: 1, num_attention_heads: 8,
         num_key_value_heads: 4}
 training: {sequence_length: 32, micro_batch_size: 8, global_batch_size: 8, precision: fp32}
+optimizer: {learning_rate: 0.008}
 schedule: {warmup_steps: 5}
 evaluation: {max_batches: 2}
 """
-BUDGET = ("--budget", "2e10", "--sizes", "3")
+BUDGET = ("--budget", "4e9", "--sizes", "3")
 
 
 def command(store: Path, folder: Path, *options: str) -> list[str]:
@@ -39,8 +40,9 @@ def command(store: Path, folder: Path, *options: str) -> list[str]:
     return [sys.executable, script, *arguments, *options]
 
 
-def environment() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+def environment(**more: str) -> dict[str, str]:
+    folders = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(folders), "OMP_NUM_THREADS": "1"} | more
 
 
 @pytest.fixture(scope="module")
@@ -58,15 +60,15 @@ def finished(plain_store: Path, tmp_path_factory: pytest.TempPathFactory) -> tup
 def test_a_ladder_has_a_point_for_each_size_and_number_of_tokens(finished: tuple[Ladder, str]):
     ladder, output = finished
     assert len(ladder.rungs) == 3
-    assert len(ladder.points) == 3 * (4 + 3)
-    assert len({(point.hidden_size, point.tokens, point.decayed) for point in ladder.points}) == 21
+    assert len(ladder.points) == 3 * (2 + 2)
+    assert len({(point.hidden_size, point.tokens, point.decayed) for point in ladder.points}) == 12
     for rung in ladder.rungs:
         decayed = [each for each in ladder.points if each.hidden_size == rung.hidden_size and each.decayed]
         assert [point.loss for point in decayed] == sorted((point.loss for point in decayed), reverse=True)
     lines = output.splitlines()
     assert "learning rates" in output
-    assert sum(" left" in line for line in lines) >= 3 * 4
-    assert f"21 points in {ladder.folder / 'points.jsonl'}" in lines[-1]
+    assert sum(" left" in line for line in lines) >= 3 * 3
+    assert f"12 points in {ladder.folder / 'points.jsonl'}" in lines[-1]
     used = float(lines[-1].split(": ")[1].split(" FLOPs")[0])
     assert 0.9 * ladder.budget.flops < used < 1.2 * ladder.budget.flops
     assert set(ladder.seconds_per_token) == {rung.hidden_size for rung in ladder.rungs}
@@ -84,11 +86,10 @@ def test_a_branch_has_the_bits_of_a_run_from_the_start(finished: tuple[Ladder, s
     file.write_text(dump_yaml(config))
     options = ["--config", str(file), "--run.output_dir", str(folder)]
     subprocess.run([sys.executable, str(ROOT / "train_pretrain.py"), *options], env=environment(), check=True)
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    branch = (ladder.folder / RUNS_FOLDER / decay.name / "metrics.jsonl").read_text().splitlines()
-    last = json.loads(branch[-1])
-    assert (rows[-1]["step"], rows[-1]["eval/loss"]) == (last["step"], last["eval/loss"])
-    assert rows[-1]["train/grad_norm"] == last["train/grad_norm"]
+    branch = read_metrics(ladder.folder / RUNS_FOLDER / decay.name / "metrics.jsonl")[-1]
+    whole = read_metrics(folder / "metrics.jsonl")[-1]
+    names = ("step", "eval/loss", "eval/bits_per_byte", "train/loss", "train/grad_norm", "train/tokens")
+    assert {name: whole[name] for name in names} == {name: branch[name] for name in names}
 
 
 @pytest.mark.slow
@@ -97,12 +98,12 @@ def test_a_ladder_that_is_killed_and_stopped_ends_with_the_same_table(
 ):
     whole, _ = finished
     folder = tmp_path / "ladder"
-    for number, (ended, how) in enumerate([(1, signal.SIGKILL), (3, signal.SIGTERM), (9, signal.SIGKILL)]):
+    for number, (ended, how) in enumerate([(1, signal.SIGKILL), (3, signal.SIGTERM), (4, signal.SIGKILL)]):
         log = tmp_path / f"{number}.log"
         with log.open("w") as file:
             process = subprocess.Popen(
                 command(plain_store, folder, *BUDGET),
-                env=environment(),
+                env=environment(LAUNCH_RUNS="1") if number == 0 else environment(),  # which leaves orphans
                 stdout=file,
                 stderr=subprocess.STDOUT,
             )
@@ -139,11 +140,11 @@ def test_another_ladder_in_the_folder_is_refused(
 ):
     folder = finished[0].folder
     for store, options, expected in (
-        (plain_store, ("--budget", "3e10"), "--budget: expected 2e10, as the ladder in"),
+        (plain_store, ("--budget", "3e10"), "--budget: expected 4e9, as the ladder in"),
         (
             plain_store,
             (*BUDGET, "--optimizer.learning_rate", "0.5"),
-            "optimizer.learning_rate: expected 0.001",
+            "optimizer.learning_rate: expected 0.008",
         ),
         (plain_store, (*BUDGET[:2], "--sizes", "4"), "--sizes: expected 3"),
         (changed_store, BUDGET, "--input: expected the store"),
@@ -157,18 +158,16 @@ def test_another_ladder_in_the_folder_is_refused(
 @pytest.mark.slow
 def test_a_time_is_measured_before_it_is_planned(plain_store: Path, tmp_path: Path):
     folder = tmp_path / "ladder"
-    started = time.monotonic()
     done = subprocess.run(
-        command(plain_store, folder, "--budget", "150s", "--sizes", "3"),
+        command(plain_store, folder, "--budget", "300s", "--sizes", "3"),
         env=environment(), capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     budget = read_ladder(folder).budget
     assert "measuring the speed of hidden sizes" in done.stdout
-    assert budget.seconds == 150
-    assert 0 < budget.measuring_seconds < 150
+    assert budget.seconds == 300
+    assert 0 < budget.measuring_seconds < 300
     assert budget.flops > 0
-    assert time.monotonic() - started < 3 * 150
     assert not (folder / "measuring").exists()
 
 
@@ -176,7 +175,7 @@ def test_a_time_is_measured_before_it_is_planned(plain_store: Path, tmp_path: Pa
     ("options", "expected"),
     [
         (("--budget", "soon"), "--budget: expected a time such as 20m or 2h, or FLOPs such as 1e16"),
-        (BUDGET, "--input: expected a store of at least 61,440 tokens"),
+        (("--budget", "1e7"), "--budget: expected at least"),
         ((*BUDGET[:2], "--sizes", "2"), "--sizes: expected 3 to 16, found 2"),
         ((*BUDGET, "--training.max_steps", "9"), "training.max_steps: expected none, a ladder chooses it"),
         ((*BUDGET, "--model.init_from", "w"), "model.init_from: expected none"),

@@ -236,6 +236,7 @@ COMMAND_LINES: dict[str, list[str]] = {
     "chaos": [],
     "doctor": [],
     "estimate": [],
+    "ladder": ["--input", "nowhere", "--budget", "1h"],
     "parity": [],
     "simulate": ["--world-size", "2", "--gpu", "h100"],
     "prepare": ["--input", "stdlib", "--tokenizer", "nowhere", "--output", "store"],
