@@ -18,6 +18,7 @@ COMMANDS = {
     "configs": "list the presets; write other frameworks' configurations as ours",
     "estimate": "estimate parameters, memory by part, time and cost of a configuration",
     "simulate": "simulate a step of one rank of any number: memory, collectives, time; find a mesh",
+    "plan": "from a ladder and a budget to the configuration that is predicted to end best",
     "ladder": "train small models of one family within a budget, from which larger runs are predicted",
     "train": "train on this machine's GPUs, or on its CPU, through torchrun or accelerate",
     "doctor": "check this machine for settings that would break or slow down a run",

@@ -102,7 +102,7 @@ class Runner:
         file = folder.with_name(f"{run.name}.yaml")  # a factor such as 0.5 is no suffix
         make_folder(folder.parent)
         replace_text(file, dump_yaml(run_config(self.ladder, run)))
-        return launch(file, folder, self.ladder.threads, self.context, slot)
+        return launch(file, folder, self.ladder.threads, self.context, [slot])
 
     def _ended(self, job: RunningJob, run: Run, code: int) -> None:
         folder = self._folder(run)
@@ -172,12 +172,12 @@ class Runner:
         return max(0, run.end - done) * self._step_flops(run)
 
 
-def launch(file: Path, folder: Path, threads: int, context: LaunchContext, slot: int) -> RunningJob:
-    """Start a training of the configuration in `file` on one process."""
-    options = ("--config", str(file))
-    return RunningJob(
-        Job("torchrun", 1, folder, folder.with_name(f"{folder.name}.log"), options, threads), context, [slot]
-    )
+def launch(
+    file: Path, folder: Path, threads: int, context: LaunchContext, slots: Sequence[int]
+) -> RunningJob:
+    """Start a training of the configuration in `file`, one process for each of the slots."""
+    options, log = ("--config", str(file)), folder.with_name(f"{folder.name}.log")
+    return RunningJob(Job("torchrun", len(slots), folder, log, options, threads), context, slots)
 
 
 def failure(job: RunningJob, name: str, code: int) -> PretrainError:
@@ -234,7 +234,9 @@ def measure_speed(
     measured: dict[int, list[float]] = {}
     start_ups: list[float] = []
     for group in groups:
-        for size, seconds, start_up in _measure(base, group, folder, context, threads=threads):
+        configs = [measured_config(member(base, size), threads) for size in group]
+        found = measure_steps(configs, folder, context)
+        for size, (seconds, start_up) in zip(group, found, strict=True):
             measured.setdefault(size, []).append(seconds)
             start_ups.append(start_up)
     tokens = tokens_per_step(base)
@@ -246,20 +248,31 @@ def measure_speed(
     return Speed.of(by_flops, statistics.mean(start_ups), slots)
 
 
-def _measure(
-    base: Config, sizes: Sequence[int], folder: Path, context: LaunchContext, *, threads: int
-) -> list[tuple[int, float, float]]:
-    """(size, median seconds of a step, seconds to the first step) of runs side by side."""
+def measure_steps(
+    configs: Sequence[Config], folder: Path, context: LaunchContext, world_size: int = 1
+) -> list[tuple[float, float]]:
+    """(median seconds of a step, seconds to the first step) of runs side by side.
+
+    Args:
+        configs: Of runs with a row for each step and no end, as `measured_config` makes them.
+        folder: Deletes what it writes there.
+        context: Where to launch.
+        world_size: Processes of each.
+
+    Raises:
+        PretrainError: a run failed.
+    """
     jobs: list[RunningJob] = []
     shutil.rmtree(folder, ignore_errors=True)
     make_folder(folder)
     try:
         monitors = []
-        for slot, size in enumerate(sizes):
-            own, file = folder / f"{slot}", folder / f"{slot}.yaml"
-            replace_text(file, dump_yaml(_measured_config(member(base, size), threads)))
+        for number, config in enumerate(configs):
+            own, file = folder / f"{number}", folder / f"{number}.yaml"
+            replace_text(file, dump_yaml(config))
             monitors.append(RunMonitor(own))
-            jobs.append(launch(file, own, threads, context, slot))
+            slots = range(number * world_size, (number + 1) * world_size)
+            jobs.append(launch(file, own, config.distributed.cpu_threads or 1, context, slots))
         since, begun = 0.0, list[int]()
         while (
             not since or time.time() - since < MEASURED_SECONDS or _fewest(monitors, begun) < MEASURED_STEPS
@@ -272,10 +285,10 @@ def _measure(
             if not since and all(monitor.last_step for monitor in monitors):
                 since, begun = time.time(), [monitor.last_step or 0 for monitor in monitors]
         found = []
-        for size, monitor in zip(sizes, monitors, strict=True):
+        for monitor in monitors:
             rows = [row for row in read_metrics(monitor.folder / "metrics.jsonl") if row["time"] > since]
             seconds = statistics.median(row["perf/step_seconds"] for row in rows)
-            found.append((size, seconds, max(0.0, (monitor.first_row_seconds or 0.0) - seconds)))
+            found.append((seconds, max(0.0, (monitor.first_row_seconds or 0.0) - seconds)))
         return found
     finally:
         for job in jobs:
@@ -288,7 +301,7 @@ def _fewest(monitors: Sequence[RunMonitor], begun: Sequence[int]) -> int:
     return min((monitor.last_step or 0) - first for monitor, first in zip(monitors, begun, strict=True))
 
 
-def _measured_config(config: Config, threads: int) -> Config:
+def measured_config(config: Config, threads: int) -> Config:
     """Of a run whose steps are measured: a row for each, and nothing else."""
     return dataclasses.replace(
         config,

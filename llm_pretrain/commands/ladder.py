@@ -42,6 +42,7 @@ examples:
   llm-pretrain ladder --input data/stores/stdlib --budget 20m
   llm-pretrain ladder --input data/stores/mine --budget 2h --config minimind-26m --output ladders/mine
   llm-pretrain ladder --input data/stores/mine --budget 1e16 --sizes 4 --training.global_batch_size 32
+  llm-pretrain ladder --compare ladders/stdlib ladders/stdlib-other-recipe
 """
 
 GUESSED_FLOPS = {"core": 4e10, "gpu": 1e14}
@@ -66,20 +67,25 @@ _NOT_COMPARED = {"data.sources", "run.name", "run.output_dir"}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options, and every setting of the configuration."""
-    parser.usage = "llm-pretrain ladder --input STORE --budget BUDGET [options] [--section.field VALUE ...]"
+    parser.usage = (
+        "llm-pretrain ladder --input STORE --budget BUDGET [options] [--section.field VALUE ...]\n"
+        "       llm-pretrain ladder --compare FOLDER FOLDER"
+    )
     parser.description = (
         "Trains small models of one family, each at several numbers of tokens, within a budget; writes their "
         "losses\nto points.jsonl, from which `llm-pretrain plan` predicts larger runs."
     )
     add = parser.add_argument
-    add("--input", required=True, metavar="STORE", help="token store, written by `llm-pretrain prepare`")
-    add("--budget", required=True, metavar="BUDGET",
+    add("--input", metavar="STORE", help="token store, written by `llm-pretrain prepare`")
+    add("--budget", metavar="BUDGET",
         help="of all runs: a time on this machine (90s, 20m, 2h, 1d), or FLOPs (1e16)")  # fmt: skip
     add("--config", action="append", metavar="FILE",
         help="base of the family; of several the later wins (default: the preset quickstart)")  # fmt: skip
     add("--output", metavar="FOLDER", help="folder of the ladder (default: ladders/NAME of the store)")
     add("--sizes", type=int, metavar="K",
         help="number of sizes, 3 or more (default: 5, or as many as the budget allows)")  # fmt: skip
+    add("--compare", nargs=2, metavar="FOLDER",
+        help="print the compute that a second ladder needs for the losses of a first")  # fmt: skip
     add_settings(parser)
 
 
@@ -87,6 +93,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Plan, or continue, a ladder and train it; 75 when a signal stopped it."""
     from llm_pretrain.ladder import read_budget
 
+    if arguments.compare:
+        return compare(arguments)
+    for name in ("input", "budget"):
+        if getattr(arguments, name) is None:
+            raise ConfigError(f"--{name}: expected a value, found none; --help has examples")
     read_budget(arguments.budget)
     if arguments.sizes is not None and not 3 <= arguments.sizes <= 16:
         raise ConfigError(f"--sizes: expected 3 to 16, found {arguments.sizes}")
@@ -105,6 +116,27 @@ def run(arguments: argparse.Namespace) -> int:
         except (KeyboardInterrupt, SystemExit):
             say(f"stopped; the same command continues {folder}")
             return EXIT_PREEMPTED
+
+
+def compare(arguments: argparse.Namespace) -> int:
+    """Print the compute that two ladders need for the same losses."""
+    from llm_pretrain.ladder import compare_ladders, read_ladder
+
+    first, second = (read_ladder(folder) for folder in arguments.compare)
+    rows = compare_ladders(first, second)
+    print(f"compute to equal loss, {second.folder} relative to {first.folder}")
+    for row in rows:
+        flops = [f"{each:.3g} FLOPs" if each else "not reached" for each in (row.first, row.second)]
+        print(
+            f"  loss {row.loss:.4f}  {flops[0]:>14}  {flops[1]:>14}  "
+            + (f"{row.ratio:.3f}" if row.ratio else "")
+        )
+    ratios = [row.ratio for row in rows if row.ratio]
+    if not ratios:
+        print("no loss that both have reached: the ladders do not overlap")
+        return 1
+    print(f"ratios from {min(ratios):.3f} to {max(ratios):.3f}; below 1 the second needs less")
+    return 0
 
 
 def open_base(arguments: argparse.Namespace, machine: Machine) -> tuple[Config, str, int]:

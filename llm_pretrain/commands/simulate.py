@@ -228,12 +228,20 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.2f} ms"
 
 
-def _search(
-    worker: Simulator, options: list[str], config: Config, machine: Machine, arguments: argparse.Namespace
-) -> int:
-    from llm_pretrain.commands._simulated_steps import candidates, findings, pipelines
+def search_meshes(
+    worker: Simulator, options: list[str], config: Config, machine: Machine, world_size: int
+) -> list[tuple[Step, Mesh]]:
+    """The meshes on which a rank fits into memory, with their steps, the shortest first; perhaps none.
 
-    world_size = arguments.search
+    Args:
+        worker: Simulates.
+        options: Command line of the script that `config` is of.
+        config: Of the run, its mesh not read.
+        machine: Of the ranks.
+        world_size: Ranks.
+    """
+    from llm_pretrain.commands._simulated_steps import candidates, pipelines
+
     rows: list[tuple[Step, Mesh]] = []
 
     def fits(mesh: Mesh) -> bool:
@@ -248,13 +256,22 @@ def _search(
     shortest = min(rows, key=lambda row: row[0].seconds)[1] if rows else None
     for meshes in pipelines(shortest, config, world_size, machine):
         any(map(fits, meshes))  # the first one that fits
+    return sorted(rows, key=lambda row: row[0].seconds)
+
+
+def _search(
+    worker: Simulator, options: list[str], config: Config, machine: Machine, arguments: argparse.Namespace
+) -> int:
+    from llm_pretrain.commands._simulated_steps import findings
+
+    world_size = arguments.search
+    rows = search_meshes(worker, options, config, machine, world_size)
     if not rows:
         raise ConfigError(
             f"--search: expected a mesh of {world_size} GPUs on which a rank fits into {machine.memory_gb:g} "
             "GB, found none; use more GPUs, a smaller training.micro_batch_size or "
             "training.activation_checkpointing true"
         )
-    rows.sort(key=lambda row: row[0].seconds)
     if arguments.json:
         found = [
             dataclasses.asdict(mesh) | _as_json(step, mesh.of(config), world_size, machine)

@@ -14,6 +14,7 @@ from llm_pretrain.ladder.budget import (
     read_budget,
     time_text,
 )
+from llm_pretrain.ladder.compare import EqualLoss, compare_ladders
 from llm_pretrain.ladder.family import member, width_step
 from llm_pretrain.ladder.measurements import (
     Losses,
@@ -27,6 +28,7 @@ from llm_pretrain.ladder.measurements import (
     run_folder,
     step_seconds,
 )
+from llm_pretrain.ladder.planning import Choice, Outlook, Spending
 from llm_pretrain.ladder.points import (
     PLAN_FILE,
     POINTS_FILE,
@@ -51,6 +53,7 @@ from llm_pretrain.ladder.runs import (
     tokens_per_step,
     with_store,
 )
+from llm_pretrain.ladder.scaling_law import Fit, Prediction, ScalingLaw, fit_law
 
 __all__ = [
     "DECAY_SHARE",
@@ -61,17 +64,26 @@ __all__ = [
     "RUNS_FOLDER",
     "SIZES",
     "Budget",
+    "Choice",
+    "EqualLoss",
+    "Fit",
     "Ladder",
     "Losses",
+    "Outlook",
     "Point",
+    "Prediction",
     "Run",
     "Rung",
+    "ScalingLaw",
     "Sizes",
     "Speed",
+    "Spending",
     "Used",
     "check_runs",
     "choose_rungs",
+    "compare_ladders",
     "diverged_sizes",
+    "fit_law",
     "flops_within",
     "has_diverged",
     "has_ended",

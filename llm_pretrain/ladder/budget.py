@@ -17,7 +17,7 @@ from llm_pretrain.ladder.points import Rung
 from llm_pretrain.ladder.runs import Run, check_runs, makespan, rung_runs, tokens_per_step
 from llm_pretrain.model import count_parameters, flops_per_token
 
-DECAY_SHARE = 0.2
+DECAY_SHARE = 0.5
 """Steps of a run's decay, as a share of the run: the losses of longer decays differ little
 (arXiv:2405.18392, figure 5), and each is trained once for every number of tokens."""
 BRANCHES = (1, 2, 4)
@@ -46,8 +46,12 @@ class Given(NamedTuple):
     seconds: float | None
 
 
-def read_budget(text: str) -> Given:
+def read_budget(text: str, option: str = "--budget") -> Given:
     """The budget in a text: `90s`, `20m`, `1.5h`, `1d`, or FLOPs such as `1e16`.
+
+    Args:
+        text: As it was given.
+        option: Which gave it, for the message.
 
     Raises:
         ConfigError: another text, or nothing above zero.
@@ -56,7 +60,7 @@ def read_budget(text: str) -> Given:
     number = float(match[1]) if match else 0.0
     if match is None or not 0 < number < math.inf:
         raise ConfigError(
-            f"--budget: expected a time such as 20m or 2h, or FLOPs such as 1e16, found {text!r}"
+            f"{option}: expected a time such as 20m or 2h, or FLOPs such as 1e16, found {text!r}"
         )
     unit = _UNITS.get(match[2])
     return Given(None, number * unit) if unit else Given(number, None)
@@ -103,6 +107,11 @@ class Sizes:
         number = max(above + 1, self.first(lambda size: size.flops_per_token >= flops))
         candidates = [each for each in (number - 1, number) if each > above and each > 0]
         return min(candidates, key=lambda each: abs(math.log(self.size(each).flops_per_token / flops)))
+
+
+def decay_of(steps: int) -> int:
+    """Steps of the decay of a run of `steps` steps."""
+    return max(1, round(steps * DECAY_SHARE))
 
 
 def decay_steps(branch: int) -> int:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from llm_pretrain.config import Config
 from llm_pretrain.files import read_json
 from llm_pretrain.ladder.family import member
 from llm_pretrain.ladder.points import RUNS_FOLDER, Ladder, Point, Rung
@@ -90,24 +92,30 @@ def _points(ladder: Ladder, rung: Rung) -> Iterator[Point]:
     if ladder.rate_factor is None:
         return
     config = member(ladder.base, rung.hidden_size)
-    model, active = config.model, count_parameters(config.model).active
-    embedding = (model.vocab_size or 0) * model.hidden_size * (1 if model.tie_word_embeddings else 2)
     for run in size_runs(rung, ladder.rate_factor):
         for step, losses in read_losses(run_folder(ladder, run)).items():
             if losses.loss is None or not 0 < step <= run.end or (run.begin and step < run.end):
                 continue
-            tokens = step * tokens_per_step(config)
-            yield Point(
-                hidden_size=rung.hidden_size,
-                parameters=active - embedding,
-                parameters_with_embedding=active,
-                tokens=tokens,
-                unique_tokens=ladder.unique_tokens,
-                flops=flops_per_token(model, config.training.sequence_length) * tokens,
-                loss=losses.loss,
-                bits_per_byte=losses.bits_per_byte,
-                decayed=run.begin > 0,
-            )
+            trained = unmeasured_point(config, step, ladder.unique_tokens, decayed=run.begin > 0)
+            yield dataclasses.replace(trained, loss=losses.loss, bits_per_byte=losses.bits_per_byte)
+
+
+def unmeasured_point(config: Config, steps: int, unique_tokens: int, *, decayed: bool) -> Point:
+    """A training of `steps` steps as a point, its loss not a number."""
+    model, active = config.model, count_parameters(config.model).active
+    embedding = (model.vocab_size or 0) * model.hidden_size * (1 if model.tie_word_embeddings else 2)
+    tokens = steps * tokens_per_step(config)
+    return Point(
+        hidden_size=model.hidden_size,
+        parameters=active - embedding,
+        parameters_with_embedding=active,
+        tokens=tokens,
+        unique_tokens=unique_tokens,
+        flops=flops_per_token(model, config.training.sequence_length) * tokens,
+        loss=math.nan,
+        bits_per_byte=None,
+        decayed=decayed,
+    )
 
 
 def read_speeds(ladder: Ladder) -> dict[int, float]:

@@ -9,7 +9,7 @@ better. D counts tokens; those of repeated text count less (arXiv:2305.16264).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -24,7 +24,7 @@ Counting = Literal["parameters", "parameters_with_embedding"]
 """The count of a point that is N."""
 
 REPETITION = 15.4
-"""R* of arXiv:2305.16264, section 5: after about so many repetitions a token has lost 1 - 1/e of its value."""
+"""R* of arXiv:2305.16264: after so many repetitions a token has lost 1 - 1/e of its value."""
 HUBER_DELTA = 1e-3
 """Residual of log L from which it counts linearly (arXiv:2203.15556, appendix D.2)."""
 EXPONENTS = (0.05, 2.0)
@@ -40,8 +40,6 @@ LEAST_NOISE = 2e-3
 HELD_OUT = 4.0
 """Points within this factor of the most FLOPs are left out, to see how a fit without them predicts them."""
 LEAST_POINTS, LEAST_SIZES = 7, 3
-WIDE = 0.1
-"""Width of an interval, relative to the loss, that tells nothing."""
 
 
 @dataclass(frozen=True)
@@ -281,14 +279,6 @@ def _search(
 def _cost(law: ScalingLaw, points: Sequence[Point]) -> float:
     """Huber loss of log L."""
     errors = np.abs([math.log(law.of(point) / point.loss) for point in points])
-    return float(np.where(errors < HUBER_DELTA, errors**2 / 2, HUBER_DELTA * (errors - HUBER_DELTA / 2)).sum())
-
-
-def best_size(
-    law: ScalingLaw, sizes: Sequence[Point], limit: Callable[[Point], bool] = lambda _: True
-) -> Point:
-    """Of trainings with the same compute, one for each size, that of least predicted loss."""
-    allowed = [size for size in sizes if limit(size)]
-    if not allowed:
-        raise ConfigError("plan: expected a size within the limits, found none")
-    return min(allowed, key=law.of)
+    return float(
+        np.where(errors < HUBER_DELTA, errors**2 / 2, HUBER_DELTA * (errors - HUBER_DELTA / 2)).sum()
+    )

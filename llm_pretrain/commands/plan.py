@@ -1,0 +1,287 @@
+"""`llm-pretrain plan`: from a ladder and a budget to the configuration that is predicted to end best."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llm_pretrain.commands._launch_options import find_scripts, say
+from llm_pretrain.commands._launching import LaunchContext, this_machine
+from llm_pretrain.config import Config, DistributedConfig, dump_yaml, validate
+from llm_pretrain.errors import ConfigError
+from llm_pretrain.files import check_replaceable, replace_text
+from llm_pretrain.tracking import GPU_GB, MACHINES, size_text
+
+if TYPE_CHECKING:
+    from llm_pretrain.ladder import Choice, Ladder, Outlook, Speed, Spending
+
+EXAMPLES = """\
+The budget is one of --time, --flops and --cost. Without --gpu it is spent on this machine, whose speed the
+ladder measured; a short measurement of the planned run corrects it.
+
+examples:
+  llm-pretrain plan --ladder ladders/stdlib --time 8h
+  llm-pretrain plan --ladder ladders/mine --flops 1e18 --max-parameters 1e8 --serve-tokens 1e9
+  llm-pretrain plan --ladder ladders/mine --cost 100 --gpu h100 --world-size 8 --price 2.5 --output night.yaml
+"""
+
+DEFAULT_MFU = 0.4
+"""As in `estimate`."""
+_HEAD = "# Written by `llm-pretrain plan`; runs as it is: train_pretrain.py --config THIS_FILE\n"
+_MARK = b"# Written by `llm-pretrain plan`"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
+    add = parser.add_argument
+    add("--ladder", required=True, metavar="FOLDER", help="written by `llm-pretrain ladder`")
+    add("--time", metavar="T", help="budget of the run: 90s, 20m, 8h, 2d")
+    add("--flops", type=float, metavar="F", help="or its FLOPs, such as 1e18")
+    add("--cost", type=float, metavar="C", help="or its cost, with --gpu and --price")
+    add("--gpu", metavar="NAME", help=f"another machine: {', '.join(MACHINES)} (default: this one)")
+    add("--world-size", "--world_size", type=int, metavar="W",
+        help="processes (default: one per core or GPU; with --gpu 1)")  # fmt: skip
+    add("--price", type=float, metavar="P", help="of a GPU for an hour")
+    add("--mfu", type=float, default=DEFAULT_MFU, help="share of a GPU's peak that is reached (default: 0.4)")
+    add("--max-parameters", type=float, default=math.inf, metavar="N", help="largest number, all counted")
+    add("--serve-tokens", type=float, default=0.0, metavar="T",
+        help="tokens to be generated with the model, which the budget pays too")  # fmt: skip
+    add("--no-measure", action="store_true", help="trust the ladder's speed: no steps of the planned run")
+    add("--output", default="plan.yaml", metavar="FILE", help="configuration to write (default: plan.yaml)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the plan and write its configuration."""
+    from llm_pretrain.ladder import Outlook, read_ladder
+
+    _check(arguments)
+    output = Path(arguments.output)
+    check_replaceable(output, _MARK)
+    ladder = read_ladder(arguments.ladder)
+    outlook = Outlook.of(ladder)
+    if arguments.gpu:
+        best, spending, config = _on_gpus(outlook, arguments)
+    else:
+        best, spending, config = _on_this_machine(outlook, arguments)
+    config = _with_prediction(config, outlook)
+    if problems := validate(config, world_size=_world_size(arguments)):
+        raise ConfigError(*problems)
+    text = "".join(f"# {line}\n" for line in _lines(outlook, best, spending, config, arguments))
+    print(text.replace("\n# ", "\n").removeprefix("# "), end="")
+    replace_text(output, _HEAD + text + dump_yaml(config))
+    print(f"wrote {output}")
+    return 0
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    problems = []
+    given = [name for name in ("time", "flops", "cost") if getattr(arguments, name) is not None]
+    if len(given) != 1:
+        found = " and ".join(f"--{name}" for name in given) or "none"
+        problems.append(f"plan: expected one budget, --time, --flops or --cost, found {found}")
+    if arguments.cost is not None and (arguments.price is None or not arguments.gpu):
+        problems.append("--cost: expected together with --gpu and --price")
+    if arguments.gpu is not None and arguments.gpu.lower() not in MACHINES:
+        problems.append(f"--gpu: expected one of {', '.join(MACHINES)}, found {arguments.gpu!r}")
+    for name in ("flops", "cost", "price", "max_parameters"):
+        value = getattr(arguments, name)
+        if value is not None and not value > 0:
+            problems.append(f"--{name.replace('_', '-')}: expected more than 0, found {value:g}")
+    if not 0 <= arguments.serve_tokens < math.inf:
+        problems.append(f"--serve-tokens: expected 0 or more, found {arguments.serve_tokens:g}")
+    if not 0 < arguments.mfu <= 1:
+        problems.append(f"--mfu: expected a share above 0, at most 1, found {arguments.mfu:g}")
+    if arguments.world_size is not None and arguments.world_size < 1:
+        problems.append(f"--world-size: expected 1 or more, found {arguments.world_size}")
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _seconds(arguments: argparse.Namespace) -> float | None:
+    """The budget in seconds of wall time; None where it is FLOPs."""
+    from llm_pretrain.ladder import read_budget
+
+    if arguments.cost is not None:
+        return arguments.cost / arguments.price / _world_size(arguments) * 3600
+    if arguments.time is None:
+        return None
+    if (seconds := read_budget(arguments.time, "--time").seconds) is None:
+        raise ConfigError(f"--time: expected a time such as 20m or 8h, found {arguments.time!r}")
+    return seconds
+
+
+def _world_size(arguments: argparse.Namespace) -> int:
+    if arguments.world_size is not None:
+        return arguments.world_size
+    machine = this_machine()
+    return 1 if arguments.gpu else machine.gpus or machine.cores
+
+
+def _chosen(outlook: Outlook, spending: Spending, arguments: argparse.Namespace) -> Choice:
+    choices = outlook.choices(spending, arguments.max_parameters)
+    return min(choices, key=lambda choice: choice.prediction.loss)
+
+
+def _micro_batch(config: Config, world_size: int) -> int:
+    """The largest micro batch that is not above the base's and divides a rank's part of a step."""
+    total = config.training.global_batch_size
+    if total % world_size:
+        raise ConfigError(
+            f"--world-size: expected a divisor of the ladder's training.global_batch_size {total}, "
+            f"found {world_size}"
+        )
+    own = total // world_size
+    return next(size for size in range(min(own, config.training.micro_batch_size), 0, -1) if own % size == 0)
+
+
+def _on_this_machine(outlook: Outlook, arguments: argparse.Namespace) -> tuple[Choice, Spending, Config]:
+    """The best choice at this machine's speed: the ladder's, corrected by steps of that choice."""
+    from llm_pretrain.commands._ladder_runs import measure_steps, measured_config
+    from llm_pretrain.ladder import Spending, tokens_per_step
+
+    ladder, machine, world_size = outlook.ladder, this_machine(), _world_size(arguments)
+    seconds, name = _seconds(arguments), Path(arguments.output).stem
+    threads = max(1, machine.cores // world_size)
+    distributed = DistributedConfig(cpu_threads=None if machine.gpus else threads)
+    micro_batch = _micro_batch(ladder.base, world_size)
+
+    def spending(factor: float) -> Spending:
+        if seconds is None:
+            return Spending(arguments.flops, lambda size: size.flops_per_token, 1.0, arguments.serve_tokens)
+        speed = _ladder_speed(ladder)
+        return Spending(
+            seconds - speed.start_up,
+            lambda size: factor * (speed.per_token + speed.per_flop * size.flops_per_token),
+            factor * speed.per_flop,
+            arguments.serve_tokens,
+        )
+
+    factor = 1 / world_size  # until it is measured
+    best = _chosen(outlook, spending(factor), arguments)
+    if seconds is not None and not arguments.no_measure:
+        planned = outlook.planned(best, distributed, micro_batch, name)
+        say(f"measuring steps of hidden size {planned.model.hidden_size} on {world_size} processes")
+        context = LaunchContext(find_scripts(None, ["torchrun"]), machine, math.inf)
+        with tempfile.TemporaryDirectory() as folder:
+            config = measured_config(planned, threads)
+            ((step, _),) = measure_steps([config], Path(folder) / "measuring", context, world_size)
+        flops = best.flops / best.tokens
+        speed = _ladder_speed(ladder)
+        factor = step / tokens_per_step(config) / (speed.per_token + speed.per_flop * flops)
+        best = _chosen(outlook, spending(factor), arguments)
+    return best, spending(factor), outlook.planned(best, distributed, micro_batch, name)
+
+
+def _ladder_speed(ladder: Ladder) -> Speed:
+    """Of one run of the ladder, with others beside it."""
+    from llm_pretrain.ladder import Sizes, Speed
+
+    sizes = Sizes(ladder.base)
+    measured = {
+        sizes.size(hidden // sizes.step).flops_per_token: each
+        for hidden, each in ladder.seconds_per_token.items()
+    }
+    if not measured:
+        raise ConfigError(f"{ladder.folder}: expected runs with measured steps, found none")
+    return Speed.of(measured, ladder.budget.start_up_seconds, 1)
+
+
+def _on_gpus(outlook: Outlook, arguments: argparse.Namespace) -> tuple[Choice, Spending, Config]:
+    """The best choice on other machines: by DDP, or where that needs too much memory on a mesh."""
+    from llm_pretrain.ladder import Spending
+    from llm_pretrain.memory import CUDA_CONTEXT, estimate_memory
+    from llm_pretrain.tracking import device_peak_flops
+
+    world_size, seconds, gpu = _world_size(arguments), _seconds(arguments), arguments.gpu.lower()
+    peak = device_peak_flops(gpu)
+    assert peak is not None, gpu
+    budget = arguments.flops if seconds is None else seconds * peak * arguments.mfu * world_size
+    spending = Spending(budget, lambda size: size.flops_per_token, 1.0, arguments.serve_tokens)
+    best = _chosen(outlook, spending, arguments)
+    micro_batch = _micro_batch(best.config, world_size)
+    config = outlook.planned(best, DistributedConfig(), micro_batch, Path(arguments.output).stem)
+    memory = estimate_memory(config, world_size, on_gpu=True)
+    if memory.peak + CUDA_CONTEXT > GPU_GB[gpu] * 10**9:
+        config = dataclasses.replace(config, distributed=_searched_mesh(config, arguments))
+    return best, spending, config
+
+
+def _searched_mesh(config: Config, arguments: argparse.Namespace) -> DistributedConfig:
+    from llm_pretrain.commands._simulated_steps import simulator
+    from llm_pretrain.commands.simulate import search_meshes
+
+    machine, world_size = MACHINES[arguments.gpu.lower()], _world_size(arguments)
+    with tempfile.TemporaryDirectory() as folder, simulator(machine) as worker:
+        file = Path(folder) / "plan.yaml"
+        file.write_text(dump_yaml(config))
+        rows = search_meshes(worker, ["--config", str(file)], config, machine, world_size)
+    if not rows:
+        raise ConfigError(
+            f"--world-size: expected enough GPUs for {config.model.hidden_size} wide layers, found "
+            f"{world_size}; use more, or --max-parameters"
+        )
+    return min(rows, key=lambda row: row[0].seconds)[1].of(config).distributed
+
+
+def _with_prediction(config: Config, outlook: Outlook) -> Config:
+    return dataclasses.replace(
+        config, evaluation=dataclasses.replace(config.evaluation, prediction=outlook.curve(config))
+    )
+
+
+def _lines(
+    outlook: Outlook, best: Choice, spending: Spending, config: Config, arguments: argparse.Namespace
+) -> list[str]:
+    """The plan in words."""
+    from llm_pretrain.ladder import time_text
+    from llm_pretrain.memory import estimate_memory
+
+    ladder, model, training = outlook.ladder, config.model, config.training
+    low, high = best.prediction.low, best.prediction.high
+    bits = outlook.bits_per_byte(best.prediction.loss)
+    world_size, distributed = _world_size(arguments), config.distributed
+    machine = f"{world_size} x {arguments.gpu}" if arguments.gpu else f"{world_size} processes here"
+    if arguments.flops is not None:
+        cost = f"{best.flops:.3g} FLOPs"
+    else:
+        cost = time_text(_seconds(arguments) or 0.0)
+        cost += f", {arguments.cost:,.2f}" if arguments.cost is not None else ""
+    sizes = {point.hidden_size for point in outlook.decayed.points}
+    memory = estimate_memory(config, world_size, on_gpu=arguments.gpu is not None)
+    mesh = {
+        name: value
+        for name, value in dataclasses.asdict(distributed).items()
+        if name.endswith("_size") and value and value > 1
+    }
+    lines = [
+        f"plan for {cost} on {machine}, by {len(outlook.decayed.points)} points of {len(sizes)} sizes "
+        f"in {ladder.folder}",
+        f"size        hidden {model.hidden_size}, {model.num_hidden_layers} layers, "
+        f"{best.parameters:,} parameters",
+        f"tokens      {best.tokens:,} in {best.steps:,} steps of {training.global_batch_size} x "
+        f"{training.sequence_length}, {best.tokens / ladder.unique_tokens:.2f} passes of the text",
+        f"rate        {config.optimizer.learning_rate:g}"
+        + (f", Muon {config.optimizer.muon_learning_rate:g}" if config.optimizer.name == "muon" else "")
+        + f" at hidden size {config.optimizer.base_hidden_size} (muP); decay over the last "
+        f"{config.schedule.decay_steps:,} steps",
+        f"mesh        {distributed.strategy} {mesh or ''}".rstrip()
+        + f", micro batches of {training.micro_batch_size}; {size_text(memory.peak)} a process",
+        f"loss        {best.prediction.loss:.4f}, between {low:.4f} and {high:.4f} in nine of ten runs"
+        + (f"; {bits:.4f} bits per byte" if bits else ""),
+    ]
+    lines += ["other sizes for the same budget, by predicted loss"]
+    near = sorted(
+        outlook.choices(spending, arguments.max_parameters),
+        key=lambda choice: abs(math.log(choice.parameters / best.parameters)),
+    )[:5]
+    for choice in sorted(near, key=lambda choice: choice.parameters):
+        mark = "*" if choice.steps == best.steps and choice.parameters == best.parameters else " "
+        lines.append(
+            f"{mark} hidden {choice.config.model.hidden_size:>5}  {choice.parameters:>13,} parameters  "
+            f"{choice.tokens:>15,} tokens  loss {choice.prediction.loss:.4f}"
+        )
+    return lines + [f"warning: {line}" for line in outlook.warnings(best)]

@@ -1,0 +1,75 @@
+"""Two ladders compared by compute: what each needs for the same loss."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from llm_pretrain.errors import ConfigError
+from llm_pretrain.ladder.points import Ladder, Point
+
+
+class EqualLoss(NamedTuple):
+    """A loss, and the FLOPs for which each ladder reaches it; None outside what it has measured."""
+
+    loss: float
+    first: float | None
+    second: float | None
+
+    @property
+    def ratio(self) -> float | None:
+        """FLOPs of the second ÷ those of the first: below 1 the second learns more from the same compute."""
+        return self.second / self.first if self.first and self.second else None
+
+
+def frontier(points: Sequence[Point]) -> list[Point]:
+    """The decayed points that no cheaper or equal one beats, by FLOPs."""
+    found: list[Point] = []
+    for point in sorted((each for each in points if each.decayed), key=lambda each: (each.flops, each.loss)):
+        if not found or point.loss < found[-1].loss:
+            found.append(point)
+    return found
+
+
+def flops_for_loss(points: Sequence[Point], loss: float) -> float | None:
+    """FLOPs at which a frontier reaches a loss, interpolated between its points in logarithms of both."""
+    for before, after in itertools.pairwise(points):
+        if after.loss <= loss <= before.loss:
+            share = math.log(before.loss / loss) / math.log(before.loss / after.loss)
+            return before.flops * (after.flops / before.flops) ** share
+    return None
+
+
+def compare_ladders(first: Ladder, second: Ladder) -> list[EqualLoss]:
+    """Compute to equal loss, at every loss of the first ladder's frontier, the highest first.
+
+    Raises:
+        ConfigError: they were trained or evaluated on different data, or one has no frontier.
+    """
+    for name, left, right in (
+        ("store", first.store, second.store),
+        ("data.packing", first.base.data.packing, second.base.data.packing),
+        ("evaluation.max_batches", first.base.evaluation.max_batches, second.base.evaluation.max_batches),
+        (
+            "training.sequence_length",
+            first.base.training.sequence_length,
+            second.base.training.sequence_length,
+        ),
+    ):
+        if left != right:
+            raise ConfigError(
+                f"--compare: expected ladders with the same {name}, whose losses compare, found "
+                f"{str(left)[:12]} in {first.folder} and {str(right)[:12]} in {second.folder}"
+            )
+    frontiers = [frontier(ladder.points) for ladder in (first, second)]
+    for ladder, found in zip((first, second), frontiers, strict=True):
+        if len(found) < 2:
+            raise ConfigError(
+                f"{ladder.folder}: expected two points or more on its frontier, found {len(found)}"
+            )
+    return [
+        EqualLoss(point.loss, *(flops_for_loss(found, point.loss) for found in frontiers))
+        for point in frontiers[0]
+    ]

@@ -1,0 +1,184 @@
+"""From a ladder and a budget to a run: the size that the law predicts to end best, and its configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from llm_pretrain.config import Config, DistributedConfig
+from llm_pretrain.errors import ConfigError
+from llm_pretrain.ladder.budget import MIN_STEPS, Size, Sizes, decay_of
+from llm_pretrain.ladder.family import member
+from llm_pretrain.ladder.measurements import unmeasured_point
+from llm_pretrain.ladder.points import Ladder
+from llm_pretrain.ladder.runs import tokens_per_step
+from llm_pretrain.ladder.scaling_law import Fit, Prediction, fit_law
+from llm_pretrain.model import count_parameters
+
+EVALUATIONS = 20
+"""Of a planned run, the first and the last not counted."""
+_STABLE_PARTS = (8, 4, 2, 1)
+"""The predicted curve begins at an eighth of the stable phase: before it warm-up and start decide."""
+
+
+class Spending(NamedTuple):
+    """What a training costs, in the unit of the budget.
+
+    Args:
+        budget: Seconds, or FLOPs.
+        of_token: Cost of a trained token of a size.
+        of_flop: Of one FLOP of serving.
+        served: Tokens to be generated with the model afterwards, 2 FLOPs per active parameter each, which the
+            budget pays too.
+    """
+
+    budget: float
+    of_token: Callable[[Size], float]
+    of_flop: float = 0.0
+    served: float = 0.0
+
+    def tokens(self, size: Size) -> float:
+        """Tokens on which a size can be trained; 0 or less where serving leaves nothing."""
+        return (self.budget - self.of_flop * 2 * size.parameters * self.served) / self.of_token(size)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A training that a budget pays for.
+
+    Args:
+        config: The family's member, its run still the base's.
+        parameters: Total ones.
+        steps: Optimizer steps.
+        tokens: Trained on.
+        flops: Of the training.
+        prediction: Of its last evaluation loss.
+    """
+
+    config: Config
+    parameters: int
+    steps: int
+    tokens: int
+    flops: float
+    prediction: Prediction
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What a ladder predicts.
+
+    Args:
+        ladder: Measured.
+        decayed: Fit to its points after the decay.
+        stable: Fit to those before; None where they are too few.
+    """
+
+    ladder: Ladder
+    decayed: Fit
+    stable: Fit | None
+
+    @staticmethod
+    def of(ladder: Ladder) -> Outlook:
+        """Fit both laws. Raises ConfigError where the ladder has too few points."""
+        phases = [[point for point in ladder.points if point.decayed is decayed] for decayed in (True, False)]
+        decayed = fit_law(phases[0])
+        try:
+            return Outlook(ladder, decayed, fit_law(phases[1]))
+        except ConfigError:
+            return Outlook(ladder, decayed, None)
+
+    def choices(self, spending: Spending, max_parameters: float = math.inf) -> list[Choice]:
+        """The sizes of the family that the budget trains for long enough, ascending.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        found = list(self._choices(spending, max_parameters))
+        if not found:
+            limit = "" if max_parameters == math.inf else f" and at most {max_parameters:,.0f} parameters"
+            raise ConfigError(
+                f"plan: expected a budget for {MIN_STEPS} steps of a size of the ladder's family{limit}, "
+                "found less; raise it"
+            )
+        return found
+
+    def _choices(self, spending: Spending, max_parameters: float) -> Iterator[Choice]:
+        sizes, number = Sizes(self.ladder.base), 0
+        while True:
+            size = sizes.size(number := number + 1)
+            config = member(self.ladder.base, size.hidden_size)
+            steps = int(spending.tokens(size) / tokens_per_step(config))
+            parameters = count_parameters(config.model).total
+            if steps < MIN_STEPS or parameters > max_parameters:
+                return
+            point = unmeasured_point(config, steps, self.ladder.unique_tokens, decayed=True)
+            prediction = self.decayed.predict(point)
+            yield Choice(config, parameters, steps, point.tokens, point.flops, prediction)
+
+    def warnings(self, choice: Choice) -> list[str]:
+        """Why a prediction may not hold; one line each."""
+        found, prediction = list(self.decayed.warnings), choice.prediction
+        sizes = [point.hidden_size for point in self.decayed.points]
+        hidden = choice.config.model.hidden_size
+        if (prediction.high - prediction.low) / prediction.loss > WIDE:
+            found.append("the interval is wider than a tenth of the loss: the ladder is too short to tell")
+        if hidden == min(sizes) or hidden < min(sizes):
+            found.append(
+                f"the best size is not above the ladder's smallest, {min(sizes)}: smaller ones may be better"
+            )
+        passes = choice.tokens / self.ladder.unique_tokens
+        if passes > 4:
+            found.append(
+                f"the text is passed over {passes:.1f} times: more text would teach more (arXiv:2305.16264)"
+            )
+        return found
+
+    def bits_per_byte(self, loss: float) -> float | None:
+        """A loss in bits per byte of the validation text; None where its bytes are unknown."""
+        points = [(point.bits_per_byte, point.loss) for point in self.decayed.points]
+        ratios = sorted(bits / loss for bits, loss in points if bits)
+        return loss * ratios[len(ratios) // 2] if ratios else None
+
+    def curve(self, config: Config) -> list[dict[str, Any]]:
+        """Predicted losses along a planned run: entries of `evaluation.prediction`."""
+        last, found = config.training.max_steps, list[dict[str, Any]]()
+        stable = last - decay_of(last)
+        if self.stable is not None:
+            for step in sorted({max(1, stable // part) for part in _STABLE_PARTS}):
+                point = unmeasured_point(config, step, self.ladder.unique_tokens, decayed=False)
+                found.append({"step": step, **self.stable.predict(point)._asdict()})
+        point = unmeasured_point(config, last, self.ladder.unique_tokens, decayed=True)
+        return [*found, {"step": last, **self.decayed.predict(point)._asdict()}]
+
+    def planned(self, choice: Choice, distributed: DistributedConfig, micro_batch: int, name: str) -> Config:
+        """The whole configuration of a choice's run."""
+        base, factor, steps = choice.config, self.ladder.rate_factor, choice.steps
+        if factor is None:
+            raise ConfigError(f"{self.ladder.folder}: expected a ladder whose rates are checked, found none")
+        return dataclasses.replace(
+            base,
+            run=dataclasses.replace(base.run, name=name, output_dir=None),
+            optimizer=dataclasses.replace(
+                base.optimizer,
+                learning_rate=base.optimizer.learning_rate * factor,
+                muon_learning_rate=base.optimizer.muon_learning_rate * factor,
+            ),
+            schedule=dataclasses.replace(
+                base.schedule,
+                name="wsd",
+                min_learning_rate=base.schedule.min_learning_rate * factor,
+                decay_steps=decay_of(steps),
+                warmup_steps=min(base.schedule.warmup_steps, steps // 10),
+            ),
+            training=dataclasses.replace(base.training, max_steps=steps, micro_batch_size=micro_batch),
+            evaluation=dataclasses.replace(base.evaluation, eval_steps=max(1, steps // EVALUATIONS)),
+            checkpoint=dataclasses.replace(base.checkpoint, save_steps=max(1, steps // EVALUATIONS)),
+            distributed=distributed,
+        )
+
+
+WIDE = 0.1
+"""Width of an interval, relative to the loss, that tells little."""
