@@ -266,7 +266,8 @@ def _search(
         inside = np.clip(shifted, np.array(low) + 1e-6, np.array(high) - 1e-6)
         solutions.append(
             least_squares(
-                residuals, inside, jac=jacobian, bounds=(low, high), loss="huber", f_scale=HUBER_DELTA,
+                residuals, inside, jac=jacobian,  # pyright: ignore[reportArgumentType] (stub: text only)
+                bounds=(low, high), loss="huber", f_scale=HUBER_DELTA,
                 x_scale="jac", max_nfev=400,
             )
         )  # fmt: skip

@@ -1,0 +1,115 @@
+"""The fit of a scaling law: it finds the law that made the points, and its interval contains the truth."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from llm_pretrain.errors import ConfigError
+from llm_pretrain.ladder import Point, ScalingLaw, fit_law
+from llm_pretrain.ladder.scaling_law import REPETITION, effective_tokens
+
+UNIQUE = 3_000_000
+LAW = ScalingLaw("parameters_with_embedding", E=1.2, A=60.0, alpha=0.34, B=900.0, beta=0.42)
+
+
+def point(parameters: float, tokens: float, loss: float = math.nan) -> Point:
+    return Point(
+        hidden_size=round(parameters**0.5),
+        parameters=round(parameters**1.3 / 1e3),  # what is in the layers grows faster
+        parameters_with_embedding=round(parameters),
+        tokens=round(tokens),
+        unique_tokens=UNIQUE,
+        flops=6 * parameters * tokens,
+        loss=loss,
+        bits_per_byte=None,
+        decayed=True,
+    )
+
+
+def measured(noise: float, seed: int = 0, law: ScalingLaw = LAW) -> list[Point]:
+    """Five sizes at three numbers of tokens, each with the same compute."""
+    generator, found = np.random.default_rng(seed), []
+    for parameters in np.geomspace(1e5, 1e6, 5):
+        for share in (1, 2, 4):
+            each = point(parameters, 1.5e12 / parameters * share / 4)
+            loss = law.of(each) * math.exp(noise * generator.normal())
+            found.append(dataclasses.replace(each, loss=loss))
+    return found
+
+
+def test_the_law_of_exact_points_is_found():
+    fit = fit_law(measured(0.0), samples=2)
+    assert fit.law.counting == "parameters_with_embedding"
+    assert max(map(abs, fit.residuals)) < 1e-5
+    beyond = point(4e6, 6e6)
+    assert fit.law.of(beyond) == pytest.approx(LAW.of(beyond), rel=1e-3)
+    assert fit.law.alpha == pytest.approx(LAW.alpha, rel=0.05)
+    assert fit.law.beta == pytest.approx(LAW.beta, rel=0.05)
+    assert not fit.warnings
+
+
+def test_the_counting_that_fits_is_chosen():
+    law = dataclasses.replace(LAW, counting="parameters", A=6.0)
+    assert fit_law(measured(0.0, law=law), samples=2).law.counting == "parameters"
+
+
+@pytest.mark.parametrize("compute", [8, 30])
+def test_the_interval_contains_what_is_measured_later(compute: int):
+    """At many times the compute, in at least eight of ten ladders; a quick count of few."""
+    assert contained(compute, seeds=range(5), samples=15) >= 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compute", [8, 30])
+def test_the_interval_of_many_ladders_contains_what_is_measured_later(compute: int):
+    assert contained(compute, seeds=range(40), samples=60) >= 32
+
+
+def contained(compute: int, seeds: range, samples: int) -> int:
+    """In how many ladders the interval contains a run of `compute` times the compute."""
+    noise, found = 0.003, 0
+    for seed in seeds:
+        points = measured(noise, seed)
+        largest = max(points, key=lambda each: (each.parameters_with_embedding, each.tokens))
+        growth = math.sqrt(compute)
+        later = point(largest.parameters_with_embedding * growth, largest.tokens * growth)
+        loss = LAW.of(later) * math.exp(noise * np.random.default_rng(seed + 1000).normal())
+        prediction = fit_law(points, samples=samples).predict(later)
+        assert prediction.low < prediction.loss < prediction.high
+        found += prediction.low <= loss <= prediction.high
+    return found
+
+
+def test_the_same_points_give_the_same_fit():
+    assert fit_law(measured(0.01), samples=3) == fit_law(measured(0.01), samples=3)
+
+
+def test_noise_widens_the_interval_and_so_does_distance():
+    quiet, noisy = (fit_law(measured(noise), samples=10) for noise in (0.001, 0.03))
+    near, far = point(1e6, 2e6), point(1e7, 2e7)
+    width = {(fit is quiet, at is near): fit.predict(at).high - fit.predict(at).low
+             for fit in (quiet, noisy) for at in (near, far)}  # fmt: skip
+    assert width[True, True] < width[False, True]
+    assert width[True, True] < width[True, False]
+
+
+def test_repeated_tokens_count_less():
+    assert effective_tokens(2e6, 3e6) == 2e6
+    assert effective_tokens(3e6, 3e6) == pytest.approx(3e6)
+    assert 5.8e6 < effective_tokens(6e6, 3e6) < 6e6
+    assert effective_tokens(1e12, 3e6) == pytest.approx(3e6 * (1 + REPETITION))
+
+
+def test_a_loss_that_does_not_depend_on_size_is_named():
+    points = [dataclasses.replace(each, loss=1.2 + 900 / each.tokens**0.42) for each in measured(0.0)]
+    assert any("parameters" in line for line in fit_law(points, samples=2).warnings)
+
+
+@pytest.mark.parametrize("left", [measured(0.0)[:6], measured(0.0)[:3] * 3])
+def test_too_few_points_or_sizes_are_refused(left: list[Point]):
+    with pytest.raises(ConfigError, match="expected at least 7 points of 3 sizes"):
+        fit_law(left)
