@@ -179,9 +179,10 @@ def least_flops(sizes: Sizes, unique_tokens: int, count: int | None = None) -> f
             break
         above *= 2
     else:
+        least = needed if unique_tokens < needed else unique_tokens * 5 // 4  # widths come in steps
         raise ConfigError(
-            f"--input: expected a store of at least {max(needed, unique_tokens * 5 // 4):,} tokens for a "
-            f"ladder with steps of {tokens:,} tokens, found {unique_tokens:,}; bring more text, or lower "
+            f"--input: expected a store of at least {least:,} tokens for a ladder with steps "
+            f"of {tokens:,} tokens, found {unique_tokens:,}; bring more text, or lower "
             "training.global_batch_size"
         )
     below = above / 2

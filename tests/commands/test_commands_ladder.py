@@ -160,14 +160,14 @@ def test_another_ladder_in_the_folder_is_refused(
 def test_a_time_is_measured_before_it_is_planned(plain_store: Path, tmp_path: Path):
     folder = tmp_path / "ladder"
     done = subprocess.run(
-        command(plain_store, folder, "--budget", "300s", "--sizes", "3"),
+        command(plain_store, folder, "--budget", "60s", "--sizes", "3"),
         env=environment(), capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     budget = read_ladder(folder).budget
     assert "measuring the speed of hidden sizes" in done.stdout
-    assert budget.seconds == 300
-    assert 0 < budget.measuring_seconds < 300
+    assert budget.seconds == 60
+    assert 0 < budget.measuring_seconds < 60
     assert budget.flops > 0
     assert not (folder / "measuring").exists()
 
@@ -176,7 +176,11 @@ def test_a_time_is_measured_before_it_is_planned(plain_store: Path, tmp_path: Pa
     ("options", "expected"),
     [
         (("--budget", "soon"), "--budget: expected a time such as 20m or 2h, or FLOPs such as 1e16"),
-        (("--budget", "1e7"), "--budget: expected at least"),
+        (BUDGET, "--input: expected a store of at least 61,440 tokens"),
+        (
+            ("--budget", "1e7", "--training.global_batch_size", "4", "--training.micro_batch_size", "4"),
+            "--budget: expected at least",
+        ),
         ((*BUDGET[:2], "--sizes", "2"), "--sizes: expected 3 to 16, found 2"),
         ((*BUDGET, "--training.max_steps", "9"), "training.max_steps: expected none, a ladder chooses it"),
         ((*BUDGET, "--model.init_from", "w"), "model.init_from: expected none"),
