@@ -1,6 +1,7 @@
 """The configuration: its tree of dataclasses, and loading and checking it."""
 
 from llm_pretrain.config.distributed_config import DistributedConfig, MeshSizes
+from llm_pretrain.config.evaluation_config import EvaluationConfig, PredictedLoss
 from llm_pretrain.config.loading import (
     PRESETS,
     compiles,
@@ -22,7 +23,6 @@ from llm_pretrain.config.tree import (
     CheckpointConfig,
     Config,
     DataConfig,
-    EvaluationConfig,
     LoggingConfig,
     OptimizerConfig,
     RunConfig,
@@ -45,6 +45,7 @@ __all__ = [
     "MeshSizes",
     "ModelConfig",
     "OptimizerConfig",
+    "PredictedLoss",
     "RunConfig",
     "ScheduleConfig",
     "SourceConfig",

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from llm_pretrain.config.distributed_config import DistributedConfig
+from llm_pretrain.config.evaluation_config import EvaluationConfig
 from llm_pretrain.config.mesh_checks import check_mesh
 from llm_pretrain.config.model_config import ModelConfig
 from llm_pretrain.config.schema import (
@@ -365,26 +366,6 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
-class EvaluationConfig:
-    """Evaluation on the validation split.
-
-    Args:
-        eval_steps: Steps between two evaluations; the initial and the final model are evaluated too. 0 turns
-            evaluation off.
-        max_batches: Number of global batches of the validation split to evaluate on. Default: the whole
-            split.
-        sample_prompts: Prompts from which text is generated at every evaluation, for samples.jsonl and the
-            report.
-        sample_tokens: Number of tokens to generate for each prompt.
-    """
-
-    eval_steps: NonNegativeInt = 500
-    max_batches: PositiveInt | None = None
-    sample_prompts: list[str] = field(default_factory=list)
-    sample_tokens: PositiveInt = 48
-
-
-@dataclass(frozen=True)
 class LoggingConfig:
     """Metrics, trackers and the report.
 
@@ -446,6 +427,7 @@ class Config:
         yield from self.data.check(needs_data)
         yield from self.training.check()
         yield from self.checkpoint.check()
+        yield from self.evaluation.check()
         yield from self.logging.check()
         yield from list(check_mesh(self, world_size)) or self._check_batch(world_size)
         yield from self.check_schedule()

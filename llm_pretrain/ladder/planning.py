@@ -6,9 +6,9 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from llm_pretrain.config import Config, DistributedConfig
+from llm_pretrain.config import Config, DistributedConfig, PredictedLoss
 from llm_pretrain.errors import ConfigError
 from llm_pretrain.ladder.budget import MIN_STEPS, Size, Sizes, decay_of
 from llm_pretrain.ladder.family import member
@@ -142,16 +142,16 @@ class Outlook:
         ratios = sorted(bits / loss for bits, loss in points if bits)
         return loss * ratios[len(ratios) // 2] if ratios else None
 
-    def curve(self, config: Config) -> list[dict[str, Any]]:
+    def curve(self, config: Config) -> list[PredictedLoss]:
         """Predicted losses along a planned run: entries of `evaluation.prediction`."""
-        last, found = config.training.max_steps, list[dict[str, Any]]()
+        last, found = config.training.max_steps, list[PredictedLoss]()
         stable = last - decay_of(last)
         if self.stable is not None:
             for step in sorted({max(1, stable // part) for part in _STABLE_PARTS}):
                 point = unmeasured_point(config, step, self.ladder.unique_tokens, decayed=False)
-                found.append({"step": step, **self.stable.predict(point)._asdict()})
+                found.append(PredictedLoss(step, *self.stable.predict(point)))
         point = unmeasured_point(config, last, self.ladder.unique_tokens, decayed=True)
-        return [*found, {"step": last, **self.decayed.predict(point)._asdict()}]
+        return [*found, PredictedLoss(last, *self.decayed.predict(point))]
 
     def planned(self, choice: Choice, distributed: DistributedConfig, micro_batch: int, name: str) -> Config:
         """The whole configuration of a choice's run."""

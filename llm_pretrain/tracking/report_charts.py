@@ -293,6 +293,11 @@ _OTHER_LOSSES = {
     "train/z_loss": "output z",
 }
 _ENTROPY = {"experts/entropy_mean": "mean of the layers", "experts/entropy_lowest": "lowest layer"}
+_PREDICTED = {
+    "eval/predicted_loss": "predicted",
+    "eval/predicted_low": "predicted, low",
+    "eval/predicted_high": "predicted, high",
+}
 _NATS, _BITS = "nats per token", "bits per byte"
 CHARTS = {
     "loss": (
@@ -309,7 +314,7 @@ CHARTS = {
         ),
     ),
     "evaluation": (
-        Chart("eval-loss", "Evaluation loss", _NATS, {"eval/loss": "evaluation"}),
+        Chart("eval-loss", "Evaluation loss", _NATS, {"eval/loss": "evaluation"} | _PREDICTED),
         Chart(
             "bits-per-byte", "Bits per byte of the validation text", _BITS, {"eval/bits_per_byte": "model"}
         ),

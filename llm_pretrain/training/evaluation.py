@@ -167,6 +167,29 @@ def _metrics_of_sums(sums: list[float]) -> dict[str, float]:
     return metrics
 
 
+class PredictedCurve:
+    """Compares evaluations with the configuration's prediction."""
+
+    def __init__(self, config: Config):
+        self.config, self._is_outside = config, False
+
+    def metrics(self, step: int, loss: float | None, console: Console) -> dict[str, float]:
+        """`eval/predicted_…` after a step; prints a line where the loss leaves the interval."""
+        expected = self.config.evaluation.predicted(step)
+        if expected is None:
+            return {}
+        is_outside = loss is not None and not expected.low <= loss <= expected.high
+        if is_outside and not self._is_outside:
+            side = "above" if loss is not None and loss > expected.high else "below"
+            console.warning(
+                f"step {step}: evaluation loss {loss:.4f} is {side} the predicted {expected.low:.4f} to "
+                f"{expected.high:.4f}"
+            )
+        self._is_outside = is_outside
+        names = ("eval/predicted_loss", "eval/predicted_low", "eval/predicted_high")
+        return dict(zip(names, expected.losses, strict=True))
+
+
 TEMPERATURE, TOP_K = 0.8, 50
 """Sampling options of generated samples."""
 _SHOWN = 100

@@ -45,7 +45,7 @@ from llm_pretrain.training.agreement import check_launch, check_parameters, chec
 from llm_pretrain.training.anomaly import StepMonitor, rollback
 from llm_pretrain.training.checkpointing import CheckpointManager
 from llm_pretrain.training.corruption import CorruptionCheck, refuse_unrepeatable
-from llm_pretrain.training.evaluation import Evaluator, Samples, zlib_bits_per_byte
+from llm_pretrain.training.evaluation import Evaluator, PredictedCurve, Samples, zlib_bits_per_byte
 from llm_pretrain.training.kernel_choice import choose_kernels
 from llm_pretrain.training.metrics import Recorder, record_attempt
 from llm_pretrain.training.model_setup import (
@@ -138,6 +138,7 @@ class Trainer:
             check_parameters(engine, model, f"after restoring step {resume.step}")
         heartbeat("getting ready to train", files=True)
         self.evaluator = self._build_evaluator()
+        self.predicted = PredictedCurve(self.config)
         self.samples = self._open_samples()
         changes = run_on_rank0(engine, lambda: self._changes(resume))
         self.recorder = Recorder(config, engine, self.folder, self.progress)
@@ -235,7 +236,8 @@ class Trainer:
             metrics = self.evaluator()
             self.progress.pending_evaluation = metrics is None
             if metrics:
-                self.recorder.evaluation(metrics)
+                step, loss = self.progress.step, metrics.get("eval/loss")
+                self.recorder.evaluation(metrics | self.predicted.metrics(step, loss, self.recorder.console))
                 self.progress.evaluated(metrics)
             self.recorder.flush()
             if metrics is not None:

@@ -1,0 +1,41 @@
+"""`evaluation.prediction`: what is expected between its steps, and what is refused."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from llm_pretrain.config import EvaluationConfig, PredictedLoss
+
+CURVE = [PredictedLoss(10, 4.0, 3.8, 4.2), PredictedLoss(20, 3.0, 2.9, 3.3)]
+
+
+def test_it_is_interpolated_between_its_steps():
+    config = EvaluationConfig(prediction=CURVE)
+    assert config.predicted(10) == CURVE[0]
+    assert config.predicted(15) == PredictedLoss(15, 3.5, pytest.approx(3.35), pytest.approx(3.75))
+    assert config.predicted(20) == CURVE[1]
+    assert config.predicted(9) is None
+    assert config.predicted(21) is None
+
+
+def test_one_entry_is_of_its_step_alone():
+    config = EvaluationConfig(prediction=CURVE[:1])
+    assert config.predicted(10) == CURVE[0]
+    assert config.predicted(11) is None
+    assert EvaluationConfig().predicted(0) is None
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ([CURVE[1], CURVE[0]], r"evaluation.prediction\[1\].step: expected more than 20, found 10"),
+        ([PredictedLoss(-1, 1.0, 1.0, 1.0)], r"prediction\[0\].step: expected more than -1, found -1"),
+        ([PredictedLoss(1, 1.0, 1.1, 1.2)], "expected 0 < low <= loss <= high, found 1.1, 1 and 1.2"),
+        ([PredictedLoss(1, 1.0, 0.9, float("inf"))], "found 0.9, 1 and inf"),
+    ],
+)
+def test_wrong_ones_are_named(wrong: list[PredictedLoss], message: str):
+    (line,) = EvaluationConfig(prediction=wrong).check()
+    assert re.search(message, line)
