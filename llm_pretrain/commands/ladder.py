@@ -160,6 +160,8 @@ def open_base(arguments: argparse.Namespace, machine: Machine) -> tuple[Config, 
             "prepare it with a larger --validation_fraction, or from more documents"
         )
     base = with_store(resolve_model(config, store.vocab_size), store.path)
+    if "evaluation.max_batches" not in given:  # a preset's few batches are too noisy for a fit
+        base = dataclasses.replace(base, evaluation=dataclasses.replace(base.evaluation, max_batches=None))
     base = dataclasses.replace(
         base,
         training=dataclasses.replace(
