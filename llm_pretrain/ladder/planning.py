@@ -15,11 +15,13 @@ from llm_pretrain.ladder.family import member
 from llm_pretrain.ladder.measurements import unmeasured_point
 from llm_pretrain.ladder.points import Ladder
 from llm_pretrain.ladder.runs import tokens_per_step
-from llm_pretrain.ladder.scaling_law import Fit, Prediction, fit_law
+from llm_pretrain.ladder.scaling_law import SAMPLES, Fit, Prediction, fit_law
 from llm_pretrain.model import count_parameters
 
 EVALUATIONS = 20
 """Of a planned run, the first and the last not counted."""
+_FINENESS = 20
+"""Neighbouring sizes that are tried differ by at least one part in so many: the loss is flat around the best."""
 _STABLE_PARTS = (8, 4, 2, 1)
 """The predicted curve begins at an eighth of the stable phase: before it warm-up and start decide."""
 
@@ -81,12 +83,12 @@ class Outlook:
     stable: Fit | None
 
     @staticmethod
-    def of(ladder: Ladder) -> Outlook:
-        """Fit both laws. Raises ConfigError where the ladder has too few points."""
+    def of(ladder: Ladder, samples: int = SAMPLES) -> Outlook:
+        """Fit both laws, with so many samples. Raises ConfigError where the ladder has too few points."""
         phases = [[point for point in ladder.points if point.decayed is decayed] for decayed in (True, False)]
-        decayed = fit_law(phases[0])
+        decayed = fit_law(phases[0], samples=samples)
         try:
-            return Outlook(ladder, decayed, fit_law(phases[1]))
+            return Outlook(ladder, decayed, fit_law(phases[1], samples=samples))
         except ConfigError:
             return Outlook(ladder, decayed, None)
 
@@ -108,7 +110,8 @@ class Outlook:
     def _choices(self, spending: Spending, max_parameters: float) -> Iterator[Choice]:
         sizes, number = Sizes(self.ladder.base), 0
         while True:
-            size = sizes.size(number := number + 1)
+            number += max(1, number // _FINENESS)
+            size = sizes.size(number)
             config = member(self.ladder.base, size.hidden_size)
             steps = int(spending.tokens(size) / tokens_per_step(config))
             parameters = count_parameters(config.model).total

@@ -31,7 +31,7 @@ EXPONENTS = (0.05, 2.0)
 """Bounds of alpha and beta."""
 _STARTS = (0.2, 0.5, 1.0)
 """Exponents at which the search begins, each with each."""
-SAMPLES = 200
+SAMPLES = 100
 """Of the bootstrap."""
 LEVEL = 0.9
 """Share of runs that the interval should contain."""

@@ -1,0 +1,83 @@
+"""Ladders without training: ladder.json and points.jsonl, with losses of a law that is known."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from support.presets import preset
+
+from llm_pretrain.config import Config
+from llm_pretrain.ladder import (
+    Budget,
+    Ladder,
+    Point,
+    ScalingLaw,
+    Sizes,
+    member,
+    planned_flops,
+    with_store,
+    write_points,
+)
+from llm_pretrain.ladder.budget import rung_of
+from llm_pretrain.ladder.measurements import unmeasured_point
+
+LAW = ScalingLaw("parameters_with_embedding", 1.5, 150.0, 0.4, 400.0, 0.35)
+STABLE = 1.06
+"""Loss before the decay, in units of that after it."""
+BITS = 0.45
+"""Bits per byte of a nat per token."""
+
+
+def measured(config: Config, steps: int, unique_tokens: int, law: ScalingLaw, *, decayed: bool) -> Point:
+    """A training with the loss of a law."""
+    point = unmeasured_point(config, steps, unique_tokens, decayed=decayed)
+    loss = law.of(point) * (1 if decayed else STABLE)
+    return dataclasses.replace(point, loss=loss, bits_per_byte=loss * BITS)
+
+
+def make_ladder(
+    folder: Path,
+    *,
+    name: str = "tiny-dense",
+    sizes: Sequence[int] = (32, 64, 96, 128),
+    first_branch: int = 1600,
+    unique_tokens: int = 50_000_000,
+    law: ScalingLaw = LAW,
+    noise: float = 0.0,
+    seed: int = 0,
+) -> Ladder:
+    """Write a finished ladder of equal compute for each size, and return it.
+
+    Args:
+        folder: Created if missing.
+        name: Preset that is the base of the family.
+        sizes: Hidden sizes, ascending.
+        first_branch: Of the smallest size.
+        unique_tokens: Of the store.
+        law: Of the losses.
+        noise: Standard deviation of their logarithm.
+        seed: Of the noise.
+    """
+    base = with_store(preset(name), Path("stores/text"))
+    counted, generator = Sizes(base), np.random.default_rng(seed)
+    compute = first_branch * counted.step_flops(sizes[0])
+    rungs = tuple(rung_of(size, max(1, round(compute / counted.step_flops(size)))) for size in sizes)
+    points = [
+        measured(member(base, rung.hidden_size), steps, unique_tokens, law, decayed=decayed)
+        for rung in rungs
+        for decayed, ends in ((True, rung.steps), (False, rung.branches))
+        for steps in ends
+    ]
+    noisy = [
+        dataclasses.replace(point, loss=point.loss * math.exp(generator.normal(0, noise))) for point in points
+    ]
+    budget = Budget("20m", planned_flops(counted, rungs), 1200.0)
+    ladder = Ladder(folder, base, "a" * 64, unique_tokens, rungs, budget, 1.0, 1, tuple(noisy))
+    folder.mkdir(parents=True, exist_ok=True)
+    ladder.write_plan()
+    write_points(folder, noisy)
+    return ladder
