@@ -21,7 +21,7 @@ from llm_pretrain.model import count_parameters
 EVALUATIONS = 20
 """Of a planned run, the first and the last not counted."""
 _FINENESS = 20
-"""Neighbouring sizes that are tried differ by at least one part in so many: the loss is flat around the best."""
+"""Sizes that are tried differ by at least one part in so many: the loss is flat around the best."""
 _STABLE_PARTS = (8, 4, 2, 1)
 """The predicted curve begins at an eighth of the stable phase: before it warm-up and start decide."""
 
