@@ -62,6 +62,7 @@ SLOW_IMPORTS = {
     "lm_eval",
     "jinja2",
     "pyarrow",
+    "scipy",
 }
 
 
