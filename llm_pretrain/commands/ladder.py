@@ -80,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--budget", metavar="BUDGET",
         help="of all runs: a time on this machine (90s, 20m, 2h, 1d), or FLOPs (1e16)")  # fmt: skip
     add("--config", action="append", metavar="FILE",
-        help="base of the family; of several the later wins (default: the preset quickstart)")  # fmt: skip
+        help="base of the family; of several the later wins (default: the preset ladder)")  # fmt: skip
     add("--output", metavar="FOLDER", help="folder of the ladder (default: ladders/NAME of the store)")
     add("--sizes", type=int, metavar="K",
         help="number of sizes, 3 or more (default: 5, or as many as the budget allows)")  # fmt: skip
@@ -151,7 +151,7 @@ def open_base(arguments: argparse.Namespace, machine: Machine) -> tuple[Config, 
         if name in _CHOSEN
     ]:
         raise ConfigError(*problems)
-    arguments.config = arguments.config or ["quickstart"]
+    arguments.config = arguments.config or ["ladder"]
     config = load_config(given_options(arguments), needs_data=False, world_size=1)
     store = TokenStore(Path(arguments.input))
     if not store.facts["splits"]["validation"]["targets"]:

@@ -30,8 +30,6 @@ TOKENS_PER_PARAMETER = 20.0
 """Of the middle size, with the embedding: about compute-optimal (arXiv:2203.15556)."""
 MAX_EPOCHS = 4.0
 """Passes of the store in the longest run: more repetitions teach less (arXiv:2305.16264)."""
-MIN_LAYERS = 2
-"""Of the smallest size: one layer cannot copy from the context (arXiv:2209.11895), and learns otherwise."""
 MIN_STEPS = 100
 """Of the shortest run: the loss of fewer is that of the warm-up."""
 RATE_FACTORS = (0.5, 1.0, 2.0)
@@ -75,7 +73,6 @@ class Size(NamedTuple):
     flops_per_token: float
     parameters: int
     """Active ones, with the embedding."""
-    layers: int
 
 
 class Sizes:
@@ -91,8 +88,7 @@ class Sizes:
             config = member(self.base, number * self.step)
             flops = flops_per_token(config.model, config.training.sequence_length)
             active = count_parameters(config.model).active
-            layers = config.model.num_hidden_layers
-            self._counted[number] = Size(number * self.step, flops, active, layers)
+            self._counted[number] = Size(number * self.step, flops, active)
         return self._counted[number]
 
     def step_flops(self, hidden_size: int) -> float:
@@ -221,7 +217,6 @@ def _rungs(
     middle = sizes.size(sizes.first(lambda size: longest(size) <= TOKENS_PER_PARAMETER * size.parameters))
     number = sizes.nearest(middle.flops_per_token / math.sqrt(span))
     number = max(number, sizes.first(lambda size: longest(size) <= MAX_EPOCHS * unique_tokens))
-    number = max(number, sizes.first(lambda size: size.layers >= MIN_LAYERS))
     smallest, rungs = sizes.size(number).flops_per_token, list[Rung]()
     for k in range(count):
         if k:

@@ -8,6 +8,8 @@ import math
 from llm_pretrain.config import Config, validate
 from llm_pretrain.errors import ConfigError
 
+MIN_LAYERS = 2
+"""One layer cannot copy from its context (arXiv:2209.11895), and its loss falls otherwise."""
 WIDTH_MULTIPLE = 32
 """Feed-forward widths are multiples of it, which matrix kernels prefer."""
 
@@ -45,7 +47,8 @@ def member(base: Config, hidden_size: int) -> Config:
     if hidden_size == model.hidden_size:
         return config
     heads = model.num_attention_heads * hidden_size // model.hidden_size
-    layers = max(1, round(model.num_hidden_layers * hidden_size / model.hidden_size))
+    layers = round(model.num_hidden_layers * hidden_size / model.hidden_size)
+    layers = max(min(MIN_LAYERS, model.num_hidden_layers), layers)
     every = min(model.decoder_sparse_step, layers)
     widths = {"intermediate_size": _width(model.intermediate_size, hidden_size / model.hidden_size)}
     if model.moe_intermediate_size:

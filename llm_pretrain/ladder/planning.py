@@ -20,8 +20,10 @@ from llm_pretrain.model import count_parameters
 
 EVALUATIONS = 20
 """Of a planned run, the first and the last not counted."""
-_FINENESS = 20
+_FINENESS = 8
 """Sizes that are tried differ by at least one part in so many: the loss is flat around the best."""
+_BEYOND = 4
+"""Sizes that are tried above the best: from there on the loss only rises."""
 _STABLE_PARTS = (8, 4, 2, 1)
 """The predicted curve begins at an eighth of the stable phase: before it warm-up and start decide."""
 
@@ -93,12 +95,17 @@ class Outlook:
             return Outlook(ladder, decayed, None)
 
     def choices(self, spending: Spending, max_parameters: float = math.inf) -> list[Choice]:
-        """The sizes of the family that the budget trains for long enough, ascending.
+        """Sizes of the family that the budget trains for long enough, ascending, around and below the best.
 
         Raises:
             ConfigError: there is none.
         """
-        found = list(self._choices(spending, max_parameters))
+        found = list[Choice]()
+        for choice in self._choices(spending, max_parameters):
+            found.append(choice)
+            best = min(range(len(found)), key=lambda number: found[number].prediction.loss)
+            if len(found) - best > _BEYOND:
+                break
         if not found:
             limit = "" if max_parameters == math.inf else f" and at most {max_parameters:,.0f} parameters"
             raise ConfigError(

@@ -25,14 +25,15 @@ from llm_pretrain.ladder import (
     time_text,
     tokens_per_step,
 )
-from llm_pretrain.ladder.budget import MAX_EPOCHS, MIN_STEPS, SPANS
+from llm_pretrain.ladder.budget import DECAY_SHARE, MAX_EPOCHS, MIN_STEPS, SPANS
 
 CASES = [
-    ("quickstart", 3_500_000, (3e13, 1e14, 3e15)),
+    ("ladder", 3_500_000, (1e13, 1e14)),
+    ("quickstart", 3_500_000, (1e14, 3e15)),
     ("tiny-dense", 3_500_000, (1e13, 1e14)),
     ("gpt2-124m", 10**10, (1e18, 1e20)),
     ("minimind-moe-145m", 10**9, (1e17,)),
-    ("quickstart", 1_400_000, (1e14,)),
+    ("ladder", 1_400_000, (1e13,)),
 ]
 
 
@@ -62,7 +63,7 @@ def test_branches_are_multiples_of_the_first_and_end_in_their_decays():
     for rung in choose_rungs(preset("quickstart"), 1e14, 3_500_000):
         assert all(branch % rung.branches[0] == 0 for branch in rung.branches)
         for steps, branch in zip(rung.steps, rung.branches, strict=True):
-            assert (steps - branch) / steps == pytest.approx(0.2, abs=0.01)
+            assert (steps - branch) / steps == pytest.approx(DECAY_SHARE, abs=0.01)
 
 
 def test_a_budget_too_small_names_the_least_that_is_enough():
@@ -78,7 +79,7 @@ def test_a_budget_too_small_names_the_least_that_is_enough():
 
 
 def test_a_store_too_small_is_named():
-    with pytest.raises(ConfigError, match="--input: expected a store of at least 983,040 tokens"):
+    with pytest.raises(ConfigError, match="--input: expected a store of at least 1,638,400 tokens"):
         choose_rungs(preset("quickstart"), 1e14, 500_000)
 
 
@@ -103,7 +104,7 @@ def test_a_time_becomes_the_flops_that_fit():
     flops = flops_within(base, 900, 3_500_000, speed)
     expected = ladder_seconds(Sizes(base), choose_rungs(base, flops, 3_500_000), speed)
     assert 0.95 * 900 < expected <= 900
-    with pytest.raises(ConfigError, match=r"--budget: expected at least 2m.* on this machine, found 20s"):
+    with pytest.raises(ConfigError, match=r"--budget: expected at least 3m.* on this machine, found 20s"):
         flops_within(base, 20, 3_500_000, speed)
 
 

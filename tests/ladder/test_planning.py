@@ -89,7 +89,7 @@ def test_bits_per_byte_follow_the_loss(outlook: Outlook):
 
 
 def test_what_may_not_hold_is_said(outlook: Outlook, tmp_path: Path):
-    small = FLOPS._replace(budget=2e12)
+    small = FLOPS._replace(budget=2e11)
     choice = best(outlook, small)
     assert any("not above the ladder's smallest" in line for line in outlook.warnings(choice))
     many = best(outlook, FLOPS._replace(budget=3e15))
