@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import shutil
 import statistics
 import time
@@ -41,6 +40,7 @@ from llm_pretrain.ladder import (
     step_seconds,
     time_text,
     tokens_per_step,
+    used_by,
     write_points,
 )
 from llm_pretrain.model import flops_per_token
@@ -130,9 +130,7 @@ class Runner:
 
     def used(self) -> tuple[float, float]:
         """(FLOPs, seconds of runs) of all runs so far, the speed's measurement not included."""
-        found = {run.name: (run, read_used(self._folder(run))) for run in self.planned}
-        flops = sum(max(0, used.step - run.begin) * self._step_flops(run) for run, used in found.values())
-        return flops, math.fsum(used.seconds for _, used in found.values())
+        return used_by(self.ladder, self.planned)
 
     def used_text(self) -> str:
         """What has been used, as a share of the budget."""

@@ -342,6 +342,8 @@ def train(ladder: Ladder, context: LaunchContext) -> int:
         measured_points,
         rung_runs,
         time_text,
+        tried_factors,
+        write_ladder_report,
         write_points,
     )
 
@@ -355,13 +357,14 @@ def train(ladder: Ladder, context: LaunchContext) -> int:
         ladder = check_rate(runner, factors)
     factor = ladder.rate_factor
     assert factor is not None
-    checks, rest = check_runs(ladder.rungs[0], factors_run(ladder)), rung_runs(ladder.rungs, factor)
+    checks, rest = check_runs(ladder.rungs[0], tried_factors(ladder)), rung_runs(ladder.rungs, factor)
     runner.planned = [*checks, *rest]
     runner.clean([run for run in checks if run.factor != factor])
     runner.run_all(rest)
     runner.clean(rest)
     points = measured_points(ladder)
     write_points(ladder.folder, points)
+    say(f"report: {write_ladder_report(ladder.folder)}")
     for line in left_out_lines(ladder):
         say(line)
     if (left := len(ladder.rungs) - len(diverged_sizes(ladder))) < 3:
@@ -376,27 +379,15 @@ def train(ladder: Ladder, context: LaunchContext) -> int:
     return 0
 
 
-def factors_run(ladder: Ladder) -> list[float]:
-    """The factors on the learning rates at which the smallest size has a run."""
-    from llm_pretrain.ladder import RATE_FACTORS, RATE_LIMITS, check_runs, run_folder
-
-    factors = sorted({*RATE_FACTORS, *RATE_LIMITS})
-    return [
-        factor for factor in factors if run_folder(ladder, check_runs(ladder.rungs[0], [factor])[0]).is_dir()
-    ]
-
-
 def check_rate(runner: Runner, factors: Sequence[float]) -> Ladder:
     """Train the smallest size at several rates, and write the best factor into ladder.json."""
-    from llm_pretrain.ladder import RATE_LIMITS, check_runs, has_diverged, read_losses, run_folder
+    from llm_pretrain.ladder import RATE_LIMITS, check_runs, rate_loss
 
     ladder, tried = runner.ladder, list(factors)
     rung = ladder.rungs[0]
 
     def loss(factor: float) -> float:
-        folder = run_folder(ladder, check_runs(rung, [factor])[1])
-        losses = read_losses(folder).get(rung.steps[0])
-        return math.inf if losses is None or losses.loss is None or has_diverged(folder) else losses.loss
+        return rate_loss(ladder, factor)
 
     while True:
         runner.run_all(check_runs(rung, tried))

@@ -1,6 +1,7 @@
-"""`llm-pretrain report`: writes one HTML page about a run, or about several beside each other.
+"""`llm-pretrain report`: writes one HTML page about a run, about several beside each other, or a ladder.
 
-A run writes its own page at its end; the command is for a run in progress, an older one, and comparisons.
+Runs and ladders write their own pages at their ends; the command is for what is in progress or older, and for
+comparisons.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ examples:
   llm-pretrain report runs/quickstart
   llm-pretrain report runs/quickstart --output /tmp/quickstart.html
   llm-pretrain report runs/small runs/large --output comparison.html
+  llm-pretrain report ladders/stdlib
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     parser.add_argument(
-        "runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, such as runs/NAME"
+        "runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, such as runs/NAME, or of a ladder"
     )
     parser.add_argument(
         "--output",
@@ -33,9 +35,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the page and print where it is; returns the exit code."""
+    from llm_pretrain.ladder import PLAN_FILE, write_ladder_report
     from llm_pretrain.tracking import write_report
 
-    output = arguments.output
+    output, ladders = arguments.output, [run for run in arguments.runs if (run / PLAN_FILE).exists()]
+    if ladders:
+        if len(arguments.runs) > 1:
+            raise ConfigError(
+                f"{ladders[0]}: expected runs or one ladder alone, found a ladder beside others"
+            )
+        print(printable(write_ladder_report(ladders[0], output)))
+        return 0
     if output is None:
         if len(arguments.runs) > 1:
             raise ConfigError("--output: expected a file for the page of several runs, found none")

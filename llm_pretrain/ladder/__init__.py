@@ -23,10 +23,13 @@ from llm_pretrain.ladder.measurements import (
     has_diverged,
     has_ended,
     measured_points,
+    rate_loss,
     read_losses,
     read_used,
     run_folder,
     step_seconds,
+    tried_factors,
+    used_by,
 )
 from llm_pretrain.ladder.planning import Choice, Outlook, Spending
 from llm_pretrain.ladder.points import (
@@ -42,6 +45,7 @@ from llm_pretrain.ladder.points import (
     read_points,
     write_points,
 )
+from llm_pretrain.ladder.report import write_ladder_report
 from llm_pretrain.ladder.runs import (
     Run,
     check_runs,
@@ -93,6 +97,7 @@ __all__ = [
     "measured_points",
     "member",
     "planned_flops",
+    "rate_loss",
     "read_budget",
     "read_ladder",
     "read_losses",
@@ -106,7 +111,10 @@ __all__ = [
     "step_seconds",
     "time_text",
     "tokens_per_step",
+    "tried_factors",
+    "used_by",
     "width_step",
     "with_store",
+    "write_ladder_report",
     "write_points",
 ]

@@ -5,15 +5,16 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from llm_pretrain.config import Config
 from llm_pretrain.files import read_json
+from llm_pretrain.ladder.budget import RATE_FACTORS, RATE_LIMITS, Sizes
 from llm_pretrain.ladder.family import member
 from llm_pretrain.ladder.points import RUNS_FOLDER, Ladder, Point, Rung
-from llm_pretrain.ladder.runs import Run, size_runs, tokens_per_step
+from llm_pretrain.ladder.runs import Run, check_runs, size_runs, tokens_per_step
 from llm_pretrain.model import count_parameters, flops_per_token
 from llm_pretrain.tracking import read_metrics, read_rows
 
@@ -79,6 +80,23 @@ def diverged_sizes(ladder: Ladder) -> list[int]:
     ]
 
 
+def tried_factors(ladder: Ladder) -> list[float]:
+    """The factors on the learning rates at which the smallest size has a run, ascending."""
+    return [
+        factor
+        for factor in sorted({*RATE_FACTORS, *RATE_LIMITS})
+        if run_folder(ladder, check_runs(ladder.rungs[0], [factor])[0]).is_dir()
+    ]
+
+
+def rate_loss(ladder: Ladder, factor: float) -> float:
+    """Loss of the smallest size's shortest training at a rate; infinite if it diverged or has not ended."""
+    end = ladder.rungs[0].steps[0]
+    folder = run_folder(ladder, check_runs(ladder.rungs[0], [factor])[1])
+    losses = read_losses(folder).get(end)
+    return math.inf if losses is None or losses.loss is None or has_diverged(folder) else losses.loss
+
+
 def measured_points(ladder: Ladder) -> list[Point]:
     """The points of all evaluations that the ladder's runs, at the chosen rate, have made so far."""
     left_out = diverged_sizes(ladder)
@@ -140,6 +158,15 @@ class Used(NamedTuple):
     """The last one that has a row."""
     seconds: float
     """From the start of training to the last row of each attempt, without work that was lost."""
+
+
+def used_by(ladder: Ladder, runs: Iterable[Run]) -> tuple[float, float]:
+    """(FLOPs, seconds) that a ladder's runs have used so far; of two with one name the later counts."""
+    sizes, found = Sizes(ladder.base), {run.name: (run, read_used(run_folder(ladder, run))) for run in runs}
+    flops = sum(
+        max(0, used.step - run.begin) * sizes.step_flops(run.hidden_size) for run, used in found.values()
+    )
+    return flops, math.fsum(used.seconds for _, used in found.values())
 
 
 def read_used(folder: Path) -> Used:

@@ -19,8 +19,8 @@ from llm_pretrain.tracking.replays import (
     replay_status,
     replay_summary,
 )
-from llm_pretrain.tracking.report import render_page, write_report
-from llm_pretrain.tracking.run_files import fault_lines
+from llm_pretrain.tracking.report import Table, render_page, write_page, write_report
+from llm_pretrain.tracking.run_files import fault_lines, quantity
 from llm_pretrain.tracking.trackers import Trackers
 
 __all__ = [
@@ -32,11 +32,13 @@ __all__ = [
     "Console",
     "Machine",
     "MetricsWriter",
+    "Table",
     "Trackers",
     "device_peak_flops",
     "difference_lines",
     "fault_lines",
     "memory_bytes",
+    "quantity",
     "read_metrics",
     "read_replays",
     "read_rows",
@@ -44,5 +46,6 @@ __all__ = [
     "replay_status",
     "replay_summary",
     "size_text",
+    "write_page",
     "write_report",
 ]

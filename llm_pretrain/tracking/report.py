@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +60,19 @@ def write_report(runs: Sequence[Path], output: Path) -> Path:
         CheckpointError: a run's `metrics.jsonl` is damaged or cannot be read.
         OutputError: the page cannot be written, or there is another file, which would be lost.
     """
+    return write_page(output, lambda: _render([read_run(Path(run)) for run in runs]))
+
+
+def write_page(output: Path, render: Callable[[], str]) -> Path:
+    """Write a page of `render_page`; `output` is checked before the page is rendered.
+
+    Raises:
+        OutputError: the page cannot be written, or there is another file, which would be lost.
+    """
     output = Path(output)
     if not output.is_dir():
         check_replaceable(output, *_MARKS)
-    page = _render([read_run(Path(run)) for run in runs])
+    page = render()
     try:
         if output.is_dir():
             raise OutputError(f"{output}: expected a file to write, found a folder; name a file in it")
@@ -75,9 +84,6 @@ def write_report(runs: Sequence[Path], output: Path) -> Path:
 
 
 def _render(runs: Sequence[RunRecord]) -> str:
-    # imported here, because a training run imports this module and does not need it before its end
-    from plotly.offline import get_plotlyjs
-
     names = _names(runs)
     series = [run_series(run, name) for run, name in zip(runs, names, strict=True)]
     maps = [(name, expert_maps(run.rows)) for run, name in zip(runs, names, strict=True)]
@@ -90,34 +96,42 @@ def _render(runs: Sequence[RunRecord]) -> str:
     return render_page(
         "report.html",
         title=names[0] if len(runs) == 1 else f"{len(runs)} runs",
-        written=_utc(time.time()),
         runs=[_run_content(run, name) for run, name in zip(runs, names, strict=True)],
         sections=sections,
         maps=data["experts"],
         notes=_notes(runs, series),
         settings=_settings_table(runs, names),
-        script=(_TEMPLATES / "report.js").read_text(encoding="utf-8"),
-        plotly=get_plotlyjs(),
+        script="report.js",
         data=data,
     )
 
 
-def render_page(template: str, *, data: Any, **values: Any) -> str:
+def render_page(template: str, *, data: Any, script: str | None = None, **values: Any) -> str:
     """A page from a template of this package.
 
     Args:
         template: Its file's name.
         data: What the page holds as JSON for scripts.
-        values: For the template, besides `version` and `style`; their text is escaped.
+        script: File of this package's templates that draws the charts; the template gets it as `script`, with
+            what all charts share, and `plotly`.
+        values: For the template, besides `version`, `written` and `style`; their text is escaped.
     """
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined  # as plotly
+    # imported here, because a training run imports this module and does not need them before its end
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+    if script is not None:
+        from plotly.offline import get_plotlyjs
+
+        values["plotly"] = get_plotlyjs()
+        values["script"] = "\n".join(
+            (_TEMPLATES / name).read_text(encoding="utf-8") for name in ("charts.js", script)
+        )
     environment = Environment(
         loader=FileSystemLoader(_TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
     style = (_TEMPLATES / "report.css").read_text(encoding="utf-8")
     return environment.get_template(template).render(
-        version=__version__, style=style, data=_script_json(data), **values
+        version=__version__, written=_utc(time.time()), style=style, data=_script_json(data), **values
     )
 
 

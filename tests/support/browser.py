@@ -18,6 +18,25 @@ FLAGS = (
 )
 DRAWN = "document.documentElement.dataset.drawn === 'true'"
 """Whether a report has drawn all that it was asked to."""
+PLOTS = """() => [...document.querySelectorAll('.plot')].map(plot => {
+    const drawn = plot.querySelectorAll('.scatterlayer .trace path.js-line, .heatmaplayer image');
+    const box = plot.querySelector('.main-svg')?.getBoundingClientRect();
+    return [plot.id, drawn.length, box ? Math.round(box.width - plot.clientWidth) : null];
+})"""
+"""Of each chart: id, drawn curves and maps, and by how much it is wider than its place."""
+OVERLAPS = """() => {
+    const kinds = 'h1, h2, h3, figcaption, nav a, legend, label, dt, dd, .kicker';
+    const texts = [...document.querySelectorAll(kinds)];
+    const boxes = texts.map(each => [each, each.getBoundingClientRect()]).filter(([, box]) => box.width);
+    const found = [];
+    boxes.forEach(([one, a], index) => boxes.slice(index + 1).forEach(([other, b]) => {
+        const across = Math.min(a.right, b.right) - Math.max(a.left, b.left);
+        const down = Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top);
+        if (across > 1 && down > 1 && !one.contains(other)) found.push([one.textContent, other.textContent]);
+    }));
+    return found;
+}"""
+"""Pairs of texts that overlap."""
 
 
 def chromium() -> str:

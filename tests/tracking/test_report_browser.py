@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.browser import DRAWN, chromium, opened
+from support.browser import DRAWN, OVERLAPS, PLOTS, chromium, opened
 from support.run_folders import START, attempt_row, make_run, training_row
 
 from llm_pretrain.tracking import write_report
@@ -37,25 +37,6 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     assert rows[60]["time"] > START
     return write_report([run], run / "report.html")
-
-
-PLOTS = """() => [...document.querySelectorAll('.plot')].map(plot => {
-    const drawn = plot.querySelectorAll('.scatterlayer .trace path.js-line, .heatmaplayer image');
-    const box = plot.querySelector('.main-svg')?.getBoundingClientRect();
-    return [plot.id, drawn.length, box ? Math.round(box.width - plot.clientWidth) : null];
-})"""
-OVERLAPS = """() => {
-    const kinds = 'h1, h2, h3, figcaption, nav a, legend, label, dt, dd, .kicker';
-    const texts = [...document.querySelectorAll(kinds)];
-    const boxes = texts.map(each => [each, each.getBoundingClientRect()]).filter(([, box]) => box.width);
-    const found = [];
-    boxes.forEach(([one, a], index) => boxes.slice(index + 1).forEach(([other, b]) => {
-        const across = Math.min(a.right, b.right) - Math.max(a.left, b.left);
-        const down = Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top);
-        if (across > 1 && down > 1 && !one.contains(other)) found.push([one.textContent, other.textContent]);
-    }));
-    return found;
-}"""
 
 
 @pytest.mark.slow

@@ -10,19 +10,7 @@
   const EVEN = [[0, "#2c5aa0"], [0.5, "#f3f1ec"], [1, "#c2410c"]];
   const EVEN_DARK = [[0, "#5b9bff"], [0.5, "#232a35"], [1, "#ff8a3d"]];
 
-  const escaped = (text) => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
-  const shortened = (text, length) => (text.length > length ? text.slice(0, length - 1) + "…" : text);
-  const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-  const isDark = () => window.matchMedia("(prefers-color-scheme: dark)").matches;
-  const isNarrow = () => window.innerWidth < 600;
   const faint = (color) => color + "40";
-
-  function readTheme() {
-    return {
-      text: css("--text"), quiet: css("--quiet"), grid: css("--grid"), line: css("--line"),
-      panel: css("--panel"), mark: css("--mark"), series: css("--series").split(","),
-    };
-  }
 
   function options() {
     const form = new FormData(controls);
@@ -40,21 +28,6 @@
       return Number((mean / (1 - share)).toPrecision(7));
     });
   }
-
-  function layout(theme, chart) {
-    const axis = { gridcolor: theme.grid, linecolor: theme.line, zerolinecolor: theme.grid, tickcolor: theme.line, automargin: true, separatethousands: true };
-    return {
-      autosize: true, margin: { l: 52, r: 14, t: 12, b: 44 }, hovermode: "x unified",
-      paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
-      font: { family: getComputedStyle(document.body).fontFamily, size: 12.5, color: theme.text },
-      hoverlabel: { bgcolor: theme.panel, bordercolor: theme.line, font: { color: theme.text } },
-      legend: { orientation: "h", x: 0, yanchor: "top", font: { color: theme.text }, itemwidth: 30 },
-      xaxis: { ...axis, automargin: false, title: { text: AXES.step, standoff: 6, font: { color: theme.quiet } }, nticks: isNarrow() ? 5 : 10 },
-      yaxis: { ...axis, title: { text: chart.unit, standoff: 8, font: { color: theme.quiet } }, exponentformat: "power" },
-    };
-  }
-
-  const PLOTLY_OPTIONS = { responsive: true, displaylogo: false, displayModeBar: "hover", modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"] };
 
   function curve(chart, one, index, theme, now) {
     const run = data.runs[one.run];
@@ -102,13 +75,6 @@
     return { traces, shapes, annotations };
   }
 
-  // Number of rows of a legend, estimated from the widths of its entries.
-  function legendRows(id, names) {
-    const room = document.getElementById(id).clientWidth - 80;
-    const widest = names.reduce((most, name) => Math.max(most, 52 + 7 * name.length), 0);
-    return names.length ? Math.ceil(names.length / Math.max(1, Math.floor(room / widest))) : 0;
-  }
-
   // plotly's own range of a constant is one below to one above it, whatever its magnitude.
   function rangeOfConstant(traces, chart) {
     const values = [...new Set(traces.flatMap((trace) => trace.y).filter((value) => value !== null).concat(chart.lines.map((line) => line.value)))];
@@ -130,10 +96,7 @@
       plan.shapes.push({ type: "line", xref: "paper", x0: 0, x1: 1, y0: line.value, y1: line.value, line: { color: theme.quiet, width: 1.2, dash: "dot" } });
       plan.annotations.push({ xref: "paper", x: 1, xanchor: "right", y: plan.yaxis.type === "log" ? Math.log10(line.value) : line.value, yanchor: "bottom", showarrow: false, text: escaped(line.label), font: { color: theme.quiet, size: 11.5 } });
     });
-    const names = traces.filter((trace) => trace.showlegend).map((trace) => trace.name);
-    plan.margin.b = 46 + 20 * legendRows(chart.id, names);
-    const height = document.getElementById(chart.id).clientHeight - plan.margin.t - plan.margin.b;
-    plan.legend.y = -46 / Math.max(60, height);
+    placeLegend(chart.id, plan, traces);
     return Plotly.react(chart.id, traces, plan, PLOTLY_OPTIONS);
   }
 
@@ -183,24 +146,10 @@
     await drawMap("expert-last", theme, { x: experts, y: run.layers, z: units(run.last), horizontal: "expert", vertical: "layer", reach: 1, hover: "layer %{y}, expert %{x}" });
   }
 
-  // One drawing at a time: two overlapping calls of plotly leave a chart incomplete.
-  const wanted = new Set();
-  let drawing = false;
-  async function draw(...parts) {
-    parts.forEach((part) => wanted.add(part));
-    if (drawing) return;
-    drawing = true;
-    document.documentElement.dataset.drawn = "false";
-    while (wanted.size) {
-      const [part] = wanted;
-      wanted.delete(part);
-      const theme = readTheme();
-      if (part === "experts") await drawExperts(theme);
-      else for (const chart of data.charts) await drawChart(chart, theme, options());
-    }
-    drawing = false;
-    document.documentElement.dataset.drawn = "true";
-  }
+  const draw = drawer(["curves", "experts"], async (part, theme) => {
+    if (part === "experts") await drawExperts(theme);
+    else for (const chart of data.charts) await drawChart(chart, theme, options());
+  });
 
   function disableMissingAxes() {
     for (const input of controls.querySelectorAll("input[name=axis]")) {
@@ -221,8 +170,6 @@
       draw("experts");
     });
   }
-  window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => draw("curves", "experts"));
-  window.matchMedia("(max-width: 599px)").addEventListener("change", () => draw("curves", "experts"));
   disableMissingAxes();
   draw("curves", "experts");
 })();

@@ -1,0 +1,370 @@
+"""`report.html` of a ladder: its losses, the law fitted to them, and what more compute would give."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from llm_pretrain.errors import ConfigError
+from llm_pretrain.ladder.budget import MIN_STEPS
+from llm_pretrain.ladder.family import member, width_step
+from llm_pretrain.ladder.measurements import (
+    diverged_sizes,
+    rate_loss,
+    tried_factors,
+    unmeasured_point,
+    used_by,
+)
+from llm_pretrain.ladder.planning import WIDE, Outlook
+from llm_pretrain.ladder.points import Ladder, Point, read_ladder
+from llm_pretrain.ladder.runs import check_runs, rung_runs, tokens_per_step
+from llm_pretrain.ladder.scaling_law import LEVEL, Counting, Fit, Prediction, ScalingLaw, fit_law
+from llm_pretrain.tracking import Table, quantity, render_page, write_page
+
+BEYOND = (1.0, 3.0, 10.0, 30.0)
+"""Multiples of the largest point's compute with their best size; the frontier ends at the last."""
+ISO_LEVELS = (4.0, 30.0)
+"""Multiples of the largest point's compute with an IsoFLOP curve, besides three levels among the points."""
+_NEAR = 1.2
+"""Points within this factor of a level's compute are drawn at its curve."""
+_HIGHER = 1.25
+"""A curve ends where its loss is this factor above its least, if no size of the ladder lies beyond."""
+_NEXT_SIZE = 1.1
+"""Ratio of two sizes whose losses are compared; the family's next one where that is larger."""
+_FRONTIER_POINTS = 40
+_COUNTINGS: dict[Counting, str] = {
+    "parameters": "active parameters without embedding and head",
+    "parameters_with_embedding": "active parameters with embedding and head",
+}
+
+
+class Best(NamedTuple):
+    """The size that the law predicts to end best with some compute."""
+
+    point: Point
+    prediction: Prediction
+
+
+class Frontier:
+    """The law's losses over the sizes of the ladder's family.
+
+    Args:
+        ladder: Of the fit.
+        fit: To its decayed points.
+    """
+
+    def __init__(self, ladder: Ladder, fit: Fit):
+        self.fit, self._members = fit, list[Point]()
+        step, number = width_step(ladder.base), 0
+        most, least = fit.most_flops * max(BEYOND), MIN_STEPS * tokens_per_step(ladder.base)
+        losses = [math.inf]
+        while losses[-1] <= min(losses) * _HIGHER:  # with one optimum, larger sizes are worse still
+            number = max(number + 1, round(number * _NEXT_SIZE))
+            self._members.append(_member(ladder, number * step))
+            (point,) = self._trained(self._members[-1:], most)
+            if point.tokens < least:
+                break
+            losses.append(point.loss)
+        others = {each.hidden_size for each in fit.points} - {each.hidden_size for each in self._members}
+        self._members += [_member(ladder, size) for size in others]
+        self._members.sort(key=lambda each: each.hidden_size)
+
+    def at(self, flops: float) -> list[Point]:
+        """Every size, trained with this compute, with the law's loss; ascending."""
+        return self._trained(self._members, flops)
+
+    def _trained(self, members: Sequence[Point], flops: float) -> list[Point]:
+        trained = [
+            dataclasses.replace(each, tokens=max(1, round(flops / each.flops * each.tokens)), flops=flops)
+            for each in members
+        ]
+        return [dataclasses.replace(each, loss=self.fit.law.of(each)) for each in trained]
+
+    def best(self, flops: float) -> Best:
+        """The size with the least loss at this compute."""
+        point = min(self.at(flops), key=lambda each: each.loss)
+        return Best(point, self.fit.predict(point))
+
+
+def _member(ladder: Ladder, hidden_size: int) -> Point:
+    """One step of a size of the family, its loss not a number."""
+    return unmeasured_point(member(ladder.base, hidden_size), 1, ladder.unique_tokens, decayed=True)
+
+
+def write_ladder_report(folder: Path, output: Path | None = None) -> Path:
+    """Write the page about a ladder, which may be unfinished.
+
+    Args:
+        folder: Of the ladder.
+        output: The page's file, which is returned; `report.html` of the folder if None.
+
+    Raises:
+        ConfigError: the folder has no ladder.
+        CheckpointError: a run's metrics.jsonl is damaged.
+        DataError: one of the ladder's files is damaged.
+        OutputError: the page cannot be written, or there is another file, which would be lost.
+    """
+    folder = Path(folder)
+    return write_page(output or folder / "report.html", lambda: _render(read_ladder(folder)))
+
+
+def _render(ladder: Ladder) -> str:
+    decayed = [point for point in ladder.points if point.decayed]
+    notes, fit, frontier = _missing(ladder, decayed), None, None
+    try:
+        fit = fit_law(decayed)
+    except ConfigError as error:
+        notes.append(f"No law is fitted: {str(error).removeprefix('ladder: ')}.")
+    else:
+        frontier = Frontier(ladder, fit)
+        notes += [f"Warning: {line}." for line in _warnings(frontier)]
+    charts = [_losses_chart(decayed, frontier)] if decayed else []
+    if frontier:
+        charts += [_iso_chart(frontier), _residuals_chart(frontier.fit)]
+    return render_page(
+        "ladder_report.html",
+        title=ladder.folder.absolute().name,
+        folder=str(ladder.folder),
+        summary=_summary(ladder, decayed),
+        notes=notes,
+        charts=charts,
+        interval=f"{LEVEL:.0%}",
+        law=_law_lines(fit) if fit else [],
+        countings=_countings_table(fit) if fit else None,
+        best=_best_table(ladder, frontier) if frontier else None,
+        points=_points_table(ladder, decayed, fit),
+        stable=_points_table(ladder, [point for point in ladder.points if not point.decayed], None),
+        script="ladder_report.js",
+        data={"charts": charts},
+    )
+
+
+def _missing(ladder: Ladder, decayed: Sequence[Point]) -> list[str]:
+    """What the ladder has not measured yet; one sentence each."""
+    if ladder.rate_factor is None:
+        return ["The learning rate is not chosen yet; the same `llm-pretrain ladder` command continues."]
+    notes, diverged = list[str](), diverged_sizes(ladder)
+    for rung in ladder.rungs:
+        found = sum(point.hidden_size == rung.hidden_size for point in decayed)
+        size = f"Hidden size {rung.hidden_size}"
+        if rung.hidden_size in diverged:
+            notes.append(f"{size}: a run has diverged; its points are left out.")
+        elif found < len(rung.steps):
+            notes.append(
+                f"{size}: {len(rung.steps) - found} of {len(rung.steps)} decayed points are missing."
+            )
+    return notes
+
+
+def _warnings(frontier: Frontier) -> list[str]:
+    """Why the law may mislead."""
+    fit, found = frontier.fit, list(frontier.fit.warnings)
+    sizes = [point.hidden_size for point in fit.points]
+    within, beyond = frontier.best(fit.most_flops), frontier.best(fit.most_flops * BEYOND[-1])
+    if not min(sizes) < within.point.hidden_size < max(sizes):
+        found.append(
+            f"at the compute of the largest point the best size would be {within.point.hidden_size}, which "
+            f"is not between the ladder's smallest and largest, {min(sizes)} and {max(sizes)}"
+        )
+    if (beyond.prediction.high - beyond.prediction.low) / beyond.prediction.loss > WIDE:
+        found.append(
+            f"at {BEYOND[-1]:g} times the compute the interval is wider than a tenth of the loss: the ladder "
+            "is too short to tell"
+        )
+    return found
+
+
+def _summary(ladder: Ladder, decayed: Sequence[Point]) -> dict[str, str]:
+    """What the ladder is and how far it is, by label."""
+    factors, chosen = tried_factors(ladder), ladder.rate_factor
+    planned = rung_runs(ladder.rungs, chosen) if chosen else []
+    used, _ = used_by(ladder, [*check_runs(ladder.rungs[0], factors), *planned])
+    checked = {factor: rate_loss(ladder, factor) for factor in factors}
+    losses = [f"{loss:.4f} at {factor:g}" for factor, loss in checked.items() if loss < math.inf]
+    best = min(decayed, key=lambda point: point.loss, default=None)
+    sizes = ", ".join(str(rung.hidden_size) for rung in ladder.rungs)
+    wanted = sum(len(rung.steps) for rung in ladder.rungs)
+    flops = f"{_flops(ladder.budget.flops)} FLOPs"
+    source = ladder.base.data.sources[0].store if ladder.base.data.sources else None
+    entries = {
+        "Family": f"{ladder.base.run.name}, hidden sizes {sizes}",
+        "Store": f"{source or ''} {ladder.store[:12]}, {quantity(ladder.unique_tokens)} tokens".strip(),
+        "Budget": f"{ladder.budget.text}, about {flops}" if ladder.budget.seconds else flops,
+        "FLOPs used": _flops(used) if used else None,
+        "Decayed points": f"{len(decayed)} of {wanted}",
+        "Learning rates": f"{chosen:g} × the base's" if chosen else "not chosen yet",
+        "Losses of the rate check": ", ".join(losses),
+        "Lowest loss": f"{best.loss:.4f}, hidden size {best.hidden_size}" if best else None,
+        "Bits per byte": f"{best.bits_per_byte:.4f}" if best and best.bits_per_byte else None,
+    }
+    return {label: text for label, text in entries.items() if text}
+
+
+def _losses_chart(decayed: Sequence[Point], frontier: Frontier | None) -> dict[str, Any]:
+    """Loss against FLOPs: a line for each size, and the frontier beyond them with its interval."""
+    traces = []
+    for color, size in enumerate(sorted({point.hidden_size for point in decayed})):
+        own = sorted((point for point in decayed if point.hidden_size == size), key=lambda each: each.tokens)
+        traces.append(_trace(f"h{size}", "line+points", color, own, [each.flops for each in own]))
+    if frontier:
+        first, last = min(point.flops for point in decayed), frontier.fit.most_flops * BEYOND[-1]
+        steps = range(_FRONTIER_POINTS)
+        bests = [frontier.best(first * (last / first) ** (k / (_FRONTIER_POINTS - 1))) for k in steps]
+        flops = [each.point.flops for each in bests]
+        band = {
+            "low": [each.prediction.low for each in bests],
+            "high": [each.prediction.high for each in bests],
+        }
+        line = _trace("frontier", "dashed", None, [each.point for each in bests], flops)
+        interval = {"name": "interval", "kind": "band", "color": None, "x": flops, **band}
+        traces = [each | {"legend": each in traces} for each in (interval, *traces, line)]
+    return _chart("losses", "Loss against compute, by hidden size", "FLOPs of a training", traces)
+
+
+def _iso_chart(frontier: Frontier) -> dict[str, Any]:
+    """Loss against parameters at some values of compute, with the points that have about as much."""
+    fit, traces = frontier.fit, []
+    least, most = min(point.flops for point in fit.points), fit.most_flops
+    counting = fit.law.counting
+    trained = [getattr(point, counting) for point in fit.points]
+    levels = [least, math.sqrt(least * most), most, *(most * beyond for beyond in ISO_LEVELS)]
+    for color, level in enumerate(levels):
+        points = frontier.at(level)
+        best = min(points, key=lambda each: each.loss)
+        shown = [
+            each
+            for each in points
+            if each.loss <= best.loss * _HIGHER
+            or (level <= most and min(trained) <= getattr(each, counting) <= max(trained))
+        ]
+        near = [each for each in fit.points if 1 / _NEAR <= each.flops / level <= _NEAR]
+        name = _flops(level)
+        curve = "line" if level <= most else "dashed"
+        for kind, entries in ((curve, shown), ("points", near), ("best", [best])):
+            if entries:
+                x = [getattr(each, counting) for each in entries]
+                traces.append(_trace(name, kind, color, entries, x) | {"legend": entries is shown})
+    title = f"IsoFLOP curves of the law: loss against {_COUNTINGS[counting]}, by FLOPs"
+    return _chart("iso", title, "active parameters", traces)
+
+
+def _residuals_chart(fit: Fit) -> dict[str, Any]:
+    """Log-loss less the law's, in percent, by tokens."""
+    traces = []
+    for color, size in enumerate(sorted({point.hidden_size for point in fit.points})):
+        own = [
+            (point, 100 * each)
+            for point, each in zip(fit.points, fit.residuals, strict=True)
+            if point.hidden_size == size
+        ]
+        points = [point for point, _ in own]
+        trace = _trace(f"h{size}", "points", color, points, [point.tokens for point in points])
+        traces.append(trace | {"y": [each for _, each in own]})
+    return _chart("residuals", "Measured less fitted loss, by hidden size", "tokens", traces, "% of the loss")
+
+
+def _chart(
+    id: str, title: str, horizontal: str, traces: list[dict[str, Any]], unit: str = "nats per token"
+) -> dict[str, Any]:
+    exponents = "e" if "FLOPs" in horizontal else "B"  # plotly's names: 1e+12, or 1k, 1M, 1B
+    return {"id": id, "title": title, "unit": unit, "horizontal": horizontal, "exponents": exponents} | {
+        "traces": traces
+    }
+
+
+def _trace(
+    name: str, kind: str, color: int | None, points: Sequence[Point], x: Sequence[float]
+) -> dict[str, Any]:
+    """A curve as the page's script draws it; the text of each point is shown when it is pointed at."""
+    texts = [
+        f"hidden size {each.hidden_size}, {quantity(each.tokens)} tokens, {_flops(each.flops)} FLOPs"
+        for each in points
+    ]
+    losses = [each.loss for each in points]
+    return {"name": name, "kind": kind, "color": color, "x": list(x), "y": losses, "text": texts}
+
+
+def _law_lines(fit: Fit) -> list[str]:
+    """The law in words, one sentence each."""
+    law, total = fit.law, fit.law.alpha + fit.law.beta
+    drift = (
+        f"A fit without the rungs of most compute missed them by {100 * fit.drift:.2g} % for every factor e "
+        "of compute beyond its points; the interval grows as much."
+        if fit.drift
+        else "The ladder is too short to hold points out, so the interval does not say how the law's form "
+        "errs beyond the points."
+    )
+    return [
+        f"loss = {law.E:.4g} + {law.A:.4g} / N^{law.alpha:.3f} + {law.B:.4g} / D^{law.beta:.3f}, in nats per "
+        f"token, where N are {_COUNTINGS[law.counting]}, and D are tokens; repeated ones count less "
+        "(arXiv:2305.16264).",
+        f"{law.E:.4g} nats per token is the loss that neither more parameters nor more tokens would remove.",
+        f"With new text, the best N grows with compute to the power of {law.beta / total:.2f}, the best D to "
+        f"the power of {law.alpha / total:.2f}.",
+        f"Noise: measured losses differ from the law by {100 * fit.noise:.2g} % (one standard deviation).",
+        drift,
+    ]
+
+
+def _countings_table(fit: Fit) -> Table:
+    """The law with both countings of N, the better first."""
+
+    def row(law: ScalingLaw) -> list[str]:
+        error = sum(abs(math.log(point.loss / law.of(point))) for point in fit.points) / len(fit.points)
+        numbers = (f"{each:.4g}" for each in (law.E, law.A, law.alpha, law.B, law.beta))
+        return [_COUNTINGS[law.counting], *numbers, f"{100 * error:.2g} %"]
+
+    return Table(["N counts", "E", "A", "alpha", "B", "beta", "Mean error"], [row(fit.law), row(fit.other)])
+
+
+def _best_table(ladder: Ladder, frontier: Frontier) -> Table:
+    """The best size for multiples of the largest point's compute."""
+    outlook, rows = Outlook(ladder, frontier.fit, None), list[list[str]]()
+    for multiple in BEYOND:
+        point, prediction = frontier.best(frontier.fit.most_flops * multiple)
+        bits = outlook.bits_per_byte(prediction.loss)
+        rows.append(
+            [
+                f"{multiple:g} ×",
+                *_trained(ladder, point),
+                f"{prediction.loss:.4f}",
+                f"{prediction.low:.4f} to {prediction.high:.4f}",
+                f"{bits:.4f}" if bits else "–",
+            ]
+        )
+    heads = ["Compute", *_TRAINED, "Predicted loss", f"{LEVEL:.0%} interval", "Bits per byte"]
+    return Table(heads, rows)
+
+
+_TRAINED = ["Hidden size", "Layers", "Parameters", "With embedding", "Tokens", "Epochs", "FLOPs"]
+
+
+def _trained(ladder: Ladder, point: Point) -> list[str]:
+    """Cells of a training: what `_TRAINED` names."""
+    layers = member(ladder.base, point.hidden_size).model.num_hidden_layers
+    counts = (point.parameters, point.parameters_with_embedding, point.tokens)
+    epochs = f"{point.tokens / point.unique_tokens:.2f}"
+    return [str(point.hidden_size), str(layers), *map(quantity, counts), epochs, _flops(point.flops)]
+
+
+def _points_table(ladder: Ladder, points: Iterable[Point], fit: Fit | None) -> Table | None:
+    """The points by size and tokens, beside the fit if there is one."""
+    heads, rows = [*_TRAINED, "Loss", "Bits per byte"], list[list[str]]()
+    residuals = dict(zip(fit.points, fit.residuals, strict=True)) if fit else {}
+    for point in sorted(points, key=lambda each: (each.hidden_size, each.tokens)):
+        bits = "–" if point.bits_per_byte is None else f"{point.bits_per_byte:.4f}"
+        row = [*_trained(ladder, point), f"{point.loss:.4f}", bits]
+        if fit:
+            row += [f"{fit.law.of(point):.4f}", f"{100 * residuals[point]:+.2f} %"]
+        rows.append(row)
+    if fit:
+        heads += ["Fitted", "Residual"]
+    return Table(heads, rows) if rows else None
+
+
+def _flops(value: float) -> str:
+    """`1.2e13`."""
+    return f"{value:.3g}".replace("e+", "e")

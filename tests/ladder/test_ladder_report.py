@@ -1,0 +1,272 @@
+"""A ladder's page: what it shows of the points, the law and what more compute would give."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.browser import DRAWN, OVERLAPS, PLOTS, chromium, opened
+from support.ladders import LAW, make_ladder, measured
+from support.pages import Page
+
+from llm_pretrain.__main__ import main
+from llm_pretrain.errors import OutputError
+from llm_pretrain.ladder import (
+    Ladder,
+    Sizes,
+    check_runs,
+    fit_law,
+    member,
+    run_folder,
+    rung_runs,
+    write_ladder_report,
+    write_points,
+)
+from llm_pretrain.ladder import report as report_module
+from llm_pretrain.ladder.points import RUNS_FOLDER
+
+NASTY = "<script>alert(1)<"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_samples() -> Iterator[None]:
+    """Quick fits."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report_module, "fit_law", functools.partial(fit_law, samples=8))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def short_plotly(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page without the 5 MB of plotly's script, but for the browser."""
+    if request.node.get_closest_marker("slow") is None:
+        monkeypatch.setattr("plotly.offline.get_plotlyjs", lambda: "/* plotly */")
+
+
+@pytest.fixture(scope="module")
+def ladder(tmp_path_factory: pytest.TempPathFactory) -> Ladder:
+    """Finished, with the losses of a law."""
+    return make_ladder(tmp_path_factory.mktemp("finished") / "ladder")
+
+
+@pytest.fixture(scope="module")
+def finished(ladder: Ladder) -> Page:
+    """Its page."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("plotly.offline.get_plotlyjs", lambda: "/* plotly */")
+        return page_of(ladder)
+
+
+def make_begun(folder: Path) -> Ladder:
+    """A ladder with too few points for a fit."""
+    ladder = make_ladder(folder)
+    write_points(folder, ladder.points[:3])
+    return ladder
+
+
+def page_of(ladder: Ladder) -> Page:
+    return Page(write_ladder_report(ladder.folder))
+
+
+def traces(page: Page, chart: str) -> list[dict[str, Any]]:
+    return next(each for each in page.data["charts"] if each["id"] == chart)["traces"]
+
+
+def write_run(folder: Path, step: int, loss: float, state: str = "finished") -> None:
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text(json.dumps({"step": step, "time": 1.0, "eval/loss": loss}) + "\n")
+    (folder / "status.json").write_text(json.dumps({"state": state, "step": step}))
+
+
+def test_the_page_shows_every_point_and_a_law_that_predicts_them(ladder: Ladder, finished: Page):
+    assert finished.sections == ["summary", "charts", "law", "more", "points"]
+    assert finished.plots == {"losses", "iso", "residuals"}
+    decayed = [point for point in ladder.points if point.decayed]
+    lines = [trace for trace in traces(finished, "losses") if trace["kind"] == "line+points"]
+    shown = {pair for trace in lines for pair in zip(trace["x"], trace["y"], strict=True)}
+    assert [trace["name"] for trace in lines] == ["h32", "h64", "h96", "h128"]
+    assert shown == {(point.flops, point.loss) for point in decayed}
+    for point in ladder.points:
+        assert f" {point.loss:.4f} {point.loss * 0.45:.4f} " in finished.text
+    residuals = [value for trace in traces(finished, "residuals") for value in trace["y"]]
+    assert len(residuals) == len(decayed)
+    assert max(map(abs, residuals)) < 0.1  # %: the losses are a law's, without noise
+    assert "12 of 12" in finished.text
+    assert "active parameters with embedding and head" in finished.text
+    assert "missing" not in finished.text
+    assert "Warning" not in finished.text
+
+
+def test_the_frontier_is_the_least_loss_over_the_whole_family(ladder: Ladder, finished: Page):
+    (line,) = [trace for trace in traces(finished, "losses") if trace["kind"] == "dashed"]
+    (band,) = [trace for trace in traces(finished, "losses") if trace["kind"] == "band"]
+    flops = [point.flops for point in ladder.points if point.decayed]
+    assert line["x"][0] == pytest.approx(min(flops))
+    assert line["x"][-1] == pytest.approx(30 * max(flops))
+    sizes = Sizes(ladder.base)
+    every = [sizes.size(number) for number in range(1, 60)]
+    for compute, loss in list(zip(line["x"], line["y"], strict=True))[::6]:
+        losses = [LAW.loss(size.parameters, compute / size.flops_per_token, 5e7) for size in every]
+        assert 0 < losses.index(min(losses)) < len(losses) - 1
+        assert loss == pytest.approx(min(losses), rel=5e-3)
+    assert all(
+        low < loss < high for low, loss, high in zip(band["low"], line["y"], band["high"], strict=True)
+    )
+
+
+def test_an_isoflop_curve_passes_its_points_and_its_mark_is_lowest(finished: Page):
+    iso = traces(finished, "iso")
+    curves = {trace["name"]: trace for trace in iso if trace["kind"] in ("line", "dashed")}
+    points = [trace for trace in iso if trace["kind"] == "points"]
+    assert [trace["kind"] for trace in curves.values()] == ["line"] * 3 + ["dashed"] * 2
+    assert [len(trace["x"]) for trace in points] == [4, 4, 4]
+    for trace in points:
+        curve = curves[trace["name"]]
+        for x, y in zip(trace["x"], trace["y"], strict=True):
+            assert y == pytest.approx(curve["y"][curve["x"].index(x)], rel=0.02)  # their compute is near
+    for trace in [trace for trace in iso if trace["kind"] == "best"]:
+        assert trace["y"] == [min(curves[trace["name"]]["y"])]
+
+
+def test_a_point_that_is_off_is_seen_in_the_residuals(tmp_path: Path):
+    ladder = make_ladder(tmp_path / "ladder")
+    points = list(ladder.points)
+    index = next(index for index, point in enumerate(points) if point.decayed and point.hidden_size == 96)
+    points[index] = dataclasses.replace(points[index], loss=points[index].loss * 1.03)
+    write_points(ladder.folder, points)
+    residuals = traces(page_of(ladder), "residuals")
+    largest = max((value, trace["name"]) for trace in residuals for value in trace["y"])
+    assert largest[1] == "h96"
+    assert 2 < largest[0] < 3.1
+
+
+def test_the_summary_has_the_rate_check_and_the_compute_used(tmp_path: Path):
+    ladder = make_begun(tmp_path / "ladder")
+    rung, flops = ladder.rungs[0], Sizes(ladder.base).step_flops(32)
+    for factor, loss in ((0.5, 3.25), (1.0, 3.125)):
+        stable, decay = check_runs(rung, [factor])
+        write_run(run_folder(ladder, stable), stable.end, 4.0)
+        write_run(run_folder(ladder, decay), decay.end, loss)
+    text = page_of(ladder).text
+    assert "3.2500 at 0.5, 3.1250 at 1" in text
+    assert f"FLOPs used {2 * rung.steps[0] * flops:.3g}".replace("e+", "e") in text
+    assert "1 × the base's" in text
+
+
+def test_an_unfinished_ladder_says_what_is_missing(tmp_path: Path):
+    ladder = make_ladder(tmp_path / "ladder")
+    some = [point for point in ladder.points if point.hidden_size in (32, 64)]
+    write_points(ladder.folder, some[:-3])
+    stable = next(run for run in rung_runs(ladder.rungs, 1.0) if run.hidden_size == 96)
+    write_run(run_folder(ladder, stable), 3, 9.0, state="diverged")
+    page = page_of(ladder)
+    assert page.sections == ["summary", "charts", "points"]
+    assert page.plots == {"losses"}
+    assert "No law is fitted: expected at least 7 points of 3 sizes for a fit, found 6 of 2." in page.text
+    assert "Hidden size 96: a run has diverged; its points are left out." in page.text
+    assert "Hidden size 128: 3 of 3 decayed points are missing." in page.text
+    assert "Hidden size 64" not in page.text
+
+
+def test_a_ladder_without_any_run_has_a_page(tmp_path: Path):
+    ladder = dataclasses.replace(make_ladder(tmp_path / "ladder"), rate_factor=None)
+    ladder.write_plan()
+    (ladder.folder / "points.jsonl").unlink()
+    page = page_of(ladder)
+    assert page.sections == ["summary"]
+    assert "The learning rate is not chosen yet" in page.text
+    assert not (ladder.folder / RUNS_FOLDER).exists()
+
+
+def test_a_ladder_with_its_optimum_outside_is_warned_of(tmp_path: Path):
+    many = make_ladder(tmp_path / "many", first_branch=100_000, unique_tokens=10**10)
+    text = page_of(many).text
+    assert "which is not between the ladder's smallest and largest, 32 and 128" in text
+
+
+def test_a_mixture_counts_active_parameters_and_repeated_text(tmp_path: Path):
+    ladder = make_ladder(tmp_path / "ladder", name="tiny-moe", unique_tokens=400_000)
+    page = page_of(ladder)
+    point = max((each for each in ladder.points if each.decayed), key=lambda each: each.tokens)
+    assert point.tokens > 2 * point.unique_tokens
+    assert f" {point.tokens / point.unique_tokens:.2f} " in page.text
+    config = member(ladder.base, 64)
+    again = measured(config, ladder.rungs[1].steps[0], 400_000, LAW, decayed=True)
+    assert f" {again.loss:.4f} " in page.text
+
+
+def test_text_of_a_ladder_is_never_markup(tmp_path: Path):
+    ladder = make_begun(tmp_path / NASTY)
+    dataclasses.replace(ladder, budget=dataclasses.replace(ladder.budget, text=NASTY)).write_plan()
+    path = write_ladder_report(ladder.folder)
+    assert NASTY not in path.read_text()
+    assert Page(path).text.count(NASTY) == 4  # title, heading, folder, budget
+
+
+def test_the_command_report_recognises_a_ladder(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    folder = make_begun(tmp_path / "ladder").folder
+    assert main(["report", str(folder)]) == 0
+    assert capsys.readouterr().out == f"{folder / 'report.html'}\n"
+    assert "<title>ladder – ladder report</title>" in (folder / "report.html").read_text()
+    assert main(["report", str(folder), "--output", str(tmp_path / "new" / "page.html")]) == 0
+    assert (tmp_path / "new" / "page.html").exists()
+    capsys.readouterr()
+    assert main(["report", str(folder), str(folder)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "expected runs or one ladder alone, found a ladder beside others" in line
+
+
+def test_another_file_is_not_replaced(tmp_path: Path):
+    ladder = make_begun(tmp_path / "ladder")
+    (ladder.folder / "report.html").write_text("<html>mine</html>")
+    with pytest.raises(OutputError, match="found another file"):
+        write_ladder_report(ladder.folder)
+    assert (ladder.folder / "report.html").read_text() == "<html>mine</html>"
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A ladder of many sizes with noise and a long name."""
+    chromium()
+    sizes = (32, 48, 64, 80, 96, 128, 160, 192)
+    folder = tmp_path_factory.mktemp("browser") / ("a-long-name-" * 8)
+    return write_ladder_report(make_ladder(folder, sizes=sizes, noise=0.01).folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("width", "dark"), [(1280, False), (400, True)])
+def test_a_ladders_page_is_drawn_without_errors_requests_or_overflow(
+    page: Path, tmp_path: Path, width: int, dark: bool
+):
+    with opened(page, tmp_path / "profile", width=width, dark=dark) as (window, seen):
+        plots = window.evaluate(PLOTS)
+        assert len(plots) == 3
+        assert [entry for entry in plots if entry[2] != 0] == []
+        assert [entry[1] > 0 for entry in plots] == [True, True, False]  # residuals are points alone
+        assert window.evaluate("document.querySelectorAll('#residuals .points path').length") == 24
+        assert window.evaluate(OVERLAPS) == []
+        assert window.evaluate(LABELS) == []
+        assert window.evaluate("document.documentElement.scrollWidth") == width
+        window.emulate_media(color_scheme="light" if dark else "dark")
+        window.set_viewport_size({"width": 400 if width == 1280 else 1280, "height": 900})
+        window.wait_for_function(f"{DRAWN} && ({PLOTS})().every(entry => !entry[2])")
+        assert seen.messages == []
+        assert seen.requests == [page.as_uri()]
+
+
+LABELS = """() => {
+    const found = [];
+    for (const plot of document.querySelectorAll('.plot')) {
+        const [title] = plot.querySelectorAll('.xtitle'), [legend] = plot.querySelectorAll('.legend');
+        const [a, b, room] = [title, legend, plot].map(each => each.getBoundingClientRect());
+        if (a.bottom > b.top + 1 || a.left < room.left || a.right > room.right) found.push(plot.id);
+        if (b.bottom > room.bottom + 1 || b.right > room.right + 1) found.push(plot.id + ' legend');
+    }
+    return found;
+}"""
+"""Charts whose horizontal title or legend is cut off, or that overlap."""
