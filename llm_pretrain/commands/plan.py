@@ -59,9 +59,11 @@ def run(arguments: argparse.Namespace) -> int:
     from llm_pretrain.ladder import Outlook, read_ladder
 
     _check(arguments)
+    _seconds(arguments)  # raises for what is no time
     output = Path(arguments.output)
     check_replaceable(output, _MARK)
     ladder = read_ladder(arguments.ladder)
+    _micro_batch(ladder.base, _world_size(arguments))  # raises for a number of processes that does not divide
     outlook = Outlook.of(ladder)
     if arguments.gpu:
         best, spending, config = _on_gpus(outlook, arguments)

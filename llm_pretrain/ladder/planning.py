@@ -135,7 +135,7 @@ class Outlook:
         hidden = choice.config.model.hidden_size
         if (prediction.high - prediction.low) / prediction.loss > WIDE:
             found.append("the interval is wider than a tenth of the loss: the ladder is too short to tell")
-        if hidden == min(sizes) or hidden < min(sizes):
+        if hidden <= min(sizes):
             found.append(
                 f"the best size is not above the ladder's smallest, {min(sizes)}: smaller ones may be better"
             )
