@@ -7,17 +7,17 @@ import dataclasses
 import math
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from llm_pretrain.commands._launch_options import find_scripts, say
 from llm_pretrain.commands._launching import LaunchContext, this_machine
 from llm_pretrain.config import Config, DistributedConfig, dump_yaml, validate
-from llm_pretrain.errors import ConfigError
+from llm_pretrain.errors import ConfigError, DataError
 from llm_pretrain.files import check_replaceable, replace_text
 from llm_pretrain.tracking import GPU_GB, MACHINES, size_text
 
 if TYPE_CHECKING:
-    from llm_pretrain.ladder import Choice, Ladder, Outlook, Speed, Spending
+    from llm_pretrain.ladder import Choice, Ladder, Outlook, Speed
 
 EXAMPLES = """\
 The budget is one of --time, --flops and --cost. Without --gpu it is spent on this machine, whose speed the
@@ -31,8 +31,26 @@ examples:
 
 DEFAULT_MFU = 0.4
 """As in `estimate`."""
+ALTERNATIVES = (0.25, 0.5, 1.0, 2.0, 4.0)
+"""Parameters of the sizes that are shown, in those of the best."""
 _HEAD = "# Written by `llm-pretrain plan`; runs as it is: train_pretrain.py --config THIS_FILE\n"
 _MARK = b"# Written by `llm-pretrain plan`"
+
+
+class _Plan(NamedTuple):
+    """What was chosen.
+
+    Args:
+        best: Of the choices, that of the least predicted loss.
+        choices: Sizes that the budget trains, ascending.
+        config: Of the run.
+        seconds: Expected; None where no speed is known.
+    """
+
+    best: Choice
+    choices: list[Choice]
+    config: Config
+    seconds: float | None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--world-size", "--world_size", type=int, metavar="W",
         help="processes (default: one per core or GPU; with --gpu 1)")  # fmt: skip
     add("--price", type=float, metavar="P", help="of a GPU for an hour")
-    add("--mfu", type=float, default=DEFAULT_MFU, help="share of a GPU's peak that is reached (default: 0.4)")
+    add("--mfu", type=float, help=f"share of a GPU's peak that is reached (default: {DEFAULT_MFU})")
     add("--max-parameters", type=float, default=math.inf, metavar="N", help="largest number, all counted")
     add("--serve-tokens", type=float, default=0.0, metavar="T",
         help="tokens to be generated with the model, which the budget pays too")  # fmt: skip
@@ -65,16 +83,13 @@ def run(arguments: argparse.Namespace) -> int:
     ladder = read_ladder(arguments.ladder)
     _micro_batch(ladder.base, _world_size(arguments))  # raises for a number of processes that does not divide
     outlook = Outlook.of(ladder)
-    if arguments.gpu:
-        best, spending, config = _on_gpus(outlook, arguments)
-    else:
-        best, spending, config = _on_this_machine(outlook, arguments)
-    config = _with_prediction(config, outlook)
-    if problems := validate(config, world_size=_world_size(arguments)):
+    plan = _on_gpus(outlook, arguments) if arguments.gpu else _on_this_machine(outlook, arguments)
+    plan = plan._replace(config=_with_prediction(plan.config, outlook))
+    if problems := validate(plan.config, world_size=_world_size(arguments)):
         raise ConfigError(*problems)
-    text = "".join(f"# {line}\n" for line in _lines(outlook, best, spending, config, arguments))
-    print(text.replace("\n# ", "\n").removeprefix("# "), end="")
-    replace_text(output, _HEAD + text + dump_yaml(config))
+    lines = _lines(outlook, plan, arguments)
+    print(*lines, sep="\n")
+    replace_text(output, _HEAD + "".join(f"# {line}\n" for line in lines) + dump_yaml(plan.config))
     print(f"wrote {output}")
     return 0
 
@@ -87,15 +102,19 @@ def _check(arguments: argparse.Namespace) -> None:
         problems.append(f"plan: expected one budget, --time, --flops or --cost, found {found}")
     if arguments.cost is not None and (arguments.price is None or not arguments.gpu):
         problems.append("--cost: expected together with --gpu and --price")
+    if arguments.price is not None and arguments.cost is None:
+        problems.append("--price: expected together with --cost, found another budget")
+    if arguments.mfu is not None and not arguments.gpu:
+        problems.append("--mfu: expected together with --gpu; this machine's speed is measured")
     if arguments.gpu is not None and arguments.gpu.lower() not in MACHINES:
         problems.append(f"--gpu: expected one of {', '.join(MACHINES)}, found {arguments.gpu!r}")
     for name in ("flops", "cost", "price", "max_parameters"):
         value = getattr(arguments, name)
-        if value is not None and not value > 0:
+        if value is not None and not (value > 0 and (value < math.inf or name == "max_parameters")):
             problems.append(f"--{name.replace('_', '-')}: expected more than 0, found {value:g}")
     if not 0 <= arguments.serve_tokens < math.inf:
         problems.append(f"--serve-tokens: expected 0 or more, found {arguments.serve_tokens:g}")
-    if not 0 < arguments.mfu <= 1:
+    if arguments.mfu is not None and not 0 < arguments.mfu <= 1:
         problems.append(f"--mfu: expected a share above 0, at most 1, found {arguments.mfu:g}")
     if arguments.world_size is not None and arguments.world_size < 1:
         problems.append(f"--world-size: expected 1 or more, found {arguments.world_size}")
@@ -123,8 +142,7 @@ def _world_size(arguments: argparse.Namespace) -> int:
     return 1 if arguments.gpu else machine.gpus or machine.cores
 
 
-def _chosen(outlook: Outlook, spending: Spending, arguments: argparse.Namespace) -> Choice:
-    choices = outlook.choices(spending, arguments.max_parameters)
+def _best(choices: list[Choice]) -> Choice:
     return min(choices, key=lambda choice: choice.prediction.loss)
 
 
@@ -140,46 +158,69 @@ def _micro_batch(config: Config, world_size: int) -> int:
     return next(size for size in range(min(own, config.training.micro_batch_size), 0, -1) if own % size == 0)
 
 
-def _on_this_machine(outlook: Outlook, arguments: argparse.Namespace) -> tuple[Choice, Spending, Config]:
+def _on_this_machine(outlook: Outlook, arguments: argparse.Namespace) -> _Plan:
     """The best choice at this machine's speed: the ladder's, corrected by steps of that choice."""
-    from llm_pretrain.commands._ladder_runs import measure_steps, measured_config
-    from llm_pretrain.ladder import Spending, tokens_per_step
+    from llm_pretrain.ladder import Spending
 
     ladder, machine, world_size = outlook.ladder, this_machine(), _world_size(arguments)
     seconds, name = _seconds(arguments), Path(arguments.output).stem
     threads = max(1, machine.cores // world_size)
     distributed = DistributedConfig(cpu_threads=None if machine.gpus else threads)
     micro_batch = _micro_batch(ladder.base, world_size)
+    speed, evaluated = _ladder_speed(ladder), _evaluated(ladder)
 
-    def spending(factor: float) -> Spending:
+    def choices(factor: float) -> list[Choice]:
         if seconds is None:
-            return Spending(arguments.flops, lambda size: size.flops_per_token, 1.0, arguments.serve_tokens)
-        speed = _ladder_speed(ladder)
-        return Spending(
-            seconds - speed.start_up,
-            lambda size: factor * (speed.per_token + speed.per_flop * size.flops_per_token),
-            factor * speed.per_flop,
-            arguments.serve_tokens,
-        )
+            spending = Spending(
+                arguments.flops, lambda size: size.flops_per_token, 1.0, arguments.serve_tokens
+            )
+        elif speed is None:
+            raise ConfigError(f"{ladder.folder}: expected runs with measured steps, found none")
+        else:
+            per_token, per_flop = factor * speed.per_token, factor * speed.per_flop
+            spending = Spending(
+                seconds - speed.start_up,
+                lambda size: per_token + per_flop * size.flops_per_token,
+                per_flop,
+                arguments.serve_tokens,
+                evaluated,
+            )
+        return outlook.choices(spending, arguments.max_parameters)
 
-    factor = 1 / world_size  # until it is measured
-    best = _chosen(outlook, spending(factor), arguments)
-    if seconds is not None and not arguments.no_measure:
-        planned = outlook.planned(best, distributed, micro_batch, name)
-        say(f"measuring steps of hidden size {planned.model.hidden_size} on {world_size} processes")
-        context = LaunchContext(find_scripts(None, ["torchrun"]), machine, math.inf)
-        with tempfile.TemporaryDirectory() as folder:
-            config = measured_config(planned, threads)
-            ((step, _),) = measure_steps([config], Path(folder) / "measuring", context, world_size)
-        flops = best.flops / best.tokens
-        speed = _ladder_speed(ladder)
-        factor = step / tokens_per_step(config) / (speed.per_token + speed.per_flop * flops)
-        best = _chosen(outlook, spending(factor), arguments)
-    return best, spending(factor), outlook.planned(best, distributed, micro_batch, name)
+    factor = 1 / world_size  # until it is measured: as if processes did not wait for each other
+    found = choices(factor)
+    if seconds is not None and speed is not None and not arguments.no_measure:
+        planned = outlook.planned(_best(found), distributed, micro_batch, name)
+        factor = _measured_seconds(planned, threads, world_size) / _token_seconds(speed, _best(found))
+        found = choices(factor)
+    best = _best(found)
+    config = outlook.planned(best, distributed, micro_batch, name)
+    if speed is None:
+        return _Plan(best, found, config, None)
+    each = factor * _token_seconds(speed, best)
+    return _Plan(best, found, config, speed.start_up + (best.tokens + evaluated) * each)
 
 
-def _ladder_speed(ladder: Ladder) -> Speed:
-    """Of one run of the ladder, with others beside it."""
+def _measured_seconds(planned: Config, threads: int, world_size: int) -> float:
+    """Seconds of a token of the planned run, by steps of it on all of its processes."""
+    from llm_pretrain.commands._ladder_runs import measure_steps, measured_config
+    from llm_pretrain.ladder import tokens_per_step
+
+    say(f"measuring steps of hidden size {planned.model.hidden_size} on {world_size} processes")
+    context = LaunchContext(find_scripts(None, ["torchrun"]), this_machine(), math.inf)
+    with tempfile.TemporaryDirectory() as folder:
+        config = measured_config(planned, threads)
+        ((step, _),) = measure_steps([config], Path(folder) / "measuring", context, world_size)
+    return step / tokens_per_step(config)
+
+
+def _token_seconds(speed: Speed, choice: Choice) -> float:
+    """Seconds of a token of one run of the ladder of this size."""
+    return speed.per_token + speed.per_flop * choice.flops / choice.tokens
+
+
+def _ladder_speed(ladder: Ladder) -> Speed | None:
+    """Of one run of the ladder, with others beside it; None without a measured one."""
     from llm_pretrain.ladder import Sizes, Speed
 
     sizes = Sizes(ladder.base)
@@ -187,29 +228,44 @@ def _ladder_speed(ladder: Ladder) -> Speed:
         sizes.size(hidden // sizes.step).flops_per_token: each
         for hidden, each in ladder.seconds_per_token.items()
     }
-    if not measured:
-        raise ConfigError(f"{ladder.folder}: expected runs with measured steps, found none")
-    return Speed.of(measured, ladder.budget.start_up_seconds, 1)
+    return Speed.of(measured, ladder.budget.start_up_seconds, 1) if measured else None
 
 
-def _on_gpus(outlook: Outlook, arguments: argparse.Namespace) -> tuple[Choice, Spending, Config]:
+def _evaluated(ladder: Ladder) -> float:
+    """What the evaluations of a planned run cost, in trained tokens; 0 where the store is not here."""
+    from llm_pretrain.commands.ladder import evaluated_tokens
+    from llm_pretrain.ladder import EVALUATION_COST, EVALUATIONS
+
+    try:
+        return EVALUATION_COST * (EVALUATIONS + 1) * evaluated_tokens(ladder.base)
+    except DataError:
+        return 0.0
+
+
+def _on_gpus(outlook: Outlook, arguments: argparse.Namespace) -> _Plan:
     """The best choice on other machines: by DDP, or where that needs too much memory on a mesh."""
     from llm_pretrain.ladder import Spending
-    from llm_pretrain.memory import CUDA_CONTEXT, estimate_memory
+    from llm_pretrain.memory import CUDA_CONTEXT, estimate_memory, estimate_time
     from llm_pretrain.tracking import device_peak_flops
 
     world_size, seconds, gpu = _world_size(arguments), _seconds(arguments), arguments.gpu.lower()
-    peak = device_peak_flops(gpu)
+    peak, mfu = device_peak_flops(gpu), arguments.mfu or DEFAULT_MFU
     assert peak is not None, gpu
-    budget = arguments.flops if seconds is None else seconds * peak * arguments.mfu * world_size
-    spending = Spending(budget, lambda size: size.flops_per_token, 1.0, arguments.serve_tokens)
-    best = _chosen(outlook, spending, arguments)
+    budget = arguments.flops if seconds is None else seconds * peak * mfu * world_size
+    evaluated = 0.0 if seconds is None else _evaluated(outlook.ladder)
+    spending = Spending(budget, lambda size: size.flops_per_token, 1.0, arguments.serve_tokens, evaluated)
+    choices = outlook.choices(spending, arguments.max_parameters)
+    best = _best(choices)
     micro_batch = _micro_batch(best.config, world_size)
     config = outlook.planned(best, DistributedConfig(), micro_batch, Path(arguments.output).stem)
+    # the peaks are those of bf16
+    config = dataclasses.replace(config, training=dataclasses.replace(config.training, precision="bf16"))
     memory = estimate_memory(config, world_size, on_gpu=True)
     if memory.peak + CUDA_CONTEXT > GPU_GB[gpu] * 10**9:
         config = dataclasses.replace(config, distributed=_searched_mesh(config, arguments))
-    return best, spending, config
+    tokens = round(best.tokens + evaluated)
+    time = estimate_time(config, world_size, tokens=tokens, flops=peak, mfu=mfu)
+    return _Plan(best, choices, config, time.hours * 3600)
 
 
 def _searched_mesh(config: Config, arguments: argparse.Namespace) -> DistributedConfig:
@@ -235,32 +291,31 @@ def _with_prediction(config: Config, outlook: Outlook) -> Config:
     )
 
 
-def _lines(
-    outlook: Outlook, best: Choice, spending: Spending, config: Config, arguments: argparse.Namespace
-) -> list[str]:
+def _lines(outlook: Outlook, plan: _Plan, arguments: argparse.Namespace) -> list[str]:
     """The plan in words."""
     from llm_pretrain.ladder import time_text
     from llm_pretrain.memory import estimate_memory
 
-    ladder, model, training = outlook.ladder, config.model, config.training
+    ladder, best, config = outlook.ladder, plan.best, plan.config
+    model, training, distributed = config.model, config.training, config.distributed
     low, high = best.prediction.low, best.prediction.high
-    bits = outlook.bits_per_byte(best.prediction.loss)
-    world_size, distributed = _world_size(arguments), config.distributed
+    bits = [outlook.bits_per_byte(each) for each in (best.prediction.loss, low, high)]
+    world_size = _world_size(arguments)
     machine = f"{world_size} x {arguments.gpu}" if arguments.gpu else f"{world_size} processes here"
-    if arguments.flops is not None:
-        cost = f"{best.flops:.3g} FLOPs"
-    else:
-        cost = time_text(_seconds(arguments) or 0.0)
-        cost += f", {arguments.cost:,.2f}" if arguments.cost is not None else ""
+    budget = (
+        f"{arguments.flops:.3g} FLOPs" if arguments.flops is not None else time_text(_seconds(arguments) or 0)
+    )
+    if arguments.cost is not None:
+        budget += f", {arguments.cost:,.2f}"
     sizes = {point.hidden_size for point in outlook.decayed.points}
     memory = estimate_memory(config, world_size, on_gpu=arguments.gpu is not None)
-    mesh = {
-        name: value
+    mesh = "".join(
+        f" {name} {value}"
         for name, value in dataclasses.asdict(distributed).items()
         if name.endswith("_size") and value and value > 1
-    }
+    )
     lines = [
-        f"plan for {cost} on {machine}, by {len(outlook.decayed.points)} points of {len(sizes)} sizes "
+        f"plan for {budget} on {machine}, by {len(outlook.decayed.points)} points of {len(sizes)} sizes "
         f"in {ladder.folder}",
         f"size        hidden {model.hidden_size}, {model.num_hidden_layers} layers, "
         f"{best.parameters:,} parameters",
@@ -270,20 +325,34 @@ def _lines(
         + (f", Muon {config.optimizer.muon_learning_rate:g}" if config.optimizer.name == "muon" else "")
         + f" at hidden size {config.optimizer.base_hidden_size} (muP); decay over the last "
         f"{config.schedule.decay_steps:,} steps",
-        f"mesh        {distributed.strategy} {mesh or ''}".rstrip()
-        + f", micro batches of {training.micro_batch_size}; {size_text(memory.peak)} a process",
+        f"mesh        {distributed.strategy}{mesh}, micro batches of {training.micro_batch_size} in "
+        f"{training.precision}; {size_text(memory.peak)} a process",
+        f"compute     {best.flops:.3g} FLOPs" + (f", {time_text(plan.seconds)}" if plan.seconds else ""),
         f"loss        {best.prediction.loss:.4f}, between {low:.4f} and {high:.4f} in nine of ten runs"
-        + (f"; {bits:.4f} bits per byte" if bits else ""),
+        + (f"; bits per byte {bits[0]:.4f}, {bits[1]:.4f} to {bits[2]:.4f}" if all(bits) else ""),
+        "other sizes for the same budget, by predicted loss",
     ]
-    lines += ["other sizes for the same budget, by predicted loss"]
-    near = sorted(
-        outlook.choices(spending, arguments.max_parameters),
-        key=lambda choice: abs(math.log(choice.parameters / best.parameters)),
-    )[:5]
-    for choice in sorted(near, key=lambda choice: choice.parameters):
-        mark = "*" if choice.steps == best.steps and choice.parameters == best.parameters else " "
+    for choice in _alternatives(plan):
+        mark = "*" if choice is best else " "
         lines.append(
             f"{mark} hidden {choice.config.model.hidden_size:>5}  {choice.parameters:>13,} parameters  "
             f"{choice.tokens:>15,} tokens  loss {choice.prediction.loss:.4f}"
         )
-    return lines + [f"warning: {line}" for line in outlook.warnings(best)]
+    warnings = outlook.warnings(best)
+    if training.precision != ladder.base.training.precision:
+        warnings.append(
+            f"the run computes in {training.precision}, the ladder in {ladder.base.training.precision}"
+        )
+    return lines + [f"warning: {line}" for line in warnings]
+
+
+def _alternatives(plan: _Plan) -> list[Choice]:
+    """The choices nearest to a quarter, half, once, twice and four times the best one's parameters."""
+    found = {
+        id(choice): choice
+        for ratio in ALTERNATIVES
+        for choice in [
+            min(plan.choices, key=lambda each: abs(math.log(each.parameters / plan.best.parameters / ratio)))
+        ]
+    }
+    return sorted(found.values(), key=lambda choice: choice.parameters)

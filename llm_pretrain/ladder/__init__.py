@@ -2,6 +2,7 @@
 
 from llm_pretrain.ladder.budget import (
     DECAY_SHARE,
+    EVALUATION_COST,
     RATE_FACTORS,
     RATE_LIMITS,
     SIZES,
@@ -31,7 +32,7 @@ from llm_pretrain.ladder.measurements import (
     tried_factors,
     used_by,
 )
-from llm_pretrain.ladder.planning import Choice, Outlook, Spending
+from llm_pretrain.ladder.planning import EVALUATIONS, Choice, Outlook, Spending
 from llm_pretrain.ladder.points import (
     PLAN_FILE,
     POINTS_FILE,
@@ -61,6 +62,8 @@ from llm_pretrain.ladder.scaling_law import Fit, Prediction, ScalingLaw, fit_law
 
 __all__ = [
     "DECAY_SHARE",
+    "EVALUATIONS",
+    "EVALUATION_COST",
     "PLAN_FILE",
     "POINTS_FILE",
     "RATE_FACTORS",

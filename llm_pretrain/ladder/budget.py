@@ -256,11 +256,13 @@ class Speed:
         return Speed(max(0.0, slow - per_flop * more), per_flop, start_up, slots, evaluated_tokens)
 
     def seconds(self, flops_per_token: float, tokens: float, evaluations: int) -> float:
-        """Of a run of this many tokens; an evaluated token takes a third of a trained one."""
-        equivalent = tokens + evaluations * self.evaluated_tokens / 3
+        """Of a run of this many tokens."""
+        equivalent = tokens + evaluations * self.evaluated_tokens * EVALUATION_COST
         return self.start_up + equivalent * (self.per_token + self.per_flop * flops_per_token)
 
 
+EVALUATION_COST = 1 / 3
+"""Of an evaluated token, in trained ones: it has no backward pass."""
 LEAST_SLOPE = 0.2
 """Share of the larger measured size's time that is owed to its FLOPs at least, whatever noise says."""
 

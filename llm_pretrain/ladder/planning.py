@@ -37,16 +37,19 @@ class Spending(NamedTuple):
         of_flop: Of one FLOP of serving.
         served: Tokens to be generated with the model afterwards, 2 FLOPs per active parameter each, which the
             budget pays too.
+        evaluated: Tokens that the budget pays besides the trained ones, for the run's evaluations.
     """
 
     budget: float
     of_token: Callable[[Size], float]
     of_flop: float = 0.0
     served: float = 0.0
+    evaluated: float = 0.0
 
     def tokens(self, size: Size) -> float:
         """Tokens on which a size can be trained; 0 or less where serving leaves nothing."""
-        return (self.budget - self.of_flop * 2 * size.parameters * self.served) / self.of_token(size)
+        left = self.budget - self.of_flop * 2 * size.parameters * self.served
+        return left / self.of_token(size) - self.evaluated
 
 
 @dataclass(frozen=True)
@@ -86,9 +89,16 @@ class Outlook:
 
     @staticmethod
     def of(ladder: Ladder, samples: int = SAMPLES) -> Outlook:
-        """Fit both laws, with so many samples. Raises ConfigError where the ladder has too few points."""
+        """Fit both laws, with so many samples.
+
+        Raises:
+            ConfigError: the ladder has too few points, or one without a loss.
+        """
         phases = [[point for point in ladder.points if point.decayed is decayed] for decayed in (True, False)]
-        decayed = fit_law(phases[0], samples=samples)
+        try:
+            decayed = fit_law(phases[0], samples=samples)
+        except ConfigError as error:
+            raise ConfigError(f"{ladder.folder}: {error.problems[0].removeprefix('ladder: ')}") from error
         try:
             return Outlook(ladder, decayed, fit_law(phases[1], samples=samples))
         except ConfigError:
@@ -133,6 +143,11 @@ class Outlook:
         found, prediction = list(self.decayed.warnings), choice.prediction
         sizes = [point.hidden_size for point in self.decayed.points]
         hidden = choice.config.model.hidden_size
+        planned, measured = sum(len(rung.steps) for rung in self.ladder.rungs), len(self.decayed.points)
+        if measured < planned:
+            found.append(
+                f"the ladder has {measured} of its {planned} points: it is unfinished, or sizes have diverged"
+            )
         if (prediction.high - prediction.low) / prediction.loss > WIDE:
             found.append("the interval is wider than a tenth of the loss: the ladder is too short to tell")
         if hidden <= min(sizes):

@@ -27,7 +27,7 @@ REPETITION = 15.4
 """R* of arXiv:2305.16264: after so many repetitions a token has lost 1 - 1/e of its value."""
 HUBER_DELTA = 1e-3
 """Residual of log L from which it counts linearly (arXiv:2203.15556, appendix D.2)."""
-EXPONENTS = (0.05, 2.0)
+EXPONENTS = (0.05, 1.5)
 """Bounds of alpha and beta."""
 _STARTS = (0.2, 0.5, 1.0)
 """Exponents at which the search begins, each with each."""
@@ -37,9 +37,15 @@ LEVEL = 0.9
 """Share of runs that the interval should contain."""
 LEAST_NOISE = 2e-3
 """Standard deviation of log L between seeds, of which a ladder's residuals may show less by chance."""
-HELD_OUT = 4.0
+HELD_OUT = 1.5
 """Points within this factor of the most FLOPs are left out, to see how a fit without them predicts them."""
 LEAST_POINTS, LEAST_SIZES = 7, 3
+FEW_POINTS = 8
+"""Fewer are named: three of them decide about noise and hold-out."""
+NO_FLOOR = 0.01
+"""E below this share of the least loss is named: what the ladder shows has no floor yet."""
+_UNDECIDED = 1.25
+"""Ratio of the residuals of the two ways to count N up to which the interval has laws of both."""
 
 
 @dataclass(frozen=True)
@@ -100,8 +106,9 @@ class Fit:
         other: The law with N counted otherwise.
         residuals: log L of each point less the law's.
         noise: Standard deviation of log L around the law.
-        samples: Laws of resampled points.
-        drift: Error of log L per factor e of compute beyond the points, found by holding points out.
+        samples: Laws of resampled points; of both ways to count N where the residuals do not decide.
+        drift: Error of log L per factor e of compute beyond the points, found by holding points out: the
+            interval is at least as wide, since resampling cannot see that the law itself is wrong.
         most_flops: Of a point.
         warnings: Why the ladder may be too short to tell; one line each.
     """
@@ -121,7 +128,8 @@ class Fit:
         loss = self.law.of(point)
         logs = np.log([sample.of(point) for sample in self.samples]) - math.log(loss)
         beyond = max(0.0, math.log(point.flops / self.most_flops))
-        spread = math.sqrt(float(np.mean(logs**2)) + self.noise**2 + (self.drift * beyond) ** 2)
+        law = max(float(np.mean(logs**2)), (self.drift * beyond) ** 2)
+        spread = math.sqrt(law + self.noise**2)
         half = _NORMAL * spread
         return Prediction(loss, loss * math.exp(-half), loss * math.exp(half))
 
@@ -139,8 +147,13 @@ def fit_law(points: Sequence[Point], *, seed: int = 0, samples: int = SAMPLES) -
         samples: Of the bootstrap.
 
     Raises:
-        ConfigError: too few points or sizes.
+        ConfigError: too few points or sizes, or a loss that is no number above 0.
     """
+    if wrong := [point for point in points if not (math.isfinite(point.loss) and point.loss > 0)]:
+        raise ConfigError(
+            f"ladder: expected losses above 0, found {wrong[0].loss} of hidden size {wrong[0].hidden_size} "
+            f"after {wrong[0].tokens:,} tokens"
+        )
     sizes = {point.hidden_size for point in points}
     if len(points) < LEAST_POINTS or len(sizes) < LEAST_SIZES:
         raise ConfigError(
@@ -149,16 +162,15 @@ def fit_law(points: Sequence[Point], *, seed: int = 0, samples: int = SAMPLES) -
         )
     countings: tuple[Counting, Counting] = ("parameters_with_embedding", "parameters")
     law, other = sorted((_best(points, each) for each in countings), key=lambda law: _cost(law, points))
-    logs = np.log([point.loss for point in points])
-    fitted = np.log([law.of(point) for point in points])
-    residuals = logs - fitted
-    freedom = max(1, len(points) - 5)
-    noise = max(LEAST_NOISE, math.sqrt(float(residuals @ residuals) / freedom))
+    residuals = _residuals(law, points)
+    noise, doubt = (_noise(_residuals(each, points)) for each in (law, other))
+    laws = (law, other) if doubt <= _UNDECIDED * noise else (law,)
     generator = np.random.default_rng(seed)
-    drawn = [
-        _search(points, fitted + generator.normal(0, noise, len(points)), law.counting, [_vector(law)])
-        for _ in range(samples)
-    ]
+    drawn = []
+    for number in range(samples):
+        drawn_from = laws[number % len(laws)]
+        logs = np.log([drawn_from.of(point) for point in points]) + generator.normal(0, noise, len(points))
+        drawn.append(_search(points, logs, drawn_from.counting, [_vector(drawn_from)]))
     most = max(point.flops for point in points)
     return Fit(
         law=law,
@@ -167,14 +179,30 @@ def fit_law(points: Sequence[Point], *, seed: int = 0, samples: int = SAMPLES) -
         residuals=tuple(map(float, residuals)),
         noise=noise,
         samples=tuple(drawn),
-        drift=_drift(points, law.counting, most),
+        drift=_drift(points, law.counting, most, noise),
         most_flops=most,
         warnings=tuple(_warnings(law, points)),
     )
 
 
+def _residuals(law: ScalingLaw, points: Sequence[Point]) -> Floats:
+    """log L of each point less the law's."""
+    return np.log([point.loss / law.of(point) for point in points])
+
+
+def _noise(residuals: Floats) -> float:
+    """Standard deviation of log L around a fitted law."""
+    return max(LEAST_NOISE, math.sqrt(float(residuals @ residuals) / max(1, len(residuals) - 5)))
+
+
 def _warnings(law: ScalingLaw, points: Sequence[Point]) -> list[str]:
     found = []
+    if len(points) < FEW_POINTS:
+        found.append(f"the ladder is too short to tell: {len(points)} points for a law of five numbers")
+    if NO_FLOOR * min(point.loss for point in points) > law.E:
+        found.append(
+            "the ladder is too short to tell which loss remains with any size and text: E is at its bound 0"
+        )
     for name in ("alpha", "beta"):
         value = getattr(law, name)
         if not EXPONENTS[0] * 1.01 < value < EXPONENTS[1] * 0.99:
@@ -186,18 +214,22 @@ def _warnings(law: ScalingLaw, points: Sequence[Point]) -> list[str]:
     return found
 
 
-def _drift(points: Sequence[Point], counting: Counting, most: float) -> float:
-    """How wrong a fit to the cheaper points is about the others, per factor e of compute between them."""
+def _drift(points: Sequence[Point], counting: Counting, most: float, noise: float) -> float:
+    """How wrong a fit to the cheaper points is about the others, per factor e of compute between them.
+
+    Args:
+        points: Of the fit.
+        counting: Its.
+        most: FLOPs of a point.
+        noise: Part of the error that no fit avoids.
+    """
     cheap = [point for point in points if point.flops < most / HELD_OUT]
     if len(cheap) < LEAST_POINTS - 1 or len({point.hidden_size for point in cheap}) < LEAST_SIZES:
         return 0.0
     law, limit = _best(cheap, counting), max(point.flops for point in cheap)
-    errors = [
-        math.log(law.of(point) / point.loss) / math.log(point.flops / limit)
-        for point in points
-        if point.flops > 2 * limit
-    ]
-    return math.sqrt(sum(error**2 for error in errors) / len(errors)) if errors else 0.0
+    held = [point for point in points if point.flops >= most / HELD_OUT]
+    squares = np.maximum(_residuals(law, held) ** 2 - noise**2, 0)
+    return math.sqrt(float(np.mean(squares / np.log([point.flops / limit for point in held]) ** 2)))
 
 
 def _best(points: Sequence[Point], counting: Counting) -> ScalingLaw:
@@ -267,7 +299,7 @@ def _search(
         solutions.append(
             least_squares(
                 residuals, inside, jac=jacobian,  # pyright: ignore[reportArgumentType] (stub: text only)
-                bounds=(low, high), loss="huber", f_scale=HUBER_DELTA,
+                bounds=(low, high), method="dogbox", loss="huber", f_scale=HUBER_DELTA,
                 x_scale="jac", max_nfev=400,
             )
         )  # fmt: skip

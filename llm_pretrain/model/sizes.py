@@ -5,6 +5,7 @@ Letters: H hidden_size, Q and K widths of all query and all key heads, I interme
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -32,6 +33,7 @@ class ParameterCounts(NamedTuple):
     """Those used for one token: of a mixture-of-experts layer, the chosen experts only."""
 
 
+@cache
 def count_parameters(config: ModelConfig) -> ParameterCounts:
     """Count the parameters of a model on the meta device, which takes no memory."""
     with torch.device("meta"):
