@@ -44,6 +44,8 @@ FEW_POINTS = 8
 """Fewer are named: three of them decide about noise and hold-out."""
 NO_FLOOR = 0.01
 """E below this share of the least loss is named: what the ladder shows has no floor yet."""
+NO_FALL = 0.01
+"""A term that falls less than this share of the least loss between the points is named too."""
 _UNDECIDED = 1.25
 """Ratio of the residuals of the two ways to count N up to which the interval has laws of both."""
 
@@ -196,21 +198,26 @@ def _noise(residuals: Floats) -> float:
 
 
 def _warnings(law: ScalingLaw, points: Sequence[Point]) -> list[str]:
-    found = []
+    found, least = list[str](), min(point.loss for point in points)
     if len(points) < FEW_POINTS:
         found.append(f"the ladder is too short to tell: {len(points)} points for a law of five numbers")
-    if NO_FLOOR * min(point.loss for point in points) > law.E:
+    if NO_FLOOR * least > law.E:
         found.append(
             "the ladder is too short to tell which loss remains with any size and text: E is at its bound 0"
         )
-    for name in ("alpha", "beta"):
-        value = getattr(law, name)
-        if not EXPONENTS[0] * 1.01 < value < EXPONENTS[1] * 0.99:
-            term = "parameters" if name == "alpha" else "tokens"
-            found.append(
-                f"the ladder is too short to tell how the loss falls with {term}: {name} is at its bound "
-                f"{value:.2g}"
-            )
+    parameters, tokens = (np.exp(counts) for counts in _counts(points, law.counting))
+    for name, term, values in (
+        ("alpha", "parameters", law.A / parameters**law.alpha),
+        ("beta", "tokens", law.B / tokens**law.beta),
+    ):
+        exponent, fall = getattr(law, name), float(np.ptp(values))
+        if not EXPONENTS[0] * 1.01 < exponent < EXPONENTS[1] * 0.99:
+            reason = f"{name} is at its bound {exponent:.2g}"
+        elif fall < NO_FALL * least:
+            reason = f"between its points that is {fall:.2g} of {least:.2f}"
+        else:
+            continue
+        found.append(f"the ladder is too short to tell how the loss falls with {term}: {reason}")
     return found
 
 

@@ -106,7 +106,54 @@ def test_repeated_tokens_count_less():
 
 def test_a_loss_that_does_not_depend_on_size_is_named():
     points = [dataclasses.replace(each, loss=1.2 + 900 / each.tokens**0.42) for each in measured(0.0)]
-    assert any("parameters" in line for line in fit_law(points, samples=2).warnings)
+    (line,) = fit_law(points, samples=2).warnings
+    assert "how the loss falls with parameters" in line
+
+
+def test_an_exponent_at_its_bound_is_named():
+    steep = dataclasses.replace(LAW, B=900.0 * 3e5**1.58, beta=2.0)
+    (line,) = fit_law(measured(0.0, law=steep), samples=2).warnings
+    assert line.endswith("falls with tokens: beta is at its bound 1.5")
+
+
+def test_a_loss_without_a_floor_is_named():
+    law = dataclasses.replace(LAW, E=1e-9)
+    assert any("E is at its bound 0" in line for line in fit_law(measured(0.0, law=law), samples=2).warnings)
+
+
+def test_few_points_are_named():
+    points = [each for each in measured(0.0) if each.tokens > 4e5 or each.parameters_with_embedding < 2e5]
+    assert len(points[:7]) == 7
+    assert any("7 points for a law" in line for line in fit_law(points[:7], samples=2).warnings)
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, 0.0, -1.0])
+def test_a_loss_that_is_no_number_above_0_is_refused(wrong: float):
+    first, *rest = measured(0.0)
+    with pytest.raises(ConfigError, match=f"expected losses above 0, found {wrong} of hidden size 316 after"):
+        fit_law([dataclasses.replace(first, loss=wrong), *rest])
+
+
+def test_what_the_law_cannot_follow_widens_its_interval():
+    """A fit to the cheaper points misses the others, and by that the interval grows."""
+    points = [
+        dataclasses.replace(each, loss=LAW.of(each) * (0.9 if each.flops > 5e12 else 1.0))
+        for each in measured(0.0)
+    ]
+    exact, bent = fit_law(measured(0.0), samples=10), fit_law(points, samples=10)
+    assert exact.drift < 1e-3
+    assert bent.drift > 0.03
+    far = point(4e6, 6e6)
+    beyond = math.log(far.flops / bent.most_flops)
+    assert math.log(bent.predict(far).high / bent.predict(far).loss) > 1.6 * bent.drift * beyond
+
+
+def test_where_both_ways_to_count_fit_the_interval_has_laws_of_both():
+    both = fit_law(measured(0.0), samples=4)
+    assert {law.counting for law in both.samples} == {"parameters", "parameters_with_embedding"}
+    generator = np.random.default_rng(0)
+    random = [dataclasses.replace(each, parameters=generator.integers(1, 9)) for each in measured(0.0)]
+    assert {law.counting for law in fit_law(random, samples=4).samples} == {"parameters_with_embedding"}
 
 
 @pytest.mark.parametrize("left", [measured(0.0)[:6], measured(0.0)[:3] * 3])
