@@ -255,7 +255,8 @@ class Chart:
         id: Of its element in the page.
         title: What it shows.
         unit: Of the vertical axis.
-        columns: Label of each curve by the metric's key; `*` stands for any text, which then is the label.
+        columns: Label of each curve by the metric's key; `*` stands for any text, which then is the label;
+            without one the legend does not name it.
         scale: Factor on the values.
         log: Logarithmic vertical axis from the start.
         smooth: Whether the page's smoothing applies.
@@ -295,9 +296,10 @@ _OTHER_LOSSES = {
 _ENTROPY = {"experts/entropy_mean": "mean of the layers", "experts/entropy_lowest": "lowest layer"}
 _PREDICTED = {
     "eval/predicted_loss": "predicted",
-    "eval/predicted_low": "predicted, low",
-    "eval/predicted_high": "predicted, high",
+    "eval/predicted_low": "",
+    "eval/predicted_high": "predicted interval",
 }
+"""The page fills what is between the lower and the upper end, which stands next."""
 _NATS, _BITS = "nats per token", "bits per byte"
 CHARTS = {
     "loss": (

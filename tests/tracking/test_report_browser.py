@@ -23,6 +23,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
         row = training_row(step, layers=4, experts=8, **sources)
         if step % 25 == 0:
             row |= {"eval/loss": 3.0, "eval/bits_per_byte": 1.5, "eval/source/code/loss": 2.5}
+            row |= {"eval/predicted_loss": 3.2, "eval/predicted_low": 3.1, "eval/predicted_high": 3.3}
         if step > 60:
             row["time"] += 1000
         row |= {"train/loss_scale": 1024.0, "perf/mfu": 0.4}
@@ -50,6 +51,8 @@ def test_a_report_is_drawn_without_errors_requests_or_overflow(
         assert [entry for entry in plots if entry[1] == 0 or entry[2] != 0] == []
         assert window.evaluate(OVERLAPS) == []
         assert window.evaluate("document.documentElement.scrollWidth") == width
+        interval = "document.querySelectorAll('#eval-loss .fills path').length"
+        assert window.evaluate(interval) == 1, "the predicted interval is filled"
         for axis in ("tokens", "hours"):
             window.check(f"input[name=axis][value={axis}]")
         window.check("input[name=log]")

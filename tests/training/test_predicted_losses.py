@@ -64,5 +64,5 @@ def test_a_run_says_where_it_leaves_its_prediction_and_trains_the_same(
     (chart,) = [each for each in page.data["charts"]
                 if each["id"] == "eval-loss"]  # fmt: skip
     labels = [curve["label"] for curve in chart["curves"]]
-    assert labels == ["evaluation", "predicted", "predicted, low", "predicted, high"]
+    assert labels == ["evaluation", "predicted", "", "predicted interval"]
     assert page.data["runs"][0]["evaluation"]["eval/predicted_loss"][-1] == pytest.approx(expected[12], 1e-5)

@@ -35,15 +35,18 @@
     const isEvaluation = one.table === "evaluation";
     const raw = table[one.key].map((value) => (value === null ? null : value * chart.scale));
     const own = isEvaluation && chart.id === "loss-chart" && !several ? 1 : index;
-    const color = theme.series[(several ? one.run : own) % theme.series.length];
+    const isPredicted = one.key.startsWith("eval/predicted_"), isEdge = isPredicted && !one.key.endsWith("_loss");
+    const color = isPredicted && !several ? theme.quiet : theme.series[(several ? one.run : own) % theme.series.length];
     const kinds = [...new Set(chart.curves.map((each) => each.key))];
-    const dash = several ? DASHES[kinds.indexOf(one.key) % DASHES.length] : "solid";
+    const dash = several ? DASHES[kinds.indexOf(one.key) % DASHES.length] : isPredicted ? "dash" : "solid";
     const label = several ? (kinds.length > 1 ? `${run.name} · ${one.label}` : run.name) : one.label;
     const few = table.step.length < 60;
     const base = {
-      x: table[now.axis], type: "scatter", mode: isEvaluation || raw.length === 1 ? "lines+markers" : "lines",
+      x: table[now.axis], type: "scatter", mode: (isEvaluation && !isEdge) || raw.length === 1 ? "lines+markers" : "lines",
       name: escaped(shortened(label, isNarrow() ? 34 : 60)), connectgaps: isEvaluation,
-      line: { color, dash, width: few ? 2 : 1.6 }, marker: { color, size: 6 }, showlegend: chart.curves.length > 1,
+      line: { color, dash, width: isEdge ? 0 : few ? 2 : 1.6 }, marker: { color, size: 6 },
+      fill: one.key === "eval/predicted_high" ? "tonexty" : "none", fillcolor: faint(color), // down to predicted_low
+      showlegend: chart.curves.length > 1 && one.label !== "",
     };
     if (isEvaluation || !chart.smooth || now.smoothing === 0) return [{ ...base, y: raw }];
     const behind = { ...base, y: raw, line: { color: faint(color), width: 1 }, showlegend: false, hoverinfo: "skip" };
