@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -215,4 +216,6 @@ def _point(file: Path, number: int, line: bytes) -> Point:
     wrong = [name for name, kind in _KINDS.items() if not matches_type(kind, values.get(name))]
     if wrong or values.keys() != _KINDS.keys():
         raise DataError(f"{file}:{number}: expected a point with {', '.join(_KINDS)}, found another line")
+    if not (math.isfinite(values["loss"]) and values["loss"] > 0):
+        raise DataError(f"{file}:{number}: expected a loss above 0, found {values['loss']}")
     return Point(**values)

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from support.corpora import make_store
 from support.ladders import make_ladder
+from support.launching import ROOT
+from support.run_folders import make_run, training_row
 
 from llm_pretrain.__main__ import main
 from llm_pretrain.config import load_config
+from llm_pretrain.ladder import RUNS_FOLDER, tokens_per_step
+from llm_pretrain.tracking import read_metrics
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +32,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = dataclasses.replace(ladder.base.data.sources[0], store=str(store))
     base = dataclasses.replace(ladder.base, data=dataclasses.replace(ladder.base.data, sources=[source]))
     dataclasses.replace(ladder, base=base).write_plan()
+    for rung in ladder.rungs:  # whose steps the ladder's speed is taken from
+        row = training_row(1, **{"perf/step_seconds": 1e-4 * rung.hidden_size})
+        make_run(root / "ladder" / RUNS_FOLDER / f"h{rung.hidden_size}-x1", [row])
     return root
 
 
@@ -49,6 +61,80 @@ def test_money_becomes_a_configuration_for_gpus(folder: Path, capsys: pytest.Cap
     assert "plan for 12m00s, 1.00 on 2 x h100" in capsys.readouterr().out
 
 
+def test_a_gpu_computes_in_bf16_whatever_the_ladder_did(folder: Path, capsys: pytest.CaptureFixture[str]):
+    """Its peak is that of bf16, and so is the time; the ladder's base is in fp32."""
+    assert plan(folder, "--time", "1m", "--gpu", "h100") == 0
+    text = capsys.readouterr().out
+    assert "warning: the run computes in bf16, the ladder in fp32" in text
+    config = load_config(["--config", str(folder / "night.yaml")], world_size=1)
+    assert config.training.precision == "bf16"
+    assert re.search(r"compute     \S+ FLOPs, (59s|1m00s)", text), (
+        "the evaluations' time is part of the budget"
+    )
+
+
+def test_a_time_here_is_that_of_the_ladders_steps_and_of_evaluations(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+):
+    options = ("--no-measure", "--world-size", "1")
+    assert plan(folder, "--time", "20m", *options) == 0
+    assert re.search(r"compute     \S+ FLOPs, (19m5\ds|20m0\ds)\n", capsys.readouterr().out)
+    config = load_config(["--config", str(folder / "night.yaml")], world_size=1)
+    seconds = config.training.max_steps * 1e-4 * config.model.hidden_size
+    assert 0.7 * 1200 < seconds < 1199, "twenty evaluations of the validation split take some of it"
+
+
+def test_sizes_of_half_and_twice_the_parameters_are_shown(folder: Path, capsys: pytest.CaptureFixture[str]):
+    assert plan(folder, "--flops", "3e14", "--world-size", "1") == 0
+    rows = re.findall(r"([* ]) hidden +\d+ +([\d,]+) parameters .* loss ([\d.]+)", capsys.readouterr().out)
+    counts = [int(count.replace(",", "")) for _, count, _ in rows]
+    (best,) = [k for k, (mark, _, _) in enumerate(rows) if mark == "*"]
+    assert counts == sorted(counts)
+    assert min(float(loss) for _, _, loss in rows) == float(rows[best][2])
+    for ratio in (0.5, 2.0):
+        assert min(abs(count / counts[best] / ratio - 1) for count in counts) < 0.35
+
+
+def test_an_unfinished_ladder_is_used_and_named(folder: Path, capsys: pytest.CaptureFixture[str]):
+    points = folder / "ladder" / "points.jsonl"
+    whole = points.read_text()
+    lines = whole.splitlines(keepends=True)
+    decayed = [k for k, line in enumerate(lines) if json.loads(line)["decayed"]]
+    try:
+        points.write_text("".join(line for k, line in enumerate(lines) if k not in decayed[-2:]))
+        assert plan(folder, "--flops", "3e14", "--world-size", "1") == 0
+        assert "warning: the ladder has 10 of its 12 points: it is unfinished" in capsys.readouterr().out
+        points.write_text("".join(line for k, line in enumerate(lines) if k not in decayed[6:]))
+        assert plan(folder, "--flops", "3e14", "--world-size", "1") == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"{folder / 'ladder'}: expected at least 7 points of 3 sizes for a fit, found 6 of 2" in line
+        points.write_text(re.sub(r'"loss": [\d.]+', '"loss": NaN', whole, count=1))
+        assert plan(folder, "--flops", "3e14", "--world-size", "1") != 0
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "points.jsonl:1: expected a loss above 0, found nan" in line
+    finally:
+        points.write_text(whole)
+
+
+@pytest.mark.slow
+def test_the_configuration_runs_as_it_is(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Measured by steps of the planned run on two processes, then trained by the script."""
+    assert plan(folder, "--time", "15s", "--world-size", "2") == 0
+    assert "measuring steps of hidden size" in capsys.readouterr().out
+    file, run = folder / "night.yaml", tmp_path / "run"
+    config = load_config(["--config", str(file)], world_size=2)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    script = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "train_pretrain.py"]
+    options = ["--config", str(file), "--run.output_dir", str(run)]
+    subprocess.run([sys.executable, *script, *options], cwd=ROOT, env=environment, check=True)
+    rows = read_metrics(run / "metrics.jsonl")
+    assert rows[-1]["step"] == config.training.max_steps
+    assert rows[-1]["eval/predicted_loss"] == config.evaluation.prediction[-1].loss
+    assert rows[-1]["eval/predicted_low"] < rows[-1]["eval/predicted_loss"] < rows[-1]["eval/predicted_high"]
+    tokens = sum(row["train/tokens"] for row in rows[-1:])
+    assert tokens <= config.training.max_steps * tokens_per_step(config)
+
+
 def test_a_file_of_ours_is_replaced_and_no_other(folder: Path, capsys: pytest.CaptureFixture[str]):
     assert plan(folder, "--flops", "1e14", "--world-size", "1") == 0
     assert plan(folder, "--flops", "2e14", "--world-size", "1") == 0
@@ -63,13 +149,16 @@ WRONG: dict[str, tuple[Sequence[str], str]] = {
     "no budget": ([], "expected one budget, --time, --flops or --cost, found none"),
     "two": (["--time", "1h", "--flops", "1e15"], "expected one budget, --time, --flops or --cost, found --t"),
     "money for nothing": (["--cost", "5"], "--cost: expected together with --gpu and --price"),
+    "money without a sum": (["--time", "1h", "--price", "2"], "--price: expected together with --cost"),
+    "a share of no GPU": (["--time", "1h", "--mfu", "0.3"], "--mfu: expected together with --gpu"),
+    "no end": (["--flops", "inf"], "--flops: expected more than 0, found inf"),
     "no GPU": (["--time", "1h", "--gpu", "abacus"], "--gpu: expected one of"),
     "no time": (["--time", "soon"], "--time: expected a time such as 20m"),
     "FLOPs as a time": (["--time", "1e18"], "--time: expected a time such as 20m or 8h, found '1e18'"),
     "too little": (["--flops", "1e6"], "expected a budget for"),
     "ranks": (["--flops", "1e14", "--world-size", "7"], "--world-size: expected a divisor of the ladder's"),
     "served": (["--flops", "1e14", "--serve-tokens", "-1"], "--serve-tokens: expected 0 or more, found -1"),
-    "utilisation": (["--flops", "1e14", "--mfu", "2"], "--mfu: expected a share above 0"),
+    "utilisation": (["--time", "1h", "--gpu", "h100", "--mfu", "2"], "--mfu: expected a share above 0"),
     "parameters": (["--flops", "1e14", "--max-parameters", "0"], "--max-parameters: expected more than 0"),
 }
 
@@ -78,7 +167,8 @@ WRONG: dict[str, tuple[Sequence[str], str]] = {
 def test_wrong_requests_take_one_line(folder: Path, name: str, capsys: pytest.CaptureFixture[str]):
     options, message = WRONG[name]
     assert plan(folder, *options) == 2
-    assert message in capsys.readouterr().err
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
 
 
 def test_a_folder_without_a_ladder_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
