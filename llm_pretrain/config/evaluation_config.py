@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from llm_pretrain.config.schema import NonNegativeInt, PositiveInt
 
@@ -56,8 +57,8 @@ class EvaluationConfig:
 
     def predicted(self, step: int) -> PredictedLoss | None:
         """The expected loss after `step` steps; None outside the steps of the prediction."""
-        for before, after in zip(self.prediction, self.prediction[1:] or self.prediction, strict=False):
-            if before.step <= step <= after.step:
+        for before, after in pairwise([*self.prediction, *self.prediction[-1:]]):
+            if step == before.step or before.step < step < after.step:
                 share = (step - before.step) / ((after.step - before.step) or 1)
                 pairs = zip(before.losses, after.losses, strict=True)
                 return PredictedLoss(step, *(left + (right - left) * share for left, right in pairs))
@@ -69,10 +70,10 @@ class EvaluationConfig:
         for k, each in enumerate(self.prediction):
             name = f"evaluation.prediction[{k}]"
             if each.step <= last:
-                yield f"{name}.step: expected more than {last}, found {each.step}"
+                yield f"{name}.step: expected {last + 1} or more, found {each.step}"
             last = max(last, each.step)
             if not 0 < each.low <= each.loss <= each.high < math.inf:
                 yield (
-                    f"{name}: expected 0 < low <= loss <= high, found {each.low:g}, {each.loss:g} and "
-                    f"{each.high:g}"
+                    f"{name}: expected 0 < low <= loss <= high < infinity, found {each.low:g}, {each.loss:g} "
+                    f"and {each.high:g}"
                 )

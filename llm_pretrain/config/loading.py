@@ -39,6 +39,7 @@ _EXAMPLES = {
     "data.sources": "'[{store: FOLDER, weight: 1}, ...]'",
     "data.weight_changes": "'[{step: N, weights: [1, 2]}, ...]'",
     "evaluation.sample_prompts": "'[TEXT, ...]'",
+    "evaluation.prediction": "'[{step: N, loss: 3.5, low: 3.4, high: 3.6}, ...]'",
 }
 """Values of settings that are lists, for the help."""
 _Tree = dict[str, dict[str, Any]]

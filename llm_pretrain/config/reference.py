@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+from llm_pretrain.config.evaluation_config import PredictedLoss
 from llm_pretrain.config.schema import describe, documentation, field_types
 from llm_pretrain.config.tree import Config, SourceConfig, WeightChange
 
@@ -21,7 +22,11 @@ prints the resolved settings with these comments, and the printed text can be pa
 unknown setting, a wrong type or a contradiction stops the run with one line for each problem.
 """
 
-_ENTRIES = {"data.sources": SourceConfig, "data.weight_changes": WeightChange}
+_ENTRIES = {
+    "data.sources": SourceConfig,
+    "data.weight_changes": WeightChange,
+    "evaluation.prediction": PredictedLoss,
+}
 """Settings that are lists of dataclasses."""
 
 

@@ -106,7 +106,7 @@ def run_config(ladder: Ladder, run: Run) -> Config:
         checkpoint=dataclasses.replace(
             base.checkpoint, save_steps=first, keep_last=_KEEP_ALL, keep_best=False, resume=resume
         ),
-        evaluation=dataclasses.replace(base.evaluation, eval_steps=first, sample_prompts=[]),
+        evaluation=dataclasses.replace(base.evaluation, eval_steps=first, sample_prompts=[], prediction=[]),
         logging=dataclasses.replace(
             base.logging, wandb_mode="disabled", tensorboard=False, report=False, parameters_sha256=False
         ),

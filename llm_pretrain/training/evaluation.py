@@ -171,21 +171,23 @@ class PredictedCurve:
     """Compares evaluations with the configuration's prediction."""
 
     def __init__(self, config: Config):
-        self.config, self._is_outside = config, False
+        self.config, self._side = config, "inside"
 
     def metrics(self, step: int, loss: float | None, console: Console) -> dict[str, float]:
-        """`eval/predicted_…` after a step; prints a line where the loss leaves the interval."""
+        """`eval/predicted_…` after a step; prints a line where the loss leaves the interval.
+
+        Empty outside the prediction's steps, and without a loss.
+        """
         expected = self.config.evaluation.predicted(step)
-        if expected is None:
+        if expected is None or loss is None:
             return {}
-        is_outside = loss is not None and not expected.low <= loss <= expected.high
-        if is_outside and not self._is_outside:
-            side = "above" if loss is not None and loss > expected.high else "below"
+        low, high = expected.low, expected.high
+        side = "inside" if low <= loss <= high else "below" if loss < low else "above"  # NaN: above
+        if side not in ("inside", self._side):
             console.warning(
-                f"step {step}: evaluation loss {loss:.4f} is {side} the predicted {expected.low:.4f} to "
-                f"{expected.high:.4f}"
+                f"step {step}: evaluation loss {loss:.4f} is {side} the predicted {low:.4f} to {high:.4f}"
             )
-        self._is_outside = is_outside
+        self._side = side
         names = ("eval/predicted_loss", "eval/predicted_low", "eval/predicted_high")
         return dict(zip(names, expected.losses, strict=True))
 

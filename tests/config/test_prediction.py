@@ -18,6 +18,16 @@ def test_it_is_interpolated_between_its_steps():
     assert config.predicted(20) == CURVE[1]
     assert config.predicted(9) is None
     assert config.predicted(21) is None
+    uneven = [
+        PredictedLoss(0, 9.0, 0.1, 99.0),
+        PredictedLoss(3, 0.7, 0.1, 99.0),
+        PredictedLoss(7, 0.3, 0.2, 0.6),
+    ]
+    config = EvaluationConfig(prediction=uneven)
+    assert [config.predicted(each.step) for each in uneven] == uneven, "to the last bit"
+    between = config.predicted(1)
+    assert between is not None
+    assert between.losses[1:] == (0.1, 99.0)
 
 
 def test_one_entry_is_of_its_step_alone():
@@ -30,9 +40,12 @@ def test_one_entry_is_of_its_step_alone():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ([CURVE[1], CURVE[0]], r"evaluation.prediction\[1\].step: expected more than 20, found 10"),
-        ([PredictedLoss(-1, 1.0, 1.0, 1.0)], r"prediction\[0\].step: expected more than -1, found -1"),
-        ([PredictedLoss(1, 1.0, 1.1, 1.2)], "expected 0 < low <= loss <= high, found 1.1, 1 and 1.2"),
+        ([CURVE[1], CURVE[0]], r"evaluation.prediction\[1\].step: expected 21 or more, found 10"),
+        ([PredictedLoss(-1, 1.0, 1.0, 1.0)], r"prediction\[0\].step: expected 0 or more, found -1"),
+        (
+            [PredictedLoss(1, 1.0, 1.1, 1.2)],
+            "0 < low <= loss <= high < infinity, found 1.1, 1 and 1.2",
+        ),
         ([PredictedLoss(1, 1.0, 0.9, float("inf"))], "found 0.9, 1 and inf"),
     ],
 )

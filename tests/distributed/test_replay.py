@@ -23,7 +23,8 @@ OPTIONS = (
     *("--config", str(ROOT / "configs" / "tiny-moe.yaml"), "--training.precision", "fp32"),
     *("--training.max_steps", "8", "--schedule.warmup_steps", "2", "--training.global_batch_size", "8"),
     *("--training.micro_batch_size", "2", "--distributed.cpu_threads", "1", "--checkpoint.save_steps", "4"),
-    *("--evaluation.eval_steps", "4", "--evaluation.max_batches", "1"),
+    *("--evaluation.eval_steps", "4", "--evaluation.max_batches", "1", "--evaluation.prediction"),
+    "[{step: 0, loss: 5.1, low: 5, high: 5.3}, {step: 7, loss: 4.1, low: 4, high: 4.7}]",
 )
 MESHES = {
     "ddp": (),
@@ -47,8 +48,10 @@ def test_a_run_of_one_launcher_replayed_by_the_other(
     ran: str, again: str, world_size: int, plain_store: Path, tmp_path: Path
 ):
     """With the real launchers, from a copy, whose store lies elsewhere; the run is not touched."""
-    before = launch(ran, world_size, tmp_path / "run", options(plain_store)).folder
-    run = copy_of(before, tmp_path / "copied")
+    before = launch(ran, world_size, tmp_path / "run", options(plain_store))
+    assert before.output.count("is above the predicted 5.0000 to 5.3000") == 1, "rank 0 alone says it"
+    assert [step for step, row in before.rows.items() if "eval/predicted_loss" in row] == [0, 4]
+    run = copy_of(before.folder, tmp_path / "copied")
     store = copy_of(plain_store, tmp_path / "elsewhere")
     content = content_of(run)
     output = tmp_path / "out"

@@ -34,6 +34,7 @@ NO_REPORT = ("--logging.report", "false")
 EXACT_KEYS = ("train/loss", "train/aux_loss", "train/z_loss", "train/router_z_loss", "train/grad_norm")
 EXACT_KEYS += ("train/learning_rate", "train/loss_tokens", "train/tokens", "train/skipped", "train/spike")
 EXACT_KEYS += ("train/loss_scale", "data/batch_sha256", "moe/load", "eval/loss", "eval/bits_per_byte")
+EXACT_KEYS += ("eval/predicted_loss", "eval/predicted_low", "eval/predicted_high")
 
 
 CPU_FILE = ROOT / "configs" / "accelerate" / "cpu2.yaml"

@@ -234,6 +234,23 @@ def test_sources_have_curves_of_their_own(tmp_path: Path):
     assert "source-tokens" not in charts
 
 
+def test_a_prediction_is_drawn_beside_the_evaluation_loss(tmp_path: Path):
+    rows = [training_row(step) for step in (1, 2, 3)]
+    rows[0] |= {"eval/loss": 4.0}
+    rows[2] |= {"eval/loss": 3.0, "eval/predicted_loss": 2.5, "eval/predicted_low": 2.25}
+    rows[2] |= {"eval/predicted_high": 2.75}
+    data = report(make_run(tmp_path / "run", rows)).data
+    (chart,) = [chart for chart in data["charts"] if chart["id"] == "eval-loss"]
+    keys = [curve["key"] for curve in chart["curves"]]
+    assert keys[0] == "eval/loss"
+    assert keys[-2:] == ["eval/predicted_low", "eval/predicted_high"], "the band is filled down to the last"
+    drawn = {key: data["runs"][0]["evaluation"][key] for key in keys}
+    assert drawn == {
+        "eval/loss": [4.0, 3.0], "eval/predicted_loss": [None, 2.5],
+        "eval/predicted_low": [None, 2.25], "eval/predicted_high": [None, 2.75],
+    }  # fmt: skip
+
+
 def test_samples_are_shown_newest_first_and_thinned(tmp_path: Path):
     samples = [{"step": step, "prompt": "once", "text": f" upon {step}"} for step in range(0, 1000, 10)]
     page = report(make_run(tmp_path / "run", [training_row(1)], samples=samples))

@@ -16,6 +16,7 @@ import torch
 from support.launching import ROOT, Finished, assert_same_tensors, checkpoint_tensors, train
 
 from llm_pretrain import generation
+from llm_pretrain.__main__ import main
 from llm_pretrain.data import TokenStore, open_tokenizer
 from llm_pretrain.model import Decoder
 from llm_pretrain.training.checkpointing import CheckpointManager
@@ -220,6 +221,47 @@ def test_a_path_to_resume_from_that_is_not_used_is_said(
     shutil.rmtree(first)  # or the other run has gone on, and keeps its last two only
     assert train(*options(plain_store, second, *quick, *begun)) == 0
     assert train(*options(plain_store, tmp_path / "third", *quick, *begun)) == 2
+
+
+def predicted(*entries: tuple[int, float, float, float]) -> tuple[str, str]:
+    """The option of a prediction of these steps, losses and intervals."""
+    names = ("step", "loss", "low", "high")
+    return "--evaluation.prediction", json.dumps([dict(zip(names, each, strict=True)) for each in entries])
+
+
+def test_a_run_is_held_against_its_prediction(
+    plain_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Every leaving of the interval is said once; nothing before the first step of the prediction, or after
+    its last."""
+    found = iter([9.0, 9.0, 5.0, 4.9, 3.5, 9.0, 2.0, 9.0, 9.0])
+    monkeypatch.setattr(Evaluator, "__call__", lambda self: {"eval/loss": next(found)})
+    curve, folder = predicted((2, 4.0, 3.5, 4.5), (6, 3.0, 2.5, 3.5)), tmp_path / "run"
+    assert train(*options(plain_store, folder, *curve, "--evaluation.eval_steps", "1")) == 0
+    assert [line for line in capsys.readouterr().err.splitlines() if "predicted" in line] == [
+        "warning: step 2: evaluation loss 5.0000 is above the predicted 3.5000 to 4.5000",
+        "warning: step 5: evaluation loss 9.0000 is above the predicted 2.7500 to 3.7500",
+        "warning: step 6: evaluation loss 2.0000 is below the predicted 2.5000 to 3.5000",
+    ]
+    keys = [f"eval/predicted_{name}" for name in ("loss", "low", "high")]
+    rows = Finished(0, "", folder).rows
+    assert {step: [row[key] for key in keys] for step, row in rows.items() if {*keys} & {*row}} == {
+        2: [4.0, 3.5, 4.5], 3: [3.75, 3.25, 4.25], 4: [3.5, 3.0, 4.0],
+        5: [3.25, 2.75, 3.75], 6: [3.0, 2.5, 3.5],
+    }  # fmt: skip
+
+
+def test_a_prediction_may_change_when_a_run_resumes(plain_store: Path, tmp_path: Path):
+    """And `verify` accepts its keys."""
+    folder, constant = tmp_path / "run", ("--schedule.name", "constant")
+    first, second = predicted((2, 9.0, 8.0, 99.0), (6, 9.0, 8.0, 99.0)), predicted((8, 0.5, 0.25, 1.0))
+    assert train(*options(plain_store, folder, *constant, "--training.max_steps", "6", *first)) == 0
+    assert train(*options(plain_store, folder, *constant, *second)) == 0
+    rows = Finished(0, "", folder).rows
+    assert len(Finished(0, "", folder).attempts) == 2
+    found = {step: row.get("eval/predicted_loss") for step, row in rows.items() if "eval/loss" in row}
+    assert found == {0: None, 2: 9.0, 4: 9.0, 6: 9.0, 8: 0.5}
+    assert main(["verify", str(folder)]) == 0
 
 
 PROMPTS = ["one two", "", "über 你好"]
