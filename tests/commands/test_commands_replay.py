@@ -14,7 +14,7 @@ import pytest
 import torch
 from support.corruption_plan import gradient
 from support.forked_replay import CONTEXT, content_of, copy_of, rewrite_checkpoint, rewrite_rows, run_replay
-from support.launching import train_tiny
+from support.launching import Finished, train_tiny
 
 from llm_pretrain.__main__ import main
 from llm_pretrain.checkpoints.manifest import read_manifest, write_manifest
@@ -658,6 +658,25 @@ def failed_checks(run: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, li
     main(["verify", str(run), "--json"])
     checks = json.loads(capsys.readouterr().out)["checks"]
     return {each["name"]: each["problems"] for each in checks if each["result"] == "failed"}
+
+
+def test_a_prediction_changes_no_bit_and_is_replayed_too(plain_store: Path, honest: Path, tmp_path: Path):
+    entries = [{"step": step, "loss": 2.0, "low": 1.0, "high": 3.0 + step} for step in (3, 12)]
+    options = ("--evaluation.prediction", json.dumps(entries))
+    run = train_tiny(plain_store, tmp_path / "run", *OPTIONS, *options)
+    trained = {
+        step: {key: value for key, value in row.items() if not key.startswith("eval/predicted_")}
+        for step, row in run.exact_rows().items()
+    }
+    assert trained == Finished(0, "", honest).exact_rows()
+    assert [run.rows[step]["eval/predicted_high"] for step in (6, 12)] == [9.0, 15.0]
+    code, result = run_replay(run.folder, tmp_path / "replayed")
+    assert (code, result["verdict"]) == (0, "holds")
+    assert {each["verdict"] for each in result["segments"]} == {"identical"}
+    rewrite_rows(
+        run.folder, lambda row: row.update({"eval/predicted_high": 9.5}) if row["step"] == 6 else None
+    )
+    assert run_replay(run.folder, tmp_path / "again")[1]["verdict"] == "violated"
 
 
 def test_a_run_with_a_fault_that_went_away_is_identical(
