@@ -145,7 +145,8 @@ class Runner:
         """By the mean speed of all runs so far."""
         flops, seconds = self.used()
         costs = {run.name: self._flops(run) for run in self.planned}
-        left = [run for run in self.planned if costs[run.name] > 0]
+        by_name = {run.name: run for run in self.planned}  # a stable run continues its check
+        left = [run for run in by_name.values() if costs[run.name] > 0]
         return makespan(left, costs, self.slots) * (seconds / flops if flops else 0.0)
 
     def clean(self, runs: Iterable[Run]) -> None:
@@ -253,7 +254,7 @@ def measure_steps(
 
     Args:
         configs: Of runs with a row for each step and no end, as `measured_config` makes them.
-        folder: Deletes what it writes there.
+        folder: Emptied first; deleted at the end, or kept with its logs where a run failed.
         context: Where to launch.
         world_size: Processes of each.
 
@@ -261,6 +262,7 @@ def measure_steps(
         PretrainError: a run failed.
     """
     jobs: list[RunningJob] = []
+    end_orphans(folder / f"{number}" for number in range(len(configs)))  # of a measurement that was killed
     shutil.rmtree(folder, ignore_errors=True)
     make_folder(folder)
     try:
@@ -287,11 +289,11 @@ def measure_steps(
             rows = [row for row in read_metrics(monitor.folder / "metrics.jsonl") if row["time"] > since]
             seconds = statistics.median(row["perf/step_seconds"] for row in rows)
             found.append((seconds, max(0.0, (monitor.first_row_seconds or 0.0) - seconds)))
-        return found
     finally:
         for job in jobs:
             job.kill()
-        shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    return found
 
 
 def _fewest(monitors: Sequence[RunMonitor], begun: Sequence[int]) -> int:

@@ -47,6 +47,8 @@ examples:
 
 GUESSED_FLOPS = {"core": 4e10, "gpu": 1e14}
 """Per second, for the sizes at which the speed is measured first."""
+MEASURING = ".measuring"
+"""Folder of the runs whose speed is measured, inside the ladder's."""
 MEASURE_AGAIN = 2.0
 """Ratio in FLOPs per token beyond the measured sizes from which the speed is measured again."""
 MEASUREMENTS = 2
@@ -126,14 +128,22 @@ def compare(arguments: argparse.Namespace) -> int:
     rows = compare_ladders(first, second)
     print(f"compute to equal loss, {second.folder} relative to {first.folder}")
     for row in rows:
-        flops = [f"{each:.3g} FLOPs" if each else "not reached" for each in (row.first, row.second)]
+        flops = [
+            f"{'< ' if each.is_bound else ''}{each.flops:.3g} FLOPs" if each else "not reached"
+            for each in (row.first, row.second)
+        ]
         print(
             f"  loss {row.loss:.4f}  {flops[0]:>14}  {flops[1]:>14}  "
             + (f"{row.ratio:.3f}" if row.ratio else "")
         )
     ratios = [row.ratio for row in rows if row.ratio]
     if not ratios:
-        print("no loss that both have reached: the ladders do not overlap")
+        is_better = all(row.second is not None for row in rows)
+        print(
+            "no ratio: "
+            + ("the second's cheapest run is better already" if is_better else "the ladders do not overlap")
+            + "; give one of them another budget"
+        )
         return 1
     print(f"ratios from {min(ratios):.3f} to {max(ratios):.3f}; below 1 the second needs less")
     return 0
@@ -182,7 +192,7 @@ def locked(folder: Path) -> Iterator[None]:
     if folder.exists() and not folder.is_dir():
         raise OutputError(f"--output {folder}: expected a folder, found a file")
     is_new = not (folder / PLAN_FILE).exists()
-    if others := is_new and folder.is_dir() and sorted(set(os.listdir(folder)) - {".lock", "measuring"}):
+    if others := is_new and folder.is_dir() and sorted(set(os.listdir(folder)) - {".lock", MEASURING}):
         raise OutputError(
             f"--output {folder}: expected a ladder's folder, or a new or empty one, found {others[0]} in it; "
             "choose another"
@@ -240,7 +250,9 @@ def continued(arguments: argparse.Namespace, folder: Path, base: Config, store: 
             )
         )
     say(f"continuing {folder}, planned for {ladder.budget.text}")
-    return dataclasses.replace(ladder, base=base)  # the store may have moved
+    ladder = dataclasses.replace(ladder, base=base)
+    ladder.write_plan()  # the store may have moved
+    return ladder
 
 
 def plan(
@@ -268,7 +280,7 @@ def plan(
     budget, speed = Budget(arguments.budget, given.flops or 0.0, given.seconds), None
     if given.seconds is not None:
         flops, speed = flops_for(
-            base, given.seconds, unique_tokens, arguments.sizes, folder / "measuring", context, slots, threads
+            base, given.seconds, unique_tokens, arguments.sizes, folder / MEASURING, context, slots, threads
         )
         measuring = time.monotonic() - started
         budget = Budget(arguments.budget, flops, given.seconds, measuring, speed.start_up)

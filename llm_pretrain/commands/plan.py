@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from llm_pretrain.commands._launch_options import find_scripts, say
-from llm_pretrain.commands._launching import LaunchContext, this_machine
+from llm_pretrain.commands._launching import LaunchContext, exit_on_signals, this_machine
 from llm_pretrain.config import Config, DistributedConfig, dump_yaml, validate
-from llm_pretrain.errors import ConfigError, DataError
+from llm_pretrain.errors import ConfigError
 from llm_pretrain.files import check_replaceable, replace_text
 from llm_pretrain.tracking import GPU_GB, MACHINES, size_text
 
@@ -81,6 +81,8 @@ def run(arguments: argparse.Namespace) -> int:
     output = Path(arguments.output)
     check_replaceable(output, _MARK)
     ladder = read_ladder(arguments.ladder)
+    if arguments.world_size is None:
+        arguments.world_size = _usual_world_size(ladder.base, arguments)
     _micro_batch(ladder.base, _world_size(arguments))  # raises for a number of processes that does not divide
     outlook = Outlook.of(ladder)
     plan = _on_gpus(outlook, arguments) if arguments.gpu else _on_this_machine(outlook, arguments)
@@ -90,7 +92,8 @@ def run(arguments: argparse.Namespace) -> int:
     lines = _lines(outlook, plan, arguments)
     print(*lines, sep="\n")
     replace_text(output, _HEAD + "".join(f"# {line}\n" for line in lines) + dump_yaml(plan.config))
-    print(f"wrote {output}")
+    nproc = "" if arguments.gpu else f"; llm-pretrain train --nproc {arguments.world_size} --config {output}"
+    print(f"wrote {output}{nproc}")
     return 0
 
 
@@ -136,10 +139,14 @@ def _seconds(arguments: argparse.Namespace) -> float | None:
 
 
 def _world_size(arguments: argparse.Namespace) -> int:
-    if arguments.world_size is not None:
-        return arguments.world_size
-    machine = this_machine()
-    return 1 if arguments.gpu else machine.gpus or machine.cores
+    return arguments.world_size or 1
+
+
+def _usual_world_size(base: Config, arguments: argparse.Namespace) -> int:
+    """Of a named GPU one; here as many as there are GPUs or cores, and divide a step."""
+    machine, total = this_machine(), base.training.global_batch_size
+    most = 1 if arguments.gpu else machine.gpus or machine.cores
+    return next(size for size in range(min(most, total), 0, -1) if total % size == 0)
 
 
 def _best(choices: list[Choice]) -> Choice:
@@ -187,7 +194,9 @@ def _on_this_machine(outlook: Outlook, arguments: argparse.Namespace) -> _Plan:
             )
         return outlook.choices(spending, arguments.max_parameters)
 
-    factor = 1 / world_size  # until it is measured: as if processes did not wait for each other
+    # until it is measured: as if processes did not wait for each other
+    used = min(world_size, machine.gpus) if machine.gpus else min(machine.cores, threads * world_size)
+    factor = (1 if machine.gpus else ladder.threads) / used
     found = choices(factor)
     if seconds is not None and speed is not None and not arguments.no_measure:
         planned = outlook.planned(_best(found), distributed, micro_batch, name)
@@ -208,9 +217,9 @@ def _measured_seconds(planned: Config, threads: int, world_size: int) -> float:
 
     say(f"measuring steps of hidden size {planned.model.hidden_size} on {world_size} processes")
     context = LaunchContext(find_scripts(None, ["torchrun"]), this_machine(), math.inf)
-    with tempfile.TemporaryDirectory() as folder:
-        config = measured_config(planned, threads)
-        ((step, _),) = measure_steps([config], Path(folder) / "measuring", context, world_size)
+    config, folder = measured_config(planned, threads), Path(tempfile.mkdtemp(prefix="llm-pretrain-plan-"))
+    with exit_on_signals():
+        ((step, _),) = measure_steps([config], folder, context, world_size)
     return step / tokens_per_step(config)
 
 
@@ -232,14 +241,11 @@ def _ladder_speed(ladder: Ladder) -> Speed | None:
 
 
 def _evaluated(ladder: Ladder) -> float:
-    """What the evaluations of a planned run cost, in trained tokens; 0 where the store is not here."""
+    """What the evaluations of a planned run cost, in trained tokens."""
     from llm_pretrain.commands.ladder import evaluated_tokens
     from llm_pretrain.ladder import EVALUATION_COST, EVALUATIONS
 
-    try:
-        return EVALUATION_COST * (EVALUATIONS + 1) * evaluated_tokens(ladder.base)
-    except DataError:
-        return 0.0
+    return EVALUATION_COST * (EVALUATIONS + 1) * evaluated_tokens(ladder.base)
 
 
 def _on_gpus(outlook: Outlook, arguments: argparse.Namespace) -> _Plan:

@@ -15,7 +15,7 @@ from llm_pretrain.ladder.budget import (
     read_budget,
     time_text,
 )
-from llm_pretrain.ladder.compare import EqualLoss, compare_ladders
+from llm_pretrain.ladder.compare import EqualLoss, Reached, compare_ladders
 from llm_pretrain.ladder.family import member, width_step
 from llm_pretrain.ladder.measurements import (
     Losses,
@@ -79,6 +79,7 @@ __all__ = [
     "Outlook",
     "Point",
     "Prediction",
+    "Reached",
     "Run",
     "Rung",
     "ScalingLaw",

@@ -36,6 +36,8 @@ RATE_FACTORS = (0.5, 1.0, 2.0)
 """On the base's learning rates, tried at the smallest size; half or double costs little (muP transfers)."""
 RATE_LIMITS = (0.25, 4.0)
 """The smallest and the largest factor that is tried where an edge of `RATE_FACTORS` is the best."""
+MOST_FLOPS, MOST_SECONDS = 1e27, 10 * 365 * 86400.0
+"""Larger budgets are mistakes."""
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
@@ -63,6 +65,8 @@ def read_budget(text: str, option: str = "--budget") -> Given:
             f"{option}: expected a time such as 20m or 2h, or FLOPs such as 1e16, found {text!r}"
         )
     unit = _UNITS.get(match[2])
+    if number * (unit or 1.0) > (MOST_SECONDS if unit else MOST_FLOPS):
+        raise ConfigError(f"{option}: expected at most 10 years or {MOST_FLOPS:g} FLOPs, found {text!r}")
     return Given(None, number * unit) if unit else Given(number, None)
 
 

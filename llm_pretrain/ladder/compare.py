@@ -11,17 +11,31 @@ from llm_pretrain.errors import ConfigError
 from llm_pretrain.ladder.points import Ladder, Point
 
 
+class Reached(NamedTuple):
+    """FLOPs for which a ladder reaches a loss.
+
+    Args:
+        flops: Interpolated; of the cheapest run where that is better already.
+        is_bound: Whether fewer may be enough.
+    """
+
+    flops: float
+    is_bound: bool
+
+
 class EqualLoss(NamedTuple):
-    """A loss, and the FLOPs for which each ladder reaches it; None outside what it has measured."""
+    """A loss, and what each of two ladders needs for it; None where it has not reached it."""
 
     loss: float
-    first: float | None
-    second: float | None
+    first: Reached | None
+    second: Reached | None
 
     @property
     def ratio(self) -> float | None:
         """FLOPs of the second ÷ those of the first: below 1 the second learns more from the same compute."""
-        return self.second / self.first if self.first and self.second else None
+        if self.first is None or self.second is None or self.first.is_bound or self.second.is_bound:
+            return None
+        return self.second.flops / self.first.flops
 
 
 def frontier(points: Sequence[Point]) -> list[Point]:
@@ -33,12 +47,14 @@ def frontier(points: Sequence[Point]) -> list[Point]:
     return found
 
 
-def flops_for_loss(points: Sequence[Point], loss: float) -> float | None:
+def flops_for_loss(points: Sequence[Point], loss: float) -> Reached | None:
     """FLOPs at which a frontier reaches a loss, interpolated between its points in logarithms of both."""
+    if points[0].loss < loss:
+        return Reached(points[0].flops, is_bound=True)
     for before, after in itertools.pairwise(points):
         if after.loss <= loss <= before.loss:
             share = math.log(before.loss / loss) / math.log(before.loss / after.loss)
-            return before.flops * (after.flops / before.flops) ** share
+            return Reached(before.flops * (after.flops / before.flops) ** share, is_bound=False)
     return None
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from llm_pretrain.config import Config, DistributedConfig, PredictedLoss
 from llm_pretrain.errors import ConfigError
-from llm_pretrain.ladder.budget import MIN_STEPS, Size, Sizes, decay_of
+from llm_pretrain.ladder.budget import MAX_EPOCHS, MIN_STEPS, Size, Sizes, decay_of
 from llm_pretrain.ladder.family import member
 from llm_pretrain.ladder.measurements import unmeasured_point
 from llm_pretrain.ladder.points import Ladder
@@ -154,8 +154,14 @@ class Outlook:
             found.append(
                 f"the best size is not above the ladder's smallest, {min(sizes)}: smaller ones may be better"
             )
+        if (times := choice.flops / self.decayed.most_flops) > FAR:
+            found.append(
+                f"the run has {times:,.0f} times the compute of the ladder's largest; no fit reaches so far"
+            )
+        elif times > 1 and not self.decayed.drift:
+            found.append("no points could be held out: the interval does not tell how wrong the law may be")
         passes = choice.tokens / self.ladder.unique_tokens
-        if passes > 4:
+        if passes > MAX_EPOCHS:
             found.append(
                 f"the text is passed over {passes:.1f} times: more text would teach more (arXiv:2305.16264)"
             )
@@ -205,5 +211,7 @@ class Outlook:
         )
 
 
+FAR = 30.0
+"""Times the compute of the ladder's largest run up to which predictions are meant."""
 WIDE = 0.1
 """Width of an interval, relative to the loss, that tells little."""

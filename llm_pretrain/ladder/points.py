@@ -171,25 +171,44 @@ def read_plan(folder: str | Path) -> Ladder | None:
         raise DataError(f"{file}: expected a readable file, found: {error.strerror}") from error
     if content.get("version") != VERSION:
         raise DataError(f"{file}: expected version {VERSION}, found {content.get('version')!r:.40}")
+    for name, kind in _PLAN_KINDS.items():
+        if not matches_type(kind, value := content.get(name)):
+            raise DataError(f"{file}: expected {name} of a ladder's plan, found {value!r:.60}")
+        if isinstance(value, int | float) and not 0 < value < math.inf:
+            raise DataError(f"{file}: expected {name} above 0, found {value}")
     try:
-        rungs = tuple(
-            Rung(int(rung["hidden_size"]), tuple(map(int, rung["steps"])), tuple(map(int, rung["branches"])))
-            for rung in content["rungs"]
-        )
-        return Ladder(
-            folder=Path(folder),
-            base=from_dict(content["base"]),
-            store=content["store"],
-            unique_tokens=content["unique_tokens"],
-            rungs=rungs,
-            budget=Budget(**content["budget"]),
-            rate_factor=content["rate_factor"],
-            threads=content["threads"],
-        )
-    except (KeyError, TypeError, ValueError) as error:
+        rungs = tuple(Rung(rung["hidden_size"], *map(tuple, _steps(rung))) for rung in content["rungs"])
+        budget, base = Budget(**content["budget"]), from_dict(content["base"])
+        if not rungs or not 0 < budget.flops < math.inf:
+            raise ValueError("rungs" if not rungs else "budget")
+    except (KeyError, TypeError, ValueError, ConfigError) as error:
         raise DataError(
-            f"{file}: expected a ladder's plan, found a wrong or missing entry {error}"
+            f"{file}: expected a ladder's plan, found a wrong or missing entry: {error}"
         ) from error
+    names = ("store", "unique_tokens", "rate_factor", "threads")
+    return Ladder(
+        folder=Path(folder), base=base, rungs=rungs, budget=budget, **{n: content[n] for n in names}
+    )
+
+
+_PLAN_KINDS: dict[str, Any] = {
+    "store": str,
+    "unique_tokens": int,
+    "threads": int,
+    "rate_factor": float | None,
+    "rungs": list[dict[str, Any]],
+    "budget": dict[str, Any],
+    "base": dict[str, Any],
+}
+
+
+def _steps(rung: Mapping[str, Any]) -> tuple[list[int], list[int]]:
+    """Steps and branches of a rung in ladder.json. Raises ValueError where they are no pairs of numbers."""
+    steps, branches = rung["steps"], rung["branches"]
+    kinds = matches_type(list[int], [rung["hidden_size"], *steps, *branches])
+    if not (kinds and steps and len(steps) == len(branches) and min(branches) > 0):
+        raise ValueError(f"rungs {rung}"[:80])
+    return steps, branches
 
 
 def read_points(folder: Path) -> tuple[Point, ...]:
@@ -216,6 +235,8 @@ def _point(file: Path, number: int, line: bytes) -> Point:
     wrong = [name for name, kind in _KINDS.items() if not matches_type(kind, values.get(name))]
     if wrong or values.keys() != _KINDS.keys():
         raise DataError(f"{file}:{number}: expected a point with {', '.join(_KINDS)}, found another line")
-    if not (math.isfinite(values["loss"]) and values["loss"] > 0):
-        raise DataError(f"{file}:{number}: expected a loss above 0, found {values['loss']}")
+    for name in (*_COUNTS, "flops", "loss"):
+        if not 0 < values[name] < math.inf:
+            what = "a loss" if name == "loss" else name
+            raise DataError(f"{file}:{number}: expected {what} above 0, found {values[name]}")
     return Point(**values)

@@ -169,7 +169,7 @@ def test_a_time_is_measured_before_it_is_planned(plain_store: Path, tmp_path: Pa
     assert budget.seconds == 60
     assert 0 < budget.measuring_seconds < 60
     assert budget.flops > 0
-    assert not (folder / "measuring").exists()
+    assert not (folder / ".measuring").exists()
 
 
 @pytest.mark.parametrize(

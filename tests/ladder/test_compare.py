@@ -44,10 +44,21 @@ def test_a_frontier_falls():
     assert losses == sorted(losses, reverse=True)
     assert flops == sorted(flops)
     middle = (points[0].loss * points[1].loss) ** 0.5
-    assert flops_for_loss(points, middle) == pytest.approx((flops[0] * flops[1]) ** 0.5)
+    reached = flops_for_loss(points, middle)
+    assert reached is not None
+    assert reached.flops == pytest.approx((flops[0] * flops[1]) ** 0.5)
+    assert not reached.is_bound
     assert flops_for_loss(points, points[-1].loss - 1) is None
+    assert flops_for_loss(points, points[0].loss + 1) == (flops[0], True)
 
 
 def test_ladders_of_other_data_are_refused():
     with pytest.raises(ConfigError, match="same store, whose losses compare"):
         compare_ladders(ladder(measured(0.0)), ladder(measured(0.0), store="other"))
+
+
+def test_a_ladder_that_is_better_from_its_cheapest_run_on_has_reached_every_loss():
+    first = measured(0.0)
+    better = [dataclasses.replace(point, loss=point.loss / 10) for point in first]
+    rows = compare_ladders(ladder(first), ladder(better))
+    assert all(row.second is not None and row.second.is_bound and row.ratio is None for row in rows)
