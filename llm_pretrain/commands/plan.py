@@ -195,8 +195,7 @@ def _on_this_machine(outlook: Outlook, arguments: argparse.Namespace) -> _Plan:
         return outlook.choices(spending, arguments.max_parameters)
 
     # until it is measured: as if processes did not wait for each other
-    used = min(world_size, machine.gpus) if machine.gpus else min(machine.cores, threads * world_size)
-    factor = (1 if machine.gpus else ladder.threads) / used
+    factor = 1 / min(world_size, machine.gpus or max(1, machine.cores // ladder.threads))
     found = choices(factor)
     if seconds is not None and speed is not None and not arguments.no_measure:
         planned = outlook.planned(_best(found), distributed, micro_batch, name)

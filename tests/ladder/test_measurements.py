@@ -126,7 +126,7 @@ def test_what_is_no_ladder_is_named(ladder: Ladder):
         read_ladder(ladder.folder)
     plan = ladder.folder / "ladder.json"
     plan.write_text(plan.read_text().replace('"rungs"', '"rings"'))
-    with pytest.raises(DataError, match=r"ladder\.json: expected a ladder's plan"):
+    with pytest.raises(DataError, match=r"ladder\.json: expected rungs of a ladder's plan, found None"):
         read_ladder(ladder.folder)
 
 
@@ -138,3 +138,38 @@ def test_no_time_is_in_the_table(ladder: Ladder):
         file = run_folder(ladder, run) / "metrics.jsonl"
         file.write_text(file.read_text().replace('"perf/step_seconds": 0.5', '"perf/step_seconds": 0.7'))
     assert measured_points(ladder) == before
+
+
+DAMAGE: dict[str, tuple[str, object]] = {
+    "no rungs": ("rungs", []),
+    "a rung without pairs": ("rungs", [{"hidden_size": 32, "steps": [1, 2], "branches": [1]}]),
+    "a rate that is no number": ("rate_factor", "x"),
+    "no tokens": ("unique_tokens", 0),
+    "a budget of words": ("budget", {"text": "1m", "flops": "many"}),
+    "a base of another time": ("base", {"model": {"hidden_sizes": 3}}),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_plan_is_named_with_its_file(ladder: Ladder, name: str):
+    ladder.write_plan()
+    file = ladder.folder / "ladder.json"
+    key, value = DAMAGE[name]
+    file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
+    with pytest.raises(DataError, match=r"ladder\.json: expected"):
+        read_ladder(ladder.folder)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("tokens", 0), ("flops", 0.0), ("loss", float("nan")), ("loss", -1.0)]
+)
+def test_a_point_that_cannot_be_is_named_with_its_line(ladder: Ladder, key: str, value: float):
+    ladder.write_plan()
+    row = {
+        **{"hidden_size": 32, "parameters": 1, "parameters_with_embedding": 2, "tokens": 3},
+        **{"unique_tokens": 4, "flops": 5.0, "loss": 6.0, "bits_per_byte": None, "decayed": True},
+    }
+    file = ladder.folder / "points.jsonl"
+    file.write_text(json.dumps(row) + "\n" + json.dumps(row | {key: value}) + "\n")
+    with pytest.raises(DataError, match=r"points\.jsonl:2: expected"):
+        read_ladder(ladder.folder)
