@@ -30,8 +30,10 @@ TOKENS_PER_PARAMETER = 20.0
 """Of the middle size, with the embedding: about compute-optimal (arXiv:2203.15556)."""
 MAX_EPOCHS = 4.0
 """Passes of the store in the longest run: more repetitions teach less (arXiv:2305.16264)."""
-MIN_STEPS = 100
-"""Of the shortest run: the loss of fewer is that of the warm-up."""
+MIN_HEADS = 2
+"""Of the smallest size: one with a single head hardly gains from more tokens (docs/log.md#ladders)."""
+MIN_STEPS = 200
+"""Of the shortest run: the losses of fewer fall in another way (docs/log.md#ladders)."""
 RATE_FACTORS = (0.5, 1.0, 2.0)
 """On the base's learning rates, tried at the smallest size; half or double costs little (muP transfers)."""
 RATE_LIMITS = (0.25, 4.0)
@@ -220,7 +222,7 @@ def _rungs(
 
     middle = sizes.size(sizes.first(lambda size: longest(size) <= TOKENS_PER_PARAMETER * size.parameters))
     number = sizes.nearest(middle.flops_per_token / math.sqrt(span))
-    number = max(number, sizes.first(lambda size: longest(size) <= MAX_EPOCHS * unique_tokens))
+    number = max(number, sizes.first(lambda size: longest(size) <= MAX_EPOCHS * unique_tokens), MIN_HEADS)
     smallest, rungs = sizes.size(number).flops_per_token, list[Rung]()
     for k in range(count):
         if k:

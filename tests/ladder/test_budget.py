@@ -28,12 +28,12 @@ from llm_pretrain.ladder import (
 from llm_pretrain.ladder.budget import DECAY_SHARE, MAX_EPOCHS, MIN_STEPS, SPANS
 
 CASES = [
-    ("ladder", 3_500_000, (1e13, 1e14)),
-    ("quickstart", 3_500_000, (1e14, 3e15)),
-    ("tiny-dense", 3_500_000, (1e13, 1e14)),
-    ("gpt2-124m", 10**10, (1e18, 1e20)),
+    ("ladder", 3_500_000, (5e13, 1e14)),
+    ("quickstart", 20_000_000, (1e15, 3e15)),
+    ("tiny-dense", 3_500_000, (3e13, 1e14)),
+    ("gpt2-124m", 10**10, (2e18, 1e20)),
     ("minimind-moe-145m", 10**9, (1e17,)),
-    ("ladder", 1_400_000, (1e13,)),
+    ("ladder", 2_000_000, (5e13,)),
 ]
 
 
@@ -60,14 +60,14 @@ def test_a_budget_is_used_and_its_bounds_are_kept(name: str, unique_tokens: int,
 
 
 def test_branches_are_multiples_of_the_first_and_end_in_their_decays():
-    for rung in choose_rungs(preset("quickstart"), 1e14, 3_500_000):
+    for rung in choose_rungs(preset("ladder"), 1e14, 3_500_000):
         assert all(branch % rung.branches[0] == 0 for branch in rung.branches)
         for steps, branch in zip(rung.steps, rung.branches, strict=True):
             assert (steps - branch) / steps == pytest.approx(DECAY_SHARE, abs=0.01)
 
 
 def test_a_budget_too_small_names_the_least_that_is_enough():
-    base = preset("quickstart")
+    base = preset("ladder")
     with pytest.raises(ConfigError, match=r"--budget: expected at least .* FLOPs for 3 sizes") as error:
         choose_rungs(base, 1e12, 3_500_000)
     least = float(re.findall(r"[\d.e+]+(?= FLOPs)", str(error.value))[0])
@@ -80,7 +80,7 @@ def test_a_budget_too_small_names_the_least_that_is_enough():
 
 def test_a_store_too_small_is_named():
     with pytest.raises(ConfigError, match="--input: expected a store of at least 1,638,400 tokens"):
-        choose_rungs(preset("quickstart"), 1e14, 500_000)
+        choose_rungs(preset("ladder"), 1e14, 500_000)
 
 
 @pytest.mark.parametrize(
@@ -98,13 +98,13 @@ def test_what_is_no_budget_is_refused(text: str):
 
 
 def test_a_time_becomes_the_flops_that_fit():
-    base = preset("quickstart")
+    base = preset("ladder")
     speed = Speed.of({2e6: 2e-5, 2e7: 9e-5}, start_up=7.0, slots=2, evaluated_tokens=32768)
     assert speed.per_token + speed.per_flop * 2e7 == pytest.approx(9e-5)
     flops = flops_within(base, 900, 3_500_000, speed)
     expected = ladder_seconds(Sizes(base), choose_rungs(base, flops, 3_500_000), speed)
     assert 0.95 * 900 < expected <= 900
-    with pytest.raises(ConfigError, match=r"--budget: expected at least 3m.* on this machine, found 20s"):
+    with pytest.raises(ConfigError, match=r"--budget: expected at least 4m.* on this machine, found 20s"):
         flops_within(base, 20, 3_500_000, speed)
 
 

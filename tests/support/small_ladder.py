@@ -23,6 +23,7 @@ from llm_pretrain.ladder import budget
 
 budget.BRANCHES = (1, 2)
 budget.MIN_STEPS = 10
+budget.MIN_HEADS = 1
 budget.MAX_EPOCHS = 1000.0
 _ladder_runs.MEASURED_SECONDS = 1.0
 
