@@ -294,13 +294,16 @@ def _law_lines(fit: Fit) -> list[str]:
         f"A fit without the rungs of most compute missed them by {100 * fit.drift:.2g} % for every factor e "
         "of compute beyond its points; the interval grows as much."
         if fit.drift
-        else "The ladder is too short to hold points out, so the interval does not say how the law's form "
-        "errs beyond the points."
+        else "The rungs of most compute were missed by no more than the noise, or the ladder is too short to "
+        "hold points out: the interval does not say how the law's form errs beyond the points."
     )
+    size, text = f"{law.A:.4g} / N^{law.alpha:.3f}", f"{law.B:.4g} / D^{law.beta:.3f}"
+    terms = f"{size} + {text}"
+    if law.joint:
+        terms = f"(({size})^(1/{law.beta:.3f}) + ({text})^(1/{law.beta:.3f}))^{law.beta:.3f}"
     return [
-        f"loss = {law.E:.4g} + {law.A:.4g} / N^{law.alpha:.3f} + {law.B:.4g} / D^{law.beta:.3f}, in nats per "
-        f"token, where N are {_COUNTINGS[law.counting]}, and D are tokens; repeated ones count less "
-        "(arXiv:2305.16264).",
+        f"loss = {law.E:.4g} + {terms}, in nats per token, where N are {_COUNTINGS[law.counting]}, and D are "
+        "tokens; repeated ones count less (arXiv:2305.16264).",
         f"{law.E:.4g} nats per token is the loss that neither more parameters nor more tokens would remove.",
         f"With new text, the best N grows with compute to the power of {law.beta / total:.2f}, the best D to "
         f"the power of {law.alpha / total:.2f}.",
@@ -315,7 +318,8 @@ def _countings_table(fit: Fit) -> Table:
     def row(law: ScalingLaw) -> list[str]:
         error = sum(abs(math.log(point.loss / law.of(point))) for point in fit.points) / len(fit.points)
         numbers = (f"{each:.4g}" for each in (law.E, law.A, law.alpha, law.B, law.beta))
-        return [_COUNTINGS[law.counting], *numbers, f"{100 * error:.2g} %"]
+        name = _COUNTINGS[law.counting] + (", joint" if law.joint else "")
+        return [name, *numbers, f"{100 * error:.2g} %"]
 
     return Table(["N counts", "E", "A", "alpha", "B", "beta", "Mean error"], [row(fit.law), row(fit.other)])
 

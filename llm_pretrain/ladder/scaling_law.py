@@ -2,8 +2,13 @@
 
     L(N, D) = E + A / N^alpha + B / D^beta
 
-(arXiv:2203.15556, approach 3.) N are active parameters, with or without embedding and head, whichever fits
-better. D counts tokens; those of repeated text count less (arXiv:2305.16264).
+(arXiv:2203.15556, approach 3), or, if that fits better, with size and text limiting each other:
+
+    L(N, D) = E + ((A / N^alpha)^(1/beta) + B^(1/beta) / D)^beta
+
+(arXiv:2001.08361, equation 1.5, with a floor): a model that is small for its text gains less from more of
+it. N are active parameters, with or without embedding and head, whichever fits better. D counts tokens;
+those of repeated text count less (arXiv:2305.16264).
 """
 
 from __future__ import annotations
@@ -59,6 +64,7 @@ class ScalingLaw:
         E: Loss that no size and no text removes, nats per token.
         A, alpha: Of the term of parameters.
         B, beta: Of the term of tokens.
+        joint: Whether size and text limit each other; else their terms are added.
     """
 
     counting: Counting
@@ -67,6 +73,7 @@ class ScalingLaw:
     alpha: float
     B: float
     beta: float
+    joint: bool = False
 
     def loss(self, parameters: float, tokens: float, unique_tokens: float) -> float:
         """Predicted loss, nats per token.
@@ -77,7 +84,11 @@ class ScalingLaw:
             unique_tokens: Of the text; more `tokens` are repetitions.
         """
         seen = effective_tokens(tokens, unique_tokens)
-        return self.E + self.A / parameters**self.alpha + self.B / seen**self.beta
+        terms = self.A / parameters**self.alpha, self.B / seen**self.beta
+        most = max(terms)
+        if not self.joint or not most:
+            return self.E + sum(terms)
+        return self.E + most * sum((term / most) ** (1 / self.beta) for term in terms) ** self.beta
 
     def of(self, point: Point) -> float:
         """Predicted loss of a point."""
@@ -163,16 +174,18 @@ def fit_law(points: Sequence[Point], *, seed: int = 0, samples: int = SAMPLES) -
             f"{len(points)} of {len(sizes)}"
         )
     countings: tuple[Counting, Counting] = ("parameters_with_embedding", "parameters")
-    law, other = sorted((_best(points, each) for each in countings), key=lambda law: _cost(law, points))
+    fitted = [_best(points, counting, joint) for counting in countings for joint in (False, True)]
+    law, *others = sorted(fitted, key=lambda each: _cost(each, points))
+    other = next(each for each in others if each.counting != law.counting)
     residuals = _residuals(law, points)
-    noise, doubt = (_noise(_residuals(each, points)) for each in (law, other))
-    laws = (law, other) if doubt <= _UNDECIDED * noise else (law,)
+    noise = _noise(residuals)
+    laws = [law, *(each for each in others if _noise(_residuals(each, points)) <= _UNDECIDED * noise)]
     generator = np.random.default_rng(seed)
     drawn = []
     for number in range(samples):
         drawn_from = laws[number % len(laws)]
         logs = np.log([drawn_from.of(point) for point in points]) + generator.normal(0, noise, len(points))
-        drawn.append(_search(points, logs, drawn_from.counting, [_vector(drawn_from)]))
+        drawn.append(_search(points, logs, drawn_from.counting, drawn_from.joint, [_vector(drawn_from)]))
     most = max(point.flops for point in points)
     return Fit(
         law=law,
@@ -181,7 +194,7 @@ def fit_law(points: Sequence[Point], *, seed: int = 0, samples: int = SAMPLES) -
         residuals=tuple(map(float, residuals)),
         noise=noise,
         samples=tuple(drawn),
-        drift=_drift(points, law.counting, most, noise),
+        drift=_drift(points, law, most, noise),
         most_flops=most,
         warnings=tuple(_warnings(law, points)),
     )
@@ -221,32 +234,32 @@ def _warnings(law: ScalingLaw, points: Sequence[Point]) -> list[str]:
     return found
 
 
-def _drift(points: Sequence[Point], counting: Counting, most: float, noise: float) -> float:
+def _drift(points: Sequence[Point], law: ScalingLaw, most: float, noise: float) -> float:
     """How wrong a fit to the cheaper points is about the others, per factor e of compute between them.
 
     Args:
         points: Of the fit.
-        counting: Its.
+        law: Its.
         most: FLOPs of a point.
         noise: Part of the error that no fit avoids.
     """
     cheap = [point for point in points if point.flops < most / HELD_OUT]
     if len(cheap) < LEAST_POINTS - 1 or len({point.hidden_size for point in cheap}) < LEAST_SIZES:
         return 0.0
-    law, limit = _best(cheap, counting), max(point.flops for point in cheap)
+    early, limit = _best(cheap, law.counting, law.joint), max(point.flops for point in cheap)
     held = [point for point in points if point.flops >= most / HELD_OUT]
-    squares = np.maximum(_residuals(law, held) ** 2 - noise**2, 0)
+    squares = np.maximum(_residuals(early, held) ** 2 - noise**2, 0)
     return math.sqrt(float(np.mean(squares / np.log([point.flops / limit for point in held]) ** 2)))
 
 
-def _best(points: Sequence[Point], counting: Counting) -> ScalingLaw:
-    """The best law over all starts."""
+def _best(points: Sequence[Point], counting: Counting, joint: bool) -> ScalingLaw:
+    """The best law of a form over all starts."""
     logs = np.log([point.loss for point in points])
     parameters, tokens = _counts(points, counting)
     starts = [
         _linear_start(parameters, tokens, np.exp(logs), alpha, beta) for alpha in _STARTS for beta in _STARTS
     ]
-    return _search(points, logs, counting, starts)
+    return _search(points, logs, counting, joint, starts)
 
 
 def _counts(points: Sequence[Point], counting: Counting) -> tuple[Floats, Floats]:
@@ -271,14 +284,21 @@ def _vector(law: ScalingLaw) -> Floats:
     return np.array([math.log(law.E), math.log(law.A), math.log(law.B), law.alpha, law.beta])
 
 
-def _terms(vector: Floats, parameters: Floats, tokens: Floats) -> Floats:
-    """E, A/N^alpha and B/D^beta, of shape [3, points]."""
-    e, a, b, alpha, beta = vector
-    return np.exp(np.stack([np.full_like(tokens, e), a - alpha * parameters, b - beta * tokens]))
+def _log_terms(vector: Floats, parameters: Floats, tokens: Floats) -> Floats:
+    """log of A/N^alpha and of B/D^beta, of shape [2, points]."""
+    _, a, b, alpha, beta = vector
+    return np.stack([a - alpha * parameters, b - beta * tokens])
+
+
+def _floor_and_rest(vector: Floats, parameters: Floats, tokens: Floats, joint: bool) -> Floats:
+    """E, and what size and text add to it, of shape [2, points]."""
+    power = vector[4] if joint else 1.0
+    rest = power * np.logaddexp(*_log_terms(vector, parameters, tokens) / power)
+    return np.exp(np.stack([np.full_like(rest, vector[0]), rest]))
 
 
 def _search(
-    points: Sequence[Point], logs: Floats, counting: Counting, starts: Sequence[Floats]
+    points: Sequence[Point], logs: Floats, counting: Counting, joint: bool, starts: Sequence[Floats]
 ) -> ScalingLaw:
     """The law of least Huber loss of log L, from the best of all starts."""
     from scipy.optimize import least_squares
@@ -288,12 +308,18 @@ def _search(
     parameters, tokens = parameters - center, tokens - middle  # else A and alpha nearly compensate each other
 
     def residuals(vector: Floats) -> Floats:
-        return np.log(_terms(vector, parameters, tokens).sum(0)) - logs
+        return np.log(_floor_and_rest(vector, parameters, tokens, joint).sum(0)) - logs
 
     def jacobian(vector: Floats) -> Floats:
-        terms = _terms(vector, parameters, tokens)
-        shares = terms / terms.sum(0)
-        return np.stack([*shares, -shares[1] * parameters, -shares[2] * tokens], 1)
+        beta, logs_of_terms = vector[4], _log_terms(vector, parameters, tokens)
+        power = beta if joint else 1.0
+        weights = np.exp(logs_of_terms / power - np.logaddexp(*logs_of_terms / power))
+        floor, rest = _floor_and_rest(vector, parameters, tokens, joint)
+        floor, rest = floor / (floor + rest), rest / (floor + rest)
+        by_beta = -weights[1] * tokens
+        if joint:  # beta is the outer exponent too
+            by_beta += np.logaddexp(*logs_of_terms / beta) - (weights * logs_of_terms).sum(0) / beta
+        return np.stack([floor, *(rest * weights), -rest * weights[0] * parameters, rest * by_beta], 1)
 
     low = [-20.0, -20.0, -20.0, EXPONENTS[0], EXPONENTS[0]]
     high = [5.0, 10.0, 10.0, EXPONENTS[1], EXPONENTS[1]]
@@ -312,7 +338,7 @@ def _search(
         )  # fmt: skip
     e, a, b, alpha, beta = map(float, min(solutions, key=lambda solution: solution.cost).x)
     return ScalingLaw(
-        counting, math.exp(e), math.exp(a + alpha * center), alpha, math.exp(b + beta * middle), beta
+        counting, math.exp(e), math.exp(a + alpha * center), alpha, math.exp(b + beta * middle), beta, joint
     )
 
 

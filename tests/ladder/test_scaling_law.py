@@ -52,6 +52,25 @@ def test_the_law_of_exact_points_is_found():
     assert not fit.warnings
 
 
+def test_size_and_text_that_limit_each_other_are_recognised():
+    law = dataclasses.replace(LAW, joint=True)
+    fit = fit_law(measured(0.0, law=law), samples=2)
+    assert fit.law.joint
+    assert max(map(abs, fit.residuals)) < 1e-5
+    beyond = point(4e6, 6e6)
+    assert fit.law.of(beyond) == pytest.approx(law.of(beyond), rel=1e-3)
+    assert not fit_law(measured(0.0), samples=2).law.joint
+
+
+def test_each_limits_the_other():
+    """With all the text in the world the joint law is the added one's, and so with all parameters."""
+    joint = dataclasses.replace(LAW, joint=True)
+    for parameters, tokens in ((1e5, 1e30), (1e30, 1e6)):
+        exact = LAW.loss(parameters, tokens, unique_tokens=1e30)
+        assert joint.loss(parameters, tokens, unique_tokens=1e30) == pytest.approx(exact, rel=1e-6)
+    assert joint.loss(1e5, 1e6, 1e30) < LAW.loss(1e5, 1e6, 1e30)
+
+
 def test_the_counting_that_fits_is_chosen():
     law = dataclasses.replace(LAW, counting="parameters", A=6.0)
     assert fit_law(measured(0.0, law=law), samples=2).law.counting == "parameters"
