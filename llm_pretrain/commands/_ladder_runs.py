@@ -25,6 +25,7 @@ from llm_pretrain.files import make_folder, replace_text
 from llm_pretrain.ladder import (
     Ladder,
     Run,
+    Sizes,
     Speed,
     diverged_sizes,
     has_diverged,
@@ -43,7 +44,6 @@ from llm_pretrain.ladder import (
     used_by,
     write_points,
 )
-from llm_pretrain.model import flops_per_token
 from llm_pretrain.tracking import read_metrics
 
 _POLL_SECONDS, _STOP_SECONDS = 0.1, 60
@@ -63,6 +63,7 @@ class Runner:
 
     def __init__(self, ladder: Ladder, context: LaunchContext, slots: int, say: Callable[[str], None]):
         self.ladder, self.context, self.slots, self.say = ladder, context, slots, say
+        self.sizes = Sizes(ladder.base)
         self.planned: list[Run] = []
         """All runs that the ladder will need, as far as known: for the time that is left."""
 
@@ -144,9 +145,9 @@ class Runner:
     def _seconds_left(self) -> float:
         """By the mean speed of all runs so far."""
         flops, seconds = self.used()
-        costs = {run.name: self._flops(run) for run in self.planned}
         by_name = {run.name: run for run in self.planned}  # a stable run continues its check
-        left = [run for run in by_name.values() if costs[run.name] > 0]
+        costs = {name: self._flops(run) for name, run in by_name.items()}
+        left = [run for name, run in by_name.items() if costs[name] > 0]
         return makespan(left, costs, self.slots) * (seconds / flops if flops else 0.0)
 
     def clean(self, runs: Iterable[Run]) -> None:
@@ -161,14 +162,10 @@ class Runner:
     def _folder(self, run: Run) -> Path:
         return run_folder(self.ladder, run)
 
-    def _step_flops(self, run: Run) -> float:
-        config = member(self.ladder.base, run.hidden_size)
-        return flops_per_token(config.model, config.training.sequence_length) * tokens_per_step(config)
-
     def _flops(self, run: Run) -> float:
         """FLOPs of a run that are left."""
         done = max(run.begin, read_used(self._folder(run)).step)
-        return max(0, run.end - done) * self._step_flops(run)
+        return max(0, run.end - done) * self.sizes.step_flops(run.hidden_size)
 
 
 def launch(
@@ -238,11 +235,9 @@ def measure_speed(
         for size, (seconds, start_up) in zip(group, found, strict=True):
             measured.setdefault(size, []).append(seconds)
             start_ups.append(start_up)
-    tokens = tokens_per_step(base)
+    sizes, tokens = Sizes(base), tokens_per_step(base)
     by_flops = {
-        flops_per_token(member(base, size).model, base.training.sequence_length): statistics.mean(each)
-        / tokens
-        for size, each in measured.items()
+        sizes.step_flops(size) / tokens: statistics.mean(each) / tokens for size, each in measured.items()
     }
     return Speed.of(by_flops, statistics.mean(start_ups), slots)
 
