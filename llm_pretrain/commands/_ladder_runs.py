@@ -24,21 +24,19 @@ from llm_pretrain.errors import PretrainError
 from llm_pretrain.files import make_folder, replace_text
 from llm_pretrain.ladder import (
     Ladder,
+    LadderUsed,
     Run,
+    RunRecord,
     Sizes,
     Speed,
     diverged_sizes,
-    has_diverged,
-    has_ended,
     in_order,
     makespan,
     measured_points,
     member,
-    read_losses,
-    read_used,
+    read_record,
     run_config,
     run_folder,
-    step_seconds,
     time_text,
     tokens_per_step,
     used_by,
@@ -64,8 +62,8 @@ class Runner:
     def __init__(self, ladder: Ladder, context: LaunchContext, slots: int, say: Callable[[str], None]):
         self.ladder, self.context, self.slots, self.say = ladder, context, slots, say
         self.sizes = Sizes(ladder.base)
-        self.planned: list[Run] = []
-        """All runs that the ladder will need, as far as known: for the time that is left."""
+        self.runs: list[Run] = []
+        """All that the ladder will need, as far as known: for the time that is left."""
 
     def run_all(self, runs: Sequence[Run]) -> None:
         """Run those that have not ended yet; of one that has diverged, no decays.
@@ -73,20 +71,22 @@ class Runner:
         Raises:
             PretrainError: a run failed.
         """
-        waiting = [run for run in runs if not has_ended(self._folder(run), run.end)]
-        waiting = in_order(waiting, {run.name: self._flops(run) for run in waiting})
+        records = {run: read_record(self._folder(run)) for run in runs}
+        waiting = [run for run, record in records.items() if not record.has_ended(run.end)]
+        waiting = in_order(waiting, {run.name: self._flops(run, records[run].last_step) for run in waiting})
         running: list[tuple[RunningJob, Run, int]] = []
         free = list(range(self.slots))
         try:
             while waiting or running:
                 unfinished = {run.name for run in waiting} | {run.name for _, run, _ in running}
                 for run in [run for run in waiting if run.after not in unfinished]:
-                    if run.after and has_diverged(self._folder(run).with_name(run.after)):
-                        waiting.remove(run)
-                    elif free:
-                        waiting.remove(run)
-                        slot = free.pop(0)
-                        running.append((self._launch(run, slot), run, slot))
+                    if not free:
+                        break
+                    waiting.remove(run)
+                    if run.after and read_record(self._folder(run).with_name(run.after)).has_diverged:
+                        continue
+                    slot = free.pop(0)
+                    running.append((self._launch(run, slot), run, slot))
                 time.sleep(_POLL_SECONDS)
                 for entry in list(running):
                     job, run, slot = entry
@@ -107,65 +107,62 @@ class Runner:
 
     def _ended(self, job: RunningJob, run: Run, code: int) -> None:
         folder = self._folder(run)
-        if not has_ended(folder, run.end):
+        record = read_record(folder)
+        if not record.has_ended(run.end):
             raise failure(job, run.name, code)
         write_points(self.ladder.folder, measured_points(self.ladder))
-        self.say(self._line(run))
-        if run.begin and not has_diverged(folder):  # the loss is measured; the weights stay
+        self.say(self._line(run, record))
+        if run.begin and not record.has_diverged:  # the loss is measured; the weights stay
             shutil.rmtree(folder / "checkpoints", ignore_errors=True)
 
-    def _line(self, run: Run) -> str:
+    def _line(self, run: Run, record: RunRecord) -> str:
         """Progress after a run's end."""
-        tokens, folder = tokens_per_step(self.ladder.base), self._folder(run)
-        losses = read_losses(folder).get(run.end)
-        seconds = step_seconds(folder)
-        if has_diverged(folder):
+        tokens, used = tokens_per_step(self.ladder.base), self.used()
+        losses, seconds = record.losses.get(run.end), record.step_seconds
+        if record.has_diverged:
             result = "DIVERGED"
         else:
             result = f"loss {losses.loss:.4f}" if losses and losses.loss is not None else ""
         speed = f"{tokens / seconds:>9,.0f} tokens/s" if seconds else ""
         return (
             f"{run.name:<16} {run.end * tokens:>13,} tokens  {result:<11} {speed}  "
-            f"{self.used_text()}, {time_text(self._seconds_left())} left"
+            f"{self.used_text(used)}, {time_text(self._seconds_left(used))} left"
         )
 
-    def used(self) -> tuple[float, float]:
-        """(FLOPs, seconds of runs) of all runs so far, the speed's measurement not included."""
-        return used_by(self.ladder, self.planned)
+    def used(self) -> LadderUsed:
+        """What all runs have used so far, the speed's measurement not included."""
+        return used_by(self.ladder, self.runs)
 
-    def used_text(self) -> str:
+    def used_text(self, used: LadderUsed) -> str:
         """What has been used, as a share of the budget."""
-        flops, seconds = self.used()
         budget = self.ladder.budget
-        begun = sum(self._folder(run).is_dir() for run in {run.name: run for run in self.planned}.values())
-        wall = budget.measuring_seconds + (seconds + begun * budget.start_up_seconds) / self.slots
-        share = wall / budget.seconds if budget.seconds else flops / budget.flops
-        return f"used {share:.0%} ({flops:.2g} FLOPs, {time_text(wall)})"
+        begun = sum(self._folder(run).is_dir() for run in {run.name: run for run in self.runs}.values())
+        wall = budget.measuring_seconds + (used.seconds + begun * budget.start_up_seconds) / self.slots
+        share = wall / budget.seconds if budget.seconds else used.flops / budget.flops
+        return f"used {share:.0%} ({used.flops:.2g} FLOPs, {time_text(wall)})"
 
-    def _seconds_left(self) -> float:
+    def _seconds_left(self, used: LadderUsed) -> float:
         """By the mean speed of all runs so far."""
-        flops, seconds = self.used()
-        by_name = {run.name: run for run in self.planned}  # a stable run continues its check
-        costs = {name: self._flops(run) for name, run in by_name.items()}
+        by_name = {run.name: run for run in self.runs}  # a stable run continues its check
+        costs = {name: self._flops(run, used.steps[name]) for name, run in by_name.items()}
         left = [run for name, run in by_name.items() if costs[name] > 0]
-        return makespan(left, costs, self.slots) * (seconds / flops if flops else 0.0)
+        return makespan(left, costs, self.slots) * (used.seconds / used.flops if used.flops else 0.0)
 
     def clean(self, runs: Iterable[Run]) -> None:
         """Delete the checkpoints and weights of stable runs whose decays have all ended."""
         runs = list(runs)
         for stable in [run for run in runs if not run.begin]:
             decays = [run for run in runs if run.after == stable.name]
-            if all(has_ended(self._folder(run), run.end) for run in [stable, *decays]):
+            if all(read_record(self._folder(run)).has_ended(run.end) for run in [stable, *decays]):
                 for name in ("checkpoints", "weights"):
                     shutil.rmtree(self._folder(stable) / name, ignore_errors=True)
 
     def _folder(self, run: Run) -> Path:
         return run_folder(self.ladder, run)
 
-    def _flops(self, run: Run) -> float:
-        """FLOPs of a run that are left."""
-        done = max(run.begin, read_used(self._folder(run)).step)
-        return max(0, run.end - done) * self.sizes.step_flops(run.hidden_size)
+    def _flops(self, run: Run, step: int) -> float:
+        """FLOPs of a run that are left after step `step`."""
+        return max(0, run.end - max(run.begin, step)) * self.sizes.step_flops(run.hidden_size)
 
 
 def launch(

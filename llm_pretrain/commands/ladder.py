@@ -113,7 +113,7 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             ladder = continued(arguments, folder, base, store)
             if ladder is None:
-                ladder = plan(arguments, folder, base, store, unique_tokens, context)
+                ladder = new_ladder(arguments, folder, base, store, unique_tokens, context)
             return train(ladder, context)
         except (KeyboardInterrupt, SystemExit):
             say(f"stopped; the same command continues {folder}")
@@ -170,14 +170,11 @@ def open_base(arguments: argparse.Namespace, machine: Machine) -> tuple[Config, 
             "prepare it with a larger --validation_fraction, or from more documents"
         )
     base = with_store(resolve_model(config, store.vocab_size), store.path)
+    training, evaluation = base.training, base.evaluation
     if "evaluation.max_batches" not in given:  # a preset's few batches are too noisy for a fit
-        base = dataclasses.replace(base, evaluation=dataclasses.replace(base.evaluation, max_batches=None))
-    base = dataclasses.replace(
-        base,
-        training=dataclasses.replace(
-            base.training, deterministic=base.training.deterministic or machine.gpus > 0
-        ),
-    )
+        evaluation = dataclasses.replace(evaluation, max_batches=None)
+    training = dataclasses.replace(training, deterministic=training.deterministic or machine.gpus > 0)
+    base = dataclasses.replace(base, training=training, evaluation=evaluation)
     member(base, base.model.hidden_size)  # raises for a base without a family
     return base, store.hash, sequences_per_epoch(base) * base.training.sequence_length
 
@@ -187,11 +184,11 @@ def locked(folder: Path) -> Iterator[None]:
     """Hold the folder, created if missing, so that no other ladder runs in it."""
     from filelock import FileLock, Timeout
 
-    from llm_pretrain.ladder import PLAN_FILE
+    from llm_pretrain.ladder import LADDER_FILE
 
     if folder.exists() and not folder.is_dir():
         raise OutputError(f"--output {folder}: expected a folder, found a file")
-    is_new = not (folder / PLAN_FILE).exists()
+    is_new = not (folder / LADDER_FILE).exists()
     if others := is_new and folder.is_dir() and sorted(set(os.listdir(folder)) - {".lock", MEASURING}):
         raise OutputError(
             f"--output {folder}: expected a ladder's folder, or a new or empty one, found {others[0]} in it; "
@@ -203,7 +200,7 @@ def locked(folder: Path) -> Iterator[None]:
             try:
                 yield
             finally:
-                if not (folder / PLAN_FILE).exists():  # nothing was planned: leave no trace
+                if not (folder / LADDER_FILE).exists():  # nothing was planned: leave no trace
                     (folder / ".lock").unlink(missing_ok=True)
                     with suppress(OSError):
                         folder.rmdir()
@@ -219,19 +216,19 @@ def continued(arguments: argparse.Namespace, folder: Path, base: Config, store: 
     Raises:
         ConfigError: it has another base, budget, store or number of sizes; with a line for each difference.
     """
-    from llm_pretrain.ladder import read_budget, read_plan
+    from llm_pretrain.ladder import read_budget, read_unmeasured
 
-    ladder = read_plan(folder)
+    ladder = read_unmeasured(folder)
     if ladder is None:
         return None
-    own = {
-        f"{section}.{name}": value
-        for section, each in to_dict(ladder.base).items()
-        for name, value in each.items()
-    }
-    new = {
-        f"{section}.{name}": value for section, each in to_dict(base).items() for name, value in each.items()
-    }
+    own, new = (
+        {
+            f"{section}.{name}": value
+            for section, each in to_dict(config).items()
+            for name, value in each.items()
+        }
+        for config in (ladder.base, base)
+    )
     found = [
         (name, own[name], new[name]) for name in new if name not in _NOT_COMPARED and own[name] != new[name]
     ]
@@ -251,11 +248,11 @@ def continued(arguments: argparse.Namespace, folder: Path, base: Config, store: 
         )
     say(f"continuing {folder}, planned for {ladder.budget.text}")
     ladder = dataclasses.replace(ladder, base=base)
-    ladder.write_plan()  # the store may have moved
+    ladder.write()  # the store may have moved
     return ladder
 
 
-def plan(
+def new_ladder(
     arguments: argparse.Namespace,
     folder: Path,
     base: Config,
@@ -269,8 +266,8 @@ def plan(
         Ladder,
         Sizes,
         choose_rungs,
+        ladder_flops,
         ladder_seconds,
-        planned_flops,
         read_budget,
         time_text,
     )
@@ -287,9 +284,9 @@ def plan(
     rungs = choose_rungs(base, budget.flops, unique_tokens, arguments.sizes)
     expected = f", about {time_text(ladder_seconds(Sizes(base), rungs, speed))}" if speed else ""
     ladder = Ladder(folder, base, store, unique_tokens, rungs, budget, None, threads)
-    ladder.write_plan()
+    ladder.write()
     say(
-        f"{len(rungs)} sizes of {base.run.name} in {planned_flops(Sizes(base), rungs):.2g} FLOPs{expected}, "
+        f"{len(rungs)} sizes of {base.run.name} in {ladder_flops(Sizes(base), rungs):.2g} FLOPs{expected}, "
         f"{slots} side by side with {threads} thread{'s' * (threads > 1)} each, in {folder}"
     )
     return ladder
@@ -311,9 +308,21 @@ def flops_for(
     slots: int,
     threads: int,
 ) -> tuple[float, Speed]:
-    """(FLOPs that this machine does in a time, less what measuring takes; the measured speed)."""
+    """(FLOPs that this machine does in a time, less what measuring takes; the measured speed).
+
+    Raises:
+        ConfigError: by the measured speed, the time is too short or too long for any ladder.
+    """
     from llm_pretrain.commands._ladder_runs import measure_speed
-    from llm_pretrain.ladder import Sizes, Speed, choose_rungs, flops_within
+    from llm_pretrain.ladder import (
+        Sizes,
+        Speed,
+        choose_rungs,
+        flops_within,
+        ladder_seconds,
+        most_flops,
+        time_text,
+    )
 
     started, sizes, machine = time.monotonic(), Sizes(base), context.machine
     evaluated = evaluated_tokens(base)
@@ -321,9 +330,18 @@ def flops_for(
     speed = Speed(0.0, slots / guess, 0.0, slots)
     measured: tuple[float, float] | None = None
     for rounds in itertools.count():
-        left = seconds - (time.monotonic() - started)
-        flops = flops_within(base, left, unique_tokens, speed, count)
+        spent = time.monotonic() - started
+        flops = flops_within(base, seconds - spent, unique_tokens, speed, count)
         rungs = choose_rungs(base, flops, unique_tokens, count)
+        expected = spent + ladder_seconds(sizes, rungs, speed)
+        if measured and (expected > seconds or flops == most_flops(unique_tokens, count)):
+            bound, advice = "least", "raise it, or use a base with a smaller training.global_batch_size"
+            if expected <= seconds:
+                bound, advice = "most", "lower it, or bring more text"
+            raise ConfigError(
+                f"--budget: expected at {bound} {time_text(expected)} for {len(rungs)} sizes of this family "
+                f"on this machine, found {time_text(seconds)}; {advice}"
+            )
         ends = [rungs[0].hidden_size, rungs[-1].hidden_size]
         low, high = (sizes.step_flops(size) for size in ends)
         is_near = measured and low * MEASURE_AGAIN >= measured[0] and high <= measured[1] * MEASURE_AGAIN
@@ -364,13 +382,13 @@ def train(ladder: Ladder, context: LaunchContext) -> int:
     machine = context.machine
     runner = Runner(ladder, context, machine.gpus or max(1, machine.cores // ladder.threads), say)
     factors = list(RATE_FACTORS)
-    runner.planned = [*check_runs(ladder.rungs[0], factors), *rung_runs(ladder.rungs, 1.0)]
+    runner.runs = [*check_runs(ladder.rungs[0], factors), *rung_runs(ladder.rungs, 1.0)]
     if ladder.rate_factor is None:
         ladder = check_rate(runner, factors)
     factor = ladder.rate_factor
     assert factor is not None
     checks, rest = check_runs(ladder.rungs[0], tried_factors(ladder)), rung_runs(ladder.rungs, factor)
-    runner.planned = [*checks, *rest]
+    runner.runs = [*checks, *rest]
     runner.clean([run for run in checks if run.factor != factor])
     runner.run_all(rest)
     runner.clean(rest)
@@ -383,10 +401,11 @@ def train(ladder: Ladder, context: LaunchContext) -> int:
         raise DivergedError(
             f"{ladder.folder}: expected three sizes or more that do not diverge, found {left}"
         )
-    flops, seconds = runner.used()
+    used = runner.used()
     say(
-        f"{len(points)} points in {ladder.folder / 'points.jsonl'}; {runner.used_text()}: {flops:.3g} FLOPs, "
-        f"{time_text(seconds)} of runs; this call {time_text(time.monotonic() - started)}"
+        f"{len(points)} points in {ladder.folder / 'points.jsonl'}; {runner.used_text(used)}: "
+        f"{used.flops:.3g} FLOPs, {time_text(used.seconds)} of runs; this call "
+        f"{time_text(time.monotonic() - started)}"
     )
     return 0
 
@@ -410,7 +429,7 @@ def check_rate(runner: Runner, factors: Sequence[float]) -> Ladder:
         if further is None or not RATE_LIMITS[0] <= further <= RATE_LIMITS[1]:
             break
         tried.append(further)
-        runner.planned += check_runs(rung, [further])
+        runner.runs += check_runs(rung, [further])
     if loss(best) == math.inf:
         raise DivergedError(
             f"{ladder.folder}: the smallest size diverges at every rate; lower the base's rates"
@@ -418,5 +437,5 @@ def check_rate(runner: Runner, factors: Sequence[float]) -> Ladder:
     found = ", ".join(f"{loss(factor):.4f} at {factor:g}" for factor in sorted(tried))
     say(f"learning rates {best:g} times the base's: loss of the smallest size {found}")
     runner.ladder = dataclasses.replace(ladder, rate_factor=best)
-    runner.ladder.write_plan()
+    runner.ladder.write()
     return runner.ladder

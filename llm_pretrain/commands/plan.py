@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import math
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,7 +18,9 @@ from llm_pretrain.files import check_replaceable, replace_text
 from llm_pretrain.tracking import GPU_GB, MACHINES, size_text
 
 if TYPE_CHECKING:
-    from llm_pretrain.ladder import Choice, Ladder, Outlook, Speed
+    import torch
+
+    from llm_pretrain.ladder import Choice, Forecast, Ladder, Speed
 
 EXAMPLES = """\
 The budget is one of --time, --flops and --cost. Without --gpu it is spent on this machine, whose speed the
@@ -53,6 +56,14 @@ class _Plan(NamedTuple):
     seconds: float | None
 
 
+@dataclass
+class _Processes:
+    """Those of the run."""
+
+    world_size: int
+    device: torch.device
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     add = parser.add_argument
@@ -74,22 +85,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the plan and write its configuration."""
-    from llm_pretrain.ladder import Outlook, read_ladder
+    from llm_pretrain.ladder import Forecast, read_ladder
 
     _check(arguments)
-    _seconds(arguments)  # raises for what is no time
     output = Path(arguments.output)
     check_replaceable(output, _MARK)
     ladder = read_ladder(arguments.ladder)
     if arguments.world_size is None:
         arguments.world_size = _usual_world_size(ladder.base, arguments)
-    _micro_batch(ladder.base, _world_size(arguments))  # raises for a number of processes that does not divide
-    outlook = Outlook.of(ladder)
-    plan = _on_gpus(outlook, arguments) if arguments.gpu else _on_this_machine(outlook, arguments)
-    plan = plan._replace(config=_with_prediction(plan.config, outlook))
-    if problems := validate(plan.config, world_size=_world_size(arguments)):
+    _micro_batch(ladder.base, arguments.world_size)  # raises for a number of processes that does not divide
+    forecast = Forecast(ladder)
+    plan = _on_gpus(forecast, arguments) if arguments.gpu else _on_this_machine(forecast, arguments)
+    evaluation = dataclasses.replace(plan.config.evaluation, prediction=forecast.curve(plan.config))
+    plan = plan._replace(config=dataclasses.replace(plan.config, evaluation=evaluation))
+    if problems := validate(plan.config, world_size=arguments.world_size):
         raise ConfigError(*problems)
-    lines = _lines(outlook, plan, arguments)
+    lines = _lines(forecast, plan, arguments)
     print(*lines, sep="\n")
     replace_text(output, _HEAD + "".join(f"# {line}\n" for line in lines) + dump_yaml(plan.config))
     nproc = "" if arguments.gpu else f"; llm-pretrain train --nproc {arguments.world_size} --config {output}"
@@ -130,16 +141,12 @@ def _seconds(arguments: argparse.Namespace) -> float | None:
     from llm_pretrain.ladder import read_budget
 
     if arguments.cost is not None:
-        return arguments.cost / arguments.price / _world_size(arguments) * 3600
+        return arguments.cost / arguments.price / arguments.world_size * 3600
     if arguments.time is None:
         return None
     if (seconds := read_budget(arguments.time, "--time").seconds) is None:
         raise ConfigError(f"--time: expected a time such as 20m or 8h, found {arguments.time!r}")
     return seconds
-
-
-def _world_size(arguments: argparse.Namespace) -> int:
-    return arguments.world_size or 1
 
 
 def _usual_world_size(base: Config, arguments: argparse.Namespace) -> int:
@@ -165,11 +172,11 @@ def _micro_batch(config: Config, world_size: int) -> int:
     return next(size for size in range(min(own, config.training.micro_batch_size), 0, -1) if own % size == 0)
 
 
-def _on_this_machine(outlook: Outlook, arguments: argparse.Namespace) -> _Plan:
+def _on_this_machine(forecast: Forecast, arguments: argparse.Namespace) -> _Plan:
     """The best choice at this machine's speed: the ladder's, corrected by steps of that choice."""
-    from llm_pretrain.ladder import Spending
+    from llm_pretrain.ladder import RunBudget
 
-    ladder, machine, world_size = outlook.ladder, this_machine(), _world_size(arguments)
+    ladder, machine, world_size = forecast.ladder, this_machine(), arguments.world_size
     seconds, name = _seconds(arguments), Path(arguments.output).stem
     threads = max(1, machine.cores // world_size)
     distributed = DistributedConfig(cpu_threads=None if machine.gpus else threads)
@@ -177,36 +184,28 @@ def _on_this_machine(outlook: Outlook, arguments: argparse.Namespace) -> _Plan:
     speed, evaluated = _ladder_speed(ladder), _evaluated(ladder)
 
     def choices(factor: float) -> list[Choice]:
-        if seconds is None:
-            spending = Spending(
-                arguments.flops, lambda size: size.flops_per_token, 1.0, arguments.serve_tokens
-            )
-        elif speed is None:
-            raise ConfigError(f"{ladder.folder}: expected runs with measured steps, found none")
-        else:
-            per_token, per_flop = factor * speed.per_token, factor * speed.per_flop
-            spending = Spending(
-                seconds - speed.start_up,
-                lambda size: per_token + per_flop * size.flops_per_token,
-                per_flop,
-                arguments.serve_tokens,
-                evaluated,
-            )
-        return outlook.choices(spending, arguments.max_parameters)
+        budget = RunBudget(arguments.flops, served=arguments.serve_tokens)
+        if seconds is not None:
+            if speed is None:
+                raise ConfigError(f"{ladder.folder}: expected runs with measured steps, found none")
+            costs = factor * speed.per_token, factor * speed.per_flop
+            budget = RunBudget(seconds - speed.start_up, *costs, arguments.serve_tokens, evaluated)
+        budget.check(ladder.unique_tokens, arguments.max_parameters)
+        return forecast.choices(budget, arguments.max_parameters)
 
     # until it is measured: as if processes did not wait for each other
     factor = 1 / min(world_size, machine.gpus or max(1, machine.cores // ladder.threads))
     found = choices(factor)
     if seconds is not None and speed is not None and not arguments.no_measure:
-        planned = outlook.planned(_best(found), distributed, micro_batch, name)
+        planned = forecast.config(_best(found), distributed, micro_batch, name)
         factor = _measured_seconds(planned, threads, world_size) / _token_seconds(speed, _best(found))
         found = choices(factor)
     best = _best(found)
-    config = outlook.planned(best, distributed, micro_batch, name)
+    config = forecast.config(best, distributed, micro_batch, name)
     if speed is None:
         return _Plan(best, found, config, None)
     each = factor * _token_seconds(speed, best)
-    return _Plan(best, found, config, speed.start_up + (best.tokens + evaluated) * each)
+    return _Plan(best, found, config, speed.start_up + (best.point.tokens + evaluated) * each)
 
 
 def _measured_seconds(planned: Config, threads: int, world_size: int) -> float:
@@ -224,7 +223,7 @@ def _measured_seconds(planned: Config, threads: int, world_size: int) -> float:
 
 def _token_seconds(speed: Speed, choice: Choice) -> float:
     """Seconds of a token of one run of the ladder of this size."""
-    return speed.per_token + speed.per_flop * choice.flops / choice.tokens
+    return speed.per_token + speed.per_flop * choice.point.flops / choice.point.tokens
 
 
 def _ladder_speed(ladder: Ladder) -> Speed | None:
@@ -247,28 +246,29 @@ def _evaluated(ladder: Ladder) -> float:
     return EVALUATION_COST * (EVALUATIONS + 1) * evaluated_tokens(ladder.base)
 
 
-def _on_gpus(outlook: Outlook, arguments: argparse.Namespace) -> _Plan:
+def _on_gpus(forecast: Forecast, arguments: argparse.Namespace) -> _Plan:
     """The best choice on other machines: by DDP, or where that needs too much memory on a mesh."""
-    from llm_pretrain.ladder import Spending
+    from llm_pretrain.ladder import RunBudget
     from llm_pretrain.memory import CUDA_CONTEXT, estimate_memory, estimate_time
     from llm_pretrain.tracking import device_peak_flops
 
-    world_size, seconds, gpu = _world_size(arguments), _seconds(arguments), arguments.gpu.lower()
+    world_size, seconds, gpu = arguments.world_size, _seconds(arguments), arguments.gpu.lower()
     peak, mfu = device_peak_flops(gpu), arguments.mfu or DEFAULT_MFU
     assert peak is not None, gpu
-    budget = arguments.flops if seconds is None else seconds * peak * mfu * world_size
-    evaluated = 0.0 if seconds is None else _evaluated(outlook.ladder)
-    spending = Spending(budget, lambda size: size.flops_per_token, 1.0, arguments.serve_tokens, evaluated)
-    choices = outlook.choices(spending, arguments.max_parameters)
+    flops = arguments.flops if seconds is None else seconds * peak * mfu * world_size
+    evaluated = 0.0 if seconds is None else _evaluated(forecast.ladder)
+    budget = RunBudget(flops, served=arguments.serve_tokens, evaluated=evaluated)
+    budget.check(forecast.ladder.unique_tokens, arguments.max_parameters)
+    choices = forecast.choices(budget, arguments.max_parameters)
     best = _best(choices)
     micro_batch = _micro_batch(best.config, world_size)
-    config = outlook.planned(best, DistributedConfig(), micro_batch, Path(arguments.output).stem)
+    config = forecast.config(best, DistributedConfig(), micro_batch, Path(arguments.output).stem)
     # the peaks are those of bf16
     config = dataclasses.replace(config, training=dataclasses.replace(config.training, precision="bf16"))
     memory = estimate_memory(config, world_size, on_gpu=True)
     if memory.peak + CUDA_CONTEXT > GPU_GB[gpu] * 10**9:
         config = dataclasses.replace(config, distributed=_searched_mesh(config, arguments))
-    tokens = round(best.tokens + evaluated)
+    tokens = round(best.point.tokens + evaluated)
     time = estimate_time(config, world_size, tokens=tokens, flops=peak, mfu=mfu)
     return _Plan(best, choices, config, time.hours * 3600)
 
@@ -277,7 +277,7 @@ def _searched_mesh(config: Config, arguments: argparse.Namespace) -> Distributed
     from llm_pretrain.commands._simulated_steps import simulator
     from llm_pretrain.commands.simulate import search_meshes
 
-    machine, world_size = MACHINES[arguments.gpu.lower()], _world_size(arguments)
+    machine, world_size = MACHINES[arguments.gpu.lower()], arguments.world_size
     with tempfile.TemporaryDirectory() as folder, simulator(machine) as worker:
         file = Path(folder) / "plan.yaml"
         file.write_text(dump_yaml(config))
@@ -290,29 +290,25 @@ def _searched_mesh(config: Config, arguments: argparse.Namespace) -> Distributed
     return min(rows, key=lambda row: row[0].seconds)[1].of(config).distributed
 
 
-def _with_prediction(config: Config, outlook: Outlook) -> Config:
-    return dataclasses.replace(
-        config, evaluation=dataclasses.replace(config.evaluation, prediction=outlook.curve(config))
-    )
-
-
-def _lines(outlook: Outlook, plan: _Plan, arguments: argparse.Namespace) -> list[str]:
+def _lines(forecast: Forecast, plan: _Plan, arguments: argparse.Namespace) -> list[str]:
     """The plan in words."""
-    from llm_pretrain.ladder import time_text
-    from llm_pretrain.memory import estimate_memory
+    import torch
 
-    ladder, best, config = outlook.ladder, plan.best, plan.config
+    from llm_pretrain.ladder import time_text
+    from llm_pretrain.memory import estimate_memory, step_warnings
+
+    ladder, best, config = forecast.ladder, plan.best, plan.config
     model, training, distributed = config.model, config.training, config.distributed
     low, high = best.prediction.low, best.prediction.high
-    bits = [outlook.bits_per_byte(each) for each in (best.prediction.loss, low, high)]
-    world_size = _world_size(arguments)
+    bits = [forecast.bits_per_byte(each) for each in (best.prediction.loss, low, high)]
+    world_size = arguments.world_size
     machine = f"{world_size} x {arguments.gpu}" if arguments.gpu else f"{world_size} processes here"
     budget = (
         f"{arguments.flops:.3g} FLOPs" if arguments.flops is not None else time_text(_seconds(arguments) or 0)
     )
     if arguments.cost is not None:
         budget += f", {arguments.cost:,.2f}"
-    sizes = {point.hidden_size for point in outlook.decayed.points}
+    sizes = {point.hidden_size for point in forecast.decayed.points}
     memory = estimate_memory(config, world_size, on_gpu=arguments.gpu is not None)
     mesh = "".join(
         f" {name} {value}"
@@ -320,19 +316,20 @@ def _lines(outlook: Outlook, plan: _Plan, arguments: argparse.Namespace) -> list
         if name.endswith("_size") and value and value > 1
     )
     lines = [
-        f"plan for {budget} on {machine}, by {len(outlook.decayed.points)} points of {len(sizes)} sizes "
+        f"plan for {budget} on {machine}, by {len(forecast.decayed.points)} points of {len(sizes)} sizes "
         f"in {ladder.folder}",
         f"size        hidden {model.hidden_size}, {model.num_hidden_layers} layers, "
         f"{best.parameters:,} parameters",
-        f"tokens      {best.tokens:,} in {best.steps:,} steps of {training.global_batch_size} x "
-        f"{training.sequence_length}, {best.tokens / ladder.unique_tokens:.2f} passes of the text",
+        f"tokens      {best.point.tokens:,} in {best.steps:,} steps of {training.global_batch_size} x "
+        f"{training.sequence_length}, {best.point.tokens / ladder.unique_tokens:.2f} passes of the text",
         f"rate        {config.optimizer.learning_rate:g}"
         + (f", Muon {config.optimizer.muon_learning_rate:g}" if config.optimizer.name == "muon" else "")
         + f" at hidden size {config.optimizer.base_hidden_size} (muP); decay over the last "
         f"{config.schedule.decay_steps:,} steps",
         f"mesh        {distributed.strategy}{mesh}, micro batches of {training.micro_batch_size} in "
         f"{training.precision}; {size_text(memory.peak)} a process",
-        f"compute     {best.flops:.3g} FLOPs" + (f", {time_text(plan.seconds)}" if plan.seconds else ""),
+        f"compute     {best.point.flops:.3g} FLOPs"
+        + (f", {time_text(plan.seconds)}" if plan.seconds else ""),
         f"loss        {best.prediction.loss:.4f}, between {low:.4f} and {high:.4f} in nine of ten runs"
         + (f"; bits per byte {bits[0]:.4f}, {bits[1]:.4f} to {bits[2]:.4f}" if all(bits) else ""),
         "other sizes for the same budget, by predicted loss",
@@ -341,14 +338,30 @@ def _lines(outlook: Outlook, plan: _Plan, arguments: argparse.Namespace) -> list
         mark = "*" if choice is best else " "
         lines.append(
             f"{mark} hidden {choice.config.model.hidden_size:>5}  {choice.parameters:>13,} parameters  "
-            f"{choice.tokens:>15,} tokens  loss {choice.prediction.loss:.4f}"
+            f"{choice.point.tokens:>15,} tokens  loss {choice.prediction.loss:.4f}"
         )
-    warnings = outlook.warnings(best)
+    warnings = _ladder_warnings(forecast, best) + forecast.warnings(best.point, best.prediction)
+    if not arguments.gpu:
+        device = torch.device("cuda" if this_machine().gpus else "cpu")
+        warnings += step_warnings(config, _Processes(world_size, device))
     if training.precision != ladder.base.training.precision:
         warnings.append(
             f"the run computes in {training.precision}, the ladder in {ladder.base.training.precision}"
         )
     return lines + [f"warning: {line}" for line in warnings]
+
+
+def _ladder_warnings(forecast: Forecast, best: Choice) -> list[str]:
+    """What the ladder has not measured."""
+    ladder, fit, found = forecast.ladder, forecast.decayed, list[str]()
+    wanted, measured = sum(len(rung.steps) for rung in ladder.rungs), len(fit.points)
+    if measured < wanted:
+        found.append(
+            f"the ladder has {measured} of its {wanted} points: it is unfinished, or sizes have diverged"
+        )
+    if best.point.flops > fit.most_flops and not fit.drift:
+        found.append("no points could be held out: the interval does not tell how wrong the law may be")
+    return found
 
 
 def _alternatives(plan: _Plan) -> list[Choice]:

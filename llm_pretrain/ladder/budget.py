@@ -6,7 +6,7 @@ import bisect
 import itertools
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -30,6 +30,8 @@ TOKENS_PER_PARAMETER = 20.0
 """Of the middle size, with the embedding: about compute-optimal (arXiv:2203.15556)."""
 MAX_EPOCHS = 4.0
 """Passes of the store in the longest run: more repetitions teach less (arXiv:2305.16264)."""
+MIN_TOKENS_PER_PARAMETER = 1.0
+"""Of the smallest size: with fewer in `MAX_EPOCHS` passes all sizes lack text, and no size is the best."""
 MIN_HEADS = 2
 """Of the smallest size: one with a single head hardly gains from more tokens (docs/log.md#ladders)."""
 MIN_STEPS = 200
@@ -43,14 +45,14 @@ MOST_FLOPS, MOST_SECONDS = 1e27, 10 * 365 * 86400.0
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
-class Given(NamedTuple):
-    """A budget as it was given: exactly one of the two."""
+class FlopsOrSeconds(NamedTuple):
+    """A budget in its unit: exactly one of the two is given."""
 
     flops: float | None
     seconds: float | None
 
 
-def read_budget(text: str, option: str = "--budget") -> Given:
+def read_budget(text: str, option: str = "--budget") -> FlopsOrSeconds:
     """The budget in a text: `90s`, `20m`, `1.5h`, `1d`, or FLOPs such as `1e16`.
 
     Args:
@@ -69,7 +71,7 @@ def read_budget(text: str, option: str = "--budget") -> Given:
     unit = _UNITS.get(match[2])
     if number * (unit or 1.0) > (MOST_SECONDS if unit else MOST_FLOPS):
         raise ConfigError(f"{option}: expected at most 10 years or {MOST_FLOPS:g} FLOPs, found {text!r}")
-    return Given(None, number * unit) if unit else Given(number, None)
+    return FlopsOrSeconds(None, number * unit) if unit else FlopsOrSeconds(number, None)
 
 
 class Size(NamedTuple):
@@ -108,6 +110,13 @@ class Sizes:
             most *= 2
         return bisect.bisect_left(range(1, most), True, key=lambda number: reaches(self.size(number))) + 1
 
+    def ascending(self) -> Iterator[Size]:
+        """Members, each about a tenth wider than the one before: the loss is flat around the best."""
+        number = 1
+        while True:
+            yield self.size(number)
+            number = max(number + 1, round(number * 1.1))
+
     def nearest(self, flops: float, above: int = 0) -> int:
         """The member after number `above` whose FLOPs per token are nearest to `flops`, as a ratio."""
         number = max(above + 1, self.first(lambda size: size.flops_per_token >= flops))
@@ -120,18 +129,14 @@ def decay_of(steps: int) -> int:
     return max(1, round(steps * DECAY_SHARE))
 
 
-def decay_steps(branch: int) -> int:
-    """Steps of the decay that begins at step `branch`."""
-    return max(1, round(branch * DECAY_SHARE / (1 - DECAY_SHARE)))
-
-
 def rung_of(hidden_size: int, first_branch: int) -> Rung:
     """The runs of a size whose first decay begins at step `first_branch`."""
     branches = tuple(first_branch * multiple for multiple in BRANCHES)
-    return Rung(hidden_size, tuple(branch + decay_steps(branch) for branch in branches), branches)
+    steps = tuple(max(branch + 1, round(branch / (1 - DECAY_SHARE))) for branch in branches)
+    return Rung(hidden_size, steps, branches)
 
 
-def planned_flops(sizes: Sizes, rungs: tuple[Rung, ...]) -> float:
+def ladder_flops(sizes: Sizes, rungs: tuple[Rung, ...]) -> float:
     """FLOPs of all trainings of a ladder, with the check of the rate at the smallest size."""
     runs = [*check_runs(rungs[0], RATE_FACTORS), *rung_runs(rungs, 1.0)]
     distinct = {run.name: run for run in runs}  # of two with one name the longer, which comes later
@@ -154,45 +159,83 @@ def choose_rungs(
         count: Number of sizes, 3 or more; None chooses.
 
     Raises:
-        ConfigError: the budget or the store is too small for the sizes; it names the least that is enough.
+        ConfigError: the budget is too small or too large for the sizes and the store, or the store too small
+            for any; it names the nearest budgets, or the store, that are enough.
     """
-    sizes = Sizes(config)
-    found = _first_fit(sizes, budget_flops, unique_tokens, count)
-    if found is None:
-        least = least_flops(sizes, unique_tokens, count)
+    sizes, most = Sizes(config), most_flops(unique_tokens, count)
+    rungs = _first_fit(sizes, budget_flops, unique_tokens, count) if budget_flops <= most else None
+    if rungs is None:
+        budgets, fits = _fits(sizes, unique_tokens, count)
+        below = next((each for each in reversed(budgets) if each < budget_flops and fits(each)), None)
+        above = next((each for each in budgets if each > budget_flops and fits(each)), None)
+        if below is None and above is None:
+            raise _store_error(sizes, unique_tokens)
+        bounds = [f"at most {below:.2g}"] if below else []
+        bounds += [f"at least {above:.2g}"] if above else []
         raise ConfigError(
-            f"--budget: expected at least {least:.2g} FLOPs for {count or SIZES[-1]} sizes of this family, "
-            f"found {budget_flops:.2g}; raise it, or use a base with a smaller training.global_batch_size"
+            f"--budget: expected {' or '.join(bounds)} FLOPs for {count or SIZES[-1]} sizes of this family "
+            f"and {unique_tokens:,} tokens of text, found {budget_flops:.2g}; "
+            + ("use a base with a smaller training.global_batch_size" if above else "bring more text")
         )
-    return found
+    return rungs
+
+
+def most_run_flops(unique_tokens: int) -> float:
+    """FLOPs of a run that passes `MAX_EPOCHS` times over the text, with the most parameters that it is for.
+
+    6 FLOPs for each parameter and token (arXiv:2001.08361), so that no model is counted.
+    """
+    tokens = MAX_EPOCHS * unique_tokens
+    return 6 * tokens * tokens / MIN_TOKENS_PER_PARAMETER
+
+
+def most_flops(unique_tokens: int, count: int | None = None) -> float:
+    """The largest budget: of the smallest size's longest run, the text is enough for the parameters."""
+    return most_run_flops(unique_tokens) / _longest_share(count or SIZES[0])
 
 
 def least_flops(sizes: Sizes, unique_tokens: int, count: int | None = None) -> float:
-    """The least budget for `count` sizes, or for the fewest.
+    """Nearly the least budget for `count` sizes, or for the fewest.
 
     Raises:
         ConfigError: the store is too small for any.
     """
+    budgets, fits = _fits(sizes, unique_tokens, count)
+    if (least := next(filter(fits, budgets), None)) is None:
+        raise _store_error(sizes, unique_tokens)
+    return least
+
+
+def _fits(sizes: Sizes, unique_tokens: int, count: int | None) -> tuple[list[float], Callable[[float], bool]]:
+    """Budgets of two digits, ascending, and whether one is for `count` sizes, or for the fewest.
+
+    Those that fit have gaps where the store is small: widths come in steps.
+    """
+    low = sizes.size(1).flops_per_token * tokens_per_step(sizes.base) * MIN_STEPS  # any ladder needs more
+    high = most_flops(unique_tokens, count)
+    powers = range(math.floor(24 * math.log10(low)), math.ceil(24 * math.log10(high)))
+    rounded = [float(f"{10 ** (power / 24):.1e}") for power in powers]
+    budgets = [each for each in rounded if low <= each <= high]
+    return budgets, lambda flops: bool(_first_fit(sizes, flops, unique_tokens, count or SIZES[-1]))
+
+
+def _store_error(sizes: Sizes, unique_tokens: int) -> ConfigError:
+    """Of a store too small for any budget."""
     tokens = tokens_per_step(sizes.base)
     needed = math.ceil(MIN_STEPS * tokens * SPANS[-1] * BRANCHES[-1] / BRANCHES[0] / MAX_EPOCHS)
-    above = sizes.size(1).flops_per_token * tokens
-    for _ in range(40 if unique_tokens >= needed else 0):
-        if _first_fit(sizes, above, unique_tokens, count or SIZES[-1]):
-            break
-        above *= 2
-    else:
-        least = needed if unique_tokens < needed else unique_tokens * 5 // 4  # widths come in steps
-        raise ConfigError(
-            f"--input: expected a store of at least {least:,} tokens for a ladder with steps "
-            f"of {tokens:,} tokens, found {unique_tokens:,}; bring more text, or lower "
-            "training.global_batch_size"
-        )
-    below = above / 2
-    while above / below > 1.01:
-        middle = math.sqrt(below * above)
-        is_enough = _first_fit(sizes, middle, unique_tokens, count or SIZES[-1])
-        below, above = (below, middle) if is_enough else (middle, above)
-    return above
+    least = needed if unique_tokens < needed else unique_tokens * 5 // 4  # widths come in steps
+    return ConfigError(
+        f"--input: expected a store of at least {least:,} tokens for a ladder with steps "
+        f"of {tokens:,} tokens, found {unique_tokens:,}; bring more text, or lower "
+        "training.global_batch_size"
+    )
+
+
+def _longest_share(count: int) -> float:
+    """FLOPs of the longest run of each size, as a share of a ladder's: of `count` sizes, with its checks."""
+    of_size = BRANCHES[-1] + sum(BRANCHES) * DECAY_SHARE / (1 - DECAY_SHARE)
+    of_checks = BRANCHES[0] * (len(RATE_FACTORS) - 1) / (1 - DECAY_SHARE)
+    return BRANCHES[-1] / (1 - DECAY_SHARE) / (count * of_size + of_checks)
 
 
 def _first_fit(
@@ -210,15 +253,11 @@ def _rungs(
     sizes: Sizes, budget_flops: float, unique_tokens: int, count: int, span: float
 ) -> tuple[Rung, ...] | None:
     """`count` sizes over `span`; None where a run would have no steps."""
-    # in units of the steps to the first branch
-    of_size = BRANCHES[-1] + sum(BRANCHES) * DECAY_SHARE / (1 - DECAY_SHARE)
-    of_checks = BRANCHES[0] * (len(RATE_FACTORS) - 1) / (1 - DECAY_SHARE)
-    of_longest = BRANCHES[-1] / (1 - DECAY_SHARE)
-    compute = budget_flops / (count * of_size + of_checks)  # FLOPs of each size to its first branch
+    longest_flops = budget_flops * _longest_share(count)
 
     def longest(size: Size) -> float:
         """Tokens of its longest run."""
-        return compute * of_longest / size.flops_per_token
+        return longest_flops / size.flops_per_token
 
     middle = sizes.size(sizes.first(lambda size: longest(size) <= TOKENS_PER_PARAMETER * size.parameters))
     number = sizes.nearest(middle.flops_per_token / math.sqrt(span))
@@ -228,7 +267,8 @@ def _rungs(
         if k:
             number = sizes.nearest(smallest * span ** (k / (count - 1)), above=number)
         size = sizes.size(number)
-        first_branch = round(compute / size.flops_per_token / tokens_per_step(sizes.base))
+        branch = longest(size) * (1 - DECAY_SHARE) / BRANCHES[-1] * BRANCHES[0]
+        first_branch = round(branch / tokens_per_step(sizes.base))
         if first_branch < 1:
             return None
         rungs.append(rung_of(size.hidden_size, first_branch))
@@ -293,29 +333,21 @@ def ladder_seconds(sizes: Sizes, rungs: tuple[Rung, ...], speed: Speed) -> float
 def flops_within(
     config: Config, seconds: float, unique_tokens: int, speed: Speed, count: int | None = None
 ) -> float:
-    """The most FLOPs whose ladder is expected to end within `seconds`.
+    """The most FLOPs whose ladder is expected to end within `seconds`, or the least, which takes longer.
+
+    At most `most_flops`, which may take less.
 
     Raises:
-        ConfigError: even the smallest ladder takes longer, or the store is too small.
+        ConfigError: the store is too small.
     """
-    sizes = Sizes(config)
-
-    def expected(flops: float) -> float:
+    sizes, least = Sizes(config), least_flops(Sizes(config), unique_tokens, count)
+    flops = min(most_flops(unique_tokens, count), seconds * speed.slots / speed.per_flop)  # no other time
+    while flops > least:  # downwards, since what fits has gaps
         rungs = _first_fit(sizes, flops, unique_tokens, count)
-        return ladder_seconds(sizes, rungs, speed) if rungs else math.inf
-
-    low = least_flops(sizes, unique_tokens, count)
-    if (least := expected(low)) > seconds:
-        raise ConfigError(
-            f"--budget: expected at least {time_text(least)} for {count or SIZES[-1]} sizes of this family "
-            f"on this machine, found {time_text(seconds)}; raise it, or use a base with a smaller "
-            "training.global_batch_size"
-        )
-    high = max(low, seconds * speed.slots / speed.per_flop)  # without any time but that of FLOPs
-    while high / low > 1.005:
-        middle = math.sqrt(low * high)
-        low, high = (middle, high) if expected(middle) <= seconds else (low, middle)
-    return low
+        if rungs and ladder_seconds(sizes, rungs, speed) <= seconds:
+            return flops
+        flops *= 0.99
+    return least
 
 
 def time_text(seconds: float) -> str:

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import statistics
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,42 +32,77 @@ def run_folder(ladder: Ladder, run: Run) -> Path:
     return ladder.folder.absolute() / RUNS_FOLDER / run.name
 
 
-def read_losses(folder: Path) -> dict[int, Losses]:
-    """Step -> evaluation of a run; empty before the first row.
+@dataclass(frozen=True)
+class RunRecord:
+    """What the files of a run's folder hold at one moment; all empty before its first row.
+
+    Args:
+        status: Of status.json.
+        rows: Of metrics.jsonl.
+        attempts: Of attempts.jsonl.
+    """
+
+    status: dict[str, Any]
+    rows: list[dict[str, Any]]
+    attempts: list[dict[str, Any]]
+
+    @property
+    def losses(self) -> dict[int, Losses]:
+        """Step -> evaluation."""
+        evaluated = (row for row in self.rows if "eval/loss" in row)
+        return {row["step"]: Losses(row["eval/loss"], row.get("eval/bits_per_byte")) for row in evaluated}
+
+    @property
+    def has_diverged(self) -> bool:
+        """Whether the run ended as diverged, or an evaluation of it was not finite."""
+        is_finite = all(each.loss is not None for each in self.losses.values())
+        return self.status.get("state") == "diverged" or not is_finite
+
+    def has_ended(self, end: int) -> bool:
+        """Whether the run finished at step `end` or later with its evaluation, or has diverged."""
+        if self.status.get("state") == "finished" and self.status.get("step", 0) >= end:
+            return end in self.losses
+        return self.status.get("state") == "diverged"
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Median seconds of a step, without start-up, evaluations and saves; None before the first row."""
+        seconds = [row["perf/step_seconds"] for row in self.rows if row.get("perf/step_seconds")]
+        return statistics.median(seconds) if seconds else None
+
+    @property
+    def last_step(self) -> int:
+        """The last step that has a row."""
+        return self.rows[-1]["step"] if self.rows else 0
+
+    @property
+    def seconds(self) -> float:
+        """From the start of training to the last row of each attempt, without work that was lost."""
+        total, kept, end = 0.0, math.inf, math.inf
+        for attempt in reversed(self.attempts):
+            begin = attempt["time"]
+            times = [row["time"] for row in self.rows if row["step"] <= kept and begin <= row["time"] < end]
+            total += max(times, default=begin) - begin
+            kept, end = min(kept, attempt["step"]), begin
+        return total
+
+
+def read_record(folder: Path) -> RunRecord:
+    """Read the folder of a run, which need not exist.
 
     Raises:
         CheckpointError: a line of metrics.jsonl is damaged.
     """
-    evaluated = (row for row in _rows(folder) if "eval/loss" in row)
-    return {row["step"]: Losses(row["eval/loss"], row.get("eval/bits_per_byte")) for row in evaluated}
-
-
-def _rows(folder: Path) -> list[dict[str, Any]]:
-    file = folder / "metrics.jsonl"
-    return read_metrics(file) if file.exists() else []
-
-
-def has_diverged(folder: Path) -> bool:
-    """Whether a run ended as diverged, or an evaluation of it was not finite."""
-    return _status(folder).get("state") == "diverged" or any(
-        each.loss is None for each in read_losses(folder).values()
-    )
-
-
-def has_ended(folder: Path, end: int) -> bool:
-    """Whether a run finished at step `end` or later with its evaluation, or has diverged."""
-    status = _status(folder)
-    if status.get("state") == "finished" and status.get("step", 0) >= end:
-        return end in read_losses(folder)
-    return status.get("state") == "diverged"
-
-
-def _status(folder: Path) -> dict[str, Any]:
     try:
         status = read_json(folder / "status.json")
     except (OSError, ValueError, RecursionError):
-        return {}
-    return status if isinstance(status, dict) else {}
+        status = {}
+    metrics, attempts = folder / "metrics.jsonl", folder / "attempts.jsonl"
+    return RunRecord(
+        status if isinstance(status, dict) else {},
+        read_metrics(metrics) if metrics.exists() else [],
+        list(read_rows(attempts)) if attempts.exists() else [],
+    )
 
 
 def diverged_sizes(ladder: Ladder) -> list[int]:
@@ -76,7 +112,9 @@ def diverged_sizes(ladder: Ladder) -> list[int]:
     return [
         rung.hidden_size
         for rung in ladder.rungs
-        if any(has_diverged(run_folder(ladder, run)) for run in size_runs(rung, ladder.rate_factor))
+        if any(
+            read_record(run_folder(ladder, run)).has_diverged for run in size_runs(rung, ladder.rate_factor)
+        )
     ]
 
 
@@ -91,27 +129,27 @@ def tried_factors(ladder: Ladder) -> list[float]:
 
 def rate_loss(ladder: Ladder, factor: float) -> float:
     """Loss of the smallest size's shortest training at a rate; infinite if it diverged or has not ended."""
-    end = ladder.rungs[0].steps[0]
-    folder = run_folder(ladder, check_runs(ladder.rungs[0], [factor])[1])
-    losses = read_losses(folder).get(end)
-    return math.inf if losses is None or losses.loss is None or has_diverged(folder) else losses.loss
+    decay = check_runs(ladder.rungs[0], [factor])[1]
+    record = read_record(run_folder(ladder, decay))
+    losses = record.losses.get(decay.end)
+    return math.inf if losses is None or losses.loss is None or record.has_diverged else losses.loss
 
 
 def measured_points(ladder: Ladder) -> list[Point]:
     """The points of all evaluations that the ladder's runs, at the chosen rate, have made so far."""
-    left_out = diverged_sizes(ladder)
-    return [
-        point for rung in ladder.rungs if rung.hidden_size not in left_out for point in _points(ladder, rung)
-    ]
+    return [point for rung in ladder.rungs for point in _points(ladder, rung)]
 
 
 def _points(ladder: Ladder, rung: Rung) -> Iterator[Point]:
-    """Those of one size: the stable run's after its start, and that at the end of each decay."""
+    """Those of one size that has not diverged: the stable run's after its start, and each decay's last."""
     if ladder.rate_factor is None:
         return
-    config = member(ladder.base, rung.hidden_size)
-    for run in size_runs(rung, ladder.rate_factor):
-        for step, losses in read_losses(run_folder(ladder, run)).items():
+    config, runs = member(ladder.base, rung.hidden_size), size_runs(rung, ladder.rate_factor)
+    records = [read_record(run_folder(ladder, run)) for run in runs]
+    if any(record.has_diverged for record in records):
+        return
+    for run, record in zip(runs, records, strict=True):
+        for step, losses in record.losses.items():
             if losses.loss is None or not 0 < step <= run.end or (run.begin and step < run.end):
                 continue
             trained = unmeasured_point(config, step, ladder.unique_tokens, decayed=run.begin > 0)
@@ -137,47 +175,34 @@ def unmeasured_point(config: Config, steps: int, unique_tokens: int, *, decayed:
 
 
 def read_speeds(ladder: Ladder) -> dict[int, float]:
-    """Hidden size -> median seconds per token of its stable run, without start-up, evaluations and saves."""
+    """Hidden size -> median seconds per token of its stable run."""
     if ladder.rate_factor is None:
         return {}
     stable = [size_runs(rung, ladder.rate_factor)[0] for rung in ladder.rungs]
-    speeds = {run.hidden_size: step_seconds(run_folder(ladder, run)) for run in stable}
+    speeds = {run.hidden_size: read_record(run_folder(ladder, run)).step_seconds for run in stable}
     return {size: seconds / tokens_per_step(ladder.base) for size, seconds in speeds.items() if seconds}
 
 
-def step_seconds(folder: Path) -> float | None:
-    """Median seconds of a run's step; None before the first row."""
-    seconds = [row["perf/step_seconds"] for row in _rows(folder) if row.get("perf/step_seconds")]
-    return statistics.median(seconds) if seconds else None
+class LadderUsed(NamedTuple):
+    """What the runs of a ladder have used so far.
 
+    Args:
+        flops: Of their steps.
+        seconds: Of the runs, one after another.
+        steps: Name of a run -> the last step that has a row.
+    """
 
-class Used(NamedTuple):
-    """What a run has used; steps that were repeated after a kill count once."""
-
-    step: int
-    """The last one that has a row."""
+    flops: float
     seconds: float
-    """From the start of training to the last row of each attempt, without work that was lost."""
+    steps: dict[str, int]
 
 
-def used_by(ladder: Ladder, runs: Iterable[Run]) -> tuple[float, float]:
-    """(FLOPs, seconds) that a ladder's runs have used so far; of two with one name the later counts."""
-    sizes, found = Sizes(ladder.base), {run.name: (run, read_used(run_folder(ladder, run))) for run in runs}
+def used_by(ladder: Ladder, runs: Iterable[Run]) -> LadderUsed:
+    """What a ladder's runs have used; of two with one name the later counts."""
+    sizes, by_name = Sizes(ladder.base), {run.name: run for run in runs}
+    records = {name: read_record(run_folder(ladder, run)) for name, run in by_name.items()}
+    steps = {name: record.last_step for name, record in records.items()}
     flops = sum(
-        max(0, used.step - run.begin) * sizes.step_flops(run.hidden_size) for run, used in found.values()
+        max(0, steps[name] - run.begin) * sizes.step_flops(run.hidden_size) for name, run in by_name.items()
     )
-    return flops, math.fsum(used.seconds for _, used in found.values())
-
-
-def read_used(folder: Path) -> Used:
-    """What a run has used so far; nothing before its first row."""
-    rows = _rows(folder)
-    file = folder / "attempts.jsonl"
-    attempts = list(read_rows(file)) if file.exists() else []
-    seconds, kept, end = 0.0, math.inf, math.inf
-    for attempt in reversed(attempts):
-        begin = attempt["time"]
-        times = [row["time"] for row in rows if row["step"] <= kept and begin <= row["time"] < end]
-        seconds += max(times, default=begin) - begin
-        kept, end = min(kept, attempt["step"]), begin
-    return Used(rows[-1]["step"] if rows else 0, seconds)
+    return LadderUsed(flops, math.fsum(record.seconds for record in records.values()), steps)

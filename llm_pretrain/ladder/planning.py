@@ -4,52 +4,67 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from llm_pretrain.config import Config, DistributedConfig, PredictedLoss
 from llm_pretrain.errors import ConfigError
-from llm_pretrain.ladder.budget import MAX_EPOCHS, MIN_STEPS, Size, Sizes, decay_of
+from llm_pretrain.ladder.budget import (
+    MAX_EPOCHS,
+    MIN_STEPS,
+    MIN_TOKENS_PER_PARAMETER,
+    Size,
+    Sizes,
+    decay_of,
+    most_run_flops,
+)
 from llm_pretrain.ladder.family import member
 from llm_pretrain.ladder.measurements import unmeasured_point
-from llm_pretrain.ladder.points import Ladder
+from llm_pretrain.ladder.points import Ladder, Point
 from llm_pretrain.ladder.runs import tokens_per_step
 from llm_pretrain.ladder.scaling_law import SAMPLES, Fit, Prediction, fit_law
 from llm_pretrain.model import count_parameters
 
 EVALUATIONS = 20
 """Of a planned run, the first and the last not counted."""
-_FINENESS = 8
-"""Sizes that are tried differ by at least one part in so many: the loss is flat around the best."""
-_BEYOND = 4
-"""Sizes that are tried above the best: from there on the loss only rises."""
 _STABLE_PARTS = (8, 4, 2, 1)
 """The predicted curve begins at an eighth of the stable phase: before it warm-up and start decide."""
 
 
-class Spending(NamedTuple):
-    """What a training costs, in the unit of the budget.
+class RunBudget(NamedTuple):
+    """What a run may cost, in one unit: seconds, or FLOPs.
 
     Args:
-        budget: Seconds, or FLOPs.
-        of_token: Cost of a trained token of a size.
-        of_flop: Of one FLOP of serving.
+        total: The budget.
+        per_token: Cost of a trained token without its FLOPs.
+        per_flop: Of one FLOP.
         served: Tokens to be generated with the model afterwards, 2 FLOPs per active parameter each, which the
             budget pays too.
         evaluated: Tokens that the budget pays besides the trained ones, for the run's evaluations.
     """
 
-    budget: float
-    of_token: Callable[[Size], float]
-    of_flop: float = 0.0
+    total: float
+    per_token: float = 0.0
+    per_flop: float = 1.0
     served: float = 0.0
     evaluated: float = 0.0
 
     def tokens(self, size: Size) -> float:
         """Tokens on which a size can be trained; 0 or less where serving leaves nothing."""
-        left = self.budget - self.of_flop * 2 * size.parameters * self.served
-        return left / self.of_token(size) - self.evaluated
+        left = self.total - self.per_flop * 2 * size.parameters * self.served
+        return left / (self.per_token + self.per_flop * size.flops_per_token) - self.evaluated
+
+    def check(self, unique_tokens: int, max_parameters: float) -> None:
+        """Raises ConfigError where the text is too short for any size that the budget is for."""
+        parameters = MAX_EPOCHS * unique_tokens / MIN_TOKENS_PER_PARAMETER
+        most = most_run_flops(unique_tokens) + 2 * parameters * self.served
+        if max_parameters > parameters and (flops := self.total / self.per_flop) > most:
+            raise ConfigError(
+                f"plan: expected a budget of at most {most:.2g} FLOPs for {unique_tokens:,} tokens of text, "
+                f"found {flops:.2g}: models for more would see less than {MIN_TOKENS_PER_PARAMETER:g} token "
+                f"per parameter in {MAX_EPOCHS:g} passes; lower it, or bring more text"
+            )
 
 
 @dataclass(frozen=True)
@@ -60,61 +75,71 @@ class Choice:
         config: The family's member, its run still the base's.
         parameters: Total ones.
         steps: Optimizer steps.
-        tokens: Trained on.
-        flops: Of the training.
+        point: The training, without its loss.
         prediction: Of its last evaluation loss.
     """
 
     config: Config
     parameters: int
     steps: int
-    tokens: int
-    flops: float
+    point: Point
     prediction: Prediction
 
 
 @dataclass(frozen=True)
-class Outlook:
-    """What a ladder predicts.
+class Forecast:
+    """What a ladder predicts; its laws are fitted when they are first asked for.
 
     Args:
         ladder: Measured.
-        decayed: Fit to its points after the decay.
-        stable: Fit to those before; None where they are too few.
+        samples: Of a fit's bootstrap.
     """
 
     ladder: Ladder
-    decayed: Fit
-    stable: Fit | None
+    samples: int = SAMPLES
 
-    @staticmethod
-    def of(ladder: Ladder, samples: int = SAMPLES) -> Outlook:
-        """Fit both laws, with so many samples.
+    @cached_property
+    def decayed(self) -> Fit:
+        """Fit to the points after the decay.
 
         Raises:
-            ConfigError: the ladder has too few points, or one without a loss.
+            ConfigError: too few points, or one without a loss.
         """
-        phases = [[point for point in ladder.points if point.decayed is decayed] for decayed in (True, False)]
         try:
-            decayed = fit_law(phases[0], samples=samples)
+            return self._fit(decayed=True)
         except ConfigError as error:
-            raise ConfigError(f"{ladder.folder}: {error.problems[0].removeprefix('ladder: ')}") from error
-        try:
-            return Outlook(ladder, decayed, fit_law(phases[1], samples=samples))
-        except ConfigError:
-            return Outlook(ladder, decayed, None)
+            found = error.problems[0].removeprefix("ladder: ")
+            raise ConfigError(f"{self.ladder.folder}: {found}") from error
 
-    def choices(self, spending: Spending, max_parameters: float = math.inf) -> list[Choice]:
+    @cached_property
+    def stable(self) -> Fit | None:
+        """Fit to the points before the decay; None where they are too few."""
+        try:
+            return self._fit(decayed=False)
+        except ConfigError:
+            return None
+
+    def _fit(self, *, decayed: bool) -> Fit:
+        points = [point for point in self.ladder.points if point.decayed is decayed]
+        return fit_law(points, samples=self.samples)
+
+    def choices(self, budget: RunBudget, max_parameters: float = math.inf) -> list[Choice]:
         """Sizes of the family that the budget trains for long enough, ascending, around and below the best.
 
         Raises:
             ConfigError: there is none.
         """
-        found = list[Choice]()
-        for choice in self._choices(spending, max_parameters):
-            found.append(choice)
-            best = min(range(len(found)), key=lambda number: found[number].prediction.loss)
-            if len(found) - best > _BEYOND:
+        found, best = list[Choice](), math.inf
+        for size in Sizes(self.ladder.base).ascending():
+            config = member(self.ladder.base, size.hidden_size)
+            steps = int(budget.tokens(size) / tokens_per_step(config))
+            parameters = count_parameters(config.model).total
+            if steps < MIN_STEPS or parameters > max_parameters:
+                break
+            point = unmeasured_point(config, steps, self.ladder.unique_tokens, decayed=True)
+            found.append(Choice(config, parameters, steps, point, self.decayed.predict(point)))
+            best = min(best, loss := found[-1].prediction.loss)
+            if loss > best * HIGHER or point.tokens < MIN_TOKENS_PER_PARAMETER * size.parameters:
                 break
         if not found:
             limit = "" if max_parameters == math.inf else f" and at most {max_parameters:,.0f} parameters"
@@ -124,46 +149,32 @@ class Outlook:
             )
         return found
 
-    def _choices(self, spending: Spending, max_parameters: float) -> Iterator[Choice]:
-        sizes, number = Sizes(self.ladder.base), 0
-        while True:
-            number += max(1, number // _FINENESS)
-            size = sizes.size(number)
-            config = member(self.ladder.base, size.hidden_size)
-            steps = int(spending.tokens(size) / tokens_per_step(config))
-            parameters = count_parameters(config.model).total
-            if steps < MIN_STEPS or parameters > max_parameters:
-                return
-            point = unmeasured_point(config, steps, self.ladder.unique_tokens, decayed=True)
-            prediction = self.decayed.predict(point)
-            yield Choice(config, parameters, steps, point.tokens, point.flops, prediction)
+    def warnings(self, point: Point, prediction: Prediction) -> list[str]:
+        """Why a prediction may not hold; one line each.
 
-    def warnings(self, choice: Choice) -> list[str]:
-        """Why a prediction may not hold; one line each."""
-        found, prediction = list(self.decayed.warnings), choice.prediction
-        sizes = [point.hidden_size for point in self.decayed.points]
-        hidden = choice.config.model.hidden_size
-        planned, measured = sum(len(rung.steps) for rung in self.ladder.rungs), len(self.decayed.points)
-        if measured < planned:
-            found.append(
-                f"the ladder has {measured} of its {planned} points: it is unfinished, or sizes have diverged"
-            )
+        Args:
+            point: The best training for its compute.
+            prediction: Of its loss.
+        """
+        fit, found = self.decayed, list(self.decayed.warnings)
+        sizes = [each.hidden_size for each in fit.points]
+        times, passes = point.flops / fit.most_flops, point.tokens / point.unique_tokens
+        compute = f"at {times:.2g} times the compute of the ladder's largest point"
         if (prediction.high - prediction.low) / prediction.loss > WIDE:
-            found.append("the interval is wider than a tenth of the loss: the ladder is too short to tell")
-        if hidden <= min(sizes):
             found.append(
-                f"the best size is not above the ladder's smallest, {min(sizes)}: smaller ones may be better"
+                f"{compute} the interval is wider than a tenth of the loss: the ladder is too short to tell"
             )
-        if (times := choice.flops / self.decayed.most_flops) > FAR:
+        if point.hidden_size <= min(sizes) or (times <= 1 and point.hidden_size >= max(sizes)):
             found.append(
-                f"the run has {times:,.0f} times the compute of the ladder's largest; no fit reaches so far"
+                f"{compute} the best size is {point.hidden_size}, which is not between the ladder's smallest "
+                f"and largest, {min(sizes)} and {max(sizes)}"
             )
-        elif times > 1 and not self.decayed.drift:
-            found.append("no points could be held out: the interval does not tell how wrong the law may be")
-        passes = choice.tokens / self.ladder.unique_tokens
+        if times > FAR:
+            found.append(f"{compute}: no fit reaches so far")
         if passes > MAX_EPOCHS:
             found.append(
-                f"the text is passed over {passes:.1f} times: more text would teach more (arXiv:2305.16264)"
+                f"{compute} the text is passed over {passes:.1f} times: more text would teach more "
+                "(arXiv:2305.16264)"
             )
         return found
 
@@ -184,7 +195,7 @@ class Outlook:
         point = unmeasured_point(config, last, self.ladder.unique_tokens, decayed=True)
         return [*found, PredictedLoss(last, *self.decayed.predict(point))]
 
-    def planned(self, choice: Choice, distributed: DistributedConfig, micro_batch: int, name: str) -> Config:
+    def config(self, choice: Choice, distributed: DistributedConfig, micro_batch: int, name: str) -> Config:
         """The whole configuration of a choice's run."""
         base, factor, steps = choice.config, self.ladder.rate_factor, choice.steps
         if factor is None:
@@ -213,5 +224,7 @@ class Outlook:
 
 FAR = 30.0
 """Times the compute of the ladder's largest run up to which predictions are meant."""
+HIGHER = 1.25
+"""Sizes above one whose loss is this factor above the least are left out: with one optimum they are worse."""
 WIDE = 0.1
 """Width of an interval, relative to the loss, that tells little."""

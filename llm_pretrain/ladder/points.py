@@ -1,4 +1,4 @@
-"""What a ladder's folder holds: the plan in ladder.json, and points.jsonl, the table of its measurements."""
+"""What a ladder's folder holds: its sizes and steps in ladder.json, its measurements in points.jsonl."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from llm_pretrain.config import Config, from_dict, matches_type, to_dict
 from llm_pretrain.errors import ConfigError, DataError
 from llm_pretrain.files import json_object, read_plain, replace_text
 
-PLAN_FILE, POINTS_FILE, RUNS_FOLDER = "ladder.json", "points.jsonl", "runs"
+LADDER_FILE, POINTS_FILE, RUNS_FOLDER = "ladder.json", "points.jsonl", "runs"
 VERSION = 1
 _MAX_BYTES = 1 << 26
 
@@ -82,7 +82,7 @@ class Rung:
 
 @dataclass(frozen=True)
 class Ladder:
-    """A ladder's plan and what it has measured so far.
+    """A ladder's runs and what they have measured so far.
 
     Args:
         folder: Of the ladder.
@@ -110,9 +110,9 @@ class Ladder:
     points: tuple[Point, ...] = ()
     seconds_per_token: Mapping[int, float] = dataclasses.field(default_factory=dict)
 
-    def plan(self) -> dict[str, Any]:
-        """Content of ladder.json."""
-        return {
+    def write(self) -> None:
+        """Write ladder.json: all but what is measured."""
+        content = {
             "format": "llm_pretrain ladder",
             "version": VERSION,
             "budget": dataclasses.asdict(self.budget),
@@ -123,10 +123,7 @@ class Ladder:
             "rungs": [dataclasses.asdict(rung) for rung in self.rungs],
             "base": to_dict(self.base),
         }
-
-    def write_plan(self) -> None:
-        """Write ladder.json."""
-        replace_text(self.folder / PLAN_FILE, json.dumps(self.plan(), indent=1) + "\n")
+        replace_text(self.folder / LADDER_FILE, json.dumps(content, indent=1) + "\n")
 
 
 def write_points(folder: Path, points: Iterable[Point]) -> None:
@@ -145,10 +142,10 @@ def read_ladder(folder: str | Path) -> Ladder:
     """
     from llm_pretrain.ladder.measurements import read_speeds
 
-    ladder = read_plan(folder)
+    ladder = read_unmeasured(folder)
     if ladder is None:
         raise ConfigError(
-            f"{folder}: expected a ladder's folder, with {PLAN_FILE}, found none; make one with "
+            f"{folder}: expected a ladder's folder, with {LADDER_FILE}, found none; make one with "
             "`llm-pretrain ladder`"
         )
     return dataclasses.replace(
@@ -156,13 +153,13 @@ def read_ladder(folder: str | Path) -> Ladder:
     )
 
 
-def read_plan(folder: str | Path) -> Ladder | None:
+def read_unmeasured(folder: str | Path) -> Ladder | None:
     """A ladder without what it has measured; None where the folder has none.
 
     Raises:
         DataError: ladder.json is damaged.
     """
-    file = Path(folder) / PLAN_FILE
+    file = Path(folder) / LADDER_FILE
     try:
         content = json_object(file, read_plain(file))
     except (FileNotFoundError, NotADirectoryError):
@@ -171,9 +168,9 @@ def read_plan(folder: str | Path) -> Ladder | None:
         raise DataError(f"{file}: expected a readable file, found: {error.strerror}") from error
     if content.get("version") != VERSION:
         raise DataError(f"{file}: expected version {VERSION}, found {content.get('version')!r:.40}")
-    for name, kind in _PLAN_KINDS.items():
+    for name, kind in _LADDER_KINDS.items():
         if not matches_type(kind, value := content.get(name)):
-            raise DataError(f"{file}: expected {name} of a ladder's plan, found {value!r:.60}")
+            raise DataError(f"{file}: expected {name} of a ladder, found {value!r:.60}")
         if isinstance(value, int | float) and not 0 < value < math.inf:
             raise DataError(f"{file}: expected {name} above 0, found {value}")
     try:
@@ -182,16 +179,14 @@ def read_plan(folder: str | Path) -> Ladder | None:
         if not rungs or not 0 < budget.flops < math.inf:
             raise ValueError("rungs" if not rungs else "budget")
     except (KeyError, TypeError, ValueError, ConfigError) as error:
-        raise DataError(
-            f"{file}: expected a ladder's plan, found a wrong or missing entry: {error}"
-        ) from error
+        raise DataError(f"{file}: expected a ladder, found a wrong or missing entry: {error}") from error
     names = ("store", "unique_tokens", "rate_factor", "threads")
     return Ladder(
         folder=Path(folder), base=base, rungs=rungs, budget=budget, **{n: content[n] for n in names}
     )
 
 
-_PLAN_KINDS: dict[str, Any] = {
+_LADDER_KINDS: dict[str, Any] = {
     "store": str,
     "unique_tokens": int,
     "threads": int,

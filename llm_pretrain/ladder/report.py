@@ -9,19 +9,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from llm_pretrain.errors import ConfigError
-from llm_pretrain.ladder.budget import MIN_STEPS
-from llm_pretrain.ladder.family import member, width_step
+from llm_pretrain.ladder.family import member
 from llm_pretrain.ladder.measurements import (
     diverged_sizes,
     rate_loss,
     tried_factors,
-    unmeasured_point,
     used_by,
 )
-from llm_pretrain.ladder.planning import WIDE, Outlook
+from llm_pretrain.ladder.planning import HIGHER, Forecast, RunBudget
 from llm_pretrain.ladder.points import Ladder, Point, read_ladder
-from llm_pretrain.ladder.runs import check_runs, rung_runs, tokens_per_step
-from llm_pretrain.ladder.scaling_law import LEVEL, Counting, Fit, Prediction, ScalingLaw, fit_law
+from llm_pretrain.ladder.runs import check_runs, rung_runs
+from llm_pretrain.ladder.scaling_law import LEVEL, Counting, Fit, Prediction, ScalingLaw
 from llm_pretrain.tracking import Table, quantity, render_page, write_page
 
 BEYOND = (1.0, 3.0, 10.0, 30.0)
@@ -30,10 +28,6 @@ ISO_LEVELS = (4.0, 30.0)
 """Multiples of the largest point's compute with an IsoFLOP curve, besides three levels among the points."""
 _NEAR = 1.2
 """Points within this factor of a level's compute are drawn at its curve."""
-_HIGHER = 1.25
-"""A curve ends where its loss is this factor above its least, if no size of the ladder lies beyond."""
-_NEXT_SIZE = 1.1
-"""Ratio of two sizes whose losses are compared; the family's next one where that is larger."""
 _FRONTIER_POINTS = 40
 _COUNTINGS: dict[Counting, str] = {
     "parameters": "active parameters without embedding and head",
@@ -52,34 +46,24 @@ class Frontier:
     """The law's losses over the sizes of the ladder's family.
 
     Args:
-        ladder: Of the fit.
-        fit: To its decayed points.
+        forecast: Of the ladder.
+
+    Raises:
+        ConfigError: too few points for a law.
     """
 
-    def __init__(self, ladder: Ladder, fit: Fit):
-        self.fit, self._members = fit, list[Point]()
-        step, number = width_step(ladder.base), 0
-        most, least = fit.most_flops * max(BEYOND), MIN_STEPS * tokens_per_step(ladder.base)
-        losses = [math.inf]
-        while losses[-1] <= min(losses) * _HIGHER:  # with one optimum, larger sizes are worse still
-            number = max(number + 1, round(number * _NEXT_SIZE))
-            self._members.append(_member(ladder, number * step))
-            (point,) = self._trained(self._members[-1:], most)
-            if point.tokens < least:
-                break
-            losses.append(point.loss)
-        others = {each.hidden_size for each in fit.points} - {each.hidden_size for each in self._members}
-        self._members += [_member(ladder, size) for size in others]
-        self._members.sort(key=lambda each: each.hidden_size)
+    def __init__(self, forecast: Forecast):
+        self.forecast, self.fit = forecast, forecast.decayed
+        most = RunBudget(self.fit.most_flops * max(BEYOND))
+        family = {choice.point.hidden_size: choice.point for choice in forecast.choices(most)}
+        own = {point.hidden_size: point for point in self.fit.points}
+        self._members = [point for _, point in sorted((own | family).items())]
 
     def at(self, flops: float) -> list[Point]:
         """Every size, trained with this compute, with the law's loss; ascending."""
-        return self._trained(self._members, flops)
-
-    def _trained(self, members: Sequence[Point], flops: float) -> list[Point]:
         trained = [
             dataclasses.replace(each, tokens=max(1, round(flops / each.flops * each.tokens)), flops=flops)
-            for each in members
+            for each in self._members
         ]
         return [dataclasses.replace(each, loss=self.fit.law.of(each)) for each in trained]
 
@@ -87,11 +71,6 @@ class Frontier:
         """The size with the least loss at this compute."""
         point = min(self.at(flops), key=lambda each: each.loss)
         return Best(point, self.fit.predict(point))
-
-
-def _member(ladder: Ladder, hidden_size: int) -> Point:
-    """One step of a size of the family, its loss not a number."""
-    return unmeasured_point(member(ladder.base, hidden_size), 1, ladder.unique_tokens, decayed=True)
 
 
 def write_ladder_report(folder: Path, output: Path | None = None) -> Path:
@@ -113,14 +92,14 @@ def write_ladder_report(folder: Path, output: Path | None = None) -> Path:
 
 def _render(ladder: Ladder) -> str:
     decayed = [point for point in ladder.points if point.decayed]
-    notes, fit, frontier = _missing(ladder, decayed), None, None
+    notes, frontier = _missing(ladder, decayed), None
     try:
-        fit = fit_law(decayed)
+        frontier = Frontier(Forecast(ladder))
     except ConfigError as error:
-        notes.append(f"No law is fitted: {str(error).removeprefix('ladder: ')}.")
+        notes.append(f"No law is fitted: {error.problems[0].removeprefix(f'{ladder.folder}: ')}.")
     else:
-        frontier = Frontier(ladder, fit)
         notes += [f"Warning: {line}." for line in _warnings(frontier)]
+    fit = frontier.fit if frontier else None
     charts = [_losses_chart(decayed, frontier)] if decayed else []
     if frontier:
         charts += [_iso_chart(frontier), _residuals_chart(frontier.fit)]
@@ -160,28 +139,16 @@ def _missing(ladder: Ladder, decayed: Sequence[Point]) -> list[str]:
 
 
 def _warnings(frontier: Frontier) -> list[str]:
-    """Why the law may mislead."""
-    fit, found = frontier.fit, list(frontier.fit.warnings)
-    sizes = [point.hidden_size for point in fit.points]
-    within, beyond = frontier.best(fit.most_flops), frontier.best(fit.most_flops * BEYOND[-1])
-    if not min(sizes) < within.point.hidden_size < max(sizes):
-        found.append(
-            f"at the compute of the largest point the best size would be {within.point.hidden_size}, which "
-            f"is not between the ladder's smallest and largest, {min(sizes)} and {max(sizes)}"
-        )
-    if (beyond.prediction.high - beyond.prediction.low) / beyond.prediction.loss > WIDE:
-        found.append(
-            f"at {BEYOND[-1]:g} times the compute the interval is wider than a tenth of the loss: the ladder "
-            "is too short to tell"
-        )
-    return found
+    """Why the law may mislead, at the compute of the largest point and far beyond; each once."""
+    bests = (frontier.best(frontier.fit.most_flops * multiple) for multiple in (BEYOND[0], BEYOND[-1]))
+    return list(dict.fromkeys(line for best in bests for line in frontier.forecast.warnings(*best)))
 
 
 def _summary(ladder: Ladder, decayed: Sequence[Point]) -> dict[str, str]:
     """What the ladder is and how far it is, by label."""
     factors, chosen = tried_factors(ladder), ladder.rate_factor
-    planned = rung_runs(ladder.rungs, chosen) if chosen else []
-    used, _ = used_by(ladder, [*check_runs(ladder.rungs[0], factors), *planned])
+    chosen_runs = rung_runs(ladder.rungs, chosen) if chosen else []
+    used = used_by(ladder, [*check_runs(ladder.rungs[0], factors), *chosen_runs]).flops
     checked = {factor: rate_loss(ladder, factor) for factor in factors}
     losses = [f"{loss:.4f} at {factor:g}" for factor, loss in checked.items() if loss < math.inf]
     best = min(decayed, key=lambda point: point.loss, default=None)
@@ -237,7 +204,7 @@ def _iso_chart(frontier: Frontier) -> dict[str, Any]:
         shown = [
             each
             for each in points
-            if each.loss <= best.loss * _HIGHER
+            if each.loss <= best.loss * HIGHER
             or (level <= most and min(trained) <= getattr(each, counting) <= max(trained))
         ]
         near = [each for each in fit.points if 1 / _NEAR <= each.flops / level <= _NEAR]
@@ -326,10 +293,10 @@ def _countings_table(fit: Fit) -> Table:
 
 def _best_table(ladder: Ladder, frontier: Frontier) -> Table:
     """The best size for multiples of the largest point's compute."""
-    outlook, rows = Outlook(ladder, frontier.fit, None), list[list[str]]()
+    rows = list[list[str]]()
     for multiple in BEYOND:
         point, prediction = frontier.best(frontier.fit.most_flops * multiple)
-        bits = outlook.bits_per_byte(prediction.loss)
+        bits = frontier.forecast.bits_per_byte(prediction.loss)
         rows.append(
             [
                 f"{multiple:g} ×",

@@ -8,7 +8,12 @@ from llm_pretrain.memory.estimate import (
     estimate_time,
     token_budget,
 )
-from llm_pretrain.memory.out_of_memory import check_memory, explain_out_of_memory, is_out_of_memory
+from llm_pretrain.memory.out_of_memory import (
+    check_memory,
+    explain_out_of_memory,
+    is_out_of_memory,
+    step_warnings,
+)
 
 __all__ = [
     "CUDA_CONTEXT",
@@ -19,5 +24,6 @@ __all__ = [
     "estimate_time",
     "explain_out_of_memory",
     "is_out_of_memory",
+    "step_warnings",
     "token_budget",
 ]

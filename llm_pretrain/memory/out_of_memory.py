@@ -114,29 +114,36 @@ def check_memory(config: Config, engine: Placement) -> list[str]:
     needs = _bytes_per_parameter(config, engine.world_size) * count
     if config.distributed.strategy == "deepspeed":  # it shards what has its values
         needs = max(needs, 4 * count)
-    if on_cpu:
-        bounds = _host_bounds()
-    else:
-        total = torch.cuda.get_device_properties(engine.device).total_memory
-        bounds = [MemoryLimit(total, total, "the GPU has")]
-    for memory in bounds:
+    for memory in _host_bounds() if on_cpu else [_gpu_bound(engine.device)]:
         if needs > memory.total:
             raise ResourceError(
                 f"out of memory before the model was built: {_requirement(config, engine, count)}; "
                 f"{memory.bound} {size_text(memory.total)}; {_smaller_model(config, engine)}"
             )
-    return [] if on_cpu else _check_step(config, engine, bounds[0].total)
+    return [] if on_cpu else step_warnings(config, engine)
 
 
-def _check_step(config: Config, engine: Placement, total: int) -> list[str]:
-    """A warning if the estimated peak of a training step exceeds the `total` bytes of a GPU."""
-    peak = estimate_memory(config, engine.world_size, on_gpu=True).peak + CUDA_CONTEXT
-    if peak <= total:
+def _gpu_bound(device: torch.device) -> MemoryLimit:
+    total = torch.cuda.get_device_properties(device).total_memory
+    return MemoryLimit(total, total, "the GPU has")
+
+
+def step_warnings(config: Config, engine: Placement) -> list[str]:
+    """A warning if the estimated peak of a training step exceeds the memory of a GPU, or of this machine if
+    all of the run's processes are here."""
+    on_gpu, processes = engine.device.type != "cpu", 1
+    peak = estimate_memory(config, engine.world_size, on_gpu=on_gpu).peak
+    if on_gpu:
+        peak, bounds = peak + CUDA_CONTEXT, [_gpu_bound(engine.device)]
+    else:
+        processes, bounds = engine.world_size, _host_bounds(per_process=False)
+    least = min(bounds, key=lambda memory: memory.total)
+    if peak * processes <= least.total:
         return []
-    _, advice = model_lines(config, engine)
+    each = f" in each of {processes} processes" if processes > 1 else ""
     return [
-        f"a step is estimated to need {size_text(peak)}, the GPU has {size_text(total)}; if it runs out of "
-        f"memory, change {advice}"
+        f"a step is estimated to need {size_text(peak)}{each}, {least.bound} {size_text(least.total)}; if it "
+        f"runs out of memory, change {model_lines(config, engine)[1]}"
     ]
 
 

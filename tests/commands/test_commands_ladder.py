@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import signal
 import subprocess
@@ -12,12 +13,15 @@ from pathlib import Path
 
 import pytest
 from support.launching import ROOT
+from support.presets import preset
 
 from llm_pretrain.__main__ import main
-from llm_pretrain.commands._launching import processes_of
-from llm_pretrain.config import dump_yaml
-from llm_pretrain.errors import EXIT_PREEMPTED
-from llm_pretrain.ladder import RUNS_FOLDER, Ladder, read_ladder, run_config, rung_runs
+from llm_pretrain.commands import _ladder_runs
+from llm_pretrain.commands._launching import LaunchContext, Machine, processes_of
+from llm_pretrain.commands.ladder import flops_for
+from llm_pretrain.config import Config, dump_yaml
+from llm_pretrain.errors import EXIT_PREEMPTED, ConfigError
+from llm_pretrain.ladder import RUNS_FOLDER, Ladder, Speed, read_ladder, run_config, rung_runs, with_store
 from llm_pretrain.tracking import read_metrics
 
 BASE = """\
@@ -208,3 +212,22 @@ def test_a_folder_with_other_files_is_left_alone(
     (folder / "notes.txt").write_text("mine")
     assert main(command(plain_store, folder, *BUDGET)[2:]) == 73
     assert "found notes.txt in it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("budget", "bound"), [(1.0, "least"), (3e8, "most")])
+def test_no_time_is_refused_before_the_speed_is_measured(
+    plain_store: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, budget: float, bound: str
+):
+    """With one that is far from the guess."""
+    measured = list[list[int]]()
+
+    def measure_speed(base: Config, ends: list[int], *_: object, **__: object) -> Speed:
+        measured.append(ends)
+        return Speed(1e-7, 1e-12, 2.0, 2)
+
+    monkeypatch.setattr(_ladder_runs, "measure_speed", measure_speed)
+    base = with_store(preset("ladder"), plain_store)
+    context = LaunchContext(ROOT, Machine(0, 2), math.inf)
+    with pytest.raises(ConfigError, match=f"--budget: expected at {bound} .* on this machine, found"):
+        flops_for(base, budget, 3_500_000, 3, tmp_path, context, 2, 1)
+    assert measured

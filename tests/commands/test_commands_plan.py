@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 from support.corpora import make_store
 from support.ladders import make_ladder
@@ -31,9 +32,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ladder = make_ladder(root / "ladder")
     source = dataclasses.replace(ladder.base.data.sources[0], store=str(store))
     base = dataclasses.replace(ladder.base, data=dataclasses.replace(ladder.base.data, sources=[source]))
-    dataclasses.replace(ladder, base=base).write_plan()
+    dataclasses.replace(ladder, base=base).write()
     for rung in ladder.rungs:  # whose steps the ladder's speed is taken from
-        row = training_row(1, **{"perf/step_seconds": 1e-4 * rung.hidden_size})
+        row = training_row(1) | {"perf/step_seconds": 1e-4 * rung.hidden_size}
         make_run(root / "ladder" / RUNS_FOLDER / f"h{rung.hidden_size}-x1", [row])
     return root
 
@@ -56,9 +57,9 @@ def test_flops_become_a_configuration(folder: Path, capsys: pytest.CaptureFixtur
 
 
 def test_money_becomes_a_configuration_for_gpus(folder: Path, capsys: pytest.CaptureFixture[str]):
-    options = ["--cost", "1", "--gpu", "h100", "--world-size", "2", "--price", "2.5"]
+    options = ["--cost", "0.1", "--gpu", "h100", "--world-size", "2", "--price", "2.5"]
     assert plan(folder, *options) == 0
-    assert "plan for 12m00s, 1.00 on 2 x h100" in capsys.readouterr().out
+    assert "plan for 1m12s, 0.10 on 2 x h100" in capsys.readouterr().out
 
 
 def test_a_gpu_computes_in_bf16_whatever_the_ladder_did(folder: Path, capsys: pytest.CaptureFixture[str]):
@@ -116,6 +117,17 @@ def test_an_unfinished_ladder_is_used_and_named(folder: Path, capsys: pytest.Cap
         points.write_text(whole)
 
 
+def test_a_run_that_needs_more_memory_than_there_is_is_warned_of(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    memory = psutil.virtual_memory()._replace(total=10**6)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    assert plan(folder, "--flops", "3e14", "--world-size", "2") == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "a step is estimated" in line]
+    assert len(lines) == 1
+    assert "in each of 2 processes, the machine has 976.6 KiB" in lines[0]
+
+
 @pytest.mark.slow
 def test_the_configuration_runs_as_it_is(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """Measured by steps of the planned run on two processes, then trained by the script."""
@@ -155,6 +167,11 @@ WRONG: dict[str, tuple[Sequence[str], str]] = {
     "no GPU": (["--time", "1h", "--gpu", "abacus"], "--gpu: expected one of"),
     "no time": (["--time", "soon"], "--time: expected a time such as 20m"),
     "FLOPs as a time": (["--time", "1e18"], "--time: expected a time such as 20m or 8h, found '1e18'"),
+    "too much FLOPs": (
+        ["--flops", "1e24"],
+        "expected a budget of at most 2.4e+17 FLOPs for 50,000,000 tokens",
+    ),
+    "too much time": (["--time", "3600d", "--gpu", "h100"], "expected a budget of at most 2.4e+17 FLOPs"),
     "too little": (["--flops", "1e6"], "expected a budget for"),
     "ranks": (["--flops", "1e14", "--world-size", "7"], "--world-size: expected a divisor of the ladder's"),
     "served": (["--flops", "1e14", "--serve-tokens", "-1"], "--serve-tokens: expected 0 or more, found -1"),

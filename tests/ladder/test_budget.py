@@ -8,6 +8,7 @@ import re
 import pytest
 from support.presets import preset
 
+from llm_pretrain.config import Config
 from llm_pretrain.errors import ConfigError
 from llm_pretrain.ladder import (
     Run,
@@ -17,15 +18,25 @@ from llm_pretrain.ladder import (
     check_runs,
     choose_rungs,
     flops_within,
+    ladder_flops,
     ladder_seconds,
     makespan,
-    planned_flops,
+    most_flops,
     read_budget,
     rung_runs,
     time_text,
     tokens_per_step,
 )
-from llm_pretrain.ladder.budget import DECAY_SHARE, MAX_EPOCHS, MIN_STEPS, SPANS
+from llm_pretrain.ladder import budget as budget_module
+from llm_pretrain.ladder.budget import (
+    DECAY_SHARE,
+    MAX_EPOCHS,
+    MIN_STEPS,
+    MIN_TOKENS_PER_PARAMETER,
+    SPANS,
+    least_flops,
+)
+from llm_pretrain.model import count_parameters
 
 CASES = [
     ("ladder", 3_500_000, (5e13, 1e14)),
@@ -43,7 +54,7 @@ CASES = [
 def test_a_budget_is_used_and_its_bounds_are_kept(name: str, unique_tokens: int, flops: float):
     base = preset(name)
     sizes, rungs = Sizes(base), choose_rungs(base, flops, unique_tokens)
-    assert planned_flops(sizes, rungs) == pytest.approx(flops, rel=0.05)
+    assert ladder_flops(sizes, rungs) == pytest.approx(flops, rel=0.05)
     assert 3 <= len(rungs) <= 5
     per_step = [sizes.step_flops(rung.hidden_size) for rung in rungs]
     assert all(larger > smaller for smaller, larger in itertools.pairwise(per_step))
@@ -66,16 +77,51 @@ def test_branches_are_multiples_of_the_first_and_end_in_their_decays():
             assert (steps - branch) / steps == pytest.approx(DECAY_SHARE, abs=0.01)
 
 
-def test_a_budget_too_small_names_the_least_that_is_enough():
-    base = preset("ladder")
-    with pytest.raises(ConfigError, match=r"--budget: expected at least .* FLOPs for 3 sizes") as error:
-        choose_rungs(base, 1e12, 3_500_000)
-    least = float(re.findall(r"[\d.e+]+(?= FLOPs)", str(error.value))[0])
-    choose_rungs(base, least * 1.05, 3_500_000)
-    with pytest.raises(ConfigError):
-        choose_rungs(base, least * 0.9, 3_500_000)
+@pytest.mark.parametrize(
+    ("name", "unique_tokens"), [("ladder", 3_500_000), ("quickstart", 3_500_000), ("gpt2-124m", 10**9)]
+)
+def test_the_budgets_that_are_named_work_and_are_nearly_the_least_and_the_most(name: str, unique_tokens: int):
+    base = preset(name)
+    least, most = (named_budget(base, flops, unique_tokens) for flops in (1e10, 1e25))
+    for budget, further in ((least, least * 0.9), (most, most * 1.2)):
+        choose_rungs(base, budget, unique_tokens)
+        with pytest.raises(ConfigError):
+            choose_rungs(base, further, unique_tokens)
+    rungs = choose_rungs(base, most, unique_tokens)
+    parameters = Sizes(base).size(rungs[0].hidden_size // Sizes(base).step).parameters
+    tokens = rungs[0].steps[-1] * tokens_per_step(base)
+    assert tokens > 0.5 * MIN_TOKENS_PER_PARAMETER * parameters
     with pytest.raises(ConfigError, match="for 5 sizes"):
-        choose_rungs(base, least * 1.05, 3_500_000, 5)
+        choose_rungs(base, least * 0.99, unique_tokens, 5)
+
+
+def named_budget(base: Config, flops: float, unique_tokens: int) -> float:
+    """What the refusal of a budget names."""
+    with pytest.raises(ConfigError, match=r"--budget: expected at (least|most) .* for 3 sizes") as error:
+        choose_rungs(base, flops, unique_tokens)
+    (found,) = re.findall(r"at (?:least|most) ([\d.e+]+)", str(error.value))
+    return float(found)
+
+
+def test_a_budget_between_those_that_fit_names_both(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(
+        budget_module, "_first_fit", lambda _, flops, *__: None if 3e14 < flops < 2e15 else (1,)
+    )
+    with pytest.raises(ConfigError, match=r"at most 2\.\de\+14 or at least 2(\.\d)?e\+15 FLOPs"):
+        choose_rungs(preset("ladder"), 1e15, 3_500_000)
+
+
+def test_a_budget_that_is_huge_for_its_store_is_refused_at_once(monkeypatch: pytest.MonkeyPatch):
+    counted = list[int]()
+    monkeypatch.setattr(
+        budget_module,
+        "count_parameters",
+        lambda model: counted.append(model.hidden_size) or count_parameters(model),
+    )
+    for flops in (1e20, 1e24, 1e27):
+        with pytest.raises(ConfigError, match=r"expected at most 8\.3e\+15 FLOPs.*bring more text"):
+            choose_rungs(preset("ladder"), flops, 3_500_000)
+    assert max(counted) < 2000, "no size of 1e12 parameters is built"
 
 
 def test_a_store_too_small_is_named():
@@ -104,8 +150,9 @@ def test_a_time_becomes_the_flops_that_fit():
     flops = flops_within(base, 900, 3_500_000, speed)
     expected = ladder_seconds(Sizes(base), choose_rungs(base, flops, 3_500_000), speed)
     assert 0.95 * 900 < expected <= 900
-    with pytest.raises(ConfigError, match=r"--budget: expected at least 4m.* on this machine, found 20s"):
-        flops_within(base, 20, 3_500_000, speed)
+    least = least_flops(Sizes(base), 3_500_000)
+    assert flops_within(base, 20, 3_500_000, speed) == least, "which takes longer"
+    assert flops_within(base, 1e8, 3_500_000, speed) == most_flops(3_500_000), "which takes less"
 
 
 def test_noise_never_makes_flops_free():

@@ -17,10 +17,10 @@ from support.pages import Page
 from llm_pretrain.__main__ import main
 from llm_pretrain.errors import OutputError
 from llm_pretrain.ladder import (
+    Forecast,
     Ladder,
     Sizes,
     check_runs,
-    fit_law,
     member,
     run_folder,
     rung_runs,
@@ -37,7 +37,7 @@ NASTY = "<script>alert(1)<"
 def few_samples() -> Iterator[None]:
     """Quick fits."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(report_module, "fit_law", functools.partial(fit_law, samples=8))
+        patch.setattr(report_module, "Forecast", functools.partial(Forecast, samples=8))
         yield
 
 
@@ -175,7 +175,7 @@ def test_an_unfinished_ladder_says_what_is_missing(tmp_path: Path):
 
 def test_a_ladder_without_any_run_has_a_page(tmp_path: Path):
     ladder = dataclasses.replace(make_ladder(tmp_path / "ladder"), rate_factor=None)
-    ladder.write_plan()
+    ladder.write()
     (ladder.folder / "points.jsonl").unlink()
     page = page_of(ladder)
     assert page.sections == ["summary"]
@@ -202,7 +202,7 @@ def test_a_mixture_counts_active_parameters_and_repeated_text(tmp_path: Path):
 
 def test_text_of_a_ladder_is_never_markup(tmp_path: Path):
     ladder = make_begun(tmp_path / NASTY)
-    dataclasses.replace(ladder, budget=dataclasses.replace(ladder.budget, text=NASTY)).write_plan()
+    dataclasses.replace(ladder, budget=dataclasses.replace(ladder.budget, text=NASTY)).write()
     path = write_ladder_report(ladder.folder)
     assert NASTY not in path.read_text()
     assert Page(path).text.count(NASTY) == 4  # title, heading, folder, budget

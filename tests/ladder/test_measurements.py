@@ -17,10 +17,9 @@ from llm_pretrain.ladder import (
     Ladder,
     Run,
     diverged_sizes,
-    has_ended,
     measured_points,
     read_ladder,
-    read_used,
+    read_record,
     run_config,
     run_folder,
     rung_runs,
@@ -55,7 +54,7 @@ def finish(ladder: Ladder, run: Run, loss: float | None = 5.0) -> None:
 def test_the_table_has_every_evaluation_but_that_of_the_initial_model(ladder: Ladder):
     for run in rung_runs(ladder.rungs, 2.0):
         finish(ladder, run)
-    ladder.write_plan()
+    ladder.write()
     write_points(ladder.folder, measured_points(ladder))
     found = read_ladder(ladder.folder)
     assert dataclasses.replace(found, points=(), seconds_per_token={}) == ladder
@@ -81,15 +80,15 @@ def test_a_size_that_diverges_is_left_out(ladder: Ladder, state: str):
     write_rows(run_folder(ladder, runs[-1]), [row], state=state)
     assert diverged_sizes(ladder) == [96]
     assert {point.hidden_size for point in measured_points(ladder)} == {32, 64}
-    assert has_ended(run_folder(ladder, runs[-1]), runs[-1].end)
+    assert read_record(run_folder(ladder, runs[-1])).has_ended(runs[-1].end)
 
 
 def test_a_run_has_ended_only_at_its_last_step_with_its_evaluation(ladder: Ladder):
     run = Run(64, 2.0, 0, 80)
-    assert not has_ended(run_folder(ladder, run), 80)
+    assert not read_record(run_folder(ladder, run)).has_ended(80)
     finish(ladder, dataclasses.replace(run, end=20))  # as the check of the rate leaves it
-    assert has_ended(run_folder(ladder, run), 20)
-    assert not has_ended(run_folder(ladder, run), 80)
+    assert read_record(run_folder(ladder, run)).has_ended(20)
+    assert not read_record(run_folder(ladder, run)).has_ended(80)
 
 
 def test_repeated_work_counts_once(tmp_path: Path):
@@ -99,7 +98,8 @@ def test_repeated_work_counts_once(tmp_path: Path):
     write_rows(tmp_path, rows)
     attempts = [{"step": 0, "time": 100.0}, {"step": 30, "time": 200.0}]
     (tmp_path / "attempts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in attempts))
-    assert read_used(tmp_path) == (50, 30 + 20)
+    record = read_record(tmp_path)
+    assert (record.last_step, record.seconds) == (50, 30 + 20)
 
 
 def test_a_run_is_the_member_with_scaled_rates_and_its_own_schedule(ladder: Ladder):
@@ -119,14 +119,14 @@ def test_a_run_is_the_member_with_scaled_rates_and_its_own_schedule(ladder: Ladd
 def test_what_is_no_ladder_is_named(ladder: Ladder):
     with pytest.raises(ConfigError, match=r"expected a ladder's folder, with ladder\.json"):
         read_ladder(ladder.folder)
-    ladder.write_plan()
+    ladder.write()
     file = ladder.folder / "points.jsonl"
     file.write_text('{"hidden_size": 3}\n')
     with pytest.raises(DataError, match=r"points\.jsonl:1: expected a point"):
         read_ladder(ladder.folder)
     plan = ladder.folder / "ladder.json"
     plan.write_text(plan.read_text().replace('"rungs"', '"rings"'))
-    with pytest.raises(DataError, match=r"ladder\.json: expected rungs of a ladder's plan, found None"):
+    with pytest.raises(DataError, match=r"ladder\.json: expected rungs of a ladder, found None"):
         read_ladder(ladder.folder)
 
 
@@ -152,7 +152,7 @@ DAMAGE: dict[str, tuple[str, object]] = {
 
 @pytest.mark.parametrize("name", DAMAGE)
 def test_a_damaged_plan_is_named_with_its_file(ladder: Ladder, name: str):
-    ladder.write_plan()
+    ladder.write()
     file = ladder.folder / "ladder.json"
     key, value = DAMAGE[name]
     file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
@@ -164,7 +164,7 @@ def test_a_damaged_plan_is_named_with_its_file(ladder: Ladder, name: str):
     ("key", "value"), [("tokens", 0), ("flops", 0.0), ("loss", float("nan")), ("loss", -1.0)]
 )
 def test_a_point_that_cannot_be_is_named_with_its_line(ladder: Ladder, key: str, value: float):
-    ladder.write_plan()
+    ladder.write()
     row = {
         **{"hidden_size": 32, "parameters": 1, "parameters_with_embedding": 2, "tokens": 3},
         **{"unique_tokens": 4, "flops": 5.0, "loss": 6.0, "bits_per_byte": None, "decayed": True},

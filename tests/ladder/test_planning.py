@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 
 import pytest
@@ -10,72 +11,79 @@ from support.ladders import LAW, make_ladder
 
 from llm_pretrain.config import DistributedConfig, validate
 from llm_pretrain.errors import ConfigError
-from llm_pretrain.ladder import Outlook, Spending, tokens_per_step
+from llm_pretrain.ladder import Forecast, RunBudget, tokens_per_step
 from llm_pretrain.model import flops_per_token
 
-FLOPS = Spending(3e14, lambda size: size.flops_per_token, 1.0)
+FLOPS = RunBudget(3e14)
 
 
 @pytest.fixture(scope="module")
-def outlook(tmp_path_factory: pytest.TempPathFactory) -> Outlook:
+def forecast(tmp_path_factory: pytest.TempPathFactory) -> Forecast:
     ladder = make_ladder(tmp_path_factory.mktemp("planning") / "ladder")
-    return Outlook.of(dataclasses.replace(ladder, rate_factor=2.0), samples=15)
+    return Forecast(dataclasses.replace(ladder, rate_factor=2.0), samples=15)
 
 
-def best(outlook: Outlook, spending: Spending, **limits: float):
-    return min(outlook.choices(spending, **limits), key=lambda choice: choice.prediction.loss)
+def best(forecast: Forecast, budget: RunBudget, **limits: float):
+    return min(forecast.choices(budget, **limits), key=lambda choice: choice.prediction.loss)
 
 
-def test_the_size_of_least_loss_is_chosen_and_the_budget_spent(outlook: Outlook):
-    choices = outlook.choices(FLOPS)
-    found = best(outlook, FLOPS)
+def test_the_size_of_least_loss_is_chosen_and_the_budget_spent(forecast: Forecast):
+    choices = forecast.choices(FLOPS)
+    found = best(forecast, FLOPS)
     for choice in choices:
-        step = choice.flops / choice.steps
-        assert 0 <= 3e14 - choice.flops < step
-    exact = min(choices, key=lambda choice: LAW.loss(choice.parameters, choice.tokens, 50_000_000))
+        step = choice.point.flops / choice.steps
+        assert 0 <= 3e14 - choice.point.flops < step
+    exact = min(choices, key=lambda choice: LAW.loss(choice.parameters, choice.point.tokens, 50_000_000))
     assert found.config.model.hidden_size == exact.config.model.hidden_size
     assert choices[0].parameters < found.parameters < choices[-1].parameters
-    assert found.prediction.low < LAW.loss(found.parameters, found.tokens, 50_000_000) < found.prediction.high
+    assert (
+        found.prediction.low
+        < LAW.loss(found.parameters, found.point.tokens, 50_000_000)
+        < found.prediction.high
+    )
 
 
-def test_limits_and_serving_make_it_smaller(outlook: Outlook):
-    free = best(outlook, FLOPS)
-    assert best(outlook, FLOPS, max_parameters=free.parameters - 1).parameters < free.parameters
-    served = best(outlook, FLOPS._replace(served=1e8))
+def test_limits_and_serving_make_it_smaller(forecast: Forecast):
+    free = best(forecast, FLOPS)
+    assert best(forecast, FLOPS, max_parameters=free.parameters - 1).parameters < free.parameters
+    served = best(forecast, FLOPS._replace(served=1e8))
     assert served.parameters < free.parameters
-    assert served.flops + 2 * served.parameters * 1e8 <= 3e14
+    assert served.point.flops + 2 * served.parameters * 1e8 <= 3e14
 
 
-def test_more_compute_makes_it_larger_and_better(outlook: Outlook):
-    more = FLOPS._replace(budget=3e15)
-    assert best(outlook, more).parameters > best(outlook, FLOPS).parameters
-    assert best(outlook, more).prediction.loss < best(outlook, FLOPS).prediction.loss
+def test_more_compute_makes_it_larger_and_better(forecast: Forecast):
+    more = FLOPS._replace(total=3e15)
+    assert best(forecast, more).parameters > best(forecast, FLOPS).parameters
+    assert best(forecast, more).prediction.loss < best(forecast, FLOPS).prediction.loss
 
 
-def test_a_budget_for_nothing_is_refused(outlook: Outlook):
+def test_a_budget_for_nothing_is_refused(forecast: Forecast):
     with pytest.raises(ConfigError, match=r"expected a budget for .* steps"):
-        outlook.choices(FLOPS._replace(budget=1e9))
+        forecast.choices(FLOPS._replace(total=1e9))
     with pytest.raises(ConfigError, match="at most 10 parameters"):
-        outlook.choices(FLOPS, max_parameters=10)
+        forecast.choices(FLOPS, max_parameters=10)
 
 
-def test_the_planned_run_is_the_choice(outlook: Outlook):
-    choice = best(outlook, FLOPS)
-    config = outlook.planned(choice, DistributedConfig(cpu_threads=1), 2, "night")
-    base = outlook.ladder.base
+def test_the_planned_run_is_the_choice(forecast: Forecast):
+    choice = best(forecast, FLOPS)
+    config = forecast.config(choice, DistributedConfig(cpu_threads=1), 2, "night")
+    base = forecast.ladder.base
     assert validate(config, needs_data=False) == []
-    assert config.training.max_steps * tokens_per_step(config) == choice.tokens
-    assert flops_per_token(config.model, config.training.sequence_length) * choice.tokens == choice.flops
+    assert config.training.max_steps * tokens_per_step(config) == choice.point.tokens
+    assert (
+        flops_per_token(config.model, config.training.sequence_length) * choice.point.tokens
+        == choice.point.flops
+    )
     assert config.optimizer.learning_rate == 2 * base.optimizer.learning_rate
     assert config.optimizer.base_hidden_size == base.model.hidden_size
     assert config.schedule.name == "wsd"
     assert config.schedule.decay_steps == round(choice.steps / 2)
 
 
-def test_the_predicted_curve_ends_at_the_prediction(outlook: Outlook):
-    choice = best(outlook, FLOPS)
-    config = outlook.planned(choice, DistributedConfig(), 2, "night")
-    curve = outlook.curve(config)
+def test_the_predicted_curve_ends_at_the_prediction(forecast: Forecast):
+    choice = best(forecast, FLOPS)
+    config = forecast.config(choice, DistributedConfig(), 2, "night")
+    curve = forecast.curve(config)
     assert [each.step for each in curve] == sorted({each.step for each in curve})
     assert curve[-1].step == choice.steps
     assert curve[-1].losses == tuple(choice.prediction)
@@ -84,29 +92,40 @@ def test_the_predicted_curve_ends_at_the_prediction(outlook: Outlook):
     assert all(each.low < each.loss < each.high for each in curve)
 
 
-def test_bits_per_byte_follow_the_loss(outlook: Outlook):
-    assert outlook.bits_per_byte(2.0) == pytest.approx(0.9)
+def test_bits_per_byte_follow_the_loss(forecast: Forecast):
+    assert forecast.bits_per_byte(2.0) == pytest.approx(0.9)
 
 
-def test_what_may_not_hold_is_said(outlook: Outlook, tmp_path: Path):
-    small = FLOPS._replace(budget=2e11)
-    choice = best(outlook, small)
-    assert any("not above the ladder's smallest" in line for line in outlook.warnings(choice))
-    many = best(outlook, FLOPS._replace(budget=1e16))
-    assert any("passed over" in line for line in outlook.warnings(many))
-    noisy = Outlook.of(make_ladder(tmp_path / "noisy", noise=0.1), samples=15)
-    far = min(noisy.choices(FLOPS._replace(budget=1e16)), key=lambda each: each.prediction.loss)
-    assert any("too short to tell" in line for line in noisy.warnings(far))
+def test_what_may_not_hold_is_said(forecast: Forecast, tmp_path: Path):
+    small = FLOPS._replace(total=2e11)
+    choice = best(forecast, small)
+    assert any(
+        "not between the ladder's smallest and largest" in line
+        for line in forecast.warnings(choice.point, choice.prediction)
+    )
+    many = best(forecast, FLOPS._replace(total=1e16))
+    assert any("passed over" in line for line in forecast.warnings(many.point, many.prediction))
+    noisy = Forecast(make_ladder(tmp_path / "noisy", noise=0.1), samples=15)
+    far = min(noisy.choices(FLOPS._replace(total=1e16)), key=lambda each: each.prediction.loss)
+    assert any("too short to tell" in line for line in noisy.warnings(far.point, far.prediction))
 
 
 def test_a_ladder_with_two_sizes_is_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match="expected at least 7 points of 3 sizes"):
-        Outlook.of(make_ladder(tmp_path / "short", sizes=(32, 64)))
+        Forecast(make_ladder(tmp_path / "short", sizes=(32, 64))).choices(FLOPS)
 
 
-def test_without_stable_points_there_is_the_end_alone(outlook: Outlook):
-    ladder = outlook.ladder
+def test_without_stable_points_there_is_the_end_alone(forecast: Forecast):
+    ladder = forecast.ladder
     points = tuple(point for point in ladder.points if point.decayed)
-    bare = Outlook.of(dataclasses.replace(ladder, points=points), samples=2)
-    config = bare.planned(best(bare, FLOPS), DistributedConfig(), 2, "night")
+    bare = Forecast(dataclasses.replace(ladder, points=points), samples=2)
+    config = bare.config(best(bare, FLOPS), DistributedConfig(), 2, "night")
     assert len(bare.curve(config)) == 1
+
+
+def test_a_budget_that_is_huge_for_the_text_names_the_most():
+    with pytest.raises(ConfigError, match=r"at most 2\.4e\+17 FLOPs for 50,000,000 tokens .* found 1e\+24"):
+        FLOPS._replace(total=1e24).check(50_000_000, math.inf)
+    FLOPS._replace(total=2.4e17).check(50_000_000, math.inf)
+    FLOPS._replace(total=1e24).check(50_000_000, 1e6)  # whose size is given
+    FLOPS._replace(total=1e20, served=1e12).check(50_000_000, math.inf)  # which costs more than the training

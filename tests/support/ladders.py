@@ -17,8 +17,8 @@ from llm_pretrain.ladder import (
     Point,
     ScalingLaw,
     Sizes,
+    ladder_flops,
     member,
-    planned_flops,
     with_store,
     write_points,
 )
@@ -75,9 +75,9 @@ def make_ladder(
     noisy = [
         dataclasses.replace(point, loss=point.loss * math.exp(generator.normal(0, noise))) for point in points
     ]
-    budget = Budget("20m", planned_flops(counted, rungs), 1200.0)
+    budget = Budget("20m", ladder_flops(counted, rungs), 1200.0)
     ladder = Ladder(folder, base, "a" * 64, unique_tokens, rungs, budget, 1.0, 1, tuple(noisy))
     folder.mkdir(parents=True, exist_ok=True)
-    ladder.write_plan()
+    ladder.write()
     write_points(folder, noisy)
     return ladder
