@@ -29,7 +29,6 @@ from llm_pretrain.ladder import (
     RunRecord,
     Sizes,
     Speed,
-    diverged_sizes,
     in_order,
     makespan,
     measured_points,
@@ -306,11 +305,3 @@ def measured_config(config: Config, threads: int) -> Config:
         ),
         distributed=DistributedConfig(cpu_threads=threads),
     )
-
-
-def left_out_lines(ladder: Ladder) -> list[str]:
-    """A line for each size that diverged."""
-    return [
-        f"h{size}: a run has diverged; the size is left out of {ladder.folder / 'points.jsonl'}"
-        for size in diverged_sizes(ladder)
-    ]

@@ -320,6 +320,7 @@ def flops_for(
         choose_rungs,
         flops_within,
         ladder_seconds,
+        least_flops,
         most_flops,
         time_text,
     )
@@ -329,12 +330,15 @@ def flops_for(
     guess = GUESSED_FLOPS["gpu"] * slots if machine.gpus else GUESSED_FLOPS["core"] * machine.cores
     speed = Speed(0.0, slots / guess, 0.0, slots)
     measured: tuple[float, float] | None = None
+    most = most_flops(unique_tokens, count)
     for rounds in itertools.count():
         spent = time.monotonic() - started
         flops = flops_within(base, seconds - spent, unique_tokens, speed, count)
+        if not measured and flops == most:  # perhaps too long: small sizes tell it sooner
+            flops = least_flops(sizes, unique_tokens, count)
         rungs = choose_rungs(base, flops, unique_tokens, count)
         expected = spent + ladder_seconds(sizes, rungs, speed)
-        if measured and (expected > seconds or flops == most_flops(unique_tokens, count)):
+        if measured and (expected > seconds or flops == most):
             bound, advice = "least", "raise it, or use a base with a smaller training.global_batch_size"
             if expected <= seconds:
                 bound, advice = "most", "lower it, or bring more text"
@@ -363,13 +367,14 @@ def evaluated_tokens(base: Config) -> int:
 
 def train(ladder: Ladder, context: LaunchContext) -> int:
     """Check the rate, run all that has not ended yet, and print the table."""
-    from llm_pretrain.commands._ladder_runs import Runner, end_orphans, left_out_lines
+    from llm_pretrain.commands._ladder_runs import Runner, end_orphans
     from llm_pretrain.ladder import (
         RATE_FACTORS,
         RUNS_FOLDER,
         check_runs,
         diverged_sizes,
         measured_points,
+        missing_points,
         rung_runs,
         time_text,
         tried_factors,
@@ -395,7 +400,7 @@ def train(ladder: Ladder, context: LaunchContext) -> int:
     points = measured_points(ladder)
     write_points(ladder.folder, points)
     say(f"report: {write_ladder_report(ladder.folder)}")
-    for line in left_out_lines(ladder):
+    for line in missing_points(dataclasses.replace(ladder, points=tuple(points))):
         say(line)
     if (left := len(ladder.rungs) - len(diverged_sizes(ladder))) < 3:
         raise DivergedError(

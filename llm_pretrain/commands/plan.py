@@ -294,7 +294,7 @@ def _lines(forecast: Forecast, plan: _Plan, arguments: argparse.Namespace) -> li
     """The plan in words."""
     import torch
 
-    from llm_pretrain.ladder import time_text
+    from llm_pretrain.ladder import missing_points, time_text
     from llm_pretrain.memory import estimate_memory, step_warnings
 
     ladder, best, config = forecast.ladder, plan.best, plan.config
@@ -340,7 +340,9 @@ def _lines(forecast: Forecast, plan: _Plan, arguments: argparse.Namespace) -> li
             f"{mark} hidden {choice.config.model.hidden_size:>5}  {choice.parameters:>13,} parameters  "
             f"{choice.point.tokens:>15,} tokens  loss {choice.prediction.loss:.4f}"
         )
-    warnings = _ladder_warnings(forecast, best) + forecast.warnings(best.point, best.prediction)
+    warnings = missing_points(ladder) + forecast.warnings(best.point, best.prediction)
+    if best.point.flops > forecast.decayed.most_flops and not forecast.decayed.drift:
+        warnings.append("no points could be held out: the interval does not tell how wrong the law may be")
     if not arguments.gpu:
         device = torch.device("cuda" if this_machine().gpus else "cpu")
         warnings += step_warnings(config, _Processes(world_size, device))
@@ -349,19 +351,6 @@ def _lines(forecast: Forecast, plan: _Plan, arguments: argparse.Namespace) -> li
             f"the run computes in {training.precision}, the ladder in {ladder.base.training.precision}"
         )
     return lines + [f"warning: {line}" for line in warnings]
-
-
-def _ladder_warnings(forecast: Forecast, best: Choice) -> list[str]:
-    """What the ladder has not measured."""
-    ladder, fit, found = forecast.ladder, forecast.decayed, list[str]()
-    wanted, measured = sum(len(rung.steps) for rung in ladder.rungs), len(fit.points)
-    if measured < wanted:
-        found.append(
-            f"the ladder has {measured} of its {wanted} points: it is unfinished, or sizes have diverged"
-        )
-    if best.point.flops > fit.most_flops and not fit.drift:
-        found.append("no points could be held out: the interval does not tell how wrong the law may be")
-    return found
 
 
 def _alternatives(plan: _Plan) -> list[Choice]:

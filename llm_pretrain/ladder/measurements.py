@@ -118,6 +118,20 @@ def diverged_sizes(ladder: Ladder) -> list[int]:
     ]
 
 
+def missing_points(ladder: Ladder) -> list[str]:
+    """What the ladder's table lacks, and why; a line for each size."""
+    if ladder.rate_factor is None:
+        return ["the learning rate is not chosen yet; the same `llm-pretrain ladder` command continues"]
+    found, diverged = list[str](), diverged_sizes(ladder)
+    for size, wanted in ((rung.hidden_size, len(rung.steps)) for rung in ladder.rungs):
+        missing = wanted - sum(point.hidden_size == size and point.decayed for point in ladder.points)
+        if size in diverged:
+            found.append(f"hidden size {size}: a run has diverged; its points are left out")
+        elif missing > 0:
+            found.append(f"hidden size {size}: {missing} of {wanted} decayed points are missing")
+    return found
+
+
 def tried_factors(ladder: Ladder) -> list[float]:
     """The factors on the learning rates at which the smallest size has a run, ascending."""
     return [

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from llm_pretrain.errors import ConfigError
 from llm_pretrain.ladder.family import member
 from llm_pretrain.ladder.measurements import (
-    diverged_sizes,
+    missing_points,
     rate_loss,
     tried_factors,
     used_by,
@@ -92,7 +92,7 @@ def write_ladder_report(folder: Path, output: Path | None = None) -> Path:
 
 def _render(ladder: Ladder) -> str:
     decayed = [point for point in ladder.points if point.decayed]
-    notes, frontier = _missing(ladder, decayed), None
+    notes, frontier = [f"{line.capitalize()}." for line in missing_points(ladder)], None
     try:
         frontier = Frontier(Forecast(ladder))
     except ConfigError as error:
@@ -119,23 +119,6 @@ def _render(ladder: Ladder) -> str:
         script="ladder_report.js",
         data={"charts": charts},
     )
-
-
-def _missing(ladder: Ladder, decayed: Sequence[Point]) -> list[str]:
-    """What the ladder has not measured yet; one sentence each."""
-    if ladder.rate_factor is None:
-        return ["The learning rate is not chosen yet; the same `llm-pretrain ladder` command continues."]
-    notes, diverged = list[str](), diverged_sizes(ladder)
-    for rung in ladder.rungs:
-        found = sum(point.hidden_size == rung.hidden_size for point in decayed)
-        size = f"Hidden size {rung.hidden_size}"
-        if rung.hidden_size in diverged:
-            notes.append(f"{size}: a run has diverged; its points are left out.")
-        elif found < len(rung.steps):
-            notes.append(
-                f"{size}: {len(rung.steps) - found} of {len(rung.steps)} decayed points are missing."
-            )
-    return notes
 
 
 def _warnings(frontier: Frontier) -> list[str]:

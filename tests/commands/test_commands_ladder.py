@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import os
 import signal
@@ -12,16 +13,29 @@ import time
 from pathlib import Path
 
 import pytest
+from support.ladders import make_ladder
 from support.launching import ROOT
 from support.presets import preset
+from support.run_folders import make_run
 
 from llm_pretrain.__main__ import main
 from llm_pretrain.commands import _ladder_runs
+from llm_pretrain.commands._ladder_runs import Runner
 from llm_pretrain.commands._launching import LaunchContext, Machine, processes_of
 from llm_pretrain.commands.ladder import flops_for
 from llm_pretrain.config import Config, dump_yaml
 from llm_pretrain.errors import EXIT_PREEMPTED, ConfigError
-from llm_pretrain.ladder import RUNS_FOLDER, Ladder, Speed, read_ladder, run_config, rung_runs, with_store
+from llm_pretrain.ladder import (
+    RUNS_FOLDER,
+    Ladder,
+    Run,
+    Speed,
+    read_ladder,
+    read_points,
+    run_config,
+    rung_runs,
+    with_store,
+)
 from llm_pretrain.tracking import read_metrics
 
 BASE = """\
@@ -230,4 +244,51 @@ def test_no_time_is_refused_before_the_speed_is_measured(
     context = LaunchContext(ROOT, Machine(0, 2), math.inf)
     with pytest.raises(ConfigError, match=f"--budget: expected at {bound} .* on this machine, found"):
         flops_for(base, budget, 3_500_000, 3, tmp_path, context, 2, 1)
-    assert measured
+    assert max(measured[0]) < 200, "sizes that take minutes are not measured for a refusal"
+
+
+class EndedJob:
+    """A job that has trained as soon as it is started, or diverged."""
+
+    def __init__(self, folder: Path, end: int, loss: float | None):
+        rows = [{"step": end, "time": 2.0, "eval/loss": loss, "perf/step_seconds": 0.5}]
+        make_run(folder, rows)
+        (folder / "status.json").write_text(
+            json.dumps({"state": "finished" if loss else "diverged", "step": end})
+        )
+
+    def poll(self) -> int:
+        return 0
+
+
+def test_decays_follow_their_stable_runs_and_none_a_diverged_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    ladder = make_ladder(tmp_path / "ladder", sizes=(32, 64, 96))
+    started, printed = list[str](), list[str]()
+
+    def launch(self: Runner, run: Run, _: int) -> EndedJob:
+        started.append(run.name)
+        return EndedJob(self._folder(run), run.end, None if run.hidden_size == 96 else 3.0)
+
+    monkeypatch.setattr(Runner, "_launch", launch)
+    runner = Runner(ladder, LaunchContext(ROOT, Machine(0, 2), math.inf), 2, printed.append)
+    runner.runs = rung_runs(ladder.rungs, 1.0)
+    runner.run_all(runner.runs)
+    assert sorted(started) == sorted(
+        run.name for run in runner.runs if not (run.begin and run.hidden_size == 96)
+    )
+    for run in runner.runs:
+        assert not run.after or run.name not in started or started.index(run.after) < started.index(run.name)
+    assert len(printed) == 9
+    assert printed[-1].endswith("0s left")
+    assert sum("DIVERGED" in line for line in printed) == 1
+    used = runner.used()
+    assert used.flops == pytest.approx(
+        sum(
+            runner.sizes.step_flops(run.hidden_size) * run.steps for run in runner.runs if run.name in started
+        )
+    )
+    assert len(read_points(ladder.folder)) == 2 * (3 + 1)
+    runner.run_all(runner.runs)
+    assert len(started) == 9, "nothing runs twice"

@@ -20,6 +20,7 @@ from llm_pretrain.ladder import (
     flops_within,
     ladder_flops,
     ladder_seconds,
+    least_flops,
     makespan,
     most_flops,
     read_budget,
@@ -34,7 +35,6 @@ from llm_pretrain.ladder.budget import (
     MIN_STEPS,
     MIN_TOKENS_PER_PARAMETER,
     SPANS,
-    least_flops,
 )
 from llm_pretrain.model import count_parameters
 
