@@ -53,7 +53,7 @@ class FlopsOrSeconds(NamedTuple):
 
 
 def read_budget(text: str, option: str = "--budget") -> FlopsOrSeconds:
-    """The budget in a text: `90s`, `20m`, `1.5h`, `1d`, or FLOPs such as `1e16`.
+    """The budget in a text: `90s`, `20m`, `1h05m`, `1.5h`, `1d`, or FLOPs such as `1e16`.
 
     Args:
         text: As it was given.
@@ -62,16 +62,16 @@ def read_budget(text: str, option: str = "--budget") -> FlopsOrSeconds:
     Raises:
         ConfigError: another text, or nothing above zero.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d*)?(?:e[+]?\d+)?)([smhd]?)", text.strip().lower())
-    number = float(match[1]) if match else 0.0
-    if match is None or not 0 < number < math.inf:
+    parts = re.findall(r"(\d+(?:\.\d*)?(?:e[+]?\d+)?)([smhd]?)", given := text.strip().lower())
+    number = sum(float(each) * _UNITS.get(unit, 1.0) for each, unit in parts)
+    is_time = all(unit for _, unit in parts)
+    if "".join(map("".join, parts)) != given or not (is_time or len(parts) == 1) or not 0 < number < math.inf:
         raise ConfigError(
             f"{option}: expected a time such as 20m or 2h, or FLOPs such as 1e16, found {text!r}"
         )
-    unit = _UNITS.get(match[2])
-    if number * (unit or 1.0) > (MOST_SECONDS if unit else MOST_FLOPS):
+    if number > (MOST_SECONDS if is_time else MOST_FLOPS):
         raise ConfigError(f"{option}: expected at most 10 years or {MOST_FLOPS:g} FLOPs, found {text!r}")
-    return FlopsOrSeconds(None, number * unit) if unit else FlopsOrSeconds(number, None)
+    return FlopsOrSeconds(None, number) if is_time else FlopsOrSeconds(number, None)
 
 
 class Size(NamedTuple):
@@ -190,7 +190,7 @@ def most_run_flops(unique_tokens: int) -> float:
 
 
 def most_flops(unique_tokens: int, count: int | None = None) -> float:
-    """The largest budget: of the smallest size's longest run, the text is enough for the parameters."""
+    """The largest budget of a ladder: that of its longest runs is `most_run_flops`."""
     return most_run_flops(unique_tokens) / _longest_share(count or SIZES[0])
 
 
@@ -207,9 +207,9 @@ def least_flops(sizes: Sizes, unique_tokens: int, count: int | None = None) -> f
 
 
 def _fits(sizes: Sizes, unique_tokens: int, count: int | None) -> tuple[list[float], Callable[[float], bool]]:
-    """Budgets of two digits, ascending, and whether one is for `count` sizes, or for the fewest.
+    """Budgets of two digits, ascending, and a test of one: whether it is enough for `count` sizes.
 
-    Those that fit have gaps where the store is small: widths come in steps.
+    None counts the fewest. Where the store is small, a larger budget may fail: widths come in steps.
     """
     low = sizes.size(1).flops_per_token * tokens_per_step(sizes.base) * MIN_STEPS  # any ladder needs more
     high = most_flops(unique_tokens, count)

@@ -131,13 +131,19 @@ def test_a_store_too_small_is_named():
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("90s", (None, 90)), ("20m", (None, 1200)), ("1.5h", (None, 5400)), ("1e16", (1e16, None))],
+    [
+        ("90s", (None, 90)),
+        ("20m", (None, 1200)),
+        ("1.5h", (None, 5400)),
+        ("1h05m", (None, 3900)),
+        ("1e16", (1e16, None)),
+    ],
 )
 def test_budgets_are_times_or_flops(text: str, expected: tuple[float | None, float | None]):
     assert read_budget(text) == expected
 
 
-@pytest.mark.parametrize("text", ["", "m", "0", "-1h", "20 m", "nan", "1e999", "5y"])
+@pytest.mark.parametrize("text", ["", "m", "0", "-1h", "20 m", "nan", "1e999", "5y", "1h5", "5 5m"])
 def test_what_is_no_budget_is_refused(text: str):
     with pytest.raises(ConfigError, match="--budget: expected a time such as 20m or 2h, or FLOPs"):
         read_budget(text)
