@@ -27,7 +27,7 @@ The budget is one of --time, --flops and --cost. Without --gpu it is spent on th
 ladder measured; a short measurement of the planned run corrects it.
 
 examples:
-  llm-pretrain plan --ladder ladders/stdlib --time 8h
+  llm-pretrain plan --ladder ladders/stdlib --time 1h
   llm-pretrain plan --ladder ladders/mine --flops 1e18 --max-parameters 1e8 --serve-tokens 1e9
   llm-pretrain plan --ladder ladders/mine --cost 100 --gpu h100 --world-size 8 --price 2.5 --output night.yaml
 """

@@ -20,11 +20,12 @@ from llm_pretrain.model import count_parameters, flops_per_token
 DECAY_SHARE = 0.5
 """Steps of a run's decay, as a share of the run: the losses of longer decays differ little
 (arXiv:2405.18392, figure 5), and each is trained once for every number of tokens."""
-BRANCHES = (1, 2, 4)
-"""Where decays begin, in multiples of the first: D/4, D/2 and D tell how the loss falls with tokens."""
+BRANCHES = (1, 2, 3)
+"""Where decays begin, in multiples of the first: D/3, 2D/3 and D tell how the loss falls with tokens. Shorter
+runs cost little, but their losses fall in another way (docs/log.md#ladders)."""
 SIZES = (5, 4, 3)
 """Numbers of sizes, the preferred first; with fewer than three a curve over sizes is no fit."""
-SPANS = (10.0, 8.0, 6.0, 5.0, 4.0)
+SPANS = (10.0, 8.0, 6.0, 5.0, 4.0, 3.2, 2.6, 2.1)
 """FLOPs per token of the largest over those of the smallest size, the preferred first."""
 TOKENS_PER_PARAMETER = 20.0
 """Of the middle size, with the embedding: about compute-optimal (arXiv:2203.15556)."""
@@ -32,9 +33,9 @@ MAX_EPOCHS = 4.0
 """Passes of the store in the longest run: more repetitions teach less (arXiv:2305.16264)."""
 MIN_TOKENS_PER_PARAMETER = 1.0
 """Of the smallest size: with fewer in `MAX_EPOCHS` passes all sizes lack text, and no size is the best."""
-MIN_HEADS = 2
-"""Of the smallest size: one with a single head hardly gains from more tokens (docs/log.md#ladders)."""
-MIN_STEPS = 200
+MIN_HEADS = 3
+"""Of the smallest size: those with fewer hardly gain from more tokens (docs/log.md#ladders)."""
+MIN_STEPS = 450
 """Of the shortest run: the losses of fewer fall in another way (docs/log.md#ladders)."""
 RATE_FACTORS = (0.5, 1.0, 2.0)
 """On the base's learning rates, tried at the smallest size; half or double costs little (muP transfers)."""

@@ -25,7 +25,7 @@ from llm_pretrain.tracking import Table, quantity, render_page, write_page
 BEYOND = (1.0, 3.0, 10.0, 30.0)
 """Multiples of the largest point's compute with their best size; the frontier ends at the last."""
 ISO_LEVELS = (4.0, 30.0)
-"""Multiples of the largest point's compute with an IsoFLOP curve, besides three levels among the points."""
+"""Multiples of the largest point's compute with an IsoFLOP curve, besides those of the points."""
 _NEAR = 1.2
 """Points within this factor of a level's compute are drawn at its curve."""
 _FRONTIER_POINTS = 40
@@ -177,10 +177,10 @@ def _losses_chart(decayed: Sequence[Point], frontier: Frontier | None) -> dict[s
 def _iso_chart(frontier: Frontier) -> dict[str, Any]:
     """Loss against parameters at some values of compute, with the points that have about as much."""
     fit, traces = frontier.fit, []
-    least, most = min(point.flops for point in fit.points), fit.most_flops
-    counting = fit.law.counting
+    counting, most = fit.law.counting, fit.most_flops
     trained = [getattr(point, counting) for point in fit.points]
-    levels = [least, math.sqrt(least * most), most, *(most * beyond for beyond in ISO_LEVELS)]
+    lengths = frontier.forecast.ladder.rungs[0].steps
+    levels = [most * multiple for multiple in (*(steps / lengths[-1] for steps in lengths), *ISO_LEVELS)]
     for color, level in enumerate(levels):
         points = frontier.at(level)
         best = min(points, key=lambda each: each.loss)

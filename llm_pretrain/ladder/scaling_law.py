@@ -42,7 +42,7 @@ LEVEL = 0.9
 """Share of runs that the interval should contain."""
 LEAST_NOISE = 2e-3
 """Standard deviation of log L between seeds, of which a ladder's residuals may show less by chance."""
-HELD_OUT = 1.5
+HELD_OUT = 1.4
 """Points within this factor of the most FLOPs are left out, to see how a fit without them predicts them."""
 LEAST_POINTS, LEAST_SIZES = 7, 3
 FEW_POINTS = 8

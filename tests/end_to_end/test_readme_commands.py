@@ -7,10 +7,12 @@ import os
 import re
 import shutil
 import subprocess
+import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
-from support.documents import READMES, ROOT, TUTORIAL, blocks
+from support.documents import NIGHT, READMES, ROOT, TUTORIAL, blocks
 
 QUESTION = "What does the function `json.dumps` do?"
 RUNS = ("quickstart", "quickstart-chat", "tiny-moe", "tiny-accelerate", "tiny-fsdp", "mine")
@@ -31,13 +33,19 @@ def copy_of_the_project(folder: Path) -> Path:
     return folder
 
 
+def with_question(script: str) -> str:
+    """The script, whose chat is asked what `question.txt` says."""
+    script, chats = re.subn(r"^(llm-pretrain chat .*)$", r"\1 < question.txt", script, flags=re.MULTILINE)
+    assert chats == 1
+    return script
+
+
 @pytest.mark.slow
 def test_every_command_of_readme_and_tutorial_runs(tmp_path: Path):
     project = copy_of_the_project(tmp_path / "llm_pretrain")
     script = "set -euxo pipefail\n" + "".join(blocks(READMES[0]) + blocks(TUTORIAL))
     (project / "question.txt").write_text(QUESTION + "\n")
-    script, chats = re.subn(r"^(llm-pretrain chat .*)$", r"\1 < question.txt", script, flags=re.MULTILINE)
-    assert chats == 1
+    script = with_question(script)
     for code in re.findall(r"^```python\n(.*?)^```$", TUTORIAL.read_text(), re.MULTILINE | re.DOTALL):
         script += f"python - <<'END'\n{code}END\n"
     environment = {name: value for name, value in os.environ.items() if name != "VIRTUAL_ENV"}
@@ -60,3 +68,32 @@ def test_every_command_of_readme_and_tutorial_runs(tmp_path: Path):
         assert (project / "runs" / run / "report.html").stat().st_size > 10_000
     assert (project / "runs/compared.html").exists()
     assert (project / "runs/quickstart/quickstart.gguf").read_bytes()[:4] == b"GGUF"
+
+
+@pytest.mark.slow
+def test_a_machine_for_a_night_ends_in_a_chat_as_written_but_for_its_times(tmp_path: Path):
+    (script,) = blocks(NIGHT)[:1]
+    for written, here in (("--budget 20m", "--budget 1m"), ("--time 8h", "--time 1m")):
+        assert script.count(written) == 1
+        script = script.replace(written, here)
+    (tmp_path / "question.txt").write_text(QUESTION + "\n")
+    (tmp_path / "texts").mkdir()
+    sources = sorted(Path(sysconfig.get_path("stdlib")).glob("[!s]*/*.py"))  # not site-packages
+    for number, source in enumerate(sources):
+        shutil.copy(source, tmp_path / "texts" / f"{number}.txt")
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    done = subprocess.run(
+        ["bash", "-c", "set -euxo pipefail\n" + with_question(script)],
+        cwd=tmp_path,
+        env=os.environ | {"PATH": path},
+        capture_output=True,
+        text=True,
+        timeout=3600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    run = tmp_path / "runs" / "night"
+    status = json.loads((run / "status.json").read_text())
+    assert status["state"] == "finished"
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert any("eval/predicted_loss" in row for row in rows)

@@ -58,7 +58,7 @@ def test_the_table_has_every_evaluation_but_that_of_the_initial_model(ladder: La
     write_points(ladder.folder, measured_points(ladder))
     found = read_ladder(ladder.folder)
     assert dataclasses.replace(found, points=(), seconds_per_token={}) == ladder
-    assert len(found.points) == 3 * (4 + 3)
+    assert len(found.points) == 3 * (3 + 3)
     first, last = found.points[0], found.points[-1]
     assert (first.hidden_size, first.decayed, last.hidden_size, last.decayed) == (32, False, 96, True)
     for point in found.points:

@@ -97,7 +97,7 @@ def test_bits_per_byte_follow_the_loss(forecast: Forecast):
 
 
 def test_what_may_not_hold_is_said(forecast: Forecast, tmp_path: Path):
-    small = FLOPS._replace(total=2e11)
+    small = FLOPS._replace(total=5e11)
     choice = best(forecast, small)
     assert any(
         "not between the ladder's smallest and largest" in line

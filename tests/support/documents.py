@@ -9,6 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 READMES = (ROOT / "README.md", ROOT / "README.zh.md")
 TUTORIAL = ROOT / "docs" / "tutorial.md"
+NIGHT = ROOT / "docs" / "ladder.md"
 PAGES = tuple(sorted((ROOT / "docs").glob("*.md")))
 DOCUMENTS = (*sorted(ROOT.glob("*.md")), *PAGES)
 

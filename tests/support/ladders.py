@@ -44,7 +44,7 @@ def make_ladder(
     *,
     name: str = "tiny-dense",
     sizes: Sequence[int] = (32, 64, 96, 128),
-    first_branch: int = 1600,
+    first_branch: int = 2200,
     unique_tokens: int = 50_000_000,
     law: ScalingLaw = LAW,
     noise: float = 0.0,
