@@ -112,7 +112,7 @@ def _render(ladder: Ladder) -> str:
         charts=charts,
         interval=f"{LEVEL:.0%}",
         law=_law_lines(fit) if fit else [],
-        countings=_countings_table(fit) if fit else None,
+        forms=_forms_table(fit) if fit else None,
         best=_best_table(ladder, frontier) if frontier else None,
         points=_points_table(ladder, decayed, fit),
         stable=_points_table(ladder, [point for point in ladder.points if not point.decayed], None),
@@ -177,7 +177,7 @@ def _losses_chart(decayed: Sequence[Point], frontier: Frontier | None) -> dict[s
 def _iso_chart(frontier: Frontier) -> dict[str, Any]:
     """Loss against parameters at some values of compute, with the points that have about as much."""
     fit, traces = frontier.fit, []
-    counting, most = fit.law.counting, fit.most_flops
+    counting, most = fit.best.counting, fit.most_flops
     trained = [getattr(point, counting) for point in fit.points]
     lengths = frontier.forecast.ladder.rungs[0].steps
     levels = [most * multiple for multiple in (*(steps / lengths[-1] for steps in lengths), *ISO_LEVELS)]
@@ -239,11 +239,11 @@ def _trace(
 
 def _law_lines(fit: Fit) -> list[str]:
     """The law in words, one sentence each."""
-    law, total = fit.law, fit.law.alpha + fit.law.beta
-    drift = (
-        f"A fit without the rungs of most compute missed them by {100 * fit.drift:.2g} % for every factor e "
-        "of compute beyond its points; the interval grows as much."
-        if fit.drift
+    law, total = fit.best, fit.best.alpha + fit.best.beta
+    extrapolation = (
+        f"A fit without the rungs of most compute missed them by {100 * fit.extrapolation_error:.2g} % for "
+        "every factor e of compute beyond its points; the interval grows as much."
+        if fit.extrapolation_error
         else "The rungs of most compute were missed by no more than the noise, or the ladder is too short to "
         "hold points out: the interval does not say how the law's form errs beyond the points."
     )
@@ -258,20 +258,19 @@ def _law_lines(fit: Fit) -> list[str]:
         f"With new text, the best N grows with compute to the power of {law.beta / total:.2f}, the best D to "
         f"the power of {law.alpha / total:.2f}.",
         f"Noise: measured losses differ from the law by {100 * fit.noise:.2g} % (one standard deviation).",
-        drift,
+        extrapolation,
     ]
 
 
-def _countings_table(fit: Fit) -> Table:
-    """The law with both countings of N, the better first."""
-
-    def row(law: ScalingLaw) -> list[str]:
+def _forms_table(fit: Fit) -> Table:
+    """The law in each form, the better first."""
+    rows = list[list[str]]()
+    for law, weight in zip(fit.law.laws, fit.law.weights, strict=True):
         error = sum(abs(math.log(point.loss / law.of(point))) for point in fit.points) / len(fit.points)
         numbers = (f"{each:.4g}" for each in (law.E, law.A, law.alpha, law.B, law.beta))
         name = _COUNTINGS[law.counting] + (", joint" if law.joint else "")
-        return [name, *numbers, f"{100 * error:.2g} %"]
-
-    return Table(["N counts", "E", "A", "alpha", "B", "beta", "Mean error"], [row(fit.law), row(fit.other)])
+        rows.append([name, *numbers, f"{100 * error:.2g} %", f"{weight:.2f}"])
+    return Table(["N counts", "E", "A", "alpha", "B", "beta", "Mean error", "Weight"], rows)
 
 
 def _best_table(ladder: Ladder, frontier: Frontier) -> Table:

@@ -2,13 +2,14 @@
 
     L(N, D) = E + A / N^alpha + B / D^beta
 
-(arXiv:2203.15556, approach 3), or, if that fits better, with size and text limiting each other:
+(arXiv:2203.15556, approach 3), or, with size and text limiting each other:
 
     L(N, D) = E + ((A / N^alpha)^(1/beta) + B^(1/beta) / D)^beta
 
 (arXiv:2001.08361, equation 1.5, with a floor): a model that is small for its text gains less from more of
-it. N are active parameters, with or without embedding and head, whichever fits better. D counts tokens;
-those of repeated text count less (arXiv:2305.16264).
+it. N are active parameters, with or without embedding and head. A prediction is the mean of these four
+laws, each in proportion to how well it fits: points rarely tell them apart, and beyond the points they
+differ. D counts tokens; those of repeated text count less (arXiv:2305.16264).
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ NO_FLOOR = 0.01
 """E below this share of the least loss is named: what the ladder shows has no floor yet."""
 NO_FALL = 0.01
 """A term that falls less than this share of the least loss between the points is named too."""
-_UNDECIDED = 1.25
-"""Ratio of the residuals of the two ways to count N up to which the interval has laws of both."""
+_NUMBERS = 5
+"""Of a law: E, A, alpha, B and beta."""
 
 
 @dataclass(frozen=True)
@@ -111,37 +112,59 @@ class Prediction(NamedTuple):
 
 
 @dataclass(frozen=True)
+class MeanLaw:
+    """The laws of all forms that were fitted to the same points, the best first.
+
+    Args:
+        laws: One of each form.
+        weights: Of each law's log L, 1 together.
+    """
+
+    laws: tuple[ScalingLaw, ...]
+    weights: tuple[float, ...]
+
+    def of(self, point: Point) -> float:
+        """Predicted loss of a point: the geometric mean."""
+        pairs = zip(self.weights, self.laws, strict=True)
+        return math.exp(math.fsum(weight * math.log(law.of(point)) for weight, law in pairs))
+
+
+@dataclass(frozen=True)
 class Fit:
     """The law of a ladder with what is uncertain about it.
 
     Args:
-        law: That fits best.
-        other: The law with N counted otherwise.
+        law: The mean of all forms.
+        points: That it is fitted to.
         residuals: log L of each point less the law's.
-        noise: Standard deviation of log L around the law.
-        samples: Laws of resampled points; of both ways to count N where the residuals do not decide.
-        drift: Error of log L per factor e of compute beyond the points, found by holding points out: the
-            interval is at least as wide, since resampling cannot see that the law itself is wrong.
+        noise: Standard deviation of log L around the law at `most_flops`; with less compute it is larger.
+        samples: Laws of resampled points, of each form in proportion to its weight.
+        extrapolation_error: Error of log L per factor e of compute beyond the points, found by holding points
+            out: the interval is at least as wide, since resampling cannot see that the law itself is wrong.
         most_flops: Of a point.
         warnings: Why the ladder may be too short to tell; one line each.
     """
 
-    law: ScalingLaw
-    other: ScalingLaw
+    law: MeanLaw
     points: tuple[Point, ...]
     residuals: tuple[float, ...]
     noise: float
     samples: tuple[ScalingLaw, ...]
-    drift: float
+    extrapolation_error: float
     most_flops: float
     warnings: tuple[str, ...]
+
+    @property
+    def best(self) -> ScalingLaw:
+        """The law of the form that fits best."""
+        return self.law.laws[0]
 
     def predict(self, point: Point) -> Prediction:
         """The loss of a training that may be none of the ladder's; of `point`, `loss` is not read."""
         loss = self.law.of(point)
         logs = np.log([sample.of(point) for sample in self.samples]) - math.log(loss)
         beyond = max(0.0, math.log(point.flops / self.most_flops))
-        law = max(float(np.mean(logs**2)), (self.drift * beyond) ** 2)
+        law = max(float(np.mean(logs**2)), (self.extrapolation_error * beyond) ** 2)
         spread = math.sqrt(law + self.noise**2)
         half = _NORMAL * spread
         return Prediction(loss, loss * math.exp(-half), loss * math.exp(half))
@@ -173,41 +196,61 @@ def fit_law(points: Sequence[Point], *, seed: int = 0, samples: int = SAMPLES) -
             f"ladder: expected at least {LEAST_POINTS} points of {LEAST_SIZES} sizes for a fit, found "
             f"{len(points)} of {len(sizes)}"
         )
-    countings: tuple[Counting, Counting] = ("parameters_with_embedding", "parameters")
-    fitted = [_best(points, counting, joint) for counting in countings for joint in (False, True)]
-    law, *others = sorted(fitted, key=lambda each: _cost(each, points))
-    other = next(each for each in others if each.counting != law.counting)
+    law = _mean_law(points)
     residuals = _residuals(law, points)
-    noise = _noise(residuals)
-    laws = [law, *(each for each in others if _noise(_residuals(each, points)) <= _UNDECIDED * noise)]
+    noise = _noise(residuals, points)
     generator = np.random.default_rng(seed)
     drawn = []
-    for number in range(samples):
-        drawn_from = laws[number % len(laws)]
-        logs = np.log([drawn_from.of(point) for point in points]) + generator.normal(0, noise, len(points))
+    for form in generator.choice(len(law.laws), size=samples, p=law.weights):
+        drawn_from = law.laws[form]
+        errors = generator.normal(0, noise, len(points)) / _trust(points)
+        logs = np.log([drawn_from.of(point) for point in points]) + errors
         drawn.append(_search(points, logs, drawn_from.counting, drawn_from.joint, [_vector(drawn_from)]))
-    most = max(point.flops for point in points)
     return Fit(
         law=law,
-        other=other,
         points=tuple(points),
         residuals=tuple(map(float, residuals)),
         noise=noise,
         samples=tuple(drawn),
-        drift=_drift(points, law, most, noise),
-        most_flops=most,
-        warnings=tuple(_warnings(law, points)),
+        extrapolation_error=_extrapolation_error(points, noise),
+        most_flops=max(point.flops for point in points),
+        warnings=tuple(_warnings(law.laws[0], points)),
     )
 
 
-def _residuals(law: ScalingLaw, points: Sequence[Point]) -> Floats:
+def _trust(points: Sequence[Point]) -> Floats:
+    """How much a residual of each point counts, at most 1: its square in proportion to the point's compute.
+
+    Short trainings deviate more from any law, and seeds move them more.
+    """
+    flops = np.array([point.flops for point in points])
+    return np.sqrt(flops / flops.max())
+
+
+def _mean_law(points: Sequence[Point]) -> MeanLaw:
+    """The best law of each form, weighted by its likelihood.
+
+    Errors that count linearly are Laplace's: with their scale unknown the likelihood falls with their sum to
+    the power of the points less the law's numbers.
+    """
+    countings: tuple[Counting, Counting] = ("parameters_with_embedding", "parameters")
+    fitted = [_best(points, counting, joint) for counting in countings for joint in (False, True)]
+    fitted.sort(key=lambda law: _cost(_residuals(law, points), points))
+    least = _cost(np.full(len(points), LEAST_NOISE), points)  # smaller ones tell nothing
+    costs = np.array([max(least, _cost(_residuals(law, points), points)) for law in fitted])
+    weights = (costs.min() / costs) ** max(1, len(points) - _NUMBERS)
+    return MeanLaw(tuple(fitted), tuple(map(float, weights / weights.sum())))
+
+
+def _residuals(law: ScalingLaw | MeanLaw, points: Sequence[Point]) -> Floats:
     """log L of each point less the law's."""
     return np.log([point.loss / law.of(point) for point in points])
 
 
-def _noise(residuals: Floats) -> float:
-    """Standard deviation of log L around a fitted law."""
-    return max(LEAST_NOISE, math.sqrt(float(residuals @ residuals) / max(1, len(residuals) - 5)))
+def _noise(residuals: Floats, points: Sequence[Point]) -> float:
+    """Standard deviation of log L around a fitted law, of the point of most compute."""
+    squares = float(np.sum((residuals * _trust(points)) ** 2))
+    return max(LEAST_NOISE, math.sqrt(squares / max(1, len(points) - _NUMBERS)))
 
 
 def _warnings(law: ScalingLaw, points: Sequence[Point]) -> list[str]:
@@ -234,19 +277,18 @@ def _warnings(law: ScalingLaw, points: Sequence[Point]) -> list[str]:
     return found
 
 
-def _drift(points: Sequence[Point], law: ScalingLaw, most: float, noise: float) -> float:
+def _extrapolation_error(points: Sequence[Point], noise: float) -> float:
     """How wrong a fit to the cheaper points is about the others, per factor e of compute between them.
 
     Args:
         points: Of the fit.
-        law: Its.
-        most: FLOPs of a point.
         noise: Part of the error that no fit avoids.
     """
+    most = max(point.flops for point in points)
     cheap = [point for point in points if point.flops < most / HELD_OUT]
     if len(cheap) < LEAST_POINTS - 1 or len({point.hidden_size for point in cheap}) < LEAST_SIZES:
         return 0.0
-    early, limit = _best(cheap, law.counting, law.joint), max(point.flops for point in cheap)
+    early, limit = _mean_law(cheap), max(point.flops for point in cheap)
     held = [point for point in points if point.flops >= most / HELD_OUT]
     squares = np.maximum(_residuals(early, held) ** 2 - noise**2, 0)
     return math.sqrt(float(np.mean(squares / np.log([point.flops / limit for point in held]) ** 2)))
@@ -304,11 +346,12 @@ def _search(
     from scipy.optimize import least_squares
 
     parameters, tokens = _counts(points, counting)
+    trust = _trust(points)
     center, middle = float(parameters.mean()), float(tokens.mean())
     parameters, tokens = parameters - center, tokens - middle  # else A and alpha nearly compensate each other
 
     def residuals(vector: Floats) -> Floats:
-        return np.log(_floor_and_rest(vector, parameters, tokens, joint).sum(0)) - logs
+        return trust * (np.log(_floor_and_rest(vector, parameters, tokens, joint).sum(0)) - logs)
 
     def jacobian(vector: Floats) -> Floats:
         beta, logs_of_terms = vector[4], _log_terms(vector, parameters, tokens)
@@ -319,7 +362,8 @@ def _search(
         by_beta = -weights[1] * tokens
         if joint:  # beta is the outer exponent too
             by_beta += np.logaddexp(*logs_of_terms / beta) - (weights * logs_of_terms).sum(0) / beta
-        return np.stack([floor, *(rest * weights), -rest * weights[0] * parameters, rest * by_beta], 1)
+        columns = [floor, *(rest * weights), -rest * weights[0] * parameters, rest * by_beta]
+        return np.stack(columns, 1) * trust[:, None]
 
     low = [-20.0, -20.0, -20.0, EXPONENTS[0], EXPONENTS[0]]
     high = [5.0, 10.0, 10.0, EXPONENTS[1], EXPONENTS[1]]
@@ -342,9 +386,9 @@ def _search(
     )
 
 
-def _cost(law: ScalingLaw, points: Sequence[Point]) -> float:
-    """Huber loss of log L."""
-    errors = np.abs([math.log(law.of(point) / point.loss) for point in points])
+def _cost(residuals: Floats, points: Sequence[Point]) -> float:
+    """Huber loss of log L, by each point's trust."""
+    errors = np.abs(residuals * _trust(points))
     return float(
         np.where(errors < HUBER_DELTA, errors**2 / 2, HUBER_DELTA * (errors - HUBER_DELTA / 2)).sum()
     )

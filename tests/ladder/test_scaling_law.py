@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from llm_pretrain.errors import ConfigError
-from llm_pretrain.ladder import Point, ScalingLaw, fit_law
+from llm_pretrain.ladder import Point, ScalingLaw, fit_law, scaling_law
 from llm_pretrain.ladder.scaling_law import REPETITION, effective_tokens
 
 UNIQUE = 3_000_000
@@ -43,23 +43,24 @@ def measured(noise: float, seed: int = 0, law: ScalingLaw = LAW) -> list[Point]:
 
 def test_the_law_of_exact_points_is_found():
     fit = fit_law(measured(0.0), samples=2)
-    assert fit.law.counting == "parameters_with_embedding"
-    assert max(map(abs, fit.residuals)) < 1e-5
+    found = fit.best
+    assert found.counting == "parameters_with_embedding"
+    assert max(abs(math.log(each.loss / found.of(each))) for each in fit.points) < 1e-5
     beyond = point(4e6, 6e6)
-    assert fit.law.of(beyond) == pytest.approx(LAW.of(beyond), rel=1e-3)
-    assert fit.law.alpha == pytest.approx(LAW.alpha, rel=0.05)
-    assert fit.law.beta == pytest.approx(LAW.beta, rel=0.05)
+    assert found.of(beyond) == pytest.approx(LAW.of(beyond), rel=1e-3)
+    assert found.alpha == pytest.approx(LAW.alpha, rel=0.05)
+    assert found.beta == pytest.approx(LAW.beta, rel=0.05)
     assert not fit.warnings
 
 
 def test_size_and_text_that_limit_each_other_are_recognised():
     law = dataclasses.replace(LAW, joint=True)
     fit = fit_law(measured(0.0, law=law), samples=2)
-    assert fit.law.joint
-    assert max(map(abs, fit.residuals)) < 1e-5
+    assert fit.best.joint
+    assert max(abs(math.log(each.loss / fit.best.of(each))) for each in fit.points) < 1e-5
     beyond = point(4e6, 6e6)
-    assert fit.law.of(beyond) == pytest.approx(law.of(beyond), rel=1e-3)
-    assert not fit_law(measured(0.0), samples=2).law.joint
+    assert fit.best.of(beyond) == pytest.approx(law.of(beyond), rel=1e-3)
+    assert not fit_law(measured(0.0), samples=2).best.joint
 
 
 def test_each_limits_the_other():
@@ -73,7 +74,7 @@ def test_each_limits_the_other():
 
 def test_the_counting_that_fits_is_chosen():
     law = dataclasses.replace(LAW, counting="parameters", A=6.0)
-    assert fit_law(measured(0.0, law=law), samples=2).law.counting == "parameters"
+    assert fit_law(measured(0.0, law=law), samples=2).best.counting == "parameters"
 
 
 @pytest.mark.parametrize("compute", [8, 30])
@@ -160,19 +161,41 @@ def test_what_the_law_cannot_follow_widens_its_interval():
         for each in measured(0.0)
     ]
     exact, bent = fit_law(measured(0.0), samples=10), fit_law(points, samples=10)
-    assert exact.drift < 1e-3
-    assert bent.drift > 0.03
+    assert exact.extrapolation_error < 1e-3
+    assert bent.extrapolation_error > 0.03
     far = point(4e6, 6e6)
     beyond = math.log(far.flops / bent.most_flops)
-    assert math.log(bent.predict(far).high / bent.predict(far).loss) > 1.6 * bent.drift * beyond
+    assert math.log(bent.predict(far).high / bent.predict(far).loss) > 1.6 * bent.extrapolation_error * beyond
 
 
-def test_where_both_ways_to_count_fit_the_interval_has_laws_of_both():
-    both = fit_law(measured(0.0), samples=4)
-    assert {law.counting for law in both.samples} == {"parameters", "parameters_with_embedding"}
+def test_forms_that_fit_alike_share_the_prediction_and_its_interval():
+    fit = fit_law(measured(0.0), samples=20)
+    assert sum(fit.law.weights) == pytest.approx(1)
+    logs = [math.log(law.of(point(4e6, 6e6))) for law in fit.law.laws]
+    mean = sum(weight * log for weight, log in zip(fit.law.weights, logs, strict=True))
+    assert math.log(fit.predict(point(4e6, 6e6)).loss) == pytest.approx(mean)
+    assert {law.counting for law in fit.samples} == {"parameters", "parameters_with_embedding"}
     generator = np.random.default_rng(0)
-    random = [dataclasses.replace(each, parameters=generator.integers(1, 9)) for each in measured(0.0)]
-    assert {law.counting for law in fit_law(random, samples=4).samples} == {"parameters_with_embedding"}
+    random = fit_law([dataclasses.replace(each, parameters=generator.integers(1, 9)) for each in measured(0.0)])
+    wrong = [weight for law, weight in zip(random.law.laws, random.law.weights, strict=True)
+             if law.counting == "parameters"]  # fmt: skip
+    assert sum(wrong) < 0.01
+    assert {law.counting for law in random.samples} == {"parameters_with_embedding"}
+
+
+def test_an_error_of_the_cheapest_points_counts_less(monkeypatch: pytest.MonkeyPatch):
+    exact, far = measured(0.0), point(4e6, 6e6)
+    least = min(each.flops for each in exact)
+    wrong = [
+        dataclasses.replace(each, loss=each.loss * (1.01 if each.flops < 1.1 * least else 1))
+        for each in exact
+    ]
+    moved = list[float]()
+    for trust in (scaling_law._trust, lambda points: np.ones(len(points))):
+        monkeypatch.setattr(scaling_law, "_trust", trust)
+        losses = [fit_law(points, samples=2).predict(far).loss for points in (exact, wrong)]
+        moved.append(abs(math.log(losses[1] / losses[0])))
+    assert moved[0] < 0.8 * moved[1]
 
 
 @pytest.mark.parametrize("left", [measured(0.0)[:6], measured(0.0)[:3] * 3])
