@@ -85,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="base of the family; of several the later wins (default: the preset ladder)")  # fmt: skip
     add("--output", metavar="FOLDER", help="folder of the ladder (default: ladders/NAME of the store)")
     add("--sizes", type=int, metavar="K",
-        help="number of sizes, 3 or more (default: 5, or as many as the budget allows)")  # fmt: skip
+        help="number of sizes, 3 or more (default: 3 to 5, by the budget)")  # fmt: skip
     add("--compare", nargs=2, metavar="FOLDER",
         help="print the compute that a second ladder needs for the losses of a first")  # fmt: skip
     add_settings(parser)

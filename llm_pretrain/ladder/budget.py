@@ -25,8 +25,8 @@ BRANCHES = (1, 2, 3)
 runs cost little, but their losses fall in another way (docs/log.md#ladders)."""
 SIZES = (5, 4, 3)
 """Numbers of sizes, the preferred first; with fewer than three a curve over sizes is no fit."""
-SPANS = (10.0, 8.0, 6.0, 5.0, 4.0, 3.2, 2.6, 2.1)
-"""FLOPs per token of the largest over those of the smallest size, the preferred first."""
+SIZE_RATIOS = (1.6, 1.45)
+"""FLOPs per token of a size over those of the next smaller one, the preferred first."""
 TOKENS_PER_PARAMETER = 20.0
 """Of the middle size, with the embedding: about compute-optimal (arXiv:2203.15556)."""
 MAX_EPOCHS = 4.0
@@ -151,13 +151,14 @@ def choose_rungs(
 
     Sizes are geometric in FLOPs per token around one that sees `TOKENS_PER_PARAMETER`; where the smallest
     would pass over the text more than `MAX_EPOCHS` times, all are larger. Where the largest would have fewer
-    than `MIN_STEPS` steps in its shortest run, they are closer together, and then fewer.
+    than `MIN_STEPS` steps in its shortest run, they are closer together. A larger budget makes runs longer
+    and adds sizes: each one that is more than the fewest asks for twice the steps.
 
     Args:
         config: The base of the family, `model.vocab_size` resolved.
         budget_flops: Of all trainings, the check of the rate included.
         unique_tokens: Of the training split.
-        count: Number of sizes, 3 or more; None chooses.
+        count: Number of sizes, 3 or more; None chooses, by the length of the runs.
 
     Raises:
         ConfigError: the budget is too small or too large for the sizes and the store, or the store too small
@@ -223,7 +224,8 @@ def _fits(sizes: Sizes, unique_tokens: int, count: int | None) -> tuple[list[flo
 def _store_error(sizes: Sizes, unique_tokens: int) -> ConfigError:
     """Of a store too small for any budget."""
     tokens = tokens_per_step(sizes.base)
-    needed = math.ceil(MIN_STEPS * tokens * SPANS[-1] * BRANCHES[-1] / BRANCHES[0] / MAX_EPOCHS)
+    span = SIZE_RATIOS[-1] ** (SIZES[-1] - 1)
+    needed = math.ceil(MIN_STEPS * tokens * span * BRANCHES[-1] / BRANCHES[0] / MAX_EPOCHS)
     least = needed if unique_tokens < needed else unique_tokens * 5 // 4  # widths come in steps
     return ConfigError(
         f"--input: expected a store of at least {least:,} tokens for a ladder with steps "
@@ -243,9 +245,10 @@ def _first_fit(
     sizes: Sizes, budget_flops: float, unique_tokens: int, count: int | None
 ) -> tuple[Rung, ...] | None:
     """The rungs with most sizes, then with the widest span, whose shortest run is long enough."""
-    for each, span in itertools.product(SIZES if count is None else (count,), SPANS):
-        rungs = _rungs(sizes, budget_flops, unique_tokens, each, span)
-        if rungs and all(rung.steps[0] >= MIN_STEPS for rung in rungs):
+    for each, ratio in itertools.product(SIZES if count is None else (count,), SIZE_RATIOS):
+        least = MIN_STEPS * (2 ** (each - SIZES[-1]) if count is None else 1)
+        rungs = _rungs(sizes, budget_flops, unique_tokens, each, ratio ** (each - 1))
+        if rungs and all(rung.steps[0] >= least for rung in rungs):
             return rungs
     return None
 

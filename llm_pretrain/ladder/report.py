@@ -19,7 +19,7 @@ from llm_pretrain.ladder.measurements import (
 from llm_pretrain.ladder.planning import HIGHER, Forecast, RunBudget
 from llm_pretrain.ladder.points import Ladder, Point, read_ladder
 from llm_pretrain.ladder.runs import check_runs, rung_runs
-from llm_pretrain.ladder.scaling_law import LEVEL, Counting, Fit, Prediction, ScalingLaw
+from llm_pretrain.ladder.scaling_law import LEVEL, Counting, Fit, Prediction
 from llm_pretrain.tracking import Table, quantity, render_page, write_page
 
 BEYOND = (1.0, 3.0, 10.0, 30.0)

@@ -34,7 +34,7 @@ from llm_pretrain.ladder.budget import (
     MAX_EPOCHS,
     MIN_STEPS,
     MIN_TOKENS_PER_PARAMETER,
-    SPANS,
+    SIZE_RATIOS,
 )
 from llm_pretrain.model import count_parameters
 
@@ -58,11 +58,12 @@ def test_a_budget_is_used_and_its_bounds_are_kept(name: str, unique_tokens: int,
     assert 3 <= len(rungs) <= 5
     per_step = [sizes.step_flops(rung.hidden_size) for rung in rungs]
     assert all(larger > smaller for smaller, larger in itertools.pairwise(per_step))
-    assert 0.6 * SPANS[-1] < per_step[-1] / per_step[0] < 1.5 * SPANS[0]
+    least, most = SIZE_RATIOS[-1] ** (len(rungs) - 1), SIZE_RATIOS[0] ** (len(rungs) - 1)
+    assert 0.6 * least < per_step[-1] / per_step[0] < 1.5 * most
     tokens = [rung.steps[-1] * tokens_per_step(base) for rung in rungs]
     assert tokens == sorted(tokens, reverse=True)
     assert tokens[0] <= 1.01 * MAX_EPOCHS * unique_tokens
-    assert all(rung.steps[0] >= MIN_STEPS for rung in rungs)
+    assert all(rung.steps[0] >= MIN_STEPS * 2 ** (len(rungs) - 3) for rung in rungs)
     compute = [
         step * sum(run.steps for run in rung_runs([rung], 1.0))
         for step, rung in zip(per_step, rungs, strict=True)
@@ -125,7 +126,7 @@ def test_a_budget_that_is_huge_for_its_store_is_refused_at_once(monkeypatch: pyt
 
 
 def test_a_store_too_small_is_named():
-    with pytest.raises(ConfigError, match="--input: expected a store of at least 1,451,520 tokens"):
+    with pytest.raises(ConfigError, match="--input: expected a store of at least 1,453,248 tokens"):
         choose_rungs(preset("ladder"), 1e14, 500_000)
 
 
