@@ -253,7 +253,8 @@ def _law_lines(fit: Fit) -> list[str]:
         terms = f"(({size})^(1/{law.beta:.3f}) + ({text})^(1/{law.beta:.3f}))^{law.beta:.3f}"
     return [
         f"loss = {law.E:.4g} + {terms}, in nats per token, where N are {_COUNTINGS[law.counting]}, and D are "
-        "tokens; repeated ones count less (arXiv:2305.16264).",
+        "tokens; repeated ones count less (arXiv:2305.16264). It is the best of the forms below; predictions "
+        "are their mean.",
         f"{law.E:.4g} nats per token is the loss that neither more parameters nor more tokens would remove.",
         f"With new text, the best N grows with compute to the power of {law.beta / total:.2f}, the best D to "
         f"the power of {law.alpha / total:.2f}.",
