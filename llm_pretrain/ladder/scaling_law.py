@@ -48,6 +48,8 @@ HELD_OUT = 1.4
 LEAST_POINTS, LEAST_SIZES = 7, 3
 FEW_POINTS = 8
 """Fewer are named: three of them decide about noise and hold-out."""
+NO_LAW = 0.01
+"""Noise above this is named: points before and after a jump of the loss, which no law follows."""
 NO_FLOOR = 0.01
 """E below this share of the least loss is named: what the ladder shows has no floor yet."""
 NO_FALL = 0.01
@@ -214,7 +216,7 @@ def fit_law(points: Sequence[Point], *, seed: int = 0, samples: int = SAMPLES) -
         samples=tuple(drawn),
         extrapolation_error=_extrapolation_error(points, noise),
         most_flops=max(point.flops for point in points),
-        warnings=tuple(_warnings(law.laws[0], points)),
+        warnings=tuple(_warnings(law.laws[0], points, noise)),
     )
 
 
@@ -253,10 +255,12 @@ def _noise(residuals: Floats, points: Sequence[Point]) -> float:
     return max(LEAST_NOISE, math.sqrt(squares / max(1, len(points) - _NUMBERS)))
 
 
-def _warnings(law: ScalingLaw, points: Sequence[Point]) -> list[str]:
+def _warnings(law: ScalingLaw, points: Sequence[Point], noise: float) -> list[str]:
     found, least = list[str](), min(point.loss for point in points)
     if len(points) < FEW_POINTS:
         found.append(f"the ladder is too short to tell: {len(points)} points for a law of five numbers")
+    if noise > NO_LAW:
+        found.append(f"the ladder is too short to tell: its points are {noise:.1%} off every law, as at a jump")
     if NO_FLOOR * least > law.E:
         found.append(
             "the ladder is too short to tell which loss remains with any size and text: E is at its bound 0"
