@@ -260,7 +260,9 @@ def _warnings(law: ScalingLaw, points: Sequence[Point], noise: float) -> list[st
     if len(points) < FEW_POINTS:
         found.append(f"the ladder is too short to tell: {len(points)} points for a law of five numbers")
     if noise > NO_LAW:
-        found.append(f"the ladder is too short to tell: its points are {noise:.1%} off every law, as at a jump")
+        found.append(
+            f"the ladder is too short to tell: its points are {noise:.1%} off every law, as at a jump"
+        )
     if NO_FLOOR * least > law.E:
         found.append(
             "the ladder is too short to tell which loss remains with any size and text: E is at its bound 0"
