@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from llm_pretrain.ladder import (
 )
 from llm_pretrain.ladder import report as report_module
 from llm_pretrain.ladder.points import RUNS_FOLDER
-from llm_pretrain.ladder.scaling_law import LEAST_NOISE
+from llm_pretrain.ladder.scaling_law import LEAST_NOISE, fit_law
 
 NASTY = "<script>alert(1)<"
 
@@ -96,7 +97,11 @@ def test_the_page_shows_every_point_and_a_law_that_predicts_them(ladder: Ladder,
         assert f" {point.loss:.4f} {point.loss * 0.45:.4f} " in finished.text
     residuals = [value for trace in traces(finished, "residuals") for value in trace["y"]]
     assert len(residuals) == len(decayed)
-    assert max(map(abs, residuals)) < 100 * LEAST_NOISE  # %: the losses are a law's, without noise
+    fit = fit_law(decayed)
+    assert residuals == pytest.approx([100 * each for each in fit.residuals])
+    assert max(map(abs, residuals)) < 100 * LEAST_NOISE  # %: the mean has forms that are not the losses'
+    of_best = [100 * math.log(point.loss / fit.best.of(point)) for point in decayed]
+    assert max(map(abs, of_best)) < 0.1  # %: the losses are a law's, without noise
     assert "12 of 12" in finished.text
     assert "active parameters with embedding and head" in finished.text
     assert "missing" not in finished.text
