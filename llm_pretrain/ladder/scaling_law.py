@@ -237,9 +237,10 @@ def _mean_law(points: Sequence[Point]) -> MeanLaw:
     """
     countings: tuple[Counting, Counting] = ("parameters_with_embedding", "parameters")
     fitted = [_best(points, counting, joint) for counting in countings for joint in (False, True)]
-    fitted.sort(key=lambda law: _cost(_residuals(law, points), points))
+    cost_of = {law: _cost(_residuals(law, points), points) for law in fitted}
+    fitted.sort(key=cost_of.__getitem__)
     least = _cost(np.full(len(points), LEAST_NOISE), points)  # smaller ones tell nothing
-    costs = np.array([max(least, _cost(_residuals(law, points), points)) for law in fitted])
+    costs = np.array([max(least, cost_of[law]) for law in fitted])
     weights = (costs.min() / costs) ** max(1, len(points) - _NUMBERS)
     return MeanLaw(tuple(fitted), tuple(map(float, weights / weights.sum())))
 
