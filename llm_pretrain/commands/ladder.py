@@ -339,7 +339,7 @@ def flops_for(
         rungs = choose_rungs(base, flops, unique_tokens, count)
         expected = spent + ladder_seconds(sizes, rungs, speed)
         if measured and (expected > seconds or flops == most):
-            bound, advice = "least", "raise it, or use a base with a smaller training.global_batch_size"
+            bound, advice = "least", "raise it"
             if expected <= seconds:
                 bound, advice = "most", "lower it, or bring more text"
             named = expected * (1.05 if expected > seconds else 0.95)  # the next measurement differs a little

@@ -341,7 +341,7 @@ def _lines(forecast: Forecast, plan: _Plan, arguments: argparse.Namespace) -> li
             f"{choice.point.tokens:>15,} tokens  loss {choice.prediction.loss:.4f}"
         )
     warnings = missing_points(ladder) + forecast.warnings(best.point, best.prediction)
-    if best.point.flops > forecast.decayed.most_flops and not forecast.decayed.extrapolation_error:
+    if best.point.flops > forecast.decayed.most_flops and forecast.decayed.extrapolation_error is None:
         warnings.append("no points could be held out: the interval does not tell how wrong the law may be")
     if not arguments.gpu:
         device = torch.device("cuda" if this_machine().gpus else "cpu")

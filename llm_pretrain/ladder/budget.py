@@ -6,7 +6,7 @@ import bisect
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,9 +20,11 @@ from llm_pretrain.model import count_parameters, flops_per_token
 DECAY_SHARE = 0.5
 """Steps of a run's decay, as a share of the run: the losses of longer decays differ little
 (arXiv:2405.18392, figure 5), and each is trained once for every number of tokens."""
-BRANCHES = (1, 2, 3)
-"""Where decays begin, in multiples of the first: D/3, 2D/3 and D tell how the loss falls with tokens. Shorter
-runs cost little, but their losses fall in another way (docs/log.md#ladders)."""
+BRANCHES = (2, 4)
+"""Where decays begin, in steps between checkpoints: every size sees D/2 and D tokens, which tell how the loss
+falls with size."""
+SMALLEST_BRANCHES = (2, 3, 4, 5)
+"""Those of the smallest size: up to 5D/4, since it tells for least how the loss falls with tokens."""
 SIZES = (5, 4, 3)
 """Numbers of sizes, the preferred first; with fewer than three a curve over sizes is no fit."""
 SIZE_RATIOS = (1.6, 1.45)
@@ -36,7 +38,10 @@ MIN_TOKENS_PER_PARAMETER = 1.0
 MIN_HEADS = 3
 """Of the smallest size: those with fewer hardly gain from more tokens (docs/log.md#ladders)."""
 MIN_STEPS = 450
-"""Of the shortest run: the losses of fewer fall in another way (docs/log.md#ladders)."""
+"""Of a run: the losses of fewer fall in another way (docs/log.md#ladders)."""
+MIN_TOKENS = 4_000_000
+"""Of a run: whatever their size, models learn to copy from their context between 2 and 5 M tokens, and no law
+holds for losses before and after that (docs/log.md#ladders)."""
 RATE_FACTORS = (0.5, 1.0, 2.0)
 """On the base's learning rates, tried at the smallest size; half or double costs little (muP transfers)."""
 RATE_LIMITS = (0.25, 4.0)
@@ -130,9 +135,14 @@ def decay_of(steps: int) -> int:
     return max(1, round(steps * DECAY_SHARE))
 
 
-def rung_of(hidden_size: int, first_branch: int) -> Rung:
-    """The runs of a size whose first decay begins at step `first_branch`."""
-    branches = tuple(first_branch * multiple for multiple in BRANCHES)
+def least_tokens(config: Config) -> int:
+    """Tokens of the shortest run that a law holds for."""
+    return max(MIN_TOKENS, MIN_STEPS * tokens_per_step(config))
+
+
+def rung_of(hidden_size: int, save_steps: int, multiples: Sequence[int] = BRANCHES) -> Rung:
+    """The runs of a size whose stable run saves every `save_steps` steps; decays begin at their multiples."""
+    branches = tuple(save_steps * multiple for multiple in multiples)
     steps = tuple(max(branch + 1, round(branch / (1 - DECAY_SHARE))) for branch in branches)
     return Rung(hidden_size, steps, branches)
 
@@ -147,12 +157,12 @@ def ladder_flops(sizes: Sizes, rungs: tuple[Rung, ...]) -> float:
 def choose_rungs(
     config: Config, budget_flops: float, unique_tokens: int, count: int | None = None
 ) -> tuple[Rung, ...]:
-    """The sizes of a ladder and their numbers of steps, each with about the same compute.
+    """The sizes of a ladder and their numbers of steps, the same for all but the smallest, which has more.
 
-    Sizes are geometric in FLOPs per token around one that sees `TOKENS_PER_PARAMETER`; where the smallest
-    would pass over the text more than `MAX_EPOCHS` times, all are larger. Where the largest would have fewer
-    than `MIN_STEPS` steps in its shortest run, they are closer together. A larger budget makes runs longer
-    and adds sizes: each one that is more than the fewest asks for twice the steps.
+    Sizes are geometric in FLOPs per token, and the middle one sees `TOKENS_PER_PARAMETER`. Where that would
+    be more than `MAX_EPOCHS` passes over the text, all are larger; where the shortest runs would have fewer
+    than `least_tokens`, smaller, or closer together. A larger budget makes runs longer and adds sizes: each
+    one that is more than the fewest asks for twice the tokens.
 
     Args:
         config: The base of the family, `model.vocab_size` resolved.
@@ -177,7 +187,7 @@ def choose_rungs(
         raise ConfigError(
             f"--budget: expected {' or '.join(bounds)} FLOPs for {count or SIZES[-1]} sizes of this family "
             f"and {unique_tokens:,} tokens of text, found {budget_flops:.2g}; "
-            + ("use a base with a smaller training.global_batch_size" if above else "bring more text")
+            + (f"raise it{_or_smaller_steps(sizes)}" if above else "bring more text")
         )
     return rungs
 
@@ -192,8 +202,9 @@ def most_run_flops(unique_tokens: int) -> float:
 
 
 def most_flops(unique_tokens: int, count: int | None = None) -> float:
-    """The largest budget of a ladder: that of its longest runs is `most_run_flops`."""
-    return most_run_flops(unique_tokens) / _longest_share(count or SIZES[0])
+    """The largest budget of a ladder: that of its smallest size's longest run is `most_run_flops`."""
+    relative = [SIZE_RATIOS[0] ** k for k in range(count or SIZES[-1])]
+    return most_run_flops(unique_tokens) / _tokens_per_multiple(1.0, relative) / SMALLEST_BRANCHES[-1]
 
 
 def least_flops(sizes: Sizes, unique_tokens: int, count: int | None = None) -> float:
@@ -213,7 +224,7 @@ def _fits(sizes: Sizes, unique_tokens: int, count: int | None) -> tuple[list[flo
 
     None counts the fewest. Where the store is small, a larger budget may fail: widths come in steps.
     """
-    low = sizes.size(1).flops_per_token * tokens_per_step(sizes.base) * MIN_STEPS  # any ladder needs more
+    low = sizes.size(1).flops_per_token * least_tokens(sizes.base)  # any ladder needs more
     high = most_flops(unique_tokens, count)
     powers = range(math.floor(24 * math.log10(low)), math.ceil(24 * math.log10(high)))
     rounded = [float(f"{10 ** (power / 24):.1e}") for power in powers]
@@ -224,59 +235,76 @@ def _fits(sizes: Sizes, unique_tokens: int, count: int | None) -> tuple[list[flo
 def _store_error(sizes: Sizes, unique_tokens: int) -> ConfigError:
     """Of a store too small for any budget."""
     tokens = tokens_per_step(sizes.base)
-    span = SIZE_RATIOS[-1] ** (SIZES[-1] - 1)
-    needed = math.ceil(MIN_STEPS * tokens * span * BRANCHES[-1] / BRANCHES[0] / MAX_EPOCHS)
+    needed = math.ceil(least_tokens(sizes.base) * SMALLEST_BRANCHES[-1] / BRANCHES[0] / MAX_EPOCHS)
     least = needed if unique_tokens < needed else unique_tokens * 5 // 4  # widths come in steps
     return ConfigError(
         f"--input: expected a store of at least {least:,} tokens for a ladder with steps "
-        f"of {tokens:,} tokens, found {unique_tokens:,}; bring more text, or lower "
-        "training.global_batch_size"
+        f"of {tokens:,} tokens, found {unique_tokens:,}; bring more text{_or_smaller_steps(sizes)}"
     )
 
 
-def _longest_share(count: int) -> float:
-    """FLOPs of the longest run of each size, as a share of a ladder's: of `count` sizes, with its checks."""
-    of_size = BRANCHES[-1] + sum(BRANCHES) * DECAY_SHARE / (1 - DECAY_SHARE)
-    of_checks = BRANCHES[0] * (len(RATE_FACTORS) - 1) / (1 - DECAY_SHARE)
-    return BRANCHES[-1] / (1 - DECAY_SHARE) / (count * of_size + of_checks)
+def _or_smaller_steps(sizes: Sizes) -> str:
+    """Advice where it is steps, not tokens, of which the shortest runs need more."""
+    steps_decide = least_tokens(sizes.base) > MIN_TOKENS
+    return ", or use a base with a smaller training.global_batch_size" if steps_decide else ""
+
+
+def _tokens_per_multiple(budget_flops: float, flops_per_token: Sequence[float]) -> float:
+    """Tokens of a run for each unit of `BRANCHES`, its decay included, that a budget pays for these sizes."""
+
+    def run(branches: Sequence[int]) -> float:  # the stable one, then the decays
+        return max(branches) * (1 - DECAY_SHARE) + sum(branches) * DECAY_SHARE
+
+    smallest, *others = flops_per_token
+    checks = SMALLEST_BRANCHES[0] * (len(RATE_FACTORS) - 1)
+    return budget_flops / (smallest * (run(SMALLEST_BRANCHES) + checks) + run(BRANCHES) * math.fsum(others))
 
 
 def _first_fit(
     sizes: Sizes, budget_flops: float, unique_tokens: int, count: int | None
 ) -> tuple[Rung, ...] | None:
-    """The rungs with most sizes, then with the widest span, whose shortest run is long enough."""
+    """The rungs with most sizes, then with the widest span, whose shortest runs are long enough."""
     for each, ratio in itertools.product(SIZES if count is None else (count,), SIZE_RATIOS):
-        least = MIN_STEPS * (2 ** (each - SIZES[-1]) if count is None else 1)
-        rungs = _rungs(sizes, budget_flops, unique_tokens, each, ratio ** (each - 1))
-        if rungs and all(rung.steps[0] >= least for rung in rungs):
+        least = least_tokens(sizes.base) * (2 ** (each - SIZES[-1]) if count is None else 1)
+        if rungs := _rungs(sizes, budget_flops, unique_tokens, each, ratio, least):
             return rungs
     return None
 
 
 def _rungs(
-    sizes: Sizes, budget_flops: float, unique_tokens: int, count: int, span: float
+    sizes: Sizes, budget_flops: float, unique_tokens: int, count: int, ratio: float, least: int
 ) -> tuple[Rung, ...] | None:
-    """`count` sizes over `span`; None where a run would have no steps."""
-    longest_flops = budget_flops * _longest_share(count)
+    """`count` sizes, each with about `ratio` times the FLOPs per token of the one before.
 
-    def longest(size: Size) -> float:
-        """Tokens of its longest run."""
-        return longest_flops / size.flops_per_token
+    None where the shortest runs of all sizes would have fewer than `least` tokens, or the text is too short.
+    """
 
-    middle = sizes.size(sizes.first(lambda size: longest(size) <= TOKENS_PER_PARAMETER * size.parameters))
-    number = sizes.nearest(middle.flops_per_token / math.sqrt(span))
-    number = max(number, sizes.first(lambda size: longest(size) <= MAX_EPOCHS * unique_tokens), MIN_HEADS)
-    smallest, rungs = sizes.size(number).flops_per_token, list[Rung]()
-    for k in range(count):
-        if k:
-            number = sizes.nearest(smallest * span ** (k / (count - 1)), above=number)
-        size = sizes.size(number)
-        branch = longest(size) * (1 - DECAY_SHARE) / BRANCHES[-1] * BRANCHES[0]
-        first_branch = round(branch / tokens_per_step(sizes.base))
-        if first_branch < 1:
-            return None
-        rungs.append(rung_of(size.hidden_size, first_branch))
-    return tuple(rungs)
+    def from_smallest(smallest: Size) -> list[Size]:
+        found = [smallest]
+        for k in range(1, count):
+            above = found[-1].hidden_size // sizes.step
+            found.append(sizes.size(sizes.nearest(smallest.flops_per_token * ratio**k, above)))
+        return found
+
+    def unit(members: list[Size]) -> float:
+        return _tokens_per_multiple(budget_flops, [each.flops_per_token for each in members])
+
+    def is_large_enough(smallest: Size) -> bool:
+        members = from_smallest(smallest)
+        tokens, parameters = unit(members), members[count // 2].parameters
+        return BRANCHES[-1] * tokens <= TOKENS_PER_PARAMETER * parameters or BRANCHES[0] * tokens < least
+
+    most = MAX_EPOCHS * unique_tokens
+    number = sizes.first(is_large_enough)
+    if BRANCHES[0] * unit(from_smallest(sizes.size(number))) < least:
+        number -= 1
+    lowest = sizes.first(lambda smallest: SMALLEST_BRANCHES[-1] * unit(from_smallest(smallest)) <= most)
+    smallest, *others = members = from_smallest(sizes.size(max(number, lowest, MIN_HEADS)))
+    if BRANCHES[0] * (tokens := unit(members)) < least:
+        return None
+    save_steps = max(1, round(tokens * (1 - DECAY_SHARE) / tokens_per_step(sizes.base)))
+    first = rung_of(smallest.hidden_size, save_steps, SMALLEST_BRANCHES)
+    return first, *(rung_of(each.hidden_size, save_steps) for each in others)
 
 
 @dataclass(frozen=True)
@@ -324,7 +352,7 @@ def ladder_seconds(sizes: Sizes, rungs: tuple[Rung, ...], speed: Speed) -> float
     done = {run.name: run.end for run in check}
 
     def cost(run: Run, first: int) -> float:
-        evaluations = 1 if run.begin else 1 + run.steps // rungs[0].branches[0]
+        evaluations = 1 if run.begin else (run.end - first) // rungs[0].save_steps
         flops = sizes.step_flops(run.hidden_size) / tokens
         return speed.seconds(flops, (run.end - first) * tokens, evaluations)
 

@@ -12,11 +12,11 @@ from llm_pretrain.config import Config, DistributedConfig, PredictedLoss
 from llm_pretrain.errors import ConfigError
 from llm_pretrain.ladder.budget import (
     MAX_EPOCHS,
-    MIN_STEPS,
     MIN_TOKENS_PER_PARAMETER,
     Size,
     Sizes,
     decay_of,
+    least_tokens,
     most_run_flops,
 )
 from llm_pretrain.ladder.family import member
@@ -129,14 +129,14 @@ class Forecast:
         Raises:
             ConfigError: there is none.
         """
-        found, best = list[Choice](), math.inf
+        found, best, least = list[Choice](), math.inf, least_tokens(self.ladder.base)
         for size in Sizes(self.ladder.base).ascending():
             config = member(self.ladder.base, size.hidden_size)
             steps = int(budget.tokens(size) / tokens_per_step(config))
             parameters = count_parameters(config.model).total
-            if steps < MIN_STEPS or parameters > max_parameters:
-                break
             point = unmeasured_point(config, steps, self.ladder.unique_tokens, decayed=True)
+            if point.tokens < least or parameters > max_parameters:
+                break
             found.append(Choice(config, parameters, steps, point, self.decayed.predict(point)))
             best = min(best, loss := found[-1].prediction.loss)
             if loss > best * HIGHER or point.tokens < MIN_TOKENS_PER_PARAMETER * size.parameters:
@@ -144,7 +144,7 @@ class Forecast:
         if not found:
             limit = "" if max_parameters == math.inf else f" and at most {max_parameters:,.0f} parameters"
             raise ConfigError(
-                f"plan: expected a budget for {MIN_STEPS} steps of a size of the ladder's family{limit}, "
+                f"plan: expected a budget for {least:,} tokens with a size of the ladder's family{limit}, "
                 "found less; raise it"
             )
         return found

@@ -72,12 +72,17 @@ class Rung:
     Args:
         hidden_size: Of the model.
         steps: Optimizer steps of its decayed runs, ascending, each with its stable part.
-        branches: Step at which the decay of each begins; multiples of the first.
+        branches: Step at which the decay of each begins.
     """
 
     hidden_size: int
     steps: tuple[int, ...]
     branches: tuple[int, ...]
+
+    @property
+    def save_steps(self) -> int:
+        """Steps between the stable run's checkpoints: every branch is a multiple."""
+        return math.gcd(*self.branches)
 
 
 @dataclass(frozen=True)

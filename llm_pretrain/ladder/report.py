@@ -25,7 +25,7 @@ from llm_pretrain.tracking import Table, quantity, render_page, write_page
 BEYOND = (1.0, 3.0, 10.0, 30.0)
 """Multiples of the largest point's compute with their best size; the frontier ends at the last."""
 ISO_LEVELS = (4.0, 30.0)
-"""Multiples of the largest point's compute with an IsoFLOP curve, besides those of the points."""
+"""Multiples of the largest point's compute with an IsoFLOP curve, besides that of each size's longest run."""
 _NEAR = 1.2
 """Points within this factor of a level's compute are drawn at its curve."""
 _FRONTIER_POINTS = 40
@@ -179,8 +179,8 @@ def _iso_chart(frontier: Frontier) -> dict[str, Any]:
     fit, traces = frontier.fit, []
     counting, most = fit.best.counting, fit.most_flops
     trained = [getattr(point, counting) for point in fit.points]
-    lengths = frontier.forecast.ladder.rungs[0].steps
-    levels = [most * multiple for multiple in (*(steps / lengths[-1] for steps in lengths), *ISO_LEVELS)]
+    longest = {point.hidden_size: point.flops for point in sorted(fit.points, key=lambda each: each.flops)}
+    levels = [*sorted(longest.values()), *(most * multiple for multiple in ISO_LEVELS)]
     for color, level in enumerate(levels):
         points = frontier.at(level)
         best = min(points, key=lambda each: each.loss)
@@ -241,11 +241,11 @@ def _law_lines(fit: Fit) -> list[str]:
     """The law in words, one sentence each."""
     law, total = fit.best, fit.best.alpha + fit.best.beta
     extrapolation = (
-        f"A fit without the rungs of most compute missed them by {100 * fit.extrapolation_error:.2g} % for "
-        "every factor e of compute beyond its points; the interval grows as much."
-        if fit.extrapolation_error
-        else "The rungs of most compute were missed by no more than the noise, or the ladder is too short to "
-        "hold points out: the interval does not say how the law's form errs beyond the points."
+        "The ladder is too short to hold points out: the interval does not say how the law's form errs "
+        "beyond the points."
+        if fit.extrapolation_error is None
+        else f"A fit without the points of most compute missed them by {100 * fit.extrapolation_error:.2g} % "
+        "for every factor e of compute beyond its own; the interval grows as much."
     )
     size, text = f"{law.A:.4g} / N^{law.alpha:.3f}", f"{law.B:.4g} / D^{law.beta:.3f}"
     terms = f"{size} + {text}"

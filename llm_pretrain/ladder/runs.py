@@ -85,7 +85,7 @@ def run_config(ladder: Ladder, run: Run) -> Config:
     """
     base = member(ladder.base, run.hidden_size)
     rung = next(each for each in ladder.rungs if each.hidden_size == run.hidden_size)
-    first, runs = rung.branches[0], ladder.folder.absolute() / RUNS_FOLDER
+    runs = ladder.folder.absolute() / RUNS_FOLDER
     resume = str(runs / f"{run.after}" / "checkpoints" / f"step-{run.begin:08d}") if run.begin else "auto"
     return dataclasses.replace(
         base,
@@ -98,15 +98,20 @@ def run_config(ladder: Ladder, run: Run) -> Config:
         schedule=dataclasses.replace(
             base.schedule,
             name="wsd" if run.begin else "constant",
-            warmup_steps=min(base.schedule.warmup_steps, int(first * WARMUP_SHARE)),
+            warmup_steps=min(base.schedule.warmup_steps, int(rung.branches[0] * WARMUP_SHARE)),
             min_learning_rate=base.schedule.min_learning_rate * run.factor,
             decay_steps=run.steps if run.begin else None,
         ),
         training=dataclasses.replace(base.training, max_steps=run.end),
         checkpoint=dataclasses.replace(
-            base.checkpoint, save_steps=first, keep_last=_KEEP_ALL, keep_best=False, resume=resume
+            base.checkpoint, save_steps=rung.save_steps, keep_last=_KEEP_ALL, keep_best=False, resume=resume
         ),
-        evaluation=dataclasses.replace(base.evaluation, eval_steps=first, sample_prompts=[], prediction=[]),
+        evaluation=dataclasses.replace(
+            base.evaluation,
+            eval_steps=run.end if run.begin else rung.save_steps,
+            sample_prompts=[],
+            prediction=[],
+        ),
         logging=dataclasses.replace(
             base.logging, wandb_mode="disabled", tensorboard=False, report=False, parameters_sha256=False
         ),

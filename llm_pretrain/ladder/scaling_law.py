@@ -50,6 +50,8 @@ FEW_POINTS = 8
 """Fewer are named: three of them decide about noise and hold-out."""
 NO_LAW = 0.01
 """Noise above this is named: points before and after a jump of the loss, which no law follows."""
+DOUBT = 0.25
+"""Weight of the forms together of which one number is in doubt, from which it is named."""
 NO_FLOOR = 0.01
 """E below this share of the least loss is named: what the ladder shows has no floor yet."""
 NO_FALL = 0.01
@@ -139,10 +141,12 @@ class Fit:
         law: The mean of all forms.
         points: That it is fitted to.
         residuals: log L of each point less the law's.
-        noise: Standard deviation of log L around the law at `most_flops`; with less compute it is larger.
+        noise: Standard deviation of log L around the law at `most_flops`; it grows with the square root of
+            less compute.
         samples: Laws of resampled points, of each form in proportion to its weight.
         extrapolation_error: Error of log L per factor e of compute beyond the points, found by holding points
             out: the interval is at least as wide, since resampling cannot see that the law itself is wrong.
+            None where too few would be left.
         most_flops: Of a point.
         warnings: Why the ladder may be too short to tell; one line each.
     """
@@ -152,7 +156,7 @@ class Fit:
     residuals: tuple[float, ...]
     noise: float
     samples: tuple[ScalingLaw, ...]
-    extrapolation_error: float
+    extrapolation_error: float | None
     most_flops: float
     warnings: tuple[str, ...]
 
@@ -163,17 +167,15 @@ class Fit:
 
     def predict(self, point: Point) -> Prediction:
         """The loss of a training that may be none of the ladder's; of `point`, `loss` is not read."""
+        from scipy.stats import t
+
         loss = self.law.of(point)
         logs = np.log([sample.of(point) for sample in self.samples]) - math.log(loss)
-        beyond = max(0.0, math.log(point.flops / self.most_flops))
-        law = max(float(np.mean(logs**2)), (self.extrapolation_error * beyond) ** 2)
-        spread = math.sqrt(law + self.noise**2)
-        half = _NORMAL * spread
+        less = self.most_flops / point.flops
+        wrong_form = (self.extrapolation_error or 0.0) * max(0.0, -math.log(less))
+        spread = math.sqrt(max(float(np.mean(logs**2)), wrong_form**2) + self.noise**2 * max(1.0, less))
+        half = float(t.ppf((1 + LEVEL) / 2, _freedom(self.points))) * spread  # the noise is an estimate too
         return Prediction(loss, loss * math.exp(-half), loss * math.exp(half))
-
-
-_NORMAL = 1.645
-"""Standard deviations on each side of `LEVEL` of a normal distribution."""
 
 
 def fit_law(points: Sequence[Point], *, seed: int = 0, samples: int = SAMPLES) -> Fit:
@@ -214,9 +216,9 @@ def fit_law(points: Sequence[Point], *, seed: int = 0, samples: int = SAMPLES) -
         residuals=tuple(map(float, residuals)),
         noise=noise,
         samples=tuple(drawn),
-        extrapolation_error=_extrapolation_error(points, noise),
+        extrapolation_error=_extrapolation_error(points),
         most_flops=max(point.flops for point in points),
-        warnings=tuple(_warnings(law.laws[0], points, noise)),
+        warnings=tuple(_warnings(law, points, noise)),
     )
 
 
@@ -241,7 +243,7 @@ def _mean_law(points: Sequence[Point]) -> MeanLaw:
     fitted.sort(key=cost_of.__getitem__)
     least = _cost(np.full(len(points), LEAST_NOISE), points)  # smaller ones tell nothing
     costs = np.array([max(least, cost_of[law]) for law in fitted])
-    weights = (costs.min() / costs) ** max(1, len(points) - _NUMBERS)
+    weights = (costs.min() / costs) ** _freedom(points)
     return MeanLaw(tuple(fitted), tuple(map(float, weights / weights.sum())))
 
 
@@ -253,21 +255,35 @@ def _residuals(law: ScalingLaw | MeanLaw, points: Sequence[Point]) -> Floats:
 def _noise(residuals: Floats, points: Sequence[Point]) -> float:
     """Standard deviation of log L around a fitted law, of the point of most compute."""
     squares = float(np.sum((residuals * _trust(points)) ** 2))
-    return max(LEAST_NOISE, math.sqrt(squares / max(1, len(points) - _NUMBERS)))
+    return max(LEAST_NOISE, math.sqrt(squares / _freedom(points)))
 
 
-def _warnings(law: ScalingLaw, points: Sequence[Point], noise: float) -> list[str]:
-    found, least = list[str](), min(point.loss for point in points)
+def _freedom(points: Sequence[Point]) -> int:
+    """Degrees of freedom that a fitted law leaves."""
+    return max(1, len(points) - _NUMBERS)
+
+
+def _warnings(mean: MeanLaw, points: Sequence[Point], noise: float) -> list[str]:
+    found = list[str]()
     if len(points) < FEW_POINTS:
         found.append(f"the ladder is too short to tell: {len(points)} points for a law of five numbers")
     if noise > NO_LAW:
-        found.append(
-            f"the ladder is too short to tell: its points are {noise:.1%} off every law, as at a jump"
-        )
+        found.append(f"the ladder is too short to tell: its points are {noise:.1%} off its law, as at a jump")
+    doubts: dict[str, tuple[float, str]] = {}  # number -> (weight of its laws, why)
+    for law, weight in zip(mean.laws, mean.weights, strict=True):
+        for number, reason in _doubts(law, points).items():
+            before, first = doubts.get(number, (0.0, reason))
+            doubts[number] = before + weight, first
+    return found + [
+        f"the ladder is too short to tell {reason}" for weight, reason in doubts.values() if weight >= DOUBT
+    ]
+
+
+def _doubts(law: ScalingLaw, points: Sequence[Point]) -> dict[str, str]:
+    """Numbers of a law that the points do not tell, and why."""
+    found, least = dict[str, str](), min(point.loss for point in points)
     if NO_FLOOR * least > law.E:
-        found.append(
-            "the ladder is too short to tell which loss remains with any size and text: E is at its bound 0"
-        )
+        found["E"] = "which loss remains with any size and text: E is at its bound 0"
     parameters, tokens = (np.exp(counts) for counts in _counts(points, law.counting))
     for name, term, values in (
         ("alpha", "parameters", law.A / parameters**law.alpha),
@@ -275,29 +291,26 @@ def _warnings(law: ScalingLaw, points: Sequence[Point], noise: float) -> list[st
     ):
         exponent, fall = getattr(law, name), float(np.ptp(values))
         if not EXPONENTS[0] * 1.01 < exponent < EXPONENTS[1] * 0.99:
-            reason = f"{name} is at its bound {exponent:.2g}"
+            found[name] = f"how the loss falls with {term}: {name} is at its bound {exponent:.2g}"
         elif fall < NO_FALL * least:
-            reason = f"between its points that is {fall:.2g} of {least:.2f}"
-        else:
-            continue
-        found.append(f"the ladder is too short to tell how the loss falls with {term}: {reason}")
+            found[name] = (
+                f"how the loss falls with {term}: between its points that is {fall:.2g} of {least:.2f}"
+            )
     return found
 
 
-def _extrapolation_error(points: Sequence[Point], noise: float) -> float:
+def _extrapolation_error(points: Sequence[Point]) -> float | None:
     """How wrong a fit to the cheaper points is about the others, per factor e of compute between them.
 
-    Args:
-        points: Of the fit.
-        noise: Part of the error that no fit avoids.
+    What seeds differ by is not counted. None where too few points would be left.
     """
     most = max(point.flops for point in points)
     cheap = [point for point in points if point.flops < most / HELD_OUT]
     if len(cheap) < LEAST_POINTS - 1 or len({point.hidden_size for point in cheap}) < LEAST_SIZES:
-        return 0.0
+        return None
     early, limit = _mean_law(cheap), max(point.flops for point in cheap)
     held = [point for point in points if point.flops >= most / HELD_OUT]
-    squares = np.maximum(_residuals(early, held) ** 2 - noise**2, 0)
+    squares = np.maximum(_residuals(early, held) ** 2 - LEAST_NOISE**2, 0)
     return math.sqrt(float(np.mean(squares / np.log([point.flops / limit for point in held]) ** 2)))
 
 

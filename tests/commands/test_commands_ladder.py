@@ -194,7 +194,7 @@ def test_a_time_is_measured_before_it_is_planned(plain_store: Path, tmp_path: Pa
     ("options", "expected"),
     [
         (("--budget", "soon"), "--budget: expected a time such as 20m or 2h, or FLOPs such as 1e16"),
-        (BUDGET, "--input: expected a store of at least 181,656 tokens"),
+        (BUDGET, "--input: expected a store of at least 72,000 tokens"),
         (
             ("--budget", "1e7", "--training.global_batch_size", "1", "--training.micro_batch_size", "1"),
             "--budget: expected at least",
@@ -211,7 +211,9 @@ def test_wrong_options_are_one_line(
     plain_store: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ):
+    monkeypatch.setattr("llm_pretrain.ladder.budget.MIN_TOKENS", 1)
     assert main(command(plain_store, tmp_path / "ladder", *options)[2:]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1

@@ -105,7 +105,8 @@ def test_the_page_shows_every_point_and_a_law_that_predicts_them(ladder: Ladder,
     assert "12 of 12" in finished.text
     assert "active parameters with embedding and head" in finished.text
     assert "missing" not in finished.text
-    assert "Warning" not in finished.text
+    far = "Warning: at 30 times the compute of the ladder's largest point"
+    assert finished.text.count("Warning") == finished.text.count(far)
 
 
 def test_the_frontier_is_the_least_loss_over_the_whole_family(ladder: Ladder, finished: Page):
@@ -129,12 +130,15 @@ def test_an_isoflop_curve_passes_its_points_and_its_mark_is_lowest(finished: Pag
     iso = traces(finished, "iso")
     curves = {trace["name"]: trace for trace in iso if trace["kind"] in ("line", "dashed")}
     points = [trace for trace in iso if trace["kind"] == "points"]
-    assert [trace["kind"] for trace in curves.values()] == ["line"] * 3 + ["dashed"] * 2
-    assert [len(trace["x"]) for trace in points] == [4, 4, 4]
+    assert [trace["kind"] for trace in curves.values()] == ["line"] * 4 + ["dashed"] * 2
+    assert [len(trace["x"]) for trace in points] == [3, 3, 2, 1]  # some lengths of the others are as dear
     for trace in points:
         curve = curves[trace["name"]]
-        for x, y in zip(trace["x"], trace["y"], strict=True):
-            assert y == pytest.approx(curve["y"][curve["x"].index(x)], rel=0.02)  # their compute is near
+        errors = [
+            abs(y / curve["y"][curve["x"].index(x)] - 1) for x, y in zip(trace["x"], trace["y"], strict=True)
+        ]
+        assert min(errors) < 4e-3, "a size's longest run has just this compute"
+        assert max(errors) < 0.03, "that of the others is near"
     for trace in [trace for trace in iso if trace["kind"] == "best"]:
         assert trace["y"] == [min(curves[trace["name"]]["y"])]
 
@@ -190,7 +194,7 @@ def test_a_ladder_without_any_run_has_a_page(tmp_path: Path):
 
 
 def test_a_ladder_with_its_optimum_outside_is_warned_of(tmp_path: Path):
-    many = make_ladder(tmp_path / "many", first_branch=100_000, unique_tokens=10**10)
+    many = make_ladder(tmp_path / "many", save_steps=30_000, unique_tokens=10**10)
     text = page_of(many).text
     assert "which is not between the ladder's smallest and largest, 32 and 128" in text
 

@@ -26,6 +26,8 @@ from llm_pretrain.ladder.budget import rung_of
 from llm_pretrain.ladder.measurements import unmeasured_point
 
 LAW = ScalingLaw("parameters_with_embedding", 1.5, 150.0, 0.4, 400.0, 0.35)
+MULTIPLES = (1, 2, 4)
+"""Where decays begin: so far apart that points without noise tell the law."""
 STABLE = 1.06
 """Loss before the decay, in units of that after it."""
 BITS = 0.45
@@ -44,28 +46,27 @@ def make_ladder(
     *,
     name: str = "tiny-dense",
     sizes: Sequence[int] = (32, 64, 96, 128),
-    first_branch: int = 2200,
+    save_steps: int = 2000,
     unique_tokens: int = 50_000_000,
     law: ScalingLaw = LAW,
     noise: float = 0.0,
     seed: int = 0,
 ) -> Ladder:
-    """Write a finished ladder of equal compute for each size, and return it.
+    """Write a finished ladder, and return it.
 
     Args:
         folder: Created if missing.
         name: Preset that is the base of the family.
         sizes: Hidden sizes, ascending.
-        first_branch: Of the smallest size.
+        save_steps: Of the stable runs.
         unique_tokens: Of the store.
         law: Of the losses.
         noise: Standard deviation of their logarithm.
         seed: Of the noise.
     """
     base = with_store(preset(name), Path("stores/text"))
-    counted, generator = Sizes(base), np.random.default_rng(seed)
-    compute = first_branch * counted.step_flops(sizes[0])
-    rungs = tuple(rung_of(size, max(1, round(compute / counted.step_flops(size)))) for size in sizes)
+    generator = np.random.default_rng(seed)
+    rungs = tuple(rung_of(size, save_steps, MULTIPLES) for size in sizes)
     points = [
         measured(member(base, rung.hidden_size), steps, unique_tokens, law, decayed=decayed)
         for rung in rungs
@@ -75,7 +76,7 @@ def make_ladder(
     noisy = [
         dataclasses.replace(point, loss=point.loss * math.exp(generator.normal(0, noise))) for point in points
     ]
-    budget = Budget("20m", ladder_flops(counted, rungs), 1200.0)
+    budget = Budget("20m", ladder_flops(Sizes(base), rungs), 1200.0)
     ladder = Ladder(folder, base, "a" * 64, unique_tokens, rungs, budget, 1.0, 1, tuple(noisy))
     folder.mkdir(parents=True, exist_ok=True)
     ladder.write()

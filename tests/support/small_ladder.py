@@ -21,8 +21,9 @@ from llm_pretrain.commands import _ladder_runs
 from llm_pretrain.commands._launching import Job, LaunchContext, RunningJob
 from llm_pretrain.ladder import budget
 
-budget.BRANCHES = (1, 2)
+budget.BRANCHES = budget.SMALLEST_BRANCHES = (1, 2)
 budget.MIN_STEPS = 10
+budget.MIN_TOKENS = 1
 budget.MIN_HEADS = 1
 budget.MAX_EPOCHS = 1000.0
 _ladder_runs.MEASURED_SECONDS = 1.0
