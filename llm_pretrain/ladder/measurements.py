@@ -60,7 +60,8 @@ class RunRecord:
 
     def has_ended(self, end: int) -> bool:
         """Whether the run finished at step `end` or later with its evaluation, or has diverged."""
-        if self.status.get("state") == "finished" and self.status.get("step", 0) >= end:
+        step = self.status.get("step")
+        if self.status.get("state") == "finished" and isinstance(step, int) and step >= end:
             return end in self.losses
         return self.status.get("state") == "diverged"
 

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llm_pretrain.config import Config, from_dict, matches_type, to_dict
+from llm_pretrain.config import Config, from_dict, matches_type, to_dict, validate
 from llm_pretrain.errors import ConfigError, DataError
 from llm_pretrain.files import json_object, read_plain, replace_text
+from llm_pretrain.ladder.family import member
 
 LADDER_FILE, POINTS_FILE, RUNS_FOLDER = "ladder.json", "points.jsonl", "runs"
 VERSION = 1
@@ -179,12 +180,17 @@ def read_unmeasured(folder: str | Path) -> Ladder | None:
         if isinstance(value, int | float) and not 0 < value < math.inf:
             raise DataError(f"{file}: expected {name} above 0, found {value}")
     try:
+        budget, base = _budget(content["budget"]), from_dict(content["base"])
+        if problems := validate(base):
+            raise ConfigError(*problems)
+        if base.model.vocab_size is None or not content["rungs"]:
+            raise ValueError("rungs" if base.model.vocab_size else "model.vocab_size")
         rungs = tuple(Rung(rung["hidden_size"], *map(tuple, _steps(rung))) for rung in content["rungs"])
-        budget, base = Budget(**content["budget"]), from_dict(content["base"])
-        if not rungs or not 0 < budget.flops < math.inf:
-            raise ValueError("rungs" if not rungs else "budget")
+        for rung in rungs:
+            member(base, rung.hidden_size)
     except (KeyError, TypeError, ValueError, ConfigError) as error:
-        raise DataError(f"{file}: expected a ladder, found a wrong or missing entry: {error}") from error
+        first = str(error).partition("\n")[0]
+        raise DataError(f"{file}: expected a ladder, found a wrong or missing entry: {first}") from error
     names = ("store", "unique_tokens", "rate_factor", "threads")
     return Ladder(
         folder=Path(folder), base=base, rungs=rungs, budget=budget, **{n: content[n] for n in names}
@@ -200,6 +206,18 @@ _LADDER_KINDS: dict[str, Any] = {
     "budget": dict[str, Any],
     "base": dict[str, Any],
 }
+
+
+def _budget(values: Mapping[str, Any]) -> Budget:
+    """That of ladder.json. Raises ValueError where it cannot be one."""
+    budget = Budget(**values)
+    numbers = [budget.flops, budget.measuring_seconds, budget.start_up_seconds]
+    if budget.seconds is not None:
+        numbers.append(budget.seconds)
+    kinds = isinstance(budget.text, str) and matches_type(list[float], numbers)
+    if not (kinds and budget.flops > 0 and all(0 <= each < math.inf for each in numbers)):
+        raise ValueError(f"budget {values}"[:80])
+    return budget
 
 
 def _steps(rung: Mapping[str, Any]) -> tuple[list[int], list[int]]:

@@ -91,6 +91,14 @@ def test_a_run_has_ended_only_at_its_last_step_with_its_evaluation(ladder: Ladde
     assert not read_record(run_folder(ladder, run)).has_ended(80)
 
 
+@pytest.mark.parametrize("step", [None, "80", 79])
+def test_a_status_without_the_last_step_is_of_no_ended_run(ladder: Ladder, step: object):
+    run = Run(64, 2.0, 0, 80)
+    finish(ladder, run)
+    (run_folder(ladder, run) / "status.json").write_text(json.dumps({"state": "finished", "step": step}))
+    assert not read_record(run_folder(ladder, run)).has_ended(80)
+
+
 def test_repeated_work_counts_once(tmp_path: Path):
     """An attempt of 40 s to step 40; killed, the next one begins from step 30 and takes 20 s to step 50."""
     rows = [{"step": step, "time": 100.0 + step} for step in (10, 20, 30, 40)]
@@ -146,7 +154,13 @@ DAMAGE: dict[str, tuple[str, object]] = {
     "a rate that is no number": ("rate_factor", "x"),
     "no tokens": ("unique_tokens", 0),
     "a budget of words": ("budget", {"text": "1m", "flops": "many"}),
+    "a budget without its text": ("budget", {"text": 5, "flops": 1.0}),
+    "a budget of no time": ("budget", {"text": "1m", "flops": 1.0, "start_up_seconds": None}),
     "a base of another time": ("base", {"model": {"hidden_sizes": 3}}),
+    "a base without a vocabulary": ("base", {}),
+    "a base without a batch": ("base", {"training": {"global_batch_size": 0}}),
+    "a base without heads": ("base", {"model": {"num_attention_heads": 0}}),
+    "a size of another family": ("rungs", [{"hidden_size": 33, "steps": [2], "branches": [1]}]),
 }
 
 
