@@ -119,9 +119,9 @@ class ImportedConfig:
         return text
 
 
-def file_name(text: str) -> str:
-    """`text` as a name for runs and folders."""
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-.") or "imported"
+def file_name(text: str, default: str = "imported") -> str:
+    """`text` as a name for runs and folders; `default` where no character of it can be in one."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-.") or default
 
 
 def read_text(path: str | Path, option: str) -> str:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import shlex
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from llm_pretrain.commands._imported_config import file_name
 from llm_pretrain.commands._launch_options import find_scripts, say
 from llm_pretrain.commands._launching import LaunchContext, exit_on_signals, this_machine
 from llm_pretrain.config import Config, DistributedConfig, dump_yaml, validate
-from llm_pretrain.errors import ConfigError
-from llm_pretrain.files import check_replaceable, replace_text
+from llm_pretrain.errors import ConfigError, DataError, printable
+from llm_pretrain.files import check_replaceable, make_folder, replace_text
 from llm_pretrain.tracking import GPU_GB, MACHINES, size_text
 
 if TYPE_CHECKING:
@@ -94,6 +96,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.world_size is None:
         arguments.world_size = _usual_world_size(ladder.base, arguments)
     _micro_batch(ladder.base, arguments.world_size)  # raises for a number of processes that does not divide
+    _check_store(ladder)
+    make_folder(output.parent)
     forecast = Forecast(ladder)
     plan = _on_gpus(forecast, arguments) if arguments.gpu else _on_this_machine(forecast, arguments)
     evaluation = dataclasses.replace(plan.config.evaluation, prediction=forecast.curve(plan.config))
@@ -102,9 +106,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(*problems)
     lines = _lines(forecast, plan, arguments)
     print(*lines, sep="\n")
-    replace_text(output, _HEAD + "".join(f"# {line}\n" for line in lines) + dump_yaml(plan.config))
-    nproc = "" if arguments.gpu else f"; llm-pretrain train --nproc {arguments.world_size} --config {output}"
-    print(f"wrote {output}{nproc}")
+    replace_text(output, _HEAD + "".join(f"# {printable(line)}\n" for line in lines) + dump_yaml(plan.config))
+    command = f"llm-pretrain train --nproc {arguments.world_size} --config {shlex.quote(str(output))}"
+    print(f"wrote {output}" + ("" if arguments.gpu else f"; {command}"))
     return 0
 
 
@@ -142,11 +146,24 @@ def _seconds(arguments: argparse.Namespace) -> float | None:
 
     if arguments.cost is not None:
         return arguments.cost / arguments.price / arguments.world_size * 3600
-    if arguments.time is None:
-        return None
-    if (seconds := read_budget(arguments.time, "--time").seconds) is None:
-        raise ConfigError(f"--time: expected a time such as 20m or 8h, found {arguments.time!r}")
-    return seconds
+    return None if arguments.time is None else read_budget(arguments.time, "--time", only_time=True).seconds
+
+
+def _check_store(ladder: Ladder) -> None:
+    """Raises DataError where the ladder's store is no more what it was: another text is another law."""
+    from llm_pretrain.data import TokenStore
+
+    store = ladder.base.data.sources[0].store
+    if (found := TokenStore(Path(store)).hash) != ladder.store:
+        raise DataError(
+            f"{store}: expected the store {ladder.store[:12]} of the ladder in {ladder.folder}, found "
+            f"{found[:12]}; another text needs another ladder"
+        )
+
+
+def _run_name(arguments: argparse.Namespace) -> str:
+    """The output file's name, as far as a run may have it."""
+    return file_name(Path(arguments.output).stem, "plan")
 
 
 def _usual_world_size(base: Config, arguments: argparse.Namespace) -> int:
@@ -177,7 +194,7 @@ def _on_this_machine(forecast: Forecast, arguments: argparse.Namespace) -> _Plan
     from llm_pretrain.ladder import RunBudget
 
     ladder, machine, world_size = forecast.ladder, this_machine(), arguments.world_size
-    seconds, name = _seconds(arguments), Path(arguments.output).stem
+    seconds, name = _seconds(arguments), _run_name(arguments)
     threads = max(1, machine.cores // world_size)
     distributed = DistributedConfig(cpu_threads=None if machine.gpus else threads)
     micro_batch = _micro_batch(ladder.base, world_size)
@@ -262,7 +279,7 @@ def _on_gpus(forecast: Forecast, arguments: argparse.Namespace) -> _Plan:
     choices = forecast.choices(budget, arguments.max_parameters)
     best = _best(choices)
     micro_batch = _micro_batch(best.config, world_size)
-    config = forecast.config(best, DistributedConfig(), micro_batch, Path(arguments.output).stem)
+    config = forecast.config(best, DistributedConfig(), micro_batch, _run_name(arguments))
     # the peaks are those of bf16
     config = dataclasses.replace(config, training=dataclasses.replace(config.training, precision="bf16"))
     memory = estimate_memory(config, world_size, on_gpu=True)

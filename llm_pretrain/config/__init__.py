@@ -18,7 +18,7 @@ from llm_pretrain.config.loading import (
 )
 from llm_pretrain.config.mesh_checks import check_mesh
 from llm_pretrain.config.model_config import VOCAB_MULTIPLE, ModelConfig
-from llm_pretrain.config.schema import build, matches_type
+from llm_pretrain.config.schema import LARGEST_INTEGER, build, matches_type
 from llm_pretrain.config.tree import (
     CheckpointConfig,
     Config,
@@ -34,6 +34,7 @@ from llm_pretrain.config.tree import (
 from llm_pretrain.config.yaml_text import YamlError, read_settings_text, read_yaml, read_yaml_file, write_yaml
 
 __all__ = [
+    "LARGEST_INTEGER",
     "PRESETS",
     "VOCAB_MULTIPLE",
     "CheckpointConfig",

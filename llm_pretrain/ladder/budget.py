@@ -58,12 +58,13 @@ class FlopsOrSeconds(NamedTuple):
     seconds: float | None
 
 
-def read_budget(text: str, option: str = "--budget") -> FlopsOrSeconds:
+def read_budget(text: str, option: str = "--budget", *, only_time: bool = False) -> FlopsOrSeconds:
     """The budget in a text: `90s`, `20m`, `1h05m`, `1.5h`, `1d`, or FLOPs such as `1e16`.
 
     Args:
         text: As it was given.
         option: Which gave it, for the message.
+        only_time: Whether FLOPs are refused.
 
     Raises:
         ConfigError: another text, or nothing above zero.
@@ -71,12 +72,13 @@ def read_budget(text: str, option: str = "--budget") -> FlopsOrSeconds:
     parts = re.findall(r"(\d+(?:\.\d*)?(?:e[+]?\d+)?)([smhd]?)", given := text.strip().lower())
     number = sum(float(each) * _UNITS.get(unit, 1.0) for each, unit in parts)
     is_time = all(unit for _, unit in parts)
-    if "".join(map("".join, parts)) != given or not (is_time or len(parts) == 1) or not 0 < number < math.inf:
-        raise ConfigError(
-            f"{option}: expected a time such as 20m or 2h, or FLOPs such as 1e16, found {text!r}"
-        )
+    is_known = is_time or (len(parts) == 1 and not only_time)
+    if "".join(map("".join, parts)) != given or not is_known or not 0 < number < math.inf:
+        others = "" if only_time else ", or FLOPs such as 1e16"
+        raise ConfigError(f"{option}: expected a time such as 20m or 2h{others}, found {text!r}")
     if number > (MOST_SECONDS if is_time else MOST_FLOPS):
-        raise ConfigError(f"{option}: expected at most 10 years or {MOST_FLOPS:g} FLOPs, found {text!r}")
+        most = "10 years" if is_time else f"{MOST_FLOPS:g} FLOPs"
+        raise ConfigError(f"{option}: expected at most {most}, found {text!r}")
     return FlopsOrSeconds(None, number) if is_time else FlopsOrSeconds(number, None)
 
 
@@ -117,8 +119,8 @@ class Sizes:
         return bisect.bisect_left(range(1, most), True, key=lambda number: reaches(self.size(number))) + 1
 
     def ascending(self) -> Iterator[Size]:
-        """Members, each about a tenth wider than the one before: the loss is flat around the best."""
-        number = 1
+        """Members from `MIN_HEADS` on, each about a tenth wider than the one before."""
+        number = MIN_HEADS
         while True:
             yield self.size(number)
             number = max(number + 1, round(number * 1.1))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from llm_pretrain.config import Config, DistributedConfig, PredictedLoss
+from llm_pretrain.config import LARGEST_INTEGER, Config, DistributedConfig, PredictedLoss
 from llm_pretrain.errors import ConfigError
 from llm_pretrain.ladder.budget import (
     MAX_EPOCHS,
@@ -130,24 +130,46 @@ class Forecast:
             ConfigError: there is none.
         """
         found, best, least = list[Choice](), math.inf, least_tokens(self.ladder.base)
+        step_tokens = tokens_per_step(self.ladder.base)
         for size in Sizes(self.ladder.base).ascending():
             config = member(self.ladder.base, size.hidden_size)
-            steps = int(budget.tokens(size) / tokens_per_step(config))
+            paid = budget.tokens(size)
             parameters = count_parameters(config.model).total
-            point = unmeasured_point(config, steps, self.ladder.unique_tokens, decayed=True)
-            if point.tokens < least or parameters > max_parameters:
+            if not paid >= least or parameters > max_parameters:  # nor where serving leaves no number
                 break
+            if paid / step_tokens > LARGEST_INTEGER:  # larger sizes have fewer steps
+                continue
+            steps = int(paid / step_tokens)
+            point = unmeasured_point(config, steps, self.ladder.unique_tokens, decayed=True)
             found.append(Choice(config, parameters, steps, point, self.decayed.predict(point)))
             best = min(best, loss := found[-1].prediction.loss)
             if loss > best * HIGHER or point.tokens < MIN_TOKENS_PER_PARAMETER * size.parameters:
                 break
         if not found:
-            limit = "" if max_parameters == math.inf else f" and at most {max_parameters:,.0f} parameters"
-            raise ConfigError(
-                f"plan: expected a budget for {least:,} tokens with a size of the ladder's family{limit}, "
-                "found less; raise it"
-            )
+            raise self._no_choice(budget, max_parameters)
         return found
+
+    def _no_choice(self, budget: RunBudget, max_parameters: float) -> ConfigError:
+        """Why a budget trains no size."""
+        smallest = next(Sizes(self.ladder.base).ascending())
+        parameters = count_parameters(member(self.ladder.base, smallest.hidden_size).model).total
+        if parameters > max_parameters:
+            return ConfigError(
+                f"--max-parameters: expected {parameters:,} or more, as the smallest size of the family has, "
+                f"found {max_parameters:,.0f}"
+            )
+        paid = budget.tokens(smallest)
+        if paid / tokens_per_step(self.ladder.base) > LARGEST_INTEGER:
+            return ConfigError(
+                f"plan: expected a budget for {LARGEST_INTEGER:,} steps at most of a size with at most "
+                f"{max_parameters:,.0f} parameters, found more; lower it, or raise --max-parameters"
+            )
+        found = max(0, int(paid)) if math.isfinite(paid) else 0
+        served = ", or lower --serve-tokens" if budget.served else ""
+        return ConfigError(
+            f"plan: expected a budget for {least_tokens(self.ladder.base):,} tokens with the smallest size "
+            f"of the family, found one for {found:,}; raise it{served}"
+        )
 
     def warnings(self, point: Point, prediction: Prediction) -> list[str]:
         """Why a prediction may not hold; one line each.

@@ -20,7 +20,7 @@ from support.run_folders import make_run, training_row
 
 from llm_pretrain.__main__ import main
 from llm_pretrain.config import load_config
-from llm_pretrain.ladder import RUNS_FOLDER, tokens_per_step
+from llm_pretrain.ladder import RUNS_FOLDER, tokens_per_step, with_store
 from llm_pretrain.tracking import read_metrics
 
 
@@ -28,11 +28,9 @@ from llm_pretrain.tracking import read_metrics
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A ladder on a store that exists, in one folder with the store."""
     root = tmp_path_factory.mktemp("plan")
-    store = make_store(root / "store", documents=400).path
+    store = make_store(root / "store", documents=400)
     ladder = make_ladder(root / "ladder")
-    source = dataclasses.replace(ladder.base.data.sources[0], store=str(store))
-    base = dataclasses.replace(ladder.base, data=dataclasses.replace(ladder.base.data, sources=[source]))
-    dataclasses.replace(ladder, base=base).write()
+    dataclasses.replace(ladder, base=with_store(ladder.base, store.path), store=store.hash).write()
     for rung in ladder.rungs:  # whose steps the ladder's speed is taken from
         row = training_row(1) | {"perf/step_seconds": 1e-4 * rung.hidden_size}
         make_run(root / "ladder" / RUNS_FOLDER / f"h{rung.hidden_size}-x1", [row])
@@ -147,6 +145,16 @@ def test_the_configuration_runs_as_it_is(folder: Path, tmp_path: Path, capsys: p
     assert tokens <= config.training.max_steps * tokens_per_step(config)
 
 
+@pytest.mark.parametrize(("file", "name"), [("my plan.yaml", "my-plan"), ("夜.yaml", "plan")])
+def test_a_run_has_the_files_name_as_far_as_it_can(
+    folder: Path, file: str, name: str, capsys: pytest.CaptureFixture[str]
+):
+    output = folder / "new folder" / file
+    assert plan(folder, "--flops", "3e14", "--world-size", "1", "--output", str(output)) == 0
+    assert capsys.readouterr().out.endswith(f"--config '{output}'\n")
+    assert load_config(["--config", str(output)], world_size=1).run.name == name
+
+
 def test_a_file_of_ours_is_replaced_and_no_other(folder: Path, capsys: pytest.CaptureFixture[str]):
     assert plan(folder, "--flops", "1e14", "--world-size", "1") == 0
     assert plan(folder, "--flops", "2e14", "--world-size", "1") == 0
@@ -166,7 +174,7 @@ WRONG: dict[str, tuple[Sequence[str], str]] = {
     "no end": (["--flops", "inf"], "--flops: expected more than 0, found inf"),
     "no GPU": (["--time", "1h", "--gpu", "abacus"], "--gpu: expected one of"),
     "no time": (["--time", "soon"], "--time: expected a time such as 20m"),
-    "FLOPs as a time": (["--time", "1e18"], "--time: expected a time such as 20m or 8h, found '1e18'"),
+    "FLOPs as a time": (["--time", "1e18"], "--time: expected a time such as 20m or 2h, found '1e18'"),
     "too much FLOPs": (
         ["--flops", "1e24"],
         "expected a budget of at most 2.4e+17 FLOPs for 50,000,000 tokens",
@@ -186,6 +194,17 @@ def test_wrong_requests_take_one_line(folder: Path, name: str, capsys: pytest.Ca
     assert plan(folder, *options) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
+
+
+def test_a_ladder_of_another_text_is_refused(
+    folder: Path, changed_store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    text = (folder / "ladder" / "ladder.json").read_text()
+    (tmp_path / "ladder.json").write_text(text.replace(str(folder / "store"), str(changed_store)))
+    assert main(["plan", "--ladder", str(tmp_path), "--flops", "3e14", "--world-size", "1"]) == 65
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"error: {changed_store}: expected the store" in line
+    assert f"of the ladder in {tmp_path}, found" in line
 
 
 def test_a_folder_without_a_ladder_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -157,6 +157,12 @@ def test_what_is_no_budget_is_refused(text: str):
         read_budget(text)
 
 
+@pytest.mark.parametrize("text", ["1e16", "0", "30"])
+def test_what_is_no_time_is_not_told_to_be_flops(text: str):
+    with pytest.raises(ConfigError, match=f"^--time: expected a time such as 20m or 2h, found '{text}'$"):
+        read_budget(text, "--time", only_time=True)
+
+
 def test_a_time_becomes_the_flops_that_fit():
     base = preset("ladder")
     speed = Speed.of({2e6: 2e-5, 2e7: 9e-5}, start_up=7.0, slots=2, evaluated_tokens=32768)

@@ -11,7 +11,7 @@ from support.ladders import LAW, make_ladder
 
 from llm_pretrain.config import DistributedConfig, validate
 from llm_pretrain.errors import ConfigError
-from llm_pretrain.ladder import Forecast, RunBudget, tokens_per_step
+from llm_pretrain.ladder import Forecast, RunBudget, Sizes, tokens_per_step
 from llm_pretrain.model import flops_per_token
 
 FLOPS = RunBudget(3e14)
@@ -58,10 +58,21 @@ def test_more_compute_makes_it_larger_and_better(forecast: Forecast):
 
 
 def test_a_budget_for_nothing_is_refused(forecast: Forecast):
-    with pytest.raises(ConfigError, match="expected a budget for 4,000,000 tokens with a size"):
+    paid = int(1e9 / Sizes(forecast.ladder.base).size(3).flops_per_token)
+    with pytest.raises(ConfigError, match=f"for 4,000,000 tokens .*, found one for {paid:,}; raise it$"):
         forecast.choices(FLOPS._replace(total=1e9))
-    with pytest.raises(ConfigError, match="at most 10 parameters"):
+    with pytest.raises(ConfigError, match="found one for 0; raise it, or lower --serve-tokens"):
+        forecast.choices(FLOPS._replace(served=1e300))
+    with pytest.raises(ConfigError, match=r"--max-parameters: expected 246,064 or more, .* found 10$"):
         forecast.choices(FLOPS, max_parameters=10)
+
+
+@pytest.mark.parametrize("flops", [1e20, 1e300, math.inf])
+def test_a_budget_for_more_steps_than_a_run_has_is_refused(forecast: Forecast, flops: float):
+    with pytest.raises(ConfigError, match=r"at most 1,000,000 parameters, found more; lower it"):
+        forecast.choices(RunBudget(flops), max_parameters=1e6)
+    with pytest.raises(ConfigError, match="or lower --serve-tokens"):
+        forecast.choices(RunBudget(flops, served=1e308), max_parameters=1e6)
 
 
 def test_the_planned_run_is_the_choice(forecast: Forecast):
@@ -97,11 +108,11 @@ def test_bits_per_byte_follow_the_loss(forecast: Forecast):
 
 
 def test_what_may_not_hold_is_said(forecast: Forecast, tmp_path: Path):
-    small = FLOPS._replace(total=3e12)
-    choice = best(forecast, small)
+    wide = Forecast(make_ladder(tmp_path / "wide", sizes=(48, 64, 96, 128)), samples=15)
+    choice = best(wide, FLOPS._replace(total=1e13))
     assert any(
         "not between the ladder's smallest and largest" in line
-        for line in forecast.warnings(choice.point, choice.prediction)
+        for line in wide.warnings(choice.point, choice.prediction)
     )
     many = best(forecast, FLOPS._replace(total=1e16))
     assert any("passed over" in line for line in forecast.warnings(many.point, many.prediction))
