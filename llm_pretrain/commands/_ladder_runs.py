@@ -7,6 +7,7 @@ import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -20,7 +21,7 @@ from llm_pretrain.commands._launching import (
     processes_of,
 )
 from llm_pretrain.config import Config, DistributedConfig, dump_yaml
-from llm_pretrain.errors import PretrainError
+from llm_pretrain.errors import PretrainError, ResourceError
 from llm_pretrain.files import make_folder, replace_text
 from llm_pretrain.ladder import (
     Ladder,
@@ -70,6 +71,7 @@ class Runner:
         Raises:
             PretrainError: a run failed.
         """
+        self._forget_cleaned(runs)
         records = {run: read_record(self._folder(run)) for run in runs}
         waiting = [run for run, record in records.items() if not record.has_ended(run.end)]
         waiting = in_order(waiting, {run.name: self._flops(run, records[run].last_step) for run in waiting})
@@ -97,6 +99,18 @@ class Runner:
             stop([job for job, _, _ in running])
             raise
 
+    def _forget_cleaned(self, runs: Sequence[Run]) -> None:
+        """Delete stable runs that lack the checkpoint of a decay which has not ended: its files were lost."""
+        stable_runs = {run.name: run for run in runs if not run.begin}
+        for decay in [run for run in runs if run.begin]:
+            stable = stable_runs[f"{decay.after}"]
+            record = read_record(self._folder(stable))
+            is_over = read_record(self._folder(decay)).has_ended(decay.end) or record.has_diverged
+            checkpoint = run_config(self.ladder, decay).checkpoint.resume
+            if record.has_ended(stable.end) and not is_over and not Path(checkpoint).is_dir():
+                self.say(f"{stable.name} is trained again: {decay.name} needs {checkpoint}, found none")
+                shutil.rmtree(self._folder(stable))
+
     def _launch(self, run: Run, slot: int) -> RunningJob:
         folder = self._folder(run)
         file = folder.with_name(f"{run.name}.yaml")  # a factor such as 0.5 is no suffix
@@ -111,8 +125,8 @@ class Runner:
             raise failure(job, run.name, code)
         write_points(self.ladder.folder, measured_points(self.ladder))
         self.say(self._line(run, record))
-        if run.begin and not record.has_diverged:  # the loss is measured; the weights stay
-            shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+        if run.begin and not record.has_diverged:
+            self.clean([run])
 
     def _line(self, run: Run, record: RunRecord) -> str:
         """Progress after a run's end."""
@@ -148,13 +162,13 @@ class Runner:
         return makespan(left, costs, self.slots) * (used.seconds / used.flops if used.flops else 0.0)
 
     def clean(self, runs: Iterable[Run]) -> None:
-        """Delete the checkpoints and weights of stable runs whose decays have all ended."""
+        """Delete the checkpoints of runs that have ended with all that follow; of decays the weights stay."""
         runs = list(runs)
-        for stable in [run for run in runs if not run.begin]:
-            decays = [run for run in runs if run.after == stable.name]
-            if all(read_record(self._folder(run)).has_ended(run.end) for run in [stable, *decays]):
-                for name in ("checkpoints", "weights"):
-                    shutil.rmtree(self._folder(stable) / name, ignore_errors=True)
+        for run in runs:
+            following = [each for each in runs if each.after == run.name]
+            if all(read_record(self._folder(each)).has_ended(each.end) for each in [run, *following]):
+                for name in ("checkpoints",) if run.begin else ("checkpoints", "weights"):
+                    shutil.rmtree(self._folder(run) / name, ignore_errors=True)
 
     def _folder(self, run: Run) -> Path:
         return run_folder(self.ladder, run)
@@ -177,7 +191,7 @@ def failure(job: RunningJob, name: str, code: int) -> PretrainError:
     how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
     lines = last_error_lines(job.job.log)
     error = PretrainError(f"{name} {how}: {lines[-1] if lines else 'no output'}; {job.job.log} has all of it")
-    error.exit_code = code if 0 < code < 128 else 1
+    error.exit_code = code if 0 < code < 128 else ResourceError.exit_code if code else 1
     return error
 
 
@@ -199,12 +213,11 @@ def end_orphans(folders: Iterable[Path]) -> None:
     """End runs that a ladder left when it was killed itself: they save, and hold their folders until then."""
     found = [process for folder in folders for process in processes_of(folder)]
     for process in found:
-        try:
+        with suppress(psutil.Error):
             process.terminate()
-        except psutil.Error:
-            continue
     for process in psutil.wait_procs(found, timeout=_STOP_SECONDS)[1]:
-        process.kill()
+        with suppress(psutil.Error):
+            process.kill()
 
 
 def measure_speed(
@@ -252,7 +265,7 @@ def measure_steps(
     Raises:
         PretrainError: a run failed.
     """
-    jobs: list[RunningJob] = []
+    jobs, folder = list[RunningJob](), folder.absolute()  # by which the processes are found
     end_orphans(folder / f"{number}" for number in range(len(configs)))  # of a measurement that was killed
     shutil.rmtree(folder, ignore_errors=True)
     make_folder(folder)

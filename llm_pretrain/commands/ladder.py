@@ -122,8 +122,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 def compare(arguments: argparse.Namespace) -> int:
     """Print the compute that two ladders need for the same losses."""
-    from llm_pretrain.ladder import compare_ladders, read_ladder
+    from llm_pretrain.ladder import compare_ladders, missing_points, read_ladder
 
+    names = ("input", "budget", "config", "output", "sizes")
+    given = [f"--{name}" for name in names if getattr(arguments, name) is not None] + arguments.settings[::2]
+    if given:
+        raise ConfigError(f"--compare: expected two folders and no other option, found {given[0]}")
     first, second = (read_ladder(folder) for folder in arguments.compare)
     rows = compare_ladders(first, second)
     print(f"compute to equal loss, {second.folder} relative to {first.folder}")
@@ -136,6 +140,9 @@ def compare(arguments: argparse.Namespace) -> int:
             f"  loss {row.loss:.4f}  {flops[0]:>14}  {flops[1]:>14}  "
             + (f"{row.ratio:.3f}" if row.ratio else "")
         )
+    for ladder in (first, second):
+        for line in missing_points(ladder):
+            print(f"warning: {ladder.folder}: {line}")
     ratios = [row.ratio for row in rows if row.ratio]
     if not ratios:
         is_better = all(row.second is not None for row in rows)
@@ -174,7 +181,8 @@ def open_base(arguments: argparse.Namespace, machine: Machine) -> tuple[Config, 
     if "evaluation.max_batches" not in given:  # a preset's few batches are too noisy for a fit
         evaluation = dataclasses.replace(evaluation, max_batches=None)
     training = dataclasses.replace(training, deterministic=training.deterministic or machine.gpus > 0)
-    base = dataclasses.replace(base, training=training, evaluation=evaluation)
+    checkpoint = dataclasses.replace(base.checkpoint, resume="auto")  # no size continues another run
+    base = dataclasses.replace(base, training=training, evaluation=evaluation, checkpoint=checkpoint)
     member(base, base.model.hidden_size)  # raises for a base without a family
     return base, store.hash, sequences_per_epoch(base) * base.training.sequence_length
 
@@ -216,7 +224,7 @@ def continued(arguments: argparse.Namespace, folder: Path, base: Config, store: 
     Raises:
         ConfigError: it has another base, budget, store or number of sizes; with a line for each difference.
     """
-    from llm_pretrain.ladder import read_budget, read_unmeasured
+    from llm_pretrain.ladder import LADDER_FILE, read_budget, read_unmeasured
 
     ladder = read_unmeasured(folder)
     if ladder is None:
@@ -234,7 +242,7 @@ def continued(arguments: argparse.Namespace, folder: Path, base: Config, store: 
     ]
     if ladder.store != store:
         found.append(("--input", f"the store {ladder.store[:12]}", f"{store[:12]} in {arguments.input}"))
-    if read_budget(ladder.budget.text) != read_budget(arguments.budget):
+    if read_budget(ladder.budget.text, f"{folder / LADDER_FILE}: budget") != read_budget(arguments.budget):
         found.append(("--budget", ladder.budget.text, arguments.budget))
     if arguments.sizes is not None and arguments.sizes != len(ladder.rungs):
         found.append(("--sizes", len(ladder.rungs), arguments.sizes))

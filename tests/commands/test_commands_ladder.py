@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,8 +21,9 @@ from support.run_folders import make_run
 
 from llm_pretrain.__main__ import main
 from llm_pretrain.commands import _ladder_runs
-from llm_pretrain.commands._ladder_runs import Runner
-from llm_pretrain.commands._launching import LaunchContext, Machine, processes_of
+from llm_pretrain.commands import ladder as ladder_command
+from llm_pretrain.commands._ladder_runs import Runner, failure, measure_steps
+from llm_pretrain.commands._launching import Job, LaunchContext, Machine, processes_of
 from llm_pretrain.commands.ladder import flops_for
 from llm_pretrain.config import Config, dump_yaml
 from llm_pretrain.errors import EXIT_PREEMPTED, ConfigError
@@ -220,6 +222,34 @@ def test_wrong_options_are_one_line(
     assert expected in lines[0]
 
 
+def test_no_size_continues_the_run_that_the_base_continued(
+    plain_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    bases = list[Config]()
+
+    def new_ladder(_: object, __: Path, base: Config, *___: object) -> None:
+        bases.append(base)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ladder_command, "new_ladder", new_ladder)
+    options = (*BUDGET, "--checkpoint.resume", str(tmp_path))
+    assert main(command(plain_store, tmp_path / "ladder", *options)[2:]) == EXIT_PREEMPTED
+    assert bases[0].checkpoint.resume == "auto"
+
+
+def test_a_comparison_takes_no_option_of_a_ladder(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    folders = [str(make_ladder(tmp_path / name).folder) for name in ("a", "b")]
+    for options in (["--budget", "1h"], ["--run.name", "x"]):
+        assert main(["ladder", "--compare", *folders, *options]) == 2
+        error = capsys.readouterr().err
+        assert error.endswith(f"--compare: expected two folders and no other option, found {options[0]}\n")
+    points = Path(folders[1]) / "points.jsonl"
+    points.write_text("".join(points.read_text().splitlines(keepends=True)[:-1]))
+    assert main(["ladder", "--compare", *folders]) == 0
+    missing = f"warning: {folders[1]}: hidden size 128: 1 of 3 decayed points are missing"
+    assert missing in capsys.readouterr().out.splitlines()
+
+
 def test_a_folder_with_other_files_is_left_alone(
     plain_store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -294,3 +324,33 @@ def test_decays_follow_their_stable_runs_and_none_a_diverged_one(
     assert len(read_points(ladder.folder)) == 2 * (3 + 1)
     runner.run_all(runner.runs)
     assert len(started) == 9, "nothing runs twice"
+    stable, first, *_ = runner.runs
+    shutil.rmtree(runner._folder(first))
+    runner.run_all(runner.runs)
+    assert started[9:] == [stable.name, first.name], "its checkpoint was deleted when all decays had ended"
+    checkpoint = Path(run_config(ladder, first).checkpoint.resume)
+    assert printed[9] == f"{stable.name} is trained again: {first.name} needs {checkpoint}, found none"
+    shutil.rmtree(runner._folder(first))
+    checkpoint.mkdir(parents=True)
+    runner.run_all(runner.runs)
+    assert started[11:] == [first.name]
+
+
+@pytest.mark.parametrize(("code", "exit_code"), [(75, 75), (1, 1), (0, 1), (-9, 71), (137, 71)])
+def test_a_run_that_is_killed_is_a_lost_process(tmp_path: Path, code: int, exit_code: int):
+    job = EndedJob(tmp_path / "run", 1, None)
+    job.job = Job("torchrun", 1, tmp_path / "run", tmp_path / "run.log", (), 1)
+    assert failure(job, "run", code).exit_code == exit_code  # type: ignore[arg-type]  # what is used of it
+
+
+def test_a_measurement_ends_the_processes_of_its_own_folder_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Not of a ladder with the same name that was started elsewhere: its command has no relative folder."""
+    folders = list[Path]()
+    monkeypatch.setattr(_ladder_runs, "end_orphans", folders.extend)
+    monkeypatch.setattr(_ladder_runs, "launch", lambda _, folder, *__: folders.append(folder) or 1 / 0)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ZeroDivisionError):
+        measure_steps([preset("ladder")], Path("measuring"), LaunchContext(ROOT, Machine(0, 2), math.inf))
+    assert folders == [tmp_path / "measuring" / "0"] * 2
