@@ -174,7 +174,8 @@ def replace_text(file: Path, text: str) -> None:
     except BaseException as error:
         if isinstance(error, OSError):
             error.filename = str(file)
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # a read-only file system refuses that too
+            temporary.unlink()
         raise
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import os
 import subprocess
@@ -15,6 +16,7 @@ from support.documents import ROOT
 
 from llm_pretrain.__main__ import main
 from llm_pretrain.commands import prepare as prepare_command
+from llm_pretrain.files import replace_text
 
 
 @pytest.mark.parametrize("command", ["tokenizer", "prepare"])
@@ -203,3 +205,16 @@ def test_what_an_option_names_twice_is_taken_twice(command: str, option: str):
     source = ["run"] if command == "evaluate" else []
     read = parser.parse_args([*source, f"--{option}", "a", "b", f"--{option}", "c"])
     assert getattr(read, option) == ["a", "b", "c"]
+
+
+def test_a_file_on_a_read_only_file_system_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Not the temporary one beside it, whose removal is refused too."""
+
+    def refuse(file: Path, *_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(file))
+
+    for name in ("open", "unlink"):
+        monkeypatch.setattr(Path, name, refuse)
+    with pytest.raises(OSError, match="Read-only") as caught:
+        replace_text(tmp_path / "plan.yaml", "text")
+    assert caught.value.filename == str(tmp_path / "plan.yaml")
