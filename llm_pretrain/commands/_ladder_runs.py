@@ -37,12 +37,11 @@ from llm_pretrain.ladder import (
     read_record,
     run_config,
     run_folder,
-    time_text,
     tokens_per_step,
     used_by,
     write_points,
 )
-from llm_pretrain.tracking import read_metrics
+from llm_pretrain.tracking import read_metrics, time_text
 
 _POLL_SECONDS, _STOP_SECONDS = 0.1, 60
 MEASURED_SECONDS, MEASURED_STEPS = 10.0, 6

@@ -277,8 +277,8 @@ def new_ladder(
         ladder_flops,
         ladder_seconds,
         read_budget,
-        time_text,
     )
+    from llm_pretrain.tracking import time_text
 
     slots, threads = slots_of(context.machine, arguments.sizes or 5)
     given, started = read_budget(arguments.budget), time.monotonic()
@@ -330,8 +330,8 @@ def flops_for(
         ladder_seconds,
         least_flops,
         most_flops,
-        time_text,
     )
+    from llm_pretrain.tracking import time_text
 
     started, sizes, machine = time.monotonic(), Sizes(base), context.machine
     evaluated = evaluated_tokens(base)
@@ -385,11 +385,11 @@ def train(ladder: Ladder, context: LaunchContext) -> int:
         measured_points,
         missing_points,
         rung_runs,
-        time_text,
         tried_factors,
         write_ladder_report,
         write_points,
     )
+    from llm_pretrain.tracking import time_text
 
     started, runs = time.monotonic(), ladder.folder.absolute() / RUNS_FOLDER
     end_orphans([each for each in runs.iterdir() if each.is_dir()] if runs.is_dir() else [])

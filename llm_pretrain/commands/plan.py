@@ -311,8 +311,9 @@ def _lines(forecast: Forecast, plan: _Plan, arguments: argparse.Namespace) -> li
     """The plan in words."""
     import torch
 
-    from llm_pretrain.ladder import missing_points, time_text
+    from llm_pretrain.ladder import missing_points
     from llm_pretrain.memory import estimate_memory, step_warnings
+    from llm_pretrain.tracking import time_text
 
     ladder, best, config = forecast.ladder, plan.best, plan.config
     model, training, distributed = config.model, config.training, config.distributed

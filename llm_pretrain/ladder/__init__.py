@@ -15,7 +15,6 @@ from llm_pretrain.ladder.budget import (
     least_flops,
     most_flops,
     read_budget,
-    time_text,
 )
 from llm_pretrain.ladder.compare import EqualLoss, Reached, compare_ladders
 from llm_pretrain.ladder.family import member, width_step
@@ -113,7 +112,6 @@ __all__ = [
     "run_folder",
     "rung_runs",
     "size_runs",
-    "time_text",
     "tokens_per_step",
     "tried_factors",
     "used_by",

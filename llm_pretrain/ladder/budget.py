@@ -382,11 +382,3 @@ def flops_within(
             return flops
         flops *= 0.99
     return least
-
-
-def time_text(seconds: float) -> str:
-    """Seconds as text, such as `1h05m`, `12m30s` or `45s`."""
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes >= 60:
-        return f"{minutes // 60}h{minutes % 60:02}m"
-    return f"{minutes}m{rest:02}s" if minutes else f"{rest}s"

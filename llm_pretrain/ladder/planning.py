@@ -22,7 +22,7 @@ from llm_pretrain.ladder.budget import (
 from llm_pretrain.ladder.family import member
 from llm_pretrain.ladder.measurements import unmeasured_point
 from llm_pretrain.ladder.points import Ladder, Point
-from llm_pretrain.ladder.runs import tokens_per_step
+from llm_pretrain.ladder.runs import at_rate, tokens_per_step
 from llm_pretrain.ladder.scaling_law import SAMPLES, Fit, Prediction, fit_law
 from llm_pretrain.model import count_parameters
 
@@ -219,21 +219,15 @@ class Forecast:
 
     def config(self, choice: Choice, distributed: DistributedConfig, micro_batch: int, name: str) -> Config:
         """The whole configuration of a choice's run."""
-        base, factor, steps = choice.config, self.ladder.rate_factor, choice.steps
-        if factor is None:
+        if (factor := self.ladder.rate_factor) is None:
             raise ConfigError(f"{self.ladder.folder}: expected a ladder whose rates are checked, found none")
+        base, steps = at_rate(choice.config, factor), choice.steps
         return dataclasses.replace(
             base,
             run=dataclasses.replace(base.run, name=name, output_dir=None),
-            optimizer=dataclasses.replace(
-                base.optimizer,
-                learning_rate=base.optimizer.learning_rate * factor,
-                muon_learning_rate=base.optimizer.muon_learning_rate * factor,
-            ),
             schedule=dataclasses.replace(
                 base.schedule,
                 name="wsd",
-                min_learning_rate=base.schedule.min_learning_rate * factor,
                 decay_steps=decay_of(steps),
                 warmup_steps=min(base.schedule.warmup_steps, steps // 10),
             ),

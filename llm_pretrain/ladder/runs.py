@@ -83,23 +83,17 @@ def run_config(ladder: Ladder, run: Run) -> Config:
     Everything that decides a number of points.jsonl is the base's or in ladder.json; the run keeps every
     checkpoint at a branch, and draws, prints and exports as little as it can.
     """
-    base = member(ladder.base, run.hidden_size)
+    base = at_rate(member(ladder.base, run.hidden_size), run.factor)
     rung = next(each for each in ladder.rungs if each.hidden_size == run.hidden_size)
     runs = ladder.folder.absolute() / RUNS_FOLDER
     resume = str(runs / f"{run.after}" / "checkpoints" / f"step-{run.begin:08d}") if run.begin else "auto"
     return dataclasses.replace(
         base,
         run=dataclasses.replace(base.run, name=run.name, output_dir=None),
-        optimizer=dataclasses.replace(
-            base.optimizer,
-            learning_rate=base.optimizer.learning_rate * run.factor,
-            muon_learning_rate=base.optimizer.muon_learning_rate * run.factor,
-        ),
         schedule=dataclasses.replace(
             base.schedule,
             name="wsd" if run.begin else "constant",
             warmup_steps=min(base.schedule.warmup_steps, int(rung.branches[0] * WARMUP_SHARE)),
-            min_learning_rate=base.schedule.min_learning_rate * run.factor,
             decay_steps=run.steps if run.begin else None,
         ),
         training=dataclasses.replace(base.training, max_steps=run.end),
@@ -119,6 +113,18 @@ def run_config(ladder: Ladder, run: Run) -> Config:
             cpu_threads=ladder.threads, timeout_seconds=base.distributed.timeout_seconds
         ),
     )
+
+
+def at_rate(config: Config, factor: float) -> Config:
+    """The configuration with its learning rates times a factor."""
+    optimizer, schedule = config.optimizer, config.schedule
+    optimizer = dataclasses.replace(
+        optimizer,
+        learning_rate=optimizer.learning_rate * factor,
+        muon_learning_rate=optimizer.muon_learning_rate * factor,
+    )
+    schedule = dataclasses.replace(schedule, min_learning_rate=schedule.min_learning_rate * factor)
+    return dataclasses.replace(config, optimizer=optimizer, schedule=schedule)
 
 
 def with_store(config: Config, store: Path) -> Config:

@@ -1,6 +1,6 @@
 """What a run records and shows: metrics.jsonl, console, trackers, report, `top`; peak FLOPS and memory."""
 
-from llm_pretrain.tracking.console import Console
+from llm_pretrain.tracking.console import Console, time_text
 from llm_pretrain.tracking.machine import GPU_GB, MACHINES, Machine
 from llm_pretrain.tracking.metrics import (
     MAX_METRICS_BYTES,
@@ -46,6 +46,7 @@ __all__ = [
     "replay_status",
     "replay_summary",
     "size_text",
+    "time_text",
     "write_page",
     "write_report",
 ]

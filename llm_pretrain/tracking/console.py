@@ -71,7 +71,7 @@ class Console:
                 self._bar.set_postfix_str("  ".join(parts), refresh=False)
                 self._bar.update(step - self._bar.n)
             else:
-                parts += [f"eta {_duration(remaining)}"] if remaining is not None else []
+                parts += [f"eta {time_text(remaining)}"] if remaining is not None else []
                 self.info("  ".join([f"step {step}/{self._max_steps}", *parts]))
         if evaluation := list(_evaluation_parts(row)):
             self.info("  ".join([f"step {step}/{self._max_steps}", *evaluation]))
@@ -168,7 +168,8 @@ def _scaled(value: float, base: int) -> str:
     return f"{value:.1f}{gap}T"
 
 
-def _duration(seconds: float) -> str:
+def time_text(seconds: float) -> str:
+    """Seconds as text, such as `1h05m`, `12m30s` or `45s`."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     if hours:

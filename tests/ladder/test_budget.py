@@ -26,7 +26,6 @@ from llm_pretrain.ladder import (
     most_flops,
     read_budget,
     rung_runs,
-    time_text,
     tokens_per_step,
 )
 from llm_pretrain.ladder import budget as budget_module
@@ -40,6 +39,7 @@ from llm_pretrain.ladder.budget import (
     least_tokens,
 )
 from llm_pretrain.model import count_parameters
+from llm_pretrain.tracking import time_text
 
 CASES = [
     ("ladder", 3_500_000, (1.5e14, 2e14, 4e14)),
