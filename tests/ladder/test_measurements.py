@@ -33,7 +33,7 @@ from llm_pretrain.model import flops_per_token
 @pytest.fixture
 def ladder(tmp_path: Path) -> Ladder:
     """Three sizes of a mixture of experts, without any run."""
-    rungs = tuple(rung_of(size, first) for size, first in ((32, 40), (64, 20), (96, 12)))
+    rungs = tuple(rung_of(size, first, (1, 2, 3)) for size, first in ((32, 40), (64, 20), (96, 12)))
     return Ladder(tmp_path, preset("tiny-moe"), "a" * 64, 5000, rungs, Budget("1e12", 1e12), 2.0, 1)
 
 
