@@ -142,7 +142,7 @@ def least_tokens(config: Config) -> int:
     return max(MIN_TOKENS, MIN_STEPS * tokens_per_step(config))
 
 
-def rung_of(hidden_size: int, save_steps: int, multiples: Sequence[int] = BRANCHES) -> Rung:
+def rung_of(hidden_size: int, save_steps: int, multiples: Sequence[int]) -> Rung:
     """The runs of a size whose stable run saves every `save_steps` steps; decays begin at their multiples."""
     branches = tuple(save_steps * multiple for multiple in multiples)
     steps = tuple(max(branch + 1, round(branch / (1 - DECAY_SHARE))) for branch in branches)
@@ -306,7 +306,7 @@ def _rungs(
         return None
     save_steps = max(1, round(tokens * (1 - DECAY_SHARE) / tokens_per_step(sizes.base)))
     first = rung_of(smallest.hidden_size, save_steps, SMALLEST_BRANCHES)
-    return first, *(rung_of(each.hidden_size, save_steps) for each in others)
+    return first, *(rung_of(each.hidden_size, save_steps, BRANCHES) for each in others)
 
 
 @dataclass(frozen=True)
