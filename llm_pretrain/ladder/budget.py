@@ -21,10 +21,10 @@ DECAY_SHARE = 0.5
 """Steps of a run's decay, as a share of the run: the losses of longer decays differ little
 (arXiv:2405.18392, figure 5), and each is trained once for every number of tokens."""
 BRANCHES = (2, 4)
-"""Where decays begin, in steps between checkpoints: every size sees D/2 and D tokens, which tell how the loss
-falls with size."""
+"""Where decays begin, in multiples of one number of steps: every size sees D/2 and D tokens, which tell how
+the loss falls with size."""
 SMALLEST_BRANCHES = (2, 3, 4, 5)
-"""Those of the smallest size: up to 5D/4, since it tells for least how the loss falls with tokens."""
+"""Those of the smallest size, whose tokens cost least: up to 5D/4, to tell how the loss falls with tokens."""
 SIZES = (5, 4, 3)
 """Numbers of sizes, the preferred first; with fewer than three a curve over sizes is no fit."""
 SIZE_RATIOS = (1.6, 1.45)
@@ -142,9 +142,9 @@ def least_tokens(config: Config) -> int:
     return max(MIN_TOKENS, MIN_STEPS * tokens_per_step(config))
 
 
-def rung_of(hidden_size: int, save_steps: int, multiples: Sequence[int]) -> Rung:
-    """The runs of a size whose stable run saves every `save_steps` steps; decays begin at their multiples."""
-    branches = tuple(save_steps * multiple for multiple in multiples)
+def rung_of(hidden_size: int, unit: int, multiples: Sequence[int]) -> Rung:
+    """The runs of a size whose decays begin at `multiples` of `unit` steps."""
+    branches = tuple(unit * multiple for multiple in multiples)
     steps = tuple(max(branch + 1, round(branch / (1 - DECAY_SHARE))) for branch in branches)
     return Rung(hidden_size, steps, branches)
 
@@ -288,25 +288,30 @@ def _rungs(
             found.append(sizes.size(sizes.nearest(smallest.flops_per_token * ratio**k, above)))
         return found
 
-    def unit(members: list[Size]) -> float:
-        return _tokens_per_multiple(budget_flops, [each.flops_per_token for each in members])
+    def tokens(smallest: Size) -> float:
+        """For each unit of `BRANCHES`."""
+        return _tokens_per_multiple(budget_flops, [each.flops_per_token for each in from_smallest(smallest)])
+
+    def is_too_large(smallest: Size) -> bool:
+        return BRANCHES[0] * tokens(smallest) < least
+
+    def has_enough_text(smallest: Size) -> bool:
+        return SMALLEST_BRANCHES[-1] * tokens(smallest) <= MAX_EPOCHS * unique_tokens
 
     def is_large_enough(smallest: Size) -> bool:
-        members = from_smallest(smallest)
-        tokens, parameters = unit(members), members[count // 2].parameters
-        return BRANCHES[-1] * tokens <= TOKENS_PER_PARAMETER * parameters or BRANCHES[0] * tokens < least
+        most = TOKENS_PER_PARAMETER * from_smallest(smallest)[count // 2].parameters
+        return BRANCHES[-1] * tokens(smallest) <= most or is_too_large(smallest)
 
-    most = MAX_EPOCHS * unique_tokens
     number = sizes.first(is_large_enough)
-    if BRANCHES[0] * unit(from_smallest(sizes.size(number))) < least:
-        number -= 1
-    lowest = sizes.first(lambda smallest: SMALLEST_BRANCHES[-1] * unit(from_smallest(smallest)) <= most)
-    smallest, *others = members = from_smallest(sizes.size(max(number, lowest, MIN_HEADS)))
-    if BRANCHES[0] * (tokens := unit(members)) < least:
+    number -= is_too_large(sizes.size(number))
+    lowest = sizes.first(has_enough_text)
+    smallest = sizes.size(max(number, lowest, MIN_HEADS))
+    if is_too_large(smallest):
         return None
-    save_steps = max(1, round(tokens * (1 - DECAY_SHARE) / tokens_per_step(sizes.base)))
-    first = rung_of(smallest.hidden_size, save_steps, SMALLEST_BRANCHES)
-    return first, *(rung_of(each.hidden_size, save_steps, BRANCHES) for each in others)
+    unit = max(1, round(tokens(smallest) * (1 - DECAY_SHARE) / tokens_per_step(sizes.base)))
+    first, *others = from_smallest(smallest)
+    rungs = (rung_of(each.hidden_size, unit, BRANCHES) for each in others)
+    return rung_of(first.hidden_size, unit, SMALLEST_BRANCHES), *rungs
 
 
 @dataclass(frozen=True)
@@ -352,9 +357,10 @@ def ladder_seconds(sizes: Sizes, rungs: tuple[Rung, ...], speed: Speed) -> float
     tokens = tokens_per_step(sizes.base)
     check = check_runs(rungs[0], RATE_FACTORS)
     done = {run.name: run.end for run in check}
+    save_steps = {rung.hidden_size: rung.save_steps for rung in rungs}
 
     def cost(run: Run, first: int) -> float:
-        evaluations = 1 if run.begin else (run.end - first) // rungs[0].save_steps
+        evaluations = 1 if run.begin else (run.end - first) // save_steps[run.hidden_size]
         flops = sizes.step_flops(run.hidden_size) / tokens
         return speed.seconds(flops, (run.end - first) * tokens, evaluations)
 

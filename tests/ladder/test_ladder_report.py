@@ -105,8 +105,10 @@ def test_the_page_shows_every_point_and_a_law_that_predicts_them(ladder: Ladder,
     assert "12 of 12" in finished.text
     assert "active parameters with embedding and head" in finished.text
     assert "missing" not in finished.text
-    far = "Warning: at 30 times the compute of the ladder's largest point"
-    assert finished.text.count("Warning") == finished.text.count(far)
+    far = "Warning: at 30 times the compute of the ladder's largest point the"
+    assert finished.text.count("Warning") == 2
+    assert f"{far} interval is wider than a tenth of the loss" in finished.text
+    assert f"{far} text is passed over 5.8 times" in finished.text
 
 
 def test_the_frontier_is_the_least_loss_over_the_whole_family(ladder: Ladder, finished: Page):
@@ -138,7 +140,7 @@ def test_an_isoflop_curve_passes_its_points_and_its_mark_is_lowest(finished: Pag
             abs(y / curve["y"][curve["x"].index(x)] - 1) for x, y in zip(trace["x"], trace["y"], strict=True)
         ]
         assert min(errors) < 4e-3, "a size's longest run has just this compute"
-        assert max(errors) < 0.03, "that of the others is near"
+        assert max(errors) < 0.02, "that of the others is near"
     for trace in [trace for trace in iso if trace["kind"] == "best"]:
         assert trace["y"] == [min(curves[trace["name"]]["y"])]
 
