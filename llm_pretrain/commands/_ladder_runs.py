@@ -26,15 +26,15 @@ from llm_pretrain.files import make_folder, replace_text
 from llm_pretrain.ladder import (
     Ladder,
     LadderUsed,
+    Progress,
     Run,
-    RunRecord,
     Sizes,
     Speed,
     in_order,
     makespan,
     measured_points,
     member,
-    read_record,
+    read_progress,
     run_config,
     run_folder,
     tokens_per_step,
@@ -71,7 +71,7 @@ class Runner:
             PretrainError: a run failed.
         """
         self._forget_cleaned(runs)
-        records = {run: read_record(self._folder(run)) for run in runs}
+        records = {run: read_progress(self._folder(run)) for run in runs}
         waiting = [run for run, record in records.items() if not record.has_ended(run.end)]
         waiting = in_order(waiting, {run.name: self._flops(run, records[run].last_step) for run in waiting})
         running: list[tuple[RunningJob, Run, int]] = []
@@ -83,7 +83,7 @@ class Runner:
                     if not free:
                         break
                     waiting.remove(run)
-                    if run.after and read_record(self._folder(run).with_name(run.after)).has_diverged:
+                    if run.after and read_progress(self._folder(run).with_name(run.after)).has_diverged:
                         continue
                     slot = free.pop(0)
                     running.append((self._launch(run, slot), run, slot))
@@ -103,8 +103,8 @@ class Runner:
         stable_runs = {run.name: run for run in runs if not run.begin}
         for decay in [run for run in runs if run.begin]:
             stable = stable_runs[f"{decay.after}"]
-            record = read_record(self._folder(stable))
-            is_over = read_record(self._folder(decay)).has_ended(decay.end) or record.has_diverged
+            record = read_progress(self._folder(stable))
+            is_over = read_progress(self._folder(decay)).has_ended(decay.end) or record.has_diverged
             checkpoint = run_config(self.ladder, decay).checkpoint.resume
             if record.has_ended(stable.end) and not is_over and not Path(checkpoint).is_dir():
                 self.say(f"{stable.name} is trained again: {decay.name} needs {checkpoint}, found none")
@@ -119,7 +119,7 @@ class Runner:
 
     def _ended(self, job: RunningJob, run: Run, code: int) -> None:
         folder = self._folder(run)
-        record = read_record(folder)
+        record = read_progress(folder)
         if not record.has_ended(run.end):
             raise failure(job, run.name, code)
         write_points(self.ladder.folder, measured_points(self.ladder))
@@ -127,7 +127,7 @@ class Runner:
         if run.begin and not record.has_diverged:
             self.clean([run])
 
-    def _line(self, run: Run, record: RunRecord) -> str:
+    def _line(self, run: Run, record: Progress) -> str:
         """Progress after a run's end."""
         tokens, used = tokens_per_step(self.ladder.base), self.used()
         losses, seconds = record.losses.get(run.end), record.step_seconds
@@ -165,7 +165,7 @@ class Runner:
         runs = list(runs)
         for run in runs:
             following = [each for each in runs if each.after == run.name]
-            if all(read_record(self._folder(each)).has_ended(each.end) for each in [run, *following]):
+            if all(read_progress(self._folder(each)).has_ended(each.end) for each in [run, *following]):
                 for name in ("checkpoints",) if run.begin else ("checkpoints", "weights"):
                     shutil.rmtree(self._folder(run) / name, ignore_errors=True)
 

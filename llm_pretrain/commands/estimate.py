@@ -11,7 +11,7 @@ import subprocess
 from typing import TYPE_CHECKING
 
 from llm_pretrain.errors import ConfigError, ResourceError
-from llm_pretrain.tracking import GPU_GB, size_text
+from llm_pretrain.tracking import DEFAULT_MFU, GPU_GB, size_text
 
 if TYPE_CHECKING:
     from llm_pretrain.config import Config
@@ -31,7 +31,6 @@ examples:
 _WITHOUT_BF16 = ("t4", "v100")
 VERIFY_BOUND = 0.15
 """Largest relative difference between the estimated and the measured peak."""
-DEFAULT_MFU = 0.4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--mfu",
         type=float,
         default=DEFAULT_MFU,
-        help="share of the device's peak that is reached (default: 0.4)",
+        help="share of the device's peak that is reached (default: %(default)s)",
     )
     parser.add_argument("--price", type=float, metavar="P", help="of a device for an hour, for the cost")
     parser.add_argument(

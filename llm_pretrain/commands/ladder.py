@@ -54,15 +54,22 @@ MEASURE_AGAIN = 2.0
 MEASUREMENTS = 2
 """At most, so that a noisy machine is not measured for ever."""
 _CHOSEN = {
-    "data.sources": "--input",
-    "data.weight_changes": "--input",
-    "run.output_dir": "--output",
-    "training.max_steps": "--budget",
-    "schedule.name": "--budget",
-    "schedule.decay_steps": "--budget",
-    "distributed.cpu_threads": "--budget",
+    "data.sources": "; use --input",
+    "data.weight_changes": "; use --input",
+    "run.output_dir": "; use --output",
+    "training.max_steps": "; use --budget",
+    "schedule.name": "",
+    "schedule.decay_steps": "",
+    "checkpoint.save_steps": "",
+    "checkpoint.keep_last": "",
+    "checkpoint.keep_best": "",
+    "checkpoint.resume": "",
+    "evaluation.eval_steps": "",
+    "evaluation.sample_prompts": "",
+    "evaluation.prediction": "",
 }
-"""Settings that a ladder decides by itself, and the option to give instead."""
+"""Settings that a ladder decides by itself, and the option to give instead, if any; it decides all of
+`distributed` too, but for the time limit."""
 _NOT_COMPARED = {"data.sources", "run.name", "run.output_dir"}
 """Settings that may differ when a ladder is continued; the store has a hash."""
 
@@ -163,9 +170,9 @@ def open_base(arguments: argparse.Namespace, machine: Machine) -> tuple[Config, 
 
     given = [word.removeprefix("--") for word in arguments.settings[::2]]
     if problems := [
-        f"{name}: expected none, a ladder chooses it; use {_CHOSEN[name]}"
+        f"{name}: expected none, a ladder chooses it{_CHOSEN.get(name, '')}"
         for name in given
-        if name in _CHOSEN
+        if name in _CHOSEN or (name.startswith("distributed.") and name != "distributed.timeout_seconds")
     ]:
         raise ConfigError(*problems)
     arguments.config = arguments.config or ["ladder"]
@@ -450,6 +457,8 @@ def check_rate(runner: Runner, factors: Sequence[float]) -> Ladder:
         )
     found = ", ".join(f"{loss(factor):.4f} at {factor:g}" for factor in sorted(tried))
     say(f"learning rates {best:g} times the base's: loss of the smallest size {found}")
+    if best in RATE_LIMITS:
+        say("warning: the best rate is the last one that is tried; give a base whose rates are nearer to it")
     runner.ladder = dataclasses.replace(ladder, rate_factor=best)
     runner.ladder.write()
     return runner.ladder

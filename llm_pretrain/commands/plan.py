@@ -17,7 +17,7 @@ from llm_pretrain.commands._launching import LaunchContext, exit_on_signals, thi
 from llm_pretrain.config import Config, DistributedConfig, dump_yaml, validate
 from llm_pretrain.errors import ConfigError, DataError, printable
 from llm_pretrain.files import check_replaceable, make_folder, replace_text
-from llm_pretrain.tracking import GPU_GB, MACHINES, size_text
+from llm_pretrain.tracking import DEFAULT_MFU, GPU_GB, MACHINES, size_text
 
 if TYPE_CHECKING:
     import torch
@@ -34,8 +34,6 @@ examples:
   llm-pretrain plan --ladder ladders/mine --cost 100 --gpu h100 --world-size 8 --price 2.5 --output night.yaml
 """
 
-DEFAULT_MFU = 0.4
-"""As in `estimate`."""
 ALTERNATIVES = (0.25, 0.5, 1.0, 2.0, 4.0)
 """Parameters of the sizes that are shown, in those of the best."""
 _HEAD = "# Written by `llm-pretrain plan`; runs as it is: train_pretrain.py --config THIS_FILE\n"

@@ -33,7 +33,7 @@ def run_folder(ladder: Ladder, run: Run) -> Path:
 
 
 @dataclass(frozen=True)
-class RunRecord:
+class Progress:
     """What the files of a run's folder hold at one moment; all empty before its first row.
 
     Args:
@@ -88,7 +88,7 @@ class RunRecord:
         return total
 
 
-def read_record(folder: Path) -> RunRecord:
+def read_progress(folder: Path) -> Progress:
     """Read the folder of a run, which need not exist.
 
     Raises:
@@ -99,7 +99,7 @@ def read_record(folder: Path) -> RunRecord:
     except (OSError, ValueError, RecursionError):
         status = {}
     metrics, attempts = folder / "metrics.jsonl", folder / "attempts.jsonl"
-    return RunRecord(
+    return Progress(
         status if isinstance(status, dict) else {},
         read_metrics(metrics) if metrics.exists() else [],
         list(read_rows(attempts)) if attempts.exists() else [],
@@ -114,7 +114,7 @@ def diverged_sizes(ladder: Ladder) -> list[int]:
         rung.hidden_size
         for rung in ladder.rungs
         if any(
-            read_record(run_folder(ladder, run)).has_diverged for run in size_runs(rung, ladder.rate_factor)
+            read_progress(run_folder(ladder, run)).has_diverged for run in size_runs(rung, ladder.rate_factor)
         )
     ]
 
@@ -145,7 +145,7 @@ def tried_factors(ladder: Ladder) -> list[float]:
 def rate_loss(ladder: Ladder, factor: float) -> float:
     """Loss of the smallest size's shortest training at a rate; infinite if it diverged or has not ended."""
     decay = check_runs(ladder.rungs[0], [factor])[1]
-    record = read_record(run_folder(ladder, decay))
+    record = read_progress(run_folder(ladder, decay))
     losses = record.losses.get(decay.end)
     return math.inf if losses is None or losses.loss is None or record.has_diverged else losses.loss
 
@@ -160,7 +160,7 @@ def _points(ladder: Ladder, rung: Rung) -> Iterator[Point]:
     if ladder.rate_factor is None:
         return
     config, runs = member(ladder.base, rung.hidden_size), size_runs(rung, ladder.rate_factor)
-    records = [read_record(run_folder(ladder, run)) for run in runs]
+    records = [read_progress(run_folder(ladder, run)) for run in runs]
     if any(record.has_diverged for record in records):
         return
     for run, record in zip(runs, records, strict=True):
@@ -194,7 +194,7 @@ def read_speeds(ladder: Ladder) -> dict[int, float]:
     if ladder.rate_factor is None:
         return {}
     stable = [size_runs(rung, ladder.rate_factor)[0] for rung in ladder.rungs]
-    speeds = {run.hidden_size: read_record(run_folder(ladder, run)).step_seconds for run in stable}
+    speeds = {run.hidden_size: read_progress(run_folder(ladder, run)).step_seconds for run in stable}
     return {size: seconds / tokens_per_step(ladder.base) for size, seconds in speeds.items() if seconds}
 
 
@@ -215,7 +215,7 @@ class LadderUsed(NamedTuple):
 def used_by(ladder: Ladder, runs: Iterable[Run]) -> LadderUsed:
     """What a ladder's runs have used; of two with one name the later counts."""
     sizes, by_name = Sizes(ladder.base), {run.name: run for run in runs}
-    records = {name: read_record(run_folder(ladder, run)) for name, run in by_name.items()}
+    records = {name: read_progress(run_folder(ladder, run)) for name, run in by_name.items()}
     steps = {name: record.last_step for name, record in records.items()}
     flops = sum(
         max(0, steps[name] - run.begin) * sizes.step_flops(run.hidden_size) for name, run in by_name.items()

@@ -1,7 +1,7 @@
 """What a run records and shows: metrics.jsonl, console, trackers, report, `top`; peak FLOPS and memory."""
 
 from llm_pretrain.tracking.console import Console, time_text
-from llm_pretrain.tracking.machine import GPU_GB, MACHINES, Machine
+from llm_pretrain.tracking.machine import DEFAULT_MFU, GPU_GB, MACHINES, Machine
 from llm_pretrain.tracking.metrics import (
     MAX_METRICS_BYTES,
     MetricsWriter,
@@ -24,6 +24,7 @@ from llm_pretrain.tracking.run_files import fault_lines, quantity
 from llm_pretrain.tracking.trackers import Trackers
 
 __all__ = [
+    "DEFAULT_MFU",
     "GPU_GB",
     "HELD",
     "MACHINES",

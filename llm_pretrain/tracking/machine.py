@@ -13,6 +13,8 @@ GPU_GB = {
     "4090": 24,
 }  # fmt: skip
 """Memory in GB, by the vendors' datasheets; the larger variant where there are two."""
+DEFAULT_MFU = 0.4
+"""Share of a GPU's peak that a run is expected to reach."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from llm_pretrain.commands import _ladder_runs
 from llm_pretrain.commands import ladder as ladder_command
 from llm_pretrain.commands._ladder_runs import Runner, failure, measure_steps
 from llm_pretrain.commands._launching import Job, LaunchContext, Machine, processes_of
-from llm_pretrain.commands.ladder import flops_for
+from llm_pretrain.commands.ladder import check_rate, flops_for
 from llm_pretrain.config import Config, dump_yaml
 from llm_pretrain.errors import EXIT_PREEMPTED, ConfigError
 from llm_pretrain.ladder import (
@@ -203,6 +203,14 @@ def test_a_time_is_measured_before_it_is_planned(plain_store: Path, tmp_path: Pa
         ),
         ((*BUDGET[:2], "--sizes", "2"), "--sizes: expected 3 to 16, found 2"),
         ((*BUDGET, "--training.max_steps", "9"), "training.max_steps: expected none, a ladder chooses it"),
+        (
+            (*BUDGET, "--schedule.decay_steps", "9"),
+            "schedule.decay_steps: expected none, a ladder",
+        ),
+        (
+            (*BUDGET, "--distributed.strategy", "fsdp"),
+            "distributed.strategy: expected none, a ladder",
+        ),
         ((*BUDGET, "--model.init_from", "w"), "model.init_from: expected none"),
         ((*BUDGET, "--model.hiden_size", "8"), "model.hiden_size: no such setting"),
     ],
@@ -232,9 +240,27 @@ def test_no_size_continues_the_run_that_the_base_continued(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(ladder_command, "new_ladder", new_ladder)
-    options = (*BUDGET, "--checkpoint.resume", str(tmp_path))
+    (tmp_path / "base.yaml").write_text(f"checkpoint: {{resume: {tmp_path}}}\n")
+    options = (*BUDGET, "--config", str(tmp_path / "base.yaml"))
     assert main(command(plain_store, tmp_path / "ladder", *options)[2:]) == EXIT_PREEMPTED
     assert bases[0].checkpoint.resume == "auto"
+
+
+@pytest.mark.parametrize(("best", "is_warned"), [(1.0, False), (2.0, False), (4.0, True), (0.25, True)])
+def test_the_best_rate_is_warned_of_where_no_further_one_is_tried(
+    best: float,
+    is_warned: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    losses = {factor: 3 + abs(math.log(factor / best)) for factor in (0.25, 0.5, 1.0, 2.0, 4.0)}
+    monkeypatch.setattr("llm_pretrain.ladder.rate_loss", lambda _, factor: losses[factor])
+    monkeypatch.setattr(Runner, "run_all", lambda *_: None)
+    ladder = dataclasses.replace(make_ladder(tmp_path / "ladder"), rate_factor=None)
+    runner = Runner(ladder, LaunchContext(ROOT, Machine(0, 2), math.inf), 2, print)
+    assert check_rate(runner, (0.5, 1.0, 2.0)).rate_factor == best
+    assert ("warning: the best rate is the last one that is tried" in capsys.readouterr().out) == is_warned
 
 
 def test_a_comparison_takes_no_option_of_a_ladder(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

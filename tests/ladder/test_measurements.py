@@ -19,7 +19,7 @@ from llm_pretrain.ladder import (
     diverged_sizes,
     measured_points,
     read_ladder,
-    read_record,
+    read_progress,
     run_config,
     run_folder,
     rung_runs,
@@ -80,15 +80,15 @@ def test_a_size_that_diverges_is_left_out(ladder: Ladder, state: str):
     write_rows(run_folder(ladder, runs[-1]), [row], state=state)
     assert diverged_sizes(ladder) == [96]
     assert {point.hidden_size for point in measured_points(ladder)} == {32, 64}
-    assert read_record(run_folder(ladder, runs[-1])).has_ended(runs[-1].end)
+    assert read_progress(run_folder(ladder, runs[-1])).has_ended(runs[-1].end)
 
 
 def test_a_run_has_ended_only_at_its_last_step_with_its_evaluation(ladder: Ladder):
     run = Run(64, 2.0, 0, 80)
-    assert not read_record(run_folder(ladder, run)).has_ended(80)
+    assert not read_progress(run_folder(ladder, run)).has_ended(80)
     finish(ladder, dataclasses.replace(run, end=20))  # as the check of the rate leaves it
-    assert read_record(run_folder(ladder, run)).has_ended(20)
-    assert not read_record(run_folder(ladder, run)).has_ended(80)
+    assert read_progress(run_folder(ladder, run)).has_ended(20)
+    assert not read_progress(run_folder(ladder, run)).has_ended(80)
 
 
 @pytest.mark.parametrize("step", [None, "80", 79])
@@ -96,7 +96,7 @@ def test_a_status_without_the_last_step_is_of_no_ended_run(ladder: Ladder, step:
     run = Run(64, 2.0, 0, 80)
     finish(ladder, run)
     (run_folder(ladder, run) / "status.json").write_text(json.dumps({"state": "finished", "step": step}))
-    assert not read_record(run_folder(ladder, run)).has_ended(80)
+    assert not read_progress(run_folder(ladder, run)).has_ended(80)
 
 
 def test_repeated_work_counts_once(tmp_path: Path):
@@ -106,7 +106,7 @@ def test_repeated_work_counts_once(tmp_path: Path):
     write_rows(tmp_path, rows)
     attempts = [{"step": 0, "time": 100.0}, {"step": 30, "time": 200.0}]
     (tmp_path / "attempts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in attempts))
-    record = read_record(tmp_path)
+    record = read_progress(tmp_path)
     assert (record.last_step, record.seconds) == (50, 30 + 20)
 
 
