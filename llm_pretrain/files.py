@@ -142,6 +142,11 @@ def fsync_file(file: Path) -> None:
             raise
 
 
+def file_name(text: str, default: str = "unnamed") -> str:
+    """`text` as a name for runs and folders; `default` where no character of it can be in one."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-.") or default
+
+
 def make_folder(folder: Path) -> None:
     """Create a folder and its missing parents, and fsync each new entry."""
     missing = [each for each in (folder, *folder.parents) if not each.is_dir()]

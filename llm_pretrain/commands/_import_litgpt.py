@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from llm_pretrain.commands._imported_config import ImportedConfig, file_name, parse_yaml, read_text
+from llm_pretrain.commands._imported_config import ImportedConfig, parse_yaml, read_text
 from llm_pretrain.errors import ConfigError
+from llm_pretrain.files import file_name
 
 _LLAMA = {"norm_class_name": "RMSNorm", "mlp_class_name": "LLaMAMLP", "bias": False}
 _LLAMA |= {"parallel_residual": False, "rotary_percentage": 1.0}

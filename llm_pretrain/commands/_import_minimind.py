@@ -8,9 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from llm_pretrain.commands._imported_config import PRECISIONS, ImportedConfig, file_name, swiglu_width
+from llm_pretrain.commands._imported_config import PRECISIONS, ImportedConfig, swiglu_width
 from llm_pretrain.config import Config
 from llm_pretrain.errors import ConfigError
+from llm_pretrain.files import file_name
 
 _OLD_NAMES = {"dim": "hidden_size", "n_layers": "num_hidden_layers", "out_dir": "save_dir"}
 _ONLY_OLD = {"dim", "n_layers", "out_dir", "warmup_iters", "ddp", "local_rank"}

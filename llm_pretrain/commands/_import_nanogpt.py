@@ -11,11 +11,11 @@ from typing import Any
 from llm_pretrain.commands._imported_config import (
     PRECISIONS,
     ImportedConfig,
-    file_name,
     read_text,
     swiglu_width,
 )
 from llm_pretrain.errors import ConfigError
+from llm_pretrain.files import file_name
 
 _DEFAULTS: dict[str, Any] = {
     **{"eval_interval": 2000, "log_interval": 1, "eval_iters": 200, "wandb_log": False},

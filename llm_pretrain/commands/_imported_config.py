@@ -22,6 +22,7 @@ from llm_pretrain.config import (
 )
 from llm_pretrain.errors import ConfigError, printable
 from llm_pretrain.export import model_config_from_huggingface, read_config
+from llm_pretrain.files import file_name
 
 PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 """`dtype` of MiniMind and nanoGPT."""
@@ -117,11 +118,6 @@ class ImportedConfig:
             if section == name:
                 text = re.sub(rf"(?m)^(  {key}: .*)$", rf"\1  # {remark}", text)
         return text
-
-
-def file_name(text: str, default: str = "imported") -> str:
-    """`text` as a name for runs and folders; `default` where no character of it can be in one."""
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-.") or default
 
 
 def read_text(path: str | Path, option: str) -> str:

@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from llm_pretrain.commands._imported_config import file_name
 from llm_pretrain.commands._launch_options import find_scripts, say
 from llm_pretrain.commands._launching import LaunchContext, exit_on_signals, this_machine
 from llm_pretrain.config import Config, DistributedConfig, dump_yaml, validate
 from llm_pretrain.errors import ConfigError, DataError, printable
-from llm_pretrain.files import check_replaceable, make_folder, replace_text
+from llm_pretrain.files import check_replaceable, file_name, make_folder, replace_text
 from llm_pretrain.tracking import DEFAULT_MFU, GPU_GB, MACHINES, size_text
 
 if TYPE_CHECKING:
@@ -335,7 +334,7 @@ def _lines(forecast: Forecast, plan: _Plan, arguments: argparse.Namespace) -> li
         f"plan for {budget} on {machine}, by {len(forecast.decayed.points)} points of {len(sizes)} sizes "
         f"in {ladder.folder}",
         f"size        hidden {model.hidden_size}, {model.num_hidden_layers} layers, "
-        f"{best.parameters:,} parameters",
+        f"{best.total_parameters:,} parameters",
         f"tokens      {best.point.tokens:,} in {best.steps:,} steps of {training.global_batch_size} x "
         f"{training.sequence_length}, {best.point.tokens / ladder.unique_tokens:.2f} passes of the text",
         f"rate        {config.optimizer.learning_rate:g}"
@@ -353,7 +352,7 @@ def _lines(forecast: Forecast, plan: _Plan, arguments: argparse.Namespace) -> li
     for choice in _alternatives(plan):
         mark = "*" if choice is best else " "
         lines.append(
-            f"{mark} hidden {choice.config.model.hidden_size:>5}  {choice.parameters:>13,} parameters  "
+            f"{mark} hidden {choice.config.model.hidden_size:>5}  {choice.total_parameters:>13,} parameters  "
             f"{choice.point.tokens:>15,} tokens  loss {choice.prediction.loss:.4f}"
         )
     warnings = missing_points(ladder) + forecast.warnings(best.point, best.prediction)
@@ -371,11 +370,9 @@ def _lines(forecast: Forecast, plan: _Plan, arguments: argparse.Namespace) -> li
 
 def _alternatives(plan: _Plan) -> list[Choice]:
     """The choices nearest to a quarter, half, once, twice and four times the best one's parameters."""
-    found = {
-        id(choice): choice
-        for ratio in ALTERNATIVES
-        for choice in [
-            min(plan.choices, key=lambda each: abs(math.log(each.parameters / plan.best.parameters / ratio)))
-        ]
+    ratios = [choice.total_parameters / plan.best.total_parameters for choice in plan.choices]
+    shown = {
+        min(range(len(ratios)), key=lambda index: abs(math.log(ratios[index] / wanted)))
+        for wanted in ALTERNATIVES
     }
-    return sorted(found.values(), key=lambda choice: choice.parameters)
+    return [plan.choices[index] for index in sorted(shown)]

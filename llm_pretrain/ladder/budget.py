@@ -87,8 +87,8 @@ class Size(NamedTuple):
 
     hidden_size: int
     flops_per_token: float
-    parameters: int
-    """Active ones, with the embedding."""
+    active_parameters: int
+    """With the embedding."""
 
 
 class Sizes:
@@ -299,7 +299,7 @@ def _rungs(
         return SMALLEST_BRANCHES[-1] * tokens(smallest) <= MAX_EPOCHS * unique_tokens
 
     def is_large_enough(smallest: Size) -> bool:
-        most = TOKENS_PER_PARAMETER * from_smallest(smallest)[count // 2].parameters
+        most = TOKENS_PER_PARAMETER * from_smallest(smallest)[count // 2].active_parameters
         return BRANCHES[-1] * tokens(smallest) <= most or is_too_large(smallest)
 
     number = sizes.first(is_large_enough)

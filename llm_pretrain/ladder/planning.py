@@ -52,7 +52,7 @@ class RunBudget(NamedTuple):
 
     def tokens(self, size: Size) -> float:
         """Tokens on which a size can be trained; 0 or less where serving leaves nothing."""
-        left = self.total - self.per_flop * 2 * size.parameters * self.served
+        left = self.total - self.per_flop * 2 * size.active_parameters * self.served
         return left / (self.per_token + self.per_flop * size.flops_per_token) - self.evaluated
 
     def check(self, unique_tokens: int, max_parameters: float) -> None:
@@ -73,14 +73,13 @@ class Choice:
 
     Args:
         config: The family's member, its run still the base's.
-        parameters: Total ones.
         steps: Optimizer steps.
         point: The training, without its loss.
         prediction: Of its last evaluation loss.
     """
 
     config: Config
-    parameters: int
+    total_parameters: int
     steps: int
     point: Point
     prediction: Prediction
@@ -143,7 +142,7 @@ class Forecast:
             point = unmeasured_point(config, steps, self.ladder.unique_tokens, decayed=True)
             found.append(Choice(config, parameters, steps, point, self.decayed.predict(point)))
             best = min(best, loss := found[-1].prediction.loss)
-            if loss > best * HIGHER or point.tokens < MIN_TOKENS_PER_PARAMETER * size.parameters:
+            if loss > best * HIGHER or point.tokens < MIN_TOKENS_PER_PARAMETER * size.active_parameters:
                 break
         if not found:
             raise self._no_choice(budget, max_parameters)

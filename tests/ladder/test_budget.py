@@ -96,7 +96,7 @@ def test_the_budgets_that_are_named_work_and_are_nearly_the_least_and_the_most(n
         with pytest.raises(ConfigError):
             choose_rungs(base, further, unique_tokens)
     rungs = choose_rungs(base, most, unique_tokens)
-    parameters = Sizes(base).size(rungs[0].hidden_size // Sizes(base).step).parameters
+    parameters = Sizes(base).size(rungs[0].hidden_size // Sizes(base).step).active_parameters
     tokens = rungs[0].steps[-1] * tokens_per_step(base)
     assert tokens > 0.5 * MIN_TOKENS_PER_PARAMETER * parameters
     with pytest.raises(ConfigError, match="for 5 sizes"):

@@ -120,7 +120,7 @@ def test_the_frontier_is_the_least_loss_over_the_whole_family(ladder: Ladder, fi
     sizes = Sizes(ladder.base)
     every = [sizes.size(number) for number in range(1, 60)]
     for compute, loss in list(zip(line["x"], line["y"], strict=True))[::6]:
-        losses = [LAW.loss(size.parameters, compute / size.flops_per_token, 5e7) for size in every]
+        losses = [LAW.loss(size.active_parameters, compute / size.flops_per_token, 5e7) for size in every]
         assert 0 < losses.index(min(losses)) < len(losses) - 1
         assert loss == pytest.approx(min(losses), rel=5e-3)
     assert all(

@@ -33,27 +33,32 @@ def test_the_size_of_least_loss_is_chosen_and_the_budget_spent(forecast: Forecas
     for choice in choices:
         step = choice.point.flops / choice.steps
         assert 0 <= 3e14 - choice.point.flops < step
-    exact = min(choices, key=lambda choice: LAW.loss(choice.parameters, choice.point.tokens, 50_000_000))
+    exact = min(
+        choices, key=lambda choice: LAW.loss(choice.total_parameters, choice.point.tokens, 50_000_000)
+    )
     assert found.config.model.hidden_size == exact.config.model.hidden_size
-    assert choices[0].parameters < found.parameters < choices[-1].parameters
+    assert choices[0].total_parameters < found.total_parameters < choices[-1].total_parameters
     assert (
         found.prediction.low
-        < LAW.loss(found.parameters, found.point.tokens, 50_000_000)
+        < LAW.loss(found.total_parameters, found.point.tokens, 50_000_000)
         < found.prediction.high
     )
 
 
 def test_limits_and_serving_make_it_smaller(forecast: Forecast):
     free = best(forecast, FLOPS)
-    assert best(forecast, FLOPS, max_parameters=free.parameters - 1).parameters < free.parameters
+    assert (
+        best(forecast, FLOPS, max_parameters=free.total_parameters - 1).total_parameters
+        < free.total_parameters
+    )
     served = best(forecast, FLOPS._replace(served=1e8))
-    assert served.parameters < free.parameters
-    assert served.point.flops + 2 * served.parameters * 1e8 <= 3e14
+    assert served.total_parameters < free.total_parameters
+    assert served.point.flops + 2 * served.total_parameters * 1e8 <= 3e14
 
 
 def test_more_compute_makes_it_larger_and_better(forecast: Forecast):
     more = FLOPS._replace(total=3e15)
-    assert best(forecast, more).parameters > best(forecast, FLOPS).parameters
+    assert best(forecast, more).total_parameters > best(forecast, FLOPS).total_parameters
     assert best(forecast, more).prediction.loss < best(forecast, FLOPS).prediction.loss
 
 
