@@ -30,7 +30,7 @@ from llm_pretrain.ladder import (
     Run,
     Sizes,
     Speed,
-    in_order,
+    best_order,
     makespan,
     measured_points,
     member,
@@ -71,9 +71,8 @@ class Runner:
             PretrainError: a run failed.
         """
         self._forget_cleaned(runs)
-        records = {run: read_progress(self._folder(run)) for run in runs}
-        waiting = [run for run, record in records.items() if not record.has_ended(run.end)]
-        waiting = in_order(waiting, {run.name: self._flops(run, records[run].last_step) for run in waiting})
+        waiting = [run for run in runs if not read_progress(self._folder(run)).has_ended(run.end)]
+        waiting = best_order(waiting, self._seconds_left(waiting), self.slots)
         running: list[tuple[RunningJob, Run, int]] = []
         free = list(range(self.slots))
         try:
@@ -94,6 +93,9 @@ class Runner:
                         running.remove(entry)
                         free = sorted([*free, slot])
                         self._ended(job, run, code)
+                        others = [run for _, run, _ in running]  # by now more sizes have a speed
+                        costs = self._seconds_left([*others, *waiting])
+                        waiting = best_order(waiting, costs, self.slots, others)
         except BaseException:
             stop([job for job, _, _ in running])
             raise
@@ -129,7 +131,9 @@ class Runner:
 
     def _line(self, run: Run, record: Progress) -> str:
         """Progress after a run's end."""
-        tokens, used = tokens_per_step(self.ladder.base), self.used()
+        tokens, costs = tokens_per_step(self.ladder.base), self._seconds_left(self.runs)
+        left = [each for each in {each.name: each for each in self.runs}.values() if costs[each.name] > 0]
+        seconds_left = makespan(best_order(left, costs, self.slots), costs, self.slots)
         losses, seconds = record.losses.get(run.end), record.step_seconds
         if record.has_diverged:
             result = "DIVERGED"
@@ -138,7 +142,7 @@ class Runner:
         speed = f"{tokens / seconds:>9,.0f} tokens/s" if seconds else ""
         return (
             f"{run.name:<16} {run.end * tokens:>13,} tokens  {result:<11} {speed}  "
-            f"{self.used_text(used)}, {time_text(self._seconds_left(used))} left"
+            f"{self.used_text(self.used())}, {time_text(seconds_left)} left"
         )
 
     def used(self) -> LadderUsed:
@@ -153,12 +157,22 @@ class Runner:
         share = wall / budget.seconds if budget.seconds else used.flops / budget.flops
         return f"used {share:.0%} ({used.flops:.2g} FLOPs, {time_text(wall)})"
 
-    def _seconds_left(self, used: LadderUsed) -> float:
-        """By the mean speed of all runs so far."""
-        by_name = {run.name: run for run in self.runs}  # a stable run continues its check
-        costs = {name: self._flops(run, used.steps[name]) for name, run in by_name.items()}
-        left = [run for name, run in by_name.items() if costs[name] > 0]
-        return makespan(left, costs, self.slots) * (used.seconds / used.flops if used.flops else 0.0)
+    def _seconds_left(self, runs: Sequence[Run]) -> dict[str, float]:
+        """Of each run, by name: at the speed of its size, or by FLOPs where that has not trained yet."""
+        by_name = {run.name: run for run in [*self.runs, *runs]}  # a stable run continues its check
+        found = {name: read_progress(self._folder(run)) for name, run in by_name.items()}
+        speeds = {
+            by_name[name].hidden_size: each.step_seconds for name, each in found.items() if each.step_seconds
+        }
+        relative = [seconds / self.sizes.step_flops(size) for size, seconds in speeds.items()]
+        per_flop = statistics.fmean(relative) if relative else 1.0
+        seconds = dict[str, float]()
+        for run in runs:
+            is_over = any(name in found and found[name].has_diverged for name in (run.name, run.after))
+            steps = 0 if is_over else max(0, run.end - max(run.begin, found[run.name].last_step))
+            step_seconds = speeds.get(run.hidden_size) or per_flop * self.sizes.step_flops(run.hidden_size)
+            seconds[run.name] = steps * step_seconds
+        return seconds
 
     def clean(self, runs: Iterable[Run]) -> None:
         """Delete the checkpoints of runs that have ended with all that follow; of decays the weights stay."""
@@ -171,10 +185,6 @@ class Runner:
 
     def _folder(self, run: Run) -> Path:
         return run_folder(self.ladder, run)
-
-    def _flops(self, run: Run, step: int) -> float:
-        """FLOPs of a run that are left after step `step`."""
-        return max(0, run.end - max(run.begin, step)) * self.sizes.step_flops(run.hidden_size)
 
 
 def launch(

@@ -14,7 +14,7 @@ from llm_pretrain.config import Config
 from llm_pretrain.errors import ConfigError
 from llm_pretrain.ladder.family import member, width_step
 from llm_pretrain.ladder.points import Rung
-from llm_pretrain.ladder.runs import Run, check_runs, makespan, rung_runs, tokens_per_step
+from llm_pretrain.ladder.runs import Run, best_order, check_runs, makespan, rung_runs, tokens_per_step
 from llm_pretrain.model import count_parameters, flops_per_token
 
 DECAY_SHARE = 0.5
@@ -39,7 +39,7 @@ MIN_HEADS = 3
 """Of the smallest size: those with fewer hardly gain from more tokens (docs/log.md#ladders)."""
 MIN_STEPS = 450
 """Of a run: the losses of fewer fall in another way (docs/log.md#ladders)."""
-MIN_TOKENS = 4_000_000
+MIN_TOKENS = 3_750_000
 """Of a run: whatever their size, models learn to copy from their context between 2 and 5 M tokens, and no law
 holds for losses before and after that (docs/log.md#ladders)."""
 RATE_FACTORS = (0.5, 1.0, 2.0)
@@ -228,8 +228,8 @@ def _fits(sizes: Sizes, unique_tokens: int, count: int | None) -> tuple[list[flo
     """
     low = sizes.size(1).flops_per_token * least_tokens(sizes.base)  # any ladder needs more
     high = most_flops(unique_tokens, count)
-    powers = range(math.floor(24 * math.log10(low)), math.ceil(24 * math.log10(high)))
-    rounded = [float(f"{10 ** (power / 24):.1e}") for power in powers]
+    powers = range(math.floor(48 * math.log10(low)), math.ceil(48 * math.log10(high)))
+    rounded = [float(f"{10 ** (power / 48):.1e}") for power in powers]
     budgets = [each for each in rounded if low <= each <= high]
     return budgets, lambda flops: bool(_first_fit(sizes, flops, unique_tokens, count or SIZES[-1]))
 
@@ -365,9 +365,13 @@ def ladder_seconds(sizes: Sizes, rungs: tuple[Rung, ...], speed: Speed) -> float
         return speed.seconds(flops, (run.end - first) * tokens, evaluations)
 
     rest = [run for run in rung_runs(rungs, 1.0) if done.get(run.name, 0) < run.end]
-    first_part = makespan(check, {run.name: cost(run, run.begin) for run in check}, speed.slots)
-    costs = {run.name: cost(run, max(run.begin, done.get(run.name, 0))) for run in rest}
-    return first_part + makespan(rest, costs, speed.slots)
+
+    def span(runs: Sequence[Run], costs: Mapping[str, float]) -> float:
+        return makespan(best_order(runs, costs, speed.slots), costs, speed.slots)
+
+    check_costs = {run.name: cost(run, run.begin) for run in check}
+    rest_costs = {run.name: cost(run, max(run.begin, done.get(run.name, 0))) for run in rest}
+    return span(check, check_costs) + span(rest, rest_costs)
 
 
 def flops_within(

@@ -204,20 +204,18 @@ class LadderUsed(NamedTuple):
     Args:
         flops: Of their steps.
         seconds: Of the runs, one after another.
-        steps: Name of a run -> the last step that has a row.
     """
 
     flops: float
     seconds: float
-    steps: dict[str, int]
 
 
 def used_by(ladder: Ladder, runs: Iterable[Run]) -> LadderUsed:
     """What a ladder's runs have used; of two with one name the later counts."""
     sizes, by_name = Sizes(ladder.base), {run.name: run for run in runs}
     records = {name: read_progress(run_folder(ladder, run)) for name, run in by_name.items()}
-    steps = {name: record.last_step for name, record in records.items()}
     flops = sum(
-        max(0, steps[name] - run.begin) * sizes.step_flops(run.hidden_size) for name, run in by_name.items()
+        max(0, records[name].last_step - run.begin) * sizes.step_flops(run.hidden_size)
+        for name, run in by_name.items()
     )
-    return LadderUsed(flops, math.fsum(record.seconds for record in records.values()), steps)
+    return LadderUsed(flops, math.fsum(record.seconds for record in records.values()))

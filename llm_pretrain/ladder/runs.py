@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,8 @@ from llm_pretrain.ladder.points import RUNS_FOLDER, Ladder, Rung
 
 WARMUP_SHARE = 0.25
 """Largest share of warm-up before the first branch: a base's warm-up is made for longer runs."""
+RANDOM_ORDERS = 60
+"""That are tried beside the usual one, so that slots are idle for less time at the end."""
 _KEEP_ALL = 1000
 """Checkpoints of a run; its branches, and those of stops, are far fewer."""
 
@@ -133,19 +136,30 @@ def with_store(config: Config, store: Path) -> Config:
     return dataclasses.replace(config, data=data)
 
 
-def in_order(runs: Sequence[Run], costs: Mapping[str, float]) -> list[Run]:
-    """Runs by the cost of the longest way to the end that begins with them, the longest first."""
+def best_order(
+    waiting: Sequence[Run], costs: Mapping[str, float], slots: int, running: Sequence[Run] = ()
+) -> list[Run]:
+    """The order by which all runs end soonest, of the longest way to the end first and random ones.
+
+    Args:
+        waiting: Not begun.
+        costs: Of each run that waits or runs, by name, such as its seconds.
+        slots: Runs side by side.
+        running: In slots already.
+    """
     following: dict[str, float] = {}
-    for run in runs:
+    for run in waiting:
         if run.after:
             following[run.after] = max(following.get(run.after, 0.0), costs[run.name])
-    return sorted(runs, key=lambda run: -(costs[run.name] + following.get(run.name, 0.0)))
+    longest_first = sorted(waiting, key=lambda run: -(costs[run.name] + following.get(run.name, 0.0)))
+    others = (random.Random(seed).sample(longest_first, len(waiting)) for seed in range(RANDOM_ORDERS))
+    return min([longest_first, *others], key=lambda order: makespan([*running, *order], costs, slots))
 
 
-def makespan(runs: Sequence[Run], costs: Mapping[str, float], slots: int) -> float:
-    """Cost until all runs have ended, `slots` at a time, each after the one that it follows."""
-    waiting, running, now = in_order(runs, costs), list[tuple[float, str]](), 0.0
-    unfinished = {run.name for run in runs}
+def makespan(order: Sequence[Run], costs: Mapping[str, float], slots: int) -> float:
+    """Cost until all runs have ended: a free slot takes the first that need not wait for another."""
+    waiting, running, now = list(order), list[tuple[float, str]](), 0.0
+    unfinished = {run.name for run in order}
     while waiting or running:
         for run in list(waiting):
             if len(running) < slots and run.after not in unfinished:

@@ -16,6 +16,7 @@ from llm_pretrain.ladder import (
     Rung,
     Sizes,
     Speed,
+    best_order,
     check_runs,
     choose_rungs,
     flops_within,
@@ -115,7 +116,7 @@ def test_a_budget_between_those_that_fit_names_both(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(
         budget_module, "_first_fit", lambda _, flops, *__: None if 3e14 < flops < 2e15 else (1,)
     )
-    with pytest.raises(ConfigError, match=r"at most 2\.\de\+14 or at least 2(\.\d)?e\+15 FLOPs"):
+    with pytest.raises(ConfigError, match=r"at most 3e\+14 or at least 2(\.\d)?e\+15 FLOPs"):
         choose_rungs(preset("ladder"), 1e15, 3_500_000)
 
 
@@ -127,13 +128,13 @@ def test_a_budget_that_is_huge_for_its_store_is_refused_at_once(monkeypatch: pyt
         lambda model: counted.append(model.hidden_size) or count_parameters(model),
     )
     for flops in (1e20, 1e24, 1e27):
-        with pytest.raises(ConfigError, match=r"expected at most 7\.5e\+15 FLOPs.*bring more text"):
+        with pytest.raises(ConfigError, match=r"expected at most 7\.9e\+15 FLOPs.*bring more text"):
             choose_rungs(preset("ladder"), flops, 3_500_000)
     assert max(counted) < 2000, "no size of 1e12 parameters is built"
 
 
 def test_a_store_too_small_is_named():
-    with pytest.raises(ConfigError, match="--input: expected a store of at least 2,500,000 tokens"):
+    with pytest.raises(ConfigError, match="--input: expected a store of at least 2,343,750 tokens"):
         choose_rungs(preset("ladder"), 1e14, 500_000)
 
 
@@ -193,6 +194,22 @@ def test_decays_follow_their_stable_runs():
     costs = {run.name: float(run.steps) for run in runs}
     assert makespan(runs, costs, 1) == 22
     assert makespan(runs, costs, 2) == 20
+
+
+def test_the_order_leaves_no_slot_idle_that_another_could_fill():
+    """Of 3, 3, 2, 2 and 2 in two slots the longest first end after 7, and the best after 6."""
+    runs = [Run(16 * number, 1.0, 0, steps) for number, steps in enumerate((3, 3, 2, 2, 2), 1)]
+    costs = {run.name: float(run.end) for run in runs}
+    assert makespan(runs, costs, 2) == 7
+    assert makespan(best_order(runs, costs, 2), costs, 2) == 6
+    first, *waiting = runs
+    assert makespan([first, *best_order(waiting, costs, 2, [first])], costs, 2) == 6
+
+
+def test_decays_are_ordered_after_their_stable_runs():
+    runs = rung_runs([Rung(48, (10, 20), (8, 16)), Rung(64, (10, 20), (8, 16))], 1.0)
+    costs = {run.name: float(run.steps) for run in runs}
+    assert makespan(best_order(runs, costs, 2), costs, 2) == 22
 
 
 def test_times_as_text():

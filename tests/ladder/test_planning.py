@@ -64,7 +64,7 @@ def test_more_compute_makes_it_larger_and_better(forecast: Forecast):
 
 def test_a_budget_for_nothing_is_refused(forecast: Forecast):
     paid = int(1e9 / Sizes(forecast.ladder.base).size(3).flops_per_token)
-    with pytest.raises(ConfigError, match=f"for 4,000,000 tokens .*, found one for {paid:,}; raise it$"):
+    with pytest.raises(ConfigError, match=f"for 3,750,000 tokens .*, found one for {paid:,}; raise it$"):
         forecast.choices(FLOPS._replace(total=1e9))
     with pytest.raises(ConfigError, match="found one for 0; raise it, or lower --serve-tokens"):
         forecast.choices(FLOPS._replace(served=1e300))
