@@ -142,7 +142,7 @@ def fsync_file(file: Path) -> None:
             raise
 
 
-def file_name(text: str, default: str = "unnamed") -> str:
+def file_name(text: str, default: str = "imported") -> str:
     """`text` as a name for runs and folders; `default` where no character of it can be in one."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-.") or default
 
