@@ -31,7 +31,6 @@ from llm_pretrain.ladder import (
     Sizes,
     Speed,
     best_order,
-    makespan,
     measured_points,
     member,
     read_progress,
@@ -72,7 +71,7 @@ class Runner:
         """
         self._forget_cleaned(runs)
         waiting = [run for run in runs if not read_progress(self._folder(run)).has_ended(run.end)]
-        waiting = best_order(waiting, self._seconds_left(waiting), self.slots)
+        waiting, _ = best_order(waiting, self._seconds_left(waiting), self.slots)
         running: list[tuple[RunningJob, Run, int]] = []
         free = list(range(self.slots))
         try:
@@ -95,7 +94,7 @@ class Runner:
                         self._ended(job, run, code)
                         others = [run for _, run, _ in running]  # by now more sizes have a speed
                         costs = self._seconds_left([*others, *waiting])
-                        waiting = best_order(waiting, costs, self.slots, others)
+                        waiting, _ = best_order(waiting, costs, self.slots, others)
         except BaseException:
             stop([job for job, _, _ in running])
             raise
@@ -133,7 +132,7 @@ class Runner:
         """Progress after a run's end."""
         tokens, costs = tokens_per_step(self.ladder.base), self._seconds_left(self.runs)
         left = [each for each in {each.name: each for each in self.runs}.values() if costs[each.name] > 0]
-        seconds_left = makespan(best_order(left, costs, self.slots), costs, self.slots)
+        _, seconds_left = best_order(left, costs, self.slots)
         losses, seconds = record.losses.get(run.end), record.step_seconds
         if record.has_diverged:
             result = "DIVERGED"

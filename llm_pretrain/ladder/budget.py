@@ -14,7 +14,7 @@ from llm_pretrain.config import Config
 from llm_pretrain.errors import ConfigError
 from llm_pretrain.ladder.family import member, width_step
 from llm_pretrain.ladder.points import Rung
-from llm_pretrain.ladder.runs import Run, best_order, check_runs, makespan, rung_runs, tokens_per_step
+from llm_pretrain.ladder.runs import Run, best_order, check_runs, rung_runs, tokens_per_step
 from llm_pretrain.model import count_parameters, flops_per_token
 
 DECAY_SHARE = 0.5
@@ -365,13 +365,9 @@ def ladder_seconds(sizes: Sizes, rungs: tuple[Rung, ...], speed: Speed) -> float
         return speed.seconds(flops, (run.end - first) * tokens, evaluations)
 
     rest = [run for run in rung_runs(rungs, 1.0) if done.get(run.name, 0) < run.end]
-
-    def span(runs: Sequence[Run], costs: Mapping[str, float]) -> float:
-        return makespan(best_order(runs, costs, speed.slots), costs, speed.slots)
-
     check_costs = {run.name: cost(run, run.begin) for run in check}
     rest_costs = {run.name: cost(run, max(run.begin, done.get(run.name, 0))) for run in rest}
-    return span(check, check_costs) + span(rest, rest_costs)
+    return best_order(check, check_costs, speed.slots)[1] + best_order(rest, rest_costs, speed.slots)[1]
 
 
 def flops_within(

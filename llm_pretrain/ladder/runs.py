@@ -138,8 +138,9 @@ def with_store(config: Config, store: Path) -> Config:
 
 def best_order(
     waiting: Sequence[Run], costs: Mapping[str, float], slots: int, running: Sequence[Run] = ()
-) -> list[Run]:
-    """The order by which all runs end soonest, of the longest way to the end first and random ones.
+) -> tuple[list[Run], float]:
+    """(the order by which all runs end soonest, of the longest way to the end first and random ones; the
+    cost until then).
 
     Args:
         waiting: Not begun.
@@ -153,7 +154,10 @@ def best_order(
             following[run.after] = max(following.get(run.after, 0.0), costs[run.name])
     longest_first = sorted(waiting, key=lambda run: -(costs[run.name] + following.get(run.name, 0.0)))
     others = (random.Random(seed).sample(longest_first, len(waiting)) for seed in range(RANDOM_ORDERS))
-    return min([longest_first, *others], key=lambda order: makespan([*running, *order], costs, slots))
+    orders = [longest_first, *others]
+    spans = [makespan([*running, *order], costs, slots) for order in orders]
+    best = spans.index(min(spans))
+    return orders[best], spans[best]
 
 
 def makespan(order: Sequence[Run], costs: Mapping[str, float], slots: int) -> float:

@@ -23,7 +23,6 @@ from llm_pretrain.ladder import (
     ladder_flops,
     ladder_seconds,
     least_flops,
-    makespan,
     most_flops,
     read_budget,
     rung_runs,
@@ -39,6 +38,7 @@ from llm_pretrain.ladder.budget import (
     SMALLEST_BRANCHES,
     least_tokens,
 )
+from llm_pretrain.ladder.runs import makespan
 from llm_pretrain.model import count_parameters
 from llm_pretrain.tracking import time_text
 
@@ -201,15 +201,18 @@ def test_the_order_leaves_no_slot_idle_that_another_could_fill():
     runs = [Run(16 * number, 1.0, 0, steps) for number, steps in enumerate((3, 3, 2, 2, 2), 1)]
     costs = {run.name: float(run.end) for run in runs}
     assert makespan(runs, costs, 2) == 7
-    assert makespan(best_order(runs, costs, 2), costs, 2) == 6
+    order, cost = best_order(runs, costs, 2)
+    assert makespan(order, costs, 2) == cost == 6
     first, *waiting = runs
-    assert makespan([first, *best_order(waiting, costs, 2, [first])], costs, 2) == 6
+    order, cost = best_order(waiting, costs, 2, [first])
+    assert makespan([first, *order], costs, 2) == cost == 6
 
 
 def test_decays_are_ordered_after_their_stable_runs():
     runs = rung_runs([Rung(48, (10, 20), (8, 16)), Rung(64, (10, 20), (8, 16))], 1.0)
     costs = {run.name: float(run.steps) for run in runs}
-    assert makespan(best_order(runs, costs, 2), costs, 2) == 22
+    order, cost = best_order(runs, costs, 2)
+    assert makespan(order, costs, 2) == cost == 22
 
 
 def test_times_as_text():
