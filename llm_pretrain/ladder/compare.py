@@ -64,20 +64,12 @@ def compare_ladders(first: Ladder, second: Ladder) -> list[EqualLoss]:
     Raises:
         ConfigError: they were trained or evaluated on different data, or one has no frontier.
     """
-    for name, left, right in (
-        ("store", first.store, second.store),
-        ("data.packing", first.base.data.packing, second.base.data.packing),
-        ("evaluation.max_batches", first.base.evaluation.max_batches, second.base.evaluation.max_batches),
-        (
-            "training.sequence_length",
-            first.base.training.sequence_length,
-            second.base.training.sequence_length,
-        ),
-    ):
-        if left != right:
+    left, right = _evaluated_on(first), _evaluated_on(second)
+    for name in left:
+        if left[name] != right[name]:
             raise ConfigError(
                 f"--compare: expected ladders with the same {name}, whose losses compare, found "
-                f"{str(left)[:12]} in {first.folder} and {str(right)[:12]} in {second.folder}"
+                f"{str(left[name])[:12]} in {first.folder} and {str(right[name])[:12]} in {second.folder}"
             )
     frontiers = [frontier(ladder.points) for ladder in (first, second)]
     for ladder, found in zip((first, second), frontiers, strict=True):
@@ -89,3 +81,17 @@ def compare_ladders(first: Ladder, second: Ladder) -> list[EqualLoss]:
         EqualLoss(point.loss, *(flops_for_loss(found, point.loss) for found in frontiers))
         for point in frontiers[0]
     ]
+
+
+def _evaluated_on(ladder: Ladder) -> dict[str, object]:
+    """What decides on which positions, and with which context, the losses of a ladder are measured."""
+    base = ladder.base
+    batches = base.evaluation.max_batches
+    return {
+        "store": ladder.store,
+        "data.packing": base.data.packing,
+        "data.isolate_documents": base.data.isolate_documents,
+        "training.sequence_length": base.training.sequence_length,
+        "evaluation.max_batches x training.global_batch_size": batches
+        and batches * base.training.global_batch_size,
+    }

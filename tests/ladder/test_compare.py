@@ -4,42 +4,44 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
-from ladder.test_scaling_law import measured
+from support.ladders import make_ladder
 
-from llm_pretrain.config import Config
 from llm_pretrain.errors import ConfigError
-from llm_pretrain.ladder import Budget, Ladder, Point, compare_ladders
+from llm_pretrain.ladder import Ladder, Point, compare_ladders
 from llm_pretrain.ladder.compare import flops_for_loss, frontier
 
 
-def ladder(points: list[Point], store: str = "same") -> Ladder:
-    return Ladder(Path("somewhere"), Config(), store, 1, (), Budget("1m", 1.0), 1.0, 1, tuple(points))
+@pytest.fixture
+def ladder(tmp_path: Path) -> Ladder:
+    return make_ladder(tmp_path / "ladder")
 
 
-def cheaper(points: list[Point], factor: float) -> list[Point]:
-    return [dataclasses.replace(point, flops=point.flops * factor) for point in points]
+def changed(ladder: Ladder, **factors: float) -> Ladder:
+    """With fields of all points times factors."""
+    points = tuple(
+        dataclasses.replace(point, **{name: getattr(point, name) * by for name, by in factors.items()})
+        for point in ladder.points
+    )
+    return dataclasses.replace(ladder, points=points)
 
 
-def test_a_recipe_that_needs_a_quarter_less_is_measured_as_that():
-    first = measured(0.0)
-    rows = compare_ladders(ladder(first), ladder(cheaper(first, 0.75)))
-    ratios = [row.ratio for row in rows]
+def test_a_recipe_that_needs_a_quarter_less_is_measured_as_that(ladder: Ladder):
+    ratios = [row.ratio for row in compare_ladders(ladder, changed(ladder, flops=0.75)) if row.ratio]
     assert len(ratios) >= 3
     assert ratios == pytest.approx([0.75] * len(ratios))
 
 
-def test_what_one_has_not_reached_has_no_ratio():
-    first = measured(0.0)
-    worse = [dataclasses.replace(point, loss=point.loss + 10) for point in first]
-    assert all(
-        row.second is None and row.ratio is None for row in compare_ladders(ladder(first), ladder(worse))
-    )
+def test_what_one_has_not_reached_has_no_ratio(ladder: Ladder):
+    rows = compare_ladders(ladder, changed(ladder, loss=10))
+    assert rows
+    assert all(row.second is None and row.ratio is None for row in rows)
 
 
-def test_a_frontier_falls():
-    points = frontier(measured(0.05))
+def test_a_frontier_falls(tmp_path: Path):
+    points: list[Point] = frontier(make_ladder(tmp_path / "ladder", noise=0.05).points)
     losses, flops = [point.loss for point in points], [point.flops for point in points]
     assert losses == sorted(losses, reverse=True)
     assert flops == sorted(flops)
@@ -52,13 +54,44 @@ def test_a_frontier_falls():
     assert flops_for_loss(points, points[0].loss + 1) == (flops[0], True)
 
 
-def test_ladders_of_other_data_are_refused():
+OTHER: dict[str, dict[str, dict[str, Any]]] = {
+    "data.packing": {"data": {"packing": "pad"}},
+    "data.isolate_documents": {"data": {"isolate_documents": False}},
+    "training.sequence_length": {"training": {"sequence_length": 32}},
+    "evaluation.max_batches x training.global_batch_size": {"evaluation": {"max_batches": 3}},
+}
+"""Name in the message -> section and values of the second ladder's base."""
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_ladders_that_were_evaluated_otherwise_are_refused(ladder: Ladder, name: str):
+    sections = {
+        section: dataclasses.replace(getattr(ladder.base, section), **values)
+        for section, values in OTHER[name].items()
+    }
+    other = dataclasses.replace(ladder, base=dataclasses.replace(ladder.base, **sections))
+    with pytest.raises(ConfigError, match=f"same {name}, whose losses compare"):
+        compare_ladders(ladder, other)
+
+
+def test_ladders_of_other_stores_are_refused(ladder: Ladder):
     with pytest.raises(ConfigError, match="same store, whose losses compare"):
-        compare_ladders(ladder(measured(0.0)), ladder(measured(0.0), store="other"))
+        compare_ladders(ladder, dataclasses.replace(ladder, store="b" * 64))
 
 
-def test_a_ladder_that_is_better_from_its_cheapest_run_on_has_reached_every_loss():
-    first = measured(0.0)
-    better = [dataclasses.replace(point, loss=point.loss / 10) for point in first]
-    rows = compare_ladders(ladder(first), ladder(better))
+def test_as_many_sequences_in_other_batches_are_compared(ladder: Ladder):
+    def evaluated(batches: int, sequences: int) -> Ladder:
+        evaluation = dataclasses.replace(ladder.base.evaluation, max_batches=batches)
+        training = dataclasses.replace(ladder.base.training, global_batch_size=sequences)
+        base = dataclasses.replace(ladder.base, evaluation=evaluation, training=training)
+        return dataclasses.replace(ladder, base=base)
+
+    assert compare_ladders(evaluated(4, 8), evaluated(2, 16))
+    with pytest.raises(ConfigError, match="max_batches x"):
+        compare_ladders(evaluated(4, 8), evaluated(4, 16))
+
+
+def test_a_ladder_that_is_better_from_its_cheapest_run_on_has_reached_every_loss(ladder: Ladder):
+    rows = compare_ladders(ladder, changed(ladder, loss=0.1))
+    assert rows
     assert all(row.second is not None and row.second.is_bound and row.ratio is None for row in rows)
