@@ -41,10 +41,10 @@ SAMPLES = 100
 """Of the bootstrap."""
 LEVEL = 0.9
 """Share of runs that the interval should contain."""
-LEAST_NOISE = 2e-3
+LEAST_NOISE = 4e-3
 """Standard deviation of log L between seeds, of which a ladder's residuals may show less by chance."""
-HELD_OUT = 1.4
-"""Points within this factor of the most FLOPs are left out, to see how a fit without them predicts them."""
+HELD_OUT = 0.25
+"""Share of the points, two at least, that is left out to see how a fit predicts them: of most compute."""
 LEAST_POINTS, LEAST_SIZES = 7, 3
 FEW_POINTS = 8
 """Fewer are named: three of them decide about noise and hold-out."""
@@ -143,9 +143,10 @@ class Fit:
         residuals: log L of each point less the law's.
         noise: Standard deviation of log L around the law at `most_flops`; it grows with the square root of
             less compute.
-        samples: Laws of resampled points, of each form in proportion to its weight.
+        samples: Laws fitted to points drawn around the law with its noise, of each form in proportion to its
+            weight.
         extrapolation_error: Error of log L per factor e of compute beyond the points, found by holding points
-            out: the interval is at least as wide, since resampling cannot see that the law itself is wrong.
+            out: the interval is at least as wide, since samples cannot see that the law itself is wrong.
             None where too few would be left.
         most_flops: Of a point.
         warnings: Why the ladder may be too short to tell; one line each.
@@ -173,8 +174,9 @@ class Fit:
         logs = np.log([sample.of(point) for sample in self.samples]) - math.log(loss)
         less = self.most_flops / point.flops
         wrong_form = (self.extrapolation_error or 0.0) * max(0.0, -math.log(less))
-        spread = math.sqrt(max(float(np.mean(logs**2)), wrong_form**2) + self.noise**2 * max(1.0, less))
-        half = float(t.ppf((1 + LEVEL) / 2, _freedom(self.points))) * spread  # the noise is an estimate too
+        spread = math.sqrt(float(np.mean(logs**2)) + self.noise**2 * max(1.0, less))
+        students = float(t.ppf((1 + LEVEL) / 2, _freedom(self.points)))  # the noise is an estimate too
+        half = max(students * spread, wrong_form)
         return Prediction(loss, loss * math.exp(-half), loss * math.exp(half))
 
 
@@ -241,7 +243,8 @@ def _mean_law(points: Sequence[Point]) -> MeanLaw:
     fitted = [_best(points, counting, joint) for counting in countings for joint in (False, True)]
     cost_of = {law: _cost(_residuals(law, points), points) for law in fitted}
     fitted.sort(key=cost_of.__getitem__)
-    least = _cost(np.full(len(points), LEAST_NOISE), points)  # smaller ones tell nothing
+    residual = LEAST_NOISE * math.sqrt(_freedom(points) / len(points))  # what a right law leaves
+    least = _cost(np.full(len(points), residual), points)  # less tells nothing
     costs = np.array([max(least, cost_of[law]) for law in fitted])
     weights = (costs.min() / costs) ** _freedom(points)
     return MeanLaw(tuple(fitted), tuple(map(float, weights / weights.sum())))
@@ -304,14 +307,15 @@ def _extrapolation_error(points: Sequence[Point]) -> float | None:
 
     What seeds differ by is not counted. None where too few points would be left.
     """
-    most = max(point.flops for point in points)
-    cheap = [point for point in points if point.flops < most / HELD_OUT]
+    by_compute = sorted(points, key=lambda point: point.flops)
+    limit = by_compute[-max(2, round(len(points) * HELD_OUT))].flops * 0.99  # equal compute is one rung
+    cheap = [point for point in by_compute if point.flops < limit]
+    held = by_compute[len(cheap) :]
     if len(cheap) < LEAST_POINTS - 1 or len({point.hidden_size for point in cheap}) < LEAST_SIZES:
         return None
-    early, limit = _mean_law(cheap), max(point.flops for point in cheap)
-    held = [point for point in points if point.flops >= most / HELD_OUT]
-    squares = np.maximum(_residuals(early, held) ** 2 - LEAST_NOISE**2, 0)
-    return math.sqrt(float(np.mean(squares / np.log([point.flops / limit for point in held]) ** 2)))
+    squares = np.maximum(_residuals(_mean_law(cheap), held) ** 2 - LEAST_NOISE**2, 0)
+    distances = np.log([point.flops / cheap[-1].flops for point in held])
+    return math.sqrt(float(squares.sum() / (distances**2).sum()))
 
 
 def _best(points: Sequence[Point], counting: Counting, joint: bool) -> ScalingLaw:
