@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import itertools
 import math
 import os
 import time
@@ -129,7 +128,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def compare(arguments: argparse.Namespace) -> int:
     """Print the compute that two ladders need for the same losses."""
-    from llm_pretrain.ladder import compare_ladders, missing_points, read_ladder
+    from llm_pretrain.ladder import compare_ladders, read_ladder, shortcomings
 
     names = ("input", "budget", "config", "output", "sizes")
     given = [f"--{name}" for name in names if getattr(arguments, name) is not None] + arguments.settings[::2]
@@ -148,7 +147,7 @@ def compare(arguments: argparse.Namespace) -> int:
             + (f"{row.ratio:.3f}" if row.ratio else "")
         )
     for ladder in (first, second):
-        for line in missing_points(ladder):
+        for line in shortcomings(ladder):
             print(f"warning: {ladder.folder}: {line}")
     ratios = [row.ratio for row in rows if row.ratio]
     if not ratios:
@@ -287,12 +286,12 @@ def new_ladder(
     )
     from llm_pretrain.tracking import time_text
 
-    slots, threads = slots_of(context.machine, arguments.sizes or 5)
+    threads = threads_of(context.machine, arguments.sizes or 5)
     given, started = read_budget(arguments.budget), time.monotonic()
     budget, speed = Budget(arguments.budget, given.flops or 0.0, given.seconds), None
     if given.seconds is not None:
         flops, speed = flops_for(
-            base, given.seconds, unique_tokens, arguments.sizes, folder / MEASURING, context, slots, threads
+            base, given.seconds, unique_tokens, arguments.sizes, folder / MEASURING, context, threads
         )
         measuring = time.monotonic() - started
         budget = Budget(arguments.budget, flops, given.seconds, measuring, speed.start_up)
@@ -302,15 +301,20 @@ def new_ladder(
     ladder.write()
     say(
         f"{len(rungs)} sizes of {base.run.name} in {ladder_flops(Sizes(base), rungs):.2g} FLOPs{expected}, "
-        f"{slots} side by side with {threads} thread{'s' * (threads > 1)} each, in {folder}"
+        f"{slots_of(context.machine, threads)} side by side with {threads} thread{'s' * (threads > 1)} each, "
+        f"in {folder}"
     )
     return ladder
 
 
-def slots_of(machine: Machine, sizes: int) -> tuple[int, int]:
-    """(runs side by side, threads of each): one a GPU; without, the cores are divided among the sizes."""
-    slots = machine.gpus or max(1, min(machine.cores, sizes))
-    return slots, max(1, machine.cores // slots)
+def threads_of(machine: Machine, sizes: int) -> int:
+    """CPU threads of each run: the cores are divided among the GPUs, or among the sizes."""
+    return max(1, machine.cores // (machine.gpus or sizes))
+
+
+def slots_of(machine: Machine, threads: int) -> int:
+    """Runs side by side: one a GPU, or as many as there are cores for their threads."""
+    return machine.gpus or max(1, machine.cores // threads)
 
 
 def flops_for(
@@ -320,7 +324,6 @@ def flops_for(
     count: int | None,
     folder: Path,
     context: LaunchContext,
-    slots: int,
     threads: int,
 ) -> tuple[float, Speed]:
     """(FLOPs that this machine does in a time, less what measuring takes; the measured speed).
@@ -341,12 +344,13 @@ def flops_for(
     from llm_pretrain.tracking import time_text
 
     started, sizes, machine = time.monotonic(), Sizes(base), context.machine
-    evaluated = evaluated_tokens(base)
+    evaluated, slots = evaluated_tokens(base), slots_of(machine, threads)
     guess = GUESSED_FLOPS["gpu"] * slots if machine.gpus else GUESSED_FLOPS["core"] * machine.cores
     speed = Speed(0.0, slots / guess, 0.0, slots)
     measured: tuple[float, float] | None = None
     most = most_flops(unique_tokens, count)
-    for rounds in itertools.count():
+    rounds = 0
+    while True:
         spent = time.monotonic() - started
         flops = flops_within(base, seconds - spent, unique_tokens, speed, count)
         if not measured and flops == most:  # perhaps too long: small sizes tell it sooner
@@ -370,7 +374,7 @@ def flops_for(
         say(f"measuring the speed of hidden sizes {ends[0]} and {ends[1]}")
         speed = measure_speed(base, ends, folder, context, slots=slots, threads=threads)
         speed, measured = dataclasses.replace(speed, evaluated_tokens=evaluated), (low, high)
-    raise AssertionError("unreachable")
+        rounds += 1
 
 
 def evaluated_tokens(base: Config) -> int:
@@ -390,8 +394,8 @@ def train(ladder: Ladder, context: LaunchContext) -> int:
         check_runs,
         diverged_sizes,
         measured_points,
-        missing_points,
         rung_runs,
+        shortcomings,
         tried_factors,
         write_ladder_report,
         write_points,
@@ -400,8 +404,7 @@ def train(ladder: Ladder, context: LaunchContext) -> int:
 
     started, runs = time.monotonic(), ladder.folder.absolute() / RUNS_FOLDER
     end_orphans([each for each in runs.iterdir() if each.is_dir()] if runs.is_dir() else [])
-    machine = context.machine
-    runner = Runner(ladder, context, machine.gpus or max(1, machine.cores // ladder.threads), say)
+    runner = Runner(ladder, context, slots_of(context.machine, ladder.threads), say)
     factors = list(RATE_FACTORS)
     runner.runs = [*check_runs(ladder.rungs[0], factors), *rung_runs(ladder.rungs, 1.0)]
     if ladder.rate_factor is None:
@@ -416,7 +419,7 @@ def train(ladder: Ladder, context: LaunchContext) -> int:
     points = measured_points(ladder)
     write_points(ladder.folder, points)
     say(f"report: {write_ladder_report(ladder.folder)}")
-    for line in missing_points(dataclasses.replace(ladder, points=tuple(points))):
+    for line in shortcomings(dataclasses.replace(ladder, points=tuple(points))):
         say(line)
     if (left := len(ladder.rungs) - len(diverged_sizes(ladder))) < 3:
         raise DivergedError(
@@ -457,8 +460,6 @@ def check_rate(runner: Runner, factors: Sequence[float]) -> Ladder:
         )
     found = ", ".join(f"{loss(factor):.4f} at {factor:g}" for factor in sorted(tried))
     say(f"learning rates {best:g} times the base's: loss of the smallest size {found}")
-    if best in RATE_LIMITS:
-        say("warning: the best rate is the last one that is tried; give a base whose rates are nearer to it")
     runner.ladder = dataclasses.replace(ladder, rate_factor=best)
     runner.ladder.write()
     return runner.ladder

@@ -126,7 +126,7 @@ def _check(arguments: argparse.Namespace) -> None:
     for name in ("flops", "cost", "price", "max_parameters"):
         value = getattr(arguments, name)
         if value is not None and not (value > 0 and (value < math.inf or name == "max_parameters")):
-            problems.append(f"--{name.replace('_', '-')}: expected more than 0, found {value:g}")
+            problems.append(f"--{name.replace('_', '-')}: expected a finite number above 0, found {value:g}")
     if not 0 <= arguments.serve_tokens < math.inf:
         problems.append(f"--serve-tokens: expected 0 or more, found {arguments.serve_tokens:g}")
     if arguments.mfu is not None and not 0 < arguments.mfu <= 1:
@@ -188,6 +188,7 @@ def _micro_batch(config: Config, world_size: int) -> int:
 
 def _on_this_machine(forecast: Forecast, arguments: argparse.Namespace) -> _Plan:
     """The best choice at this machine's speed: the ladder's, corrected by steps of that choice."""
+    from llm_pretrain.commands.ladder import slots_of
     from llm_pretrain.ladder import RunBudget
 
     ladder, machine, world_size = forecast.ladder, this_machine(), arguments.world_size
@@ -208,7 +209,7 @@ def _on_this_machine(forecast: Forecast, arguments: argparse.Namespace) -> _Plan
         return forecast.choices(budget, arguments.max_parameters)
 
     # until it is measured: as if processes did not wait for each other
-    factor = 1 / min(world_size, machine.gpus or max(1, machine.cores // ladder.threads))
+    factor = 1 / min(world_size, slots_of(machine, ladder.threads))
     found = choices(factor)
     if seconds is not None and speed is not None and not arguments.no_measure:
         planned = forecast.config(_best(found), distributed, micro_batch, name)
@@ -308,7 +309,7 @@ def _lines(forecast: Forecast, plan: _Plan, arguments: argparse.Namespace) -> li
     """The plan in words."""
     import torch
 
-    from llm_pretrain.ladder import missing_points
+    from llm_pretrain.ladder import shortcomings
     from llm_pretrain.memory import estimate_memory, step_warnings
     from llm_pretrain.tracking import time_text
 
@@ -355,7 +356,7 @@ def _lines(forecast: Forecast, plan: _Plan, arguments: argparse.Namespace) -> li
             f"{mark} hidden {choice.config.model.hidden_size:>5}  {choice.total_parameters:>13,} parameters  "
             f"{choice.point.tokens:>15,} tokens  loss {choice.prediction.loss:.4f}"
         )
-    warnings = missing_points(ladder) + forecast.warnings(best.point, best.prediction)
+    warnings = shortcomings(ladder) + forecast.warnings(best.point, best.prediction)
     if best.point.flops > forecast.decayed.most_flops and forecast.decayed.extrapolation_error is None:
         warnings.append("no points could be held out: the interval does not tell how wrong the law may be")
     if not arguments.gpu:

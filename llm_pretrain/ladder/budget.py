@@ -48,6 +48,10 @@ RATE_LIMITS = (0.25, 4.0)
 """The smallest and the largest factor that is tried where an edge of `RATE_FACTORS` is the best."""
 MOST_FLOPS, MOST_SECONDS = 1e27, 10 * 365 * 86400.0
 """Larger budgets are mistakes."""
+EVALUATION_COST = 1 / 3
+"""Of an evaluated token, in trained ones: it has no backward pass."""
+LEAST_SLOPE = 0.2
+"""Share of the larger measured size's time that is owed to its FLOPs at least, whatever noise says."""
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
@@ -204,7 +208,7 @@ def most_run_flops(unique_tokens: int) -> float:
 
 
 def most_flops(unique_tokens: int, count: int | None = None) -> float:
-    """The largest budget of a ladder: that of its smallest size's longest run is `most_run_flops`."""
+    """The budget of a ladder whose smallest size's longest run costs `most_run_flops`."""
     relative = [SIZE_RATIOS[0] ** k for k in range(count or SIZES[-1])]
     return most_run_flops(unique_tokens) / _tokens_per_multiple(1.0, relative) / SMALLEST_BRANCHES[-1]
 
@@ -303,7 +307,8 @@ def _rungs(
         return BRANCHES[-1] * tokens(smallest) <= most or is_too_large(smallest)
 
     number = sizes.first(is_large_enough)
-    number -= is_too_large(sizes.size(number))
+    if is_too_large(sizes.size(number)):
+        number -= 1
     lowest = sizes.first(has_enough_text)
     smallest = sizes.size(max(number, lowest, MIN_HEADS))
     if is_too_large(smallest):
@@ -321,7 +326,7 @@ class Speed:
     Args:
         per_token: Seconds of a token without any FLOPs.
         per_flop: Seconds of one FLOP.
-        start_up: Seconds from a launch to the first step, and from the last one to the end.
+        start_up: Seconds from a launch to the first step.
         slots: Runs side by side.
         evaluated_tokens: Of one evaluation.
     """
@@ -334,7 +339,7 @@ class Speed:
 
     @staticmethod
     def of(measured: Mapping[float, float], start_up: float, slots: int, evaluated_tokens: int = 0) -> Speed:
-        """From seconds per token by FLOPs per token, of two sizes."""
+        """From seconds per token by FLOPs per token, a line through the smallest and the largest size."""
         (less, fast), (more, slow) = min(measured.items()), max(measured.items())
         slope = (slow - fast) / (more - less) if more > less else slow / more
         per_flop = max(slope, LEAST_SLOPE * slow / more)
@@ -346,12 +351,6 @@ class Speed:
         return self.start_up + equivalent * (self.per_token + self.per_flop * flops_per_token)
 
 
-EVALUATION_COST = 1 / 3
-"""Of an evaluated token, in trained ones: it has no backward pass."""
-LEAST_SLOPE = 0.2
-"""Share of the larger measured size's time that is owed to its FLOPs at least, whatever noise says."""
-
-
 def ladder_seconds(sizes: Sizes, rungs: tuple[Rung, ...], speed: Speed) -> float:
     """Expected wall time of a ladder: the check of the rate, then all other runs."""
     tokens = tokens_per_step(sizes.base)
@@ -360,7 +359,7 @@ def ladder_seconds(sizes: Sizes, rungs: tuple[Rung, ...], speed: Speed) -> float
     save_steps = {rung.hidden_size: rung.save_steps for rung in rungs}
 
     def cost(run: Run, first: int) -> float:
-        evaluations = 1 if run.begin else (run.end - first) // save_steps[run.hidden_size]
+        evaluations = 1 if run.begin else (run.end - first) // save_steps[run.hidden_size] + (not first)
         flops = sizes.step_flops(run.hidden_size) / tokens
         return speed.seconds(flops, (run.end - first) * tokens, evaluations)
 
@@ -380,7 +379,8 @@ def flops_within(
     Raises:
         ConfigError: the store is too small.
     """
-    sizes, least = Sizes(config), least_flops(Sizes(config), unique_tokens, count)
+    sizes = Sizes(config)
+    least = least_flops(sizes, unique_tokens, count)
     flops = min(most_flops(unique_tokens, count), seconds * speed.slots / speed.per_flop)  # no other time
     while flops > least:  # downwards, since what fits has gaps
         rungs = _first_fit(sizes, flops, unique_tokens, count)

@@ -119,11 +119,16 @@ def diverged_sizes(ladder: Ladder) -> list[int]:
     ]
 
 
-def missing_points(ladder: Ladder) -> list[str]:
-    """What the ladder's table lacks, and why; a line for each size."""
+def shortcomings(ladder: Ladder) -> list[str]:
+    """What a ladder lacks, and why: its rate, a better one within reach, points of a size; one line each."""
     if ladder.rate_factor is None:
         return ["the learning rate is not chosen yet; the same `llm-pretrain ladder` command continues"]
     found, diverged = list[str](), diverged_sizes(ladder)
+    if ladder.rate_factor in RATE_LIMITS:
+        found.append(
+            f"the best learning rates are the last that are tried, {ladder.rate_factor:g} times the base's; "
+            "give a base whose rates are nearer to them"
+        )
     for size, wanted in ((rung.hidden_size, len(rung.steps)) for rung in ladder.rungs):
         missing = wanted - sum(point.hidden_size == size and point.decayed for point in ladder.points)
         if size in diverged:

@@ -27,9 +27,15 @@ from llm_pretrain.ladder.scaling_law import SAMPLES, Fit, Prediction, fit_law
 from llm_pretrain.model import count_parameters
 
 EVALUATIONS = 20
-"""Of a planned run, the first and the last not counted."""
-_STABLE_PARTS = (8, 4, 2, 1)
-"""The predicted curve begins at an eighth of the stable phase: before it warm-up and start decide."""
+"""Of a planned run, besides that before the first step; one more where the steps do not divide."""
+FAR = 30.0
+"""Times the compute of the ladder's largest run up to which predictions are meant."""
+HIGHER = 1.25
+"""Sizes above one whose loss is this factor above the least are left out: with one optimum they are worse."""
+WIDE = 0.1
+"""Width of an interval, relative to the loss, that tells little."""
+_STABLE_PARTS = tuple(2 ** (-k / 2) for k in range(6, -1, -1))
+"""Of the stable phase, where its predicted curve has points: near enough for lines between them."""
 
 
 class RunBudget(NamedTuple):
@@ -73,6 +79,7 @@ class Choice:
 
     Args:
         config: The family's member, its run still the base's.
+        total_parameters: All counted, of a mixture too.
         steps: Optimizer steps.
         point: The training, without its loss.
         prediction: Of its last evaluation loss.
@@ -104,23 +111,30 @@ class Forecast:
         Raises:
             ConfigError: too few points, or one without a loss.
         """
+        points = [point for point in self.ladder.points if point.decayed]
         try:
-            return self._fit(decayed=True)
+            return fit_law(points, samples=self.samples)
         except ConfigError as error:
             found = error.problems[0].removeprefix("ladder: ")
             raise ConfigError(f"{self.ladder.folder}: {found}") from error
 
     @cached_property
     def stable(self) -> Fit | None:
-        """Fit to the points before the decay; None where they are too few."""
+        """Fit to the points before the decay, from the first branch on; None where they are too few."""
+        points = [
+            point
+            for point in self.ladder.points
+            if not point.decayed and point.tokens >= self._first_branch * tokens_per_step(self.ladder.base)
+        ]
         try:
-            return self._fit(decayed=False)
+            return fit_law(points, samples=self.samples)
         except ConfigError:
             return None
 
-    def _fit(self, *, decayed: bool) -> Fit:
-        points = [point for point in self.ladder.points if point.decayed is decayed]
-        return fit_law(points, samples=self.samples)
+    @property
+    def _first_branch(self) -> int:
+        """Step before which losses tell the start of a training more than its size."""
+        return min(rung.branches[0] for rung in self.ladder.rungs)
 
     def choices(self, budget: RunBudget, max_parameters: float = math.inf) -> list[Choice]:
         """Sizes of the family that the budget trains for long enough, ascending, around and below the best.
@@ -208,9 +222,9 @@ class Forecast:
     def curve(self, config: Config) -> list[PredictedLoss]:
         """Predicted losses along a planned run: entries of `evaluation.prediction`."""
         last, found = config.training.max_steps, list[PredictedLoss]()
-        stable = last - decay_of(last)
+        steps = {int((last - decay_of(last)) * part) for part in _STABLE_PARTS}
         if self.stable is not None:
-            for step in sorted({max(1, stable // part) for part in _STABLE_PARTS}):
+            for step in sorted(step for step in steps if step >= self._first_branch):
                 point = unmeasured_point(config, step, self.ladder.unique_tokens, decayed=False)
                 found.append(PredictedLoss(step, *self.stable.predict(point)))
         point = unmeasured_point(config, last, self.ladder.unique_tokens, decayed=True)
@@ -235,11 +249,3 @@ class Forecast:
             checkpoint=dataclasses.replace(base.checkpoint, save_steps=max(1, steps // EVALUATIONS)),
             distributed=distributed,
         )
-
-
-FAR = 30.0
-"""Times the compute of the ladder's largest run up to which predictions are meant."""
-HIGHER = 1.25
-"""Sizes above one whose loss is this factor above the least are left out: with one optimum they are worse."""
-WIDE = 0.1
-"""Width of an interval, relative to the loss, that tells little."""

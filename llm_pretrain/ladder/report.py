@@ -11,20 +11,20 @@ from typing import Any, NamedTuple
 from llm_pretrain.errors import ConfigError
 from llm_pretrain.ladder.family import member
 from llm_pretrain.ladder.measurements import (
-    missing_points,
     rate_loss,
+    shortcomings,
     tried_factors,
     used_by,
 )
-from llm_pretrain.ladder.planning import HIGHER, Forecast, RunBudget
+from llm_pretrain.ladder.planning import FAR, HIGHER, Forecast, RunBudget
 from llm_pretrain.ladder.points import Ladder, Point, read_ladder
 from llm_pretrain.ladder.runs import check_runs, rung_runs
 from llm_pretrain.ladder.scaling_law import LEVEL, Counting, Fit, Prediction
 from llm_pretrain.tracking import Table, quantity, render_page, write_page
 
-BEYOND = (1.0, 3.0, 10.0, 30.0)
+BEYOND = (1.0, 3.0, 10.0, FAR)
 """Multiples of the largest point's compute with their best size; the frontier ends at the last."""
-ISO_LEVELS = (4.0, 30.0)
+ISO_LEVELS = (4.0, FAR)
 """Multiples of the largest point's compute with an IsoFLOP curve, besides that of each size's longest run."""
 _NEAR = 1.2
 """Points within this factor of a level's compute are drawn at its curve."""
@@ -92,7 +92,7 @@ def write_ladder_report(folder: Path, output: Path | None = None) -> Path:
 
 def _render(ladder: Ladder) -> str:
     decayed = [point for point in ladder.points if point.decayed]
-    notes, frontier = [f"{line.capitalize()}." for line in missing_points(ladder)], None
+    notes, frontier = [f"{line.capitalize()}." for line in shortcomings(ladder)], None
     try:
         frontier = Frontier(Forecast(ladder))
     except ConfigError as error:
@@ -170,7 +170,8 @@ def _losses_chart(decayed: Sequence[Point], frontier: Frontier | None) -> dict[s
         }
         line = _trace("frontier", "dashed", None, [each.point for each in bests], flops)
         interval = {"name": "interval", "kind": "band", "color": None, "x": flops, **band}
-        traces = [each | {"legend": each in traces} for each in (interval, *traces, line)]
+        sizes = (trace | {"legend": True} for trace in traces)
+        traces = [interval | {"legend": False}, *sizes, line | {"legend": False}]
     return _chart("losses", "Loss against compute, by hidden size", "FLOPs of a training", traces)
 
 
@@ -245,7 +246,7 @@ def _law_lines(fit: Fit) -> list[str]:
         "beyond the points."
         if fit.extrapolation_error is None
         else f"A fit without the points of most compute missed them by {100 * fit.extrapolation_error:.2g} % "
-        "for every factor e of compute beyond its own; the interval grows as much."
+        "for every factor e of compute beyond its own; beyond the points the interval is at least as wide."
     )
     size, text = f"{law.A:.4g} / N^{law.alpha:.3f}", f"{law.B:.4g} / D^{law.beta:.3f}"
     terms = f"{size} + {text}"

@@ -139,7 +139,12 @@ def _expert_parts(row: Row) -> Iterator[str]:
 
 
 def _evaluation_parts(row: Row) -> Iterator[str]:
-    labels = {"eval/loss": "eval loss", "eval/perplexity": "perplexity", "eval/bits_per_byte": "bits/byte"}
+    labels = {
+        "eval/loss": "eval loss",
+        "eval/predicted_loss": "predicted",
+        "eval/perplexity": "perplexity",
+        "eval/bits_per_byte": "bits/byte",
+    }
     for key, label in labels.items():
         if key in row:
             yield f"{label} {_number(row[key], '.2f' if key == 'eval/perplexity' else '.4f')}"

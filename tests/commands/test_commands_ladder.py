@@ -24,7 +24,7 @@ from llm_pretrain.commands import _ladder_runs
 from llm_pretrain.commands import ladder as ladder_command
 from llm_pretrain.commands._ladder_runs import Runner, failure, measure_steps
 from llm_pretrain.commands._launching import Job, LaunchContext, Machine, processes_of
-from llm_pretrain.commands.ladder import check_rate, flops_for
+from llm_pretrain.commands.ladder import check_rate, flops_for, slots_of, threads_of
 from llm_pretrain.config import Config, dump_yaml
 from llm_pretrain.errors import EXIT_PREEMPTED, ConfigError
 from llm_pretrain.ladder import (
@@ -36,6 +36,7 @@ from llm_pretrain.ladder import (
     read_points,
     run_config,
     rung_runs,
+    shortcomings,
     with_store,
 )
 from llm_pretrain.tracking import read_metrics
@@ -47,7 +48,6 @@ model: {hidden_size: 64, intermediate_size: 96, num_hidden_layers: 1, num_attent
 training: {sequence_length: 32, micro_batch_size: 8, global_batch_size: 8, precision: fp32}
 optimizer: {learning_rate: 0.008}
 schedule: {warmup_steps: 5}
-evaluation: {max_batches: 2}
 """
 BUDGET = ("--budget", "4e9", "--sizes", "3")
 
@@ -128,7 +128,7 @@ def test_a_ladder_that_is_killed_and_stopped_ends_with_the_same_table(
                 stdout=file,
                 stderr=subprocess.STDOUT,
             )
-        while process.poll() is None and lines_left(folder, log) < ended:
+        while process.poll() is None and lines_left(log) < ended:
             time.sleep(0.05)
         time.sleep(0.4 * number)
         process.send_signal(how)
@@ -150,8 +150,8 @@ def test_a_ladder_that_is_killed_and_stopped_ends_with_the_same_table(
     assert used[0] == used[1]
 
 
-def lines_left(folder: Path, log: Path) -> int:
-    """Runs that this call has ended, plus those that began."""
+def lines_left(log: Path) -> int:
+    """Runs that have ended in this call: each prints what time is left."""
     return log.read_text().count(" left\n")
 
 
@@ -246,21 +246,29 @@ def test_no_size_continues_the_run_that_the_base_continued(
     assert bases[0].checkpoint.resume == "auto"
 
 
-@pytest.mark.parametrize(("best", "is_warned"), [(1.0, False), (2.0, False), (4.0, True), (0.25, True)])
-def test_the_best_rate_is_warned_of_where_no_further_one_is_tried(
-    best: float,
-    is_warned: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize("best", [0.25, 0.5, 1.0, 2.0, 4.0])
+def test_the_best_rate_is_looked_for_beyond_the_first_three(
+    best: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     losses = {factor: 3 + abs(math.log(factor / best)) for factor in (0.25, 0.5, 1.0, 2.0, 4.0)}
     monkeypatch.setattr("llm_pretrain.ladder.rate_loss", lambda _, factor: losses[factor])
     monkeypatch.setattr(Runner, "run_all", lambda *_: None)
     ladder = dataclasses.replace(make_ladder(tmp_path / "ladder"), rate_factor=None)
     runner = Runner(ladder, LaunchContext(ROOT, Machine(0, 2), math.inf), 2, print)
-    assert check_rate(runner, (0.5, 1.0, 2.0)).rate_factor == best
-    assert ("warning: the best rate is the last one that is tried" in capsys.readouterr().out) == is_warned
+    ladder = check_rate(runner, (0.5, 1.0, 2.0))
+    assert ladder.rate_factor == best
+    warned = [line for line in shortcomings(ladder) if "the last that are tried" in line]
+    assert len(warned) == (best in (0.25, 4.0))
+
+
+@pytest.mark.parametrize("cores", range(1, 17))
+@pytest.mark.parametrize("sizes", [3, 5])
+def test_runs_side_by_side_use_the_cores_and_no_more(cores: int, sizes: int):
+    machine = Machine(0, cores)
+    threads = threads_of(machine, sizes)
+    slots = slots_of(machine, threads)
+    assert slots >= min(cores, sizes)
+    assert cores - threads < slots * threads <= cores
 
 
 def test_a_comparison_takes_no_option_of_a_ladder(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -301,7 +309,7 @@ def test_no_time_is_refused_before_the_speed_is_measured(
     base = with_store(preset("ladder"), plain_store)
     context = LaunchContext(ROOT, Machine(0, 2), math.inf)
     with pytest.raises(ConfigError, match=f"--budget: expected at {bound} .* on this machine, found"):
-        flops_for(base, budget, 3_500_000, 3, tmp_path, context, 2, 1)
+        flops_for(base, budget, 3_500_000, 3, tmp_path, context, 1)
     assert max(measured[0]) < 200, "sizes that take minutes are not measured for a refusal"
 
 

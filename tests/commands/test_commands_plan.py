@@ -20,7 +20,7 @@ from support.run_folders import make_run, training_row
 
 from llm_pretrain.__main__ import main
 from llm_pretrain.config import load_config
-from llm_pretrain.ladder import RUNS_FOLDER, tokens_per_step, with_store
+from llm_pretrain.ladder import RUNS_FOLDER, with_store
 from llm_pretrain.tracking import read_metrics
 
 
@@ -141,8 +141,6 @@ def test_the_configuration_runs_as_it_is(folder: Path, tmp_path: Path, capsys: p
     assert rows[-1]["step"] == config.training.max_steps
     assert rows[-1]["eval/predicted_loss"] == config.evaluation.prediction[-1].loss
     assert rows[-1]["eval/predicted_low"] < rows[-1]["eval/predicted_loss"] < rows[-1]["eval/predicted_high"]
-    tokens = sum(row["train/tokens"] for row in rows[-1:])
-    assert tokens <= config.training.max_steps * tokens_per_step(config)
 
 
 @pytest.mark.parametrize(("file", "name"), [("my plan.yaml", "my-plan"), ("夜.yaml", "plan")])
@@ -171,7 +169,7 @@ WRONG: dict[str, tuple[Sequence[str], str]] = {
     "money for nothing": (["--cost", "5"], "--cost: expected together with --gpu and --price"),
     "money without a sum": (["--time", "1h", "--price", "2"], "--price: expected together with --cost"),
     "a share of no GPU": (["--time", "1h", "--mfu", "0.3"], "--mfu: expected together with --gpu"),
-    "no end": (["--flops", "inf"], "--flops: expected more than 0, found inf"),
+    "no end": (["--flops", "inf"], "--flops: expected a finite number above 0, found inf"),
     "no GPU": (["--time", "1h", "--gpu", "abacus"], "--gpu: expected one of"),
     "no time": (["--time", "soon"], "--time: expected a time such as 20m"),
     "FLOPs as a time": (["--time", "1e18"], "--time: expected a time such as 20m or 2h, found '1e18'"),
@@ -184,7 +182,10 @@ WRONG: dict[str, tuple[Sequence[str], str]] = {
     "ranks": (["--flops", "1e14", "--world-size", "7"], "--world-size: expected a divisor of the ladder's"),
     "served": (["--flops", "1e14", "--serve-tokens", "-1"], "--serve-tokens: expected 0 or more, found -1"),
     "utilisation": (["--time", "1h", "--gpu", "h100", "--mfu", "2"], "--mfu: expected a share above 0"),
-    "parameters": (["--flops", "1e14", "--max-parameters", "0"], "--max-parameters: expected more than 0"),
+    "parameters": (
+        ["--flops", "1e14", "--max-parameters", "0"],
+        "--max-parameters: expected a finite number",
+    ),
 }
 
 

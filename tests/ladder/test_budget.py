@@ -29,6 +29,7 @@ from llm_pretrain.ladder import (
     tokens_per_step,
 )
 from llm_pretrain.ladder import budget as budget_module
+from llm_pretrain.ladder import runs as runs_module
 from llm_pretrain.ladder.budget import (
     BRANCHES,
     DECAY_SHARE,
@@ -208,11 +209,16 @@ def test_the_order_leaves_no_slot_idle_that_another_could_fill():
     assert makespan([first, *order], costs, 2) == cost == 6
 
 
-def test_decays_are_ordered_after_their_stable_runs():
-    runs = rung_runs([Rung(48, (10, 20), (8, 16)), Rung(64, (10, 20), (8, 16))], 1.0)
-    costs = {run.name: float(run.steps) for run in runs}
-    order, cost = best_order(runs, costs, 2)
-    assert makespan(order, costs, 2) == cost == 22
+def test_what_a_long_decay_waits_for_goes_first(monkeypatch: pytest.MonkeyPatch):
+    """A run of 1 with a decay of 10 after it, beside two of 5: 11 by the longest way, else 16."""
+    monkeypatch.setattr(runs_module, "RANDOM_ORDERS", 0)
+    stable, decay = Run(48, 1.0, 0, 1), Run(48, 1.0, 1, 11)
+    others = [Run(64, 1.0, 0, 5), Run(80, 1.0, 0, 5)]
+    costs = {run.name: float(run.steps) for run in (stable, decay, *others)}
+    assert makespan([*others, stable, decay], costs, 2) == 16
+    order, cost = best_order([*others, decay, stable], costs, 2)
+    assert order[0] in (stable, decay)
+    assert makespan(order, costs, 2) == cost == 11
 
 
 def test_times_as_text():

@@ -12,6 +12,7 @@ from support.ladders import LAW, make_ladder
 from llm_pretrain.config import DistributedConfig, validate
 from llm_pretrain.errors import ConfigError
 from llm_pretrain.ladder import Forecast, RunBudget, Sizes, tokens_per_step
+from llm_pretrain.ladder.measurements import unmeasured_point
 from llm_pretrain.model import flops_per_token
 
 FLOPS = RunBudget(3e14)
@@ -106,6 +107,18 @@ def test_the_predicted_curve_ends_at_the_prediction(forecast: Forecast):
     losses = [each.loss for each in curve]
     assert losses == sorted(losses, reverse=True)
     assert all(each.low < each.loss < each.high for each in curve)
+
+
+def test_losses_before_the_first_branch_tell_nothing(forecast: Forecast):
+    ladder = forecast.ladder
+    first = min(rung.branches[0] for rung in ladder.rungs)
+    config = forecast.config(best(forecast, FLOPS), DistributedConfig(), 2, "night")
+    curve = forecast.curve(config)
+    assert min(each.step for each in curve) >= first
+    start = unmeasured_point(config, first // 2, ladder.unique_tokens, decayed=False)
+    points = (*ladder.points, dataclasses.replace(start, loss=99.0))
+    with_early = dataclasses.replace(ladder, points=points)
+    assert dataclasses.replace(forecast, ladder=with_early).curve(config) == curve
 
 
 def test_bits_per_byte_follow_the_loss(forecast: Forecast):

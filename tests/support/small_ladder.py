@@ -21,7 +21,7 @@ from llm_pretrain.commands import _ladder_runs
 from llm_pretrain.commands._launching import Job, LaunchContext, RunningJob
 from llm_pretrain.ladder import budget
 
-budget.BRANCHES = budget.SMALLEST_BRANCHES = (1, 2)
+budget.BRANCHES, budget.SMALLEST_BRANCHES = (2, 4), (2, 3, 4)
 budget.MIN_STEPS = 10
 budget.MIN_TOKENS = 1
 budget.MIN_HEADS = 1

@@ -40,11 +40,11 @@ def test_unknown_values_and_skipped_steps_are_shown_as_such(capsys):
 
 def test_evaluation_has_its_own_line(capsys):
     console().row({"step": 0, "eval/loss": 2.0, "eval/perplexity": 7.389, "eval/bits_per_byte": 1.5})
-    console().row({"step": 5, "train/loss": 1.0, "eval/loss": 2.0})
+    console().row({"step": 5, "train/loss": 1.0, "eval/loss": 2.0, "eval/predicted_loss": 1.9})
     assert capsys.readouterr().out.splitlines() == [
         "step 0/1000  eval loss 2.0000  perplexity 7.39  bits/byte 1.5000",
         "step 5/1000  loss 1.0000",
-        "step 5/1000  eval loss 2.0000",
+        "step 5/1000  eval loss 2.0000  predicted 1.9000",
     ]
 
 
