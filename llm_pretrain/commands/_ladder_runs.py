@@ -69,7 +69,7 @@ class Runner:
         Raises:
             PretrainError: a run failed.
         """
-        self._forget_cleaned(runs)
+        self._restart_incomplete(runs)
         waiting = [run for run in runs if not read_progress(self._folder(run)).has_ended(run.end)]
         waiting, _ = best_order(waiting, self._seconds_left(waiting), self.slots)
         running: list[tuple[RunningJob, Run, int]] = []
@@ -99,7 +99,7 @@ class Runner:
             stop([job for job, _, _ in running])
             raise
 
-    def _forget_cleaned(self, runs: Sequence[Run]) -> None:
+    def _restart_incomplete(self, runs: Sequence[Run]) -> None:
         """Delete stable runs that lack the checkpoint of a decay which has not ended: its files were lost."""
         stable_runs = {run.name: run for run in runs if not run.begin}
         for decay in [run for run in runs if run.begin]:

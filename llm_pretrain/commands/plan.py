@@ -101,7 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
     plan = plan._replace(config=dataclasses.replace(plan.config, evaluation=evaluation))
     if problems := validate(plan.config, world_size=arguments.world_size):
         raise ConfigError(*problems)
-    lines = _lines(forecast, plan, arguments)
+    lines = [*_lines(forecast, plan, arguments), *_warnings(forecast, plan, arguments)]
     print(*lines, sep="\n")
     replace_text(output, _HEAD + "".join(f"# {printable(line)}\n" for line in lines) + dump_yaml(plan.config))
     command = f"llm-pretrain train --nproc {arguments.world_size} --config {shlex.quote(str(output))}"
@@ -307,10 +307,7 @@ def _searched_mesh(config: Config, arguments: argparse.Namespace) -> Distributed
 
 def _lines(forecast: Forecast, plan: _Plan, arguments: argparse.Namespace) -> list[str]:
     """The plan in words."""
-    import torch
-
-    from llm_pretrain.ladder import shortcomings
-    from llm_pretrain.memory import estimate_memory, step_warnings
+    from llm_pretrain.memory import estimate_memory
     from llm_pretrain.tracking import time_text
 
     ladder, best, config = forecast.ladder, plan.best, plan.config
@@ -356,17 +353,27 @@ def _lines(forecast: Forecast, plan: _Plan, arguments: argparse.Namespace) -> li
             f"{mark} hidden {choice.config.model.hidden_size:>5}  {choice.total_parameters:>13,} parameters  "
             f"{choice.point.tokens:>15,} tokens  loss {choice.prediction.loss:.4f}"
         )
+    return lines
+
+
+def _warnings(forecast: Forecast, plan: _Plan, arguments: argparse.Namespace) -> list[str]:
+    """Why the plan may not hold."""
+    import torch
+
+    from llm_pretrain.ladder import shortcomings
+    from llm_pretrain.memory import step_warnings
+
+    best, config, ladder = plan.best, plan.config, forecast.ladder
     warnings = shortcomings(ladder) + forecast.warnings(best.point, best.prediction)
     if best.point.flops > forecast.decayed.most_flops and forecast.decayed.extrapolation_error is None:
         warnings.append("no points could be held out: the interval does not tell how wrong the law may be")
     if not arguments.gpu:
         device = torch.device("cuda" if this_machine().gpus else "cpu")
-        warnings += step_warnings(config, _Processes(world_size, device))
-    if training.precision != ladder.base.training.precision:
-        warnings.append(
-            f"the run computes in {training.precision}, the ladder in {ladder.base.training.precision}"
-        )
-    return lines + [f"warning: {line}" for line in warnings]
+        warnings += step_warnings(config, _Processes(arguments.world_size, device))
+    here, there = config.training.precision, ladder.base.training.precision
+    if here != there:
+        warnings.append(f"the run computes in {here}, the ladder in {there}")
+    return [f"warning: {line}" for line in warnings]
 
 
 def _alternatives(plan: _Plan) -> list[Choice]:

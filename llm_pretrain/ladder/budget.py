@@ -45,7 +45,7 @@ holds for losses before and after that (docs/log.md#ladders)."""
 RATE_FACTORS = (0.5, 1.0, 2.0)
 """On the base's learning rates, tried at the smallest size; half or double costs little (muP transfers)."""
 RATE_LIMITS = (0.25, 4.0)
-"""The smallest and the largest factor that is tried where an edge of `RATE_FACTORS` is the best."""
+"""The next factor on either side, tried where an edge of `RATE_FACTORS` is the best."""
 MOST_FLOPS, MOST_SECONDS = 1e27, 10 * 365 * 86400.0
 """Larger budgets are mistakes."""
 EVALUATION_COST = 1 / 3
@@ -190,10 +190,15 @@ def choose_rungs(
             raise _store_error(sizes, unique_tokens)
         bounds = [f"at most {below:.2g}"] if below else []
         bounds += [f"at least {above:.2g}"] if above else []
+        tokens = unique_tokens * max(1.25, math.sqrt(budget_flops / most))  # the most is as its square
         raise ConfigError(
             f"--budget: expected {' or '.join(bounds)} FLOPs for {count or SIZES[-1]} sizes of this family "
             f"and {unique_tokens:,} tokens of text, found {budget_flops:.2g}; "
-            + (f"raise it{_or_smaller_steps(sizes)}" if above else "bring more text")
+            + (
+                f"raise it{_or_smaller_steps(sizes)}"
+                if above
+                else f"lower it, or bring text of {tokens:,.0f} tokens"
+            )
         )
     return rungs
 

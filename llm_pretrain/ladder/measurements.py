@@ -11,10 +11,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from llm_pretrain.config import Config
+from llm_pretrain.errors import ConfigError
 from llm_pretrain.files import read_json
 from llm_pretrain.ladder.budget import RATE_FACTORS, RATE_LIMITS, Sizes
 from llm_pretrain.ladder.family import member
-from llm_pretrain.ladder.points import RUNS_FOLDER, Ladder, Point, Rung
+from llm_pretrain.ladder.points import (
+    LADDER_FILE,
+    RUNS_FOLDER,
+    Ladder,
+    Point,
+    Rung,
+    read_points,
+    read_unmeasured,
+)
 from llm_pretrain.ladder.runs import Run, check_runs, size_runs, tokens_per_step
 from llm_pretrain.model import count_parameters, flops_per_token
 from llm_pretrain.tracking import read_metrics, read_rows
@@ -191,6 +200,24 @@ def unmeasured_point(config: Config, steps: int, unique_tokens: int, *, decayed:
         loss=math.nan,
         bits_per_byte=None,
         decayed=decayed,
+    )
+
+
+def read_ladder(folder: str | Path) -> Ladder:
+    """A ladder with the points and the speed that it has measured so far.
+
+    Raises:
+        ConfigError: the folder has no ladder.
+        DataError: one of its files is damaged.
+    """
+    ladder = read_unmeasured(folder)
+    if ladder is None:
+        raise ConfigError(
+            f"{folder}: expected a ladder's folder, with {LADDER_FILE}, found none; make one with "
+            "`llm-pretrain ladder`"
+        )
+    return dataclasses.replace(
+        ladder, points=read_points(ladder.folder), seconds_per_token=read_speeds(ladder)
     )
 
 

@@ -66,10 +66,12 @@ class RunBudget(NamedTuple):
         parameters = MAX_EPOCHS * unique_tokens / MIN_TOKENS_PER_PARAMETER
         most = most_run_flops(unique_tokens) + 2 * parameters * self.served
         if max_parameters > parameters and (flops := self.total / self.per_flop) > most:
+            # `most` grows with the square of the text, its served part as the text does
+            tokens = unique_tokens * (flops / most) ** (1.0 if self.served else 0.5)
             raise ConfigError(
                 f"plan: expected a budget of at most {most:.2g} FLOPs for {unique_tokens:,} tokens of text, "
                 f"found {flops:.2g}: models for more would see less than {MIN_TOKENS_PER_PARAMETER:g} token "
-                f"per parameter in {MAX_EPOCHS:g} passes; lower it, or bring more text"
+                f"per parameter in {MAX_EPOCHS:g} passes; lower it, or bring text of {tokens:,.0f} tokens"
             )
 
 

@@ -139,26 +139,6 @@ def write_points(folder: Path, points: Iterable[Point]) -> None:
     replace_text(folder / POINTS_FILE, text)
 
 
-def read_ladder(folder: str | Path) -> Ladder:
-    """A ladder with the points and the speed that it has measured so far.
-
-    Raises:
-        ConfigError: the folder has no ladder.
-        DataError: one of its files is damaged.
-    """
-    from llm_pretrain.ladder.measurements import read_speeds
-
-    ladder = read_unmeasured(folder)
-    if ladder is None:
-        raise ConfigError(
-            f"{folder}: expected a ladder's folder, with {LADDER_FILE}, found none; make one with "
-            "`llm-pretrain ladder`"
-        )
-    return dataclasses.replace(
-        ladder, points=read_points(ladder.folder), seconds_per_token=read_speeds(ladder)
-    )
-
-
 def read_unmeasured(folder: str | Path) -> Ladder | None:
     """A ladder without what it has measured; None where the folder has none.
 

@@ -12,12 +12,13 @@ from llm_pretrain.errors import ConfigError
 from llm_pretrain.ladder.family import member
 from llm_pretrain.ladder.measurements import (
     rate_loss,
+    read_ladder,
     shortcomings,
     tried_factors,
     used_by,
 )
 from llm_pretrain.ladder.planning import FAR, HIGHER, Forecast, RunBudget
-from llm_pretrain.ladder.points import Ladder, Point, read_ladder
+from llm_pretrain.ladder.points import Ladder, Point
 from llm_pretrain.ladder.runs import check_runs, rung_runs
 from llm_pretrain.ladder.scaling_law import LEVEL, Counting, Fit, Prediction
 from llm_pretrain.tracking import Table, quantity, render_page, write_page

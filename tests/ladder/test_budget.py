@@ -129,8 +129,10 @@ def test_a_budget_that_is_huge_for_its_store_is_refused_at_once(monkeypatch: pyt
         lambda model: counted.append(model.hidden_size) or count_parameters(model),
     )
     for flops in (1e20, 1e24, 1e27):
-        with pytest.raises(ConfigError, match=r"expected at most 7\.9e\+15 FLOPs.*bring more text"):
+        with pytest.raises(ConfigError, match=r"expected at most 7\.9e\+15 FLOPs.*bring text of") as caught:
             choose_rungs(preset("ladder"), flops, 3_500_000)
+        tokens = int(caught.value.problems[0].split()[-2].replace(",", ""))
+        assert most_flops(tokens - 1) < flops < most_flops(tokens + 1)
     assert max(counted) < 2000, "no size of 1e12 parameters is built"
 
 
