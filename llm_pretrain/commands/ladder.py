@@ -283,8 +283,9 @@ def new_ladder(
         ladder_flops,
         ladder_seconds,
         read_budget,
+        tokens_per_step,
     )
-    from llm_pretrain.tracking import time_text
+    from llm_pretrain.tracking import quantity, time_text
 
     threads = threads_of(context.machine, arguments.sizes or 5)
     given, started = read_budget(arguments.budget), time.monotonic()
@@ -304,6 +305,9 @@ def new_ladder(
         f"{slots_of(context.machine, threads)} side by side with {threads} thread{'s' * (threads > 1)} each, "
         f"in {folder}"
     )
+    for rung in rungs:
+        tokens = ", ".join(quantity(steps * tokens_per_step(base)) for steps in rung.steps)
+        say(f"  hidden size {rung.hidden_size}: {tokens} tokens")
     return ladder
 
 

@@ -80,15 +80,17 @@ def finished(plain_store: Path, tmp_path_factory: pytest.TempPathFactory) -> tup
 def test_a_ladder_has_a_point_for_each_size_and_number_of_tokens(finished: tuple[Ladder, str]):
     ladder, output = finished
     assert len(ladder.rungs) == 3
-    assert len(ladder.points) == 3 * (2 + 2)
-    assert len({(point.hidden_size, point.tokens, point.decayed) for point in ladder.points}) == 12
+    assert [len(rung.steps) for rung in ladder.rungs] == [3, 2, 2]
+    assert len(ladder.points) == (3 + 4) + 2 * (2 + 2)  # decayed, and at each save of the stable run
+    assert len({(point.hidden_size, point.tokens, point.decayed) for point in ladder.points}) == 15
     for rung in ladder.rungs:
+        assert f"  hidden size {rung.hidden_size}: " in output
         decayed = [each for each in ladder.points if each.hidden_size == rung.hidden_size and each.decayed]
         assert [point.loss for point in decayed] == sorted((point.loss for point in decayed), reverse=True)
     lines = output.splitlines()
     assert "learning rates" in output
     assert sum(" left" in line for line in lines) >= 3 * 3
-    assert f"12 points in {ladder.folder / 'points.jsonl'}" in lines[-1]
+    assert f"15 points in {ladder.folder / 'points.jsonl'}" in lines[-1]
     used = float(lines[-1].split(": ")[1].split(" FLOPs")[0])
     assert 0.9 * ladder.budget.flops < used < 1.2 * ladder.budget.flops
     assert set(ladder.seconds_per_token) == {rung.hidden_size for rung in ladder.rungs}
