@@ -271,14 +271,18 @@ def train(*arguments: str) -> int:
         return int(exit_.code or 0)
 
 
-def train_tiny(store: Path, folder: Path, *arguments: str) -> Finished:
-    """A finished run of the tiny mixture of experts in fp32, trained in this process on one thread, with two
-    micro batches a step."""
-    code = train(
+def tiny_options(store: Path, folder: Path) -> list[str]:
+    """Of a run of the tiny mixture of experts in fp32 on one thread, with two micro batches a step."""
+    return [
         *("--config", str(ROOT / "configs" / "tiny-moe.yaml"), "--data.sources", f"[{{store: {store}}}]"),
         *("--run.output_dir", str(folder), "--training.global_batch_size", "8"),
-        *("--training.precision", "fp32", "--distributed.cpu_threads", "1", *arguments),
-    )
+        *("--training.precision", "fp32", "--distributed.cpu_threads", "1"),
+    ]
+
+
+def train_tiny(store: Path, folder: Path, *arguments: str) -> Finished:
+    """A finished run of `tiny_options`, trained in this process."""
+    code = train(*tiny_options(store, folder), *arguments)
     assert code == 0
     return Finished(code, "", folder)
 

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.fuzzing import fuzzed
-from support.launching import ROOT, train, train_tiny
+from support.launching import train_tiny
 from support.mutating import (
     damaged_bytes,
     damaged_json,
@@ -108,13 +108,8 @@ def test_a_run_resumes(name: str, run: Path, plain_store: Path, tmp_path: Path):
         shutil.rmtree(tmp_path / "run", ignore_errors=True)
         shutil.copytree(run, tmp_path / "run")
         put(tmp_path / "run" / name, content)
-        code = train(
-            *("--config", str(ROOT / "configs" / "tiny-moe.yaml"), "--run.output_dir", str(tmp_path / "run")),
-            *("--data.sources", f"[{{store: {plain_store}}}]", "--distributed.cpu_threads", "1"),
-            *("--training.precision", "fp32"),
-            *OPTIONS, "--training.max_steps", "5", "--logging.report", "true",
-        )  # fmt: skip
-        assert code == 0
+        more = ("--training.max_steps", "5", "--logging.report", "true")
+        train_tiny(plain_store, tmp_path / "run", *OPTIONS, *more)
         status: dict[str, Any] = json.loads((tmp_path / "run" / "status.json").read_text())
         assert (status["state"], status["step"]) == ("finished", 5)
 
