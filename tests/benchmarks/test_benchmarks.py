@@ -85,7 +85,12 @@ def test_an_interrupted_slow_link_leaves_nothing_behind(plain_store: Path):
         pytest.skip(reason)
     command = [sys.executable, "-m", "benchmarks", "slow_link", "--ways", "ddp", "--steps", "1000"]
     process = subprocess.Popen(
-        [*command, "--store", str(plain_store)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        [*command, "--store", str(plain_store)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        # a suite in the background inherits that it is ignored
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # noqa: PLW1509
     )
 
     def trains_in_both(children: list[psutil.Process]) -> bool:

@@ -20,7 +20,7 @@ from support.run_folders import make_run, training_row
 
 from llm_pretrain.__main__ import main
 from llm_pretrain.config import load_config
-from llm_pretrain.ladder import RUNS_FOLDER, with_store
+from llm_pretrain.ladder import RUNS_FOLDER, budget, with_store
 from llm_pretrain.tracking import read_metrics
 
 
@@ -127,8 +127,12 @@ def test_a_run_that_needs_more_memory_than_there_is_is_warned_of(
 
 
 @pytest.mark.slow
-def test_the_configuration_runs_as_it_is(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_configuration_runs_as_it_is(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     """Measured by steps of the planned run on two processes, then trained by the script."""
+    monkeypatch.setattr(budget, "MIN_TOKENS", 1)  # in less time than that of real runs
+    monkeypatch.setattr(budget, "MIN_STEPS", 1)
     assert plan(folder, "--time", "15s", "--world-size", "2") == 0
     assert "measuring steps of hidden size" in capsys.readouterr().out
     file, run = folder / "night.yaml", tmp_path / "run"
