@@ -276,6 +276,7 @@ def new_ladder(
 ) -> Ladder:
     """Choose the rungs for the budget, measuring the speed for a time, and write ladder.json."""
     from llm_pretrain.ladder import (
+        SIZES,
         Budget,
         Ladder,
         Sizes,
@@ -287,7 +288,7 @@ def new_ladder(
     )
     from llm_pretrain.tracking import quantity, time_text
 
-    threads = threads_of(context.machine, arguments.sizes or 5)
+    threads = threads_of(context.machine, arguments.sizes or SIZES[0])
     given, started = read_budget(arguments.budget), time.monotonic()
     budget, speed = Budget(arguments.budget, given.flops or 0.0, given.seconds), None
     if given.seconds is not None:
@@ -296,12 +297,12 @@ def new_ladder(
         )
         measuring = time.monotonic() - started
         budget = Budget(arguments.budget, flops, given.seconds, measuring, speed.start_up)
-    rungs = choose_rungs(base, budget.flops, unique_tokens, arguments.sizes)
-    expected = f", about {time_text(ladder_seconds(Sizes(base), rungs, speed))}" if speed else ""
+    rungs, sizes = choose_rungs(base, budget.flops, unique_tokens, arguments.sizes), Sizes(base)
+    expected = f", about {time_text(ladder_seconds(sizes, rungs, speed))}" if speed else ""
     ladder = Ladder(folder, base, store, unique_tokens, rungs, budget, None, threads)
     ladder.write()
     say(
-        f"{len(rungs)} sizes of {base.run.name} in {ladder_flops(Sizes(base), rungs):.2g} FLOPs{expected}, "
+        f"{len(rungs)} sizes of {base.run.name} in {ladder_flops(sizes, rungs):.2g} FLOPs{expected}, "
         f"{slots_of(context.machine, threads)} side by side with {threads} thread{'s' * (threads > 1)} each, "
         f"in {folder}"
     )

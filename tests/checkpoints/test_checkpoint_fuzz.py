@@ -280,19 +280,19 @@ def test_a_run_goes_on_from_a_damaged_checkpoint_or_says_why_not(
 ):
     """Signed manifests that are not what the run wrote: exit code 0, 74 or 78, and no traceback."""
 
-    codes = set[int]()
+    def resumed(content: Any) -> int:
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+        shutil.copytree(run, tmp_path / "run")
+        put(tmp_path / "run" / "checkpoints" / STEP / MANIFEST_NAME, dumped(signed(content)))
+        return train(*tiny_options(plain_store, tmp_path / "run"), *SMALL, "--training.max_steps", "3")
 
     @given(content=damaged_json(true_manifest))
     @fuzzed(4, per_cent=2)
     def check(content: Any) -> None:
-        shutil.rmtree(tmp_path / "run", ignore_errors=True)
-        shutil.copytree(run, tmp_path / "run")
-        put(tmp_path / "run" / "checkpoints" / STEP / MANIFEST_NAME, dumped(signed(content)))
-        codes.add(train(*tiny_options(plain_store, tmp_path / "run"), *SMALL, "--training.max_steps", "3"))
+        assert resumed(content) in (0, 2, 74, 78)
 
+    assert resumed(true_manifest) == 0
     check()
-    assert codes <= {0, 2, 74, 78}
-    assert codes != {78}, "the true run's configuration is that of its checkpoint"
 
 
 NONSENSE: dict[str, tuple[tuple[str | int, ...], object]] = {

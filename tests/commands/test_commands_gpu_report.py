@@ -134,7 +134,7 @@ def test_no_file_says_who_ran_it_where(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setattr(socket, "getfqdn", lambda: "node17.example.org")
     lines = [
         *(f"could not use {value} of {name}" for name, value in SECRETS.items()),
-        f"{home}/work/llm/train.py:12: in main",
+        f"{home}/llm/train.py:12: in main",
         "no connection to node17.example.org (10.20.30.40): alice@node17 https://alice@example.org/x/y",
     ]
     tables = [{"title": lines[-1], "heads": ["what"], "rows": [[line] for line in lines]}]

@@ -188,7 +188,7 @@ WRONG: dict[str, tuple[Sequence[str], str]] = {
     "utilisation": (["--time", "1h", "--gpu", "h100", "--mfu", "2"], "--mfu: expected a share above 0"),
     "parameters": (
         ["--flops", "1e14", "--max-parameters", "0"],
-        "--max-parameters: expected a finite number",
+        "--max-parameters: expected a finite number above 0, found 0",
     ),
 }
 

@@ -29,7 +29,7 @@ def changed(ladder: Ladder, **factors: float) -> Ladder:
 
 
 def test_a_recipe_that_needs_a_quarter_less_is_measured_as_that(ladder: Ladder):
-    ratios = [row.ratio for row in compare_ladders(ladder, changed(ladder, flops=0.75)) if row.ratio]
+    ratios = [row.ratio for row in compare_ladders(ladder, changed(ladder, flops=0.75))]
     assert len(ratios) >= 3
     assert ratios == pytest.approx([0.75] * len(ratios))
 
