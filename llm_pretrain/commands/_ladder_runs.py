@@ -273,7 +273,7 @@ def measure_steps(
     Raises:
         PretrainError: a run failed.
     """
-    jobs, folder = list[RunningJob](), folder.absolute()  # by which the processes are found
+    jobs, folder, is_kept = list[RunningJob](), folder.absolute(), False  # the folder finds the processes
     end_orphans(folder / f"{number}" for number in range(len(configs)))  # of a measurement that was killed
     shutil.rmtree(folder, ignore_errors=True)
     make_folder(folder)
@@ -301,10 +301,14 @@ def measure_steps(
             rows = [row for row in read_metrics(monitor.folder / "metrics.jsonl") if row["time"] > since]
             seconds = statistics.median(row["perf/step_seconds"] for row in rows)
             found.append((seconds, max(0.0, (monitor.first_row_seconds or 0.0) - seconds)))
+    except PretrainError:
+        is_kept = True  # the message names a log there
+        raise
     finally:
         for job in jobs:
             job.kill()
-    shutil.rmtree(folder, ignore_errors=True)
+        if not is_kept:
+            shutil.rmtree(folder, ignore_errors=True)
     return found
 
 

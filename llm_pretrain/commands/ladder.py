@@ -46,8 +46,8 @@ examples:
 
 GUESSED_FLOPS = {"core": 4e10, "gpu": 1e14}
 """Per second, for the sizes at which the speed is measured first."""
-MEASURING = ".measuring"
-"""Folder of the runs whose speed is measured, inside the ladder's."""
+LOCK, MEASURING = ".lock", ".measuring"
+"""In a ladder's folder: what the command in it holds, and where runs whose speed is measured write."""
 MEASURE_AGAIN = 2.0
 """Ratio in FLOPs per token beyond the measured sizes from which the speed is measured again."""
 MEASUREMENTS = 2
@@ -203,19 +203,19 @@ def locked(folder: Path) -> Iterator[None]:
     if folder.exists() and not folder.is_dir():
         raise OutputError(f"--output {folder}: expected a folder, found a file")
     is_new = not (folder / LADDER_FILE).exists()
-    if others := is_new and folder.is_dir() and sorted(set(os.listdir(folder)) - {".lock", MEASURING}):
+    if others := is_new and folder.is_dir() and sorted(set(os.listdir(folder)) - {LOCK, MEASURING}):
         raise OutputError(
             f"--output {folder}: expected a ladder's folder, or a new or empty one, found {others[0]} in it; "
             "choose another"
         )
     try:
         make_folder(folder)
-        with FileLock(folder / ".lock", timeout=0):
+        with FileLock(folder / LOCK, timeout=0):
             try:
                 yield
             finally:
                 if not (folder / LADDER_FILE).exists():  # nothing was planned: leave no trace
-                    (folder / ".lock").unlink(missing_ok=True)
+                    (folder / LOCK).unlink(missing_ok=True)
                     with suppress(OSError):
                         folder.rmdir()
     except Timeout:
@@ -440,8 +440,11 @@ def train(ladder: Ladder, context: LaunchContext) -> int:
 
 
 def check_rate(runner: Runner, factors: Sequence[float]) -> Ladder:
-    """Train the smallest size at several rates, and write the best factor into ladder.json."""
-    from llm_pretrain.ladder import RATE_LIMITS, check_runs, rate_loss
+    """Train the smallest size at several rates, and write the best factor into ladder.json.
+
+    Other rates than the base's must be better by `RATE_GAIN` for each factor 2 between them.
+    """
+    from llm_pretrain.ladder import RATE_GAIN, RATE_LIMITS, check_runs, rate_loss
 
     ladder, tried = runner.ladder, list(factors)
     rung = ladder.rungs[0]
@@ -451,7 +454,7 @@ def check_rate(runner: Runner, factors: Sequence[float]) -> Ladder:
 
     while True:
         runner.run_all(check_runs(rung, tried))
-        best = min(tried, key=lambda factor: (loss(factor), abs(math.log(factor))))
+        best = min(tried, key=lambda factor: loss(factor) * (1 + RATE_GAIN) ** abs(math.log2(factor)))
         if loss(best) == math.inf:
             best = min(tried)
         further = best / 2 if best == min(tried) else best * 2 if best == max(tried) else None

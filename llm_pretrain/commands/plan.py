@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from llm_pretrain.commands._launch_options import find_scripts, say
 from llm_pretrain.commands._launching import LaunchContext, exit_on_signals, this_machine
 from llm_pretrain.config import Config, DistributedConfig, dump_yaml, validate
-from llm_pretrain.errors import ConfigError, DataError, printable
+from llm_pretrain.errors import ConfigError, DataError, OutputError, printable
 from llm_pretrain.files import check_replaceable, file_name, make_folder, replace_text
 from llm_pretrain.tracking import DEFAULT_MFU, GPU_GB, MACHINES, size_text
 
@@ -129,8 +129,8 @@ def _check(arguments: argparse.Namespace) -> None:
             problems.append(f"--{name.replace('_', '-')}: expected a finite number above 0, found {value:g}")
     if not 0 <= arguments.serve_tokens < math.inf:
         problems.append(f"--serve-tokens: expected 0 or more, found {arguments.serve_tokens:g}")
-    if arguments.mfu is not None and not 0 < arguments.mfu <= 1:
-        problems.append(f"--mfu: expected a share above 0, at most 1, found {arguments.mfu:g}")
+    if arguments.mfu is not None and not 0.001 <= arguments.mfu <= 1:
+        problems.append(f"--mfu: expected a share from 0.001 to 1, found {arguments.mfu:g}")
     if arguments.world_size is not None and arguments.world_size < 1:
         problems.append(f"--world-size: expected 1 or more, found {arguments.world_size}")
     if problems:
@@ -151,6 +151,11 @@ def _check_store(ladder: Ladder) -> None:
     from llm_pretrain.data import TokenStore
 
     store = ladder.base.data.sources[0].store
+    if not Path(store).exists():
+        raise DataError(
+            f"{store}: expected the store of the ladder in {ladder.folder}, found none; run this where the "
+            "ladder was run, or move the store there"
+        )
     if (found := TokenStore(Path(store)).hash) != ladder.store:
         raise DataError(
             f"{store}: expected the store {ladder.store[:12]} of the ladder in {ladder.folder}, found "
@@ -213,7 +218,8 @@ def _on_this_machine(forecast: Forecast, arguments: argparse.Namespace) -> _Plan
     found = choices(factor)
     if seconds is not None and speed is not None and not arguments.no_measure:
         planned = forecast.config(_best(found), distributed, micro_batch, name)
-        factor = _measured_seconds(planned, threads, world_size) / _token_seconds(speed, _best(found))
+        measured = _measured_seconds(ladder, planned, threads, world_size)
+        factor = measured / _token_seconds(speed, _best(found))
         found = choices(factor)
     best = _best(found)
     config = forecast.config(best, distributed, micro_batch, name)
@@ -223,16 +229,25 @@ def _on_this_machine(forecast: Forecast, arguments: argparse.Namespace) -> _Plan
     return _Plan(best, found, config, speed.start_up + (best.point.tokens + evaluated) * each)
 
 
-def _measured_seconds(planned: Config, threads: int, world_size: int) -> float:
+def _measured_seconds(ladder: Ladder, planned: Config, threads: int, world_size: int) -> float:
     """Seconds of a token of the planned run, by steps of it on all of its processes."""
+    from filelock import FileLock, Timeout
+
     from llm_pretrain.commands._ladder_runs import measure_steps, measured_config
+    from llm_pretrain.commands.ladder import LOCK, MEASURING
     from llm_pretrain.ladder import tokens_per_step
 
-    say(f"measuring steps of hidden size {planned.model.hidden_size} on {world_size} processes")
     context = LaunchContext(find_scripts(None, ["torchrun"]), this_machine(), math.inf)
-    config, folder = measured_config(planned, threads), Path(tempfile.mkdtemp(prefix="llm-pretrain-plan-"))
-    with exit_on_signals():
-        ((step, _),) = measure_steps([config], folder, context, world_size)
+    config = measured_config(planned, threads)
+    try:  # in the ladder's folder, where the next command finds what a killed one left
+        with FileLock(ladder.folder / LOCK, timeout=0), exit_on_signals():
+            say(f"measuring steps of hidden size {planned.model.hidden_size} on {world_size} processes")
+            ((step, _),) = measure_steps([config], ladder.folder / MEASURING, context, world_size)
+    except Timeout:
+        raise OutputError(
+            f"--ladder {ladder.folder}: expected no other command that runs in it, found one; wait for its "
+            "end, or give --no-measure"
+        ) from None
     return step / tokens_per_step(config)
 
 

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from llm_pretrain.config import Config
-from llm_pretrain.errors import ConfigError
+from llm_pretrain.errors import ConfigError, DataError
 from llm_pretrain.files import read_json
 from llm_pretrain.ladder.budget import RATE_FACTORS, RATE_LIMITS, Sizes
 from llm_pretrain.ladder.family import member
 from llm_pretrain.ladder.points import (
     LADDER_FILE,
+    POINTS_FILE,
     RUNS_FOLDER,
     Ladder,
     Point,
@@ -26,7 +27,7 @@ from llm_pretrain.ladder.points import (
 )
 from llm_pretrain.ladder.runs import Run, check_runs, size_runs, tokens_per_step
 from llm_pretrain.model import count_parameters, flops_per_token
-from llm_pretrain.tracking import read_metrics, read_rows
+from llm_pretrain.tracking import finite_number, metric_values, read_metrics, read_rows
 
 
 class Losses(NamedTuple):
@@ -59,7 +60,10 @@ class Progress:
     def losses(self) -> dict[int, Losses]:
         """Step -> evaluation."""
         evaluated = (row for row in self.rows if "eval/loss" in row)
-        return {row["step"]: Losses(row["eval/loss"], row.get("eval/bits_per_byte")) for row in evaluated}
+        return {
+            row["step"]: Losses(finite_number(row["eval/loss"]), finite_number(row.get("eval/bits_per_byte")))
+            for row in evaluated
+        }
 
     @property
     def has_diverged(self) -> bool:
@@ -77,7 +81,7 @@ class Progress:
     @property
     def step_seconds(self) -> float | None:
         """Median seconds of a step, without start-up, evaluations and saves; None before the first row."""
-        seconds = [row["perf/step_seconds"] for row in self.rows if row.get("perf/step_seconds")]
+        seconds = [each for each in metric_values(self.rows, "perf/step_seconds") if each > 0]
         return statistics.median(seconds) if seconds else None
 
     @property
@@ -91,7 +95,8 @@ class Progress:
         total, kept, end = 0.0, math.inf, math.inf
         for attempt in reversed(self.attempts):
             begin = attempt["time"]
-            times = [row["time"] for row in self.rows if row["step"] <= kept and begin <= row["time"] < end]
+            times = metric_values((row for row in self.rows if row["step"] <= kept), "time")
+            times = [each for each in times if begin <= each < end]
             total += max(times, default=begin) - begin
             kept, end = min(kept, attempt["step"]), begin
         return total
@@ -208,7 +213,7 @@ def read_ladder(folder: str | Path) -> Ladder:
 
     Raises:
         ConfigError: the folder has no ladder.
-        DataError: one of its files is damaged.
+        DataError: one of its files is damaged, or its points are another ladder's.
     """
     ladder = read_unmeasured(folder)
     if ladder is None:
@@ -216,9 +221,15 @@ def read_ladder(folder: str | Path) -> Ladder:
             f"{folder}: expected a ladder's folder, with {LADDER_FILE}, found none; make one with "
             "`llm-pretrain ladder`"
         )
-    return dataclasses.replace(
-        ladder, points=read_points(ladder.folder), seconds_per_token=read_speeds(ladder)
-    )
+    points, sizes = read_points(ladder.folder), [rung.hidden_size for rung in ladder.rungs]
+    for number, point in enumerate(points, start=1):
+        if point.hidden_size not in sizes or point.unique_tokens != ladder.unique_tokens:
+            raise DataError(
+                f"{ladder.folder / POINTS_FILE}:{number}: expected a point of this ladder, of hidden size "
+                f"{', '.join(map(str, sizes))} and {ladder.unique_tokens:,} tokens of text, found "
+                f"{point.hidden_size} and {point.unique_tokens:,}"
+            )
+    return dataclasses.replace(ladder, points=points, seconds_per_token=read_speeds(ladder))
 
 
 def read_speeds(ladder: Ladder) -> dict[int, float]:

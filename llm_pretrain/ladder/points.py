@@ -201,10 +201,12 @@ def _budget(values: Mapping[str, Any]) -> Budget:
 
 
 def _steps(rung: Mapping[str, Any]) -> tuple[list[int], list[int]]:
-    """Steps and branches of a rung in ladder.json. Raises ValueError where they are no pairs of numbers."""
+    """Steps and branches of a rung in ladder.json. Raises ValueError where they cannot be."""
     steps, branches = rung["steps"], rung["branches"]
     kinds = matches_type(list[int], [rung["hidden_size"], *steps, *branches])
-    if not (kinds and steps and len(steps) == len(branches) and min(branches) > 0):
+    if not (kinds and steps and len(steps) == len(branches)) or any(
+        not before < begin < end for before, begin, end in zip([0, *branches], branches, steps, strict=False)
+    ):
         raise ValueError(f"rungs {rung}"[:80])
     return steps, branches
 
@@ -226,6 +228,11 @@ _KINDS = {
     **dict.fromkeys(_COUNTS, int),
     **{"flops": float, "loss": float, "bits_per_byte": float | None, "decayed": bool},
 }
+_RANGES = {
+    **dict.fromkeys(_COUNTS, (1, 1e18)),
+    **{"flops": (1.0, 1e27), "loss": (1e-6, 1e3), "bits_per_byte": (1e-6, 1e3)},
+}
+"""Of what a training can have measured; the fit computes with any of them."""
 
 
 def _point(file: Path, number: int, line: bytes) -> Point:
@@ -233,8 +240,7 @@ def _point(file: Path, number: int, line: bytes) -> Point:
     wrong = [name for name, kind in _KINDS.items() if not matches_type(kind, values.get(name))]
     if wrong or values.keys() != _KINDS.keys():
         raise DataError(f"{file}:{number}: expected a point with {', '.join(_KINDS)}, found another line")
-    for name in (*_COUNTS, "flops", "loss"):
-        if not 0 < values[name] < math.inf:
-            what = "a loss" if name == "loss" else name
-            raise DataError(f"{file}:{number}: expected {what} above 0, found {values[name]}")
+    for name, (least, most) in _RANGES.items():
+        if (value := values[name]) is not None and not least <= value <= most:
+            raise DataError(f"{file}:{number}: expected {name} from {least:g} to {most:g}, found {value}")
     return Point(**values)

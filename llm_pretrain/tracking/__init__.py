@@ -6,6 +6,7 @@ from llm_pretrain.tracking.metrics import (
     MAX_METRICS_BYTES,
     MetricsWriter,
     device_peak_flops,
+    finite_number,
     memory_bytes,
     read_metrics,
     read_rows,
@@ -20,7 +21,7 @@ from llm_pretrain.tracking.replays import (
     replay_summary,
 )
 from llm_pretrain.tracking.report import Table, render_page, write_page, write_report
-from llm_pretrain.tracking.run_files import fault_lines, quantity
+from llm_pretrain.tracking.run_files import fault_lines, metric_values, quantity
 from llm_pretrain.tracking.trackers import Trackers
 
 __all__ = [
@@ -38,7 +39,9 @@ __all__ = [
     "device_peak_flops",
     "difference_lines",
     "fault_lines",
+    "finite_number",
     "memory_bytes",
+    "metric_values",
     "quantity",
     "read_metrics",
     "read_replays",

@@ -11,7 +11,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from support.ladders import make_ladder
@@ -26,7 +28,7 @@ from llm_pretrain.commands._ladder_runs import Runner, failure, measure_steps
 from llm_pretrain.commands._launching import Job, LaunchContext, Machine, processes_of
 from llm_pretrain.commands.ladder import check_rate, flops_for, slots_of, threads_of
 from llm_pretrain.config import Config, dump_yaml
-from llm_pretrain.errors import EXIT_PREEMPTED, ConfigError
+from llm_pretrain.errors import EXIT_PREEMPTED, ConfigError, PretrainError
 from llm_pretrain.ladder import (
     RUNS_FOLDER,
     Ladder,
@@ -248,19 +250,44 @@ def test_no_size_continues_the_run_that_the_base_continued(
     assert bases[0].checkpoint.resume == "auto"
 
 
-@pytest.mark.parametrize("best", [0.25, 0.5, 1.0, 2.0, 4.0])
-def test_the_best_rate_is_looked_for_beyond_the_first_three(
-    best: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    losses = {factor: 3 + abs(math.log(factor / best)) for factor in (0.25, 0.5, 1.0, 2.0, 4.0)}
-    monkeypatch.setattr("llm_pretrain.ladder.rate_loss", lambda _, factor: losses[factor])
+@pytest.fixture
+def checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[float, float]], Ladder]:
+    """The ladder after its check of the rate, by the loss at each factor."""
     monkeypatch.setattr(Runner, "run_all", lambda *_: None)
     ladder = dataclasses.replace(make_ladder(tmp_path / "ladder"), rate_factor=None)
     runner = Runner(ladder, LaunchContext(ROOT, Machine(0, 2), math.inf), 2, print)
-    ladder = check_rate(runner, (0.5, 1.0, 2.0))
+
+    def check(losses: dict[float, float]) -> Ladder:
+        monkeypatch.setattr("llm_pretrain.ladder.rate_loss", lambda _, factor: losses[factor])
+        return check_rate(runner, (0.5, 1.0, 2.0))
+
+    return check
+
+
+@pytest.mark.parametrize("best", [0.25, 0.5, 1.0, 2.0, 4.0])
+def test_the_best_rate_is_looked_for_beyond_the_first_three(
+    best: float, checked: Callable[[dict[float, float]], Ladder]
+):
+    losses = {factor: 3 + abs(math.log(factor / best)) for factor in (0.25, 0.5, 1.0, 2.0, 4.0)}
+    ladder = checked(losses)
     assert ladder.rate_factor == best
     warned = [line for line in shortcomings(ladder) if "the last that are tried" in line]
     assert len(warned) == (best in (0.25, 4.0))
+
+
+@pytest.mark.parametrize(
+    ("losses", "chosen"),
+    [
+        ({0.5: 3.0, 1.0: 2.975, 2.0: 2.95}, 1.0),  # better by 0.8 %
+        ({0.5: 2.95, 1.0: 2.975, 2.0: 3.0}, 1.0),
+        ({0.5: 3.0, 1.0: 2.975, 2.0: 2.94, 4.0: 2.93}, 2.0),  # by 1.2 %, and 0.3 % more
+        ({0.5: 3.0, 1.0: 2.975, 2.0: 2.94, 4.0: 2.90}, 4.0),  # by 1.4 % more
+    ],
+)
+def test_another_rate_must_gain_a_percent_for_each_factor_2(
+    losses: dict[float, float], chosen: float, checked: Callable[[dict[float, float]], Ladder]
+):
+    assert checked(losses).rate_factor == chosen
 
 
 @pytest.mark.parametrize("cores", range(1, 17))
@@ -390,3 +417,16 @@ def test_a_measurement_ends_the_processes_of_its_own_folder_alone(
     with pytest.raises(ZeroDivisionError):
         measure_steps([preset("ladder")], Path("measuring"), LaunchContext(ROOT, Machine(0, 2), math.inf))
     assert folders == [tmp_path / "measuring" / "0"] * 2
+
+
+@pytest.mark.parametrize(("error", "is_kept"), [(KeyboardInterrupt, False), (PretrainError("failed"), True)])
+def test_a_measurement_leaves_its_logs_only_where_a_run_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException] | Exception, is_kept: bool
+):
+    def launch(*_: object) -> NoReturn:
+        raise error
+
+    monkeypatch.setattr(_ladder_runs, "launch", launch)
+    with pytest.raises((KeyboardInterrupt, PretrainError)):
+        measure_steps([preset("ladder")], tmp_path / "m", LaunchContext(ROOT, Machine(0, 2), math.inf))
+    assert (tmp_path / "m" / "0.yaml").exists() == is_kept

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from filelock import FileLock
 from support.corpora import make_store
 from support.ladders import make_ladder
 from support.launching import ROOT
@@ -58,6 +59,24 @@ def test_money_becomes_a_configuration_for_gpus(folder: Path, capsys: pytest.Cap
     options = ["--cost", "0.1", "--gpu", "h100", "--world-size", "2", "--price", "2.5"]
     assert plan(folder, *options) == 0
     assert "plan for 1m12s, 0.10 on 2 x h100" in capsys.readouterr().out
+
+
+def test_a_store_that_is_not_there_is_named_with_its_ladder(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    text = (folder / "ladder" / "ladder.json").read_text()
+    (tmp_path / "ladder.json").write_text(text.replace(str(folder / "store"), "gone"))
+    assert main(["plan", "--ladder", str(tmp_path), "--flops", "1e14", "--output", str(tmp_path / "p")]) == 65
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"error: gone: expected the store of the ladder in {tmp_path}, found none; run this where" in line
+
+
+def test_nothing_is_measured_beside_another_command(folder: Path, capsys: pytest.CaptureFixture[str]):
+    with FileLock(folder / "ladder" / ".lock"):
+        assert plan(folder, "--time", "20m", "--world-size", "1") == 73
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "expected no other command that runs in it, found one; wait for its end" in line
+        assert plan(folder, "--time", "20m", "--world-size", "1", "--no-measure") == 0
 
 
 def test_a_gpu_computes_in_bf16_whatever_the_ladder_did(folder: Path, capsys: pytest.CaptureFixture[str]):
@@ -110,7 +129,7 @@ def test_an_unfinished_ladder_is_used_and_named(folder: Path, capsys: pytest.Cap
         points.write_text(re.sub(r'"loss": [\d.]+', '"loss": NaN', whole, count=1))
         assert plan(folder, "--flops", "3e14", "--world-size", "1") != 0
         (line,) = capsys.readouterr().err.splitlines()
-        assert "points.jsonl:1: expected a loss above 0, found nan" in line
+        assert "points.jsonl:1: expected loss from 1e-06 to 1000, found nan" in line
     finally:
         points.write_text(whole)
 
@@ -185,7 +204,10 @@ WRONG: dict[str, tuple[Sequence[str], str]] = {
     "too little": (["--flops", "1e6"], "expected a budget for"),
     "ranks": (["--flops", "1e14", "--world-size", "7"], "--world-size: expected a divisor of the ladder's"),
     "served": (["--flops", "1e14", "--serve-tokens", "-1"], "--serve-tokens: expected 0 or more, found -1"),
-    "utilisation": (["--time", "1h", "--gpu", "h100", "--mfu", "2"], "--mfu: expected a share above 0"),
+    "utilisation": (
+        ["--time", "1h", "--gpu", "h100", "--mfu", "2"],
+        "--mfu: expected a share from 0.001 to 1, found 2",
+    ),
     "parameters": (
         ["--flops", "1e14", "--max-parameters", "0"],
         "--max-parameters: expected a finite number above 0, found 0",

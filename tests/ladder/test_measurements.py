@@ -148,6 +148,17 @@ def test_no_time_is_in_the_table(ladder: Ladder):
     assert measured_points(ladder) == before
 
 
+def test_values_that_are_no_numbers_count_as_missing(ladder: Ladder):
+    folder = run_folder(ladder, rung_runs(ladder.rungs, 2.0)[0])
+    damaged = [{"step": 0, "time": "x"}, {"step": 1, "time": 2.0, "perf/step_seconds": "x", "eval/loss": "x"}]
+    write_rows(folder, [*damaged, {"step": 2, "time": 4.0, "perf/step_seconds": 0.5}])
+    (folder / "attempts.jsonl").write_text('{"step": 0, "time": 1.0}\n')
+    progress = read_progress(folder)
+    assert progress.step_seconds == 0.5
+    assert progress.seconds == 3.0
+    assert progress.losses == {1: (None, None)}
+
+
 DAMAGE: dict[str, tuple[str, object]] = {
     "no rungs": ("rungs", []),
     "a rung without pairs": ("rungs", [{"hidden_size": 32, "steps": [1, 2], "branches": [1]}]),
@@ -160,6 +171,8 @@ DAMAGE: dict[str, tuple[str, object]] = {
     "a base without a vocabulary": ("base", {}),
     "a base without a batch": ("base", {"training": {"global_batch_size": 0}}),
     "a base without heads": ("base", {"model": {"num_attention_heads": 0}}),
+    "a branch behind the end": ("rungs", [{"hidden_size": 32, "steps": [2], "branches": [2]}]),
+    "branches that fall": ("rungs", [{"hidden_size": 32, "steps": [8, 6], "branches": [4, 3]}]),
     "a size of another family": ("rungs", [{"hidden_size": 33, "steps": [2], "branches": [1]}]),
 }
 
@@ -175,15 +188,22 @@ def test_a_damaged_plan_is_named_with_its_file(ladder: Ladder, name: str):
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("tokens", 0), ("flops", 0.0), ("loss", float("nan")), ("loss", -1.0)]
+    ("key", "value"),
+    [
+        *[("tokens", 0), ("flops", 0.0), ("flops", 1e300), ("loss", float("nan")), ("loss", -1.0)],
+        *[("loss", 1e300), ("bits_per_byte", -1.0), ("hidden_size", 48), ("unique_tokens", 5)],
+    ],
 )
 def test_a_point_that_cannot_be_is_named_with_its_line(ladder: Ladder, key: str, value: float):
     ladder.write()
     row = {
         **{"hidden_size": 32, "parameters": 1, "parameters_with_embedding": 2, "tokens": 3},
-        **{"unique_tokens": 4, "flops": 5.0, "loss": 6.0, "bits_per_byte": None, "decayed": True},
+        **{"unique_tokens": ladder.unique_tokens, "flops": 5.0, "loss": 6.0},
+        **{"bits_per_byte": None, "decayed": True},
     }
     file = ladder.folder / "points.jsonl"
+    file.write_text(json.dumps(row) + "\n")
+    assert len(read_ladder(ladder.folder).points) == 1
     file.write_text(json.dumps(row) + "\n" + json.dumps(row | {key: value}) + "\n")
     with pytest.raises(DataError, match=r"points\.jsonl:2: expected"):
         read_ladder(ladder.folder)
