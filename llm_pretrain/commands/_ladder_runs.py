@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import shutil
 import statistics
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import psutil
 
+from llm_pretrain.commands._launch_options import say
 from llm_pretrain.commands._launching import (
     Job,
     LaunchContext,
@@ -43,6 +45,8 @@ from llm_pretrain.ladder import (
 from llm_pretrain.tracking import read_metrics, time_text
 
 _POLL_SECONDS, _STOP_SECONDS = 0.1, 60
+PROGRESS_SECONDS = 60.0
+"""Between lines about the runs that train, where none ends."""
 MEASURED_SECONDS, MEASURED_STEPS = 10.0, 6
 """How long, and how many steps at least, the speed is measured once all runs train."""
 
@@ -73,7 +77,7 @@ class Runner:
         waiting = [run for run in runs if not read_progress(self._folder(run)).has_ended(run.end)]
         waiting, _ = best_order(waiting, self._seconds_left(waiting), self.slots)
         running: list[tuple[RunningJob, Run, int]] = []
-        free = list(range(self.slots))
+        free, said = list(range(self.slots)), time.monotonic()
         try:
             while waiting or running:
                 unfinished = {run.name for run in waiting} | {run.name for _, run, _ in running}
@@ -86,9 +90,13 @@ class Runner:
                     slot = free.pop(0)
                     running.append((self._launch(run, slot), run, slot))
                 time.sleep(_POLL_SECONDS)
+                if time.monotonic() - said > PROGRESS_SECONDS:
+                    self.say(", ".join(self._progress(run) for _, run, _ in running))
+                    said = time.monotonic()
                 for entry in list(running):
                     job, run, slot = entry
                     if (code := job.poll()) is not None:
+                        said = time.monotonic()
                         running.remove(entry)
                         free = sorted([*free, slot])
                         self._ended(job, run, code)
@@ -127,6 +135,10 @@ class Runner:
         self.say(self._line(run, record))
         if run.begin and not record.has_diverged:
             self.clean([run])
+
+    def _progress(self, run: Run) -> str:
+        """How far a run is that trains."""
+        return f"{run.name} at step {read_progress(self._folder(run)).last_step:,} of {run.end:,}"
 
     def _line(self, run: Run, record: Progress) -> str:
         """Progress after a run's end."""
@@ -273,6 +285,8 @@ def measure_steps(
     Raises:
         PretrainError: a run failed.
     """
+    if (load := os.getloadavg()[0]) > (os.cpu_count() or 1):
+        say(f"other processes keep this machine busy (load {load:.1f}): the speed is measured beside them")
     jobs, folder, is_kept = list[RunningJob](), folder.absolute(), False  # the folder finds the processes
     end_orphans(folder / f"{number}" for number in range(len(configs)))  # of a measurement that was killed
     shutil.rmtree(folder, ignore_errors=True)

@@ -261,6 +261,7 @@ def continued(arguments: argparse.Namespace, folder: Path, base: Config, store: 
             )
         )
     say(f"continuing {folder}, planned for {ladder.budget.text}")
+    say_rungs(ladder)
     ladder = dataclasses.replace(ladder, base=base)
     ladder.write()  # the store may have moved
     return ladder
@@ -284,9 +285,8 @@ def new_ladder(
         ladder_flops,
         ladder_seconds,
         read_budget,
-        tokens_per_step,
     )
-    from llm_pretrain.tracking import quantity, time_text
+    from llm_pretrain.tracking import time_text
 
     threads = threads_of(context.machine, arguments.sizes or SIZES[0])
     given, started = read_budget(arguments.budget), time.monotonic()
@@ -306,10 +306,20 @@ def new_ladder(
         f"{slots_of(context.machine, threads)} side by side with {threads} thread{'s' * (threads > 1)} each, "
         f"in {folder}"
     )
-    for rung in rungs:
-        tokens = ", ".join(quantity(steps * tokens_per_step(base)) for steps in rung.steps)
-        say(f"  hidden size {rung.hidden_size}: {tokens} tokens")
+    say_rungs(ladder)
     return ladder
+
+
+def say_rungs(ladder: Ladder) -> None:
+    """Print the sizes of a ladder and the tokens that each is trained on."""
+    from llm_pretrain.ladder import Sizes, tokens_per_step
+    from llm_pretrain.tracking import quantity
+
+    sizes = Sizes(ladder.base)
+    for rung in ladder.rungs:
+        parameters = quantity(sizes.size(rung.hidden_size // sizes.step).active_parameters)
+        tokens = ", ".join(quantity(steps * tokens_per_step(ladder.base)) for steps in rung.steps)
+        say(f"  hidden size {rung.hidden_size}, {parameters} active parameters: {tokens} tokens")
 
 
 def threads_of(machine: Machine, sizes: int) -> int:

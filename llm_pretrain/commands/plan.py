@@ -33,6 +33,8 @@ examples:
   llm-pretrain plan --ladder ladders/mine --cost 100 --gpu h100 --world-size 8 --price 2.5 --output night.yaml
 """
 
+SHORT_STEP = 0.01
+"""Seconds of a step on a GPU below which starting its kernels takes longer than they do."""
 ALTERNATIVES = (0.25, 0.5, 1.0, 2.0, 4.0)
 """Parameters of the sizes that are shown, in those of the best."""
 _HEAD = "# Written by `llm-pretrain plan`; runs as it is: train_pretrain.py --config THIS_FILE\n"
@@ -337,6 +339,8 @@ def _lines(forecast: Forecast, plan: _Plan, arguments: argparse.Namespace) -> li
     if arguments.cost is not None:
         budget += f", {arguments.cost:,.2f}"
     sizes = {point.hidden_size for point in forecast.decayed.points}
+    served = 2 * best.point.parameters_with_embedding * arguments.serve_tokens
+    evaluated = 1 - best.point.tokens / (best.point.tokens + _evaluated(ladder))
     memory = estimate_memory(config, world_size, on_gpu=arguments.gpu is not None)
     mesh = "".join(
         f" {name} {value}"
@@ -357,7 +361,8 @@ def _lines(forecast: Forecast, plan: _Plan, arguments: argparse.Namespace) -> li
         f"mesh        {distributed.strategy}{mesh}, micro batches of {training.micro_batch_size} in "
         f"{training.precision}; {size_text(memory.peak)} a process",
         f"compute     {best.point.flops:.3g} FLOPs"
-        + (f", {time_text(plan.seconds)}" if plan.seconds else ""),
+        + (f" and {served:.3g} to serve" if served else "")
+        + (f", {time_text(plan.seconds)}, {evaluated:.0%} of it for evaluations" if plan.seconds else ""),
         f"loss        {best.prediction.loss:.4f}, between {low:.4f} and {high:.4f} in nine of ten runs"
         + (f"; bits per byte {bits[0]:.4f}, {bits[1]:.4f} to {bits[2]:.4f}" if all(bits) else ""),
         "other sizes for the same budget, by predicted loss",
@@ -385,6 +390,11 @@ def _warnings(forecast: Forecast, plan: _Plan, arguments: argparse.Namespace) ->
     if not arguments.gpu:
         device = torch.device("cuda" if this_machine().gpus else "cpu")
         warnings += step_warnings(config, _Processes(arguments.world_size, device))
+    elif plan.seconds and plan.seconds < SHORT_STEP * best.steps:
+        warnings.append(
+            f"steps of {1000 * plan.seconds / best.steps:.2g} ms: models and batches so small do not keep a "
+            "GPU busy; expect more time, or give a lower --mfu"
+        )
     here, there = config.training.precision, ladder.base.training.precision
     if here != there:
         warnings.append(f"the run computes in {here}, the ladder in {there}")

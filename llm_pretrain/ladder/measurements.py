@@ -141,7 +141,7 @@ def shortcomings(ladder: Ladder) -> list[str]:
     if ladder.rate_factor in RATE_LIMITS:
         found.append(
             f"the best learning rates are the last that are tried, {ladder.rate_factor:g} times the base's; "
-            "give a base whose rates are nearer to them"
+            "make a ladder of a base whose optimizer.learning_rate is nearer to them"
         )
     for size, wanted in ((rung.hidden_size, len(rung.steps)) for rung in ladder.rungs):
         missing = wanted - sum(point.hidden_size == size and point.decayed for point in ladder.points)

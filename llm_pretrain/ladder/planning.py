@@ -26,8 +26,8 @@ from llm_pretrain.ladder.runs import at_rate, tokens_per_step
 from llm_pretrain.ladder.scaling_law import SAMPLES, Fit, Prediction, fit_law
 from llm_pretrain.model import count_parameters
 
-EVALUATIONS = 20
-"""Of a planned run, besides that before the first step; one more where the steps do not divide."""
+EVALUATIONS, SAVES = 10, 20
+"""Of a planned run, besides the evaluation before the first step; one more where the steps do not divide."""
 FAR = 30.0
 """Times the compute of the ladder's largest run up to which predictions are meant."""
 HIGHER = 1.25
@@ -58,8 +58,17 @@ class RunBudget(NamedTuple):
 
     def tokens(self, size: Size) -> float:
         """Tokens on which a size can be trained; 0 or less where serving leaves nothing."""
-        left = self.total - self.per_flop * 2 * size.active_parameters * self.served
+        left = self.total - self.per_flop * self.served_flops(size)
         return left / (self.per_token + self.per_flop * size.flops_per_token) - self.evaluated
+
+    def served_flops(self, size: Size) -> float:
+        """FLOPs of what a size will generate."""
+        return 2 * size.active_parameters * self.served
+
+    def times(self, size: Size, tokens: float) -> float:
+        """The budget that pays a size for `tokens`, relative to this one."""
+        trained = (tokens + self.evaluated) * (self.per_token + self.per_flop * size.flops_per_token)
+        return (trained + self.per_flop * self.served_flops(size)) / self.total
 
     def check(self, unique_tokens: int, max_parameters: float) -> None:
         """Raises ConfigError where the text is too short for any size that the budget is for."""
@@ -71,7 +80,8 @@ class RunBudget(NamedTuple):
             raise ConfigError(
                 f"plan: expected a budget of at most {most:.2g} FLOPs for {unique_tokens:,} tokens of text, "
                 f"found {flops:.2g}: models for more would see less than {MIN_TOKENS_PER_PARAMETER:g} token "
-                f"per parameter in {MAX_EPOCHS:g} passes; lower it, or bring text of {tokens:,.0f} tokens"
+                f"per parameter in {MAX_EPOCHS:g} passes; divide it by {flops / most:.3g}, or bring text of "
+                f"{tokens:,.0f} tokens"
             )
 
 
@@ -118,6 +128,8 @@ class Forecast:
             return fit_law(points, samples=self.samples)
         except ConfigError as error:
             found = error.problems[0].removeprefix("ladder: ")
+            if len(points) < sum(len(rung.steps) for rung in self.ladder.rungs):
+                found += "; the same `llm-pretrain ladder` command continues an unfinished one"
             raise ConfigError(f"{self.ladder.folder}: {found}") from error
 
     @cached_property
@@ -179,11 +191,13 @@ class Forecast:
                 f"plan: expected a budget for {LARGEST_INTEGER:,} steps at most of a size with at most "
                 f"{max_parameters:,.0f} parameters, found more; lower it, or raise --max-parameters"
             )
+        least = least_tokens(self.ladder.base)
         found = max(0, int(paid)) if math.isfinite(paid) else 0
+        times = f" {budget.times(smallest, least):.3g} times" if budget.total > 0 else ""
         served = ", or lower --serve-tokens" if budget.served else ""
         return ConfigError(
-            f"plan: expected a budget for {least_tokens(self.ladder.base):,} tokens with the smallest size "
-            f"of the family, found one for {found:,}; raise it{served}"
+            f"plan: expected a budget for {least:,} tokens with the smallest size of the family and its "
+            f"evaluations, found one for {found:,}; raise it{times}{served}"
         )
 
     def warnings(self, point: Point, prediction: Prediction) -> list[str]:
@@ -248,6 +262,6 @@ class Forecast:
             ),
             training=dataclasses.replace(base.training, max_steps=steps, micro_batch_size=micro_batch),
             evaluation=dataclasses.replace(base.evaluation, eval_steps=max(1, steps // EVALUATIONS)),
-            checkpoint=dataclasses.replace(base.checkpoint, save_steps=max(1, steps // EVALUATIONS)),
+            checkpoint=dataclasses.replace(base.checkpoint, save_steps=max(1, steps // SAVES)),
             distributed=distributed,
         )

@@ -20,7 +20,7 @@ from llm_pretrain.ladder.measurements import (
 from llm_pretrain.ladder.planning import FAR, HIGHER, Forecast, RunBudget
 from llm_pretrain.ladder.points import Ladder, Point
 from llm_pretrain.ladder.runs import check_runs, rung_runs
-from llm_pretrain.ladder.scaling_law import LEVEL, Counting, Fit, Prediction
+from llm_pretrain.ladder.scaling_law import LEAST_NOISE, LEVEL, Counting, Fit, Prediction
 from llm_pretrain.tracking import Table, quantity, render_page, write_page
 
 BEYOND = (1.0, 3.0, 10.0, FAR)
@@ -260,7 +260,8 @@ def _law_lines(fit: Fit) -> list[str]:
         f"{law.E:.4g} nats per token is the loss that neither more parameters nor more tokens would remove.",
         f"With new text, the best N grows with compute to the power of {law.beta / total:.2f}, the best D to "
         f"the power of {law.alpha / total:.2f}.",
-        f"Noise: measured losses differ from the law by {100 * fit.noise:.2g} % (one standard deviation).",
+        f"Noise of a loss: {100 * fit.noise:.2g} % (one standard deviation); seeds differ by "
+        f"{100 * LEAST_NOISE:.1g} % at least.",
         extrapolation,
     ]
 

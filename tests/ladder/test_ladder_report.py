@@ -179,7 +179,10 @@ def test_an_unfinished_ladder_says_what_is_missing(tmp_path: Path):
     page = page_of(ladder)
     assert page.sections == ["summary", "charts", "points"]
     assert page.plots == {"losses"}
-    assert "No law is fitted: expected at least 7 points of 3 sizes for a fit, found 6 of 2." in page.text
+    assert (
+        "No law is fitted: expected at least 7 points of 3 sizes for a fit, found 6 of 2; the same"
+        in page.text
+    )
     assert "Hidden size 96: a run has diverged; its points are left out." in page.text
     assert "Hidden size 128: 3 of 3 decayed points are missing." in page.text
     assert "Hidden size 64" not in page.text

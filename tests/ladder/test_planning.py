@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -64,10 +65,12 @@ def test_more_compute_makes_it_larger_and_better(forecast: Forecast):
 
 
 def test_a_budget_for_nothing_is_refused(forecast: Forecast):
-    paid = int(1e9 / Sizes(forecast.ladder.base).size(3).flops_per_token)
-    with pytest.raises(ConfigError, match=f"for 3,750,000 tokens .*, found one for {paid:,}; raise it$"):
+    per_token = Sizes(forecast.ladder.base).size(3).flops_per_token
+    paid, times = int(1e9 / per_token), f"{3_750_000 * per_token / 1e9:.3g}"
+    message = f"for 3,750,000 tokens .*, found one for {paid:,}; raise it {re.escape(times)} times$"
+    with pytest.raises(ConfigError, match=message):
         forecast.choices(FLOPS._replace(total=1e9))
-    with pytest.raises(ConfigError, match="found one for 0; raise it, or lower --serve-tokens"):
+    with pytest.raises(ConfigError, match=r"found one for 0; raise it .* times, or lower --serve-tokens"):
         forecast.choices(FLOPS._replace(served=1e300))
     with pytest.raises(ConfigError, match=r"--max-parameters: expected 246,064 or more, .* found 10$"):
         forecast.choices(FLOPS, max_parameters=10)
