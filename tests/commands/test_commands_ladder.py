@@ -86,7 +86,7 @@ def test_a_ladder_has_a_point_for_each_size_and_number_of_tokens(finished: tuple
     assert len(ladder.points) == (3 + 4) + 2 * (2 + 2)  # decayed, and at each save of the stable run
     assert len({(point.hidden_size, point.tokens, point.decayed) for point in ladder.points}) == 15
     for rung in ladder.rungs:
-        assert f"  hidden size {rung.hidden_size}: " in output
+        assert f"  hidden size {rung.hidden_size}, " in output
         decayed = [each for each in ladder.points if each.hidden_size == rung.hidden_size and each.decayed]
         assert [point.loss for point in decayed] == sorted((point.loss for point in decayed), reverse=True)
     lines = output.splitlines()
@@ -397,6 +397,17 @@ def test_decays_follow_their_stable_runs_and_none_a_diverged_one(
     checkpoint.mkdir(parents=True)
     runner.run_all(runner.runs)
     assert started[11:] == [first.name]
+
+
+def test_runs_say_how_far_they_are_while_none_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    ladder, printed = make_ladder(tmp_path / "ladder", sizes=(32, 64, 96)), list[str]()
+    monkeypatch.setattr(Runner, "_launch", lambda self, run, _: EndedJob(self._folder(run), run.end, 3.0))
+    monkeypatch.setattr(_ladder_runs, "PROGRESS_SECONDS", -1.0)
+    runner = Runner(ladder, LaunchContext(ROOT, Machine(0, 2), math.inf), 2, printed.append)
+    runner.runs = [run for run in rung_runs(ladder.rungs, 1.0) if not run.begin][:2]
+    runner.run_all(runner.runs)
+    assert printed[0] == "h64-x1 at step 8,000 of 8,000, h32-x1 at step 8,000 of 8,000"
+    assert len(printed) == 3
 
 
 @pytest.mark.parametrize(("code", "exit_code"), [(75, 75), (1, 1), (0, 1), (-9, 71), (137, 71)])
