@@ -220,7 +220,7 @@ def locked(folder: Path) -> Iterator[None]:
                         folder.rmdir()
     except Timeout:
         raise OutputError(
-            f"--output {folder}: expected a folder of its own, found another ladder in it"
+            f"--output {folder}: expected a folder of its own, found another command that runs in it"
         ) from None
 
 
