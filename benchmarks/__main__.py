@@ -30,6 +30,7 @@ BENCHMARKS = {
     "gpu_step": "tokens per second and MFU on one GPU, by preset and by choice of kernels",
     "gpu_roofline": "lower bound of a step on four GPUs by FLOPs and bytes, and its parts; needs no GPU",
     "time_to_loss": "steps and time of the quickstart's recipe to the loss of AdamW at its best rate",
+    "ladder": "losses of a run with 8 times the compute of a ladder's largest, against its prediction",
     "char_recipe": "steps and loss of char-0.8m against GPT-2 under nanoGPT's recipe for a CPU",
 }
 """Module of this package and its line of help."""
