@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import shutil
 import statistics
 import time
@@ -47,6 +46,8 @@ from llm_pretrain.tracking import read_metrics, time_text
 _POLL_SECONDS, _STOP_SECONDS = 0.1, 60
 PROGRESS_SECONDS = 60.0
 """Between lines about the runs that train, where none ends."""
+LOOK_SECONDS, BUSY_PERCENT = 0.5, 25.0
+"""How long others are watched before the speed is measured, and from which use of the cores they are named."""
 MEASURED_SECONDS, MEASURED_STEPS = 10.0, 6
 """How long, and how many steps at least, the speed is measured once all runs train."""
 
@@ -285,12 +286,12 @@ def measure_steps(
     Raises:
         PretrainError: a run failed.
     """
-    if (load := os.getloadavg()[0]) > (os.cpu_count() or 1):
-        say(f"other processes keep this machine busy (load {load:.1f}): the speed is measured beside them")
     jobs, folder, is_kept = list[RunningJob](), folder.absolute(), False  # the folder finds the processes
     end_orphans(folder / f"{number}" for number in range(len(configs)))  # of a measurement that was killed
     shutil.rmtree(folder, ignore_errors=True)
     make_folder(folder)
+    if (busy := psutil.cpu_percent(LOOK_SECONDS)) > BUSY_PERCENT:
+        say(f"other processes take {busy:.0f} % of this machine's cores: the speed is measured beside them")
     try:
         monitors = []
         for number, config in enumerate(configs):

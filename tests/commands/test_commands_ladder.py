@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
+import psutil
 import pytest
 from support.ladders import make_ladder
 from support.launching import ROOT
@@ -428,6 +429,21 @@ def test_a_measurement_ends_the_processes_of_its_own_folder_alone(
     with pytest.raises(ZeroDivisionError):
         measure_steps([preset("ladder")], Path("measuring"), LaunchContext(ROOT, Machine(0, 2), math.inf))
     assert folders == [tmp_path / "measuring" / "0"] * 2
+
+
+@pytest.mark.parametrize(("busy", "lines"), [(3.0, 0), (80.0, 1)])
+def test_a_busy_machine_is_named_before_its_speed_is_measured(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    busy: float,
+    lines: int,
+):
+    monkeypatch.setattr(psutil, "cpu_percent", lambda _: busy)
+    monkeypatch.setattr(_ladder_runs, "launch", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        measure_steps([preset("ladder")], tmp_path / "m", LaunchContext(ROOT, Machine(0, 2), math.inf))
+    assert capsys.readouterr().out.count("other processes take 80 % of this machine's cores") == lines
 
 
 @pytest.mark.parametrize(("error", "is_kept"), [(KeyboardInterrupt, False), (PretrainError("failed"), True)])
