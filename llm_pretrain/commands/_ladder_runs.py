@@ -47,7 +47,7 @@ _POLL_SECONDS, _STOP_SECONDS = 0.1, 60
 PROGRESS_SECONDS = 60.0
 """Between lines about the runs that train, where none ends."""
 LOOK_SECONDS, BUSY_PERCENT = 0.5, 25.0
-"""How long others are watched before the speed is measured, and from which use of the cores they are named."""
+"""How long others are watched before a measurement, and from which share of the cores they are named."""
 MEASURED_SECONDS, MEASURED_STEPS = 10.0, 6
 """How long, and how many steps at least, the speed is measured once all runs train."""
 
