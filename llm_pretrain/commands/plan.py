@@ -49,12 +49,14 @@ class _Plan(NamedTuple):
         choices: Sizes that the budget trains, ascending.
         config: Of the run.
         seconds: Expected; None where no speed is known.
+        evaluated: What the evaluations take of them, in trained tokens.
     """
 
     best: Choice
     choices: list[Choice]
     config: Config
     seconds: float | None
+    evaluated: float
 
 
 @dataclass
@@ -226,9 +228,10 @@ def _on_this_machine(forecast: Forecast, arguments: argparse.Namespace) -> _Plan
     best = _best(found)
     config = forecast.config(best, distributed, micro_batch, name)
     if speed is None:
-        return _Plan(best, found, config, None)
+        return _Plan(best, found, config, None, evaluated)
     each = factor * _token_seconds(speed, best)
-    return _Plan(best, found, config, speed.start_up + (best.point.tokens + evaluated) * each)
+    expected = speed.start_up + (best.point.tokens + evaluated) * each
+    return _Plan(best, found, config, expected, evaluated)
 
 
 def _measured_seconds(ladder: Ladder, planned: Config, threads: int, world_size: int) -> float:
@@ -302,7 +305,7 @@ def _on_gpus(forecast: Forecast, arguments: argparse.Namespace) -> _Plan:
         config = dataclasses.replace(config, distributed=_searched_mesh(config, arguments))
     tokens = round(best.point.tokens + evaluated)
     time = estimate_time(config, world_size, tokens=tokens, flops=peak, mfu=mfu)
-    return _Plan(best, choices, config, time.hours * 3600)
+    return _Plan(best, choices, config, time.hours * 3600, evaluated)
 
 
 def _searched_mesh(config: Config, arguments: argparse.Namespace) -> DistributedConfig:
@@ -324,6 +327,7 @@ def _searched_mesh(config: Config, arguments: argparse.Namespace) -> Distributed
 
 def _lines(forecast: Forecast, plan: _Plan, arguments: argparse.Namespace) -> list[str]:
     """The plan in words."""
+    from llm_pretrain.ladder import served_flops
     from llm_pretrain.memory import estimate_memory
     from llm_pretrain.tracking import time_text
 
@@ -339,8 +343,8 @@ def _lines(forecast: Forecast, plan: _Plan, arguments: argparse.Namespace) -> li
     if arguments.cost is not None:
         budget += f", {arguments.cost:,.2f}"
     sizes = {point.hidden_size for point in forecast.decayed.points}
-    served = 2 * best.point.parameters_with_embedding * arguments.serve_tokens
-    evaluated = 1 - best.point.tokens / (best.point.tokens + _evaluated(ladder))
+    served = served_flops(best.point.parameters_with_embedding, arguments.serve_tokens)
+    evaluated = plan.evaluated / (best.point.tokens + plan.evaluated)
     memory = estimate_memory(config, world_size, on_gpu=arguments.gpu is not None)
     mesh = "".join(
         f" {name} {value}"

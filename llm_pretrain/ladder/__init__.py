@@ -33,7 +33,7 @@ from llm_pretrain.ladder.measurements import (
     tried_factors,
     used_by,
 )
-from llm_pretrain.ladder.planning import EVALUATIONS, Choice, Forecast, RunBudget
+from llm_pretrain.ladder.planning import EVALUATIONS, Choice, Forecast, RunBudget, served_flops
 from llm_pretrain.ladder.points import (
     LADDER_FILE,
     POINTS_FILE,
@@ -110,6 +110,7 @@ __all__ = [
     "run_config",
     "run_folder",
     "rung_runs",
+    "served_flops",
     "shortcomings",
     "size_runs",
     "tokens_per_step",

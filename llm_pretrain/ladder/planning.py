@@ -38,6 +38,11 @@ _STABLE_PARTS = tuple(2 ** (-k / 2) for k in range(6, -1, -1))
 """Of the stable phase, where its predicted curve has points: near enough for lines between them."""
 
 
+def served_flops(active_parameters: float, tokens: float) -> float:
+    """FLOPs of generating `tokens`."""
+    return 2 * active_parameters * tokens
+
+
 class RunBudget(NamedTuple):
     """What a run may cost, in one unit: seconds, or FLOPs.
 
@@ -58,22 +63,21 @@ class RunBudget(NamedTuple):
 
     def tokens(self, size: Size) -> float:
         """Tokens on which a size can be trained; 0 or less where serving leaves nothing."""
-        left = self.total - self.per_flop * self.served_flops(size)
-        return left / (self.per_token + self.per_flop * size.flops_per_token) - self.evaluated
-
-    def served_flops(self, size: Size) -> float:
-        """FLOPs of what a size will generate."""
-        return 2 * size.active_parameters * self.served
+        left = self.total - self.per_flop * served_flops(size.active_parameters, self.served)
+        return left / self._token_cost(size) - self.evaluated
 
     def times(self, size: Size, tokens: float) -> float:
         """The budget that pays a size for `tokens`, relative to this one."""
-        trained = (tokens + self.evaluated) * (self.per_token + self.per_flop * size.flops_per_token)
-        return (trained + self.per_flop * self.served_flops(size)) / self.total
+        served = self.per_flop * served_flops(size.active_parameters, self.served)
+        return ((tokens + self.evaluated) * self._token_cost(size) + served) / self.total
+
+    def _token_cost(self, size: Size) -> float:
+        return self.per_token + self.per_flop * size.flops_per_token
 
     def check(self, unique_tokens: int, max_parameters: float) -> None:
         """Raises ConfigError where the text is too short for any size that the budget is for."""
         parameters = MAX_EPOCHS * unique_tokens / MIN_TOKENS_PER_PARAMETER
-        most = most_run_flops(unique_tokens) + 2 * parameters * self.served
+        most = most_run_flops(unique_tokens) + served_flops(parameters, self.served)
         if max_parameters > parameters and (flops := self.total / self.per_flop) > most:
             # `most` grows with the square of the text, its served part as the text does
             tokens = unique_tokens * (flops / most) ** (1.0 if self.served else 0.5)
