@@ -8,7 +8,6 @@ cores need two hours.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -23,9 +22,11 @@ from benchmarks.reporting import SkippedError, report
 from llm_pretrain.__main__ import main
 from llm_pretrain.commands._launching import this_machine
 from llm_pretrain.config import PredictedLoss, load_config
-from llm_pretrain.ladder import read_ladder
+from llm_pretrain.ladder import read_ladder, read_progress
 from llm_pretrain.tracking import read_metrics, time_text
 
+BUDGET = "1.42e14"
+"""Of the default ladder: 15 minutes of two fast cores, 26 of slow ones, and the same runs on both."""
 GOALS = {8.0: 1.5, 30.0: 3.0}
 """Largest error in % up to so many times the compute."""
 QUIET = ["--logging.wandb_mode", "disabled", "--checkpoint.keep_best", "false"]
@@ -37,7 +38,7 @@ QUICK = ["--quick"]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the benchmark's options."""
     add_store_option(parser)
-    parser.add_argument("--budget", default="15m", help="of the ladder (default: 15m)")
+    parser.add_argument("--budget", default=BUDGET, help=f"of the ladder (default: {BUDGET} FLOPs)")
     parser.add_argument("--times", type=float, default=8.0, help="compute of the run, in the largest rung's")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--folder", type=Path, help="keep everything there (default: a temporary one)")
@@ -74,8 +75,7 @@ def _call(*words: object) -> None:
 def _train(plan: Path, folder: Path, seed: int) -> float:
     """Last evaluation loss of the planned run with a seed, continued or already trained."""
     own = folder / f"seed-{seed}"
-    status = own / "status.json"
-    if not status.exists() or json.loads(status.read_text())["state"] != "finished":
+    if read_progress(own).status.get("state") != "finished":
         options = ["--config", str(plan), "--run.output_dir", str(own), *QUIET]
         options += ["--run.seed", str(seed), "--data.seed", str(seed)]
         with (folder / f"seed-{seed}.log").open("ab") as log:
@@ -93,7 +93,7 @@ def _report(predicted: PredictedLoss, losses: list[float], times: float) -> None
         f"loss at {times:g} times the compute, predicted {predicted.loss:.4f} "
         f"({predicted.low:.4f} to {predicted.high:.4f})",
         ", ".join(f"{loss:.4f}" for loss in losses),
-        note=", ".join(f"{error:+.1f} %" for error in errors) + " predicted",
+        note="the prediction is " + ", ".join(f"{error:+.1f} %" for error in errors) + " off",
         bound=f"≤ {most} % each" if most else "",
         met=most is None or max(map(abs, errors)) <= most,
     )

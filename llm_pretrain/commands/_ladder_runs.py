@@ -6,7 +6,7 @@ import dataclasses
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -56,14 +56,13 @@ class Runner:
     """Runs trainings of a ladder on all slots, with a line for each that ends.
 
     Args:
-        ladder: The plan.
+        ladder: With its rungs; what it has measured is read from its runs.
         context: Where to launch.
         slots: Runs side by side: one per GPU, or as many as there are cores for their threads.
-        say: Prints a line.
     """
 
-    def __init__(self, ladder: Ladder, context: LaunchContext, slots: int, say: Callable[[str], None]):
-        self.ladder, self.context, self.slots, self.say = ladder, context, slots, say
+    def __init__(self, ladder: Ladder, context: LaunchContext, slots: int):
+        self.ladder, self.context, self.slots = ladder, context, slots
         self.sizes = Sizes(ladder.base)
         self.runs: list[Run] = []
         """All that the ladder will need, as far as known: for the time that is left."""
@@ -82,17 +81,17 @@ class Runner:
         try:
             while waiting or running:
                 unfinished = {run.name for run in waiting} | {run.name for _, run, _ in running}
-                for run in [run for run in waiting if run.after not in unfinished]:
+                for run in [each for each in waiting if each.after not in unfinished]:
                     if not free:
                         break
                     waiting.remove(run)
-                    if run.after and read_progress(self._folder(run).with_name(run.after)).has_diverged:
+                    if run.after and read_progress(self._folder(run).with_name(run.stable_name)).has_diverged:
                         continue
                     slot = free.pop(0)
                     running.append((self._launch(run, slot), run, slot))
                 time.sleep(_POLL_SECONDS)
                 if time.monotonic() - said > PROGRESS_SECONDS:
-                    self.say(", ".join(self._progress(run) for _, run, _ in running))
+                    say(", ".join(self._progress(run) for _, run, _ in running))
                     said = time.monotonic()
                 for entry in list(running):
                     job, run, slot = entry
@@ -101,7 +100,7 @@ class Runner:
                         running.remove(entry)
                         free = sorted([*free, slot])
                         self._ended(job, run, code)
-                        others = [run for _, run, _ in running]  # by now more sizes have a speed
+                        others = [each for _, each, _ in running]  # by now more sizes have a speed
                         costs = self._seconds_left([*others, *waiting])
                         waiting, _ = best_order(waiting, costs, self.slots, others)
         except BaseException:
@@ -112,12 +111,12 @@ class Runner:
         """Delete stable runs that lack the checkpoint of a decay which has not ended: its files were lost."""
         stable_runs = {run.name: run for run in runs if not run.begin}
         for decay in [run for run in runs if run.begin]:
-            stable = stable_runs[f"{decay.after}"]
+            stable = stable_runs[decay.stable_name]
             record = read_progress(self._folder(stable))
             is_over = read_progress(self._folder(decay)).has_ended(decay.end) or record.has_diverged
             checkpoint = run_config(self.ladder, decay).checkpoint.resume
             if record.has_ended(stable.end) and not is_over and not Path(checkpoint).is_dir():
-                self.say(f"{stable.name} is trained again: {decay.name} needs {checkpoint}, found none")
+                say(f"{stable.name} is trained again: {decay.name} needs {checkpoint}, found none")
                 shutil.rmtree(self._folder(stable))
 
     def _launch(self, run: Run, slot: int) -> RunningJob:
@@ -133,7 +132,7 @@ class Runner:
         if not record.has_ended(run.end):
             raise failure(job, run.name, code)
         write_points(self.ladder.folder, measured_points(self.ladder))
-        self.say(self._line(run, record))
+        say(self._line(run, record))
         if run.begin and not record.has_diverged:
             self.clean([run])
 
@@ -170,28 +169,36 @@ class Runner:
         return f"used {share:.0%} ({used.flops:.2g} FLOPs, {time_text(wall)})"
 
     def _seconds_left(self, runs: Sequence[Run]) -> dict[str, float]:
-        """Of each run, by name: at the speed of its size, or by FLOPs where that has not trained yet."""
+        """Of each run's steps, by name: at the speed of its size, or by FLOPs where that has not trained yet.
+
+        FLOPs instead of seconds before the first run trains, which is enough to order runs by.
+        """
         by_name = {run.name: run for run in [*self.runs, *runs]}  # a stable run continues its check
         found = {name: read_progress(self._folder(run)) for name, run in by_name.items()}
         speeds = {
             by_name[name].hidden_size: each.step_seconds for name, each in found.items() if each.step_seconds
         }
-        relative = [seconds / self.sizes.step_flops(size) for size, seconds in speeds.items()]
+        relative = [seconds / self.sizes.of(size).step_flops for size, seconds in speeds.items()]
         per_flop = statistics.fmean(relative) if relative else 1.0
         seconds = dict[str, float]()
         for run in runs:
             is_over = any(name in found and found[name].has_diverged for name in (run.name, run.after))
             steps = 0 if is_over else max(0, run.end - max(run.begin, found[run.name].last_step))
-            step_seconds = speeds.get(run.hidden_size) or per_flop * self.sizes.step_flops(run.hidden_size)
-            seconds[run.name] = steps * step_seconds
+            by_flops = per_flop * self.sizes.of(run.hidden_size).step_flops
+            seconds[run.name] = steps * (speeds.get(run.hidden_size) or by_flops)
         return seconds
 
     def clean(self, runs: Iterable[Run]) -> None:
-        """Delete the checkpoints of runs that have ended with all that follow; of decays the weights stay."""
+        """Delete the checkpoints of runs that have ended with all that follow; of decays the weights stay.
+
+        None follows a run that has diverged.
+        """
         runs = list(runs)
         for run in runs:
             following = [each for each in runs if each.after == run.name]
-            if all(read_progress(self._folder(each)).has_ended(each.end) for each in [run, *following]):
+            has_diverged = read_progress(self._folder(run)).has_diverged
+            needed = [run] if has_diverged else [run, *following]
+            if all(read_progress(self._folder(each)).has_ended(each.end) for each in needed):
                 for name in ("checkpoints",) if run.begin else ("checkpoints", "weights"):
                     shutil.rmtree(self._folder(run) / name, ignore_errors=True)
 
@@ -267,7 +274,7 @@ def measure_speed(
             start_ups.append(start_up)
     sizes, tokens = Sizes(base), tokens_per_step(base)
     by_flops = {
-        sizes.step_flops(size) / tokens: statistics.mean(each) / tokens for size, each in measured.items()
+        sizes.of(size).flops_per_token: statistics.mean(each) / tokens for size, each in measured.items()
     }
     return Speed.of(by_flops, statistics.mean(start_ups), slots)
 
@@ -343,5 +350,7 @@ def measured_config(config: Config, threads: int) -> Config:
         logging=dataclasses.replace(
             config.logging, logging_steps=1, wandb_mode="disabled", tensorboard=False, report=False
         ),
-        distributed=DistributedConfig(cpu_threads=threads),
+        distributed=DistributedConfig(
+            cpu_threads=threads, timeout_seconds=config.distributed.timeout_seconds
+        ),
     )

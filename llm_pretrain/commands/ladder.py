@@ -7,7 +7,7 @@ import dataclasses
 import math
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,7 +31,7 @@ from llm_pretrain.files import make_folder
 
 if TYPE_CHECKING:
     from llm_pretrain.commands._ladder_runs import Runner
-    from llm_pretrain.ladder import Ladder, Speed
+    from llm_pretrain.ladder import Ladder, Rung, Speed
 
 EXAMPLES = """\
 Every other option is a setting, --section.field VALUE, of the family's base. The same command continues a
@@ -66,6 +66,10 @@ _CHOSEN = {
     "evaluation.eval_steps": "",
     "evaluation.sample_prompts": "",
     "evaluation.prediction": "",
+    "logging.wandb_mode": "",
+    "logging.tensorboard": "",
+    "logging.report": "",
+    "logging.parameters_sha256": "",
 }
 """Settings that a ladder decides by itself, and the option to give instead, if any; it decides all of
 `distributed` too, but for the time limit."""
@@ -138,12 +142,11 @@ def compare(arguments: argparse.Namespace) -> int:
     rows = compare_ladders(first, second)
     print(f"compute to equal loss, {second.folder} relative to {first.folder}")
     for row in rows:
-        flops = [
-            f"{'< ' if each.is_bound else ''}{each.flops:.3g} FLOPs" if each else "not reached"
-            for each in (row.first, row.second)
-        ]
+        needed = "not reached"
+        if row.second is not None:
+            needed = f"{'< ' if row.second.is_bound else ''}{row.second.flops:.3g} FLOPs"
         print(
-            f"  loss {row.loss:.4f}  {flops[0]:>14}  {flops[1]:>14}  "
+            f"  loss {row.loss:.4f}  {row.flops:>8.3g} FLOPs  {needed:>14}  "
             + (f"{row.ratio:.3f}" if row.ratio else "")
         )
     for ladder in (first, second):
@@ -203,7 +206,8 @@ def locked(folder: Path) -> Iterator[None]:
     if folder.exists() and not folder.is_dir():
         raise OutputError(f"--output {folder}: expected a folder, found a file")
     is_new = not (folder / LADDER_FILE).exists()
-    if others := is_new and folder.is_dir() and sorted(set(os.listdir(folder)) - {LOCK, MEASURING}):
+    others = sorted(set(os.listdir(folder)) - {LOCK, MEASURING}) if is_new and folder.is_dir() else []
+    if others:
         raise OutputError(
             f"--output {folder}: expected a ladder's folder, or a new or empty one, found {others[0]} in it; "
             "choose another"
@@ -277,7 +281,7 @@ def new_ladder(
 ) -> Ladder:
     """Choose the rungs for the budget, measuring the speed for a time, and write ladder.json."""
     from llm_pretrain.ladder import (
-        SIZES,
+        SIZE_COUNTS,
         Budget,
         Ladder,
         Sizes,
@@ -288,7 +292,7 @@ def new_ladder(
     )
     from llm_pretrain.tracking import time_text
 
-    threads = threads_of(context.machine, arguments.sizes or SIZES[0])
+    threads = threads_of(context.machine, arguments.sizes or SIZE_COUNTS[0])
     given, started = read_budget(arguments.budget), time.monotonic()
     budget, speed = Budget(arguments.budget, given.flops or 0.0, given.seconds), None
     if given.seconds is not None:
@@ -317,7 +321,7 @@ def say_rungs(ladder: Ladder) -> None:
 
     sizes = Sizes(ladder.base)
     for rung in ladder.rungs:
-        parameters = quantity(sizes.size(rung.hidden_size // sizes.step).active_parameters)
+        parameters = quantity(sizes.of(rung.hidden_size).active_parameters)
         tokens = ", ".join(quantity(steps * tokens_per_step(ladder.base)) for steps in rung.steps)
         say(f"  hidden size {rung.hidden_size}, {parameters} active parameters: {tokens} tokens")
 
@@ -359,37 +363,38 @@ def flops_for(
     from llm_pretrain.tracking import time_text
 
     started, sizes, machine = time.monotonic(), Sizes(base), context.machine
-    evaluated, slots = evaluated_tokens(base), slots_of(machine, threads)
+    slots, most = slots_of(machine, threads), most_flops(unique_tokens, count)
     guess = GUESSED_FLOPS["gpu"] * slots if machine.gpus else GUESSED_FLOPS["core"] * machine.cores
-    speed = Speed(0.0, slots / guess, 0.0, slots)
-    measured: tuple[float, float] | None = None
-    most = most_flops(unique_tokens, count)
-    rounds = 0
-    while True:
-        spent = time.monotonic() - started
-        flops = flops_within(base, seconds - spent, unique_tokens, speed, count)
-        if not measured and flops == most:  # perhaps too long: small sizes tell it sooner
+    speed, measured = Speed(0.0, slots / guess, 0.0, slots), list[float]()  # step FLOPs of measured sizes
+
+    def ladder_in(left: float) -> tuple[float, tuple[Rung, ...]]:
+        flops = flops_within(base, left, unique_tokens, speed, count)
+        if not measured and flops == most:  # perhaps too much: small sizes tell it sooner
             flops = least_flops(sizes, unique_tokens, count)
-        rungs = choose_rungs(base, flops, unique_tokens, count)
-        expected = spent + ladder_seconds(sizes, rungs, speed)
-        if measured and (expected > seconds or flops == most):
-            bound, advice = "least", "raise it"
-            if expected <= seconds:
-                bound, advice = "most", "lower it, or bring more text"
-            named = expected * (1.05 if expected > seconds else 0.95)  # the next measurement differs a little
-            raise ConfigError(
-                f"--budget: expected at {bound} {time_text(named)} for {len(rungs)} sizes of this family "
-                f"on this machine, found {time_text(seconds)}; {advice}"
-            )
+        return flops, choose_rungs(base, flops, unique_tokens, count)
+
+    flops, rungs = ladder_in(seconds)
+    for _ in range(MEASUREMENTS):
         ends = [rungs[0].hidden_size, rungs[-1].hidden_size]
-        low, high = (sizes.step_flops(size) for size in ends)
-        is_near = measured and low * MEASURE_AGAIN >= measured[0] and high <= measured[1] * MEASURE_AGAIN
-        if is_near or rounds == MEASUREMENTS:
-            return flops, speed
         say(f"measuring the speed of hidden sizes {ends[0]} and {ends[1]}")
-        speed = measure_speed(base, ends, folder, context, slots=slots, threads=threads)
-        speed, measured = dataclasses.replace(speed, evaluated_tokens=evaluated), (low, high)
-        rounds += 1
+        found = measure_speed(base, ends, folder, context, slots=slots, threads=threads)
+        speed = dataclasses.replace(found, evaluated_tokens=evaluated_tokens(base))
+        measured = [sizes.of(size).step_flops for size in ends]
+        spent = time.monotonic() - started
+        flops, rungs = ladder_in(seconds - spent)
+        expected = spent + ladder_seconds(sizes, rungs, speed)
+        if expected > seconds or flops == most:
+            bound, advice, margin = "least", "raise it", 1.05  # the next measurement differs a little
+            if expected <= seconds:
+                bound, advice, margin = "most", "lower it, or bring more text", 0.95
+            raise ConfigError(
+                f"--budget: expected at {bound} {time_text(margin * expected)} for {len(rungs)} sizes of "
+                f"this family on this machine, found {time_text(seconds)}; {advice}"
+            )
+        low, high = (sizes.of(rungs[end].hidden_size).step_flops for end in (0, -1))
+        if low * MEASURE_AGAIN >= measured[0] and high <= measured[1] * MEASURE_AGAIN:
+            break
+    return flops, speed
 
 
 def evaluated_tokens(base: Config) -> int:
@@ -404,6 +409,7 @@ def train(ladder: Ladder, context: LaunchContext) -> int:
     """Check the rate, run all that has not ended yet, and print the table."""
     from llm_pretrain.commands._ladder_runs import Runner, end_orphans
     from llm_pretrain.ladder import (
+        LEAST_SIZES,
         RATE_FACTORS,
         RUNS_FOLDER,
         check_runs,
@@ -418,12 +424,11 @@ def train(ladder: Ladder, context: LaunchContext) -> int:
     from llm_pretrain.tracking import time_text
 
     started, runs = time.monotonic(), ladder.folder.absolute() / RUNS_FOLDER
-    end_orphans([each for each in runs.iterdir() if each.is_dir()] if runs.is_dir() else [])
-    runner = Runner(ladder, context, slots_of(context.machine, ladder.threads), say)
-    factors = list(RATE_FACTORS)
-    runner.runs = [*check_runs(ladder.rungs[0], factors), *rung_runs(ladder.rungs, 1.0)]
+    end_orphans(file.with_suffix("") for file in runs.glob("*.yaml"))  # a run's folder comes after its file
+    runner = Runner(ladder, context, slots_of(context.machine, ladder.threads))
+    runner.runs = [*check_runs(ladder.rungs[0], RATE_FACTORS), *rung_runs(ladder.rungs, 1.0)]
     if ladder.rate_factor is None:
-        ladder = check_rate(runner, factors)
+        ladder = check_rate(runner)
     factor = ladder.rate_factor
     assert factor is not None
     checks, rest = check_runs(ladder.rungs[0], tried_factors(ladder)), rung_runs(ladder.rungs, factor)
@@ -436,9 +441,9 @@ def train(ladder: Ladder, context: LaunchContext) -> int:
     say(f"report: {write_ladder_report(ladder.folder)}")
     for line in shortcomings(dataclasses.replace(ladder, points=tuple(points))):
         say(line)
-    if (left := len(ladder.rungs) - len(diverged_sizes(ladder))) < 3:
+    if (left := len(ladder.rungs) - len(diverged_sizes(ladder))) < LEAST_SIZES:
         raise DivergedError(
-            f"{ladder.folder}: expected three sizes or more that do not diverge, found {left}"
+            f"{ladder.folder}: expected {LEAST_SIZES} sizes or more that do not diverge, found {left}"
         )
     used = runner.used()
     say(
@@ -449,14 +454,14 @@ def train(ladder: Ladder, context: LaunchContext) -> int:
     return 0
 
 
-def check_rate(runner: Runner, factors: Sequence[float]) -> Ladder:
+def check_rate(runner: Runner) -> Ladder:
     """Train the smallest size at several rates, and write the best factor into ladder.json.
 
     Other rates than the base's must be better by `RATE_GAIN` for each factor 2 between them.
     """
-    from llm_pretrain.ladder import RATE_GAIN, RATE_LIMITS, check_runs, rate_loss
+    from llm_pretrain.ladder import RATE_FACTORS, RATE_GAIN, RATE_LIMITS, check_runs, rate_loss
 
-    ladder, tried = runner.ladder, list(factors)
+    ladder, tried = runner.ladder, list(RATE_FACTORS)
     rung = ladder.rungs[0]
 
     def loss(factor: float) -> float:

@@ -37,8 +37,8 @@ SHORT_STEP = 0.01
 """Seconds of a step on a GPU below which starting its kernels takes longer than they do."""
 ALTERNATIVES = (0.25, 0.5, 1.0, 2.0, 4.0)
 """Parameters of the sizes that are shown, in those of the best."""
-_HEAD = "# Written by `llm-pretrain plan`; runs as it is: train_pretrain.py --config THIS_FILE\n"
-_MARK = b"# Written by `llm-pretrain plan`"
+_MARK = "# Written by `llm-pretrain plan`"
+_HEAD = f"{_MARK}; runs as it is: train_pretrain.py --config THIS_FILE\n"
 
 
 class _Plan(NamedTuple):
@@ -49,7 +49,7 @@ class _Plan(NamedTuple):
         choices: Sizes that the budget trains, ascending.
         config: Of the run.
         seconds: Expected; None where no speed is known.
-        evaluated: What the evaluations take of them, in trained tokens.
+        evaluated: What the run's evaluations cost, in trained tokens.
     """
 
     best: Choice
@@ -61,7 +61,7 @@ class _Plan(NamedTuple):
 
 @dataclass
 class _Processes:
-    """Those of the run."""
+    """Processes of the planned run."""
 
     world_size: int
     device: torch.device
@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--cost", type=float, metavar="C", help="or its cost, with --gpu and --price")
     add("--gpu", metavar="NAME", help=f"another machine: {', '.join(MACHINES)} (default: this one)")
     add("--world-size", "--world_size", type=int, metavar="W",
-        help="processes (default: one per core or GPU; with --gpu 1)")  # fmt: skip
+        help="processes (default: one per core or GPU here; one of another machine's)")  # fmt: skip
     add("--price", type=float, metavar="P", help="of a GPU for an hour")
     add("--mfu", type=float, help=f"share of a GPU's peak that is reached (default: {DEFAULT_MFU})")
     add("--max-parameters", type=float, default=math.inf, metavar="N", help="largest number, all counted")
@@ -92,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     _check(arguments)
     output = Path(arguments.output)
-    check_replaceable(output, _MARK)
+    check_replaceable(output, _MARK.encode())
     ladder = read_ladder(arguments.ladder)
     if arguments.world_size is None:
         arguments.world_size = _usual_world_size(ladder.base, arguments)
@@ -173,7 +173,7 @@ def _run_name(arguments: argparse.Namespace) -> str:
 
 
 def _usual_world_size(base: Config, arguments: argparse.Namespace) -> int:
-    """Of a named GPU one; here as many as there are GPUs or cores, and divide a step."""
+    """The largest divisor of a step's sequences up to the GPUs or cores here; 1 of a named GPU."""
     machine, total = this_machine(), base.training.global_batch_size
     most = 1 if arguments.gpu else machine.gpus or machine.cores
     return next(size for size in range(min(most, total), 0, -1) if total % size == 0)
@@ -223,14 +223,14 @@ def _on_this_machine(forecast: Forecast, arguments: argparse.Namespace) -> _Plan
     if seconds is not None and speed is not None and not arguments.no_measure:
         planned = forecast.config(_best(found), distributed, micro_batch, name)
         measured = _measured_seconds(ladder, planned, threads, world_size)
-        factor = measured / _token_seconds(speed, _best(found))
+        factor = measured / speed.token_seconds(_best(found).size.flops_per_token)
         found = choices(factor)
     best = _best(found)
     config = forecast.config(best, distributed, micro_batch, name)
     if speed is None:
         return _Plan(best, found, config, None, evaluated)
-    each = factor * _token_seconds(speed, best)
-    expected = speed.start_up + (best.point.tokens + evaluated) * each
+    token_seconds = factor * speed.token_seconds(best.size.flops_per_token)
+    expected = speed.start_up + (best.point.tokens + evaluated) * token_seconds
     return _Plan(best, found, config, expected, evaluated)
 
 
@@ -256,19 +256,13 @@ def _measured_seconds(ladder: Ladder, planned: Config, threads: int, world_size:
     return step / tokens_per_step(config)
 
 
-def _token_seconds(speed: Speed, choice: Choice) -> float:
-    """Seconds of a token of one run of the ladder of this size."""
-    return speed.per_token + speed.per_flop * choice.point.flops / choice.point.tokens
-
-
 def _ladder_speed(ladder: Ladder) -> Speed | None:
     """Of one run of the ladder, with others beside it; None without a measured one."""
     from llm_pretrain.ladder import Sizes, Speed
 
     sizes = Sizes(ladder.base)
     measured = {
-        sizes.size(hidden // sizes.step).flops_per_token: each
-        for hidden, each in ladder.seconds_per_token.items()
+        sizes.of(hidden_size).flops_per_token: each for hidden_size, each in ladder.seconds_per_token.items()
     }
     return Speed.of(measured, ladder.budget.start_up_seconds, 1) if measured else None
 
@@ -291,12 +285,12 @@ def _on_gpus(forecast: Forecast, arguments: argparse.Namespace) -> _Plan:
     peak, mfu = device_peak_flops(gpu), arguments.mfu or DEFAULT_MFU
     assert peak is not None, gpu
     flops = arguments.flops if seconds is None else seconds * peak * mfu * world_size
-    evaluated = 0.0 if seconds is None else _evaluated(forecast.ladder)
-    budget = RunBudget(flops, served=arguments.serve_tokens, evaluated=evaluated)
+    evaluated = _evaluated(forecast.ladder)
+    budget = RunBudget(flops, served=arguments.serve_tokens, evaluated=0.0 if seconds is None else evaluated)
     budget.check(forecast.ladder.unique_tokens, arguments.max_parameters)
     choices = forecast.choices(budget, arguments.max_parameters)
     best = _best(choices)
-    micro_batch = _micro_batch(best.config, world_size)
+    micro_batch = _micro_batch(best.size.config, world_size)
     config = forecast.config(best, DistributedConfig(), micro_batch, _run_name(arguments))
     # the peaks are those of bf16
     config = dataclasses.replace(config, training=dataclasses.replace(config.training, precision="bf16"))
@@ -327,7 +321,7 @@ def _searched_mesh(config: Config, arguments: argparse.Namespace) -> Distributed
 
 def _lines(forecast: Forecast, plan: _Plan, arguments: argparse.Namespace) -> list[str]:
     """The plan in words."""
-    from llm_pretrain.ladder import served_flops
+    from llm_pretrain.ladder import LEVEL, served_flops
     from llm_pretrain.memory import estimate_memory
     from llm_pretrain.tracking import time_text
 
@@ -355,7 +349,7 @@ def _lines(forecast: Forecast, plan: _Plan, arguments: argparse.Namespace) -> li
         f"plan for {budget} on {machine}, by {len(forecast.decayed.points)} points of {len(sizes)} sizes "
         f"in {ladder.folder}",
         f"size        hidden {model.hidden_size}, {model.num_hidden_layers} layers, "
-        f"{best.total_parameters:,} parameters",
+        f"{best.size.total_parameters:,} parameters",
         f"tokens      {best.point.tokens:,} in {best.steps:,} steps of {training.global_batch_size} x "
         f"{training.sequence_length}, {best.point.tokens / ladder.unique_tokens:.2f} passes of the text",
         f"rate        {config.optimizer.learning_rate:g}"
@@ -367,14 +361,14 @@ def _lines(forecast: Forecast, plan: _Plan, arguments: argparse.Namespace) -> li
         f"compute     {best.point.flops:.3g} FLOPs"
         + (f" and {served:.3g} to serve" if served else "")
         + (f", {time_text(plan.seconds)}, {evaluated:.0%} of it for evaluations" if plan.seconds else ""),
-        f"loss        {best.prediction.loss:.4f}, between {low:.4f} and {high:.4f} in nine of ten runs"
+        f"loss        {best.prediction.loss:.4f}, between {low:.4f} and {high:.4f} in {LEVEL:.0%} of runs"
         + (f"; bits per byte {bits[0]:.4f}, {bits[1]:.4f} to {bits[2]:.4f}" if all(bits) else ""),
-        "other sizes for the same budget, by predicted loss",
+        "sizes for this budget, the best one marked",
     ]
     for choice in _alternatives(plan):
         mark = "*" if choice is best else " "
         lines.append(
-            f"{mark} hidden {choice.config.model.hidden_size:>5}  {choice.total_parameters:>13,} parameters  "
+            f"{mark} hidden {choice.size.hidden_size:>5}  {choice.size.total_parameters:>13,} parameters  "
             f"{choice.point.tokens:>15,} tokens  loss {choice.prediction.loss:.4f}"
         )
     return lines
@@ -389,8 +383,6 @@ def _warnings(forecast: Forecast, plan: _Plan, arguments: argparse.Namespace) ->
 
     best, config, ladder = plan.best, plan.config, forecast.ladder
     warnings = shortcomings(ladder) + forecast.warnings(best.point, best.prediction)
-    if best.point.flops > forecast.decayed.most_flops and forecast.decayed.extrapolation_error is None:
-        warnings.append("no points could be held out: the interval does not tell how wrong the law may be")
     if not arguments.gpu:
         device = torch.device("cuda" if this_machine().gpus else "cpu")
         warnings += step_warnings(config, _Processes(arguments.world_size, device))
@@ -407,7 +399,8 @@ def _warnings(forecast: Forecast, plan: _Plan, arguments: argparse.Namespace) ->
 
 def _alternatives(plan: _Plan) -> list[Choice]:
     """The choices nearest to a quarter, half, once, twice and four times the best one's parameters."""
-    ratios = [choice.total_parameters / plan.best.total_parameters for choice in plan.choices]
+    most = plan.best.size.total_parameters
+    ratios = [choice.size.total_parameters / most for choice in plan.choices]
     shown = {
         min(range(len(ratios)), key=lambda index: abs(math.log(ratios[index] / wanted)))
         for wanted in ALTERNATIVES

@@ -1,27 +1,20 @@
 """Ladders of small models: families of sizes, the runs that fit a budget, and the table of their losses."""
 
 from llm_pretrain.ladder.budget import (
-    DECAY_SHARE,
-    EVALUATION_COST,
     RATE_FACTORS,
     RATE_GAIN,
     RATE_LIMITS,
-    SIZES,
-    Sizes,
-    Speed,
+    SIZE_COUNTS,
     choose_rungs,
-    flops_within,
     ladder_flops,
-    ladder_seconds,
     least_flops,
     most_flops,
     read_budget,
 )
-from llm_pretrain.ladder.compare import EqualLoss, Reached, compare_ladders
-from llm_pretrain.ladder.family import member, width_step
+from llm_pretrain.ladder.compare import compare_ladders
+from llm_pretrain.ladder.family import Size, Sizes, member, tokens_per_step, width_step
 from llm_pretrain.ladder.measurements import (
     LadderUsed,
-    Losses,
     Progress,
     diverged_sizes,
     measured_points,
@@ -36,7 +29,6 @@ from llm_pretrain.ladder.measurements import (
 from llm_pretrain.ladder.planning import EVALUATIONS, Choice, Forecast, RunBudget, served_flops
 from llm_pretrain.ladder.points import (
     LADDER_FILE,
-    POINTS_FILE,
     RUNS_FOLDER,
     Budget,
     Ladder,
@@ -53,39 +45,36 @@ from llm_pretrain.ladder.runs import (
     check_runs,
     run_config,
     rung_runs,
-    size_runs,
-    tokens_per_step,
     with_store,
 )
-from llm_pretrain.ladder.scaling_law import Fit, Prediction, ScalingLaw, fit_law
+from llm_pretrain.ladder.scaling_law import LEAST_SIZES, LEVEL, Fit, Prediction, ScalingLaw, fit_law
+from llm_pretrain.ladder.speed import EVALUATION_COST, Speed, flops_within, ladder_seconds
 
 __all__ = [
-    "DECAY_SHARE",
     "EVALUATIONS",
     "EVALUATION_COST",
     "LADDER_FILE",
-    "POINTS_FILE",
+    "LEAST_SIZES",
+    "LEVEL",
     "RATE_FACTORS",
     "RATE_GAIN",
     "RATE_LIMITS",
     "RUNS_FOLDER",
-    "SIZES",
+    "SIZE_COUNTS",
     "Budget",
     "Choice",
-    "EqualLoss",
     "Fit",
     "Forecast",
     "Ladder",
     "LadderUsed",
-    "Losses",
     "Point",
     "Prediction",
     "Progress",
-    "Reached",
     "Run",
     "RunBudget",
     "Rung",
     "ScalingLaw",
+    "Size",
     "Sizes",
     "Speed",
     "best_order",
@@ -112,7 +101,6 @@ __all__ = [
     "rung_runs",
     "served_flops",
     "shortcomings",
-    "size_runs",
     "tokens_per_step",
     "tried_factors",
     "used_by",

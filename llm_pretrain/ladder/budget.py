@@ -2,46 +2,41 @@
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from llm_pretrain.config import Config
 from llm_pretrain.errors import ConfigError
-from llm_pretrain.ladder.family import member, width_step
+from llm_pretrain.ladder.family import MIN_HEADS, Size, Sizes, tokens_per_step
 from llm_pretrain.ladder.points import Rung
-from llm_pretrain.ladder.runs import Run, best_order, check_runs, rung_runs, tokens_per_step
-from llm_pretrain.model import count_parameters, flops_per_token
+from llm_pretrain.ladder.runs import check_runs, rung_runs
 
 DECAY_SHARE = 0.5
 """Steps of a run's decay, as a share of the run: the losses of longer decays differ little
 (arXiv:2405.18392, figure 5), and each is trained once for every number of tokens."""
 BRANCHES = (2, 4)
-"""Where decays begin, in multiples of one number of steps: every size sees D/2 and D tokens, which tell how
-the loss falls with size."""
+"""Where decays begin, in units of some steps: every size sees D/2 and D tokens, which tell how the loss falls
+with size."""
 SMALLEST_BRANCHES = (2, 3, 4, 5)
 """Those of the smallest size, whose tokens cost least: up to 5D/4, to tell how the loss falls with tokens."""
-SIZES = (5, 4, 3)
+SIZE_COUNTS = (5, 4, 3)
 """Numbers of sizes, the preferred first; with fewer than three a curve over sizes is no fit."""
 SIZE_RATIOS = (1.6, 1.45)
 """FLOPs per token of a size over those of the next smaller one, the preferred first."""
 TOKENS_PER_PARAMETER = 20.0
-"""Of the middle size, with the embedding: about compute-optimal (arXiv:2203.15556)."""
+"""Of the middle size at D, about; with the embedding: compute-optimal (arXiv:2203.15556)."""
 MAX_EPOCHS = 4.0
 """Passes of the store in the longest run: more repetitions teach less (arXiv:2305.16264)."""
 MIN_TOKENS_PER_PARAMETER = 1.0
 """Of the smallest size: with fewer in `MAX_EPOCHS` passes all sizes lack text, and no size is the best."""
-MIN_HEADS = 3
-"""Of the smallest size: those with fewer hardly gain from more tokens (docs/log.md#ladders)."""
 MIN_STEPS = 450
 """Of a run: the losses of fewer fall in another way (docs/log.md#ladders)."""
 MIN_TOKENS = 3_750_000
 """Of a run: whatever their size, models learn to copy from their context between 2 and 5 M tokens, and no law
-holds for losses before and after that (docs/log.md#ladders)."""
+holds for losses before and after that. Most have learnt it here; later costs more (docs/log.md#ladders)."""
 RATE_FACTORS = (0.5, 1.0, 2.0)
 """On the base's learning rates, tried at the smallest size; half or double costs little (muP transfers)."""
 RATE_LIMITS = (0.25, 4.0)
@@ -51,10 +46,6 @@ RATE_GAIN = 0.01
 sooner at the smallest size may end higher at others (docs/log.md#ladders)."""
 MOST_FLOPS, MOST_SECONDS = 1e27, 10 * 365 * 86400.0
 """Larger budgets are mistakes."""
-EVALUATION_COST = 1 / 3
-"""Of an evaluated token, in trained ones: it has no backward pass."""
-LEAST_SLOPE = 0.2
-"""Share of the larger measured size's time that is owed to its FLOPs at least, whatever noise says."""
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
@@ -89,56 +80,6 @@ def read_budget(text: str, option: str = "--budget", *, only_time: bool = False)
     return FlopsOrSeconds(None, number) if is_time else FlopsOrSeconds(number, None)
 
 
-class Size(NamedTuple):
-    """A member of a family."""
-
-    hidden_size: int
-    flops_per_token: float
-    active_parameters: int
-    """With the embedding."""
-
-
-class Sizes:
-    """The members of a base configuration's family, counted when they are first asked for."""
-
-    def __init__(self, base: Config):
-        self.base, self.step = base, width_step(base)
-        self._counted: dict[int, Size] = {}
-
-    def size(self, number: int) -> Size:
-        """The `number`-th member, from 1 on."""
-        if number not in self._counted:
-            config = member(self.base, number * self.step)
-            flops = flops_per_token(config.model, config.training.sequence_length)
-            active = count_parameters(config.model).active
-            self._counted[number] = Size(number * self.step, flops, active)
-        return self._counted[number]
-
-    def step_flops(self, hidden_size: int) -> float:
-        """FLOPs of an optimizer step."""
-        return self.size(hidden_size // self.step).flops_per_token * tokens_per_step(self.base)
-
-    def first(self, reaches: Callable[[Size], bool]) -> int:
-        """The number of the first member that `reaches` something, which all larger ones do too."""
-        most = 1
-        while not reaches(self.size(most)):
-            most *= 2
-        return bisect.bisect_left(range(1, most), True, key=lambda number: reaches(self.size(number))) + 1
-
-    def ascending(self) -> Iterator[Size]:
-        """Members from `MIN_HEADS` on, each about a tenth wider than the one before."""
-        number = MIN_HEADS
-        while True:
-            yield self.size(number)
-            number = max(number + 1, round(number * 1.1))
-
-    def nearest(self, flops: float, above: int = 0) -> int:
-        """The member after number `above` whose FLOPs per token are nearest to `flops`, as a ratio."""
-        number = max(above + 1, self.first(lambda size: size.flops_per_token >= flops))
-        candidates = [each for each in (number - 1, number) if each > above and each > 0]
-        return min(candidates, key=lambda each: abs(math.log(self.size(each).flops_per_token / flops)))
-
-
 def decay_of(steps: int) -> int:
     """Steps of the decay of a run of `steps` steps."""
     return max(1, round(steps * DECAY_SHARE))
@@ -151,7 +92,7 @@ def least_tokens(config: Config) -> int:
 
 def rung_of(hidden_size: int, unit: int, multiples: Sequence[int]) -> Rung:
     """The runs of a size whose decays begin at `multiples` of `unit` steps."""
-    branches = tuple(unit * multiple for multiple in multiples)
+    branches = tuple(unit * each for each in multiples)
     steps = tuple(max(branch + 1, round(branch / (1 - DECAY_SHARE))) for branch in branches)
     return Rung(hidden_size, steps, branches)
 
@@ -160,7 +101,7 @@ def ladder_flops(sizes: Sizes, rungs: tuple[Rung, ...]) -> float:
     """FLOPs of all trainings of a ladder, with the check of the rate at the smallest size."""
     runs = [*check_runs(rungs[0], RATE_FACTORS), *rung_runs(rungs, 1.0)]
     distinct = {run.name: run for run in runs}  # of two with one name the longer, which comes later
-    return sum(run.steps * sizes.step_flops(run.hidden_size) for run in distinct.values())
+    return sum(run.steps * sizes.of(run.hidden_size).step_flops for run in distinct.values())
 
 
 def choose_rungs(
@@ -184,7 +125,7 @@ def choose_rungs(
             for any; it names the nearest budgets, or the store, that are enough.
     """
     sizes, most = Sizes(config), most_flops(unique_tokens, count)
-    rungs = _first_fit(sizes, budget_flops, unique_tokens, count) if budget_flops <= most else None
+    rungs = first_fit(sizes, budget_flops, unique_tokens, count) if budget_flops <= most else None
     if rungs is None:
         budgets, fits = _fits(sizes, unique_tokens, count)
         below = next((each for each in reversed(budgets) if each < budget_flops and fits(each)), None)
@@ -193,10 +134,11 @@ def choose_rungs(
             raise _store_error(sizes, unique_tokens)
         bounds = [f"at most {below:.2g}"] if below else []
         bounds += [f"at least {above:.2g}"] if above else []
-        tokens = unique_tokens * max(1.25, math.sqrt(budget_flops / most))  # the most is as its square
+        # most_flops grows with the square of the text
+        tokens = unique_tokens * max(1.25, math.sqrt(budget_flops / most))
         raise ConfigError(
-            f"--budget: expected {' or '.join(bounds)} FLOPs for {count or SIZES[-1]} sizes of this family "
-            f"and {unique_tokens:,} tokens of text, found {budget_flops:.2g}; "
+            f"--budget: expected {' or '.join(bounds)} FLOPs for {count or SIZE_COUNTS[-1]} sizes of this "
+            f"family and {unique_tokens:,} tokens of text, found {budget_flops:.2g}; "
             + (
                 f"raise it{_or_smaller_steps(sizes)}"
                 if above
@@ -217,8 +159,8 @@ def most_run_flops(unique_tokens: int) -> float:
 
 def most_flops(unique_tokens: int, count: int | None = None) -> float:
     """The budget of a ladder whose smallest size's longest run costs `most_run_flops`."""
-    relative = [SIZE_RATIOS[0] ** k for k in range(count or SIZES[-1])]
-    return most_run_flops(unique_tokens) / _tokens_per_multiple(1.0, relative) / SMALLEST_BRANCHES[-1]
+    relative = [SIZE_RATIOS[0] ** k for k in range(count or SIZE_COUNTS[-1])]
+    return most_run_flops(unique_tokens) / SMALLEST_BRANCHES[-1] * _flops_of_unit(relative)
 
 
 def least_flops(sizes: Sizes, unique_tokens: int, count: int | None = None) -> float:
@@ -243,7 +185,7 @@ def _fits(sizes: Sizes, unique_tokens: int, count: int | None) -> tuple[list[flo
     powers = range(math.floor(48 * math.log10(low)), math.ceil(48 * math.log10(high)))
     rounded = [float(f"{10 ** (power / 48):.1e}") for power in powers]
     budgets = [each for each in rounded if low <= each <= high]
-    return budgets, lambda flops: bool(_first_fit(sizes, flops, unique_tokens, count or SIZES[-1]))
+    return budgets, lambda flops: bool(first_fit(sizes, flops, unique_tokens, count or SIZE_COUNTS[-1]))
 
 
 def _store_error(sizes: Sizes, unique_tokens: int) -> ConfigError:
@@ -263,23 +205,26 @@ def _or_smaller_steps(sizes: Sizes) -> str:
     return ", or use a base with a smaller training.global_batch_size" if steps_decide else ""
 
 
-def _tokens_per_multiple(budget_flops: float, flops_per_token: Sequence[float]) -> float:
-    """Tokens of a run for each unit of `BRANCHES`, its decay included, that a budget pays for these sizes."""
+def _flops_of_unit(flops_per_token: Sequence[float]) -> float:
+    """FLOPs of a ladder of these sizes for each token of a run whose decay begins at one unit.
 
-    def run(branches: Sequence[int]) -> float:  # the stable one, then the decays
+    A run with a branch at k units has k times as many tokens, its decay included.
+    """
+
+    def trained(branches: Sequence[int]) -> float:  # by the stable run, then by its decays
         return max(branches) * (1 - DECAY_SHARE) + sum(branches) * DECAY_SHARE
 
     smallest, *others = flops_per_token
     checks = SMALLEST_BRANCHES[0] * (len(RATE_FACTORS) - 1)
-    return budget_flops / (smallest * (run(SMALLEST_BRANCHES) + checks) + run(BRANCHES) * math.fsum(others))
+    return smallest * (trained(SMALLEST_BRANCHES) + checks) + math.fsum(others) * trained(BRANCHES)
 
 
-def _first_fit(
+def first_fit(
     sizes: Sizes, budget_flops: float, unique_tokens: int, count: int | None
 ) -> tuple[Rung, ...] | None:
     """The rungs with most sizes, then with the widest span, whose shortest runs are long enough."""
-    for each, ratio in itertools.product(SIZES if count is None else (count,), SIZE_RATIOS):
-        least = least_tokens(sizes.base) * (2 ** (each - SIZES[-1]) if count is None else 1)
+    for each, ratio in itertools.product(SIZE_COUNTS if count is None else (count,), SIZE_RATIOS):
+        least = least_tokens(sizes.base) * (2 ** (each - SIZE_COUNTS[-1]) if count is None else 1)
         if rungs := _rungs(sizes, budget_flops, unique_tokens, each, ratio, least):
             return rungs
     return None
@@ -300,99 +245,27 @@ def _rungs(
             found.append(sizes.size(sizes.nearest(smallest.flops_per_token * ratio**k, above)))
         return found
 
-    def tokens(smallest: Size) -> float:
-        """For each unit of `BRANCHES`."""
-        return _tokens_per_multiple(budget_flops, [each.flops_per_token for each in from_smallest(smallest)])
+    def unit_tokens(smallest: Size) -> float:
+        return budget_flops / _flops_of_unit([each.flops_per_token for each in from_smallest(smallest)])
 
-    def is_too_large(smallest: Size) -> bool:
-        return BRANCHES[0] * tokens(smallest) < least
+    def has_too_few_tokens(smallest: Size) -> bool:
+        return BRANCHES[0] * unit_tokens(smallest) < least
 
     def has_enough_text(smallest: Size) -> bool:
-        return SMALLEST_BRANCHES[-1] * tokens(smallest) <= MAX_EPOCHS * unique_tokens
+        return SMALLEST_BRANCHES[-1] * unit_tokens(smallest) <= MAX_EPOCHS * unique_tokens
 
     def is_large_enough(smallest: Size) -> bool:
-        most = TOKENS_PER_PARAMETER * from_smallest(smallest)[count // 2].active_parameters
-        return BRANCHES[-1] * tokens(smallest) <= most or is_too_large(smallest)
+        middle = from_smallest(smallest)[count // 2]
+        wanted = BRANCHES[-1] * unit_tokens(smallest) <= TOKENS_PER_PARAMETER * middle.active_parameters
+        return wanted or has_too_few_tokens(smallest)
 
-    number = sizes.first(is_large_enough)
-    if is_too_large(sizes.size(number)):
-        number -= 1
-    lowest = sizes.first(has_enough_text)
-    smallest = sizes.size(max(number, lowest, MIN_HEADS))
-    if is_too_large(smallest):
+    least_number = max(MIN_HEADS, sizes.first(has_enough_text))
+    number = max(least_number, sizes.first(is_large_enough))
+    if has_too_few_tokens(sizes.size(number)):  # then with more tokens for each parameter
+        number = max(least_number, sizes.first(has_too_few_tokens) - 1)
+    if has_too_few_tokens(smallest := sizes.size(number)):
         return None
-    unit = max(1, round(tokens(smallest) * (1 - DECAY_SHARE) / tokens_per_step(sizes.base)))
+    unit = max(1, round(unit_tokens(smallest) * (1 - DECAY_SHARE) / tokens_per_step(sizes.base)))
     first, *others = from_smallest(smallest)
     rungs = (rung_of(each.hidden_size, unit, BRANCHES) for each in others)
     return rung_of(first.hidden_size, unit, SMALLEST_BRANCHES), *rungs
-
-
-@dataclass(frozen=True)
-class Speed:
-    """Measured time of a run with others beside it, affine in the FLOPs of a token.
-
-    Args:
-        per_token: Seconds of a token without any FLOPs.
-        per_flop: Seconds of one FLOP.
-        start_up: Seconds from a launch to the first step.
-        slots: Runs side by side.
-        evaluated_tokens: Of one evaluation.
-    """
-
-    per_token: float
-    per_flop: float
-    start_up: float
-    slots: int
-    evaluated_tokens: int = 0
-
-    @staticmethod
-    def of(measured: Mapping[float, float], start_up: float, slots: int, evaluated_tokens: int = 0) -> Speed:
-        """From seconds per token by FLOPs per token, a line through the smallest and the largest size."""
-        (less, fast), (more, slow) = min(measured.items()), max(measured.items())
-        slope = (slow - fast) / (more - less) if more > less else slow / more
-        per_flop = max(slope, LEAST_SLOPE * slow / more)
-        return Speed(max(0.0, slow - per_flop * more), per_flop, start_up, slots, evaluated_tokens)
-
-    def seconds(self, flops_per_token: float, tokens: float, evaluations: int) -> float:
-        """Of a run of this many tokens."""
-        equivalent = tokens + evaluations * self.evaluated_tokens * EVALUATION_COST
-        return self.start_up + equivalent * (self.per_token + self.per_flop * flops_per_token)
-
-
-def ladder_seconds(sizes: Sizes, rungs: tuple[Rung, ...], speed: Speed) -> float:
-    """Expected wall time of a ladder: the check of the rate, then all other runs."""
-    tokens = tokens_per_step(sizes.base)
-    check = check_runs(rungs[0], RATE_FACTORS)
-    done = {run.name: run.end for run in check}
-    save_steps = {rung.hidden_size: rung.save_steps for rung in rungs}
-
-    def cost(run: Run, first: int) -> float:
-        evaluations = 1 if run.begin else (run.end - first) // save_steps[run.hidden_size] + (not first)
-        flops = sizes.step_flops(run.hidden_size) / tokens
-        return speed.seconds(flops, (run.end - first) * tokens, evaluations)
-
-    rest = [run for run in rung_runs(rungs, 1.0) if done.get(run.name, 0) < run.end]
-    check_costs = {run.name: cost(run, run.begin) for run in check}
-    rest_costs = {run.name: cost(run, max(run.begin, done.get(run.name, 0))) for run in rest}
-    return best_order(check, check_costs, speed.slots)[1] + best_order(rest, rest_costs, speed.slots)[1]
-
-
-def flops_within(
-    config: Config, seconds: float, unique_tokens: int, speed: Speed, count: int | None = None
-) -> float:
-    """The most FLOPs whose ladder is expected to end within `seconds`, or the least, which takes longer.
-
-    At most `most_flops`, which may take less.
-
-    Raises:
-        ConfigError: the store is too small.
-    """
-    sizes = Sizes(config)
-    least = least_flops(sizes, unique_tokens, count)
-    flops = min(most_flops(unique_tokens, count), seconds * speed.slots / speed.per_flop)  # no other time
-    while flops > least:  # downwards, since what fits has gaps
-        rungs = _first_fit(sizes, flops, unique_tokens, count)
-        if rungs and ladder_seconds(sizes, rungs, speed) <= seconds:
-            return flops
-        flops *= 0.99
-    return least

@@ -24,18 +24,24 @@ class Reached(NamedTuple):
 
 
 class EqualLoss(NamedTuple):
-    """A loss, and what each of two ladders needs for it; None where it has not reached it."""
+    """What two ladders need for a loss on the frontier of the first.
+
+    Args:
+        loss: Of a point of the first.
+        flops: Of that point.
+        second: None where the second ladder has not reached the loss.
+    """
 
     loss: float
-    first: Reached | None
+    flops: float
     second: Reached | None
 
     @property
     def ratio(self) -> float | None:
         """FLOPs of the second ÷ those of the first: below 1 the second learns more from the same compute."""
-        if self.first is None or self.second is None or self.first.is_bound or self.second.is_bound:
+        if self.second is None or self.second.is_bound:
             return None
-        return self.second.flops / self.first.flops
+        return self.second.flops / self.flops
 
 
 def frontier(points: Sequence[Point]) -> list[Point]:
@@ -78,8 +84,7 @@ def compare_ladders(first: Ladder, second: Ladder) -> list[EqualLoss]:
                 f"{ladder.folder}: expected two points or more on its frontier, found {len(found)}"
             )
     return [
-        EqualLoss(point.loss, *(flops_for_loss(found, point.loss) for found in frontiers))
-        for point in frontiers[0]
+        EqualLoss(point.loss, point.flops, flops_for_loss(frontiers[1], point.loss)) for point in frontiers[0]
     ]
 
 

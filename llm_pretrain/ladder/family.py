@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import math
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from llm_pretrain.config import Config, validate
 from llm_pretrain.errors import ConfigError
+from llm_pretrain.model import count_parameters, flops_per_token
 
 MIN_LAYERS = 2
 """One layer cannot copy from its context (arXiv:2209.11895), and its loss falls otherwise."""
 WIDTH_MULTIPLE = 32
 """Feed-forward widths are multiples of it, which matrix kernels prefer."""
+MIN_HEADS = 3
+"""Of the smallest size: those with fewer hardly gain from more tokens (docs/log.md#ladders)."""
 
 
 def member(base: Config, hidden_size: int) -> Config:
@@ -60,6 +66,7 @@ def member(base: Config, hidden_size: int) -> Config:
         num_attention_heads=heads,
         num_key_value_heads=_key_value_heads(heads, model.num_attention_heads // model.num_key_value_heads),
         decoder_sparse_step=every,
+        # the last layer that may be a mixture stays one
         first_k_dense_replace=min(model.first_k_dense_replace, layers // every * every - 1),
         **widths,
     )
@@ -72,6 +79,78 @@ def member(base: Config, hidden_size: int) -> Config:
 def width_step(base: Config) -> int:
     """The least hidden size of the family: all are multiples of it, with whole heads."""
     return base.model.hidden_size // math.gcd(base.model.hidden_size, base.model.num_attention_heads)
+
+
+class Size(NamedTuple):
+    """A member of a family.
+
+    Args:
+        config: Of the member.
+        flops_per_token: Of training.
+        total_parameters: All counted.
+        active_parameters: Of a mixture those that a token uses, with embedding and head.
+    """
+
+    config: Config
+    flops_per_token: float
+    total_parameters: int
+    active_parameters: int
+
+    @property
+    def hidden_size(self) -> int:
+        """The dial."""
+        return self.config.model.hidden_size
+
+    @property
+    def step_flops(self) -> float:
+        """FLOPs of an optimizer step."""
+        return self.flops_per_token * tokens_per_step(self.config)
+
+
+class Sizes:
+    """The members of a base configuration's family, counted when they are first asked for."""
+
+    def __init__(self, base: Config):
+        self.base, self.step = base, width_step(base)
+        self._counted: dict[int, Size] = {}
+
+    def size(self, number: int) -> Size:
+        """The `number`-th member, from 1 on."""
+        if number not in self._counted:
+            config = member(self.base, number * self.step)
+            flops = flops_per_token(config.model, config.training.sequence_length)
+            counted = count_parameters(config.model)
+            self._counted[number] = Size(config, flops, counted.total, counted.active)
+        return self._counted[number]
+
+    def of(self, hidden_size: int) -> Size:
+        """The member of this hidden size, a multiple of `step`."""
+        return self.size(hidden_size // self.step)
+
+    def first(self, reaches: Callable[[Size], bool]) -> int:
+        """The number of the first member that `reaches` something, which all larger ones do too."""
+        most = 1
+        while not reaches(self.size(most)):
+            most *= 2
+        return bisect.bisect_left(range(1, most), True, key=lambda number: reaches(self.size(number))) + 1
+
+    def ascending(self) -> Iterator[Size]:
+        """Members from `MIN_HEADS` on, each about a tenth wider than the one before."""
+        number = MIN_HEADS
+        while True:
+            yield self.size(number)
+            number = max(number + 1, round(number * 1.1))
+
+    def nearest(self, flops: float, above: int) -> int:
+        """The member after number `above` whose FLOPs per token are nearest to `flops`, as a ratio."""
+        number = max(above + 1, self.first(lambda size: size.flops_per_token >= flops))
+        candidates = [each for each in (number - 1, number) if each > above]
+        return min(candidates, key=lambda each: abs(math.log(self.size(each).flops_per_token / flops)))
+
+
+def tokens_per_step(config: Config) -> int:
+    """Positions of a step's batch, padding included."""
+    return config.training.global_batch_size * config.training.sequence_length
 
 
 def _width(base: int, ratio: float) -> int:

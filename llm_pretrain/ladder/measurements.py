@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from llm_pretrain.config import Config
 from llm_pretrain.errors import ConfigError, DataError
 from llm_pretrain.files import read_json
-from llm_pretrain.ladder.budget import RATE_FACTORS, RATE_LIMITS, Sizes
-from llm_pretrain.ladder.family import member
+from llm_pretrain.ladder.budget import RATE_FACTORS, RATE_LIMITS
+from llm_pretrain.ladder.family import Size, Sizes, tokens_per_step
 from llm_pretrain.ladder.points import (
     LADDER_FILE,
     POINTS_FILE,
@@ -25,8 +24,7 @@ from llm_pretrain.ladder.points import (
     read_points,
     read_unmeasured,
 )
-from llm_pretrain.ladder.runs import Run, check_runs, size_runs, tokens_per_step
-from llm_pretrain.model import count_parameters, flops_per_token
+from llm_pretrain.ladder.runs import Run, check_runs, size_runs
 from llm_pretrain.tracking import finite_number, metric_values, read_metrics, read_rows
 
 
@@ -44,7 +42,7 @@ def run_folder(ladder: Ladder, run: Run) -> Path:
 
 @dataclass(frozen=True)
 class Progress:
-    """What the files of a run's folder hold at one moment; all empty before its first row.
+    """What the files of a run's folder hold at one moment; each empty while there is no such file.
 
     Args:
         status: Of status.json.
@@ -72,7 +70,7 @@ class Progress:
         return self.status.get("state") == "diverged" or not is_finite
 
     def has_ended(self, end: int) -> bool:
-        """Whether the run finished at step `end` or later with its evaluation, or has diverged."""
+        """Whether the run finished at step `end` or later with its evaluation, or stopped as diverged."""
         step = self.status.get("step")
         if self.status.get("state") == "finished" and isinstance(step, int) and step >= end:
             return end in self.losses
@@ -178,7 +176,7 @@ def _points(ladder: Ladder, rung: Rung) -> Iterator[Point]:
     """Those of one size that has not diverged: the stable run's after its start, and each decay's last."""
     if ladder.rate_factor is None:
         return
-    config, runs = member(ladder.base, rung.hidden_size), size_runs(rung, ladder.rate_factor)
+    size, runs = Sizes(ladder.base).of(rung.hidden_size), size_runs(rung, ladder.rate_factor)
     records = [read_progress(run_folder(ladder, run)) for run in runs]
     if any(record.has_diverged for record in records):
         return
@@ -186,22 +184,21 @@ def _points(ladder: Ladder, rung: Rung) -> Iterator[Point]:
         for step, losses in record.losses.items():
             if losses.loss is None or not 0 < step <= run.end or (run.begin and step < run.end):
                 continue
-            trained = unmeasured_point(config, step, ladder.unique_tokens, decayed=run.begin > 0)
+            trained = unmeasured_point(size, step, ladder.unique_tokens, decayed=run.begin > 0)
             yield dataclasses.replace(trained, loss=losses.loss, bits_per_byte=losses.bits_per_byte)
 
 
-def unmeasured_point(config: Config, steps: int, unique_tokens: int, *, decayed: bool) -> Point:
+def unmeasured_point(size: Size, steps: int, unique_tokens: int, *, decayed: bool) -> Point:
     """A training of `steps` steps as a point, its loss not a number."""
-    model, active = config.model, count_parameters(config.model).active
+    model, tokens = size.config.model, steps * tokens_per_step(size.config)
     embedding = (model.vocab_size or 0) * model.hidden_size * (1 if model.tie_word_embeddings else 2)
-    tokens = steps * tokens_per_step(config)
     return Point(
-        hidden_size=model.hidden_size,
-        parameters=active - embedding,
-        parameters_with_embedding=active,
+        hidden_size=size.hidden_size,
+        parameters=size.active_parameters - embedding,
+        parameters_with_embedding=size.active_parameters,
         tokens=tokens,
         unique_tokens=unique_tokens,
-        flops=flops_per_token(model, config.training.sequence_length) * tokens,
+        flops=size.flops_per_token * tokens,
         loss=math.nan,
         bits_per_byte=None,
         decayed=decayed,
@@ -258,7 +255,7 @@ def used_by(ladder: Ladder, runs: Iterable[Run]) -> LadderUsed:
     sizes, by_name = Sizes(ladder.base), {run.name: run for run in runs}
     records = {name: read_progress(run_folder(ladder, run)) for name, run in by_name.items()}
     flops = sum(
-        max(0, records[name].last_step - run.begin) * sizes.step_flops(run.hidden_size)
+        max(0, records[name].last_step - run.begin) * sizes.of(run.hidden_size).step_flops
         for name, run in by_name.items()
     )
     return LadderUsed(flops, math.fsum(record.seconds for record in records.values()))

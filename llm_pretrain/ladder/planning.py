@@ -13,25 +13,22 @@ from llm_pretrain.errors import ConfigError
 from llm_pretrain.ladder.budget import (
     MAX_EPOCHS,
     MIN_TOKENS_PER_PARAMETER,
-    Size,
-    Sizes,
     decay_of,
     least_tokens,
     most_run_flops,
 )
-from llm_pretrain.ladder.family import member
+from llm_pretrain.ladder.family import Size, Sizes, tokens_per_step
 from llm_pretrain.ladder.measurements import unmeasured_point
 from llm_pretrain.ladder.points import Ladder, Point
-from llm_pretrain.ladder.runs import at_rate, tokens_per_step
+from llm_pretrain.ladder.runs import at_rate
 from llm_pretrain.ladder.scaling_law import SAMPLES, Fit, Prediction, fit_law
-from llm_pretrain.model import count_parameters
 
 EVALUATIONS, SAVES = 10, 20
 """Of a planned run, besides the evaluation before the first step; one more where the steps do not divide."""
 FAR = 30.0
 """Times the compute of the ladder's largest run up to which predictions are meant."""
 HIGHER = 1.25
-"""Sizes above one whose loss is this factor above the least are left out: with one optimum they are worse."""
+"""Larger sizes are not tried beyond one whose loss is this factor above the least."""
 WIDE = 0.1
 """Width of an interval, relative to the loss, that tells little."""
 _STABLE_PARTS = tuple(2 ** (-k / 2) for k in range(6, -1, -1))
@@ -66,8 +63,8 @@ class RunBudget(NamedTuple):
         left = self.total - self.per_flop * served_flops(size.active_parameters, self.served)
         return left / self._token_cost(size) - self.evaluated
 
-    def times(self, size: Size, tokens: float) -> float:
-        """The budget that pays a size for `tokens`, relative to this one."""
+    def share_for(self, size: Size, tokens: float) -> float:
+        """What it costs to train a size on `tokens`, relative to this budget."""
         served = self.per_flop * served_flops(size.active_parameters, self.served)
         return ((tokens + self.evaluated) * self._token_cost(size) + served) / self.total
 
@@ -94,15 +91,13 @@ class Choice:
     """A training that a budget pays for.
 
     Args:
-        config: The family's member, its run still the base's.
-        total_parameters: All counted, of a mixture too.
+        size: That is trained.
         steps: Optimizer steps.
         point: The training, without its loss.
         prediction: Of its last evaluation loss.
     """
 
-    config: Config
-    total_parameters: int
+    size: Size
     steps: int
     point: Point
     prediction: Prediction
@@ -163,17 +158,16 @@ class Forecast:
         found, best, least = list[Choice](), math.inf, least_tokens(self.ladder.base)
         step_tokens = tokens_per_step(self.ladder.base)
         for size in Sizes(self.ladder.base).ascending():
-            config = member(self.ladder.base, size.hidden_size)
             paid = budget.tokens(size)
-            parameters = count_parameters(config.model).total
-            if not paid >= least or parameters > max_parameters:  # nor where serving leaves no number
+            if math.isnan(paid) or paid < least or size.total_parameters > max_parameters:
                 break
             if paid / step_tokens > LARGEST_INTEGER:  # larger sizes have fewer steps
                 continue
             steps = int(paid / step_tokens)
-            point = unmeasured_point(config, steps, self.ladder.unique_tokens, decayed=True)
-            found.append(Choice(config, parameters, steps, point, self.decayed.predict(point)))
-            best = min(best, loss := found[-1].prediction.loss)
+            point = unmeasured_point(size, steps, self.ladder.unique_tokens, decayed=True)
+            found.append(Choice(size, steps, point, self.decayed.predict(point)))
+            loss = found[-1].prediction.loss
+            best = min(best, loss)
             if loss > best * HIGHER or point.tokens < MIN_TOKENS_PER_PARAMETER * size.active_parameters:
                 break
         if not found:
@@ -183,11 +177,10 @@ class Forecast:
     def _no_choice(self, budget: RunBudget, max_parameters: float) -> ConfigError:
         """Why a budget trains no size."""
         smallest = next(Sizes(self.ladder.base).ascending())
-        parameters = count_parameters(member(self.ladder.base, smallest.hidden_size).model).total
-        if parameters > max_parameters:
+        if smallest.total_parameters > max_parameters:
             return ConfigError(
-                f"--max-parameters: expected {parameters:,} or more, as the smallest size of the family has, "
-                f"found {max_parameters:,.0f}"
+                f"--max-parameters: expected {smallest.total_parameters:,} or more, as the smallest size of "
+                f"the family has, found {max_parameters:,.0f}"
             )
         paid = budget.tokens(smallest)
         if paid / tokens_per_step(self.ladder.base) > LARGEST_INTEGER:
@@ -197,7 +190,7 @@ class Forecast:
             )
         least = least_tokens(self.ladder.base)
         found = max(0, int(paid)) if math.isfinite(paid) else 0
-        times = f" {budget.times(smallest, least):.3g} times" if budget.total > 0 else ""
+        times = f" {budget.share_for(smallest, least):.3g} times" if budget.total > 0 else ""
         served = ", or lower --serve-tokens" if budget.served else ""
         return ConfigError(
             f"plan: expected a budget for {least:,} tokens with the smallest size of the family and its "
@@ -226,6 +219,8 @@ class Forecast:
             )
         if times > FAR:
             found.append(f"{compute}: no fit reaches so far")
+        if times > 1 and fit.extrapolation_error is None:
+            found.append("no points could be held out: the interval does not tell how wrong the law may be")
         if passes > MAX_EPOCHS:
             found.append(
                 f"{compute} the text is passed over {passes:.1f} times: more text would teach more "
@@ -242,19 +237,20 @@ class Forecast:
     def curve(self, config: Config) -> list[PredictedLoss]:
         """Predicted losses along a planned run: entries of `evaluation.prediction`."""
         last, found = config.training.max_steps, list[PredictedLoss]()
+        size, text = Sizes(self.ladder.base).of(config.model.hidden_size), self.ladder.unique_tokens
         steps = {int((last - decay_of(last)) * part) for part in _STABLE_PARTS}
         if self.stable is not None:
             for step in sorted(step for step in steps if step >= self._first_branch):
-                point = unmeasured_point(config, step, self.ladder.unique_tokens, decayed=False)
+                point = unmeasured_point(size, step, text, decayed=False)
                 found.append(PredictedLoss(step, *self.stable.predict(point)))
-        point = unmeasured_point(config, last, self.ladder.unique_tokens, decayed=True)
+        point = unmeasured_point(size, last, text, decayed=True)
         return [*found, PredictedLoss(last, *self.decayed.predict(point))]
 
     def config(self, choice: Choice, distributed: DistributedConfig, micro_batch: int, name: str) -> Config:
         """The whole configuration of a choice's run."""
         if (factor := self.ladder.rate_factor) is None:
             raise ConfigError(f"{self.ladder.folder}: expected a ladder whose rates are checked, found none")
-        base, steps = at_rate(choice.config, factor), choice.steps
+        base, steps = at_rate(choice.size.config, factor), choice.steps
         return dataclasses.replace(
             base,
             run=dataclasses.replace(base.run, name=name, output_dir=None),
@@ -267,5 +263,5 @@ class Forecast:
             training=dataclasses.replace(base.training, max_steps=steps, micro_batch_size=micro_batch),
             evaluation=dataclasses.replace(base.evaluation, eval_steps=max(1, steps // EVALUATIONS)),
             checkpoint=dataclasses.replace(base.checkpoint, save_steps=max(1, steps // SAVES)),
-            distributed=distributed,
+            distributed=dataclasses.replace(distributed, timeout_seconds=base.distributed.timeout_seconds),
         )

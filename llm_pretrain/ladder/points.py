@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,7 +73,7 @@ class Rung:
 
     Args:
         hidden_size: Of the model.
-        steps: Optimizer steps of its decayed runs, ascending, each with its stable part.
+        steps: Optimizer steps of its decayed runs, each with its stable part.
         branches: Step at which the decay of each begins.
     """
 
@@ -117,7 +118,7 @@ class Ladder:
     seconds_per_token: Mapping[int, float] = dataclasses.field(default_factory=dict)
 
     def write(self) -> None:
-        """Write ladder.json: all but what is measured."""
+        """Write ladder.json: all but the points and the speeds."""
         content = {
             "format": "llm_pretrain ladder",
             "version": VERSION,
@@ -163,18 +164,18 @@ def read_unmeasured(folder: str | Path) -> Ladder | None:
         budget, base = _budget(content["budget"]), from_dict(content["base"])
         if problems := validate(base):
             raise ConfigError(*problems)
-        if base.model.vocab_size is None or not content["rungs"]:
-            raise ValueError("rungs" if base.model.vocab_size else "model.vocab_size")
+        if base.model.vocab_size is None:
+            raise ValueError("model.vocab_size")
+        if not content["rungs"]:
+            raise ValueError("rungs")
         rungs = tuple(Rung(rung["hidden_size"], *map(tuple, _steps(rung))) for rung in content["rungs"])
         for rung in rungs:
             member(base, rung.hidden_size)
     except (KeyError, TypeError, ValueError, ConfigError) as error:
         first = str(error).partition("\n")[0]
         raise DataError(f"{file}: expected a ladder, found a wrong or missing entry: {first}") from error
-    names = ("store", "unique_tokens", "rate_factor", "threads")
-    return Ladder(
-        folder=Path(folder), base=base, rungs=rungs, budget=budget, **{n: content[n] for n in names}
-    )
+    others = {name: content[name] for name in ("store", "unique_tokens", "rate_factor", "threads")}
+    return Ladder(folder=Path(folder), base=base, rungs=rungs, budget=budget, **others)
 
 
 _LADDER_KINDS: dict[str, Any] = {
@@ -204,9 +205,8 @@ def _steps(rung: Mapping[str, Any]) -> tuple[list[int], list[int]]:
     """Steps and branches of a rung in ladder.json. Raises ValueError where they cannot be."""
     steps, branches = rung["steps"], rung["branches"]
     kinds = matches_type(list[int], [rung["hidden_size"], *steps, *branches])
-    if not (kinds and steps and len(steps) == len(branches)) or any(
-        not before < begin < end for before, begin, end in zip([0, *branches], branches, steps, strict=False)
-    ):
+    ends_each = kinds and len(steps) == len(branches) > 0 and all(map(operator.lt, branches, steps))
+    if not ends_each or branches[0] < 1 or any(map(operator.ge, branches, branches[1:])):
         raise ValueError(f"rungs {rung}"[:80])
     return steps, branches
 

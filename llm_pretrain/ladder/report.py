@@ -171,8 +171,7 @@ def _losses_chart(decayed: Sequence[Point], frontier: Frontier | None) -> dict[s
         }
         line = _trace("frontier", "dashed", None, [each.point for each in bests], flops)
         interval = {"name": "interval", "kind": "band", "color": None, "x": flops, **band}
-        sizes = (trace | {"legend": True} for trace in traces)
-        traces = [interval | {"legend": False}, *sizes, line | {"legend": False}]
+        traces = [interval | {"legend": False}, *traces, line | {"legend": False}]
     return _chart("losses", "Loss against compute, by hidden size", "FLOPs of a training", traces)
 
 
@@ -242,18 +241,11 @@ def _trace(
 def _law_lines(fit: Fit) -> list[str]:
     """The law in words, one sentence each."""
     law, total = fit.best, fit.best.alpha + fit.best.beta
-    extrapolation = (
-        "The ladder is too short to hold points out: the interval does not say how the law's form errs "
-        "beyond the points."
-        if fit.extrapolation_error is None
-        else f"A fit without the points of most compute missed them by {100 * fit.extrapolation_error:.2g} % "
-        "for every factor e of compute beyond its own; beyond the points the interval is at least as wide."
-    )
     size, text = f"{law.A:.4g} / N^{law.alpha:.3f}", f"{law.B:.4g} / D^{law.beta:.3f}"
     terms = f"{size} + {text}"
     if law.joint:
         terms = f"(({size})^(1/{law.beta:.3f}) + ({text})^(1/{law.beta:.3f}))^{law.beta:.3f}"
-    return [
+    lines = [
         f"loss = {law.E:.4g} + {terms}, in nats per token, where N are {_COUNTINGS[law.counting]}, and D are "
         "tokens; repeated ones count less (arXiv:2305.16264). It is the best of the forms below; predictions "
         "are their mean.",
@@ -262,8 +254,14 @@ def _law_lines(fit: Fit) -> list[str]:
         f"the power of {law.alpha / total:.2f}.",
         f"Noise of a loss: {100 * fit.noise:.2g} % (one standard deviation); seeds differ by "
         f"{100 * LEAST_NOISE:.1g} % at least.",
-        extrapolation,
     ]
+    if fit.extrapolation_error is not None:
+        lines.append(
+            f"A fit without the points of most compute missed them by {100 * fit.extrapolation_error:.2g} % "
+            "for every factor e of compute beyond its own; beyond the points the interval is at least as "
+            "wide."
+        )
+    return lines
 
 
 def _forms_table(fit: Fit) -> Table:

@@ -39,13 +39,17 @@ class Run:
     @property
     def name(self) -> str:
         """Name of the run and its folder; a stable run that is continued keeps it."""
-        stable = f"h{self.hidden_size}-x{self.factor:g}"
-        return f"{stable}-{self.end}" if self.begin else stable
+        return f"{self.stable_name}-{self.end}" if self.begin else self.stable_name
+
+    @property
+    def stable_name(self) -> str:
+        """Name of its size's stable run at this rate."""
+        return f"h{self.hidden_size}-x{self.factor:g}"
 
     @property
     def after(self) -> str | None:
         """Name of the stable run that a decay follows."""
-        return f"h{self.hidden_size}-x{self.factor:g}" if self.begin else None
+        return self.stable_name if self.begin else None
 
     @property
     def steps(self) -> int:
@@ -75,11 +79,6 @@ def rung_runs(rungs: Sequence[Rung], factor: float) -> list[Run]:
     return [run for rung in rungs for run in size_runs(rung, factor)]
 
 
-def tokens_per_step(config: Config) -> int:
-    """Positions of a step's batch, padding included."""
-    return config.training.global_batch_size * config.training.sequence_length
-
-
 def run_config(ladder: Ladder, run: Run) -> Config:
     """The whole configuration of a run: the family's member at the run's rate, schedule and length.
 
@@ -89,7 +88,7 @@ def run_config(ladder: Ladder, run: Run) -> Config:
     base = at_rate(member(ladder.base, run.hidden_size), run.factor)
     rung = next(each for each in ladder.rungs if each.hidden_size == run.hidden_size)
     runs = ladder.folder.absolute() / RUNS_FOLDER
-    resume = str(runs / f"{run.after}" / "checkpoints" / f"step-{run.begin:08d}") if run.begin else "auto"
+    resume = str(runs / run.stable_name / "checkpoints" / f"step-{run.begin:08d}") if run.begin else "auto"
     return dataclasses.replace(
         base,
         run=dataclasses.replace(base.run, name=run.name, output_dir=None),
@@ -139,8 +138,8 @@ def with_store(config: Config, store: Path) -> Config:
 def best_order(
     waiting: Sequence[Run], costs: Mapping[str, float], slots: int, running: Sequence[Run] = ()
 ) -> tuple[list[Run], float]:
-    """(the order by which all runs end soonest, of the longest way to the end first and random ones; the
-    cost until then).
+    """(order, cost until all runs have ended): the best of the longest way to the end first and
+    `RANDOM_ORDERS` random ones.
 
     Args:
         waiting: Not begun.

@@ -14,7 +14,7 @@ from benchmarks import char_recipe, time_to_loss
 from benchmarks.training_runs import preset_config
 from llm_pretrain.config import Config
 from llm_pretrain.data import TokenStore
-from llm_pretrain.ladder import budget, planning
+from llm_pretrain.ladder import budget, family, planning
 from llm_pretrain.tracking import read_metrics
 
 
@@ -110,6 +110,7 @@ def test_a_ladders_prediction_is_held_against_a_run_of_each_seed(
     for name, value in (("MIN_TOKENS", 1), ("MIN_STEPS", 10), ("MIN_HEADS", 1), ("MAX_EPOCHS", 1000.0)):
         monkeypatch.setattr(budget, name, value)
     monkeypatch.setattr(planning, "MAX_EPOCHS", 1000.0)
+    monkeypatch.setattr(family, "MIN_HEADS", 1)
     base = tmp_path / "base.yaml"
     base.write_text(
         "model: {hidden_size: 64, intermediate_size: 96, num_hidden_layers: 1, num_attention_heads: 8}\n"

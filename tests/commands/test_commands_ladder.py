@@ -27,9 +27,9 @@ from llm_pretrain.commands import _ladder_runs
 from llm_pretrain.commands import ladder as ladder_command
 from llm_pretrain.commands._ladder_runs import Runner, failure, measure_steps
 from llm_pretrain.commands._launching import Job, LaunchContext, Machine, processes_of
-from llm_pretrain.commands.ladder import check_rate, flops_for, slots_of, threads_of
-from llm_pretrain.config import Config, dump_yaml
-from llm_pretrain.errors import EXIT_PREEMPTED, ConfigError, PretrainError
+from llm_pretrain.commands.ladder import check_rate, flops_for, slots_of, threads_of, train
+from llm_pretrain.config import CheckpointConfig, Config, LoggingConfig, dump_yaml, to_dict
+from llm_pretrain.errors import EXIT_PREEMPTED, ConfigError, DivergedError, PretrainError
 from llm_pretrain.ladder import (
     RUNS_FOLDER,
     Ladder,
@@ -38,10 +38,12 @@ from llm_pretrain.ladder import (
     read_ladder,
     read_points,
     run_config,
+    run_folder,
     rung_runs,
     shortcomings,
     with_store,
 )
+from llm_pretrain.ladder.runs import size_runs
 from llm_pretrain.tracking import read_metrics
 
 BASE = """\
@@ -254,13 +256,17 @@ def test_no_size_continues_the_run_that_the_base_continued(
 @pytest.fixture
 def checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[float, float]], Ladder]:
     """The ladder after its check of the rate, by the loss at each factor."""
-    monkeypatch.setattr(Runner, "run_all", lambda *_: None)
+    trained = set[float]()
+    monkeypatch.setattr(Runner, "run_all", lambda _, runs: trained.update(run.factor for run in runs))
     ladder = dataclasses.replace(make_ladder(tmp_path / "ladder"), rate_factor=None)
-    runner = Runner(ladder, LaunchContext(ROOT, Machine(0, 2), math.inf), 2, print)
+    runner = Runner(ladder, LaunchContext(ROOT, Machine(0, 2), math.inf), 2)
 
     def check(losses: dict[float, float]) -> Ladder:
-        monkeypatch.setattr("llm_pretrain.ladder.rate_loss", lambda _, factor: losses[factor])
-        return check_rate(runner, (0.5, 1.0, 2.0))
+        def rate_loss(_: Ladder, factor: float) -> float:
+            return losses[factor] if factor in trained else math.inf
+
+        monkeypatch.setattr("llm_pretrain.ladder.rate_loss", rate_loss)
+        return check_rate(runner)
 
     return check
 
@@ -289,6 +295,40 @@ def test_another_rate_must_gain_a_percent_for_each_factor_2(
     losses: dict[float, float], chosen: float, checked: Callable[[dict[float, float]], Ladder]
 ):
     assert checked(losses).rate_factor == chosen
+
+
+def test_a_base_whose_rates_all_diverge_is_refused(checked: Callable[[dict[float, float]], Ladder]):
+    with pytest.raises(DivergedError, match="the smallest size diverges at every rate; lower the base's"):
+        checked(dict.fromkeys((0.25, 0.5, 1.0, 2.0, 4.0), math.inf))
+
+
+def test_a_ladder_of_which_two_sizes_are_left_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Runner, "run_all", lambda *_: None)
+    ladder = make_ladder(tmp_path / "ladder", sizes=(32, 64, 96))
+    (stable, *_), _, _ = (size_runs(rung, 1.0) for rung in ladder.rungs)
+    make_run(run_folder(ladder, stable), [{"step": 1, "time": 1.0, "eval/loss": None}])
+    with pytest.raises(DivergedError, match="expected 3 sizes or more that do not diverge, found 2"):
+        train(ladder, LaunchContext(ROOT, Machine(0, 2), math.inf))
+
+
+def test_every_setting_that_a_ladder_decides_is_refused_as_an_option(tmp_path: Path):
+    """All but sizes and rates, which follow the base's, and the warm-up, which is at most the base's."""
+    ladder = make_ladder(tmp_path / "ladder")
+    base = dataclasses.replace(
+        ladder.base,
+        checkpoint=CheckpointConfig(save_steps=1, keep_last=2, keep_best=True, resume="never"),
+        logging=LoggingConfig(wandb_mode="online", tensorboard=True, report=True, parameters_sha256=True),
+    )
+    rung, before = ladder.rungs[0], to_dict(base)
+    for run in size_runs(rung, 1.0)[:2]:
+        after = to_dict(run_config(dataclasses.replace(ladder, base=base), run))
+        decided = {
+            f"{section}.{name}"
+            for section in ("training", "schedule", "checkpoint", "evaluation", "logging")
+            for name in before[section]
+            if before[section][name] != after[section][name]
+        }
+        assert decided - {"schedule.warmup_steps"} <= ladder_command._CHOSEN.keys()
 
 
 @pytest.mark.parametrize("cores", range(1, 17))
@@ -368,7 +408,8 @@ def test_decays_follow_their_stable_runs_and_none_a_diverged_one(
         return EndedJob(self._folder(run), run.end, None if run.hidden_size == 96 else 3.0)
 
     monkeypatch.setattr(Runner, "_launch", launch)
-    runner = Runner(ladder, LaunchContext(ROOT, Machine(0, 2), math.inf), 2, printed.append)
+    monkeypatch.setattr(_ladder_runs, "say", printed.append)
+    runner = Runner(ladder, LaunchContext(ROOT, Machine(0, 2), math.inf), 2)
     runner.runs = rung_runs(ladder.rungs, 1.0)
     runner.run_all(runner.runs)
     assert sorted(started) == sorted(
@@ -379,12 +420,14 @@ def test_decays_follow_their_stable_runs_and_none_a_diverged_one(
     assert len(printed) == 9
     assert printed[-1].endswith("0s left")
     assert sum("DIVERGED" in line for line in printed) == 1
+    diverged = next(run for run in runner.runs if run.hidden_size == 96)
+    (runner._folder(diverged) / "checkpoints").mkdir()
+    runner.clean(runner.runs)
+    assert not (runner._folder(diverged) / "checkpoints").exists(), "no decay will follow it"
     used = runner.used()
-    assert used.flops == pytest.approx(
-        sum(
-            runner.sizes.step_flops(run.hidden_size) * run.steps for run in runner.runs if run.name in started
-        )
-    )
+    trained = [run for run in runner.runs if run.name in started]
+    flops = sum(runner.sizes.of(run.hidden_size).step_flops * run.steps for run in trained)
+    assert used.flops == pytest.approx(flops)
     assert len(read_points(ladder.folder)) == 2 * (3 + 1)
     runner.run_all(runner.runs)
     assert len(started) == 9, "nothing runs twice"
@@ -404,7 +447,8 @@ def test_runs_say_how_far_they_are_while_none_ends(tmp_path: Path, monkeypatch: 
     ladder, printed = make_ladder(tmp_path / "ladder", sizes=(32, 64, 96)), list[str]()
     monkeypatch.setattr(Runner, "_launch", lambda self, run, _: EndedJob(self._folder(run), run.end, 3.0))
     monkeypatch.setattr(_ladder_runs, "PROGRESS_SECONDS", -1.0)
-    runner = Runner(ladder, LaunchContext(ROOT, Machine(0, 2), math.inf), 2, printed.append)
+    monkeypatch.setattr(_ladder_runs, "say", printed.append)
+    runner = Runner(ladder, LaunchContext(ROOT, Machine(0, 2), math.inf), 2)
     runner.runs = [run for run in rung_runs(ladder.rungs, 1.0) if not run.begin][:2]
     runner.run_all(runner.runs)
     assert printed[0] == "h64-x1 at step 8,000 of 8,000, h32-x1 at step 8,000 of 8,000"

@@ -47,7 +47,7 @@ def test_flops_become_a_configuration(folder: Path, capsys: pytest.CaptureFixtur
     assert plan(folder, "--flops", "3e14", "--world-size", "2") == 0
     text = capsys.readouterr().out
     assert text.startswith("plan for 3e+14 FLOPs on 2 processes here, by 12 points of 4 sizes")
-    assert "in nine of ten runs" in text
+    assert "in 90% of runs" in text
     assert text.count("\n* hidden") == 1
     config = load_config(["--config", str(folder / "night.yaml")], world_size=2)
     assert config.evaluation.prediction[-1].step == config.training.max_steps
@@ -91,15 +91,37 @@ def test_a_gpu_computes_in_bf16_whatever_the_ladder_did(folder: Path, capsys: py
     )
 
 
+@pytest.fixture
+def long_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a validation split of 3 M tokens."""
+    monkeypatch.setattr("llm_pretrain.commands.ladder.evaluated_tokens", lambda _: 3_000_000)
+
+
+@pytest.mark.usefixtures("long_evaluations")
 def test_a_time_here_is_that_of_the_ladders_steps_and_of_evaluations(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ):
     options = ("--no-measure", "--world-size", "1")
     assert plan(folder, "--time", "20m", *options) == 0
-    assert re.search(r"compute     \S+ FLOPs, (19m5\ds|20m0\ds), \d+% of it", capsys.readouterr().out)
+    found = re.search(r"compute     \S+ FLOPs, (19m5\ds|20m0\ds), (\d+)% of it", capsys.readouterr().out)
+    assert found is not None
+    training = 1200 * (1 - int(found[2]) / 100)
     config = load_config(["--config", str(folder / "night.yaml")], world_size=1)
     seconds = config.training.max_steps * 1e-4 * config.model.hidden_size
-    assert 0.7 * 1200 < seconds < 1199, "ten evaluations of the validation split take some of it"
+    assert found[2] != "0"
+    assert seconds == pytest.approx(training, rel=0.02), "the rest is for the run's evaluations"
+
+
+@pytest.mark.usefixtures("long_evaluations")
+@pytest.mark.parametrize("options", [("--world-size", "1"), ("--gpu", "h100")])
+def test_evaluations_take_time_that_a_budget_of_flops_does_not_pay(
+    folder: Path, capsys: pytest.CaptureFixture[str], options: Sequence[str]
+):
+    assert plan(folder, "--flops", "3e14", *options) == 0
+    found = re.search(r"compute     (\S+) FLOPs, \S+, (\d+)% of it for evaluations", capsys.readouterr().out)
+    assert found is not None
+    assert float(found[1]) == pytest.approx(3e14, rel=0.01)
+    assert int(found[2]) > 0
 
 
 def test_sizes_of_half_and_twice_the_parameters_are_shown(folder: Path, capsys: pytest.CaptureFixture[str]):
@@ -127,7 +149,7 @@ def test_an_unfinished_ladder_is_used_and_named(folder: Path, capsys: pytest.Cap
         (line,) = capsys.readouterr().err.splitlines()
         assert f"{folder / 'ladder'}: expected at least 7 points of 3 sizes for a fit, found 6 of 2" in line
         points.write_text(re.sub(r'"loss": [\d.]+', '"loss": NaN', whole, count=1))
-        assert plan(folder, "--flops", "3e14", "--world-size", "1") != 0
+        assert plan(folder, "--flops", "3e14", "--world-size", "1") == 65
         (line,) = capsys.readouterr().err.splitlines()
         assert "points.jsonl:1: expected loss from 1e-06 to 1000, found nan" in line
     finally:
@@ -181,7 +203,7 @@ def test_a_file_of_ours_is_replaced_and_no_other(folder: Path, capsys: pytest.Ca
     assert plan(folder, "--flops", "2e14", "--world-size", "1") == 0
     other = folder / "mine.yaml"
     other.write_text("run: {name: mine}\n")
-    assert main(["plan", "--ladder", str(folder / "ladder"), "--flops", "1e14", "--output", str(other)]) != 0
+    assert main(["plan", "--ladder", str(folder / "ladder"), "--flops", "1e14", "--output", str(other)]) == 73
     assert str(other) in capsys.readouterr().err
     assert other.read_text() == "run: {name: mine}\n"
 

@@ -19,6 +19,7 @@ from llm_pretrain.ladder import (
     best_order,
     check_runs,
     choose_rungs,
+    family,
     flops_within,
     ladder_flops,
     ladder_seconds,
@@ -41,7 +42,6 @@ from llm_pretrain.ladder.budget import (
 )
 from llm_pretrain.ladder.runs import makespan
 from llm_pretrain.model import count_parameters
-from llm_pretrain.tracking import time_text
 
 CASES = [
     ("ladder", 3_500_000, (1.5e14, 2e14, 4e14)),
@@ -61,7 +61,7 @@ def test_a_budget_is_used_and_its_bounds_are_kept(name: str, unique_tokens: int,
     sizes, rungs = Sizes(base), choose_rungs(base, flops, unique_tokens)
     assert ladder_flops(sizes, rungs) == pytest.approx(flops, rel=0.05)
     assert 3 <= len(rungs) <= 5
-    per_step = [sizes.step_flops(rung.hidden_size) for rung in rungs]
+    per_step = [sizes.of(rung.hidden_size).step_flops for rung in rungs]
     assert all(larger > smaller for smaller, larger in itertools.pairwise(per_step))
     least, most = SIZE_RATIOS[-1] ** (len(rungs) - 1), SIZE_RATIOS[0] ** (len(rungs) - 1)
     numbers = [rung.hidden_size // sizes.step for rung in rungs]
@@ -74,6 +74,20 @@ def test_a_budget_is_used_and_its_bounds_are_kept(name: str, unique_tokens: int,
     assert longest <= 1.01 * MAX_EPOCHS * unique_tokens
     assert shortest == others[0].steps[0] * tokens_per_step(base)
     assert shortest >= 0.99 * least_tokens(base) * 2 ** (len(rungs) - 3)
+
+
+@pytest.mark.parametrize(
+    ("unique_tokens", "flops", "count"), [(3_500_000, 1.5e14, 3), (10**7, 8e14, 4), (5 * 10**7, 5e15, 5)]
+)
+def test_a_larger_budget_has_more_sizes_around_the_best_for_its_tokens(
+    unique_tokens: int, flops: float, count: int
+):
+    base = preset("ladder")
+    rungs = choose_rungs(base, flops, unique_tokens)
+    assert len(rungs) == count
+    middle = Sizes(base).of(rungs[count // 2].hidden_size)
+    tokens = rungs[-1].steps[-1] * tokens_per_step(base)
+    assert 14 < tokens / middle.active_parameters <= 20.1
 
 
 def test_branches_are_multiples_and_end_in_their_decays():
@@ -98,7 +112,7 @@ def test_the_budgets_that_are_named_work_and_are_nearly_the_least_and_the_most(n
         with pytest.raises(ConfigError):
             choose_rungs(base, further, unique_tokens)
     rungs = choose_rungs(base, most, unique_tokens)
-    parameters = Sizes(base).size(rungs[0].hidden_size // Sizes(base).step).active_parameters
+    parameters = Sizes(base).of(rungs[0].hidden_size).active_parameters
     tokens = rungs[0].steps[-1] * tokens_per_step(base)
     assert tokens > 0.5 * MIN_TOKENS_PER_PARAMETER * parameters
     with pytest.raises(ConfigError, match="for 5 sizes"):
@@ -115,7 +129,7 @@ def named_budget(base: Config, flops: float, unique_tokens: int) -> float:
 
 def test_a_budget_between_those_that_fit_names_both(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(
-        budget_module, "_first_fit", lambda _, flops, *__: None if 3e14 < flops < 2e15 else (1,)
+        budget_module, "first_fit", lambda _, flops, *__: None if 3e14 < flops < 2e15 else (1,)
     )
     with pytest.raises(ConfigError, match=r"at most 3e\+14 or at least 2(\.\d)?e\+15 FLOPs"):
         choose_rungs(preset("ladder"), 1e15, 3_500_000)
@@ -124,7 +138,7 @@ def test_a_budget_between_those_that_fit_names_both(monkeypatch: pytest.MonkeyPa
 def test_a_budget_that_is_huge_for_its_store_is_refused_at_once(monkeypatch: pytest.MonkeyPatch):
     counted = list[int]()
     monkeypatch.setattr(
-        budget_module,
+        family,
         "count_parameters",
         lambda model: counted.append(model.hidden_size) or count_parameters(model),
     )
@@ -170,7 +184,7 @@ def test_what_is_no_time_is_not_told_to_be_flops(text: str):
 def test_a_time_becomes_the_flops_that_fit():
     base = preset("ladder")
     speed = Speed.of({2e6: 2e-5, 2e7: 9e-5}, start_up=7.0, slots=2, evaluated_tokens=32768)
-    assert speed.per_token + speed.per_flop * 2e7 == pytest.approx(9e-5)
+    assert [speed.token_seconds(flops) for flops in (2e6, 2e7)] == pytest.approx([2e-5, 9e-5])
     flops = flops_within(base, 900, 3_500_000, speed)
     expected = ladder_seconds(Sizes(base), choose_rungs(base, flops, 3_500_000), speed)
     assert 0.95 * 900 < expected <= 900
@@ -182,7 +196,7 @@ def test_a_time_becomes_the_flops_that_fit():
 def test_noise_never_makes_flops_free():
     speed = Speed.of({1e6: 5e-5, 2e7: 5e-5}, start_up=1.0, slots=1)
     assert speed.per_flop > 0
-    assert speed.per_token >= 0
+    assert speed.token_seconds(2e7) == pytest.approx(5e-5)
 
 
 def test_decays_follow_their_stable_runs():
@@ -221,7 +235,3 @@ def test_what_a_long_decay_waits_for_goes_first(monkeypatch: pytest.MonkeyPatch)
     order, cost = best_order([*others, decay, stable], costs, 2)
     assert order[0] in (stable, decay)
     assert makespan(order, costs, 2) == cost == 11
-
-
-def test_times_as_text():
-    assert [time_text(seconds) for seconds in (45, 750, 3900)] == ["45s", "12m30s", "1h05m"]

@@ -41,10 +41,14 @@ def test_what_one_has_not_reached_has_no_ratio(ladder: Ladder):
 
 
 def test_a_frontier_falls(tmp_path: Path):
-    points: list[Point] = frontier(make_ladder(tmp_path / "ladder", noise=0.05).points)
+    ladder = make_ladder(tmp_path / "ladder", noise=0.05)
+    points: list[Point] = frontier(ladder.points)
     losses, flops = [point.loss for point in points], [point.flops for point in points]
     assert losses == sorted(losses, reverse=True)
     assert flops == sorted(flops)
+    assert 2 < len(points) < sum(each.decayed for each in ladder.points)
+    for each in ladder.points:
+        assert not each.decayed or any(p.flops <= each.flops and p.loss <= each.loss for p in points)
     middle = (points[0].loss * points[1].loss) ** 0.5
     reached = flops_for_loss(points, middle)
     assert reached is not None

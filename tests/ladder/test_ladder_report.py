@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from support.browser import DRAWN, OVERLAPS, PLOTS, chromium, opened
-from support.ladders import LAW, make_ladder, measured
+from support.ladders import LAW, make_ladder
 from support.pages import Page
 
 from llm_pretrain.__main__ import main
@@ -31,6 +31,8 @@ from llm_pretrain.ladder import (
 from llm_pretrain.ladder import report as report_module
 from llm_pretrain.ladder.points import RUNS_FOLDER
 from llm_pretrain.ladder.scaling_law import LEAST_NOISE, fit_law
+from llm_pretrain.model import count_parameters
+from llm_pretrain.tracking import quantity
 
 NASTY = "<script>alert(1)<"
 
@@ -159,7 +161,7 @@ def test_a_point_that_is_off_is_seen_in_the_residuals(tmp_path: Path):
 
 def test_the_summary_has_the_rate_check_and_the_compute_used(tmp_path: Path):
     ladder = make_begun(tmp_path / "ladder")
-    rung, flops = ladder.rungs[0], Sizes(ladder.base).step_flops(32)
+    rung, flops = ladder.rungs[0], Sizes(ladder.base).of(32).step_flops
     for factor, loss in ((0.5, 3.25), (1.0, 3.125)):
         stable, decay = check_runs(rung, [factor])
         write_run(run_folder(ladder, stable), stable.end, 4.0)
@@ -210,9 +212,10 @@ def test_a_mixture_counts_active_parameters_and_repeated_text(tmp_path: Path):
     point = max((each for each in ladder.points if each.decayed), key=lambda each: each.tokens)
     assert point.tokens > 2 * point.unique_tokens
     assert f" {point.tokens / point.unique_tokens:.2f} " in page.text
-    config = member(ladder.base, 64)
-    again = measured(config, ladder.rungs[1].steps[0], 400_000, LAW, decayed=True)
-    assert f" {again.loss:.4f} " in page.text
+    counted = count_parameters(member(ladder.base, point.hidden_size).model)
+    assert counted.active < counted.total
+    assert point.parameters_with_embedding == counted.active
+    assert f" {quantity(counted.active)} " in page.text
 
 
 def test_text_of_a_ladder_is_never_markup(tmp_path: Path):

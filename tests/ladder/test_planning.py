@@ -36,13 +36,13 @@ def test_the_size_of_least_loss_is_chosen_and_the_budget_spent(forecast: Forecas
         step = choice.point.flops / choice.steps
         assert 0 <= 3e14 - choice.point.flops < step
     exact = min(
-        choices, key=lambda choice: LAW.loss(choice.total_parameters, choice.point.tokens, 50_000_000)
+        choices, key=lambda choice: LAW.loss(choice.size.total_parameters, choice.point.tokens, 50_000_000)
     )
-    assert found.config.model.hidden_size == exact.config.model.hidden_size
-    assert choices[0].total_parameters < found.total_parameters < choices[-1].total_parameters
+    assert found.size == exact.size
+    assert choices[0].size.total_parameters < found.size.total_parameters < choices[-1].size.total_parameters
     assert (
         found.prediction.low
-        < LAW.loss(found.total_parameters, found.point.tokens, 50_000_000)
+        < LAW.loss(found.size.total_parameters, found.point.tokens, 50_000_000)
         < found.prediction.high
     )
 
@@ -50,17 +50,17 @@ def test_the_size_of_least_loss_is_chosen_and_the_budget_spent(forecast: Forecas
 def test_limits_and_serving_make_it_smaller(forecast: Forecast):
     free = best(forecast, FLOPS)
     assert (
-        best(forecast, FLOPS, max_parameters=free.total_parameters - 1).total_parameters
-        < free.total_parameters
+        best(forecast, FLOPS, max_parameters=free.size.total_parameters - 1).size.total_parameters
+        < free.size.total_parameters
     )
     served = best(forecast, FLOPS._replace(served=1e8))
-    assert served.total_parameters < free.total_parameters
-    assert served.point.flops + 2 * served.total_parameters * 1e8 <= 3e14
+    assert served.size.total_parameters < free.size.total_parameters
+    assert served.point.flops + 2 * served.size.total_parameters * 1e8 <= 3e14
 
 
 def test_more_compute_makes_it_larger_and_better(forecast: Forecast):
     more = FLOPS._replace(total=3e15)
-    assert best(forecast, more).total_parameters > best(forecast, FLOPS).total_parameters
+    assert best(forecast, more).size.total_parameters > best(forecast, FLOPS).size.total_parameters
     assert best(forecast, more).prediction.loss < best(forecast, FLOPS).prediction.loss
 
 
@@ -118,7 +118,7 @@ def test_losses_before_the_first_branch_tell_nothing(forecast: Forecast):
     config = forecast.config(best(forecast, FLOPS), DistributedConfig(), 2, "night")
     curve = forecast.curve(config)
     assert min(each.step for each in curve) >= first
-    start = unmeasured_point(config, first // 2, ladder.unique_tokens, decayed=False)
+    start = unmeasured_point(Sizes(ladder.base).size(3), first // 2, ladder.unique_tokens, decayed=False)
     points = (*ladder.points, dataclasses.replace(start, loss=99.0))
     with_early = dataclasses.replace(ladder, points=points)
     assert dataclasses.replace(forecast, ladder=with_early).curve(config) == curve
@@ -139,7 +139,18 @@ def test_what_may_not_hold_is_said(forecast: Forecast, tmp_path: Path):
     assert any("passed over" in line for line in forecast.warnings(many.point, many.prediction))
     noisy = Forecast(make_ladder(tmp_path / "noisy", noise=0.1), samples=15)
     far = min(noisy.choices(FLOPS._replace(total=1e16)), key=lambda each: each.prediction.loss)
-    assert any("too short to tell" in line for line in noisy.warnings(far.point, far.prediction))
+    warnings = noisy.warnings(far.point, far.prediction)
+    assert any("the interval is wider than a tenth of the loss" in line for line in warnings)
+    assert any("no fit reaches so far" in line for line in warnings)
+
+
+def test_an_interval_that_no_point_was_held_out_for_is_named(tmp_path: Path):
+    few = make_ladder(tmp_path / "few", sizes=(32, 64, 96))
+    points = [point for point in few.points if point.decayed][1:-1]
+    few = Forecast(dataclasses.replace(few, points=tuple(points)), samples=2)
+    choice = best(few, FLOPS)
+    warned = [line for line in few.warnings(choice.point, choice.prediction) if "held out" in line]
+    assert warned == ["no points could be held out: the interval does not tell how wrong the law may be"]
 
 
 def test_a_ladder_with_two_sizes_is_refused(tmp_path: Path):

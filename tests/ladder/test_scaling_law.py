@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import statistics
 
 import numpy as np
 import pytest
@@ -101,9 +102,13 @@ def test_the_interval_of_many_ladders_contains_what_is_measured_later(compute: i
     assert contained(compute, seeds=range(40), samples=60, sizes=sizes) >= 32
 
 
+WIDEST = {(8, 3): 0.15, (8, 5): 0.08, (30, 3): 0.27, (30, 5): 0.14}
+"""(compute, sizes) -> largest median half width of an interval, as a share of the loss."""
+
+
 def contained(compute: int, seeds: range, samples: int, sizes: int) -> int:
     """In how many ladders the interval contains a run of `compute` times the compute."""
-    noise, found = 0.004, 0
+    noise, found, widths = 0.004, 0, list[float]()
     for seed in seeds:
         points = ladder_points(noise, seed, sizes)
         largest, growth = points[-1], math.sqrt(compute)
@@ -111,7 +116,9 @@ def contained(compute: int, seeds: range, samples: int, sizes: int) -> int:
         loss = LAW.of(later) * math.exp(noise * np.random.default_rng(seed + 1000).normal())
         prediction = fit_law(points, samples=samples).predict(later)
         assert prediction.low < prediction.loss < prediction.high
+        widths.append(math.log(prediction.high / prediction.low) / 2)
         found += prediction.low <= loss <= prediction.high
+    assert statistics.median(widths) < WIDEST[compute, sizes], "any interval would do that is wide enough"
     return found
 
 

@@ -10,15 +10,14 @@ from pathlib import Path
 import numpy as np
 from support.presets import preset
 
-from llm_pretrain.config import Config
 from llm_pretrain.ladder import (
     Budget,
     Ladder,
     Point,
     ScalingLaw,
+    Size,
     Sizes,
     ladder_flops,
-    member,
     with_store,
     write_points,
 )
@@ -34,9 +33,9 @@ BITS = 0.45
 """Bits per byte of a nat per token."""
 
 
-def measured(config: Config, steps: int, unique_tokens: int, law: ScalingLaw, *, decayed: bool) -> Point:
+def measured(size: Size, steps: int, unique_tokens: int, law: ScalingLaw, *, decayed: bool) -> Point:
     """A training with the loss of a law."""
-    point = unmeasured_point(config, steps, unique_tokens, decayed=decayed)
+    point = unmeasured_point(size, steps, unique_tokens, decayed=decayed)
     loss = law.of(point) * (1 if decayed else STABLE)
     return dataclasses.replace(point, loss=loss, bits_per_byte=loss * BITS)
 
@@ -65,10 +64,10 @@ def make_ladder(
         seed: Of the noise.
     """
     base = with_store(preset(name), Path("stores/text"))
-    generator = np.random.default_rng(seed)
+    generator, all_sizes = np.random.default_rng(seed), Sizes(base)
     rungs = tuple(rung_of(size, save_steps, MULTIPLES) for size in sizes)
     points = [
-        measured(member(base, rung.hidden_size), steps, unique_tokens, law, decayed=decayed)
+        measured(all_sizes.of(rung.hidden_size), steps, unique_tokens, law, decayed=decayed)
         for rung in rungs
         for decayed, ends in ((True, rung.steps), (False, rung.branches))
         for steps in ends
@@ -76,7 +75,7 @@ def make_ladder(
     noisy = [
         dataclasses.replace(point, loss=point.loss * math.exp(generator.normal(0, noise))) for point in points
     ]
-    budget = Budget("20m", ladder_flops(Sizes(base), rungs), 1200.0)
+    budget = Budget("20m", ladder_flops(all_sizes, rungs), 1200.0)
     ladder = Ladder(folder, base, "a" * 64, unique_tokens, rungs, budget, 1.0, 1, tuple(noisy))
     folder.mkdir(parents=True, exist_ok=True)
     ladder.write()

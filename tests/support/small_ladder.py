@@ -19,12 +19,12 @@ import train_pretrain
 from llm_pretrain import __main__
 from llm_pretrain.commands import _ladder_runs
 from llm_pretrain.commands._launching import Job, LaunchContext, RunningJob
-from llm_pretrain.ladder import budget
+from llm_pretrain.ladder import budget, family
 
 budget.BRANCHES, budget.SMALLEST_BRANCHES = (2, 4), (2, 3, 4)
 budget.MIN_STEPS = 10
 budget.MIN_TOKENS = 1
-budget.MIN_HEADS = 1
+budget.MIN_HEADS = family.MIN_HEADS = 1
 budget.MAX_EPOCHS = 1000.0
 _ladder_runs.MEASURED_SECONDS = 1.0
 

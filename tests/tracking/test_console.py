@@ -12,7 +12,7 @@ import termios
 import pytest
 
 from llm_pretrain.config import Config
-from llm_pretrain.tracking import Console
+from llm_pretrain.tracking import Console, time_text
 
 ROW = {
     **{"step": 120, "train/loss": 4.23141, "train/learning_rate": 9.8e-4, "train/grad_norm": 0.8312},
@@ -136,3 +136,7 @@ def test_a_name_cannot_steer_the_terminal(capsys):
     console().info("weights: a\x1b[31m\nb")
     console().warning("a\u202eb")
     assert capsys.readouterr() == ("weights: a\\x1b[31m\\nb\n", "warning: a\\u202eb\n")
+
+
+def test_times_as_text():
+    assert [time_text(seconds) for seconds in (45, 750, 3900)] == ["45s", "12m30s", "1h05m"]
