@@ -46,9 +46,10 @@ def _torch_folder() -> Path:
 
 
 def _build() -> Path:
-    """The compiled guard, from a cache whose key is the source and torch's version."""
+    """The compiled guard, from a cache by source, torch's version and its folder, from which it loads."""
     torch = _torch_folder()
-    key = hashlib.sha256(SOURCE.read_bytes() + (torch / "version.py").read_bytes()).hexdigest()[:16]
+    facts = SOURCE.read_bytes() + (torch / "version.py").read_bytes() + os.fsencode(torch)
+    key = hashlib.sha256(facts).hexdigest()[:16]
     built = Path(tempfile.gettempdir()) / f"llm_pretrain-fake-cuda-{os.getuid()}" / f"{key}.so"
     if built.exists():
         return built
