@@ -373,12 +373,12 @@ def flops_for(
             flops = least_flops(sizes, unique_tokens, count)
         return flops, choose_rungs(base, flops, unique_tokens, count)
 
-    flops, rungs = ladder_in(seconds)
+    (flops, rungs), evaluated = ladder_in(seconds), evaluated_tokens(base)
     for _ in range(MEASUREMENTS):
         ends = [rungs[0].hidden_size, rungs[-1].hidden_size]
         say(f"measuring the speed of hidden sizes {ends[0]} and {ends[1]}")
         found = measure_speed(base, ends, folder, context, slots=slots, threads=threads)
-        speed = dataclasses.replace(found, evaluated_tokens=evaluated_tokens(base))
+        speed = dataclasses.replace(found, evaluated_tokens=evaluated)
         measured = [sizes.of(size).step_flops for size in ends]
         spent = time.monotonic() - started
         flops, rungs = ladder_in(seconds - spent)

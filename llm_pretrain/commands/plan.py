@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--cost", type=float, metavar="C", help="or its cost, with --gpu and --price")
     add("--gpu", metavar="NAME", help=f"another machine: {', '.join(MACHINES)} (default: this one)")
     add("--world-size", "--world_size", type=int, metavar="W",
-        help="processes (default: one per core or GPU here; one of another machine's)")  # fmt: skip
+        help="processes (default: one per core or GPU here; 1 with --gpu NAME)")  # fmt: skip
     add("--price", type=float, metavar="P", help="of a GPU for an hour")
     add("--mfu", type=float, help=f"share of a GPU's peak that is reached (default: {DEFAULT_MFU})")
     add("--max-parameters", type=float, default=math.inf, metavar="N", help="largest number, all counted")

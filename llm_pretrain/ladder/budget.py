@@ -256,8 +256,8 @@ def _rungs(
 
     def is_large_enough(smallest: Size) -> bool:
         middle = from_smallest(smallest)[count // 2]
-        wanted = BRANCHES[-1] * unit_tokens(smallest) <= TOKENS_PER_PARAMETER * middle.active_parameters
-        return wanted or has_too_few_tokens(smallest)
+        most = TOKENS_PER_PARAMETER * middle.active_parameters
+        return BRANCHES[-1] * unit_tokens(smallest) <= most or has_too_few_tokens(smallest)
 
     least_number = max(MIN_HEADS, sizes.first(has_enough_text))
     number = max(least_number, sizes.first(is_large_enough))

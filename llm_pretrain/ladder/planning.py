@@ -116,6 +116,11 @@ class Forecast:
     samples: int = SAMPLES
 
     @cached_property
+    def sizes(self) -> Sizes:
+        """The family's members, each counted once for all choices."""
+        return Sizes(self.ladder.base)
+
+    @cached_property
     def decayed(self) -> Fit:
         """Fit to the points after the decay.
 
@@ -157,7 +162,7 @@ class Forecast:
         """
         found, best, least = list[Choice](), math.inf, least_tokens(self.ladder.base)
         step_tokens = tokens_per_step(self.ladder.base)
-        for size in Sizes(self.ladder.base).ascending():
+        for size in self.sizes.ascending():
             paid = budget.tokens(size)
             if math.isnan(paid) or paid < least or size.total_parameters > max_parameters:
                 break
@@ -176,7 +181,7 @@ class Forecast:
 
     def _no_choice(self, budget: RunBudget, max_parameters: float) -> ConfigError:
         """Why a budget trains no size."""
-        smallest = next(Sizes(self.ladder.base).ascending())
+        smallest = next(self.sizes.ascending())
         if smallest.total_parameters > max_parameters:
             return ConfigError(
                 f"--max-parameters: expected {smallest.total_parameters:,} or more, as the smallest size of "
@@ -237,7 +242,7 @@ class Forecast:
     def curve(self, config: Config) -> list[PredictedLoss]:
         """Predicted losses along a planned run: entries of `evaluation.prediction`."""
         last, found = config.training.max_steps, list[PredictedLoss]()
-        size, text = Sizes(self.ladder.base).of(config.model.hidden_size), self.ladder.unique_tokens
+        size, text = self.sizes.of(config.model.hidden_size), self.ladder.unique_tokens
         steps = {int((last - decay_of(last)) * part) for part in _STABLE_PARTS}
         if self.stable is not None:
             for step in sorted(step for step in steps if step >= self._first_branch):
