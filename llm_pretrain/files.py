@@ -144,7 +144,7 @@ def fsync_file(file: Path) -> None:
 
 def file_name(text: str, default: str = "imported") -> str:
     """`text` as a name for runs and folders; `default` where no character of it can be in one."""
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-.") or default
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-.")[:128] or default  # as long as run.name may be
 
 
 def make_folder(folder: Path) -> None:

@@ -16,6 +16,7 @@ from llm_pretrain.commands._launch_options import say
 from llm_pretrain.commands._launching import (
     Job,
     LaunchContext,
+    Machine,
     RunMonitor,
     RunningJob,
     last_error_lines,
@@ -31,6 +32,7 @@ from llm_pretrain.ladder import (
     Run,
     Sizes,
     Speed,
+    all_runs,
     best_order,
     measured_points,
     member,
@@ -50,6 +52,18 @@ LOOK_SECONDS, BUSY_PERCENT = 0.5, 25.0
 """How long others are watched before a measurement, and from which share of the cores they are named."""
 MEASURED_SECONDS, MEASURED_STEPS = 10.0, 6
 """How long, and how many steps at least, the speed is measured once all runs train."""
+LOCK, MEASURING = ".lock", ".measuring"
+"""In a ladder's folder: what the command in it holds, and where runs whose speed is measured write."""
+
+
+def threads_of(machine: Machine, sizes: int) -> int:
+    """CPU threads of each run: the cores are divided among the GPUs, or among the sizes."""
+    return max(1, machine.cores // (machine.gpus or sizes))
+
+
+def slots_of(machine: Machine, threads: int) -> int:
+    """Runs side by side: one a GPU, or as many as there are cores for their threads."""
+    return machine.gpus or max(1, machine.cores // threads)
 
 
 class Runner:
@@ -64,8 +78,6 @@ class Runner:
     def __init__(self, ladder: Ladder, context: LaunchContext, slots: int):
         self.ladder, self.context, self.slots = ladder, context, slots
         self.sizes = Sizes(ladder.base)
-        self.runs: list[Run] = []
-        """All that the ladder will need, as far as known: for the time that is left."""
 
     def run_all(self, runs: Sequence[Run]) -> None:
         """Run those that have not ended yet; of one that has diverged, no decays.
@@ -75,7 +87,7 @@ class Runner:
         """
         self._restart_incomplete(runs)
         waiting = [run for run in runs if not read_progress(self._folder(run)).has_ended(run.end)]
-        waiting, _ = best_order(waiting, self._seconds_left(waiting), self.slots)
+        waiting, _ = best_order(waiting, self._costs(waiting), self.slots)
         running: list[tuple[RunningJob, Run, int]] = []
         free, said = list(range(self.slots)), time.monotonic()
         try:
@@ -101,7 +113,7 @@ class Runner:
                         free = sorted([*free, slot])
                         self._ended(job, run, code)
                         others = [each for _, each, _ in running]  # by now more sizes have a speed
-                        costs = self._seconds_left([*others, *waiting])
+                        costs = self._costs([*others, *waiting])
                         waiting, _ = best_order(waiting, costs, self.slots, others)
         except BaseException:
             stop([job for job, _, _ in running])
@@ -142,9 +154,9 @@ class Runner:
 
     def _line(self, run: Run, record: Progress) -> str:
         """Progress after a run's end."""
-        tokens, costs = tokens_per_step(self.ladder.base), self._seconds_left(self.runs)
-        left = [each for each in {each.name: each for each in self.runs}.values() if costs[each.name] > 0]
-        _, seconds_left = best_order(left, costs, self.slots)
+        tokens, runs = tokens_per_step(self.ladder.base), all_runs(self.ladder)
+        costs = self._costs(runs)
+        _, left = best_order([each for each in runs if costs[each.name] > 0], costs, self.slots)
         losses, seconds = record.losses.get(run.end), record.step_seconds
         if record.has_diverged:
             result = "DIVERGED"
@@ -153,40 +165,37 @@ class Runner:
         speed = f"{tokens / seconds:>9,.0f} tokens/s" if seconds else ""
         return (
             f"{run.name:<16} {run.end * tokens:>13,} tokens  {result:<11} {speed}  "
-            f"{self.used_text(self.used())}, {time_text(seconds_left)} left"
+            f"{self.used_text(used_by(self.ladder))}, {time_text(left)} left"
         )
-
-    def used(self) -> LadderUsed:
-        """What all runs have used so far, the speed's measurement not included."""
-        return used_by(self.ladder, self.runs)
 
     def used_text(self, used: LadderUsed) -> str:
         """What has been used, as a share of the budget."""
         budget = self.ladder.budget
-        begun = sum(self._folder(run).is_dir() for run in {run.name: run for run in self.runs}.values())
+        begun = sum(self._folder(run).is_dir() for run in all_runs(self.ladder))
         wall = budget.measuring_seconds + (used.seconds + begun * budget.start_up_seconds) / self.slots
         share = wall / budget.seconds if budget.seconds else used.flops / budget.flops
         return f"used {share:.0%} ({used.flops:.2g} FLOPs, {time_text(wall)})"
 
-    def _seconds_left(self, runs: Sequence[Run]) -> dict[str, float]:
-        """Of each run's steps, by name: at the speed of its size, or by FLOPs where that has not trained yet.
+    def _costs(self, runs: Sequence[Run]) -> dict[str, float]:
+        """Seconds that each run still needs, by name; FLOPs before the first run trains: enough for an order.
 
-        FLOPs instead of seconds before the first run trains, which is enough to order runs by.
+        By the speed of its size, or by FLOPs where that has not trained yet; without evaluations.
         """
-        by_name = {run.name: run for run in [*self.runs, *runs]}  # a stable run continues its check
-        found = {name: read_progress(self._folder(run)) for name, run in by_name.items()}
+        known = {run.name: run for run in [*all_runs(self.ladder), *runs]}
+        found = {name: read_progress(self._folder(run)) for name, run in known.items()}
         speeds = {
-            by_name[name].hidden_size: each.step_seconds for name, each in found.items() if each.step_seconds
+            known[name].hidden_size: each.step_seconds for name, each in found.items() if each.step_seconds
         }
         relative = [seconds / self.sizes.of(size).step_flops for size, seconds in speeds.items()]
         per_flop = statistics.fmean(relative) if relative else 1.0
-        seconds = dict[str, float]()
+        costs = dict[str, float]()
         for run in runs:
             is_over = any(name in found and found[name].has_diverged for name in (run.name, run.after))
             steps = 0 if is_over else max(0, run.end - max(run.begin, found[run.name].last_step))
             by_flops = per_flop * self.sizes.of(run.hidden_size).step_flops
-            seconds[run.name] = steps * (speeds.get(run.hidden_size) or by_flops)
-        return seconds
+            start_up = 0.0 if self._folder(run).is_dir() else self.ladder.budget.start_up_seconds
+            costs[run.name] = steps and steps * (speeds.get(run.hidden_size) or by_flops) + start_up
+        return costs
 
     def clean(self, runs: Iterable[Run]) -> None:
         """Delete the checkpoints of runs that have ended with all that follow; of decays the weights stay.
@@ -276,7 +285,14 @@ def measure_speed(
     by_flops = {
         sizes.of(size).flops_per_token: statistics.mean(each) / tokens for size, each in measured.items()
     }
-    return Speed.of(by_flops, statistics.mean(start_ups), slots)
+    return Speed.of(by_flops, statistics.mean(start_ups), slots, evaluated_tokens(base))
+
+
+def evaluated_tokens(base: Config) -> int:
+    """Tokens of one evaluation."""
+    from llm_pretrain.data import evaluation_batches
+
+    return sum(evaluation_batches(base).sequences) * base.training.sequence_length
 
 
 def measure_steps(
@@ -293,7 +309,7 @@ def measure_steps(
     Raises:
         PretrainError: a run failed.
     """
-    jobs, folder, is_kept = list[RunningJob](), folder.absolute(), False  # the folder finds the processes
+    jobs, folder, is_kept = list[RunningJob](), folder.resolve(), False  # the folder finds the processes
     end_orphans(folder / f"{number}" for number in range(len(configs)))  # of a measurement that was killed
     shutil.rmtree(folder, ignore_errors=True)
     make_folder(folder)

@@ -127,7 +127,7 @@ class _EpochCounter:
 
     def __post_init__(self) -> None:
         self.counts = np.zeros(self.length, dtype=np.uint8)
-        self.drawn = self.epochs = self.untaken = 0
+        self.drawn = self.epochs = 0
         self.problems: list[str] = []
 
     def add(self, sequences: np.ndarray, is_taken: np.ndarray) -> None:
@@ -136,7 +136,6 @@ class _EpochCounter:
             room = self.length - self.drawn
             now, kept = sequences[:room], is_taken[:room]
             np.add.at(self.counts, now[kept], 1)
-            self.untaken += int((~kept).sum())
             self.drawn += len(now)
             if self.drawn == self.length:
                 self._close()

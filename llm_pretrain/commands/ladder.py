@@ -27,18 +27,18 @@ from llm_pretrain.errors import (
     DivergedError,
     OutputError,
 )
-from llm_pretrain.files import make_folder
+from llm_pretrain.files import make_folder, remove_leftovers
 
 if TYPE_CHECKING:
     from llm_pretrain.commands._ladder_runs import Runner
-    from llm_pretrain.ladder import Ladder, Rung, Speed
+    from llm_pretrain.ladder import Ladder, Rung, Sizes, Speed
 
 EXAMPLES = """\
 Every other option is a setting, --section.field VALUE, of the family's base. The same command continues a
 ladder that was stopped; runs that have ended are kept, and the table has the same bits.
 
 examples:
-  llm-pretrain ladder --input data/stores/stdlib --budget 20m
+  llm-pretrain ladder --input data/stores/stdlib --budget 1h
   llm-pretrain ladder --input data/stores/mine --budget 2h --config minimind-26m --output ladders/mine
   llm-pretrain ladder --input data/stores/mine --budget 1e16 --sizes 4 --training.global_batch_size 32
   llm-pretrain ladder --compare ladders/stdlib ladders/stdlib-other-recipe
@@ -46,8 +46,6 @@ examples:
 
 GUESSED_FLOPS = {"core": 4e10, "gpu": 1e14}
 """Per second, for the sizes at which the speed is measured first."""
-LOCK, MEASURING = ".lock", ".measuring"
-"""In a ladder's folder: what the command in it holds, and where runs whose speed is measured write."""
 MEASURE_AGAIN = 2.0
 """Ratio in FLOPs per token beyond the measured sizes from which the speed is measured again."""
 MEASUREMENTS = 2
@@ -157,7 +155,11 @@ def compare(arguments: argparse.Namespace) -> int:
         is_better = all(row.second is not None for row in rows)
         print(
             "no ratio: "
-            + ("the second's cheapest run is better already" if is_better else "the ladders do not overlap")
+            + (
+                "the second's cheapest run is better already"
+                if is_better
+                else "no loss of the first lies within the second's"
+            )
             + "; give one of them another budget"
         )
         return 1
@@ -166,7 +168,11 @@ def compare(arguments: argparse.Namespace) -> int:
 
 
 def open_base(arguments: argparse.Namespace, machine: Machine) -> tuple[Config, str, int]:
-    """The base configuration, resolved, with the store as its data; the store's hash and training tokens."""
+    """(the base configuration, the store's hash, its training tokens).
+
+    The base is resolved, with the store as its data; it evaluates on all of its validation split unless
+    told otherwise, and is deterministic on GPUs, so that a continued ladder has the same table.
+    """
     from llm_pretrain.data import TokenStore, sequences_per_epoch
     from llm_pretrain.ladder import member, with_store
 
@@ -201,27 +207,29 @@ def locked(folder: Path) -> Iterator[None]:
     """Hold the folder, created if missing, so that no other ladder runs in it."""
     from filelock import FileLock, Timeout
 
-    from llm_pretrain.ladder import LADDER_FILE
+    from llm_pretrain.commands._ladder_runs import LOCK, MEASURING
+    from llm_pretrain.ladder import LADDER_FILE, POINTS_FILE
 
-    if folder.exists() and not folder.is_dir():
+    if (was_there := folder.exists()) and not folder.is_dir():
         raise OutputError(f"--output {folder}: expected a folder, found a file")
-    is_new = not (folder / LADDER_FILE).exists()
-    others = sorted(set(os.listdir(folder)) - {LOCK, MEASURING}) if is_new and folder.is_dir() else []
-    if others:
-        raise OutputError(
-            f"--output {folder}: expected a ladder's folder, or a new or empty one, found {others[0]} in it; "
-            "choose another"
-        )
     try:
         make_folder(folder)
         with FileLock(folder / LOCK, timeout=0):
             try:
+                remove_leftovers(folder, (LADDER_FILE, POINTS_FILE))
+                others = sorted(set(os.listdir(folder)) - {LOCK, MEASURING})
+                if others and LADDER_FILE not in others:
+                    raise OutputError(
+                        f"--output {folder}: expected a ladder's folder, or a new or empty one, found "
+                        f"{others[0]} in it; choose another"
+                    )
                 yield
             finally:
                 if not (folder / LADDER_FILE).exists():  # nothing was planned: leave no trace
                     (folder / LOCK).unlink(missing_ok=True)
-                    with suppress(OSError):
-                        folder.rmdir()
+                    if not was_there:
+                        with suppress(OSError):
+                            folder.rmdir()
     except Timeout:
         raise OutputError(
             f"--output {folder}: expected a folder of its own, found another command that runs in it"
@@ -280,6 +288,7 @@ def new_ladder(
     context: LaunchContext,
 ) -> Ladder:
     """Choose the rungs for the budget, measuring the speed for a time, and write ladder.json."""
+    from llm_pretrain.commands._ladder_runs import MEASURING, slots_of, threads_of
     from llm_pretrain.ladder import (
         SIZE_COUNTS,
         Budget,
@@ -292,17 +301,19 @@ def new_ladder(
     )
     from llm_pretrain.tracking import time_text
 
-    threads = threads_of(context.machine, arguments.sizes or SIZE_COUNTS[0])
-    given, started = read_budget(arguments.budget), time.monotonic()
-    budget, speed = Budget(arguments.budget, given.flops or 0.0, given.seconds), None
-    if given.seconds is not None:
-        flops, speed = flops_for(
-            base, given.seconds, unique_tokens, arguments.sizes, folder / MEASURING, context, threads
+    threads, sizes = threads_of(context.machine, arguments.sizes or SIZE_COUNTS[0]), Sizes(base)
+    (flops, seconds), started, expected = read_budget(arguments.budget), time.monotonic(), ""
+    if seconds is None:
+        assert flops is not None
+        rungs = choose_rungs(sizes, flops, unique_tokens, arguments.sizes)
+        budget = Budget(arguments.budget, flops)
+    else:
+        rungs, flops, speed = rungs_within(
+            seconds, sizes, unique_tokens, arguments.sizes, folder / MEASURING, context, threads
         )
         measuring = time.monotonic() - started
-        budget = Budget(arguments.budget, flops, given.seconds, measuring, speed.start_up)
-    rungs, sizes = choose_rungs(base, budget.flops, unique_tokens, arguments.sizes), Sizes(base)
-    expected = f", about {time_text(ladder_seconds(sizes, rungs, speed))}" if speed else ""
+        budget = Budget(arguments.budget, flops, seconds, measuring, speed.start_up)
+        expected = f", about {time_text(ladder_seconds(sizes, rungs, speed))}"
     ladder = Ladder(folder, base, store, unique_tokens, rungs, budget, None, threads)
     ladder.write()
     say(
@@ -326,33 +337,22 @@ def say_rungs(ladder: Ladder) -> None:
         say(f"  hidden size {rung.hidden_size}, {parameters} active parameters: {tokens} tokens")
 
 
-def threads_of(machine: Machine, sizes: int) -> int:
-    """CPU threads of each run: the cores are divided among the GPUs, or among the sizes."""
-    return max(1, machine.cores // (machine.gpus or sizes))
-
-
-def slots_of(machine: Machine, threads: int) -> int:
-    """Runs side by side: one a GPU, or as many as there are cores for their threads."""
-    return machine.gpus or max(1, machine.cores // threads)
-
-
-def flops_for(
-    base: Config,
+def rungs_within(
     seconds: float,
+    sizes: Sizes,
     unique_tokens: int,
     count: int | None,
     folder: Path,
     context: LaunchContext,
     threads: int,
-) -> tuple[float, Speed]:
-    """(FLOPs that this machine does in a time, less what measuring takes; the measured speed).
+) -> tuple[tuple[Rung, ...], float, Speed]:
+    """(rungs that this machine trains in a time, less what measuring takes; their FLOPs; measured speed).
 
     Raises:
         ConfigError: by the measured speed, the time is too short or too long for any ladder.
     """
-    from llm_pretrain.commands._ladder_runs import measure_speed
+    from llm_pretrain.commands._ladder_runs import measure_speed, slots_of
     from llm_pretrain.ladder import (
-        Sizes,
         Speed,
         choose_rungs,
         flops_within,
@@ -362,26 +362,21 @@ def flops_for(
     )
     from llm_pretrain.tracking import time_text
 
-    started, sizes, machine = time.monotonic(), Sizes(base), context.machine
+    started, machine = time.monotonic(), context.machine
     slots, most = slots_of(machine, threads), most_flops(unique_tokens, count)
     guess = GUESSED_FLOPS["gpu"] * slots if machine.gpus else GUESSED_FLOPS["core"] * machine.cores
-    speed, measured = Speed(0.0, slots / guess, 0.0, slots), list[float]()  # step FLOPs of measured sizes
-
-    def ladder_in(left: float) -> tuple[float, tuple[Rung, ...]]:
-        flops = flops_within(base, left, unique_tokens, speed, count)
-        if not measured and flops == most:  # perhaps too much: small sizes tell it sooner
-            flops = least_flops(sizes, unique_tokens, count)
-        return flops, choose_rungs(base, flops, unique_tokens, count)
-
-    (flops, rungs), evaluated = ladder_in(seconds), evaluated_tokens(base)
+    speed = Speed(0.0, slots / guess, 0.0, slots)
+    flops = flops_within(sizes, seconds, unique_tokens, speed, count)
+    if flops == most:  # perhaps too much: small sizes tell it sooner
+        flops = least_flops(sizes, unique_tokens, count)
+    rungs = choose_rungs(sizes, flops, unique_tokens, count)
     for _ in range(MEASUREMENTS):
-        ends = [rungs[0].hidden_size, rungs[-1].hidden_size]
+        ends = [rung.hidden_size for rung in (rungs[0], rungs[-1])]
         say(f"measuring the speed of hidden sizes {ends[0]} and {ends[1]}")
-        found = measure_speed(base, ends, folder, context, slots=slots, threads=threads)
-        speed = dataclasses.replace(found, evaluated_tokens=evaluated)
-        measured = [sizes.of(size).step_flops for size in ends]
+        speed = measure_speed(sizes.base, ends, folder, context, slots=slots, threads=threads)
         spent = time.monotonic() - started
-        flops, rungs = ladder_in(seconds - spent)
+        flops = flops_within(sizes, seconds - spent, unique_tokens, speed, count)
+        rungs = choose_rungs(sizes, flops, unique_tokens, count)
         expected = spent + ladder_seconds(sizes, rungs, speed)
         if expected > seconds or flops == most:
             bound, advice, margin = "least", "raise it", 1.05  # the next measurement differs a little
@@ -391,49 +386,41 @@ def flops_for(
                 f"--budget: expected at {bound} {time_text(margin * expected)} for {len(rungs)} sizes of "
                 f"this family on this machine, found {time_text(seconds)}; {advice}"
             )
-        low, high = (sizes.of(rungs[end].hidden_size).step_flops for end in (0, -1))
-        if low * MEASURE_AGAIN >= measured[0] and high <= measured[1] * MEASURE_AGAIN:
+        fast, slow = (sizes.of(size).flops_per_token for size in ends)
+        low, high = (sizes.of(rung.hidden_size).flops_per_token for rung in (rungs[0], rungs[-1]))
+        if low * MEASURE_AGAIN >= fast and high <= slow * MEASURE_AGAIN:
             break
-    return flops, speed
-
-
-def evaluated_tokens(base: Config) -> int:
-    """Tokens of one evaluation."""
-    from llm_pretrain.data import evaluation_batches
-
-    batches = evaluation_batches(base)
-    return sum(batches.sequences) * base.training.sequence_length
+    return rungs, flops, speed
 
 
 def train(ladder: Ladder, context: LaunchContext) -> int:
     """Check the rate, run all that has not ended yet, and print the table."""
-    from llm_pretrain.commands._ladder_runs import Runner, end_orphans
+    from llm_pretrain.commands._ladder_runs import MEASURING, Runner, end_orphans, slots_of
     from llm_pretrain.ladder import (
         LEAST_SIZES,
-        RATE_FACTORS,
         RUNS_FOLDER,
         check_runs,
         diverged_sizes,
+        ladder_runs,
         measured_points,
-        rung_runs,
         shortcomings,
         tried_factors,
+        used_by,
         write_ladder_report,
         write_points,
     )
     from llm_pretrain.tracking import time_text
 
-    started, runs = time.monotonic(), ladder.folder.absolute() / RUNS_FOLDER
-    end_orphans(file.with_suffix("") for file in runs.glob("*.yaml"))  # a run's folder comes after its file
+    started, folder = time.monotonic(), ladder.folder.resolve()
+    files = [file for name in (RUNS_FOLDER, MEASURING) for file in (folder / name).glob("*.yaml")]
+    end_orphans(file.with_suffix("") for file in files)  # a run's folder comes after its file
     runner = Runner(ladder, context, slots_of(context.machine, ladder.threads))
-    runner.runs = [*check_runs(ladder.rungs[0], RATE_FACTORS), *rung_runs(ladder.rungs, 1.0)]
     if ladder.rate_factor is None:
         ladder = check_rate(runner)
     factor = ladder.rate_factor
     assert factor is not None
-    checks, rest = check_runs(ladder.rungs[0], tried_factors(ladder)), rung_runs(ladder.rungs, factor)
-    runner.runs = [*checks, *rest]
-    runner.clean([run for run in checks if run.factor != factor])
+    others, rest = set(tried_factors(ladder)) - {factor}, ladder_runs(ladder.rungs, factor)
+    runner.clean(check_runs(ladder.rungs[0], others))
     runner.run_all(rest)
     runner.clean(rest)
     points = measured_points(ladder)
@@ -445,7 +432,7 @@ def train(ladder: Ladder, context: LaunchContext) -> int:
         raise DivergedError(
             f"{ladder.folder}: expected {LEAST_SIZES} sizes or more that do not diverge, found {left}"
         )
-    used = runner.used()
+    used = used_by(ladder)
     say(
         f"{len(points)} points in {ladder.folder / 'points.jsonl'}; {runner.used_text(used)}: "
         f"{used.flops:.3g} FLOPs, {time_text(used.seconds)} of runs; this call "
@@ -476,7 +463,6 @@ def check_rate(runner: Runner) -> Ladder:
         if further is None or not RATE_LIMITS[0] <= further <= RATE_LIMITS[1]:
             break
         tried.append(further)
-        runner.runs += check_runs(rung, [further])
     if loss(best) == math.inf:
         raise DivergedError(
             f"{ladder.folder}: the smallest size diverges at every rate; lower the base's rates"

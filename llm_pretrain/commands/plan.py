@@ -33,12 +33,13 @@ examples:
   llm-pretrain plan --ladder ladders/mine --cost 100 --gpu h100 --world-size 8 --price 2.5 --output night.yaml
 """
 
+MOST = 1e27
+"""FLOPs, money or tokens; more are mistakes."""
 SHORT_STEP = 0.01
 """Seconds of a step on a GPU below which starting its kernels takes longer than they do."""
 ALTERNATIVES = (0.25, 0.5, 1.0, 2.0, 4.0)
 """Parameters of the sizes that are shown, in those of the best."""
 _MARK = "# Written by `llm-pretrain plan`"
-_HEAD = f"{_MARK}; runs as it is: train_pretrain.py --config THIS_FILE\n"
 
 
 class _Plan(NamedTuple):
@@ -98,7 +99,6 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.world_size = _usual_world_size(ladder.base, arguments)
     _micro_batch(ladder.base, arguments.world_size)  # raises for a number of processes that does not divide
     _check_store(ladder)
-    make_folder(output.parent)
     forecast = Forecast(ladder)
     plan = _on_gpus(forecast, arguments) if arguments.gpu else _on_this_machine(forecast, arguments)
     evaluation = dataclasses.replace(plan.config.evaluation, prediction=forecast.curve(plan.config))
@@ -107,9 +107,12 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(*problems)
     lines = [*_lines(forecast, plan, arguments), *_warnings(forecast, plan, arguments)]
     print(*lines, sep="\n")
-    replace_text(output, _HEAD + "".join(f"# {printable(line)}\n" for line in lines) + dump_yaml(plan.config))
-    command = f"llm-pretrain train --nproc {arguments.world_size} --config {shlex.quote(str(output))}"
-    print(f"wrote {output}" + ("" if arguments.gpu else f"; {command}"))
+    command = f"; llm-pretrain train --nproc {arguments.world_size} --config {shlex.quote(str(output))}"
+    command = "" if arguments.gpu else command  # there may be several machines
+    head = "".join(f"# {printable(line)}\n" for line in lines)
+    make_folder(output.parent)
+    replace_text(output, f"{_MARK}{printable(command)}\n{head}{dump_yaml(plan.config)}")
+    print(printable(f"wrote {output}{command}"))
     return 0
 
 
@@ -128,11 +131,12 @@ def _check(arguments: argparse.Namespace) -> None:
     if arguments.gpu is not None and arguments.gpu.lower() not in MACHINES:
         problems.append(f"--gpu: expected one of {', '.join(MACHINES)}, found {arguments.gpu!r}")
     for name in ("flops", "cost", "price", "max_parameters"):
-        value = getattr(arguments, name)
-        if value is not None and not (value > 0 and (value < math.inf or name == "max_parameters")):
-            problems.append(f"--{name.replace('_', '-')}: expected a finite number above 0, found {value:g}")
-    if not 0 <= arguments.serve_tokens < math.inf:
-        problems.append(f"--serve-tokens: expected 0 or more, found {arguments.serve_tokens:g}")
+        value, most = getattr(arguments, name), math.inf if name == "max_parameters" else MOST
+        if value is not None and not 0 < value <= most:
+            up_to = f" up to {most:g}" if most < math.inf else ""
+            problems.append(f"--{name.replace('_', '-')}: expected a number above 0{up_to}, found {value:g}")
+    if not 0 <= arguments.serve_tokens <= MOST:
+        problems.append(f"--serve-tokens: expected 0 to {MOST:g}, found {arguments.serve_tokens:g}")
     if arguments.mfu is not None and not 0.001 <= arguments.mfu <= 1:
         problems.append(f"--mfu: expected a share from 0.001 to 1, found {arguments.mfu:g}")
     if arguments.world_size is not None and arguments.world_size < 1:
@@ -143,10 +147,13 @@ def _check(arguments: argparse.Namespace) -> None:
 
 def _seconds(arguments: argparse.Namespace) -> float | None:
     """The budget in seconds of wall time; None where it is FLOPs."""
-    from llm_pretrain.ladder import read_budget
+    from llm_pretrain.ladder.budget import MOST_SECONDS, read_budget
 
     if arguments.cost is not None:
-        return arguments.cost / arguments.price / arguments.world_size * 3600
+        seconds = arguments.cost / arguments.price / arguments.world_size * 3600
+        if seconds > MOST_SECONDS:
+            raise ConfigError(f"--cost: expected at most 10 years of GPUs, found {seconds:.3g} seconds")
+        return seconds
     return None if arguments.time is None else read_budget(arguments.time, "--time", only_time=True).seconds
 
 
@@ -197,7 +204,7 @@ def _micro_batch(config: Config, world_size: int) -> int:
 
 def _on_this_machine(forecast: Forecast, arguments: argparse.Namespace) -> _Plan:
     """The best choice at this machine's speed: the ladder's, corrected by steps of that choice."""
-    from llm_pretrain.commands.ladder import slots_of
+    from llm_pretrain.commands._ladder_runs import slots_of
     from llm_pretrain.ladder import RunBudget
 
     ladder, machine, world_size = forecast.ladder, this_machine(), arguments.world_size
@@ -230,7 +237,7 @@ def _on_this_machine(forecast: Forecast, arguments: argparse.Namespace) -> _Plan
     if speed is None:
         return _Plan(best, found, config, None, evaluated)
     token_seconds = factor * speed.token_seconds(best.size.flops_per_token)
-    expected = speed.start_up + (best.point.tokens + evaluated) * token_seconds
+    expected = speed.start_up + (best.training.tokens + evaluated) * token_seconds
     return _Plan(best, found, config, expected, evaluated)
 
 
@@ -238,8 +245,7 @@ def _measured_seconds(ladder: Ladder, planned: Config, threads: int, world_size:
     """Seconds of a token of the planned run, by steps of it on all of its processes."""
     from filelock import FileLock, Timeout
 
-    from llm_pretrain.commands._ladder_runs import measure_steps, measured_config
-    from llm_pretrain.commands.ladder import LOCK, MEASURING
+    from llm_pretrain.commands._ladder_runs import LOCK, MEASURING, measure_steps, measured_config
     from llm_pretrain.ladder import tokens_per_step
 
     context = LaunchContext(find_scripts(None, ["torchrun"]), this_machine(), math.inf)
@@ -269,7 +275,7 @@ def _ladder_speed(ladder: Ladder) -> Speed | None:
 
 def _evaluated(ladder: Ladder) -> float:
     """What the evaluations of a planned run cost, in trained tokens."""
-    from llm_pretrain.commands.ladder import evaluated_tokens
+    from llm_pretrain.commands._ladder_runs import evaluated_tokens
     from llm_pretrain.ladder import EVALUATION_COST, EVALUATIONS
 
     return EVALUATION_COST * (EVALUATIONS + 1) * evaluated_tokens(ladder.base)
@@ -297,7 +303,7 @@ def _on_gpus(forecast: Forecast, arguments: argparse.Namespace) -> _Plan:
     memory = estimate_memory(config, world_size, on_gpu=True)
     if memory.peak + CUDA_CONTEXT > GPU_GB[gpu] * 10**9:
         config = dataclasses.replace(config, distributed=_searched_mesh(config, arguments))
-    tokens = round(best.point.tokens + evaluated)
+    tokens = round(best.training.tokens + evaluated)
     time = estimate_time(config, world_size, tokens=tokens, flops=peak, mfu=mfu)
     return _Plan(best, choices, config, time.hours * 3600, evaluated)
 
@@ -330,15 +336,16 @@ def _lines(forecast: Forecast, plan: _Plan, arguments: argparse.Namespace) -> li
     low, high = best.prediction.low, best.prediction.high
     bits = [forecast.bits_per_byte(each) for each in (best.prediction.loss, low, high)]
     world_size = arguments.world_size
-    machine = f"{world_size} x {arguments.gpu}" if arguments.gpu else f"{world_size} processes here"
+    here = f"{world_size} process{'es' * (world_size > 1)} here"
+    machine = f"{world_size} x {arguments.gpu}" if arguments.gpu else here
     budget = (
         f"{arguments.flops:.3g} FLOPs" if arguments.flops is not None else time_text(_seconds(arguments) or 0)
     )
     if arguments.cost is not None:
         budget += f", {arguments.cost:,.2f}"
     sizes = {point.hidden_size for point in forecast.decayed.points}
-    served = served_flops(best.point.parameters_with_embedding, arguments.serve_tokens)
-    evaluated = plan.evaluated / (best.point.tokens + plan.evaluated)
+    served = served_flops(best.size.active_parameters, arguments.serve_tokens)
+    evaluated = plan.evaluated / (best.training.tokens + plan.evaluated)
     memory = estimate_memory(config, world_size, on_gpu=arguments.gpu is not None)
     mesh = "".join(
         f" {name} {value}"
@@ -350,15 +357,15 @@ def _lines(forecast: Forecast, plan: _Plan, arguments: argparse.Namespace) -> li
         f"in {ladder.folder}",
         f"size        hidden {model.hidden_size}, {model.num_hidden_layers} layers, "
         f"{best.size.total_parameters:,} parameters",
-        f"tokens      {best.point.tokens:,} in {best.steps:,} steps of {training.global_batch_size} x "
-        f"{training.sequence_length}, {best.point.tokens / ladder.unique_tokens:.2f} passes of the text",
+        f"tokens      {best.training.tokens:,} in {best.steps:,} steps of {training.global_batch_size} x "
+        f"{training.sequence_length}, {best.training.tokens / ladder.unique_tokens:.2f} passes of the text",
         f"rate        {config.optimizer.learning_rate:g}"
         + (f", Muon {config.optimizer.muon_learning_rate:g}" if config.optimizer.name == "muon" else "")
         + f" at hidden size {config.optimizer.base_hidden_size} (muP); decay over the last "
         f"{config.schedule.decay_steps:,} steps",
         f"mesh        {distributed.strategy}{mesh}, micro batches of {training.micro_batch_size} in "
         f"{training.precision}; {size_text(memory.peak)} a process",
-        f"compute     {best.point.flops:.3g} FLOPs"
+        f"compute     {best.training.flops:.3g} FLOPs"
         + (f" and {served:.3g} to serve" if served else "")
         + (f", {time_text(plan.seconds)}, {evaluated:.0%} of it for evaluations" if plan.seconds else ""),
         f"loss        {best.prediction.loss:.4f}, between {low:.4f} and {high:.4f} in {LEVEL:.0%} of runs"
@@ -369,7 +376,7 @@ def _lines(forecast: Forecast, plan: _Plan, arguments: argparse.Namespace) -> li
         mark = "*" if choice is best else " "
         lines.append(
             f"{mark} hidden {choice.size.hidden_size:>5}  {choice.size.total_parameters:>13,} parameters  "
-            f"{choice.point.tokens:>15,} tokens  loss {choice.prediction.loss:.4f}"
+            f"{choice.training.tokens:>15,} tokens  loss {choice.prediction.loss:.4f}"
         )
     return lines
 
@@ -382,7 +389,7 @@ def _warnings(forecast: Forecast, plan: _Plan, arguments: argparse.Namespace) ->
     from llm_pretrain.memory import step_warnings
 
     best, config, ladder = plan.best, plan.config, forecast.ladder
-    warnings = shortcomings(ladder) + forecast.warnings(best.point, best.prediction)
+    warnings = shortcomings(ladder) + forecast.warnings(best.training, best.prediction)
     if not arguments.gpu:
         device = torch.device("cuda" if this_machine().gpus else "cpu")
         warnings += step_warnings(config, _Processes(arguments.world_size, device))

@@ -21,8 +21,6 @@ from llm_pretrain.errors import CheckpointError, ConfigError, DivergedError
 from llm_pretrain.model import Decoder
 from llm_pretrain.optim import build_optimizer
 
-BUCKET_ELEMENTS = 50_000_000
-"""Gradient elements reduced at a time; DeepSpeed's default needs a buffer of 2 GB."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """AdamW's state tensors of a parameter, besides its step."""
 

@@ -12,10 +12,11 @@ from llm_pretrain.ladder.budget import (
     read_budget,
 )
 from llm_pretrain.ladder.compare import compare_ladders
-from llm_pretrain.ladder.family import Size, Sizes, member, tokens_per_step, width_step
+from llm_pretrain.ladder.family import Size, Sizes, member, tokens_per_step
 from llm_pretrain.ladder.measurements import (
     LadderUsed,
     Progress,
+    all_runs,
     diverged_sizes,
     measured_points,
     rate_loss,
@@ -29,12 +30,11 @@ from llm_pretrain.ladder.measurements import (
 from llm_pretrain.ladder.planning import EVALUATIONS, Choice, Forecast, RunBudget, served_flops
 from llm_pretrain.ladder.points import (
     LADDER_FILE,
+    POINTS_FILE,
     RUNS_FOLDER,
     Budget,
     Ladder,
-    Point,
     Rung,
-    read_points,
     read_unmeasured,
     write_points,
 )
@@ -43,11 +43,11 @@ from llm_pretrain.ladder.runs import (
     Run,
     best_order,
     check_runs,
+    ladder_runs,
     run_config,
-    rung_runs,
     with_store,
 )
-from llm_pretrain.ladder.scaling_law import LEAST_SIZES, LEVEL, Fit, Prediction, ScalingLaw, fit_law
+from llm_pretrain.ladder.scaling_law import LEAST_SIZES, LEVEL
 from llm_pretrain.ladder.speed import EVALUATION_COST, Speed, flops_within, ladder_seconds
 
 __all__ = [
@@ -56,6 +56,7 @@ __all__ = [
     "LADDER_FILE",
     "LEAST_SIZES",
     "LEVEL",
+    "POINTS_FILE",
     "RATE_FACTORS",
     "RATE_GAIN",
     "RATE_LIMITS",
@@ -63,28 +64,25 @@ __all__ = [
     "SIZE_COUNTS",
     "Budget",
     "Choice",
-    "Fit",
     "Forecast",
     "Ladder",
     "LadderUsed",
-    "Point",
-    "Prediction",
     "Progress",
     "Run",
     "RunBudget",
     "Rung",
-    "ScalingLaw",
     "Size",
     "Sizes",
     "Speed",
+    "all_runs",
     "best_order",
     "check_runs",
     "choose_rungs",
     "compare_ladders",
     "diverged_sizes",
-    "fit_law",
     "flops_within",
     "ladder_flops",
+    "ladder_runs",
     "ladder_seconds",
     "least_flops",
     "measured_points",
@@ -93,18 +91,15 @@ __all__ = [
     "rate_loss",
     "read_budget",
     "read_ladder",
-    "read_points",
     "read_progress",
     "read_unmeasured",
     "run_config",
     "run_folder",
-    "rung_runs",
     "served_flops",
     "shortcomings",
     "tokens_per_step",
     "tried_factors",
     "used_by",
-    "width_step",
     "with_store",
     "write_ladder_report",
     "write_points",

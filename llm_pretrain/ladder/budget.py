@@ -10,16 +10,17 @@ from typing import NamedTuple
 
 from llm_pretrain.config import Config
 from llm_pretrain.errors import ConfigError
-from llm_pretrain.ladder.family import MIN_HEADS, Size, Sizes, tokens_per_step
+from llm_pretrain.ladder.family import Size, Sizes, tokens_per_step
 from llm_pretrain.ladder.points import Rung
-from llm_pretrain.ladder.runs import check_runs, rung_runs
+from llm_pretrain.ladder.runs import ladder_runs
 
 DECAY_SHARE = 0.5
 """Steps of a run's decay, as a share of the run: the losses of longer decays differ little
 (arXiv:2405.18392, figure 5), and each is trained once for every number of tokens."""
 BRANCHES = (2, 4)
-"""Where decays begin, in units of some steps: every size sees D/2 and D tokens, which tell how the loss falls
-with size."""
+"""Where decays begin, in units: a unit is the number of steps that the budget pays for, the same for every
+size. A decay that begins at k units ends at 2k, after D tokens for k = 4: every size sees D/2 and D, which
+tell how the loss falls with size."""
 SMALLEST_BRANCHES = (2, 3, 4, 5)
 """Those of the smallest size, whose tokens cost least: up to 5D/4, to tell how the loss falls with tokens."""
 SIZE_COUNTS = (5, 4, 3)
@@ -93,19 +94,18 @@ def least_tokens(config: Config) -> int:
 def rung_of(hidden_size: int, unit: int, multiples: Sequence[int]) -> Rung:
     """The runs of a size whose decays begin at `multiples` of `unit` steps."""
     branches = tuple(unit * each for each in multiples)
-    steps = tuple(max(branch + 1, round(branch / (1 - DECAY_SHARE))) for branch in branches)
+    steps = tuple(round(branch / (1 - DECAY_SHARE)) for branch in branches)
     return Rung(hidden_size, steps, branches)
 
 
 def ladder_flops(sizes: Sizes, rungs: tuple[Rung, ...]) -> float:
     """FLOPs of all trainings of a ladder, with the check of the rate at the smallest size."""
-    runs = [*check_runs(rungs[0], RATE_FACTORS), *rung_runs(rungs, 1.0)]
-    distinct = {run.name: run for run in runs}  # of two with one name the longer, which comes later
-    return sum(run.steps * sizes.of(run.hidden_size).step_flops for run in distinct.values())
+    runs = ladder_runs(rungs, 1.0, RATE_FACTORS)
+    return sum(run.trained_steps * sizes.of(run.hidden_size).step_flops for run in runs)
 
 
 def choose_rungs(
-    config: Config, budget_flops: float, unique_tokens: int, count: int | None = None
+    sizes: Sizes, budget_flops: float, unique_tokens: int, count: int | None = None
 ) -> tuple[Rung, ...]:
     """The sizes of a ladder and their numbers of steps, the same for all but the smallest, which has more.
 
@@ -115,7 +115,7 @@ def choose_rungs(
     one that is more than the fewest asks for twice the tokens.
 
     Args:
-        config: The base of the family, `model.vocab_size` resolved.
+        sizes: Of the family, `model.vocab_size` resolved.
         budget_flops: Of all trainings, the check of the rate included.
         unique_tokens: Of the training split.
         count: Number of sizes, 3 or more; None chooses, by the length of the runs.
@@ -124,7 +124,7 @@ def choose_rungs(
         ConfigError: the budget is too small or too large for the sizes and the store, or the store too small
             for any; it names the nearest budgets, or the store, that are enough.
     """
-    sizes, most = Sizes(config), most_flops(unique_tokens, count)
+    most = most_flops(unique_tokens, count)
     rungs = first_fit(sizes, budget_flops, unique_tokens, count) if budget_flops <= most else None
     if rungs is None:
         budgets, fits = _fits(sizes, unique_tokens, count)
@@ -235,6 +235,9 @@ def _rungs(
 ) -> tuple[Rung, ...] | None:
     """`count` sizes, each with about `ratio` times the FLOPs per token of the one before.
 
+    Of what a smallest size reaches, all larger ones do too, as `Sizes.first` needs: the larger it is, the
+    fewer tokens the budget pays for.
+
     None where the shortest runs of all sizes would have fewer than `least` tokens, or the text is too short.
     """
 
@@ -259,7 +262,7 @@ def _rungs(
         most = TOKENS_PER_PARAMETER * middle.active_parameters
         return BRANCHES[-1] * unit_tokens(smallest) <= most or has_too_few_tokens(smallest)
 
-    least_number = max(MIN_HEADS, sizes.first(has_enough_text))
+    least_number = max(sizes.least_number, sizes.first(has_enough_text))
     number = max(least_number, sizes.first(is_large_enough))
     if has_too_few_tokens(sizes.size(number)):  # then with more tokens for each parameter
         number = max(least_number, sizes.first(has_too_few_tokens) - 1)

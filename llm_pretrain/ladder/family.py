@@ -134,9 +134,15 @@ class Sizes:
             most *= 2
         return bisect.bisect_left(range(1, most), True, key=lambda number: reaches(self.size(number))) + 1
 
+    @property
+    def least_number(self) -> int:
+        """The number of the smallest member with `MIN_HEADS` heads."""
+        heads = self.base.model.num_attention_heads * self.step // self.base.model.hidden_size
+        return math.ceil(MIN_HEADS / heads)
+
     def ascending(self) -> Iterator[Size]:
-        """Members from `MIN_HEADS` on, each about a tenth wider than the one before."""
-        number = MIN_HEADS
+        """Members from the smallest on: every one, and where neighbours are near every tenth wider."""
+        number = self.least_number
         while True:
             yield self.size(number)
             number = max(number + 1, round(number * 1.1))

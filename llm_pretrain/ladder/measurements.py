@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 from llm_pretrain.errors import ConfigError, DataError
 from llm_pretrain.files import read_json
 from llm_pretrain.ladder.budget import RATE_FACTORS, RATE_LIMITS
-from llm_pretrain.ladder.family import Size, Sizes, tokens_per_step
+from llm_pretrain.ladder.family import Sizes, tokens_per_step
 from llm_pretrain.ladder.points import (
     LADDER_FILE,
     POINTS_FILE,
@@ -21,11 +22,12 @@ from llm_pretrain.ladder.points import (
     Ladder,
     Point,
     Rung,
+    Training,
     read_points,
     read_unmeasured,
 )
-from llm_pretrain.ladder.runs import Run, check_runs, size_runs
-from llm_pretrain.tracking import finite_number, metric_values, read_metrics, read_rows
+from llm_pretrain.ladder.runs import Run, check_runs, ladder_runs, rung_runs
+from llm_pretrain.tracking import attempt_starts, finite_number, metric_values, read_metrics, read_rows
 
 
 class Losses(NamedTuple):
@@ -37,7 +39,7 @@ class Losses(NamedTuple):
 
 def run_folder(ladder: Ladder, run: Run) -> Path:
     """Folder of a run."""
-    return ladder.folder.absolute() / RUNS_FOLDER / run.name
+    return ladder.folder.resolve() / RUNS_FOLDER / run.name
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Progress:
 
     Args:
         status: Of status.json.
-        rows: Of metrics.jsonl.
+        rows: Of metrics.jsonl, without lost work.
         attempts: Of attempts.jsonl.
     """
 
@@ -90,14 +92,13 @@ class Progress:
     @property
     def seconds(self) -> float:
         """From the start of training to the last row of each attempt, without work that was lost."""
-        total, kept, end = 0.0, math.inf, math.inf
-        for attempt in reversed(self.attempts):
-            begin = attempt["time"]
-            times = metric_values((row for row in self.rows if row["step"] <= kept), "time")
-            times = [each for each in times if begin <= each < end]
-            total += max(times, default=begin) - begin
-            kept, end = min(kept, attempt["step"]), begin
-        return total
+        times = metric_values(self.rows, "time")
+        begins = [*metric_values(self.attempts, "time"), math.inf]
+        last = [
+            max((each for each in times if begin <= each < end), default=begin)
+            for begin, end in itertools.pairwise(begins)
+        ]
+        return math.fsum(last) - math.fsum(begins[:-1])
 
 
 def read_progress(folder: Path) -> Progress:
@@ -110,12 +111,11 @@ def read_progress(folder: Path) -> Progress:
         status = read_json(folder / "status.json")
     except (OSError, ValueError, RecursionError):
         status = {}
-    metrics, attempts = folder / "metrics.jsonl", folder / "attempts.jsonl"
-    return Progress(
-        status if isinstance(status, dict) else {},
-        read_metrics(metrics) if metrics.exists() else [],
-        list(read_rows(attempts)) if attempts.exists() else [],
-    )
+    metrics, file = folder / "metrics.jsonl", folder / "attempts.jsonl"
+    attempts = list(read_rows(file)) if file.exists() else []
+    starts = attempt_starts(attempts, "metrics_bytes")
+    rows = read_metrics(metrics, starts=starts) if metrics.exists() else []
+    return Progress(status if isinstance(status, dict) else {}, rows, attempts)
 
 
 def diverged_sizes(ladder: Ladder) -> list[int]:
@@ -126,7 +126,7 @@ def diverged_sizes(ladder: Ladder) -> list[int]:
         rung.hidden_size
         for rung in ladder.rungs
         if any(
-            read_progress(run_folder(ladder, run)).has_diverged for run in size_runs(rung, ladder.rate_factor)
+            read_progress(run_folder(ladder, run)).has_diverged for run in rung_runs(rung, ladder.rate_factor)
         )
     ]
 
@@ -139,7 +139,7 @@ def shortcomings(ladder: Ladder) -> list[str]:
     if ladder.rate_factor in RATE_LIMITS:
         found.append(
             f"the best learning rates are the last that are tried, {ladder.rate_factor:g} times the base's; "
-            "make a ladder of a base whose optimizer.learning_rate is nearer to them"
+            "make a ladder of a base with such rates"
         )
     for size, wanted in ((rung.hidden_size, len(rung.steps)) for rung in ladder.rungs):
         missing = wanted - sum(point.hidden_size == size and point.decayed for point in ladder.points)
@@ -159,6 +159,14 @@ def tried_factors(ladder: Ladder) -> list[float]:
     ]
 
 
+def all_runs(ladder: Ladder) -> list[Run]:
+    """The runs of a ladder, as far as they are known: other rates than `RATE_FACTORS` may be tried."""
+    tried = tried_factors(ladder)
+    if ladder.rate_factor is None:
+        return ladder_runs(ladder.rungs, 1.0, sorted({*RATE_FACTORS, *tried}))
+    return ladder_runs(ladder.rungs, ladder.rate_factor, tried)
+
+
 def rate_loss(ladder: Ladder, factor: float) -> float:
     """Loss of the smallest size's shortest training at a rate; infinite if it diverged or has not ended."""
     decay = check_runs(ladder.rungs[0], [factor])[1]
@@ -176,7 +184,7 @@ def _points(ladder: Ladder, rung: Rung) -> Iterator[Point]:
     """Those of one size that has not diverged: the stable run's after its start, and each decay's last."""
     if ladder.rate_factor is None:
         return
-    size, runs = Sizes(ladder.base).of(rung.hidden_size), size_runs(rung, ladder.rate_factor)
+    size, runs = Sizes(ladder.base).of(rung.hidden_size), rung_runs(rung, ladder.rate_factor)
     records = [read_progress(run_folder(ladder, run)) for run in runs]
     if any(record.has_diverged for record in records):
         return
@@ -184,25 +192,10 @@ def _points(ladder: Ladder, rung: Rung) -> Iterator[Point]:
         for step, losses in record.losses.items():
             if losses.loss is None or not 0 < step <= run.end or (run.begin and step < run.end):
                 continue
-            trained = unmeasured_point(size, step, ladder.unique_tokens, decayed=run.begin > 0)
-            yield dataclasses.replace(trained, loss=losses.loss, bits_per_byte=losses.bits_per_byte)
-
-
-def unmeasured_point(size: Size, steps: int, unique_tokens: int, *, decayed: bool) -> Point:
-    """A training of `steps` steps as a point, its loss not a number."""
-    model, tokens = size.config.model, steps * tokens_per_step(size.config)
-    embedding = (model.vocab_size or 0) * model.hidden_size * (1 if model.tie_word_embeddings else 2)
-    return Point(
-        hidden_size=size.hidden_size,
-        parameters=size.active_parameters - embedding,
-        parameters_with_embedding=size.active_parameters,
-        tokens=tokens,
-        unique_tokens=unique_tokens,
-        flops=size.flops_per_token * tokens,
-        loss=math.nan,
-        bits_per_byte=None,
-        decayed=decayed,
-    )
+            trained = dataclasses.asdict(Training.of(size, step, ladder.unique_tokens))
+            yield Point(
+                **trained, loss=losses.loss, bits_per_byte=losses.bits_per_byte, decayed=run.begin > 0
+            )
 
 
 def read_ladder(folder: str | Path) -> Ladder:
@@ -211,6 +204,7 @@ def read_ladder(folder: str | Path) -> Ladder:
     Raises:
         ConfigError: the folder has no ladder.
         DataError: one of its files is damaged, or its points are another ladder's.
+        CheckpointError: a run's metrics.jsonl is damaged.
     """
     ladder = read_unmeasured(folder)
     if ladder is None:
@@ -218,22 +212,34 @@ def read_ladder(folder: str | Path) -> Ladder:
             f"{folder}: expected a ladder's folder, with {LADDER_FILE}, found none; make one with "
             "`llm-pretrain ladder`"
         )
-    points, sizes = read_points(ladder.folder), [rung.hidden_size for rung in ladder.rungs]
+    points = read_points(ladder.folder)
     for number, point in enumerate(points, start=1):
-        if point.hidden_size not in sizes or point.unique_tokens != ladder.unique_tokens:
-            raise DataError(
-                f"{ladder.folder / POINTS_FILE}:{number}: expected a point of this ladder, of hidden size "
-                f"{', '.join(map(str, sizes))} and {ladder.unique_tokens:,} tokens of text, found "
-                f"{point.hidden_size} and {point.unique_tokens:,}"
-            )
+        place = f"{ladder.folder / POINTS_FILE}:{number}"
+        if difference := _foreign(point, ladder):
+            raise DataError(f"{place}: expected a point of this ladder, {difference}")
+        if (first := [each.key for each in points].index(point.key) + 1) < number:
+            raise DataError(f"{place}: expected each training once, found that of line {first} again")
     return dataclasses.replace(ladder, points=points, seconds_per_token=read_speeds(ladder))
+
+
+def _foreign(point: Point, ladder: Ladder) -> str | None:
+    """What a point would have if it were the ladder's, and what it has; None where it is."""
+    widths = [rung.hidden_size for rung in ladder.rungs]
+    if point.hidden_size not in widths:
+        return f"of hidden size {', '.join(map(str, widths))}, found {point.hidden_size}"
+    steps = point.tokens // tokens_per_step(ladder.base)
+    own = Training.of(Sizes(ladder.base).of(point.hidden_size), steps, ladder.unique_tokens)
+    for name, expected in dataclasses.asdict(own).items():
+        if (found := getattr(point, name)) != expected:
+            return f"with {name} {expected:,}, found {found:,}"
+    return None
 
 
 def read_speeds(ladder: Ladder) -> dict[int, float]:
     """Hidden size -> median seconds per token of its stable run."""
     if ladder.rate_factor is None:
         return {}
-    stable = [size_runs(rung, ladder.rate_factor)[0] for rung in ladder.rungs]
+    stable = [rung_runs(rung, ladder.rate_factor)[0] for rung in ladder.rungs]
     speeds = {run.hidden_size: read_progress(run_folder(ladder, run)).step_seconds for run in stable}
     return {size: seconds / tokens_per_step(ladder.base) for size, seconds in speeds.items() if seconds}
 
@@ -250,12 +256,12 @@ class LadderUsed(NamedTuple):
     seconds: float
 
 
-def used_by(ladder: Ladder, runs: Iterable[Run]) -> LadderUsed:
-    """What a ladder's runs have used; of two with one name the later counts."""
-    sizes, by_name = Sizes(ladder.base), {run.name: run for run in runs}
-    records = {name: read_progress(run_folder(ladder, run)) for name, run in by_name.items()}
+def used_by(ladder: Ladder) -> LadderUsed:
+    """What a ladder's runs have used."""
+    sizes = Sizes(ladder.base)
+    trained = [(run, read_progress(run_folder(ladder, run))) for run in all_runs(ladder)]
     flops = sum(
-        max(0, records[name].last_step - run.begin) * sizes.of(run.hidden_size).step_flops
-        for name, run in by_name.items()
+        max(0, progress.last_step - run.begin) * sizes.of(run.hidden_size).step_flops
+        for run, progress in trained
     )
-    return LadderUsed(flops, math.fsum(record.seconds for record in records.values()))
+    return LadderUsed(flops, math.fsum(progress.seconds for _, progress in trained))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import statistics
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -18,13 +19,12 @@ from llm_pretrain.ladder.budget import (
     most_run_flops,
 )
 from llm_pretrain.ladder.family import Size, Sizes, tokens_per_step
-from llm_pretrain.ladder.measurements import unmeasured_point
-from llm_pretrain.ladder.points import Ladder, Point
+from llm_pretrain.ladder.points import Ladder, Training
 from llm_pretrain.ladder.runs import at_rate
 from llm_pretrain.ladder.scaling_law import SAMPLES, Fit, Prediction, fit_law
 
 EVALUATIONS, SAVES = 10, 20
-"""Of a planned run, besides the evaluation before the first step; one more where the steps do not divide."""
+"""Of a planned run, about; at most so many evaluations, besides that before the first step."""
 FAR = 30.0
 """Times the compute of the ladder's largest run up to which predictions are meant."""
 HIGHER = 1.25
@@ -81,8 +81,8 @@ class RunBudget(NamedTuple):
             raise ConfigError(
                 f"plan: expected a budget of at most {most:.2g} FLOPs for {unique_tokens:,} tokens of text, "
                 f"found {flops:.2g}: models for more would see less than {MIN_TOKENS_PER_PARAMETER:g} token "
-                f"per parameter in {MAX_EPOCHS:g} passes; divide it by {flops / most:.3g}, or bring text of "
-                f"{tokens:,.0f} tokens"
+                f"per parameter in {MAX_EPOCHS:g} passes; divide it by {flops / most:.3g}, bring text of "
+                f"{tokens:,.0f} tokens, or limit --max-parameters"
             )
 
 
@@ -93,13 +93,13 @@ class Choice:
     Args:
         size: That is trained.
         steps: Optimizer steps.
-        point: The training, without its loss.
+        training: The same with its tokens and compute.
         prediction: Of its last evaluation loss.
     """
 
     size: Size
     steps: int
-    point: Point
+    training: Training
     prediction: Prediction
 
 
@@ -131,7 +131,7 @@ class Forecast:
         try:
             return fit_law(points, samples=self.samples)
         except ConfigError as error:
-            found = error.problems[0].removeprefix("ladder: ")
+            found = error.problems[0]
             if len(points) < sum(len(rung.steps) for rung in self.ladder.rungs):
                 found += "; the same `llm-pretrain ladder` command continues an unfinished one"
             raise ConfigError(f"{self.ladder.folder}: {found}") from error
@@ -169,11 +169,11 @@ class Forecast:
             if paid / step_tokens > LARGEST_INTEGER:  # larger sizes have fewer steps
                 continue
             steps = int(paid / step_tokens)
-            point = unmeasured_point(size, steps, self.ladder.unique_tokens, decayed=True)
-            found.append(Choice(size, steps, point, self.decayed.predict(point)))
+            training = Training.of(size, steps, self.ladder.unique_tokens)
+            found.append(Choice(size, steps, training, self.decayed.predict(training)))
             loss = found[-1].prediction.loss
             best = min(best, loss)
-            if loss > best * HIGHER or point.tokens < MIN_TOKENS_PER_PARAMETER * size.active_parameters:
+            if loss > best * HIGHER or training.tokens < MIN_TOKENS_PER_PARAMETER * size.active_parameters:
                 break
         if not found:
             raise self._no_choice(budget, max_parameters)
@@ -202,26 +202,26 @@ class Forecast:
             f"evaluations, found one for {found:,}; raise it{times}{served}"
         )
 
-    def warnings(self, point: Point, prediction: Prediction) -> list[str]:
+    def warnings(self, best: Training, prediction: Prediction) -> list[str]:
         """Why a prediction may not hold; one line each.
 
         Args:
-            point: The best training for its compute.
+            best: The best training for its compute.
             prediction: Of its loss.
         """
         fit, found = self.decayed, list(self.decayed.warnings)
         sizes = [each.hidden_size for each in fit.points]
-        times, passes = point.flops / fit.most_flops, point.tokens / point.unique_tokens
+        times, passes = best.flops / fit.most_flops, best.tokens / best.unique_tokens
         compute = f"at {times:.2g} times the compute of the ladder's largest point"
         if (prediction.high - prediction.low) / prediction.loss > WIDE:
             found.append(
                 f"{compute} the interval is wider than a tenth of the loss: the ladder is too short to tell"
             )
-        if point.hidden_size <= min(sizes) or (times <= 1 and point.hidden_size >= max(sizes)):
-            found.append(
-                f"{compute} the best size is {point.hidden_size}, which is not between the ladder's smallest "
-                f"and largest, {min(sizes)} and {max(sizes)}"
-            )
+        best_size = f"{compute} the best size is {best.hidden_size}, which is not"
+        if best.hidden_size <= min(sizes):
+            found.append(f"{best_size} above the ladder's smallest, {min(sizes)}")
+        elif times <= 1 and best.hidden_size >= max(sizes):
+            found.append(f"{best_size} below the ladder's largest, {max(sizes)}")
         if times > FAR:
             found.append(f"{compute}: no fit reaches so far")
         if times > 1 and fit.extrapolation_error is None:
@@ -235,9 +235,8 @@ class Forecast:
 
     def bits_per_byte(self, loss: float) -> float | None:
         """A loss in bits per byte of the validation text; None where its bytes are unknown."""
-        points = [(point.bits_per_byte, point.loss) for point in self.decayed.points]
-        ratios = sorted(bits / loss for bits, loss in points if bits)
-        return loss * ratios[len(ratios) // 2] if ratios else None
+        ratios = [point.bits_per_byte / point.loss for point in self.decayed.points if point.bits_per_byte]
+        return loss * statistics.median_high(ratios) if ratios else None
 
     def curve(self, config: Config) -> list[PredictedLoss]:
         """Predicted losses along a planned run: entries of `evaluation.prediction`."""
@@ -246,10 +245,8 @@ class Forecast:
         steps = {int((last - decay_of(last)) * part) for part in _STABLE_PARTS}
         if self.stable is not None:
             for step in sorted(step for step in steps if step >= self._first_branch):
-                point = unmeasured_point(size, step, text, decayed=False)
-                found.append(PredictedLoss(step, *self.stable.predict(point)))
-        point = unmeasured_point(size, last, text, decayed=True)
-        return [*found, PredictedLoss(last, *self.decayed.predict(point))]
+                found.append(PredictedLoss(step, *self.stable.predict(Training.of(size, step, text))))
+        return [*found, PredictedLoss(last, *self.decayed.predict(Training.of(size, last, text)))]
 
     def config(self, choice: Choice, distributed: DistributedConfig, micro_batch: int, name: str) -> Config:
         """The whole configuration of a choice's run."""
@@ -266,7 +263,7 @@ class Forecast:
                 warmup_steps=min(base.schedule.warmup_steps, steps // 10),
             ),
             training=dataclasses.replace(base.training, max_steps=steps, micro_batch_size=micro_batch),
-            evaluation=dataclasses.replace(base.evaluation, eval_steps=max(1, steps // EVALUATIONS)),
+            evaluation=dataclasses.replace(base.evaluation, eval_steps=math.ceil(steps / EVALUATIONS)),
             checkpoint=dataclasses.replace(base.checkpoint, save_steps=max(1, steps // SAVES)),
             distributed=dataclasses.replace(distributed, timeout_seconds=base.distributed.timeout_seconds),
         )

@@ -9,12 +9,12 @@ import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from llm_pretrain.config import Config, from_dict, matches_type, to_dict, validate
 from llm_pretrain.errors import ConfigError, DataError
 from llm_pretrain.files import json_object, read_plain, replace_text
-from llm_pretrain.ladder.family import member
+from llm_pretrain.ladder.family import Size, member, tokens_per_step
 
 LADDER_FILE, POINTS_FILE, RUNS_FOLDER = "ladder.json", "points.jsonl", "runs"
 VERSION = 1
@@ -22,8 +22,8 @@ _MAX_BYTES = 1 << 26
 
 
 @dataclass(frozen=True)
-class Point:
-    """The loss of one model after one number of tokens; a line of points.jsonl.
+class Training:
+    """One model trained on one number of tokens.
 
     Args:
         hidden_size: Of the model, a member of the ladder's family.
@@ -31,10 +31,7 @@ class Point:
         parameters_with_embedding: Active ones; a tied embedding counts once.
         tokens: Trained on, from the first step.
         unique_tokens: Of the training split; more `tokens` are repetitions.
-        flops: Of this training, from its first step.
-        loss: On the validation split, nats per token.
-        bits_per_byte: The same per byte of text; None where the store has no bytes.
-        decayed: Whether the learning rate has decayed; False in the stable phase.
+        flops: From the first step.
     """
 
     hidden_size: int
@@ -43,9 +40,40 @@ class Point:
     tokens: int
     unique_tokens: int
     flops: float
+
+    @staticmethod
+    def of(size: Size, steps: int, unique_tokens: int) -> Training:
+        """That of a member of the family for some steps."""
+        model, tokens = size.config.model, steps * tokens_per_step(size.config)
+        embedding = (model.vocab_size or 0) * model.hidden_size * (1 if model.tie_word_embeddings else 2)
+        return Training(
+            hidden_size=size.hidden_size,
+            parameters=size.active_parameters - embedding,
+            parameters_with_embedding=size.active_parameters,
+            tokens=tokens,
+            unique_tokens=unique_tokens,
+            flops=size.flops_per_token * tokens,
+        )
+
+
+@dataclass(frozen=True)
+class Point(Training):
+    """A training with its measured loss; a line of points.jsonl.
+
+    Args:
+        loss: On the validation split, nats per token.
+        bits_per_byte: The same per byte of text; None where the store has no bytes.
+        decayed: Whether the learning rate has decayed; False in the stable phase.
+    """
+
     loss: float
     bits_per_byte: float | None
     decayed: bool
+
+    @property
+    def key(self) -> tuple[int, int, bool]:
+        """What no other point of a ladder has."""
+        return self.hidden_size, self.tokens, self.decayed
 
 
 @dataclass(frozen=True)
@@ -223,13 +251,9 @@ def read_points(folder: Path) -> tuple[Point, ...]:
     return tuple(_point(file, number, line) for number, line in enumerate(lines, start=1))
 
 
-_COUNTS = ("hidden_size", "parameters", "parameters_with_embedding", "tokens", "unique_tokens")
-_KINDS = {
-    **dict.fromkeys(_COUNTS, int),
-    **{"flops": float, "loss": float, "bits_per_byte": float | None, "decayed": bool},
-}
+_KINDS = get_type_hints(Point)
 _RANGES = {
-    **dict.fromkeys(_COUNTS, (1, 1e18)),
+    **{name: (1, 1e18) for name, kind in _KINDS.items() if kind is int},
     **{"flops": (1.0, 1e27), "loss": (1e-6, 1e3), "bits_per_byte": (1e-6, 1e3)},
 }
 """Of what a training can have measured; the fit computes with any of them."""

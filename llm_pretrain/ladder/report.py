@@ -18,8 +18,7 @@ from llm_pretrain.ladder.measurements import (
     used_by,
 )
 from llm_pretrain.ladder.planning import FAR, HIGHER, Forecast, RunBudget
-from llm_pretrain.ladder.points import Ladder, Point
-from llm_pretrain.ladder.runs import check_runs, rung_runs
+from llm_pretrain.ladder.points import Ladder, Point, Training
 from llm_pretrain.ladder.scaling_law import LEAST_NOISE, LEVEL, Counting, Fit, Prediction
 from llm_pretrain.tracking import Table, quantity, render_page, write_page
 
@@ -39,7 +38,7 @@ _COUNTINGS: dict[Counting, str] = {
 class Best(NamedTuple):
     """The size that the law predicts to end best with some compute."""
 
-    point: Point
+    training: Training
     prediction: Prediction
 
 
@@ -56,22 +55,23 @@ class Frontier:
     def __init__(self, forecast: Forecast):
         self.forecast, self.fit = forecast, forecast.decayed
         most = RunBudget(self.fit.most_flops * max(BEYOND))
-        family = {choice.point.hidden_size: choice.point for choice in forecast.choices(most)}
-        own = {point.hidden_size: point for point in self.fit.points}
-        self._members = [point for _, point in sorted((own | family).items())]
+        own = {point.hidden_size for point in self.fit.points}
+        widths = own | {choice.size.hidden_size for choice in forecast.choices(most)}
+        self._sizes = [forecast.sizes.of(width) for width in sorted(widths)]
 
-    def at(self, flops: float) -> list[Point]:
-        """Every size, trained with this compute, with the law's loss; ascending."""
-        trained = [
-            dataclasses.replace(each, tokens=max(1, round(flops / each.flops * each.tokens)), flops=flops)
-            for each in self._members
-        ]
-        return [dataclasses.replace(each, loss=self.fit.law.of(each)) for each in trained]
+    def at(self, flops: float) -> dict[Training, float]:
+        """Every size, trained with this compute -> the law's loss; ascending."""
+        text, found = self.forecast.ladder.unique_tokens, list[Training]()
+        for size in self._sizes:
+            tokens = max(1, round(flops / size.flops_per_token))
+            found.append(dataclasses.replace(Training.of(size, 1, text), tokens=tokens, flops=flops))
+        return {training: self.fit.law.of(training) for training in found}
 
     def best(self, flops: float) -> Best:
         """The size with the least loss at this compute."""
-        point = min(self.at(flops), key=lambda each: each.loss)
-        return Best(point, self.fit.predict(point))
+        losses = self.at(flops)
+        best = min(losses, key=losses.__getitem__)
+        return Best(best, self.fit.predict(best))
 
 
 def write_ladder_report(folder: Path, output: Path | None = None) -> Path:
@@ -93,7 +93,7 @@ def write_ladder_report(folder: Path, output: Path | None = None) -> Path:
 
 def _render(ladder: Ladder) -> str:
     decayed = [point for point in ladder.points if point.decayed]
-    notes, frontier = [f"{line.capitalize()}." for line in shortcomings(ladder)], None
+    notes, frontier = [f"{line[0].upper()}{line[1:]}." for line in shortcomings(ladder)], None
     try:
         frontier = Frontier(Forecast(ladder))
     except ConfigError as error:
@@ -131,8 +131,7 @@ def _warnings(frontier: Frontier) -> list[str]:
 def _summary(ladder: Ladder, decayed: Sequence[Point]) -> dict[str, str]:
     """What the ladder is and how far it is, by label."""
     factors, chosen = tried_factors(ladder), ladder.rate_factor
-    chosen_runs = rung_runs(ladder.rungs, chosen) if chosen else []
-    used = used_by(ladder, [*check_runs(ladder.rungs[0], factors), *chosen_runs]).flops
+    used = used_by(ladder).flops
     checked = {factor: rate_loss(ladder, factor) for factor in factors}
     losses = [f"{loss:.4f} at {factor:g}" for factor, loss in checked.items() if loss < math.inf]
     best = min(decayed, key=lambda point: point.loss, default=None)
@@ -159,17 +158,19 @@ def _losses_chart(decayed: Sequence[Point], frontier: Frontier | None) -> dict[s
     traces = []
     for color, size in enumerate(sorted({point.hidden_size for point in decayed})):
         own = sorted((point for point in decayed if point.hidden_size == size), key=lambda each: each.tokens)
-        traces.append(_trace(f"h{size}", "line+points", color, own, [each.flops for each in own]))
+        x, y = [each.flops for each in own], [each.loss for each in own]
+        traces.append(_trace(f"h{size}", "line+points", color, own, x, y))
     if frontier:
         first, last = min(point.flops for point in decayed), frontier.fit.most_flops * BEYOND[-1]
         steps = range(_FRONTIER_POINTS)
         bests = [frontier.best(first * (last / first) ** (k / (_FRONTIER_POINTS - 1))) for k in steps]
-        flops = [each.point.flops for each in bests]
+        trained, flops = [each.training for each in bests], [each.training.flops for each in bests]
         band = {
             "low": [each.prediction.low for each in bests],
             "high": [each.prediction.high for each in bests],
         }
-        line = _trace("frontier", "dashed", None, [each.point for each in bests], flops)
+        losses = [each.prediction.loss for each in bests]
+        line = _trace("frontier", "dashed", None, trained, flops, losses)
         interval = {"name": "interval", "kind": "band", "color": None, "x": flops, **band}
         traces = [interval | {"legend": False}, *traces, line | {"legend": False}]
     return _chart("losses", "Loss against compute, by hidden size", "FLOPs of a training", traces)
@@ -183,21 +184,22 @@ def _iso_chart(frontier: Frontier) -> dict[str, Any]:
     longest = {point.hidden_size: point.flops for point in sorted(fit.points, key=lambda each: each.flops)}
     levels = [*sorted(longest.values()), *(most * multiple for multiple in ISO_LEVELS)]
     for color, level in enumerate(levels):
-        points = frontier.at(level)
-        best = min(points, key=lambda each: each.loss)
-        shown = [
-            each
-            for each in points
-            if each.loss <= best.loss * HIGHER
+        losses = frontier.at(level)
+        best = min(losses, key=losses.__getitem__)
+        shown = {
+            each: loss
+            for each, loss in losses.items()
+            if loss <= losses[best] * HIGHER
             or (level <= most and min(trained) <= getattr(each, counting) <= max(trained))
-        ]
-        near = [each for each in fit.points if 1 / _NEAR <= each.flops / level <= _NEAR]
+        }
+        near = {each: each.loss for each in fit.points if 1 / _NEAR <= each.flops / level <= _NEAR}
         name = _flops(level)
         curve = "line" if level <= most else "dashed"
-        for kind, entries in ((curve, shown), ("points", near), ("best", [best])):
+        for kind, entries in ((curve, shown), ("points", near), ("best", {best: losses[best]})):
             if entries:
                 x = [getattr(each, counting) for each in entries]
-                traces.append(_trace(name, kind, color, entries, x) | {"legend": entries is shown})
+                trace = _trace(name, kind, color, list(entries), x, list(entries.values()))
+                traces.append(trace | {"legend": entries is shown})
     title = f"IsoFLOP curves of the law: loss against {_COUNTINGS[counting]}, by FLOPs"
     return _chart("iso", title, "active parameters", traces)
 
@@ -206,14 +208,13 @@ def _residuals_chart(fit: Fit) -> dict[str, Any]:
     """Log-loss less the law's, in percent, by tokens."""
     traces = []
     for color, size in enumerate(sorted({point.hidden_size for point in fit.points})):
-        own = [
-            (point, 100 * each)
+        own = {
+            point: 100 * each
             for point, each in zip(fit.points, fit.residuals, strict=True)
             if point.hidden_size == size
-        ]
-        points = [point for point, _ in own]
-        trace = _trace(f"h{size}", "points", color, points, [point.tokens for point in points])
-        traces.append(trace | {"y": [each for _, each in own]})
+        }
+        tokens = [point.tokens for point in own]
+        traces.append(_trace(f"h{size}", "points", color, list(own), tokens, list(own.values())))
     return _chart("residuals", "Measured less fitted loss, by hidden size", "tokens", traces, "% of the loss")
 
 
@@ -227,15 +228,19 @@ def _chart(
 
 
 def _trace(
-    name: str, kind: str, color: int | None, points: Sequence[Point], x: Sequence[float]
+    name: str,
+    kind: str,
+    color: int | None,
+    trainings: Sequence[Training],
+    x: Sequence[float],
+    y: Sequence[float],
 ) -> dict[str, Any]:
-    """A curve as the page's script draws it; the text of each point is shown when it is pointed at."""
+    """A curve as the page's script draws it; the text of a training is shown when it is pointed at."""
     texts = [
         f"hidden size {each.hidden_size}, {quantity(each.tokens)} tokens, {_flops(each.flops)} FLOPs"
-        for each in points
+        for each in trainings
     ]
-    losses = [each.loss for each in points]
-    return {"name": name, "kind": kind, "color": color, "x": list(x), "y": losses, "text": texts}
+    return {"name": name, "kind": kind, "color": color, "x": x, "y": y, "text": texts}
 
 
 def _law_lines(fit: Fit) -> list[str]:
@@ -279,12 +284,12 @@ def _best_table(ladder: Ladder, frontier: Frontier) -> Table:
     """The best size for multiples of the largest point's compute."""
     rows = list[list[str]]()
     for multiple in BEYOND:
-        point, prediction = frontier.best(frontier.fit.most_flops * multiple)
+        training, prediction = frontier.best(frontier.fit.most_flops * multiple)
         bits = frontier.forecast.bits_per_byte(prediction.loss)
         rows.append(
             [
                 f"{multiple:g} ×",
-                *_trained(ladder, point),
+                *_trained(ladder, training),
                 f"{prediction.loss:.4f}",
                 f"{prediction.low:.4f} to {prediction.high:.4f}",
                 f"{bits:.4f}" if bits else "–",
@@ -297,12 +302,12 @@ def _best_table(ladder: Ladder, frontier: Frontier) -> Table:
 _TRAINED = ["Hidden size", "Layers", "Parameters", "With embedding", "Tokens", "Epochs", "FLOPs"]
 
 
-def _trained(ladder: Ladder, point: Point) -> list[str]:
+def _trained(ladder: Ladder, of: Training) -> list[str]:
     """Cells of a training: what `_TRAINED` names."""
-    layers = member(ladder.base, point.hidden_size).model.num_hidden_layers
-    counts = (point.parameters, point.parameters_with_embedding, point.tokens)
-    epochs = f"{point.tokens / point.unique_tokens:.2f}"
-    return [str(point.hidden_size), str(layers), *map(quantity, counts), epochs, _flops(point.flops)]
+    layers = member(ladder.base, of.hidden_size).model.num_hidden_layers
+    counts = map(quantity, (of.parameters, of.parameters_with_embedding, of.tokens))
+    epochs = f"{of.tokens / of.unique_tokens:.2f}"
+    return [str(of.hidden_size), str(layers), *counts, epochs, _flops(of.flops)]
 
 
 def _points_table(ladder: Ladder, points: Iterable[Point], fit: Fit | None) -> Table | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,12 +52,12 @@ class Run:
         return self.stable_name if self.begin else None
 
     @property
-    def steps(self) -> int:
-        """Optimizer steps that it trains."""
+    def trained_steps(self) -> int:
+        """Optimizer steps of its own."""
         return self.end - self.begin
 
 
-def check_runs(rung: Rung, factors: Sequence[float]) -> list[Run]:
+def check_runs(rung: Rung, factors: Iterable[float]) -> list[Run]:
     """The shortest training of a size at each factor on the learning rates."""
     begin, end = rung.branches[0], rung.steps[0]
     pairs = [
@@ -67,16 +67,20 @@ def check_runs(rung: Rung, factors: Sequence[float]) -> list[Run]:
     return [run for pair in pairs for run in pair]
 
 
-def size_runs(rung: Rung, factor: float) -> list[Run]:
+def rung_runs(rung: Rung, factor: float) -> list[Run]:
     """The stable run of a size, and its decays."""
     decays = zip(rung.branches, rung.steps, strict=True)
     stable = Run(rung.hidden_size, factor, 0, rung.branches[-1])
     return [stable, *(Run(rung.hidden_size, factor, begin, end) for begin, end in decays)]
 
 
-def rung_runs(rungs: Sequence[Rung], factor: float) -> list[Run]:
-    """The runs of all sizes."""
-    return [run for rung in rungs for run in size_runs(rung, factor)]
+def ladder_runs(rungs: Sequence[Rung], factor: float, checked: Iterable[float] = ()) -> list[Run]:
+    """The runs of all sizes at a factor, and those of the check of others.
+
+    Each name once: of a check and the stable run that continues it, the latter.
+    """
+    runs = [*check_runs(rungs[0], checked), *(run for rung in rungs for run in rung_runs(rung, factor))]
+    return list({run.name: run for run in runs}.values())
 
 
 def run_config(ladder: Ladder, run: Run) -> Config:
@@ -87,7 +91,7 @@ def run_config(ladder: Ladder, run: Run) -> Config:
     """
     base = at_rate(member(ladder.base, run.hidden_size), run.factor)
     rung = next(each for each in ladder.rungs if each.hidden_size == run.hidden_size)
-    runs = ladder.folder.absolute() / RUNS_FOLDER
+    runs = ladder.folder.resolve() / RUNS_FOLDER
     resume = str(runs / run.stable_name / "checkpoints" / f"step-{run.begin:08d}") if run.begin else "auto"
     return dataclasses.replace(
         base,
@@ -96,7 +100,7 @@ def run_config(ladder: Ladder, run: Run) -> Config:
             base.schedule,
             name="wsd" if run.begin else "constant",
             warmup_steps=min(base.schedule.warmup_steps, int(rung.branches[0] * WARMUP_SHARE)),
-            decay_steps=run.steps if run.begin else None,
+            decay_steps=run.trained_steps if run.begin else None,
         ),
         training=dataclasses.replace(base.training, max_steps=run.end),
         checkpoint=dataclasses.replace(

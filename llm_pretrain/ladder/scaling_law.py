@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llm_pretrain.errors import ConfigError
-from llm_pretrain.ladder.points import Point
+from llm_pretrain.ladder.points import Point, Training
 
 Floats = NDArray[np.float64]
 Counting = Literal["parameters", "parameters_with_embedding"]
@@ -95,9 +95,9 @@ class ScalingLaw:
             return self.E + sum(terms)
         return self.E + most * sum((term / most) ** (1 / self.beta) for term in terms) ** self.beta
 
-    def of(self, point: Point) -> float:
-        """Predicted loss of a point."""
-        return self.loss(getattr(point, self.counting), point.tokens, point.unique_tokens)
+    def of(self, training: Training) -> float:
+        """Predicted loss of a training."""
+        return self.loss(getattr(training, self.counting), training.tokens, training.unique_tokens)
 
 
 def effective_tokens(tokens: float, unique_tokens: float) -> float:
@@ -127,10 +127,10 @@ class MeanLaw:
     laws: tuple[ScalingLaw, ...]
     weights: tuple[float, ...]
 
-    def of(self, point: Point) -> float:
-        """Predicted loss of a point: the geometric mean."""
+    def of(self, training: Training) -> float:
+        """Predicted loss of a training: the geometric mean."""
         pairs = zip(self.weights, self.laws, strict=True)
-        return math.exp(math.fsum(weight * math.log(law.of(point)) for weight, law in pairs))
+        return math.exp(math.fsum(weight * math.log(law.of(training)) for weight, law in pairs))
 
 
 @dataclass(frozen=True)
@@ -166,26 +166,25 @@ class Fit:
         """The law of the form that fits best."""
         return self.law.laws[0]
 
-    def predict(self, point: Point) -> Prediction:
-        """The loss of a training that may be none of the ladder's; of `point`, `loss` is not read."""
+    def predict(self, training: Training) -> Prediction:
+        """The loss of a training that may be none of the ladder's."""
         from scipy.stats import t
 
-        loss = self.law.of(point)
-        logs = np.log([sample.of(point) for sample in self.samples]) - math.log(loss)
-        less = self.most_flops / point.flops
-        wrong_form = (self.extrapolation_error or 0.0) * max(0.0, -math.log(less))
-        spread = math.sqrt(float(np.mean(logs**2)) + self.noise**2 * max(1.0, less))
+        loss = self.law.of(training)
+        logs = np.log([sample.of(training) for sample in self.samples]) - math.log(loss)
+        times = training.flops / self.most_flops
+        wrong_form = (self.extrapolation_error or 0.0) * max(0.0, math.log(times))
+        spread = math.sqrt(float(np.mean(logs**2)) + self.noise**2 * max(1.0, 1 / times))
         students = float(t.ppf((1 + LEVEL) / 2, _freedom(self.points)))  # the noise is an estimate too
         half = max(students * spread, wrong_form)
         return Prediction(loss, loss * math.exp(-half), loss * math.exp(half))
 
 
-def fit_law(points: Sequence[Point], *, seed: int = 0, samples: int = SAMPLES) -> Fit:
+def fit_law(points: Sequence[Point], *, samples: int = SAMPLES) -> Fit:
     """Fit the law to points of one phase, decayed or stable.
 
     Args:
         points: Of at least three sizes, all finite.
-        seed: Of the bootstrap.
         samples: Of the bootstrap.
 
     Raises:
@@ -193,19 +192,19 @@ def fit_law(points: Sequence[Point], *, seed: int = 0, samples: int = SAMPLES) -
     """
     if wrong := [point for point in points if not (math.isfinite(point.loss) and point.loss > 0)]:
         raise ConfigError(
-            f"ladder: expected losses above 0, found {wrong[0].loss} of hidden size {wrong[0].hidden_size} "
+            f"expected losses above 0, found {wrong[0].loss} of hidden size {wrong[0].hidden_size} "
             f"after {wrong[0].tokens:,} tokens"
         )
     sizes = {point.hidden_size for point in points}
     if len(points) < LEAST_POINTS or len(sizes) < LEAST_SIZES:
         raise ConfigError(
-            f"ladder: expected at least {LEAST_POINTS} points of {LEAST_SIZES} sizes for a fit, found "
+            f"expected at least {LEAST_POINTS} points of {LEAST_SIZES} sizes for a fit, found "
             f"{len(points)} of {len(sizes)}"
         )
     law = _mean_law(points)
     residuals = _residuals(law, points)
     noise = _noise(residuals, points)
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(0)
     drawn = []
     for form in generator.choice(len(law.laws), size=samples, p=law.weights):
         drawn_from = law.laws[form]
@@ -286,7 +285,7 @@ def _doubts(law: ScalingLaw, points: Sequence[Point]) -> dict[str, str]:
     """Numbers of a law that the points do not tell, and why."""
     found, least = dict[str, str](), min(point.loss for point in points)
     if NO_FLOOR * least > law.E:
-        found["E"] = "which loss remains with any size and text: E is at its bound 0"
+        found["E"] = f"which loss remains with any size and text: E is below {NO_FLOOR:.0%} of the least loss"
     parameters, tokens = (np.exp(counts) for counts in _counts(points, law.counting))
     for name, term, values in (
         ("alpha", "parameters", law.A / parameters**law.alpha),

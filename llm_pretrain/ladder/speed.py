@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from llm_pretrain.config import Config
 from llm_pretrain.ladder.budget import RATE_FACTORS, first_fit, least_flops, most_flops
 from llm_pretrain.ladder.family import Sizes, tokens_per_step
 from llm_pretrain.ladder.points import Rung
-from llm_pretrain.ladder.runs import Run, best_order, check_runs, rung_runs
+from llm_pretrain.ladder.runs import Run, best_order, check_runs, ladder_runs
 
 EVALUATION_COST = 1 / 3
 """Of an evaluated token, in trained ones: it has no backward pass."""
@@ -65,14 +64,14 @@ def ladder_seconds(sizes: Sizes, rungs: tuple[Rung, ...], speed: Speed) -> float
         flops = sizes.of(run.hidden_size).flops_per_token
         return speed.seconds(flops, (run.end - first) * tokens, evaluations)
 
-    rest = [run for run in rung_runs(rungs, 1.0) if done.get(run.name, 0) < run.end]
+    rest = [run for run in ladder_runs(rungs, 1.0) if done.get(run.name, 0) < run.end]
     check_costs = {run.name: cost(run, run.begin) for run in check}
     rest_costs = {run.name: cost(run, max(run.begin, done.get(run.name, 0))) for run in rest}
     return best_order(check, check_costs, speed.slots)[1] + best_order(rest, rest_costs, speed.slots)[1]
 
 
 def flops_within(
-    config: Config, seconds: float, unique_tokens: int, speed: Speed, count: int | None = None
+    sizes: Sizes, seconds: float, unique_tokens: int, speed: Speed, count: int | None = None
 ) -> float:
     """The most FLOPs whose ladder is expected to end within `seconds`, or the least, which takes longer.
 
@@ -81,7 +80,6 @@ def flops_within(
     Raises:
         ConfigError: the store is too small.
     """
-    sizes = Sizes(config)
     least = least_flops(sizes, unique_tokens, count)
     flops = min(most_flops(unique_tokens, count), seconds * speed.slots / speed.per_flop)  # no other time
     while flops > least:  # downwards, since what fits has gaps

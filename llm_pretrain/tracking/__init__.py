@@ -21,7 +21,7 @@ from llm_pretrain.tracking.replays import (
     replay_summary,
 )
 from llm_pretrain.tracking.report import Table, render_page, write_page, write_report
-from llm_pretrain.tracking.run_files import fault_lines, metric_values, quantity
+from llm_pretrain.tracking.run_files import attempt_starts, fault_lines, metric_values, quantity
 from llm_pretrain.tracking.trackers import Trackers
 
 __all__ = [
@@ -36,6 +36,7 @@ __all__ = [
     "MetricsWriter",
     "Table",
     "Trackers",
+    "attempt_starts",
     "device_peak_flops",
     "difference_lines",
     "fault_lines",

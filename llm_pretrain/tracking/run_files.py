@@ -100,14 +100,14 @@ def read_run(path: Path, *, metrics: bool = True) -> RunRecord:
     run.replays = read_replays(path, run.problems)
     if metrics:
         if (path / "metrics.jsonl").exists():
-            starts = _starts(run.attempts, "metrics_bytes")
+            starts = attempt_starts(run.attempts, "metrics_bytes")
             run.rows = read_metrics(path / "metrics.jsonl", convert=_compact, starts=starts)
-        starts = _starts(run.attempts, "samples_bytes")
+        starts = attempt_starts(run.attempts, "samples_bytes")
         run.samples = _read_lines(path / "samples.jsonl", run.problems, starts)
     return run
 
 
-def _starts(attempts: Iterable[Row], key: str) -> list[tuple[int, int]]:
+def attempt_starts(attempts: Iterable[Row], key: str) -> list[tuple[int, int]]:
     """`starts` of `read_metrics` for the file whose size the attempts have under `key`."""
     begun = [(attempt.get(key), attempt.get("step")) for attempt in attempts]
     return [(size, step) for size, step in begun if isinstance(size, int) and isinstance(step, int)]

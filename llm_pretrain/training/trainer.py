@@ -349,8 +349,9 @@ class Trainer:
         """
         config, engine, console = self.config, self.engine, self.recorder.console
         training, size = config.training, count_parameters(config.model)
+        active = f" ({size.active / 1e6:.1f}M active)" if size.active != size.total else ""
         console.info(
-            f"{config.run.name}: {size.total / 1e6:.1f}M parameters ({size.active / 1e6:.1f}M active), "
+            f"{config.run.name}: {size.total / 1e6:.1f}M parameters{active}, "
             f"{engine.world_size} x {engine.device.type} by {engine.launcher}, "
             f"{config.distributed.strategy}, {training.precision}"
         )

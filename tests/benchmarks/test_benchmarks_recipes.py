@@ -107,7 +107,7 @@ def test_the_peer_learns_without_biases(text_store: tuple[str, Path], monkeypatc
 def test_a_ladders_prediction_is_held_against_a_run_of_each_seed(
     plain_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    for name, value in (("MIN_TOKENS", 1), ("MIN_STEPS", 10), ("MIN_HEADS", 1), ("MAX_EPOCHS", 1000.0)):
+    for name, value in (("MIN_TOKENS", 1), ("MIN_STEPS", 10), ("MAX_EPOCHS", 1000.0)):
         monkeypatch.setattr(budget, name, value)
     monkeypatch.setattr(planning, "MAX_EPOCHS", 1000.0)
     monkeypatch.setattr(family, "MIN_HEADS", 1)

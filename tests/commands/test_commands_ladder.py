@@ -25,25 +25,27 @@ from support.run_folders import make_run
 from llm_pretrain.__main__ import main
 from llm_pretrain.commands import _ladder_runs
 from llm_pretrain.commands import ladder as ladder_command
-from llm_pretrain.commands._ladder_runs import Runner, failure, measure_steps
+from llm_pretrain.commands._ladder_runs import Runner, failure, measure_steps, slots_of, threads_of
 from llm_pretrain.commands._launching import Job, LaunchContext, Machine, processes_of
-from llm_pretrain.commands.ladder import check_rate, flops_for, slots_of, threads_of, train
+from llm_pretrain.commands.ladder import check_rate, rungs_within, train
 from llm_pretrain.config import CheckpointConfig, Config, LoggingConfig, dump_yaml, to_dict
 from llm_pretrain.errors import EXIT_PREEMPTED, ConfigError, DivergedError, PretrainError
 from llm_pretrain.ladder import (
     RUNS_FOLDER,
     Ladder,
     Run,
+    Sizes,
     Speed,
+    ladder_runs,
     read_ladder,
-    read_points,
     run_config,
     run_folder,
-    rung_runs,
     shortcomings,
+    used_by,
     with_store,
 )
-from llm_pretrain.ladder.runs import size_runs
+from llm_pretrain.ladder.points import read_points
+from llm_pretrain.ladder.runs import rung_runs
 from llm_pretrain.tracking import read_metrics
 
 BASE = """\
@@ -106,7 +108,7 @@ def test_a_ladder_has_a_point_for_each_size_and_number_of_tokens(finished: tuple
 def test_a_branch_has_the_bits_of_a_run_from_the_start(finished: tuple[Ladder, str], tmp_path: Path):
     ladder, _ = finished
     assert ladder.rate_factor is not None
-    decay = rung_runs(ladder.rungs, ladder.rate_factor)[-2]
+    decay = ladder_runs(ladder.rungs, ladder.rate_factor)[-2]
     config = run_config(ladder, decay)
     config = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, resume="auto"))
     file, folder = tmp_path / "whole.yaml", tmp_path / "whole"
@@ -305,7 +307,7 @@ def test_a_base_whose_rates_all_diverge_is_refused(checked: Callable[[dict[float
 def test_a_ladder_of_which_two_sizes_are_left_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Runner, "run_all", lambda *_: None)
     ladder = make_ladder(tmp_path / "ladder", sizes=(32, 64, 96))
-    (stable, *_), _, _ = (size_runs(rung, 1.0) for rung in ladder.rungs)
+    (stable, *_), _, _ = (rung_runs(rung, 1.0) for rung in ladder.rungs)
     make_run(run_folder(ladder, stable), [{"step": 1, "time": 1.0, "eval/loss": None}])
     with pytest.raises(DivergedError, match="expected 3 sizes or more that do not diverge, found 2"):
         train(ladder, LaunchContext(ROOT, Machine(0, 2), math.inf))
@@ -320,7 +322,7 @@ def test_every_setting_that_a_ladder_decides_is_refused_as_an_option(tmp_path: P
         logging=LoggingConfig(wandb_mode="online", tensorboard=True, report=True, parameters_sha256=True),
     )
     rung, before = ladder.rungs[0], to_dict(base)
-    for run in size_runs(rung, 1.0)[:2]:
+    for run in rung_runs(rung, 1.0)[:2]:
         after = to_dict(run_config(dataclasses.replace(ladder, base=base), run))
         decided = {
             f"{section}.{name}"
@@ -362,6 +364,15 @@ def test_a_folder_with_other_files_is_left_alone(
     (folder / "notes.txt").write_text("mine")
     assert main(command(plain_store, folder, *BUDGET)[2:]) == 73
     assert "found notes.txt in it" in capsys.readouterr().err
+    assert [each.name for each in folder.iterdir()] == ["notes.txt"]
+
+
+def test_what_a_killed_command_left_of_its_first_file_is_no_other_file(plain_store: Path, tmp_path: Path):
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / ".ladder.json.tmp-0a1b2c3d").write_text("{")
+    assert main(command(plain_store, folder, "--budget", "1")[2:]) == 2, "too small"
+    assert list(folder.iterdir()) == []
 
 
 @pytest.mark.parametrize(("budget", "bound"), [(1.0, "least"), (3e8, "most")])
@@ -376,10 +387,10 @@ def test_no_time_is_refused_before_the_speed_is_measured(
         return Speed(1e-7, 1e-12, 2.0, 2)
 
     monkeypatch.setattr(_ladder_runs, "measure_speed", measure_speed)
-    base = with_store(preset("ladder"), plain_store)
+    sizes = Sizes(with_store(preset("ladder"), plain_store))
     context = LaunchContext(ROOT, Machine(0, 2), math.inf)
     with pytest.raises(ConfigError, match=f"--budget: expected at {bound} .* on this machine, found"):
-        flops_for(base, budget, 3_500_000, 3, tmp_path, context, 1)
+        rungs_within(budget, sizes, 3_500_000, 3, tmp_path, context, 1)
     assert max(measured[0]) < 200, "sizes that take minutes are not measured for a refusal"
 
 
@@ -410,36 +421,34 @@ def test_decays_follow_their_stable_runs_and_none_a_diverged_one(
     monkeypatch.setattr(Runner, "_launch", launch)
     monkeypatch.setattr(_ladder_runs, "say", printed.append)
     runner = Runner(ladder, LaunchContext(ROOT, Machine(0, 2), math.inf), 2)
-    runner.runs = rung_runs(ladder.rungs, 1.0)
-    runner.run_all(runner.runs)
-    assert sorted(started) == sorted(
-        run.name for run in runner.runs if not (run.begin and run.hidden_size == 96)
-    )
-    for run in runner.runs:
+    runs = ladder_runs(ladder.rungs, 1.0)
+    runner.run_all(runs)
+    assert sorted(started) == sorted(run.name for run in runs if not (run.begin and run.hidden_size == 96))
+    for run in runs:
         assert not run.after or run.name not in started or started.index(run.after) < started.index(run.name)
     assert len(printed) == 9
     assert printed[-1].endswith("0s left")
     assert sum("DIVERGED" in line for line in printed) == 1
-    diverged = next(run for run in runner.runs if run.hidden_size == 96)
+    diverged = next(run for run in runs if run.hidden_size == 96)
     (runner._folder(diverged) / "checkpoints").mkdir()
-    runner.clean(runner.runs)
+    runner.clean(runs)
     assert not (runner._folder(diverged) / "checkpoints").exists(), "no decay will follow it"
-    used = runner.used()
-    trained = [run for run in runner.runs if run.name in started]
-    flops = sum(runner.sizes.of(run.hidden_size).step_flops * run.steps for run in trained)
+    used = used_by(ladder)
+    trained = [run for run in runs if run.name in started]
+    flops = sum(runner.sizes.of(run.hidden_size).step_flops * run.trained_steps for run in trained)
     assert used.flops == pytest.approx(flops)
     assert len(read_points(ladder.folder)) == 2 * (3 + 1)
-    runner.run_all(runner.runs)
+    runner.run_all(runs)
     assert len(started) == 9, "nothing runs twice"
-    stable, first, *_ = runner.runs
+    stable, first, *_ = runs
     shutil.rmtree(runner._folder(first))
-    runner.run_all(runner.runs)
+    runner.run_all(runs)
     assert started[9:] == [stable.name, first.name], "its checkpoint was deleted when all decays had ended"
     checkpoint = Path(run_config(ladder, first).checkpoint.resume)
     assert printed[9] == f"{stable.name} is trained again: {first.name} needs {checkpoint}, found none"
     shutil.rmtree(runner._folder(first))
     checkpoint.mkdir(parents=True)
-    runner.run_all(runner.runs)
+    runner.run_all(runs)
     assert started[11:] == [first.name]
 
 
@@ -449,8 +458,7 @@ def test_runs_say_how_far_they_are_while_none_ends(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(_ladder_runs, "PROGRESS_SECONDS", -1.0)
     monkeypatch.setattr(_ladder_runs, "say", printed.append)
     runner = Runner(ladder, LaunchContext(ROOT, Machine(0, 2), math.inf), 2)
-    runner.runs = [run for run in rung_runs(ladder.rungs, 1.0) if not run.begin][:2]
-    runner.run_all(runner.runs)
+    runner.run_all([run for run in ladder_runs(ladder.rungs, 1.0) if not run.begin][:2])
     assert printed[0] == "h64-x1 at step 8,000 of 8,000, h32-x1 at step 8,000 of 8,000"
     assert len(printed) == 3
 

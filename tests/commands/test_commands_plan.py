@@ -94,7 +94,7 @@ def test_a_gpu_computes_in_bf16_whatever_the_ladder_did(folder: Path, capsys: py
 @pytest.fixture
 def long_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
     """As of a validation split of 3 M tokens."""
-    monkeypatch.setattr("llm_pretrain.commands.ladder.evaluated_tokens", lambda _: 3_000_000)
+    monkeypatch.setattr("llm_pretrain.commands._ladder_runs.evaluated_tokens", lambda _: 3_000_000)
 
 
 @pytest.mark.usefixtures("long_evaluations")
@@ -214,7 +214,11 @@ WRONG: dict[str, tuple[Sequence[str], str]] = {
     "money for nothing": (["--cost", "5"], "--cost: expected together with --gpu and --price"),
     "money without a sum": (["--time", "1h", "--price", "2"], "--price: expected together with --cost"),
     "a share of no GPU": (["--time", "1h", "--mfu", "0.3"], "--mfu: expected together with --gpu"),
-    "no end": (["--flops", "inf"], "--flops: expected a finite number above 0, found inf"),
+    "no end": (["--flops", "inf"], "--flops: expected a number above 0 up to 1e+27, found inf"),
+    "too much money": (
+        ["--cost", "1e20", "--price", "1", "--gpu", "h100"],
+        "--cost: expected at most 10 years of GPUs, found 3.6e+23 seconds",
+    ),
     "no GPU": (["--time", "1h", "--gpu", "abacus"], "--gpu: expected one of"),
     "no time": (["--time", "soon"], "--time: expected a time such as 20m"),
     "FLOPs as a time": (["--time", "1e18"], "--time: expected a time such as 20m or 2h, found '1e18'"),
@@ -225,14 +229,14 @@ WRONG: dict[str, tuple[Sequence[str], str]] = {
     "too much time": (["--time", "3600d", "--gpu", "h100"], "expected a budget of at most 2.4e+17 FLOPs"),
     "too little": (["--flops", "1e6"], "expected a budget for"),
     "ranks": (["--flops", "1e14", "--world-size", "7"], "--world-size: expected a divisor of the ladder's"),
-    "served": (["--flops", "1e14", "--serve-tokens", "-1"], "--serve-tokens: expected 0 or more, found -1"),
+    "served": (["--flops", "1e14", "--serve-tokens", "-1"], "--serve-tokens: expected 0 to 1e+27, found -1"),
     "utilisation": (
         ["--time", "1h", "--gpu", "h100", "--mfu", "2"],
         "--mfu: expected a share from 0.001 to 1, found 2",
     ),
     "parameters": (
         ["--flops", "1e14", "--max-parameters", "0"],
-        "--max-parameters: expected a finite number above 0, found 0",
+        "--max-parameters: expected a number above 0, found 0",
     ),
 }
 

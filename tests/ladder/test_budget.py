@@ -22,11 +22,11 @@ from llm_pretrain.ladder import (
     family,
     flops_within,
     ladder_flops,
+    ladder_runs,
     ladder_seconds,
     least_flops,
     most_flops,
     read_budget,
-    rung_runs,
     tokens_per_step,
 )
 from llm_pretrain.ladder import budget as budget_module
@@ -58,7 +58,7 @@ CASES = [
 )
 def test_a_budget_is_used_and_its_bounds_are_kept(name: str, unique_tokens: int, flops: float):
     base = preset(name)
-    sizes, rungs = Sizes(base), choose_rungs(base, flops, unique_tokens)
+    sizes, rungs = Sizes(base), choose_rungs(Sizes(base), flops, unique_tokens)
     assert ladder_flops(sizes, rungs) == pytest.approx(flops, rel=0.05)
     assert 3 <= len(rungs) <= 5
     per_step = [sizes.of(rung.hidden_size).step_flops for rung in rungs]
@@ -83,7 +83,7 @@ def test_a_larger_budget_has_more_sizes_around_the_best_for_its_tokens(
     unique_tokens: int, flops: float, count: int
 ):
     base = preset("ladder")
-    rungs = choose_rungs(base, flops, unique_tokens)
+    rungs = choose_rungs(Sizes(base), flops, unique_tokens)
     assert len(rungs) == count
     middle = Sizes(base).of(rungs[count // 2].hidden_size)
     tokens = rungs[-1].steps[-1] * tokens_per_step(base)
@@ -91,7 +91,7 @@ def test_a_larger_budget_has_more_sizes_around_the_best_for_its_tokens(
 
 
 def test_branches_are_multiples_and_end_in_their_decays():
-    rungs = choose_rungs(preset("ladder"), 1.5e14, 3_500_000)
+    rungs = choose_rungs(Sizes(preset("ladder")), 1.5e14, 3_500_000)
     unit = rungs[0].save_steps
     for rung in rungs:
         multiples = SMALLEST_BRANCHES if rung is rungs[0] else BRANCHES
@@ -108,21 +108,21 @@ def test_the_budgets_that_are_named_work_and_are_nearly_the_least_and_the_most(n
     base = preset(name)
     least, most = (named_budget(base, flops, unique_tokens) for flops in (1e10, 1e25))
     for budget, further in ((least, least * 0.9), (most, most * 1.2)):
-        choose_rungs(base, budget, unique_tokens)
+        choose_rungs(Sizes(base), budget, unique_tokens)
         with pytest.raises(ConfigError):
-            choose_rungs(base, further, unique_tokens)
-    rungs = choose_rungs(base, most, unique_tokens)
+            choose_rungs(Sizes(base), further, unique_tokens)
+    rungs = choose_rungs(Sizes(base), most, unique_tokens)
     parameters = Sizes(base).of(rungs[0].hidden_size).active_parameters
     tokens = rungs[0].steps[-1] * tokens_per_step(base)
     assert tokens > 0.5 * MIN_TOKENS_PER_PARAMETER * parameters
     with pytest.raises(ConfigError, match="for 5 sizes"):
-        choose_rungs(base, least * 0.99, unique_tokens, 5)
+        choose_rungs(Sizes(base), least * 0.99, unique_tokens, 5)
 
 
 def named_budget(base: Config, flops: float, unique_tokens: int) -> float:
     """What the refusal of a budget names."""
     with pytest.raises(ConfigError, match=r"--budget: expected at (least|most) .* for 3 sizes") as error:
-        choose_rungs(base, flops, unique_tokens)
+        choose_rungs(Sizes(base), flops, unique_tokens)
     (found,) = re.findall(r"at (?:least|most) ([\d.e+]+)", str(error.value))
     return float(found)
 
@@ -132,7 +132,7 @@ def test_a_budget_between_those_that_fit_names_both(monkeypatch: pytest.MonkeyPa
         budget_module, "first_fit", lambda _, flops, *__: None if 3e14 < flops < 2e15 else (1,)
     )
     with pytest.raises(ConfigError, match=r"at most 3e\+14 or at least 2(\.\d)?e\+15 FLOPs"):
-        choose_rungs(preset("ladder"), 1e15, 3_500_000)
+        choose_rungs(Sizes(preset("ladder")), 1e15, 3_500_000)
 
 
 def test_a_budget_that_is_huge_for_its_store_is_refused_at_once(monkeypatch: pytest.MonkeyPatch):
@@ -144,7 +144,7 @@ def test_a_budget_that_is_huge_for_its_store_is_refused_at_once(monkeypatch: pyt
     )
     for flops in (1e20, 1e24, 1e27):
         with pytest.raises(ConfigError, match=r"expected at most 7\.9e\+15 FLOPs.*bring text of") as caught:
-            choose_rungs(preset("ladder"), flops, 3_500_000)
+            choose_rungs(Sizes(preset("ladder")), flops, 3_500_000)
         tokens = int(caught.value.problems[0].split()[-2].replace(",", ""))
         assert most_flops(tokens - 1) < flops < most_flops(tokens + 1)
     assert max(counted) < 2000, "no size of 1e12 parameters is built"
@@ -152,7 +152,7 @@ def test_a_budget_that_is_huge_for_its_store_is_refused_at_once(monkeypatch: pyt
 
 def test_a_store_too_small_is_named():
     with pytest.raises(ConfigError, match="--input: expected a store of at least 2,343,750 tokens"):
-        choose_rungs(preset("ladder"), 1e14, 500_000)
+        choose_rungs(Sizes(preset("ladder")), 1e14, 500_000)
 
 
 @pytest.mark.parametrize(
@@ -185,12 +185,12 @@ def test_a_time_becomes_the_flops_that_fit():
     base = preset("ladder")
     speed = Speed.of({2e6: 2e-5, 2e7: 9e-5}, start_up=7.0, slots=2, evaluated_tokens=32768)
     assert [speed.token_seconds(flops) for flops in (2e6, 2e7)] == pytest.approx([2e-5, 9e-5])
-    flops = flops_within(base, 900, 3_500_000, speed)
-    expected = ladder_seconds(Sizes(base), choose_rungs(base, flops, 3_500_000), speed)
+    flops = flops_within(Sizes(base), 900, 3_500_000, speed)
+    expected = ladder_seconds(Sizes(base), choose_rungs(Sizes(base), flops, 3_500_000), speed)
     assert 0.95 * 900 < expected <= 900
     least = least_flops(Sizes(base), 3_500_000)
-    assert flops_within(base, 20, 3_500_000, speed) == least, "which takes longer"
-    assert flops_within(base, 1e8, 3_500_000, speed) == most_flops(3_500_000), "which takes less"
+    assert flops_within(Sizes(base), 20, 3_500_000, speed) == least, "which takes longer"
+    assert flops_within(Sizes(base), 1e8, 3_500_000, speed) == most_flops(3_500_000), "which takes less"
 
 
 def test_noise_never_makes_flops_free():
@@ -201,14 +201,14 @@ def test_noise_never_makes_flops_free():
 
 def test_decays_follow_their_stable_runs():
     rung = Rung(64, (10, 20), (8, 16))
-    runs = rung_runs([rung], 2.0)
-    assert [(run.name, run.after, run.steps) for run in runs] == [
+    runs = ladder_runs([rung], 2.0)
+    assert [(run.name, run.after, run.trained_steps) for run in runs] == [
         ("h64-x2", None, 16),
         ("h64-x2-10", "h64-x2", 2),
         ("h64-x2-20", "h64-x2", 4),
     ]
     assert check_runs(rung, [2.0])[0] == Run(64, 2.0, 0, 8)  # continued by the stable run of the same name
-    costs = {run.name: float(run.steps) for run in runs}
+    costs = {run.name: float(run.trained_steps) for run in runs}
     assert makespan(runs, costs, 1) == 22
     assert makespan(runs, costs, 2) == 20
 
@@ -230,7 +230,7 @@ def test_what_a_long_decay_waits_for_goes_first(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(runs_module, "RANDOM_ORDERS", 0)
     stable, decay = Run(48, 1.0, 0, 1), Run(48, 1.0, 1, 11)
     others = [Run(64, 1.0, 0, 5), Run(80, 1.0, 0, 5)]
-    costs = {run.name: float(run.steps) for run in (stable, decay, *others)}
+    costs = {run.name: float(run.trained_steps) for run in (stable, decay, *others)}
     assert makespan([*others, stable, decay], costs, 2) == 16
     order, cost = best_order([*others, decay, stable], costs, 2)
     assert order[0] in (stable, decay)

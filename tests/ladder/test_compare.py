@@ -10,8 +10,9 @@ import pytest
 from support.ladders import make_ladder
 
 from llm_pretrain.errors import ConfigError
-from llm_pretrain.ladder import Ladder, Point, compare_ladders
+from llm_pretrain.ladder import Ladder, compare_ladders
 from llm_pretrain.ladder.compare import flops_for_loss, frontier
+from llm_pretrain.ladder.points import Point
 
 
 @pytest.fixture

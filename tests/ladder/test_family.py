@@ -10,7 +10,7 @@ from support.presets import preset
 
 from llm_pretrain.config import PRESETS, validate
 from llm_pretrain.errors import ConfigError
-from llm_pretrain.ladder import member, width_step
+from llm_pretrain.ladder.family import member, width_step
 from llm_pretrain.model import count_parameters
 
 BASES = [path.stem for path in sorted(PRESETS.glob("*.yaml")) if path.stem != "quickstart-chat"]

@@ -22,9 +22,9 @@ from llm_pretrain.ladder import (
     Ladder,
     Sizes,
     check_runs,
+    ladder_runs,
     member,
     run_folder,
-    rung_runs,
     write_ladder_report,
     write_points,
 )
@@ -176,7 +176,7 @@ def test_an_unfinished_ladder_says_what_is_missing(tmp_path: Path):
     ladder = make_ladder(tmp_path / "ladder")
     some = [point for point in ladder.points if point.hidden_size in (32, 64)]
     write_points(ladder.folder, some[:-3])
-    stable = next(run for run in rung_runs(ladder.rungs, 1.0) if run.hidden_size == 96)
+    stable = next(run for run in ladder_runs(ladder.rungs, 1.0) if run.hidden_size == 96)
     write_run(run_folder(ladder, stable), 3, 9.0, state="diverged")
     page = page_of(ladder)
     assert page.sections == ["summary", "charts", "points"]
@@ -203,7 +203,7 @@ def test_a_ladder_without_any_run_has_a_page(tmp_path: Path):
 def test_a_ladder_with_its_optimum_outside_is_warned_of(tmp_path: Path):
     many = make_ladder(tmp_path / "many", save_steps=30_000, unique_tokens=10**10)
     text = page_of(many).text
-    assert "which is not between the ladder's smallest and largest, 32 and 128" in text
+    assert "the best size is 160, which is not below the ladder's largest, 128" in text
 
 
 def test_a_mixture_counts_active_parameters_and_repeated_text(tmp_path: Path):

@@ -16,17 +16,19 @@ from llm_pretrain.ladder import (
     Budget,
     Ladder,
     Run,
+    Sizes,
     diverged_sizes,
+    ladder_runs,
     measured_points,
     read_ladder,
     read_progress,
     run_config,
     run_folder,
-    rung_runs,
     tokens_per_step,
     write_points,
 )
 from llm_pretrain.ladder.budget import rung_of
+from llm_pretrain.ladder.points import Training
 from llm_pretrain.model import flops_per_token
 
 
@@ -52,7 +54,7 @@ def finish(ladder: Ladder, run: Run, loss: float | None = 5.0) -> None:
 
 
 def test_the_table_has_every_evaluation_but_that_of_the_initial_model(ladder: Ladder):
-    for run in rung_runs(ladder.rungs, 2.0):
+    for run in ladder_runs(ladder.rungs, 2.0):
         finish(ladder, run)
     ladder.write()
     write_points(ladder.folder, measured_points(ladder))
@@ -73,7 +75,7 @@ def test_the_table_has_every_evaluation_but_that_of_the_initial_model(ladder: La
 
 @pytest.mark.parametrize("state", ["diverged", "finished"])
 def test_a_size_that_diverges_is_left_out(ladder: Ladder, state: str):
-    runs = rung_runs(ladder.rungs, 2.0)
+    runs = ladder_runs(ladder.rungs, 2.0)
     for run in runs:
         finish(ladder, run)
     row = {"step": runs[-1].end, "time": 1.0, "eval/loss": None if state == "finished" else 4.0}
@@ -99,15 +101,17 @@ def test_a_status_without_the_last_step_is_of_no_ended_run(ladder: Ladder, step:
     assert not read_progress(run_folder(ladder, run)).has_ended(80)
 
 
-def test_repeated_work_counts_once(tmp_path: Path):
-    """An attempt of 40 s to step 40; killed, the next one begins from step 30 and takes 20 s to step 50."""
+@pytest.mark.parametrize("last", [30, 40, 50])
+def test_lost_work_does_not_count(tmp_path: Path, last: int):
+    """An attempt of 40 s to step 40; killed, the next one begins from step 20 and is at step `last`."""
     rows = [{"step": step, "time": 100.0 + step} for step in (10, 20, 30, 40)]
-    rows += [{"step": step, "time": 200.0 + step - 30} for step in (40, 50)]
     write_rows(tmp_path, rows)
-    attempts = [{"step": 0, "time": 100.0}, {"step": 30, "time": 200.0}]
+    second = {"step": 20, "time": 200.0, "metrics_bytes": (tmp_path / "metrics.jsonl").stat().st_size}
+    write_rows(tmp_path, rows + [{"step": step, "time": 180.0 + step} for step in range(30, last + 1, 10)])
+    attempts = [{"step": 0, "time": 100.0, "metrics_bytes": 0}, second]
     (tmp_path / "attempts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in attempts))
-    record = read_progress(tmp_path)
-    assert (record.last_step, record.seconds) == (50, 30 + 20)
+    progress = read_progress(tmp_path)
+    assert (progress.last_step, progress.seconds) == (last, 20 + last - 20)
 
 
 def test_a_run_is_the_member_with_scaled_rates_and_its_own_schedule(ladder: Ladder):
@@ -139,20 +143,20 @@ def test_what_is_no_ladder_is_named(ladder: Ladder):
 
 
 def test_no_time_is_in_the_table(ladder: Ladder):
-    for run in rung_runs(ladder.rungs, 2.0):
+    for run in ladder_runs(ladder.rungs, 2.0):
         finish(ladder, run, loss=math.e)
     before = measured_points(ladder)
-    for run in rung_runs(ladder.rungs, 2.0):
+    for run in ladder_runs(ladder.rungs, 2.0):
         file = run_folder(ladder, run) / "metrics.jsonl"
         file.write_text(file.read_text().replace('"perf/step_seconds": 0.5', '"perf/step_seconds": 0.7'))
     assert measured_points(ladder) == before
 
 
 def test_values_that_are_no_numbers_count_as_missing(ladder: Ladder):
-    folder = run_folder(ladder, rung_runs(ladder.rungs, 2.0)[0])
+    folder = run_folder(ladder, ladder_runs(ladder.rungs, 2.0)[0])
     damaged = [{"step": 0, "time": "x"}, {"step": 1, "time": 2.0, "perf/step_seconds": "x", "eval/loss": "x"}]
     write_rows(folder, [*damaged, {"step": 2, "time": 4.0, "perf/step_seconds": 0.5}])
-    (folder / "attempts.jsonl").write_text('{"step": 0, "time": 1.0}\n')
+    (folder / "attempts.jsonl").write_text('{"step": 0, "time": 1.0}\n{"step": 0}\n')
     progress = read_progress(folder)
     assert progress.step_seconds == 0.5
     assert progress.seconds == 3.0
@@ -192,18 +196,20 @@ def test_a_damaged_plan_is_named_with_its_file(ladder: Ladder, name: str):
     [
         *[("tokens", 0), ("flops", 0.0), ("flops", 1e300), ("loss", float("nan")), ("loss", -1.0)],
         *[("loss", 1e300), ("bits_per_byte", -1.0), ("hidden_size", 48), ("unique_tokens", 5)],
+        *[("parameters", 7), ("flops", 1e14), ("tokens", 1000), ("loss", 2.0)],  # of another ladder; twice
     ],
 )
 def test_a_point_that_cannot_be_is_named_with_its_line(ladder: Ladder, key: str, value: float):
     ladder.write()
-    row = {
-        **{"hidden_size": 32, "parameters": 1, "parameters_with_embedding": 2, "tokens": 3},
-        **{"unique_tokens": ladder.unique_tokens, "flops": 5.0, "loss": 6.0},
-        **{"bits_per_byte": None, "decayed": True},
-    }
+    others = {"loss": 6.0, "bits_per_byte": None, "decayed": True}
+    size = Sizes(ladder.base).of(32)
+    first, second = (
+        dataclasses.asdict(Training.of(size, steps, ladder.unique_tokens)) | others
+        for steps in ((1, 2) if (key, value) != ("loss", 2.0) else (1, 1))
+    )
     file = ladder.folder / "points.jsonl"
-    file.write_text(json.dumps(row) + "\n")
+    file.write_text(json.dumps(first) + "\n")
     assert len(read_ladder(ladder.folder).points) == 1
-    file.write_text(json.dumps(row) + "\n" + json.dumps(row | {key: value}) + "\n")
+    file.write_text(json.dumps(first) + "\n" + json.dumps(second | {key: value}) + "\n")
     with pytest.raises(DataError, match=r"points\.jsonl:2: expected"):
         read_ladder(ladder.folder)

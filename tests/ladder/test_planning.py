@@ -12,8 +12,8 @@ from support.ladders import LAW, make_ladder
 
 from llm_pretrain.config import DistributedConfig, validate
 from llm_pretrain.errors import ConfigError
-from llm_pretrain.ladder import Forecast, RunBudget, Sizes, tokens_per_step
-from llm_pretrain.ladder.measurements import unmeasured_point
+from llm_pretrain.ladder import EVALUATIONS, Forecast, RunBudget, Sizes, tokens_per_step
+from llm_pretrain.ladder.points import Point, Training
 from llm_pretrain.model import flops_per_token
 
 FLOPS = RunBudget(3e14)
@@ -33,16 +33,16 @@ def test_the_size_of_least_loss_is_chosen_and_the_budget_spent(forecast: Forecas
     choices = forecast.choices(FLOPS)
     found = best(forecast, FLOPS)
     for choice in choices:
-        step = choice.point.flops / choice.steps
-        assert 0 <= 3e14 - choice.point.flops < step
+        step = choice.training.flops / choice.steps
+        assert 0 <= 3e14 - choice.training.flops < step
     exact = min(
-        choices, key=lambda choice: LAW.loss(choice.size.total_parameters, choice.point.tokens, 50_000_000)
+        choices, key=lambda choice: LAW.loss(choice.size.total_parameters, choice.training.tokens, 50_000_000)
     )
     assert found.size == exact.size
     assert choices[0].size.total_parameters < found.size.total_parameters < choices[-1].size.total_parameters
     assert (
         found.prediction.low
-        < LAW.loss(found.size.total_parameters, found.point.tokens, 50_000_000)
+        < LAW.loss(found.size.total_parameters, found.training.tokens, 50_000_000)
         < found.prediction.high
     )
 
@@ -55,7 +55,7 @@ def test_limits_and_serving_make_it_smaller(forecast: Forecast):
     )
     served = best(forecast, FLOPS._replace(served=1e8))
     assert served.size.total_parameters < free.size.total_parameters
-    assert served.point.flops + 2 * served.size.total_parameters * 1e8 <= 3e14
+    assert served.training.flops + 2 * served.size.total_parameters * 1e8 <= 3e14
 
 
 def test_more_compute_makes_it_larger_and_better(forecast: Forecast):
@@ -89,11 +89,12 @@ def test_the_planned_run_is_the_choice(forecast: Forecast):
     config = forecast.config(choice, DistributedConfig(cpu_threads=1), 2, "night")
     base = forecast.ladder.base
     assert validate(config, needs_data=False) == []
-    assert config.training.max_steps * tokens_per_step(config) == choice.point.tokens
+    assert config.training.max_steps * tokens_per_step(config) == choice.training.tokens
     assert (
-        flops_per_token(config.model, config.training.sequence_length) * choice.point.tokens
-        == choice.point.flops
+        flops_per_token(config.model, config.training.sequence_length) * choice.training.tokens
+        == choice.training.flops
     )
+    assert math.ceil(choice.steps / config.evaluation.eval_steps) <= EVALUATIONS
     assert config.optimizer.learning_rate == 2 * base.optimizer.learning_rate
     assert config.optimizer.base_hidden_size == base.model.hidden_size
     assert config.schedule.name == "wsd"
@@ -118,9 +119,9 @@ def test_losses_before_the_first_branch_tell_nothing(forecast: Forecast):
     config = forecast.config(best(forecast, FLOPS), DistributedConfig(), 2, "night")
     curve = forecast.curve(config)
     assert min(each.step for each in curve) >= first
-    start = unmeasured_point(Sizes(ladder.base).size(3), first // 2, ladder.unique_tokens, decayed=False)
-    points = (*ladder.points, dataclasses.replace(start, loss=99.0))
-    with_early = dataclasses.replace(ladder, points=points)
+    start = Training.of(Sizes(ladder.base).size(3), first // 2, ladder.unique_tokens)
+    early = Point(**dataclasses.asdict(start), loss=99.0, bits_per_byte=None, decayed=False)
+    with_early = dataclasses.replace(ladder, points=(*ladder.points, early))
     assert dataclasses.replace(forecast, ladder=with_early).curve(config) == curve
 
 
@@ -132,14 +133,14 @@ def test_what_may_not_hold_is_said(forecast: Forecast, tmp_path: Path):
     wide = Forecast(make_ladder(tmp_path / "wide", sizes=(48, 64, 96, 128)), samples=15)
     choice = best(wide, FLOPS._replace(total=1e13))
     assert any(
-        "not between the ladder's smallest and largest" in line
-        for line in wide.warnings(choice.point, choice.prediction)
+        "not above the ladder's smallest" in line
+        for line in wide.warnings(choice.training, choice.prediction)
     )
     many = best(forecast, FLOPS._replace(total=1e16))
-    assert any("passed over" in line for line in forecast.warnings(many.point, many.prediction))
+    assert any("passed over" in line for line in forecast.warnings(many.training, many.prediction))
     noisy = Forecast(make_ladder(tmp_path / "noisy", noise=0.1), samples=15)
     far = min(noisy.choices(FLOPS._replace(total=1e16)), key=lambda each: each.prediction.loss)
-    warnings = noisy.warnings(far.point, far.prediction)
+    warnings = noisy.warnings(far.training, far.prediction)
     assert any("the interval is wider than a tenth of the loss" in line for line in warnings)
     assert any("no fit reaches so far" in line for line in warnings)
 
@@ -149,7 +150,7 @@ def test_an_interval_that_no_point_was_held_out_for_is_named(tmp_path: Path):
     points = [point for point in few.points if point.decayed][1:-1]
     few = Forecast(dataclasses.replace(few, points=tuple(points)), samples=2)
     choice = best(few, FLOPS)
-    warned = [line for line in few.warnings(choice.point, choice.prediction) if "held out" in line]
+    warned = [line for line in few.warnings(choice.training, choice.prediction) if "held out" in line]
     assert warned == ["no points could be held out: the interval does not tell how wrong the law may be"]
 
 

@@ -13,8 +13,6 @@ from support.presets import preset
 from llm_pretrain.ladder import (
     Budget,
     Ladder,
-    Point,
-    ScalingLaw,
     Size,
     Sizes,
     ladder_flops,
@@ -22,7 +20,8 @@ from llm_pretrain.ladder import (
     write_points,
 )
 from llm_pretrain.ladder.budget import rung_of
-from llm_pretrain.ladder.measurements import unmeasured_point
+from llm_pretrain.ladder.points import Point, Training
+from llm_pretrain.ladder.scaling_law import ScalingLaw
 
 LAW = ScalingLaw("parameters_with_embedding", 1.5, 150.0, 0.4, 400.0, 0.35)
 MULTIPLES = (1, 2, 4)
@@ -35,9 +34,9 @@ BITS = 0.45
 
 def measured(size: Size, steps: int, unique_tokens: int, law: ScalingLaw, *, decayed: bool) -> Point:
     """A training with the loss of a law."""
-    point = unmeasured_point(size, steps, unique_tokens, decayed=decayed)
-    loss = law.of(point) * (1 if decayed else STABLE)
-    return dataclasses.replace(point, loss=loss, bits_per_byte=loss * BITS)
+    training = Training.of(size, steps, unique_tokens)
+    loss = law.of(training) * (1 if decayed else STABLE)
+    return Point(**dataclasses.asdict(training), loss=loss, bits_per_byte=loss * BITS, decayed=decayed)
 
 
 def make_ladder(

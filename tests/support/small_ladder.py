@@ -24,7 +24,7 @@ from llm_pretrain.ladder import budget, family
 budget.BRANCHES, budget.SMALLEST_BRANCHES = (2, 4), (2, 3, 4)
 budget.MIN_STEPS = 10
 budget.MIN_TOKENS = 1
-budget.MIN_HEADS = family.MIN_HEADS = 1
+family.MIN_HEADS = 1
 budget.MAX_EPOCHS = 1000.0
 _ladder_runs.MEASURED_SECONDS = 1.0
 
