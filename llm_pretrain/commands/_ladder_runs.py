@@ -124,10 +124,10 @@ class Runner:
         stable_runs = {run.name: run for run in runs if not run.begin}
         for decay in [run for run in runs if run.begin]:
             stable = stable_runs[decay.stable_name]
-            record = read_progress(self._folder(stable))
-            is_over = read_progress(self._folder(decay)).has_ended(decay.end) or record.has_diverged
+            progress = read_progress(self._folder(stable))
+            is_over = read_progress(self._folder(decay)).has_ended(decay.end) or progress.has_diverged
             checkpoint = run_config(self.ladder, decay).checkpoint.resume
-            if record.has_ended(stable.end) and not is_over and not Path(checkpoint).is_dir():
+            if progress.has_ended(stable.end) and not is_over and not Path(checkpoint).is_dir():
                 say(f"{stable.name} is trained again: {decay.name} needs {checkpoint}, found none")
                 shutil.rmtree(self._folder(stable))
 
@@ -140,25 +140,25 @@ class Runner:
 
     def _ended(self, job: RunningJob, run: Run, code: int) -> None:
         folder = self._folder(run)
-        record = read_progress(folder)
-        if not record.has_ended(run.end):
+        progress = read_progress(folder)
+        if not progress.has_ended(run.end):
             raise failure(job, run.name, code)
         write_points(self.ladder.folder, measured_points(self.ladder))
-        say(self._line(run, record))
-        if run.begin and not record.has_diverged:
+        say(self._line(run, progress))
+        if run.begin and not progress.has_diverged:
             self.clean([run])
 
     def _progress(self, run: Run) -> str:
         """How far a run is that trains."""
         return f"{run.name} at step {read_progress(self._folder(run)).last_step:,} of {run.end:,}"
 
-    def _line(self, run: Run, record: Progress) -> str:
+    def _line(self, run: Run, progress: Progress) -> str:
         """Progress after a run's end."""
         tokens, runs = tokens_per_step(self.ladder.base), all_runs(self.ladder)
         costs = self._costs(runs)
         _, left = best_order([each for each in runs if costs[each.name] > 0], costs, self.slots)
-        losses, seconds = record.losses.get(run.end), record.step_seconds
-        if record.has_diverged:
+        losses, seconds = progress.losses.get(run.end), progress.step_seconds
+        if progress.has_diverged:
             result = "DIVERGED"
         else:
             result = f"loss {losses.loss:.4f}" if losses and losses.loss is not None else ""

@@ -47,6 +47,8 @@ RATE_GAIN = 0.01
 sooner at the smallest size may end higher at others (docs/log.md#ladders)."""
 MOST_FLOPS, MOST_SECONDS = 1e27, 10 * 365 * 86400.0
 """Larger budgets are mistakes."""
+_PER_DECADE = 48
+"""Budgets that are tried for a message: 5 % apart."""
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
@@ -182,8 +184,8 @@ def _fits(sizes: Sizes, unique_tokens: int, count: int | None) -> tuple[list[flo
     """
     low = sizes.size(1).flops_per_token * least_tokens(sizes.base)  # any ladder needs more
     high = most_flops(unique_tokens, count)
-    powers = range(math.floor(48 * math.log10(low)), math.ceil(48 * math.log10(high)))
-    rounded = [float(f"{10 ** (power / 48):.1e}") for power in powers]
+    powers = range(math.floor(_PER_DECADE * math.log10(low)), math.ceil(_PER_DECADE * math.log10(high)))
+    rounded = [float(f"{10 ** (power / _PER_DECADE):.1e}") for power in powers]
     budgets = [each for each in rounded if low <= each <= high]
     return budgets, lambda flops: bool(first_fit(sizes, flops, unique_tokens, count or SIZE_COUNTS[-1]))
 

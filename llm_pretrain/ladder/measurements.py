@@ -170,9 +170,9 @@ def all_runs(ladder: Ladder) -> list[Run]:
 def rate_loss(ladder: Ladder, factor: float) -> float:
     """Loss of the smallest size's shortest training at a rate; infinite if it diverged or has not ended."""
     decay = check_runs(ladder.rungs[0], [factor])[1]
-    record = read_progress(run_folder(ladder, decay))
-    losses = record.losses.get(decay.end)
-    return math.inf if losses is None or losses.loss is None or record.has_diverged else losses.loss
+    progress = read_progress(run_folder(ladder, decay))
+    losses = progress.losses.get(decay.end)
+    return math.inf if losses is None or losses.loss is None or progress.has_diverged else losses.loss
 
 
 def measured_points(ladder: Ladder) -> list[Point]:
@@ -185,11 +185,11 @@ def _points(ladder: Ladder, rung: Rung) -> Iterator[Point]:
     if ladder.rate_factor is None:
         return
     size, runs = Sizes(ladder.base).of(rung.hidden_size), rung_runs(rung, ladder.rate_factor)
-    records = [read_progress(run_folder(ladder, run)) for run in runs]
-    if any(record.has_diverged for record in records):
+    found = [read_progress(run_folder(ladder, run)) for run in runs]
+    if any(progress.has_diverged for progress in found):
         return
-    for run, record in zip(runs, records, strict=True):
-        for step, losses in record.losses.items():
+    for run, progress in zip(runs, found, strict=True):
+        for step, losses in progress.losses.items():
             if losses.loss is None or not 0 < step <= run.end or (run.begin and step < run.end):
                 continue
             trained = dataclasses.asdict(Training.of(size, step, ladder.unique_tokens))
