@@ -147,7 +147,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 def _seconds(arguments: argparse.Namespace) -> float | None:
     """The budget in seconds of wall time; None where it is FLOPs."""
-    from llm_pretrain.ladder.budget import MOST_SECONDS, read_budget
+    from llm_pretrain.ladder import MOST_SECONDS, read_budget
 
     if arguments.cost is not None:
         seconds = arguments.cost / arguments.price / arguments.world_size * 3600
