@@ -152,16 +152,10 @@ def compare(arguments: argparse.Namespace) -> int:
             print(f"warning: {ladder.folder}: {line}")
     ratios = [row.ratio for row in rows if row.ratio]
     if not ratios:
-        is_better = all(row.second is not None for row in rows)
-        print(
-            "no ratio: "
-            + (
-                "the second's cheapest run is better already"
-                if is_better
-                else "no loss of the first lies within the second's"
-            )
-            + "; give one of them another budget"
-        )
+        reason = "no loss of the first lies within the second's"
+        if all(row.second is not None for row in rows):
+            reason = "the second's cheapest run is better already"
+        print(f"no ratio: {reason}; give one of them another budget")
         return 1
     print(f"ratios from {min(ratios):.3f} to {max(ratios):.3f}; below 1 the second needs less")
     return 0

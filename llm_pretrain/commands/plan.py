@@ -33,8 +33,6 @@ examples:
   llm-pretrain plan --ladder ladders/mine --cost 100 --gpu h100 --world-size 8 --price 2.5 --output night.yaml
 """
 
-MOST = 1e27
-"""FLOPs, money or tokens; more are mistakes."""
 SHORT_STEP = 0.01
 """Seconds of a step on a GPU below which starting its kernels takes longer than they do."""
 ALTERNATIVES = (0.25, 0.5, 1.0, 2.0, 4.0)
@@ -107,8 +105,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(*problems)
     lines = [*_lines(forecast, plan, arguments), *_warnings(forecast, plan, arguments)]
     print(*lines, sep="\n")
-    command = f"; llm-pretrain train --nproc {arguments.world_size} --config {shlex.quote(str(output))}"
-    command = "" if arguments.gpu else command  # there may be several machines
+    command = ""
+    if not arguments.gpu:  # else there may be several machines
+        command = f"; llm-pretrain train --nproc {arguments.world_size} --config {shlex.quote(str(output))}"
     head = "".join(f"# {printable(line)}\n" for line in lines)
     make_folder(output.parent)
     replace_text(output, f"{_MARK}{printable(command)}\n{head}{dump_yaml(plan.config)}")
@@ -117,6 +116,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> None:
+    from llm_pretrain.ladder import MOST_FLOPS
+
     problems = []
     given = [name for name in ("time", "flops", "cost") if getattr(arguments, name) is not None]
     if len(given) != 1:
@@ -131,12 +132,12 @@ def _check(arguments: argparse.Namespace) -> None:
     if arguments.gpu is not None and arguments.gpu.lower() not in MACHINES:
         problems.append(f"--gpu: expected one of {', '.join(MACHINES)}, found {arguments.gpu!r}")
     for name in ("flops", "cost", "price", "max_parameters"):
-        value, most = getattr(arguments, name), math.inf if name == "max_parameters" else MOST
+        value, most = getattr(arguments, name), math.inf if name == "max_parameters" else MOST_FLOPS
         if value is not None and not 0 < value <= most:
             up_to = f" up to {most:g}" if most < math.inf else ""
             problems.append(f"--{name.replace('_', '-')}: expected a number above 0{up_to}, found {value:g}")
-    if not 0 <= arguments.serve_tokens <= MOST:
-        problems.append(f"--serve-tokens: expected 0 to {MOST:g}, found {arguments.serve_tokens:g}")
+    if not 0 <= arguments.serve_tokens <= MOST_FLOPS:
+        problems.append(f"--serve-tokens: expected 0 to {MOST_FLOPS:g}, found {arguments.serve_tokens:g}")
     if arguments.mfu is not None and not 0.001 <= arguments.mfu <= 1:
         problems.append(f"--mfu: expected a share from 0.001 to 1, found {arguments.mfu:g}")
     if arguments.world_size is not None and arguments.world_size < 1:

@@ -1,6 +1,7 @@
 """Ladders of small models: families of sizes, the runs that fit a budget, and the table of their losses."""
 
 from llm_pretrain.ladder.budget import (
+    MOST_FLOPS,
     MOST_SECONDS,
     RATE_FACTORS,
     RATE_GAIN,
@@ -57,6 +58,7 @@ __all__ = [
     "LADDER_FILE",
     "LEAST_SIZES",
     "LEVEL",
+    "MOST_FLOPS",
     "MOST_SECONDS",
     "POINTS_FILE",
     "RATE_FACTORS",

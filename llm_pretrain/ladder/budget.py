@@ -46,7 +46,7 @@ RATE_GAIN = 0.01
 """Share of the loss that each factor 2 away from the base's rates must gain: seeds differ, and what learns
 sooner at the smallest size may end higher at others (docs/log.md#ladders)."""
 MOST_FLOPS, MOST_SECONDS = 1e27, 10 * 365 * 86400.0
-"""Larger budgets are mistakes."""
+"""Larger budgets are mistakes; more money or tokens than `MOST_FLOPS` too."""
 _PER_DECADE = 48
 """Budgets that are tried for a message: 5 % apart."""
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}

@@ -212,23 +212,23 @@ def read_ladder(folder: str | Path) -> Ladder:
             f"{folder}: expected a ladder's folder, with {LADDER_FILE}, found none; make one with "
             "`llm-pretrain ladder`"
         )
-    points = read_points(ladder.folder)
+    points, sizes, lines = read_points(ladder.folder), Sizes(ladder.base), dict[tuple[Any, ...], int]()
     for number, point in enumerate(points, start=1):
         place = f"{ladder.folder / POINTS_FILE}:{number}"
-        if difference := _foreign(point, ladder):
+        if difference := _foreign(point, ladder, sizes):
             raise DataError(f"{place}: expected a point of this ladder, {difference}")
-        if (first := [each.key for each in points].index(point.key) + 1) < number:
+        if (first := lines.setdefault(point.key, number)) < number:
             raise DataError(f"{place}: expected each training once, found that of line {first} again")
     return dataclasses.replace(ladder, points=points, seconds_per_token=read_speeds(ladder))
 
 
-def _foreign(point: Point, ladder: Ladder) -> str | None:
+def _foreign(point: Point, ladder: Ladder, sizes: Sizes) -> str | None:
     """What a point would have if it were the ladder's, and what it has; None where it is."""
     widths = [rung.hidden_size for rung in ladder.rungs]
     if point.hidden_size not in widths:
         return f"of hidden size {', '.join(map(str, widths))}, found {point.hidden_size}"
     steps = point.tokens // tokens_per_step(ladder.base)
-    own = Training.of(Sizes(ladder.base).of(point.hidden_size), steps, ladder.unique_tokens)
+    own = Training.of(sizes.of(point.hidden_size), steps, ladder.unique_tokens)
     for name, expected in dataclasses.asdict(own).items():
         if (found := getattr(point, name)) != expected:
             return f"with {name} {expected:,}, found {found:,}"

@@ -71,9 +71,9 @@ class Point(Training):
     decayed: bool
 
     @property
-    def key(self) -> tuple[int, int, bool]:
-        """What no other point of a ladder has."""
-        return self.hidden_size, self.tokens, self.decayed
+    def key(self) -> tuple[int, bool, int]:
+        """What no other point of a ladder has, and by which points.jsonl is ordered."""
+        return self.hidden_size, self.decayed, self.tokens
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ class Ladder:
 
 def write_points(folder: Path, points: Iterable[Point]) -> None:
     """Write points.jsonl, by size and tokens."""
-    rows = sorted(points, key=lambda point: (point.hidden_size, point.decayed, point.tokens))
+    rows = sorted(points, key=lambda point: point.key)
     text = "".join(json.dumps(dataclasses.asdict(point)) + "\n" for point in rows)
     replace_text(folder / POINTS_FILE, text)
 
