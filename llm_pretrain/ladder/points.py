@@ -197,8 +197,11 @@ def read_unmeasured(folder: str | Path) -> Ladder | None:
         if not content["rungs"]:
             raise ValueError("rungs")
         rungs = tuple(Rung(rung["hidden_size"], *map(tuple, _steps(rung))) for rung in content["rungs"])
-        for rung in rungs:
-            member(base, rung.hidden_size)
+        sizes = [rung.hidden_size for rung in rungs]
+        if sizes != sorted(set(sizes)):
+            raise ValueError(f"rungs of hidden sizes {sizes}, which do not ascend")
+        for size in sizes:
+            member(base, size)
     except (KeyError, TypeError, ValueError, ConfigError) as error:
         first = str(error).partition("\n")[0]
         raise DataError(f"{file}: expected a ladder, found a wrong or missing entry: {first}") from error

@@ -177,6 +177,7 @@ DAMAGE: dict[str, tuple[str, object]] = {
     "a base without heads": ("base", {"model": {"num_attention_heads": 0}}),
     "a branch behind the end": ("rungs", [{"hidden_size": 32, "steps": [2], "branches": [2]}]),
     "branches that fall": ("rungs", [{"hidden_size": 32, "steps": [8, 6], "branches": [4, 3]}]),
+    "a size twice": ("rungs", [{"hidden_size": 32, "steps": [2], "branches": [1]}] * 2),
     "a size of another family": ("rungs", [{"hidden_size": 33, "steps": [2], "branches": [1]}]),
 }
 
