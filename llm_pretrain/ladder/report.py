@@ -113,7 +113,7 @@ def _render(ladder: Ladder) -> str:
         charts=charts,
         interval=f"{LEVEL:.0%}",
         law=_law_lines(fit) if fit else [],
-        forms=_forms_table(fit) if fit else None,
+        laws=_laws_table(fit) if fit else None,
         best=_best_table(ladder, frontier) if frontier else None,
         points=_points_table(ladder, decayed, fit),
         stable=_points_table(ladder, [point for point in ladder.points if not point.decayed], None),
@@ -246,14 +246,10 @@ def _trace(
 def _law_lines(fit: Fit) -> list[str]:
     """The law in words, one sentence each."""
     law, total = fit.best, fit.best.alpha + fit.best.beta
-    size, text = f"{law.A:.4g} / N^{law.alpha:.3f}", f"{law.B:.4g} / D^{law.beta:.3f}"
-    terms = f"{size} + {text}"
-    if law.joint:
-        terms = f"(({size})^(1/{law.beta:.3f}) + ({text})^(1/{law.beta:.3f}))^{law.beta:.3f}"
     lines = [
-        f"loss = {law.E:.4g} + {terms}, in nats per token, where N are {_COUNTINGS[law.counting]}, and D are "
-        "tokens; repeated ones count less (arXiv:2305.16264). It is the best of the forms below; predictions "
-        "are their mean.",
+        f"loss = {law.E:.4g} + {law.A:.4g} / N^{law.alpha:.3f} + {law.B:.4g} / D^{law.beta:.3f}, in nats per "
+        f"token, where N are {_COUNTINGS[law.counting]}, and D are tokens; repeated ones count less "
+        "(arXiv:2305.16264). It is the better of the two below; predictions are their mean.",
         f"{law.E:.4g} nats per token is the loss that neither more parameters nor more tokens would remove.",
         f"With new text, the best N grows with compute to the power of {law.beta / total:.2f}, the best D to "
         f"the power of {law.alpha / total:.2f}.",
@@ -269,14 +265,13 @@ def _law_lines(fit: Fit) -> list[str]:
     return lines
 
 
-def _forms_table(fit: Fit) -> Table:
-    """The law in each form, the better first."""
+def _laws_table(fit: Fit) -> Table:
+    """The law in each counting, the better first."""
     rows = list[list[str]]()
     for law, weight in zip(fit.law.laws, fit.law.weights, strict=True):
         error = sum(abs(math.log(point.loss / law.of(point))) for point in fit.points) / len(fit.points)
         numbers = (f"{each:.4g}" for each in (law.E, law.A, law.alpha, law.B, law.beta))
-        name = _COUNTINGS[law.counting] + (", joint" if law.joint else "")
-        rows.append([name, *numbers, f"{100 * error:.2g} %", f"{weight:.2f}"])
+        rows.append([_COUNTINGS[law.counting], *numbers, f"{100 * error:.2g} %", f"{weight:.2f}"])
     return Table(["N counts", "E", "A", "alpha", "B", "beta", "Mean error", "Weight"], rows)
 
 

@@ -2,14 +2,9 @@
 
     L(N, D) = E + A / N^alpha + B / D^beta
 
-(arXiv:2203.15556, approach 3), or, with size and text limiting each other:
-
-    L(N, D) = E + ((A / N^alpha)^(1/beta) + B^(1/beta) / D)^beta
-
-(arXiv:2001.08361, equation 1.5, with a floor): a model that is small for its text gains less from more of
-it. N are active parameters, with or without embedding and head. A prediction is the mean of these four
-laws, each in proportion to how well it fits: points rarely tell them apart, and beyond the points they
-differ. D counts tokens; those of repeated text count less (arXiv:2305.16264).
+(arXiv:2203.15556, approach 3). N are active parameters, with or without embedding and head. A prediction is
+the mean of these two laws, each in proportion to how well it fits: points rarely tell them apart. D counts
+tokens; those of repeated text count less (arXiv:2305.16264).
 """
 
 from __future__ import annotations
@@ -33,8 +28,8 @@ REPETITION = 15.4
 """R* of arXiv:2305.16264: after so many repetitions a token has lost 1 - 1/e of its value."""
 HUBER_DELTA = 1e-3
 """Residual of log L from which it counts linearly (arXiv:2203.15556, appendix D.2)."""
-EXPONENTS = (0.05, 1.5)
-"""Bounds of alpha and beta."""
+EXPONENTS = (0.05, 1.0)
+"""Bounds of alpha and beta: larger ones bring the loss to its floor just beyond the points."""
 _STARTS = (0.2, 0.5, 1.0)
 """Exponents at which the search begins, each with each."""
 SAMPLES = 100
@@ -51,7 +46,7 @@ FEW_POINTS = 8
 NO_LAW = 0.01
 """Noise above this is named: points before and after a jump of the loss, which no law follows."""
 DOUBT = 0.25
-"""Weight of the forms together of which one number is in doubt, from which it is named."""
+"""Weight of the laws together of which one number is in doubt, from which it is named."""
 NO_FLOOR = 0.01
 """E below this share of the least loss is named: what the ladder shows has no floor yet."""
 NO_FALL = 0.01
@@ -69,7 +64,6 @@ class ScalingLaw:
         E: Loss that no size and no text removes, nats per token.
         A, alpha: Of the term of parameters.
         B, beta: Of the term of tokens.
-        joint: Whether size and text limit each other; else their terms are added.
     """
 
     counting: Counting
@@ -78,7 +72,6 @@ class ScalingLaw:
     alpha: float
     B: float
     beta: float
-    joint: bool = False
 
     def loss(self, parameters: float, tokens: float, unique_tokens: float) -> float:
         """Predicted loss, nats per token.
@@ -89,11 +82,7 @@ class ScalingLaw:
             unique_tokens: Of the text; more `tokens` are repetitions.
         """
         seen = effective_tokens(tokens, unique_tokens)
-        terms = self.A / parameters**self.alpha, self.B / seen**self.beta
-        most = max(terms)
-        if not self.joint or not most:
-            return self.E + sum(terms)
-        return self.E + most * sum((term / most) ** (1 / self.beta) for term in terms) ** self.beta
+        return self.E + self.A / parameters**self.alpha + self.B / seen**self.beta
 
     def of(self, training: Training) -> float:
         """Predicted loss of a training."""
@@ -117,10 +106,10 @@ class Prediction(NamedTuple):
 
 @dataclass(frozen=True)
 class MeanLaw:
-    """The laws of all forms that were fitted to the same points, the best first.
+    """The laws that were fitted to the same points, the best first.
 
     Args:
-        laws: One of each form.
+        laws: One for each counting.
         weights: Of each law's log L, 1 together.
     """
 
@@ -138,13 +127,13 @@ class Fit:
     """The law of a ladder with what is uncertain about it.
 
     Args:
-        law: The mean of all forms.
+        law: The mean of both countings.
         points: That it is fitted to.
         residuals: log L of each point less the law's.
         noise: Standard deviation of log L around the law at `most_flops`; it grows with the square root of
             less compute.
-        samples: Laws fitted to points drawn around the law with its noise, of each form in proportion to its
-            weight.
+        samples: Laws fitted to points drawn around the law with its noise, of each counting in proportion to
+            its weight.
         extrapolation_error: Error of log L per factor e of compute beyond the points, found by holding points
             out: the interval is at least as wide, since samples cannot see that the law itself is wrong.
             None where too few would be left.
@@ -163,7 +152,7 @@ class Fit:
 
     @property
     def best(self) -> ScalingLaw:
-        """The law of the form that fits best."""
+        """The law of the counting that fits best."""
         return self.law.laws[0]
 
     def predict(self, training: Training) -> Prediction:
@@ -206,11 +195,11 @@ def fit_law(points: Sequence[Point], *, samples: int = SAMPLES) -> Fit:
     noise = _noise(residuals, points)
     generator = np.random.default_rng(0)
     drawn = []
-    for form in generator.choice(len(law.laws), size=samples, p=law.weights):
-        drawn_from = law.laws[form]
+    for number in generator.choice(len(law.laws), size=samples, p=law.weights):
+        drawn_from = law.laws[number]
         errors = generator.normal(0, noise, len(points)) / _trust(points)
         logs = np.log([drawn_from.of(point) for point in points]) + errors
-        drawn.append(_search(points, logs, drawn_from.counting, drawn_from.joint, [_vector(drawn_from)]))
+        drawn.append(_search(points, logs, drawn_from.counting, [_vector(drawn_from)]))
     return Fit(
         law=law,
         points=tuple(points),
@@ -233,13 +222,13 @@ def _trust(points: Sequence[Point]) -> Floats:
 
 
 def _mean_law(points: Sequence[Point]) -> MeanLaw:
-    """The best law of each form, weighted by its likelihood.
+    """The best law of each counting, weighted by its likelihood.
 
     Errors that count linearly are Laplace's: with their scale unknown the likelihood falls with their sum to
     the power of the points less the law's numbers.
     """
     countings: tuple[Counting, Counting] = ("parameters_with_embedding", "parameters")
-    fitted = [_best(points, counting, joint) for counting in countings for joint in (False, True)]
+    fitted = [_best(points, counting) for counting in countings]
     cost_of = {law: _cost(_residuals(law, points), points) for law in fitted}
     fitted.sort(key=cost_of.__getitem__)
     residual = LEAST_NOISE * math.sqrt(_freedom(points) / len(points))  # what a right law leaves
@@ -317,14 +306,14 @@ def _extrapolation_error(points: Sequence[Point]) -> float | None:
     return math.sqrt(float(squares.sum() / (distances**2).sum()))
 
 
-def _best(points: Sequence[Point], counting: Counting, joint: bool) -> ScalingLaw:
-    """The best law of a form over all starts."""
+def _best(points: Sequence[Point], counting: Counting) -> ScalingLaw:
+    """The best law over all starts."""
     logs = np.log([point.loss for point in points])
     parameters, tokens = _counts(points, counting)
     starts = [
         _linear_start(parameters, tokens, np.exp(logs), alpha, beta) for alpha in _STARTS for beta in _STARTS
     ]
-    return _search(points, logs, counting, joint, starts)
+    return _search(points, logs, counting, starts)
 
 
 def _counts(points: Sequence[Point], counting: Counting) -> tuple[Floats, Floats]:
@@ -349,21 +338,14 @@ def _vector(law: ScalingLaw) -> Floats:
     return np.array([math.log(law.E), math.log(law.A), math.log(law.B), law.alpha, law.beta])
 
 
-def _log_terms(vector: Floats, parameters: Floats, tokens: Floats) -> Floats:
-    """log of A/N^alpha and of B/D^beta, of shape [2, points]."""
-    _, a, b, alpha, beta = vector
-    return np.stack([a - alpha * parameters, b - beta * tokens])
-
-
-def _floor_and_rest(vector: Floats, parameters: Floats, tokens: Floats, joint: bool) -> Floats:
-    """E, and what size and text add to it, of shape [2, points]."""
-    power = vector[4] if joint else 1.0
-    rest = power * np.logaddexp(*_log_terms(vector, parameters, tokens) / power)
-    return np.exp(np.stack([np.full_like(rest, vector[0]), rest]))
+def _parts(vector: Floats, parameters: Floats, tokens: Floats) -> Floats:
+    """E, A/N^alpha and B/D^beta of a vector, of shape [3, points]."""
+    e, a, b, alpha, beta = vector
+    return np.exp(np.stack([np.full_like(tokens, e), a - alpha * parameters, b - beta * tokens]))
 
 
 def _search(
-    points: Sequence[Point], logs: Floats, counting: Counting, joint: bool, starts: Sequence[Floats]
+    points: Sequence[Point], logs: Floats, counting: Counting, starts: Sequence[Floats]
 ) -> ScalingLaw:
     """The law of least Huber loss of log L, from the best of all starts."""
     from scipy.optimize import least_squares
@@ -374,19 +356,12 @@ def _search(
     parameters, tokens = parameters - center, tokens - middle  # else A and alpha nearly compensate each other
 
     def residuals(vector: Floats) -> Floats:
-        return trust * (np.log(_floor_and_rest(vector, parameters, tokens, joint).sum(0)) - logs)
+        return trust * (np.log(_parts(vector, parameters, tokens).sum(0)) - logs)
 
     def jacobian(vector: Floats) -> Floats:
-        beta, logs_of_terms = vector[4], _log_terms(vector, parameters, tokens)
-        power = beta if joint else 1.0
-        weights = np.exp(logs_of_terms / power - np.logaddexp(*logs_of_terms / power))
-        floor, rest = _floor_and_rest(vector, parameters, tokens, joint)
-        floor, rest = floor / (floor + rest), rest / (floor + rest)
-        by_beta = -weights[1] * tokens
-        if joint:  # beta is the outer exponent too
-            by_beta += np.logaddexp(*logs_of_terms / beta) - (weights * logs_of_terms).sum(0) / beta
-        columns = [floor, *(rest * weights), -rest * weights[0] * parameters, rest * by_beta]
-        return np.stack(columns, 1) * trust[:, None]
+        parts = _parts(vector, parameters, tokens)
+        floor, size, text = parts / parts.sum(0)
+        return np.stack([floor, size, text, -size * parameters, -text * tokens], 1) * trust[:, None]
 
     low = [-20.0, -20.0, -20.0, EXPONENTS[0], EXPONENTS[0]]
     high = [5.0, 10.0, 10.0, EXPONENTS[1], EXPONENTS[1]]
@@ -405,7 +380,7 @@ def _search(
         )  # fmt: skip
     e, a, b, alpha, beta = map(float, min(solutions, key=lambda solution: solution.cost).x)
     return ScalingLaw(
-        counting, math.exp(e), math.exp(a + alpha * center), alpha, math.exp(b + beta * middle), beta, joint
+        counting, math.exp(e), math.exp(a + alpha * center), alpha, math.exp(b + beta * middle), beta
     )
 
 

@@ -101,7 +101,7 @@ def test_the_page_shows_every_point_and_a_law_that_predicts_them(ladder: Ladder,
     assert len(residuals) == len(decayed)
     fit = fit_law(decayed)
     assert residuals == pytest.approx([100 * each for each in fit.residuals])
-    assert max(map(abs, residuals)) < 100 * LEAST_NOISE  # %: the mean has forms that are not the losses'
+    assert max(map(abs, residuals)) < 100 * LEAST_NOISE  # %: the mean has a law that is not the losses'
     of_best = [100 * math.log(point.loss / fit.best.of(point)) for point in decayed]
     assert max(map(abs, of_best)) < 0.1  # %: the losses are a law's, without noise
     assert "12 of 12" in finished.text
