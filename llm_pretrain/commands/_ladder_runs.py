@@ -157,11 +157,11 @@ class Runner:
         tokens, runs = tokens_per_step(self.ladder.base), all_runs(self.ladder)
         costs = self._costs(runs)
         _, left = best_order([each for each in runs if costs[each.name] > 0], costs, self.slots)
-        losses, seconds = progress.losses.get(run.end), progress.step_seconds
+        evaluation, seconds = progress.evaluations.get(run.end), progress.step_seconds
         if progress.has_diverged:
             result = "DIVERGED"
         else:
-            result = f"loss {losses.loss:.4f}" if losses and losses.loss is not None else ""
+            result = f"loss {evaluation.loss:.4f}" if evaluation and evaluation.loss is not None else ""
         speed = f"{tokens / seconds:>9,.0f} tokens/s" if seconds else ""
         return (
             f"{run.name:<16} {run.end * tokens:>13,} tokens  {result:<11} {speed}  "

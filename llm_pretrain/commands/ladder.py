@@ -252,8 +252,8 @@ def continued(arguments: argparse.Namespace, folder: Path, base: Config, store: 
     found = [
         (name, own[name], new[name]) for name in new if name not in _NOT_COMPARED and own[name] != new[name]
     ]
-    if ladder.store != store:
-        found.append(("--input", f"the store {ladder.store[:12]}", f"{store[:12]} in {arguments.input}"))
+    if ladder.store_hash != store:
+        found.append(("--input", f"the store {ladder.store_hash[:12]}", f"{store[:12]} in {arguments.input}"))
     if read_budget(ladder.budget.text, f"{folder / LADDER_FILE}: budget") != read_budget(arguments.budget):
         found.append(("--budget", ladder.budget.text, arguments.budget))
     if arguments.sizes is not None and arguments.sizes != len(ladder.rungs):
@@ -352,12 +352,12 @@ def rungs_within(
         flops_within,
         ladder_seconds,
         least_flops,
-        most_flops,
+        most_ladder_flops,
     )
     from llm_pretrain.tracking import time_text
 
     started, machine = time.monotonic(), context.machine
-    slots, most = slots_of(machine, threads), most_flops(unique_tokens, count)
+    slots, most = slots_of(machine, threads), most_ladder_flops(unique_tokens, count)
     guess = GUESSED_FLOPS["gpu"] * slots if machine.gpus else GUESSED_FLOPS["core"] * machine.cores
     speed = Speed(0.0, slots / guess, 0.0, slots)
     flops = flops_within(sizes, seconds, unique_tokens, speed, count)
@@ -392,6 +392,7 @@ def train(ladder: Ladder, context: LaunchContext) -> int:
     from llm_pretrain.commands._ladder_runs import MEASURING, Runner, end_orphans, slots_of
     from llm_pretrain.ladder import (
         LEAST_SIZES,
+        POINTS_FILE,
         RUNS_FOLDER,
         check_runs,
         diverged_sizes,
@@ -428,7 +429,7 @@ def train(ladder: Ladder, context: LaunchContext) -> int:
         )
     used = used_by(ladder)
     say(
-        f"{len(points)} points in {ladder.folder / 'points.jsonl'}; {runner.used_text(used)}: "
+        f"{len(points)} points in {ladder.folder / POINTS_FILE}; {runner.used_text(used)}: "
         f"{used.flops:.3g} FLOPs, {time_text(used.seconds)} of runs; this call "
         f"{time_text(time.monotonic() - started)}"
     )

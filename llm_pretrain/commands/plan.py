@@ -75,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--cost", type=float, metavar="C", help="or its cost, with --gpu and --price")
     add("--gpu", metavar="NAME", help=f"another machine: {', '.join(MACHINES)} (default: this one)")
     add("--world-size", "--world_size", type=int, metavar="W",
-        help="processes (default: one per core or GPU here; 1 with --gpu NAME)")  # fmt: skip
+        help="processes (default: by the cores or GPUs here, dividing a step; 1 with --gpu)")  # fmt: skip
     add("--price", type=float, metavar="P", help="of a GPU for an hour")
     add("--mfu", type=float, help=f"share of a GPU's peak that is reached (default: {DEFAULT_MFU})")
     add("--max-parameters", type=float, default=math.inf, metavar="N", help="largest number, all counted")
@@ -116,7 +116,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    from llm_pretrain.ladder import MOST_FLOPS
+    from llm_pretrain.ladder import FLOPS_LIMIT
 
     problems = []
     given = [name for name in ("time", "flops", "cost") if getattr(arguments, name) is not None]
@@ -132,12 +132,12 @@ def _check(arguments: argparse.Namespace) -> None:
     if arguments.gpu is not None and arguments.gpu.lower() not in MACHINES:
         problems.append(f"--gpu: expected one of {', '.join(MACHINES)}, found {arguments.gpu!r}")
     for name in ("flops", "cost", "price", "max_parameters"):
-        value, most = getattr(arguments, name), math.inf if name == "max_parameters" else MOST_FLOPS
+        value, most = getattr(arguments, name), math.inf if name == "max_parameters" else FLOPS_LIMIT
         if value is not None and not 0 < value <= most:
             up_to = f" up to {most:g}" if most < math.inf else ""
             problems.append(f"--{name.replace('_', '-')}: expected a number above 0{up_to}, found {value:g}")
-    if not 0 <= arguments.serve_tokens <= MOST_FLOPS:
-        problems.append(f"--serve-tokens: expected 0 to {MOST_FLOPS:g}, found {arguments.serve_tokens:g}")
+    if not 0 <= arguments.serve_tokens <= FLOPS_LIMIT:
+        problems.append(f"--serve-tokens: expected 0 to {FLOPS_LIMIT:g}, found {arguments.serve_tokens:g}")
     if arguments.mfu is not None and not 0.001 <= arguments.mfu <= 1:
         problems.append(f"--mfu: expected a share from 0.001 to 1, found {arguments.mfu:g}")
     if arguments.world_size is not None and arguments.world_size < 1:
@@ -148,11 +148,11 @@ def _check(arguments: argparse.Namespace) -> None:
 
 def _seconds(arguments: argparse.Namespace) -> float | None:
     """The budget in seconds of wall time; None where it is FLOPs."""
-    from llm_pretrain.ladder import MOST_SECONDS, read_budget
+    from llm_pretrain.ladder import SECONDS_LIMIT, read_budget
 
     if arguments.cost is not None:
         seconds = arguments.cost / arguments.price / arguments.world_size * 3600
-        if seconds > MOST_SECONDS:
+        if seconds > SECONDS_LIMIT:
             raise ConfigError(f"--cost: expected at most 10 years of GPUs, found {seconds:.3g} seconds")
         return seconds
     return None if arguments.time is None else read_budget(arguments.time, "--time", only_time=True).seconds
@@ -168,9 +168,9 @@ def _check_store(ladder: Ladder) -> None:
             f"{store}: expected the store of the ladder in {ladder.folder}, found none; run this where the "
             "ladder was run, or move the store there"
         )
-    if (found := TokenStore(Path(store)).hash) != ladder.store:
+    if (found := TokenStore(Path(store)).hash) != ladder.store_hash:
         raise DataError(
-            f"{store}: expected the store {ladder.store[:12]} of the ladder in {ladder.folder}, found "
+            f"{store}: expected the store {ladder.store_hash[:12]} of the ladder in {ladder.folder}, found "
             f"{found[:12]}; another text needs another ladder"
         )
 
@@ -328,7 +328,7 @@ def _searched_mesh(config: Config, arguments: argparse.Namespace) -> Distributed
 
 def _lines(forecast: Forecast, plan: _Plan, arguments: argparse.Namespace) -> list[str]:
     """The plan in words."""
-    from llm_pretrain.ladder import LEVEL, served_flops
+    from llm_pretrain.ladder import INTERVAL_LEVEL, served_flops
     from llm_pretrain.memory import estimate_memory
     from llm_pretrain.tracking import time_text
 
@@ -369,7 +369,8 @@ def _lines(forecast: Forecast, plan: _Plan, arguments: argparse.Namespace) -> li
         f"compute     {best.training.flops:.3g} FLOPs"
         + (f" and {served:.3g} to serve" if served else "")
         + (f", {time_text(plan.seconds)}, {evaluated:.0%} of it for evaluations" if plan.seconds else ""),
-        f"loss        {best.prediction.loss:.4f}, between {low:.4f} and {high:.4f} in {LEVEL:.0%} of runs"
+        f"loss        {best.prediction.loss:.4f}, between {low:.4f} and {high:.4f} in "
+        f"{INTERVAL_LEVEL:.0%} of runs"
         + (f"; bits per byte {bits[0]:.4f}, {bits[1]:.4f} to {bits[2]:.4f}" if all(bits) else ""),
         "sizes for this budget, the best one marked",
     ]

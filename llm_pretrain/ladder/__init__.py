@@ -1,16 +1,16 @@
 """Ladders of small models: families of sizes, the runs that fit a budget, and the table of their losses."""
 
 from llm_pretrain.ladder.budget import (
-    MOST_FLOPS,
-    MOST_SECONDS,
+    FLOPS_LIMIT,
     RATE_FACTORS,
     RATE_GAIN,
     RATE_LIMITS,
+    SECONDS_LIMIT,
     SIZE_COUNTS,
     choose_rungs,
     ladder_flops,
     least_flops,
-    most_flops,
+    most_ladder_flops,
     read_budget,
 )
 from llm_pretrain.ladder.compare import compare_ladders
@@ -24,7 +24,6 @@ from llm_pretrain.ladder.measurements import (
     rate_loss,
     read_ladder,
     read_progress,
-    run_folder,
     shortcomings,
     tried_factors,
     used_by,
@@ -47,24 +46,25 @@ from llm_pretrain.ladder.runs import (
     check_runs,
     ladder_runs,
     run_config,
+    run_folder,
     with_store,
 )
-from llm_pretrain.ladder.scaling_law import LEAST_SIZES, LEVEL
+from llm_pretrain.ladder.scaling_law import INTERVAL_LEVEL, LEAST_SIZES
 from llm_pretrain.ladder.speed import EVALUATION_COST, Speed, flops_within, ladder_seconds
 
 __all__ = [
     "EVALUATIONS",
     "EVALUATION_COST",
+    "FLOPS_LIMIT",
+    "INTERVAL_LEVEL",
     "LADDER_FILE",
     "LEAST_SIZES",
-    "LEVEL",
-    "MOST_FLOPS",
-    "MOST_SECONDS",
     "POINTS_FILE",
     "RATE_FACTORS",
     "RATE_GAIN",
     "RATE_LIMITS",
     "RUNS_FOLDER",
+    "SECONDS_LIMIT",
     "SIZE_COUNTS",
     "Budget",
     "Choice",
@@ -91,7 +91,7 @@ __all__ = [
     "least_flops",
     "measured_points",
     "member",
-    "most_flops",
+    "most_ladder_flops",
     "rate_loss",
     "read_budget",
     "read_ladder",

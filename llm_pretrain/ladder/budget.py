@@ -18,9 +18,9 @@ DECAY_SHARE = 0.5
 """Steps of a run's decay, as a share of the run: the losses of longer decays differ little
 (arXiv:2405.18392, figure 5), and each is trained once for every number of tokens."""
 BRANCHES = (2, 4)
-"""Where decays begin, in units: a unit is the number of steps that the budget pays for, the same for every
-size. A decay that begins at k units ends at 2k, after D tokens for k = 4: every size sees D/2 and D, which
-tell how the loss falls with size."""
+"""Where decays begin, in units: a number of steps, the same for every size, that the budget decides. A
+decay that begins at k units ends at 2k, after D tokens for k = 4: every size sees D/2 and D, which tell how
+the loss falls with size."""
 SMALLEST_BRANCHES = (2, 3, 4, 5)
 """Those of the smallest size, whose tokens cost least: up to 5D/4, to tell how the loss falls with tokens."""
 SIZE_COUNTS = (5, 4, 3)
@@ -36,8 +36,9 @@ MIN_TOKENS_PER_PARAMETER = 1.0
 MIN_STEPS = 450
 """Of a run: the losses of fewer fall in another way (docs/log.md#ladders)."""
 MIN_TOKENS = 3_750_000
-"""Of a run: whatever their size, models learn to copy from their context between 2 and 5 M tokens, and no law
-holds for losses before and after that. Most have learnt it here; later costs more (docs/log.md#ladders)."""
+"""Of a run: whatever their size, models learn to copy from their context between 2 and 5 M tokens, and no one
+law fits losses from before and after this jump. Most have learnt it here; later costs more
+(docs/log.md#ladders)."""
 RATE_FACTORS = (0.5, 1.0, 2.0)
 """On the base's learning rates, tried at the smallest size; half or double costs little (muP transfers)."""
 RATE_LIMITS = (0.25, 4.0)
@@ -45,8 +46,8 @@ RATE_LIMITS = (0.25, 4.0)
 RATE_GAIN = 0.01
 """Share of the loss that each factor 2 away from the base's rates must gain: seeds differ, and what learns
 sooner at the smallest size may end higher at others (docs/log.md#ladders)."""
-MOST_FLOPS, MOST_SECONDS = 1e27, 10 * 365 * 86400.0
-"""Larger budgets are mistakes; more money or tokens than `MOST_FLOPS` too."""
+FLOPS_LIMIT, SECONDS_LIMIT = 1e27, 10 * 365 * 86400.0
+"""Larger budgets are mistakes; more money or tokens than `FLOPS_LIMIT` too."""
 _PER_DECADE = 48
 """Budgets that are tried for a message: 5 % apart."""
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
@@ -77,8 +78,8 @@ def read_budget(text: str, option: str = "--budget", *, only_time: bool = False)
     if "".join(map("".join, parts)) != given or not is_known or not 0 < number < math.inf:
         others = "" if only_time else ", or FLOPs such as 1e16"
         raise ConfigError(f"{option}: expected a time such as 20m or 2h{others}, found {text!r}")
-    if number > (MOST_SECONDS if is_time else MOST_FLOPS):
-        most = "10 years" if is_time else f"{MOST_FLOPS:g} FLOPs"
+    if number > (SECONDS_LIMIT if is_time else FLOPS_LIMIT):
+        most = "10 years" if is_time else f"{FLOPS_LIMIT:g} FLOPs"
         raise ConfigError(f"{option}: expected at most {most}, found {text!r}")
     return FlopsOrSeconds(None, number) if is_time else FlopsOrSeconds(number, None)
 
@@ -118,7 +119,8 @@ def choose_rungs(
 
     Args:
         sizes: Of the family, `model.vocab_size` resolved.
-        budget_flops: Of all trainings, the check of the rate included.
+        budget_flops: Of all trainings, the check of the rate at `RATE_FACTORS` included; a further one, of
+            `RATE_LIMITS`, costs a few percent more.
         unique_tokens: Of the training split.
         count: Number of sizes, 3 or more; None chooses, by the length of the runs.
 
@@ -126,17 +128,17 @@ def choose_rungs(
         ConfigError: the budget is too small or too large for the sizes and the store, or the store too small
             for any; it names the nearest budgets, or the store, that are enough.
     """
-    most = most_flops(unique_tokens, count)
+    most = most_ladder_flops(unique_tokens, count)
     rungs = first_fit(sizes, budget_flops, unique_tokens, count) if budget_flops <= most else None
     if rungs is None:
         budgets, fits = _fits(sizes, unique_tokens, count)
         below = next((each for each in reversed(budgets) if each < budget_flops and fits(each)), None)
         above = next((each for each in budgets if each > budget_flops and fits(each)), None)
         if below is None and above is None:
-            raise _store_error(sizes, unique_tokens)
+            raise _store_error(sizes, unique_tokens, count)
         bounds = [f"at most {below:.2g}"] if below else []
         bounds += [f"at least {above:.2g}"] if above else []
-        # most_flops grows with the square of the text
+        # most_ladder_flops grows with the square of the text
         tokens = unique_tokens * max(1.25, math.sqrt(budget_flops / most))
         raise ConfigError(
             f"--budget: expected {' or '.join(bounds)} FLOPs for {count or SIZE_COUNTS[-1]} sizes of this "
@@ -159,7 +161,7 @@ def most_run_flops(unique_tokens: int) -> float:
     return 6 * tokens * tokens / MIN_TOKENS_PER_PARAMETER
 
 
-def most_flops(unique_tokens: int, count: int | None = None) -> float:
+def most_ladder_flops(unique_tokens: int, count: int | None = None) -> float:
     """The budget of a ladder whose smallest size's longest run costs `most_run_flops`."""
     relative = [SIZE_RATIOS[0] ** k for k in range(count or SIZE_COUNTS[-1])]
     return most_run_flops(unique_tokens) / SMALLEST_BRANCHES[-1] * _flops_of_unit(relative)
@@ -173,7 +175,7 @@ def least_flops(sizes: Sizes, unique_tokens: int, count: int | None = None) -> f
     """
     budgets, fits = _fits(sizes, unique_tokens, count)
     if (least := next(filter(fits, budgets), None)) is None:
-        raise _store_error(sizes, unique_tokens)
+        raise _store_error(sizes, unique_tokens, count)
     return least
 
 
@@ -183,20 +185,28 @@ def _fits(sizes: Sizes, unique_tokens: int, count: int | None) -> tuple[list[flo
     None counts the fewest. Where the store is small, a larger budget may fail: widths come in steps.
     """
     low = sizes.size(1).flops_per_token * least_tokens(sizes.base)  # any ladder needs more
-    high = most_flops(unique_tokens, count)
+    high = most_ladder_flops(unique_tokens, count)
     powers = range(math.floor(_PER_DECADE * math.log10(low)), math.ceil(_PER_DECADE * math.log10(high)))
     rounded = [float(f"{10 ** (power / _PER_DECADE):.1e}") for power in powers]
     budgets = [each for each in rounded if low <= each <= high]
     return budgets, lambda flops: bool(first_fit(sizes, flops, unique_tokens, count or SIZE_COUNTS[-1]))
 
 
-def _store_error(sizes: Sizes, unique_tokens: int) -> ConfigError:
+def _has_fit(sizes: Sizes, unique_tokens: int, count: int | None) -> bool:
+    """Whether any budget is enough."""
+    budgets, fits = _fits(sizes, unique_tokens, count)
+    return any(map(fits, budgets))
+
+
+def _store_error(sizes: Sizes, unique_tokens: int, count: int | None) -> ConfigError:
     """Of a store too small for any budget."""
     tokens = tokens_per_step(sizes.base)
     needed = math.ceil(least_tokens(sizes.base) * SMALLEST_BRANCHES[-1] / BRANCHES[0] / MAX_EPOCHS)
-    least = needed if unique_tokens < needed else unique_tokens * 5 // 4  # widths come in steps
+    least = max(needed, unique_tokens)
+    while not _has_fit(sizes, least, count):  # widths come in steps
+        least = math.ceil(least * 1.01)
     return ConfigError(
-        f"--input: expected a store of at least {least:,} tokens for a ladder with steps "
+        f"--input: expected a store of about {least:,} tokens for a ladder with steps "
         f"of {tokens:,} tokens, found {unique_tokens:,}; bring more text{_or_smaller_steps(sizes)}"
     )
 
@@ -237,8 +247,8 @@ def _rungs(
 ) -> tuple[Rung, ...] | None:
     """`count` sizes, each with about `ratio` times the FLOPs per token of the one before.
 
-    Of what a smallest size reaches, all larger ones do too, as `Sizes.first` needs: the larger it is, the
-    fewer tokens the budget pays for.
+    The larger the smallest size, the fewer tokens the budget pays for: each condition below holds from some
+    size on, as `Sizes.first_number` needs.
 
     None where the shortest runs of all sizes would have fewer than `least` tokens, or the text is too short.
     """
@@ -246,8 +256,8 @@ def _rungs(
     def from_smallest(smallest: Size) -> list[Size]:
         found = [smallest]
         for k in range(1, count):
-            above = found[-1].hidden_size // sizes.step
-            found.append(sizes.size(sizes.nearest(smallest.flops_per_token * ratio**k, above)))
+            above = found[-1].hidden_size // sizes.width_step
+            found.append(sizes.size(sizes.nearest_number(smallest.flops_per_token * ratio**k, above)))
         return found
 
     def unit_tokens(smallest: Size) -> float:
@@ -264,10 +274,10 @@ def _rungs(
         most = TOKENS_PER_PARAMETER * middle.active_parameters
         return BRANCHES[-1] * unit_tokens(smallest) <= most or has_too_few_tokens(smallest)
 
-    least_number = max(sizes.least_number, sizes.first(has_enough_text))
-    number = max(least_number, sizes.first(is_large_enough))
+    least_number = max(sizes.least_number, sizes.first_number(has_enough_text))
+    number = max(least_number, sizes.first_number(is_large_enough))
     if has_too_few_tokens(sizes.size(number)):  # then with more tokens for each parameter
-        number = max(least_number, sizes.first(has_too_few_tokens) - 1)
+        number = max(least_number, sizes.first_number(has_too_few_tokens) - 1)
     if has_too_few_tokens(smallest := sizes.size(number)):
         return None
     unit = max(1, round(unit_tokens(smallest) * (1 - DECAY_SHARE) / tokens_per_step(sizes.base)))

@@ -93,7 +93,7 @@ def _evaluated_on(ladder: Ladder) -> dict[str, object]:
     base = ladder.base
     batches = base.evaluation.max_batches
     return {
-        "store": ladder.store,
+        "store": ladder.store_hash,
         "data.packing": base.data.packing,
         "data.isolate_documents": base.data.isolate_documents,
         "training.sequence_length": base.training.sequence_length,

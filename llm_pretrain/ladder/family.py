@@ -111,23 +111,23 @@ class Sizes:
     """The members of a base configuration's family, counted when they are first asked for."""
 
     def __init__(self, base: Config):
-        self.base, self.step = base, width_step(base)
+        self.base, self.width_step = base, width_step(base)
         self._counted: dict[int, Size] = {}
 
     def size(self, number: int) -> Size:
         """The `number`-th member, from 1 on."""
         if number not in self._counted:
-            config = member(self.base, number * self.step)
+            config = member(self.base, number * self.width_step)
             flops = flops_per_token(config.model, config.training.sequence_length)
             counted = count_parameters(config.model)
             self._counted[number] = Size(config, flops, counted.total, counted.active)
         return self._counted[number]
 
     def of(self, hidden_size: int) -> Size:
-        """The member of this hidden size, a multiple of `step`."""
-        return self.size(hidden_size // self.step)
+        """The member of this hidden size, a multiple of `width_step`."""
+        return self.size(hidden_size // self.width_step)
 
-    def first(self, reaches: Callable[[Size], bool]) -> int:
+    def first_number(self, reaches: Callable[[Size], bool]) -> int:
         """The number of the first member that `reaches` something, which all larger ones do too."""
         most = 1
         while not reaches(self.size(most)):
@@ -137,7 +137,7 @@ class Sizes:
     @property
     def least_number(self) -> int:
         """The number of the smallest member with `MIN_HEADS` heads."""
-        heads = self.base.model.num_attention_heads * self.step // self.base.model.hidden_size
+        heads = self.base.model.num_attention_heads * self.width_step // self.base.model.hidden_size
         return math.ceil(MIN_HEADS / heads)
 
     def ascending(self) -> Iterator[Size]:
@@ -147,9 +147,9 @@ class Sizes:
             yield self.size(number)
             number = max(number + 1, round(number * 1.1))
 
-    def nearest(self, flops: float, above: int) -> int:
-        """The member after number `above` whose FLOPs per token are nearest to `flops`, as a ratio."""
-        number = max(above + 1, self.first(lambda size: size.flops_per_token >= flops))
+    def nearest_number(self, flops: float, above: int) -> int:
+        """The number, above `above`, of the member whose FLOPs per token are nearest to `flops`, by ratio."""
+        number = max(above + 1, self.first_number(lambda size: size.flops_per_token >= flops))
         candidates = [each for each in (number - 1, number) if each > above]
         return min(candidates, key=lambda each: abs(math.log(self.size(each).flops_per_token / flops)))
 

@@ -18,7 +18,6 @@ from llm_pretrain.ladder.family import Sizes, tokens_per_step
 from llm_pretrain.ladder.points import (
     LADDER_FILE,
     POINTS_FILE,
-    RUNS_FOLDER,
     Ladder,
     Point,
     Rung,
@@ -26,20 +25,15 @@ from llm_pretrain.ladder.points import (
     read_points,
     read_unmeasured,
 )
-from llm_pretrain.ladder.runs import Run, check_runs, ladder_runs, rung_runs
+from llm_pretrain.ladder.runs import Run, check_runs, ladder_runs, run_folder, rung_runs
 from llm_pretrain.tracking import attempt_starts, finite_number, metric_values, read_metrics, read_rows
 
 
-class Losses(NamedTuple):
+class Evaluation(NamedTuple):
     """An evaluation; None where a value is not finite, or bytes are unknown."""
 
     loss: float | None
     bits_per_byte: float | None
-
-
-def run_folder(ladder: Ladder, run: Run) -> Path:
-    """Folder of a run."""
-    return ladder.folder.resolve() / RUNS_FOLDER / run.name
 
 
 @dataclass(frozen=True)
@@ -57,25 +51,27 @@ class Progress:
     attempts: list[dict[str, Any]]
 
     @property
-    def losses(self) -> dict[int, Losses]:
+    def evaluations(self) -> dict[int, Evaluation]:
         """Step -> evaluation."""
         evaluated = (row for row in self.rows if "eval/loss" in row)
         return {
-            row["step"]: Losses(finite_number(row["eval/loss"]), finite_number(row.get("eval/bits_per_byte")))
+            row["step"]: Evaluation(
+                finite_number(row["eval/loss"]), finite_number(row.get("eval/bits_per_byte"))
+            )
             for row in evaluated
         }
 
     @property
     def has_diverged(self) -> bool:
         """Whether the run ended as diverged, or an evaluation of it was not finite."""
-        is_finite = all(each.loss is not None for each in self.losses.values())
+        is_finite = all(each.loss is not None for each in self.evaluations.values())
         return self.status.get("state") == "diverged" or not is_finite
 
     def has_ended(self, end: int) -> bool:
         """Whether the run finished at step `end` or later with its evaluation, or stopped as diverged."""
         step = self.status.get("step")
         if self.status.get("state") == "finished" and isinstance(step, int) and step >= end:
-            return end in self.losses
+            return end in self.evaluations
         return self.status.get("state") == "diverged"
 
     @property
@@ -171,8 +167,10 @@ def rate_loss(ladder: Ladder, factor: float) -> float:
     """Loss of the smallest size's shortest training at a rate; infinite if it diverged or has not ended."""
     decay = check_runs(ladder.rungs[0], [factor])[1]
     progress = read_progress(run_folder(ladder, decay))
-    losses = progress.losses.get(decay.end)
-    return math.inf if losses is None or losses.loss is None or progress.has_diverged else losses.loss
+    evaluation = progress.evaluations.get(decay.end)
+    if evaluation is None or evaluation.loss is None or progress.has_diverged:
+        return math.inf
+    return evaluation.loss
 
 
 def measured_points(ladder: Ladder) -> list[Point]:
@@ -189,12 +187,12 @@ def _points(ladder: Ladder, rung: Rung) -> Iterator[Point]:
     if any(progress.has_diverged for progress in found):
         return
     for run, progress in zip(runs, found, strict=True):
-        for step, losses in progress.losses.items():
-            if losses.loss is None or not 0 < step <= run.end or (run.begin and step < run.end):
+        for step, evaluation in progress.evaluations.items():
+            if evaluation.loss is None or not 0 < step <= run.end or (run.begin and step < run.end):
                 continue
             trained = dataclasses.asdict(Training.of(size, step, ladder.unique_tokens))
             yield Point(
-                **trained, loss=losses.loss, bits_per_byte=losses.bits_per_byte, decayed=run.begin > 0
+                **trained, loss=evaluation.loss, bits_per_byte=evaluation.bits_per_byte, decayed=run.begin > 0
             )
 
 
@@ -219,7 +217,7 @@ def read_ladder(folder: str | Path) -> Ladder:
             raise DataError(f"{place}: expected a point of this ladder, {difference}")
         if (first := lines.setdefault(point.key, number)) < number:
             raise DataError(f"{place}: expected each training once, found that of line {first} again")
-    return dataclasses.replace(ladder, points=points, seconds_per_token=read_speeds(ladder))
+    return dataclasses.replace(ladder, points=points, seconds_per_token=read_seconds_per_token(ladder))
 
 
 def _foreign(point: Point, ladder: Ladder, sizes: Sizes) -> str | None:
@@ -235,7 +233,7 @@ def _foreign(point: Point, ladder: Ladder, sizes: Sizes) -> str | None:
     return None
 
 
-def read_speeds(ladder: Ladder) -> dict[int, float]:
+def read_seconds_per_token(ladder: Ladder) -> dict[int, float]:
     """Hidden size -> median seconds per token of its stable run."""
     if ladder.rate_factor is None:
         return {}

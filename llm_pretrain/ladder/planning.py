@@ -24,15 +24,15 @@ from llm_pretrain.ladder.runs import at_rate
 from llm_pretrain.ladder.scaling_law import SAMPLES, Fit, Prediction, fit_law
 
 EVALUATIONS, SAVES = 10, 20
-"""Of a planned run, about; at most so many evaluations, besides that before the first step."""
-FAR = 30.0
+"""In a planned run, about; of evaluations at most, besides that before the first step."""
+MAX_COMPUTE_RATIO = 30.0
 """Times the compute of the ladder's largest run up to which predictions are meant."""
-HIGHER = 1.25
+MAX_LOSS_RATIO = 1.25
 """Larger sizes are not tried beyond one whose loss is this factor above the least."""
-WIDE = 0.1
+WIDE_INTERVAL = 0.1
 """Width of an interval, relative to the loss, that tells little."""
 _STABLE_PARTS = tuple(2 ** (-k / 2) for k in range(6, -1, -1))
-"""Of the stable phase, where its predicted curve has points: near enough for lines between them."""
+"""Shares of the stable phase at which the predicted curve has points: near enough for lines between them."""
 
 
 def served_flops(active_parameters: float, tokens: float) -> float:
@@ -173,7 +173,10 @@ class Forecast:
             found.append(Choice(size, steps, training, self.decayed.predict(training)))
             loss = found[-1].prediction.loss
             best = min(best, loss)
-            if loss > best * HIGHER or training.tokens < MIN_TOKENS_PER_PARAMETER * size.active_parameters:
+            if (
+                loss > best * MAX_LOSS_RATIO
+                or training.tokens < MIN_TOKENS_PER_PARAMETER * size.active_parameters
+            ):
                 break
         if not found:
             raise self._no_choice(budget, max_parameters)
@@ -206,24 +209,24 @@ class Forecast:
         """Why a prediction may not hold; one line each.
 
         Args:
-            best: The best training for its compute.
+            best: The training that is chosen.
             prediction: Of its loss.
         """
         fit, found = self.decayed, list(self.decayed.warnings)
         sizes = [each.hidden_size for each in fit.points]
-        times, passes = best.flops / fit.most_flops, best.tokens / best.unique_tokens
+        times, passes = best.flops / fit.largest_flops, best.tokens / best.unique_tokens
         compute = f"at {times:.2g} times the compute of the ladder's largest point"
-        if (prediction.high - prediction.low) / prediction.loss > WIDE:
+        if (prediction.high - prediction.low) / prediction.loss > WIDE_INTERVAL:
             found.append(
                 f"{compute} the interval is wider than a tenth of the loss: the ladder is too short to tell"
             )
-        best_size = f"{compute} the best size is {best.hidden_size}, which is not"
+        size = f"{compute} the chosen size is {best.hidden_size}, which is not"
         if best.hidden_size <= min(sizes):
-            found.append(f"{best_size} above the ladder's smallest, {min(sizes)}")
+            found.append(f"{size} above the ladder's smallest, {min(sizes)}")
         elif times <= 1 and best.hidden_size >= max(sizes):
-            found.append(f"{best_size} below the ladder's largest, {max(sizes)}")
-        if times > FAR:
-            found.append(f"{compute}: no fit reaches so far")
+            found.append(f"{size} below the ladder's largest, {max(sizes)}")
+        if times > MAX_COMPUTE_RATIO:
+            found.append(f"{compute}: predictions are meant for up to {MAX_COMPUTE_RATIO:g} times")
         if times > 1 and fit.extrapolation_error is None:
             found.append("no points could be held out: the interval does not tell how wrong the law may be")
         if passes > MAX_EPOCHS:

@@ -123,7 +123,7 @@ class Ladder:
         folder: Of the ladder.
         base: The configuration whose family it is, with the store as its data, vocabulary and precision
             resolved.
-        store: Hash of the token store.
+        store_hash: Of the token store.
         unique_tokens: Of its training split.
         rungs: One for each size, ascending.
         budget: What it was given.
@@ -136,7 +136,7 @@ class Ladder:
 
     folder: Path
     base: Config
-    store: str
+    store_hash: str
     unique_tokens: int
     rungs: tuple[Rung, ...]
     budget: Budget
@@ -151,7 +151,7 @@ class Ladder:
             "format": "llm_pretrain ladder",
             "version": VERSION,
             "budget": dataclasses.asdict(self.budget),
-            "store": self.store,
+            "store": self.store_hash,
             "unique_tokens": self.unique_tokens,
             "threads": self.threads,
             "rate_factor": self.rate_factor,
@@ -205,8 +205,8 @@ def read_unmeasured(folder: str | Path) -> Ladder | None:
     except (KeyError, TypeError, ValueError, ConfigError) as error:
         first = str(error).partition("\n")[0]
         raise DataError(f"{file}: expected a ladder, found a wrong or missing entry: {first}") from error
-    others = {name: content[name] for name in ("store", "unique_tokens", "rate_factor", "threads")}
-    return Ladder(folder=Path(folder), base=base, rungs=rungs, budget=budget, **others)
+    others = {name: content[name] for name in ("unique_tokens", "rate_factor", "threads")}
+    return Ladder(Path(folder), base, content["store"], rungs=rungs, budget=budget, **others)
 
 
 _LADDER_KINDS: dict[str, Any] = {

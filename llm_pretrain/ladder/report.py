@@ -17,14 +17,14 @@ from llm_pretrain.ladder.measurements import (
     tried_factors,
     used_by,
 )
-from llm_pretrain.ladder.planning import FAR, HIGHER, Forecast, RunBudget
+from llm_pretrain.ladder.planning import MAX_COMPUTE_RATIO, MAX_LOSS_RATIO, Forecast, RunBudget
 from llm_pretrain.ladder.points import Ladder, Point, Training
-from llm_pretrain.ladder.scaling_law import LEAST_NOISE, LEVEL, Counting, Fit, Prediction
+from llm_pretrain.ladder.scaling_law import INTERVAL_LEVEL, LEAST_NOISE, Counting, Fit, Prediction
 from llm_pretrain.tracking import Table, quantity, render_page, write_page
 
-BEYOND = (1.0, 3.0, 10.0, FAR)
+BEYOND = (1.0, 3.0, 10.0, MAX_COMPUTE_RATIO)
 """Multiples of the largest point's compute with their best size; the frontier ends at the last."""
-ISO_LEVELS = (4.0, FAR)
+ISO_LEVELS = (4.0, MAX_COMPUTE_RATIO)
 """Multiples of the largest point's compute with an IsoFLOP curve, besides that of each size's longest run."""
 _NEAR = 1.2
 """Points within this factor of a level's compute are drawn at its curve."""
@@ -54,7 +54,7 @@ class Frontier:
 
     def __init__(self, forecast: Forecast):
         self.forecast, self.fit = forecast, forecast.decayed
-        most = RunBudget(self.fit.most_flops * max(BEYOND))
+        most = RunBudget(self.fit.largest_flops * max(BEYOND))
         own = {point.hidden_size for point in self.fit.points}
         widths = own | {choice.size.hidden_size for choice in forecast.choices(most)}
         self._sizes = [forecast.sizes.of(width) for width in sorted(widths)]
@@ -111,7 +111,7 @@ def _render(ladder: Ladder) -> str:
         summary=_summary(ladder, decayed),
         notes=notes,
         charts=charts,
-        interval=f"{LEVEL:.0%}",
+        interval=f"{INTERVAL_LEVEL:.0%}",
         law=_law_lines(fit) if fit else [],
         laws=_laws_table(fit) if fit else None,
         best=_best_table(ladder, frontier) if frontier else None,
@@ -124,7 +124,7 @@ def _render(ladder: Ladder) -> str:
 
 def _warnings(frontier: Frontier) -> list[str]:
     """Why the law may mislead, at the compute of the largest point and far beyond; each once."""
-    bests = (frontier.best(frontier.fit.most_flops * multiple) for multiple in (BEYOND[0], BEYOND[-1]))
+    bests = (frontier.best(frontier.fit.largest_flops * multiple) for multiple in (BEYOND[0], BEYOND[-1]))
     return list(dict.fromkeys(line for best in bests for line in frontier.forecast.warnings(*best)))
 
 
@@ -141,7 +141,7 @@ def _summary(ladder: Ladder, decayed: Sequence[Point]) -> dict[str, str]:
     source = ladder.base.data.sources[0].store if ladder.base.data.sources else None
     entries = {
         "Family": f"{ladder.base.run.name}, hidden sizes {sizes}",
-        "Store": f"{source or ''} {ladder.store[:12]}, {quantity(ladder.unique_tokens)} tokens".strip(),
+        "Store": f"{source or ''} {ladder.store_hash[:12]}, {quantity(ladder.unique_tokens)} tokens".strip(),
         "Budget": f"{ladder.budget.text}, about {flops}" if ladder.budget.seconds else flops,
         "FLOPs used": _flops(used) if used else None,
         "Decayed points": f"{len(decayed)} of {wanted}",
@@ -161,7 +161,7 @@ def _losses_chart(decayed: Sequence[Point], frontier: Frontier | None) -> dict[s
         x, y = [each.flops for each in own], [each.loss for each in own]
         traces.append(_trace(f"h{size}", "line+points", color, own, x, y))
     if frontier:
-        first, last = min(point.flops for point in decayed), frontier.fit.most_flops * BEYOND[-1]
+        first, last = min(point.flops for point in decayed), frontier.fit.largest_flops * BEYOND[-1]
         steps = range(_FRONTIER_POINTS)
         bests = [frontier.best(first * (last / first) ** (k / (_FRONTIER_POINTS - 1))) for k in steps]
         trained, flops = [each.training for each in bests], [each.training.flops for each in bests]
@@ -179,7 +179,7 @@ def _losses_chart(decayed: Sequence[Point], frontier: Frontier | None) -> dict[s
 def _iso_chart(frontier: Frontier) -> dict[str, Any]:
     """Loss against parameters at some values of compute, with the points that have about as much."""
     fit, traces = frontier.fit, []
-    counting, most = fit.best.counting, fit.most_flops
+    counting, most = fit.best.counting, fit.largest_flops
     trained = [getattr(point, counting) for point in fit.points]
     longest = {point.hidden_size: point.flops for point in sorted(fit.points, key=lambda each: each.flops)}
     levels = [*sorted(longest.values()), *(most * multiple for multiple in ISO_LEVELS)]
@@ -189,7 +189,7 @@ def _iso_chart(frontier: Frontier) -> dict[str, Any]:
         shown = {
             each: loss
             for each, loss in losses.items()
-            if loss <= losses[best] * HIGHER
+            if loss <= losses[best] * MAX_LOSS_RATIO
             or (level <= most and min(trained) <= getattr(each, counting) <= max(trained))
         }
         near = {each: each.loss for each in fit.points if 1 / _NEAR <= each.flops / level <= _NEAR}
@@ -253,8 +253,8 @@ def _law_lines(fit: Fit) -> list[str]:
         f"{law.E:.4g} nats per token is the loss that neither more parameters nor more tokens would remove.",
         f"With new text, the best N grows with compute to the power of {law.beta / total:.2f}, the best D to "
         f"the power of {law.alpha / total:.2f}.",
-        f"Noise of a loss: {100 * fit.noise:.2g} % (one standard deviation); seeds differ by "
-        f"{100 * LEAST_NOISE:.1g} % at least.",
+        f"Noise of a loss: {100 * fit.noise:.2g} % (one standard deviation), at least the "
+        f"{100 * LEAST_NOISE:.1g} % that seeds are taken to differ by.",
     ]
     if fit.extrapolation_error is not None:
         lines.append(
@@ -279,7 +279,7 @@ def _best_table(ladder: Ladder, frontier: Frontier) -> Table:
     """The best size for multiples of the largest point's compute."""
     rows = list[list[str]]()
     for multiple in BEYOND:
-        training, prediction = frontier.best(frontier.fit.most_flops * multiple)
+        training, prediction = frontier.best(frontier.fit.largest_flops * multiple)
         bits = frontier.forecast.bits_per_byte(prediction.loss)
         rows.append(
             [
@@ -290,7 +290,7 @@ def _best_table(ladder: Ladder, frontier: Frontier) -> Table:
                 f"{bits:.4f}" if bits else "–",
             ]
         )
-    heads = ["Compute", *_TRAINED, "Predicted loss", f"{LEVEL:.0%} interval", "Bits per byte"]
+    heads = ["Compute", *_TRAINED, "Predicted loss", f"{INTERVAL_LEVEL:.0%} interval", "Bits per byte"]
     return Table(heads, rows)
 
 

@@ -83,6 +83,11 @@ def ladder_runs(rungs: Sequence[Rung], factor: float, checked: Iterable[float] =
     return list({run.name: run for run in runs}.values())
 
 
+def run_folder(ladder: Ladder, run: Run) -> Path:
+    """Folder of a run."""
+    return ladder.folder.resolve() / RUNS_FOLDER / run.name
+
+
 def run_config(ladder: Ladder, run: Run) -> Config:
     """The whole configuration of a run: the family's member at the run's rate, schedule and length.
 
@@ -91,8 +96,8 @@ def run_config(ladder: Ladder, run: Run) -> Config:
     """
     base = at_rate(member(ladder.base, run.hidden_size), run.factor)
     rung = next(each for each in ladder.rungs if each.hidden_size == run.hidden_size)
-    runs = ladder.folder.resolve() / RUNS_FOLDER
-    resume = str(runs / run.stable_name / "checkpoints" / f"step-{run.begin:08d}") if run.begin else "auto"
+    stable = run_folder(ladder, run).with_name(run.stable_name)
+    resume = str(stable / "checkpoints" / f"step-{run.begin:08d}") if run.begin else "auto"
     return dataclasses.replace(
         base,
         run=dataclasses.replace(base.run, name=run.name, output_dir=None),

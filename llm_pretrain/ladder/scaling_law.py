@@ -34,7 +34,7 @@ _STARTS = (0.2, 0.5, 1.0)
 """Exponents at which the search begins, each with each."""
 SAMPLES = 100
 """Of the bootstrap."""
-LEVEL = 0.9
+INTERVAL_LEVEL = 0.9
 """Share of runs that the interval should contain."""
 LEAST_NOISE = 4e-3
 """Standard deviation of log L between seeds, of which a ladder's residuals may show less by chance."""
@@ -42,7 +42,7 @@ HELD_OUT = 0.25
 """Share of the points, two at least, that is left out to see how a fit predicts them: of most compute."""
 LEAST_POINTS, LEAST_SIZES = 7, 3
 FEW_POINTS = 8
-"""Fewer are named: three of them decide about noise and hold-out."""
+"""With fewer a plan warns: a law of five numbers leaves too few to tell its noise."""
 NO_LAW = 0.01
 """Noise above this is named: points before and after a jump of the loss, which no law follows."""
 DOUBT = 0.25
@@ -97,7 +97,7 @@ def effective_tokens(tokens: float, unique_tokens: float) -> float:
 
 
 class Prediction(NamedTuple):
-    """A loss in nats per token, and the interval that contains it with probability `LEVEL`."""
+    """A loss in nats per token, and the interval that contains it with probability `INTERVAL_LEVEL`."""
 
     loss: float
     low: float
@@ -130,14 +130,14 @@ class Fit:
         law: The mean of both countings.
         points: That it is fitted to.
         residuals: log L of each point less the law's.
-        noise: Standard deviation of log L around the law at `most_flops`; it grows with the square root of
+        noise: Standard deviation of log L around the law at `largest_flops`; it grows with the square root of
             less compute.
         samples: Laws fitted to points drawn around the law with its noise, of each counting in proportion to
             its weight.
         extrapolation_error: Error of log L per factor e of compute beyond the points, found by holding points
             out: the interval is at least as wide, since samples cannot see that the law itself is wrong.
             None where too few would be left.
-        most_flops: Of a point.
+        largest_flops: Of the point that has most.
         warnings: Why the ladder may be too short to tell; one line each.
     """
 
@@ -147,7 +147,7 @@ class Fit:
     noise: float
     samples: tuple[ScalingLaw, ...]
     extrapolation_error: float | None
-    most_flops: float
+    largest_flops: float
     warnings: tuple[str, ...]
 
     @property
@@ -161,10 +161,12 @@ class Fit:
 
         loss = self.law.of(training)
         logs = np.log([sample.of(training) for sample in self.samples]) - math.log(loss)
-        times = training.flops / self.most_flops
+        times = training.flops / self.largest_flops
         wrong_form = (self.extrapolation_error or 0.0) * max(0.0, math.log(times))
         spread = math.sqrt(float(np.mean(logs**2)) + self.noise**2 * max(1.0, 1 / times))
-        students = float(t.ppf((1 + LEVEL) / 2, _freedom(self.points)))  # the noise is an estimate too
+        students = float(
+            t.ppf((1 + INTERVAL_LEVEL) / 2, _degrees_of_freedom(self.points))
+        )  # the noise is an estimate too
         half = max(students * spread, wrong_form)
         return Prediction(loss, loss * math.exp(-half), loss * math.exp(half))
 
@@ -197,7 +199,7 @@ def fit_law(points: Sequence[Point], *, samples: int = SAMPLES) -> Fit:
     drawn = []
     for number in generator.choice(len(law.laws), size=samples, p=law.weights):
         drawn_from = law.laws[number]
-        errors = generator.normal(0, noise, len(points)) / _trust(points)
+        errors = generator.normal(0, noise, len(points)) / _residual_weights(points)
         logs = np.log([drawn_from.of(point) for point in points]) + errors
         drawn.append(_search(points, logs, drawn_from.counting, [_vector(drawn_from)]))
     return Fit(
@@ -207,12 +209,12 @@ def fit_law(points: Sequence[Point], *, samples: int = SAMPLES) -> Fit:
         noise=noise,
         samples=tuple(drawn),
         extrapolation_error=_extrapolation_error(points),
-        most_flops=max(point.flops for point in points),
+        largest_flops=max(point.flops for point in points),
         warnings=tuple(_warnings(law, points, noise)),
     )
 
 
-def _trust(points: Sequence[Point]) -> Floats:
+def _residual_weights(points: Sequence[Point]) -> Floats:
     """How much a residual of each point counts, at most 1: its square in proportion to the point's compute.
 
     Short trainings deviate more from any law, and seeds move them more.
@@ -224,17 +226,17 @@ def _trust(points: Sequence[Point]) -> Floats:
 def _mean_law(points: Sequence[Point]) -> MeanLaw:
     """The best law of each counting, weighted by its likelihood.
 
-    Errors that count linearly are Laplace's: with their scale unknown the likelihood falls with their sum to
-    the power of the points less the law's numbers.
+    Huber's cost is nearly linear, as that of Laplace errors: with their scale unknown, the likelihood is
+    their sum to the power of -(points - numbers of the law).
     """
     countings: tuple[Counting, Counting] = ("parameters_with_embedding", "parameters")
     fitted = [_best(points, counting) for counting in countings]
     cost_of = {law: _cost(_residuals(law, points), points) for law in fitted}
     fitted.sort(key=cost_of.__getitem__)
-    residual = LEAST_NOISE * math.sqrt(_freedom(points) / len(points))  # what a right law leaves
+    residual = LEAST_NOISE * math.sqrt(_degrees_of_freedom(points) / len(points))  # what a right law leaves
     least = _cost(np.full(len(points), residual), points)  # less tells nothing
     costs = np.array([max(least, cost_of[law]) for law in fitted])
-    weights = (costs.min() / costs) ** _freedom(points)
+    weights = (costs.min() / costs) ** _degrees_of_freedom(points)
     return MeanLaw(tuple(fitted), tuple(map(float, weights / weights.sum())))
 
 
@@ -245,11 +247,11 @@ def _residuals(law: ScalingLaw | MeanLaw, points: Sequence[Point]) -> Floats:
 
 def _noise(residuals: Floats, points: Sequence[Point]) -> float:
     """Standard deviation of log L around a fitted law, of the point of most compute."""
-    squares = float(np.sum((residuals * _trust(points)) ** 2))
-    return max(LEAST_NOISE, math.sqrt(squares / _freedom(points)))
+    squares = float(np.sum((residuals * _residual_weights(points)) ** 2))
+    return max(LEAST_NOISE, math.sqrt(squares / _degrees_of_freedom(points)))
 
 
-def _freedom(points: Sequence[Point]) -> int:
+def _degrees_of_freedom(points: Sequence[Point]) -> int:
     """Degrees of freedom that a fitted law leaves."""
     return max(1, len(points) - _NUMBERS)
 
@@ -259,7 +261,10 @@ def _warnings(mean: MeanLaw, points: Sequence[Point], noise: float) -> list[str]
     if len(points) < FEW_POINTS:
         found.append(f"the ladder is too short to tell: {len(points)} points for a law of five numbers")
     if noise > NO_LAW:
-        found.append(f"the ladder is too short to tell: its points are {noise:.1%} off its law, as at a jump")
+        found.append(
+            f"the points are {noise:.1%} off the law, as where some models have not learnt to copy from "
+            "their context: a ladder with a larger --budget has longer runs"
+        )
     doubts: dict[str, tuple[float, str]] = {}  # number -> (weight of its laws, why)
     for law, weight in zip(mean.laws, mean.weights, strict=True):
         for number, reason in _doubts(law, points).items():
@@ -285,7 +290,7 @@ def _doubts(law: ScalingLaw, points: Sequence[Point]) -> dict[str, str]:
             found[name] = f"how the loss falls with {term}: {name} is at its bound {exponent:.2g}"
         elif fall < NO_FALL * least:
             found[name] = (
-                f"how the loss falls with {term}: between its points that is {fall:.2g} of {least:.2f}"
+                f"how the loss falls with {term}: between its points only by {fall:.2g} of {least:.2f}"
             )
     return found
 
@@ -351,7 +356,7 @@ def _search(
     from scipy.optimize import least_squares
 
     parameters, tokens = _counts(points, counting)
-    trust = _trust(points)
+    trust = _residual_weights(points)
     center, middle = float(parameters.mean()), float(tokens.mean())
     parameters, tokens = parameters - center, tokens - middle  # else A and alpha nearly compensate each other
 
@@ -386,7 +391,7 @@ def _search(
 
 def _cost(residuals: Floats, points: Sequence[Point]) -> float:
     """Huber loss of log L, by each point's trust."""
-    errors = np.abs(residuals * _trust(points))
+    errors = np.abs(residuals * _residual_weights(points))
     return float(
         np.where(errors < HUBER_DELTA, errors**2 / 2, HUBER_DELTA * (errors - HUBER_DELTA / 2)).sum()
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from llm_pretrain.ladder.budget import RATE_FACTORS, first_fit, least_flops, most_flops
+from llm_pretrain.ladder.budget import RATE_FACTORS, first_fit, least_flops, most_ladder_flops
 from llm_pretrain.ladder.family import Sizes, tokens_per_step
 from llm_pretrain.ladder.points import Rung
 from llm_pretrain.ladder.runs import Run, best_order, check_runs, ladder_runs
@@ -75,13 +75,15 @@ def flops_within(
 ) -> float:
     """The most FLOPs whose ladder is expected to end within `seconds`, or the least, which takes longer.
 
-    At most `most_flops`, which may take less.
+    At most `most_ladder_flops`, which may take less.
 
     Raises:
         ConfigError: the store is too small.
     """
     least = least_flops(sizes, unique_tokens, count)
-    flops = min(most_flops(unique_tokens, count), seconds * speed.slots / speed.per_flop)  # no other time
+    flops = min(
+        most_ladder_flops(unique_tokens, count), seconds * speed.slots / speed.per_flop
+    )  # no other time
     while flops > least:  # downwards, since what fits has gaps
         rungs = first_fit(sizes, flops, unique_tokens, count)
         if rungs and ladder_seconds(sizes, rungs, speed) <= seconds:

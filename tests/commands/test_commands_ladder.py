@@ -205,7 +205,7 @@ def test_a_time_is_measured_before_it_is_planned(plain_store: Path, tmp_path: Pa
     ("options", "expected"),
     [
         (("--budget", "soon"), "--budget: expected a time such as 20m or 2h, or FLOPs such as 1e16"),
-        (BUDGET, "--input: expected a store of at least 72,000 tokens"),
+        (BUDGET, "--input: expected a store of about 72,720 tokens"),
         (
             ("--budget", "1e7", "--training.global_batch_size", "1", "--training.micro_batch_size", "1"),
             "--budget: expected at least",

@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("plan")
     store = make_store(root / "store", documents=400)
     ladder = make_ladder(root / "ladder")
-    dataclasses.replace(ladder, base=with_store(ladder.base, store.path), store=store.hash).write()
+    dataclasses.replace(ladder, base=with_store(ladder.base, store.path), store_hash=store.hash).write()
     for rung in ladder.rungs:  # whose steps the ladder's speed is taken from
         row = training_row(1) | {"perf/step_seconds": 1e-4 * rung.hidden_size}
         make_run(root / "ladder" / RUNS_FOLDER / f"h{rung.hidden_size}-x1", [row])

@@ -25,7 +25,7 @@ from llm_pretrain.ladder import (
     ladder_runs,
     ladder_seconds,
     least_flops,
-    most_flops,
+    most_ladder_flops,
     read_budget,
     tokens_per_step,
 )
@@ -64,7 +64,7 @@ def test_a_budget_is_used_and_its_bounds_are_kept(name: str, unique_tokens: int,
     per_step = [sizes.of(rung.hidden_size).step_flops for rung in rungs]
     assert all(larger > smaller for smaller, larger in itertools.pairwise(per_step))
     least, most = SIZE_RATIOS[-1] ** (len(rungs) - 1), SIZE_RATIOS[0] ** (len(rungs) - 1)
-    numbers = [rung.hidden_size // sizes.step for rung in rungs]
+    numbers = [rung.hidden_size // sizes.width_step for rung in rungs]
     are_neighbours = numbers == list(range(numbers[0], numbers[0] + len(rungs)))  # there are no closer ones
     assert 0.6 * least < per_step[-1] / per_step[0] < (math.inf if are_neighbours else 1.5 * most)
     smallest, *others = rungs
@@ -146,13 +146,18 @@ def test_a_budget_that_is_huge_for_its_store_is_refused_at_once(monkeypatch: pyt
         with pytest.raises(ConfigError, match=r"expected at most 7\.9e\+15 FLOPs.*bring text of") as caught:
             choose_rungs(Sizes(preset("ladder")), flops, 3_500_000)
         tokens = int(caught.value.problems[0].split()[-2].replace(",", ""))
-        assert most_flops(tokens - 1) < flops < most_flops(tokens + 1)
+        assert most_ladder_flops(tokens - 1) < flops < most_ladder_flops(tokens + 1)
     assert max(counted) < 2000, "no size of 1e12 parameters is built"
 
 
 def test_a_store_too_small_is_named():
-    with pytest.raises(ConfigError, match="--input: expected a store of at least 2,343,750 tokens"):
-        choose_rungs(Sizes(preset("ladder")), 1e14, 500_000)
+    sizes = Sizes(preset("ladder"))
+    with pytest.raises(ConfigError, match="--input: expected a store of about 2,367,188 tokens"):
+        choose_rungs(sizes, 1e14, 500_000)
+    least = least_flops(sizes, 2_367_188)
+    assert choose_rungs(sizes, least, 2_367_188)
+    with pytest.raises(ConfigError, match="--input: expected a store of about"):
+        least_flops(sizes, 2_367_188 * 99 // 100)
 
 
 @pytest.mark.parametrize(
@@ -190,7 +195,9 @@ def test_a_time_becomes_the_flops_that_fit():
     assert 0.95 * 900 < expected <= 900
     least = least_flops(Sizes(base), 3_500_000)
     assert flops_within(Sizes(base), 20, 3_500_000, speed) == least, "which takes longer"
-    assert flops_within(Sizes(base), 1e8, 3_500_000, speed) == most_flops(3_500_000), "which takes less"
+    assert flops_within(Sizes(base), 1e8, 3_500_000, speed) == most_ladder_flops(3_500_000), (
+        "which takes less"
+    )
 
 
 def test_noise_never_makes_flops_free():

@@ -81,7 +81,7 @@ def test_ladders_that_were_evaluated_otherwise_are_refused(ladder: Ladder, name:
 
 def test_ladders_of_other_stores_are_refused(ladder: Ladder):
     with pytest.raises(ConfigError, match="same store, whose losses compare"):
-        compare_ladders(ladder, dataclasses.replace(ladder, store="b" * 64))
+        compare_ladders(ladder, dataclasses.replace(ladder, store_hash="b" * 64))
 
 
 def test_as_many_sequences_in_other_batches_are_compared(ladder: Ladder):

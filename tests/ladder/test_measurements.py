@@ -160,7 +160,7 @@ def test_values_that_are_no_numbers_count_as_missing(ladder: Ladder):
     progress = read_progress(folder)
     assert progress.step_seconds == 0.5
     assert progress.seconds == 3.0
-    assert progress.losses == {1: (None, None)}
+    assert progress.evaluations == {1: (None, None)}
 
 
 DAMAGE: dict[str, tuple[str, object]] = {

@@ -142,7 +142,7 @@ def test_what_may_not_hold_is_said(forecast: Forecast, tmp_path: Path):
     far = min(noisy.choices(FLOPS._replace(total=1e16)), key=lambda each: each.prediction.loss)
     warnings = noisy.warnings(far.training, far.prediction)
     assert any("the interval is wider than a tenth of the loss" in line for line in warnings)
-    assert any("no fit reaches so far" in line for line in warnings)
+    assert any("predictions are meant for up to 30 times" in line for line in warnings)
 
 
 def test_an_interval_that_no_point_was_held_out_for_is_named(tmp_path: Path):
