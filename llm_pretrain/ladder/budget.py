@@ -173,8 +173,7 @@ def least_flops(sizes: Sizes, unique_tokens: int, count: int | None = None) -> f
     Raises:
         ConfigError: the store is too small for any.
     """
-    budgets, fits = _fits(sizes, unique_tokens, count)
-    if (least := next(filter(fits, budgets), None)) is None:
+    if (least := _least_fit(sizes, unique_tokens, count)) is None:
         raise _store_error(sizes, unique_tokens, count)
     return least
 
@@ -192,10 +191,10 @@ def _fits(sizes: Sizes, unique_tokens: int, count: int | None) -> tuple[list[flo
     return budgets, lambda flops: bool(first_fit(sizes, flops, unique_tokens, count or SIZE_COUNTS[-1]))
 
 
-def _has_fit(sizes: Sizes, unique_tokens: int, count: int | None) -> bool:
-    """Whether any budget is enough."""
+def _least_fit(sizes: Sizes, unique_tokens: int, count: int | None) -> float | None:
+    """The least budget that is enough; None where none is."""
     budgets, fits = _fits(sizes, unique_tokens, count)
-    return any(map(fits, budgets))
+    return next(filter(fits, budgets), None)
 
 
 def _store_error(sizes: Sizes, unique_tokens: int, count: int | None) -> ConfigError:
@@ -203,7 +202,7 @@ def _store_error(sizes: Sizes, unique_tokens: int, count: int | None) -> ConfigE
     tokens = tokens_per_step(sizes.base)
     needed = math.ceil(least_tokens(sizes.base) * SMALLEST_BRANCHES[-1] / BRANCHES[0] / MAX_EPOCHS)
     least = max(needed, unique_tokens)
-    while not _has_fit(sizes, least, count):  # widths come in steps
+    while _least_fit(sizes, least, count) is None:  # widths come in steps
         least = math.ceil(least * 1.01)
     return ConfigError(
         f"--input: expected a store of about {least:,} tokens for a ladder with steps "

@@ -356,17 +356,17 @@ def _search(
     from scipy.optimize import least_squares
 
     parameters, tokens = _counts(points, counting)
-    trust = _residual_weights(points)
+    weights = _residual_weights(points)
     center, middle = float(parameters.mean()), float(tokens.mean())
     parameters, tokens = parameters - center, tokens - middle  # else A and alpha nearly compensate each other
 
     def residuals(vector: Floats) -> Floats:
-        return trust * (np.log(_parts(vector, parameters, tokens).sum(0)) - logs)
+        return weights * (np.log(_parts(vector, parameters, tokens).sum(0)) - logs)
 
     def jacobian(vector: Floats) -> Floats:
         parts = _parts(vector, parameters, tokens)
         floor, size, text = parts / parts.sum(0)
-        return np.stack([floor, size, text, -size * parameters, -text * tokens], 1) * trust[:, None]
+        return np.stack([floor, size, text, -size * parameters, -text * tokens], 1) * weights[:, None]
 
     low = [-20.0, -20.0, -20.0, EXPONENTS[0], EXPONENTS[0]]
     high = [5.0, 10.0, 10.0, EXPONENTS[1], EXPONENTS[1]]
@@ -390,7 +390,7 @@ def _search(
 
 
 def _cost(residuals: Floats, points: Sequence[Point]) -> float:
-    """Huber loss of log L, by each point's trust."""
+    """Huber loss of log L, each weighted as in the fit."""
     errors = np.abs(residuals * _residual_weights(points))
     return float(
         np.where(errors < HUBER_DELTA, errors**2 / 2, HUBER_DELTA * (errors - HUBER_DELTA / 2)).sum()

@@ -81,9 +81,8 @@ def flops_within(
         ConfigError: the store is too small.
     """
     least = least_flops(sizes, unique_tokens, count)
-    flops = min(
-        most_ladder_flops(unique_tokens, count), seconds * speed.slots / speed.per_flop
-    )  # no other time
+    most = seconds * speed.slots / speed.per_flop  # if nothing but FLOPs took time
+    flops = min(most_ladder_flops(unique_tokens, count), most)
     while flops > least:  # downwards, since what fits has gaps
         rungs = first_fit(sizes, flops, unique_tokens, count)
         if rungs and ladder_seconds(sizes, rungs, speed) <= seconds:
