@@ -20,7 +20,7 @@ from llm_pretrain.ladder.budget import (
 )
 from llm_pretrain.ladder.family import Size, Sizes, tokens_per_step
 from llm_pretrain.ladder.points import Ladder, Training
-from llm_pretrain.ladder.runs import at_rate
+from llm_pretrain.ladder.runs import at_rate, warmup_of
 from llm_pretrain.ladder.scaling_law import SAMPLES, Fit, Prediction, fit_law
 
 EVALUATIONS, SAVES = 10, 20
@@ -263,7 +263,7 @@ class Forecast:
                 base.schedule,
                 name="wsd",
                 decay_steps=decay_of(steps),
-                warmup_steps=min(base.schedule.warmup_steps, steps // 10),
+                warmup_steps=warmup_of(base, steps),
             ),
             training=dataclasses.replace(base.training, max_steps=steps, micro_batch_size=micro_batch),
             evaluation=dataclasses.replace(base.evaluation, eval_steps=math.ceil(steps / EVALUATIONS)),

@@ -12,8 +12,6 @@ from llm_pretrain.config import Config, DistributedConfig, SourceConfig
 from llm_pretrain.ladder.family import member
 from llm_pretrain.ladder.points import RUNS_FOLDER, Ladder, Rung
 
-WARMUP_SHARE = 0.25
-"""Largest share of warm-up before the first branch: a base's warm-up is made for longer runs."""
 RANDOM_ORDERS = 60
 """That are tried beside the usual one, so that slots are idle for less time at the end."""
 _KEEP_ALL = 1000
@@ -104,7 +102,7 @@ def run_config(ladder: Ladder, run: Run) -> Config:
         schedule=dataclasses.replace(
             base.schedule,
             name="wsd" if run.begin else "constant",
-            warmup_steps=min(base.schedule.warmup_steps, int(rung.branches[0] * WARMUP_SHARE)),
+            warmup_steps=warmup_of(base, rung.steps[0]),
             decay_steps=run.trained_steps if run.begin else None,
         ),
         training=dataclasses.replace(base.training, max_steps=run.end),
@@ -124,6 +122,11 @@ def run_config(ladder: Ladder, run: Run) -> Config:
             cpu_threads=ladder.threads, timeout_seconds=base.distributed.timeout_seconds
         ),
     )
+
+
+def warmup_of(config: Config, steps: int) -> int:
+    """Steps of warm-up of a run of `steps` steps: at most a tenth, since a base's is made for longer runs."""
+    return min(config.schedule.warmup_steps, steps // 10)
 
 
 def at_rate(config: Config, factor: float) -> Config:
