@@ -43,9 +43,9 @@ RATE_FACTORS = (0.5, 1.0, 2.0)
 """On the base's learning rates, tried at the smallest size; half or double costs little (muP transfers)."""
 RATE_LIMITS = (0.25, 4.0)
 """The next factor on either side, tried where an edge of `RATE_FACTORS` is the best."""
-RATE_GAIN = 0.01
-"""Share of the loss that each factor 2 away from the base's rates must gain: seeds differ, and what learns
-sooner at the smallest size may end higher at others (docs/log.md#ladders)."""
+RATE_GAIN = 0.03
+"""Share of the loss that each factor 2 away from the base's rates must gain: seeds differ by up to this after
+so few tokens, and what learns sooner at the smallest size may end higher at others (docs/log.md#ladders)."""
 FLOPS_LIMIT, SECONDS_LIMIT = 1e27, 10 * 365 * 86400.0
 """Larger budgets are mistakes; more money or tokens than `FLOPS_LIMIT` too."""
 _PER_DECADE = 48
