@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import math
 import os
+import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -157,7 +158,10 @@ def compare(arguments: argparse.Namespace) -> int:
             reason = "the second's cheapest run is better already"
         print(f"no ratio: {reason}; give one of them another budget")
         return 1
-    print(f"ratios from {min(ratios):.3f} to {max(ratios):.3f}; below 1 the second needs less")
+    print(
+        f"ratios from {min(ratios):.3f} to {max(ratios):.3f}, median {statistics.median(ratios):.3f}; "
+        "below 1 the second needs less"
+    )
     return 0
 
 
@@ -439,7 +443,7 @@ def train(ladder: Ladder, context: LaunchContext) -> int:
 def check_rate(runner: Runner) -> Ladder:
     """Train the smallest size at several rates, and write the best factor into ladder.json.
 
-    Other rates than the base's must be better by `RATE_GAIN` for each factor 2 between them.
+    Other rates than the base's must be better by the ratio 1 + `RATE_GAIN` for each factor 2 between them.
     """
     from llm_pretrain.ladder import RATE_FACTORS, RATE_GAIN, RATE_LIMITS, check_runs, rate_loss
 

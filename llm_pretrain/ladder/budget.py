@@ -42,9 +42,9 @@ law fits losses from before and after this jump. Most have learnt it here; later
 RATE_FACTORS = (0.5, 1.0, 2.0)
 """On the base's learning rates, tried at the smallest size; half or double costs little (muP transfers)."""
 RATE_LIMITS = (0.25, 4.0)
-"""The next factor on either side, tried where an edge of `RATE_FACTORS` is the best."""
+"""The next factor on either side, tried where an edge of `RATE_FACTORS` wins."""
 RATE_GAIN = 0.03
-"""Share of the loss that each factor 2 away from the base's rates must gain: seeds differ by up to this after
+"""Share of the loss that each factor 2 away from the base's rates must gain: seeds differ by half of it after
 so few tokens, and what learns sooner at the smallest size may end higher at others (docs/log.md#ladders)."""
 FLOPS_LIMIT, SECONDS_LIMIT = 1e27, 10 * 365 * 86400.0
 """Larger budgets are mistakes; more money or tokens than `FLOPS_LIMIT` too."""

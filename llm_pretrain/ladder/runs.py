@@ -125,7 +125,7 @@ def run_config(ladder: Ladder, run: Run) -> Config:
 
 
 def warmup_of(config: Config, steps: int) -> int:
-    """Steps of warm-up of a run of `steps` steps: at most a tenth, since a base's is made for longer runs."""
+    """Steps of warm-up of a run of `steps` steps: at most a tenth, since the base's is for longer runs."""
     return min(config.schedule.warmup_steps, steps // 10)
 
 

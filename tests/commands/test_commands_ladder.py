@@ -353,7 +353,9 @@ def test_a_comparison_takes_no_option_of_a_ladder(tmp_path: Path, capsys: pytest
     points.write_text("".join(points.read_text().splitlines(keepends=True)[:-1]))
     assert main(["ladder", "--compare", *folders]) == 0
     missing = f"warning: {folders[1]}: hidden size 128: 1 of 3 decayed points are missing"
-    assert missing in capsys.readouterr().out.splitlines()
+    printed = capsys.readouterr().out.splitlines()
+    assert missing in printed
+    assert printed[-1] == "ratios from 1.000 to 1.000, median 1.000; below 1 the second needs less"
 
 
 def test_a_folder_with_other_files_is_left_alone(

@@ -128,6 +128,16 @@ def test_a_run_is_the_member_with_scaled_rates_and_its_own_schedule(ladder: Ladd
     assert decay.schedule.warmup_steps == stable.schedule.warmup_steps == 4
 
 
+def test_a_long_warmup_is_cut_to_a_tenth_of_the_shortest_run(ladder: Ladder):
+    base = dataclasses.replace(
+        ladder.base, schedule=dataclasses.replace(ladder.base.schedule, warmup_steps=20)
+    )
+    ladder = dataclasses.replace(ladder, base=base)
+    for run in (Run(32, 1.0, 0, 120), Run(32, 1.0, 120, 240)):
+        assert ladder.rungs[0].steps[0] == 80
+        assert run_config(ladder, run).schedule.warmup_steps == 8
+
+
 def test_what_is_no_ladder_is_named(ladder: Ladder):
     with pytest.raises(ConfigError, match=r"expected a ladder's folder, with ladder\.json"):
         read_ladder(ladder.folder)
