@@ -26,6 +26,7 @@ BENCHMARKS = {
     "optimizer": "an optimizer's step: fused AdamW, torch's other kernels, Muon",
     "checkpoint": "saving and restoring a run's state, against torch.save",
     "scaling": "tokens per second of both scripts on one and on two processes",
+    "layouts": "losses of one run in eighteen layouts of processes, beside torchtitan's of the same",
     "slow_link": "bytes and seconds of a step over a slow link between two machines, and their predictions",
     "gpu_step": "tokens per second and MFU on one GPU, by preset and by choice of kernels",
     "gpu_roofline": "lower bound of a step on four GPUs by FLOPs and bytes, and its parts; needs no GPU",

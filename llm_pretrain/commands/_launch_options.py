@@ -52,13 +52,11 @@ class _Setting(argparse.Action):
         namespace.settings = [*(getattr(namespace, "settings", None) or []), option_string, values]
 
 
-def add_launch_options(
-    parser: argparse.ArgumentParser, command: str, launch: str, *, needs_config: bool = True
-) -> None:
+def add_launch_options(parser: argparse.ArgumentParser, command: str, launch: str) -> None:
     """Declare `--config`, and what `add_run_options` does."""
     parser.usage = f"llm-pretrain {command} --config FILE [options] [--section.field VALUE ...]"
     parser.add_argument(
-        "--config", action="append", required=needs_config, metavar="FILE",
+        "--config", action="append", required=True, metavar="FILE",
         help="as for the scripts; the later file wins",
     )  # fmt: skip
     add_run_options(parser, command, launch)

@@ -22,7 +22,6 @@ from llm_pretrain.commands._launch_options import (
     parse_words,
 )
 from llm_pretrain.commands._launching import RESUMABLE_PATHS, SCRIPTS, Machine
-from llm_pretrain.commands._parity_layouts import PUBLISHED, STEPS, layout_options
 from llm_pretrain.config import Config, DistributedConfig, check_mesh, load_config, resolve_model
 from llm_pretrain.errors import ConfigError
 
@@ -125,29 +124,22 @@ def make_plan(arguments: Namespace, machine: Machine) -> ParityPlan:
 
     paths = parse_words("--paths", arguments.paths or "torchrun,accelerate", tuple(SCRIPTS))
     accumulations = None
-    if not arguments.config and not arguments.layouts:
-        raise ConfigError("--config: expected a file, found none")
     given = given_options(arguments)
-    if arguments.layouts:
-        given = layout_options(arguments, given)
     if arguments.accumulation:  # the micro batch size follows from it, so the configured one may not divide
         accumulations = parse_numbers("--accumulation", arguments.accumulation)
     config = load_config([*given, *(["--training.micro_batch_size", "1"] if accumulations else [])])
     interruptions = parse_interruptions(arguments.interrupt) if arguments.interrupt else []
-    steps = STEPS[-1] if arguments.layouts else _steps(arguments.steps, config, interruptions)
+    steps = _steps(arguments.steps, config, interruptions)
     sizes = arguments.world_size or ("1,2" if machine.max_world_size > 1 else "1")
     precisions, meshes = [config.training.precision], [configured_mesh(config.distributed)]
     if arguments.precision:
         precisions = parse_words("--precision", arguments.precision, PRECISIONS)
     if arguments.mesh:
         meshes = parse_meshes(arguments.mesh)
-    if arguments.layouts:
-        variants, notes = published_variants(config, machine, precisions), []
-    else:
-        variants, notes = build_variants(
-            config, machine, paths=paths, world_sizes=parse_numbers("--world-size", sizes),
-            accumulations=accumulations, precisions=precisions, meshes=meshes,
-        )  # fmt: skip
+    variants, notes = build_variants(
+        config, machine, paths=paths, world_sizes=parse_numbers("--world-size", sizes),
+        accumulations=accumulations, precisions=precisions, meshes=meshes,
+    )  # fmt: skip
     first = variants[0]
     _check_interruptions(interruptions, first, config, machine)
     if not interruptions and len({each.precision for each in variants}) == len(variants):
@@ -259,33 +251,6 @@ def build_variants(
             raise ConfigError(f"{option}: expected a mesh that can run{why}")
         raise ConfigError(f"--paths: expected torchrun or accelerate among them, to compare with{why}")
     return variants, notes
-
-
-def published_variants(config: Config, machine: Machine, precisions: Sequence[str]) -> list[Variant]:
-    """The published layouts, each on as many processes as it needs; on a CPU maybe more than cores.
-
-    Raises:
-        ConfigError: fewer GPUs than processes, or a model or batch that cannot have one of them.
-    """
-    variants, problems = [], []
-    for precision, layout in product(precisions, PUBLISHED):
-        distributed = distributed_of(layout.mesh, 1, config.distributed)
-        ranks = math.prod(getattr(distributed, name) or 1 for name in SIZES if name != "ep_size")
-        if why := _impossible(layout.mesh, ranks, config):
-            problems.append(f"--layouts: {layout.name}: {why}")
-            continue
-        if 0 < machine.gpus < ranks:
-            problems.append(f"--layouts: {layout.name}: expected {ranks} GPUs, found {machine.gpus}")
-            continue
-        try:
-            split = _split(config, distributed.mesh(ranks).data, None)
-        except ConfigError as error:
-            problems += (f"--layouts: {layout.name}: {problem}" for problem in error.problems)
-            continue
-        variants.append(Variant("torchrun", ranks, *split, precision, layout.mesh))
-    if problems:
-        raise ConfigError(*problems)
-    return variants
 
 
 def _split(config: Config, ranks: int, accumulation: int | None) -> tuple[int, int]:

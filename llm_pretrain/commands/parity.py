@@ -41,7 +41,6 @@ from llm_pretrain.commands._parity_comparison import (
     compare_interrupted,
     compare_runs,
 )
-from llm_pretrain.commands._parity_layouts import STEPS, layout_rows
 from llm_pretrain.commands._parity_plan import ParityPlan, Variant, make_plan
 from llm_pretrain.errors import PretrainError
 from llm_pretrain.tracking import read_rows
@@ -60,14 +59,13 @@ examples:
   llm-pretrain parity --config configs/tiny-dense.yaml --paths torchrun,accelerate,trainer --world-size 2
   llm-pretrain parity --config configs/tiny-dense.yaml --world-size 2 --mesh ddp,fsdp,deepspeed
   llm-pretrain parity --config configs/tiny-moe.yaml --world-size 1,4 --mesh ddp,hsdp,ep,ep+hsdp
-  llm-pretrain parity --layouts published
   llm-pretrain parity --config configs/tiny-moe.yaml --world-size 1 --interrupt torchrun@2:17,accelerate@1:31
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options, and every setting of the configuration."""
-    add_launch_options(parser, "parity", "a launch", needs_config=False)
+    add_launch_options(parser, "parity", "a launch")
     add = parser.add_argument
     add("--paths", metavar="LIST",
         help="of torchrun, accelerate, trainer (default: torchrun,accelerate)")  # fmt: skip
@@ -81,9 +79,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
              "(two neighbours do); deepspeed; or sizes RxS: distributed.dp_replicate_size, dp_shard_size, "
              "and others after them, as 2x2+ep2+cp2+tp2+pp2. Where a number of processes or the model has no "
              "such mesh it is left out (default: as configured)")  # fmt: skip
-    add("--layouts", choices=["published"],
-        help="the eighteen layouts of a table of torchtitan's on 1 to 8 processes, ten steps, beside its "
-             "losses; without --config the preset tiny-moe with eight layers")  # fmt: skip
     add("--steps", type=int, metavar="K",
         help="optimizer steps of each run (default: 20, or fewer if configured)")  # fmt: skip
     add("--interrupt", metavar="PATH@W:STEP,...",
@@ -102,20 +97,22 @@ def run(arguments: argparse.Namespace) -> int:
     for note in plan.notes:
         say(f"note   {note}")
     with exit_on_signals():
-        runs = _run_variants(plan, context)
-        results = compare_runs(runs, plan.config, plan.steps, partial(_find_ties, plan, context))
+        results = launch_and_compare(plan, context)
         interrupted = _run_interrupted(plan, context, arguments.interrupt, results[0])
     violated = is_violated(results, interrupted)
     file = plan.output / "parity.json"
     facts = call_facts(plan, arguments, machine, started)
     write_result(file, result_content(facts, results, interrupted))
     say("\n" + render(results, interrupted))
-    if arguments.layouts:
-        losses = {each.run.variant.mesh: [_loss(each.run, step) for step in STEPS] for each in results}
-        say("\n" + as_table(layout_rows(losses)))
     held = "what is promised does NOT hold" if violated else "everything promised holds"
     say(f"{held}; {file}, {time.time() - started:.0f} s")
     return 1 if violated else 0
+
+
+def launch_and_compare(plan: ParityPlan, context: LaunchContext) -> list[Result]:
+    """Run every variant, and compare the runs; in the order of the plan."""
+    runs = _run_variants(plan, context)
+    return compare_runs(runs, plan.config, plan.steps, partial(_find_ties, plan, context))
 
 
 def _job(plan: ParityPlan, variant: Variant, name: str, *more: str) -> Job:
@@ -274,11 +271,6 @@ def as_table(rows: Sequence[Sequence[str]]) -> str:
     """Rows of text in columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
-
-
-def _loss(run: Run, step: int) -> float | None:
-    """The loss of a step; None where the run has none."""
-    return run.rows.get(step, {}).get("train/loss")
 
 
 def _largest(comparison: Comparison) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import math
+import re
 import signal
 import subprocess
 import sys
@@ -15,10 +17,13 @@ import pytest
 import torch
 
 from benchmarks import __main__ as program
-from benchmarks import slow_link
+from benchmarks import layouts, slow_link
 from benchmarks.__main__ import BENCHMARKS, main, quick_options
 from benchmarks.measuring import ROOT, Spread
+from benchmarks.reporting import SkippedError
 from benchmarks.startup import import_costs, measured_parts
+from llm_pretrain.commands._launching import Machine
+from llm_pretrain.errors import ConfigError
 
 RESULTS = (ROOT / "docs" / "benchmarks.md").read_text()
 
@@ -76,6 +81,34 @@ def test_what_travels_is_predicted_from_the_sizes_of_collectives(plain_store: Pa
     trips = {way: slow_link.predicted_round_trips(way) for way in slow_link.WAYS}
     assert trips["hsdp"] < trips["fsdp"]
     assert trips["ddp"] < trips["diloco"]
+
+
+def test_each_published_layout_is_a_run_on_its_processes(plain_store: Path, tmp_path: Path):
+    settings = ["--optimizer.learning_rate", "3e-3"]
+    plan = layouts.plan_layouts(layouts.PUBLISHED, Machine(0, 2), plain_store, tmp_path, settings)
+    assert plan.config.optimizer.learning_rate == 3e-3
+    assert len(plan.variants) == 18
+    for layout, variant in zip(layouts.PUBLISHED, plan.variants, strict=True):
+        assert (variant.path, variant.mesh, variant.precision) == ("torchrun", layout.mesh, "fp32")
+        named = [int(size) for size in re.findall(r"(?:fsdp|pp|cp|tp)(\d)", layout.name)]
+        assert variant.world_size == layout.world_size == math.prod(named)
+        copies = math.prod(map(int, re.findall(r"fsdp(\d)", layout.name)))
+        assert copies * variant.accumulation * variant.micro_batch_size == 8
+
+
+@pytest.mark.parametrize(
+    ("gpus", "settings", "error", "said"),
+    [
+        (4, [], SkippedError, "needs 8 GPUs, found 4"),
+        (0, ["--model.num_hidden_layers", "4"], ConfigError, r"1x1\+pp8 W=8 is left out"),
+        (0, ["--training.global_batch_size", "12"], ConfigError, "to divide .* 12, found .* = 8"),
+    ],
+)
+def test_a_layout_that_cannot_be_is_named(
+    gpus: int, settings: list[str], error: type[Exception], said: str, plain_store: Path, tmp_path: Path
+):
+    with pytest.raises(error, match=said):
+        layouts.plan_layouts(layouts.PUBLISHED, Machine(gpus, 2), plain_store, tmp_path, settings)
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 from pathlib import Path
 from typing import Any
 
@@ -172,26 +171,6 @@ def test_every_world_size_has_the_meshes_that_it_permits(plain_store: Path):
     assert len(plan.notes) == 4 * 7 - len(plan.variants) // 2
     assert "hsdp W=3 is left out: expected 4 processes or more" in plan.notes
     assert "2x2 W=1 is left out: expected 4 processes" in plan.notes
-
-
-@pytest.mark.parametrize(
-    ("machine", "words", "expected"),
-    [
-        (Machine(gpus=4, cores=8), [], r"--layouts: ep8 x fsdp8: expected 8 GPUs, found 4"),
-        (Machine(gpus=0, cores=2), ["--paths", "accelerate"], r"--paths: expected none with --layouts"),
-        (Machine(gpus=0, cores=2), ["--training.global_batch_size", "12"],
-         r"ep8 x fsdp8: .*expected data-parallel ranks \* micro batch size to divide .* 12, found 8"),
-    ],
-)  # fmt: skip
-def test_what_published_layouts_cannot_have_is_named(
-    plain_store: Path, machine: Machine, words: list[str], expected: str
-):
-    parser = argparse.ArgumentParser()
-    parity.add_arguments(parser)
-    sources = ["--data.sources", f"[{{store: {plain_store}}}]"]
-    with pytest.raises(ConfigError) as error:
-        make_plan(parser.parse_args(["--layouts", "published", *sources, *words]), machine)
-    assert re.search(expected, "\n".join(error.value.problems))
 
 
 def test_a_mesh_s_sizes_reach_the_scripts_and_are_those_of_its_world_size(plain_store: Path):
