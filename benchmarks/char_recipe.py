@@ -147,7 +147,7 @@ def prepare_text(text: str, folder: Path) -> Path:
         file = folder / f"{split}.bin"
         np.array([*ids, tokenizer.eos_token_id], dtype=np.uint16).tofile(file)
         files.append(str(file))
-    convert(Conversion("nanogpt", "store", files, folder / "store", tokenizer=folder / "tokenizer"))
+    convert(Conversion(files, folder / "store", tokenizer=folder / "tokenizer"))
     return folder / "store"
 
 

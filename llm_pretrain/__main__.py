@@ -13,7 +13,7 @@ from llm_pretrain.files import flush_streams, prepare_streams
 COMMANDS = {
     "tokenizer": "train a tokenizer on jsonl or text files",
     "prepare": "tokenise jsonl or text files into a token store",
-    "convert": "convert token files of nanoGPT or Megatron into a token store, or back",
+    "convert": "turn token files of nanoGPT or llm.c into a token store",
     "inspect": "show what is in a token store: lengths, masks, packing, samples",
     "configs": "list the presets; write other frameworks' configurations as ours",
     "estimate": "estimate parameters, memory by part, time and cost of a configuration",

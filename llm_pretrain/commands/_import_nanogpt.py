@@ -163,9 +163,7 @@ def _data(result: ImportedConfig, values: dict[str, Any]) -> None:
     folder, store = f"data/{dataset}", f"data/stores/{file_name(dataset)}"
     files = [f"{folder}/train.bin", f"{folder}/val.bin"]
     tokenizer = [] if _is_characters(values) else ["--tokenizer", "gpt2/"]
-    result.command(
-        *("convert", "--from", "nanogpt", "--input", *files, *tokenizer, "--to", "store", "--output", store)
-    )
+    result.command(*("convert", "--from", "nanogpt", "--input", *files, *tokenizer, "--output", store))
     result.set({"data.sources": [{"store": store}]})
     whose = "the characters of its meta.pkl" if _is_characters(values) else "a folder of GPT-2's tokenizer"
     result.notes.append(

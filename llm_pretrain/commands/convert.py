@@ -1,4 +1,4 @@
-"""`llm-pretrain convert`: token files of nanoGPT, llm.c and Megatron into a token store, and back."""
+"""`llm-pretrain convert`: token files of nanoGPT and llm.c into a token store."""
 
 from __future__ import annotations
 
@@ -6,43 +6,33 @@ import argparse
 
 from llm_pretrain.errors import printable
 
-EXAMPLES = """formats:
-  store     what `llm-pretrain prepare` writes
-  nanogpt   .bin files of uint16 token ids, also with the header of llm.c and modded-nanogpt; documents end
-            with the tokenizer's eos token, and get one where they lack it (conversations do), since
-            nothing else separates them; the characters in a meta.pkl beside them are the default tokenizer
-            and must be those of --tokenizer (read without running what a pickle may contain)
-  megatron  pairs of .bin and .idx (indexed dataset); the loss mask, which Megatron cannot store, is a
-            second dataset beside it, NAME-loss_mask
+EXAMPLES = """formats, which a file's header tells apart:
+  nanogpt  .bin files of uint16 token ids; documents end with the tokenizer's eos token; the characters in a
+           meta.pkl beside them are the default tokenizer and must be those of --tokenizer (read without
+           running what a pickle may contain)
+  llm.c    the same with the header of llm.c and modded-nanogpt, of uint16 or uint32
 
 Files with `val` in their names are the validation split. Without any, documents are split by their hash.
 
 examples:
-  llm-pretrain convert --from nanogpt --input train.bin val.bin --tokenizer gpt2/ --to store \\
-      --output data/stores/web
-  llm-pretrain convert --from nanogpt --input fineweb10B/ --tokenizer gpt2/ --to store \\
-      --output data/stores/fineweb
-  llm-pretrain convert --from megatron --input corpus_text_document --tokenizer qwen3/ --to store \\
-      --output data/stores/c
-  llm-pretrain convert --from store --input data/stores/stdlib --to megatron --output data/megatron/stdlib
+  llm-pretrain convert --from nanogpt --input train.bin val.bin --tokenizer gpt2/ --output data/stores/web
+  llm-pretrain convert --from llm.c --input fineweb10B/ --tokenizer gpt2/ --output data/stores/fineweb
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's options to `parser`."""
-    parser.description = "Converts tokens as they are; nothing is tokenised again."
-    formats = ["store", "nanogpt", "megatron"]
-    parser.add_argument("--from", dest="source", choices=formats, required=True, help="format of --input")
-    parser.add_argument("--to", dest="target", choices=formats, required=True, help="format of --output")
+    parser.description = "Writes a store of tokens as they are; nothing is tokenised again."
+    parser.add_argument("--from", choices=["nanogpt", "llm.c"], required=True, help="format of --input")
     parser.add_argument(
         "--input",
         nargs="+",
         action="extend",
         required=True,
         metavar="PATH",
-        help="files, folders, Megatron's prefixes, or one store",
+        help="files, or folders of them",
     )
-    parser.add_argument("--output", required=True, metavar="FOLDER", help="new folder to write")
+    parser.add_argument("--output", required=True, metavar="FOLDER", help="the new store's folder")
     parser.add_argument(
         "--tokenizer",
         metavar="FOLDER",
@@ -60,8 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--keep_ids",
         action="store_true",
         help="leave documents as they are; otherwise those that lack the first token that `prepare` writes "
-        "(bos, or eos where there is none) get it, those without text are left out, and for nanogpt those "
-        "that lack the eos token at their end get it",
+        "(bos, or eos where there is none) get it, and those without text are left out",
     )
 
 
@@ -71,8 +60,6 @@ def run(arguments: argparse.Namespace) -> int:
 
     report = convert(
         Conversion(
-            arguments.source,
-            arguments.target,
             arguments.input,
             arguments.output,
             tokenizer=arguments.tokenizer,
@@ -80,30 +67,14 @@ def run(arguments: argparse.Namespace) -> int:
             keep_ids=arguments.keep_ids,
         )
     )
-    print(f"{arguments.target:<10} {printable(arguments.output)}")
+    print(f"store      {printable(arguments.output)}")
     print(f"read       {report.tokens_read:,} tokens")
     for name in ("train", "validation"):
         print(f"{name:<10} {report.documents[name]:,} documents, {report.tokens[name]:,} tokens")
-    if report.masked:
-        print(f"masked     {report.masked:,} tokens")
     if report.first_tokens_added:
         print(f"added      {report.first_tokens_added:,} first tokens, one to each document that lacked it")
-    if report.ends_added:
-        print(f"added      {report.ends_added:,} eos tokens, one to each document that did not end in it")
-    if report.ends_missing:
-        print(
-            f"warning    {report.ends_missing:,} documents end without the eos token and run into the next "
-            "one"
-        )
-    if report.ends_inside:
-        print(
-            f"warning    {report.ends_inside:,} eos tokens inside documents: readers of nanoGPT's files end "
-            "a document at each"
-        )
     if report.empty_documents:
         print(f"left out   {report.empty_documents:,} × empty document")
     for name in report.unended:
         print(f"warning    {printable(name)}: not one end of a document in it; is this its tokenizer?")
-    if report.mask_lost:
-        print(f"warning    {arguments.target} has no place for the loss mask: it is lost")
     return 0

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         worker_errors,
     )
     from llm_pretrain.data.loader.sample_order import SampleOrder
-    from llm_pretrain.data.prepare.conversion import FORMATS, Conversion, ConversionReport, convert
+    from llm_pretrain.data.prepare.conversion import Conversion, ConversionReport, convert
     from llm_pretrain.data.prepare.preparation import Preparation, input_bytes, prepare_store
     from llm_pretrain.data.sources.inputs import saved_splits
     from llm_pretrain.data.store.inspection import Sample, inspect_store, sample_documents
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from llm_pretrain.data.tokenizers.training import TOKENIZER_TYPES, TokenizerReport, train_tokenizer
 
 __all__ = [
-    "FORMATS",
     "TOKENIZER_TYPES",
     "Batch",
     "Conversion",
@@ -80,7 +79,7 @@ _MODULES = {
     "chat.rendering": ("chat_prompt_ids", "encode_chat"),
     "loader.assembly": ("Batch", "padded_offsets"),
     "loader.sample_order": ("SampleOrder",),
-    "prepare.conversion": ("FORMATS", "Conversion", "ConversionReport", "convert"),
+    "prepare.conversion": ("Conversion", "ConversionReport", "convert"),
     "prepare.preparation": ("Preparation", "input_bytes", "prepare_store"),
     "sources.inputs": ("saved_splits",),
     "store.inspection": ("Sample", "inspect_store", "sample_documents"),

@@ -329,7 +329,7 @@ def test_a_nanogpt_character_model(tmp_path: Path, capsys: pytest.CaptureFixture
     assert (config.model.hidden_dropout, config.model.attention_dropout) == (0.2, 0.2)
     assert (config.schedule.name, config.schedule.warmup_steps) == ("constant", 0)
     folder = "data/shakespeare_char"
-    assert f"convert --from nanogpt --input {folder}/train.bin {folder}/val.bin --to store" in comments
+    assert f"convert --from nanogpt --input {folder}/train.bin {folder}/val.bin --output data" in comments
     assert "the characters of its meta.pkl" in comments
     assert "not carried over: bias = True" in comments
 

@@ -1,46 +1,36 @@
-"""Converts token files of other programs into a token store, and a store into theirs, without tokenising."""
+"""Converts token files of other programs into a token store, without tokenising."""
 
 from __future__ import annotations
 
 import hashlib
-import shutil
 import tempfile
-import uuid
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from llm_pretrain.data.sources.token_files import (
     DocumentFile,
-    MegatronWriter,
-    NanogptWriter,
     check_ids,
     find_tokenizer,
     open_splits,
     read_characters,
 )
 from llm_pretrain.data.store.writer import StoreWriter
-from llm_pretrain.data.tokenizers import TOKENIZER_FILES, Tokenizer, open_tokenizer
+from llm_pretrain.data.tokenizers import Tokenizer, open_tokenizer
 from llm_pretrain.data.tokenizers.types import nanogpt_tokenizer, write_files
 from llm_pretrain.errors import ConfigError, DataError
 
 _ZLIB_LIMIT = 64 << 20
 """zlib's bits per byte are taken over at most this much validation text, as `prepare` does."""
-_FILE_NAMES = {
-    "nanogpt": {"train": "train.bin", "validation": "val.bin"},
-    "megatron": {"train": "train", "validation": "validation"},
-}
+_HASHES = 1 << 64
 
 
 class _StoreTarget:
-    """A token store; its text bytes and zlib size are computed from the tokens."""
-
-    has_mask = True
+    """Writes the store; its text bytes and zlib size are computed from the tokens."""
 
     def __init__(self, output: Path, tokenizer: Tokenizer):
         self._store = StoreWriter(output, tokenizer)
@@ -56,8 +46,9 @@ class _StoreTarget:
     def __exit__(self, *error: object) -> None:
         self._store.__exit__(*error)
 
-    def append(self, split: str, ids: np.ndarray, lengths: np.ndarray, loss_mask: np.ndarray) -> None:
+    def append(self, split: str, ids: np.ndarray, lengths: np.ndarray) -> None:
         """Appends concatenated documents to a split."""
+        loss_mask = np.ones(len(ids), dtype=np.bool_)
         self._store.splits[split].append(ids, lengths, loss_mask, int(self._piece_bytes[ids].sum()))
         if split == "validation" and self._zlib_in < _ZLIB_LIMIT:
             text = b"".join(self._pieces[token] for token in ids.tolist())[: _ZLIB_LIMIT - self._zlib_in]
@@ -81,70 +72,20 @@ class _StoreTarget:
         )
 
 
-class _FolderTarget:
-    """A folder of token files and their tokenizer. A split without documents has no file."""
-
-    def __init__(self, format: str, output: Path, tokenizer: Tokenizer):
-        self.has_mask = format == "megatron"
-        self._format, self._output, self._tokenizer = format, output, tokenizer
-        self._folder = output.with_name(f".{output.name}.tmp-{uuid.uuid4().hex[:8]}")
-        self._writers: dict[str, NanogptWriter | MegatronWriter] = {}
-
-    def __enter__(self) -> _FolderTarget:
-        self._folder.mkdir(parents=True)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for writer in self._writers.values():
-            writer.abandon()
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-    def append(self, split: str, ids: np.ndarray, lengths: np.ndarray, loss_mask: np.ndarray) -> None:
-        """Appends concatenated documents to a split."""
-        if not len(lengths):
-            return
-        if split not in self._writers:
-            kind = MegatronWriter if self._format == "megatron" else NanogptWriter
-            path = self._folder / _FILE_NAMES[self._format][split]
-            self._writers[split] = kind(path, self._tokenizer.vocab_size)
-        self._writers[split].append(ids, lengths, loss_mask)
-
-    def commit(self, *_: Any) -> None:
-        """Completes the files and moves the folder to its path."""
-        for writer in self._writers.values():
-            writer.close()
-        (self._folder / "tokenizer").mkdir()
-        for name in TOKENIZER_FILES:
-            if (self._tokenizer.folder / name).is_file():
-                shutil.copyfile(self._tokenizer.folder / name, self._folder / "tokenizer" / name)
-        if self._output.exists():
-            self._output.rmdir()
-        self._folder.rename(self._output)
-
-
-FORMATS = ("store", "nanogpt", "megatron")
-_HASHES = 1 << 64
-
-
 @dataclass(frozen=True)
 class Conversion:
     """Arguments of `convert`.
 
     Args:
-        source: Format of `inputs`: `store`, `nanogpt` or `megatron`.
-        target: Format of `output`.
-        inputs: Files, folders, Megatron prefixes, or one store.
+        inputs: Files, or folders of them.
         output: New folder to write.
         tokenizer: Folder; by default the folder `tokenizer` in or beside the inputs, or for nanoGPT the
             characters of a `meta.pkl` there.
         validation_fraction: Share of the documents, chosen by hash, where no file names a validation set.
-        keep_ids: Leave documents unchanged. Otherwise documents of foreign files that lack the first token of
-            ours (BOS, or EOS without one) get it, documents without text are left out, and documents written
-            for nanoGPT, whose files separate documents by EOS alone, get an EOS where they lack it.
+        keep_ids: Leave documents unchanged. Otherwise documents that lack the first token of ours (BOS, or
+            EOS without one) get it, and documents without text are left out.
     """
 
-    source: str
-    target: str
     inputs: Sequence[str]
     output: str | Path
     tokenizer: str | Path | None = None
@@ -155,42 +96,26 @@ class Conversion:
 @dataclass
 class ConversionReport:
     """Counts of a conversion: `documents` and `tokens` written per split, `tokens_read`,
-    `first_tokens_added`, `empty_documents` left out, `masked` tokens. `mask_lost` is set where the target
-    cannot store the mask. `unended` names files without any end of a document; each became one document.
-    `ends_added` counts documents written for nanoGPT that got an EOS, `ends_missing` those that with
-    `keep_ids` got none and run into the next one, `ends_inside` EOS tokens inside documents, each of which
-    ends a document there."""
+    `first_tokens_added`, `empty_documents` left out. `unended` names files without any end of a document;
+    each became one document."""
 
     documents: Counter[str] = field(default_factory=Counter)
     tokens: Counter[str] = field(default_factory=Counter)
     tokens_read: int = 0
     first_tokens_added: int = 0
     empty_documents: int = 0
-    masked: int = 0
-    mask_lost: bool = False
     unended: list[str] = field(default_factory=list)
-    ends_added: int = 0
-    ends_missing: int = 0
-    ends_inside: int = 0
-
-    def count(self, split: str, ids: np.ndarray, lengths: np.ndarray, loss_mask: np.ndarray) -> None:
-        """Counts documents written to a split."""
-        self.documents[split] += len(lengths)
-        self.tokens[split] += len(ids)
-        self.masked += int(np.count_nonzero(~loss_mask))
 
 
 def convert(conversion: Conversion) -> ConversionReport:
     """Converts; a failed conversion leaves nothing behind. Raises DataError and ConfigError."""
-    if conversion.source == conversion.target:
-        raise ConfigError(f"--to: expected another format than --from, found {conversion.target} twice")
     if not 0 <= conversion.validation_fraction < 1:
         fraction = conversion.validation_fraction
         raise ConfigError(f"--validation_fraction: expected 0 ≤ fraction < 1, found {fraction}")
     output = Path(conversion.output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise DataError(f"{output}: expected a new or empty folder, found one in use; choose another")
-    characters = read_characters(conversion.inputs) if conversion.source == "nanogpt" else {}
+    characters = read_characters(conversion.inputs)
     with tempfile.TemporaryDirectory(prefix="llm_pretrain-") as temporary:
         folder = conversion.tokenizer or find_tokenizer(conversion.inputs)
         if folder is None and characters:
@@ -221,49 +146,36 @@ def _check_characters(characters: dict[Path, list[str]], tokenizer: Tokenizer) -
 
 def _convert(conversion: Conversion, output: Path, tokenizer: Tokenizer, *, known: bool) -> ConversionReport:
     """Converts; `known` says that the tokenizer is certainly the one that wrote the ids."""
-    splits = open_splits(conversion.source, conversion.inputs, tokenizer)
-    as_it_is = conversion.keep_ids or conversion.source == "store"
+    assert tokenizer.eos_token_id is not None  # open_tokenizer refuses a tokenizer without EOS
+    splits = open_splits(conversion.inputs, tokenizer.eos_token_id)
     threshold = None
     if "all" in splits:
-        hashing = _Reader(tokenizer, ConversionReport(), as_it_is=as_it_is)
+        hashing = _Reader(tokenizer, ConversionReport(), keep_ids=conversion.keep_ids)
         threshold = _threshold(hashing, splits["all"], conversion.validation_fraction)
-    report = ConversionReport(unended=[] if known else _unended(conversion, splits, tokenizer))
-    reader = _Reader(tokenizer, report, as_it_is=as_it_is)
-    to_store = conversion.target == "store"
-    opened = (
-        _StoreTarget(output, tokenizer) if to_store else _FolderTarget(conversion.target, output, tokenizer)
-    )
-    with opened as target:
+    report = ConversionReport(unended=[] if known else _unended(splits, tokenizer))
+    reader = _Reader(tokenizer, report, keep_ids=conversion.keep_ids)
+    with _StoreTarget(output, tokenizer) as target:
         for name, files in splits.items():
             for batch in reader.batches(files):
                 parts = {name: batch} if threshold is None else batch.divided(threshold)
-                if conversion.target == "nanogpt":
-                    parts = {
-                        split: _ended(part, tokenizer, report, as_it_is=conversion.keep_ids)
-                        for split, part in parts.items()
-                    }
                 for split, part in parts.items():
-                    target.append(split, part.ids, part.lengths, part.loss_mask)
-                    report.count(split, part.ids, part.lengths, part.loss_mask)
+                    target.append(split, part.ids, part.lengths)
+                    report.documents[split] += len(part.lengths)
+                    report.tokens[split] += len(part.ids)
         if not report.documents.total():
             raise DataError(f"{', '.join(conversion.inputs)}: expected documents, found none")
-        if conversion.source != "store" and not reader.has_text:
+        if not reader.has_text:
             raise DataError(
                 f"{', '.join(conversion.inputs)}: expected ids of text, found special and byte tokens alone; "
                 "--tokenizer must name the tokenizer that wrote them"
             )
-        report.mask_lost = report.masked > 0 and not target.has_mask
         fraction = None if threshold is None else conversion.validation_fraction
         target.commit(conversion.inputs, fraction, {"empty document": report.empty_documents})
     return report
 
 
-def _unended(
-    conversion: Conversion, splits: dict[str, list[DocumentFile]], tokenizer: Tokenizer
-) -> list[str]:
-    """Names of nanoGPT files without any end of a document."""
-    if conversion.source != "nanogpt":
-        return []
+def _unended(splits: dict[str, list[DocumentFile]], tokenizer: Tokenizer) -> list[str]:
+    """Names of files without any end of a document."""
     files = [file for files in splits.values() for file in files]
     return [f.name for f in files if len(f.offsets) == 2 and int(f.tokens[-1]) != tokenizer.eos_token_id]
 
@@ -272,7 +184,6 @@ def _unended(
 class _Batch:
     ids: np.ndarray
     lengths: np.ndarray
-    loss_mask: np.ndarray
 
     def hashes(self) -> np.ndarray:
         """uint64 [documents]: hash of the ids, so that equal documents are in one split."""
@@ -286,44 +197,22 @@ class _Batch:
 
     def chosen(self, which: np.ndarray) -> _Batch:
         """The documents selected by `which` bool [documents]."""
-        tokens = np.repeat(which, self.lengths)
-        return _Batch(self.ids[tokens], self.lengths[which], self.loss_mask[tokens])
+        return _Batch(self.ids[np.repeat(which, self.lengths)], self.lengths[which])
 
     def divided(self, threshold: int) -> dict[str, _Batch]:
         validation = self.hashes() < np.uint64(threshold)
         return {"train": self.chosen(~validation), "validation": self.chosen(validation)}
 
 
-def _ended(batch: _Batch, tokenizer: Tokenizer, report: ConversionReport, *, as_it_is: bool) -> _Batch:
-    """Appends EOS to documents that do not end in it (a conversation ends in a newline)."""
-    eos = tokenizer.eos_token_id
-    assert eos is not None  # open_tokenizer refuses a tokenizer without EOS
-    stops = np.cumsum(batch.lengths)
-    lacking = batch.ids[stops - 1] != eos
-    count = int(np.count_nonzero(lacking))
-    inside = batch.ids == eos
-    inside[stops - 1] = inside[stops - batch.lengths] = False  # a first token may be EOS too
-    report.ends_inside += int(np.count_nonzero(inside))
-    if as_it_is:
-        report.ends_missing += count
-        return batch
-    report.ends_added += count
-    return _Batch(
-        np.insert(batch.ids, stops[lacking], eos),
-        batch.lengths + lacking,
-        np.insert(batch.loss_mask, stops[lacking], True),
-    )
-
-
 class _Reader:
-    """Reads documents in batches, checks their ids, and adds the first token to foreign ones that lack it.
+    """Reads documents in batches, checks their ids, and adds the first token to those that lack it.
 
     `has_text`: whether an id was read that is neither a special token nor a byte of an unknown character, or
     the tokenizer has no such ids.
     """
 
-    def __init__(self, tokenizer: Tokenizer, report: ConversionReport, *, as_it_is: bool):
-        self._tokenizer, self._report, self._as_it_is = tokenizer, report, as_it_is
+    def __init__(self, tokenizer: Tokenizer, report: ConversionReport, *, keep_ids: bool):
+        self._tokenizer, self._report, self._keep_ids = tokenizer, report, keep_ids
         self._is_special = np.zeros(tokenizer.vocab_size, dtype=np.bool_)
         self._is_special[sorted(tokenizer.special_ids)] = True
         self._is_text = ~self._is_special
@@ -333,13 +222,13 @@ class _Reader:
     def batches(self, files: Sequence[DocumentFile]) -> Iterator[_Batch]:
         for file in files:
             position = 0
-            for ids, lengths, mask in file.batches():
+            for ids, lengths in file.batches():
                 check_ids(ids, self._tokenizer.vocab_size, file.name, position)
                 position += len(ids)
                 self._report.tokens_read += len(ids)
                 self.has_text = self.has_text or bool(self._is_text[ids].any())
-                batch = _Batch(ids.astype(np.uint32), lengths, mask)
-                yield batch if self._as_it_is else self._framed(batch)
+                batch = _Batch(ids.astype(np.uint32), lengths)
+                yield batch if self._keep_ids else self._framed(batch)
 
     def _framed(self, batch: _Batch) -> _Batch:
         """Leaves out documents without text; the others begin as `prepare` writes them."""
@@ -355,11 +244,7 @@ class _Reader:
         assert first is not None  # open_tokenizer refuses a tokenizer without EOS
         lacking = batch.ids[starts] != first
         self._report.first_tokens_added += int(np.count_nonzero(lacking))
-        return _Batch(
-            np.insert(batch.ids, starts[lacking], first),
-            batch.lengths + lacking,
-            np.insert(batch.loss_mask, starts[lacking], True),
-        )
+        return _Batch(np.insert(batch.ids, starts[lacking], first), batch.lengths + lacking)
 
 
 def _threshold(reader: _Reader, files: Sequence[DocumentFile], fraction: float) -> int:

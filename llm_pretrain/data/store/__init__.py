@@ -1,5 +1,5 @@
 """Token stores: the on-disk format that `llm-pretrain prepare` writes and training reads."""
 
-from llm_pretrain.data.store.token_store import StoreSplit, TokenStore
+from llm_pretrain.data.store.token_store import TokenStore
 
-__all__ = ["StoreSplit", "TokenStore"]
+__all__ = ["TokenStore"]
