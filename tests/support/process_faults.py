@@ -34,6 +34,14 @@ def _substitute(name: str, other: Callable[..., Any]) -> None:
     replace_everywhere(_patch, original, lambda *a, **k: other(original, *a, **k))
 
 
+# Optimizer
+
+
+def multiply_the_learning_rate(factor: float) -> None:
+    """Steps have another learning rate than their rows say."""
+    _substitute("set_learning_rate", lambda original, optimizer, value: original(optimizer, value * factor))
+
+
 # Meshes
 
 
