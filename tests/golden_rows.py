@@ -157,7 +157,7 @@ def out_of_bounds(golden: Mapping[int, Any], rows: Mapping[int, Any]) -> str | N
     Samples are exact, losses and gradient norms within 1e-5. From the first step on at which a token goes to
     another of two experts that tie, the bounds are those of `llm-pretrain parity` for that.
     """
-    bounds = dict.fromkeys((*LOSSES, GRAD_NORM), 1e-5)
+    bounds: dict[str, float] = dict.fromkeys((*LOSSES, GRAD_NORM), 1e-5)
     found = compare_rows(golden, rows, STEPS, Tolerance(SAMPLES, bounds, rerouted=REROUTED_BOUND))
     return str(found.first) if found.first else None
 

@@ -455,6 +455,13 @@ def run_script(script: str, argv: Sequence[str]) -> None:
     module.exit_process(exit_code)
 
 
+def assert_imported_from(folder: str) -> None:
+    """Fail unless the project that the ranks run is the one in `folder`."""
+    for name in ("llm_pretrain", *SCRIPTS.values()):
+        file = import_module(name).__file__ or ""
+        assert Path(file).is_relative_to(folder), f"{name}: imported {file}, expected a file in {folder}"
+
+
 def run_own_script(scripts: Sequence[str], argvs: Sequence[Sequence[str]]) -> None:
     """`run_script` with a script and options for each rank."""
     rank = int(os.environ["RANK"])

@@ -1,0 +1,123 @@
+"""What `tests/compare_commits.py` takes for a difference of two runs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import compare_commits
+import pytest
+import torch
+from compare_commits import MIDWAY, Tree, compare_runs, known_to_both, same_bits
+from golden_rows import STEPS
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from support.fork_server import ForkServer
+from support.launching import train_tiny
+
+
+@pytest.fixture(scope="module")
+def run(plain_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one step more than a checkpoint's distance, as the command trains them."""
+    folder = tmp_path_factory.mktemp("compared") / "run"
+    options = ("--training.max_steps", str(STEPS), "--training.sequence_length", "32")
+    saving = ("--checkpoint.save_steps", str(MIDWAY), "--evaluation.eval_steps", str(MIDWAY))
+    return train_tiny(plain_store, folder, *options, *saving).folder
+
+
+def change_row(run: Path) -> None:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    row = next(each for each in lines if each["step"] == 7)
+    row["train/grad_norm"] *= 1 + 2**-50
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def change_tensor(run: Path) -> None:
+    """The sign of a zero, in Adam's second moment or wherever there is one first."""
+    file = next((run / "checkpoints" / f"step-{STEPS:08d}").glob("*.safetensors"))
+    with safe_open(file, "pt") as content:
+        metadata = content.metadata()
+    tensors = load_file(file)
+    name = next(name for name, tensor in sorted(tensors.items()) if tensor.is_floating_point())
+    tensors[name].view(-1)[0] = tensors[name].view(-1)[0].nextafter(torch.tensor(9.0))
+    save_file(tensors, file, metadata)
+
+
+def change_weights(run: Path) -> None:
+    file = run / "weights" / "best" / "config.json"
+    file.write_text(file.read_text() + "\n")
+
+
+def change_time(run: Path) -> None:
+    text = (run / "metrics.jsonl").read_text()
+    (run / "metrics.jsonl").write_text(text.replace('"perf/step_seconds": ', '"perf/step_seconds": 1'))
+
+
+@pytest.mark.parametrize(
+    ("change", "difference"),
+    [
+        (change_time, ""),
+        (change_row, "step 7 train/grad_norm: "),
+        (change_tensor, f"step {STEPS}: the checkpoint's tensor "),
+        (change_weights, "weights/best/config.json: "),
+    ],
+)
+def test_the_first_difference_is_named(
+    run: Path, tmp_path: Path, change: Callable[[Path], None], difference: str
+):
+    other = shutil.copytree(run, tmp_path / "other")
+    change(other)
+    found = compare_runs(run, other)
+    assert found is None if not difference else (found or "").startswith(difference)
+
+
+def test_signs_of_zeros_are_bits():
+    assert same_bits(torch.tensor([0.0, torch.nan]), torch.tensor([0.0, torch.nan]))
+    assert not same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))
+
+
+def test_only_settings_that_both_commits_know_are_set(tmp_path: Path):
+    old, new = (
+        Tree("", tmp_path, settings, ForkServer(tmp_path))
+        for settings in ({"model": {"a": 1, "b": 2}, "gone": {"c": 3}}, {"model": {"a": 0}})
+    )
+    assert known_to_both({"model": {"a": 5, "b": 6}, "gone": {"c": 7}}, (old, new)) == {
+        "model": {"a": 5},
+        "gone": {},
+    }
+
+
+class Copying(Tree):
+    """A tree that trains by copying its folder."""
+
+    def train(
+        self, launcher: str, world_size: int, folder: Path, config: Path, options: Sequence[str]
+    ) -> str | None:
+        shutil.copytree(self.folder, folder, dirs_exist_ok=True)
+        return None
+
+
+@pytest.mark.parametrize("change", [change_time, change_row, change_tensor])
+def test_the_exit_code_says_whether_all_is_equal(
+    run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    change: Callable[[Path], None],
+):
+    """Checkpoint and rows that the new commit writes when it continues are compared too."""
+    change(shutil.copytree(run, tmp_path / "changed"))
+    folders = {"OLD": run, "NEW": tmp_path / "changed"}
+    for name, few in (("MODELS", ["dense"]), ("PRECISIONS", ["fp32"]), ("WORLD_SIZES", [1])):
+        monkeypatch.setattr(compare_commits, name, few)
+    monkeypatch.setattr(compare_commits, "add_worktree", lambda stack, commit, folder: folder)
+    monkeypatch.setattr(
+        compare_commits, "open_tree", lambda side, *_: Copying(side, folders[side], {}, ForkServer(tmp_path))
+    )
+    equal = change is change_time
+    assert compare_commits.main(["a-commit"]) == (0 if equal else 1)
+    printed = capsys.readouterr().out
+    assert printed.count("same bits") == (4 if equal else 0)  # trained and continued, by both launchers
+    assert ("does NOT keep the bits" in printed) == (not equal)
