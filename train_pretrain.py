@@ -133,8 +133,7 @@ class TorchrunEngine:
                 shard_model(stage, self.meshes, self.config)
             initialize(model)  # of a sharded model, this rank's parts
         self.model: Any = model
-        is_replicated = self.world_size > 1 and not self.is_sharded and self.pipeline is None
-        if is_replicated and not self.config.distributed.outer:
+        if self.world_size > 1 and not self.is_sharded and self.pipeline is None:
             device_ids = [self.device.index] if self.device.type == "cuda" else None
             self.model = DistributedDataParallel(model, device_ids=device_ids, **DDP_OPTIONS)
             self.no_sync = self.model.no_sync

@@ -177,8 +177,7 @@ class AccelerateEngine:
                 if (experts := expert_mesh(self.config, self.device.type, self.world_size)) is not None:
                     shard_experts(model, experts, self.config)
                 if mesh is not None:
-                    plan: Any = self.accelerator.parallelism_config
-                    mesh = mesh[tuple(plan.fsdp_dim_names)]
+                    mesh = mesh["dp_replicate", "dp_shard_cp"]
                     set_timeout(mesh, self.config)
                 shard_full_precision(model, mesh)
                 self.model, self.optimizer, rank_batches = self.accelerator.prepare(model, optimizer, batches)
@@ -187,8 +186,6 @@ class AccelerateEngine:
         else:
             with rebound_optimizer(model, optimizer):
                 initialize(model)
-            if self.config.distributed.outer:  # a model for evaluation only is not wrapped in DDP
-                self.model = self.accelerator.prepare_model(model, evaluation_mode=True)
             self.model, self.optimizer, rank_batches = self.accelerator.prepare(model, optimizer, batches)
         self.unwrapped_model = model
         self.parameters = list(self.model.parameters())  # once: collecting them takes longer than clipping
@@ -304,17 +301,9 @@ def parallelism(config: Config) -> ParallelismConfig | None:
     if replicas == 1 or world_size == 1 or not config.distributed.mesh(world_size).is_data_parallel:
         return None
     shards = config.distributed.shard_size(world_size)
-    kind = ReplicasApart if config.distributed.outer else ParallelismConfig
-    return kind(dp_replicate_size=replicas, dp_shard_size=shards, tp_size=1, cp_size=1, sp_size=1)
-
-
-class ReplicasApart(ParallelismConfig):
-    """A mesh on which Accelerate shards inside each replica and reduces nothing between them."""
-
-    @property
-    def fsdp_dim_names(self) -> list[str]:
-        """Dimensions of the mesh that FSDP gets."""
-        return ["dp_shard_cp"]
+    return ParallelismConfig(
+        dp_replicate_size=replicas, dp_shard_size=shards, tp_size=1, cp_size=1, sp_size=1
+    )
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -31,15 +31,11 @@ from llm_pretrain.training import build_model
 
 QUICK = ["--steps", "10", "--ways", "ddp"]
 WORLD_SIZE, MACHINES = 4, 2
-OUTER_STEPS, NUM_LAYERS = 10, 4
-_HSDP = ["--distributed.strategy", "fsdp", "--distributed.dp_replicate_size", str(MACHINES)]
-_DILOCO = ["--distributed.outer", "diloco", "--distributed.outer_steps", str(OUTER_STEPS)]
+WARMUP_STEPS, NUM_LAYERS = 10, 4
 WAYS = {
     "ddp": [],
     "fsdp": ["--distributed.strategy", "fsdp"],
-    "hsdp": _HSDP,
-    "diloco": _DILOCO,
-    "diloco_hsdp": [*_HSDP, *_DILOCO],
+    "hsdp": ["--distributed.strategy", "fsdp", "--distributed.dp_replicate_size", str(MACHINES)],
 }
 """Ways to train on the four processes, and their options; with hsdp a replica to each machine."""
 
@@ -64,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the benchmark's options."""
     parser.add_argument("--rate", type=float, default=100.0, help="Mbit/s in each direction")
     parser.add_argument("--round_trip", type=float, default=20.0, help="ms")
-    parser.add_argument("--steps", type=int, default=20, help=f"measured, a multiple of {OUTER_STEPS}")
+    parser.add_argument("--steps", type=int, default=20, help="measured")
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     add_store_option(parser)
 
@@ -73,8 +69,8 @@ def run(arguments: argparse.Namespace) -> None:
     """Prints bytes and seconds per step of each way, beside their predictions."""
     if reason := why_not():
         raise SkippedError(f"{reason}; it makes two network namespaces")
-    if arguments.steps < 1 or arguments.steps % OUTER_STEPS:
-        raise ConfigError(f"--steps: expected a multiple of {OUTER_STEPS}, found {arguments.steps}")
+    if arguments.steps < 1:
+        raise ConfigError(f"--steps: expected 1 or more, found {arguments.steps}")
     if arguments.rate <= 0 or arguments.round_trip < 0:
         raise ConfigError(
             f"--rate, --round_trip: expected more than 0 and 0 or more, found {arguments.rate:g} and "
@@ -95,9 +91,6 @@ def run(arguments: argparse.Namespace) -> None:
     if {"fsdp", "hsdp"} <= set(measured):
         share = measured["hsdp"].bytes / measured["fsdp"].bytes
         report("bytes of `hsdp` / `fsdp`", f"{share:.3f}", bound="≤ 0.5", met=share <= 0.5)
-    if {"ddp", "diloco"} <= set(measured):
-        share = measured["diloco"].seconds / measured["ddp"].seconds
-        report(f"seconds of `diloco`, H = {OUTER_STEPS} / `ddp`", f"{share:.3f}")
 
 
 def compare(what: str, found: float, predicted: float, tolerance: float, note: str = "") -> None:
@@ -121,7 +114,7 @@ def seconds_alone(store: Path, steps: int) -> float:
     with tempfile.TemporaryDirectory() as temporary:
         folders = [Path(temporary) / str(number) for number in range(WORLD_SIZE)]
         commands = [
-            [sys.executable, SCRIPTS["torchrun"], *options_of(store, folder, OUTER_STEPS + steps, "ddp", 1)]
+            [sys.executable, SCRIPTS["torchrun"], *options_of(store, folder, WARMUP_STEPS + steps, "ddp", 1)]
             for folder in folders
         ]
         with started(commands) as processes:
@@ -131,14 +124,14 @@ def seconds_alone(store: Path, steps: int) -> float:
             [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
             for folder in folders
         ]
-    times = [row["perf/step_seconds"] for each in rows for row in each if row["step"] > OUTER_STEPS]
+    times = [row["perf/step_seconds"] for each in rows for row in each if row["step"] > WARMUP_STEPS]
     return sum(times) / len(times)
 
 
 def train_over(network: Network, way: str, store: Path, steps: int) -> Measured:
-    """Train on both machines, and count from the row of step `OUTER_STEPS` to the last."""
+    """Train on both machines, and count from the row of step `WARMUP_STEPS` to the last."""
     with tempfile.TemporaryDirectory() as temporary:
-        folder, last = Path(temporary) / "run", OUTER_STEPS + steps
+        folder, last = Path(temporary) / "run", WARMUP_STEPS + steps
         options = options_of(store, folder, last, way, WORLD_SIZE)
         commands = [
             network.command(
@@ -154,7 +147,7 @@ def train_over(network: Network, way: str, store: Path, steps: int) -> Measured:
         ]
         with started(commands) as machines:
             seen = {}
-            for step in (OUTER_STEPS, last):
+            for step in (WARMUP_STEPS, last):
                 wait_for_row(folder / "metrics.jsonl", step, machines)
                 seen[step] = time.monotonic(), sent_bytes(machines[0], network.interfaces[0])
             for machine in machines:
@@ -232,15 +225,13 @@ def predicted_bytes(way: str, store: Path) -> float:
         "ddp": 2 * edge * whole,
         "fsdp": edge * (2 * (whole - full) + full) + 2 * edge * whole,
         "hsdp": whole,  # two pairs of ranks, each of which all-reduces half of the gradients
-        "diloco": 2 * edge * whole / OUTER_STEPS,
-        "diloco_hsdp": whole / OUTER_STEPS,
     }[way]
     return payload * (1 + HEADERS / (JUMBO - HEADERS))
 
 
 def resolved(store: Path) -> Config:
     """The configuration of all ways, with the store's vocabulary."""
-    config = load_config(options_of(store, Path("run"), OUTER_STEPS, "ddp", 1))
+    config = load_config(options_of(store, Path("run"), WARMUP_STEPS, "ddp", 1))
     return resolve_model(config, open_stores(config)[0].vocab_size)
 
 
@@ -257,6 +248,4 @@ def predicted_round_trips(way: str) -> float:
         "ddp": (1 + 3) * ring,  # all gradients are one bucket
         "fsdp": (2 * NUM_LAYERS + 1) * gather + (NUM_LAYERS + 1 + 4) * ring,
         "hsdp": (NUM_LAYERS + 1) * pair + 3 * ring,
-        "diloco": (4 + 1 / OUTER_STEPS) * ring,
-        "diloco_hsdp": 4 * ring + pair / OUTER_STEPS,
     }[way]

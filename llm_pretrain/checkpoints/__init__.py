@@ -21,7 +21,7 @@ from llm_pretrain.checkpoints.opening import (
     is_checkpoint,
     open_model,
 )
-from llm_pretrain.checkpoints.state import HostBuffers, saved_replicas
+from llm_pretrain.checkpoints.state import HostBuffers
 from llm_pretrain.checkpoints.store import CheckpointStore
 from llm_pretrain.checkpoints.tensor_files import read_tensors
 from llm_pretrain.checkpoints.weights import (
@@ -60,6 +60,5 @@ __all__ = [
     "read_manifest",
     "read_tensors",
     "save_weights",
-    "saved_replicas",
     "weights_in",
 ]

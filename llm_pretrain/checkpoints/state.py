@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Any
@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from llm_pretrain.distributed.initial_values import local_part
 from llm_pretrain.errors import CheckpointError
-from llm_pretrain.optim import OUTER_MOMENTUM, REPLICA, as_sharded, replicate_dims
+from llm_pretrain.optim import as_sharded, replicate_dims
 
 _IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable", "maximize"}
 
@@ -98,7 +98,7 @@ def collect_state(model: nn.Module, optimizer: Optimizer) -> TrainingState:
             )
     if optimizer.state:
         model_state, optimizer_state = get_state_dict(model, optimizer)
-        return _stack_replicas(_flatten(model, model_state, optimizer_state), optimizer)
+        return _flatten(model, model_state, optimizer_state)
     return _flatten(model, get_model_state_dict(model), None)
 
 
@@ -120,7 +120,7 @@ def collect_targets(model: nn.Module, optimizer: Optimizer, without_state: list[
         if name in without_state:
             optimizer.state.pop(parameter, None)
             optimizer_state["state"].pop(name, None)  # type: ignore[union-attr]  # torch types it as anything
-    return _stack_replicas(_flatten(model, model_state, optimizer_state), optimizer)
+    return _flatten(model, model_state, optimizer_state)
 
 
 def apply_state(model: nn.Module, optimizer: Optimizer, state: TrainingState) -> None:
@@ -222,30 +222,6 @@ def _flatten(
     return state
 
 
-def _stack_replicas(state: TrainingState, optimizer: Optimizer) -> TrainingState:
-    """Under DiLoCo, replace each optimizer tensor [...] that differs between replicas by this replica's row
-    of a stack [R, ...], which is saved whole.
-
-    `optimizer.replicas` is the mesh of the R replicas and of the ranks in each. Without it, nothing changes.
-    """
-    if (replicas := getattr(optimizer, "replicas", None)) is not None:
-        from llm_pretrain.distributed.fsdp import row_of_stack  # takes a second to import
-
-        for name, tensor in state.tensors.items():
-            if name.startswith("optimizer.state.") and not name.endswith(f".{OUTER_MOMENTUM}"):
-                state.tensors[name] = row_of_stack(tensor, replicas)
-    return state
-
-
-def saved_replicas(tensors: Mapping[str, dict[str, Any]]) -> int | None:
-    """Number of replicas (DiLoCo) whose state a manifest's tensors hold; None without such state."""
-    for name, facts in tensors.items():
-        if name.endswith(f".{REPLICA}"):
-            of_run = tensors[name.removesuffix(REPLICA) + OUTER_MOMENTUM]["shape"]
-            return facts["shape"][0] if len(facts["shape"]) > len(of_run) else 1
-    return None
-
-
 def _place(state: TrainingState, name: str, container: dict[str, Any], key: str) -> None:
     value = container[key]
     if isinstance(value, Tensor) and value.dim() > 0:
@@ -331,7 +307,7 @@ def own_pieces(tensors: dict[str, Tensor], *, rank: int, world_size: int) -> lis
     for name, tensor in tensors.items():
         part, offsets = local_part(tensor)
         if (sharded := as_sharded(tensor)) is not None:
-            (holder, holders), loads = _replica(sharded, rank, world_size), of_parts
+            (holder, holders), loads = _replica(sharded), of_parts
         else:
             holder, holders, loads = rank, world_size, of_whole
         writer = min(range(holders), key=loads.__getitem__)
@@ -350,13 +326,9 @@ def held_pieces(model: nn.Module, tensors: dict[str, Tensor], *, rank: int, worl
     return own_pieces(tensors, rank=rank, world_size=world_size)
 
 
-def _replica(sharded: Any, rank: int, world_size: int) -> tuple[int, int]:
-    """Which of the equal parts of a sharded tensor this rank holds, and how many there are.
-
-    The ranks of a mesh that is smaller than the world are neighbours, and the others hold the same.
-    """
-    mesh = sharded.device_mesh
-    number, count = rank // mesh.size(), world_size // mesh.size()
+def _replica(sharded: Any) -> tuple[int, int]:
+    """Which of the equal parts of a sharded tensor this rank holds, and how many there are."""
+    mesh, number, count = sharded.device_mesh, 0, 1
     for dim in replicate_dims(sharded):
         number = number * mesh.size(dim) + mesh.get_local_rank(dim)
         count *= mesh.size(dim)

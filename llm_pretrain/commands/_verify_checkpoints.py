@@ -22,7 +22,6 @@ from llm_pretrain.checkpoints import (
     fingerprint_differences,
     folder_name,
     read_manifest,
-    saved_replicas,
 )
 from llm_pretrain.commands._verify_history import Attempt, RunFiles, is_integer
 from llm_pretrain.commands.verify import Check, Checks
@@ -32,7 +31,7 @@ from llm_pretrain.errors import CheckpointError, ConfigError, PretrainError
 from llm_pretrain.export import TensorFiles, huggingface_config, native_config, read_config, to_huggingface
 from llm_pretrain.files import read_json, read_marker, read_plain
 from llm_pretrain.model import Decoder
-from llm_pretrain.optim import average_name, state_shapes
+from llm_pretrain.optim import average_name, state_keys
 from llm_pretrain.tracking import read_rows
 from llm_pretrain.training import fingerprints
 
@@ -133,11 +132,10 @@ def _name_problems(manifest: Manifest, config: Config) -> list[str]:
         found = {name: facts for name, facts in found.items() if not name.startswith(_OPTIMIZER)}
     else:
         stateless = set(manifest.optimizer.get("without_state", []))
-        replicas = saved_replicas(found) or 1
         expected |= {
-            f"{_OPTIMIZER}{name}.{key}": expected[name] | {"shape": shape}
+            f"{_OPTIMIZER}{name}.{key}": expected[name]
             for name in (parameters & expected.keys()) - stateless
-            for key, shape in state_shapes(name, state[name], config, replicas).items()
+            for key in state_keys(name, state[name], config.optimizer)
         }
     return [
         f"{name}: expected {_words(expected.get(name))}, by config.yaml, found {_words(found.get(name))}"

@@ -151,9 +151,8 @@ def _print_memory(config: Config, arguments: argparse.Namespace) -> Memory:
         f"memory of one of {world_size} {'process' if world_size == 1 else 'processes'} ({strategy}, "
         f"{training.precision}, {training.micro_batch_size} x {training.sequence_length} tokens at a time)"
     )
-    has_buckets = strategy == "ddp" and world_size > 1 and not config.distributed.outer
+    has_buckets = strategy == "ddp" and world_size > 1
     beside = ", and the average" if config.optimizer.ema_decay else ""
-    beside += ", a replica and the outer momentum" if config.distributed.outer else ""
     for name, text in (
         ("weights", "in fp32"),
         (

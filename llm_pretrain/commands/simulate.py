@@ -140,8 +140,6 @@ def _check_config(config: Config, world_size: int) -> None:
             "distributed.strategy: expected fsdp for a simulation of several processes, found "
             f"{config.distributed.strategy}"
         )
-    if outer := config.distributed.outer:
-        problems.append(f"distributed.outer: expected none for a simulation, found {outer}")
     if config.training.float8:
         problems.append("training.float8: expected false for a simulation, found true")
     if config.training.attention_implementation == "flex":

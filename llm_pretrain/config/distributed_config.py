@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple
 
-from llm_pretrain.config.schema import Fraction, PositiveFloat, PositiveInt, Range
+from llm_pretrain.config.schema import PositiveInt, Range
 
 Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble"]
 
@@ -75,13 +75,6 @@ class DistributedConfig:
             stage given to `accelerate launch`, else 2.
         cpu_threads: Threads per process. Default: OMP_NUM_THREADS if it was exported, else cores / processes
             on this machine.
-        outer: `diloco`: every process, or with `fsdp` each of `dp_replicate_size` replicas, trains alone, by
-            its own gradients; every `outer_steps` steps the replicas' mean moves the run's parameters
-            (arXiv:2311.08105). Far less traffic, but another algorithm: what is trained depends on the number
-            of replicas. Evaluations, weights and checkpoints hold the run's parameters. Default: none.
-        outer_steps: Steps between two outer steps; a divisor of `training.max_steps`.
-        outer_learning_rate: Of the outer steps, SGD on parameters minus the mean of the replicas.
-        outer_momentum: Nesterov momentum of the outer steps.
         timeout_seconds: Time without progress (a step, a batch of an evaluation, bytes of a save) after which
             a process counts as hanging: it writes the stacks of its threads and ends with exit code 71. Also
             the time that ranks wait for each other at the start.
@@ -98,10 +91,6 @@ class DistributedConfig:
     sync_each_batch: bool = True
     zero_stage: Literal[1, 2, 3] | None = None
     cpu_threads: Annotated[int, Range(gt=0, le=1 << 10)] | None = None
-    outer: Literal["diloco"] | None = None
-    outer_steps: PositiveInt = 100
-    outer_learning_rate: PositiveFloat = 0.7
-    outer_momentum: Fraction = 0.9
     timeout_seconds: Annotated[int, Range(gt=0, le=2_000_000)] = 1800  # libraries count ms in 32 bits
 
     def mesh(self, world_size: int) -> MeshSizes:
@@ -135,10 +124,6 @@ class DistributedConfig:
         """Ranks along `dp_shard`: those that share one copy of the state and have data of their own."""
         return self.mesh(world_size).dp_shard
 
-    def num_replicas(self, world_size: int) -> int:
-        """Replicas of the state of the model under DDP and FSDP."""
-        return world_size // self.shard_size(world_size) if self.strategy == "fsdp" else world_size
-
     def check(self, world_size: int) -> Iterator[str]:
         """One line for each contradiction between the sizes of the mesh, strategy and number of processes."""
         if self.strategy != "fsdp":
@@ -147,11 +132,6 @@ class DistributedConfig:
                     expected = f"expected {none or 'none'} with strategy {self.strategy}"
                     yield f"distributed.{name}: {expected}, found {value}; use fsdp"
             return
-        outer = f"with distributed.outer {self.outer}"
-        if self.outer and self.dp_replicate_size == 1:
-            yield f"distributed.dp_replicate_size: expected 2 or more {outer}, found 1"
-        if self.outer and self.ep_size > 1:
-            yield f"distributed.ep_size: expected 1 {outer}, found {self.ep_size}"
         if world_size == 1:
             return
         sizes = self.mesh(world_size)

@@ -48,13 +48,9 @@ def _check_experts(config: Config, sizes: MeshSizes) -> Iterator[str]:
 def _check_divided(config: Config, sizes: MeshSizes) -> Iterator[str]:
     """What cannot be combined with sequences or layers that are divided over ranks."""
     axes = " and ".join(f"distributed.{axis}_size" for axis in ("cp", "tp", "pp") if getattr(sizes, axis) > 1)
-    for name, value, none in (
-        ("model.hidden_dropout", config.model.hidden_dropout, 0),
-        ("model.attention_dropout", config.model.attention_dropout, 0),
-        ("distributed.outer", config.distributed.outer, "none"),
-    ):
-        if value:
-            yield f"{name}: expected {none} with {axes}, found {value}"
+    for name in ("hidden_dropout", "attention_dropout"):
+        if value := getattr(config.model, name):
+            yield f"model.{name}: expected 0 with {axes}, found {value}"
     if sizes.tp * sizes.pp > 1 and (found := len(config.evaluation.sample_prompts)):
         yield (
             f"evaluation.sample_prompts: expected none with {axes}, found {found}: no rank has all logits; "

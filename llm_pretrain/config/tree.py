@@ -435,8 +435,6 @@ class Config:
         yield from self._check_recovery()
         if self.distributed.strategy == "deepspeed":
             yield from self._check_deepspeed()
-        if self.distributed.outer:
-            yield from self._check_outer()
 
     def _check_batch(self, world_size: int) -> Iterator[str]:
         micro, total = self.training.micro_batch_size, self.training.global_batch_size
@@ -459,20 +457,6 @@ class Config:
             f"{'world size' if ranks == world_size else 'data-parallel ranks'} = {micro} * {ranks} = {unit}, "
             f"found {total}; {advice}"
         )
-
-    def _check_outer(self) -> Iterator[str]:
-        steps, precision, decay = self.training.max_steps, self.training.precision, self.optimizer.ema_decay
-        for is_refused, name, expected, found in (
-            (self.distributed.strategy == "deepspeed", "distributed.strategy", "ddp or fsdp", "deepspeed"),
-            (precision == "fp16", "training.precision", "fp32 or bf16", precision),
-            (self.optimizer.name != "adamw", "optimizer.name", "adamw", self.optimizer.name),
-            (decay > 0, "optimizer.ema_decay", "0", decay),
-            (steps % self.distributed.outer_steps > 0, "training.max_steps",
-             f"a multiple of distributed.outer_steps, {self.distributed.outer_steps},", steps),
-        ):  # fmt: skip
-            if is_refused:
-                outer = self.distributed.outer
-                yield f"{name}: expected {expected} with distributed.outer {outer}, found {found}"
 
     def check_schedule(self) -> Iterator[str]:
         """One line for each contradiction of the schedule with the run's length and learning rate."""

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
@@ -34,36 +34,6 @@ def layer_precision(precision: str) -> MixedPrecisionPolicy:
     if (dtype := _LOW_PRECISION.get(precision)) is None:
         return MixedPrecisionPolicy()
     return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-
-
-def replica_mesh(config: Config, device: torch.device, world_size: int) -> DeviceMesh:
-    """All ranks, by the replica (DiLoCo) and the part of it that they hold."""
-    replicas = config.distributed.num_replicas(world_size)
-    sizes = replicas, world_size // replicas
-    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("replica", "part"))
-    set_timeout(mesh, config)
-    return mesh
-
-
-def sum_over_replicas(tensor: Tensor, replicas: DeviceMesh) -> Tensor:
-    """The sum over the ranks that hold the same part of the replicas (collective)."""
-    total = tensor.clone()
-    distributed.all_reduce(total, group=replicas.get_group("replica"))
-    return total
-
-
-def row_of_stack(tensor: Tensor, replicas: DeviceMesh) -> Tensor:
-    """A tensor that each replica has its own of, as this replica's row [1, ...] of the stack [R, ...].
-
-    Args:
-        tensor: Whole, or sharded by rows over the ranks of a replica.
-        replicas: A `replica_mesh`.
-    """
-    part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    stack = torch.empty((replicas.size(0), *tensor.shape), device="meta")
-    return DTensor.from_local(
-        part[None], replicas, [Shard(0), Shard(1)], run_check=False, shape=stack.shape, stride=stack.stride()
-    )
 
 
 def set_timeout(mesh: DeviceMesh, config: Config) -> None:
@@ -179,7 +149,7 @@ def replicated_digests(
     """A digest of each parameter and buffer that more than one rank holds (collective).
 
     Of a tensor that is sharded in each of several replicas, the sum of the digests of a replica's parts. One
-    that is held once is left out. A mesh that is smaller than the world is a replica's own.
+    that is held once is left out. A mesh smaller than the world is that of a pipeline's stage.
 
     Args:
         model: Unwrapped.

@@ -127,8 +127,7 @@ def build_meshes(config: Config, device_type: str, world_size: int) -> Meshes:
         return mesh
 
     def of_replicas(mesh: DeviceMesh) -> DeviceMesh:
-        together = sizes.dp_replicate > 1 and not config.distributed.outer  # DiLoCo's replicas train apart
-        return DeviceMesh._concatenate([axes["dp_replicate"], mesh]) if together else mesh
+        return DeviceMesh._concatenate([axes["dp_replicate"], mesh]) if sizes.dp_replicate > 1 else mesh
 
     if sizes.shared > 1:
         shards = of_replicas(product("dp_shard", "cp", "tp"))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any
 
-from llm_pretrain.config import Config, DistributedConfig, OptimizerConfig, dump_yaml
+from llm_pretrain.config import Config, OptimizerConfig, dump_yaml
 from llm_pretrain.errors import ConfigError
 from llm_pretrain.export.hf_architectures import HF_ARCHITECTURES, match_hf_architecture
 from llm_pretrain.model import count_parameters
@@ -159,20 +159,10 @@ def _training(data: ModelCardData) -> str:
         ("Batch", f"{training.global_batch_size} sequences of {training.sequence_length} tokens"),
         ("Precision", training.precision),
         ("Optimizer", f"{optimizer.name}, learning rate {_rates(optimizer)}"),
-        *_outer(data.config.distributed, data.world_size),
         ("Processes", str(data.world_size)),
         *((name, version) for name, version in data.versions.items() if version),
     ]
     return f"## Training\n\n{_table(('', ''), rows)}"
-
-
-def _outer(distributed: DistributedConfig, world_size: int) -> list[tuple[str, str]]:
-    if not distributed.outer:
-        return []
-    rate, momentum = distributed.outer_learning_rate, distributed.outer_momentum
-    text = f"{distributed.outer} of {distributed.num_replicas(world_size)} replicas"
-    text += f" every {distributed.outer_steps} steps, learning rate {rate:g}"
-    return [("Outer optimizer", f"{text}, Nesterov momentum {momentum:g}")]
 
 
 def _average(config: Config) -> str:

@@ -155,12 +155,10 @@ def _optimizer_shards(config: Config, world_size: int) -> int:
 
 
 def _optimizer_bytes(config: Config, moments: Moments) -> int:
-    """Bytes of AdamW's two moments, or Muon's one of the layers' matrices, of the average, of a replica."""
+    """Bytes of AdamW's two moments, or Muon's one of the layers' matrices, and of the average."""
     values = 2 * moments.parameters
     if config.optimizer.name == "muon":
         values -= sum(map(sum, moments.matrices)) + moments.padding
     if config.optimizer.ema_decay:
         values += moments.parameters
-    if config.distributed.outer:
-        values += 2 * moments.parameters  # with the outer optimizer's momentum
     return _FP32_BYTES * values

@@ -71,7 +71,7 @@ class Moments:
         accumulates = config.gradient_accumulation_steps(world_size) > 1
         self.waits = self.is_sharded and accumulates and not distributed.sync_each_batch
         """Whether whole gradients wait for the last micro batch."""
-        self.adds = accumulates or (world_size > 1 and not self.is_sharded and not distributed.outer)
+        self.adds = accumulates or (world_size > 1 and not self.is_sharded)
         """Whether gradients exist to which a backward pass adds its own; DDP's buckets always do."""
         kernels = Kernels(loss=training.loss_implementation)
         self.is_fused = loss_implementation(kernels, model.vocab_size or 0) == "fused"

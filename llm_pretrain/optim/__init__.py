@@ -3,7 +3,6 @@
 from llm_pretrain.optim.ema import AVERAGE, average_name, ema_parameters
 from llm_pretrain.optim.muon import Muon, step_buffers
 from llm_pretrain.optim.orthogonal import product_dtype
-from llm_pretrain.optim.outer import OUTER_MOMENTUM, REPLICA, OuterOptimizer
 from llm_pretrain.optim.param_groups import (
     Role,
     adamw_factor,
@@ -11,17 +10,14 @@ from llm_pretrain.optim.param_groups import (
     initial_factor,
     parameter_groups,
     parameter_role,
-    state_shapes,
+    state_keys,
 )
 from llm_pretrain.optim.schedule import decay_length, learning_rate, set_learning_rate
 from llm_pretrain.optim.sharded import as_sharded, replicate_dims, to_local
 
 __all__ = [
     "AVERAGE",
-    "OUTER_MOMENTUM",
-    "REPLICA",
     "Muon",
-    "OuterOptimizer",
     "Role",
     "adamw_factor",
     "as_sharded",
@@ -36,7 +32,7 @@ __all__ = [
     "product_dtype",
     "replicate_dims",
     "set_learning_rate",
-    "state_shapes",
+    "state_keys",
     "step_buffers",
     "to_local",
 ]

@@ -28,11 +28,10 @@ from typing import Any, Literal
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
-from llm_pretrain.config import Config, OptimizerConfig
+from llm_pretrain.config import OptimizerConfig
 from llm_pretrain.model import Decoder
 from llm_pretrain.optim.ema import AVERAGE, keep_ema
 from llm_pretrain.optim.muon import Muon
-from llm_pretrain.optim.outer import OUTER_MOMENTUM, REPLICA
 
 Role = Literal["embedding", "hidden", "router", "final norm", "norm"]
 
@@ -119,19 +118,11 @@ def _uses_muon(role: Role, config: OptimizerConfig) -> bool:
     return config.name == "muon" and role == "hidden"
 
 
-def state_shapes(name: str, parameter: Tensor, config: Config, num_replicas: int) -> dict[str, list[int]]:
-    """Key -> shape, in a checkpoint, of the optimizer's state tensors of a parameter after the first step.
-
-    With `distributed.outer` of one of several replicas they are stacks, a row for each.
-    """
-    on_muon = _uses_muon(parameter_role(name, parameter), config.optimizer)
+def state_keys(name: str, parameter: Tensor, config: OptimizerConfig) -> list[str]:
+    """Keys of the optimizer's state tensors of a parameter after the first step, each of its shape."""
+    on_muon = _uses_muon(parameter_role(name, parameter), config)
     keys = ["momentum_buffer"] if on_muon else ["exp_avg", "exp_avg_sq"]
-    keys += [AVERAGE] if config.optimizer.ema_decay else []
-    shape = list(parameter.shape)
-    if not config.distributed.outer:
-        return dict.fromkeys(keys, shape)
-    own = [num_replicas, *shape] if num_replicas > 1 else shape
-    return dict.fromkeys([*keys, REPLICA], own) | {OUTER_MOMENTUM: shape}
+    return [*keys, AVERAGE] if config.ema_decay else keys
 
 
 def build_optimizer(model: Decoder, config: OptimizerConfig, precision: str = "fp32") -> Optimizer:

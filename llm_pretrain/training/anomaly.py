@@ -194,16 +194,13 @@ class StepMonitor:
 
         Args:
             step: With all micro batches added.
-            grad_norm: Global gradient norm before clipping; under FSDP a DTensor with partial sums, with
-                `distributed.outer` that of this rank's replica, of which the root mean square is recorded.
+            grad_norm: Global gradient norm before clipping; under FSDP a DTensor with partial sums.
 
         Raises:
             DivergedError: a value is not finite under DeepSpeed, whose engine has stepped already.
         """
         full_tensor = getattr(grad_norm, "full_tensor", None)
         norm: Any = full_tensor() if full_tensor else grad_norm
-        if self.config.distributed.outer:  # every replica has its own
-            norm = (self.engine.reduce_sum(norm.double().square()) / self.engine.world_size).sqrt()
         sums = step.reduce(self.engine)
         step.grad_norm = torch.as_tensor(norm, dtype=sums.dtype, device=sums.device)
         _, optimizer = self.engine.model_and_optimizer()

@@ -25,7 +25,6 @@ from llm_pretrain.checkpoints import (
     folder_name,
     model_fingerprint,
     save_weights,
-    saved_replicas,
     weights_in,
 )
 from llm_pretrain.config import Config
@@ -127,12 +126,6 @@ class CheckpointManager:
             )
         if found and (wrong := Progress.wrong_extra(found.run.extra)):
             raise CheckpointError(f"{found.path}: manifest.json: {wrong}; move it out of the folder")
-        if found and self.config.distributed.outer:
-            replicas = self.config.distributed.num_replicas(self.engine.world_size)
-            if (saved := saved_replicas(found.manifest.tensors)) not in (None, replicas):
-                raise ConfigError(
-                    f"distributed.outer: expected {saved} replicas, as in {found.path}, found {replicas}"
-                )
         newest = max(committed_folders(self.folder.weights), default=0)
         step = found.step if found else 0
         if newest > step:
@@ -532,7 +525,6 @@ def fingerprints(config: Config, stores: Sequence[TokenStore] | None = None) -> 
     """Settings that must match for a resume at any step, by name; `stores` as in `data_fingerprint`."""
     # whether an average (EMA) is kept must match; its decay may change
     averaging = {"optimizer.ema_decay": "more than 0"} if config.optimizer.ema_decay else {}
-    outer = {"distributed.outer": config.distributed.outer} if config.distributed.outer else {}
     return (
         model_fingerprint(config.model)
         | data_fingerprint(config, stores)
@@ -542,5 +534,4 @@ def fingerprints(config: Config, stores: Sequence[TokenStore] | None = None) -> 
             "optimizer.name": config.optimizer.name,
         }
         | averaging
-        | outer
     )

@@ -182,12 +182,12 @@ class CorruptionCheck:
     def compare_replicas(self, step: int) -> bool:
         """Compare parameters, buffers and optimizer state that several ranks hold; whether they are alike.
 
-        False if they are only when read again. Replicas of `distributed.outer` train apart, and are left out.
+        False if they are only when read again.
 
         Raises:
             CorruptionError: on every rank.
         """
-        if not self._has_replicas:
+        if self.engine.world_size == 1:
             return True
         heartbeat(f"comparing what ranks hold alike at step {step}")
         digests = self._alike_digests()
@@ -206,18 +206,13 @@ class CorruptionCheck:
 
     def notes(self) -> list[str]:
         """What is not compared, for the console."""
-        outer, apart = self.config.distributed.outer, "so parameters and moments are not compared"
-        if outer:
-            return [f"training.check_every: replicas of distributed.outer {outer} train apart, {apart}"]
         parameters = self.engine.model_and_optimizer()[0].parameters()
         if all(held_part(parameter, self.engine)[1] == 1 for parameter in parameters):
-            return [f"training.check_every: no two processes hold the same, {apart}"]
+            return [
+                "training.check_every: no two processes hold the same, so parameters and moments are not "
+                "compared"
+            ]
         return []
-
-    @property
-    def _has_replicas(self) -> bool:
-        distributed = self.config.distributed
-        return self.engine.world_size > 1 and not distributed.outer
 
     def _compute(self, micro_batches: Sequence[Batch], passes: list[Computation]) -> tuple[StepMetrics, bool]:
         """One computation, which is added to `passes`; applied if it equals an earlier one on all ranks."""

@@ -204,8 +204,7 @@ class Objective:
                     + c_rz * mean_l sum m*lse(router)^2 ]
 
     so that DDP's mean over W ranks and the engine's division by A make the sum over the step's micro batches
-    exactly the objective over N tokens. Where the ranks' gradients are added, as by FSDP here, W is 1; with
-    DiLoCo, the number of its replicas.
+    exactly the objective over N tokens. Where the ranks' gradients are added, as by FSDP here, W is 1.
 
     Args:
         config: Has the coefficients.
@@ -214,8 +213,6 @@ class Objective:
 
     def __init__(self, config: Config, world_size: int):
         averaged = world_size if config.distributed.strategy != "fsdp" else 1
-        if config.distributed.outer:  # a replica's gradient is that of its own share of the tokens
-            averaged = config.distributed.num_replicas(world_size)
         self.factor = averaged * config.gradient_accumulation_steps(world_size)
         self.z_loss_coef = config.training.z_loss_coef
         self.router_aux_loss_coef = config.model.router_aux_loss_coef

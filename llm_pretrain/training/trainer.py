@@ -6,8 +6,7 @@ import gc
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing, contextmanager, nullcontext, suppress
-from functools import partial
+from contextlib import closing, contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,6 @@ from llm_pretrain.files import replace_text
 from llm_pretrain.memory import check_memory, explain_out_of_memory
 from llm_pretrain.model import Decoder, count_parameters, update_router_bias
 from llm_pretrain.optim import (
-    OuterOptimizer,
     build_optimizer,
     ema_parameters,
     learning_rate,
@@ -76,7 +74,6 @@ def windows(batches: Iterable[Batch], size: int) -> Iterator[list[Batch]]:
 class Trainer:
     """One attempt at a run, from its start or resume to its end."""
 
-    outer: OuterOptimizer | None = None
     check: CorruptionCheck | None = None
 
     def __init__(
@@ -129,7 +126,6 @@ class Trainer:
             lambda: global_batches(config, start_step=self.progress.step, stores=self.stores),
         )
         batches = engine.prepare(model, optimizer, loader, initialize)
-        self.outer = build_outer_optimizer(config, engine)
         if self._stop_requested():  # nothing to save yet, and restoring may take longer than the grace period
             return self._preempted(self._print)
         if resume is not None:
@@ -191,12 +187,9 @@ class Trainer:
         heartbeat(f"step {progress.step + 1}")
         rate = learning_rate(config, progress.step)
         set_learning_rate(optimizer, rate)
-        with self.outer.replica() if self.outer else nullcontext():
-            step = self._train_step(micro_batches)
+        step = self._train_step(micro_batches)
         if step.skipped == "rollback":
             rollback(self.checkpoints, progress, step, self.recorder.console.warning)
-        if self.outer:
-            self.outer.step(progress.step + 1)
         bias_rate = config.model.router_bias_update_rate
         if bias_rate and step.sums is not None and not step.skipped:
             update_router_bias(model, expert_counts(step.sums, config), bias_rate, step.found_inf)
@@ -388,21 +381,6 @@ class Trainer:
                 console.warning(note)
             if choice.seconds:
                 console.info(f"kernels compared with their definitions in {choice.seconds:.1f} s")
-
-
-def build_outer_optimizer(config: Config, engine: Engine) -> OuterOptimizer | None:
-    """The outer optimizer over a prepared engine's replicas, if one is configured."""
-    if not config.distributed.outer:
-        return None
-    _, optimizer = engine.model_and_optimizer()
-    if (num_replicas := config.distributed.num_replicas(engine.world_size)) == 1:
-        return OuterOptimizer(optimizer, config.distributed, 1, lambda tensor: tensor)
-    from llm_pretrain.distributed.fsdp import replica_mesh, sum_over_replicas  # takes a second to import
-
-    mesh = replica_mesh(config, engine.device, engine.world_size)
-    optimizer.replicas = mesh  # type: ignore[attr-defined]  # a checkpoint then has a row for each replica
-    reduce_sum = partial(sum_over_replicas, replicas=mesh)
-    return OuterOptimizer(optimizer, config.distributed, num_replicas, reduce_sum)
 
 
 UNFINISHED = (

@@ -75,12 +75,9 @@ def test_what_travels_is_predicted_from_the_sizes_of_collectives(plain_store: Pa
     found = {way: slow_link.predicted_bytes(way, plain_store) for way in slow_link.WAYS}
     parameters = found["ddp"] / 1.5
     assert found["hsdp"] == pytest.approx(parameters)
-    for way, often in (("diloco", "ddp"), ("diloco_hsdp", "hsdp")):
-        assert found[way] * slow_link.OUTER_STEPS == pytest.approx(found[often])
     assert 2.25 * parameters < found["fsdp"] < 3 * parameters
     trips = {way: slow_link.predicted_round_trips(way) for way in slow_link.WAYS}
     assert trips["hsdp"] < trips["fsdp"]
-    assert trips["ddp"] < trips["diloco"]
 
 
 def test_each_published_layout_is_a_run_on_its_processes(plain_store: Path, tmp_path: Path):

@@ -56,9 +56,6 @@ def test_parts_follow_the_optimizer_and_the_shards():
     sharded = estimate_memory(preset("minimind3-64m", "--distributed.strategy", "fsdp"), 4)
     assert sharded.weights == -(-4 * count // 4)
     assert sharded.optimizer == 2 * count
-    apart = ["--distributed.strategy", "fsdp", "--distributed.dp_replicate_size", "2"]
-    apart = preset("minimind3-64m", *apart, "--distributed.outer", "diloco", "--training.max_steps", "200")
-    assert estimate_memory(apart, 4).optimizer == 8 * count, "with a replica and the outer momentum"
     assert estimate_memory(preset("minimind3-64m", "--checkpoint.async_save", "true")).staging == 12 * count
 
 

@@ -160,10 +160,6 @@ def test_steps_of_a_simulated_gpu(mesh: tuple[str, ...]):
             "distributed.strategy: expected fsdp for a simulation of several processes, found ddp",
         ),
         (
-            ("--gpu", "h100", "--distributed.outer", "diloco", "--distributed.outer_steps", "10"),
-            "distributed.outer: expected none for a simulation, found diloco",
-        ),
-        (
             ("--gpu", "h100", "--training.attention_implementation", "flex"),
             "training.attention_implementation: expected auto, varlen or sdpa for a simulation, found flex",
         ),

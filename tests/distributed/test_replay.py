@@ -117,7 +117,7 @@ def test_a_run_that_was_stopped_between_two_saves(plain_store: Path, tmp_path: P
     assert result["segments"][-1]["compared"]
 
 
-def test_a_run_with_an_average_and_one_with_outer_steps(plain_store: Path, tmp_path: Path):
+def test_a_run_with_an_average(plain_store: Path, tmp_path: Path):
     averaged = train_tiny(plain_store, tmp_path / "ema", *OPTIONS[2:], "--optimizer.ema_decay", "0.9").folder
     code, result = run_replay(averaged, tmp_path / "ema-again")
     assert (code, verdicts(result)) == (0, ["identical"] * 2)
@@ -125,10 +125,6 @@ def test_a_run_with_an_average_and_one_with_outer_steps(plain_store: Path, tmp_p
         value for name, value in tensors.items() if "ema" in name or "average" in name).mul_(2))  # fmt: skip
     code, result = run_replay(averaged, tmp_path / "ema-changed", "--from", "4")
     assert (code, len(result["segments"][0]["tensors"])) == (1, 1)
-    outer = ("--distributed.outer", "diloco", "--distributed.outer_steps", "2")
-    run = launch("torchrun", 2, tmp_path / "outer", options(plain_store, *outer)).folder
-    code, result = run_replay(run, tmp_path / "outer-again")
-    assert (code, verdicts(result)) == (0, ["identical"] * 2)
 
 
 def test_a_run_that_rolled_back(tmp_path: Path):

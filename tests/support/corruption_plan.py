@@ -145,7 +145,6 @@ SOUND: dict[str, Changes] = {
     "fsdp": FSDP | {"model": {"router_bias_update_rate": 0.125}},
     "fsdp bf16": FSDP | {"training": {"precision": "bf16", "activation_checkpointing": True}},
     "muon, average": {"optimizer": {"name": "muon", "ema_decay": 0.9}},
-    "diloco": {"distributed": {"outer": "diloco", "outer_steps": 2}},
 }
 """Both launchers take these steps with every step checked, and with none."""
 SOUND_TORCHRUN: dict[str, Changes] = {

@@ -63,17 +63,6 @@ def prefer_an_expert(world_size: int, passes: int) -> None:
     _patch.setattr(Router, "_ranking", ranking)
 
 
-def begin_otherwise_in_the_second_replica() -> None:
-    """Ranks from number 2 on draw the values of another seed."""
-
-    def initialize(
-        original: Callable[..., None], model: Any, seed: int, *arguments: Any, **more: Any
-    ) -> None:
-        original(model, seed + int(os.environ["RANK"]) // 2, *arguments, **more)
-
-    _substitute("initialize_weights", initialize)
-
-
 # Saving and resuming
 
 
