@@ -66,10 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--on_error",
         choices=["skip", "fail"],
-        help="a bad record is counted and left out, or stops with file and line (default: fail)",
-    )
-    parser.add_argument(
-        "--config", metavar="FILE", help="a run's configuration, whose data.on_error is the default here"
+        default="fail",
+        help="a bad record is counted and left out, or stops with file and line (default: %(default)s)",
     )
     parser.add_argument(
         "--text_column",
@@ -115,7 +113,7 @@ def run(arguments: argparse.Namespace) -> int:
                 arguments.tokenizer,
                 arguments.output,
                 validation_fraction=arguments.validation_fraction,
-                on_error=arguments.on_error or _configured(arguments.config),
+                on_error=arguments.on_error,
                 text_column=arguments.text_column,
                 split=arguments.split,
                 deduplicate=arguments.deduplicate,
@@ -153,12 +151,3 @@ def run(arguments: argparse.Namespace) -> int:
             "no weights/best; raise --validation_fraction or cut the text into more documents"
         )
     return 0
-
-
-def _configured(file: str | None) -> str:
-    """`data.on_error` of a configuration file, or the default."""
-    if file is None:
-        return "fail"
-    from llm_pretrain.config import load_config
-
-    return load_config(["--config", file], needs_data=False).data.on_error

@@ -115,8 +115,6 @@ class DataConfig:
         seed: Seed of the sample order.
         num_workers: Worker processes that assemble batches; 0 assembles them in the training process.
             Default: 2 on a GPU, so that no step waits for its batch, else 0.
-        on_error: What `llm-pretrain prepare` does with a bad record: count and `skip` it, or `fail` with file
-            and line.
     """
 
     sources: list[SourceConfig] = field(default_factory=list)
@@ -125,7 +123,6 @@ class DataConfig:
     isolate_documents: bool = True
     seed: _Seed = 0
     num_workers: Annotated[int, Range(ge=0, le=1 << 10)] | None = None
-    on_error: Literal["skip", "fail"] = "fail"
 
     def check(self, needs_data: bool = True) -> Iterator[str]:
         """One line for each problem of the sources and their weights; no store is opened."""

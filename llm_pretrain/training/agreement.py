@@ -24,7 +24,7 @@ from llm_pretrain.errors import ConfigError, DivergedError
 from llm_pretrain.optim import product_dtype
 from llm_pretrain.training.step import Engine
 
-MAY_DIFFER = {"data.num_workers", "data.on_error", "distributed.cpu_threads", "run.output_dir"}
+MAY_DIFFER = {"data.num_workers", "distributed.cpu_threads", "run.output_dir"}
 """Settings that depend on the machine and change no result: its numbers of workers and threads, and its path
 to the run's folder. That all ranks see one folder is checked by the folder's marker before every write."""
 PATHS = {"model.init_from", "checkpoint.resume"}
