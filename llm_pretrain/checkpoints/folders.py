@@ -26,12 +26,8 @@ _REPLACED = re.compile(r"\.step-(\d{8,})\.replaced-[0-9a-f]+")
 _REPLACED_BEST = re.compile(r"\.best\.replaced-[0-9a-f]+")
 _TEMPORARY = re.compile(r"\.step-\d{8,}\.(?:tmp|old)-[0-9a-f]+")
 
-_UNLISTED = (
-    r"(config|generation_config|best|tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab)\.json"
-    r"|README\.md|chat_template\.jinja|tokenizer\.model|merges\.txt|model\.safetensors(\.index\.json)?"
-    r"|(shard-\d{5}-)?model-\d{5}-of-\d{5,}\.safetensors|manifest\.json"
-)
-"""Names of files in weights of versions that listed none, and in a checkpoint whose manifest is damaged."""
+_UNLISTED = r"shard-\d{5}-model-\d{5}-of-\d{5,}\.safetensors|manifest\.json"
+"""Names of files in a checkpoint whose manifest is damaged."""
 
 BEST = "best"
 """Name of the folder with the lowest evaluation loss; `prune` never deletes it."""

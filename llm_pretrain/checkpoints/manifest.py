@@ -48,7 +48,7 @@ class RunFacts:
         wandb_id: Id of the W&B run to continue.
         fingerprints: Settings that must be equal to resume, as text: `{"model.hidden_size": "512", …}`.
         extra: Further state of the training loop, as JSON.
-        run_id: Id of the run's folder; None if a version without ids saved.
+        run_id: Id of the run's folder; None outside of one.
     """
 
     step: int
@@ -354,12 +354,9 @@ def arithmetic_changes(
 
     `then` says when the saved one was.
     """
-    keys = [key for key in _DECIDES_ARITHMETIC if key in saved]
-    if "cpu_capability" in saved:  # earlier versions saved neither it nor the variables
-        keys += ARITHMETIC_VARIABLES
     return [
         f"{key} was {saved.get(key, 'unset')} {then} and is {current.get(key, 'unset')} now"
-        for key in keys
+        for key in (*_DECIDES_ARITHMETIC, *ARITHMETIC_VARIABLES)
         if saved.get(key) != current.get(key)
     ]
 

@@ -8,7 +8,6 @@ import logging
 import shutil
 import uuid
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,6 @@ from llm_pretrain.files import (
     make_folder,
     read_json,
     read_marker,
-    read_plain,
     write_marker,
     write_text,
 )
@@ -269,22 +267,11 @@ def other_content(folder: Path) -> str | None:
     """What a folder has besides weights that this program wrote, in words; None for an empty one as well."""
     if not any(folder.iterdir()):
         return None
-    if read_marker(folder, "weights") is None and not _is_earlier(folder):
+    if read_marker(folder, "weights") is None:
         return "something else"
     if name := folders.unlisted_file(folder):
         return f"{name} in it, which this program did not write"
     return None
-
-
-def _is_earlier(folder: Path) -> bool:
-    """Whether a version without markers wrote the weights in a folder, by their card or their own fields."""
-    with suppress(OSError):
-        if b"pretrained from text by llm_pretrain." in read_plain(folder / "README.md"):
-            return True
-    with suppress(OSError, ValueError, RecursionError):
-        content = read_json(folder / "config.json")
-        return isinstance(content, dict) and export.NATIVE_MODEL_TYPE in (content.get("model_type"), *content)
-    return False
 
 
 def write_json(file: Path, content: dict[str, Any]) -> None:

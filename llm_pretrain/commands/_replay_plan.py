@@ -37,7 +37,7 @@ class Launch:
         world_size: Number of processes.
         config: Its settings; None where they are not on record.
         environment: Versions, hardware and variables, as in a checkpoint's manifest.
-        first_byte: Size of metrics.jsonl when it began; None in runs of earlier versions.
+        first_byte: Size of metrics.jsonl when it began.
     """
 
     number: int
@@ -46,7 +46,7 @@ class Launch:
     world_size: int
     config: Config | None
     environment: Mapping[str, str | None] = field(repr=False)
-    first_byte: int | None = None
+    first_byte: int
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,8 @@ def read_launches(run: Path) -> list[Launch]:
         launch = _launch(number, row)
         if launch is None:
             raise CheckpointError(
-                f"{file}:{number}: expected an attempt with step, launcher and world_size, found {row!s:.60}"
+                f"{file}:{number}: expected an attempt with step, launcher, world_size and metrics_bytes, "
+                f"found {row!s:.60}"
             )
         if launches and _began_elsewhere(launch, run, launches):
             launches.clear()  # what was trained before does not lead to the run's end
@@ -209,15 +210,14 @@ def _launch(number: int, row: Row) -> Launch | None:
     path, size, versions, first = map(row.get, ("launcher", "world_size", "versions", "metrics_bytes"))
     if path not in RESUMABLE_PATHS or not isinstance(versions, dict) or row["step"] < 0:
         return None
-    if not isinstance(size, int) or size < 1:
+    if not isinstance(size, int) or size < 1 or not isinstance(first, int):
         return None
     try:
         config = from_dict(row["config"]) if isinstance(row.get("config"), dict) else None
     except PretrainError:
         config = None  # of another version
     facts = versions | {"device": row.get("device")}
-    first_byte = first if isinstance(first, int) else None
-    return Launch(number, row["step"], path, size, config, facts, first_byte)
+    return Launch(number, row["step"], path, size, config, facts, first)
 
 
 def _began_elsewhere(launch: Launch, run: Path, before: Sequence[Launch]) -> bool:
@@ -231,9 +231,8 @@ def _began_elsewhere(launch: Launch, run: Path, before: Sequence[Launch]) -> boo
 
 
 def _starts(launches: Sequence[Launch]) -> list[tuple[int, int]]:
-    """`starts` of `read_metrics`; empty where a launch has not recorded it."""
-    starts = [(each.first_byte, each.start) for each in launches if each.first_byte is not None]
-    return starts if len(starts) == len(launches) else []
+    """`starts` of `read_metrics`."""
+    return [(each.first_byte, each.start) for each in launches]
 
 
 def rows_of_segment(file: Path, segment: Segment, starts: Sequence[tuple[int, int]] = ()) -> dict[int, Row]:

@@ -36,8 +36,6 @@ from llm_pretrain.tracking import read_rows
 from llm_pretrain.training import fingerprints
 
 _OPTIMIZER = "optimizer.state."
-_EARLIER_KEYS = {"attention_bias", "max_window_layers", "num_local_experts", "output_router_logits"}
-"""Keys of a config.json that earlier versions wrote for architectures that do not have them."""
 
 
 def model_tensors(config: Config) -> tuple[dict[str, Tensor], set[str]]:
@@ -97,7 +95,7 @@ def _check_checkpoint(check: Check, run: RunFiles, step: int, path: Path) -> Non
     if manifest.run.step != step:
         check.fail(f"manifest.json: expected step {step}, found {manifest.run.step}")
     run_id = (read_marker(run.folder, "run") or {}).get("id")
-    if None not in (run_id, manifest.run.run_id) and manifest.run.run_id != run_id:
+    if run_id is not None and manifest.run.run_id != run_id:
         check.fail("manifest.json: expected a checkpoint of this folder's run, found another run's")
     for problem in find_damage(path, manifest):
         check.fail(problem)
@@ -334,14 +332,6 @@ def _check_tensors(check: Check, run: RunFiles, path: Path, step: int) -> None:
     check.looked_at += f"; {count} tensors, each the {whose} in {found}, bit for bit, and finite"
 
 
-def _flat(content: dict[str, Any]) -> dict[str, Any]:
-    """A config.json with the settings under our own key beside the others."""
-    own = content.get("llm_pretrain")
-    if not isinstance(own, dict):
-        return content
-    return {name: value for name, value in content.items() if name != "llm_pretrain"} | own
-
-
 def _check_config(check: Check, run: RunFiles, content: dict[str, Any], dtype: str) -> None:
     """Compare config.json with the settings of the run, or of the earlier attempt that exported it."""
     earlier = [each.config for each in reversed(run.attempts) if each.config is not None]
@@ -354,13 +344,12 @@ def _check_config(check: Check, run: RunFiles, content: dict[str, Any], dtype: s
             expected = huggingface_config(each.model, **arguments)
         except ConfigError:
             expected = native_config(each.model, **arguments)
-        expected, found = _flat(json.loads(json.dumps(expected))), _flat(content)
-        names = sorted(expected.keys() | found.keys() - _EARLIER_KEYS)
+        expected = json.loads(json.dumps(expected))
         differences.append(
             [
-                f"config.json: expected {name} {expected.get(name)!r:.60}, found {found.get(name)!r:.60}"
-                for name in names
-                if expected.get(name) != found.get(name)
+                f"config.json: expected {name} {expected.get(name)!r:.60}, found {content.get(name)!r:.60}"
+                for name in sorted(expected.keys() | content.keys())
+                if expected.get(name) != content.get(name)
             ]
         )
     for line in min(differences, key=len):

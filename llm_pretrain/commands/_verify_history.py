@@ -50,8 +50,7 @@ class Attempt:
     Args:
         number: From 1.
         start: Steps done before it.
-        began: Seconds since 1970.
-        first_byte: Size of metrics.jsonl when it began; None in runs of earlier versions.
+        first_byte: Size of metrics.jsonl when it began.
         config: Its configuration; None if it is not recorded.
         before: Training rows of earlier attempts up to `start`.
         rows: Its own training rows, in order.
@@ -61,8 +60,7 @@ class Attempt:
 
     number: int
     start: int
-    began: float
-    first_byte: int | None
+    first_byte: int
     config: Config | None
     before: list[Row] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
@@ -191,15 +189,13 @@ def read_attempts(file: Path) -> list[Attempt]:
     """
     attempts: list[Attempt] = []
     for number, row in enumerate(read_rows(file), start=1):
-        began, start = row.get("time"), row["step"]
-        if not isinstance(began, int | float) or start < 0:
+        start, size = row["step"], row.get("metrics_bytes")
+        if start < 0 or not isinstance(size, int) or size < 0:
             raise CheckpointError(
-                f"{file}:{number}: expected an attempt with step and time, found step {start!r}, "
-                f"time {began!r:.40}"
+                f"{file}:{number}: expected an attempt with step and metrics_bytes, found step {start!r}, "
+                f"metrics_bytes {size!r:.40}"
             )
-        size = row.get("metrics_bytes")
-        first_byte = size if isinstance(size, int) and size >= 0 else None
-        attempts.append(Attempt(number, start, float(began), first_byte, _config_of(row)))
+        attempts.append(Attempt(number, start, size, _config_of(row)))
     if not attempts:
         raise CheckpointError(f"{file}: expected a row for each start of the run, found none")
     return attempts
@@ -208,18 +204,14 @@ def read_attempts(file: Path) -> list[Attempt]:
 def assign_rows(attempts: list[Attempt], rows: Iterable[Row], folder: Path) -> None:
     """Assign each row of metrics.jsonl to the attempt that wrote it, and set each attempt's `before`.
 
-    A row was written by the last attempt that began before it in the file; in runs of earlier versions,
-    before the row's time, and a row without a time by the same attempt as the row before. A resumed attempt
-    continues from a checkpoint: rows of earlier attempts after that step are lost work. Rows with an
-    evaluation only are no training rows.
+    A row was written by the last attempt that began before it in the file. A resumed attempt continues from a
+    checkpoint: rows of earlier attempts after that step are lost work. Rows with an evaluation only are no
+    training rows.
     """
-    number, first_rows = 0, _first_rows(attempts, folder / "metrics.jsonl")
+    content = read_plain(folder / "metrics.jsonl", MAX_METRICS_BYTES)
+    first_rows = [content.count(b"\n", 0, attempt.first_byte) for attempt in attempts]
     for index, row in enumerate(rows):
-        written = row.get("time")
-        if first_rows:
-            number = max((k for k, first in enumerate(first_rows) if first <= index), default=0)
-        elif isinstance(written, int | float):
-            number = max((k for k, each in enumerate(attempts) if each.began <= written), default=0)
+        number = max((k for k, first in enumerate(first_rows) if first <= index), default=0)
         if "eval/loss" in row:
             attempts[number].evaluations[row["step"]] = row["eval/loss"]
         if any(key.startswith(("train/", "data/")) for key in row):
@@ -230,15 +222,6 @@ def assign_rows(attempts: list[Attempt], rows: Iterable[Row], folder: Path) -> N
         if not attempt.began_elsewhere:
             attempt.before = [row for row in history if row["step"] <= attempt.start]
         history = attempt.history
-
-
-def _first_rows(attempts: list[Attempt], file: Path) -> list[int]:
-    """Number of rows before each attempt; empty if an attempt has not recorded it."""
-    sizes = [attempt.first_byte for attempt in attempts if attempt.first_byte is not None]
-    if len(sizes) < len(attempts):
-        return []
-    content = read_plain(file, MAX_METRICS_BYTES)
-    return [content.count(b"\n", 0, size) for size in sizes]
 
 
 def _began_elsewhere(attempt: Attempt, history: list[Row], own_checkpoints: Path) -> bool:

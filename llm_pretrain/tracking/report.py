@@ -43,8 +43,8 @@ MAX_SKIPPED = 50
 """Largest number of skipped steps that are listed."""
 _LOCATIONS = {"run.name", "run.output_dir", "checkpoint.resume"}
 """Settings of where a run is stored, which do not affect its results."""
-_MARKS = (b'<meta name="generator" content="llm_pretrain ', "– training report</title>".encode())
-"""Each is in the head of a page of ours; pages of earlier versions have only the second."""
+_MARK = b'<meta name="generator" content="llm_pretrain '
+"""In the head of a page of ours."""
 _TEMPLATES = Path(__file__).parent / "templates"
 
 
@@ -71,7 +71,7 @@ def write_page(output: Path, render: Callable[[], str]) -> Path:
     """
     output = Path(output)
     if not output.is_dir():
-        check_replaceable(output, *_MARKS)
+        check_replaceable(output, _MARK)
     page = render()
     try:
         if output.is_dir():

@@ -122,10 +122,8 @@ class SpikeDetector:
         return {"steps": list(self.steps), "in_a_row": self.in_a_row}
 
     @classmethod
-    def from_state_dict(cls, state: Mapping[str, Any] | None) -> SpikeDetector:
-        """The detector with a checkpoint's history; without history if `state` is None or empty."""
-        if not state:
-            return cls()
+    def from_state_dict(cls, state: Mapping[str, Any]) -> SpikeDetector:
+        """The detector with a checkpoint's history."""
         return cls([(loss, norm, tokens) for loss, norm, tokens in state["steps"]], state["in_a_row"])
 
     def _is_below_margins(self, loss: float, grad_norm: float) -> bool:
@@ -338,5 +336,5 @@ def rollback(
     assert target is not None
     checkpoints.restore(target)
     # the restored parameters may have a higher loss than the steps after the checkpoint
-    progress.spikes = SpikeDetector.from_state_dict(target.run.extra.get("spikes"))
+    progress.spikes = SpikeDetector.from_state_dict(target.run.extra["spikes"])
     warn(f"step {number}: parameters and optimizer restored from {target.path}")

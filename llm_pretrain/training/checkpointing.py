@@ -119,7 +119,7 @@ class CheckpointManager:
                     f"{self.folder.checkpoints} first"
                 )
         found = self.store.find(expected=self.fingerprints_at, source=source)
-        if found and source is None and found.run.run_id not in (None, self.folder.run_id):
+        if found and source is None and found.run.run_id != self.folder.run_id:
             raise CheckpointError(
                 f"{found.path}: expected a checkpoint of this folder's run, found another run's; move it out "
                 "of the folder, or name it in checkpoint.resume to continue from it"

@@ -143,18 +143,16 @@ class Progress:
             skipped_in_a_row=extra["skipped_in_a_row"],
             digest=extra["digest"],
             wandb_id=wandb_id,
-            pending_evaluation=extra.get("evaluation_owed", False),
-            best=Best(**extra["best"]) if extra.get("best") else None,
-            evaluation=extra.get("evaluation") or {},
-            evaluation_step=extra.get("evaluation_step"),
-            spikes=SpikeDetector.from_state_dict(extra.get("spikes")),
+            pending_evaluation=extra["evaluation_owed"],
+            best=Best(**extra["best"]) if extra["best"] else None,
+            evaluation=extra["evaluation"],
+            evaluation_step=extra["evaluation_step"],
+            spikes=SpikeDetector.from_state_dict(extra["spikes"]),
         )
 
 
 def _is_history(spikes: dict) -> bool:
-    """Whether this is a state of `SpikeDetector`, with three numbers for each step, or empty."""
-    if not spikes:
-        return True
+    """Whether this is a state of `SpikeDetector`, with three numbers for each step."""
     steps: Any = spikes.get("steps")
     return (
         matches_type(int, spikes.get("in_a_row"))
@@ -171,13 +169,13 @@ def _is_best(best: dict) -> bool:
 _EXTRA: dict[str, tuple[Any, Callable[[Any], bool]]] = {
     "skipped_in_a_row": (int, lambda count: count >= 0),
     "digest": (list[int], lambda words: len(words) == DIGEST_WORDS),
-    "evaluation_owed": (bool | None, lambda _: True),
+    "evaluation_owed": (bool, lambda _: True),
     "best": (dict[str, float | None] | None, _is_best),
-    "evaluation": (dict[str, float] | None, lambda _: True),
+    "evaluation": (dict[str, float], lambda _: True),
     "evaluation_step": (int | None, lambda _: True),
-    "spikes": (dict | None, _is_history),
+    "spikes": (dict, _is_history),
 }
-"""Key of `RunFacts.extra` -> its type and a check of its value. Keys that older versions lack may be None."""
+"""Key of `RunFacts.extra` -> its type and a check of its value."""
 
 
 def read_status(path: Path) -> dict:
@@ -341,7 +339,6 @@ RUN_FILES = ("config.yaml", "metrics.jsonl", "samples.jsonl", "status.json", "at
 RUN_FOLDERS = ("checkpoints", "weights")
 """Folders in which a run writes steps and deletes old ones."""
 TRACKER_FOLDERS = ("tensorboard", "wandb")
-_STATUS_KEYS = {"state", "exit_code", "reason", "step", "checkpoint", "launcher", "world_size", "pid"}
 
 
 class RunFolder:
@@ -446,8 +443,7 @@ class RunFolder:
         found = [name for name in files if (self.path / name).exists() and not (self.path / name).is_dir()]
         found += [name for name in RUN_FOLDERS if _has_entries(self.path / name)]
         checkpoint = newest_manifest(self.checkpoints)
-        is_earlier_run = read_status(self.status).keys() >= _STATUS_KEYS  # by a version without markers
-        if found and checkpoint is None and not is_earlier_run:
+        if found and checkpoint is None:
             raise OutputError(
                 f"{self.path / found[0]}: expected nothing, or a file that a run wrote, found another file; "
                 "choose another run.name or run.output_dir"

@@ -67,18 +67,6 @@ def test_a_whole_run_passes_every_check(whole: Path, capsys: pytest.CaptureFixtu
     assert f"{len(outcomes)} ok, 0 failed, 0 skipped" in printed.splitlines()[-1]
 
 
-def test_weights_with_the_keys_of_an_earlier_version_pass(run: Path, capsys: pytest.CaptureFixture[str]):
-    """It wrote keys of other architectures, and the loss coefficients beside the others."""
-
-    def earlier(content: dict) -> None:
-        content |= {"max_window_layers": 4, "output_router_logits": False, "attention_bias": False}
-        content["llm_pretrain"] = {"router_aux_loss_coef": content.pop("router_aux_loss_coef")}
-
-    for file in run.glob("weights/*/config.json"):
-        rewrite_json(file, earlier)
-    assert verify(run, capsys)[0] == 0
-
-
 # --- one damage each ---------------------------------------------------------------------------------
 
 

@@ -33,7 +33,7 @@ _FILE = re.compile(r"(?:[A-Za-z0-9_-][A-Za-z0-9._-]*/)*[A-Za-z0-9_-][A-Za-z0-9._
 _FACTS: dict[str, Any] = {
     **{"dtype": str, "vocab_size": int, "tokenizer_hash": str, "special_ids": list[int]},
     **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), int | None),
-    **{"zlib_bits_per_byte": float | None, "splits": dict, "files": dict[str, dict]},
+    **{"zlib_bits_per_byte": float | None, "splits": dict, "files": dict[str, dict], "sha256": str},
 }
 _SPLIT_FACTS: dict[str, Any] = {
     **dict.fromkeys(("documents", "tokens", "targets", "text_bytes", "max_token_id"), int),
@@ -41,7 +41,7 @@ _SPLIT_FACTS: dict[str, Any] = {
 }
 _OPTIONAL_FACTS: dict[str, Any] = {
     **{"inputs": list[str], "input_documents": list[int] | None, "skipped": dict[str, int]},
-    **{"duplicates": int, "altered_documents": int, "sha256": str},
+    **{"duplicates": int, "altered_documents": int},
 }
 
 
@@ -70,7 +70,7 @@ def read_facts(path: Path) -> tuple[dict[str, Any], str]:
 
 
 def facts_digest(facts: dict[str, Any]) -> str:
-    """SHA-256 of the entries of store.json but its own digest, which earlier versions did not write."""
+    """SHA-256 of the entries of store.json but its own digest."""
     rest = {key: value for key, value in facts.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
@@ -117,8 +117,7 @@ def _check_entries(file: Path, facts: dict[str, Any]) -> None:
     files = facts["files"]
     for name, entry in files.items():
         _require(_FILE.fullmatch(name) is not None, file, "names of files in the store", f"{name!r:.80}")
-        types = {"bytes": int, "sha256": str} | ({"sample": str} if "sample" in entry else {})
-        _check_types(file, f"files.{name:.80}.", entry, types)
+        _check_types(file, f"files.{name:.80}.", entry, {"bytes": int, "sha256": str, "sample": str})
     counts = [
         *facts["special_ids"],
         *(facts.get("input_documents") or ()),
@@ -166,10 +165,8 @@ def check_digests(path: Path, files: dict[str, dict[str, Any]]) -> None:
 
 
 def check_samples(path: Path, files: dict[str, dict[str, Any]]) -> None:
-    """Compares the sample digest of every file that has one. Raises DataError for an altered file."""
+    """Compares the sample digest of every file. Raises DataError for an altered file."""
     for name, expected in files.items():
-        if "sample" not in expected:  # stores of older versions have none
-            continue
         with _open(path / name) as file:
             found = sample_digest(file, expected["bytes"])
         if found != expected["sample"]:
@@ -281,8 +278,8 @@ class TokenStore:
 
     def verify(self) -> None:
         """Reads and hashes every file, whatever the store's size. Raises DataError for an altered one."""
-        expected, found = self.facts.get("sha256"), facts_digest(self.facts)
-        if expected not in (None, found):
+        expected, found = self.facts["sha256"], facts_digest(self.facts)
+        if expected != found:
             raise _altered(self.path, "store.json", "SHA-256", expected, found)
         check_digests(self.path, self.facts["files"])
         self._check_ids()
