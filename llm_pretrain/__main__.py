@@ -15,7 +15,7 @@ COMMANDS = {
     "prepare": "tokenise jsonl or text files into a token store",
     "convert": "turn token files of nanoGPT or llm.c into a token store",
     "inspect": "show what is in a token store: lengths, masks, packing, samples",
-    "configs": "list the presets; write other frameworks' configurations as ours",
+    "configs": "list the presets; write minimind's options or a config.json as a configuration",
     "estimate": "estimate parameters, memory by part, time and cost of a configuration",
     "simulate": "simulate a step of one rank of any number: memory, collectives, time; find a mesh",
     "plan": "from a ladder and a budget to the configuration that is predicted to end best",

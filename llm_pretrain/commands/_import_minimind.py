@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from llm_pretrain.commands._imported_config import PRECISIONS, ImportedConfig, swiglu_width
+from llm_pretrain.commands._imported_config import ImportedConfig
 from llm_pretrain.config import Config
 from llm_pretrain.errors import ConfigError
 from llm_pretrain.files import file_name
@@ -28,6 +28,7 @@ _NEW_DEFAULTS = _DEFAULTS | {
     **{"epochs": 2, "num_workers": 8, "save_interval": 1000, "hidden_size": 768, "max_seq_len": 340},
     "data_path": "../dataset/pretrain_t2t_mini.jsonl",
 }
+_PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 _COUNTS = {
     **{"num_processes": "all", "nproc_per_node": "of each machine", "num_gpus": "of each machine"},
     **{"nnodes": "machines", "num_nodes": "machines"},
@@ -134,7 +135,8 @@ def _model(result: ImportedConfig, values: dict[str, Any], version: int, is_old:
     hidden, layers = (_number(int, name, values[name]) for name in ("hidden_size", "num_hidden_layers"))
     experts = str(values["use_moe"]).lower() not in ("0", "false", "")
     if version == 2:
-        shape = {"intermediate_size": swiglu_width(hidden), "num_key_value_heads": 2, "rms_norm_eps": 1e-5}
+        width = -(-(hidden * 8 // 3) // 64) * 64
+        shape = {"intermediate_size": width, "num_key_value_heads": 2, "rms_norm_eps": 1e-5}
         shape |= {"qk_norm": False}
         moe = {"num_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1}
     else:
@@ -142,7 +144,7 @@ def _model(result: ImportedConfig, values: dict[str, Any], version: int, is_old:
         shape = {"intermediate_size": width, "num_key_value_heads": 4, "rms_norm_eps": 1e-6, "qk_norm": True}
         moe = {"num_experts": 4, "num_experts_per_tok": 1}
     own = {"vocab_size": 6400, "hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": 8}
-    result.set(own | shape | (moe if experts else {}), "model")
+    result.settings["model"] = own | shape | (moe if experts else {})
     if experts:
         coefficient = 0.1 if is_old else 0.01 if version == 2 else 5e-4
         result.set({"model.router_aux_loss_coef": coefficient * layers})
@@ -160,16 +162,22 @@ def _training(result: ImportedConfig, values: dict[str, Any], processes: int, is
                      "max_seq_len", "num_workers")
     }  # fmt: skip
     rate, clip = (_number(float, name, values[name]) for name in ("learning_rate", "grad_clip"))
-    if values["dtype"] not in PRECISIONS:
+    dtype, device = values["dtype"], values.get("device", "cuda")
+    if dtype not in _PRECISIONS:
         raise ConfigError(
-            f"--from_minimind: --dtype: expected one of {', '.join(PRECISIONS)}, found {values['dtype']!r}"
+            f"--from_minimind: --dtype: expected one of {', '.join(_PRECISIONS)}, found {dtype!r}"
+        )
+    on_gpu = "cuda" in device
+    if not on_gpu and dtype != "float32":
+        result.notes.append(
+            f"training.precision: fp32, as on device {device} there: {dtype} is for CUDA devices"
         )
     corpus, accumulation = str(values["data_path"]), max(1, whole["accumulation_steps"])
     total = whole["batch_size"] * accumulation * processes
-    result.precision(values["dtype"], values.get("device", "cuda"))
-    result.data(corpus, Path(corpus).stem, 6400)
+    _data(result, corpus)
     result.set(
         {
+            "training.precision": _PRECISIONS[dtype] if on_gpu else "fp32",
             "data.num_workers": whole["num_workers"],
             "training.sequence_length": whole["max_seq_len"],
             "training.micro_batch_size": whole["batch_size"],
@@ -195,6 +203,18 @@ def _training(result: ImportedConfig, values: dict[str, Any], processes: int, is
         "MiniMind pads every document to the sequence length and cuts it there; data.packing: pad comes "
         "nearest, the default packs documents and cuts off nothing"
     )
+
+
+def _data(result: ImportedConfig, corpus: str) -> None:
+    """Train on a store of the corpus, and add the commands that write it and its tokenizer."""
+    name = file_name(Path(corpus).stem)
+    tokenizer, store = f"data/tokenizers/{name}", f"data/stores/{name}"
+    for words in (
+        ("tokenizer", "--input", corpus, "--vocab_size", "6400", "--output", tokenizer),
+        ("prepare", "--input", corpus, "--tokenizer", tokenizer, "--output", store),
+    ):
+        result.commands.append(shlex.join(["llm-pretrain", *words]))
+    result.set({"data.sources": [{"store": store}]})
 
 
 def _set_max_steps(result: ImportedConfig, corpus: str, epochs: int, global_batch_size: int) -> None:

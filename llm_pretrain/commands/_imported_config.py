@@ -1,31 +1,18 @@
-"""Configurations read from other frameworks, and the reader of a Hugging Face folder's config.json."""
+"""A configuration read from elsewhere, and the reader of a Hugging Face folder's config.json."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
-import shlex
 import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from llm_pretrain.config import (
-    ModelConfig,
-    YamlError,
-    from_dict,
-    read_settings_text,
-    read_yaml,
-    validate,
-    write_yaml,
-)
+from llm_pretrain.config import ModelConfig, from_dict, validate, write_yaml
 from llm_pretrain.errors import ConfigError, printable
 from llm_pretrain.export import model_config_from_huggingface, read_config
-from llm_pretrain.files import file_name
-
-PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-"""`dtype` of MiniMind and nanoGPT."""
 
 
 @dataclass
@@ -48,39 +35,15 @@ class ImportedConfig:
     remarks: dict[str, str] = field(default_factory=dict)
     last_note: str | None = None
 
-    def set(self, values: Mapping[str, Any], section: str = "") -> None:
-        """Set `section.field` to its value, for each of `values`; None leaves a setting out."""
+    def set(self, values: Mapping[str, Any]) -> None:
+        """Set `section.field` to its value, for each of `values`."""
         for name, value in values.items():
-            parent, _, setting = f"{section}.{name}".removeprefix(".").partition(".")
-            if value is not None:
-                self.settings.setdefault(parent, {})[setting] = value
+            section, _, setting = name.partition(".")
+            self.settings.setdefault(section, {})[setting] = value
 
     def not_carried_over(self, text: str) -> None:
         """Note an option that has no equivalent here."""
         self.notes.append(f"not carried over: {text}")
-
-    def precision(self, dtype: str, device: str = "cuda") -> None:
-        """Set `training.precision` as MiniMind and nanoGPT compute: in fp32 on other devices than CUDA's."""
-        on_gpu = "cuda" in device
-        self.set({"training.precision": PRECISIONS[dtype] if on_gpu else "fp32"})
-        if not on_gpu and dtype != "float32":
-            self.notes.append(
-                f"training.precision: fp32, as on device {device} there: {dtype} is for CUDA devices"
-            )
-
-    def command(self, *words: str) -> None:
-        """Add a command that prepares the data, quoted for the shell."""
-        self.commands.append(shlex.join(["llm-pretrain", *words]))
-
-    def data(self, corpus: str, name: str, vocab_size: int, tokenizer: str | None = None) -> None:
-        """Train on a store that `commands` prepare from `corpus`; without a tokenizer, one is trained."""
-        store = f"data/stores/{file_name(name)}"
-        if tokenizer is None:
-            tokenizer = f"data/tokenizers/{file_name(name)}"
-            size = str(vocab_size)
-            self.command("tokenizer", "--input", corpus, "--vocab_size", size, "--output", tokenizer)
-        self.command("prepare", "--input", corpus, "--tokenizer", tokenizer, "--output", store)
-        self.settings["data"] = {**self.settings.get("data", {}), "sources": [{"store": store}]}
 
     def check(self) -> ImportedConfig:
         """Note contradictions in the result; ConfigError for a value of a wrong type."""
@@ -118,35 +81,6 @@ class ImportedConfig:
             if section == name:
                 text = re.sub(rf"(?m)^(  {key}: .*)$", rf"\1  # {remark}", text)
         return text
-
-
-def read_text(path: str | Path, option: str) -> str:
-    """Text of a file; ConfigError in one line if it cannot be read."""
-    try:
-        return read_settings_text(path)
-    except (OSError, ValueError) as error:
-        reason = (error.strerror or str(error)) if isinstance(error, OSError) else "not UTF-8 text"
-        raise ConfigError(f"{option} {path}: expected a text file, found: {reason}") from error
-
-
-def parse_yaml(path: str | Path, text: str, content: str) -> dict[str, Any]:
-    """The settings of a YAML file; ConfigError in one line if `text` is no YAML or no mapping."""
-    try:
-        settings = read_yaml(text)
-    except YamlError as error:
-        place = f"{path}:{error.line}" if error.line else path
-        raise ConfigError(f"{place}: not a valid YAML file: {error.text}") from error
-    if not isinstance(settings, dict):
-        raise ConfigError(f"{path}: expected {content}, found {settings!r:.60}")
-    return settings
-
-
-def swiglu_width(hidden_size: int) -> int:
-    """8/3 of the hidden size, rounded up to a multiple of 64: as many parameters as a GELU of 4 times it.
-
-    GLU variants, arXiv:2002.05202, section 3.
-    """
-    return -(-(hidden_size * 8 // 3) // 64) * 64
 
 
 _EXPERT_SETTINGS = (

@@ -1,4 +1,4 @@
-"""`llm-pretrain configs`: lists the presets, and converts configurations of other frameworks."""
+"""`llm-pretrain configs`: lists the presets, and writes configurations of others as ours."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ examples:
   llm-pretrain configs
   llm-pretrain configs --from_pretrained SmolLM2-135M/ --output model.yaml
   llm-pretrain configs --from_minimind "--hidden_size 768 --use_moe 1 --batch_size 32" --output mine.yaml
-  llm-pretrain configs --from_nanogpt nanoGPT/config/train_gpt2.py --output gpt2.yaml
-  llm-pretrain configs --from_litgpt config_hub/pretrain/tinyllama.yaml --output tinyllama.yaml
 """
 
 _ROWS = 4096
@@ -30,7 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     parser.description = (
         "Without an option: lists the presets, whose names --config takes, with their sizes. With one of "
-        "--from_…: writes a configuration file; its comments list what could not be carried over."
+        "--from_…: writes a configuration file; its comments list what could not be carried over. "
+        "docs/coming_from.md has the settings of nanoGPT, LitGPT and Trainer."
     )
     parser.add_argument("--folder", help="list the files of this folder (default: the presets)")
     source = parser.add_mutually_exclusive_group()
@@ -40,10 +39,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     source.add_argument(
         "--from_minimind", metavar="OPTIONS", help="the options of MiniMind's train_pretrain.py, in quotes"
     )
-    source.add_argument(
-        "--from_nanogpt", metavar="FILE", help="a configuration file of nanoGPT; parsed, never run"
-    )
-    source.add_argument("--from_litgpt", metavar="FILE", help="a pretraining file of litgpt")
     parser.add_argument(
         "--minimind_version", type=int, choices=[2, 3],
         help="MiniMind2 or minimind-3: its architecture and defaults (default: as the options look)",
@@ -64,17 +59,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _imported(arguments: argparse.Namespace) -> ImportedConfig | None:
     """The configuration that one of the options --from_… names."""
-    from llm_pretrain.commands._import_litgpt import from_litgpt
     from llm_pretrain.commands._import_minimind import from_minimind
-    from llm_pretrain.commands._import_nanogpt import from_nanogpt
     from llm_pretrain.commands._imported_config import from_pretrained
 
     if arguments.from_minimind is not None:
         return from_minimind(arguments.from_minimind, arguments.minimind_version)
-    for read in (from_pretrained, from_nanogpt, from_litgpt):
-        if (source := getattr(arguments, read.__name__)) is not None:
-            return read(source)
-    return None
+    return None if arguments.from_pretrained is None else from_pretrained(arguments.from_pretrained)
 
 
 def _write(imported: ImportedConfig, arguments: argparse.Namespace) -> int:

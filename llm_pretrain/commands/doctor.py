@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from llm_pretrain.commands._launching import Machine, this_machine
 from llm_pretrain.config import multiplies_in_bf16, validate
-from llm_pretrain.errors import printable
+from llm_pretrain.errors import ConfigError, printable
 
 if TYPE_CHECKING:
     from llm_pretrain.config import Config
@@ -68,7 +68,6 @@ def run(arguments: argparse.Namespace) -> int:
         from llm_pretrain.commands._gpu_report import write_gpu_report
 
         return write_gpu_report(arguments.minutes, arguments.output)
-    from llm_pretrain.commands._imported_config import parse_yaml, read_text
     from llm_pretrain.config import load_config
     from llm_pretrain.distributed.launch_checks import default_accelerate_file
 
@@ -80,8 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
     path = Path(named) if named else default_accelerate_file()
     settings, text = {}, ""
     if named or path.exists():
-        text = read_text(path, "--accelerate_config")
-        settings = parse_yaml(path, text, "Accelerate's settings")
+        settings, text = _read_accelerate(path)
     machine = this_machine()
     for name, value in machine_facts(machine):
         print(f"{name:<14}{printable(value)}")
@@ -97,6 +95,24 @@ def run(arguments: argparse.Namespace) -> int:
     if not warnings:
         print("nothing here would surprise a run")
     return 1 if warnings else 0
+
+
+def _read_accelerate(path: Path) -> tuple[dict[str, Any], str]:
+    """Settings and text of Accelerate's file; ConfigError in one line if it is no YAML or no mapping."""
+    from llm_pretrain.config import YamlError, read_settings_text, read_yaml
+
+    try:
+        text = read_settings_text(path)
+        settings = read_yaml(text)
+    except YamlError as error:
+        place = f"{path}:{error.line}" if error.line else path
+        raise ConfigError(f"{place}: not a valid YAML file: {error.text}") from error
+    except (OSError, ValueError) as error:
+        reason = (error.strerror or str(error)) if isinstance(error, OSError) else "not UTF-8 text"
+        raise ConfigError(f"--accelerate_config {path}: expected a text file, found: {reason}") from error
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{path}: expected Accelerate's settings, found {settings!r:.60}")
+    return settings, text
 
 
 def _version(package: str) -> str | None:

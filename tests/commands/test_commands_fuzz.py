@@ -1,9 +1,8 @@
-"""Files of other programs: launch files of Accelerate, configurations of nanoGPT, litgpt and transformers."""
+"""Files of other programs: launch files of Accelerate, configurations of transformers."""
 
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -11,34 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.fuzzing import fuzzed
 from support.launching import ROOT
-from support.mutating import VALUES, damaged_bytes, damaged_json, dumped
+from support.mutating import damaged_bytes, damaged_json, dumped
 
 from llm_pretrain.__main__ import main as run_command
 from llm_pretrain.config import Config, read_yaml
 from llm_pretrain.distributed.launch_checks import check_accelerate_settings
 from llm_pretrain.errors import ConfigError
 
-LITGPT = {
-    "model_name": "x",
-    "model_config": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_query_groups": 2, "vocab_size": 320},
-    "precision": "bf16-mixed",
-    "seed": 1,
-    "data": "TinyLlama",
-    "train": {"global_batch_size": 8, "micro_batch_size": 2, "max_tokens": 10_000, "max_norm": 1.0},
-    "eval": {"interval": 10, "max_iters": 4},
-    "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 1e-3, "betas": [0.9, 0.95]}},
-}
-NANOGPT = b"""n_layer = 4
-n_head = 4
-n_embd = 128
-block_size = 64
-batch_size = 12
-learning_rate = 1e-3
-max_iters = 2000
-dataset = 'shakespeare_char'
-gradient_accumulation_steps = 5 * 8
-dropout = 0.0
-"""
 HUGGINGFACE = {
     "model_type": "qwen3", "vocab_size": 320, "hidden_size": 64, "intermediate_size": 128,
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
@@ -56,42 +34,6 @@ def command_or_refusal(arguments: list[str], capsys: pytest.CaptureFixture[str])
     assert code in (0, 1, 2, 65, 74), error
     assert "Traceback" not in error
     assert bool(error) == (code > 1)
-
-
-@pytest.mark.fuzz
-@pytest.mark.parametrize("name", ["nanogpt", "litgpt"])
-def test_a_foreign_configuration_is_read_or_refused(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    monkeypatch.chdir(tmp_path)
-    contents = {
-        "nanogpt": damaged_bytes(NANOGPT) | damaged_assignments(),
-        "litgpt": damaged_json(LITGPT).map(dumped) | damaged_bytes(dumped(LITGPT)),
-    }
-
-    @given(content=contents[name])
-    @fuzzed(12)
-    def check(content: bytes) -> None:
-        (tmp_path / "theirs").write_bytes(content)
-        (tmp_path / "ours.yaml").unlink(missing_ok=True)
-        command_or_refusal(["configs", f"--from_{name}", "theirs", "--output", "ours.yaml"], capsys)
-        assert {path.name for path in tmp_path.iterdir()} <= {"theirs", "ours.yaml"}
-
-    check()
-
-
-def damaged_assignments() -> st.SearchStrategy[bytes]:
-    """The settings of nanoGPT's file with other values."""
-    names = [line.split(b" = ")[0].decode() for line in NANOGPT.splitlines()]
-    values = VALUES.map(repr) | st.sampled_from(
-        ["2 ** 10 ** 10", "'a' * 10 ** 10", "[0] * 10 ** 10", "1 // 0"]
-    )
-    return st.dictionaries(st.sampled_from(names), values, max_size=4).map(
-        lambda changed: (
-            NANOGPT
-            + "".join(f"{name} = {value}\n" for name, value in changed.items()).encode("utf-8", "replace")
-        )
-    )
 
 
 @pytest.mark.fuzz
@@ -158,16 +100,11 @@ def test_what_accelerate_hands_over_agrees_or_is_refused(monkeypatch: pytest.Mon
     check()
 
 
-def test_the_files_that_are_damaged_are_sound(
+def test_the_file_that_is_damaged_is_sound(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     """Otherwise everything would be refused for one reason."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "nanogpt").write_bytes(NANOGPT)
-    (tmp_path / "litgpt").write_text(json.dumps(LITGPT))
     (tmp_path / "config.json").write_text(json.dumps(HUGGINGFACE))
-    for option, place in (("nanogpt", "nanogpt"), ("litgpt", "litgpt"), ("pretrained", os.fspath(tmp_path))):
-        output = f"{option}.yaml"
-        assert run_command(["configs", f"--from_{option}", place, "--output", output]) == 0, (
-            capsys.readouterr()
-        )
+    code = run_command(["configs", "--from_pretrained", str(tmp_path), "--output", "ours.yaml"])
+    assert code == 0, capsys.readouterr()
