@@ -38,7 +38,7 @@ $(VENV)/.installed-tests: $(VENV)/.installed
 
 # What exported weights are evaluated and tuned with.
 $(VENV)/.installed-readers: $(VENV)/.installed-tests
-	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[eval,readers]"
+	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[readers]"
 	touch $@
 
 # Beside the environment, not in it: with Triton installed a CPU's torch takes other paths.

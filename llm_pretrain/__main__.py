@@ -26,7 +26,7 @@ COMMANDS = {
     "chaos": "kill a run repeatedly; it must end as an uninterrupted run, bit for bit",
     "generate": "continue a prompt with trained weights",
     "chat": "talk to trained weights in the terminal",
-    "evaluate": "loss, perplexity and bits per byte on a token store, on files, or lm-eval's tasks",
+    "evaluate": "loss, perplexity and bits per byte on a token store or on files",
     "export": "write weights for llama.cpp (GGUF) or transformers",
     "report": "write an HTML page about a run, or compare several",
     "top": "watch a run, or several, in the terminal",

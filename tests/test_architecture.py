@@ -59,7 +59,6 @@ SLOW_IMPORTS = {
     "rich",
     "gguf",
     "tensorboard",
-    "lm_eval",
     "jinja2",
     "pyarrow",
     "scipy",

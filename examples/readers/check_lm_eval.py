@@ -1,46 +1,49 @@
-"""lm-evaluation-harness: a multiple-choice task of four lines, written here, on the weights.
+"""lm-evaluation-harness: its command computes the bits per byte of the texts, by a task file of our own.
 
-python check_lm_eval.py WEIGHTS
+python check_lm_eval.py WEIGHTS REFERENCE.json
 """
 
 import json
+import math
+import os
+import subprocess
 import sys
 import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
-import lm_eval
-from lm_eval.tasks import TaskManager
-
-ROWS = [
-    {"text": "The function returns a", "choices": [" list", " zzz"], "answer": 0},
-    {"text": "import", "choices": ["鸟鸟鸟鸟", " os"], "answer": 1},
-    {"text": "春眠不觉", "choices": ["晓", " XQ##"], "answer": 0},
-    {"text": "See the", "choices": [" documentation", "}}}}}}}}"], "answer": 0},
-]
 TASK = """\
-task: four_lines
+task: own_texts
 dataset_path: json
 dataset_kwargs: {{data_files: {{test: {file}}}}}
 test_split: test
-output_type: multiple_choice
-doc_to_text: "{{{{text}}}}"
-doc_to_choice: "{{{{choices}}}}"
-doc_to_target: answer
-target_delimiter: ""
-metric_list: [{{metric: acc}}]
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{{{text}}}}"
+metric_list: [{{metric: bits_per_byte}}]
 """
 
+reference = json.loads(Path(sys.argv[2]).read_text("utf-8"))
 with tempfile.TemporaryDirectory() as name:
     folder = Path(name)
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    (folder / "four_lines.yaml").write_text(TASK.format(file=folder / "rows.jsonl"))
-    results = lm_eval.simple_evaluate(
-        model="hf",
-        model_args={"pretrained": sys.argv[1], "dtype": "float32", "device": "cpu"},
-        tasks=["four_lines"],
-        task_manager=TaskManager(include_path=name, include_defaults=False),
-        bootstrap_iters=0,
+    rows = [json.dumps({"text": row["text"]}) + "\n" for row in reference["prompts"]]
+    (folder / "texts.jsonl").write_text("".join(rows))
+    (folder / "own_texts.yaml").write_text(TASK.format(file=folder / "texts.jsonl"))
+    # its windows begin with BOS by themselves; with the tokenizer's, BOS would count as a part of the text
+    model_args = f"pretrained={sys.argv[1]},dtype=float32,add_bos_token=False"
+    subprocess.run(
+        [
+            *(sys.executable, "-m", "lm_eval", "--model", "hf", "--model_args", model_args),
+            *("--device", "cpu", "--tasks", "own_texts", "--include_path", name, "--output_path", name),
+        ],
+        env=os.environ | {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"},
+        check=True,
     )
-accuracy = results["results"]["four_lines"]["acc,none"]
-print(f"ok  lm_eval {version('lm_eval')}: accuracy {accuracy:.2f} of {len(ROWS)} lines")
+    (results,) = folder.rglob("results*.json")
+    theirs = json.loads(results.read_text())["results"]["own_texts"]["bits_per_byte,none"]
+agrees = math.isclose(theirs, reference["bits_per_byte"], rel_tol=1e-4)
+print(
+    f"{'ok' if agrees else 'DIFFERS'}  lm_eval {version('lm_eval')}: {theirs:.6f} bits per byte, "
+    f"{reference['bits_per_byte']:.6f} in the reference"
+)
+sys.exit(0 if agrees else 1)

@@ -3,17 +3,21 @@
     python examples/readers/reference.py WEIGHTS REFERENCE.json
 
 In this project's environment. Token ids of some texts, the likeliest continuation of each in fp32, and
-the log-probability of every token of it.
+the log-probability of every token of it; and the texts' bits per byte as `llm-pretrain evaluate` computes it.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import tempfile
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import torch
 
+from llm_pretrain.__main__ import main as run_command
 from llm_pretrain.data import open_tokenizer
 from llm_pretrain.export import load_pretrained, read_config
 
@@ -45,9 +49,22 @@ def main(weights: Path, output: Path) -> None:
                 "logprobs": logprobs,
             }
         )
-    content = {"vocab_size": read_config(weights)["vocab_size"], "prompts": rows}
+    content = {
+        "vocab_size": read_config(weights)["vocab_size"],
+        "bits_per_byte": bits_per_byte(weights),
+        "prompts": rows,
+    }
     output.write_text(json.dumps(content, ensure_ascii=False, indent=1), encoding="utf-8")
     print(f"{output}: {len(rows)} texts, {NEW_TOKENS} tokens each")
+
+
+def bits_per_byte(weights: Path) -> float:
+    with tempfile.TemporaryDirectory() as folder, redirect_stdout(StringIO()) as printed:
+        file = Path(folder) / "texts.jsonl"
+        file.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+        if code := run_command(["evaluate", str(weights), "--input", str(file), "--json"]):
+            sys.exit(code)
+    return json.loads(printed.getvalue())["bits_per_byte"]
 
 
 if __name__ == "__main__":

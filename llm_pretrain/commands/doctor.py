@@ -31,7 +31,7 @@ examples:
 """
 
 _PACKAGES = ("torch", "accelerate", "transformers", "tokenizers", "datasets", "safetensors", "numpy")
-_OPTIONAL = ("sentencepiece", "wandb", "tensorboard", "gguf", "lm-eval", "deepspeed")
+_OPTIONAL = ("sentencepiece", "wandb", "tensorboard", "gguf", "deepspeed")
 _LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
 _BYTES_PER_PARAMETER = 12 + 2
 """A checkpoint has fp32 weights and two AdamW moments; the exported weights have half precision."""

@@ -249,7 +249,7 @@ def test_minimind_processes_are_counted_over_all_machines(
         ("--dtype int8", "--dtype: expected one of bfloat16, float16, float32, found 'int8'"),
         ("batch_size 3", "expected an option such as --batch_size 32, found 'batch_size'"),
         ("--data_path 'open", "expected options"),
-        (f"--batch_size 1{'0' * 30}", "training.micro_batch_size: expected an integer, found 1000"),
+        (f"--log_interval 1{'0' * 30}", "logging.logging_steps: expected an integer, found 125000"),
     ],
 )
 def test_wrong_minimind_options_are_one_line(options: str, message: str, capsys: pytest.CaptureFixture[str]):

@@ -3,17 +3,18 @@
 import json
 import math
 import shutil
+import subprocess
+import sys
 import zlib
 from pathlib import Path
 
 import pytest
 import torch
 from support.corpora import make_store, make_texts, write_jsonl
-from support.launching import train_tiny
+from support.launching import ROOT, environment, train_tiny
 
 from llm_pretrain.__main__ import main
 from llm_pretrain.checkpoints import open_model
-from llm_pretrain.commands import evaluate as command
 from llm_pretrain.config import load_config
 from llm_pretrain.data import TokenStore, open_tokenizer
 from llm_pretrain.model import Decoder
@@ -106,30 +107,22 @@ def test_the_train_split_is_another(trained_run, plain_store, capsys):
     assert 0 < figures["zlib_bits_per_byte"] < 8
 
 
-@pytest.mark.parametrize("windows", ["training", "rolling"])
-def test_files_are_evaluated_as_documented(trained_run, texts, capsys, windows):
+def test_files_are_evaluated_as_documented(trained_run, texts, capsys):
     """Against a loop over documents and pieces that knows nothing of packing or batches."""
     file, contents = texts
-    figures = evaluate(
-        capsys, trained_run.folder, "--input", file, "--sequence_length", "64", "--windows", windows
-    )
+    figures = evaluate(capsys, trained_run.folder, "--input", file, "--sequence_length", "64")
     opened = open_model(trained_run.folder)
     tokenizer = open_tokenizer(opened.tokenizer_folder)
     encoded = tokenizer.encode(contents)
     size = sum(len(text.encode()) for text in contents)
     assert figures["bytes"] == size
     assert max(map(len, encoded)) > 3 * 64, "a document is split"
-    if windows == "training":
-        per_document = [
-            document_nats(opened.model, ids, tokenizer.bos_token_id, tokenizer.eos_token_id, 64)
-            for ids in encoded
-        ]
-        text_nats = math.fsum(value for nats in per_document for value in nats[:-1])
-        assert figures["tokens"] == sum(len(ids) + 1 for ids in encoded)
-    else:
-        per_document = [rolling_nats(opened.model, ids, tokenizer.bos_token_id, 64) for ids in encoded]
-        text_nats = math.fsum(map(math.fsum, per_document))
-        assert figures["tokens"] == sum(map(len, encoded))
+    per_document = [
+        document_nats(opened.model, ids, tokenizer.bos_token_id, tokenizer.eos_token_id, 64)
+        for ids in encoded
+    ]
+    text_nats = math.fsum(value for nats in per_document for value in nats[:-1])
+    assert figures["tokens"] == sum(len(ids) + 1 for ids in encoded)
     loss = math.fsum(map(math.fsum, per_document)) / figures["tokens"]
     assert figures["loss"] == pytest.approx(loss, rel=1e-6)
     assert figures["bits_per_byte"] == pytest.approx(text_nats / size / math.log(2), rel=1e-6)
@@ -137,68 +130,41 @@ def test_files_are_evaluated_as_documented(trained_run, texts, capsys, windows):
     assert figures["zlib_bits_per_byte"] == 8 * len(zlib.compress(joined, 9)) / len(joined)
 
 
-def rolling_nats(model: Decoder, ids: list[int], start: int, length: int) -> list[float]:
-    """Each token after the `length` at most before it that lm-eval's windows give it."""
-    nats = []
-    whole = [start, *ids]
-    for first in range(0, len(ids), length):
-        stop = min(first + length, len(ids))
-        begin = first if stop - first == length else max(stop - length, 0)
-        with torch.inference_mode():
-            logits = model(torch.tensor([whole[begin:stop]])).logits[0].double()
-        targets = torch.tensor(ids[first:stop])
-        nats += torch.nn.functional.cross_entropy(logits[-len(targets) :], targets, reduction="none").tolist()
-    return nats
-
-
-def test_rolling_windows_predict_every_id_once_with_full_context():
-    ids = list(range(1, 24))
-    windows = list(command.rolling_windows(ids, 0, 10))
-    assert windows[0] == ([0], ids[:10])
-    assert windows[1] == ([10], ids[10:20])
-    assert windows[2] == (list(range(13, 21)), ids[20:])
-    assert [token for _, predicted in windows for token in predicted] == ids
-    assert list(command.rolling_windows([], 0, 10)) == []
-    assert list(command.rolling_windows([5], 0, 10)) == [([0], [5])]
-
-
-def test_scores_do_not_depend_on_what_shares_the_batch(trained_run):
-    model = open_model(trained_run.folder).model
-    windows = [([1], [2, 3, 4]), ([5, 6, 7, 8, 9], [10]), ([3], [4] * 20), ([9, 8], [])]
-    together = command.score_windows(model, windows, batch_size=4)
-    alone = [command.score_windows(model, [window], batch_size=1)[0] for window in windows]
-    for (left, greedy), (right, also) in zip(together, alone, strict=True):
-        assert left == pytest.approx(right, abs=1e-5)
-        assert greedy == also
-    assert together[3] == (0.0, True)
-    with torch.inference_mode():
-        likeliest = int(model(torch.tensor([[1, 2]])).logits[0, -1].argmax())
-    assert command.score_windows(model, [([1, 2], [likeliest])], batch_size=1)[0][1]
-
-
 def test_every_format_that_prepare_reads_and_its_masks(trained_run, tmp_path, capsys):
     file = write_jsonl(tmp_path / "pairs.jsonl", [{"prompt": "one two ", "completion": "three"}])
     text = tmp_path / "plain.txt"
     text.write_text("three and four", encoding="utf-8")
-    for windows, ends in (("training", 1), ("rolling", 0)):
-        pair = evaluate(capsys, trained_run.folder, "--input", file, "--windows", windows)
-        assert (pair["tokens"], pair["bytes"]) == (5 + ends, 5)
-        both = evaluate(capsys, trained_run.folder, "--input", file, text, "--windows", windows)
-        assert (both["tokens"], both["bytes"]) == (5 + 14 + 2 * ends, 19)
+    pair = evaluate(capsys, trained_run.folder, "--input", file)
+    assert (pair["tokens"], pair["bytes"]) == (5 + 1, 5)
+    both = evaluate(capsys, trained_run.folder, "--input", file, text)
+    assert (both["tokens"], both["bytes"]) == (5 + 14 + 2, 19)
 
 
 def test_special_tokens_are_no_bytes_of_the_text(trained_run, plain_store, tmp_path, capsys):
-    """A document within one window has the same context either way."""
+    """An EOS inside a document is a target, and no part of the text."""
     tokenizer = open_tokenizer(plain_store / "tokenizer")
     first, second = tokenizer.encode(["one two", "three"])
     ids = [tokenizer.bos_token_id, *first, tokenizer.eos_token_id, *second]
     file = write_jsonl(tmp_path / "ids.jsonl", [{"input_ids": ids}])
-    training, rolling = (
-        evaluate(capsys, trained_run.folder, "--input", file, "--windows", windows)
-        for windows in ("training", "rolling")
-    )
-    assert rolling["bytes"] == training["bytes"] == len("one twothree")
-    assert rolling["bits_per_byte"] == pytest.approx(training["bits_per_byte"], rel=1e-5)
+    figures = evaluate(capsys, trained_run.folder, "--input", file)
+    assert figures["bytes"] == len("one twothree")
+    model = open_model(trained_run.folder).model
+    nats = document_nats(model, ids[1:], ids[0], None, len(ids))
+    text_nats = math.fsum(nats) - nats[len(first)]
+    assert figures["tokens"] == len(nats)
+    assert figures["bits_per_byte"] == pytest.approx(text_nats / figures["bytes"] / math.log(2), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_lm_evals_command_gives_the_bits_per_byte_of_evaluate(trained_run, tmp_path):
+    """On a run's weights, by a task file of its own, without a network."""
+    pytest.importorskip("lm_eval", reason="needs the package lm-eval")
+    weights, reference = trained_run.folder / "weights" / "step-00000006", tmp_path / "reference.json"
+    for script in ("reference.py", "check_lm_eval.py"):
+        command = [sys.executable, str(ROOT / "examples" / "readers" / script), str(weights), str(reference)]
+        done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1].startswith("ok  lm_eval ")
 
 
 def test_what_is_printed_for_people(trained_run, capsys):
@@ -229,9 +195,7 @@ def test_wrong_input_is_one_line_that_names_it(trained_run, plain_store, tmp_pat
     for option, value in (("--max_batches", -1), ("--sequence_length", 0), ("--micro_batch_size", 0)):
         assert f"{option}: expected" in refused(folder, option, str(value), code=2)
     assert "--sequence_length: expected at most" in refused(folder, "--sequence_length", str(1 << 20), code=2)
-    assert "--windows: expected --input beside it" in refused(folder, "--windows", "rolling", code=2)
     assert "--split: expected no --input" in refused(folder, "--input", "a", "--split", "train", code=2)
-    assert "--limit: expected --tasks" in refused(folder, "--limit", "3", code=2)
     assert "none.txt" in refused(folder, "--input", tmp_path / "none.txt", code=65)
     empty = tmp_path / "empty.txt"
     empty.touch()

@@ -21,7 +21,7 @@ FILE = re.compile(r"`([\w.*-]+(?:/[\w.*-]+)+\.(?:py|md|yaml|yml|toml|ipynb|sh|sb
 FOLDER = re.compile(r"`((?:llm_pretrain|tests|configs|examples|benchmarks)/[\w/-]*)`")
 """Paths in backticks, of the repository or, without its name, of the package."""
 
-OTHERS = {"make", "source", "llm-pretrain", "torchrun", "accelerate", "python", "pip", "wandb"}
+OTHERS = {"make", "source", "llm-pretrain", "torchrun", "accelerate", "python", "pip", "wandb", "lm_eval"}
 """First words of the other commands that documents show."""
 
 
