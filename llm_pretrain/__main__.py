@@ -29,7 +29,7 @@ COMMANDS = {
     "evaluate": "loss, perplexity and bits per byte on a token store or on files",
     "export": "write weights for llama.cpp (GGUF) or transformers",
     "report": "write an HTML page about a run, or compare several",
-    "top": "watch a run, or several, in the terminal",
+    "top": "a table of runs in the terminal, while they train",
     "replay": "execute a run's steps again from its checkpoints, and compare them bit for bit",
     "verify": "check a run by its files, or that packed documents are isolated",
 }

@@ -1,4 +1,4 @@
-"""`llm-pretrain top`: shows a run, or all runs of a folder, in the terminal while they train.
+"""`llm-pretrain top`: a table of runs in the terminal while they train.
 
 It only reads the run's files, so it can run on any machine that has the folder and never affects training.
 """
@@ -11,6 +11,11 @@ from pathlib import Path
 from llm_pretrain.errors import ConfigError
 
 EXAMPLES = """\
+step   done, of training.max_steps
+left   at the speed of the newest row
+row    how long ago the newest row was written; much longer than usual: it evaluates, saves, hangs or is gone
+Below the table: why a run ended, and what was found wrong in its steps or files.
+
 examples:
   llm-pretrain top runs/quickstart           # until it ends, or Ctrl-C
   llm-pretrain top runs/                     # all runs in the folder, a line each
@@ -23,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or a folder of such folders"
     )
-    parser.add_argument("--once", action="store_true", help="show one frame and leave")
+    parser.add_argument("--once", action="store_true", help="show the table once and leave")
     parser.add_argument(
         "--seconds", type=float, default=1.0, help="between two looks (default: 1; at least 0.1)"
     )
