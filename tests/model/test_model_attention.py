@@ -197,14 +197,14 @@ def test_offsets_say_the_same_as_document_ids():
 def loop_of_documents(seen: list):
     """`varlen_attn` as torch documents it, document by document."""
 
-    def kernel(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size, enable_gqa):
+    def kernel(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size, enable_gqa=True):
         assert query.shape[0] == int(cu_seq_q[-1])
         assert key.shape[0] == int(cu_seq_k[-1])
         assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
         assert max_q >= int(cu_seq_q.diff().max())
         assert max_k >= int(cu_seq_k.diff().max())
         assert window_size == (-1, 0)
-        seen.append(len(cu_seq_q))
+        seen.append((len(cu_seq_q), key.shape[1]))
         groups = query.shape[1] // key.shape[1]
         assert enable_gqa or groups == 1
         parts = []
@@ -219,13 +219,18 @@ def loop_of_documents(seen: list):
     return kernel, {"window_size": (-1, 0), "enable_gqa": True}
 
 
-def test_varlen_is_told_where_documents_lie(monkeypatch):
-    seen: list[int] = []
+@pytest.mark.parametrize("is_told", [True, False], ids=["enable_gqa", "torch 2.11"])
+def test_varlen_gets_documents_and_each_key_once(monkeypatch, is_told):
+    seen: list[tuple[int, int]] = []
     inputs = tensors(300, rows=2)
     expected = outcome(by_definition(*inputs, DOCUMENTS), inputs)
-    monkeypatch.setattr(attention, "varlen_kernel", lambda: loop_of_documents(seen))
+    kernel, options = loop_of_documents(seen)
+    if not is_told:
+        del options["enable_gqa"]
+    monkeypatch.setattr(attention, "varlen_kernel", lambda: (kernel, options))
     ours = outcome(attention._varlen(*inputs, OFFSETS), inputs)
-    assert seen == [len(OFFSETS)]
+    assert inputs[1].shape[2] < inputs[0].shape[2]
+    assert seen == [(len(OFFSETS), inputs[1].shape[2])]
     for mine, other in zip(ours, expected, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-11)
 
@@ -283,7 +288,7 @@ def test_varlen_is_asked_for_causal_attention_in_the_words_of_the_installed_torc
 
     kernel, options = attention.varlen_kernel()
     assert options.keys() <= inspect.signature(kernel).parameters.keys()
-    assert options.get("window_size") == (-1, 0) or options.get("is_causal") is True
+    assert options["window_size"] == (-1, 0)
 
 
 @pytest.mark.parametrize("columns", [100, 128, 300, 512])

@@ -228,7 +228,7 @@ def _varlen(
     To leave them out, their number would have to be read from the device.
     """
     kernel, options = varlen_kernel()
-    columns, groups = key.shape[1], query.shape[2] // key.shape[2]
+    columns = key.shape[1]
     queries_until = offsets
     if chunk is not None:
         start, stop = chunk
@@ -236,8 +236,6 @@ def _varlen(
         offsets = torch.cat([offsets, row * columns + stop]).sort().values
         inside = (offsets % columns - start).clamp(0, stop - start)
         queries_until = offsets // columns * (stop - start) + inside
-    if groups > 1 and "enable_gqa" not in options:
-        key, value = key.repeat_interleave(groups, 2), value.repeat_interleave(groups, 2)
     q, k, v = (x.flatten(0, 1) for x in (query, key, value))
     # An upper bound on lengths: the longest length differs between batches, and reading it would synchronise.
     return kernel(q, k, v, queries_until, offsets, query.shape[1], columns, **options).view(query.shape)
@@ -245,13 +243,12 @@ def _varlen(
 
 @functools.cache
 def varlen_kernel() -> tuple[Callable[..., Tensor], dict[str, Any]]:
-    """`varlen_attn` and its options for causal attention, which changed from torch 2.10 to 2.13."""
+    """`varlen_attn` and its options for causal attention; torch 2.11 takes grouped heads without a word."""
     # Its module imports torch's compiler, which takes a second.
     from torch.nn.attention.varlen import varlen_attn
 
-    known = inspect.signature(varlen_attn).parameters
-    options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
-    if "enable_gqa" in known:
+    options: dict[str, Any] = {"window_size": (-1, 0)}
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
         options["enable_gqa"] = True
     return varlen_attn, options  # pyright: ignore[reportReturnType] (without auxiliary results, a tensor)
 
