@@ -18,6 +18,8 @@ def pytest_configure() -> None:
     # With it pytest writes whole differences, which takes minutes for the long lists that tests of checks
     # compare on purpose with what they must not equal.
     os.environ.pop("CI", None)
+    if torch.cuda.is_available():  # cuBLAS reads it once in a process, and tests of determinism need it
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     share_with_workers()
 
 
@@ -51,14 +53,17 @@ LONG_FIRST = ("distributed", "faults", "end_to_end", "traps", "commands")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the longest files, or one worker ends up alone with one; skip what lacks its GPU."""
+    """Begin with the longest files, or a worker ends up alone with one; skip what lacks its GPU or torch."""
     folders = {folder: number for number, folder in enumerate(LONG_FIRST)}
     items.sort(key=lambda item: folders.get(item.path.parent.name, len(folders)))
-    if torch.cuda.is_available():
-        return
+    missing = {}
+    if not torch.cuda.is_available():
+        missing["gpu"] = "needs a CUDA device"
+    if torch.__version__ < (2, 13):
+        missing["pipeline"] = "needs torch 2.13"
     for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        for name in missing.keys() & {mark.name for mark in item.iter_markers()}:
+            item.add_marker(pytest.mark.skip(reason=missing[name]))
 
 
 @pytest.fixture(scope="session")

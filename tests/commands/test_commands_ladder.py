@@ -17,6 +17,7 @@ from typing import NoReturn
 
 import psutil
 import pytest
+from support.fork_server import python_path
 from support.ladders import make_ladder
 from support.launching import ROOT
 from support.presets import preset
@@ -68,8 +69,8 @@ def command(store: Path, folder: Path, *options: str) -> list[str]:
 
 
 def environment(**more: str) -> dict[str, str]:
-    folders = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(folders), "OMP_NUM_THREADS": "1"} | more
+    path = python_path(ROOT, ROOT / "tests")
+    return os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | more
 
 
 @pytest.fixture(scope="module")

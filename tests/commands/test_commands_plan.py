@@ -15,6 +15,7 @@ import psutil
 import pytest
 from filelock import FileLock
 from support.corpora import make_store
+from support.fork_server import python_path
 from support.ladders import make_ladder
 from support.launching import ROOT
 from support.run_folders import make_run, training_row
@@ -178,7 +179,7 @@ def test_the_configuration_runs_as_it_is(
     assert "measuring steps of hidden size" in capsys.readouterr().out
     file, run = folder / "night.yaml", tmp_path / "run"
     config = load_config(["--config", str(file)], world_size=2)
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": python_path(ROOT), "OMP_NUM_THREADS": "1"}
     script = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "train_pretrain.py"]
     options = ["--config", str(file), "--run.output_dir", str(run)]
     subprocess.run([sys.executable, *script, *options], cwd=ROOT, env=environment, check=True)

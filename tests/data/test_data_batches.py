@@ -20,6 +20,7 @@ import psutil
 import pytest
 import torch
 from support.corpora import make_config, make_store
+from support.fork_server import python_path
 
 from llm_pretrain.config import Config
 from llm_pretrain.data import (
@@ -371,8 +372,7 @@ def start_with_a_worker(store: TokenStore, folder: Path, seconds: float) -> subp
     """A process that takes one batch, prints its children's ids, waits and ends in the midst of an epoch."""
     script = folder / "script.py"
     script.write_text(SCRIPT)
-    roots = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(roots)}
+    environment = os.environ | {"PYTHONPATH": python_path(*Path(__file__).parents[1:3])}
     command = [sys.executable, str(script), str(store.path), str(seconds)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
 

@@ -24,6 +24,7 @@ import pyarrow.parquet
 import pytest
 import zstandard
 from support.corpora import make_texts, make_tokenizer, write_jsonl
+from support.fork_server import python_path
 from support.launching import ROOT, launch, train
 from support.measured import run_measured
 from support.stopping import no_traceback_of_ours
@@ -406,7 +407,7 @@ def test_all_causes_together_are_counted_one_by_one(here: Path, tokenizer: str, 
 
 
 def environment() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": str(Path(inputs_module.__file__).parents[3])}
+    return os.environ | {"PYTHONPATH": python_path(Path(inputs_module.__file__).parents[3])}
 
 
 @pytest.mark.parametrize("grows", [True, False])

@@ -22,6 +22,7 @@ from pathlib import Path
 import psutil
 import pytest
 from support.broken_scripts import write_scripts
+from support.fork_server import python_path
 from support.hanging import HANG_SECONDS, SLACK_SECONDS, WATCHED, disturb, disturb_save, unfinished
 from support.interrupting import assert_exact, check_continued, wait_for_step
 from support.launching import (
@@ -140,7 +141,7 @@ def start_alone(
     script: Path, folder: Path, options: list[str], place: Mapping[str, str] | None = None
 ) -> subprocess.Popen[str]:
     """One process of a script, or of a copy of it with the package beside it; a rank where it has a place."""
-    variables = environment() | {"PYTHONPATH": str(script.parent)} | dict(place or {})
+    variables = environment() | {"PYTHONPATH": python_path(script.parent)} | dict(place or {})
     return subprocess.Popen(
         [sys.executable, str(script), *NO_REPORT, "--run.output_dir", str(folder), *options],
         cwd=script.parent,

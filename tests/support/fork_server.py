@@ -205,7 +205,7 @@ def start_server(
         if name not in LAUNCHER_VARIABLES and not name.startswith(own)
     }
     kept |= {
-        "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
+        "PYTHONPATH": python_path(ROOT, ROOT / "tests"),
         "PYTHONWARNINGS": "ignore",
         "OPENBLAS_NUM_THREADS": "1",
     }
@@ -223,6 +223,11 @@ def start_server(
         assert time.monotonic() < deadline, "the fork server did not start"
         time.sleep(0.05)
     return process
+
+
+def python_path(*folders: Path) -> str:
+    """PYTHONPATH of a process that imports from these folders, then from where this one does."""
+    return os.pathsep.join([*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def free_port() -> int:

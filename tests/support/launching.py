@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 import torch
-from support.fork_server import RUN_FOLDER, Forked, Request, fork_server
+from support.fork_server import RUN_FOLDER, Forked, Request, fork_server, python_path
 
 import train_pretrain
 from llm_pretrain.checkpoints.manifest import read_manifest
@@ -74,7 +74,7 @@ def environment(*, gpu: bool = False) -> dict[str, str]:
         if key not in drop and not key.startswith(("ACCELERATE_", "TORCHELASTIC_", "PYTEST_"))
     }
     hidden = {} if gpu else {"CUDA_VISIBLE_DEVICES": ""}
-    return kept | hidden | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+    return kept | hidden | {"PYTHONPATH": python_path(ROOT), "PYTHONWARNINGS": "ignore"}
 
 
 @dataclass

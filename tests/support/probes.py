@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from support.fork_server import python_path
 from support.launching import ROOT, environment
 
 LIMIT_SECONDS = 400
@@ -35,8 +36,7 @@ class Launch:
 
 def start_probe(command: Sequence[str], folder: Path) -> subprocess.Popen[str]:
     """Start a launcher with `folder` as working directory; its output goes to a file there."""
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    options = environment() | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    options = environment() | {"PYTHONPATH": python_path(ROOT, ROOT / "tests"), "OMP_NUM_THREADS": "1"}
     with (folder / "output").open("w") as output:
         return subprocess.Popen(
             command, cwd=folder, env=options, stdout=output, stderr=output, text=True, start_new_session=True

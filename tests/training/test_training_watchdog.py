@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.fork_server import python_path
 from support.launching import ROOT, environment
 from support.watchdog_probe import HANGS, SLOW, TIMEOUT
 
@@ -34,7 +34,7 @@ FOUND_BY = {
 def probes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder per case, in which a process hung or was slow, and their exit codes."""
     folder = tmp_path_factory.mktemp("probes")
-    variables = environment() | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+    variables = environment() | {"PYTHONPATH": python_path(ROOT, ROOT / "tests")}
     subprocess.run([sys.executable, str(PROBE), str(folder)], env=variables, check=True, timeout=300)
     return folder
 
