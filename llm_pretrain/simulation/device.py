@@ -17,9 +17,8 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._decomp import decomposition_table
 from torch.utils._pytree import tree_map
-
-from llm_pretrain.errors import ResourceError
 
 NAME = "simulated"
 """Its type, as in `torch.device("simulated")`."""
@@ -95,20 +94,11 @@ class _Module(types.ModuleType):
 
 
 def register() -> torch.device:
-    """Make the device known to torch, once in a process; returns it.
-
-    Raises:
-        ResourceError: this torch is too old.
-    """
+    """Make the device known to torch, once in a process; returns it."""
     if not _libraries:
-        try:
-            from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
-        except ImportError as error:
-            raise ResourceError(
-                f"torch: expected 2.11 or newer for a simulated device, found {torch.__version__}"
-            ) from error
         import torch.distributed as dist
         from torch.testing._internal.distributed.fake_pg import _create_fake_pg
+        from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
         _setup_privateuseone_for_python_backend(NAME, _Module(f"torch.{NAME}"))
         dist.Backend.register_backend(f"fake_{NAME}", _create_fake_pg, extended_api=True, devices=[NAME])
@@ -171,7 +161,11 @@ def register_kernels(dispatch_key: str) -> None:
     library = torch.library.Library("aten", "IMPL", dispatch_key)
     for name in _SINGLE_KERNELS:
         library.impl(name, is_called)
-    _libraries.append(library)
+    # It adds in place; its decomposition, which fails in torch 2.11, makes tensors of the result's size.
+    decomposition_table.pop(torch.ops.aten.addmm.dtype_out, None)
+    shapes = torch.library.Library("aten", "IMPL", "Meta")
+    shapes.impl("addmm.dtype_out", lambda total, *_, out, **__: out, allow_override=True)
+    _libraries.extend((library, shapes))
 
 
 @contextmanager

@@ -1,5 +1,6 @@
-// A CUDA device for the CPU build of torch on which nothing runs: a device guard, without which autograd
-// refuses tensors on CUDA, and the hooks that torch asks for its generator and its devices.
+// A CUDA device on which nothing runs, for builds of torch with CUDA and without: the hooks that torch asks for
+// its generator and its devices, and a device guard, without which autograd refuses tensors on CUDA. Torch keeps
+// the hooks that were there first, and the guard that was registered last.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -23,9 +24,11 @@ struct Guard final : c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> {
   void synchronizeStream(const c10::Stream&) const override {}
 };
 
-const c10::impl::DeviceGuardImplRegistrar registrar(c10::DeviceType::CUDA, new Guard());
-
 }  // namespace
+
+extern "C" void register_guard() {
+  static const c10::impl::DeviceGuardImplRegistrar registrar(c10::DeviceType::CUDA, new Guard());
+}
 
 namespace at {
 
@@ -43,9 +46,11 @@ struct FakeHooks final : CUDAHooksInterface {
   DeviceIndex exchangeDevice(DeviceIndex) const override { return 0; }
   DeviceIndex maybeExchangeDevice(DeviceIndex) const override { return 0; }
   int getNumGPUs() const override { return 1; }
+  long versionCuDNN() const override { return 0; }
+  long versionRuntimeCuDNN() const override { return 0; }
   const Generator& getDefaultGenerator(DeviceIndex) const override { return detail::getDefaultCPUGenerator(); }
 };
 
-C10_REGISTER_CLASS(CUDAHooksRegistry, CUDAHooks, FakeHooks)
+C10_REGISTER_CLASS_WITH_PRIORITY(CUDAHooksRegistry, CUDAHooks, c10::REGISTRY_PREFERRED, FakeHooks)
 
 }  // namespace at

@@ -1,7 +1,8 @@
 """A CUDA device that is not there, as a pytest plugin: `pytest -p fake_cuda tests/cuda_without_gpu`.
 
-Fake tensors have types, shapes, strides and a device, but no values. With the guard of `fake_cuda.cpp`, which
-is built here and loaded before torch, and the properties of an H100, a GPU's code runs on them.
+Fake tensors have types, shapes, strides and a device, but no values. With the hooks and the guard of
+`fake_cuda.cpp`, which is built here and loaded before torch, and the properties of an H100, a GPU's code runs
+on them. In a build of torch for CUDA they take the place of its own.
 """
 
 from __future__ import annotations
@@ -28,14 +29,7 @@ def _compiler() -> str | None:
 
 def reason_without() -> str | None:
     """Why there can be no fake device here; None if there can."""
-    if _compiler() is None:
-        return "no C++ compiler (g++ or clang++) to build the fake device with"
-    version = _torch_folder() / "version.py"
-    facts: dict[str, Any] = {}
-    exec(version.read_text(), facts)  # importing torch would be too early
-    if facts.get("cuda"):
-        return f"this torch is built for CUDA {facts['cuda']} and has a device guard of its own"
-    return None
+    return None if _compiler() else "no C++ compiler (g++ or clang++) to build the fake device with"
 
 
 def _torch_folder() -> Path:
@@ -46,7 +40,7 @@ def _torch_folder() -> Path:
 
 
 def _build() -> Path:
-    """The compiled guard, from a cache by source, torch's version and its folder, from which it loads."""
+    """The compiled source, from a cache by source, torch's version and its folder, from which it loads."""
     torch = _torch_folder()
     facts = SOURCE.read_bytes() + (torch / "version.py").read_bytes() + os.fsencode(torch)
     key = hashlib.sha256(facts).hexdigest()[:16]
@@ -108,14 +102,16 @@ class Event:
 
 
 def install() -> None:
-    """Load the guard, then make torch see one H100."""
-    assert "torch" not in sys.modules, "the guard must be loaded before torch; use -p fake_cuda"
-    ctypes.CDLL(str(_build()))
+    """Load the hooks, then make torch see one H100."""
+    assert "torch" not in sys.modules, "the hooks must be loaded before torch; use -p fake_cuda"
+    library = ctypes.CDLL(str(_build()))
     import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch._subclasses import fake_tensor
 
+    library.register_guard()
     avoids_init: Any = property(lambda self: True)
-    FakeTensorMode.avoid_device_init = avoids_init
+    fake_tensor.FakeTensorMode.avoid_device_init = avoids_init
+    fake_tensor.init_gpu_context = lambda device: None
     stream = Event()
     capability: Any = lambda device=None: (H100.major, H100.minor)  # noqa: E731
     for name, value in {
@@ -125,6 +121,7 @@ def install() -> None:
         "set_device": lambda device: None,
         "synchronize": lambda device=None: None,
         "is_initialized": lambda: False,
+        "is_current_stream_capturing": lambda: False,
         "_lazy_init": lambda: None,
         "_exchange_device": lambda device: 0,
         "_maybe_exchange_device": lambda device: 0,
@@ -150,8 +147,7 @@ def install() -> None:
         "_cuda_exchangeDevice": lambda device: 0,
         "_cuda_maybeExchangeDevice": lambda device: 0,
     }.items():
-        if not hasattr(torch._C, name):
-            setattr(torch._C, name, value)
+        setattr(torch._C, name, value)
     from llm_pretrain.simulation.device import register_kernels
 
     register_kernels("CUDA")
