@@ -13,7 +13,7 @@ PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-re
 # Processes of `make pretrain`: one per GPU, or two on a machine without one.
 NPROC ?= $(shell $(BIN)/python -c "import torch; print(torch.cuda.device_count() or 2)" 2>/dev/null)
 
-.PHONY: help setup pretrain store test test-ci test-cuda test-slow test-faults fuzz mutate gpu-check lint bench docs docs-site clean
+.PHONY: help setup pretrain store test test-ci test-cuda test-slow test-faults test-lowest fuzz mutate gpu-check lint bench docs docs-site clean
 
 help:  ## What can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 14
@@ -39,6 +39,14 @@ $(VENV)/.installed-tests: $(VENV)/.installed
 # What exported weights are evaluated and tuned with.
 $(VENV)/.installed-readers: $(VENV)/.installed-tests
 	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[readers]"
+	touch $@
+
+# What pyproject.toml promises at its lowest, in an environment of its own; torch comes with its CUDA libraries.
+$(VENV)-lowest/.installed: pyproject.toml constraints.txt tests/lowest_versions.py
+	$(PYTHON) -m venv $(VENV)-lowest
+	$(PYTHON) tests/lowest_versions.py > $(VENV)-lowest/constraints.txt
+	PYTHONWARNINGS=ignore $(VENV)-lowest/bin/python -m pip install --quiet \
+		--constraint $(VENV)-lowest/constraints.txt --editable ".[test]"
 	touch $@
 
 # Beside the environment, not in it: with Triton installed a CPU's torch takes other paths.
@@ -83,6 +91,11 @@ test-slow: $(VENV)/.installed-readers  ## Every slow test but the faults (nightl
 test-faults: $(VENV)/.installed-tests  ## Every fault: kills, full disks, damage, lost networks (nightly; an hour or more)
 	$(PYTEST) --dist worksteal tests/faults
 
+test-lowest: BIN = $(VENV)-lowest/bin
+test-lowest: $(VENV)-lowest/.installed  ## The quick suite and test-cuda with the lowest versions promised (nightly; 6 GB of packages)
+	$(PYTEST) -m "not slow"
+	PYTHONPATH=tests/cuda_without_gpu $(PYTEST) --dist load -p fake_cuda tests/cuda_without_gpu
+
 fuzz: $(VENV)/.installed-tests  ## Look for input that breaks a reader, for longer than the tests do
 	FUZZ_EXAMPLES=$(or $(EXAMPLES),2000) $(PYTEST) -m fuzz
 
@@ -114,4 +127,4 @@ docs-site: $(VENV)-docs/.installed  ## Build the documentation site into site/
 	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --strict --quiet
 
 clean:  ## Remove the environments and everything generated
-	rm -rf $(VENV) $(VENV)-docs $(VENV)-triton site runs data/stores data/tokenizers build *.egg-info
+	rm -rf $(VENV) $(VENV)-docs $(VENV)-lowest $(VENV)-triton site runs data/stores data/tokenizers build *.egg-info

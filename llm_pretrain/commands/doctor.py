@@ -122,6 +122,18 @@ def _version(package: str) -> str | None:
         return None
 
 
+def _requirements() -> list[str]:
+    """What pyproject.toml asks for; nothing where the package runs from its folder."""
+    try:
+        return metadata.requires("llm_pretrain") or []
+    except metadata.PackageNotFoundError:
+        return []
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(part) for part in re.findall(r"\d+", version.partition("+")[0])]
+
+
 def machine_facts(machine: Machine) -> Iterator[tuple[str, str]]:
     """Facts about this machine by name."""
     import torch
@@ -174,14 +186,12 @@ def _machine_surprises(gpus: int, config: Config | None) -> Iterator[str]:
     """Warnings about packages, back-ends, environment variables and the output folder."""
     from llm_pretrain.distributed.process import exported_setting, exported_threads
 
+    lowest = dict(each.split(">=") for each in _requirements() if ";" not in each)  # none of an extra
     for package in _PACKAGES:
-        if _version(package) is None:
+        if (version := _version(package)) is None:
             yield f"{package} is not installed; do pip install it, as `make setup` does"
-    version = tuple(
-        int(part) for part in (_version("torch") or "0").split("+")[0].split(".")[:2] if part.isdigit()
-    )
-    if version < (2, 10):
-        yield "torch is older than 2.10, which opens weights unsafely (GHSA-63cw-57p8-fm3p); do upgrade it"
+        elif _numbers(version) < _numbers(lowest.get(package, "0")):
+            yield f"{package} {version} is older than {lowest[package]}, the lowest tested; do upgrade it"
     if xla := _version("torch_xla"):
         yield (
             f"torch_xla {xla} is installed, but TPUs are untested here and both scripts would train on the "

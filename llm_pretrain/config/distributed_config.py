@@ -63,7 +63,7 @@ class DistributedConfig:
             parallelism), neighbours; outside of the products each has its part of the positions (sequence
             parallelism).
         pp_size: With `fsdp`, ranks over which the layers are divided (pipeline parallelism): each computes
-            its layers for all micro batches of a step, and hands the hidden states on.
+            its layers for all micro batches of a step, and hands the hidden states on. Needs torch 2.13.
         pp_schedule: Order in which a rank computes the micro batches of its stage, by torch's names. `gpipe`:
             all forward, then all backward; `1f1b`: one of each in turns, so that fewer are in memory. The
             others give every rank two stages, and so wait less: `interleaved_1f1b`; `interleaved_zero_bubble`

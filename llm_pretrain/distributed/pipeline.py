@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from llm_pretrain.config import Config
 from llm_pretrain.distributed.mesh import Place
+from llm_pretrain.errors import ConfigError
 from llm_pretrain.model import Decoder, DecoderOutput, RouterSums
 
 T = TypeVar("T")
@@ -96,6 +97,9 @@ class Pipeline:
         group: Of the ranks of this pipeline.
         device: Of this rank.
         autocast: Context of the forward passes.
+
+    Raises:
+        ConfigError: this torch is too old.
     """
 
     def __init__(
@@ -107,6 +111,11 @@ class Pipeline:
         device: torch.device,
         autocast: AbstractContextManager[Any],
     ):
+        if torch.__version__ < (2, 13):  # stages wait for gradients of routers' counts, which have none
+            raise ConfigError(
+                f"distributed.pp_size: expected 1 with torch {torch.__version__}, found {place.sizes.pp}; a "
+                "pipeline needs torch 2.13"
+            )
         self.model, self.config, self.device, self.autocast = model, config, device, autocast
         self.group, self.rank, self.size = group, place.pp, place.sizes.pp
         self.names = [name for name, _ in model.named_parameters()]

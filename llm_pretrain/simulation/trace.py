@@ -27,7 +27,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_init
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.pipelining import PipelineStage, schedules
-from torch.distributed.pipelining._utils import InferenceMode
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
@@ -126,7 +125,8 @@ def traced_step(config: Config, device: torch.device, *, real: bool = False, obs
         tracker.name(OPTIMIZER, [each for each in states if isinstance(each, Tensor)])
         _tell_phases(engine, tracker)
         stack.enter_context(_telling_reductions(tracker))
-        stack.enter_context(_telling_micro_batches(tracker, engine.accumulation_steps))
+        if engine.pipeline is not None:
+            stack.enter_context(_telling_micro_batches(tracker, engine.accumulation_steps))
         batches = [micro_batch(config, device, index) for index in range(engine.accumulation_steps)]
         batches = [replace(own_part(each, engine.place), digest=each.digest) for each in batches]  # real
         tracker.begin_step()
@@ -293,6 +293,8 @@ def _telling_micro_batches(tracker: Tracker, count: int) -> Iterator[None]:
 
     They have buffers to receive all `count` micro batches of a step, though fewer are traced.
     """
+    from torch.distributed.pipelining._utils import InferenceMode  # not in torch 2.11
+
     forward, backward = PipelineStage.forward_one_chunk, PipelineStage.backward_one_chunk
 
     def run_forward(stage: Any, number: int, args: Any, kwargs: Any, *rest: Any, **more: Any) -> Any:

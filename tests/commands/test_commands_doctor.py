@@ -152,8 +152,10 @@ def test_the_environment_and_the_machine(
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
     monkeypatch.setattr(doctor, "multiplies_in_bf16", lambda: False)
     monkeypatch.setattr(doctor, "_free", lambda folder: 10**9)
-    versions = {"torch": "2.9.1", "numpy": "2.0", "torch_xla": "2.9.0"}
+    versions = {"torch": "2.9.1", "numpy": "2.0.2", "torch_xla": "2.9.0"}
     monkeypatch.setattr(doctor, "_version", versions.get)
+    promised = ["torch>=2.11", "numpy>=2.0", 'torch>=2.13; extra == "pipelines"']
+    monkeypatch.setattr(doctor, "_requirements", lambda: promised)
     monkeypatch.setattr("llm_pretrain.data.loader.batches.shutil.disk_usage", lambda folder: Mock(free=10**6))
     file = str(ROOT / "configs" / "gpt2-124m.yaml")
     (tmp_path / "workers.yaml").write_text("data: {num_workers: 2}\n")
@@ -162,7 +164,7 @@ def test_the_environment_and_the_machine(
     for text in (
         "warning: RANK in the environment", "warning: ACCELERATE_MIXED_PRECISION in the environment",
         "warning: training.precision: bf16 is emulated", "warning: accelerate is not installed",
-        "warning: torch is older than 2.10", "warning: torch_xla 2.9.0 is installed, but TPUs are untested",
+        "warning: torch 2.9.1 is older than 2.11", "warning: torch_xla 2.9.0 is installed, but TPUs are",
         "warning: data.num_workers: expected ",
         "warning: runs/gpt2-124m: 3 checkpoints and weights take 5.2 GB",
     ):  # fmt: skip

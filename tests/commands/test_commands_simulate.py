@@ -130,7 +130,9 @@ def test_a_step_waits_for_other_stages():
         ("--distributed.ep_size", "2"),
         ("--distributed.dp_replicate_size", "2", "--training.activation_checkpointing", "true"),
         ("--distributed.tp_size", "2"),
-        ("--distributed.pp_size", "2", "--model.num_hidden_layers", "12"),
+        pytest.param(
+            ("--distributed.pp_size", "2", "--model.num_hidden_layers", "12"), marks=pytest.mark.pipeline
+        ),
     ],
     ids=["experts divided", "replicas, checkpointed", "matrices divided", "stages"],
 )

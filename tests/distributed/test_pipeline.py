@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,17 @@ from support.launching import ROOT, Finished, launch
 from support.pipeline_plan import CASES, KINDS, SCHEDULES, SHARDED, WHOLE_BACKWARD
 from support.rank_cases import Outcome, has_slow, run_ranks
 from support.stepping import Driven
+from torch import nn
+from torch.torch_version import TorchVersion
 
+from llm_pretrain.config import Config
+from llm_pretrain.config.distributed_config import MeshSizes
+from llm_pretrain.distributed.mesh import Place
+from llm_pretrain.distributed.pipeline import Pipeline
+from llm_pretrain.errors import ConfigError
 from llm_pretrain.tracking import read_metrics
 
+pytestmark = pytest.mark.pipeline
 Outcomes = dict[str, list[Outcome]]
 
 QUICK_MISTAKES = ("without documents", "without masks", "without routers", "own norm")
@@ -131,6 +140,14 @@ def test_the_stages_of_a_tied_embedding_hold_the_same(outcomes: Outcomes):
     apart = outcomes["tied apart"][0].driven.parameters["model.embed_tokens.weight"]
     expected = outcomes["whole tied"][0].driven.parameters["model.embed_tokens.weight"]
     assert (apart - expected).norm() > 1e-2 * expected.norm()
+
+
+def test_an_older_torch_is_refused(monkeypatch: pytest.MonkeyPatch):
+    """Stages of torch 2.11 wait for the gradient of a router's counts, which have none."""
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.12.1"))
+    config, place = Config(), Place(MeshSizes(pp=2))
+    with pytest.raises(ConfigError, match=r"pp_size: expected 1 with torch 2\.12\.1, found 2"):
+        Pipeline(nn.Module(), config, place, None, torch.device("cpu"), nullcontext())  # type: ignore[arg-type]
 
 
 PIPELINE = ["--distributed.strategy", "fsdp", "--distributed.pp_size", "2"]

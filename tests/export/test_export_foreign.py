@@ -103,6 +103,8 @@ def test_a_model_with_transformers_defaults_opens_with_equal_logits(name, rope, 
     for key, tensor in theirs.state_dict().items():
         if key.endswith("e_score_correction_bias"):
             torch.nn.init.uniform_(tensor, -0.3, 0.3)
+        elif key.endswith(".gate.weight"):  # transformers 5.17 leaves that of ernie4_5_moe uninitialised
+            torch.nn.init.normal_(tensor, std=theirs.config.initializer_range)
     theirs.save_pretrained(tmp_path)
     with torch.no_grad():
         expected, ours = theirs(TOKENS).logits, load_pretrained(tmp_path).eval()(TOKENS).logits

@@ -173,6 +173,8 @@ def test_we_open_files_of_transformers_with_equal_logits(model, tmp_path):
             tensor.zero_()
         elif name.endswith("e_score_correction_bias") and model.config.router_bias_update_rate:
             torch.nn.init.uniform_(tensor, -0.3, 0.3)
+        elif name.endswith(".gate.weight"):  # transformers 5.17 leaves that of ernie4_5_moe uninitialised
+            torch.nn.init.normal_(tensor, std=theirs.config.initializer_range)
     theirs.save_pretrained(tmp_path / "theirs")
     with torch.no_grad():
         expected = theirs(TOKENS).logits

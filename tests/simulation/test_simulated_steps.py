@@ -115,6 +115,7 @@ def test_what_is_gathered_for_products_is_no_part_of_the_state_though_all_ranks_
 
 
 @IN_STAGES
+@pytest.mark.pipeline
 @pytest.mark.parametrize(("rank", "kind", "other"), [(0, "send", "receive"), (2, "receive", "send")])
 def test_a_stage_sends_hidden_states_and_receives_gradients(rank: int, kind: str, other: str):
     size, micro_batches = 4 * B * S * H, 4
@@ -129,6 +130,7 @@ def test_a_stage_sends_hidden_states_and_receives_gradients(rank: int, kind: str
 
 
 @IN_STAGES
+@pytest.mark.pipeline
 @pytest.mark.parametrize("rank", [0, 2])
 def test_middle_micro_batches_of_a_pipeline_stand_for_more(rank: int, monkeypatch: pytest.MonkeyPatch):
     batch = config(DENSE, 2, 12, pp_size=2)
@@ -143,6 +145,7 @@ def test_middle_micro_batches_of_a_pipeline_stand_for_more(rank: int, monkeypatc
     assert abs(few.peak - every.peak) <= 12 * 8  # the losses of each micro batch
 
 
+@pytest.mark.pipeline
 @pytest.mark.parametrize(
     ("schedule", "idle"),
     [

@@ -165,7 +165,7 @@ def check_torch_floor(project: str) -> None:
     assert len(lines) == 1
     allowed = Requirement(lines[0]).specifier
     assert not any(Version(f"2.{minor}.9") in allowed for minor in range(10))
-    assert Version("2.10.0") in allowed
+    assert Version("2.11.0") in allowed
 
 
 def test_old_versions_of_torch_are_not_installable():
