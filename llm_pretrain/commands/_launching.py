@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -43,7 +43,7 @@ _LAUNCHER_VARIABLES = (
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
     *("MASTER_ADDR", "MASTER_PORT"),
 )
-_POLL_SECONDS, _KILL_SECONDS = 0.02, 60
+_POLL_SECONDS, _POLL_KILL_SECONDS, _KILL_SECONDS = 0.02, 0.001, 60
 _SAVE_IN_PROGRESS = re.compile(r"\.step-(\d+)\.tmp-.*")
 _TEMPORARY_FOLDER = re.compile(r"\.(?:step-\d+|best)\.(?:tmp|old|replaced)-.*")
 _LOG_LINES, _LOG_LINE_CHARACTERS = 4, 300
@@ -172,6 +172,73 @@ class RunningJob:
 
     def __exit__(self, *_: object) -> None:
         self.kill()
+
+
+class Outcome(NamedTuple):
+    """How a started run ended.
+
+    Args:
+        killed: Whether it was killed; otherwise it ended by itself.
+        last_step: Of the rows that it had written by then; None without any.
+        saved_step: Step of the checkpoint or weights that it was writing when it was killed.
+        failure: Why it did not end as it should; empty where it did.
+    """
+
+    killed: bool
+    last_step: int | None
+    saved_step: int | None
+    failure: str
+
+
+def run_until(
+    job: Job,
+    context: LaunchContext,
+    is_due: Callable[[RunMonitor, int | None], bool] | None = None,
+    kill: Callable[[RunningJob], None] = RunningJob.kill,
+    exit_seconds: float = 60.0,
+) -> Outcome:
+    """Run a job to its end, or kill it when that is due.
+
+    Args:
+        job: What to start.
+        context: Where to start it.
+        is_due: Asked a thousand times a second, with the step that is being saved; None to let the run end.
+        kill: Sends the signals.
+        exit_seconds: Time limit from then until no process of the run is left.
+    """
+    monitor, saving = RunMonitor(job.folder), None
+    with RunningJob(job, context, range(job.world_size)) as started:
+        while (code := started.poll()) is None:
+            monitor.update()
+            if is_due is None:
+                time.sleep(_POLL_SECONDS)
+                continue
+            saving = monitor.step_being_saved()
+            if is_due(monitor, saving):
+                break
+            time.sleep(_POLL_KILL_SECONDS)
+        if code is None:
+            kill(started)
+            failure = _wait_for_exit(started, exit_seconds)
+        elif started.timed_out:
+            failure = f"no end after {started.seconds:.0f} s, killed; see {job.log}"
+        else:
+            lines = "; ".join(last_error_lines(job.log))
+            failure = f"ended by itself with exit code {code}: {lines}" if code else ""
+    return Outcome(code is None, monitor.last_step, saving, failure)
+
+
+def _wait_for_exit(started: RunningJob, seconds: float) -> str:
+    """Wait until launcher and workers are gone; those left at the limit are named, and killed."""
+    sent = time.monotonic()
+    while time.monotonic() - sent < seconds:
+        if started.process.poll() is not None and not processes_of(started.job.folder):
+            return ""
+        time.sleep(_POLL_SECONDS)
+    left = processes_of(started.job.folder)
+    _kill_all(left)
+    who = ", ".join(f"process {process.pid}" for process in left) or "the launcher"
+    return f"{who} was still there {seconds:.0f} s after the kill"
 
 
 def kill_tree(process: subprocess.Popen[bytes], children: Sequence[psutil.Process] = ()) -> None:
@@ -357,17 +424,20 @@ class RunMonitor:
         self.folder, self.started = folder, time.monotonic()
         self.last_step: int | None = None
         self.first_row_seconds: float | None = None
-        self._metrics = folder / "metrics.jsonl"
-        self._offset = self._metrics.stat().st_size if self._metrics.exists() else 0
+        self._metrics, self._attempts = folder / "metrics.jsonl", folder / "attempts.jsonl"
+        self._attempts_size = _size(self._attempts)
+        self._offset = _size(self._metrics)
         self._old_folders = set(temporary_folders(folder))
         self._partial = b""
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether the run has written down at which step it begins; its first step follows."""
+        return _size(self._attempts) > self._attempts_size
+
     def update(self) -> None:
         """Read the rows that were appended since the last call."""
-        try:
-            size = self._metrics.stat().st_size
-        except FileNotFoundError:
-            return
+        size = _size(self._metrics)
         if size < self._offset:  # a resumed run removes a torn last line
             self._offset, self._partial = size, b""
         if size == self._offset:
@@ -393,6 +463,10 @@ class RunMonitor:
     def temporary_folders(self) -> list[str]:
         """Temporary folders that were not there at the start."""
         return [name for name in temporary_folders(self.folder) if name not in self._old_folders]
+
+
+def _size(file: Path) -> int:
+    return file.stat().st_size if file.exists() else 0
 
 
 def temporary_folders(folder: Path) -> list[str]:

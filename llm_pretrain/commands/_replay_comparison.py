@@ -13,12 +13,6 @@ import torch
 from torch import Tensor
 
 from llm_pretrain.checkpoints import CheckpointTensors, Manifest, arithmetic_changes, read_manifest
-from llm_pretrain.commands._chaos_attempts import (
-    Violation,
-    check_rows,
-    checkpoint_problems,
-    manifest_facts,
-)
 from llm_pretrain.commands._launching import is_training_row, shorten
 from llm_pretrain.commands._parity_comparison import (
     PARAMETERS,
@@ -32,6 +26,12 @@ from llm_pretrain.commands._parity_comparison import (
 )
 from llm_pretrain.commands._parity_plan import Variant
 from llm_pretrain.commands._replay_plan import Leg, Segment
+from llm_pretrain.commands._run_checks import (
+    Violation,
+    check_rows,
+    checkpoint_problems,
+    manifest_facts,
+)
 from llm_pretrain.commands._verify_checkpoints import same_bits
 from llm_pretrain.commands._verify_history import spans
 from llm_pretrain.errors import PretrainError

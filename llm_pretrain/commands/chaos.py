@@ -5,99 +5,243 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llm_pretrain.commands._kill_schedule import ChaosPlan, Kill, Target, choose_target, make_plan
+import psutil
+
 from llm_pretrain.commands._launch_options import (
+    LaunchPlan,
     add_launch_options,
+    as_options,
     call_facts,
     check_timeout,
+    choose_output,
     create_output,
+    find_scripts,
+    forced_settings,
+    given_options,
+    parse_numbers,
+    parse_words,
     say,
     write_result,
 )
 from llm_pretrain.commands._launching import (
+    RESUMABLE_PATHS,
+    SCRIPTS,
     Job,
     LaunchContext,
+    Machine,
+    Outcome,
+    RunMonitor,
+    RunningJob,
     exit_on_signals,
     newest_checkpoint,
     rows_of,
+    run_until,
     this_machine,
 )
 from llm_pretrain.commands._parity_comparison import Rows
-from llm_pretrain.errors import PretrainError
+from llm_pretrain.commands._parity_plan import build_variants, configured_mesh
+from llm_pretrain.config import Config, load_config, resolve_model
+from llm_pretrain.errors import ConfigError, PretrainError
 
 if TYPE_CHECKING:
-    from llm_pretrain.commands._chaos_attempts import Attempt, Durations, FolderVerifier, Violation
+    from llm_pretrain.commands._run_checks import Violation
 
 EXAMPLES = """\
 Every other option is a setting, --section.field VALUE, and applies to every launch.
 
-kinds of kill: group, SIGKILL to launcher and workers at once; rank, to one worker (rank:1, to that one),
-after which the launcher must end within 60 s; launcher, to the launcher alone, after which all workers must
-end within 30 s; term, SIGTERM to the launcher. Rows, sample digests, parameters, every tensor of the last
-checkpoint and every file of the weights must be those of the uninterrupted run; every attempt must begin
-right after the newest checkpoint.
-exit code: 0 where this holds, 1 where it does not or less was shown than asked for, 2 or 65 for wrong input
+The run is killed in a step, at its start-up and in a save, once under each launcher, and continued each time
+by the other launcher. --kill all: SIGKILL to launcher and workers at once; rank: to one worker, after which
+the launcher must end within 60 s; launcher: to the launcher alone, after which all workers must end within
+30 s. Rows, sample digests, parameters, every tensor of the last checkpoint and every file of the weights must
+be those of the uninterrupted run; every attempt must begin right after the newest checkpoint.
+exit code: 0 where this holds, 1 where it does not or a kill missed its place, 2 or 65 for wrong input
 
 examples:
-  llm-pretrain chaos --config configs/tiny-dense.yaml --kills 3 --steps 12
-  llm-pretrain chaos --config configs/tiny-moe.yaml --kills 50 --seed 1 --in-save 10
-  llm-pretrain chaos --config configs/tiny-moe.yaml --paths torchrun --world-size 2 --kinds rank:1,launcher
-  llm-pretrain chaos --config configs/tiny-moe.yaml --kinds group,term --async-save --model.hidden_dropout 0.1
-  llm-pretrain chaos --config configs/tiny-moe.yaml --seed 2 --reference runs/chaos-tiny-moe/reference
+  llm-pretrain chaos --config configs/tiny-dense.yaml
+  llm-pretrain chaos --config configs/tiny-moe.yaml --kill rank --checkpoint.async_save true
+  llm-pretrain chaos --config configs/tiny-moe.yaml --paths torchrun --steps 12 --model.hidden_dropout 0.1
 """
 
-_COLUMNS = ("kill", "launcher", "death", "moment", "began at", "committed", "gone in", "verdict")
+PLACES = ("step", "start-up", "save")
+KILLS = ("all", "rank", "launcher")
+LAUNCHER_SECONDS, WORKER_SECONDS = 60.0, 30.0
+"""Time limits of a launcher that lost a worker, and of workers that lost their launcher."""
+_SLOW_STEPS = 3
+"""Where a step, save or evaluation takes long, a limit is extended by this many of them."""
+_SAVE_STEPS, _EVALUATION_BATCHES = 4, 4
+_COLUMNS, _WIDTHS = ("kill", "launcher", "place", "began at", "checkpoint", "verdict"), (6, 10, 20, 8, 10, 8)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options, and every setting of the configuration."""
     add_launch_options(parser, "chaos", "an attempt")
     add = parser.add_argument
-    add("--kills", type=int, default=10, metavar="N", help="number of kills (default: %(default)s)")
-    add("--seed", type=int, default=0, metavar="S",
-        help="of the times and kinds of the kills (default: %(default)s)")  # fmt: skip
-    add("--kinds", default="group,rank,launcher", metavar="LIST",
-        help="of group, rank, rank:R, launcher, term (default: %(default)s)")  # fmt: skip
-    add("--in-save", "--in_save", type=int, metavar="K",
-        help="at least so many kills fall into a save (default: a quarter)")  # fmt: skip
+    add("--kill", choices=KILLS, default="all", help="what is killed (default: %(default)s)")
     add("--paths", default="torchrun,accelerate", metavar="LIST",
         help="launchers, used in turn (default: %(default)s)")  # fmt: skip
     add("--world-size", "--world_size", metavar="W", help="processes of every attempt (default: 2)")
-    add("--steps", type=int, metavar="K", help="optimizer steps (default: enough for all kills)")
-    add("--save-steps", "--save_steps", type=int, metavar="K",
-        help="steps between saves (default: 4, or fewer in a short run)")  # fmt: skip
-    add("--async-save", "--async_save", action="store_true",
-        help="save while training continues (checkpoint.async_save)")  # fmt: skip
-    add("--reference", metavar="FOLDER", help="a finished run of the same settings to compare with again")
+    add("--steps", type=int, metavar="K", help="optimizer steps (default: 32, for one launcher 20)")
+
+
+@dataclass(kw_only=True)
+class ChaosPlan(LaunchPlan):
+    """A checked chaos call.
+
+    Args:
+        paths: Launch paths, used in turn.
+        world_size: Processes of every attempt and of the uninterrupted run.
+        save_steps: Steps between saves.
+        kill: Of `KILLS`.
+        places: Of `PLACES`, one for each kill.
+    """
+
+    paths: list[str]
+    world_size: int
+    save_steps: int
+    kill: str
+    places: list[str]
+
+
+def make_plan(arguments: argparse.Namespace, machine: Machine) -> ChaosPlan:
+    """Check a call.
+
+    Raises:
+        PretrainError: whatever would make a launch fail and can be found before it.
+    """
+    from llm_pretrain.data import open_stores
+
+    paths, given = parse_words("--paths", arguments.paths, RESUMABLE_PATHS), given_options(arguments)
+    config = load_config(given)
+    world_size = _world_size(arguments.world_size, config, machine, paths)
+    # three places and one or two launchers in turn: after so many kills each place has met each launcher
+    places: list[str] = [*PLACES] * len(paths)
+    saves, save_steps = len(places) + 2, config.checkpoint.save_steps
+    if "--checkpoint.save_steps" not in arguments.settings:
+        save_steps = min(_SAVE_STEPS, max(2, (arguments.steps or _SAVE_STEPS * saves) // saves))
+    steps = save_steps * saves if arguments.steps is None else arguments.steps
+    if save_steps < 2 or steps < save_steps * saves:
+        raise ConfigError(
+            f"--steps, --checkpoint.save_steps: expected saves at least two steps apart, and {saves} of "
+            f"them, one for each kill and two more, found --steps {steps} with a save every {save_steps}; "
+            f"--steps {max(2, save_steps) * saves} would do"
+        )
+    threads = config.distributed.cpu_threads or max(1, machine.cores // world_size)
+    forced, notes = forced_settings(config, steps, threads, machine)
+    forced["checkpoint.save_steps"] = save_steps
+    eval_steps = config.evaluation.eval_steps
+    if eval_steps and "--evaluation.eval_steps" not in arguments.settings:
+        eval_steps = min(eval_steps, save_steps + 1)  # some must fall into a short run
+        batches = min(config.evaluation.max_batches or _EVALUATION_BATCHES, _EVALUATION_BATCHES)
+        forced |= {"evaluation.eval_steps": eval_steps, "evaluation.max_batches": batches}
+        notes.append(f"evaluated every {eval_steps} steps, on {batches} batches at most")
+    scripts, options = find_scripts(arguments.scripts, paths), [*given, *as_options(forced)]
+    resolved = load_config(options)
+    resolved = resolve_model(resolved, open_stores(resolved)[0].vocab_size)
+    return ChaosPlan(
+        config=resolved, steps=steps, options=options, scripts=scripts,
+        output=choose_output(arguments.output, f"chaos-{config.run.name}"), threads=threads, notes=notes,
+        paths=paths, world_size=world_size, save_steps=save_steps, kill=arguments.kill, places=places,
+    )  # fmt: skip
+
+
+def _world_size(given: str | None, config: Config, machine: Machine, paths: Sequence[str]) -> int:
+    """Processes as given, else two, or one where two do not fit; checked for every launch path."""
+    training = config.training
+    if given is not None:
+        size, *more = parse_numbers("--world-size", given)
+        if more:
+            raise ConfigError(f"--world-size: expected one number, the same for every attempt, found {given}")
+    else:
+        fits = training.global_batch_size % (2 * training.micro_batch_size) == 0
+        size = 2 if machine.max_world_size > 1 and fits else 1
+    variants, notes = build_variants(
+        config, machine, paths=paths, world_sizes=[size], accumulations=None,
+        precisions=[training.precision], meshes=[configured_mesh(config.distributed)],
+    )  # fmt: skip
+    if len(variants) < len(paths):
+        raise ConfigError(f"--paths: {'; '.join(notes)}")
+    return size
+
+
+@dataclass
+class Attempt:
+    """One start of the run.
+
+    Args:
+        path: Its launch path.
+        place: Where it was killed, as observed; `to its end` where it was not.
+        missed: Whether that is not the place of the plan.
+        began_at: Its first step; None where it was killed before it wrote one down.
+        checkpoint: Newest committed step at its end.
+        violation: The first broken promise.
+    """
+
+    path: str
+    place: str
+    missed: bool
+    began_at: int | None
+    checkpoint: int
+    violation: Violation | None
+
+
+@dataclass
+class Result:
+    """Result of a call; complete up to a signal that ends it.
+
+    Args:
+        attempts: The last one ended by itself, unless a promise was broken before.
+        failure: Why the uninterrupted run failed.
+        missing: Why less was shown than asked for.
+        interrupted: Whether a signal ended the call.
+    """
+
+    attempts: list[Attempt] = field(default_factory=list)
+    failure: str = ""
+    missing: str = ""
+    interrupted: bool = True
+
+    @property
+    def verdict(self) -> str:
+        """`holds`, `violated`, `not shown` or `interrupted`."""
+        if self.failure or (self.attempts and self.attempts[-1].violation):
+            return "violated"
+        return "interrupted" if self.interrupted else "not shown" if self.missing else "holds"
+
+    @property
+    def summary(self) -> list[str]:
+        """What is wrong, a line for each."""
+        lines = [f"the uninterrupted run: {self.failure}"] if self.failure else []
+        if self.attempts and (violation := self.attempts[-1].violation):
+            lines.append(f"attempt {len(self.attempts)}: {violation.text}")
+        return [*lines, *([f"not shown: {self.missing}"] if self.missing else [])]
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Launch, kill, compare, print a line per kill and write chaos.json; 0 if every check passed."""
+    """Launch, kill, compare, print a line per attempt and write chaos.json; 0 if every check passed."""
     check_timeout(arguments)
     started, machine = time.time(), this_machine()
     plan = make_plan(arguments, machine)
-    context = create_output(plan, arguments, machine)
+    context, result = create_output(plan, arguments, machine), Result()
     say(
-        f"{len(plan.kills)} kills in {plan.steps} steps, a save every {plan.save_steps}, "
-        f"seed {arguments.seed}; W={plan.world_size}, in {plan.output}"
+        f"{len(plan.places)} kills ({plan.kill}) in {plan.steps} steps, a save every {plan.save_steps}; "
+        f"W={plan.world_size}, in {plan.output}"
     )
     for note in plan.notes:
         say(f"note   {note}")
-    result = Result(plan.reference or plan.output / "reference", plan.output / "killed")
     file = plan.output / "chaos.json"
     try:
         with exit_on_signals():
             run_chaos(plan, context, result, say=say)
     finally:
-        facts = {"seed": arguments.seed, **call_facts(plan, arguments, machine, started)}
-        write_result(file, result_content(facts, result, plan))
-    say("\n".join(["", *summary(result, plan)]))
+        write_result(file, result_content(call_facts(plan, arguments, machine, started), result, plan))
+    say("\n".join(["", *result.summary]))
     held = {
         "holds": "the killed run ended as the uninterrupted run, bit for bit",
         "violated": "what is promised does NOT hold",
@@ -107,168 +251,110 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if result.verdict == "holds" else 1
 
 
-@dataclass
-class Result:
-    """Result of a call.
-
-    Args:
-        reference: Folder of the uninterrupted run.
-        folder: Folder of the killed run.
-        attempts: All attempts; the last one ended by itself, unless a promise was broken before.
-        violation: The first broken promise, and where it was found.
-        missing: Why less was shown than asked for; empty where all was.
-        interrupted: Whether a signal ended the call.
-    """
-
-    reference: Path
-    folder: Path
-    attempts: list[Attempt] = field(default_factory=list)
-    violation: tuple[str, Violation] | None = None
-    missing: str = ""
-    interrupted: bool = True
-
-    @property
-    def verdict(self) -> str:
-        """`holds`, `violated`, `not shown` or `interrupted`."""
-        if self.violation:
-            return "violated"
-        return "interrupted" if self.interrupted else "not shown" if self.missing else "holds"
-
-    @property
-    def killed(self) -> list[Attempt]:
-        return [attempt for attempt in self.attempts if attempt.killed]
-
-    @property
-    def in_save(self) -> int:
-        """Number of kills during a save."""
-        return sum(attempt.in_save for attempt in self.killed)
-
-    @property
-    def after_save(self) -> int:
-        """Number of killed attempts that had committed a checkpoint."""
-        return sum(attempt.checkpoint_after > attempt.checkpoint_before for attempt in self.killed)
-
-
 def run_chaos(plan: ChaosPlan, context: LaunchContext, result: Result, *, say: Callable[[str], None]) -> None:
-    """Make the reference if needed, kill and resume the other run until it ends or a check fails.
+    """Make the uninterrupted run, kill and resume the other until it ends or a check fails.
 
     Args:
         plan: Of the call.
         context: Where to launch.
-        result: Filled step by step, so that it is complete up to a signal that ends the call.
+        result: Filled step by step.
         say: Prints a line of progress.
     """
-    from llm_pretrain.commands._chaos_attempts import (
-        Durations,
-        FolderVerifier,
-        measure_durations,
-        run_attempt,
-    )
-
-    start_ups = Durations()
-    if plan.reference is None:
-        say(f"the uninterrupted run: {plan.paths[0]} W={plan.world_size}, {plan.steps} steps")
-        attempt = run_attempt(_job(plan, plan.paths[0], result.reference), context, start_ups)
-        if attempt.violation:
-            result.violation, result.interrupted = ("the reference", attempt.violation), False
-            return
-    rows = rows_of(result.reference)
-    durations = measure_durations(rows, plan.save_steps, plan.eval_steps)
-    durations.start_up = start_ups.start_up
-    verifier, ended = FolderVerifier(), False
-    while not ended and result.violation is None:
-        attempt = _run_next(plan, context, result, rows, durations, verifier)
-        if not result.attempts:
-            say(table_line(_COLUMNS, plan))
+    say(f"the uninterrupted run: {plan.paths[0]} W={plan.world_size}, {plan.steps} steps")
+    reference = plan.output / "reference"
+    if failure := run_until(_job(plan, plan.paths[0], reference), context).failure:
+        result.failure, result.interrupted = failure, False
+        return
+    rows = rows_of(reference)
+    say(table_line(_COLUMNS))
+    while True:
+        number = len(result.attempts)
+        attempt, killed = _run_next(plan, context, number, rows)
         result.attempts.append(attempt)
-        say(attempt_line(attempt, plan))
-        ended = not attempt.killed
-        if attempt.violation:
-            result.violation = attempt.label, attempt.violation
-        elif ended:
-            result.missing = _missing(plan, result)
+        say(attempt_line(attempt, number + 1 if killed else None, plan))
+        if attempt.violation or not killed:
+            break
+    missed = [number for number, each in enumerate(result.attempts, start=1) if each.missed]
+    if not attempt.violation and missed:
+        result.missing = f"kill {missed[0]} was to fall into: {plan.places[missed[0] - 1]}"
+    elif not attempt.violation and number < len(plan.places):
+        result.missing = f"the run was done after {number} of {len(plan.places)} kills; ask for more --steps"
     result.interrupted = False
 
 
-def _run_next(
-    plan: ChaosPlan,
-    context: LaunchContext,
-    result: Result,
-    rows: Rows,
-    durations: Durations,
-    verifier: FolderVerifier,
-) -> Attempt:
-    """Run one attempt and check what it left in the run's folder."""
-    from llm_pretrain.commands import _chaos_attempts as checks
+def _run_next(plan: ChaosPlan, context: LaunchContext, number: int, reference: Rows) -> tuple[Attempt, bool]:
+    """Run attempt `number`, from 0 on, and check what it left; also returns whether it was killed."""
+    from llm_pretrain.commands import _run_checks as checks
 
-    folder, number = result.folder, len(result.attempts)
-    kill, before = next_kill(plan, result), checks.scan_folder(folder)
-    later = sum(each.makes_progress for each in plan.kills[number + 1 :])
-    target = kill and choose_target(
-        kill, checkpoint=before.checkpoint, steps=plan.steps, save_steps=plan.save_steps,
-        eval_steps=plan.eval_steps, later_progress=later,
-    )  # fmt: skip
-    job = _job(plan, plan.paths[number % len(plan.paths)], folder)
-    attempt = checks.run_attempt(job, context, durations, kill, target)
-    attempt.number, attempt.kill, attempt.target = number + 1, kill, target
-    attempt.moment = _moment(attempt, target, plan.eval_steps)
-    attempt.checkpoint_before, attempt.checkpoint_after = before.checkpoint, newest_checkpoint(folder)
-    is_stopped = attempt.killed and kill is not None and kill.kind == "term"
+    folder = plan.output / "killed"
+    job, before = _job(plan, plan.paths[number % len(plan.paths)], folder), checks.scan_folder(folder)
+    place = plan.places[number] if number < len(plan.places) else None
+
+    def is_due(monitor: RunMonitor, saving: int | None) -> bool:
+        if place == "start-up":
+            return monitor.has_begun
+        if place == "save":  # of a checkpoint or its weights, not of the best weights alone
+            return saving is not None and saving % plan.save_steps == 0
+        # after two saves, so that the next attempt has an older checkpoint that it must not begin from
+        return (monitor.last_step or 0) > (before.checkpoint // plan.save_steps + 2) * plan.save_steps
+
+    times = [row["time"] for _, row in sorted(reference.items())]
+    gap = max((later - earlier for earlier, later in pairwise(times)), default=0.0)
+    outcome = run_until(
+        job,
+        context,
+        is_due if place else None,
+        lambda started: send_kill(started, plan.kill, rank=number // 2 % plan.world_size),
+        (WORKER_SECONDS if plan.kill == "launcher" else LAUNCHER_SECONDS) + _SLOW_STEPS * gap,
+    )
+    observed, missed = observed_place(outcome, place)
+    attempt = Attempt(job.path, observed, missed, None, newest_checkpoint(folder), None)
     try:
         written, declared = checks.steps_of_attempt(folder, before)
         attempt.began_at = next(iter([*written, *declared]), None)
         found = rows_of(folder)
         attempt.violation = (
-            attempt.violation
+            (checks.Violation(outcome.failure, key="exit") if outcome.failure else None)
             or checks.check_start(folder, before)
-            or verifier.check(folder)
-            or checks.check_rows(rows, found, owed=checks.postponed_evaluation(folder))
-            or checks.check_temporary(folder, before)
-            or (checks.check_stop(folder, attempt.last_step) if is_stopped else None)
+            or checks.check_committed(folder)
+            or checks.check_rows(reference, found, owed=checks.postponed_evaluation(folder))
         )
-        if not attempt.killed:
+        if not outcome.killed:
             attempt.violation = (
                 attempt.violation
-                or checks.check_rows(rows, found, steps=plan.steps)
-                or verifier.check(folder, again=True)
-                or checks.check_end(result.reference, folder, plan.steps, same_call=plan.reference is None)
+                or checks.check_rows(reference, found, steps=plan.steps)
+                or checks.check_end(plan.output / "reference", folder, plan.steps)
             )
     except PretrainError as error:  # unreadable files are what the checks look for
         attempt.violation = attempt.violation or checks.Violation(str(error))
-    return attempt
+    return attempt, outcome.killed
 
 
-def next_kill(plan: ChaosPlan, result: Result) -> Kill | None:
-    """The kill drawn for the next attempt; moved into a save where all remaining ones have to be in one."""
-    number = len(result.attempts)
-    if number >= len(plan.kills):
-        return None
-    kill, left = plan.kills[number], len(plan.kills) - number
-    return dataclasses.replace(kill, where="save") if plan.in_save - result.in_save >= left else kill
+def send_kill(started: RunningJob, kind: str, rank: int) -> None:
+    """SIGKILL to what `kind` of `KILLS` names; `rank` is the worker of kind `rank`."""
+    workers = started.find_workers()
+    if kind == "all":
+        started.kill()
+    elif kind == "launcher":
+        started.process.kill()
+    for process in workers if kind == "rank" else []:
+        with suppress(psutil.Error):
+            is_worker = process.ppid() == started.process.pid and any(
+                word.endswith(SCRIPTS[started.job.path]) for word in process.cmdline()
+            )
+            if is_worker and int(process.environ().get("RANK") or 0) == rank:
+                process.kill()
 
 
-def _moment(attempt: Attempt, target: Target | None, eval_steps: int) -> str:
-    """Where a kill fell, as observed."""
-    if not attempt.killed:
-        return "to its end"
-    if attempt.in_save:
-        return f"save of step {attempt.saved_step}" if attempt.saved_step else "save"
-    if attempt.last_step is None:
-        return "start-up"
-    following = attempt.last_step + 1
-    if target is not None and target.where == "evaluation" and following == target.step and eval_steps:
-        return f"evaluation of step {following}"
-    return f"after step {attempt.last_step}"
-
-
-def _missing(plan: ChaosPlan, result: Result) -> str:
-    """The requested checks that a run without a violation did not reach."""
-    killed, asked = len(result.killed), len(plan.kills)
-    if killed < asked:
-        return f"the run was done after {killed} of {asked} kills; ask for more --steps"
-    if result.in_save < plan.in_save:
-        return f"{result.in_save} kills fell into a save, {plan.in_save} were asked for; try another --seed"
-    return ""
+def observed_place(outcome: Outcome, place: str | None) -> tuple[str, bool]:
+    """Where a kill fell, and whether that is not the place that was planned."""
+    if not outcome.killed:
+        return "to its end", False
+    if place == "save":
+        return f"save of step {outcome.saved_step}", outcome.saved_step is None
+    if outcome.last_step is None:
+        return "start-up", place != "start-up"
+    return f"after step {outcome.last_step}", place != "step"
 
 
 def _job(plan: ChaosPlan, path: str, folder: Path) -> Job:
@@ -278,84 +364,36 @@ def _job(plan: ChaosPlan, path: str, folder: Path) -> Job:
     )  # fmt: skip
 
 
-def attempt_line(attempt: Attempt, plan: ChaosPlan) -> str:
-    """An attempt as a row of the table."""
-    is_new = attempt.checkpoint_after > attempt.checkpoint_before
-    cells = (
-        f"{attempt.number}/{len(plan.kills)}" if attempt.killed else "end",
-        attempt.path,
-        _kill_name(attempt) if attempt.killed else "",
-        attempt.moment,
-        "-" if attempt.began_at is None else str(attempt.began_at),
-        f"step {attempt.checkpoint_after}" if is_new else "-",
-        "" if attempt.ended_within is None else f"{attempt.ended_within:.1f} s",
-        "VIOLATED" if attempt.violation else "ok",
+def attempt_line(attempt: Attempt, number: int | None, plan: ChaosPlan) -> str:
+    """An attempt as a row of the table; `number` is that of its kill."""
+    return table_line(
+        (
+            f"{number}/{len(plan.places)}" if number else "end",
+            attempt.path,
+            attempt.place,
+            "-" if attempt.began_at is None else str(attempt.began_at),
+            f"step {attempt.checkpoint}" if attempt.checkpoint else "-",
+            "VIOLATED" if attempt.violation else "ok",
+        )
     )
-    return table_line(cells, plan)
 
 
-def table_line(cells: Sequence[str], plan: ChaosPlan) -> str:
-    """A row of the table; widths are known before the first attempt."""
-    digits = len(str(plan.steps))
-    widths = (2 * len(str(len(plan.kills))) + 1, 10, 8, 19 + digits, 8, 5 + digits, 7, 8)
-    padded = (
-        cell.ljust(max(width, len(name))) for cell, width, name in zip(cells, widths, _COLUMNS, strict=True)
-    )
-    return "  ".join(padded).rstrip()
-
-
-def _kill_name(attempt: Attempt) -> str:
-    assert attempt.kill is not None
-    return f"rank {attempt.kill.rank}" if attempt.kill.kind == "rank" else attempt.kill.kind
-
-
-def summary(result: Result, plan: ChaosPlan) -> list[str]:
-    """What was checked, or the first violation."""
-    kinds = Counter(attempt.kill.kind for attempt in result.killed if attempt.kill)
-    shares = ", ".join(f"{count} {name}" for name, count in sorted(kinds.items()))
-    lines = [
-        f"{len(result.killed)} of {len(plan.kills)} kills ({shares or 'none'}), {result.in_save} in a save, "
-        f"{result.after_save} after a new checkpoint"
-    ]
-    if result.violation:
-        where, violation = result.violation
-        lines.append(f"{where}: {violation.text}")
-    if result.missing:
-        lines.append(f"not shown: {result.missing}")
-    return lines
+def table_line(cells: Sequence[str]) -> str:
+    """A row of the table."""
+    return "  ".join(cell.ljust(width) for cell, width in zip(cells, _WIDTHS, strict=True)).rstrip()
 
 
 def result_content(facts: Mapping[str, Any], result: Result, plan: ChaosPlan) -> dict[str, Any]:
     """Content of chaos.json; `facts` are those of the call."""
-    violation = None
-    if result.violation:
-        where, found = result.violation
-        violation = {"where": where, **dataclasses.asdict(found)}
     return {
         "verdict": result.verdict,
         **facts,
         "world_size": plan.world_size,
         "paths": plan.paths,
         "save_steps": plan.save_steps,
-        "eval_steps": plan.eval_steps,
-        "reference": str(result.reference),
-        "folder": str(result.folder),
-        "kills_asked": len(plan.kills),
-        "kills": len(result.killed),
-        "in_save_asked": plan.in_save,
-        "in_save": result.in_save,
-        "after_a_new_checkpoint": result.after_save,
-        "violation": violation,
+        "kill": plan.kill,
+        "places": plan.places,
+        "failure": result.failure,
         "missing": result.missing,
-        "attempts": [_attempt_content(attempt) for attempt in result.attempts],
-    }
-
-
-def _attempt_content(attempt: Attempt) -> dict[str, Any]:
-    content = dataclasses.asdict(attempt)
-    del content["saved_step"], content["target"]
-    return content | {
-        "aimed_at": str(attempt.target) if attempt.target else None,
-        "seconds": round(attempt.seconds, 2),
-        "verdict": "violated" if attempt.violation else "ok",
+        "attempts": [dataclasses.asdict(attempt) for attempt in result.attempts],
     }

@@ -10,8 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from llm_pretrain.commands._chaos_attempts import Durations, run_attempt
-from llm_pretrain.commands._kill_schedule import Kill, Target
 from llm_pretrain.commands._launch_options import (
     add_launch_options,
     call_facts,
@@ -23,11 +21,13 @@ from llm_pretrain.commands._launch_options import (
 from llm_pretrain.commands._launching import (
     Job,
     LaunchContext,
+    RunMonitor,
     RunningJob,
     exit_on_signals,
     last_error_lines,
     newest_checkpoint,
     run_concurrently,
+    run_until,
     this_machine,
 )
 from llm_pretrain.commands._parity_comparison import (
@@ -201,6 +201,9 @@ def run_attempts(
         The attempts, and why one did not run as planned (with the end of its log), or nothing.
     """
 
+    def has_row(monitor: RunMonitor, saving: int | None, *, step: int) -> bool:
+        return (monitor.last_step or 0) >= step
+
     def written_steps(job: Job) -> list[int]:
         file = job.folder / "metrics.jsonl"
         return [row["step"] for row in read_rows(file)] if file.exists() else []
@@ -209,12 +212,8 @@ def run_attempts(
     for number, job in enumerate(jobs):
         step = kills[number] if number < len(kills) else None
         checkpoint, rows_before = newest_checkpoint(job.folder), len(written_steps(job))
-        if step is None:
-            done = run_attempt(job, context, Durations())
-        else:
-            kill = Kill(number + 1, job.path, "group", None, "step", commits=True, place=0.0, delay=0.0)
-            done = run_attempt(job, context, Durations(), kill, Target("step", step))
-        problem = done.violation.text if done.violation else ""
+        done = run_until(job, context, None if step is None else partial(has_row, step=step))
+        problem = done.failure
         if step is not None and not done.killed and not problem:
             problem = f"was done before it could be killed after step {step}; ask for more --steps"
         if problem:

@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,8 @@ from support.launching import (
 )
 
 from llm_pretrain.__main__ import main
-from llm_pretrain.commands._chaos_attempts import WORKER_SECONDS
 from llm_pretrain.commands._launching import RunMonitor, processes_of
+from llm_pretrain.commands.chaos import WORKER_SECONDS
 
 SAVES = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 SLOW_MACHINE = 3
@@ -48,38 +49,36 @@ SLOW_MACHINE = 3
 
 
 def chaos(
-    folder: Path, reference: Finished, options: list[str], *more: str, asynchronous: bool = False
+    folder: Path, options: list[str], *more: str, asynchronous: bool = False
 ) -> tuple[int, dict[str, Any]]:
-    """Exit code and chaos.json of a call that compares with `reference`."""
-    words = [*options, "--output", str(folder), "--reference", str(reference.folder), "--save-steps", "4"]
-    code = main(["chaos", *words, *more, *(["--async-save"] if asynchronous else [])])
+    """Exit code and chaos.json of a call."""
+    words = [*options, "--output", str(folder), "--checkpoint.async_save", str(asynchronous).lower()]
+    code = main(["chaos", *words, *more])
     return code, json.loads((folder / "chaos.json").read_text())
 
 
-def deaths(result: dict[str, Any]) -> set[tuple[str, bool]]:
-    """(kind, whether it fell into a save) of all kills."""
-    return {(each["kill"]["kind"], each["in_save"]) for each in result["attempts"] if each["killed"]}
-
-
 @pytest.mark.slow
-def test_a_rank_in_a_step_and_in_a_save_and_the_launcher_at_start_up_and_in_a_step(
-    undisturbed: Finished, options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@SAVES
+@pytest.mark.parametrize(("kill", "world_size"), [("all", 2), ("rank", 2), ("launcher", 2), ("launcher", 1)])
+def test_each_launcher_is_killed_at_each_place(
+    kill: str,
+    world_size: int,
+    asynchronous: bool,
+    options: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ):
-    more = ("--kills", "4", "--in-save", "1", "--kinds", "rank:1,launcher", "--seed", "61")
-    code, result = chaos(tmp_path / "chaos", undisturbed, options, *more)
+    """With an evaluation now and then, so that the best weights are compared too."""
+    more = ("--kill", kill, "--world-size", str(world_size))
+    evaluated = ("--evaluation.eval_steps", "5", "--evaluation.max_batches", "2")
+    code, result = chaos(tmp_path / "chaos", options, *more, *evaluated, asynchronous=asynchronous)
     printed = capsys.readouterr().out
     assert code == 0, printed
-    assert result["kills"] == 4
-    assert result["in_save"] >= 1
-    aimed = [(each["kill"]["kind"], each["aimed_at"].split()[0]) for each in result["attempts"][:-1]]
-    assert sorted(aimed) == [
-        ("launcher", "after"),
-        ("launcher", "start-up"),
-        ("rank", "after"),
-        ("rank", "save"),
-    ]
-    assert {each["path"] for each in result["attempts"]} == {"torchrun", "accelerate"}
     assert "the killed run ended as the uninterrupted run, bit for bit" in printed
+    places = [(each["path"], each["place"].split()[0]) for each in result["attempts"]]
+    launchers = ("torchrun", "accelerate")
+    assert sorted(places[:-1]) == sorted(product(launchers, ("after", "start-up", "save")))
+    assert (tmp_path / "chaos" / "killed" / "weights" / "best").is_dir()
 
 
 FROM_ZERO = "find_no_checkpoint"
@@ -91,102 +90,36 @@ MISTAKES = {
 """name: the function of `support.process_faults`, and the key by which it is seen."""
 
 
-def check_mistake(
-    mistake: str, key: str, reference: Finished, options: list[str], folder: Path
-) -> dict[str, Any]:
-    """`chaos` fails on scripts with this mistake, by this key; returns what it says is wrong."""
+def check_mistake(mistake: str, key: str, options: list[str], folder: Path) -> dict[str, Any]:
+    """`chaos` fails on scripts with this mistake, by this key; returns the attempt that shows it."""
     scripts = write_scripts(folder / "scripts", (f"support.process_faults:{mistake}", []))
-    more = ("--kills", "1", "--in-save", "0", "--world-size", "1", "--kinds", "group", "--seed", "8")
-    more += ("--scripts", str(scripts), "--paths", "torchrun")
-    code, result = chaos(folder / "chaos", reference, options, *more)
+    more = ("--world-size", "1", "--scripts", str(scripts), "--paths", "torchrun")
+    code, result = chaos(folder / "chaos", options, *more)
     assert (code, result["verdict"]) == (1, "violated")
-    first, second = result["attempts"]
-    assert (first["killed"], first["verdict"], second["verdict"]) == (True, "ok", "violated")
-    assert first["checkpoint_after"] >= 8, "two checkpoints or more to choose from"
-    violation = result["violation"]
-    assert violation["where"] == "attempt 2"
-    assert violation["key"].startswith(key), violation
-    return violation | {"checkpoint": first["checkpoint_after"]}
+    *sound, last = result["attempts"]
+    assert sound
+    assert not any(each["violation"] for each in sound)
+    assert last["violation"]["key"].startswith(key), last
+    return last | {"before": sound[-1]["checkpoint"]}
 
 
 @pytest.mark.slow
-def test_a_start_from_zero_fails_though_it_repeats_the_rows(
-    undisturbed_alone: Finished, options: list[str], tmp_path: Path
-):
-    violation = check_mistake(FROM_ZERO, "step", undisturbed_alone, options, tmp_path)
-    assert violation["text"].startswith("began at step 1, expected")
+def test_a_start_from_zero_fails_though_it_repeats_the_rows(options: list[str], tmp_path: Path):
+    last = check_mistake(FROM_ZERO, "step", options, tmp_path)
+    assert last["violation"]["text"].startswith("began at step 1, expected 9")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_broken_resume_fails_and_is_named(
-    name: str, undisturbed_alone: Finished, options: list[str], tmp_path: Path
-):
-    mistake, key = MISTAKES[name]
-    violation = check_mistake(mistake, key, undisturbed_alone, options, tmp_path)
-    checkpoint = violation["checkpoint"]
+def test_a_broken_resume_fails_and_is_named(name: str, options: list[str], tmp_path: Path):
+    last = check_mistake(*MISTAKES[name], options, tmp_path)
+    violation, before = last["violation"], last["before"]
     if name == "without the optimizer":  # the loss of the first step is still the right one
-        assert checkpoint < violation["step"] <= checkpoint + 3
+        assert before < violation["step"] <= before + 3
     elif name == "without the position in the data":
-        assert violation["step"] == checkpoint + 1
+        assert violation["step"] == before + 1
     else:
-        assert violation["text"].startswith(f"began at step {checkpoint - 3}, expected {checkpoint + 1}")
-
-
-@pytest.mark.slow
-@SAVES
-def test_fifty_kills(
-    asynchronous: bool, options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    """Both launchers in turn, ten kills or more in a save, an evaluation now and then."""
-    words = [*options, "--output", str(tmp_path / "chaos"), "--kills", "50", "--in-save", "10", "--seed", "1"]
-    words += ["--kinds", "group,rank,launcher,term", "--evaluation.eval_steps", "5"]
-    words += ["--evaluation.max_batches", "2", *(["--async-save"] if asynchronous else [])]
-    code = main(["chaos", *words])
-    result = json.loads((tmp_path / "chaos" / "chaos.json").read_text())
-    assert code == 0, capsys.readouterr().out
-    assert result["kills"] == 50
-    assert result["in_save"] >= 10
-    assert result["after_a_new_checkpoint"] >= 15
-    assert {kind for kind, _ in deaths(result)} == {"group", "rank", "launcher", "term"}
-
-
-@pytest.mark.slow
-@SAVES
-@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
-def test_one_rank_dies_in_steps_and_in_saves(
-    launcher: str, asynchronous: bool, undisturbed: Finished, options: list[str], tmp_path: Path
-):
-    more = ("--kills", "6", "--in-save", "2", "--kinds", "rank:0,rank:1", "--paths", launcher)
-    for seed in ("2", "3", "4", "5"):  # where in a save a kill falls depends on the machine's speed
-        seeded = (*more, "--seed", seed)
-        code, result = chaos(tmp_path / seed, undisturbed, options, *seeded, asynchronous=asynchronous)
-        assert not result["violation"]
-        if code == 0:
-            break
-    assert code == 0, result["missing"]
-    assert deaths(result) == {("rank", True), ("rank", False)}
-    assert {each["kill"]["rank"] for each in result["attempts"] if each["killed"]} == {0, 1}
-
-
-@pytest.mark.slow
-@SAVES
-@pytest.mark.parametrize(("launcher", "world_size"), [("torchrun", 2), ("accelerate", 2), ("accelerate", 1)])
-def test_the_launcher_alone_dies(
-    launcher: str,
-    world_size: int,
-    asynchronous: bool,
-    undisturbed: Finished,
-    undisturbed_alone: Finished,
-    options: list[str],
-    tmp_path: Path,
-):
-    reference = undisturbed if world_size == 2 else undisturbed_alone
-    more = ("--kills", "4", "--in-save", "1", "--kinds", "launcher", "--paths", launcher, "--seed", "5")
-    more += ("--world-size", str(world_size))
-    code, result = chaos(tmp_path / "chaos", reference, options, *more, asynchronous=asynchronous)
-    assert code == 0, result["violation"] or result["missing"]
-    assert result["kills"] == 4
+        assert violation["text"].startswith(f"began at step {before - 3}, expected {before + 1}")
 
 
 @pytest.mark.slow
@@ -294,7 +227,7 @@ def wait_for_restart(process: subprocess.Popen[str], script: Path, folder: Path,
 @pytest.fixture
 def command(options: list[str], tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """A call of `chaos` that runs, in a session of its own."""
-    words = ["-m", "llm_pretrain", "chaos", *options, "--output", str(tmp_path / "chaos"), "--kills", "2"]
+    words = ["-m", "llm_pretrain", "chaos", *options, "--output", str(tmp_path / "chaos")]
     process = subprocess.Popen(
         [sys.executable, *words], cwd=ROOT, env=environment(), text=True, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
