@@ -177,7 +177,7 @@ class Attempt:
     Args:
         path: Its launch path.
         place: Where it was killed, as observed; `to its end` where it was not.
-        missed: Whether that is not the place of the plan.
+        missed: Whether it was to be killed at its start-up and had a row by then.
         began_at: Its first step; None where it was killed before it wrote one down.
         checkpoint: Newest committed step at its end.
         violation: The first broken promise.
@@ -307,8 +307,8 @@ def _run_next(plan: ChaosPlan, context: LaunchContext, number: int, reference: R
         lambda started: send_kill(started, plan.kill, rank=number // 2 % plan.world_size),
         (WORKER_SECONDS if plan.kill == "launcher" else LAUNCHER_SECONDS) + _SLOW_STEPS * gap,
     )
-    observed, missed = observed_place(outcome, place)
-    attempt = Attempt(job.path, observed, missed, None, newest_checkpoint(folder), None)
+    missed = outcome.killed and place == "start-up" and outcome.last_step is not None
+    attempt = Attempt(job.path, observed_place(outcome, place), missed, None, newest_checkpoint(folder), None)
     try:
         written, declared = checks.steps_of_attempt(folder, before)
         attempt.began_at = next(iter([*written, *declared]), None)
@@ -346,15 +346,13 @@ def send_kill(started: RunningJob, kind: str, rank: int) -> None:
                 process.kill()
 
 
-def observed_place(outcome: Outcome, place: str | None) -> tuple[str, bool]:
-    """Where a kill fell, and whether that is not the place that was planned."""
+def observed_place(outcome: Outcome, place: str | None) -> str:
+    """Where a kill fell."""
     if not outcome.killed:
-        return "to its end", False
+        return "to its end"
     if place == "save":
-        return f"save of step {outcome.saved_step}", outcome.saved_step is None
-    if outcome.last_step is None:
-        return "start-up", place != "start-up"
-    return f"after step {outcome.last_step}", place != "step"
+        return f"save of step {outcome.saved_step}"
+    return "start-up" if outcome.last_step is None else f"after step {outcome.last_step}"
 
 
 def _job(plan: ChaosPlan, path: str, folder: Path) -> Job:
