@@ -31,7 +31,7 @@ COMMANDS = {
     "report": "write an HTML page about a run, or compare several",
     "top": "a table of runs in the terminal, while they train",
     "replay": "execute a run's steps again from its checkpoints, and compare them bit for bit",
-    "verify": "check a run by its files, or that packed documents are isolated",
+    "verify": "check a run by its files and its data",
 }
 """Module of `llm_pretrain.commands` to its line of help."""
 

@@ -121,7 +121,7 @@ class ReplayPlan(LaunchPlan):
 
     def rows(self, segment: Segment) -> dict[int, Row]:
         """The run's rows of a segment, by step, without lost work."""
-        return rows_of_segment(self.run / "metrics.jsonl", segment, _starts(self.launches))
+        return rows_of_segment(self.run / "metrics.jsonl", segment, row_starts(self.launches))
 
 
 def make_plan(arguments: Namespace, machine: Machine) -> ReplayPlan:
@@ -230,7 +230,7 @@ def _began_elsewhere(launch: Launch, run: Path, before: Sequence[Launch]) -> boo
     return not is_own and launch.start > 0 and all(each.start in (0, launch.start) for each in before)
 
 
-def _starts(launches: Sequence[Launch]) -> list[tuple[int, int]]:
+def row_starts(launches: Sequence[Launch]) -> list[tuple[int, int]]:
     """`starts` of `read_metrics`."""
     return [(each.first_byte, each.start) for each in launches]
 
@@ -256,7 +256,7 @@ def rows_of_segment(file: Path, segment: Segment, starts: Sequence[tuple[int, in
 def _last_step(run: Path, launches: Sequence[Launch]) -> int:
     """The last step of which a row or a checkpoint is there, lost work left out."""
     rows = read_metrics(
-        run / "metrics.jsonl", convert=lambda row: {"step": row["step"]}, starts=_starts(launches)
+        run / "metrics.jsonl", convert=lambda row: {"step": row["step"]}, starts=row_starts(launches)
     )
     newest = launches[-1]
     last = max([newest.start, *(row["step"] for row in rows)])

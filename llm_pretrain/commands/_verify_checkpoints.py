@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -23,7 +22,7 @@ from llm_pretrain.checkpoints import (
     folder_name,
     read_manifest,
 )
-from llm_pretrain.commands._verify_history import Attempt, RunFiles, is_integer
+from llm_pretrain.commands._verify_history import RunFiles, is_integer
 from llm_pretrain.commands.verify import Check, Checks
 from llm_pretrain.config import Config
 from llm_pretrain.data import weight_changes_fingerprint
@@ -31,18 +30,15 @@ from llm_pretrain.errors import CheckpointError, ConfigError, PretrainError
 from llm_pretrain.export import TensorFiles, huggingface_config, native_config, read_config, to_huggingface
 from llm_pretrain.files import read_json, read_marker, read_plain
 from llm_pretrain.model import Decoder
-from llm_pretrain.optim import average_name, state_keys
+from llm_pretrain.optim import average_name
 from llm_pretrain.tracking import read_rows
 from llm_pretrain.training import fingerprints
 
-_OPTIMIZER = "optimizer.state."
 
-
-def model_tensors(config: Config) -> tuple[dict[str, Tensor], set[str]]:
-    """The decoder's state dict on the meta device, and the names of its parameters."""
+def model_tensors(config: Config) -> dict[str, Tensor]:
+    """The decoder's state dict on the meta device."""
     with torch.device("meta"):
-        model = Decoder(config.model)
-    return model.state_dict(), {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        return Decoder(config.model).state_dict()
 
 
 def read_manifests(folder: Path) -> dict[int, Manifest]:
@@ -111,89 +107,30 @@ def _check_checkpoint(check: Check, run: RunFiles, step: int, path: Path) -> Non
         for line in fingerprint_differences(manifest.run.fingerprints, wanted):
             check.fail(f"config.yaml: {line}")
         check.looked_at += f"; {len(wanted)} fingerprints"
-    for problem in _name_problems(manifest, run.config):
-        check.fail(problem)
-    _check_values(check, path, manifest)
+    for name, tensor in model_tensors(run.config).items():
+        shape = manifest.tensors.get(name, {}).get("shape")
+        if name not in manifest.tied and shape != list(tensor.shape):
+            check.fail(f"{name}: expected shape {list(tensor.shape)}, by config.yaml, found {shape}")
     _check_row(check, run, step, path, manifest)
-
-
-def _name_problems(manifest: Manifest, config: Config) -> list[str]:
-    """One line per tensor whose name, shape or dtype differs from the configured model and optimizer."""
-    state, parameters = model_tensors(config)
-    expected = {
-        name: {"dtype": dtype_name(tensor), "shape": list(tensor.shape)}
-        for name, tensor in state.items()
-        if name not in manifest.tied
-    }
-    found = manifest.tensors
-    if manifest.run.strategy == "deepspeed":  # DeepSpeed's optimizer state has another layout
-        found = {name: facts for name, facts in found.items() if not name.startswith(_OPTIMIZER)}
-    else:
-        stateless = set(manifest.optimizer.get("without_state", []))
-        expected |= {
-            f"{_OPTIMIZER}{name}.{key}": expected[name]
-            for name in (parameters & expected.keys()) - stateless
-            for key in state_keys(name, state[name], config.optimizer)
-        }
-    return [
-        f"{name}: expected {_words(expected.get(name))}, by config.yaml, found {_words(found.get(name))}"
-        for name in sorted(expected.keys() | found.keys())
-        if expected.get(name) != found.get(name)
-    ]
-
-
-def _words(facts: dict[str, Any] | None) -> str:
-    return f"{facts['dtype']} {facts['shape']}" if facts else "no such tensor"
-
-
-def _check_values(check: Check, path: Path, manifest: Manifest) -> None:
-    numbers = 0
-    with CheckpointTensors(path, manifest) as tensors:
-        for problem in tensors.problems:
-            check.fail(problem)
-        if tensors.problems:
-            return
-        for name, facts in manifest.tensors.items():
-            bad = 0
-            for part in tensors.parts(name):
-                numbers += part.numel()
-                bad += count_non_finite(part)
-                if dtype_name(part) != facts["dtype"]:
-                    check.fail(f"{name}: expected {facts['dtype']}, found {dtype_name(part)} in the file")
-            if bad:
-                check.fail(f"{name}: expected finite values, found {bad} that are not")
-    scalars = {name: scalar.get("value") for name, scalar in manifest.scalars.items()}
-    scalars |= {f"scaler.{name}": value for name, value in (manifest.scaler or {}).items()}
-    for name, value in scalars.items():
-        if not isinstance(value, int | float) or not math.isfinite(value):
-            check.fail(f"{name}: expected a finite number, found {value!r:.40}")
-    check.looked_at += (
-        f"; {len(manifest.tensors)} tensors by name, shape and type, {numbers:,} values and "
-        f"{len(scalars)} scalars finite"
-    )
 
 
 def _check_row(check: Check, run: RunFiles, step: int, path: Path, manifest: Manifest) -> None:
     """Compare the checkpoint's token count and digest of the parameters with the row of its step."""
-    rows = [row for attempt in run.attempts for row in attempt.rows if row["step"] == step]
-    if not rows:
+    if (row := run.rows.get(step)) is None:
         return
-    counts = [row["train/tokens"] for row in rows if is_integer(row.get("train/tokens"))]
-    if manifest.run.tokens_seen not in counts:
+    if manifest.run.tokens_seen != row.get("train/tokens"):
         check.fail(
-            f"manifest.json: expected tokens_seen {' or '.join(map(str, counts))}, as train/tokens of step "
+            f"manifest.json: expected tokens_seen {row.get('train/tokens')!r:.40}, as train/tokens of step "
             f"{step}, found {manifest.run.tokens_seen}"
         )
     check.looked_at += "; tokens as in the row"
-    digests = {
-        row["train/parameters_sha256"] for row in rows if isinstance(row.get("train/parameters_sha256"), str)
-    }
-    if digests and not check.problems:
+    digest = row.get("train/parameters_sha256")
+    if digest is not None and not check.problems:
         found = _parameters_sha256(path, manifest, run.config)
-        if found not in digests:
+        if found != digest:
             check.fail(
-                f"parameters: expected SHA-256 {' or '.join(sorted(digests)):.40}, as "
-                f"train/parameters_sha256 of step {step}, found {found}"
+                f"parameters: expected SHA-256 {digest!r:.40}, as train/parameters_sha256 of step {step}, "
+                f"found {found}"
             )
         check.looked_at += "; parameters as in the row"
 
@@ -247,10 +184,7 @@ def _check_weights(check: Check, run: RunFiles, path: Path) -> None:
 
 
 def _check_best(check: Check, run: RunFiles, path: Path) -> int:
-    """Compare best.json with the evaluations up to the newest checkpoint; returns its step.
-
-    Later evaluations may belong to lost work.
-    """
+    """Compare best.json with the evaluation of its step; returns the step."""
     file = path / "best.json"
     try:
         content = read_json(file)
@@ -259,40 +193,13 @@ def _check_best(check: Check, run: RunFiles, path: Path) -> int:
         raise CheckpointError(f"{file}: expected step and eval/loss as JSON, found: {error}") from error
     if not is_integer(step):
         raise CheckpointError(f"{file}: expected a whole number of steps, found {step!r:.40}")
-    attempts = run.attempts
-    losses = [each.evaluations[step] for each in attempts if step in each.evaluations]
-    if not losses and attempts:  # a running run may have evaluated since the rows were read
+    if run.launches:  # a running run may have evaluated since the rows were read
         rows = read_rows(run.folder / "metrics.jsonl")
         losses = [row["eval/loss"] for row in rows if row["step"] == step and "eval/loss" in row]
-    if losses and loss not in losses:
-        check.fail(f"best.json: expected eval/loss {losses[-1]} of step {step}, found {loss!r:.40}")
-    elif not losses and attempts:
-        check.fail(f"best.json: expected a step with a row of evaluation, found {step!r:.40}")
-    else:
-        for other in _better(attempts, step, loss, max(run.manifests, default=0)):
-            check.fail(f"best.json: expected the lowest eval/loss, that of step {other}, found step {step}'s")
+        if loss not in losses:
+            expected = losses[-1] if losses else "in a row"
+            check.fail(f"best.json: expected eval/loss {expected} of step {step}, found {loss!r:.40}")
     return step
-
-
-def _better(attempts: list[Attempt], step: int, loss: Any, newest: int) -> list[int]:
-    """Steps with a lower evaluation loss, in the attempts that kept the best since the one that wrote it.
-
-    Empty if losses are not comparable: settings that are not recorded, or another `evaluation.max_batches`.
-    """
-    writers = [number for number, each in enumerate(attempts) if each.evaluations.get(step) == loss]
-    since = attempts[writers[0] :] if writers else []
-    since = [each for each in since if each.config is None or each.config.checkpoint.keep_best]
-    sizes = {each.config.evaluation.max_batches if each.config else 0 for each in since}
-    if len(sizes) != 1 or 0 in sizes:
-        return []
-    return sorted(
-        {
-            other
-            for each in since
-            for other, value in each.evaluations.items()
-            if 0 < other <= newest and isinstance(value, float) and value < loss
-        }
-    )
 
 
 def _check_tensors(check: Check, run: RunFiles, path: Path, step: int) -> None:
@@ -305,7 +212,7 @@ def _check_tensors(check: Check, run: RunFiles, path: Path, step: int) -> None:
     short, dtype = _DTYPES[found]
     _check_config(check, run, content, short)
     check.looked_at = "config.json"
-    state, _ = model_tensors(config)
+    state = model_tensors(config)
     with TensorFiles(path) as files:
         if step not in run.sound:
             check.reason = "comparing values: no sound checkpoint of this step is left"
@@ -334,8 +241,7 @@ def _check_tensors(check: Check, run: RunFiles, path: Path, step: int) -> None:
 
 def _check_config(check: Check, run: RunFiles, content: dict[str, Any], dtype: str) -> None:
     """Compare config.json with the settings of the run, or of the earlier attempt that exported it."""
-    earlier = [each.config for each in reversed(run.attempts) if each.config is not None]
-    configs = [run.config, *earlier]
+    configs = [run.config, *(each.config for each in reversed(run.launches) if each.config is not None)]
     differences: list[list[str]] = []
     for each in configs:
         token_ids = ("bos_token_id", "eos_token_id", "pad_token_id")

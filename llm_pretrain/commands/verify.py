@@ -1,4 +1,4 @@
-"""`llm-pretrain verify`: checks a run's files against each other, or the isolation of packed documents."""
+"""`llm-pretrain verify`: checks a run's files against each other and against its data."""
 
 from __future__ import annotations
 
@@ -7,14 +7,11 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from llm_pretrain.errors import CheckpointError, ConfigError, PretrainError, printable
-
-if TYPE_CHECKING:
-    from llm_pretrain.config import Config
 
 EXAMPLES = f"""\
 exit code: 0 all that was looked at is as it should be, {CheckpointError.exit_code} something is not, 2 usage
@@ -22,49 +19,24 @@ exit code: 0 all that was looked at is as it should be, {CheckpointError.exit_co
 examples:
   llm-pretrain verify runs/quickstart
   llm-pretrain verify runs/quickstart --samples all --json
-  llm-pretrain verify --packing data/stores/stdlib
-  llm-pretrain verify --packing data/stores/stdlib --config configs/tiny-moe.yaml --precision bf16
 """
-_SEQUENCES, _DOCUMENTS = 4, 6
 _RUN_FILES = ("config.yaml", "metrics.jsonl", "status.json", "attempts.jsonl", "checkpoints")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
-    parser.add_argument("run", nargs="?", type=Path, metavar="RUN", help="folder of a run, such as runs/NAME")
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run, such as runs/NAME")
     parser.add_argument(
         "--samples",
         metavar="all|N",
         help="rows of metrics.jsonl whose samples are assembled again and compared, evenly chosen "
         "(default: as many as take some seconds)",
     )
-    parser.add_argument(
-        "--packing",
-        metavar="STORE",
-        help="instead of a run: change documents in packed sequences of this store, and look at the others",
-    )
-    parser.add_argument(
-        "--config",
-        action="append",
-        metavar="FILE",
-        help="with --packing: model, packing, length; may be given several times (default: a small model)",
-    )
-    numbers = {
-        "sequences": ("N", f"sequences to take (default: {_SEQUENCES})"),
-        "documents": ("N", f"documents to change in each, one at a time (default: up to {_DOCUMENTS})"),
-        "sequence_length": ("S", "tokens (default: the config's, or 512)"),
-        "seed": ("N", "chooses documents (default: 0)"),
-    }
-    for name, (metavar, text) in numbers.items():
-        parser.add_argument(f"--{name}", type=int, metavar=metavar, help=f"with --packing: {text}")
-    parser.add_argument(
-        "--precision", choices=["fp32", "bf16"], help="with --packing: type of the products (default: fp32)"
-    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-_SHOWN = 4
-"""Problems of one check that are printed; the rest are counted."""
+_SHOWN, _WIDTH = 4, 26
+"""Problems of one check that are printed, the rest are counted; characters of a check's name."""
 
 
 @dataclass
@@ -100,13 +72,15 @@ class Check:
         """Skip the whole check."""
         self.skipped, self.reason = True, reason
 
-    def lines(self, width: int) -> list[str]:
+    def lines(self) -> list[str]:
         """The printed lines: one for the check, and one for each problem."""
         parts = [self.looked_at, f"skipped: {self.reason}" if self.reason else ""]
-        head = f"{self.result:<7}  {self.name:<{width}}  {'; '.join(part for part in parts if part)}".rstrip()
+        head = (
+            f"{self.result:<7}  {self.name:<{_WIDTH}}  {'; '.join(part for part in parts if part)}".rstrip()
+        )
         more = len(self.problems) - _SHOWN
         shown = self.problems[:_SHOWN] + ([f"and {more} more"] if more > 0 else [])
-        return [head, *(f"         {'':<{width}}  {line}" for line in shown)]
+        return [head, *(f"         {'':<{_WIDTH}}  {line}" for line in shown)]
 
     def as_json(self) -> dict[str, Any]:
         """The result for --json, with all problems."""
@@ -120,22 +94,16 @@ class Check:
 
 
 class Checks:
-    """All checks in order; each check is passed to `show` when it is done, and so is each note."""
+    """All checks in order; each check is passed to `show` when it is done."""
 
-    def __init__(self, show: Callable[[Check | str], None] = lambda _: None):
+    def __init__(self, show: Callable[[Check], None] = lambda _: None):
         self.done: list[Check] = []
-        self.notes: list[str] = []
         self._show = show
 
     @property
     def ok(self) -> bool:
         """Whether none failed."""
         return not any(check.problems for check in self.done)
-
-    def note(self, text: str) -> None:
-        """Add information that is not the result of a check."""
-        self.notes.append(text)
-        self._show(text)
 
     @contextmanager
     def check(self, name: str) -> Iterator[Check]:
@@ -169,29 +137,16 @@ class Checks:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the checks and print their results; returns the exit code."""
-    _check_usage(arguments)
-    from llm_pretrain.commands._verify_data import verify_isolation
-
-    width = 26 if arguments.packing is None else 44
-    checks = Checks((lambda _: None) if arguments.json else lambda result: _print(result, width))
-    if arguments.packing is None:
-        subject = {"run": str(arguments.run)}
-        samples = arguments.samples
-        verify_run(checks, arguments.run, samples if samples in (None, "all") else int(samples))
-    else:
-        subject = {"store": arguments.packing}
-        verify_isolation(
-            checks,
-            _config(arguments),
-            arguments.packing,
-            sequences=_SEQUENCES if arguments.sequences is None else arguments.sequences,
-            documents=_DOCUMENTS if arguments.documents is None else arguments.documents,
-            seed=arguments.seed or 0,
-            precision=arguments.precision or "fp32",
-        )
+    samples = arguments.samples
+    if samples not in (None, "all"):
+        if not (samples.isdecimal() and int(samples) > 0):
+            raise ConfigError(f"--samples: expected all or a number of rows from 1 on, found {samples!r}")
+        samples = int(samples)
+    checks = Checks((lambda _: None) if arguments.json else _print)
+    verify_run(checks, arguments.run, samples)
     if arguments.json:
         results = [check.as_json() for check in checks.done]
-        print(json.dumps({**subject, "ok": checks.ok, "checks": results, "notes": checks.notes}, indent=1))
+        print(json.dumps({"run": str(arguments.run), "ok": checks.ok, "checks": results}, indent=1))
     else:
         found = [check.result for check in checks.done]
         print(", ".join(f"{found.count(result)} {result}" for result in ("ok", "failed", "skipped")))
@@ -219,20 +174,14 @@ def verify_run(checks: Checks, folder: Path, samples: str | int | None) -> None:
     checks.run("status.json", _verify_history.read_status, run)
     checks.run("config.yaml", _verify_history.read_config, run)
     run.manifests = _verify_checkpoints.read_manifests(folder / "checkpoints")
-    checks.run("rows", _verify_history.read_history, run)
     if run.known_config is None:
         checks.skip("everything else", "it rests on config.yaml")
     else:
+        checks.run("rows", _verify_history.read_history, run)
         checks.run("data", _verify_checkpoints.check_data, run)
-        if run.attempts:
-            checks.run("settings", _verify_history.check_settings, run)
-            checks.run("steps", _verify_history.check_steps, run)
-            checks.run("learning rate", _verify_history.check_learning_rate, run)
-            checks.run("tokens", _verify_history.check_tokens, run)
-            checks.run("finite rows", _verify_history.check_finite, run)
-            if run.known_config.training.check_every or run.status.get("faults"):
-                checks.run("computed twice", _verify_history.check_twice, run)
-        if run.attempts and run.fingerprints is not None:
+        if run.known_config.training.check_every or run.status.get("faults"):
+            checks.run("computed twice", _verify_history.check_twice, run)
+        if run.launches and run.fingerprints is not None:
             _verify_data.check_samples(checks, run, samples)
         else:
             checks.skip("samples", "the rows or the stores cannot be read")
@@ -257,50 +206,6 @@ def _check_replays(check: Check, folder: Path, last: int | None) -> None:
         check.looked_at = f"{replay_summary(replays, last)}; the last on {newest}: {verdict}"
 
 
-def _print(result: Check | str, width: int) -> None:
-    for line in [f"note     {result}"] if isinstance(result, str) else result.lines(width):
+def _print(check: Check) -> None:
+    for line in check.lines():
         print(printable(line), flush=True)
-
-
-def _check_usage(arguments: argparse.Namespace) -> None:
-    problems = []
-    packing = ("config", "sequences", "documents", "sequence_length", "precision", "seed")
-    if (arguments.run is None) == (arguments.packing is None):
-        problems.append("expected a run's folder or --packing STORE, and not both; see --help")
-    elif arguments.packing is None:
-        given = [name for name in packing if getattr(arguments, name) is not None]
-        problems += [f"--{name}: expected together with --packing STORE, found a run" for name in given]
-    elif arguments.samples is not None:
-        problems.append("--samples: expected together with a run's folder, found --packing")
-    text = arguments.samples
-    if text not in (None, "all") and not (text.isdecimal() and int(text) > 0):
-        problems.append(f"--samples: expected all or a number of rows from 1 on, found {text!r}")
-    for name, least in (("sequences", 1), ("documents", 1), ("sequence_length", 2), ("seed", 0)):
-        value = getattr(arguments, name)
-        if value is not None and value < least:
-            problems.append(f"--{name}: expected {least} or more, found {value}")
-    if arguments.seed is not None and arguments.seed >= 1 << 62:  # torch's generators take 64 bits
-        problems.append(f"--seed: expected less than 2^62, found {arguments.seed}")
-    if problems:
-        raise ConfigError(*problems)
-
-
-def _config(arguments: argparse.Namespace) -> Config:
-    """The configuration of the files, or one with a small model."""
-    from llm_pretrain.commands._verify_data import SMALL_MODEL
-    from llm_pretrain.config import Config, load_config
-
-    if arguments.config:
-        files = [word for file in arguments.config for word in ("--config", file)]
-        config = load_config(files, needs_data=False)
-    else:
-        config = replace(Config(), model=SMALL_MODEL)
-    if arguments.sequence_length is not None:
-        training = replace(config.training, sequence_length=arguments.sequence_length)
-        config = replace(config, training=training)
-        if arguments.sequence_length > config.model.max_position_embeddings:
-            raise ConfigError(
-                f"--sequence_length: expected at most model.max_position_embeddings = "
-                f"{config.model.max_position_embeddings}, found {arguments.sequence_length}"
-            )
-    return config

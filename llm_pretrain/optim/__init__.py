@@ -10,7 +10,6 @@ from llm_pretrain.optim.param_groups import (
     initial_factor,
     parameter_groups,
     parameter_role,
-    state_keys,
 )
 from llm_pretrain.optim.schedule import decay_length, learning_rate, set_learning_rate
 from llm_pretrain.optim.sharded import as_sharded, replicate_dims, to_local
@@ -32,7 +31,6 @@ __all__ = [
     "product_dtype",
     "replicate_dims",
     "set_learning_rate",
-    "state_keys",
     "step_buffers",
     "to_local",
 ]

@@ -30,7 +30,7 @@ from torch.optim import AdamW, Optimizer
 
 from llm_pretrain.config import OptimizerConfig
 from llm_pretrain.model import Decoder
-from llm_pretrain.optim.ema import AVERAGE, keep_ema
+from llm_pretrain.optim.ema import keep_ema
 from llm_pretrain.optim.muon import Muon
 
 Role = Literal["embedding", "hidden", "router", "final norm", "norm"]
@@ -116,13 +116,6 @@ def _settings(
 
 def _uses_muon(role: Role, config: OptimizerConfig) -> bool:
     return config.name == "muon" and role == "hidden"
-
-
-def state_keys(name: str, parameter: Tensor, config: OptimizerConfig) -> list[str]:
-    """Keys of the optimizer's state tensors of a parameter after the first step, each of its shape."""
-    on_muon = _uses_muon(parameter_role(name, parameter), config)
-    keys = ["momentum_buffer"] if on_muon else ["exp_avg", "exp_avg_sq"]
-    return [*keys, AVERAGE] if config.ema_decay else keys
 
 
 def build_optimizer(model: Decoder, config: OptimizerConfig, precision: str = "fp32") -> Optimizer:

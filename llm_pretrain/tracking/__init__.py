@@ -3,7 +3,6 @@
 from llm_pretrain.tracking.console import Console, time_text
 from llm_pretrain.tracking.machine import DEFAULT_MFU, GPU_GB, MACHINES, Machine
 from llm_pretrain.tracking.metrics import (
-    MAX_METRICS_BYTES,
     MetricsWriter,
     device_peak_flops,
     finite_number,
@@ -29,7 +28,6 @@ __all__ = [
     "GPU_GB",
     "HELD",
     "MACHINES",
-    "MAX_METRICS_BYTES",
     "REPLAYS_FILE",
     "Console",
     "Machine",

@@ -1,6 +1,6 @@
 """The training run that both launch paths share: step, loop, evaluation, checkpoints and metrics."""
 
-from llm_pretrain.training.anomaly import SPIKE_KINDS, SPIKE_REASONS, SpikeDetector, StepMonitor
+from llm_pretrain.training.anomaly import SpikeDetector, StepMonitor
 from llm_pretrain.training.checkpointing import fingerprints
 from llm_pretrain.training.evaluation import Evaluator, zlib_bits_per_byte
 from llm_pretrain.training.model_setup import build_model, initialize_weights
@@ -21,8 +21,6 @@ from llm_pretrain.training.trainer import pretrain
 
 __all__ = [
     "DDP_OPTIONS",
-    "SPIKE_KINDS",
-    "SPIKE_REASONS",
     "Engine",
     "Evaluator",
     "Launcher",

@@ -45,10 +45,6 @@ NUM_LOSSES = 4
 _MAD_TO_STD = 1.4826
 """Standard deviation ÷ median absolute deviation of a normal distribution (1 / 0.6745)."""
 
-SPIKE_KINDS = ("loss", "grad_norm", "loss+grad_norm")
-"""Values of a row's `train/spike`."""
-SPIKE_REASONS = ("spike", "rollback")
-"""Values of `train/skipped` in a row with a spike, besides null."""
 _SKIPPED = {"log": None, "skip": "spike", "rollback": "rollback"}
 """`training.spike_action` -> `train/skipped`."""
 

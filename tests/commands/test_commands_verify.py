@@ -103,7 +103,6 @@ def rewrite_tensors(run: Path, change: Callable[[dict[str, torch.Tensor]], objec
 Damage = Callable[[Path], object]
 LAST, TENTH = "checkpoints/step-00000012", "checkpoints/step-00000010"
 NORM = "model.norm.weight"
-MOMENT = "optimizer.state.model.layers.0.mlp.gate.weight.exp_avg"
 
 
 def row(step: int, change: dict | Callable[[dict], object]) -> Damage:
@@ -137,10 +136,6 @@ def flip_a_bit(file: Path) -> None:
     data = bytearray(file.read_bytes())
     data[-100] ^= 1
     file.write_bytes(data)
-
-
-def next_up(content: dict) -> None:
-    content["train/learning_rate"] = math.nextafter(content["train/learning_rate"], 1.0)
 
 
 def other_digest(content: dict) -> None:
@@ -201,15 +196,9 @@ DAMAGES: dict[str, tuple[Damage, set[str], str]] = {
         TENTH_CHECK,
         "manifest.json",
     ),
-    "NaN in a parameter": (
-        tensors(lambda each: nan_in(each, NORM)), LAST_CHECK, f"{NORM}: expected finite values"
-    ),
-    "infinity in a moment": (
-        tensors(lambda each: each[MOMENT].fill_(math.inf)), LAST_CHECK, f"{MOMENT}: expected finite values"
-    ),
-    "a tensor less": (tensors(lambda each: each.pop(MOMENT)), LAST_CHECK, f"{MOMENT}: expected float32"),
+    "a tensor less": (tensors(lambda each: each.pop(NORM)), LAST_CHECK, f"{NORM}: expected shape [64]"),
     "another shape": (
-        tensors(lambda each: each.update({NORM: torch.ones(63)})), LAST_CHECK, "found float32 [63]"
+        tensors(lambda each: each.update({NORM: torch.ones(63)})), LAST_CHECK, "by config.yaml, found [63]"
     ),
     "one value of a checkpoint": (
         tensors(lambda each: each[NORM].add_(0.1)), LAST_CHECK, "as train/parameters_sha256 of step 12"
@@ -240,47 +229,27 @@ DAMAGES: dict[str, tuple[Damage, set[str], str]] = {
     "another best loss": (
         json_file("weights/best/best.json", {"eval/loss": 1.0}), {"weights best"}, "eval/loss"
     ),
-    "a better evaluation than the best's": (
-        row(6, lambda content: content.update({"eval/loss": content["eval/loss"] / 2})),
-        {"weights best"},
-        "expected the lowest eval/loss, that of step 6",
+    "a best step without evaluation": (
+        json_file("weights/best/best.json", {"step": 7}), {"weights best"}, "eval/loss in a row of step 7"
     ),
-    "a learning rate one bit off": (row(7, next_up), {"learning rate"}, "step 7"),
     "another sample hash": (row(7, other_digest), {"samples"}, "step 7"),
-    "a step missing": (without_row(7), {"steps"}, "step 7"),
-    "the last step missing": (without_row(12), {"steps", "weights best"}, "step 12"),
-    "a sum of tokens off": (row(7, one_token_more), {"tokens", "samples"}, "step 7"),
-    "loss tokens off": (row(7, {"train/loss_tokens": 5}), {"tokens", "samples"}, "step 7"),
-    "a checkpoint's tokens off": (row(10, one_token_more), {"tokens", "samples", *TENTH_CHECK}, "step 10"),
-    "a loss that is no number": (row(7, {"train/loss": math.nan}), {"finite rows"}, "step 7"),
-    "a null without a skip": (row(7, {"train/grad_norm": None}), {"finite rows"}, "train/grad_norm"),
-    "a row of other types": (
-        row(7, {"train/tokens": "many", "train/learning_rate": []}),
-        {"learning rate", "tokens", "finite rows"},
-        "step 7",
-    ),
+    "a step missing": (without_row(7), {"rows"}, "step 7"),
+    "the last step missing": (without_row(12), {"rows", "weights best"}, "step 12"),
+    "a sum of tokens off": (row(7, one_token_more), {"samples"}, "step 7"),
+    "loss tokens off": (row(7, {"train/loss_tokens": 5}), {"samples"}, "step 7"),
+    "a checkpoint's tokens off": (row(10, one_token_more), {"samples", *TENTH_CHECK}, "step 10"),
+    "tokens that are no number": (row(7, {"train/tokens": "many"}), {"samples"}, "step 7"),
     "half a line": (half_a_line, {"rows"}, "metrics.jsonl:5"),
     "another order of samples": (
         setting("packing: best_fit\n", "packing: concat\n"),
-        {"settings", "data", "samples", *TENTH_CHECK, *LAST_CHECK},
+        {"data", "samples", *TENTH_CHECK, *LAST_CHECK},
         "data.packing",
     ),
-    "a setting that the run did not have": (
-        setting("weight_decay: 0.1", "weight_decay: 0.2"),
-        {"settings"},
-        "expected optimizer.weight_decay 0.1",
-    ),
     "a step beyond all": (row(12, {"step": 1 << 62}), {"rows"}, "expected steps up to training.max_steps 12"),
-    "a number that no float holds": (row(6, {"eval/loss": 10**400}), {"finite rows"}, "eval/loss"),
     "a best step that is no number": (
         json_file("weights/best/best.json", {"step": [1]}),
         {"weights best"},
         "expected a whole number of steps",
-    ),
-    "no processes": (
-        json_file("status.json", {"world_size": 0}),
-        {"status"},
-        "world_size: expected a number of processes",
     ),
     "no attempts": (lambda run: (run / "attempts.jsonl").unlink(), {"rows"}, "attempts.jsonl"),
     "no configuration": (
@@ -294,7 +263,6 @@ DAMAGES: dict[str, tuple[Damage, set[str], str]] = {
     "no checkpoint": (
         lambda run: shutil.rmtree(run / LAST), {"status"}, "checkpoint: expected step-00000012"
     ),
-    "another end": (json_file("status.json", {"exit_code": 70}), {"status"}, "exit_code: expected 0"),
     "another step": (json_file("status.json", {"step": 11}), {"status"}, "step"),
     "no status": (lambda run: (run / "status.json").write_text("{"), {"status.json"}, "JSON"),
 }  # fmt: skip
@@ -318,8 +286,8 @@ def test_the_rows_of_a_preempted_run_must_be_there_up_to_its_end(
     (run / "metrics.jsonl").write_text("".join(rows[:9]))
     (run / "weights/best/best.json").unlink()
     _, outcomes = verify(run, capsys)
-    assert "steps" in results(outcomes, "failed")
-    assert "none of step 9-12" in outcomes["steps"]["problems"][0]
+    assert "rows" in results(outcomes, "failed")
+    assert "none of step 9-12" in outcomes["rows"]["problems"][0]
 
 
 @pytest.mark.parametrize(
@@ -369,16 +337,14 @@ def test_settings_of_another_place_are_no_mistake(run: Path, capsys: pytest.Capt
     (run / "attempts.jsonl").write_text(json.dumps(row) + "\n")
     _, outcomes = verify(run, capsys)
     assert results(outcomes, "failed") == set()
-    assert "settings" in results(outcomes, "ok")
 
 
 def test_an_attempts_settings_that_cannot_be_are_not_on_record(run: Path, capsys: pytest.CaptureFixture[str]):
     row = json.loads((run / "attempts.jsonl").read_text())
-    row["config"]["logging"]["logging_steps"] = 0
+    row["config"]["logging"]["logging_steps"] = "often"
     (run / "attempts.jsonl").write_text(json.dumps(row) + "\n")
     _, outcomes = verify(run, capsys)
     assert results(outcomes, "failed") == set()
-    assert outcomes["settings"]["result"] == "skipped"
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -429,7 +395,10 @@ def test_damaged_files_are_reported_without_a_traceback(
 def test_a_killed_run_that_fell_back_and_changed_its_settings(
     masked_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    """Rows every 3 steps, a step skipped between them, a kill, and on from the checkpoint of step 5."""
+    """Rows every 3 steps, a step skipped between them, a kill, and on from the checkpoint of step 5.
+
+    The rows that the first attempt wrote after that step are lost work, and not looked at.
+    """
     forward = train_pretrain.TorchrunEngine.forward
 
     def poisoned(self, batch):
@@ -462,24 +431,19 @@ def test_a_killed_run_that_fell_back_and_changed_its_settings(
     assert done.rows[4]["train/skipped"] == "nonfinite_gradient"
     code, outcomes = verify(folder, capsys)
     assert (code, results(outcomes, "failed")) == (0, set())
-    # 3, 4 (skipped), 6 and 9 by the first attempt; 6, 8, 10, 12 and 14 by the second
-    assert "9 rows of 2 attempts" in outcomes["steps"]["looked_at"]
-    attempts = [json.loads(line) for line in (folder / "attempts.jsonl").read_text().splitlines()]
-    for seconds in (-1e9, 1e9):  # a clock that is set back or forward between attempts says nothing
-        moved = [attempts[0], attempts[1] | {"time": attempts[1]["time"] + seconds}]
-        (folder / "attempts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in moved))
-        code, outcomes = verify(folder, capsys)
-        assert (code, results(outcomes, "failed")) == (0, set())
-    assert "9 of 9 rows" in outcomes["samples"]["looked_at"]
+    # 3 and 4 (skipped) by the first attempt; 6, 8, 10, 12 and 14 by the second
+    assert "7 rows by 2 attempts" in outcomes["rows"]["looked_at"]
+    assert "7 of 7 rows, 14 steps" in outcomes["samples"]["looked_at"]
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     for number, row in enumerate(lines):
         if "train/loss" not in row or row["step"] not in (4, 6, 9, 14):
             continue
+        is_lost = any("train/loss" in later and later["step"] <= row["step"] for later in lines[number + 1 :])
         damaged = [dict(each) for each in lines]
         other_digest(damaged[number])
         (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in damaged))
         _, outcomes = verify(folder, capsys)
-        assert results(outcomes, "failed") == {"samples"}, row["step"]
+        assert results(outcomes, "failed") == (set() if is_lost else {"samples"}), row["step"]
 
 
 def test_a_run_that_goes_on_while_it_is_read(
@@ -522,17 +486,6 @@ def test_what_a_run_writes_after_its_rows_were_read(
     assert "bit for bit" in outcomes["weights step-00000012"]["looked_at"]
 
 
-def test_the_best_weights_are_those_of_the_attempts_that_kept_them(
-    run: Path, masked_store: Path, capsys: pytest.CaptureFixture[str]
-):
-    longer = ("--training.max_steps", "24", "--evaluation.eval_steps", "6", "--checkpoint.keep_best", "false")
-    done = train_tiny(masked_store, run, *SHORT, *longer)
-    losses = {step: row["eval/loss"] for step, row in done.rows.items() if "eval/loss" in row}
-    assert losses[24] < losses[12]
-    assert json.loads((run / "weights/best/best.json").read_text())["step"] == 12
-    assert results(verify(run, capsys)[1], "failed") == set()
-
-
 def test_a_run_from_another_runs_checkpoint(
     whole: Path, masked_store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -542,7 +495,7 @@ def test_a_run_from_another_runs_checkpoint(
     ).folder
     code, outcomes = verify(folder, capsys)
     assert (code, results(outcomes, "failed")) == (0, set())
-    assert "another run's" in outcomes["steps"]["reason"]
+    assert "another run's" in outcomes["rows"]["reason"]
 
 
 @pytest.fixture(scope="module")
@@ -609,14 +562,8 @@ def test_an_order_that_repeats_samples_is_detected(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ([], "expected a run's folder or --packing"),
-        (["run", "--packing", "store"], "not both"),
         (["nowhere"], "nowhere: expected a run's folder"),
         (["run", "--samples", "few"], "--samples"),
-        (["run", "--sequences", "3"], "--sequences"),
-        (["--packing", "store", "--sequences", "0"], "--sequences: expected 1 or more"),
-        (["--packing", "store", "--seed", str(1 << 64)], "--seed: expected less than 2^62"),
-        (["--packing", "store", "--sequence_length", "99999"], "at most model.max_position_embeddings"),
     ],
 )
 def test_usage_is_answered_in_a_line(options: list[str], said: str, capsys: pytest.CaptureFixture[str]):
@@ -637,4 +584,4 @@ def test_a_run_before_its_first_step(
     code, outcomes = verify(folder, capsys)
     assert results(outcomes, "failed") == set(), outcomes
     assert code == 0
-    assert {"checkpoints", "weights", "epochs", "samples", "steps"} <= results(outcomes, "skipped")
+    assert {"checkpoints", "weights", "epochs", "samples", "rows"} <= results(outcomes, "skipped")

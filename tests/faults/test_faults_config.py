@@ -240,7 +240,6 @@ COMMAND_LINES: dict[str, list[str]] = {
     "parity": [],
     "simulate": ["--world-size", "2", "--gpu", "h100"],
     "prepare": ["--input", "stdlib", "--tokenizer", "nowhere", "--output", "store"],
-    "verify": ["--packing", "nowhere"],
 }
 """What each command needs beside `--config`."""
 
