@@ -5,8 +5,9 @@
 NEW defaults to the working tree, with what is not committed. A dense model and a mixture of experts train 20
 steps in fp32 and bf16, on one and two ranks, with both scripts. Then NEW continues OLD's run from its
 checkpoint of step 10. Rows without their times, tensors and scalars of checkpoints, and the files of the
-weights must be the same. Further options are settings of all runs. Of the command's own settings, those that
-one of the commits does not know are left out. The exit code is 1 where anything differs.
+weights must be the same. Further options are settings of all runs. Of the command's own settings, and of
+the fingerprints in OLD's checkpoints, those that one of the commits does not know are left out. The exit code
+is 1 where anything differs.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,7 +40,7 @@ from golden_rows import (
 from support.fork_server import ROOT, ForkServer, Request, start_server
 from support.launching import NO_REPORT, TIMEOUT_SECONDS, Finished, checkpoint_tensors, launch_command
 
-from llm_pretrain.checkpoints.manifest import read_manifest
+from llm_pretrain.checkpoints.manifest import read_manifest, write_manifest
 
 PRECISIONS = ("fp32", "bf16")
 MIDWAY = 10
@@ -129,6 +131,14 @@ def known_to_both(config: dict[str, dict[str, Any]], trees: Sequence[Tree]) -> d
     }
 
 
+def forget_settings(run: Path, settings: set[str]) -> None:
+    """Take settings out of the fingerprints in a run's checkpoints; a commit without them would refuse it."""
+    for folder in run.glob("checkpoints/*"):
+        manifest = read_manifest(folder)
+        kept = {name: text for name, text in manifest.run.fingerprints.items() if name not in settings}
+        write_manifest(folder, replace(manifest, run=replace(manifest.run, fingerprints=kept)))
+
+
 def compare_runs(old: Path, new: Path) -> str | None:
     """The first difference of two runs' folders, in words; None where all is equal.
 
@@ -179,6 +189,10 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
 def compare(old: Tree, new: Tree, folder: Path, options: Sequence[str]) -> bool:
     """Train, continue and compare every combination, and print a line for each; whether all are equal."""
     store = make_golden_store(folder)
+    of_old, of_new = (
+        {f"{section}.{name}" for section, fields in tree.settings.items() for name in fields}
+        for tree in (old, new)
+    )
     equal = True
     print(f"{'model':8} {'precision':9} {'ranks':>5}  {'launcher':10} {'NEW':9}  against OLD", flush=True)
     for model, precision, world_size, launcher in product(MODELS, PRECISIONS, WORLD_SIZES, LAUNCHERS):
@@ -199,6 +213,7 @@ def compare(old: Tree, new: Tree, folder: Path, options: Sequence[str]) -> bool:
         continued = failed
         if not failed:
             shutil.copytree(runs / "old", runs / "continued", ignore=later)
+            forget_settings(runs / "continued", of_old - of_new)
             continued = train(new, "continued") or compare_runs(runs / "old", runs / "continued")
         for what, difference in (("trained", trained), ("continued", continued)):
             cells = f"{model:8} {precision:9} {world_size:5}  {launcher:10} {what:9}"

@@ -166,30 +166,32 @@ def _text(value: object) -> object:
 def kernels(findings: Findings) -> None:
     """Check every implementation of every part against its definition, in every type of products."""
     from llm_pretrain.config import multiplies_in_bf16
-    from llm_pretrain.model import PARTS, Kernels, Part, check_kernels, resolved_kernels
+    from llm_pretrain.model import FIXED, PARTS, Kernels, Part, check_kernels, resolved_kernels
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtypes = {"fp32": torch.float32}
     names = get_type_hints(Kernels)
-    asked: list[tuple[Part, str]]
-    asked = [(part, name) for part in PARTS for name in get_args(names[part]) if name != "auto"]
+    asked: list[tuple[Part, str]] = []
+    for part in PARTS:
+        known = (FIXED[part],) if part in FIXED else get_args(names[part])
+        asked.extend((part, name) for name in known if name != "auto")
     if device.type == "cuda":
         bf16 = {"bf16": torch.bfloat16} if multiplies_in_bf16() else {}
         dtypes = {**bf16, "fp16": torch.float16, **dtypes}
-        asked.append(("compile", "on"))
+        asked.append(("compile", FIXED["compile"]))
     heads = ["part", "kernel", "by default", "type", "error", "of gradients", "bound", "seconds", "verdict"]
     findings.table(f"Kernels on {device.type}", heads)
     for precision, dtype in dtypes.items():
         for part, name in asked:
             config, refused = _kernel_config(part, name, precision, device)
             default = resolved_kernels(config.model, Kernels(), device, dtype)
-            is_default = part == "compile" or getattr(default, part) == name
+            is_default = part in FIXED or getattr(default, part) == name
             if refused:
                 findings.row(
                     part, name, is_default, precision, None, None, None, None, f"not here: {refused}"
                 )
                 continue
-            chosen = default if part == "compile" else replace(Kernels(), **{part: name})
+            chosen = default if part in FIXED else replace(Kernels(), **{part: name})
             for check in check_kernels(config.model, chosen, device, dtype, parts=[part]):
                 findings.row(
                     part, check.implementation, is_default, precision, check.forward_error,
@@ -209,10 +211,10 @@ def _kernel_config(part: str, name: str, precision: str, device: torch.device) -
     options = ["--config", "tiny-moe", "--model.first_k_dense_replace", "1"]
     options += [word for field, size in sizes.items() for word in (f"--model.{field}", str(size))]
     options += ["--training.precision", precision]
-    setting = {"optimizer": "optimizer.implementation", "compile": "training.compile"}.get(
-        part, f"training.{part}_implementation"
-    )
     plain = resolve_model(load_config(options, needs_data=False), _VOCABULARY)
+    if part in ("norm", "optimizer"):  # without a setting
+        return plain, ""
+    setting = "training.compile" if part == "compile" else f"training.{part}_implementation"
     try:
         named = resolve_model(load_config([*options, f"--{setting}", name], needs_data=False), _VOCABULARY)
         build_model(named, device)

@@ -88,9 +88,7 @@ _EXPERT_SETTINGS = (
     *("scoring_func", "routed_scaling_factor", "first_k_dense_replace", "decoder_sparse_step"),
     *("router_aux_loss_coef", "router_aux_loss_scope", "router_z_loss_coef", "router_bias_update_rate"),
 )
-_SCALING_SETTINGS = (
-    *("rope_type", "rope_factor", "original_max_position_embeddings", "rope_beta_fast", "rope_beta_slow"),
-)
+_SCALING_SETTINGS = ("rope_type", "rope_factor", "original_max_position_embeddings")
 
 
 def from_pretrained(folder: str) -> ImportedConfig:

@@ -17,7 +17,7 @@ from llm_pretrain.config.loading import (
     validate,
 )
 from llm_pretrain.config.mesh_checks import check_mesh
-from llm_pretrain.config.model_config import VOCAB_MULTIPLE, ModelConfig
+from llm_pretrain.config.model_config import VOCAB_MULTIPLE, YARN_BETAS, ModelConfig
 from llm_pretrain.config.schema import LARGEST_INTEGER, build, matches_type
 from llm_pretrain.config.tree import (
     CheckpointConfig,
@@ -37,6 +37,7 @@ __all__ = [
     "LARGEST_INTEGER",
     "PRESETS",
     "VOCAB_MULTIPLE",
+    "YARN_BETAS",
     "CheckpointConfig",
     "Config",
     "DataConfig",

@@ -17,6 +17,9 @@ from llm_pretrain.config.schema import (
 
 VOCAB_MULTIPLE = 64
 """`model.vocab_size` defaults to the tokenizer's size rounded up to a multiple of this."""
+YARN_BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
+"""Rotations over the original context: YaRN leaves frequencies with more than `beta_fast` unscaled, and
+scales those with fewer than `beta_slow` in full (arXiv:2309.00071, section 3.2)."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +49,6 @@ class ModelConfig:
         rope_factor: Factor by which linear or YaRN scaling extends the context.
         original_max_position_embeddings: Context length that YaRN extends. Default: max_position_embeddings /
             rope_factor.
-        rope_beta_fast: YaRN leaves frequencies unscaled that rotate more than this many times over the
-            original context.
-        rope_beta_slow: YaRN scales frequencies in full that rotate fewer than this many times over the
-            original context.
         qk_norm: RMSNorm on queries and keys, per head (Qwen3); without it the model is a Llama or Mixtral.
         num_experts: Experts per mixture-of-experts layer; 0 makes every layer dense.
         num_experts_per_tok: Experts selected for each token (top-k).
@@ -94,8 +93,6 @@ class ModelConfig:
     rope_type: Literal["default", "linear", "yarn"] = "default"
     rope_factor: PositiveFloat = 1.0
     original_max_position_embeddings: PositiveInt | None = None
-    rope_beta_fast: PositiveFloat = 32.0
-    rope_beta_slow: PositiveFloat = 1.0
     qk_norm: bool = True
     num_experts: Annotated[int, Range(ge=0, le=1 << 16)] = 0
     num_experts_per_tok: PositiveInt = 2
@@ -155,11 +152,6 @@ class ModelConfig:
                     f"found {original}"
                 )
             return
-        if self.rope_beta_fast <= self.rope_beta_slow:
-            yield (
-                f"model.rope_beta_fast: expected more than model.rope_beta_slow = {self.rope_beta_slow}, "
-                f"found {self.rope_beta_fast}"
-            )
         if original is None:
             if factor >= 1 and longest % factor:
                 yield (

@@ -207,7 +207,6 @@ class OptimizerConfig:
             norms.
         learning_rate: Peak learning rate; with `muon`, of the parameters that AdamW updates.
         muon_learning_rate: Peak learning rate of the matrices that Muon updates.
-        muon_momentum: Nesterov momentum of Muon.
         weight_decay: Weight decay of matrices; norms and biases are not decayed.
         adam_beta1: Decay rate of the first moment.
         adam_beta2: Decay rate of the second moment.
@@ -218,21 +217,17 @@ class OptimizerConfig:
             value for the base model, about base_hidden_size to the power -0.5. Default: no scaling.
         ema_decay: Decay per step of an exponential moving average of the parameters, which evaluation and
             exported weights then use. 0 turns it off.
-        implementation: Kernel of AdamW: `auto` (fused), `fused`, `plain` (one operation after another; on a
-            GPU every step then waits for it).
     """
 
     name: Literal["adamw", "muon"] = "adamw"
     learning_rate: PositiveFloat = 1e-3
     muon_learning_rate: PositiveFloat = 0.02
-    muon_momentum: Fraction = 0.95
     weight_decay: NonNegativeFloat = 0.1
     adam_beta1: Fraction = 0.9
     adam_beta2: Fraction = 0.95
     adam_epsilon: Annotated[float, Range(gt=0, ge=1e-37)] = 1e-8  # fp32 rounds less to 0: a division by 0
     base_hidden_size: PositiveInt | None = None
     ema_decay: Fraction = 0.0
-    implementation: Literal["auto", "fused", "plain"] = "auto"
 
 
 @dataclass(frozen=True)
@@ -286,7 +281,6 @@ class TrainingConfig:
             on a CPU, a mask elsewhere), `varlen` or `flex` (CUDA).
         loss_implementation: Kernel of output projection and cross-entropy: `auto`, `full` (keeps all logits
             in memory), `fused` (in chunks, forward and backward in one).
-        norm_implementation: Kernel of RMSNorm: `auto` (fused), `fused`, `plain` (elementwise operations).
     """
 
     sequence_length: Annotated[int, Range(gt=0, le=1 << 24)] = 512
@@ -306,7 +300,6 @@ class TrainingConfig:
     experts_implementation: Literal["auto", "streamed", "grouped", "triton", "reference"] = "auto"
     attention_implementation: Literal["auto", "sdpa", "varlen", "flex"] = "auto"
     loss_implementation: Literal["auto", "full", "fused"] = "auto"
-    norm_implementation: Literal["auto", "fused", "plain"] = "auto"
 
     def check(self) -> Iterator[str]:
         """One line for each contradiction between fields of this section, and for each missing package.

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Any
 
-from llm_pretrain.config import ModelConfig, build, shape_problems
+from llm_pretrain.config import YARN_BETAS, ModelConfig, build, shape_problems
 from llm_pretrain.errors import ConfigError
 from llm_pretrain.export.hf_architectures import (
     HF_ARCHITECTURES,
@@ -299,11 +299,7 @@ def _rope_keys(model: ModelConfig) -> dict[str, Any]:
     if model.rope_type != "default":
         scaling = {"rope_type": model.rope_type, "type": model.rope_type, "factor": model.rope_factor}
     if scaling is not None and model.rope_type == "yarn":
-        scaling |= {
-            "original_max_position_embeddings": model.rope_original_context,
-            "beta_fast": model.rope_beta_fast,
-            "beta_slow": model.rope_beta_slow,
-        }
+        scaling |= {"original_max_position_embeddings": model.rope_original_context, **YARN_BETAS}
     parameters = {"rope_type": "default", **(scaling or {}), "rope_theta": model.rope_theta}
     parameters.pop("type", None)  # read only by versions without rope_parameters
     return {"rope_theta": model.rope_theta, "rope_scaling": scaling, "rope_parameters": parameters}
@@ -361,12 +357,7 @@ def _rope_scaling_fields(rope: dict[str, Any], kind: str, config_json: dict[str,
         )
     factor = _rope_factor(rope.get("factor") or longest / original)
     _check_yarn(rope, factor)
-    return {
-        "rope_factor": factor,
-        "original_max_position_embeddings": original,
-        "rope_beta_fast": float(rope.get("beta_fast") or 32),
-        "rope_beta_slow": float(rope.get("beta_slow") or 1),
-    }
+    return {"rope_factor": factor, "original_max_position_embeddings": original}
 
 
 def _rope_factor(value: Any) -> float:
@@ -388,6 +379,11 @@ def _check_yarn(rope: dict[str, Any], factor: float) -> None:
             f"config.json: rope_scaling.attention_factor: expected 0.1 * ln(factor) + 1 = {usual:.7g}, "
             f"found {found:.7g}"
         )
+    problems += [
+        f"config.json: rope_scaling.{name}: expected {value:g}, found {found!r}"
+        for name, value in YARN_BETAS.items()
+        if (found := rope.get(name) or value) != value
+    ]
     if not rope.get("truncate", True):
         problems.append("config.json: rope_scaling.truncate: expected true, found false")
     if problems:

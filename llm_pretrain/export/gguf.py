@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from llm_pretrain.config import ModelConfig
+from llm_pretrain.config import YARN_BETAS, ModelConfig
 from llm_pretrain.errors import CheckpointError, ConfigError
 from llm_pretrain.export.config_json import model_config_from_huggingface
 from llm_pretrain.export.gguf_tokenizer import Vocabulary, read_vocabulary
@@ -60,9 +60,6 @@ _OUTER_NAMES = {
     "model.norm.weight": "output_norm.weight",
     "lm_head.weight": "output.weight",
 }
-
-_YARN_BETAS = {"rope_beta_fast": 32.0, "rope_beta_slow": 1.0}
-"""Those that llama.cpp computes these architectures with, whatever the file says."""
 
 
 class _Entry(NamedTuple):
@@ -273,15 +270,6 @@ def _architecture(model: ModelConfig) -> str:
     Raises:
         ConfigError: llama.cpp has no such architecture; it names the field.
     """
-    if model.rope_type == "yarn":
-        problems = [
-            f"model.{name}: expected {value:g}, which llama.cpp computes with whatever the file says, found "
-            f"{found}; export to huggingface"
-            for name, value in _YARN_BETAS.items()
-            if (found := getattr(model, name)) != value
-        ]
-        if problems:
-            raise ConfigError(*problems)
     if not model.moe_layers:
         return "qwen3" if model.qk_norm else "llama"
     if model.moe_layers[0] != model.num_hidden_layers - len(model.moe_layers):
@@ -348,8 +336,7 @@ def _metadata(model: ModelConfig, architecture: str) -> dict[str, int | float | 
     if model.rope_type == "yarn":
         metadata |= {
             "rope.scaling.original_context_length": model.rope_original_context,
-            "rope.scaling.yarn_beta_fast": model.rope_beta_fast,
-            "rope.scaling.yarn_beta_slow": model.rope_beta_slow,
+            **{f"rope.scaling.yarn_{name}": value for name, value in YARN_BETAS.items()},
         }
     if model.moe_layers:
         metadata |= {

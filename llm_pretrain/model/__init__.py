@@ -27,7 +27,7 @@ from llm_pretrain.model.kernels.loss import (
     fused_linear_cross_entropy,
     softmax_gradient_of_part,
 )
-from llm_pretrain.model.kernels.self_check import PARTS, KernelCheck, Part, check_kernels
+from llm_pretrain.model.kernels.self_check import FIXED, PARTS, KernelCheck, Part, check_kernels
 from llm_pretrain.model.layers import Embedding, FeedForward, Linear
 from llm_pretrain.model.moe import Experts, Router, RouterSums, update_router_bias
 from llm_pretrain.model.sizes import (
@@ -47,6 +47,7 @@ from llm_pretrain.model.sizes import (
 )
 
 __all__ = [
+    "FIXED",
     "IGNORE_INDEX",
     "PARTS",
     "ActivationShape",

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from llm_pretrain.config import ModelConfig
+from llm_pretrain.config import YARN_BETAS, ModelConfig
 from llm_pretrain.model.kernels import AUTO, Kernels
 from llm_pretrain.model.kernels.attention import DocumentLayout, document_attention, sdpa
 from llm_pretrain.model.kernels.layers import apply_linears, rotate
@@ -60,8 +60,8 @@ def rotary_frequencies(config: ModelConfig, device: torch.device) -> Tensor:
     """Radians per position of each pair of dimensions, fp32 [D/2], in transformers' order of operations.
 
     `linear` (arXiv:2306.15595) divides all by the factor. `yarn` (arXiv:2309.00071, section 3.2) divides
-    those with fewer than `rope_beta_slow` rotations over the original context, keeps those with more than
-    `rope_beta_fast` rotations, and interpolates linearly between the two.
+    those with fewer than `beta_slow` rotations over the original context, keeps those with more than
+    `beta_fast` rotations, and interpolates linearly between the two.
     """
     head_dim = config.attention_head_dim
     exponents = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
@@ -71,8 +71,8 @@ def rotary_frequencies(config: ModelConfig, device: torch.device) -> Tensor:
     if config.rope_type != "yarn":
         return 1.0 / wavelengths
     stretched, plain = 1.0 / (config.rope_factor * wavelengths), 1.0 / wavelengths
-    low = max(math.floor(_pair_index(config.rope_beta_fast, config)), 0)
-    high = min(math.ceil(_pair_index(config.rope_beta_slow, config)), head_dim - 1)
+    low = max(math.floor(_pair_index(YARN_BETAS["beta_fast"], config)), 0)
+    high = min(math.ceil(_pair_index(YARN_BETAS["beta_slow"], config)), head_dim - 1)
     pairs = torch.arange(head_dim // 2, device=device, dtype=torch.float32)
     keep = 1 - ((pairs - low) / (high - low if high != low else 0.001)).clamp(0, 1)
     return stretched * (1 - keep) + plain * keep
@@ -134,9 +134,8 @@ class Attention(nn.Module):
         self.k_proj = Linear(config.hidden_size, key_size)
         self.v_proj = Linear(config.hidden_size, key_size)
         self.o_proj = Linear(query_size, config.hidden_size)
-        norm = (self.head_dim, config.rms_norm_eps, kernels.norm)
-        self.q_norm = RMSNorm(*norm) if config.qk_norm else None
-        self.k_norm = RMSNorm(*norm) if config.qk_norm else None
+        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
     def forward(
         self,

@@ -56,10 +56,9 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, kernels: Kernels = AUTO):
         super().__init__()
         self.hidden_dropout = config.hidden_dropout
-        norm = (config.hidden_size, config.rms_norm_eps, kernels.norm)
-        self.input_layernorm = RMSNorm(*norm)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = Attention(config, kernels)
-        self.post_attention_layernorm = RMSNorm(*norm)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         if config.is_moe_layer(layer):
             self.mlp = MoeFeedForward(config, kernels)
         else:
@@ -149,7 +148,7 @@ class DecoderStack(nn.Module):
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         layers = range(config.num_hidden_layers)
         self.layers = nn.ModuleList(DecoderLayer(config, layer, kernels) for layer in layers)
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, kernels.norm)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(
         self,

@@ -5,8 +5,6 @@ Shapes: B sequences, S positions, H hidden_size or the normalised size, I interm
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -68,21 +66,17 @@ class RMSNorm(nn.Module):
     Args:
         size: H.
         eps: Added to the mean square.
-        implementation: `Kernels.norm`; `plain` consists of torch's elementwise operations.
     """
 
-    def __init__(self, size: int, eps: float, implementation: Literal["auto", "fused", "plain"] = "auto"):
+    def __init__(self, size: int, eps: float):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
-        self.eps, self.is_fused = eps, implementation != "plain"
+        self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., H] to [..., H]: `x / sqrt(mean(x²) + eps) * weight`."""
-        if self.is_fused and uses_cpu_kernels(x):
+        if uses_cpu_kernels(x):
             return rms_norm(x, self.weight, self.eps)
         wide, weight_H = at_least_fp32(x), at_least_fp32(self.weight)
-        if self.is_fused:
-            normed = F.rms_norm(wide, weight_H.shape, weight_H, self.eps)
-        else:
-            normed = wide * (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt() * weight_H
+        normed = F.rms_norm(wide, weight_H.shape, weight_H, self.eps)
         return normed.to(torch.promote_types(x.dtype, self.weight.dtype))

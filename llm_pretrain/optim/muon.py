@@ -58,7 +58,6 @@ class Muon(Optimizer):
         weight_decay: Of both algorithms.
         in_bf16: Whether Muon may multiply in bf16 if that is faster. A run in fp32 must not: with another
             number of processes, the last bit of a sum would change how a number rounds to bf16.
-        fused: Whether AdamW is torch's fused kernel. The plain one does not read `found_inf`.
     """
 
     # GradScaler then sets `found_inf` and calls `step`, instead of skipping the call
@@ -74,10 +73,8 @@ class Muon(Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.1,
         in_bf16: bool = True,
-        fused: bool = True,
     ):
-        self.in_bf16, self.fused = in_bf16, fused
-        self._step_supports_amp_scaling = fused  # as of torch's AdamW
+        self.in_bf16 = in_bf16
         defaults = {"lr": lr, "momentum": momentum, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**defaults, "algorithm": "adamw", "blocks": 1})
 
@@ -115,7 +112,7 @@ class Muon(Optimizer):
             [state["exp_avg_sq"] for state in states],
             [],
             [state["step"] for state in states],
-            fused=self.fused,
+            fused=True,
             grad_scale=scale,
             found_inf=found_inf,
             amsgrad=False,

@@ -121,8 +121,7 @@ def _uses_muon(role: Role, config: OptimizerConfig) -> bool:
 def build_optimizer(model: Decoder, config: OptimizerConfig, precision: str = "fp32") -> Optimizer:
     """The optimizer that `config` names, over all parameters of the model.
 
-    AdamW is torch's fused implementation on every device, so that both launch paths run the same kernel,
-    unless `config.implementation` is `plain`.
+    AdamW is torch's fused implementation on every device, so that both launch paths run the same kernel.
 
     Args:
         model: Not wrapped yet.
@@ -131,21 +130,12 @@ def build_optimizer(model: Decoder, config: OptimizerConfig, precision: str = "f
     """
     groups = parameter_groups(model, config)
     betas, eps = (config.adam_beta1, config.adam_beta2), config.adam_epsilon
-    fused = config.implementation != "plain"
     optimizer: Optimizer
     if config.name == "muon":
-        momentum, in_bf16 = config.muon_momentum, precision != "fp32"
-        optimizer = Muon(
-            groups,
-            lr=config.learning_rate,
-            momentum=momentum,
-            betas=betas,
-            eps=eps,
-            in_bf16=in_bf16,
-            fused=fused,
-        )
+        in_bf16 = precision != "fp32"
+        optimizer = Muon(groups, lr=config.learning_rate, betas=betas, eps=eps, in_bf16=in_bf16)
     else:
-        optimizer = AdamW(groups, lr=config.learning_rate, betas=betas, eps=eps, fused=fused)
+        optimizer = AdamW(groups, lr=config.learning_rate, betas=betas, eps=eps, fused=True)
     # a resumed run takes settings that are in `defaults` from its configuration, not from the checkpoint
     optimizer.defaults["lr_ratio"] = 1.0
     if config.ema_decay:

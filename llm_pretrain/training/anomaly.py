@@ -295,16 +295,14 @@ def decides_on_device(config: Config, engine: Engine) -> bool:
 
     False if the host needs it before the next step: for spikes that are skipped or rolled back, fp16's loss
     scale, or a digest of the parameters in every row. False under DeepSpeed, whose engine ignores the
-    decision, and for an optimizer that does not read `found_inf`, as fused ones do.
+    decision.
     """
-    _, optimizer = engine.model_and_optimizer()
     return (
         is_gpu(engine.device)
         and engine.scaler is None
         and config.training.spike_action == "log"
         and config.distributed.strategy != "deepspeed"
         and not config.logging.parameters_sha256
-        and getattr(optimizer, "_step_supports_amp_scaling", False)
     )
 
 

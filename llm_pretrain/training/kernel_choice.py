@@ -36,16 +36,12 @@ SETTINGS: dict[Part, str] = {
     "experts": "training.experts_implementation",
     "attention": "training.attention_implementation",
     "loss": "training.loss_implementation",
-    "norm": "training.norm_implementation",
-    "optimizer": "optimizer.implementation",
     "compile": "training.compile",
 }
 _ORDER: dict[Part, tuple[str, ...]] = {
     "experts": ("grouped", "triton", "streamed"),
     "attention": ("varlen", "flex", "sdpa"),
     "loss": ("fused", "full"),
-    "norm": ("fused", "plain"),
-    "optimizer": ("fused", "plain"),
     "compile": ("on", "off"),
 }
 """Implementations of each part; one that fails is replaced by the next that can run."""
@@ -146,11 +142,14 @@ def _replacements(
     """
     replaced, problems = [], []
     for check, where in failed:
-        setting = SETTINGS[check.part]
+        setting = SETTINGS.get(check.part, check.part)
+        found = f"{setting}: expected a kernel that computes what its definition does, found"
+        if check.part not in SETTINGS:
+            problems.append(f"{found} {check.implementation} alone, which {check.problem}{where}")
+            continue
         name = "torch.compile" if check.part == "compile" else f"{check.part} {check.implementation}"
         failure = f"{name} {check.problem}{where}"
         following = _next(config, check.part, check.implementation, device)
-        found = f"{setting}: expected a kernel that computes what its definition does, found"
         value = _value(config, setting)
         if value != "auto" and setting not in choice.replaced:
             problems.append(f"{found} {value}, which {check.problem}{where}; set auto")
@@ -190,11 +189,11 @@ def _checks_of_rank(config: Config, device: torch.device, parts: Collection[Part
     checks = check_kernels(config.model, configured_kernels(config), device, product_type(config), parts)
     for check in checks:
         if check.error is not None and (broken := _device_error(device)):
-            others = " or ".join(_ORDER[check.part][1:])
+            advice = f"; set {' or '.join(_ORDER[check.part][1:])}" if check.part in SETTINGS else ""
             raise ConfigError(
-                f"{SETTINGS[check.part]}: expected a kernel that runs on {_device_name(device)}, found "
-                f"{check.implementation}, which raised {check.error} and left the device unusable "
-                f"({broken}); set {others}"
+                f"{SETTINGS.get(check.part, check.part)}: expected a kernel that runs on "
+                f"{_device_name(device)}, found {check.implementation}, which raised {check.error} and left "
+                f"the device unusable ({broken}){advice}"
             )
     return checks
 

@@ -223,7 +223,6 @@ _COMPARED_WITH_EXPERTS = (
     *("num_experts", "num_experts_per_tok", "expert_intermediate_size", "norm_topk_prob"),
     *("n_shared_experts", "scoring_func", "routed_scaling_factor"),
 )
-_COMPARED_WITH_YARN = ("rope_original_context", "rope_beta_fast", "rope_beta_slow")
 """Fields and properties of ModelConfig that must equal those of the folder; see `_compared_fields`."""
 _SETTING_OF = {
     "attention_head_dim": "head_dim",
@@ -346,7 +345,7 @@ def _compared_fields(source_config: ModelConfig, target_config: ModelConfig) -> 
     yield from _COMPARED
     if source_config.rope_type != "default":  # continued pretraining may add RoPE scaling
         yield from ("rope_type", "rope_factor")
-        yield from _COMPARED_WITH_YARN if source_config.rope_type == "yarn" else ()
+        yield from ("rope_original_context",) if source_config.rope_type == "yarn" else ()
     if has_dense_layers(source_config) and has_dense_layers(target_config):
         yield "intermediate_size"
     if source_config.moe_layers:

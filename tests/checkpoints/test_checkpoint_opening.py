@@ -50,9 +50,9 @@ def test_a_checkpoint_has_the_kernels_of_its_run_but_those_of_cuda(folder: Path,
     config = folder / "config.yaml"
     text = config.read_text().replace("attention_implementation: auto", f"attention_implementation: {named}")
     text = text.replace("precision: fp32", "precision: bf16")  # which varlen needs
-    config.write_text(text.replace("norm_implementation: auto", "norm_implementation: plain"))
+    config.write_text(text.replace("loss_implementation: auto", "loss_implementation: full"))
     kernels = open_model(folder).model.model.kernels
-    assert (kernels.attention, kernels.norm) == (used, "plain")
+    assert (kernels.attention, kernels.loss) == (used, "full")
 
 
 def test_what_a_folder_stands_for(folder: Path):

@@ -57,7 +57,7 @@ def test_a_checkpoint_gives_the_runs_own_row_to_the_last_bit(trained_run, capsys
 
 
 def test_a_run_with_kernels_of_its_own_gives_its_row_too(plain_store, tmp_path, capsys):
-    kernels = {"experts": "reference", "loss": "full", "norm": "plain"}
+    kernels = {"experts": "reference", "loss": "full"}
     named = [text for part, name in kernels.items() for text in (f"--training.{part}_implementation", name)]
     steps = ["--training.max_steps", "2", "--schedule.warmup_steps", "1", "--evaluation.max_batches", "2"]
     run = train_tiny(plain_store, tmp_path / "run", *named, *steps)

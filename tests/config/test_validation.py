@@ -78,10 +78,6 @@ def config(**settings: object) -> Config:
             },
         ),
         (
-            "model.rope_beta_fast",
-            {"model__rope_type": "yarn", "model__rope_factor": 2.0, "model__rope_beta_fast": 1.0},
-        ),
-        (
             "model.rope_theta",
             {"model__rope_type": "yarn", "model__rope_factor": 2.0, "model__rope_theta": 0.5},
         ),

@@ -58,7 +58,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, str]]] = {
         {"experts_implementation": "triton"},
         {"experts": "llm_pretrain.rows_times_weights"},
     ),
-    "plain norm": (DENSE, {"norm_implementation": "plain"}, {"norm": "rsqrt"}),
+    "norm": (DENSE, {}, {"norm": "rms_norm"}),
     "optimizer": (DENSE, {}, {"optimizer": "_fused_adamw_"}),
 }
 

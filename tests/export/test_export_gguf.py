@@ -262,10 +262,6 @@ def test_a_file_is_the_same_every_time(tmp_path, tokenizers):
     [
         ({"decoder_sparse_step": 2}, ["decoder_sparse_step"]),
         ({"decoder_sparse_step": 2, "norm_topk_prob": False}, ["decoder_sparse_step"]),
-        (
-            {"rope_type": "yarn", "rope_factor": 4.0, "rope_beta_fast": 3.0, "rope_beta_slow": 0.5},
-            ["rope_beta_fast", "rope_beta_slow"],
-        ),
     ],
 )
 def test_what_llama_cpp_cannot_compute_is_refused_by_field(tmp_path, tokenizers, changes, fields):

@@ -85,9 +85,6 @@ SHAPES |= {
     for name in ("qwen3", "qwen3_moe", "mixtral", "glm4_moe", "hy_v3", "ernie4_5_moe", "qwen2_moe")
 }
 SHAPES["llama-linear"] = dataclasses.replace(SHAPES["llama"], **LINEAR)
-SHAPES["llama-yarn-betas"] = dataclasses.replace(
-    SHAPES["llama"], **YARN, rope_beta_fast=4.0, rope_beta_slow=0.5
-)
 SHAPES["glm4_moe-linear"] = dataclasses.replace(FINE, **LINEAR)
 OWN_NAMES = ("qwen3", "llama", "qwen3_moe", "mixtral", "glm4_moe")  # modules are called as ours are
 IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
@@ -389,6 +386,8 @@ def test_weights_in_our_own_format_open(tmp_path):
         ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "factor"),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0, "attention_factor": 1.0}}, "attention_factor"),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0, "truncate": False}}, "truncate"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0, "beta_fast": 4}}, "beta_fast"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0, "beta_slow": 2.0}}, "beta_slow"),
         ({"rope_scaling": [4.0]}, "rope_scaling"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"rope_scaling": {"full_attention": {"rope_type": "default"}}}, "rope_parameters"),

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from llm_pretrain.config import ModelConfig
+from llm_pretrain.config import YARN_BETAS, ModelConfig
 from llm_pretrain.model import attention
 
 CONFIG = ModelConfig(hidden_size=256, num_attention_heads=4, max_position_embeddings=4096, rope_theta=1e4)
@@ -14,12 +14,6 @@ SCALED = {
     "yarn": dataclasses.replace(CONFIG, rope_type="yarn", rope_factor=8.0),
     "yarn-original": dataclasses.replace(
         CONFIG, rope_type="yarn", rope_factor=4.0, original_max_position_embeddings=2048, rope_theta=1e6
-    ),
-    "yarn-betas": dataclasses.replace(
-        CONFIG, rope_type="yarn", rope_factor=2.5, rope_beta_fast=20.0, rope_beta_slow=2.0
-    ),
-    "yarn-one-pair-ramp": dataclasses.replace(
-        CONFIG, rope_type="yarn", rope_factor=4.0, rope_beta_fast=1.002, rope_beta_slow=1.001, head_dim=4
     ),
     "yarn-tiny-context": dataclasses.replace(
         CONFIG, rope_type="yarn", rope_factor=4.0, original_max_position_embeddings=4, head_dim=6
@@ -39,8 +33,7 @@ def theirs(config: ModelConfig) -> tuple[torch.Tensor, float]:
     if config.rope_type == "yarn":
         parameters |= {
             "original_max_position_embeddings": config.rope_original_context,
-            "beta_fast": config.rope_beta_fast,
-            "beta_slow": config.rope_beta_slow,
+            **YARN_BETAS,
         }
     their_config = LlamaConfig(
         hidden_size=config.hidden_size,
@@ -70,8 +63,6 @@ def test_frequencies_and_factor_are_those_of_transformers_bit_for_bit(name):
         ("linear", {"rope_factor": 1.0}),
         ("yarn", {"rope_factor": 8.1}),
         ("yarn-original", {"original_max_position_embeddings": None}),
-        ("yarn-betas", {"rope_beta_fast": 32.0}),
-        ("yarn-betas", {"rope_beta_slow": 1.0}),
     ],
 )
 def test_an_ignored_setting_is_detected(name, changes):

@@ -12,7 +12,6 @@ from llm_pretrain.training import kernel_choice
 PLACES: dict[str, tuple[Any, str]] = {
     "streamed": (kernels, "streamed_experts"),
     "fused loss": (kernels, "fused_linear_cross_entropy"),
-    "fused optimizer": (self_check, "AdamW"),
     "compile": (self_check, "compile_layer"),
 }
 """What a check computes with."""
@@ -27,12 +26,9 @@ def check_on_cpu(rank: int, *names: str) -> None:
 
 
 def failing(name: str) -> Any:
-    """What raises in place of a kernel; AdamW only where it is fused."""
-    kernel = getattr(*PLACES[name])
+    """What raises in place of a kernel."""
 
     def call(*arguments: Any, **options: Any) -> Any:
-        if options.get("fused") is False:
-            return kernel(*arguments, **options)
         raise RuntimeError("no kernel image is available\nfor execution on the device")
 
     return call

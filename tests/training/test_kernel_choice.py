@@ -82,7 +82,7 @@ def test_sound_kernels_stay(tmp_path: Path):
 
 
 def test_what_fails_is_replaced_and_checked_again(monkeypatch: Patch, tmp_path: Path):
-    fail(monkeypatch, "fused loss", "fused optimizer")
+    fail(monkeypatch, "fused loss")
     checked: list[Any] = []
 
     def noted(*arguments: Any) -> list[KernelCheck]:
@@ -92,28 +92,29 @@ def test_what_fails_is_replaced_and_checked_again(monkeypatch: Patch, tmp_path: 
     monkeypatch.setattr(kernel_choice, "check_kernels", noted)
     chosen, choice = choose(settings(), tmp_path)
     assert chosen.training.loss_implementation == "full"
-    assert chosen.optimizer.implementation == "plain"
     assert chosen.training.experts_implementation == "auto"
-    assert choice.notes == [
-        f"loss fused {RAISED}; full takes its place",
-        f"optimizer fused {RAISED}; plain takes its place",
-    ]
-    assert checked[1:] == [["loss", "optimizer"]]
+    assert choice.notes == [f"loss fused {RAISED}; full takes its place"]
+    assert checked[1:] == [["loss"]]
 
 
-@pytest.mark.parametrize("part", ["loss", "norm", "optimizer"])
-def test_a_kernel_that_was_named_is_refused(part: Part, monkeypatch: Patch, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("part", "setting", "found"),
+    [("loss", "training.loss_implementation", "fused"), ("norm", "norm", "fused alone")],
+)
+def test_a_kernel_that_was_named_or_has_no_other_is_refused(
+    part: Part, setting: str, found: str, monkeypatch: Patch, tmp_path: Path
+):
     def wrong(*arguments: Any) -> list[KernelCheck]:
         checks = check_kernels(*arguments)
         return [replace(check, forward_error=1.0) if check.part == part else check for check in checks]
 
     monkeypatch.setattr(kernel_choice, "check_kernels", wrong)
-    setting = kernel_choice.SETTINGS[part]
     with pytest.raises(ConfigError) as error:
-        choose(kernel_choice._with(settings(), setting, "fused"), tmp_path)
+        choose(settings(loss_implementation="fused"), tmp_path)
+    advice = "; set auto" if part == "loss" else ""
     assert str(error.value) == (
-        f"{setting}: expected a kernel that computes what its definition does, found fused, which computed "
-        "results that differ by 1.0e+00 (bound: 3.1e-05) on cpu; set auto"
+        f"{setting}: expected a kernel that computes what its definition does, found {found}, which computed "
+        f"results that differ by 1.0e+00 (bound: 3.1e-05) on cpu{advice}"
     )
 
 

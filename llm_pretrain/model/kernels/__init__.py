@@ -1,4 +1,4 @@
-"""The choice of kernels: which implementation computes experts, attention, loss, norm and optimizer step.
+"""The choice of kernels: which implementation computes experts, attention and loss.
 
 It is a pure function of configuration, device, type and sizes, never of timing. Implementations of one part
 have the same signature and agree up to rounding; `self_check.py` compares them with their definitions.
@@ -46,8 +46,6 @@ class Kernels:
         experts: `auto`, `streamed`, `grouped`, `triton` (grouped, by our kernel alone) or `reference`.
         attention: `auto`, `sdpa`, `varlen` or `flex`.
         loss: `auto`, `full` or `fused`.
-        norm: `auto`, `fused` or `plain` (torch's elementwise operations).
-        optimizer: `auto`, `fused` or `plain`: torch's AdamW.
         z_loss_coef: The objective's coefficient of the z-loss, for loss kernels that compute gradients in the
             forward pass.
     """
@@ -55,8 +53,6 @@ class Kernels:
     experts: Literal["auto", "streamed", "grouped", "triton", "reference"] = "auto"
     attention: Literal["auto", "sdpa", "varlen", "flex"] = "auto"
     loss: Literal["auto", "full", "fused"] = "auto"
-    norm: Literal["auto", "fused", "plain"] = "auto"
-    optimizer: Literal["auto", "fused", "plain"] = "auto"
     z_loss_coef: float = 0.0
 
 
@@ -71,8 +67,6 @@ def configured_kernels(config: Config) -> Kernels:
         experts=training.experts_implementation,
         attention=training.attention_implementation,
         loss=training.loss_implementation,
-        norm=training.norm_implementation,
-        optimizer=config.optimizer.implementation,
         z_loss_coef=training.z_loss_coef,
     )
 
@@ -172,8 +166,6 @@ def resolved_kernels(
         experts=_experts_implementation(kernels, device, dtype, _shape(config)),
         attention=attention_implementation(kernels, device, dtype, head_dim, dropout),
         loss=loss_implementation(kernels, config.vocab_size or 0),
-        norm="plain" if kernels.norm == "plain" else "fused",
-        optimizer="plain" if kernels.optimizer == "plain" else "fused",
     )
 
 
@@ -190,7 +182,6 @@ def describe_kernels(config: ModelConfig, kernels: Kernels, device: torch.device
         parts.append(
             f"experts grouped by Triton{why}" if chosen.experts == "triton" else f"experts {chosen.experts}"
         )
-    parts += [f"{part} plain" for part in ("norm", "optimizer") if getattr(chosen, part) == "plain"]
     return ", ".join(parts)
 
 

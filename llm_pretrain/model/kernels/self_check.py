@@ -34,6 +34,8 @@ from llm_pretrain.model.layers import RMSNorm
 
 Part = Literal["experts", "attention", "loss", "norm", "optimizer", "compile"]
 PARTS: tuple[Part, ...] = ("experts", "attention", "loss", "norm", "optimizer")
+FIXED: dict[Part, str] = {"norm": "fused", "optimizer": "fused", "compile": "on"}
+"""What is checked of the parts that `Kernels` has no choice for."""
 _DOCUMENTS = ((1, 130, 61, 64), (100, 1, 1, 154))
 """Lengths of the documents in each of 2 rows of 256 positions. Some have a single token; some lie inside a
 block of FlexAttention (128 positions) and some across two."""
@@ -90,7 +92,7 @@ class KernelCheck:
 
     Args:
         part: What it computes.
-        implementation: Its name, as in `Kernels`; `on` for compiled layers.
+        implementation: Its name, as in `Kernels` or `FIXED`.
         reference: What it was compared with, in words.
         forward_error: The largest relative error of its results: `|found - expected| / |expected|` in the
             Euclidean norm of a tensor; not finite where a result is not. None if the kernel raised.
@@ -188,7 +190,7 @@ def _checked(part: Part, config: ModelConfig, kernels: Kernels, on: _Device) -> 
         raised = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
     return KernelCheck(
         part=part,
-        implementation="on" if part == "compile" else getattr(kernels, part),
+        implementation=FIXED.get(part) or getattr(kernels, part),
         reference=reference,
         forward_error=errors[0],
         backward_error=errors[1],
@@ -368,7 +370,7 @@ def _norm(config: ModelConfig, kernels: Kernels, on: _Device) -> tuple[_Computed
 
     def ours(*tensors: Tensor) -> list[Tensor]:
         with on.device:
-            modules = [RMSNorm(size, eps, kernels.norm) for size in sizes]
+            modules = [RMSNorm(size, eps) for size in sizes]
         pairs = zip(modules, tensors[::2], tensors[1::2], strict=True)
         return [functional_call(module, {"weight": weight}, x) for module, x, weight in pairs]
 
@@ -380,23 +382,22 @@ def _norm(config: ModelConfig, kernels: Kernels, on: _Device) -> tuple[_Computed
 
 
 def _optimizer(config: ModelConfig, kernels: Kernels, on: _Device) -> tuple[_Computed, _Computed]:
-    """Three steps of AdamW on a matrix and a vector. A fused one must then skip a step by `found_inf`."""
-    draw, fused = _Inputs(torch.float32), kernels.optimizer == "fused"
+    """Three steps of fused AdamW on a matrix and a vector, then one that it must skip by `found_inf`."""
+    draw = _Inputs(torch.float32)
     shapes = ((3, 67), (130,))
     values = [draw.normal(*shape, std=0.1) for shape in shapes]
     gradients = [[draw.normal(*shape) for shape in shapes] for _ in range(_STEPS)]
     parameters = [torch.nn.Parameter(value.to(on.device, copy=True)) for value in values]
     options: dict[str, Any] = {"lr": _RATE, "betas": _BETAS, "eps": _EPS, "weight_decay": _DECAY}
-    optimizer = AdamW(parameters, fused=fused, **options)
+    optimizer = AdamW(parameters, fused=True, **options)
     for step in gradients:
         for parameter, gradient in zip(parameters, step, strict=True):
             parameter.grad = gradient.to(on.device)
         optimizer.step()
-    if fused:
-        for parameter in parameters:
-            parameter.grad = torch.full_like(parameter, math.nan)
-        optimizer.found_inf = torch.ones((), device=on.device)  # type: ignore[attr-defined]  # torch's name
-        optimizer.step()
+    for parameter in parameters:
+        parameter.grad = torch.full_like(parameter, math.nan)
+    optimizer.found_inf = torch.ones((), device=on.device)  # type: ignore[attr-defined]  # torch's name
+    optimizer.step()
     moments = [optimizer.state[each][name] for each in parameters for name in ("exp_avg", "exp_avg_sq")]
     exact = [
         _adamw(value.double(), [step[i].double() for step in gradients]) for i, value in enumerate(values)
