@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import resource
 import sys
 import tempfile
 import time
@@ -28,12 +29,11 @@ from benchmarks.engine_pairs import Steps
 from benchmarks.gpu_step import CASES, Case, case_options, case_vocabulary
 from benchmarks.measuring import Interval, interleaved
 from llm_pretrain.commands._gpu_sections import Findings, nvidia_smi
-from llm_pretrain.commands._measured_steps import peak_memory, reset_peak_memory
-from llm_pretrain.commands.estimate import DEFAULT_MFU, VERIFY_BOUND
+from llm_pretrain.commands.estimate import DEFAULT_MFU
 from llm_pretrain.config import Config, load_config, multiplies_in_bf16, resolve_model
 from llm_pretrain.data import open_stores
 from llm_pretrain.distributed.process import prepare_process
-from llm_pretrain.memory import estimate_memory, estimate_time, is_out_of_memory
+from llm_pretrain.memory import TOLERANCE, estimate_memory, estimate_time, is_out_of_memory
 from llm_pretrain.model import flops_per_token
 from llm_pretrain.tracking import device_peak_flops
 from train_pretrain import TorchrunEngine
@@ -80,12 +80,11 @@ def _measure(case: Case, folder: Path, findings: Findings) -> None:
     size = case_vocabulary(case)
     documents = Documents.lognormal(case.documents, size)
     make_store(folder / "store", documents, size)
-    document_length = int(documents.lengths.mean())
-    case = _fitting(case, folder, document_length)
+    case = _fitting(case, folder)
     config = _config(case, folder)
     prepare_process(config)
     engine = TorchrunEngine(config)
-    before = reset_peak_memory(engine.device)
+    before = _peak_memory(engine.device)
     start = time.perf_counter()
     steps = Steps(config, engine)
     steps.step()
@@ -98,10 +97,10 @@ def _measure(case: Case, folder: Path, findings: Findings) -> None:
         _wait(engine.device)
 
     laps = interleaved({"steps": lap}, LAPS, warmup=1, clock=time.perf_counter)["steps"]
-    peak = peak_memory(engine.device) - before
+    peak = _peak_memory(engine.device) - before
     step_tokens = config.training.global_batch_size * config.training.sequence_length
     speed = Interval.of(step_tokens * LAP_STEPS / seconds for seconds in laps)
-    _compare(config, engine.device, findings, speed, peak, document_length)
+    _compare(config, engine.device, findings, speed, peak)
     findings.row("first step, compilation included: seconds", None, first_seconds, None)
     if engine.device.type == "cuda":
         reserved = torch.cuda.max_memory_reserved()
@@ -115,36 +114,41 @@ def _measure(case: Case, folder: Path, findings: Findings) -> None:
     _profile(steps, engine.device, findings)
 
 
+def _peak_memory(device: torch.device) -> int:
+    """Most bytes in use so far, on a CPU by the whole process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
 def _config(case: Case, folder: Path) -> Config:
     config = load_config([*case_options(case, folder / "store", folder / "run")])
     return resolve_model(config, open_stores(config)[0].vocab_size)
 
 
-def _fitting(case: Case, folder: Path, document_length: int) -> Case:
+def _fitting(case: Case, folder: Path) -> Case:
     """The case with the largest micro batch, its own halved again and again, that should fit."""
     if not torch.cuda.is_available():
         return case
     free = torch.cuda.mem_get_info()[0] * _USED
     while case.micro_batch_size > 1:
         config = _config(case, folder)
-        if estimate_memory(config, 1, on_gpu=True, document_length=document_length).peak < free:
+        if estimate_memory(config, 1, on_gpu=True).peak < free:
             break
         case = case._replace(micro_batch_size=case.micro_batch_size // 2)
     return case
 
 
-def _compare(
-    config: Config, device: torch.device, findings: Findings, speed: Interval, peak: int, document_length: int
-) -> None:
+def _compare(config: Config, device: torch.device, findings: Findings, speed: Interval, peak: int) -> None:
     """The table of what `estimate` says and what was measured."""
     training = config.training
     on_gpu = device.type == "cuda"
-    memory = estimate_memory(config, 1, on_gpu=on_gpu, document_length=document_length).peak
+    memory = estimate_memory(config, 1, on_gpu=on_gpu).peak
     shape = f"{training.micro_batch_size} x {training.sequence_length} tokens, {training.precision}"
     findings.table(f"{shape}, on {device.type}", ["what", "estimate", "measured", "measured / estimate"])
     what = "peak memory: GiB" if on_gpu else "peak memory, with what libraries load: GiB"
     findings.row(what, memory / 2**30, peak / 2**30, peak / memory)
-    if on_gpu and abs(memory / peak - 1) > VERIFY_BOUND:
+    if on_gpu and abs(memory / peak - 1) > TOLERANCE:
         findings.problem(f"the estimated peak is {memory / peak:.2f} of the measured one")
     flops = device_peak_flops(torch.cuda.get_device_name(device)) if on_gpu else None
     expected = None

@@ -21,6 +21,8 @@ PAGE = 4096
 """Bytes of a page: below it, a link's time is that of its hops."""
 LONG = 32_768
 """Tokens of a sequence from which on `--search` divides sequences over `cp`."""
+SEARCHED_SHARE = 0.9
+"""Share of the memory that a searched mesh may take: the allocator's fragmentation is not simulated."""
 _SHARD_SIZES = 3
 """Shard sizes that are traced for each `ep_size`: the smallest that fits, and every second one after it."""
 _STAGES = 8
@@ -164,12 +166,10 @@ def _of_all(steps: Sequence[Step]) -> Step:
 def different_ranks(config: Config, world_size: int) -> list[int]:
     """Ranks whose steps differ: of a pipeline the first and the last one, and between them the first with
     each number of layers, which has more micro batches in memory than later ones."""
-    from llm_pretrain.distributed.pipeline import stage_layers
-
     distributed, pp = config.distributed, config.distributed.mesh(world_size).pp
     between: dict[tuple[int, int], int] = {}
     for rank in range(1, pp - 1):
-        layers = [layer for stage in distributed.stages(rank) for layer in stage_layers(config, stage)]
+        layers = [layer for stage in distributed.stages(rank) for layer in config.stage_layers(stage)]
         between.setdefault((len(layers), sum(map(config.model.is_moe_layer, layers))), rank)
     found = {0, *between.values(), pp - 1}
     return [world_size // pp * rank for rank in sorted(found)]
@@ -303,24 +303,15 @@ def _fitting(config: Config, world_size: int, machine: Machine, like: Mesh) -> l
 
 
 def _may_fit(mesh: Mesh, config: Config, world_size: int, machine: Machine) -> bool:
-    """Whether a mesh is allowed, and `estimate` finds memory for it: a rank's part of each sequence is taken
-    for a shorter one, all ranks that share state for data-parallel ones, and a stage, which reduces its
-    gradients once, for a model with one micro batch in memory."""
+    """Whether a mesh is allowed, and `estimate` finds memory for it."""
     from llm_pretrain.config import check_mesh
     from llm_pretrain.memory import estimate_memory
 
-    training, sequence = config.training, mesh.cp * mesh.tp
-    rows, data = training.micro_batch_size, mesh.replicas * mesh.shards
-    if training.global_batch_size % (rows * data) or [*check_mesh(mesh.of(config), world_size)]:
+    on_mesh = mesh.of(config)
+    rows, data = config.training.micro_batch_size, mesh.replicas * mesh.shards
+    if config.training.global_batch_size % (rows * data) or [*check_mesh(on_mesh, world_size)]:
         return False
-    alike = Mesh(mesh.replicas, mesh.shards * sequence, mesh.ep).of(config)
-    length, batch = training.sequence_length // sequence, training.global_batch_size * sequence
-    alike = replace(alike, training=replace(training, sequence_length=length, global_batch_size=batch))
-    if mesh.pp > 1:
-        layers = max(config.model.num_hidden_layers // mesh.pp, config.model.first_k_dense_replace + 1)
-        model, distributed = replace(config.model, num_hidden_layers=layers), alike.distributed
-        alike = replace(alike, model=model, distributed=replace(distributed, sync_each_batch=False))
-    return estimate_memory(alike, world_size // mesh.pp, on_gpu=True).peak <= machine.memory_gb * 1e9
+    return estimate_memory(on_mesh, world_size, on_gpu=True).peak <= SEARCHED_SHARE * machine.memory_gb * 1e9
 
 
 def findings(step: Step, config: Config, machine: Machine) -> list[str]:

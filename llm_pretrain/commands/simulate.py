@@ -31,8 +31,6 @@ examples:
   llm-pretrain simulate --config configs/tiny-moe.yaml --verify
 """
 
-SEARCHED_SHARE = 0.9
-"""Share of the memory that a searched mesh may take: the allocator's fragmentation is not simulated."""
 _FIELDS = {each.name: each for each in dataclasses.fields(Machine)}
 
 
@@ -238,7 +236,7 @@ def search_meshes(
         machine: Of the ranks.
         world_size: Ranks.
     """
-    from llm_pretrain.commands._simulated_steps import candidates, pipelines
+    from llm_pretrain.commands._simulated_steps import SEARCHED_SHARE, candidates, pipelines
 
     rows: list[tuple[Step, Mesh]] = []
 

@@ -410,6 +410,11 @@ class Config:
         data = self.distributed.mesh(world_size).data
         return self.training.global_batch_size // (self.training.micro_batch_size * data)
 
+    def stage_layers(self, stage: int) -> range:
+        """The layers of a stage of a pipeline."""
+        layers, stages = self.model.num_hidden_layers, self.distributed.num_stages
+        return range(layers * stage // stages, layers * (stage + 1) // stages)
+
     def check(self, world_size: int, needs_data: bool) -> Iterator[str]:
         """One line for each contradiction, ranges of single numbers aside."""
         yield from self.run.check()

@@ -44,18 +44,12 @@ class OtherStage(nn.Module):
         return (x_BSH, None) if inputs else x_BSH
 
 
-def stage_layers(config: Config, stage: int) -> range:
-    """The layers of a stage."""
-    layers, stages = config.model.num_hidden_layers, config.distributed.num_stages
-    return range(layers * stage // stages, layers * (stage + 1) // stages)
-
-
 def keep_stages(model: Decoder, config: Config, stages: Collection[int]) -> None:
     """Replace what other stages have; the names of the rest stay those of the whole model."""
     stack: Any = model.model
     has_first, has_last = 0 in stages, config.distributed.num_stages - 1 in stages
     tied: Any = model.lm_head.weight if config.model.tie_word_embeddings else None
-    own = {layer for stage in stages for layer in stage_layers(config, stage)}
+    own = {layer for stage in stages for layer in config.stage_layers(stage)}
     for layer in range(len(stack.layers)):
         if layer not in own:
             stack.layers[layer] = OtherStage()
@@ -287,7 +281,7 @@ class Pipeline:
         """What a stage gets from the one before, on the meta device."""
         if not stage:
             return []
-        model, begin = self.config.model, stage_layers(self.config, stage).start
+        model, begin = self.config.model, self.config.stage_layers(stage).start
         earlier = sum(layer < begin for layer in model.moe_layers)
         dtype = torch.promote_types(next(self.model.parameters()).dtype, torch.float32)
         with torch.device("meta"):

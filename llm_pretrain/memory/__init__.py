@@ -2,6 +2,8 @@
 
 from llm_pretrain.memory.estimate import (
     CUDA_CONTEXT,
+    DOCUMENT_LENGTH,
+    TOLERANCE,
     MemoryEstimate,
     compute_optimal_tokens,
     estimate_memory,
@@ -17,6 +19,8 @@ from llm_pretrain.memory.out_of_memory import (
 
 __all__ = [
     "CUDA_CONTEXT",
+    "DOCUMENT_LENGTH",
+    "TOLERANCE",
     "MemoryEstimate",
     "check_memory",
     "compute_optimal_tokens",

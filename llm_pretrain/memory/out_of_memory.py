@@ -16,7 +16,6 @@ import torch
 from llm_pretrain.config import Config
 from llm_pretrain.errors import PretrainError, ResourceError
 from llm_pretrain.memory.estimate import CUDA_CONTEXT, estimate_memory
-from llm_pretrain.memory.moments import parameter_shards
 from llm_pretrain.model import count_parameters
 from llm_pretrain.tracking import size_text
 
@@ -109,15 +108,14 @@ def check_memory(config: Config, engine: Placement) -> list[str]:
     Raises:
         ResourceError: with both sizes.
     """
-    count = count_parameters(config.model).total
     on_cpu = engine.device.type == "cpu"
-    needs = _bytes_per_parameter(config, engine.world_size) * count
+    needs = _state_bytes(config, engine)
     if config.distributed.strategy == "deepspeed":  # it shards what has its values
-        needs = max(needs, 4 * count)
+        needs = max(needs, 4 * count_parameters(config.model).total)
     for memory in _host_bounds() if on_cpu else [_gpu_bound(engine.device)]:
         if needs > memory.total:
             raise ResourceError(
-                f"out of memory before the model was built: {_requirement(config, engine, count)}; "
+                f"out of memory before the model was built: {_requirement(config, engine)}; "
                 f"{memory.bound} {size_text(memory.total)}; {_smaller_model(config, engine)}"
             )
     return [] if on_cpu else step_warnings(config, engine)
@@ -142,15 +140,14 @@ def step_warnings(config: Config, engine: Placement) -> list[str]:
         return []
     each = f" in each of {processes} processes" if processes > 1 else ""
     return [
-        f"a step is estimated to need {size_text(peak)}{each}, {least.bound} {size_text(least.total)}; if it "
-        f"runs out of memory, change {model_lines(config, engine)[1]}"
+        f"a step is estimated to need about {size_text(peak)}{each}, {least.bound} "
+        f"{size_text(least.total)}; if it runs out of memory, change {model_lines(config, engine)[1]}"
     ]
 
 
 def model_lines(config: Config, engine: Placement) -> tuple[str, str]:
     """The model's memory, and what to change, cheapest first."""
-    training, count = config.training, count_parameters(config.model).total
-    advice = []
+    training, advice = config.training, []
     per_step = training.global_batch_size // config.distributed.mesh(engine.world_size).data
     smaller = [size for size in range(1, training.micro_batch_size) if per_step % size == 0]
     if smaller:
@@ -160,7 +157,7 @@ def model_lines(config: Config, engine: Placement) -> tuple[str, str]:
         advice.append("training.activation_checkpointing true")
     advice.append(f"training.sequence_length below {training.sequence_length}")
     advice.append(_smaller_model(config, engine))
-    requirement = f"{_requirement(config, engine, count)}, without activations"
+    requirement = f"{_requirement(config, engine)}, without activations"
     return requirement, "in this order: " + ", ".join(advice)
 
 
@@ -182,11 +179,17 @@ def _explanation(error: Exception, model: str, advice: str) -> str:
     return "; ".join(part for part in (first, model, advice) if part)
 
 
-def _requirement(config: Config, engine: Placement, count: int) -> str:
+def _requirement(config: Config, engine: Placement) -> str:
     each = " in each process" if engine.world_size > 1 else ""
-    needs = int(_bytes_per_parameter(config, engine.world_size) * count)
     parts = "with gradients and the optimizer's state in fp32"
+    count, needs = count_parameters(config.model).total, _state_bytes(config, engine)
     return f"{count:,} parameters take {size_text(needs)}{each} {parts}"
+
+
+def _state_bytes(config: Config, engine: Placement) -> int:
+    """Bytes of a process's parameters, gradients and optimizer state."""
+    memory = estimate_memory(config, engine.world_size)
+    return memory.weights + memory.gradients + memory.optimizer
 
 
 def _smaller_model(config: Config, engine: Placement) -> str:
@@ -195,23 +198,6 @@ def _smaller_model(config: Config, engine: Placement) -> str:
     experts = ", model.num_experts" if config.model.num_experts else ""
     smaller = f"a smaller model (model.vocab_size, model.hidden_size, model.num_hidden_layers{experts})"
     return f"distributed.strategy fsdp, {smaller}" if can_shard else smaller
-
-
-def _bytes_per_parameter(config: Config, world_size: int) -> float:
-    """A process's bytes per parameter: parameter (4), gradient (4) and optimizer state.
-
-    The state is AdamW's two moments (8) or Muon's one (4; AdamW's moments of the embeddings are neglected),
-    and 4 for an average of the parameters (EMA).
-    """
-    state = (4 if config.optimizer.name == "muon" else 8) + (4 if config.optimizer.ema_decay else 0)
-    stages = config.distributed.mesh(world_size).pp  # of which this is the mean
-    if (shards := parameter_shards(config, world_size) * stages) > 1:
-        return (8 + state) / shards
-    if config.distributed.strategy != "deepspeed":
-        return 8 + state
-    if config.distributed.zero_stage == 1:  # gradients are not sharded
-        return 8 + state / world_size
-    return 4 + (4 + state) / world_size
 
 
 def _host_bounds(*, per_process: bool = True) -> list[MemoryLimit]:

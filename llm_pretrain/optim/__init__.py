@@ -1,14 +1,13 @@
 """Optimizers: AdamW and Muon, parameter groups, EMA, the learning-rate schedule and µP."""
 
 from llm_pretrain.optim.ema import AVERAGE, average_name, ema_parameters
-from llm_pretrain.optim.muon import Muon, step_buffers
+from llm_pretrain.optim.muon import Muon
 from llm_pretrain.optim.orthogonal import product_dtype
 from llm_pretrain.optim.param_groups import (
     Role,
     adamw_factor,
     build_optimizer,
     initial_factor,
-    parameter_groups,
     parameter_role,
 )
 from llm_pretrain.optim.schedule import decay_length, learning_rate, set_learning_rate
@@ -26,11 +25,9 @@ __all__ = [
     "ema_parameters",
     "initial_factor",
     "learning_rate",
-    "parameter_groups",
     "parameter_role",
     "product_dtype",
     "replicate_dims",
     "set_learning_rate",
-    "step_buffers",
     "to_local",
 ]

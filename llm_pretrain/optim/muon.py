@@ -29,7 +29,7 @@ distributed: Any = torch.distributed
 
 BATCH_ELEMENTS = 1 << 24
 """Most elements in a batch, and most that a rank orthogonalises between two exchanges; a larger matrix is
-alone. `step_buffers` says what memory this takes."""
+alone."""
 
 
 class Muon(Optimizer):
@@ -449,38 +449,6 @@ def _if_several(ranks: Any = None) -> Any:
         return None
     ranks = ranks or distributed.group.WORLD
     return ranks if distributed.get_world_size(ranks) > 1 else None
-
-
-def step_buffers(groups: Iterable[dict[str, Any]], dtype: torch.dtype, ranks: int = 1) -> int:
-    """Peak bytes of a step's temporary buffers on one of the ranks, at most.
-
-    Args:
-        groups: An optimizer's, with unsharded parameters, which may be on the meta device.
-        dtype: Type of the products, `product_dtype`.
-        ranks: Number of ranks that divide the matrices. FSDP's experts are counted as if divided too.
-    """
-    most, itemsize = 0, dtype.itemsize
-    matrices: list[_Matrices] = []
-    for group in groups:
-        for parameter in group["params"] if group.get("algorithm") == "muon" else ():
-            *_, rows, columns = parameter.shape
-            stack = parameter.detach().view(-1, rows // group["blocks"], columns)
-            at_a_time = max(1, BATCH_ELEMENTS // stack[0].numel())
-            matrices += [
-                _Matrices(each, each, each, group, stack.shape[1]) for each in stack.split(at_a_time)
-            ]
-    buckets = [[*_batches(matrices)]] if ranks == 1 else chain(*_rounds(matrices, ranks))
-    for bucket in buckets:
-        sizes = [sum(each.elements for each in batch) for batch in bucket]
-        exchanged = 0 if ranks == 1 else 2 * itemsize * sum(sizes)  # sent and received
-        kept = 0
-        for batch, elements in zip(bucket, sizes, strict=True):
-            small, large = sorted(batch[0].shape[1:])
-            # Nesterov's update in fp32; x before and after an iteration, its Gram matrix and the polynomial
-            needed = 4 * elements + itemsize * elements * 2 * (large + small) // large
-            most = max(most, exchanged + kept + needed)
-            kept = itemsize * elements  # a result is alive during the next batch
-    return most
 
 
 def _write(target: Tensor, value: Tensor, found_inf: Tensor) -> None:

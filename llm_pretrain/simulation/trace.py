@@ -35,6 +35,7 @@ from llm_pretrain.config import Config
 from llm_pretrain.data import Batch, padded_offsets
 from llm_pretrain.distributed import expert_parallel, fsdp
 from llm_pretrain.distributed.initial_values import materialize
+from llm_pretrain.memory import DOCUMENT_LENGTH
 from llm_pretrain.optim import build_optimizer
 from llm_pretrain.simulation.timing import idle_time
 from llm_pretrain.simulation.tracker import GRADIENTS, OPTIMIZER, PARAMETERS, Collective, Tracker
@@ -45,8 +46,6 @@ _CACHED = [
     ("llm_pretrain.model.kernels.attention", "_future"),
 ]
 """Functions that keep tensors."""
-DOCUMENT_LENGTH = 300
-"""Tokens of a document of the simulated batches."""
 
 
 @dataclass

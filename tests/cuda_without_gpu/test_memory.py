@@ -11,7 +11,7 @@ from fake_steps import DENSE, MOE, fake_config
 from support.launching import ROOT
 
 from llm_pretrain.config import Config, load_config
-from llm_pretrain.memory import estimate_memory, moments
+from llm_pretrain.memory import TOLERANCE, estimate, estimate_memory
 
 PRESETS = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
 
@@ -34,11 +34,16 @@ def preset(name: str, world_size: int, accumulation: int, *options: str) -> Conf
     )
 
 
+def agrees(estimated: int, tracked: int) -> None:
+    """A run that is said to fit must fit: less may be missing than may be too much."""
+    assert 0.9 <= estimated / tracked <= 1 + TOLERANCE
+
+
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("name", PRESETS)
 def test_one_gpu(name: str, accumulation: int):
     config = preset(name, 1, accumulation)
-    assert estimate_memory(config, on_gpu=True).peak == pytest.approx(tracked_peak(config), rel=0.08)
+    agrees(estimate_memory(config, on_gpu=True).peak, tracked_peak(config))
 
 
 @pytest.fixture
@@ -52,7 +57,7 @@ def sharded() -> Iterator[None]:
 @pytest.mark.usefixtures("sharded")
 def test_eight_gpus(name: str, accumulation: int):
     config = preset(name, 8, accumulation)
-    assert estimate_memory(config, 8, on_gpu=True).peak == pytest.approx(tracked_peak(config, 8), rel=0.08)
+    agrees(estimate_memory(config, 8, on_gpu=True).peak, tracked_peak(config, 8))
 
 
 @pytest.mark.parametrize("name", ["olmoe-1b-7b", "qwen3-0.6b"])
@@ -61,7 +66,7 @@ def test_two_replicas_of_four_gpus(name: str):
     config = preset(name, 8, 3, "--distributed.dp_replicate_size", "2")
     tracked = tracked_peak(config, 8)
     assert tracked > 1.1 * tracked_peak(preset(name, 8, 3), 8)
-    assert estimate_memory(config, 8, on_gpu=True).peak == pytest.approx(tracked, rel=0.08)
+    agrees(estimate_memory(config, 8, on_gpu=True).peak, tracked)
 
 
 @pytest.mark.usefixtures("sharded")
@@ -69,7 +74,7 @@ def test_gradients_that_wait_for_the_last_micro_batch_are_counted():
     waiting = preset("olmoe-1b-7b", 8, 3, "--distributed.sync_each_batch", "false")
     tracked = tracked_peak(waiting, 8)
     assert tracked > tracked_peak(preset("olmoe-1b-7b", 8, 3), 8) * 1.3
-    assert estimate_memory(waiting, 8, on_gpu=True).peak == pytest.approx(tracked, rel=0.08)
+    agrees(estimate_memory(waiting, 8, on_gpu=True).peak, tracked)
 
 
 @pytest.mark.parametrize("shards_first", [True, False])
@@ -98,5 +103,5 @@ def test_a_compiled_layer_keeps_what_is_estimated(model: dict[str, Any], monkeyp
     two, three = (saved_bytes(config(layers, "off"), "aot_eager_decomp_partition") for layers in (2, 3))
     saved = pytest.approx(three - two, rel=0.1)
     assert estimated() == saved
-    monkeypatch.setattr(moments, "compiles", lambda config, world_size, *, on_gpu: False)
+    monkeypatch.setattr(estimate, "compiles", lambda config, world_size, *, on_gpu: False)
     assert estimated() != saved

@@ -1,4 +1,7 @@
-"""The estimated peak of a rank against the simulated one, for shapes that no term was derived from."""
+"""The estimated peak of a rank against simulated ones: at most a tenth below, at most `TOLERANCE` above.
+
+A run that is said to fit must fit, so the bound below is the tighter one.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,17 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
-from llm_pretrain.commands._simulated_steps import Simulator, simulator
-from llm_pretrain.config import load_config
-from llm_pretrain.memory import estimate_memory
+from llm_pretrain.commands._simulated_steps import Simulator, different_ranks, simulator
+from llm_pretrain.config import Config, from_dict, load_config
+from llm_pretrain.memory import TOLERANCE, estimate_memory
+from llm_pretrain.simulation.trace import traced_step
+from llm_pretrain.simulation.worker import fake_ranks
 from llm_pretrain.tracking import MACHINES
 
-BOUND = 0.05
+SHORT = 0.1
+"""Most that an estimate may be below."""
 
 LLAMA_8B: dict[str, Any] = {
     "vocab_size": 128_256,
@@ -29,6 +36,16 @@ MIXTRAL = LLAMA_8B | {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 14_336,
 }
+OLMOE: dict[str, Any] = {
+    "vocab_size": 50_304,
+    "hidden_size": 2048,
+    "intermediate_size": 1024,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "tie_word_embeddings": False,
+}
 DEEPSEEK_16B: dict[str, Any] = {
     "vocab_size": 102_400,
     "hidden_size": 2048,
@@ -41,6 +58,14 @@ DEEPSEEK_16B: dict[str, Any] = {
     "n_shared_experts": 2,
     "first_k_dense_replace": 1,
     "tie_word_embeddings": False,
+}
+QWEN3_600M: dict[str, Any] = {
+    "vocab_size": 151_936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
 }
 GEMMA_2B: dict[str, Any] = {
     "vocab_size": 256_000,
@@ -58,44 +83,91 @@ GPT2_MEDIUM: dict[str, Any] = {
     "num_key_value_heads": 16,
     "qk_norm": False,
 }
-CHECKPOINTED = {"training.activation_checkpointing": True}
-ONCE = {"distributed.sync_each_batch": False}
+RECOMPUTED = {"training.activation_checkpointing": True}
+FP32 = {"training.precision": "fp32"}
 
+
+def mesh(schedule: str = "", **sizes: int) -> dict[str, Any]:
+    found: dict[str, Any] = {f"distributed.{name}_size": size for name, size in sizes.items()}
+    return found | ({"distributed.pp_schedule": schedule} if schedule else {})
+
+
+Case = tuple[dict[str, Any], int, int, int, int, int, dict[str, Any]]
 # name: model, layers, GPUs, sequences, tokens of each, micro batches, further settings
-CASES: dict[str, tuple[dict[str, Any], int, int, int, int, int, dict[str, Any]]] = {
+CASES: dict[str, Case] = {
     "dense, one GPU": (GPT2_MEDIUM, 3, 1, 16, 1024, 1, {}),
-    "dense in fp32": (GPT2_MEDIUM, 3, 1, 16, 256, 4, {"training.precision": "fp32"}),
-    "wide tied embedding": (GEMMA_2B, 2, 1, 2, 2048, 4, CHECKPOINTED),
-    "dense, FSDP": (LLAMA_8B, 3, 16, 1, 8192, 2, CHECKPOINTED),
-    "dense, reduced once": (LLAMA_8B, 2, 8, 2, 2048, 2, ONCE),
-    "mixture, replicas": (MIXTRAL, 3, 16, 1, 4096, 2, {"distributed.dp_replicate_size": 2} | CHECKPOINTED),
-    "mixture, experts divided": (MIXTRAL, 2, 8, 1, 4096, 2, {"distributed.ep_size": 8} | CHECKPOINTED),
+    "dense in fp32": (GPT2_MEDIUM, 3, 1, 16, 256, 4, FP32),
+    "wide tied embedding": (GEMMA_2B, 2, 1, 2, 2048, 4, RECOMPUTED),
+    "dense, FSDP": (LLAMA_8B, 3, 16, 1, 8192, 2, RECOMPUTED),
+    "dense, reduced once": (LLAMA_8B, 2, 8, 2, 2048, 2, {"distributed.sync_each_batch": False}),
+    "dense, matrices divided": (QWEN3_600M, 3, 8, 2, 2048, 4, mesh(tp=4)),
+    "dense, stages": (QWEN3_600M, 4, 8, 1, 2048, 8, mesh("1f1b", pp=2) | RECOMPUTED),
+    "mixture, replicas": (MIXTRAL, 3, 16, 1, 4096, 2, mesh(dp_replicate=2) | RECOMPUTED),
+    "mixture, experts divided": (MIXTRAL, 2, 8, 1, 4096, 2, mesh(ep=8) | RECOMPUTED),
+    "mixture, stages": (OLMOE, 2, 8, 1, 2048, 4, mesh("gpipe", pp=2)),
     "shared experts": (DEEPSEEK_16B, 2, 8, 2, 2048, 1, {}),
 }
-SLOW_CASES: dict[str, tuple[dict[str, Any], int, int, int, int, int, dict[str, Any]]] = {
+SLOW_CASES: dict[str, Case] = {
     "short sequences": (GEMMA_2B, 4, 4, 8, 64, 1, {}),
-    "long sequences": (DEEPSEEK_16B, 3, 1, 1, 16_384, 2, CHECKPOINTED),
-    "mixture in fp32": (DEEPSEEK_16B, 3, 8, 1, 2048, 2, {"training.precision": "fp32"}),
+    "long sequences": (DEEPSEEK_16B, 3, 1, 1, 16_384, 2, RECOMPUTED),
     "dense in fp16": (LLAMA_8B, 3, 1, 2, 2048, 2, {"training.precision": "fp16"}),
+    "dense in fp32, sharded": (QWEN3_600M, 4, 8, 1, 2048, 2, FP32),
+    "dense, mask of pairs": (QWEN3_600M, 4, 1, 2, 2048, 2, {"training.attention_implementation": "sdpa"}),
+    "dense, positions divided": (LLAMA_8B, 4, 8, 1, 8192, 4, mesh(cp=4) | RECOMPUTED),
+    "dense, two stages on a rank": (LLAMA_8B, 4, 8, 1, 2048, 4, mesh("interleaved_1f1b", pp=2)),
+    "dense, all micro batches in flight": (QWEN3_600M, 4, 8, 1, 2048, 4, mesh("gpipe", pp=2)),
+    "dense, four stages": (LLAMA_8B, 4, 8, 1, 2048, 8, mesh("1f1b", pp=4) | RECOMPUTED),
     "whole logits": (GPT2_MEDIUM, 4, 2, 8, 1024, 2, {"training.loss_implementation": "full"}),
     "muon and an average": (
         *(GPT2_MEDIUM, 6, 1, 8, 1024, 2),
         {"optimizer.name": "muon", "optimizer.ema_decay": 0.999},
     ),
+    "muon, sharded": (GPT2_MEDIUM, 6, 8, 4, 1024, 2, {"optimizer.name": "muon"}),
+    "mixture, one GPU": (OLMOE, 4, 1, 2, 2048, 2, {}),
+    "mixture in fp32": (DEEPSEEK_16B, 3, 8, 1, 2048, 2, FP32),
+    "mixture, matrices divided": (MIXTRAL, 4, 8, 2, 2048, 4, mesh(tp=4) | RECOMPUTED),
+    "mixture, experts and matrices divided": (OLMOE, 4, 8, 2, 2048, 2, mesh(ep=4, tp=2) | RECOMPUTED),
+    "mixture, experts divided and stages": (
+        *(OLMOE, 4, 16, 1, 2048, 8),
+        mesh("1f1b", ep=4, pp=2) | RECOMPUTED,
+    ),
     "replicas, experts divided": (
         *(DEEPSEEK_16B, 4, 32, 2, 4096, 2),
-        {"distributed.dp_replicate_size": 2, "distributed.ep_size": 4} | CHECKPOINTED,
+        mesh(dp_replicate=2, ep=4) | RECOMPUTED,
     ),
-    "more ranks than experts": (MIXTRAL, 3, 32, 1, 2048, 2, CHECKPOINTED),
+    "more ranks than experts": (MIXTRAL, 3, 32, 1, 2048, 2, RECOMPUTED),
 }
 PRESETS = {
     "minimind-104m": (1, {}),
     "quickstart-chat": (2, {"distributed.strategy": "fsdp", "model.vocab_size": 4096}),
+    "tinyllama-1.1b": (1, {}),
     "qwen3-30b-a3b": (64, {}),
 }
 
+# preset, GPUs, further settings: GiB; the peaks of `simulate` in the presets and docs/beyond_one_machine.md
+LONG = {"distributed.strategy": "fsdp", "training.sequence_length": 32_768, "training.micro_batch_size": 1}
+LONG |= {"training.global_batch_size": 64}
+REPLICAS = LONG | mesh(dp_replicate=8)
+EXPERTS = mesh(dp_replicate=4, ep=8)
+DOCUMENTED: list[tuple[str, int, dict[str, Any], float]] = [
+    ("olmoe-1b-7b", 8, {}, 23.3),
+    ("qwen3-30b-a3b", 8, {}, 63.6),
+    ("qwen3-30b-a3b", 8, mesh(ep=1), 68.2),
+    ("qwen3-30b-a3b", 64, mesh(ep=1), 18.5),
+    ("qwen3-30b-a3b", 64, mesh(ep=1, dp_replicate=4), 39.8),
+    ("qwen3-30b-a3b", 64, EXPERTS, 35.0),
+    ("qwen3-30b-a3b", 64, EXPERTS | mesh(tp=2), 31.8),
+    ("qwen3-30b-a3b", 64, EXPERTS | mesh("1f1b", pp=2), 39.5),
+    ("qwen3-0.6b", 64, LONG, 7.1),
+    ("qwen3-0.6b", 64, REPLICAS, 7.8),
+    ("qwen3-0.6b", 64, REPLICAS | mesh(cp=2), 5.3),
+    ("qwen3-0.6b", 64, REPLICAS | mesh(cp=8), 3.4),
+    ("qwen3-0.6b", 64, REPLICAS | mesh(tp=2), 4.7),
+    ("qwen3-0.6b", 64, REPLICAS | mesh(tp=8), 2.1),
+]
 
-def options(case: tuple[dict[str, Any], int, int, int, int, int, dict[str, Any]]) -> list[str]:
+
+def options(case: Case) -> list[str]:
     model, layers, ranks, rows, length, micro_batches, more = case
     settings = {f"model.{name}": value for name, value in model.items()}
     settings |= {"model.num_hidden_layers": layers, "model.max_position_embeddings": length}
@@ -113,10 +185,18 @@ def words(settings: dict[str, Any]) -> list[str]:
     return [word for name, value in (values | uncompiled).items() for word in (f"--{name}", str(value))]
 
 
+def loaded(options: list[str], ranks: int) -> Config:
+    return load_config(options, needs_data=False, has_bf16=True, world_size=ranks)
+
+
 def check(worker: Simulator, options: list[str], ranks: int) -> None:
-    config = load_config(options, needs_data=False, has_bf16=True, world_size=ranks)
-    simulated = worker.raw(options, ranks)["peak"]
-    assert estimate_memory(config, ranks, on_gpu=True).peak == pytest.approx(simulated, rel=BOUND)
+    config = loaded(options, ranks)
+    simulated = [worker.raw(options, ranks, rank=rank) for rank in different_ranks(config, ranks)]
+    agrees(estimate_memory(config, ranks, on_gpu=True).peak, max(each["peak"] for each in simulated))
+
+
+def agrees(estimated: int, peak: float) -> None:
+    assert 1 - SHORT <= estimated / peak <= 1 + TOLERANCE
 
 
 @pytest.fixture(scope="module")
@@ -149,3 +229,27 @@ def test_an_older_gpus_experts_agree():
     case = CASES["shared experts"]
     with simulator(MACHINES["a100"]) as worker:
         check(worker, options(case), case[2])
+
+
+@pytest.mark.parametrize(("preset", "ranks", "settings", "gibibytes"), DOCUMENTED)
+def test_estimates_and_documented_peaks_agree(
+    preset: str, ranks: int, settings: dict[str, Any], gibibytes: float
+):
+    config = loaded(["--config", preset, *words(settings)], ranks)
+    agrees(estimate_memory(config, ranks, on_gpu=True).peak, gibibytes * 2**30)
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("experts", [0, 8])
+def test_estimate_and_a_cpus_step_agree(experts: int, precision: str, recomputed: bool):
+    """A step with values, by a CPU's kernels; the heap's holes are beside the storages that are counted."""
+    model = {"vocab_size": 2048, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3}
+    model |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": experts}
+    training = {"precision": precision, "micro_batch_size": 4, "sequence_length": 256, "compile": "off"}
+    training |= {"global_batch_size": 8, "activation_checkpointing": recomputed}
+    config = from_dict({"model": model, "training": training})
+    with fake_ranks(1, "fake"):
+        peak = traced_step(config, torch.device("cpu"), real=True).peak
+    memory = estimate_memory(config)
+    agrees(memory.peak - memory.heap_holes, peak)

@@ -20,7 +20,6 @@ from support.faults import Patch, defined, replace_everywhere
 
 from llm_pretrain.checkpoints import CheckpointStore, committed_folders, state
 from llm_pretrain.data import global_batches
-from llm_pretrain.distributed import pipeline
 from llm_pretrain.model import Router
 from llm_pretrain.training.anomaly import StepMonitor
 from llm_pretrain.training.evaluation import Evaluator
@@ -89,7 +88,7 @@ def number_layers_by_stage() -> None:
     """Each stage of a pipeline saves its first layer as the first."""
 
     def held_pieces(original: Callable[..., Any], model: Any, *arguments: Any, **ranks: int) -> list[Any]:
-        first = pipeline.stage_layers(model.pipeline.config, model.pipeline.rank).start
+        first = model.pipeline.config.stage_layers(model.pipeline.rank).start
         pieces = original(model, *arguments, **ranks)
         return [
             replace(
