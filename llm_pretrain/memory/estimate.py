@@ -242,7 +242,10 @@ class _Rank:
         """In the backward pass of a layer. Under FSDP and if tied, the head's gradient waits."""
         waits = self.is_sharded or self.model.tie_word_embeddings or not self.adds
         of_head = _FP32 * self.table if self.has_head and waits else 0
-        return self.gradients() + self.copies(i) + self.kept(i) + self.temporaries(i) + of_head
+        before = self.gradients()
+        if not before:  # those of the layers above
+            before = self.own_gradients * sum(self.gathered[i + 1 :]) // (sum(self.gathered) + self.rest)
+        return before + self.copies(i) + self.kept(i) + self.temporaries(i) + of_head
 
     def at_end(self) -> int:
         """When embedding and head have their gradients, under FSDP beside the gathered matrices."""
