@@ -210,6 +210,7 @@ class _Rank:
         self.in_flight = _in_flight(config, sizes.pp, pp_rank, micro_batches)
         self.received = ((pp_rank > 0) + (pp_rank < sizes.pp - 1)) * micro_batches * self.stream
         """A pipeline's buffers for what the neighbours send: of all micro batches."""
+        self.saved = [self.layer_bytes(i) for i in range(len(self.layers))]
 
     def memory(self) -> MemoryEstimate:
         """The parts, and the most at once."""
@@ -233,7 +234,7 @@ class _Rank:
     def at_head(self) -> int:
         """When the loss is computed, at the end of the forward pass."""
         last = len(self.layers) - 1
-        kept = self.kept(last) - (self.layer_bytes(last) if self.recomputes else 0)
+        kept = self.kept(last) - (self.saved[last] if self.recomputes else 0)
         # under `gpipe` the head's gradients of all micro batches wait for the backward passes
         others = self.in_flight - 1 if self.config.distributed.pp_schedule == "gpipe" and self.has_head else 0
         return self.gradients() + self.copies(last) + kept + self.head() + others * _FP32 * self.table
@@ -266,9 +267,7 @@ class _Rank:
             gathered = self.gathered[max(0, i - 1) : i + 1]
             if self.is_stage:  # once for all micro batches
                 gathered = self.gathered
-            elif (
-                self.experts[i] and self.ep * self.tp > 1
-            ):  # a group of their own, next to the small dense one
+            elif self.experts[i] and self.ep * self.tp > 1:  # experts, and next to them the small dense part
                 gathered = self.gathered[i : i + 1]
             return _FP32 * self.rest + self.low * sum(gathered)
         if self.low == _FP32:
@@ -279,8 +278,8 @@ class _Rank:
 
     def kept(self, i: int) -> int:
         """Activations when the backward pass of a layer begins."""
-        of_layers = [self.stream if self.recomputes else self.layer_bytes(j) for j in range(len(self.layers))]
-        again = self.layer_bytes(i) if self.recomputes else 0
+        of_layers = [self.stream] * len(self.saved) if self.recomputes else self.saved
+        again = self.saved[i] if self.recomputes else 0
         return self.received + (self.in_flight - 1) * sum(of_layers) + sum(of_layers[: i + 1]) + again
 
     def layer_bytes(self, i: int) -> int:
@@ -288,7 +287,8 @@ class _Rank:
         model, training, low, is_eager = self.model, self.config.training, self.low, self.is_eager
         H, Q = model.hidden_size, model.num_attention_heads * model.attention_head_dim
         K = model.num_key_value_heads * model.attention_head_dim
-        is_varlen = low < _FP32 and supports_varlen(model.attention_head_dim, model.attention_dropout)
+        has_varlen = low < _FP32 and supports_varlen(model.attention_head_dim, model.attention_dropout)
+        attention = training.attention_implementation
         # two norms: the stream, and a result of which `tp` gathers all positions
         size = 2 * H * (_FP32 + low * self.tp)
         # attention: queries, keys and values, its result, and the inputs of their norms
@@ -296,11 +296,13 @@ class _Rank:
             size += low * Q + _FP32 * (2 * Q + 2 * K)
             # a CPU keeps the attention weights of short documents
             size += low * model.num_attention_heads * min(training.sequence_length, DOCUMENT_LENGTH) // 2
-        elif is_varlen and training.attention_implementation != "sdpa":
-            size += low * (2 * Q + 2 * K)
-        else:  # keys and values for every head, and a mask of all pairs as a bias
+        elif attention == "sdpa" or (attention == "auto" and not has_varlen):
+            # keys and values for every head, and a mask of all pairs as a bias
             size += low * (4 * Q + training.sequence_length)
-        size += ((_FP32 if is_eager else low) * (Q + K)) if model.qk_norm else 0
+        else:
+            size += low * (2 * Q + 2 * K)
+        if model.qk_norm:
+            size += (_FP32 if is_eager else low) * (Q + K)
         # gate, up, and their product; uncompiled silu(gate) too
         dense = (4 if is_eager else 3) * low
         if not model.is_moe_layer(self.layers[i]):
@@ -338,8 +340,8 @@ class _Rank:
         size = TH * (2 * _FP32 + low * self.tp) + (low * table if low < _FP32 else 0)
         kernels = Kernels(loss=self.config.training.loss_implementation)
         if loss_implementation(kernels, self.model.vocab_size or 0) == "full":
-            softmax = (_FP32 if low == _FP32 else 2 * _FP32) if self.on_gpu else 0  # a CPU's: of some rows
-            return size + TV * (2 * low + softmax)
+            copies = 0 if not self.on_gpu else 1 if low == _FP32 else 2  # in fp32; a CPU's are of some rows
+            return size + TV * (2 * low + copies * _FP32)
         chunk = min(TV, GPU_CHUNK if self.on_gpu else CPU_CHUNK)
         return size + low * (TH * self.tp + chunk) + _FP32 * table
 
