@@ -131,19 +131,6 @@ def estimate_memory(config: Config, world_size: int = 1, *, on_gpu: bool = False
     return max(ranks, key=lambda memory: memory.peak)
 
 
-def is_sharded(config: Config, world_size: int) -> bool:
-    """Whether the parameters are sharded, under FSDP or ZeRO-3; perhaps over one rank of each replica."""
-    strategy, stage = config.distributed.strategy, config.distributed.zero_stage or 2
-    return world_size > 1 and (strategy == "fsdp" or (strategy == "deepspeed" and stage == 3))
-
-
-def parameter_shards(config: Config, world_size: int) -> int:
-    """Ranks that share the parameters, or in a pipeline those of a stage."""
-    if config.distributed.strategy == "deepspeed":
-        return world_size if is_sharded(config, world_size) else 1
-    return config.distributed.mesh(world_size).shared
-
-
 class _Rank:
     """One rank, and what it holds at moments of a step.
 
@@ -159,9 +146,12 @@ class _Rank:
 
     def __init__(self, config: Config, world_size: int, pp_rank: int, on_gpu: bool):
         model, training, distributed = config.model, config.training, config.distributed
-        sizes, shards = distributed.mesh(world_size), parameter_shards(config, world_size)
+        sizes, is_zero = distributed.mesh(world_size), distributed.strategy == "deepspeed"
+        zero_stage = (distributed.zero_stage or 2) if is_zero else 0
+        shards = world_size if zero_stage == 3 else sizes.shared
         self.config, self.model, self.on_gpu, self.tp = config, model, on_gpu, sizes.tp
-        self.is_sharded, self.is_stage = is_sharded(config, world_size), sizes.pp > 1
+        self.is_stage = sizes.pp > 1
+        self.is_sharded = world_size > 1 and (distributed.strategy == "fsdp" or zero_stage == 3)
         self.ep = distributed.ep_size if self.is_sharded else 1
         self.recomputes = training.activation_checkpointing
         self.is_eager = on_gpu and not compiles(config, world_size, on_gpu=on_gpu)
@@ -186,11 +176,10 @@ class _Rank:
             padding = -(-model.num_experts // shards) * shards / model.num_experts
         total = rest + sum(int(each.dense + padding * each.experts) for each in matrices)
         self.weights = -(-_FP32 * total // shards)
-        zero_stage = (distributed.zero_stage or 2) if distributed.strategy == "deepspeed" else 0
         self.own_gradients = -(-_FP32 * total // (world_size if zero_stage >= 2 else shards))
         moments = 2 * total - (sum(map(sum, matrices)) if config.optimizer.name == "muon" else 0)
         state = _FP32 * (moments + (total if config.optimizer.ema_decay else 0))
-        self.optimizer = -(-state // (world_size if zero_stage else shards))
+        self.optimizer = -(-state // (world_size if is_zero else shards))
         # parameters that it computes with, divided by `tp` and `ep`, and that FSDP gathers for a layer
         self.table, self.rest = table // self.tp, rest // self.tp
         self.dense = [each.dense // self.tp for each in matrices]
