@@ -24,6 +24,7 @@ from llm_pretrain.model import (
     loss_implementation,
     supports_varlen,
 )
+from llm_pretrain.optim import BATCH_ELEMENTS
 
 CHINCHILLA_TOKENS = 20
 """Compute-optimal tokens per (active) parameter (arXiv:2203.15556, table 3, rounded)."""
@@ -177,8 +178,9 @@ class _Rank:
         total = rest + sum(int(each.dense + padding * each.experts) for each in matrices)
         self.weights = -(-_FP32 * total // shards)
         self.own_gradients = -(-_FP32 * total // (world_size if zero_stage >= 2 else shards))
-        moments = 2 * total - (sum(map(sum, matrices)) if config.optimizer.name == "muon" else 0)
-        state = _FP32 * (moments + (total if config.optimizer.ema_decay else 0))
+        of_muon = sum(map(sum, matrices)) if config.optimizer.name == "muon" else 0  # which has one moment
+        self.orthogonalized = min(of_muon // shards, BATCH_ELEMENTS)
+        state = _FP32 * (2 * total - of_muon + (total if config.optimizer.ema_decay else 0))
         self.optimizer = -(-state // (world_size if is_zero else shards))
         # parameters that it computes with, divided by `tp` and `ep`, and that FSDP gathers for a layer
         self.table, self.rest = table // self.tp, rest // self.tp
@@ -204,7 +206,8 @@ class _Rank:
     def memory(self) -> MemoryEstimate:
         """The parts, and the most at once."""
         places = range(len(self.layers))
-        transient = max(self.at_head(), *map(self.in_layer, places), self.at_end())
+        layers = map(self.in_layer, places)
+        transient = max(self.at_head(), *layers, self.at_end(), self.at_update())
         holes = 0 if self.on_gpu else int(CPU_HEAP_HOLES * (transient - self.gradients()))
         state = self.weights + self.optimizer
         return MemoryEstimate(
@@ -243,6 +246,10 @@ class _Rank:
             return self.own_gradients + _FP32 * self.table * (self.adds + self.model.tie_word_embeddings)
         own = self.own_gradients * (2 if self.sums_replicas else 1)
         return own + _FP32 * (self.rest + (self.rest if self.is_stage else 2 * self.table))
+
+    def at_update(self) -> int:
+        """When the optimizer computes: Muon updates in fp32, and about four of their size for products."""
+        return self.own_gradients + (_FP32 + 4 * self.low) * self.orthogonalized
 
     def gradients(self) -> int:
         """Gradients of earlier micro batches."""

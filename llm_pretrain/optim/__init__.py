@@ -1,7 +1,7 @@
 """Optimizers: AdamW and Muon, parameter groups, EMA, the learning-rate schedule and µP."""
 
 from llm_pretrain.optim.ema import AVERAGE, average_name, ema_parameters
-from llm_pretrain.optim.muon import Muon
+from llm_pretrain.optim.muon import BATCH_ELEMENTS, Muon
 from llm_pretrain.optim.orthogonal import product_dtype
 from llm_pretrain.optim.param_groups import (
     Role,
@@ -15,6 +15,7 @@ from llm_pretrain.optim.sharded import as_sharded, replicate_dims, to_local
 
 __all__ = [
     "AVERAGE",
+    "BATCH_ELEMENTS",
     "Muon",
     "Role",
     "adamw_factor",
