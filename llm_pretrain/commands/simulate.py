@@ -249,9 +249,12 @@ def search_meshes(
 
     for mesh in candidates(config, world_size, machine):
         fits(mesh)
-    shortest = min(rows, key=lambda row: row[0].seconds)[1] if rows else None
-    for meshes in pipelines(shortest, config, world_size, machine):
-        any(map(fits, meshes))  # the first one that fits
+    rows.sort(key=lambda row: row[0].seconds)
+    # stages change what experts cost, so the second best sizes are tried with them too
+    sizes = dict.fromkeys(dataclasses.replace(mesh, replicas=1, shards=1) for _, mesh in rows)
+    for like in [*sizes][:2] or [None]:
+        for meshes in pipelines(like, config, world_size, machine):
+            any(map(fits, meshes))  # the first one that fits
     return sorted(rows, key=lambda row: row[0].seconds)
 
 
