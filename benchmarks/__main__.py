@@ -18,21 +18,15 @@ BENCHMARKS = {
     "loop_overhead": "what the training loop adds to forward, backward, clipping and optimizer",
     "launchers": "the Accelerate script's step against the torchrun script's",
     "data_path": "tokens per second and core of tokenising, packing and batch assembly",
-    "normalisation": "gradient errors of other ways to normalise, and the exact balance loss's cost",
     "moe_layer": "a mixture-of-experts layer against a dense one of equal FLOPs",
     "loss_head": "the loss head in chunks against whole logits, in time and memory",
-    "attention": "a step on packed documents against one on whole rows",
-    "async_save": "what the loop loses by a save in the background, against one that it waits for",
-    "optimizer": "an optimizer's step: fused AdamW, torch's other kernels, Muon",
     "checkpoint": "saving and restoring a run's state, against torch.save",
     "scaling": "tokens per second of both scripts on one and on two processes",
     "layouts": "losses of one run in eighteen layouts of processes, beside torchtitan's of the same",
     "slow_link": "bytes and seconds of a step over a slow link between two machines, and their predictions",
     "gpu_step": "tokens per second and MFU on one GPU, by preset and by choice of kernels",
     "gpu_roofline": "lower bound of a step on four GPUs by FLOPs and bytes, and its parts; needs no GPU",
-    "time_to_loss": "steps and time of the quickstart's recipe to the loss of AdamW at its best rate",
     "ladder": "losses of a run with 8 times the compute of a ladder's largest, against its prediction",
-    "char_recipe": "steps and loss of char-0.8m against GPT-2 under nanoGPT's recipe for a CPU",
 }
 """Module of this package and its line of help."""
 
