@@ -10,10 +10,17 @@ RUN ?= runs/quickstart
 # Three test processes for two cores: many tests wait, for a time-out or for another process.
 WORKERS ?= 3
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# A folder that `make wheels` has filled; everything is installed from there, without a network.
+WHEELS ?=
+PIP = $(BIN)/python -m pip install --quiet --constraint constraints.txt \
+	$(if $(WHEELS),--no-index --find-links $(abspath $(WHEELS)))
+# What a GPU machine lacks, for its torch and its Python: make gpu-pack GPU_WHEELS="torchao==0.17.0 …"
+GPU_WHEELS ?= torchao==0.17.0
+GPU_PYTHON ?= 3.12
 # Processes of `make pretrain`: one per GPU, or two on a machine without one.
 NPROC ?= $(shell $(BIN)/python -c "import torch; print(torch.cuda.device_count() or 2)" 2>/dev/null)
 
-.PHONY: help setup pretrain store test test-ci test-cuda test-slow test-faults test-lowest fuzz mutate gpu-check lint bench docs docs-site clean
+.PHONY: help setup pretrain store test test-ci test-cuda test-slow test-faults test-lowest fuzz mutate gpu-pack wheels lint bench docs docs-site clean
 
 help:  ## What can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 14
@@ -23,22 +30,22 @@ help:  ## What can be made
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@echo "Installing torch and other packages into $(VENV), which may take minutes without a message"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt "$$(grep '^torch==' constraints.txt)"
-	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[gguf]"
+	$(PIP) --upgrade pip
+	$(PIP) "$$(grep '^torch==' constraints.txt)"
+	PYTHONWARNINGS=ignore $(PIP) --editable ".[gguf]"
 	touch $@
 
 # What only the tests need is large (a browser's driver, llama.cpp), so training does not wait for it.
 # DeepSpeed comes as source that imports torch while it is built; nothing is compiled.
 $(VENV)/.installed-tests: $(VENV)/.installed
-	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[test]"
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt setuptools wheel
-	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation "$$(grep '^deepspeed==' constraints.txt)"
+	PYTHONWARNINGS=ignore $(PIP) --editable ".[test]"
+	$(PIP) setuptools wheel
+	DS_BUILD_OPS=0 $(PIP) --no-build-isolation "$$(grep '^deepspeed==' constraints.txt)"
 	touch $@
 
 # What exported weights are evaluated and tuned with.
 $(VENV)/.installed-readers: $(VENV)/.installed-tests
-	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[readers]"
+	PYTHONWARNINGS=ignore $(PIP) --editable ".[readers]"
 	touch $@
 
 # What pyproject.toml promises at its lowest, in an environment of its own; torch comes with its CUDA libraries.
@@ -54,7 +61,17 @@ $(VENV)-triton/.installed: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)-triton triton==3.7.0
 	touch $@
 
-setup: $(VENV)/.installed-tests  ## Make .venv with everything
+setup: $(VENV)/.installed-tests  ## Make .venv with everything; without a network: make setup WHEELS=FOLDER
+
+# The project's own wheel is not wanted: the checkout is installed. DeepSpeed is built here as it is in `setup`.
+wheels: TO = $(or $(WHEELS),wheels)
+wheels: WHEEL = $(BIN)/python -m pip wheel --quiet --constraint constraints.txt --wheel-dir $(TO)
+wheels:  ## Download what `make setup` installs, for machines without a network: make wheels WHEELS=FOLDER
+	$(MAKE) $(VENV)/.installed-tests WHEELS=
+	PYTHONWARNINGS=ignore $(WHEEL) pip setuptools wheel "$$(grep '^torch==' constraints.txt)" ".[gguf,test]"
+	rm -f $(TO)/llm_pretrain-*.whl
+	DS_BUILD_OPS=0 $(WHEEL) --no-build-isolation "$$(grep '^deepspeed==' constraints.txt)"
+	@du -sh $(TO)
 
 $(TOKENIZER)/tokenizer.json: | $(VENV)/.installed
 	$(BIN)/llm-pretrain tokenizer --input stdlib --vocab_size 4096 --output $(TOKENIZER)
@@ -105,8 +122,8 @@ mutate: $(VENV)/.installed-tests  ## Count how many small faults in the core the
 bench: $(STORE)/store.json  ## Measure everything, or one part: make bench NAME=startup; see docs/benchmarks.md
 	$(BIN)/python -m benchmarks $(or $(NAME),all --quick)
 
-gpu-check: $(VENV)/.installed-tests  ## Check and measure training on this machine's GPUs; writes one file to send: make gpu-check MINUTES=10
-	$(BIN)/llm-pretrain doctor --gpu --minutes $(or $(MINUTES),10)
+gpu-pack: $(VENV)/.installed-tests $(VENV)-triton/.installed  ## What `python3 -m benchmarks gpu` needs on a GPU machine without a network
+	$(BIN)/python -m benchmarks.gpu.pack $(GPU_WHEELS) --python $(GPU_PYTHON)
 
 lint: $(VENV)/.installed-tests  ## Lint, format check, types
 	$(BIN)/ruff check .

@@ -24,8 +24,7 @@ BENCHMARKS = {
     "scaling": "tokens per second of both scripts on one and on two processes",
     "layouts": "losses of one run in eighteen layouts of processes, beside torchtitan's of the same",
     "slow_link": "bytes and seconds of a step over a slow link between two machines, and their predictions",
-    "gpu_step": "tokens per second and MFU on one GPU, by preset and by choice of kernels",
-    "gpu_roofline": "lower bound of a step on four GPUs by FLOPs and bytes, and its parts; needs no GPU",
+    "gpu": "three rounds on a GPU: contact, speed beside other loops, where a step's time goes",
     "ladder": "losses of a run with 8 times the compute of a ladder's largest, against its prediction",
 }
 """Module of this package and its line of help."""
@@ -83,7 +82,7 @@ def _run(name: str, rest: list[str]) -> int:
     arguments = parser.parse_args(rest)
     begin(" ".join([name, *rest]))
     try:
-        module.run(arguments)
+        code = module.run(arguments)
     except SkippedError as skipped:
         print(f"skipped  {name}: {skipped}")
         return 0
@@ -91,7 +90,7 @@ def _run(name: str, rest: list[str]) -> int:
         print(f"benchmarks {name}: {error}", file=sys.stderr)
         return error.exit_code
     end()
-    return 0
+    return code or 0
 
 
 def _usage() -> str:

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from benchmarks.launching import add_store_option, token_store
-from benchmarks.machine import ROOT
+from benchmarks.machine import ROOT, python_path
 from benchmarks.reporting import SkippedError, report
 from llm_pretrain.__main__ import main
 from llm_pretrain.commands._launching import this_machine
@@ -81,7 +81,7 @@ def _train(plan: Path, folder: Path, seed: int) -> float:
         with (folder / f"seed-{seed}.log").open("ab") as log:
             subprocess.run(
                 [sys.executable, "-m", "llm_pretrain", "train", "--nproc", "1", *options],
-                cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=log, stderr=log, check=True,
+                cwd=ROOT, env=os.environ | {"PYTHONPATH": python_path()}, stdout=log, stderr=log, check=True,
             )  # fmt: skip
     return read_metrics(own / "metrics.jsonl")[-1]["eval/loss"]
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.measuring import ROOT
+from benchmarks.machine import ROOT, python_path
 from llm_pretrain.config import Config, load_config, resolve_model
 from llm_pretrain.tracking import read_metrics
 
@@ -34,7 +34,7 @@ class Launched:
 
     Args:
         rows: Its metrics.jsonl.
-        first_step_seconds: From starting the process to the console's line of the first step.
+        first_step_seconds: From starting the process to the console's line of its first step.
         first_step_cpu_seconds: CPU time of the process (not of its children) at that moment.
     """
 
@@ -100,11 +100,13 @@ def environment() -> dict[str, str]:
         for name, value in os.environ.items()
         if name not in drop and not name.startswith(("ACCELERATE_", "TORCHELASTIC_"))
     }
-    return kept | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    return kept | {"PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
 
 
-def launch(command: list[str], options: Sequence[str], folder: Path) -> Launched:
-    """Run a script to its end.
+def launch(
+    command: list[str], options: Sequence[str], folder: Path, variables: Mapping[str, str] | None = None
+) -> Launched:
+    """Run a script to its end, with `variables` added to the environment.
 
     Raises:
         SystemExit: it failed; its output is shown.
@@ -113,14 +115,14 @@ def launch(command: list[str], options: Sequence[str], folder: Path) -> Launched
     process = subprocess.Popen(
         [*command, *options],
         cwd=ROOT,
-        env=environment(),
+        env=environment() | dict(variables or {}),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
     assert process.stdout is not None
     for line in process.stdout:
-        if first is None and line.startswith("step 1/"):
+        if first is None and line.startswith("step "):
             times = psutil.Process(process.pid).cpu_times()
             first = (time.perf_counter() - started, times.user + times.system)
         output.append(line)

@@ -74,9 +74,17 @@ def commit() -> str:
 
 
 def _git(*arguments: str) -> str:
-    """Standard output of a git command in this repository; empty when it fails."""
+    """Standard output of a git command in this repository; empty when it fails, or without git."""
     command = ["git", "-C", str(ROOT), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    except OSError:
+        return ""
+
+
+def python_path() -> str:
+    """PYTHONPATH for a script that is started: this checkout, then what it held before."""
+    return os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def cpu_name() -> str:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # it starts itself as a script
 
-from benchmarks.measuring import ROOT
+from benchmarks.machine import ROOT, python_path
 from llm_pretrain.tracking import read_metrics
 
 TRAINER_SCRIPT = ROOT / "examples" / "train_pretrain_trainer.py"
@@ -126,7 +126,7 @@ def run(
     """Start a script with the environment `variables` and wait for it; its errors are shown."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world_size)]
     command = [sys.executable, *(launcher if world_size > 1 else []), str(script), *before, *arguments]
-    environment = {**variables, "PYTHONPATH": str(ROOT)}
+    environment = {**variables, "PYTHONPATH": python_path()}
     subprocess.run(command, check=True, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
 
 

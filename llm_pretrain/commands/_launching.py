@@ -368,27 +368,6 @@ def run_concurrently(
             started.kill()
 
 
-def run_limited(
-    command: Sequence[str], *, seconds: float, log: Path, cwd: Path, environment: Mapping[str, str]
-) -> int | None:
-    """Run a command with its output in a file.
-
-    Returns:
-        Its exit code, negative after a signal; None where it took longer than `seconds` and was killed.
-    """
-    with log.open("ab") as file:
-        process = subprocess.Popen(
-            command, cwd=cwd, env=environment, stdin=subprocess.DEVNULL, stdout=file,
-            stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
-    try:
-        return process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        return None
-    finally:
-        kill_tree(process)
-
-
 @contextmanager
 def exit_on_signals() -> Iterator[None]:
     """Turn SIGTERM and SIGHUP into SystemExit, so that started jobs are killed on the way out.

@@ -20,12 +20,10 @@ if TYPE_CHECKING:
     from llm_pretrain.config import Config
 
 EXAMPLES = """\
-exit code: 0 where nothing would surprise, 1 with warnings, 2 where a file cannot be read;
-with --gpu 0 where every part that ran passed, 1 where one failed or was stopped at its limit
+exit code: 0 where nothing would surprise, 1 with warnings, 2 where a file cannot be read
 
 examples:
   llm-pretrain doctor
-  llm-pretrain doctor --gpu --minutes 10
   llm-pretrain doctor --accelerate_config configs/accelerate/cpu2.yaml
   llm-pretrain doctor --config configs/quickstart.yaml --accelerate_config my_cluster.yaml
 """
@@ -46,28 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--accelerate_config", metavar="FILE",
         help="Accelerate's file (default: the one that `accelerate launch` would find)",
     )  # fmt: skip
-    parser.add_argument(
-        "--gpu", action="store_true",
-        help="check and measure training on this machine's GPUs, and write gpu-report.html and .json to send",
-    )  # fmt: skip
-    parser.add_argument(
-        "--minutes", type=float, default=10.0, metavar="N",
-        help="with --gpu: time for all of it (default: %(default)g); what does not fit is left out",
-    )  # fmt: skip
-    parser.add_argument(
-        "--output", metavar="FOLDER", help="with --gpu: new folder for the report (default: runs/gpu-report)"
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print facts, then warnings; returns 1 if there are warnings, else 0.
-
-    With `--gpu` write a report on this machine's GPUs instead; 1 if a part of it failed.
-    """
-    if arguments.gpu:
-        from llm_pretrain.commands._gpu_report import write_gpu_report
-
-        return write_gpu_report(arguments.minutes, arguments.output)
+    """Print facts, then warnings; returns 1 if there are warnings, else 0."""
     from llm_pretrain.config import load_config
     from llm_pretrain.distributed.launch_checks import default_accelerate_file
 

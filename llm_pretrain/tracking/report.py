@@ -106,7 +106,7 @@ def _render(runs: Sequence[RunRecord]) -> str:
     )
 
 
-def render_page(template: str, *, data: Any, script: str | None = None, **values: Any) -> str:
+def render_page(template: str, *, data: Any, script: str, **values: Any) -> str:
     """A page from a template of this package.
 
     Args:
@@ -118,21 +118,17 @@ def render_page(template: str, *, data: Any, script: str | None = None, **values
     """
     # imported here, because a training run imports this module and does not need them before its end
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from plotly.offline import get_plotlyjs
 
-    if script is not None:
-        from plotly.offline import get_plotlyjs
-
-        values["plotly"] = get_plotlyjs()
-        values["script"] = "\n".join(
-            (_TEMPLATES / name).read_text(encoding="utf-8") for name in ("charts.js", script)
-        )
+    scripts = "\n".join((_TEMPLATES / name).read_text(encoding="utf-8") for name in ("charts.js", script))
     environment = Environment(
         loader=FileSystemLoader(_TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
     style = (_TEMPLATES / "report.css").read_text(encoding="utf-8")
     return environment.get_template(template).render(
-        version=__version__, written=_utc(time.time()), style=style, data=_script_json(data), **values
-    )
+        version=__version__, written=_utc(time.time()), style=style, plotly=get_plotlyjs(), script=scripts,
+        data=_script_json(data), **values,
+    )  # fmt: skip
 
 
 def _script_json(data: Any) -> str:

@@ -1,4 +1,4 @@
-"""The counts of the benchmark `gpu_roofline` against MFU's FLOPs and against bytes counted by hand."""
+"""The counts of `benchmarks.gpu.kernels` against MFU's FLOPs and against bytes counted by hand."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # torch's tracing does what i
 
 @pytest.mark.parametrize("model", [DENSE, MOE], ids=["dense", "moe"])
 def test_a_step_has_the_flops_that_mfu_counts_and_the_optimizer_its_bytes(model: dict[str, Any]):
-    from benchmarks.gpu_kernels import step_launches
+    from benchmarks.gpu.kernels import step_launches
 
     config = fake_config(model, training={"global_batch_size": 2})
     rows, length = config.training.micro_batch_size, config.training.sequence_length
@@ -82,7 +82,7 @@ def test_norm_and_residual_have_the_bytes_counted_by_hand():
 
 def head_bytes_per_logit() -> float:
     """Of the loss head's kernels that are no products, forward and backward; the weight's are left out."""
-    from benchmarks.gpu_kernels import Step
+    from benchmarks.gpu.kernels import Step
 
     tokens, size, vocab = 16_384, 64, 32_768
     with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda", 0):
@@ -123,9 +123,9 @@ def test_another_precision_has_other_bytes():
 
 
 def test_a_product_that_is_left_out_is_found(monkeypatch: pytest.MonkeyPatch):
-    from benchmarks import gpu_kernels
+    from benchmarks.gpu import kernels
 
-    monkeypatch.delitem(gpu_kernels.flop_registry, torch.ops.aten.addmm)
+    monkeypatch.delitem(kernels.flop_registry, torch.ops.aten.addmm)
     config = fake_config(DENSE, training={"global_batch_size": 2})
-    found = sum(each.mfu_flops for each in gpu_kernels.step_launches(config, squares=2 * 1024**2))
+    found = sum(each.mfu_flops for each in kernels.step_launches(config, squares=2 * 1024**2))
     assert found < 0.95 * flops_per_token(config.model, 1024) * 2048

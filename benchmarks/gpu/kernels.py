@@ -1,9 +1,9 @@
 """FLOPs and bytes of every kernel of a training step, counted on a fake GPU.
 
-    python -m benchmarks.gpu_kernels CASE …
+    python -m benchmarks.gpu.kernels CASE …
 
-Prints a line of JSON per case. `gpu_roofline` runs it, with `tests/cuda_without_gpu` and the package triton
-on its path.
+Prints a line of JSON per case. `roofline.py` runs it, with `tests/cuda_without_gpu` and the package triton on
+its path.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-import fake_cuda  # pyright: ignore[reportMissingImports] (on the path that gpu_roofline sets; before torch)
+import fake_cuda  # pyright: ignore[reportMissingImports] (on the path that roofline.py sets; before torch)
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from benchmarks.gpu_step import CASES, Case, case_options
+from benchmarks.gpu.parts import CASES, case_options
 from llm_pretrain.config import Config, load_config
 from llm_pretrain.model import flops_per_token
 
@@ -226,12 +226,12 @@ def _eager_part(func: Any) -> str:
     return next((part for place, part in _CALLERS.items() if any(place in file for file in files)), OTHER)
 
 
-@torch.library.custom_op("gpu_roofline::rms_norm", mutates_args=())
+@torch.library.custom_op("roofline::rms_norm", mutates_args=())
 def _rms_norm(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     raise NotImplementedError("on fake tensors only")
 
 
-@torch.library.custom_op("gpu_roofline::rms_norm_backward", mutates_args=())
+@torch.library.custom_op("roofline::rms_norm_backward", mutates_args=())
 def _rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     raise NotImplementedError("on fake tensors only")
 
@@ -274,12 +274,6 @@ def step_launches(config: Config, squares: float) -> list[Launch]:
     return step.launches
 
 
-def case_config(case: Case) -> Config:
-    """The configuration of a case of `gpu_step`, without its data."""
-    options = case_options(case, Path("unused"), Path("unused"))
-    return load_config([*options, "--training.compile", "off"], needs_data=False, has_bf16=True)
-
-
 def main(names: Sequence[str]) -> None:
     """Prints a line of JSON per case: its name, FLOPs for MFU, and rows of a count and a `Launch`."""
     missing = fake_cuda.REASON
@@ -289,8 +283,9 @@ def main(names: Sequence[str]) -> None:
         print(json.dumps({"skipped": missing}))
         return
     warnings.simplefilter("ignore")
-    for case in (case for case in CASES if case.name in names):
-        config = case_config(case)
+    for case in map(CASES.__getitem__, names):
+        options = case_options(case, Path("unused"), Path("unused"))
+        config = load_config([*options, "--training.compile", "off"], needs_data=False, has_bf16=True)
         launches = Counter(step_launches(config, case.micro_batch_size * case.length**2))
         rows = [[count, *launch] for launch, count in launches.items()]
         nominal = flops_per_token(config.model, case.length) * case.micro_batch_size * case.length
