@@ -26,39 +26,39 @@ from llm_pretrain.config import Config, DistributedConfig, dump_yaml
 from llm_pretrain.errors import PretrainError, ResourceError
 from llm_pretrain.files import make_folder, replace_text
 from llm_pretrain.ladder import (
+    SIZE_COUNTS,
     Ladder,
-    LadderUsed,
     Progress,
     Run,
     Sizes,
     Speed,
-    all_runs,
-    best_order,
+    ladder_flops,
+    longest_first,
     measured_points,
     member,
     read_progress,
     run_config,
     run_folder,
     tokens_per_step,
-    used_by,
+    used_flops,
     write_points,
 )
-from llm_pretrain.tracking import read_metrics, time_text
+from llm_pretrain.tracking import read_metrics
 
 _POLL_SECONDS, _STOP_SECONDS = 0.1, 60
 PROGRESS_SECONDS = 60.0
 """Between lines about the runs that train, where none ends."""
 LOOK_SECONDS, BUSY_PERCENT = 0.5, 25.0
 """How long others are watched before a measurement, and from which share of the cores they are named."""
-MEASURED_SECONDS, MEASURED_STEPS = 10.0, 6
+MEASURED_SECONDS, MEASURED_STEPS = 5.0, 6
 """How long, and how many steps at least, the speed is measured once all runs train."""
 LOCK, MEASURING = ".lock", ".measuring"
 """In a ladder's folder: what the command in it holds, and where runs whose speed is measured write."""
 
 
-def threads_of(machine: Machine, sizes: int) -> int:
+def threads_of(machine: Machine) -> int:
     """CPU threads of each run: the cores are divided among the GPUs, or among the sizes."""
-    return max(1, machine.cores // (machine.gpus or sizes))
+    return max(1, machine.cores // (machine.gpus or SIZE_COUNTS[0]))
 
 
 def slots_of(machine: Machine, threads: int) -> int:
@@ -86,24 +86,25 @@ class Runner:
             PretrainError: a run failed.
         """
         self._restart_incomplete(runs)
-        waiting = [run for run in runs if not read_progress(self._folder(run)).has_ended(run.end)]
-        waiting, _ = best_order(waiting, self._costs(waiting), self.slots)
+        flops = {run: run.trained_steps * self.sizes.of(run.hidden_size).step_flops for run in runs}
+        waiting = [run for run in longest_first(flops) if not self._progress(run).has_ended(run.end)]
         running: list[tuple[RunningJob, Run, int]] = []
         free, said = list(range(self.slots)), time.monotonic()
         try:
             while waiting or running:
-                unfinished = {run.name for run in waiting} | {run.name for _, run, _ in running}
-                for run in [each for each in waiting if each.after not in unfinished]:
+                unfinished = [*waiting, *(run for _, run, _ in running)]
+                for run in [each for each in waiting if not any(map(each.follows, unfinished))]:
                     if not free:
                         break
                     waiting.remove(run)
-                    if run.after and read_progress(self._folder(run).with_name(run.stable_name)).has_diverged:
+                    if any(run.follows(each) and self._progress(each).has_diverged for each in runs):
                         continue
                     slot = free.pop(0)
                     running.append((self._launch(run, slot), run, slot))
                 time.sleep(_POLL_SECONDS)
                 if time.monotonic() - said > PROGRESS_SECONDS:
-                    say(", ".join(self._progress(run) for _, run, _ in running))
+                    steps = ((run, self._progress(run).last_step) for _, run, _ in running)
+                    say(", ".join(f"{run.name} at step {step:,} of {run.end:,}" for run, step in steps))
                     said = time.monotonic()
                 for entry in list(running):
                     job, run, slot = entry
@@ -112,35 +113,30 @@ class Runner:
                         running.remove(entry)
                         free = sorted([*free, slot])
                         self._ended(job, run, code)
-                        others = [each for _, each, _ in running]  # by now more sizes have a speed
-                        costs = self._costs([*others, *waiting])
-                        waiting, _ = best_order(waiting, costs, self.slots, others)
         except BaseException:
             stop([job for job, _, _ in running])
             raise
 
     def _restart_incomplete(self, runs: Sequence[Run]) -> None:
         """Delete stable runs that lack the checkpoint of a decay which has not ended: its files were lost."""
-        stable_runs = {run.name: run for run in runs if not run.begin}
-        for decay in [run for run in runs if run.begin]:
-            stable = stable_runs[decay.stable_name]
-            progress = read_progress(self._folder(stable))
-            is_over = read_progress(self._folder(decay)).has_ended(decay.end) or progress.has_diverged
-            checkpoint = run_config(self.ladder, decay).checkpoint.resume
-            if progress.has_ended(stable.end) and not is_over and not Path(checkpoint).is_dir():
-                say(f"{stable.name} is trained again: {decay.name} needs {checkpoint}, found none")
-                shutil.rmtree(self._folder(stable))
+        for decay in runs:
+            for stable in [each for each in runs if decay.follows(each)]:
+                progress = self._progress(stable)
+                is_over = self._progress(decay).has_ended(decay.end) or progress.has_diverged
+                checkpoint = run_config(self.ladder, decay).checkpoint.resume
+                if progress.has_ended(stable.end) and not is_over and not Path(checkpoint).is_dir():
+                    say(f"{stable.name} is trained again: {decay.name} needs {checkpoint}, found none")
+                    shutil.rmtree(self._folder(stable))
 
     def _launch(self, run: Run, slot: int) -> RunningJob:
         folder = self._folder(run)
-        file = folder.with_name(f"{run.name}.yaml")  # a factor such as 0.5 is no suffix
+        file = folder.with_suffix(".yaml")
         make_folder(folder.parent)
         replace_text(file, dump_yaml(run_config(self.ladder, run)))
         return launch(file, folder, self.ladder.threads, self.context, [slot])
 
     def _ended(self, job: RunningJob, run: Run, code: int) -> None:
-        folder = self._folder(run)
-        progress = read_progress(folder)
+        progress = self._progress(run)
         if not progress.has_ended(run.end):
             raise failure(job, run.name, code)
         write_points(self.ladder.folder, measured_points(self.ladder))
@@ -148,54 +144,21 @@ class Runner:
         if run.begin and not progress.has_diverged:
             self.clean([run])
 
-    def _progress(self, run: Run) -> str:
-        """How far a run is that trains."""
-        return f"{run.name} at step {read_progress(self._folder(run)).last_step:,} of {run.end:,}"
-
     def _line(self, run: Run, progress: Progress) -> str:
-        """Progress after a run's end."""
-        tokens, runs = tokens_per_step(self.ladder.base), all_runs(self.ladder)
-        costs = self._costs(runs)
-        _, left = best_order([each for each in runs if costs[each.name] > 0], costs, self.slots)
-        evaluation, seconds = progress.evaluations.get(run.end), progress.step_seconds
+        """What a run has reached at its end, and what the ladder has used."""
+        tokens, seconds = tokens_per_step(self.ladder.base), progress.step_seconds
+        evaluation = progress.evaluations.get(run.end)
         if progress.has_diverged:
             result = "DIVERGED"
         else:
             result = f"loss {evaluation.loss:.4f}" if evaluation and evaluation.loss is not None else ""
         speed = f"{tokens / seconds:>9,.0f} tokens/s" if seconds else ""
+        used = used_flops(self.ladder)
+        share = used / ladder_flops(self.sizes, self.ladder.rungs)
         return (
             f"{run.name:<16} {run.end * tokens:>13,} tokens  {result:<11} {speed}  "
-            f"{self.used_text(used_by(self.ladder))}, {time_text(left)} left"
+            f"used {share:.0%} ({used:.2g} FLOPs)"
         )
-
-    def used_text(self, used: LadderUsed) -> str:
-        """What has been used, as a share of the budget."""
-        budget = self.ladder.budget
-        begun = sum(self._folder(run).is_dir() for run in all_runs(self.ladder))
-        wall = budget.measuring_seconds + (used.seconds + begun * budget.start_up_seconds) / self.slots
-        share = wall / budget.seconds if budget.seconds else used.flops / budget.flops
-        return f"used {share:.0%} ({used.flops:.2g} FLOPs, {time_text(wall)})"
-
-    def _costs(self, runs: Sequence[Run]) -> dict[str, float]:
-        """Seconds that each run still needs, by name; FLOPs before the first run trains: enough for an order.
-
-        By the speed of its size, or by FLOPs where that has not trained yet; without evaluations.
-        """
-        known = {run.name: run for run in [*all_runs(self.ladder), *runs]}
-        found = {name: read_progress(self._folder(run)) for name, run in known.items()}
-        speeds = {
-            known[name].hidden_size: each.step_seconds for name, each in found.items() if each.step_seconds
-        }
-        relative = [seconds / self.sizes.of(size).step_flops for size, seconds in speeds.items()]
-        per_flop = statistics.fmean(relative) if relative else 1.0
-        costs = dict[str, float]()
-        for run in runs:
-            is_over = any(name in found and found[name].has_diverged for name in (run.name, run.after))
-            steps = 0 if is_over else max(0, run.end - max(run.begin, found[run.name].last_step))
-            by_flops = per_flop * self.sizes.of(run.hidden_size).step_flops
-            start_up = 0.0 if self._folder(run).is_dir() else self.ladder.budget.start_up_seconds
-            costs[run.name] = steps and steps * (speeds.get(run.hidden_size) or by_flops) + start_up
-        return costs
 
     def clean(self, runs: Iterable[Run]) -> None:
         """Delete the checkpoints of runs that have ended with all that follow; of decays the weights stay.
@@ -204,15 +167,17 @@ class Runner:
         """
         runs = list(runs)
         for run in runs:
-            following = [each for each in runs if each.after == run.name]
-            has_diverged = read_progress(self._folder(run)).has_diverged
-            needed = [run] if has_diverged else [run, *following]
-            if all(read_progress(self._folder(each)).has_ended(each.end) for each in needed):
+            following = [each for each in runs if each.follows(run)]
+            needed = [run] if self._progress(run).has_diverged else [run, *following]
+            if all(self._progress(each).has_ended(each.end) for each in needed):
                 for name in ("checkpoints",) if run.begin else ("checkpoints", "weights"):
                     shutil.rmtree(self._folder(run) / name, ignore_errors=True)
 
     def _folder(self, run: Run) -> Path:
         return run_folder(self.ladder, run)
+
+    def _progress(self, run: Run) -> Progress:
+        return read_progress(self._folder(run))
 
 
 def launch(
@@ -258,34 +223,17 @@ def end_orphans(folders: Iterable[Path]) -> None:
 
 
 def measure_speed(
-    base: Config,
-    hidden_sizes: Sequence[int],
-    folder: Path,
-    context: LaunchContext,
-    *,
-    slots: int,
-    threads: int,
+    base: Config, hidden_size: int, folder: Path, context: LaunchContext, *, slots: int, threads: int
 ) -> Speed:
-    """The speed of runs on all slots at once, by sizes in turn; deletes what it wrote into `folder`.
+    """The speed of runs of a size on all slots at once; deletes what it wrote into `folder`.
 
     Raises:
         PretrainError: a run failed.
     """
-    in_turn = [hidden_sizes[k % len(hidden_sizes)] for k in range(slots)]
-    groups = [in_turn] if slots >= len(hidden_sizes) else [[size] for size in hidden_sizes]
-    measured: dict[int, list[float]] = {}
-    start_ups: list[float] = []
-    for group in groups:
-        configs = [measured_config(member(base, size), threads) for size in group]
-        found = measure_steps(configs, folder, context)
-        for size, (seconds, start_up) in zip(group, found, strict=True):
-            measured.setdefault(size, []).append(seconds)
-            start_ups.append(start_up)
-    sizes, tokens = Sizes(base), tokens_per_step(base)
-    by_flops = {
-        sizes.of(size).flops_per_token: statistics.mean(each) / tokens for size, each in measured.items()
-    }
-    return Speed.of(by_flops, statistics.mean(start_ups), slots, evaluated_tokens(base))
+    configs = [measured_config(member(base, hidden_size), threads)] * slots
+    steps, start_ups = zip(*measure_steps(configs, folder, context), strict=True)
+    rate = Sizes(base).of(hidden_size).step_flops / statistics.mean(steps)
+    return Speed(rate, statistics.mean(start_ups), slots, evaluated_tokens(base))
 
 
 def evaluated_tokens(base: Config) -> int:

@@ -31,8 +31,7 @@ from llm_pretrain.errors import (
 from llm_pretrain.files import make_folder, remove_leftovers
 
 if TYPE_CHECKING:
-    from llm_pretrain.commands._ladder_runs import Runner
-    from llm_pretrain.ladder import Ladder, Rung, Sizes, Speed
+    from llm_pretrain.ladder import Ladder, Rung, Size, Sizes
 
 EXAMPLES = """\
 Every other option is a setting, --section.field VALUE, of the family's base. The same command continues a
@@ -41,16 +40,15 @@ ladder that was stopped; runs that have ended are kept, and the table has the sa
 examples:
   llm-pretrain ladder --input data/stores/stdlib --budget 1h
   llm-pretrain ladder --input data/stores/mine --budget 2h --config minimind-26m --output ladders/mine
-  llm-pretrain ladder --input data/stores/mine --budget 1e16 --sizes 4 --training.global_batch_size 32
+  llm-pretrain ladder --input data/stores/mine --budget 1e16 --training.global_batch_size 32
   llm-pretrain ladder --compare ladders/stdlib ladders/stdlib-other-recipe
 """
 
 GUESSED_FLOPS = {"core": 4e10, "gpu": 1e14}
-"""Per second, for the sizes at which the speed is measured first."""
+"""Per second, for the size at which the speed is measured first."""
 MEASURE_AGAIN = 2.0
-"""Ratio in FLOPs per token beyond the measured sizes from which the speed is measured again."""
-MEASUREMENTS = 2
-"""At most, so that a noisy machine is not measured for ever."""
+"""Ratio of FLOPs per token between a ladder's middle size and the measured one, from which the middle one is
+measured too, once."""
 _CHOSEN = {
     "data.sources": "; use --input",
     "data.weight_changes": "; use --input",
@@ -93,8 +91,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--config", action="append", metavar="FILE",
         help="base of the family; of several the later wins (default: the preset ladder)")  # fmt: skip
     add("--output", metavar="FOLDER", help="folder of the ladder (default: ladders/NAME of the store)")
-    add("--sizes", type=int, metavar="K",
-        help="number of sizes, 3 or more (default: 3 to 5, by the budget)")  # fmt: skip
     add("--compare", nargs=2, metavar="FOLDER",
         help="print the compute that a second ladder needs for the losses of a first")  # fmt: skip
     add_settings(parser)
@@ -110,8 +106,6 @@ def run(arguments: argparse.Namespace) -> int:
         if getattr(arguments, name) is None:
             raise ConfigError(f"--{name}: expected a value, found none; --help has examples")
     read_budget(arguments.budget)
-    if arguments.sizes is not None and not 3 <= arguments.sizes <= 16:
-        raise ConfigError(f"--sizes: expected 3 to 16, found {arguments.sizes}")
     machine = this_machine()
     base, store, unique_tokens = open_base(arguments, machine)
     folder = (
@@ -133,7 +127,7 @@ def compare(arguments: argparse.Namespace) -> int:
     """Print the compute that two ladders need for the same losses."""
     from llm_pretrain.ladder import compare_ladders, read_ladder, shortcomings
 
-    names = ("input", "budget", "config", "output", "sizes")
+    names = ("input", "budget", "config", "output")
     given = [f"--{name}" for name in names if getattr(arguments, name) is not None] + arguments.settings[::2]
     if given:
         raise ConfigError(f"--compare: expected two folders and no other option, found {given[0]}")
@@ -238,7 +232,7 @@ def continued(arguments: argparse.Namespace, folder: Path, base: Config, store: 
     """The ladder in a folder, None if there is none yet.
 
     Raises:
-        ConfigError: it has another base, budget, store or number of sizes; with a line for each difference.
+        ConfigError: it has another base, budget or store; with a line for each difference.
     """
     from llm_pretrain.ladder import LADDER_FILE, read_budget, read_unmeasured
 
@@ -258,10 +252,8 @@ def continued(arguments: argparse.Namespace, folder: Path, base: Config, store: 
     ]
     if ladder.store_hash != store:
         found.append(("--input", f"the store {ladder.store_hash[:12]}", f"{store[:12]} in {arguments.input}"))
-    if read_budget(ladder.budget.text, f"{folder / LADDER_FILE}: budget") != read_budget(arguments.budget):
-        found.append(("--budget", ladder.budget.text, arguments.budget))
-    if arguments.sizes is not None and arguments.sizes != len(ladder.rungs):
-        found.append(("--sizes", len(ladder.rungs), arguments.sizes))
+    if read_budget(ladder.budget, f"{folder / LADDER_FILE}: budget") != read_budget(arguments.budget):
+        found.append(("--budget", ladder.budget, arguments.budget))
     if found:
         raise ConfigError(
             *(
@@ -270,7 +262,7 @@ def continued(arguments: argparse.Namespace, folder: Path, base: Config, store: 
                 for name, expected, value in found
             )
         )
-    say(f"continuing {folder}, planned for {ladder.budget.text}")
+    say(f"continuing {folder}, planned for {ladder.budget}")
     say_rungs(ladder)
     ladder = dataclasses.replace(ladder, base=base)
     ladder.write()  # the store may have moved
@@ -286,33 +278,19 @@ def new_ladder(
     context: LaunchContext,
 ) -> Ladder:
     """Choose the rungs for the budget, measuring the speed for a time, and write ladder.json."""
-    from llm_pretrain.commands._ladder_runs import MEASURING, slots_of, threads_of
-    from llm_pretrain.ladder import (
-        SIZE_COUNTS,
-        Budget,
-        Ladder,
-        Sizes,
-        choose_rungs,
-        ladder_flops,
-        ladder_seconds,
-        read_budget,
-    )
+    from llm_pretrain.commands._ladder_runs import slots_of, threads_of
+    from llm_pretrain.ladder import Ladder, Sizes, choose_rungs, ladder_flops, read_budget
     from llm_pretrain.tracking import time_text
 
-    threads, sizes = threads_of(context.machine, arguments.sizes or SIZE_COUNTS[0]), Sizes(base)
-    (flops, seconds), started, expected = read_budget(arguments.budget), time.monotonic(), ""
+    threads, sizes = threads_of(context.machine), Sizes(base)
+    (flops, seconds), expected = read_budget(arguments.budget), ""
     if seconds is None:
         assert flops is not None
-        rungs = choose_rungs(sizes, flops, unique_tokens, arguments.sizes)
-        budget = Budget(arguments.budget, flops)
+        rungs = choose_rungs(sizes, flops, unique_tokens)
     else:
-        rungs, flops, speed = rungs_within(
-            seconds, sizes, unique_tokens, arguments.sizes, folder / MEASURING, context, threads
-        )
-        measuring = time.monotonic() - started
-        budget = Budget(arguments.budget, flops, seconds, measuring, speed.start_up)
-        expected = f", about {time_text(ladder_seconds(sizes, rungs, speed))}"
-    ladder = Ladder(folder, base, store, unique_tokens, rungs, budget, None, threads)
+        rungs, seconds = measured_rungs(seconds, sizes, unique_tokens, folder, context, threads)
+        expected = f", about {time_text(seconds)}"
+    ladder = Ladder(folder, base, store, unique_tokens, rungs, arguments.budget, threads)
     ladder.write()
     say(
         f"{len(rungs)} sizes of {base.run.name} in {ladder_flops(sizes, rungs):.2g} FLOPs{expected}, "
@@ -335,76 +313,58 @@ def say_rungs(ladder: Ladder) -> None:
         say(f"  hidden size {rung.hidden_size}, {parameters} active parameters: {tokens} tokens")
 
 
-def rungs_within(
-    seconds: float,
-    sizes: Sizes,
-    unique_tokens: int,
-    count: int | None,
-    folder: Path,
-    context: LaunchContext,
-    threads: int,
-) -> tuple[tuple[Rung, ...], float, Speed]:
-    """(rungs that this machine trains in a time, less what measuring takes; their FLOPs; measured speed).
+def measured_rungs(
+    seconds: float, sizes: Sizes, unique_tokens: int, folder: Path, context: LaunchContext, threads: int
+) -> tuple[tuple[Rung, ...], float]:
+    """(rungs that this machine trains in a time, less what measuring takes; seconds that they will take).
 
     Raises:
-        ConfigError: by the measured speed, the time is too short or too long for any ladder.
+        ConfigError: by the measured speed, the time is too short for any ladder.
     """
-    from llm_pretrain.commands._ladder_runs import measure_speed, slots_of
-    from llm_pretrain.ladder import (
-        Speed,
-        choose_rungs,
-        flops_within,
-        ladder_seconds,
-        least_flops,
-        most_ladder_flops,
-    )
+    from llm_pretrain.commands._ladder_runs import MEASURING, measure_speed, slots_of
+    from llm_pretrain.ladder import Speed, ladder_seconds, rungs_within
     from llm_pretrain.tracking import time_text
 
+    def middle(rungs: tuple[Rung, ...]) -> Size:
+        return sizes.of(rungs[len(rungs) // 2].hidden_size)
+
     started, machine = time.monotonic(), context.machine
-    slots, most = slots_of(machine, threads), most_ladder_flops(unique_tokens, count)
-    guess = GUESSED_FLOPS["gpu"] * slots if machine.gpus else GUESSED_FLOPS["core"] * machine.cores
-    speed = Speed(0.0, slots / guess, 0.0, slots)
-    flops = flops_within(sizes, seconds, unique_tokens, speed, count)
-    if flops == most:  # perhaps too much: small sizes tell it sooner
-        flops = least_flops(sizes, unique_tokens, count)
-    rungs = choose_rungs(sizes, flops, unique_tokens, count)
-    for _ in range(MEASUREMENTS):
-        ends = [rung.hidden_size for rung in (rungs[0], rungs[-1])]
-        say(f"measuring the speed of hidden sizes {ends[0]} and {ends[1]}")
-        speed = measure_speed(sizes.base, ends, folder, context, slots=slots, threads=threads)
+    slots, measured = slots_of(machine, threads), None
+    guess = GUESSED_FLOPS["gpu"] if machine.gpus else GUESSED_FLOPS["core"] * machine.cores / slots
+    rungs = rungs_within(sizes, seconds, unique_tokens, Speed(guess, 0.0, slots, 0))
+    for _ in range(2):
+        measured = middle(rungs)
+        say(f"measuring the speed of hidden size {measured.hidden_size}")
+        speed = measure_speed(
+            sizes.base, measured.hidden_size, folder / MEASURING, context, slots=slots, threads=threads
+        )
         spent = time.monotonic() - started
-        flops = flops_within(sizes, seconds - spent, unique_tokens, speed, count)
-        rungs = choose_rungs(sizes, flops, unique_tokens, count)
-        expected = spent + ladder_seconds(sizes, rungs, speed)
-        if expected > seconds or flops == most:
-            bound, advice, margin = "least", "raise it", 1.05  # the next measurement differs a little
-            if expected <= seconds:
-                bound, advice, margin = "most", "lower it, or bring more text", 0.95
+        rungs = rungs_within(sizes, seconds - spent, unique_tokens, speed)
+        expected = ladder_seconds(sizes, rungs, speed)
+        if spent + expected > seconds:
             raise ConfigError(
-                f"--budget: expected at {bound} {time_text(margin * expected)} for {len(rungs)} sizes of "
-                f"this family on this machine, found {time_text(seconds)}; {advice}"
+                # the next measurement differs a little
+                f"--budget: expected at least {time_text(1.05 * (spent + expected))} for {len(rungs)} sizes "
+                f"of this family on this machine, found {time_text(seconds)}; raise it"
             )
-        fast, slow = (sizes.of(size).flops_per_token for size in ends)
-        low, high = (sizes.of(rung.hidden_size).flops_per_token for rung in (rungs[0], rungs[-1]))
-        if low * MEASURE_AGAIN >= fast and high <= slow * MEASURE_AGAIN:
+        ratio = middle(rungs).flops_per_token / measured.flops_per_token
+        if 1 / MEASURE_AGAIN < ratio < MEASURE_AGAIN:
             break
-    return rungs, flops, speed
+    return rungs, expected
 
 
 def train(ladder: Ladder, context: LaunchContext) -> int:
-    """Check the rate, run all that has not ended yet, and print the table."""
+    """Run all that has not ended yet, and print the table."""
     from llm_pretrain.commands._ladder_runs import MEASURING, Runner, end_orphans, slots_of
     from llm_pretrain.ladder import (
         LEAST_SIZES,
         POINTS_FILE,
         RUNS_FOLDER,
-        check_runs,
         diverged_sizes,
         ladder_runs,
         measured_points,
         shortcomings,
-        tried_factors,
-        used_by,
+        used_flops,
         write_ladder_report,
         write_points,
     )
@@ -414,14 +374,9 @@ def train(ladder: Ladder, context: LaunchContext) -> int:
     files = [file for name in (RUNS_FOLDER, MEASURING) for file in (folder / name).glob("*.yaml")]
     end_orphans(file.with_suffix("") for file in files)  # a run's folder comes after its file
     runner = Runner(ladder, context, slots_of(context.machine, ladder.threads))
-    if ladder.rate_factor is None:
-        ladder = check_rate(runner)
-    factor = ladder.rate_factor
-    assert factor is not None
-    others, rest = set(tried_factors(ladder)) - {factor}, ladder_runs(ladder.rungs, factor)
-    runner.clean(check_runs(ladder.rungs[0], others))
-    runner.run_all(rest)
-    runner.clean(rest)
+    runs = ladder_runs(ladder.rungs)
+    runner.run_all(runs)
+    runner.clean(runs)
     points = measured_points(ladder)
     write_points(ladder.folder, points)
     say(f"report: {write_ladder_report(ladder.folder)}")
@@ -429,45 +384,11 @@ def train(ladder: Ladder, context: LaunchContext) -> int:
         say(line)
     if (left := len(ladder.rungs) - len(diverged_sizes(ladder))) < LEAST_SIZES:
         raise DivergedError(
-            f"{ladder.folder}: expected {LEAST_SIZES} sizes or more that do not diverge, found {left}"
+            f"{ladder.folder}: expected {LEAST_SIZES} sizes or more that do not diverge, found {left}; lower "
+            "the base's learning rates"
         )
-    used = used_by(ladder)
     say(
-        f"{len(points)} points in {ladder.folder / POINTS_FILE}; {runner.used_text(used)}: "
-        f"{used.flops:.3g} FLOPs, {time_text(used.seconds)} of runs; this call "
+        f"{len(points)} points in {ladder.folder / POINTS_FILE}: {used_flops(ladder):.3g} FLOPs; this call "
         f"{time_text(time.monotonic() - started)}"
     )
     return 0
-
-
-def check_rate(runner: Runner) -> Ladder:
-    """Train the smallest size at several rates, and write the best factor into ladder.json.
-
-    Other rates than the base's must be better by the ratio 1 + `RATE_GAIN` for each factor 2 between them.
-    """
-    from llm_pretrain.ladder import RATE_FACTORS, RATE_GAIN, RATE_LIMITS, check_runs, rate_loss
-
-    ladder, tried = runner.ladder, list(RATE_FACTORS)
-    rung = ladder.rungs[0]
-
-    def loss(factor: float) -> float:
-        return rate_loss(ladder, factor)
-
-    while True:
-        runner.run_all(check_runs(rung, tried))
-        best = min(tried, key=lambda factor: loss(factor) * (1 + RATE_GAIN) ** abs(math.log2(factor)))
-        if loss(best) == math.inf:
-            best = min(tried)
-        further = best / 2 if best == min(tried) else best * 2 if best == max(tried) else None
-        if further is None or not RATE_LIMITS[0] <= further <= RATE_LIMITS[1]:
-            break
-        tried.append(further)
-    if loss(best) == math.inf:
-        raise DivergedError(
-            f"{ladder.folder}: the smallest size diverges at every rate; lower the base's rates"
-        )
-    found = ", ".join(f"{loss(factor):.4f} at {factor:g}" for factor in sorted(tried))
-    say(f"learning rates {best:g} times the base's: loss of the smallest size {found}")
-    runner.ladder = dataclasses.replace(ladder, rate_factor=best)
-    runner.ladder.write()
-    return runner.ladder

@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import math
 import shlex
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -21,15 +20,15 @@ from llm_pretrain.tracking import DEFAULT_MFU, GPU_GB, MACHINES, size_text
 if TYPE_CHECKING:
     import torch
 
-    from llm_pretrain.ladder import Choice, Forecast, Ladder, Speed
+    from llm_pretrain.ladder import Choice, Forecast, Ladder
 
 EXAMPLES = """\
-The budget is one of --time, --flops and --cost. Without --gpu it is spent on this machine, whose speed the
-ladder measured; a short measurement of the planned run corrects it.
+The budget is one of --time, --flops and --cost. Without --gpu it is spent on this machine: some steps of the
+planned run turn a time into FLOPs.
 
 examples:
   llm-pretrain plan --ladder ladders/stdlib --time 1h
-  llm-pretrain plan --ladder ladders/mine --flops 1e18 --max-parameters 1e8 --serve-tokens 1e9
+  llm-pretrain plan --ladder ladders/mine --flops 1e18 --max-parameters 1e8
   llm-pretrain plan --ladder ladders/mine --cost 100 --gpu h100 --world-size 8 --price 2.5 --output night.yaml
 """
 
@@ -44,18 +43,14 @@ class _Plan(NamedTuple):
     """What was chosen.
 
     Args:
-        best: Of the choices, that of the least predicted loss.
         choices: Sizes that the budget trains, ascending.
-        config: Of the run.
+        config: Of the run of the best of them.
         seconds: Expected; None where no speed is known.
-        evaluated: What the run's evaluations cost, in trained tokens.
     """
 
-    best: Choice
     choices: list[Choice]
     config: Config
     seconds: float | None
-    evaluated: float
 
 
 @dataclass
@@ -79,9 +74,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--price", type=float, metavar="P", help="of a GPU for an hour")
     add("--mfu", type=float, help=f"share of a GPU's peak that is reached (default: {DEFAULT_MFU})")
     add("--max-parameters", type=float, default=math.inf, metavar="N", help="largest number, all counted")
-    add("--serve-tokens", type=float, default=0.0, metavar="T",
-        help="tokens to be generated with the model, which the budget pays too")  # fmt: skip
-    add("--no-measure", action="store_true", help="trust the ladder's speed: no steps of the planned run")
     add("--output", default="plan.yaml", metavar="FILE", help="configuration to write (default: plan.yaml)")
 
 
@@ -136,8 +128,6 @@ def _check(arguments: argparse.Namespace) -> None:
         if value is not None and not 0 < value <= most:
             up_to = f" up to {most:g}" if most < math.inf else ""
             problems.append(f"--{name.replace('_', '-')}: expected a number above 0{up_to}, found {value:g}")
-    if not 0 <= arguments.serve_tokens <= FLOPS_LIMIT:
-        problems.append(f"--serve-tokens: expected 0 to {FLOPS_LIMIT:g}, found {arguments.serve_tokens:g}")
     if arguments.mfu is not None and not 0.001 <= arguments.mfu <= 1:
         problems.append(f"--mfu: expected a share from 0.001 to 1, found {arguments.mfu:g}")
     if arguments.world_size is not None and arguments.world_size < 1:
@@ -187,10 +177,6 @@ def _usual_world_size(base: Config, arguments: argparse.Namespace) -> int:
     return next(size for size in range(min(most, total), 0, -1) if total % size == 0)
 
 
-def _best(choices: list[Choice]) -> Choice:
-    return min(choices, key=lambda choice: choice.prediction.loss)
-
-
 def _micro_batch(config: Config, world_size: int) -> int:
     """The largest micro batch that is not above the base's and divides a rank's part of a step."""
     total = config.training.global_batch_size
@@ -204,74 +190,54 @@ def _micro_batch(config: Config, world_size: int) -> int:
 
 
 def _on_this_machine(forecast: Forecast, arguments: argparse.Namespace) -> _Plan:
-    """The best choice at this machine's speed: the ladder's, corrected by steps of that choice."""
+    """The best choice at the speed of steps that are measured here."""
     from llm_pretrain.commands._ladder_runs import slots_of
-    from llm_pretrain.ladder import RunBudget
+    from llm_pretrain.ladder import best_of, flops_per_second
 
     ladder, machine, world_size = forecast.ladder, this_machine(), arguments.world_size
     seconds, name = _seconds(arguments), _run_name(arguments)
     threads = max(1, machine.cores // world_size)
     distributed = DistributedConfig(cpu_threads=None if machine.gpus else threads)
     micro_batch = _micro_batch(ladder.base, world_size)
-    speed, evaluated = _ladder_speed(ladder), _evaluated(ladder)
 
-    def choices(factor: float) -> list[Choice]:
-        budget = RunBudget(arguments.flops, served=arguments.serve_tokens)
-        if seconds is not None:
-            if speed is None:
-                raise ConfigError(f"{ladder.folder}: expected runs with measured steps, found none")
-            costs = factor * speed.per_token, factor * speed.per_flop
-            budget = RunBudget(seconds - speed.start_up, *costs, arguments.serve_tokens, evaluated)
-        budget.check(ladder.unique_tokens, arguments.max_parameters)
-        return forecast.choices(budget, arguments.max_parameters)
+    def planned(choices: list[Choice]) -> Config:
+        return forecast.config(best_of(choices), distributed, micro_batch, name)
 
+    if seconds is None:
+        choices = forecast.choices(arguments.flops, arguments.max_parameters)
+        return _Plan(choices, planned(choices), None)
+    if (rate := flops_per_second(ladder)) is None:
+        raise ConfigError(f"{ladder.folder}: expected runs with measured steps, found none")
     # until it is measured: as if processes did not wait for each other
-    factor = 1 / min(world_size, slots_of(machine, ladder.threads))
-    found = choices(factor)
-    if seconds is not None and speed is not None and not arguments.no_measure:
-        planned = forecast.config(_best(found), distributed, micro_batch, name)
-        measured = _measured_seconds(ladder, planned, threads, world_size)
-        factor = measured / speed.token_seconds(_best(found).size.flops_per_token)
-        found = choices(factor)
-    best = _best(found)
-    config = forecast.config(best, distributed, micro_batch, name)
-    if speed is None:
-        return _Plan(best, found, config, None, evaluated)
-    token_seconds = factor * speed.token_seconds(best.size.flops_per_token)
-    expected = speed.start_up + (best.training.tokens + evaluated) * token_seconds
-    return _Plan(best, found, config, expected, evaluated)
+    rate *= min(world_size, slots_of(machine, ladder.threads))
+    evaluated, limit = _evaluated(ladder), arguments.max_parameters
+    found = forecast.choices(seconds * rate, limit, evaluated)
+    step_seconds, start_up = _measured_step(ladder, planned(found), threads, world_size)
+    rate = best_of(found).size.step_flops / step_seconds
+    found = forecast.choices((seconds - start_up) * rate, limit, evaluated)
+    best = best_of(found)
+    tokens = best.training.tokens + evaluated
+    return _Plan(found, planned(found), start_up + tokens * best.size.flops_per_token / rate)
 
 
-def _measured_seconds(ladder: Ladder, planned: Config, threads: int, world_size: int) -> float:
-    """Seconds of a token of the planned run, by steps of it on all of its processes."""
+def _measured_step(ladder: Ladder, planned: Config, threads: int, world_size: int) -> tuple[float, float]:
+    """(seconds of a step of the planned run on all of its processes, seconds until it begins)."""
     from filelock import FileLock, Timeout
 
     from llm_pretrain.commands._ladder_runs import LOCK, MEASURING, measure_steps, measured_config
-    from llm_pretrain.ladder import tokens_per_step
 
     context = LaunchContext(find_scripts(None, ["torchrun"]), this_machine(), math.inf)
     config = measured_config(planned, threads)
     try:  # in the ladder's folder, where the next command finds what a killed one left
         with FileLock(ladder.folder / LOCK, timeout=0), exit_on_signals():
             say(f"measuring steps of hidden size {planned.model.hidden_size} on {world_size} processes")
-            ((step, _),) = measure_steps([config], ladder.folder / MEASURING, context, world_size)
+            (measured,) = measure_steps([config], ladder.folder / MEASURING, context, world_size)
     except Timeout:
         raise OutputError(
-            f"--ladder {ladder.folder}: expected no other command that runs in it, found one; wait for its "
-            "end, or give --no-measure"
+            f"--ladder {ladder.folder}: expected no other command that runs in it, found one; wait for "
+            "its end"
         ) from None
-    return step / tokens_per_step(config)
-
-
-def _ladder_speed(ladder: Ladder) -> Speed | None:
-    """Of one run of the ladder, with others beside it; None without a measured one."""
-    from llm_pretrain.ladder import Sizes, Speed
-
-    sizes = Sizes(ladder.base)
-    measured = {
-        sizes.of(hidden_size).flops_per_token: each for hidden_size, each in ladder.seconds_per_token.items()
-    }
-    return Speed.of(measured, ladder.budget.start_up_seconds, 1) if measured else None
+    return measured
 
 
 def _evaluated(ladder: Ladder) -> float:
@@ -283,57 +249,37 @@ def _evaluated(ladder: Ladder) -> float:
 
 
 def _on_gpus(forecast: Forecast, arguments: argparse.Namespace) -> _Plan:
-    """The best choice on other machines: by DDP, or where that needs too much memory on a mesh."""
-    from llm_pretrain.ladder import RunBudget
-    from llm_pretrain.memory import CUDA_CONTEXT, estimate_memory, estimate_time
+    """The best choice on other machines, by DDP."""
+    from llm_pretrain.ladder import best_of
+    from llm_pretrain.memory import estimate_time
     from llm_pretrain.tracking import device_peak_flops
 
     world_size, seconds, gpu = arguments.world_size, _seconds(arguments), arguments.gpu.lower()
     peak, mfu = device_peak_flops(gpu), arguments.mfu or DEFAULT_MFU
     assert peak is not None, gpu
-    flops = arguments.flops if seconds is None else seconds * peak * mfu * world_size
-    evaluated = _evaluated(forecast.ladder)
-    budget = RunBudget(flops, served=arguments.serve_tokens, evaluated=0.0 if seconds is None else evaluated)
-    budget.check(forecast.ladder.unique_tokens, arguments.max_parameters)
-    choices = forecast.choices(budget, arguments.max_parameters)
-    best = _best(choices)
+    evaluated, limit = _evaluated(forecast.ladder), arguments.max_parameters
+    if seconds is None:
+        choices = forecast.choices(arguments.flops, limit)
+    else:
+        choices = forecast.choices(seconds * peak * mfu * world_size, limit, evaluated)
+    best = best_of(choices)
     micro_batch = _micro_batch(best.size.config, world_size)
     config = forecast.config(best, DistributedConfig(), micro_batch, _run_name(arguments))
     # the peaks are those of bf16
     config = dataclasses.replace(config, training=dataclasses.replace(config.training, precision="bf16"))
-    memory = estimate_memory(config, world_size, on_gpu=True)
-    if memory.peak + CUDA_CONTEXT > GPU_GB[gpu] * 10**9:
-        config = dataclasses.replace(config, distributed=_searched_mesh(config, arguments))
     tokens = round(best.training.tokens + evaluated)
     time = estimate_time(config, world_size, tokens=tokens, flops=peak, mfu=mfu)
-    return _Plan(best, choices, config, time.hours * 3600, evaluated)
-
-
-def _searched_mesh(config: Config, arguments: argparse.Namespace) -> DistributedConfig:
-    from llm_pretrain.commands._simulated_steps import simulator
-    from llm_pretrain.commands.simulate import search_meshes
-
-    machine, world_size = MACHINES[arguments.gpu.lower()], arguments.world_size
-    with tempfile.TemporaryDirectory() as folder, simulator(machine) as worker:
-        file = Path(folder) / "plan.yaml"
-        file.write_text(dump_yaml(config))
-        rows = search_meshes(worker, ["--config", str(file)], config, machine, world_size)
-    if not rows:
-        raise ConfigError(
-            f"--world-size: expected enough GPUs for {config.model.hidden_size} wide layers, found "
-            f"{world_size}; use more, or --max-parameters"
-        )
-    return min(rows, key=lambda row: row[0].seconds)[1].of(config).distributed
+    return _Plan(choices, config, time.hours * 3600)
 
 
 def _lines(forecast: Forecast, plan: _Plan, arguments: argparse.Namespace) -> list[str]:
     """The plan in words."""
-    from llm_pretrain.ladder import INTERVAL_LEVEL, served_flops
+    from llm_pretrain.ladder import INTERVAL_LEVEL, best_of
     from llm_pretrain.memory import estimate_memory
     from llm_pretrain.tracking import time_text
 
-    ladder, best, config = forecast.ladder, plan.best, plan.config
-    model, training, distributed = config.model, config.training, config.distributed
+    ladder, best, config = forecast.ladder, best_of(plan.choices), plan.config
+    model, training = config.model, config.training
     low, high = best.prediction.low, best.prediction.high
     bits = [forecast.bits_per_byte(each) for each in (best.prediction.loss, low, high)]
     world_size = arguments.world_size
@@ -345,14 +291,7 @@ def _lines(forecast: Forecast, plan: _Plan, arguments: argparse.Namespace) -> li
     if arguments.cost is not None:
         budget += f", {arguments.cost:,.2f}"
     sizes = {point.hidden_size for point in forecast.decayed.points}
-    served = served_flops(best.size.active_parameters, arguments.serve_tokens)
-    evaluated = plan.evaluated / (best.training.tokens + plan.evaluated)
     memory = estimate_memory(config, world_size, on_gpu=arguments.gpu is not None)
-    mesh = "".join(
-        f" {name} {value}"
-        for name, value in dataclasses.asdict(distributed).items()
-        if name.endswith("_size") and value and value > 1
-    )
     lines = [
         f"plan for {budget} on {machine}, by {len(forecast.decayed.points)} points of {len(sizes)} sizes "
         f"in {ladder.folder}",
@@ -364,17 +303,16 @@ def _lines(forecast: Forecast, plan: _Plan, arguments: argparse.Namespace) -> li
         + (f", Muon {config.optimizer.muon_learning_rate:g}" if config.optimizer.name == "muon" else "")
         + f" at hidden size {config.optimizer.base_hidden_size} (muP); decay over the last "
         f"{config.schedule.decay_steps:,} steps",
-        f"mesh        {distributed.strategy}{mesh}, micro batches of {training.micro_batch_size} in "
-        f"{training.precision}; {size_text(memory.peak)} a process",
+        f"memory      {size_text(memory.peak)} a process, micro batches of {training.micro_batch_size} in "
+        f"{training.precision}",
         f"compute     {best.training.flops:.3g} FLOPs"
-        + (f" and {served:.3g} to serve" if served else "")
-        + (f", {time_text(plan.seconds)}, {evaluated:.0%} of it for evaluations" if plan.seconds else ""),
+        + (f", {time_text(plan.seconds)}" if plan.seconds else ""),
         f"loss        {best.prediction.loss:.4f}, between {low:.4f} and {high:.4f} in "
         f"{INTERVAL_LEVEL:.0%} of runs"
         + (f"; bits per byte {bits[0]:.4f}, {bits[1]:.4f} to {bits[2]:.4f}" if all(bits) else ""),
         "sizes for this budget, the best one marked",
     ]
-    for choice in _alternatives(plan):
+    for choice in _alternatives(plan.choices):
         mark = "*" if choice is best else " "
         lines.append(
             f"{mark} hidden {choice.size.hidden_size:>5}  {choice.size.total_parameters:>13,} parameters  "
@@ -387,31 +325,40 @@ def _warnings(forecast: Forecast, plan: _Plan, arguments: argparse.Namespace) ->
     """Why the plan may not hold."""
     import torch
 
-    from llm_pretrain.ladder import shortcomings
-    from llm_pretrain.memory import step_warnings
+    from llm_pretrain.ladder import best_of, shortcomings
+    from llm_pretrain.memory import CUDA_CONTEXT, estimate_memory, step_warnings
 
-    best, config, ladder = plan.best, plan.config, forecast.ladder
-    warnings = shortcomings(ladder) + forecast.warnings(best.training, best.prediction)
+    best, config, ladder = best_of(plan.choices), plan.config, forecast.ladder
+    warnings = shortcomings(ladder) + forecast.warnings(best)
     if not arguments.gpu:
         device = torch.device("cuda" if this_machine().gpus else "cpu")
         warnings += step_warnings(config, _Processes(arguments.world_size, device))
-    elif plan.seconds and plan.seconds < SHORT_STEP * best.steps:
-        warnings.append(
-            f"steps of {1000 * plan.seconds / best.steps:.2g} ms: models and batches so small do not keep a "
-            "GPU busy; expect more time, or give a lower --mfu"
-        )
+    else:
+        peak = estimate_memory(config, arguments.world_size, on_gpu=True).peak + CUDA_CONTEXT
+        if peak > (total := GPU_GB[arguments.gpu.lower()] * 10**9):
+            warnings.append(
+                f"a step is estimated to need {size_text(peak)}, a GPU has {size_text(total)}: divide the "
+                "model, `llm-pretrain simulate --search` finds a mesh, or limit --max-parameters"
+            )
+        if plan.seconds and plan.seconds < SHORT_STEP * best.steps:
+            warnings.append(
+                f"steps of {1000 * plan.seconds / best.steps:.2g} ms: models and batches so small do not "
+                "keep a GPU busy; expect more time, or give a lower --mfu"
+            )
     here, there = config.training.precision, ladder.base.training.precision
     if here != there:
         warnings.append(f"the run computes in {here}, the ladder in {there}")
     return [f"warning: {line}" for line in warnings]
 
 
-def _alternatives(plan: _Plan) -> list[Choice]:
+def _alternatives(choices: list[Choice]) -> list[Choice]:
     """The choices nearest to a quarter, half, once, twice and four times the best one's parameters."""
-    most = plan.best.size.total_parameters
-    ratios = [choice.size.total_parameters / most for choice in plan.choices]
+    from llm_pretrain.ladder import best_of
+
+    most = best_of(choices).size.total_parameters
+    ratios = [choice.size.total_parameters / most for choice in choices]
     shown = {
         min(range(len(ratios)), key=lambda index: abs(math.log(ratios[index] / wanted)))
         for wanted in ALTERNATIVES
     }
-    return [plan.choices[index] for index in sorted(shown)]
+    return [choices[index] for index in sorted(shown)]

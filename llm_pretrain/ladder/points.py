@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,8 +26,7 @@ class Training:
 
     Args:
         hidden_size: Of the model, a member of the ladder's family.
-        parameters: Active ones, without embedding and head.
-        parameters_with_embedding: Active ones; a tied embedding counts once.
+        parameters: Active ones, with embedding and head; a tied embedding counts once.
         tokens: Trained on, from the first step.
         unique_tokens: Of the training split; more `tokens` are repetitions.
         flops: From the first step.
@@ -36,7 +34,6 @@ class Training:
 
     hidden_size: int
     parameters: int
-    parameters_with_embedding: int
     tokens: int
     unique_tokens: int
     flops: float
@@ -44,12 +41,10 @@ class Training:
     @staticmethod
     def of(size: Size, steps: int, unique_tokens: int) -> Training:
         """That of a member of the family for some steps."""
-        model, tokens = size.config.model, steps * tokens_per_step(size.config)
-        embedding = (model.vocab_size or 0) * model.hidden_size * (1 if model.tie_word_embeddings else 2)
+        tokens = steps * tokens_per_step(size.config)
         return Training(
             hidden_size=size.hidden_size,
-            parameters=size.active_parameters - embedding,
-            parameters_with_embedding=size.active_parameters,
+            parameters=size.active_parameters,
             tokens=tokens,
             unique_tokens=unique_tokens,
             flops=size.flops_per_token * tokens,
@@ -77,37 +72,21 @@ class Point(Training):
 
 
 @dataclass(frozen=True)
-class Budget:
-    """What a ladder may use.
-
-    Args:
-        text: As it was given: `20m`, `1e16`.
-        flops: Of all trainings.
-        seconds: Of wall time; None where FLOPs were given.
-        measuring_seconds: Of those, what the measurement of this machine's speed took.
-        start_up_seconds: Measured, of each run; 0 where FLOPs were given.
-    """
-
-    text: str
-    flops: float
-    seconds: float | None = None
-    measuring_seconds: float = 0.0
-    start_up_seconds: float = 0.0
-
-
-@dataclass(frozen=True)
 class Rung:
     """The runs of one size.
 
     Args:
         hidden_size: Of the model.
-        steps: Optimizer steps of its decayed runs, each with its stable part.
-        branches: Step at which the decay of each begins.
+        branches: Step at which the decay of each begins, ascending.
     """
 
     hidden_size: int
-    steps: tuple[int, ...]
     branches: tuple[int, ...]
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """Optimizer steps of its decayed runs: a decay is as long as what came before it."""
+        return tuple(2 * branch for branch in self.branches)
 
     @property
     def save_steps(self) -> int:
@@ -126,12 +105,9 @@ class Ladder:
         store_hash: Of the token store.
         unique_tokens: Of its training split.
         rungs: One for each size, ascending.
-        budget: What it was given.
-        rate_factor: Factor on the base's learning rates that was best; None before it is known.
+        budget: As it was given: `20m`, `1e16`.
         threads: CPU threads of each run.
         points: The table; fewer than planned while the ladder runs.
-        seconds_per_token: Hidden size -> measured seconds per trained token of one run, with others beside
-            it.
     """
 
     folder: Path
@@ -139,22 +115,19 @@ class Ladder:
     store_hash: str
     unique_tokens: int
     rungs: tuple[Rung, ...]
-    budget: Budget
-    rate_factor: float | None
+    budget: str
     threads: int
     points: tuple[Point, ...] = ()
-    seconds_per_token: Mapping[int, float] = dataclasses.field(default_factory=dict)
 
     def write(self) -> None:
-        """Write ladder.json: all but the points and the speeds."""
+        """Write ladder.json: all but the points."""
         content = {
             "format": "llm_pretrain ladder",
             "version": VERSION,
-            "budget": dataclasses.asdict(self.budget),
+            "budget": self.budget,
             "store": self.store_hash,
             "unique_tokens": self.unique_tokens,
             "threads": self.threads,
-            "rate_factor": self.rate_factor,
             "rungs": [dataclasses.asdict(rung) for rung in self.rungs],
             "base": to_dict(self.base),
         }
@@ -186,60 +159,47 @@ def read_unmeasured(folder: str | Path) -> Ladder | None:
     for name, kind in _LADDER_KINDS.items():
         if not matches_type(kind, value := content.get(name)):
             raise DataError(f"{file}: expected {name} of a ladder, found {value!r:.60}")
-        if isinstance(value, int | float) and not 0 < value < math.inf:
+        if isinstance(value, int) and value < 1:
             raise DataError(f"{file}: expected {name} above 0, found {value}")
     try:
-        budget, base = _budget(content["budget"]), from_dict(content["base"])
+        base = from_dict(content["base"])
         if problems := validate(base):
             raise ConfigError(*problems)
         if base.model.vocab_size is None:
             raise ValueError("model.vocab_size")
-        if not content["rungs"]:
-            raise ValueError("rungs")
-        rungs = tuple(Rung(rung["hidden_size"], *map(tuple, _steps(rung))) for rung in content["rungs"])
+        rungs = tuple(_rung(values) for values in content["rungs"])
         sizes = [rung.hidden_size for rung in rungs]
-        if sizes != sorted(set(sizes)):
+        if not sizes or sizes != sorted(set(sizes)):
             raise ValueError(f"rungs of hidden sizes {sizes}, which do not ascend")
         for size in sizes:
             member(base, size)
     except (KeyError, TypeError, ValueError, ConfigError) as error:
         first = str(error).partition("\n")[0]
         raise DataError(f"{file}: expected a ladder, found a wrong or missing entry: {first}") from error
-    others = {name: content[name] for name in ("unique_tokens", "rate_factor", "threads")}
-    return Ladder(Path(folder), base, content["store"], rungs=rungs, budget=budget, **others)
+    others = {name: content[name] for name in ("unique_tokens", "budget", "threads")}
+    return Ladder(Path(folder), base, content["store"], rungs=rungs, **others)
 
 
 _LADDER_KINDS: dict[str, Any] = {
     "store": str,
     "unique_tokens": int,
     "threads": int,
-    "rate_factor": float | None,
+    "budget": str,
     "rungs": list[dict[str, Any]],
-    "budget": dict[str, Any],
     "base": dict[str, Any],
 }
 
 
-def _budget(values: Mapping[str, Any]) -> Budget:
+def _rung(values: Mapping[str, Any]) -> Rung:
     """That of ladder.json. Raises ValueError where it cannot be one."""
-    budget = Budget(**values)
-    numbers = [budget.flops, budget.measuring_seconds, budget.start_up_seconds]
-    if budget.seconds is not None:
-        numbers.append(budget.seconds)
-    kinds = isinstance(budget.text, str) and matches_type(list[float], numbers)
-    if not (kinds and budget.flops > 0 and all(0 <= each < math.inf for each in numbers)):
-        raise ValueError(f"budget {values}"[:80])
-    return budget
-
-
-def _steps(rung: Mapping[str, Any]) -> tuple[list[int], list[int]]:
-    """Steps and branches of a rung in ladder.json. Raises ValueError where they cannot be."""
-    steps, branches = rung["steps"], rung["branches"]
-    kinds = matches_type(list[int], [rung["hidden_size"], *steps, *branches])
-    ends_each = kinds and len(steps) == len(branches) > 0 and all(map(operator.lt, branches, steps))
-    if not ends_each or branches[0] < 1 or any(map(operator.ge, branches, branches[1:])):
-        raise ValueError(f"rungs {rung}"[:80])
-    return steps, branches
+    branches = values["branches"]
+    if not (
+        matches_type(list[int], [values["hidden_size"], *branches])
+        and min(branches, default=0) > 0
+        and branches == sorted(set(branches))
+    ):
+        raise ValueError(f"rungs {values}"[:80])
+    return Rung(values["hidden_size"], tuple(branches))
 
 
 def read_points(folder: Path) -> tuple[Point, ...]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,8 +11,6 @@ from llm_pretrain.config import Config, DistributedConfig, SourceConfig
 from llm_pretrain.ladder.family import member
 from llm_pretrain.ladder.points import RUNS_FOLDER, Ladder, Rung
 
-RANDOM_ORDERS = 60
-"""That are tried beside the usual one, so that slots are idle for less time at the end."""
 _KEEP_ALL = 1000
 """Checkpoints of a run; its branches, and those of stops, are far fewer."""
 
@@ -24,30 +21,27 @@ class Run:
 
     Args:
         hidden_size: Of the model.
-        factor: On the base's learning rates.
         begin: Step of the stable run's checkpoint that a decay begins at; 0 for a stable run.
         end: Last step.
     """
 
     hidden_size: int
-    factor: float
     begin: int
     end: int
 
     @property
     def name(self) -> str:
-        """Name of the run and its folder; a stable run that is continued keeps it."""
+        """Name of the run and its folder."""
         return f"{self.stable_name}-{self.end}" if self.begin else self.stable_name
 
     @property
     def stable_name(self) -> str:
-        """Name of its size's stable run at this rate."""
-        return f"h{self.hidden_size}-x{self.factor:g}"
+        """Name of its size's stable run."""
+        return f"h{self.hidden_size}"
 
-    @property
-    def after(self) -> str | None:
-        """Name of the stable run that a decay follows."""
-        return self.stable_name if self.begin else None
+    def follows(self, run: Run) -> bool:
+        """Whether this is a decay that begins at a checkpoint of `run`."""
+        return self.begin > 0 and self.stable_name == run.name
 
     @property
     def trained_steps(self) -> int:
@@ -55,30 +49,16 @@ class Run:
         return self.end - self.begin
 
 
-def check_runs(rung: Rung, factors: Iterable[float]) -> list[Run]:
-    """The shortest training of a size at each factor on the learning rates."""
-    begin, end = rung.branches[0], rung.steps[0]
-    pairs = [
-        (Run(rung.hidden_size, factor, 0, begin), Run(rung.hidden_size, factor, begin, end))
-        for factor in factors
-    ]
-    return [run for pair in pairs for run in pair]
-
-
-def rung_runs(rung: Rung, factor: float) -> list[Run]:
+def rung_runs(rung: Rung) -> list[Run]:
     """The stable run of a size, and its decays."""
-    decays = zip(rung.branches, rung.steps, strict=True)
-    stable = Run(rung.hidden_size, factor, 0, rung.branches[-1])
-    return [stable, *(Run(rung.hidden_size, factor, begin, end) for begin, end in decays)]
+    stable = Run(rung.hidden_size, 0, rung.branches[-1])
+    pairs = zip(rung.branches, rung.steps, strict=True)
+    return [stable, *(Run(rung.hidden_size, begin, end) for begin, end in pairs)]
 
 
-def ladder_runs(rungs: Sequence[Rung], factor: float, checked: Iterable[float] = ()) -> list[Run]:
-    """The runs of all sizes at a factor, and those of the check of others.
-
-    Each name once: of a check and the stable run that continues it, the latter.
-    """
-    runs = [*check_runs(rungs[0], checked), *(run for rung in rungs for run in rung_runs(rung, factor))]
-    return list({run.name: run for run in runs}.values())
+def ladder_runs(rungs: Sequence[Rung]) -> list[Run]:
+    """The runs of all sizes."""
+    return [run for rung in rungs for run in rung_runs(rung)]
 
 
 def run_folder(ladder: Ladder, run: Run) -> Path:
@@ -87,12 +67,12 @@ def run_folder(ladder: Ladder, run: Run) -> Path:
 
 
 def run_config(ladder: Ladder, run: Run) -> Config:
-    """The whole configuration of a run: the family's member at the run's rate, schedule and length.
+    """The whole configuration of a run: the family's member with the run's schedule and length.
 
     Everything that decides a number of points.jsonl is the base's or in ladder.json; the run keeps every
     checkpoint at a branch, and draws, prints and exports as little as it can.
     """
-    base = at_rate(member(ladder.base, run.hidden_size), run.factor)
+    base = member(ladder.base, run.hidden_size)
     rung = next(each for each in ladder.rungs if each.hidden_size == run.hidden_size)
     stable = run_folder(ladder, run).with_name(run.stable_name)
     resume = str(stable / "checkpoints" / f"step-{run.begin:08d}") if run.begin else "auto"
@@ -129,58 +109,30 @@ def warmup_of(config: Config, steps: int) -> int:
     return min(config.schedule.warmup_steps, steps // 10)
 
 
-def at_rate(config: Config, factor: float) -> Config:
-    """The configuration with its learning rates times a factor."""
-    optimizer, schedule = config.optimizer, config.schedule
-    optimizer = dataclasses.replace(
-        optimizer,
-        learning_rate=optimizer.learning_rate * factor,
-        muon_learning_rate=optimizer.muon_learning_rate * factor,
-    )
-    schedule = dataclasses.replace(schedule, min_learning_rate=schedule.min_learning_rate * factor)
-    return dataclasses.replace(config, optimizer=optimizer, schedule=schedule)
-
-
 def with_store(config: Config, store: Path) -> Config:
     """The configuration with one store as its data."""
     data = dataclasses.replace(config.data, sources=[SourceConfig(str(store))], weight_changes=[])
     return dataclasses.replace(config, data=data)
 
 
-def best_order(
-    waiting: Sequence[Run], costs: Mapping[str, float], slots: int, running: Sequence[Run] = ()
-) -> tuple[list[Run], float]:
-    """(order, cost until all runs have ended): the best of the longest way to the end first and
-    `RANDOM_ORDERS` random ones.
+def longest_first(costs: Mapping[Run, float]) -> list[Run]:
+    """The runs by what they and the longest run that follows cost, such as seconds or FLOPs."""
 
-    Args:
-        waiting: Not begun.
-        costs: Of each run that waits or runs, by name, such as its seconds.
-        slots: Runs side by side.
-        running: In slots already.
-    """
-    following: dict[str, float] = {}
-    for run in waiting:
-        if run.after:
-            following[run.after] = max(following.get(run.after, 0.0), costs[run.name])
-    longest_first = sorted(waiting, key=lambda run: -(costs[run.name] + following.get(run.name, 0.0)))
-    others = (random.Random(seed).sample(longest_first, len(waiting)) for seed in range(RANDOM_ORDERS))
-    orders = [longest_first, *others]
-    spans = [makespan([*running, *order], costs, slots) for order in orders]
-    best = spans.index(min(spans))
-    return orders[best], spans[best]
+    def until_end(run: Run) -> float:
+        return costs[run] + max((costs[each] for each in costs if each.follows(run)), default=0.0)
+
+    return sorted(costs, key=until_end, reverse=True)
 
 
-def makespan(order: Sequence[Run], costs: Mapping[str, float], slots: int) -> float:
+def makespan(order: Sequence[Run], costs: Mapping[Run, float], slots: int) -> float:
     """Cost until all runs have ended: a free slot takes the first that need not wait for another."""
-    waiting, running, now = list(order), list[tuple[float, str]](), 0.0
-    unfinished = {run.name for run in order}
+    waiting, running, now = list(order), list[tuple[float, Run]](), 0.0
     while waiting or running:
-        for run in list(waiting):
-            if len(running) < slots and run.after not in unfinished:
+        unfinished = [*waiting, *(run for _, run in running)]
+        for run in [each for each in waiting if not any(map(each.follows, unfinished))]:
+            if len(running) < slots:
                 waiting.remove(run)
-                running.append((now + costs[run.name], run.name))
-        running.sort()
-        now, name = running.pop(0)
-        unfinished.discard(name)
+                running.append((now + costs[run], run))
+        running.sort(key=lambda pair: pair[0])
+        now, _ = running.pop(0)
     return now

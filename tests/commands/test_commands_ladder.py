@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
@@ -28,7 +27,7 @@ from llm_pretrain.commands import _ladder_runs
 from llm_pretrain.commands import ladder as ladder_command
 from llm_pretrain.commands._ladder_runs import Runner, failure, measure_steps, slots_of, threads_of
 from llm_pretrain.commands._launching import Job, LaunchContext, Machine, processes_of
-from llm_pretrain.commands.ladder import check_rate, rungs_within, train
+from llm_pretrain.commands.ladder import measured_rungs, train
 from llm_pretrain.config import CheckpointConfig, Config, LoggingConfig, dump_yaml, to_dict
 from llm_pretrain.errors import EXIT_PREEMPTED, ConfigError, DivergedError, PretrainError
 from llm_pretrain.ladder import (
@@ -37,12 +36,12 @@ from llm_pretrain.ladder import (
     Run,
     Sizes,
     Speed,
+    flops_per_second,
     ladder_runs,
     read_ladder,
     run_config,
     run_folder,
-    shortcomings,
-    used_by,
+    used_flops,
     with_store,
 )
 from llm_pretrain.ladder.points import read_points
@@ -57,7 +56,7 @@ training: {sequence_length: 32, micro_batch_size: 8, global_batch_size: 8, preci
 optimizer: {learning_rate: 0.008}
 schedule: {warmup_steps: 5}
 """
-BUDGET = ("--budget", "4e9", "--sizes", "3")
+BUDGET = ("--budget", "4e9")
 
 
 def command(store: Path, folder: Path, *options: str) -> list[str]:
@@ -96,20 +95,18 @@ def test_a_ladder_has_a_point_for_each_size_and_number_of_tokens(finished: tuple
         decayed = [each for each in ladder.points if each.hidden_size == rung.hidden_size and each.decayed]
         assert [point.loss for point in decayed] == sorted((point.loss for point in decayed), reverse=True)
     lines = output.splitlines()
-    assert "learning rates" in output
-    assert sum(" left" in line for line in lines) >= 3 * 3
-    assert f"15 points in {ladder.folder / 'points.jsonl'}" in lines[-1]
-    used = float(lines[-1].split(": ")[1].split(" FLOPs")[0])
-    assert 0.9 * ladder.budget.flops < used < 1.2 * ladder.budget.flops
-    assert set(ladder.seconds_per_token) == {rung.hidden_size for rung in ladder.rungs}
+    assert sum(" used " in line for line in lines) == 4 + 3 + 3
+    assert "used 100% (" in output
+    assert f"15 points in {ladder.folder / 'points.jsonl'}: " in lines[-1]
+    assert 0.9 * 4e9 < float(lines[-1].split(": ")[1].split(" FLOPs")[0]) < 1.1 * 4e9
+    assert flops_per_second(ladder)
     assert not list((ladder.folder / RUNS_FOLDER).glob("*/checkpoints"))
 
 
 @pytest.mark.slow
 def test_a_branch_has_the_bits_of_a_run_from_the_start(finished: tuple[Ladder, str], tmp_path: Path):
     ladder, _ = finished
-    assert ladder.rate_factor is not None
-    decay = ladder_runs(ladder.rungs, ladder.rate_factor)[-2]
+    decay = ladder_runs(ladder.rungs)[-2]
     config = run_config(ladder, decay)
     config = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, resume="auto"))
     file, folder = tmp_path / "whole.yaml", tmp_path / "whole"
@@ -138,7 +135,7 @@ def test_a_ladder_that_is_killed_and_stopped_ends_with_the_same_table(
                 stdout=file,
                 stderr=subprocess.STDOUT,
             )
-        while process.poll() is None and lines_left(log) < ended:
+        while process.poll() is None and ended_runs(log) < ended:
             time.sleep(0.05)
         time.sleep(0.4 * number)
         process.send_signal(how)
@@ -160,9 +157,9 @@ def test_a_ladder_that_is_killed_and_stopped_ends_with_the_same_table(
     assert used[0] == used[1]
 
 
-def lines_left(log: Path) -> int:
-    """Runs that have ended in this call: each prints what time is left."""
-    return log.read_text().count(" left\n")
+def ended_runs(log: Path) -> int:
+    """Runs that have ended in this call: each prints what is used."""
+    return log.read_text().count(" FLOPs)\n")
 
 
 @pytest.mark.slow
@@ -177,7 +174,6 @@ def test_another_ladder_in_the_folder_is_refused(
             (*BUDGET, "--optimizer.learning_rate", "0.5"),
             "optimizer.learning_rate: expected 0.008",
         ),
-        (plain_store, (*BUDGET[:2], "--sizes", "4"), "--sizes: expected 3"),
         (changed_store, BUDGET, "--input: expected the store"),
     ):
         assert main(command(store, folder, *options)[2:]) == 2
@@ -190,15 +186,12 @@ def test_another_ladder_in_the_folder_is_refused(
 def test_a_time_is_measured_before_it_is_planned(plain_store: Path, tmp_path: Path):
     folder = tmp_path / "ladder"
     done = subprocess.run(
-        command(plain_store, folder, "--budget", "60s", "--sizes", "3"),
+        command(plain_store, folder, "--budget", "60s"),
         env=environment(), capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    budget = read_ladder(folder).budget
-    assert "measuring the speed of hidden sizes" in done.stdout
-    assert budget.seconds == 60
-    assert 0 < budget.measuring_seconds < 60
-    assert budget.flops > 0
+    assert "measuring the speed of hidden size" in done.stdout
+    assert read_ladder(folder).budget == "60s"
     assert not (folder / ".measuring").exists()
 
 
@@ -206,12 +199,11 @@ def test_a_time_is_measured_before_it_is_planned(plain_store: Path, tmp_path: Pa
     ("options", "expected"),
     [
         (("--budget", "soon"), "--budget: expected a time such as 20m or 2h, or FLOPs such as 1e16"),
-        (BUDGET, "--input: expected a store of about 72,720 tokens"),
+        (BUDGET, "--input: expected a store of about 72,000 tokens"),
         (
             ("--budget", "1e7", "--training.global_batch_size", "1", "--training.micro_batch_size", "1"),
             "--budget: expected at least",
         ),
-        ((*BUDGET[:2], "--sizes", "2"), "--sizes: expected 3 to 16, found 2"),
         ((*BUDGET, "--training.max_steps", "9"), "training.max_steps: expected none, a ladder chooses it"),
         (
             (*BUDGET, "--schedule.decay_steps", "9"),
@@ -256,66 +248,17 @@ def test_no_size_continues_the_run_that_the_base_continued(
     assert bases[0].checkpoint.resume == "auto"
 
 
-@pytest.fixture
-def checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[float, float]], Ladder]:
-    """The ladder after its check of the rate, by the loss at each factor."""
-    trained = set[float]()
-    monkeypatch.setattr(Runner, "run_all", lambda _, runs: trained.update(run.factor for run in runs))
-    ladder = dataclasses.replace(make_ladder(tmp_path / "ladder"), rate_factor=None)
-    runner = Runner(ladder, LaunchContext(ROOT, Machine(0, 2), math.inf), 2)
-
-    def check(losses: dict[float, float]) -> Ladder:
-        def rate_loss(_: Ladder, factor: float) -> float:
-            return losses[factor] if factor in trained else math.inf
-
-        monkeypatch.setattr("llm_pretrain.ladder.rate_loss", rate_loss)
-        return check_rate(runner)
-
-    return check
-
-
-@pytest.mark.parametrize("best", [0.25, 0.5, 1.0, 2.0, 4.0])
-def test_the_best_rate_is_looked_for_beyond_the_first_three(
-    best: float, checked: Callable[[dict[float, float]], Ladder]
-):
-    losses = {factor: 3 + abs(math.log(factor / best)) for factor in (0.25, 0.5, 1.0, 2.0, 4.0)}
-    ladder = checked(losses)
-    assert ladder.rate_factor == best
-    warned = [line for line in shortcomings(ladder) if "the last that are tried" in line]
-    assert len(warned) == (best in (0.25, 4.0))
-
-
-@pytest.mark.parametrize(
-    ("losses", "chosen"),
-    [
-        ({0.5: 3.0, 1.0: 2.975, 2.0: 2.90}, 1.0),  # better by 2.6 %
-        ({0.5: 2.90, 1.0: 2.975, 2.0: 3.0}, 1.0),
-        ({0.5: 3.0, 1.0: 2.975, 2.0: 2.88, 4.0: 2.82}, 2.0),  # by 3.3 %, and 2.1 % more
-        ({0.5: 3.0, 1.0: 2.975, 2.0: 2.88, 4.0: 2.79}, 4.0),  # by 3.2 % more
-    ],
-)
-def test_another_rate_must_gain_three_percent_for_each_factor_2(
-    losses: dict[float, float], chosen: float, checked: Callable[[dict[float, float]], Ladder]
-):
-    assert checked(losses).rate_factor == chosen
-
-
-def test_a_base_whose_rates_all_diverge_is_refused(checked: Callable[[dict[float, float]], Ladder]):
-    with pytest.raises(DivergedError, match="the smallest size diverges at every rate; lower the base's"):
-        checked(dict.fromkeys((0.25, 0.5, 1.0, 2.0, 4.0), math.inf))
-
-
 def test_a_ladder_of_which_two_sizes_are_left_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Runner, "run_all", lambda *_: None)
     ladder = make_ladder(tmp_path / "ladder", sizes=(32, 64, 96))
-    (stable, *_), _, _ = (rung_runs(rung, 1.0) for rung in ladder.rungs)
+    (stable, *_), _, _ = (rung_runs(rung) for rung in ladder.rungs)
     make_run(run_folder(ladder, stable), [{"step": 1, "time": 1.0, "eval/loss": None}])
-    with pytest.raises(DivergedError, match="expected 3 sizes or more that do not diverge, found 2"):
+    with pytest.raises(DivergedError, match="expected 3 sizes or more that do not diverge, found 2; lower"):
         train(ladder, LaunchContext(ROOT, Machine(0, 2), math.inf))
 
 
 def test_every_setting_that_a_ladder_decides_is_refused_as_an_option(tmp_path: Path):
-    """All but sizes and rates, which follow the base's, and the warm-up, which is at most the base's."""
+    """All but sizes, which follow the base's, and the warm-up, which is at most the base's."""
     ladder = make_ladder(tmp_path / "ladder")
     base = dataclasses.replace(
         ladder.base,
@@ -323,7 +266,7 @@ def test_every_setting_that_a_ladder_decides_is_refused_as_an_option(tmp_path: P
         logging=LoggingConfig(wandb_mode="online", tensorboard=True, report=True, parameters_sha256=True),
     )
     rung, before = ladder.rungs[0], to_dict(base)
-    for run in rung_runs(rung, 1.0)[:2]:
+    for run in rung_runs(rung)[:2]:
         after = to_dict(run_config(dataclasses.replace(ladder, base=base), run))
         decided = {
             f"{section}.{name}"
@@ -335,12 +278,11 @@ def test_every_setting_that_a_ladder_decides_is_refused_as_an_option(tmp_path: P
 
 
 @pytest.mark.parametrize("cores", range(1, 17))
-@pytest.mark.parametrize("sizes", [3, 5])
-def test_runs_side_by_side_use_the_cores_and_no_more(cores: int, sizes: int):
+def test_runs_side_by_side_use_the_cores_and_no_more(cores: int):
     machine = Machine(0, cores)
-    threads = threads_of(machine, sizes)
+    threads = threads_of(machine)
     slots = slots_of(machine, threads)
-    assert slots >= min(cores, sizes)
+    assert slots >= min(cores, 5)
     assert cores - threads < slots * threads <= cores
 
 
@@ -378,23 +320,44 @@ def test_what_a_killed_command_left_of_its_first_file_is_no_other_file(plain_sto
     assert list(folder.iterdir()) == []
 
 
-@pytest.mark.parametrize(("budget", "bound"), [(1.0, "least"), (3e8, "most")])
-def test_no_time_is_refused_before_the_speed_is_measured(
-    plain_store: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, budget: float, bound: str
-):
-    """With one that is far from the guess."""
-    measured = list[list[int]]()
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Hidden sizes whose speed is measured: 1e11 FLOP/s in two slots."""
+    found = list[int]()
 
-    def measure_speed(base: Config, ends: list[int], *_: object, **__: object) -> Speed:
-        measured.append(ends)
-        return Speed(1e-7, 1e-12, 2.0, 2)
+    def measure_speed(_: Config, hidden_size: int, *__: object, slots: int, threads: int) -> Speed:
+        found.append(hidden_size)
+        return Speed(1e11, 2.0, slots, 30_000)
 
     monkeypatch.setattr(_ladder_runs, "measure_speed", measure_speed)
+    return found
+
+
+@pytest.mark.parametrize(("seconds", "is_enough"), [(1.0, False), (600.0, False), (900.0, True), (3e8, True)])
+def test_a_time_is_refused_after_one_measurement(
+    plain_store: Path, tmp_path: Path, measured: list[int], seconds: float, is_enough: bool
+):
     sizes = Sizes(with_store(preset("ladder"), plain_store))
     context = LaunchContext(ROOT, Machine(0, 2), math.inf)
-    with pytest.raises(ConfigError, match=f"--budget: expected at {bound} .* on this machine, found"):
-        rungs_within(budget, sizes, 3_500_000, 3, tmp_path, context, 1)
-    assert max(measured[0]) < 200, "sizes that take minutes are not measured for a refusal"
+    if is_enough:
+        rungs, expected = measured_rungs(seconds, sizes, 3_500_000, tmp_path, context, 1)
+        assert expected < seconds
+        assert measured[-1] in [rung.hidden_size for rung in rungs]
+        return
+    with pytest.raises(ConfigError, match=r"--budget: expected at least 1\dm.* on this machine, found"):
+        measured_rungs(seconds, sizes, 3_500_000, tmp_path, context, 1)
+    assert measured == [64]
+
+
+def test_a_speed_far_from_the_guess_is_measured_again_once(
+    plain_store: Path, tmp_path: Path, measured: list[int], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(ladder_command.GUESSED_FLOPS, "core", 5e12)
+    sizes = Sizes(with_store(preset("ladder"), plain_store))
+    context = LaunchContext(ROOT, Machine(0, 2), math.inf)
+    rungs, _ = measured_rungs(900, sizes, 3_500_000, tmp_path, context, 1)
+    assert measured[0] > 100
+    assert measured[1:] == [rungs[1].hidden_size]
 
 
 class EndedJob:
@@ -424,22 +387,21 @@ def test_decays_follow_their_stable_runs_and_none_a_diverged_one(
     monkeypatch.setattr(Runner, "_launch", launch)
     monkeypatch.setattr(_ladder_runs, "say", printed.append)
     runner = Runner(ladder, LaunchContext(ROOT, Machine(0, 2), math.inf), 2)
-    runs = ladder_runs(ladder.rungs, 1.0)
+    runs = ladder_runs(ladder.rungs)
     runner.run_all(runs)
     assert sorted(started) == sorted(run.name for run in runs if not (run.begin and run.hidden_size == 96))
     for run in runs:
-        assert not run.after or run.name not in started or started.index(run.after) < started.index(run.name)
+        before = [each.name for each in runs if run.follows(each) and run.name in started]
+        assert all(started.index(each) < started.index(run.name) for each in before)
     assert len(printed) == 9
-    assert printed[-1].endswith("0s left")
     assert sum("DIVERGED" in line for line in printed) == 1
     diverged = next(run for run in runs if run.hidden_size == 96)
     (runner._folder(diverged) / "checkpoints").mkdir()
     runner.clean(runs)
     assert not (runner._folder(diverged) / "checkpoints").exists(), "no decay will follow it"
-    used = used_by(ladder)
     trained = [run for run in runs if run.name in started]
     flops = sum(runner.sizes.of(run.hidden_size).step_flops * run.trained_steps for run in trained)
-    assert used.flops == pytest.approx(flops)
+    assert used_flops(ladder) == pytest.approx(flops)
     assert len(read_points(ladder.folder)) == 2 * (3 + 1)
     runner.run_all(runs)
     assert len(started) == 9, "nothing runs twice"
@@ -461,8 +423,8 @@ def test_runs_say_how_far_they_are_while_none_ends(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(_ladder_runs, "PROGRESS_SECONDS", -1.0)
     monkeypatch.setattr(_ladder_runs, "say", printed.append)
     runner = Runner(ladder, LaunchContext(ROOT, Machine(0, 2), math.inf), 2)
-    runner.run_all([run for run in ladder_runs(ladder.rungs, 1.0) if not run.begin][:2])
-    assert printed[0] == "h64-x1 at step 8,000 of 8,000, h32-x1 at step 8,000 of 8,000"
+    runner.run_all([run for run in ladder_runs(ladder.rungs) if not run.begin][:2])
+    assert printed[0] == "h64 at step 8,000 of 8,000, h32 at step 8,000 of 8,000"
     assert len(printed) == 3
 
 

@@ -21,9 +21,10 @@ from support.launching import ROOT
 from support.run_folders import make_run, training_row
 
 from llm_pretrain.__main__ import main
-from llm_pretrain.config import load_config
-from llm_pretrain.ladder import RUNS_FOLDER, budget, with_store
-from llm_pretrain.tracking import read_metrics
+from llm_pretrain.config import Config, load_config
+from llm_pretrain.ladder import RUNS_FOLDER, budget, tokens_per_step, with_store
+from llm_pretrain.model import flops_per_token
+from llm_pretrain.tracking import GPU_GB, read_metrics
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     dataclasses.replace(ladder, base=with_store(ladder.base, store.path), store_hash=store.hash).write()
     for rung in ladder.rungs:  # whose steps the ladder's speed is taken from
         row = training_row(1) | {"perf/step_seconds": 1e-4 * rung.hidden_size}
-        make_run(root / "ladder" / RUNS_FOLDER / f"h{rung.hidden_size}-x1", [row])
+        make_run(root / "ladder" / RUNS_FOLDER / f"h{rung.hidden_size}", [row])
     return root
 
 
@@ -76,8 +77,7 @@ def test_nothing_is_measured_beside_another_command(folder: Path, capsys: pytest
     with FileLock(folder / "ladder" / ".lock"):
         assert plan(folder, "--time", "20m", "--world-size", "1") == 73
         (line,) = capsys.readouterr().err.splitlines()
-        assert "expected no other command that runs in it, found one; wait for its end" in line
-        assert plan(folder, "--time", "20m", "--world-size", "1", "--no-measure") == 0
+        assert line.endswith("expected no other command that runs in it, found one; wait for its end")
 
 
 def test_a_gpu_computes_in_bf16_whatever_the_ladder_did(folder: Path, capsys: pytest.CaptureFixture[str]):
@@ -99,30 +99,37 @@ def long_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("long_evaluations")
-def test_a_time_here_is_that_of_the_ladders_steps_and_of_evaluations(
-    folder: Path, capsys: pytest.CaptureFixture[str]
+def test_a_time_here_is_that_of_measured_steps_and_of_evaluations(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    options = ("--no-measure", "--world-size", "1")
-    assert plan(folder, "--time", "20m", *options) == 0
-    found = re.search(r"compute     \S+ FLOPs, (19m5\ds|20m0\ds), (\d+)% of it", capsys.readouterr().out)
-    assert found is not None
-    training = 1200 * (1 - int(found[2]) / 100)
+    measured = list[Config]()
+
+    def measure_steps(configs: Sequence[Config], *_: object) -> list[tuple[float, float]]:
+        measured.extend(configs)
+        return [(2e-4 * configs[0].model.hidden_size, 20.0)]  # twice what the ladder's runs took
+
+    monkeypatch.setattr("llm_pretrain.commands._ladder_runs.measure_steps", measure_steps)
+    assert plan(folder, "--time", "20m", "--world-size", "1") == 0
+    assert re.search(r"compute     \S+ FLOPs, (19m5\ds|20m0\ds)\n", capsys.readouterr().out)
     config = load_config(["--config", str(folder / "night.yaml")], world_size=1)
-    seconds = config.training.max_steps * 1e-4 * config.model.hidden_size
-    assert found[2] != "0"
-    assert seconds == pytest.approx(training, rel=0.02), "the rest is for the run's evaluations"
+    assert config.model.hidden_size <= measured[0].model.hidden_size
+    rate = flops_per_step(measured[0]) / (2e-4 * measured[0].model.hidden_size)
+    seconds = config.training.max_steps * flops_per_step(config) / rate
+    evaluations = 11 * 1_000_000 * flops_per_step(config) / tokens_per_step(config) / rate
+    assert seconds + evaluations + 20 == pytest.approx(1200, rel=0.01)
+
+
+def flops_per_step(config: Config) -> float:
+    return flops_per_token(config.model, config.training.sequence_length) * tokens_per_step(config)
 
 
 @pytest.mark.usefixtures("long_evaluations")
-@pytest.mark.parametrize("options", [("--world-size", "1"), ("--gpu", "h100")])
-def test_evaluations_take_time_that_a_budget_of_flops_does_not_pay(
-    folder: Path, capsys: pytest.CaptureFixture[str], options: Sequence[str]
-):
-    assert plan(folder, "--flops", "3e14", *options) == 0
-    found = re.search(r"compute     (\S+) FLOPs, \S+, (\d+)% of it for evaluations", capsys.readouterr().out)
-    assert found is not None
-    assert float(found[1]) == pytest.approx(3e14, rel=0.01)
-    assert int(found[2]) > 0
+def test_a_budget_of_flops_does_not_pay_evaluations(folder: Path, capsys: pytest.CaptureFixture[str]):
+    for options in (("--world-size", "1"), ("--gpu", "h100")):
+        assert plan(folder, "--flops", "3e14", *options) == 0
+        found = re.search(r"compute     (\S+) FLOPs", capsys.readouterr().out)
+        assert found is not None
+        assert float(found[1]) == pytest.approx(3e14, rel=0.01)
 
 
 def test_sizes_of_half_and_twice_the_parameters_are_shown(folder: Path, capsys: pytest.CaptureFixture[str]):
@@ -166,6 +173,14 @@ def test_a_run_that_needs_more_memory_than_there_is_is_warned_of(
     lines = [line for line in capsys.readouterr().out.splitlines() if "a step is estimated" in line]
     assert len(lines) == 1
     assert "in each of 2 processes, the machine has 976.6 KiB" in lines[0]
+
+
+def test_a_plan_that_does_not_fit_a_gpu_is_warned_of(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(GPU_GB, "h100", 0.001)
+    assert plan(folder, "--flops", "3e14", "--gpu", "h100") == 0
+    assert "a GPU has 976.6 KiB: divide the model, `llm-pretrain simulate" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -230,7 +245,6 @@ WRONG: dict[str, tuple[Sequence[str], str]] = {
     "too much time": (["--time", "3600d", "--gpu", "h100"], "expected a budget of at most 2.4e+17 FLOPs"),
     "too little": (["--flops", "1e6"], "expected a budget for"),
     "ranks": (["--flops", "1e14", "--world-size", "7"], "--world-size: expected a divisor of the ladder's"),
-    "served": (["--flops", "1e14", "--serve-tokens", "-1"], "--serve-tokens: expected 0 to 1e+27, found -1"),
     "utilisation": (
         ["--time", "1h", "--gpu", "h100", "--mfu", "2"],
         "--mfu: expected a share from 0.001 to 1, found 2",

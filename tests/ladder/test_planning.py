@@ -10,23 +10,23 @@ from pathlib import Path
 import pytest
 from support.ladders import LAW, make_ladder
 
-from llm_pretrain.config import DistributedConfig, validate
+from llm_pretrain.config import LARGEST_INTEGER, DistributedConfig, validate
 from llm_pretrain.errors import ConfigError
-from llm_pretrain.ladder import EVALUATIONS, Forecast, RunBudget, Sizes, tokens_per_step
+from llm_pretrain.ladder import EVALUATIONS, Forecast, Sizes, best_of, tokens_per_step
 from llm_pretrain.ladder.points import Point, Training
 from llm_pretrain.model import flops_per_token
 
-FLOPS = RunBudget(3e14)
+FLOPS = 3e14
 
 
 @pytest.fixture(scope="module")
 def forecast(tmp_path_factory: pytest.TempPathFactory) -> Forecast:
     ladder = make_ladder(tmp_path_factory.mktemp("planning") / "ladder")
-    return Forecast(dataclasses.replace(ladder, rate_factor=2.0), samples=15)
+    return Forecast(ladder, samples=15)
 
 
-def best(forecast: Forecast, budget: RunBudget, **limits: float):
-    return min(forecast.choices(budget, **limits), key=lambda choice: choice.prediction.loss)
+def best(forecast: Forecast, flops: float, **limits: float):
+    return best_of(forecast.choices(flops, **limits))
 
 
 def test_the_size_of_least_loss_is_chosen_and_the_budget_spent(forecast: Forecast):
@@ -47,41 +47,40 @@ def test_the_size_of_least_loss_is_chosen_and_the_budget_spent(forecast: Forecas
     )
 
 
-def test_limits_and_serving_make_it_smaller(forecast: Forecast):
-    free = best(forecast, FLOPS)
-    assert (
-        best(forecast, FLOPS, max_parameters=free.size.total_parameters - 1).size.total_parameters
-        < free.size.total_parameters
+def test_a_limit_makes_it_smaller(forecast: Forecast):
+    free = best(forecast, FLOPS).size.total_parameters
+    assert best(forecast, FLOPS, max_parameters=free - 1).size.total_parameters < free
+
+
+def test_evaluations_are_paid_too(forecast: Forecast):
+    free, paid = forecast.choices(FLOPS), forecast.choices(FLOPS, evaluated=1e6)
+    tokens = [choice.training.tokens for choice in free[: len(paid)]]
+    assert [choice.training.tokens for choice in paid] == pytest.approx(
+        [each - 1e6 for each in tokens], rel=1e-3
     )
-    served = best(forecast, FLOPS._replace(served=1e8))
-    assert served.size.total_parameters < free.size.total_parameters
-    assert served.training.flops + 2 * served.size.total_parameters * 1e8 <= 3e14
 
 
 def test_more_compute_makes_it_larger_and_better(forecast: Forecast):
-    more = FLOPS._replace(total=3e15)
+    more = 10 * FLOPS
     assert best(forecast, more).size.total_parameters > best(forecast, FLOPS).size.total_parameters
     assert best(forecast, more).prediction.loss < best(forecast, FLOPS).prediction.loss
 
 
 def test_a_budget_for_nothing_is_refused(forecast: Forecast):
     per_token = Sizes(forecast.ladder.base).size(3).flops_per_token
-    paid, times = int(1e9 / per_token), f"{3_750_000 * per_token / 1e9:.3g}"
+    paid, times = round(1e9 / per_token), f"{3_750_000 * per_token / 1e9:.3g}"
     message = f"for 3,750,000 tokens .*, found one for {paid:,}; raise it {re.escape(times)} times$"
     with pytest.raises(ConfigError, match=message):
-        forecast.choices(FLOPS._replace(total=1e9))
-    with pytest.raises(ConfigError, match=r"found one for 0; raise it .* times, or lower --serve-tokens"):
-        forecast.choices(FLOPS._replace(served=1e300))
+        forecast.choices(1e9)
+    with pytest.raises(ConfigError, match=r"found one for 0$"):
+        forecast.choices(-1e9)  # starting takes longer
     with pytest.raises(ConfigError, match=r"--max-parameters: expected 246,064 or more, .* found 10$"):
         forecast.choices(FLOPS, max_parameters=10)
 
 
-@pytest.mark.parametrize("flops", [1e20, 1e300, math.inf])
-def test_a_budget_for_more_steps_than_a_run_has_is_refused(forecast: Forecast, flops: float):
-    with pytest.raises(ConfigError, match=r"at most 1,000,000 parameters, found more; lower it"):
-        forecast.choices(RunBudget(flops), max_parameters=1e6)
-    with pytest.raises(ConfigError, match="or lower --serve-tokens"):
-        forecast.choices(RunBudget(flops, served=1e308), max_parameters=1e6)
+def test_a_run_has_no_more_steps_than_a_number_of_them(forecast: Forecast):
+    for choice in forecast.choices(1e27, max_parameters=1e6):
+        assert choice.steps == LARGEST_INTEGER
 
 
 def test_the_planned_run_is_the_choice(forecast: Forecast):
@@ -95,7 +94,7 @@ def test_the_planned_run_is_the_choice(forecast: Forecast):
         == choice.training.flops
     )
     assert math.ceil(choice.steps / config.evaluation.eval_steps) <= EVALUATIONS
-    assert config.optimizer.learning_rate == 2 * base.optimizer.learning_rate
+    assert config.optimizer.learning_rate == base.optimizer.learning_rate
     assert config.optimizer.base_hidden_size == base.model.hidden_size
     assert config.schedule.name == "wsd"
     assert config.schedule.decay_steps == round(choice.steps / 2)
@@ -131,27 +130,13 @@ def test_bits_per_byte_follow_the_loss(forecast: Forecast):
 
 def test_what_may_not_hold_is_said(forecast: Forecast, tmp_path: Path):
     wide = Forecast(make_ladder(tmp_path / "wide", sizes=(48, 64, 96, 128)), samples=15)
-    choice = best(wide, FLOPS._replace(total=1e13))
-    assert any(
-        "not above the ladder's smallest" in line
-        for line in wide.warnings(choice.training, choice.prediction)
-    )
-    many = best(forecast, FLOPS._replace(total=1e16))
-    assert any("passed over" in line for line in forecast.warnings(many.training, many.prediction))
+    warnings = wide.warnings(best(wide, 1e13))
+    assert any("not above the ladder's smallest" in line for line in warnings)
+    assert any("passed over" in line for line in forecast.warnings(best(forecast, 1e16)))
     noisy = Forecast(make_ladder(tmp_path / "noisy", noise=0.1), samples=15)
-    far = min(noisy.choices(FLOPS._replace(total=1e16)), key=lambda each: each.prediction.loss)
-    warnings = noisy.warnings(far.training, far.prediction)
+    warnings = noisy.warnings(best(noisy, 1e16))
     assert any("the interval is wider than a tenth of the loss" in line for line in warnings)
     assert any("predictions are meant for up to 30 times" in line for line in warnings)
-
-
-def test_an_interval_that_no_point_was_held_out_for_is_named(tmp_path: Path):
-    few = make_ladder(tmp_path / "few", sizes=(32, 64, 96))
-    points = [point for point in few.points if point.decayed][1:-1]
-    few = Forecast(dataclasses.replace(few, points=tuple(points)), samples=2)
-    choice = best(few, FLOPS)
-    warned = [line for line in few.warnings(choice.training, choice.prediction) if "held out" in line]
-    assert warned == ["no points could be held out: the interval does not tell how wrong the law may be"]
 
 
 def test_a_ladder_with_two_sizes_is_refused(tmp_path: Path):
@@ -167,11 +152,9 @@ def test_without_stable_points_there_is_the_end_alone(forecast: Forecast):
     assert len(bare.curve(config)) == 1
 
 
-def test_a_budget_that_is_huge_for_the_text_names_the_most():
+def test_a_budget_that_is_huge_for_the_text_names_the_most(forecast: Forecast):
     expected = r"at most 2\.4e\+17 FLOPs for 50,000,000 tokens .* found 2\.4e\+21.* of 5,000,000,000 tokens"
     with pytest.raises(ConfigError, match=expected):
-        FLOPS._replace(total=2.4e21).check(50_000_000, math.inf)
-    FLOPS._replace(total=2.4e21).check(5_000_000_000, math.inf)
-    FLOPS._replace(total=2.4e17).check(50_000_000, math.inf)
-    FLOPS._replace(total=1e24).check(50_000_000, 1e6)  # whose size is given
-    FLOPS._replace(total=1e20, served=1e12).check(50_000_000, math.inf)  # which costs more than the training
+        forecast.choices(2.4e21)
+    assert forecast.choices(2.4e17)
+    assert forecast.choices(1e24, max_parameters=1e6), "whose size is given"

@@ -10,20 +10,11 @@ from pathlib import Path
 import numpy as np
 from support.presets import preset
 
-from llm_pretrain.ladder import (
-    Budget,
-    Ladder,
-    Size,
-    Sizes,
-    ladder_flops,
-    with_store,
-    write_points,
-)
-from llm_pretrain.ladder.budget import rung_of
+from llm_pretrain.ladder import Ladder, Rung, Size, Sizes, with_store, write_points
 from llm_pretrain.ladder.points import Point, Training
 from llm_pretrain.ladder.scaling_law import ScalingLaw
 
-LAW = ScalingLaw("parameters_with_embedding", 1.5, 150.0, 0.4, 400.0, 0.35)
+LAW = ScalingLaw(1.5, 150.0, 0.4, 400.0, 0.35)
 MULTIPLES = (1, 2, 4)
 """Where decays begin: so far apart that points without noise tell the law."""
 STABLE = 1.06
@@ -64,7 +55,8 @@ def make_ladder(
     """
     base = with_store(preset(name), Path("stores/text"))
     generator, all_sizes = np.random.default_rng(seed), Sizes(base)
-    rungs = tuple(rung_of(size, save_steps, MULTIPLES) for size in sizes)
+    branches = tuple(save_steps * multiple for multiple in MULTIPLES)
+    rungs = tuple(Rung(size, branches) for size in sizes)
     points = [
         measured(all_sizes.of(rung.hidden_size), steps, unique_tokens, law, decayed=decayed)
         for rung in rungs
@@ -74,8 +66,7 @@ def make_ladder(
     noisy = [
         dataclasses.replace(point, loss=point.loss * math.exp(generator.normal(0, noise))) for point in points
     ]
-    budget = Budget("20m", ladder_flops(all_sizes, rungs), 1200.0)
-    ladder = Ladder(folder, base, "a" * 64, unique_tokens, rungs, budget, 1.0, 1, tuple(noisy))
+    ladder = Ladder(folder, base, "a" * 64, unique_tokens, rungs, "20m", 1, tuple(noisy))
     folder.mkdir(parents=True, exist_ok=True)
     ladder.write()
     write_points(folder, noisy)

@@ -22,6 +22,7 @@ from llm_pretrain.commands._launching import Job, LaunchContext, RunningJob
 from llm_pretrain.ladder import budget, family
 
 budget.BRANCHES, budget.SMALLEST_BRANCHES = (2, 4), (2, 3, 4)
+budget.SIZE_COUNTS = (3,)
 budget.MIN_STEPS = 10
 budget.MIN_TOKENS = 1
 family.MIN_HEADS = 1

@@ -13,7 +13,7 @@
         { ...edge, y: one.high, fill: "tonexty", fillcolor: theme.quiet + "33" },
       ];
     }
-    const marked = { points: "markers", best: "markers", "line+points": "lines+markers" };
+    const marked = { best: "markers", "line+points": "lines+markers" };
     return [{
       ...base, y: one.y, mode: marked[one.kind] || "lines", text: one.text.map(escaped),
       hovertemplate: "%{y:.4f}, %{text}<extra></extra>",
