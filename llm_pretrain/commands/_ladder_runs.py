@@ -1,4 +1,4 @@
-"""Runs the trainings of a ladder side by side, decays after their stable runs, and measures the speed."""
+"""Chooses the sizes of a ladder for this machine's speed, and runs its trainings side by side."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -17,39 +18,52 @@ from llm_pretrain.commands._launching import (
     Job,
     LaunchContext,
     Machine,
-    RunMonitor,
     RunningJob,
     last_error_lines,
     processes_of,
 )
 from llm_pretrain.config import Config, DistributedConfig, dump_yaml
-from llm_pretrain.errors import PretrainError, ResourceError
+from llm_pretrain.errors import ConfigError, DivergedError, PretrainError, ResourceError
 from llm_pretrain.files import make_folder, replace_text
 from llm_pretrain.ladder import (
+    LEAST_SIZES,
+    POINTS_FILE,
+    RUNS_FOLDER,
     SIZE_COUNTS,
     Ladder,
     Progress,
     Run,
+    Rung,
+    Size,
     Sizes,
     Speed,
+    choose_rungs,
+    diverged_sizes,
     ladder_flops,
+    ladder_runs,
+    ladder_seconds,
     longest_first,
     measured_points,
     member,
+    read_budget,
     read_progress,
     run_config,
     run_folder,
+    rungs_within,
+    shortcomings,
     tokens_per_step,
     used_flops,
+    write_ladder_report,
     write_points,
 )
-from llm_pretrain.tracking import read_metrics
+from llm_pretrain.tracking import quantity, time_text
 
+GUESSED_FLOPS = {"core": 4e10, "gpu": 1e14}
+"""Per second, for the size at which the speed is measured first."""
+MEASURE_AGAIN = 2.0
+"""Ratio of FLOPs per token between a ladder's middle size and the measured one, from which the middle one is
+measured too, once."""
 _POLL_SECONDS, _STOP_SECONDS = 0.1, 60
-PROGRESS_SECONDS = 60.0
-"""Between lines about the runs that train, where none ends."""
-LOOK_SECONDS, BUSY_PERCENT = 0.5, 25.0
-"""How long others are watched before a measurement, and from which share of the cores they are named."""
 MEASURED_SECONDS, MEASURED_STEPS = 5.0, 6
 """How long, and how many steps at least, the speed is measured once all runs train."""
 LOCK, MEASURING = ".lock", ".measuring"
@@ -66,30 +80,115 @@ def slots_of(machine: Machine, threads: int) -> int:
     return machine.gpus or max(1, machine.cores // threads)
 
 
+def new_ladder(
+    given: str, folder: Path, base: Config, store: str, unique_tokens: int, context: LaunchContext
+) -> Ladder:
+    """Choose the rungs for the budget, measuring the speed for a time, and write ladder.json."""
+    threads, sizes = threads_of(context.machine), Sizes(base)
+    (flops, seconds), expected = read_budget(given), ""
+    if seconds is None:
+        assert flops is not None
+        rungs = choose_rungs(sizes, flops, unique_tokens)
+    else:
+        rungs, seconds = measured_rungs(seconds, sizes, unique_tokens, folder, context, threads)
+        expected = f", about {time_text(seconds)}"
+    ladder = Ladder(folder, base, store, unique_tokens, rungs, given, threads)
+    ladder.write()
+    say(
+        f"{len(rungs)} sizes of {base.run.name} in {ladder_flops(sizes, rungs):.2g} FLOPs{expected}, "
+        f"{slots_of(context.machine, threads)} side by side with {threads} thread{'s' * (threads > 1)} each, "
+        f"in {folder}"
+    )
+    for rung in rungs:
+        parameters = quantity(sizes.of(rung.hidden_size).active_parameters)
+        tokens = ", ".join(quantity(steps * tokens_per_step(base)) for steps in rung.steps)
+        say(f"  hidden size {rung.hidden_size}, {parameters} active parameters: {tokens} tokens")
+    return ladder
+
+
+def measured_rungs(
+    seconds: float, sizes: Sizes, unique_tokens: int, folder: Path, context: LaunchContext, threads: int
+) -> tuple[tuple[Rung, ...], float]:
+    """(rungs that this machine trains in a time, less what measuring takes; seconds that they will take).
+
+    Raises:
+        ConfigError: by the measured speed, the time is too short for any ladder.
+    """
+    started, machine = time.monotonic(), context.machine
+    slots = slots_of(machine, threads)
+
+    def middle(rungs: tuple[Rung, ...]) -> Size:
+        return sizes.of(rungs[len(rungs) // 2].hidden_size)
+
+    def measured(size: Size) -> tuple[Speed, tuple[Rung, ...]]:
+        say(f"measuring the speed of hidden size {size.hidden_size}")
+        speed = measure_speed(
+            sizes.base, size.hidden_size, folder / MEASURING, context, slots=slots, threads=threads
+        )
+        left = seconds - (time.monotonic() - started)
+        return speed, rungs_within(sizes, left, unique_tokens, speed)
+
+    guess = GUESSED_FLOPS["gpu"] if machine.gpus else GUESSED_FLOPS["core"] * machine.cores / slots
+    size = middle(rungs_within(sizes, seconds, unique_tokens, Speed(guess, 0.0, slots, 0)))
+    speed, rungs = measured(size)
+    ratio = middle(rungs).flops_per_token / size.flops_per_token
+    if not 1 / MEASURE_AGAIN < ratio < MEASURE_AGAIN:
+        speed, rungs = measured(middle(rungs))
+    expected, spent = ladder_seconds(sizes, rungs, speed), time.monotonic() - started
+    if spent + expected > seconds:
+        raise ConfigError(
+            # the next measurement differs a little
+            f"--budget: expected at least {time_text(1.05 * (spent + expected))} for {len(rungs)} sizes of "
+            f"this family on this machine, found {time_text(seconds)}; raise it"
+        )
+    return rungs, expected
+
+
+def train(ladder: Ladder, context: LaunchContext) -> int:
+    """Run all that has not ended yet, and print the table."""
+    started, folder = time.monotonic(), ladder.folder.resolve()
+    files = [file for name in (RUNS_FOLDER, MEASURING) for file in (folder / name).glob("*.yaml")]
+    end_orphans(file.with_suffix("") for file in files)  # a run's folder comes after its file
+    Runner(ladder, context).run_all()
+    points = measured_points(ladder)
+    write_points(ladder.folder, points)
+    say(f"report: {write_ladder_report(ladder.folder)}")
+    for line in shortcomings(dataclasses.replace(ladder, points=tuple(points))):
+        say(line)
+    if (left := len(ladder.rungs) - len(diverged_sizes(ladder))) < LEAST_SIZES:
+        raise DivergedError(
+            f"{ladder.folder}: expected {LEAST_SIZES} sizes or more that do not diverge, found {left}; lower "
+            "the base's learning rates"
+        )
+    say(
+        f"{len(points)} points in {ladder.folder / POINTS_FILE}: {used_flops(ladder):.3g} FLOPs; this call "
+        f"{time_text(time.monotonic() - started)}"
+    )
+    return 0
+
+
 class Runner:
-    """Runs trainings of a ladder on all slots, with a line for each that ends.
+    """Runs the trainings of a ladder on all slots, with a line for each that ends.
 
     Args:
         ladder: With its rungs; what it has measured is read from its runs.
         context: Where to launch.
-        slots: Runs side by side: one per GPU, or as many as there are cores for their threads.
     """
 
-    def __init__(self, ladder: Ladder, context: LaunchContext, slots: int):
-        self.ladder, self.context, self.slots = ladder, context, slots
-        self.sizes = Sizes(ladder.base)
+    def __init__(self, ladder: Ladder, context: LaunchContext):
+        self.ladder, self.context, self.sizes = ladder, context, Sizes(ladder.base)
+        self.runs = ladder_runs(ladder.rungs)
 
-    def run_all(self, runs: Sequence[Run]) -> None:
+    def run_all(self) -> None:
         """Run those that have not ended yet; of one that has diverged, no decays.
 
         Raises:
             PretrainError: a run failed.
         """
-        self._restart_incomplete(runs)
-        flops = {run: run.trained_steps * self.sizes.of(run.hidden_size).step_flops for run in runs}
+        flops = {run: run.trained_steps * self.sizes.of(run.hidden_size).step_flops for run in self.runs}
         waiting = [run for run in longest_first(flops) if not self._progress(run).has_ended(run.end)]
         running: list[tuple[RunningJob, Run, int]] = []
-        free, said = list(range(self.slots)), time.monotonic()
+        free = list(range(slots_of(self.context.machine, self.ladder.threads)))
         try:
             while waiting or running:
                 unfinished = [*waiting, *(run for _, run, _ in running)]
@@ -97,36 +196,20 @@ class Runner:
                     if not free:
                         break
                     waiting.remove(run)
-                    if any(run.follows(each) and self._progress(each).has_diverged for each in runs):
-                        continue
-                    slot = free.pop(0)
-                    running.append((self._launch(run, slot), run, slot))
+                    if not any(run.follows(each) and self._progress(each).has_diverged for each in self.runs):
+                        slot = free.pop(0)
+                        running.append((self._launch(run, slot), run, slot))
                 time.sleep(_POLL_SECONDS)
-                if time.monotonic() - said > PROGRESS_SECONDS:
-                    steps = ((run, self._progress(run).last_step) for _, run, _ in running)
-                    say(", ".join(f"{run.name} at step {step:,} of {run.end:,}" for run, step in steps))
-                    said = time.monotonic()
                 for entry in list(running):
                     job, run, slot = entry
                     if (code := job.poll()) is not None:
-                        said = time.monotonic()
                         running.remove(entry)
                         free = sorted([*free, slot])
                         self._ended(job, run, code)
         except BaseException:
             stop([job for job, _, _ in running])
             raise
-
-    def _restart_incomplete(self, runs: Sequence[Run]) -> None:
-        """Delete stable runs that lack the checkpoint of a decay which has not ended: its files were lost."""
-        for decay in runs:
-            for stable in [each for each in runs if decay.follows(each)]:
-                progress = self._progress(stable)
-                is_over = self._progress(decay).has_ended(decay.end) or progress.has_diverged
-                checkpoint = run_config(self.ladder, decay).checkpoint.resume
-                if progress.has_ended(stable.end) and not is_over and not Path(checkpoint).is_dir():
-                    say(f"{stable.name} is trained again: {decay.name} needs {checkpoint}, found none")
-                    shutil.rmtree(self._folder(stable))
+        self._clean()
 
     def _launch(self, run: Run, slot: int) -> RunningJob:
         folder = self._folder(run)
@@ -140,34 +223,19 @@ class Runner:
         if not progress.has_ended(run.end):
             raise failure(job, run.name, code)
         write_points(self.ladder.folder, measured_points(self.ladder))
-        say(self._line(run, progress))
-        if run.begin and not progress.has_diverged:
-            self.clean([run])
-
-    def _line(self, run: Run, progress: Progress) -> str:
-        """What a run has reached at its end, and what the ladder has used."""
-        tokens, seconds = tokens_per_step(self.ladder.base), progress.step_seconds
-        evaluation = progress.evaluations.get(run.end)
-        if progress.has_diverged:
-            result = "DIVERGED"
-        else:
-            result = f"loss {evaluation.loss:.4f}" if evaluation and evaluation.loss is not None else ""
-        speed = f"{tokens / seconds:>9,.0f} tokens/s" if seconds else ""
-        used = used_flops(self.ladder)
+        tokens, used = run.end * tokens_per_step(self.ladder.base), used_flops(self.ladder)
         share = used / ladder_flops(self.sizes, self.ladder.rungs)
-        return (
-            f"{run.name:<16} {run.end * tokens:>13,} tokens  {result:<11} {speed}  "
-            f"used {share:.0%} ({used:.2g} FLOPs)"
-        )
+        result = "DIVERGED" if progress.has_diverged else f"loss {progress.evaluations[run.end].loss:.4f}"
+        say(f"{run.name:<16} {tokens:>13,} tokens  {result:<11}  used {share:.0%} ({used:.2g} FLOPs)")
+        self._clean()
 
-    def clean(self, runs: Iterable[Run]) -> None:
+    def _clean(self) -> None:
         """Delete the checkpoints of runs that have ended with all that follow; of decays the weights stay.
 
         None follows a run that has diverged.
         """
-        runs = list(runs)
-        for run in runs:
-            following = [each for each in runs if each.follows(run)]
+        for run in self.runs:
+            following = [each for each in self.runs if each.follows(run)]
             needed = [run] if self._progress(run).has_diverged else [run, *following]
             if all(self._progress(each).has_ended(each.end) for each in needed):
                 for name in ("checkpoints",) if run.begin else ("checkpoints", "weights"):
@@ -250,43 +318,29 @@ def measure_steps(
 
     Args:
         configs: Of runs with a row for each step and no end, as `measured_config` makes them.
-        folder: Emptied first; deleted at the end, or kept with its logs where a run failed.
+        folder: Emptied first; deleted at the end, but kept with its logs where a run failed.
         context: Where to launch.
         world_size: Processes of each.
 
     Raises:
         PretrainError: a run failed.
     """
-    jobs, folder, is_kept = list[RunningJob](), folder.resolve(), False  # the folder finds the processes
-    end_orphans(folder / f"{number}" for number in range(len(configs)))  # of a measurement that was killed
+    folder, is_kept = folder.resolve(), False  # its absolute name finds the processes
+    jobs, started = list[RunningJob](), time.time()
+    folders = [folder / f"{number}" for number in range(len(configs))]
+    end_orphans(folders)  # of a measurement that was killed
     shutil.rmtree(folder, ignore_errors=True)
     make_folder(folder)
-    if (busy := psutil.cpu_percent(LOOK_SECONDS)) > BUSY_PERCENT:
-        say(f"other processes take {busy:.0f} % of this machine's cores: the speed is measured beside them")
     try:
-        monitors = []
-        for number, config in enumerate(configs):
-            own, file = folder / f"{number}", folder / f"{number}.yaml"
-            replace_text(file, dump_yaml(config))
-            monitors.append(RunMonitor(own))
+        for number, (own, config) in enumerate(zip(folders, configs, strict=True)):
+            replace_text(file := own.with_suffix(".yaml"), dump_yaml(config))
             slots = range(number * world_size, (number + 1) * world_size)
             jobs.append(launch(file, own, config.distributed.cpu_threads or 1, context, slots))
-        since, begun = 0.0, list[int]()
-        while (
-            not since or time.time() - since < MEASURED_SECONDS or _fewest(monitors, begun) < MEASURED_STEPS
-        ):
+        while not all(map(_is_measured, progress := [read_progress(own).rows for own in folders])):
             time.sleep(_POLL_SECONDS)
-            for monitor, job in zip(monitors, jobs, strict=True):
-                monitor.update()
+            for job in jobs:
                 if (code := job.poll()) is not None:
                     raise failure(job, "the measurement of the speed", code)
-            if not since and all(monitor.last_step for monitor in monitors):
-                since, begun = time.time(), [monitor.last_step or 0 for monitor in monitors]
-        found = []
-        for monitor in monitors:
-            rows = [row for row in read_metrics(monitor.folder / "metrics.jsonl") if row["time"] > since]
-            seconds = statistics.median(row["perf/step_seconds"] for row in rows)
-            found.append((seconds, max(0.0, (monitor.first_row_seconds or 0.0) - seconds)))
     except PretrainError:
         is_kept = True  # the message names a log there
         raise
@@ -295,12 +349,16 @@ def measure_steps(
             job.kill()
         if not is_kept:
             shutil.rmtree(folder, ignore_errors=True)
+    found = []
+    for rows in progress:
+        seconds = statistics.median(row["perf/step_seconds"] for row in rows[1:])
+        found.append((seconds, max(0.0, rows[0]["time"] - started - seconds)))
     return found
 
 
-def _fewest(monitors: Sequence[RunMonitor], begun: Sequence[int]) -> int:
-    """Steps since `begun` of the slowest run."""
-    return min((monitor.last_step or 0) - first for monitor, first in zip(monitors, begun, strict=True))
+def _is_measured(rows: Sequence[dict[str, Any]]) -> bool:
+    """Whether these rows of metrics.jsonl, one for each step, are enough."""
+    return len(rows) > MEASURED_STEPS and rows[-1]["time"] - rows[0]["time"] >= MEASURED_SECONDS
 
 
 def measured_config(config: Config, threads: int) -> Config:

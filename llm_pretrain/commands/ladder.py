@@ -7,7 +7,6 @@ import dataclasses
 import math
 import os
 import statistics
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -25,13 +24,12 @@ from llm_pretrain.errors import (
     EXIT_PREEMPTED,
     ConfigError,
     DataError,
-    DivergedError,
     OutputError,
 )
 from llm_pretrain.files import make_folder, remove_leftovers
 
 if TYPE_CHECKING:
-    from llm_pretrain.ladder import Ladder, Rung, Size, Sizes
+    from llm_pretrain.ladder import Ladder
 
 EXAMPLES = """\
 Every other option is a setting, --section.field VALUE, of the family's base. The same command continues a
@@ -44,32 +42,13 @@ examples:
   llm-pretrain ladder --compare ladders/stdlib ladders/stdlib-other-recipe
 """
 
-GUESSED_FLOPS = {"core": 4e10, "gpu": 1e14}
-"""Per second, for the size at which the speed is measured first."""
-MEASURE_AGAIN = 2.0
-"""Ratio of FLOPs per token between a ladder's middle size and the measured one, from which the middle one is
-measured too, once."""
 _CHOSEN = {
-    "data.sources": "; use --input",
-    "data.weight_changes": "; use --input",
-    "run.output_dir": "; use --output",
-    "training.max_steps": "; use --budget",
-    "schedule.name": "",
-    "schedule.decay_steps": "",
-    "checkpoint.save_steps": "",
-    "checkpoint.keep_last": "",
-    "checkpoint.keep_best": "",
-    "checkpoint.resume": "",
-    "evaluation.eval_steps": "",
-    "evaluation.sample_prompts": "",
-    "evaluation.prediction": "",
-    "logging.wandb_mode": "",
-    "logging.tensorboard": "",
-    "logging.report": "",
-    "logging.parameters_sha256": "",
+    *("data.sources", "data.weight_changes", "run.output_dir", "training.max_steps", "schedule.name"),
+    *("schedule.decay_steps", "checkpoint.save_steps", "checkpoint.keep_last", "checkpoint.keep_best"),
+    *("checkpoint.resume", "evaluation.eval_steps", "evaluation.sample_prompts", "evaluation.prediction"),
+    *("logging.wandb_mode", "logging.tensorboard", "logging.report", "logging.parameters_sha256"),
 }
-"""Settings that a ladder decides by itself, and the option to give instead, if any; it decides all of
-`distributed` too, but for the time limit."""
+"""Settings that a ladder decides by itself; it decides all of `distributed` too, but for the time limit."""
 _NOT_COMPARED = {"data.sources", "run.name", "run.output_dir"}
 """Settings that may differ when a ladder is continued; the store has a hash."""
 
@@ -98,10 +77,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Plan, or continue, a ladder and train it; 75 when a signal stopped it."""
-    from llm_pretrain.ladder import read_budget
-
     if arguments.compare:
         return compare(arguments)
+
+    from llm_pretrain.commands._ladder_runs import new_ladder, train
+    from llm_pretrain.ladder import read_budget
+
     for name in ("input", "budget"):
         if getattr(arguments, name) is None:
             raise ConfigError(f"--{name}: expected a value, found none; --help has examples")
@@ -116,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             ladder = continued(arguments, folder, base, store)
             if ladder is None:
-                ladder = new_ladder(arguments, folder, base, store, unique_tokens, context)
+                ladder = new_ladder(arguments.budget, folder, base, store, unique_tokens, context)
             return train(ladder, context)
         except (KeyboardInterrupt, SystemExit):
             say(f"stopped; the same command continues {folder}")
@@ -135,22 +116,14 @@ def compare(arguments: argparse.Namespace) -> int:
     rows = compare_ladders(first, second)
     print(f"compute to equal loss, {second.folder} relative to {first.folder}")
     for row in rows:
-        needed = "not reached"
-        if row.second is not None:
-            needed = f"{'< ' if row.second.is_bound else ''}{row.second.flops:.3g} FLOPs"
-        print(
-            f"  loss {row.loss:.4f}  {row.flops:>8.3g} FLOPs  {needed:>14}  "
-            + (f"{row.ratio:.3f}" if row.ratio else "")
-        )
+        needed = f"{row.ratio * row.flops:.3g} FLOPs  {row.ratio:.3f}" if row.ratio else "–"
+        print(f"  loss {row.loss:.4f}  {row.flops:>8.3g} FLOPs  {needed}")
     for ladder in (first, second):
         for line in shortcomings(ladder):
             print(f"warning: {ladder.folder}: {line}")
     ratios = [row.ratio for row in rows if row.ratio]
     if not ratios:
-        reason = "no loss of the first lies within the second's"
-        if all(row.second is not None for row in rows):
-            reason = "the second's cheapest run is better already"
-        print(f"no ratio: {reason}; give one of them another budget")
+        print("no ratio: no loss of the first lies within the second's; give one of them another budget")
         return 1
     print(
         f"ratios from {min(ratios):.3f} to {max(ratios):.3f}, median {statistics.median(ratios):.3f}; "
@@ -170,7 +143,7 @@ def open_base(arguments: argparse.Namespace, machine: Machine) -> tuple[Config, 
 
     given = [word.removeprefix("--") for word in arguments.settings[::2]]
     if problems := [
-        f"{name}: expected none, a ladder chooses it{_CHOSEN.get(name, '')}"
+        f"{name}: expected none, a ladder chooses it; --input, --budget and --output are its options"
         for name in given
         if name in _CHOSEN or (name.startswith("distributed.") and name != "distributed.timeout_seconds")
     ]:
@@ -239,17 +212,11 @@ def continued(arguments: argparse.Namespace, folder: Path, base: Config, store: 
     ladder = read_unmeasured(folder)
     if ladder is None:
         return None
-    own, new = (
-        {
-            f"{section}.{name}": value
-            for section, each in to_dict(config).items()
-            for name, value in each.items()
-        }
-        for config in (ladder.base, base)
-    )
-    found = [
-        (name, own[name], new[name]) for name in new if name not in _NOT_COMPARED and own[name] != new[name]
-    ]
+    own, found = to_dict(ladder.base), list[tuple[str, object, object]]()
+    for section, values in to_dict(base).items():
+        for name, value in values.items():
+            if f"{section}.{name}" not in _NOT_COMPARED and own[section][name] != value:
+                found.append((f"{section}.{name}", own[section][name], value))
     if ladder.store_hash != store:
         found.append(("--input", f"the store {ladder.store_hash[:12]}", f"{store[:12]} in {arguments.input}"))
     if read_budget(ladder.budget, f"{folder / LADDER_FILE}: budget") != read_budget(arguments.budget):
@@ -263,132 +230,6 @@ def continued(arguments: argparse.Namespace, folder: Path, base: Config, store: 
             )
         )
     say(f"continuing {folder}, planned for {ladder.budget}")
-    say_rungs(ladder)
     ladder = dataclasses.replace(ladder, base=base)
     ladder.write()  # the store may have moved
     return ladder
-
-
-def new_ladder(
-    arguments: argparse.Namespace,
-    folder: Path,
-    base: Config,
-    store: str,
-    unique_tokens: int,
-    context: LaunchContext,
-) -> Ladder:
-    """Choose the rungs for the budget, measuring the speed for a time, and write ladder.json."""
-    from llm_pretrain.commands._ladder_runs import slots_of, threads_of
-    from llm_pretrain.ladder import Ladder, Sizes, choose_rungs, ladder_flops, read_budget
-    from llm_pretrain.tracking import time_text
-
-    threads, sizes = threads_of(context.machine), Sizes(base)
-    (flops, seconds), expected = read_budget(arguments.budget), ""
-    if seconds is None:
-        assert flops is not None
-        rungs = choose_rungs(sizes, flops, unique_tokens)
-    else:
-        rungs, seconds = measured_rungs(seconds, sizes, unique_tokens, folder, context, threads)
-        expected = f", about {time_text(seconds)}"
-    ladder = Ladder(folder, base, store, unique_tokens, rungs, arguments.budget, threads)
-    ladder.write()
-    say(
-        f"{len(rungs)} sizes of {base.run.name} in {ladder_flops(sizes, rungs):.2g} FLOPs{expected}, "
-        f"{slots_of(context.machine, threads)} side by side with {threads} thread{'s' * (threads > 1)} each, "
-        f"in {folder}"
-    )
-    say_rungs(ladder)
-    return ladder
-
-
-def say_rungs(ladder: Ladder) -> None:
-    """Print the sizes of a ladder and the tokens that each is trained on."""
-    from llm_pretrain.ladder import Sizes, tokens_per_step
-    from llm_pretrain.tracking import quantity
-
-    sizes = Sizes(ladder.base)
-    for rung in ladder.rungs:
-        parameters = quantity(sizes.of(rung.hidden_size).active_parameters)
-        tokens = ", ".join(quantity(steps * tokens_per_step(ladder.base)) for steps in rung.steps)
-        say(f"  hidden size {rung.hidden_size}, {parameters} active parameters: {tokens} tokens")
-
-
-def measured_rungs(
-    seconds: float, sizes: Sizes, unique_tokens: int, folder: Path, context: LaunchContext, threads: int
-) -> tuple[tuple[Rung, ...], float]:
-    """(rungs that this machine trains in a time, less what measuring takes; seconds that they will take).
-
-    Raises:
-        ConfigError: by the measured speed, the time is too short for any ladder.
-    """
-    from llm_pretrain.commands._ladder_runs import MEASURING, measure_speed, slots_of
-    from llm_pretrain.ladder import Speed, ladder_seconds, rungs_within
-    from llm_pretrain.tracking import time_text
-
-    def middle(rungs: tuple[Rung, ...]) -> Size:
-        return sizes.of(rungs[len(rungs) // 2].hidden_size)
-
-    started, machine = time.monotonic(), context.machine
-    slots, measured = slots_of(machine, threads), None
-    guess = GUESSED_FLOPS["gpu"] if machine.gpus else GUESSED_FLOPS["core"] * machine.cores / slots
-    rungs = rungs_within(sizes, seconds, unique_tokens, Speed(guess, 0.0, slots, 0))
-    for _ in range(2):
-        measured = middle(rungs)
-        say(f"measuring the speed of hidden size {measured.hidden_size}")
-        speed = measure_speed(
-            sizes.base, measured.hidden_size, folder / MEASURING, context, slots=slots, threads=threads
-        )
-        spent = time.monotonic() - started
-        rungs = rungs_within(sizes, seconds - spent, unique_tokens, speed)
-        expected = ladder_seconds(sizes, rungs, speed)
-        if spent + expected > seconds:
-            raise ConfigError(
-                # the next measurement differs a little
-                f"--budget: expected at least {time_text(1.05 * (spent + expected))} for {len(rungs)} sizes "
-                f"of this family on this machine, found {time_text(seconds)}; raise it"
-            )
-        ratio = middle(rungs).flops_per_token / measured.flops_per_token
-        if 1 / MEASURE_AGAIN < ratio < MEASURE_AGAIN:
-            break
-    return rungs, expected
-
-
-def train(ladder: Ladder, context: LaunchContext) -> int:
-    """Run all that has not ended yet, and print the table."""
-    from llm_pretrain.commands._ladder_runs import MEASURING, Runner, end_orphans, slots_of
-    from llm_pretrain.ladder import (
-        LEAST_SIZES,
-        POINTS_FILE,
-        RUNS_FOLDER,
-        diverged_sizes,
-        ladder_runs,
-        measured_points,
-        shortcomings,
-        used_flops,
-        write_ladder_report,
-        write_points,
-    )
-    from llm_pretrain.tracking import time_text
-
-    started, folder = time.monotonic(), ladder.folder.resolve()
-    files = [file for name in (RUNS_FOLDER, MEASURING) for file in (folder / name).glob("*.yaml")]
-    end_orphans(file.with_suffix("") for file in files)  # a run's folder comes after its file
-    runner = Runner(ladder, context, slots_of(context.machine, ladder.threads))
-    runs = ladder_runs(ladder.rungs)
-    runner.run_all(runs)
-    runner.clean(runs)
-    points = measured_points(ladder)
-    write_points(ladder.folder, points)
-    say(f"report: {write_ladder_report(ladder.folder)}")
-    for line in shortcomings(dataclasses.replace(ladder, points=tuple(points))):
-        say(line)
-    if (left := len(ladder.rungs) - len(diverged_sizes(ladder))) < LEAST_SIZES:
-        raise DivergedError(
-            f"{ladder.folder}: expected {LEAST_SIZES} sizes or more that do not diverge, found {left}; lower "
-            "the base's learning rates"
-        )
-    say(
-        f"{len(points)} points in {ladder.folder / POINTS_FILE}: {used_flops(ladder):.3g} FLOPs; this call "
-        f"{time_text(time.monotonic() - started)}"
-    )
-    return 0

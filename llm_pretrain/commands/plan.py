@@ -8,7 +8,7 @@ import math
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from llm_pretrain.commands._launch_options import find_scripts, say
 from llm_pretrain.commands._launching import LaunchContext, exit_on_signals, this_machine
@@ -32,25 +32,9 @@ examples:
   llm-pretrain plan --ladder ladders/mine --cost 100 --gpu h100 --world-size 8 --price 2.5 --output night.yaml
 """
 
-SHORT_STEP = 0.01
-"""Seconds of a step on a GPU below which starting its kernels takes longer than they do."""
-ALTERNATIVES = (0.25, 0.5, 1.0, 2.0, 4.0)
-"""Parameters of the sizes that are shown, in those of the best."""
+SHOWN = 4.0
+"""Sizes with up to so many times the best one's parameters, or so much fewer, are shown."""
 _MARK = "# Written by `llm-pretrain plan`"
-
-
-class _Plan(NamedTuple):
-    """What was chosen.
-
-    Args:
-        choices: Sizes that the budget trains, ascending.
-        config: Of the run of the best of them.
-        seconds: Expected; None where no speed is known.
-    """
-
-    choices: list[Choice]
-    config: Config
-    seconds: float | None
 
 
 @dataclass
@@ -79,7 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the plan and write its configuration."""
-    from llm_pretrain.ladder import Forecast, read_ladder
+    from llm_pretrain.commands._ladder_runs import evaluated_tokens
+    from llm_pretrain.ladder import EVALUATION_COST, EVALUATIONS, Forecast, best_of, read_ladder
 
     _check(arguments)
     output = Path(arguments.output)
@@ -89,20 +74,33 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.world_size = _usual_world_size(ladder.base, arguments)
     _micro_batch(ladder.base, arguments.world_size)  # raises for a number of processes that does not divide
     _check_store(ladder)
-    forecast = Forecast(ladder)
-    plan = _on_gpus(forecast, arguments) if arguments.gpu else _on_this_machine(forecast, arguments)
-    evaluation = dataclasses.replace(plan.config.evaluation, prediction=forecast.curve(plan.config))
-    plan = plan._replace(config=dataclasses.replace(plan.config, evaluation=evaluation))
-    if problems := validate(plan.config, world_size=arguments.world_size):
+    forecast, limit, seconds = Forecast(ladder), arguments.max_parameters, _seconds(arguments)
+    evaluated = EVALUATION_COST * (EVALUATIONS + 1) * evaluated_tokens(ladder.base)  # in trained tokens
+    rate = _gpu_flops(arguments) if arguments.gpu else None
+    if seconds is None:
+        choices = forecast.choices(arguments.flops, limit)
+    else:
+        if rate is None:
+            seconds, rate = _measured(forecast, seconds, evaluated, arguments)
+        choices = forecast.choices(seconds * rate, limit, evaluated)
+    best = best_of(choices)
+    config = _config(forecast, best, arguments)
+    evaluation = dataclasses.replace(config.evaluation, prediction=forecast.curve(config))
+    config = dataclasses.replace(config, evaluation=evaluation)
+    if problems := validate(config, world_size=arguments.world_size):
         raise ConfigError(*problems)
-    lines = [*_lines(forecast, plan, arguments), *_warnings(forecast, plan, arguments)]
+    expected = (best.training.tokens + evaluated) * best.size.flops_per_token / rate if rate else None
+    lines = [
+        *_lines(forecast, choices, config, expected, arguments),
+        *_warnings(forecast, best, config, arguments),
+    ]
     print(*lines, sep="\n")
     command = ""
     if not arguments.gpu:  # else there may be several machines
         command = f"; llm-pretrain train --nproc {arguments.world_size} --config {shlex.quote(str(output))}"
     head = "".join(f"# {printable(line)}\n" for line in lines)
     make_folder(output.parent)
-    replace_text(output, f"{_MARK}{printable(command)}\n{head}{dump_yaml(plan.config)}")
+    replace_text(output, f"{_MARK}{printable(command)}\n{head}{dump_yaml(config)}")
     print(printable(f"wrote {output}{command}"))
     return 0
 
@@ -145,7 +143,7 @@ def _seconds(arguments: argparse.Namespace) -> float | None:
         if seconds > SECONDS_LIMIT:
             raise ConfigError(f"--cost: expected at most 10 years of GPUs, found {seconds:.3g} seconds")
         return seconds
-    return None if arguments.time is None else read_budget(arguments.time, "--time", only_time=True).seconds
+    return None if arguments.time is None else read_budget(arguments.time, "--time", only_time=True)[1]
 
 
 def _check_store(ladder: Ladder) -> None:
@@ -163,11 +161,6 @@ def _check_store(ladder: Ladder) -> None:
             f"{store}: expected the store {ladder.store_hash[:12]} of the ladder in {ladder.folder}, found "
             f"{found[:12]}; another text needs another ladder"
         )
-
-
-def _run_name(arguments: argparse.Namespace) -> str:
-    """The output file's name, as far as a run may have it."""
-    return file_name(Path(arguments.output).stem, "plan")
 
 
 def _usual_world_size(base: Config, arguments: argparse.Namespace) -> int:
@@ -189,96 +182,68 @@ def _micro_batch(config: Config, world_size: int) -> int:
     return next(size for size in range(min(own, config.training.micro_batch_size), 0, -1) if own % size == 0)
 
 
-def _on_this_machine(forecast: Forecast, arguments: argparse.Namespace) -> _Plan:
-    """The best choice at the speed of steps that are measured here."""
-    from llm_pretrain.commands._ladder_runs import slots_of
+def _config(forecast: Forecast, choice: Choice, arguments: argparse.Namespace) -> Config:
+    """The configuration of a choice's run, here or by DDP on GPUs in bf16, of which their peaks are."""
+    machine, world_size = this_machine(), arguments.world_size
+    threads = None if arguments.gpu or machine.gpus else max(1, machine.cores // world_size)
+    micro_batch = _micro_batch(choice.size.config, world_size)
+    name = file_name(Path(arguments.output).stem, "plan")  # as far as a run may have it
+    config = forecast.config(choice, DistributedConfig(cpu_threads=threads), micro_batch, name)
+    if arguments.gpu:
+        config = dataclasses.replace(config, training=dataclasses.replace(config.training, precision="bf16"))
+    return config
+
+
+def _gpu_flops(arguments: argparse.Namespace) -> float:
+    """FLOPs per second of all GPUs."""
+    from llm_pretrain.tracking import device_peak_flops
+
+    peak = device_peak_flops(arguments.gpu.lower())
+    assert peak is not None, arguments.gpu
+    return peak * (arguments.mfu or DEFAULT_MFU) * arguments.world_size
+
+
+def _measured(
+    forecast: Forecast, seconds: float, evaluated: float, arguments: argparse.Namespace
+) -> tuple[float, float]:
+    """(seconds without the start, FLOPs per second), by steps of the run that the ladder's speed chooses."""
+    from filelock import FileLock, Timeout
+
+    from llm_pretrain.commands._ladder_runs import LOCK, MEASURING, measure_steps, measured_config, slots_of
     from llm_pretrain.ladder import best_of, flops_per_second
 
     ladder, machine, world_size = forecast.ladder, this_machine(), arguments.world_size
-    seconds, name = _seconds(arguments), _run_name(arguments)
-    threads = max(1, machine.cores // world_size)
-    distributed = DistributedConfig(cpu_threads=None if machine.gpus else threads)
-    micro_batch = _micro_batch(ladder.base, world_size)
-
-    def planned(choices: list[Choice]) -> Config:
-        return forecast.config(best_of(choices), distributed, micro_batch, name)
-
-    if seconds is None:
-        choices = forecast.choices(arguments.flops, arguments.max_parameters)
-        return _Plan(choices, planned(choices), None)
     if (rate := flops_per_second(ladder)) is None:
         raise ConfigError(f"{ladder.folder}: expected runs with measured steps, found none")
-    # until it is measured: as if processes did not wait for each other
-    rate *= min(world_size, slots_of(machine, ladder.threads))
-    evaluated, limit = _evaluated(ladder), arguments.max_parameters
-    found = forecast.choices(seconds * rate, limit, evaluated)
-    step_seconds, start_up = _measured_step(ladder, planned(found), threads, world_size)
-    rate = best_of(found).size.step_flops / step_seconds
-    found = forecast.choices((seconds - start_up) * rate, limit, evaluated)
-    best = best_of(found)
-    tokens = best.training.tokens + evaluated
-    return _Plan(found, planned(found), start_up + tokens * best.size.flops_per_token / rate)
-
-
-def _measured_step(ladder: Ladder, planned: Config, threads: int, world_size: int) -> tuple[float, float]:
-    """(seconds of a step of the planned run on all of its processes, seconds until it begins)."""
-    from filelock import FileLock, Timeout
-
-    from llm_pretrain.commands._ladder_runs import LOCK, MEASURING, measure_steps, measured_config
-
-    context = LaunchContext(find_scripts(None, ["torchrun"]), this_machine(), math.inf)
-    config = measured_config(planned, threads)
+    rate *= min(world_size, slots_of(machine, ladder.threads))  # as if processes did not wait for each other
+    best = best_of(forecast.choices(seconds * rate, arguments.max_parameters, evaluated))
+    config = measured_config(_config(forecast, best, arguments), max(1, machine.cores // world_size))
+    context = LaunchContext(find_scripts(None, ["torchrun"]), machine, math.inf)
     try:  # in the ladder's folder, where the next command finds what a killed one left
         with FileLock(ladder.folder / LOCK, timeout=0), exit_on_signals():
-            say(f"measuring steps of hidden size {planned.model.hidden_size} on {world_size} processes")
-            (measured,) = measure_steps([config], ladder.folder / MEASURING, context, world_size)
+            say(f"measuring steps of hidden size {best.size.hidden_size} on {world_size} processes")
+            ((step, start_up),) = measure_steps([config], ladder.folder / MEASURING, context, world_size)
     except Timeout:
         raise OutputError(
             f"--ladder {ladder.folder}: expected no other command that runs in it, found one; wait for "
             "its end"
         ) from None
-    return measured
+    return seconds - start_up, best.size.step_flops / step
 
 
-def _evaluated(ladder: Ladder) -> float:
-    """What the evaluations of a planned run cost, in trained tokens."""
-    from llm_pretrain.commands._ladder_runs import evaluated_tokens
-    from llm_pretrain.ladder import EVALUATION_COST, EVALUATIONS
-
-    return EVALUATION_COST * (EVALUATIONS + 1) * evaluated_tokens(ladder.base)
-
-
-def _on_gpus(forecast: Forecast, arguments: argparse.Namespace) -> _Plan:
-    """The best choice on other machines, by DDP."""
-    from llm_pretrain.ladder import best_of
-    from llm_pretrain.memory import estimate_time
-    from llm_pretrain.tracking import device_peak_flops
-
-    world_size, seconds, gpu = arguments.world_size, _seconds(arguments), arguments.gpu.lower()
-    peak, mfu = device_peak_flops(gpu), arguments.mfu or DEFAULT_MFU
-    assert peak is not None, gpu
-    evaluated, limit = _evaluated(forecast.ladder), arguments.max_parameters
-    if seconds is None:
-        choices = forecast.choices(arguments.flops, limit)
-    else:
-        choices = forecast.choices(seconds * peak * mfu * world_size, limit, evaluated)
-    best = best_of(choices)
-    micro_batch = _micro_batch(best.size.config, world_size)
-    config = forecast.config(best, DistributedConfig(), micro_batch, _run_name(arguments))
-    # the peaks are those of bf16
-    config = dataclasses.replace(config, training=dataclasses.replace(config.training, precision="bf16"))
-    tokens = round(best.training.tokens + evaluated)
-    time = estimate_time(config, world_size, tokens=tokens, flops=peak, mfu=mfu)
-    return _Plan(choices, config, time.hours * 3600)
-
-
-def _lines(forecast: Forecast, plan: _Plan, arguments: argparse.Namespace) -> list[str]:
-    """The plan in words."""
+def _lines(
+    forecast: Forecast,
+    choices: list[Choice],
+    config: Config,
+    seconds: float | None,
+    arguments: argparse.Namespace,
+) -> list[str]:
+    """The plan in words; `seconds` are what its run is expected to take, if that is known."""
     from llm_pretrain.ladder import INTERVAL_LEVEL, best_of
     from llm_pretrain.memory import estimate_memory
     from llm_pretrain.tracking import time_text
 
-    ladder, best, config = forecast.ladder, best_of(plan.choices), plan.config
+    ladder, best = forecast.ladder, best_of(choices)
     model, training = config.model, config.training
     low, high = best.prediction.low, best.prediction.high
     bits = [forecast.bits_per_byte(each) for each in (best.prediction.loss, low, high)]
@@ -292,6 +257,9 @@ def _lines(forecast: Forecast, plan: _Plan, arguments: argparse.Namespace) -> li
         budget += f", {arguments.cost:,.2f}"
     sizes = {point.hidden_size for point in forecast.decayed.points}
     memory = estimate_memory(config, world_size, on_gpu=arguments.gpu is not None)
+    time = f", {time_text(seconds)}" if seconds else ""
+    if arguments.gpu:
+        time += f" at {arguments.mfu or DEFAULT_MFU:.0%} of the peak, which small models do not reach"
     lines = [
         f"plan for {budget} on {machine}, by {len(forecast.decayed.points)} points of {len(sizes)} sizes "
         f"in {ladder.folder}",
@@ -305,30 +273,30 @@ def _lines(forecast: Forecast, plan: _Plan, arguments: argparse.Namespace) -> li
         f"{config.schedule.decay_steps:,} steps",
         f"memory      {size_text(memory.peak)} a process, micro batches of {training.micro_batch_size} in "
         f"{training.precision}",
-        f"compute     {best.training.flops:.3g} FLOPs"
-        + (f", {time_text(plan.seconds)}" if plan.seconds else ""),
+        f"compute     {best.training.flops:.3g} FLOPs{time}",
         f"loss        {best.prediction.loss:.4f}, between {low:.4f} and {high:.4f} in "
         f"{INTERVAL_LEVEL:.0%} of runs"
         + (f"; bits per byte {bits[0]:.4f}, {bits[1]:.4f} to {bits[2]:.4f}" if all(bits) else ""),
         "sizes for this budget, the best one marked",
     ]
-    for choice in _alternatives(plan.choices):
-        mark = "*" if choice is best else " "
-        lines.append(
-            f"{mark} hidden {choice.size.hidden_size:>5}  {choice.size.total_parameters:>13,} parameters  "
-            f"{choice.training.tokens:>15,} tokens  loss {choice.prediction.loss:.4f}"
-        )
+    for choice in choices:
+        if 1 / SHOWN <= choice.size.total_parameters / best.size.total_parameters <= SHOWN:
+            mark = "*" if choice is best else " "
+            lines.append(
+                f"{mark} hidden {choice.size.hidden_size:>5}  {choice.size.total_parameters:>13,} parameters"
+                f"  {choice.training.tokens:>15,} tokens  loss {choice.prediction.loss:.4f}"
+            )
     return lines
 
 
-def _warnings(forecast: Forecast, plan: _Plan, arguments: argparse.Namespace) -> list[str]:
+def _warnings(forecast: Forecast, best: Choice, config: Config, arguments: argparse.Namespace) -> list[str]:
     """Why the plan may not hold."""
     import torch
 
-    from llm_pretrain.ladder import best_of, shortcomings
+    from llm_pretrain.ladder import shortcomings
     from llm_pretrain.memory import CUDA_CONTEXT, estimate_memory, step_warnings
 
-    best, config, ladder = best_of(plan.choices), plan.config, forecast.ladder
+    ladder = forecast.ladder
     warnings = shortcomings(ladder) + forecast.warnings(best)
     if not arguments.gpu:
         device = torch.device("cuda" if this_machine().gpus else "cpu")
@@ -340,25 +308,7 @@ def _warnings(forecast: Forecast, plan: _Plan, arguments: argparse.Namespace) ->
                 f"a step is estimated to need {size_text(peak)}, a GPU has {size_text(total)}: divide the "
                 "model, `llm-pretrain simulate --search` finds a mesh, or limit --max-parameters"
             )
-        if plan.seconds and plan.seconds < SHORT_STEP * best.steps:
-            warnings.append(
-                f"steps of {1000 * plan.seconds / best.steps:.2g} ms: models and batches so small do not "
-                "keep a GPU busy; expect more time, or give a lower --mfu"
-            )
     here, there = config.training.precision, ladder.base.training.precision
     if here != there:
         warnings.append(f"the run computes in {here}, the ladder in {there}")
     return [f"warning: {line}" for line in warnings]
-
-
-def _alternatives(choices: list[Choice]) -> list[Choice]:
-    """The choices nearest to a quarter, half, once, twice and four times the best one's parameters."""
-    from llm_pretrain.ladder import best_of
-
-    most = best_of(choices).size.total_parameters
-    ratios = [choice.size.total_parameters / most for choice in choices]
-    shown = {
-        min(range(len(ratios)), key=lambda index: abs(math.log(ratios[index] / wanted)))
-        for wanted in ALTERNATIVES
-    }
-    return [choices[index] for index in sorted(shown)]

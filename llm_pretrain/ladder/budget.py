@@ -22,14 +22,15 @@ SMALLEST_BRANCHES = (2, 3, 4, 5)
 """Those of the smallest size, whose tokens cost least: up to 5D/4, to tell how the loss falls with tokens."""
 SIZE_COUNTS = (5, 4, 3)
 """Numbers of sizes, the preferred first; with fewer than three a curve over sizes is no fit."""
-SIZE_RATIOS = (1.6, 1.45)
-"""FLOPs per token of a size over those of the next smaller one, the preferred first."""
+WIDTH_RATIO = 1.25
+"""Hidden size over that of the next smaller size: some 1.6 times the FLOPs per token."""
 TOKENS_PER_PARAMETER = 20.0
 """Of the middle size at D, about; with the embedding: compute-optimal (arXiv:2203.15556)."""
 MAX_EPOCHS = 4.0
 """Passes of the store in the longest run: more repetitions teach less (arXiv:2305.16264)."""
 MIN_TOKENS_PER_PARAMETER = 1.0
-"""Of the smallest size: with fewer in `MAX_EPOCHS` passes all sizes lack text, and no size is the best."""
+"""Of the smallest size: with fewer in `MAX_EPOCHS` passes all sizes lack text, and no size is the best. A
+larger budget is not spent."""
 MIN_STEPS = 450
 """Of a run: the losses of fewer fall in another way (docs/log.md#ladders)."""
 MIN_TOKENS = 3_750_000
@@ -43,15 +44,10 @@ FLOPS_LIMIT, SECONDS_LIMIT = 1e27, 10 * 365 * 86400.0
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
-class FlopsOrSeconds(NamedTuple):
-    """A budget in its unit: exactly one of the two is given."""
-
-    flops: float | None
-    seconds: float | None
-
-
-def read_budget(text: str, option: str = "--budget", *, only_time: bool = False) -> FlopsOrSeconds:
-    """The budget in a text: `90s`, `20m`, `1h05m`, `1.5h`, `1d`, or FLOPs such as `1e16`.
+def read_budget(
+    text: str, option: str = "--budget", *, only_time: bool = False
+) -> tuple[float | None, float | None]:
+    """(FLOPs, seconds) of a budget, one of them None: `90s`, `1h05m`, `1.5h`, `1d`, or FLOPs as `1e16`.
 
     Args:
         text: As it was given.
@@ -71,7 +67,7 @@ def read_budget(text: str, option: str = "--budget", *, only_time: bool = False)
     if number > (SECONDS_LIMIT if is_time else FLOPS_LIMIT):
         most = "10 years" if is_time else f"{FLOPS_LIMIT:g} FLOPs"
         raise ConfigError(f"{option}: expected at most {most}, found {text!r}")
-    return FlopsOrSeconds(None, number) if is_time else FlopsOrSeconds(number, None)
+    return (None, number) if is_time else (number, None)
 
 
 class Speed(NamedTuple):
@@ -116,10 +112,9 @@ def ladder_seconds(sizes: Sizes, rungs: Sequence[Rung], speed: Speed) -> float:
 def choose_rungs(sizes: Sizes, budget_flops: float, unique_tokens: int) -> tuple[Rung, ...]:
     """The sizes of a ladder and their numbers of steps, the same for all but the smallest, which has more.
 
-    Sizes are geometric in FLOPs per token, and the middle one sees `TOKENS_PER_PARAMETER`. Where that would
-    be more than `MAX_EPOCHS` passes over the text, all are larger; where the shortest runs would have fewer
-    than `least_tokens`, smaller, or closer together. A larger budget makes runs longer and adds sizes: each
-    one that is more than the fewest asks for twice the tokens.
+    The middle size sees `TOKENS_PER_PARAMETER`. Where that would be more than `MAX_EPOCHS` passes over the
+    text, all are larger; where the shortest runs would have fewer than `least_tokens`, smaller. A larger
+    budget makes runs longer and adds sizes: each one that is more than the fewest asks for twice the tokens.
 
     Args:
         sizes: Of the family, `model.vocab_size` resolved.
@@ -127,25 +122,16 @@ def choose_rungs(sizes: Sizes, budget_flops: float, unique_tokens: int) -> tuple
         unique_tokens: Of the training split.
 
     Raises:
-        ConfigError: the budget is too small, or too large for the text, or the text too short for any; it
-            names the nearest budget, or the text, that is enough.
+        ConfigError: the budget is too small, or the text too short for any; it names what is enough.
     """
-    least, most = least_flops(sizes, unique_tokens), most_ladder_flops(unique_tokens)
-    found = (
-        f"FLOPs for {SIZE_COUNTS[-1]} sizes of this family and {unique_tokens:,} tokens of text, "
-        f"found {budget_flops:.2g}"
-    )
-    if budget_flops > most:
-        tokens = unique_tokens * math.sqrt(budget_flops / most)  # `most` grows with the square of the text
+    least = least_flops(sizes, unique_tokens)
+    if budget_flops < least:
         raise ConfigError(
-            f"--budget: expected at most {most:.2g} {found}; lower it, or bring text of {tokens:,.0f} tokens"
+            f"--budget: expected at least {1.01 * least:.3g} FLOPs for {SIZE_COUNTS[-1]} sizes of this "
+            f"family, found {budget_flops:.2g}; raise it{_or_smaller_steps(sizes)}"
         )
-    for count, ratio in itertools.product(SIZE_COUNTS, SIZE_RATIOS):
-        if rungs := _rungs(sizes, budget_flops, unique_tokens, count, ratio):
-            return rungs
-    raise ConfigError(
-        f"--budget: expected at least {1.01 * least:.3g} {found}; raise it{_or_smaller_steps(sizes)}"
-    )
+    rungs = (_rungs(sizes, budget_flops, unique_tokens, count) for count in SIZE_COUNTS)
+    return next(filter(None, rungs))
 
 
 def rungs_within(sizes: Sizes, seconds: float, unique_tokens: int, speed: Speed) -> tuple[Rung, ...]:
@@ -155,28 +141,13 @@ def rungs_within(sizes: Sizes, seconds: float, unique_tokens: int, speed: Speed)
         ConfigError: the text is too short.
     """
     least = least_flops(sizes, unique_tokens)
-    flops = min(most_ladder_flops(unique_tokens), seconds * speed.slots * speed.flops_per_second)
+    flops = seconds * speed.slots * speed.flops_per_second
     while flops > least:
         rungs = choose_rungs(sizes, flops, unique_tokens)
         if ladder_seconds(sizes, rungs, speed) <= seconds:
             return rungs
         flops *= 0.99
     return choose_rungs(sizes, least, unique_tokens)
-
-
-def most_run_flops(unique_tokens: int) -> float:
-    """FLOPs of a run that passes `MAX_EPOCHS` times over the text, with the most parameters that it is for.
-
-    6 FLOPs for each parameter and token (arXiv:2001.08361), so that no model is counted.
-    """
-    tokens = MAX_EPOCHS * unique_tokens
-    return 6 * tokens * tokens / MIN_TOKENS_PER_PARAMETER
-
-
-def most_ladder_flops(unique_tokens: int) -> float:
-    """The budget of a ladder whose smallest size's longest run costs `most_run_flops`."""
-    relative = [SIZE_RATIOS[0] ** k for k in range(SIZE_COUNTS[-1])]
-    return most_run_flops(unique_tokens) / SMALLEST_BRANCHES[-1] * _flops_of_unit(relative)
 
 
 def least_flops(sizes: Sizes, unique_tokens: int) -> float:
@@ -192,10 +163,8 @@ def least_flops(sizes: Sizes, unique_tokens: int) -> float:
             f"{tokens_per_step(sizes.base):,} tokens, found {unique_tokens:,}; bring more "
             f"text{_or_smaller_steps(sizes)}"
         )
-    smallest = sizes.size(sizes.least_number)
-    families = [_geometric(sizes, smallest, SIZE_COUNTS[-1], ratio) for ratio in SIZE_RATIOS]
-    units = [_flops_of_unit([size.flops_per_token for size in family]) for family in families]
-    return 1.001 * unit_tokens * min(units)
+    smallest = _widening(sizes, sizes.least_number, SIZE_COUNTS[-1])
+    return 1.001 * unit_tokens * _flops_of_unit([size.flops_per_token for size in smallest])
 
 
 def _or_smaller_steps(sizes: Sizes) -> str:
@@ -217,46 +186,36 @@ def _flops_of_unit(flops_per_token: Sequence[float]) -> float:
     return smallest * trained(SMALLEST_BRANCHES) + math.fsum(others) * trained(BRANCHES)
 
 
-def _geometric(sizes: Sizes, smallest: Size, count: int, ratio: float) -> list[Size]:
-    """`count` sizes, each with about `ratio` times the FLOPs per token of the one before."""
-    found = [smallest]
+def _widening(sizes: Sizes, smallest: int, count: int) -> list[Size]:
+    """`count` sizes from the `smallest`-th member on, each about `WIDTH_RATIO` wider than the one before."""
+    numbers = [smallest]
     for k in range(1, count):
-        above = found[-1].hidden_size // sizes.width_step
-        found.append(sizes.size(sizes.nearest_number(smallest.flops_per_token * ratio**k, above)))
-    return found
+        numbers.append(max(numbers[-1] + 1, round(smallest * WIDTH_RATIO**k)))
+    return [sizes.size(number) for number in numbers]
 
 
-def _rungs(
-    sizes: Sizes, budget_flops: float, unique_tokens: int, count: int, ratio: float
-) -> tuple[Rung, ...] | None:
+def _rungs(sizes: Sizes, budget_flops: float, unique_tokens: int, count: int) -> tuple[Rung, ...] | None:
     """Those of `count` sizes; None where the shortest runs would have too few tokens.
 
-    The larger the smallest size, the fewer tokens the budget pays for: each condition below holds from some
-    size on, as `Sizes.first_number` needs.
+    The larger the smallest size, the fewer tokens the budget pays for.
     """
-    least, most_unit = least_tokens(sizes.base), MAX_EPOCHS * unique_tokens / SMALLEST_BRANCHES[-1]
-    least = least_tokens(sizes.base) * 2 ** (count - SIZE_COUNTS[-1])
+    least_unit = least_tokens(sizes.base) * 2 ** (count - SIZE_COUNTS[-1]) / BRANCHES[0]
     most_unit = MAX_EPOCHS * unique_tokens / SMALLEST_BRANCHES[-1]
-
-    def unit_tokens(smallest: Size) -> float:
-        family = _geometric(sizes, smallest, count, ratio)
-        return budget_flops / _flops_of_unit([size.flops_per_token for size in family])
-
-    def has_too_few_tokens(smallest: Size) -> bool:
-        return BRANCHES[0] * min(unit_tokens(smallest), most_unit) < least
-
-    def is_large_enough(smallest: Size) -> bool:
-        middle = _geometric(sizes, smallest, count, ratio)[count // 2]
-        most = min(most_unit, TOKENS_PER_PARAMETER * middle.active_parameters / BRANCHES[-1])
-        return unit_tokens(smallest) <= most or has_too_few_tokens(smallest)
-
-    number = max(sizes.least_number, sizes.first_number(is_large_enough))
-    if has_too_few_tokens(sizes.size(number)):  # then with more tokens for each parameter
-        number = max(sizes.least_number, sizes.first_number(has_too_few_tokens) - 1)
-    if has_too_few_tokens(smallest := sizes.size(number)):
+    chosen: tuple[float, list[Size]] | None = None
+    for smallest in itertools.count(sizes.least_number):
+        found = _widening(sizes, smallest, count)
+        unit_tokens = budget_flops / _flops_of_unit([size.flops_per_token for size in found])
+        unit, first = min(unit_tokens, most_unit), found[0]
+        if unit < least_unit:
+            break
+        chosen = unit, found
+        optimal = TOKENS_PER_PARAMETER * found[count // 2].active_parameters / BRANCHES[-1]
+        lacks_text = SMALLEST_BRANCHES[-1] * unit < MIN_TOKENS_PER_PARAMETER * first.active_parameters
+        if unit_tokens <= min(optimal, most_unit) or lacks_text:
+            break
+    if chosen is None:
         return None
-    unit = min(unit_tokens(smallest), most_unit) / 2 / tokens_per_step(sizes.base)
-    first, *others = (size.hidden_size for size in _geometric(sizes, smallest, count, ratio))
-    steps = max(1, round(unit))
-    rungs = (Rung(each, tuple(steps * branch for branch in BRANCHES)) for each in others)
-    return Rung(first, tuple(steps * branch for branch in SMALLEST_BRANCHES)), *rungs
+    unit = max(1, round(chosen[0] / 2 / tokens_per_step(sizes.base)))
+    first, *others = (size.hidden_size for size in chosen[1])
+    rungs = (Rung(each, tuple(unit * branch for branch in BRANCHES)) for each in others)
+    return Rung(first, tuple(unit * branch for branch in SMALLEST_BRANCHES)), *rungs

@@ -11,37 +11,19 @@ from llm_pretrain.errors import ConfigError
 from llm_pretrain.ladder.points import Ladder, Point
 
 
-class Reached(NamedTuple):
-    """FLOPs for which a ladder reaches a loss.
-
-    Args:
-        flops: Interpolated; of the cheapest run where that is better already.
-        is_bound: Whether fewer may be enough.
-    """
-
-    flops: float
-    is_bound: bool
-
-
 class EqualLoss(NamedTuple):
     """What two ladders need for a loss on the frontier of the first.
 
     Args:
         loss: Of a point of the first.
         flops: Of that point.
-        second: None where the second ladder has not reached the loss.
+        ratio: FLOPs of the second ÷ those of the first: below 1 the second learns more from the same compute.
+            None where no point of the second's frontier is worse, or none is better.
     """
 
     loss: float
     flops: float
-    second: Reached | None
-
-    @property
-    def ratio(self) -> float | None:
-        """FLOPs of the second ÷ those of the first: below 1 the second learns more from the same compute."""
-        if self.second is None or self.second.is_bound:
-            return None
-        return self.second.flops / self.flops
+    ratio: float | None
 
 
 def frontier(points: Sequence[Point]) -> list[Point]:
@@ -53,14 +35,12 @@ def frontier(points: Sequence[Point]) -> list[Point]:
     return found
 
 
-def flops_for_loss(points: Sequence[Point], loss: float) -> Reached | None:
+def flops_for_loss(points: Sequence[Point], loss: float) -> float | None:
     """FLOPs at which a frontier reaches a loss, interpolated between its points in logarithms of both."""
-    if points[0].loss < loss:
-        return Reached(points[0].flops, is_bound=True)
     for before, after in itertools.pairwise(points):
         if after.loss <= loss <= before.loss:
             share = math.log(before.loss / loss) / math.log(before.loss / after.loss)
-            return Reached(before.flops * (after.flops / before.flops) ** share, is_bound=False)
+            return before.flops * (after.flops / before.flops) ** share
     return None
 
 
@@ -83,9 +63,8 @@ def compare_ladders(first: Ladder, second: Ladder) -> list[EqualLoss]:
             raise ConfigError(
                 f"{ladder.folder}: expected two points or more on its frontier, found {len(found)}"
             )
-    return [
-        EqualLoss(point.loss, point.flops, flops_for_loss(frontiers[1], point.loss)) for point in frontiers[0]
-    ]
+    rows = [(point.loss, point.flops, flops_for_loss(frontiers[1], point.loss)) for point in frontiers[0]]
+    return [EqualLoss(loss, flops, second and second / flops) for loss, flops, second in rows]
 
 
 def _evaluated_on(ladder: Ladder) -> dict[str, object]:

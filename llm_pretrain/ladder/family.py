@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from llm_pretrain.config import Config, validate
@@ -127,13 +126,6 @@ class Sizes:
         """The member of this hidden size, a multiple of `width_step`."""
         return self.size(hidden_size // self.width_step)
 
-    def first_number(self, reaches: Callable[[Size], bool]) -> int:
-        """The number of the first member that `reaches` something, which all larger ones do too."""
-        most = 1
-        while not reaches(self.size(most)):
-            most *= 2
-        return bisect.bisect_left(range(1, most), True, key=lambda number: reaches(self.size(number))) + 1
-
     @property
     def least_number(self) -> int:
         """The number of the smallest member with `MIN_HEADS` heads."""
@@ -146,12 +138,6 @@ class Sizes:
         while True:
             yield self.size(number)
             number = max(number + 1, round(number * 1.1))
-
-    def nearest_number(self, flops: float, above: int) -> int:
-        """The number, above `above`, of the member whose FLOPs per token are nearest to `flops`, by ratio."""
-        number = max(above + 1, self.first_number(lambda size: size.flops_per_token >= flops))
-        candidates = [each for each in (number - 1, number) if each > above]
-        return min(candidates, key=lambda each: abs(math.log(self.size(each).flops_per_token / flops)))
 
 
 def tokens_per_step(config: Config) -> int:

@@ -124,14 +124,15 @@ def measured_points(ladder: Ladder) -> list[Point]:
 
 
 def _points(ladder: Ladder, rung: Rung) -> Iterator[Point]:
-    """Those of one size that has not diverged: the stable run's after its start, and each decay's last."""
+    """Those of one size that has not diverged: the stable run's from the first branch on, before which losses
+    tell the start of a training more than its size, and each decay's last."""
     size, runs = Sizes(ladder.base).of(rung.hidden_size), rung_runs(rung)
     found = [read_progress(run_folder(ladder, run)) for run in runs]
     if any(progress.has_diverged for progress in found):
         return
     for run, progress in zip(runs, found, strict=True):
         for step, evaluation in progress.evaluations.items():
-            if evaluation.loss is None or not 0 < step <= run.end or (run.begin and step < run.end):
+            if evaluation.loss is None or not (run.end if run.begin else rung.branches[0]) <= step <= run.end:
                 continue
             trained = dataclasses.asdict(Training.of(size, step, ladder.unique_tokens))
             yield Point(
@@ -152,22 +153,19 @@ def read_ladder(folder: str | Path) -> Ladder:
             f"{folder}: expected a ladder's folder, with {LADDER_FILE}, found none; make one with "
             "`llm-pretrain ladder`"
         )
-    points, sizes, lines = read_points(ladder.folder), Sizes(ladder.base), dict[tuple[Any, ...], int]()
+    points, sizes, seen = read_points(ladder.folder), Sizes(ladder.base), set[Any]()
     widths = [rung.hidden_size for rung in ladder.rungs]
     for number, point in enumerate(points, start=1):
-        place = f"{ladder.folder / POINTS_FILE}:{number}: expected"
-        if point.hidden_size not in widths:
+        own = None
+        if point.hidden_size in widths and point.key not in seen:
+            steps = point.tokens // tokens_per_step(ladder.base)
+            own = Training.of(sizes.of(point.hidden_size), steps, ladder.unique_tokens)
+        seen.add(point.key)
+        if own is None or dataclasses.asdict(own).items() - dataclasses.asdict(point).items():
             raise DataError(
-                f"{place} a point of this ladder, of hidden size {', '.join(map(str, widths))}, found "
-                f"{point.hidden_size}"
+                f"{ladder.folder / POINTS_FILE}:{number}: expected a point of this ladder, each once, found "
+                f"hidden size {point.hidden_size} after {point.tokens:,} tokens"
             )
-        steps = point.tokens // tokens_per_step(ladder.base)
-        own = Training.of(sizes.of(point.hidden_size), steps, ladder.unique_tokens)
-        for name, expected in dataclasses.asdict(own).items():
-            if (found := getattr(point, name)) != expected:
-                raise DataError(f"{place} a point of this ladder, with {name} {expected:,}, found {found:,}")
-        if (first := lines.setdefault(point.key, number)) < number:
-            raise DataError(f"{place} each training once, found that of line {first} again")
     return dataclasses.replace(ladder, points=points)
 
 

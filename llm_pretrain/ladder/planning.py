@@ -11,12 +11,7 @@ from typing import NamedTuple
 
 from llm_pretrain.config import LARGEST_INTEGER, Config, DistributedConfig, PredictedLoss
 from llm_pretrain.errors import ConfigError
-from llm_pretrain.ladder.budget import (
-    MAX_EPOCHS,
-    MIN_TOKENS_PER_PARAMETER,
-    least_tokens,
-    most_run_flops,
-)
+from llm_pretrain.ladder.budget import MAX_EPOCHS, MIN_TOKENS_PER_PARAMETER, least_tokens
 from llm_pretrain.ladder.family import Size, Sizes, tokens_per_step
 from llm_pretrain.ladder.points import Ladder, Training
 from llm_pretrain.ladder.runs import warmup_of
@@ -90,21 +85,11 @@ class Forecast:
 
     @cached_property
     def stable(self) -> Fit | None:
-        """Fit to the points before the decay, from the first branch on; None where they are too few."""
-        points = [
-            point
-            for point in self.ladder.points
-            if not point.decayed and point.tokens >= self._first_branch * tokens_per_step(self.ladder.base)
-        ]
+        """Fit to the points before the decay; None where they are too few."""
         try:
-            return fit_law(points, samples=self.samples)
+            return fit_law([each for each in self.ladder.points if not each.decayed], samples=self.samples)
         except ConfigError:
             return None
-
-    @property
-    def _first_branch(self) -> int:
-        """Step before which losses tell the start of a training more than its size."""
-        return min(rung.branches[0] for rung in self.ladder.rungs)
 
     def choices(self, flops: float, max_parameters: float = math.inf, evaluated: float = 0.0) -> list[Choice]:
         """Sizes of the family that a budget trains for long enough, ascending, around and below the best.
@@ -115,11 +100,10 @@ class Forecast:
             evaluated: Tokens that the budget pays besides the trained ones, for the run's evaluations.
 
         Raises:
-            ConfigError: there is none, or the text is too short for any size that the budget is for.
+            ConfigError: there is none.
         """
         ladder, found, best = self.ladder, list[Choice](), math.inf
         least, step_tokens = least_tokens(ladder.base), tokens_per_step(ladder.base)
-        self._check_text(flops, max_parameters)
         for size in self.sizes.ascending():
             if size.total_parameters > max_parameters or flops / size.flops_per_token - evaluated < least:
                 break
@@ -153,34 +137,20 @@ class Forecast:
             )
         )
 
-    def _check_text(self, flops: float, max_parameters: float) -> None:
-        """Raises ConfigError where the text is too short for any size that the budget is for."""
-        unique_tokens = self.ladder.unique_tokens
-        parameters = MAX_EPOCHS * unique_tokens / MIN_TOKENS_PER_PARAMETER
-        if max_parameters > parameters and flops > (most := most_run_flops(unique_tokens)):
-            tokens = unique_tokens * math.sqrt(flops / most)  # `most` grows with the square of the text
-            raise ConfigError(
-                f"plan: expected a budget of at most {most:.2g} FLOPs for {unique_tokens:,} tokens of text, "
-                f"found {flops:.2g}: models for more would see less than {MIN_TOKENS_PER_PARAMETER:g} token "
-                f"per parameter in {MAX_EPOCHS:g} passes; divide it by {flops / most:.3g}, bring text of "
-                f"{tokens:,.0f} tokens, or limit --max-parameters"
-            )
-
     def warnings(self, best: Choice) -> list[str]:
         """Why the prediction of the best choice may not hold; one line each."""
         fit, found, (training, prediction) = self.decayed, list(self.decayed.warnings), best[2:]
-        sizes = [each.hidden_size for each in fit.points]
         times, passes = training.flops / fit.largest_flops, training.tokens / training.unique_tokens
         compute = f"at {times:.2g} times the compute of the ladder's largest point"
         if (prediction.high - prediction.low) / prediction.loss > WIDE_INTERVAL:
             found.append(
                 f"{compute} the interval is wider than a tenth of the loss: the ladder is too short to tell"
             )
-        size = f"{compute} the chosen size is {training.hidden_size}, which is not"
-        if training.hidden_size <= min(sizes):
-            found.append(f"{size} above the ladder's smallest, {min(sizes)}")
-        elif times <= 1 and training.hidden_size >= max(sizes):
-            found.append(f"{size} below the ladder's largest, {max(sizes)}")
+        if training.hidden_size <= (least := min(each.hidden_size for each in fit.points)):
+            found.append(
+                f"{compute} the chosen size is {training.hidden_size}, which is not above the ladder's "
+                f"smallest, {least}"
+            )
         if times > MAX_COMPUTE_RATIO:
             found.append(f"{compute}: predictions are meant for up to {MAX_COMPUTE_RATIO:g} times")
         if passes > MAX_EPOCHS:
@@ -201,7 +171,8 @@ class Forecast:
         size, text = self.sizes.of(config.model.hidden_size), self.ladder.unique_tokens
         steps = {int((last - decay_of(last)) * part) for part in _STABLE_PARTS}
         if self.stable is not None:
-            for step in sorted(step for step in steps if step >= self._first_branch):
+            first = min(rung.branches[0] for rung in self.ladder.rungs)  # the fit has no earlier points
+            for step in sorted(step for step in steps if step >= first):
                 found.append(PredictedLoss(step, *self.stable.predict(Training.of(size, step, text))))
         return [*found, PredictedLoss(last, *self.decayed.predict(Training.of(size, last, text)))]
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -148,29 +149,24 @@ def read_unmeasured(folder: str | Path) -> Ladder | None:
         DataError: ladder.json is damaged.
     """
     file = Path(folder) / LADDER_FILE
-    try:
-        content = json_object(file, read_plain(file))
-    except (FileNotFoundError, NotADirectoryError):
+    if (text := _read(file)) is None:
         return None
-    except OSError as error:
-        raise DataError(f"{file}: expected a readable file, found: {error.strerror}") from error
-    if content.get("version") != VERSION:
-        raise DataError(f"{file}: expected version {VERSION}, found {content.get('version')!r:.40}")
+    content = json_object(file, text)
     for name, kind in _LADDER_KINDS.items():
         if not matches_type(kind, value := content.get(name)):
             raise DataError(f"{file}: expected {name} of a ladder, found {value!r:.60}")
-        if isinstance(value, int) and value < 1:
-            raise DataError(f"{file}: expected {name} above 0, found {value}")
     try:
         base = from_dict(content["base"])
         if problems := validate(base):
             raise ConfigError(*problems)
-        if base.model.vocab_size is None:
-            raise ValueError("model.vocab_size")
-        rungs = tuple(_rung(values) for values in content["rungs"])
-        sizes = [rung.hidden_size for rung in rungs]
-        if not sizes or sizes != sorted(set(sizes)):
-            raise ValueError(f"rungs of hidden sizes {sizes}, which do not ascend")
+        rungs = tuple(Rung(each["hidden_size"], tuple(each["branches"])) for each in content["rungs"])
+        sizes, steps = [rung.hidden_size for rung in rungs], [rung.branches for rung in rungs]
+        counts = [content["unique_tokens"], content["threads"], *sizes, *itertools.chain(*steps)]
+        ascend = all(each and list(each) == sorted(set(each)) for each in (sizes, *steps))
+        if content.get("version") != VERSION or not base.model.vocab_size:
+            raise ValueError("version or model.vocab_size")
+        if not (matches_type(list[int], counts) and min(counts) > 0 and ascend):
+            raise ValueError(f"numbers {counts}, of which those of rungs do not ascend from 1 on"[:80])
         for size in sizes:
             member(base, size)
     except (KeyError, TypeError, ValueError, ConfigError) as error:
@@ -188,46 +184,31 @@ _LADDER_KINDS: dict[str, Any] = {
     "rungs": list[dict[str, Any]],
     "base": dict[str, Any],
 }
-
-
-def _rung(values: Mapping[str, Any]) -> Rung:
-    """That of ladder.json. Raises ValueError where it cannot be one."""
-    branches = values["branches"]
-    if not (
-        matches_type(list[int], [values["hidden_size"], *branches])
-        and min(branches, default=0) > 0
-        and branches == sorted(set(branches))
-    ):
-        raise ValueError(f"rungs {values}"[:80])
-    return Rung(values["hidden_size"], tuple(branches))
+_POINT_KINDS = get_type_hints(Point)
 
 
 def read_points(folder: Path) -> tuple[Point, ...]:
     """The table of a ladder; empty before its first run has ended. Raises DataError for a damaged line."""
-    file = folder / POINTS_FILE
+    file, found = folder / POINTS_FILE, list[Point]()
+    for number, line in enumerate((_read(file) or b"").splitlines(), start=1):
+        values = json_object(Path(f"{file}:{number}"), line)
+        wrong = [name for name, kind in _POINT_KINDS.items() if not matches_type(kind, values.get(name))]
+        if wrong or values.keys() != _POINT_KINDS.keys():
+            raise DataError(
+                f"{file}:{number}: expected a point with {', '.join(_POINT_KINDS)}, found another line"
+            )
+        found.append(Point(**values))
+        for name in ("tokens", "loss", "bits_per_byte"):
+            if (value := values[name]) is not None and not 0 < value < math.inf:
+                raise DataError(f"{file}:{number}: expected {name} above 0, found {value}")
+    return tuple(found)
+
+
+def _read(file: Path) -> bytes | None:
+    """A file's bytes; None where there is none."""
     try:
-        lines = read_plain(file, _MAX_BYTES).splitlines()
-    except FileNotFoundError:
-        return ()
+        return read_plain(file, _MAX_BYTES)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
     except OSError as error:
         raise DataError(f"{file}: expected a readable file, found: {error.strerror}") from error
-    return tuple(_point(file, number, line) for number, line in enumerate(lines, start=1))
-
-
-_KINDS = get_type_hints(Point)
-_RANGES = {
-    **{name: (1, 1e18) for name, kind in _KINDS.items() if kind is int},
-    **{"flops": (1.0, 1e27), "loss": (1e-6, 1e3), "bits_per_byte": (1e-6, 1e3)},
-}
-"""Of what a training can have measured; the fit computes with any of them."""
-
-
-def _point(file: Path, number: int, line: bytes) -> Point:
-    values = json_object(Path(f"{file}:{number}"), line)
-    wrong = [name for name, kind in _KINDS.items() if not matches_type(kind, values.get(name))]
-    if wrong or values.keys() != _KINDS.keys():
-        raise DataError(f"{file}:{number}: expected a point with {', '.join(_KINDS)}, found another line")
-    for name, (least, most) in _RANGES.items():
-        if (value := values[name]) is not None and not least <= value <= most:
-            raise DataError(f"{file}:{number}: expected {name} from {least:g} to {most:g}, found {value}")
-    return Point(**values)

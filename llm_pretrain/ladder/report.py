@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from llm_pretrain.errors import ConfigError
-from llm_pretrain.ladder.budget import most_run_flops
 from llm_pretrain.ladder.measurements import read_ladder, shortcomings, used_flops
 from llm_pretrain.ladder.planning import MAX_COMPUTE_RATIO, Choice, Forecast, best_of
 from llm_pretrain.ladder.points import Ladder, Point, Training
@@ -44,10 +43,9 @@ def _render(ladder: Ladder) -> str:
     except ConfigError as error:
         notes.append(f"No law is fitted: {error.problems[0].removeprefix(f'{ladder.folder}: ')}.")
     else:
-        budgets = [fit.largest_flops * multiple for multiple in BEYOND]
-        most = most_run_flops(ladder.unique_tokens)
-        predicted = [forecast.choices(flops) for flops in budgets if flops <= most]
-        warnings = [line for choices in predicted for line in forecast.warnings(best_of(choices))]
+        predicted = [forecast.choices(fit.largest_flops * multiple) for multiple in BEYOND]
+        bests = [best_of(choices) for choices in (predicted[0], predicted[-1])]
+        warnings = [line for best in bests for line in forecast.warnings(best)]
         notes += [f"Warning: {line}." for line in dict.fromkeys(warnings)]
     charts = [_compute_chart(decayed, predicted)] if decayed else []
     charts += [_sizes_chart(predicted)] if predicted else []
@@ -92,61 +90,52 @@ def _summary(ladder: Ladder, decayed: Sequence[Point], fit: Fit | None) -> dict[
     return {label: text for label, text in entries.items() if text}
 
 
-def _compute_chart(decayed: Sequence[Point], predicted: Sequence[Sequence[Choice]]) -> dict[str, Any]:
+def _compute_chart(decayed: Sequence[Point], predicted: list[list[Choice]]) -> dict[str, Any]:
     """Loss against FLOPs: a line for each size, and beyond them what the best size is predicted to reach."""
     traces = []
     for color, size in enumerate(sorted({point.hidden_size for point in decayed})):
         own = sorted((point for point in decayed if point.hidden_size == size), key=lambda each: each.tokens)
-        x, y = [each.flops for each in own], [each.loss for each in own]
-        traces.append(_trace(f"h{size}", "line+points", color, own, x, y))
+        traces.append(_trace(f"h{size}", "line+points", color, own, [each.loss for each in own]))
     if predicted:
         bests = [best_of(choices) for choices in predicted]
-        x = [each.training.flops for each in bests]
+        trained = [each.training for each in bests]
+        line = _trace("predicted", "dashed", None, trained, [each.prediction.loss for each in bests])
         low, high = ([each.prediction[edge] for each in bests] for edge in (1, 2))
-        interval = {"name": "interval", "kind": "band", "color": None, "x": x, "low": low, "high": high}
-        y = [each.prediction.loss for each in bests]
-        line = _trace("predicted", "dashed", None, [each.training for each in bests], x, y)
-        traces = [interval | {"legend": False}, *traces, line]
+        interval = line | {"name": "interval", "kind": "band", "low": low, "high": high, "legend": False}
+        traces = [interval, *traces, line]
     return _chart("losses", "Loss against compute, by hidden size", "FLOPs of a training", traces)
 
 
-def _sizes_chart(predicted: Sequence[Sequence[Choice]]) -> dict[str, Any]:
+def _sizes_chart(predicted: list[list[Choice]]) -> dict[str, Any]:
     """Predicted loss against parameters, for each value of compute, the best size marked."""
     traces = []
     for color, choices in enumerate(predicted):
-        best = best_of(list(choices))
+        best = best_of(choices)
         name = f"{_flops(best.training.flops)} FLOPs"
         for kind, shown in (("line", choices), ("best", [best])):
-            x = [each.training.parameters for each in shown]
-            y = [each.prediction.loss for each in shown]
-            trace = _trace(name, kind, color, [each.training for each in shown], x, y)
-            traces.append(trace | {"legend": kind == "line"})
+            trained, losses = [each.training for each in shown], [each.prediction.loss for each in shown]
+            trace = _trace(name, kind, color, trained, losses) | {"legend": kind == "line"}
+            traces.append(trace | {"x": [each.parameters for each in trained]})
     title = "Predicted loss against active parameters, by compute"
     return _chart("sizes", title, "active parameters", traces)
 
 
 def _chart(id: str, title: str, horizontal: str, traces: list[dict[str, Any]]) -> dict[str, Any]:
     exponents = "e" if "FLOPs" in horizontal else "B"  # plotly's names: 1e+12, or 1k, 1M, 1B
-    return {"id": id, "title": title, "unit": "nats per token", "horizontal": horizontal} | {
-        "exponents": exponents,
-        "traces": traces,
-    }
+    chart = {"id": id, "title": title, "unit": "nats per token", "horizontal": horizontal}
+    return chart | {"exponents": exponents, "traces": traces}
 
 
 def _trace(
-    name: str,
-    kind: str,
-    color: int | None,
-    trainings: Sequence[Training],
-    x: Sequence[float],
-    y: Sequence[float],
+    name: str, kind: str, color: int | None, trainings: Sequence[Training], losses: Sequence[float]
 ) -> dict[str, Any]:
-    """A curve as the page's script draws it; the text of a training is shown when it is pointed at."""
+    """A curve over FLOPs as the page's script draws it, with the text of each training."""
     texts = [
         f"hidden size {each.hidden_size}, {quantity(each.tokens)} tokens, {_flops(each.flops)} FLOPs"
         for each in trainings
     ]
-    return {"name": name, "kind": kind, "color": color, "x": x, "y": y, "text": texts}
+    x = [each.flops for each in trainings]
+    return {"name": name, "kind": kind, "color": color, "x": x, "y": losses, "text": texts}
 
 
 def _points_table(points: Sequence[Point], fit: Fit | None) -> Table | None:

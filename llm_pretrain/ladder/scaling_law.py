@@ -38,10 +38,6 @@ LEAST_NOISE = 4e-3
 LEAST_POINTS, LEAST_SIZES = 7, 3
 NO_LAW = 0.01
 """Noise above this is named: points before and after a jump of the loss, which no law follows."""
-NO_FLOOR = 0.01
-"""E below this share of the least loss is named: what the ladder shows has no floor yet."""
-NO_FALL = 0.01
-"""A term that falls less than this share of the least loss between the points is named too."""
 _NUMBERS = 5
 """Of a law: E, A, alpha, B and beta."""
 
@@ -105,7 +101,6 @@ class Fit:
             less compute.
         samples: Laws fitted to points drawn around the law with its noise.
         largest_flops: Of the point that has most.
-        warnings: Why the ladder may be too short to tell; one line each.
     """
 
     law: ScalingLaw
@@ -114,7 +109,20 @@ class Fit:
     noise: float
     samples: tuple[ScalingLaw, ...]
     largest_flops: float
-    warnings: tuple[str, ...]
+
+    @property
+    def warnings(self) -> list[str]:
+        """Why the law may mislead, by its points alone; one line each."""
+        found, law = list[str](), self.law
+        if self.noise > NO_LAW:
+            found.append(
+                f"the points are {self.noise:.1%} off the law, as where some models have not learnt to copy "
+                "from their context: a ladder with a larger --budget has longer runs"
+            )
+        for name, exponent in (("alpha", law.alpha), ("beta", law.beta)):
+            if not EXPONENTS[0] * 1.01 < exponent < EXPONENTS[1] * 0.99:
+                found.append(f"the ladder is too short to tell {name}, which is at its bound {exponent:.2g}")
+        return found
 
     def predict(self, training: Training) -> Prediction:
         """The loss of a training that may be none of the ladder's."""
@@ -159,7 +167,6 @@ def fit_law(points: Sequence[Point], *, samples: int = SAMPLES) -> Fit:
         noise=noise,
         samples=tuple(_search(points, fitted + each, [_vector(law)]) for each in errors),
         largest_flops=max(point.flops for point in points),
-        warnings=tuple(_warnings(law, points, noise)),
     )
 
 
@@ -175,32 +182,6 @@ def _residual_weights(points: Sequence[Point]) -> Floats:
 def _degrees_of_freedom(points: Sequence[Point]) -> int:
     """Degrees of freedom that a fitted law leaves."""
     return max(1, len(points) - _NUMBERS)
-
-
-def _warnings(law: ScalingLaw, points: Sequence[Point], noise: float) -> list[str]:
-    """Numbers of a law that the points do not tell, and why."""
-    found, least, short = list[str](), min(point.loss for point in points), "the ladder is too short to tell"
-    if noise > NO_LAW:
-        found.append(
-            f"the points are {noise:.1%} off the law, as where some models have not learnt to copy from "
-            "their context: a ladder with a larger --budget has longer runs"
-        )
-    if NO_FLOOR * least > law.E:
-        found.append(
-            f"{short} which loss remains with any size and text: E is below {NO_FLOOR:.0%} of the least loss"
-        )
-    parameters, tokens = (np.exp(counts) for counts in _counts(points))
-    for name, term, values in (
-        ("alpha", "parameters", law.A / parameters**law.alpha),
-        ("beta", "tokens", law.B / tokens**law.beta),
-    ):
-        exponent, fall = getattr(law, name), float(np.ptp(values))
-        how = f"{short} how the loss falls with {term}:"
-        if not EXPONENTS[0] * 1.01 < exponent < EXPONENTS[1] * 0.99:
-            found.append(f"{how} {name} is at its bound {exponent:.2g}")
-        elif fall < NO_FALL * least:
-            found.append(f"{how} between its points only by {fall:.2g} of {least:.2f}")
-    return found
 
 
 def _counts(points: Sequence[Point]) -> tuple[Floats, Floats]:

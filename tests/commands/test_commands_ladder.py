@@ -6,7 +6,6 @@ import dataclasses
 import json
 import math
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +13,6 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-import psutil
 import pytest
 from support.fork_server import python_path
 from support.ladders import make_ladder
@@ -25,9 +23,16 @@ from support.run_folders import make_run
 from llm_pretrain.__main__ import main
 from llm_pretrain.commands import _ladder_runs
 from llm_pretrain.commands import ladder as ladder_command
-from llm_pretrain.commands._ladder_runs import Runner, failure, measure_steps, slots_of, threads_of
+from llm_pretrain.commands._ladder_runs import (
+    Runner,
+    failure,
+    measure_steps,
+    measured_rungs,
+    slots_of,
+    threads_of,
+    train,
+)
 from llm_pretrain.commands._launching import Job, LaunchContext, Machine, processes_of
-from llm_pretrain.commands.ladder import measured_rungs, train
 from llm_pretrain.config import CheckpointConfig, Config, LoggingConfig, dump_yaml, to_dict
 from llm_pretrain.errors import EXIT_PREEMPTED, ConfigError, DivergedError, PretrainError
 from llm_pretrain.ladder import (
@@ -88,8 +93,8 @@ def test_a_ladder_has_a_point_for_each_size_and_number_of_tokens(finished: tuple
     ladder, output = finished
     assert len(ladder.rungs) == 3
     assert [len(rung.steps) for rung in ladder.rungs] == [3, 2, 2]
-    assert len(ladder.points) == (3 + 4) + 2 * (2 + 2)  # decayed, and at each save of the stable run
-    assert len({(point.hidden_size, point.tokens, point.decayed) for point in ladder.points}) == 15
+    assert len(ladder.points) == 2 * (3 + 2 + 2)  # decayed, and before each decay
+    assert len({(point.hidden_size, point.tokens, point.decayed) for point in ladder.points}) == 14
     for rung in ladder.rungs:
         assert f"  hidden size {rung.hidden_size}, " in output
         decayed = [each for each in ladder.points if each.hidden_size == rung.hidden_size and each.decayed]
@@ -97,7 +102,7 @@ def test_a_ladder_has_a_point_for_each_size_and_number_of_tokens(finished: tuple
     lines = output.splitlines()
     assert sum(" used " in line for line in lines) == 4 + 3 + 3
     assert "used 100% (" in output
-    assert f"15 points in {ladder.folder / 'points.jsonl'}: " in lines[-1]
+    assert f"14 points in {ladder.folder / 'points.jsonl'}: " in lines[-1]
     assert 0.9 * 4e9 < float(lines[-1].split(": ")[1].split(" FLOPs")[0]) < 1.1 * 4e9
     assert flops_per_second(ladder)
     assert not list((ladder.folder / RUNS_FOLDER).glob("*/checkpoints"))
@@ -241,7 +246,7 @@ def test_no_size_continues_the_run_that_the_base_continued(
         bases.append(base)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(ladder_command, "new_ladder", new_ladder)
+    monkeypatch.setattr(_ladder_runs, "new_ladder", new_ladder)
     (tmp_path / "base.yaml").write_text(f"checkpoint: {{resume: {tmp_path}}}\n")
     options = (*BUDGET, "--config", str(tmp_path / "base.yaml"))
     assert main(command(plain_store, tmp_path / "ladder", *options)[2:]) == EXIT_PREEMPTED
@@ -274,7 +279,7 @@ def test_every_setting_that_a_ladder_decides_is_refused_as_an_option(tmp_path: P
             for name in before[section]
             if before[section][name] != after[section][name]
         }
-        assert decided - {"schedule.warmup_steps"} <= ladder_command._CHOSEN.keys()
+        assert decided - {"schedule.warmup_steps"} <= ladder_command._CHOSEN
 
 
 @pytest.mark.parametrize("cores", range(1, 17))
@@ -352,7 +357,7 @@ def test_a_time_is_refused_after_one_measurement(
 def test_a_speed_far_from_the_guess_is_measured_again_once(
     plain_store: Path, tmp_path: Path, measured: list[int], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setitem(ladder_command.GUESSED_FLOPS, "core", 5e12)
+    monkeypatch.setitem(_ladder_runs.GUESSED_FLOPS, "core", 5e12)
     sizes = Sizes(with_store(preset("ladder"), plain_store))
     context = LaunchContext(ROOT, Machine(0, 2), math.inf)
     rungs, _ = measured_rungs(900, sizes, 3_500_000, tmp_path, context, 1)
@@ -386,9 +391,9 @@ def test_decays_follow_their_stable_runs_and_none_a_diverged_one(
 
     monkeypatch.setattr(Runner, "_launch", launch)
     monkeypatch.setattr(_ladder_runs, "say", printed.append)
-    runner = Runner(ladder, LaunchContext(ROOT, Machine(0, 2), math.inf), 2)
+    runner = Runner(ladder, LaunchContext(ROOT, Machine(0, 2), math.inf))
     runs = ladder_runs(ladder.rungs)
-    runner.run_all(runs)
+    runner.run_all()
     assert sorted(started) == sorted(run.name for run in runs if not (run.begin and run.hidden_size == 96))
     for run in runs:
         before = [each.name for each in runs if run.follows(each) and run.name in started]
@@ -397,35 +402,13 @@ def test_decays_follow_their_stable_runs_and_none_a_diverged_one(
     assert sum("DIVERGED" in line for line in printed) == 1
     diverged = next(run for run in runs if run.hidden_size == 96)
     (runner._folder(diverged) / "checkpoints").mkdir()
-    runner.clean(runs)
+    runner.run_all()
+    assert len(started) == 9, "nothing runs twice"
     assert not (runner._folder(diverged) / "checkpoints").exists(), "no decay will follow it"
     trained = [run for run in runs if run.name in started]
     flops = sum(runner.sizes.of(run.hidden_size).step_flops * run.trained_steps for run in trained)
     assert used_flops(ladder) == pytest.approx(flops)
     assert len(read_points(ladder.folder)) == 2 * (3 + 1)
-    runner.run_all(runs)
-    assert len(started) == 9, "nothing runs twice"
-    stable, first, *_ = runs
-    shutil.rmtree(runner._folder(first))
-    runner.run_all(runs)
-    assert started[9:] == [stable.name, first.name], "its checkpoint was deleted when all decays had ended"
-    checkpoint = Path(run_config(ladder, first).checkpoint.resume)
-    assert printed[9] == f"{stable.name} is trained again: {first.name} needs {checkpoint}, found none"
-    shutil.rmtree(runner._folder(first))
-    checkpoint.mkdir(parents=True)
-    runner.run_all(runs)
-    assert started[11:] == [first.name]
-
-
-def test_runs_say_how_far_they_are_while_none_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    ladder, printed = make_ladder(tmp_path / "ladder", sizes=(32, 64, 96)), list[str]()
-    monkeypatch.setattr(Runner, "_launch", lambda self, run, _: EndedJob(self._folder(run), run.end, 3.0))
-    monkeypatch.setattr(_ladder_runs, "PROGRESS_SECONDS", -1.0)
-    monkeypatch.setattr(_ladder_runs, "say", printed.append)
-    runner = Runner(ladder, LaunchContext(ROOT, Machine(0, 2), math.inf), 2)
-    runner.run_all([run for run in ladder_runs(ladder.rungs) if not run.begin][:2])
-    assert printed[0] == "h64 at step 8,000 of 8,000, h32 at step 8,000 of 8,000"
-    assert len(printed) == 3
 
 
 @pytest.mark.parametrize(("code", "exit_code"), [(75, 75), (1, 1), (0, 1), (-9, 71), (137, 71)])
@@ -446,21 +429,6 @@ def test_a_measurement_ends_the_processes_of_its_own_folder_alone(
     with pytest.raises(ZeroDivisionError):
         measure_steps([preset("ladder")], Path("measuring"), LaunchContext(ROOT, Machine(0, 2), math.inf))
     assert folders == [tmp_path / "measuring" / "0"] * 2
-
-
-@pytest.mark.parametrize(("busy", "lines"), [(3.0, 0), (80.0, 1)])
-def test_a_busy_machine_is_named_before_its_speed_is_measured(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    busy: float,
-    lines: int,
-):
-    monkeypatch.setattr(psutil, "cpu_percent", lambda _: busy)
-    monkeypatch.setattr(_ladder_runs, "launch", lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        measure_steps([preset("ladder")], tmp_path / "m", LaunchContext(ROOT, Machine(0, 2), math.inf))
-    assert capsys.readouterr().out.count("other processes take 80 % of this machine's cores") == lines
 
 
 @pytest.mark.parametrize(("error", "is_kept"), [(KeyboardInterrupt, False), (PretrainError("failed"), True)])

@@ -110,7 +110,7 @@ def test_a_time_here_is_that_of_measured_steps_and_of_evaluations(
 
     monkeypatch.setattr("llm_pretrain.commands._ladder_runs.measure_steps", measure_steps)
     assert plan(folder, "--time", "20m", "--world-size", "1") == 0
-    assert re.search(r"compute     \S+ FLOPs, (19m5\ds|20m0\ds)\n", capsys.readouterr().out)
+    assert re.search(r"compute     \S+ FLOPs, 19m(39|40)s\n", capsys.readouterr().out)
     config = load_config(["--config", str(folder / "night.yaml")], world_size=1)
     assert config.model.hidden_size <= measured[0].model.hidden_size
     rate = flops_per_step(measured[0]) / (2e-4 * measured[0].model.hidden_size)
@@ -159,7 +159,7 @@ def test_an_unfinished_ladder_is_used_and_named(folder: Path, capsys: pytest.Cap
         points.write_text(re.sub(r'"loss": [\d.]+', '"loss": NaN', whole, count=1))
         assert plan(folder, "--flops", "3e14", "--world-size", "1") == 65
         (line,) = capsys.readouterr().err.splitlines()
-        assert "points.jsonl:1: expected loss from 1e-06 to 1000, found nan" in line
+        assert "points.jsonl:1: expected loss above 0, found nan" in line
     finally:
         points.write_text(whole)
 
@@ -238,11 +238,6 @@ WRONG: dict[str, tuple[Sequence[str], str]] = {
     "no GPU": (["--time", "1h", "--gpu", "abacus"], "--gpu: expected one of"),
     "no time": (["--time", "soon"], "--time: expected a time such as 20m"),
     "FLOPs as a time": (["--time", "1e18"], "--time: expected a time such as 20m or 2h, found '1e18'"),
-    "too much FLOPs": (
-        ["--flops", "1e24"],
-        "expected a budget of at most 2.4e+17 FLOPs for 50,000,000 tokens",
-    ),
-    "too much time": (["--time", "3600d", "--gpu", "h100"], "expected a budget of at most 2.4e+17 FLOPs"),
     "too little": (["--flops", "1e6"], "expected a budget for"),
     "ranks": (["--flops", "1e14", "--world-size", "7"], "--world-size: expected a divisor of the ladder's"),
     "utilisation": (

@@ -49,12 +49,12 @@ def write_rows(folder: Path, rows: list[dict[str, Any]], *, state: str = "finish
 def finish(ladder: Ladder, run: Run, loss: float | None = 5.0) -> None:
     """Evaluations at every branch step and at the run's end."""
     first = next(rung for rung in ladder.rungs if rung.hidden_size == run.hidden_size).branches[0]
-    steps = [run.end] if run.begin else [0, *range(first, run.end + 1, first)]
+    steps = [run.end] if run.begin else [0, first // 2, *range(first, run.end + 1, first)]
     rows = [{"step": step, "time": 1.0 + step, "eval/loss": loss, "perf/step_seconds": 0.5} for step in steps]
     write_rows(run_folder(ladder, run), rows)
 
 
-def test_the_table_has_every_evaluation_but_that_of_the_initial_model(ladder: Ladder):
+def test_the_table_has_every_evaluation_from_the_first_branch_on(ladder: Ladder):
     for run in ladder_runs(ladder.rungs):
         finish(ladder, run)
     ladder.write()
@@ -62,6 +62,7 @@ def test_the_table_has_every_evaluation_but_that_of_the_initial_model(ladder: La
     found = read_ladder(ladder.folder)
     assert dataclasses.replace(found, points=()) == ladder
     assert len(found.points) == 3 * (3 + 3)
+    assert min(point.tokens for point in found.points) == 12 * tokens_per_step(ladder.base)
     first, last = found.points[0], found.points[-1]
     assert (first.hidden_size, first.decayed, last.hidden_size, last.decayed) == (32, False, 96, True)
     for point in found.points:
