@@ -203,7 +203,7 @@ def test_a_damaged_plan_is_named_with_its_file(ladder: Ladder, name: str):
     ("key", "value"),
     [
         *[("tokens", 0), ("flops", 0.0), ("flops", 1e300), ("loss", float("nan")), ("loss", -1.0)],
-        *[("loss", 1e300), ("bits_per_byte", -1.0), ("hidden_size", 48), ("unique_tokens", 5)],
+        *[("loss", float("inf")), ("bits_per_byte", -1.0), ("hidden_size", 48), ("unique_tokens", 5)],
         *[("parameters", 7), ("flops", 1e14), ("tokens", 1000), ("loss", 2.0)],  # of another ladder; twice
     ],
 )
