@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
         choices = forecast.choices(arguments.flops, limit)
     else:
         if rate is None:
-            seconds, rate = _measured(forecast, seconds, evaluated, arguments)
+            rate = _measured_flops(forecast, seconds, evaluated, arguments)
         choices = forecast.choices(seconds * rate, limit, evaluated)
     best = best_of(choices)
     config = _config(forecast, best, arguments)
@@ -203,10 +203,10 @@ def _gpu_flops(arguments: argparse.Namespace) -> float:
     return peak * (arguments.mfu or DEFAULT_MFU) * arguments.world_size
 
 
-def _measured(
+def _measured_flops(
     forecast: Forecast, seconds: float, evaluated: float, arguments: argparse.Namespace
-) -> tuple[float, float]:
-    """(seconds without the start, FLOPs per second), by steps of the run that the ladder's speed chooses."""
+) -> float:
+    """FLOPs per second here, by steps of the run that the ladder's speed chooses."""
     from filelock import FileLock, Timeout
 
     from llm_pretrain.commands._ladder_runs import LOCK, MEASURING, measure_steps, measured_config, slots_of
@@ -222,13 +222,13 @@ def _measured(
     try:  # in the ladder's folder, where the next command finds what a killed one left
         with FileLock(ladder.folder / LOCK, timeout=0), exit_on_signals():
             say(f"measuring steps of hidden size {best.size.hidden_size} on {world_size} processes")
-            ((step, start_up),) = measure_steps([config], ladder.folder / MEASURING, context, world_size)
+            ((step, _),) = measure_steps([config], ladder.folder / MEASURING, context, world_size)
     except Timeout:
         raise OutputError(
             f"--ladder {ladder.folder}: expected no other command that runs in it, found one; wait for "
             "its end"
         ) from None
-    return seconds - start_up, best.size.step_flops / step
+    return best.size.step_flops / step
 
 
 def _lines(

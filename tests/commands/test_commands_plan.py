@@ -110,13 +110,13 @@ def test_a_time_here_is_that_of_measured_steps_and_of_evaluations(
 
     monkeypatch.setattr("llm_pretrain.commands._ladder_runs.measure_steps", measure_steps)
     assert plan(folder, "--time", "20m", "--world-size", "1") == 0
-    assert re.search(r"compute     \S+ FLOPs, 19m(39|40)s\n", capsys.readouterr().out)
+    assert re.search(r"compute     \S+ FLOPs, (19m5\ds|20m00s)\n", capsys.readouterr().out)
     config = load_config(["--config", str(folder / "night.yaml")], world_size=1)
     assert config.model.hidden_size <= measured[0].model.hidden_size
     rate = flops_per_step(measured[0]) / (2e-4 * measured[0].model.hidden_size)
     seconds = config.training.max_steps * flops_per_step(config) / rate
     evaluations = 11 * 1_000_000 * flops_per_step(config) / tokens_per_step(config) / rate
-    assert seconds + evaluations + 20 == pytest.approx(1200, rel=0.01)
+    assert seconds + evaluations == pytest.approx(1200, rel=0.01)
 
 
 def flops_per_step(config: Config) -> float:
