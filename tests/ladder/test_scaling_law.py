@@ -67,7 +67,7 @@ def test_the_law_of_exact_points_is_found():
 @pytest.mark.parametrize("compute", [8, 30])
 def test_the_interval_contains_what_is_measured_later(compute: int):
     """At many times the compute, in at least eight of ten ladders; a quick count of few."""
-    assert contained(compute, seeds=range(5), samples=15, sizes=5) >= 4
+    assert contained(compute, seeds=range(5), samples=30, sizes=5) >= 4
 
 
 @pytest.mark.slow
