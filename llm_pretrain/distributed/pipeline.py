@@ -105,7 +105,7 @@ class Pipeline:
         device: torch.device,
         autocast: AbstractContextManager[Any],
     ):
-        if torch.__version__ < (2, 13):  # stages wait for gradients of routers' counts, which have none
+        if torch.__version__ < "2.13":  # stages wait for gradients of routers' counts, which have none
             raise ConfigError(
                 f"distributed.pp_size: expected 1 with torch {torch.__version__}, found {place.sizes.pp}; a "
                 "pipeline needs torch 2.13"
