@@ -222,16 +222,19 @@ def gloo(tmp_path: Path) -> Iterator[None]:
 
 @pytest.mark.usefixtures("gloo")
 def test_of_a_real_step_what_gloo_holds_is_not_counted():
-    tracker = Tracker("cpu")
+    tracker, names = Tracker("cpu"), ("reduce_scatter_single", "all_gather_single")
+    if torch.__version__ < (2, 13):
+        names = ("reduce_scatter_tensor", "all_gather_into_tensor")
+    reduce_scatter, all_gather = (getattr(dist, name) for name in names)
     with trace_module._OnCopies(), tracker.running():
         tensors: list[Any] = [torch.arange(64.0), torch.empty(64)]
         given, out = tensors
-        dist.reduce_scatter_single(out, given)
+        reduce_scatter(out, given)
         assert out.equal(given)
         assert max(tracker.totals()) == (64 + 64) * 4  # Gloo reduces in a copy
         world: Any = dist.group.WORLD
         summed = torch.ops._c10d_functional.all_reduce(given, "sum", world.group_name)
-        work: Any = dist.all_gather_single(out, given, async_op=True)
+        work: Any = all_gather(out, given, async_op=True)
         assert [each._use_count() for each in (*tensors, summed)] == [1, 1, 1]  # nothing else has them
         work.wait()
         assert summed.equal(given)
