@@ -88,8 +88,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_settings(parser)
 
 
-def run(arguments: argparse.Namespace) -> None:
-    """Prints what `parity` says of each run, the table of losses and their spreads."""
+def run(arguments: argparse.Namespace) -> int:
+    """Prints what `parity` says of each run, the table of losses and their spreads; 1 beyond its bounds."""
     layouts = [PUBLISHED[0], *(each for each in PUBLISHED if each.name in arguments.only)]
     machine = this_machine()
     with token_store(arguments.store) as store, tempfile.TemporaryDirectory() as temporary, exit_on_signals():
@@ -112,6 +112,7 @@ def run(arguments: argparse.Namespace) -> None:
         met=not is_violated(results, None),
         note=note,
     )
+    return int(is_violated(results, None))
 
 
 def plan_layouts(

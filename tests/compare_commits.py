@@ -139,10 +139,10 @@ def forget_settings(run: Path, settings: set[str]) -> None:
         write_manifest(folder, replace(manifest, run=replace(manifest.run, fingerprints=kept)))
 
 
-def compare_runs(old: Path, new: Path) -> str | None:
+def compare_runs(old: Path, new: Path, first: int = 0) -> str | None:
     """The first difference of two runs' folders, in words; None where all is equal.
 
-    Rows before the first one of `new`, which may have continued `old`, are not compared.
+    Rows before step `first`, with which a `new` that has continued `old` begins, are not compared.
     """
     rows = [
         {
@@ -151,7 +151,6 @@ def compare_runs(old: Path, new: Path) -> str | None:
         }
         for folder in (old, new)
     ]
-    first = min(rows[1], default=0)
     if difference := first_difference({step: row for step, row in rows[0].items() if step >= first}, rows[1]):
         return difference
     for step in (MIDWAY, STEPS):
@@ -214,7 +213,7 @@ def compare(old: Tree, new: Tree, folder: Path, options: Sequence[str]) -> bool:
         if not failed:
             shutil.copytree(runs / "old", runs / "continued", ignore=later)
             forget_settings(runs / "continued", of_old - of_new)
-            continued = train(new, "continued") or compare_runs(runs / "old", runs / "continued")
+            continued = train(new, "continued") or compare_runs(runs / "old", runs / "continued", MIDWAY + 1)
         for what, difference in (("trained", trained), ("continued", continued)):
             cells = f"{model:8} {precision:9} {world_size:5}  {launcher:10} {what:9}"
             print(f"{cells}  {difference or 'same bits'}", flush=True)

@@ -112,7 +112,10 @@ class _Comparison:
         )  # fmt: skip
 
     def _same(self, name: str, precision: str, one: Rows | None, other: Rows | None, side: str) -> None:
-        """Compare every exact number of every row, and every tensor of the last checkpoint, bit for bit."""
+        """Compare every exact number of every row, and every tensor of the last checkpoint, bit for bit.
+
+        A resumed run has rows from the step after its checkpoint on.
+        """
         what = f"{name} {precision}: torchrun / {side}"
         if one is None or other is None:
             self.context.emit(what, "not compared: a launch failed")
@@ -120,14 +123,17 @@ class _Comparison:
         differing = [
             f"step {step}: {key} {one[step].get(key)!r} / {value!r}"[:160]
             for step, row in sorted(other.items())
-            for key, value in row.items()
+            for key, value in ((key, row.get(key)) for key in {**one[step], **row})
             if key != "time" and not key.startswith("perf/") and one[step].get(key) != value
         ]
-        missing = STEPS not in other
+        missing = sorted(other) != list(range(SAVED + 1 if side == "resumed" else 1, STEPS + 1))
         tensors, theirs = (_tensors(self._path(name, precision, each)) for each in ("torchrun", side))
         other_bits = [key for key, tensor in tensors.items() if not torch.equal(tensor, theirs[key])]
         verdict = "identical"
-        if differing or other_bits or missing:
+        if missing:
+            self.failed = True
+            verdict = f"DIFFERS: rows of the steps {sorted(other)}"
+        elif differing or other_bits:
             self.failed = True
             verdict = (
                 f"DIFFERS: {differing[:2]}; {len(other_bits)} of {len(tensors)} tensors {other_bits[:3]}"
@@ -145,6 +151,7 @@ class _Comparison:
         ]
         key = "data/batch_sha256"
         same = all(one[step][key] == other[step][key] for step in range(1, STEPS + 1))
+        self.failed |= not same
         first = next((step for step, error in enumerate(errors, 1) if not error <= bound), None)
         verdict = "ok" if same and first is None else f"beyond {bound:g} from step {first}, a tie of experts?"
         self.context.emit(

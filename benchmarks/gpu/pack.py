@@ -3,7 +3,7 @@
     python -m benchmarks.gpu.pack [WHEEL …] [--python 3.12]
 
 Stores of random documents and counts of the cases go into .gpu, wheels that the machine lacks into .whl; git
-ignores both. What is there already is not made again.
+ignores both. Stores and wheels that are there already are not made again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from benchmarks.documents import Documents, make_store
 from benchmarks.gpu.parts import CASES, DOCUMENTS, case_options
 from benchmarks.gpu.roofline import NAMES, bounds
 from benchmarks.gpu.rounds import PACKED, WHEELS
-from benchmarks.machine import ROOT
+from benchmarks.machine import ROOT, commit
 from benchmarks.reporting import SkippedError
 from llm_pretrain.tracking import MACHINES
 
@@ -42,8 +42,9 @@ def main() -> int:
     _wheels(arguments.wheels, arguments.python)
     _stores()
     counted = PACKED / "counted.json"
-    if not counted.exists():
-        counted.write_text(json.dumps({"peaks": _peaks(), "bounds": _bounds()}, indent=1))
+    if not counted.exists() or json.loads(counted.read_text()).get("commit") != commit():
+        found = {"commit": commit(), "peaks": _peaks(), "bounds": _bounds()}
+        counted.write_text(json.dumps(found, indent=1))
     tree, packed = _size(_tracked()), _size(path for top in (PACKED, WHEELS) for path in top.rglob("*"))
     print(f"tree {tree / 2**20:.1f} MiB, .gpu and .whl {packed / 2**20:.1f} MiB: take all of it along")
     if tree + packed > MOST_BYTES:

@@ -170,12 +170,13 @@ class Context:
             more: What else to keep.
         """
         speed, peak, sheet = statistics.median(stretches), self.peak().get("bf16_flops"), None
-        if torch.cuda.is_available():
-            sheet = device_peak_flops(torch.cuda.get_device_name())
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+        if device:
+            sheet = device_peak_flops(device)
             memory = memory or torch.cuda.max_memory_allocated()
         self.emit(
             f"{case.name}, {side}: tokens/s", speed, "tok/s", case=case.name, side=side,
-            goal=case.goal if side in ("default", "joined") else None,
+            goal=case.goal if side in ("default", "joined") and "H100" in device else None,
             mfu=speed * flops / sheet if sheet else None,
             mfu_of_product=speed * flops / peak if peak else None,
             peak_gib=memory / 2**30 if memory else None, first_step_s=first,

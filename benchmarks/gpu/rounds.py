@@ -32,7 +32,7 @@ PACKED, WHEELS = ROOT / ".gpu", ROOT / ".whl"
 """What `make gpu-pack` makes: stores and counts, and wheels that the GPU machine lacks."""
 _LOG_BYTES = 300_000
 _SUMMARY_CHARACTERS = 11_400
-"""Whoever reads a remote command's output may see its last 12,000 characters only."""
+"""The summary stays readable where only the end of a remote command's output is shown."""
 _DRY_PATIENCE = 6
 """Factor on the limits on CPUs."""
 
@@ -157,10 +157,12 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.dry and not (PACKED / "stores").is_dir():
         raise ConfigError(f"{PACKED / 'stores'}: expected packed stores, found none; run make gpu-pack")
     arguments.output.mkdir(parents=True, exist_ok=True)
+    results = arguments.output / "results.jsonl"
+    before = results.stat().st_size if results.exists() else 0  # earlier calls' rows are not of this one
     with tempfile.TemporaryDirectory(prefix="gpu-round-") as work:
         _Round(arguments.output.absolute(), Path(work), arguments.dry).run(groups, arguments.seconds)
     end()
-    text = summary(arguments.output / "results.jsonl", parts, is_judged=not arguments.dry)
+    text = summary(results, parts, before, is_judged=not arguments.dry)
     (arguments.output / "summary.txt").write_text(text + "\n")
     print(text, flush=True)
     return int(any(part.state != "passed" for part in parts))
@@ -280,15 +282,16 @@ def _kill(part: Part) -> None:
     part.process.wait()
 
 
-def summary(results: Path, parts: list[Part], *, is_judged: bool = True) -> str:
+def summary(results: Path, parts: list[Part], before: int = 0, *, is_judged: bool = True) -> str:
     """The table of results that are shown, our speed over the peers', and what became of each part.
 
     Args:
         results: The file of all results.
         parts: Of the round.
+        before: Bytes of the file that earlier calls have written.
         is_judged: Whether goals are shown.
     """
-    rows: list[dict[str, Any]] = [json.loads(line) for line in results.read_text().splitlines()]
+    rows: list[dict[str, Any]] = [json.loads(line) for line in results.read_bytes()[before:].splitlines()]
     names = {part.name for part in parts}
     shown = [row for row in [*rows, *_ratios(rows)] if row.get("show") and row["part"] in names | {""}]
     lines = [_line(row if is_judged else row | {"goal": None}) for row in shown]

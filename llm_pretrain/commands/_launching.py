@@ -400,9 +400,8 @@ class RunMonitor:
     """
 
     def __init__(self, folder: Path):
-        self.folder, self.started = folder, time.monotonic()
+        self.folder = folder
         self.last_step: int | None = None
-        self.first_row_seconds: float | None = None
         self._metrics, self._attempts = folder / "metrics.jsonl", folder / "attempts.jsonl"
         self._attempts_size = _size(self._attempts)
         self._offset = _size(self._metrics)
@@ -431,8 +430,6 @@ class RunMonitor:
                 row = json.loads(line)
                 if isinstance(row, dict) and is_training_row(row):
                     self.last_step = row["step"]
-                    if self.first_row_seconds is None:
-                        self.first_row_seconds = time.monotonic() - self.started
 
     def step_being_saved(self) -> int | None:
         """Step of the folder that the run is writing; None while it writes none."""

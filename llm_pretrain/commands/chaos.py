@@ -57,7 +57,7 @@ EXAMPLES = """\
 Every other option is a setting, --section.field VALUE, and applies to every launch.
 
 The run is killed in a step, at its start-up and in a save, once under each launcher, and continued each time
-by the other launcher. --kill all: SIGKILL to launcher and workers at once; rank: to one worker, after which
+by the next of --paths. --kill all: SIGKILL to launcher and workers at once; rank: to one worker, after which
 the launcher must end within 60 s; launcher: to the launcher alone, after which all workers must end within
 30 s. Rows, sample digests, parameters, every tensor of the last checkpoint and every file of the weights must
 be those of the uninterrupted run; every attempt must begin right after the newest checkpoint.
@@ -293,7 +293,7 @@ def _run_next(plan: ChaosPlan, context: LaunchContext, number: int, reference: R
     def is_due(monitor: RunMonitor, saving: int | None) -> bool:
         if place == "start-up":
             return monitor.has_begun
-        if place == "save":  # of a checkpoint or its weights, not of the best weights alone
+        if place == "save":  # of a checkpoint or its weights
             return saving is not None and saving % plan.save_steps == 0
         # after two saves, so that the next attempt has an older checkpoint that it must not begin from
         return (monitor.last_step or 0) > (before.checkpoint // plan.save_steps + 2) * plan.save_steps

@@ -380,7 +380,7 @@ def _check_yarn(rope: dict[str, Any], factor: float) -> None:
             f"found {found:.7g}"
         )
     problems += [
-        f"config.json: rope_scaling.{name}: expected {value:g}, found {found!r}"
+        f"config.json: rope_scaling.{name}: expected {value:g}, found {found!r:.40}"
         for name, value in YARN_BETAS.items()
         if (found := rope.get(name) or value) != value
     ]

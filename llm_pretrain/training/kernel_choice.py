@@ -145,7 +145,8 @@ def _replacements(
         setting = SETTINGS.get(check.part, check.part)
         found = f"{setting}: expected a kernel that computes what its definition does, found"
         if check.part not in SETTINGS:
-            problems.append(f"{found} {check.implementation} alone, which {check.problem}{where}")
+            alone = f"{check.implementation} alone, which {check.problem}{where}"
+            problems.append(f"{found} {alone}; another training.precision or torch may have one")
             continue
         name = "torch.compile" if check.part == "compile" else f"{check.part} {check.implementation}"
         failure = f"{name} {check.problem}{where}"

@@ -20,22 +20,26 @@ from support.launching import train_tiny
 
 @pytest.fixture(scope="module")
 def run(plain_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of one step more than a checkpoint's distance, as the command trains them."""
+    """A run with two checkpoints and evaluations, as the command trains them."""
     folder = tmp_path_factory.mktemp("compared") / "run"
     options = ("--training.max_steps", str(STEPS), "--training.sequence_length", "32")
     saving = ("--checkpoint.save_steps", str(MIDWAY), "--evaluation.eval_steps", str(MIDWAY))
     return train_tiny(plain_store, folder, *options, *saving).folder
 
 
-def change_row(run: Path) -> None:
+def change_row(run: Path, step: int = 7) -> None:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    row = next(each for each in lines if each["step"] == 7)
+    row = next(each for each in lines if each["step"] == step)
     row["train/grad_norm"] *= 1 + 2**-50
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
+def change_late_row(run: Path) -> None:
+    change_row(run, STEPS)
+
+
 def change_tensor(run: Path) -> None:
-    """The sign of a zero, in Adam's second moment or wherever there is one first."""
+    """A number of the last checkpoint becomes the next larger one."""
     file = next((run / "checkpoints" / f"step-{STEPS:08d}").glob("*.safetensors"))
     with safe_open(file, "pt") as content:
         metadata = content.metadata()
@@ -52,7 +56,15 @@ def change_weights(run: Path) -> None:
 
 def change_time(run: Path) -> None:
     text = (run / "metrics.jsonl").read_text()
+    assert '"perf/step_seconds": ' in text
     (run / "metrics.jsonl").write_text(text.replace('"perf/step_seconds": ', '"perf/step_seconds": 1'))
+
+
+def cut_rows(run: Path) -> None:
+    """As if the run had not trained its first steps, or had continued."""
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    kept = [line for line in lines if json.loads(line)["step"] > MIDWAY]
+    (run / "metrics.jsonl").write_text("".join(kept))
 
 
 @pytest.mark.parametrize(
@@ -62,6 +74,7 @@ def change_time(run: Path) -> None:
         (change_row, "step 7 train/grad_norm: "),
         (change_tensor, f"step {STEPS}: the checkpoint's tensor "),
         (change_weights, "weights/best/config.json: "),
+        (cut_rows, "step 0: expected a row"),
     ],
 )
 def test_the_first_difference_is_named(
@@ -95,11 +108,14 @@ class Copying(Tree):
     def train(
         self, launcher: str, world_size: int, folder: Path, config: Path, options: Sequence[str]
     ) -> str | None:
+        continues = folder.exists()
         shutil.copytree(self.folder, folder, dirs_exist_ok=True)
+        if continues:
+            cut_rows(folder)
         return None
 
 
-@pytest.mark.parametrize("change", [change_time, change_row, change_tensor])
+@pytest.mark.parametrize("change", [change_time, change_late_row, change_tensor])
 def test_the_exit_code_says_whether_all_is_equal(
     run: Path,
     tmp_path: Path,

@@ -63,6 +63,7 @@ def test_both_launchers_write_the_same_rows(runs: dict[tuple[str, str], Finished
 
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_are_those_of_every_set_but_for_rounding(runs: dict[tuple[str, str], Finished], name: str):
+    assert SETS
     for each in SETS:
         assert out_of_bounds(each.runs[name], golden_rows(runs[name, LAUNCHERS[0]])) is None
 

@@ -465,7 +465,7 @@ def test_weights_that_mean_nothing_are_refused(tmp_path, spoil, found):
         ({"rope_parameters": [1]}, "rope_scaling"),
         ({"rope_theta": "x", "rope_parameters": None}, "could not convert"),
         ({"rope_theta": 10**400, "rope_parameters": None}, "config.json: .* int too large"),
-        ({"rope_scaling": YARN | {"beta_slow": 10**400}}, "config.json: .* int too large"),
+        ({"rope_scaling": YARN | {"beta_slow": 10**400}}, r"beta_slow: expected 1, found 10{39}$"),
         (
             {"rope_scaling": YARN | {"original_max_position_embeddings": 0}},
             "original_max_position_embeddings: expected 1 or more, found 0",

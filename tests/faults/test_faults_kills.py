@@ -1,4 +1,4 @@
-"""A run that is killed, however and whenever, ends as the run that nobody killed; and dies whole.
+"""A run killed in a step, at its start-up or in a save ends as one that nobody killed, and dies whole.
 
 | death | promised |
 |---|---|

@@ -58,8 +58,9 @@ def test_a_token_changes_no_logit_before_it(config, token):
 def test_packed_documents_equal_documents_alone(config, lengths):
     model = make(config).eval()
     together = model(IDS[:1], **packed(lengths)).logits
-    alone = [model(piece).logits for piece in IDS[:1].split(lengths, 1)]
-    torch.testing.assert_close(together, torch.cat(alone, 1), atol=1e-6, rtol=1e-5)
+    alone = torch.cat([model(piece).logits for piece in IDS[:1].split(lengths, 1)], 1)
+    # products of other sizes may round differently: some last bits (2^-24) of the largest logit
+    assert (together - alone).abs().max() <= 1e-6 * alone.abs().max()
 
 
 @SHAPES

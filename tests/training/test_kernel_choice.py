@@ -111,10 +111,10 @@ def test_a_kernel_that_was_named_or_has_no_other_is_refused(
     monkeypatch.setattr(kernel_choice, "check_kernels", wrong)
     with pytest.raises(ConfigError) as error:
         choose(settings(loss_implementation="fused"), tmp_path)
-    advice = "; set auto" if part == "loss" else ""
+    advice = "set auto" if part == "loss" else "another training.precision or torch may have one"
     assert str(error.value) == (
         f"{setting}: expected a kernel that computes what its definition does, found {found}, which computed "
-        f"results that differ by 1.0e+00 (bound: 3.1e-05) on cpu{advice}"
+        f"results that differ by 1.0e+00 (bound: 3.1e-05) on cpu; {advice}"
     )
 
 
