@@ -129,7 +129,9 @@ class Progress:
     def wrong_extra(extra: Mapping[str, object]) -> str | None:
         """A line about the first value in a manifest's `extra` that no run saves; None if there is none."""
         for name, (kind, is_sound) in _EXTRA.items():
-            value = extra.get(name)
+            if name not in extra:
+                return f"run.extra.{name}: expected what a run saves, found none"
+            value = extra[name]
             if not matches_type(kind, value) or (value is not None and not is_sound(value)):
                 return f"run.extra.{name}: expected what a run saves, found {value!r:.60}"
         return None

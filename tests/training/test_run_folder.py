@@ -15,6 +15,7 @@ from llm_pretrain.errors import OutputError
 from llm_pretrain.files import MARKER
 from llm_pretrain.training import RunFolder, checkpointing
 from llm_pretrain.training.checkpointing import CheckpointManager
+from llm_pretrain.training.run_state import Progress
 
 TINY = str(ROOT / "configs" / "tiny-dense.yaml")
 
@@ -267,3 +268,14 @@ def test_a_pipe_in_place_of_a_file_is_refused(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: {run / name}: expected a file or folder of the run, found a pipe")
     assert (run / name).is_fifo()
+
+
+@pytest.mark.parametrize("name", Progress(1).extra())
+def test_progress_that_no_run_saves_is_named(name: str):
+    extra = Progress(1).extra()
+    assert Progress.wrong_extra(extra) is None
+    found = [Progress.wrong_extra(extra | {name: ["x"]})]
+    found.append(Progress.wrong_extra({key: value for key, value in extra.items() if key != name}))
+    assert all(
+        (line or "").startswith(f"run.extra.{name}: expected what a run saves, found ") for line in found
+    )
