@@ -43,7 +43,8 @@ EXPECTED = {
 
 
 def results_of(output: Path) -> dict[str, Any]:
-    return {row["what"]: row["value"] for row in map(json.loads, (output / "results.jsonl").open())}
+    lines = (output / "results.jsonl").read_text().splitlines()
+    return {row["what"]: row["value"] for row in map(json.loads, lines)}
 
 
 @pytest.mark.slow
