@@ -41,6 +41,7 @@ from support.fork_server import ROOT, ForkServer, Request, start_server
 from support.launching import NO_REPORT, TIMEOUT_SECONDS, Finished, checkpoint_tensors, launch_command
 
 from llm_pretrain.checkpoints.manifest import read_manifest, write_manifest
+from llm_pretrain.commands._verify_checkpoints import same_bits
 
 PRECISIONS = ("fp32", "bf16")
 MIDWAY = 10
@@ -160,7 +161,7 @@ def compare_runs(old: Path, new: Path, first: int = 0) -> str | None:
             return f"step {step}: the checkpoint's scalars differ"
         left, right = (checkpoint_tensors(folder, step) for folder in (old, new))
         for tensor in sorted(left.keys() | right.keys()):
-            if tensor not in left or tensor not in right or not same_bits(left[tensor], right[tensor]):
+            if tensor not in left or tensor not in right or not same_tensor(left[tensor], right[tensor]):
                 return f"step {step}: the checkpoint's tensor {tensor} differs"
     files = sorted(
         {
@@ -178,11 +179,9 @@ def compare_runs(old: Path, new: Path, first: int = 0) -> str | None:
     return None
 
 
-def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+def same_tensor(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Same type, shape and bits, of zeros and NaN too."""
-    if left.dtype != right.dtype or left.shape != right.shape:
-        return False
-    return torch.equal(*(each.contiguous().flatten().view(torch.uint8) for each in (left, right)))
+    return left.dtype == right.dtype and left.shape == right.shape and same_bits(left, right)
 
 
 def compare(old: Tree, new: Tree, folder: Path, options: Sequence[str]) -> bool:

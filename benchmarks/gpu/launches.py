@@ -16,8 +16,8 @@ import torch
 
 from benchmarks import launching
 from benchmarks.gpu.parts import Context
-from llm_pretrain.checkpoints.manifest import read_manifest
-from llm_pretrain.checkpoints.tensor_files import read_tensors
+from llm_pretrain.checkpoints import CheckpointTensors, read_manifest
+from llm_pretrain.commands._verify_checkpoints import same_bits
 
 STEPS, SAVED = 20, 10
 CPU_BOUND = 1e-5
@@ -127,17 +127,21 @@ class _Comparison:
             if key != "time" and not key.startswith("perf/") and one[step].get(key) != value
         ]
         missing = sorted(other) != list(range(SAVED + 1 if side == "resumed" else 1, STEPS + 1))
-        tensors, theirs = (_tensors(self._path(name, precision, each)) for each in ("torchrun", side))
-        other_bits = [key for key, tensor in tensors.items() if not torch.equal(tensor, theirs[key])]
+        paths = [
+            self._path(name, precision, each) / "checkpoints" / f"step-{STEPS:08d}"
+            for each in ("torchrun", side)
+        ]
+        names = list(read_manifest(paths[0]).tensors)
+        tensors, theirs = (CheckpointTensors(path, read_manifest(path)) for path in paths)
+        with tensors, theirs:
+            other_bits = [key for key in names if not same_bits(tensors.read(key), theirs.read(key))]
         verdict = "identical"
         if missing:
             self.failed = True
             verdict = f"DIFFERS: rows of the steps {sorted(other)}"
         elif differing or other_bits:
             self.failed = True
-            verdict = (
-                f"DIFFERS: {differing[:2]}; {len(other_bits)} of {len(tensors)} tensors {other_bits[:3]}"
-            )
+            verdict = f"DIFFERS: {differing[:2]}; {len(other_bits)} of {len(names)} tensors {other_bits[:3]}"
         losses = [one[1]["train/loss"], one[STEPS]["train/loss"]]
         self.context.emit(what, verdict[:600], loss=losses, loss_scale=one[STEPS].get("train/loss_scale"))
 
@@ -158,15 +162,3 @@ class _Comparison:
             f"{what}: relative error of the loss, first step, worst of {STEPS}", [errors[0], max(errors)],
             verdict=verdict if same else "other samples",
         )  # fmt: skip
-
-
-def _tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of the last checkpoint."""
-    path = folder / "checkpoints" / f"step-{STEPS:08d}"
-    manifest = read_manifest(path)
-    tensors = {
-        name: torch.empty(each["shape"], dtype=getattr(torch, each["dtype"]))
-        for name, each in manifest.tensors.items()
-    }
-    read_tensors(tensors, path, sorted(manifest.files))
-    return tensors

@@ -177,7 +177,7 @@ class Attempt:
     Args:
         path: Its launch path.
         place: Where it was killed, as observed; `to its end` where it was not.
-        missed: Whether it was to be killed at its start-up and had a row by then.
+        missed: Whether a kill at its start-up came late: the attempt had a row by then.
         began_at: Its first step; None where it was killed before it wrote one down.
         checkpoint: Newest committed step at its end.
         violation: The first broken promise.

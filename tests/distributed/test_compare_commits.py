@@ -10,7 +10,7 @@ from pathlib import Path
 import compare_commits
 import pytest
 import torch
-from compare_commits import MIDWAY, Tree, compare_runs, known_to_both, same_bits
+from compare_commits import MIDWAY, Tree, compare_runs, known_to_both, same_tensor
 from golden_rows import STEPS
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -87,8 +87,8 @@ def test_the_first_difference_is_named(
 
 
 def test_signs_of_zeros_are_bits():
-    assert same_bits(torch.tensor([0.0, torch.nan]), torch.tensor([0.0, torch.nan]))
-    assert not same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))
+    assert same_tensor(torch.tensor([0.0, torch.nan]), torch.tensor([0.0, torch.nan]))
+    assert not same_tensor(torch.tensor([0.0]), torch.tensor([-0.0]))
 
 
 def test_only_settings_that_both_commits_know_are_set(tmp_path: Path):
