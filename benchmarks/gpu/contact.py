@@ -100,7 +100,7 @@ def kernels(context: Context) -> None:
         bf16 = {"bf16": torch.bfloat16} if multiplies_in_bf16() else {}
         dtypes = {**bf16, "fp16": torch.float16, **dtypes}
         asked.append(("compile", FIXED["compile"]))
-    verdicts: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for precision, dtype in dtypes.items():
         for part, name in asked:
             what = f"{part} {name} in {precision}"
@@ -108,20 +108,20 @@ def kernels(context: Context) -> None:
             default = resolved_kernels(config.model, Kernels(), device, dtype)
             is_default = part in FIXED or getattr(default, part) == name
             if refused:
-                verdicts["not here"] += 1
+                counts["not here"] += 1
                 context.emit(what, f"not here: {refused}", show=False)
                 continue
             chosen = default if part in FIXED else replace(Kernels(), **{part: name})
             for check in check_kernels(config.model, chosen, device, dtype, parts=[part]):
-                verdicts["wrong" if check.problem else "agree"] += 1
+                counts["wrong" if check.problem else "agree"] += 1
                 context.emit(
                     what, check.problem or "agrees", show=bool(check.problem), default=is_default,
                     error=check.forward_error, of_gradients=check.backward_error, bound=check.bound,
                     seconds=check.seconds,
                 )  # fmt: skip
             wait()  # after an illegal access this raises
-    context.emit("kernels", ", ".join(f"{count} {verdict}" for verdict, count in verdicts.items()))
-    if verdicts["wrong"]:
+    context.emit("kernels", ", ".join(f"{count} {result}" for result, count in counts.items()))
+    if counts["wrong"]:
         sys.exit(1)
 
 

@@ -135,15 +135,15 @@ class _Comparison:
         tensors, theirs = (CheckpointTensors(path, read_manifest(path)) for path in paths)
         with tensors, theirs:
             other_bits = [key for key in names if not same_bits(tensors.read(key), theirs.read(key))]
-        verdict = "identical"
+        result = "identical"
         if missing:
             self.failed = True
-            verdict = f"DIFFERS: rows of the steps {sorted(other)}"
+            result = f"DIFFERS: rows of the steps {sorted(other)}"
         elif differing or other_bits:
             self.failed = True
-            verdict = f"DIFFERS: {differing[:2]}; {len(other_bits)} of {len(names)} tensors {other_bits[:3]}"
+            result = f"DIFFERS: {differing[:2]}; {len(other_bits)} of {len(names)} tensors {other_bits[:3]}"
         losses = [one[1]["train/loss"], one[STEPS]["train/loss"]]
-        self.context.emit(what, verdict[:600], loss=losses, loss_scale=one[STEPS].get("train/loss_scale"))
+        self.context.emit(what, result[:600], loss=losses, loss_scale=one[STEPS].get("train/loss_scale"))
 
     def _near(self, what: str, one: Rows | None, other: Rows | None, bound: float) -> None:
         """Compare losses, and whether both saw the same samples."""
@@ -157,8 +157,8 @@ class _Comparison:
         same = all(one[step][key] == other[step][key] for step in range(1, STEPS + 1))
         self.failed |= not same
         first = next((step for step, error in enumerate(errors, 1) if not error <= bound), None)
-        verdict = "ok" if same and first is None else f"beyond {bound:g} from step {first}, a tie of experts?"
+        result = "ok" if same and first is None else f"beyond {bound:g} from step {first}, a tie of experts?"
         self.context.emit(
             f"{what}: relative error of the loss, first step, worst of {STEPS}", [errors[0], max(errors)],
-            verdict=verdict if same else "other samples",
+            result=result if same else "other samples",
         )  # fmt: skip

@@ -93,8 +93,8 @@ def _compare_peak(context: Context, case: Case, predicted: dict[str, int]) -> No
     """The measured uncompiled peak beside the one that was simulated, if both are of the same micro batch."""
     if torch.cuda.is_available() and predicted["micro_batch_size"] == case.micro_batch_size:
         ratio = torch.cuda.max_memory_allocated() / predicted["peak"]
-        verdict = f"{'within' if abs(ratio - 1) <= PEAK_BOUND else 'NOT within'} {PEAK_BOUND:.0%}"
-        context.emit(f"{case.name}: uncompiled peak / the simulated one", ratio, verdict=verdict)
+        result = f"{'within' if abs(ratio - 1) <= PEAK_BOUND else 'NOT within'} {PEAK_BOUND:.0%}"
+        context.emit(f"{case.name}: uncompiled peak / the simulated one", ratio, result=result)
     else:
         sizes = predicted["micro_batch_size"], predicted["peak"] / 2**30
         context.emit(f"{case.name}: simulated peak, GiB, of {sizes[0]} sequences", sizes[1])
