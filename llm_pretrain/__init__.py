@@ -1,3 +1,5 @@
-"""Language-model pretraining with two launch paths over one core."""
+"""Pretrain language models: two launch paths over one core."""
 
-__version__ = "0.1.0"
+from llm_pretrain.version import __version__
+
+__all__ = ["__version__"]

@@ -6,7 +6,7 @@ import argparse
 import sys
 from importlib import import_module
 
-from llm_pretrain import __version__
+from llm_pretrain.version import __version__
 from llm_pretrain.errors import CheckpointError, PretrainError, ResourceError, printable
 from llm_pretrain.files import flush_streams, prepare_streams
 

@@ -23,7 +23,7 @@ from typing import Any, Literal, get_type_hints
 import torch
 from torch.optim import Optimizer
 
-import llm_pretrain
+from llm_pretrain.version import __version__
 from llm_pretrain.checkpoints.folders import committed_folders
 from llm_pretrain.config import ModelConfig, matches_type
 from llm_pretrain.errors import CheckpointError, MismatchError
@@ -329,7 +329,7 @@ def environment(device: torch.device) -> dict[str, str | None]:
     variables = {name: os.environ[name] for name in ARITHMETIC_VARIABLES if name in os.environ}
     return variables | {
         "torch": torch.__version__,
-        "llm_pretrain": llm_pretrain.__version__,
+        "llm_pretrain": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
@@ -374,7 +374,7 @@ def _processor() -> str:
 @functools.cache
 def _git_revision() -> str | None:
     """Commit of the framework's own checkout, `-dirty` with local changes; None when installed."""
-    folder = Path(llm_pretrain.__file__).parent
+    folder = Path(__file__).parent
     git = ["git", "--no-optional-locks", "-C", str(folder)]
     options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 10}
     try:

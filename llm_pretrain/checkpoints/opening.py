@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from llm_pretrain import export
+from llm_pretrain.export import load_pretrained, read_config
 from llm_pretrain.checkpoints.folders import committed_folders
 from llm_pretrain.checkpoints.manifest import (
     MANIFEST_NAME,
@@ -126,9 +126,9 @@ def _open_weights(path: Path) -> OpenedModel:
             f"{path / 'config.json'}: expected a weights folder, a checkpoint or a run, found none of them; "
             "name a folder such as RUN/weights/step-00000100, RUN/checkpoints/step-00000100 or RUN"
         )
-    content = export.read_config(path) | _json(path / "generation_config.json")
+    content = read_config(path) | _json(path / "generation_config.json")
     return OpenedModel(
-        model=export.load_pretrained(path).eval(),
+        model=load_pretrained(path).eval(),
         path=path,
         kind="weights",
         step=_step(path),

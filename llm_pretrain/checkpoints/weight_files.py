@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llm_pretrain import export
+from llm_pretrain.export import DiskTensor, disk_dtype, disk_layout, rounded
 from llm_pretrain.checkpoints.state import Piece
 from llm_pretrain.checkpoints.tensor_files import CHUNK_BYTES, safetensors_header
 from llm_pretrain.config import ModelConfig
@@ -38,7 +38,7 @@ _SUMS = 1 << 64
 class _Place:
     """A tensor on disk, its file, the type of its elements there, and its first byte."""
 
-    tensor: export.DiskTensor
+    tensor: DiskTensor
     file: str
     dtype: torch.dtype
     begin: int
@@ -65,10 +65,10 @@ class WeightFiles:
     def __init__(self, tensors: Mapping[str, Tensor], config: ModelConfig, dtype: torch.dtype):
         self._dtype = dtype
         self._shapes = {name: tensor.shape for name, tensor in tensors.items()}
-        layout = {each.name: each for each in export.disk_layout(self._shapes, config)}
+        layout = {each.name: each for each in disk_layout(self._shapes, config)}
         described: dict[str, Tensor] = {}
         for name, each in layout.items():
-            own = export.disk_dtype(name, tensors[each.source], dtype)
+            own = disk_dtype(name, tensors[each.source], dtype)
             described[name] = torch.empty(each.shape, dtype=own, device="meta")
         self._headers: dict[str, tuple[bytes, int]] = {}
         self._places: dict[str, list[_Place]] = {}
@@ -135,7 +135,7 @@ class WeightFiles:
         position = place.begin + at * place.dtype.itemsize
         for chunk in values.detach().split(max(1, CHUNK_BYTES // values.element_size())):
             scaled = chunk if place.tensor.factor == 1 else chunk * place.tensor.factor
-            data = export.rounded(place.tensor.name, scaled, self._dtype).view(torch.uint8).numpy().data
+            data = rounded(place.tensor.name, scaled, self._dtype).view(torch.uint8).numpy().data
             with _naming(stream), _locked(stream, position, len(data)):
                 while data:
                     written = os.pwrite(stream.fileno(), data, position)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from llm_pretrain import export
+from llm_pretrain.export import ModelCardData, end_of_turn_id, huggingface_config, load_pretrained, model_card, model_config_from_huggingface, native_config, read_config
 from llm_pretrain.checkpoints import folders, state
 from llm_pretrain.checkpoints.manifest import Manifest
 from llm_pretrain.checkpoints.opening import saved_names
@@ -97,7 +97,7 @@ def save_weights(
     keep_last: int,
     sequence_length: int,
     best_loss: float | None = None,
-    card: export.ModelCardData | None = None,
+    card: ModelCardData | None = None,
     ranks: RankGroup = ONE_RANK,
 ) -> Path:
     """Write `folder/step-00000100/` completely or not at all, then prune older ones (collective).
@@ -140,7 +140,7 @@ def save_weights(
         write_json(path / "generation_config.json", generation)
         copy_tokenizer(tokenizer_folder, path, tokenizer_digests)
         if card is not None:
-            write_text(path / "README.md", export.model_card(card))
+            write_text(path / "README.md", model_card(card))
         if best_loss is not None:
             write_json(path / BEST_FILE, {"step": step, "eval/loss": best_loss})
         _list_files(path)
@@ -209,10 +209,10 @@ def best_step(folder: Path) -> int | None:
 def _write_config(folder: Path, config: ModelConfig, dtype: str, token_ids: dict[str, int | None]) -> None:
     special = _special_ids(token_ids)
     try:
-        content = export.huggingface_config(config, **special, dtype=dtype)
+        content = huggingface_config(config, **special, dtype=dtype)
     except ConfigError as error:
         logger.info("transformers does not open these weights: %s", error)
-        content = export.native_config(config, **special, dtype=dtype)
+        content = native_config(config, **special, dtype=dtype)
     write_json(folder / "config.json", content)
 
 
@@ -233,7 +233,7 @@ def _generation_config(
 
 def _end_of_turn_id(tokenizer_folder: Path) -> int | None:
     try:
-        return export.end_of_turn_id(tokenizer_folder)
+        return end_of_turn_id(tokenizer_folder)
     except (DataError, KeyError, TypeError, AttributeError):
         return None  # a damaged tokenizer does not prevent writing the weights
 
@@ -297,10 +297,10 @@ def convert_weights(
         ConfigError: names each field that no architecture of transformers has.
         CheckpointError: damaged weights, a value that does not fit in `dtype`, or writing failed.
     """
-    content = export.read_config(source)
-    model = export.model_config_from_huggingface(content)
-    config = export.huggingface_config(model, **_special_ids(content), dtype=dtype)
-    held = model_weights(export.load_pretrained(source))
+    content = read_config(source)
+    model = model_config_from_huggingface(content)
+    config = huggingface_config(model, **_special_ids(content), dtype=dtype)
+    held = model_weights(load_pretrained(source))
     files = WeightFiles(held.tensors, model, DTYPES[dtype])
 
     def complete(path: Path) -> None:

@@ -18,12 +18,11 @@ from typing import Any, NamedTuple
 
 import psutil
 
-import llm_pretrain
 from llm_pretrain.config import PRESETS, read_yaml_file
 from llm_pretrain.files import read_json
 from llm_pretrain.tracking import read_metrics
 
-PACKAGE_ROOT = Path(llm_pretrain.__file__).resolve().parent.parent
+PACKAGE_ROOT = Path(__file__).resolve().parent.parent.parent
 """The folder with the package and the scripts: the checkout, or site-packages."""
 RUN_MODULE = (sys.executable, "-P", "-m")
 """Start of a command that runs a module. `-P` keeps Python from importing from the working directory, where a
@@ -43,7 +42,8 @@ _LAUNCHER_VARIABLES = (
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
     *("MASTER_ADDR", "MASTER_PORT"),
 )
-_POLL_SECONDS, _POLL_KILL_SECONDS, _KILL_SECONDS = 0.02, 0.001, 60
+_POLL_SECONDS, _KILL_SECONDS = 0.02, 60
+_POLL_KILL_SECONDS = 0.001
 _SAVE_IN_PROGRESS = re.compile(r"\.step-(\d+)\.tmp-.*")
 _TEMPORARY_FOLDER = re.compile(r"\.(?:step-\d+|best)\.(?:tmp|old|replaced)-.*")
 _LOG_LINES, _LOG_LINE_CHARACTERS = 4, 300

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from llm_pretrain import __version__
+from llm_pretrain.version import __version__
 from llm_pretrain.config import Config, to_dict
 from llm_pretrain.errors import OutputError
 from llm_pretrain.files import check_replaceable, replace_text

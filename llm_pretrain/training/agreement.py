@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-import llm_pretrain
 from llm_pretrain.checkpoints import ARITHMETIC_VARIABLES
 from llm_pretrain.config import Config, to_dict
 from llm_pretrain.data import TokenStore
@@ -56,7 +55,7 @@ def launch_facts(config: Config, engine: Engine) -> dict[str, str]:
         facts["type of Muon's products"] = str(dtype)
     facts |= {f"package {package}": _version(package) for package in _packages(config)}
     facts |= {f"environment variable {name}": os.environ.get(name, "unset") for name in ARITHMETIC_VARIABLES}
-    package = Path(llm_pretrain.__file__).parent
+    package = Path(__file__).parent.parent
     for file in sorted(package.rglob("*.py")):
         facts[f"source {file.relative_to(package.parent)}"] = _digest(file.read_bytes())
     return facts

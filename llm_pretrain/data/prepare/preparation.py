@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from llm_pretrain import __version__
+from llm_pretrain.version import __version__
 from llm_pretrain.data.prepare.encoding import EncodedBatch, Origin, encoded_batches
 from llm_pretrain.data.prepare.workspace import HASHES, STORE, Totals, Workspace
 from llm_pretrain.data.sources import batch_records, read_sources
