@@ -38,8 +38,10 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from llm_pretrain.config import Config, load_config
-from llm_pretrain.data import Batch, shard
+from llm_pretrain.config.loading import load_config
+from llm_pretrain.config.tree import Config
+from llm_pretrain.data.loader.assembly import Batch
+from llm_pretrain.data.loader.batches import shard
 from llm_pretrain.distributed.context_parallel import divide_sequences
 from llm_pretrain.distributed.deepspeed import (
     clip_as_torch,
@@ -56,35 +58,30 @@ from llm_pretrain.distributed.fsdp import (
     shard_full_precision,
     sum_gradients,
 )
-from llm_pretrain.distributed.launch_checks import (
+from llm_pretrain.distributed.mesh import Meshes, Place, build_meshes, expert_mesh
+from llm_pretrain.errors import ConfigError
+from llm_pretrain.launch.checks import (
     check_accelerate_settings,
     check_strategy,
     check_world_size,
     preserved_environment,
 )
-from llm_pretrain.distributed.mesh import Meshes, Place, build_meshes, expert_mesh
-from llm_pretrain.distributed.peer_failure import collective_timeout
-from llm_pretrain.distributed.process import (
-    exit_process,
-    prepare_process,
-    rendezvous_init_method,
-    report_errors,
-)
-from llm_pretrain.distributed.watchdog import hang_watchdog
-from llm_pretrain.errors import ConfigError
-from llm_pretrain.model import Decoder, DecoderOutput, full_precision_modules
-from llm_pretrain.training import (
+from llm_pretrain.launch.peer_failure import collective_timeout
+from llm_pretrain.launch.process import exit_process, prepare_process, rendezvous_init_method, report_errors
+from llm_pretrain.launch.watchdog import hang_watchdog
+from llm_pretrain.model.decoder import Decoder, DecoderOutput, full_precision_modules
+from llm_pretrain.training.anomaly import StepMonitor
+from llm_pretrain.training.step import (
     DDP_OPTIONS,
     Launcher,
     Objective,
     StepMetrics,
-    StepMonitor,
     attach_global_expert_counts,
     own_part,
-    pretrain,
     seed_dropout,
     warm_up_backward,
 )
+from llm_pretrain.training.trainer import pretrain
 from train_pretrain import shard_model
 
 # AcceleratedOptimizer calls it in every step, and it searches sys.path

@@ -19,11 +19,12 @@ import torch
 from benchmarks.launching import preset_without_data
 from benchmarks.measuring import Interval, interleaved, ratio
 from benchmarks.reporting import report
-from llm_pretrain.checkpoints import CheckpointStore, RunFacts
+from llm_pretrain.checkpoints.manifest import RunFacts
+from llm_pretrain.checkpoints.store import CheckpointStore
 from llm_pretrain.distributed.collectives import SingleRank
-from llm_pretrain.model import Decoder
+from llm_pretrain.model.decoder import Decoder
 from llm_pretrain.optim.param_groups import build_optimizer
-from llm_pretrain.training import initialize_weights
+from llm_pretrain.training.model_setup import initialize_weights
 
 QUICK = ["--pairs", "7", "--config", "minimind-26m"]
 

@@ -16,12 +16,16 @@ import sys
 import torch
 
 from benchmarks.shared_work import Lap, Stopwatch
-from llm_pretrain.config import Config, load_config, resolve_model
-from llm_pretrain.data import Batch, global_batches, open_stores
-from llm_pretrain.distributed.process import prepare_process
+from llm_pretrain.config.loading import load_config, resolve_model
+from llm_pretrain.config.tree import Config
+from llm_pretrain.data.loader.assembly import Batch
+from llm_pretrain.data.loader.batches import global_batches, open_stores
+from llm_pretrain.launch.process import prepare_process
 from llm_pretrain.optim.param_groups import build_optimizer
-from llm_pretrain.training import Engine, StepMonitor, build_model, initialize_weights
+from llm_pretrain.training.anomaly import StepMonitor
+from llm_pretrain.training.model_setup import build_model, initialize_weights
 from llm_pretrain.training.run_state import Progress
+from llm_pretrain.training.step import Engine
 from llm_pretrain.training.trainer import gc_schedule, windows
 from train_pretrain import TorchrunEngine
 from train_pretrain_accelerate import AccelerateEngine

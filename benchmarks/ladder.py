@@ -20,10 +20,12 @@ from benchmarks.launching import add_store_option, token_store
 from benchmarks.machine import ROOT, python_path
 from benchmarks.reporting import SkippedError, report
 from llm_pretrain.__main__ import main
-from llm_pretrain.commands._launching import this_machine
-from llm_pretrain.config import PredictedLoss, load_config
-from llm_pretrain.ladder import read_ladder, read_progress
-from llm_pretrain.tracking import read_metrics, time_text
+from llm_pretrain.config.evaluation_config import PredictedLoss
+from llm_pretrain.config.loading import load_config
+from llm_pretrain.forecast.measurements import read_ladder, read_progress
+from llm_pretrain.launch.jobs import this_machine
+from llm_pretrain.runs.rows import read_metrics
+from llm_pretrain.tracking.console import time_text
 
 BUDGET = "1.42e14"
 """Of the default ladder: 15 minutes of two fast cores, 26 of slow ones, and the same runs on both."""

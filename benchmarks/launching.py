@@ -17,8 +17,9 @@ from typing import Any
 import psutil
 
 from benchmarks.machine import ROOT, python_path
-from llm_pretrain.config import Config, load_config, resolve_model
-from llm_pretrain.tracking import read_metrics
+from llm_pretrain.config.loading import load_config, resolve_model
+from llm_pretrain.config.tree import Config
+from llm_pretrain.runs.rows import read_metrics
 
 SCRIPTS = {"torchrun": "train_pretrain.py", "accelerate": "train_pretrain_accelerate.py"}
 VOCAB_SIZE = 4096

@@ -16,12 +16,13 @@ from typing import NamedTuple
 
 from benchmarks.launching import add_store_option, token_store
 from benchmarks.reporting import SkippedError, report
-from llm_pretrain.commands._launch_options import add_settings, as_options
-from llm_pretrain.commands._launching import LaunchContext, Machine, exit_on_signals, this_machine
-from llm_pretrain.commands._parity_plan import ParityPlan, make_plan
-from llm_pretrain.commands.parity import as_table, is_violated, launch_and_compare, render
-from llm_pretrain.config import PRESETS
+from llm_pretrain.audit.parity import is_violated, launch_and_compare
+from llm_pretrain.audit.variants import ParityPlan, make_plan
+from llm_pretrain.commands.parity import as_table, render
+from llm_pretrain.config.loading import PRESETS
 from llm_pretrain.errors import ConfigError
+from llm_pretrain.launch.jobs import LaunchContext, Machine, exit_on_signals, this_machine
+from llm_pretrain.launch.options import add_settings, as_options
 
 
 class Layout(NamedTuple):

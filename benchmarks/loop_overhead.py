@@ -33,13 +33,14 @@ from benchmarks.launching import add_store_option, token_store, training_options
 from benchmarks.measuring import Interval
 from benchmarks.reporting import report
 from benchmarks.shared_work import Lap, Stopwatch
-from llm_pretrain.config import Config, load_config
-from llm_pretrain.data import Batch, train_samples
-from llm_pretrain.distributed.process import prepare_process
-from llm_pretrain.model import Decoder
+from llm_pretrain.config.loading import load_config
+from llm_pretrain.config.tree import Config
+from llm_pretrain.data.loader.assembly import Batch
+from llm_pretrain.data.loader.batches import train_samples
+from llm_pretrain.launch.process import prepare_process
+from llm_pretrain.model.decoder import Decoder
 from llm_pretrain.optim.param_groups import build_optimizer
-from llm_pretrain.training import pretrain
-from llm_pretrain.training.trainer import windows
+from llm_pretrain.training.trainer import pretrain, windows
 
 GOAL_MILLISECONDS = 0.15
 GOAL_PERCENT = 1.0

@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.measuring import ROOT, goal, interleaved, ratio
-from llm_pretrain.distributed.process import keep_freed_memory
+from llm_pretrain.launch.process import keep_freed_memory
 from llm_pretrain.model.decoder import OutputHead
-from llm_pretrain.model.kernels import Kernels
+from llm_pretrain.model.kernels.choice import Kernels
 from llm_pretrain.model.kernels.layers import at_least_fp32
 
 GOAL_TIME, GOAL_MEMORY = 1.05, 0.45

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.measuring import Interval, goal, interleaved, ratio
-from llm_pretrain.config import ModelConfig
-from llm_pretrain.distributed.process import keep_freed_memory
-from llm_pretrain.model import Kernels
+from llm_pretrain.config.model_config import ModelConfig
+from llm_pretrain.launch.process import keep_freed_memory
+from llm_pretrain.model.kernels.choice import Kernels
 from llm_pretrain.model.layers import FeedForward
 from llm_pretrain.model.moe import MoeFeedForward
 

@@ -23,12 +23,15 @@ from benchmarks.documents import Documents
 from benchmarks.loop_overhead import BareLoop
 from benchmarks.machine import ROOT
 from benchmarks.turns import Turns
-from llm_pretrain.config import Config, resolve_model
-from llm_pretrain.data import open_stores, sequences_per_epoch, tokens_per_epoch
-from llm_pretrain.distributed.process import prepare_process
+from llm_pretrain.config.loading import resolve_model
+from llm_pretrain.config.tree import Config
+from llm_pretrain.data.loader.batches import open_stores, sequences_per_epoch, tokens_per_epoch
+from llm_pretrain.launch.process import prepare_process
 from llm_pretrain.optim.param_groups import build_optimizer
-from llm_pretrain.training import StepMetrics, StepMonitor, initialize_weights, pretrain
-from llm_pretrain.training.model_setup import build_model
+from llm_pretrain.training.anomaly import StepMonitor
+from llm_pretrain.training.model_setup import build_model, initialize_weights
+from llm_pretrain.training.step import StepMetrics
+from llm_pretrain.training.trainer import pretrain
 from train_pretrain import TorchrunEngine
 
 StepDone = Callable[[], None]
@@ -161,7 +164,7 @@ def transformers_model(config: Config) -> Any:
     """transformers' model of the same shape, with random weights of its own, in fp32; config resolved."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from llm_pretrain.export import huggingface_config
+    from llm_pretrain.export.config_json import huggingface_config
 
     described = huggingface_config(config.model, bos_token_id=1, eos_token_id=2, pad_token_id=3, dtype="fp32")
     described["output_router_logits"] = config.model.router_aux_loss_coef > 0 and config.model.num_experts > 0

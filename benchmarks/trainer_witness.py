@@ -22,7 +22,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # it starts itself as a script
 
 from benchmarks.machine import ROOT, python_path
-from llm_pretrain.tracking import read_metrics
+from llm_pretrain.runs.rows import read_metrics
 
 TRAINER_SCRIPT = ROOT / "examples" / "train_pretrain_trainer.py"
 OURS = ROOT / "train_pretrain.py"

@@ -90,7 +90,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _settings(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """What a case's process needs to know; makes the documents' store."""
-    from llm_pretrain.config import load_config
+    from llm_pretrain.config.loading import load_config
 
     preset = load_config(["--config", str(ROOT / "configs" / f"{arguments.config}.yaml")])
     vocab_size = preset.model.vocab_size

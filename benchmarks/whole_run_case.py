@@ -22,7 +22,8 @@ from benchmarks.documents import Documents
 from benchmarks.launching import training_options
 from benchmarks.measuring import interleaved
 from benchmarks.peers import Side, bare, litgpt, ours, trainer_packed, trainer_padded
-from llm_pretrain.config import Config, load_config
+from llm_pretrain.config.loading import load_config
+from llm_pretrain.config.tree import Config
 
 SIDES = {"ours": ours, "trainer_padded": trainer_padded, "trainer_packed": trainer_packed, "bare": bare}
 

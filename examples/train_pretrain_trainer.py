@@ -26,16 +26,21 @@ from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone runs its own package
 
-from llm_pretrain.config import Config, dump_yaml, load_config, resolve_model
-from llm_pretrain.data import Batch, MicroBatches, TokenStore, global_batches, open_stores
-from llm_pretrain.distributed.launch_checks import check_world_size
-from llm_pretrain.distributed.process import prepare_process, report_errors
+from llm_pretrain.config.loading import dump_yaml, load_config, resolve_model
+from llm_pretrain.config.tree import Config
+from llm_pretrain.data.loader.assembly import Batch
+from llm_pretrain.data.loader.batches import MicroBatches, global_batches, open_stores
+from llm_pretrain.data.store.token_store import TokenStore
 from llm_pretrain.errors import ConfigError, OutputError
-from llm_pretrain.export import huggingface_config, to_huggingface
-from llm_pretrain.model import Decoder
-from llm_pretrain.optim import decay_length, learning_rate
-from llm_pretrain.tracking import MetricsWriter
-from llm_pretrain.training import RunFolder, Status, initialize_weights
+from llm_pretrain.export.config_json import huggingface_config
+from llm_pretrain.export.huggingface import to_huggingface
+from llm_pretrain.launch.checks import check_world_size
+from llm_pretrain.launch.process import prepare_process, report_errors
+from llm_pretrain.model.decoder import Decoder
+from llm_pretrain.optim.schedule import decay_length, learning_rate
+from llm_pretrain.runs.rows import MetricsWriter
+from llm_pretrain.training.model_setup import initialize_weights
+from llm_pretrain.training.run_state import RunFolder, Status
 
 
 class WitnessTrainer(Trainer):

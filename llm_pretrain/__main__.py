@@ -6,9 +6,9 @@ import argparse
 import sys
 from importlib import import_module
 
-from llm_pretrain.version import __version__
 from llm_pretrain.errors import CheckpointError, PretrainError, ResourceError, printable
 from llm_pretrain.files import flush_streams, prepare_streams
+from llm_pretrain.version import __version__
 
 COMMANDS = {
     "tokenizer": "train a tokenizer on jsonl or text files",
@@ -107,7 +107,7 @@ def _print_error(text: str) -> None:
 def _is_out_of_memory(error: Exception) -> bool:
     if "torch" not in sys.modules:  # its import takes seconds, and memory
         return isinstance(error, MemoryError)
-    from llm_pretrain.memory import is_out_of_memory
+    from llm_pretrain.launch.out_of_memory import is_out_of_memory
 
     return is_out_of_memory(error)
 

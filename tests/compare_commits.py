@@ -40,8 +40,8 @@ from golden_rows import (
 from support.fork_server import ROOT, ForkServer, Request, start_server
 from support.launching import NO_REPORT, TIMEOUT_SECONDS, Finished, checkpoint_tensors, launch_command
 
+from llm_pretrain.audit.checkpoint_checks import same_bits
 from llm_pretrain.checkpoints.manifest import read_manifest, write_manifest
-from llm_pretrain.commands._verify_checkpoints import same_bits
 
 PRECISIONS = ("fp32", "bf16")
 MIDWAY = 10

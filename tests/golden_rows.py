@@ -22,7 +22,7 @@ from support.corpora import WORDS, make_tokenizer, write_jsonl
 from support.fork_server import fork_server, remove_shared
 from support.launching import Finished, launch
 
-from llm_pretrain.commands._parity_comparison import (
+from llm_pretrain.audit.comparison import (
     GRAD_NORM,
     KEYS,
     LOSSES,
@@ -31,8 +31,8 @@ from llm_pretrain.commands._parity_comparison import (
     Tolerance,
     compare_rows,
 )
-from llm_pretrain.config import multiplies_in_bf16
-from llm_pretrain.data.prepare import Preparation, prepare_store
+from llm_pretrain.config.loading import multiplies_in_bf16
+from llm_pretrain.data.prepare.preparation import Preparation, prepare_store
 
 FILE = Path(__file__).parent / "assets" / "golden_rows.jsonl"
 STEPS = 20

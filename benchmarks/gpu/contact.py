@@ -22,14 +22,17 @@ from benchmarks import launching
 from benchmarks.engine_pairs import Steps
 from benchmarks.gpu.parts import Context, wait
 from benchmarks.machine import ROOT
-from llm_pretrain.commands._launching import this_machine
-from llm_pretrain.commands.doctor import machine_facts
-from llm_pretrain.config import Config, load_config, multiplies_in_bf16, resolve_model
-from llm_pretrain.distributed.process import prepare_process
+from llm_pretrain.config.loading import load_config, multiplies_in_bf16, resolve_model
+from llm_pretrain.config.tree import Config
 from llm_pretrain.errors import ConfigError
-from llm_pretrain.model import FIXED, PARTS, Kernels, Part, check_kernels, flops_per_token, resolved_kernels
-from llm_pretrain.tracking import read_rows
-from llm_pretrain.training import build_model
+from llm_pretrain.launch.jobs import this_machine
+from llm_pretrain.launch.machine_checks import machine_facts
+from llm_pretrain.launch.process import prepare_process
+from llm_pretrain.model.kernels.choice import Kernels, resolved_kernels
+from llm_pretrain.model.self_check import FIXED, PARTS, Part, check_kernels
+from llm_pretrain.model.sizes import flops_per_token
+from llm_pretrain.runs.rows import read_rows
+from llm_pretrain.training.model_setup import build_model
 from train_pretrain import TorchrunEngine
 
 _TEST = re.compile(r"^(?:\[gw\d+\] \[ *\d+%\] )?(PASSED|FAILED|ERROR|SKIPPED)? ?(tests/\S+?\.py::.+?)"

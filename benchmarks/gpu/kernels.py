@@ -31,8 +31,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from benchmarks.gpu.parts import CASES, case_options
-from llm_pretrain.config import Config, load_config
-from llm_pretrain.model import flops_per_token
+from llm_pretrain.config.loading import load_config
+from llm_pretrain.config.tree import Config
+from llm_pretrain.model.sizes import flops_per_token
 
 CASTS, NORMS, OTHER = "casts of weights and their gradients", "norms, rotary, residual", "other"
 _CALLERS = {

@@ -16,8 +16,9 @@ import torch
 
 from benchmarks import launching
 from benchmarks.gpu.parts import Context
-from llm_pretrain.checkpoints import CheckpointTensors, read_manifest
-from llm_pretrain.commands._verify_checkpoints import same_bits
+from llm_pretrain.audit.checkpoint_checks import same_bits
+from llm_pretrain.checkpoints.manifest import read_manifest
+from llm_pretrain.checkpoints.opening import CheckpointTensors
 
 STEPS, SAVED = 20, 10
 CPU_BOUND = 1e-5

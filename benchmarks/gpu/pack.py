@@ -23,7 +23,7 @@ from benchmarks.gpu.roofline import NAMES, bounds
 from benchmarks.gpu.rounds import PACKED, WHEELS
 from benchmarks.machine import ROOT, commit
 from benchmarks.reporting import SkippedError
-from llm_pretrain.tracking import MACHINES
+from llm_pretrain.hardware import MACHINES
 
 GPU = "h100"
 """What is counted for."""

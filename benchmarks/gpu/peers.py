@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from benchmarks.gpu.parts import Case, Context, stretches, wait
 from benchmarks.peers import transformers_model
-from llm_pretrain.config import Config
-from llm_pretrain.data import TokenStore
-from llm_pretrain.model import flops_per_token
+from llm_pretrain.config.tree import Config
+from llm_pretrain.data.store.token_store import TokenStore
+from llm_pretrain.model.sizes import flops_per_token
 
 MICRO_BATCHES = {"gpt2-124m": {"trainer": 32, "loop": 32}, "qwen3-0.6b": {"trainer": 2, "loop": 2}}
 """Sequences, where the case's own micro batch does not fit."""

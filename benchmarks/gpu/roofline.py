@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from benchmarks.gpu.parts import CASES
 from benchmarks.machine import ROOT, python_path
 from benchmarks.reporting import SkippedError
-from llm_pretrain.tracking import MACHINES, Machine
+from llm_pretrain.hardware import MACHINES, Machine
 
 NAMES = ["gpt2-124m", "qwen3-0.6b", "finegrained-moe-136m", "mixture", "dense of equal FLOPs"]
 _PATHS = ("tests/cuda_without_gpu", "tests")

@@ -12,10 +12,11 @@ import torch
 
 from benchmarks.engine_pairs import Steps
 from benchmarks.gpu.parts import Case, Context, dense_twin, stretches, wait
-from llm_pretrain.distributed.process import prepare_process
 from llm_pretrain.errors import ConfigError
-from llm_pretrain.memory import estimate_memory, is_out_of_memory
-from llm_pretrain.model import flops_per_token
+from llm_pretrain.launch.out_of_memory import is_out_of_memory
+from llm_pretrain.launch.process import prepare_process
+from llm_pretrain.memory import estimate_memory
+from llm_pretrain.model.sizes import flops_per_token
 from llm_pretrain.training.model_setup import check_float8, kernels_in_use
 from train_pretrain import TorchrunEngine
 

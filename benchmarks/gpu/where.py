@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.engine_pairs import Steps
 from benchmarks.gpu.parts import Context, wait
-from llm_pretrain.distributed.process import prepare_process
+from llm_pretrain.launch.process import prepare_process
 from train_pretrain import TorchrunEngine
 
 STEPS = 5

@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 
 from llm_pretrain.__main__ import main as run_command
-from llm_pretrain.data import open_tokenizer
-from llm_pretrain.export import load_pretrained, read_config
+from llm_pretrain.data.tokenizers.tokenizer import open_tokenizer
+from llm_pretrain.export.huggingface import load_pretrained, read_config
 
 TEXTS = ["The function returns a list of", "春眠不觉晓,处处闻", "import os\n\ndef main(", "  It's 2 + 2 = "]
 NEW_TOKENS = 16

@@ -6,14 +6,10 @@ checkpoint is sound if and only if its manifest is valid and its files match it.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import math
-import os
-import platform
 import re
-import subprocess
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, is_dataclass
@@ -23,9 +19,9 @@ from typing import Any, Literal, get_type_hints
 import torch
 from torch.optim import Optimizer
 
-from llm_pretrain.version import __version__
 from llm_pretrain.checkpoints.folders import committed_folders
-from llm_pretrain.config import ModelConfig, matches_type
+from llm_pretrain.config.model_config import ModelConfig
+from llm_pretrain.config.schema import matches_type
 from llm_pretrain.errors import CheckpointError, MismatchError
 from llm_pretrain.files import open_plain, read_json, write_text
 
@@ -303,89 +299,6 @@ def _scaler(entry: Mapping[str, Any] | None) -> str | None:
     ):
         return f"a gradient scaler's numbers, found {entry!r:.60}"
     return None
-
-
-ARITHMETIC_VARIABLES = (
-    "ACCELERATE_DEEPSPEED_ZERO_STAGE",
-    "ATEN_CPU_CAPABILITY",
-    "CUBLAS_WORKSPACE_CONFIG",
-    "DNNL_MAX_CPU_ISA",
-    "MKL_CBWR",
-    "MKL_ENABLE_INSTRUCTIONS",
-    "NCCL_ALGO",
-    "NCCL_PROTO",
-    "NVIDIA_TF32_OVERRIDE",
-    "ONEDNN_DEFAULT_FPMATH_MODE",
-    "ONEDNN_MAX_CPU_ISA",
-    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
-    "TORCHDYNAMO_DISABLE",
-)
-"""Environment variables that change the arithmetic or the collectives."""
-_DECIDES_ARITHMETIC = ("torch", "llm_pretrain", "device", "cpu_capability", "cpu_threads")
-
-
-def environment(device: torch.device) -> dict[str, str | None]:
-    """Versions, hardware, git revision and those of `ARITHMETIC_VARIABLES` that are set in this process."""
-    variables = {name: os.environ[name] for name in ARITHMETIC_VARIABLES if name in os.environ}
-    return variables | {
-        "torch": torch.__version__,
-        "llm_pretrain": __version__,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
-        "cpu_capability": torch.backends.cpu.get_cpu_capability() if device.type == "cpu" else None,
-        "cpu_threads": str(torch.get_num_threads()) if device.type == "cpu" else None,
-        "git_revision": _git_revision(),
-    }
-
-
-def environment_changes(saved: dict[str, str | None], device: torch.device) -> list[str]:
-    """One warning per difference from the saved environment that may change the last bits of results."""
-    return [
-        f"{change}: training continues, but not bit for bit"
-        for change in arithmetic_changes(saved, environment(device), "when the checkpoint was saved")
-    ]
-
-
-def arithmetic_changes(
-    saved: Mapping[str, str | None], current: Mapping[str, str | None], then: str
-) -> list[str]:
-    """One line per difference of two environments that may change the last bits of results.
-
-    `then` says when the saved one was.
-    """
-    return [
-        f"{key} was {saved.get(key, 'unset')} {then} and is {current.get(key, 'unset')} now"
-        for key in (*_DECIDES_ARITHMETIC, *ARITHMETIC_VARIABLES)
-        if saved.get(key) != current.get(key)
-    ]
-
-
-def _processor() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
-
-
-@functools.cache
-def _git_revision() -> str | None:
-    """Commit of the framework's own checkout, `-dirty` with local changes; None when installed."""
-    folder = Path(__file__).parent
-    git = ["git", "--no-optional-locks", "-C", str(folder)]
-    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 10}
-    try:
-        # An installed package may lie inside the repository of another project.
-        subprocess.run([*git, "ls-files", "--error-unmatch", "__init__.py"], check=True, **options)
-        described = subprocess.run(
-            [*git, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"], check=True, **options
-        )
-        return described.stdout.strip() or None
-    except (OSError, subprocess.SubprocessError):
-        return None
 
 
 _ABSENT = "absent"

@@ -15,7 +15,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from llm_pretrain.export import load_pretrained, read_config
 from llm_pretrain.checkpoints.folders import committed_folders
 from llm_pretrain.checkpoints.manifest import (
     MANIFEST_NAME,
@@ -26,18 +25,15 @@ from llm_pretrain.checkpoints.manifest import (
     read_manifest,
 )
 from llm_pretrain.checkpoints.tensor_files import read_tensors
-from llm_pretrain.config import (
-    Config,
-    YamlError,
-    from_dict,
-    read_yaml_file,
-    resolve_precision,
-    shape_problems,
-)
+from llm_pretrain.config.loading import from_dict, resolve_precision, shape_problems
+from llm_pretrain.config.tree import Config
+from llm_pretrain.config.yaml_text import YamlError, read_yaml_file
 from llm_pretrain.errors import CheckpointError, PretrainError
+from llm_pretrain.export.huggingface import load_pretrained, read_config
 from llm_pretrain.files import open_plain, read_json, read_plain
-from llm_pretrain.model import Decoder, configured_kernels
-from llm_pretrain.optim import average_name
+from llm_pretrain.model.decoder import Decoder
+from llm_pretrain.model.kernels import configured_kernels
+from llm_pretrain.optim.ema import average_name
 
 _OPTIMIZER = "optimizer.state."
 _ATTEMPTS = 5

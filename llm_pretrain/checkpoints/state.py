@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from llm_pretrain.distributed.initial_values import local_part
 from llm_pretrain.errors import CheckpointError
-from llm_pretrain.optim import as_sharded, replicate_dims
+from llm_pretrain.optim.sharded import as_sharded, replicate_dims
 
 _IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable", "maximize"}
 

@@ -26,8 +26,6 @@ from llm_pretrain.checkpoints.manifest import (
     RunFacts,
     UnsoundError,
     describe,
-    environment,
-    environment_changes,
     find_damage,
     fingerprint_differences,
     mismatch,
@@ -41,6 +39,7 @@ from llm_pretrain.checkpoints.tensor_files import check_finite, read_tensors, wr
 from llm_pretrain.distributed.collectives import RankGroup, gather_results, run_on_all_ranks, run_on_rank0
 from llm_pretrain.errors import CheckpointError
 from llm_pretrain.files import make_folder
+from llm_pretrain.hardware import environment, environment_changes
 
 Expected = dict[str, str] | Callable[[int], dict[str, str]]
 

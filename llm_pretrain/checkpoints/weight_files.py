@@ -20,12 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llm_pretrain.export import DiskTensor, disk_dtype, disk_layout, rounded
 from llm_pretrain.checkpoints.state import Piece
 from llm_pretrain.checkpoints.tensor_files import CHUNK_BYTES, safetensors_header
-from llm_pretrain.config import ModelConfig
+from llm_pretrain.config.model_config import ModelConfig
 from llm_pretrain.distributed.initial_values import runs
 from llm_pretrain.errors import CheckpointError
+from llm_pretrain.export.huggingface import disk_dtype, rounded
+from llm_pretrain.export.tensor_layout import DiskTensor, disk_layout
 from llm_pretrain.files import write_text
 
 INDEX_FILE = "model.safetensors.index.json"

@@ -15,15 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from llm_pretrain.export import ModelCardData, end_of_turn_id, huggingface_config, load_pretrained, model_card, model_config_from_huggingface, native_config, read_config
 from llm_pretrain.checkpoints import folders, state
 from llm_pretrain.checkpoints.manifest import Manifest
 from llm_pretrain.checkpoints.opening import saved_names
 from llm_pretrain.checkpoints.state import Piece, held_pieces, pipeline_of
 from llm_pretrain.checkpoints.weight_files import INDEX_FILE, WeightFiles
-from llm_pretrain.config import ModelConfig
+from llm_pretrain.config.model_config import ModelConfig
 from llm_pretrain.distributed.collectives import ONE_RANK, RankGroup, gather_results, run_on_rank0
 from llm_pretrain.errors import CheckpointError, ConfigError, DataError
+from llm_pretrain.export.config_json import huggingface_config, model_config_from_huggingface, native_config
+from llm_pretrain.export.gguf_tokenizer import end_of_turn_id
+from llm_pretrain.export.huggingface import load_pretrained, read_config
+from llm_pretrain.export.model_card import ModelCardData, model_card
 from llm_pretrain.files import (
     MARKER,
     fsync_file,

@@ -3,55 +3,25 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
-from itertools import pairwise
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import psutil
-
-from llm_pretrain.commands._launch_options import (
-    LaunchPlan,
+from llm_pretrain.audit.chaos import KILLS, Result, make_plan, result_content, run_chaos
+from llm_pretrain.launch.jobs import (
+    exit_on_signals,
+    this_machine,
+)
+from llm_pretrain.launch.options import (
     add_launch_options,
-    as_options,
     call_facts,
     check_timeout,
-    choose_output,
     create_output,
-    find_scripts,
-    forced_settings,
-    given_options,
-    parse_numbers,
-    parse_words,
     say,
     write_result,
 )
-from llm_pretrain.commands._launching import (
-    RESUMABLE_PATHS,
-    SCRIPTS,
-    Job,
-    LaunchContext,
-    Machine,
-    Outcome,
-    RunMonitor,
-    RunningJob,
-    exit_on_signals,
-    newest_checkpoint,
-    rows_of,
-    run_until,
-    this_machine,
-)
-from llm_pretrain.commands._parity_comparison import Rows
-from llm_pretrain.commands._parity_plan import build_variants, configured_mesh
-from llm_pretrain.config import Config, load_config, resolve_model
-from llm_pretrain.errors import ConfigError, PretrainError
 
 if TYPE_CHECKING:
-    from llm_pretrain.commands._run_checks import Violation
+    pass
 
 EXAMPLES = """\
 Every other option is a setting, --section.field VALUE, and applies to every launch.
@@ -69,15 +39,6 @@ examples:
   llm-pretrain chaos --config configs/tiny-moe.yaml --paths torchrun --steps 12 --model.hidden_dropout 0.1
 """
 
-PLACES = ("step", "start-up", "save")
-KILLS = ("all", "rank", "launcher")
-LAUNCHER_SECONDS, WORKER_SECONDS = 60.0, 30.0
-"""Time limits of a launcher that lost a worker, and of workers that lost their launcher."""
-_SLOW_STEPS = 3
-"""Where a step, save or evaluation takes long, a limit is extended by this many of them."""
-_SAVE_STEPS, _EVALUATION_BATCHES = 4, 4
-_COLUMNS, _WIDTHS = ("kill", "launcher", "place", "began at", "checkpoint", "verdict"), (6, 10, 20, 8, 10, 8)
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options, and every setting of the configuration."""
@@ -88,139 +49,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="launchers, used in turn (default: %(default)s)")  # fmt: skip
     add("--world-size", "--world_size", metavar="W", help="processes of every attempt (default: 2)")
     add("--steps", type=int, metavar="K", help="optimizer steps (default: 32, for one launcher 20)")
-
-
-@dataclass(kw_only=True)
-class ChaosPlan(LaunchPlan):
-    """A checked chaos call.
-
-    Args:
-        paths: Launch paths, used in turn.
-        world_size: Processes of every attempt and of the uninterrupted run.
-        save_steps: Steps between saves.
-        kill: Of `KILLS`.
-        places: Of `PLACES`, one for each kill.
-    """
-
-    paths: list[str]
-    world_size: int
-    save_steps: int
-    kill: str
-    places: list[str]
-
-
-def make_plan(arguments: argparse.Namespace, machine: Machine) -> ChaosPlan:
-    """Check a call.
-
-    Raises:
-        PretrainError: whatever would make a launch fail and can be found before it.
-    """
-    from llm_pretrain.data import open_stores
-
-    paths, given = parse_words("--paths", arguments.paths, RESUMABLE_PATHS), given_options(arguments)
-    config = load_config(given)
-    world_size = _world_size(arguments.world_size, config, machine, paths)
-    # three places and one or two launchers in turn: after so many kills each place has met each launcher
-    places: list[str] = [*PLACES] * len(paths)
-    saves, save_steps = len(places) + 2, config.checkpoint.save_steps
-    if "--checkpoint.save_steps" not in arguments.settings:
-        save_steps = min(_SAVE_STEPS, max(2, (arguments.steps or _SAVE_STEPS * saves) // saves))
-    steps = save_steps * saves if arguments.steps is None else arguments.steps
-    if save_steps < 2 or steps < save_steps * saves:
-        raise ConfigError(
-            f"--steps, --checkpoint.save_steps: expected saves at least two steps apart, and {saves} of "
-            f"them, one for each kill and two more, found --steps {steps} with a save every {save_steps}; "
-            f"--steps {max(2, save_steps) * saves} would do"
-        )
-    threads = config.distributed.cpu_threads or max(1, machine.cores // world_size)
-    forced, notes = forced_settings(config, steps, threads, machine)
-    forced["checkpoint.save_steps"] = save_steps
-    eval_steps = config.evaluation.eval_steps
-    if eval_steps and "--evaluation.eval_steps" not in arguments.settings:
-        eval_steps = min(eval_steps, save_steps + 1)  # some must fall into a short run
-        batches = min(config.evaluation.max_batches or _EVALUATION_BATCHES, _EVALUATION_BATCHES)
-        forced |= {"evaluation.eval_steps": eval_steps, "evaluation.max_batches": batches}
-        notes.append(f"evaluated every {eval_steps} steps, on {batches} batches at most")
-    scripts, options = find_scripts(arguments.scripts, paths), [*given, *as_options(forced)]
-    resolved = load_config(options)
-    resolved = resolve_model(resolved, open_stores(resolved)[0].vocab_size)
-    return ChaosPlan(
-        config=resolved, steps=steps, options=options, scripts=scripts,
-        output=choose_output(arguments.output, f"chaos-{config.run.name}"), threads=threads, notes=notes,
-        paths=paths, world_size=world_size, save_steps=save_steps, kill=arguments.kill, places=places,
-    )  # fmt: skip
-
-
-def _world_size(given: str | None, config: Config, machine: Machine, paths: Sequence[str]) -> int:
-    """Processes as given, else two, or one where two do not fit; checked for every launch path."""
-    training = config.training
-    if given is not None:
-        size, *more = parse_numbers("--world-size", given)
-        if more:
-            raise ConfigError(f"--world-size: expected one number, the same for every attempt, found {given}")
-    else:
-        fits = training.global_batch_size % (2 * training.micro_batch_size) == 0
-        size = 2 if machine.max_world_size > 1 and fits else 1
-    variants, notes = build_variants(
-        config, machine, paths=paths, world_sizes=[size], accumulations=None,
-        precisions=[training.precision], meshes=[configured_mesh(config.distributed)],
-    )  # fmt: skip
-    if len(variants) < len(paths):
-        raise ConfigError(f"--paths: {'; '.join(notes)}")
-    return size
-
-
-@dataclass
-class Attempt:
-    """One start of the run.
-
-    Args:
-        path: Its launch path.
-        place: Where it was killed, as observed; `to its end` where it was not.
-        missed: Whether a kill at its start-up came late: the attempt had a row by then.
-        began_at: Its first step; None where it was killed before it wrote one down.
-        checkpoint: Newest committed step at its end.
-        violation: The first broken promise.
-    """
-
-    path: str
-    place: str
-    missed: bool
-    began_at: int | None
-    checkpoint: int
-    violation: Violation | None
-
-
-@dataclass
-class Result:
-    """Result of a call; complete up to a signal that ends it.
-
-    Args:
-        attempts: The last one ended by itself, unless a promise was broken before.
-        failure: Why the uninterrupted run failed.
-        missing: Why less was shown than asked for.
-        interrupted: Whether a signal ended the call.
-    """
-
-    attempts: list[Attempt] = field(default_factory=list)
-    failure: str = ""
-    missing: str = ""
-    interrupted: bool = True
-
-    @property
-    def verdict(self) -> str:
-        """`holds`, `violated`, `not shown` or `interrupted`."""
-        if self.failure or (self.attempts and self.attempts[-1].violation):
-            return "violated"
-        return "interrupted" if self.interrupted else "not shown" if self.missing else "holds"
-
-    @property
-    def summary(self) -> list[str]:
-        """What is wrong, a line for each."""
-        lines = [f"the uninterrupted run: {self.failure}"] if self.failure else []
-        if self.attempts and (violation := self.attempts[-1].violation):
-            lines.append(f"attempt {len(self.attempts)}: {violation.text}")
-        return [*lines, *([f"not shown: {self.missing}"] if self.missing else [])]
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -249,149 +77,3 @@ def run(arguments: argparse.Namespace) -> int:
     }[result.verdict]
     say(f"{held}; {file}, {time.time() - started:.0f} s")
     return 0 if result.verdict == "holds" else 1
-
-
-def run_chaos(plan: ChaosPlan, context: LaunchContext, result: Result, *, say: Callable[[str], None]) -> None:
-    """Make the uninterrupted run, kill and resume the other until it ends or a check fails.
-
-    Args:
-        plan: Of the call.
-        context: Where to launch.
-        result: Filled step by step.
-        say: Prints a line of progress.
-    """
-    say(f"the uninterrupted run: {plan.paths[0]} W={plan.world_size}, {plan.steps} steps")
-    reference = plan.output / "reference"
-    if failure := run_until(_job(plan, plan.paths[0], reference), context).failure:
-        result.failure, result.interrupted = failure, False
-        return
-    rows = rows_of(reference)
-    say(table_line(_COLUMNS))
-    while True:
-        number = len(result.attempts)
-        attempt, killed = _run_next(plan, context, number, rows)
-        result.attempts.append(attempt)
-        say(attempt_line(attempt, number + 1 if killed else None, plan))
-        if attempt.violation or not killed:
-            break
-    missed = [number for number, each in enumerate(result.attempts, start=1) if each.missed]
-    if not attempt.violation and missed:
-        result.missing = f"kill {missed[0]} was to fall into: {plan.places[missed[0] - 1]}"
-    elif not attempt.violation and number < len(plan.places):
-        result.missing = f"the run was done after {number} of {len(plan.places)} kills; ask for more --steps"
-    result.interrupted = False
-
-
-def _run_next(plan: ChaosPlan, context: LaunchContext, number: int, reference: Rows) -> tuple[Attempt, bool]:
-    """Run attempt `number`, from 0 on, and check what it left; also returns whether it was killed."""
-    from llm_pretrain.commands import _run_checks as checks
-
-    folder = plan.output / "killed"
-    job, before = _job(plan, plan.paths[number % len(plan.paths)], folder), checks.scan_folder(folder)
-    place = plan.places[number] if number < len(plan.places) else None
-
-    def is_due(monitor: RunMonitor, saving: int | None) -> bool:
-        if place == "start-up":
-            return monitor.has_begun
-        if place == "save":  # of a checkpoint or its weights
-            return saving is not None and saving % plan.save_steps == 0
-        # after two saves, so that the next attempt has an older checkpoint that it must not begin from
-        return (monitor.last_step or 0) > (before.checkpoint // plan.save_steps + 2) * plan.save_steps
-
-    times = [row["time"] for _, row in sorted(reference.items())]
-    gap = max((later - earlier for earlier, later in pairwise(times)), default=0.0)
-    outcome = run_until(
-        job,
-        context,
-        is_due if place else None,
-        lambda started: send_kill(started, plan.kill, rank=number // 2 % plan.world_size),
-        (WORKER_SECONDS if plan.kill == "launcher" else LAUNCHER_SECONDS) + _SLOW_STEPS * gap,
-    )
-    missed = outcome.killed and place == "start-up" and outcome.last_step is not None
-    attempt = Attempt(job.path, observed_place(outcome, place), missed, None, newest_checkpoint(folder), None)
-    try:
-        written, declared = checks.steps_of_attempt(folder, before)
-        attempt.began_at = next(iter([*written, *declared]), None)
-        found = rows_of(folder)
-        attempt.violation = (
-            (checks.Violation(outcome.failure, key="exit") if outcome.failure else None)
-            or checks.check_start(folder, before)
-            or checks.check_committed(folder)
-            or checks.check_rows(reference, found, owed=checks.postponed_evaluation(folder))
-        )
-        if not outcome.killed:
-            attempt.violation = (
-                attempt.violation
-                or checks.check_rows(reference, found, steps=plan.steps)
-                or checks.check_end(plan.output / "reference", folder, plan.steps)
-            )
-    except PretrainError as error:  # unreadable files are what the checks look for
-        attempt.violation = attempt.violation or checks.Violation(str(error))
-    return attempt, outcome.killed
-
-
-def send_kill(started: RunningJob, kind: str, rank: int) -> None:
-    """SIGKILL to what `kind` of `KILLS` names; `rank` is the worker of kind `rank`."""
-    workers = started.find_workers()
-    if kind == "all":
-        started.kill()
-    elif kind == "launcher":
-        started.process.kill()
-    for process in workers if kind == "rank" else []:
-        with suppress(psutil.Error):
-            is_worker = process.ppid() == started.process.pid and any(
-                word.endswith(SCRIPTS[started.job.path]) for word in process.cmdline()
-            )
-            if is_worker and int(process.environ().get("RANK") or 0) == rank:
-                process.kill()
-
-
-def observed_place(outcome: Outcome, place: str | None) -> str:
-    """Where a kill fell."""
-    if not outcome.killed:
-        return "to its end"
-    if place == "save":
-        return f"save of step {outcome.saved_step}"
-    return "start-up" if outcome.last_step is None else f"after step {outcome.last_step}"
-
-
-def _job(plan: ChaosPlan, path: str, folder: Path) -> Job:
-    return Job(
-        path, plan.world_size, folder, folder.with_suffix(".log"), tuple(plan.options), plan.threads,
-        plan.config.distributed.strategy, with_launcher=True,
-    )  # fmt: skip
-
-
-def attempt_line(attempt: Attempt, number: int | None, plan: ChaosPlan) -> str:
-    """An attempt as a row of the table; `number` is that of its kill."""
-    return table_line(
-        (
-            f"{number}/{len(plan.places)}" if number else "end",
-            attempt.path,
-            attempt.place,
-            "-" if attempt.began_at is None else str(attempt.began_at),
-            f"step {attempt.checkpoint}" if attempt.checkpoint else "-",
-            "VIOLATED" if attempt.violation else "ok",
-        )
-    )
-
-
-def table_line(cells: Sequence[str]) -> str:
-    """A row of the table."""
-    return "  ".join(cell.ljust(width) for cell, width in zip(cells, _WIDTHS, strict=True)).rstrip()
-
-
-def result_content(facts: Mapping[str, Any], result: Result, plan: ChaosPlan) -> dict[str, Any]:
-    """Content of chaos.json; `facts` are those of the call."""
-    return {
-        "verdict": result.verdict,
-        **facts,
-        "world_size": plan.world_size,
-        "paths": plan.paths,
-        "save_steps": plan.save_steps,
-        "kill": plan.kill,
-        "places": plan.places,
-        "failure": result.failure,
-        "missing": result.missing,
-        "attempts": [dataclasses.asdict(attempt) for attempt in result.attempts],
-    }

@@ -12,13 +12,12 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from llm_pretrain.commands._source import (
-    Source,
+from llm_pretrain.api import Source, open_source
+from llm_pretrain.commands.generate import (
     add_sampling_arguments,
     add_source_arguments,
     check_sampling,
     check_utf8,
-    open_source,
     write_out,
 )
 from llm_pretrain.errors import ConfigError, DataError
@@ -47,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     if problems := check_sampling(arguments):
         raise ConfigError(*problems)
     system = None if arguments.system is None else check_utf8("--system", arguments.system)
-    source = open_source(arguments)
+    source = open_source(arguments.source, arguments.tokenizer, arguments.device, arguments.dtype)
     conversation = (Conversation if source.tokenizer.chat_template else PlainText)(source, system)
     if isinstance(conversation, PlainText):
         _note("this tokenizer has no chat template: the model continues the text, turn after turn")
@@ -81,7 +80,7 @@ class Conversation:
 
     def prompt_ids(self) -> list[int]:
         """The conversation so far and the header of the answer."""
-        from llm_pretrain.data import chat_prompt_ids
+        from llm_pretrain.data.chat import chat_prompt_ids
 
         turns = [("system", self.system)] if self.system is not None else []
         messages: list[dict[str, Any]] = [
@@ -91,7 +90,7 @@ class Conversation:
 
     def stop_ids(self) -> frozenset[int]:
         """Ids that end an answer."""
-        from llm_pretrain.export import end_of_turn_id
+        from llm_pretrain.export.gguf_tokenizer import end_of_turn_id
 
         turn_end = end_of_turn_id(self.source.tokenizer.folder)
         return self.source.stop_ids | ({turn_end} if turn_end is not None else set())
@@ -125,7 +124,7 @@ def _answer(
     source: Source, conversation: Conversation, line: str, arguments: argparse.Namespace, seed: int
 ) -> None:
     """Print the answer to a line during generation, and append both to the conversation."""
-    from llm_pretrain.generation import TextStream, generate
+    from llm_pretrain.model.generation import TextStream, generate
 
     limit = source.model.config.max_position_embeddings
     room = limit - max(1, min(arguments.max_new_tokens, limit // 4))

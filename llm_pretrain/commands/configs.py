@@ -11,7 +11,7 @@ from llm_pretrain.errors import ConfigError, OutputError, printable
 from llm_pretrain.files import check_replaceable, replace_text
 
 if TYPE_CHECKING:
-    from llm_pretrain.commands._imported_config import ImportedConfig
+    from llm_pretrain.export.importers import ImportedConfig
 
 EXAMPLES = """\
 examples:
@@ -59,8 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _imported(arguments: argparse.Namespace) -> ImportedConfig | None:
     """The configuration that one of the options --from_… names."""
-    from llm_pretrain.commands._import_minimind import from_minimind
-    from llm_pretrain.commands._imported_config import from_pretrained
+    from llm_pretrain.export.importers import from_minimind, from_pretrained
 
     if arguments.from_minimind is not None:
         return from_minimind(arguments.from_minimind, arguments.minimind_version)
@@ -90,7 +89,7 @@ def _write(imported: ImportedConfig, arguments: argparse.Namespace) -> int:
 
 def _list(folder: Path | None) -> int:
     """One line per preset: sizes, experts, batch."""
-    from llm_pretrain.config import PRESETS
+    from llm_pretrain.config.loading import PRESETS
 
     files = sorted((folder or PRESETS).glob("*.yaml"))
     if not files:
@@ -114,8 +113,9 @@ def _sizes(file: Path) -> tuple[str, str, str, str, str]:
     """Parameters, active parameters, layers, sequence length and tokens per step of a preset."""
     import dataclasses
 
-    from llm_pretrain.config import YamlError, from_dict, read_settings_text, read_yaml
-    from llm_pretrain.model import count_parameters
+    from llm_pretrain.config.loading import from_dict
+    from llm_pretrain.config.yaml_text import YamlError, read_settings_text, read_yaml
+    from llm_pretrain.model.sizes import count_parameters
 
     try:
         text = read_settings_text(file)

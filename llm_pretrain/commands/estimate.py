@@ -6,10 +6,10 @@ import argparse
 from typing import TYPE_CHECKING
 
 from llm_pretrain.errors import ConfigError
-from llm_pretrain.tracking import DEFAULT_MFU, GPU_GB, size_text
+from llm_pretrain.hardware import DEFAULT_MFU, GPU_GB, size_text
 
 if TYPE_CHECKING:
-    from llm_pretrain.config import Config
+    from llm_pretrain.config.tree import Config
 
 EXAMPLES = """\
 Every other option is a setting, --section.field VALUE.
@@ -26,7 +26,7 @@ _WITHOUT_BF16 = ("t4", "v100")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options, and every setting of the configuration."""
-    from llm_pretrain.commands._launch_options import add_settings
+    from llm_pretrain.launch.options import add_settings
 
     parser.usage = "llm-pretrain estimate --config FILE [options] [--section.field VALUE ...]"
     parser.add_argument(
@@ -51,8 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the estimate."""
-    from llm_pretrain.commands._launch_options import given_options
-    from llm_pretrain.config import load_config
+    from llm_pretrain.config.loading import load_config
+    from llm_pretrain.launch.options import given_options
 
     options = given_options(arguments)
     _check(arguments)
@@ -87,8 +87,8 @@ def _check(arguments: argparse.Namespace) -> None:
 
 def with_vocabulary(config: Config) -> Config:
     """The configuration with the vocabulary size that the run will have."""
-    from llm_pretrain.config import resolve_model
-    from llm_pretrain.data import open_stores
+    from llm_pretrain.config.loading import resolve_model
+    from llm_pretrain.data.loader import open_stores
     from llm_pretrain.errors import DataError
 
     if config.model.vocab_size is not None:
@@ -104,7 +104,7 @@ def with_vocabulary(config: Config) -> Config:
 
 def _print_model(config: Config) -> None:
     from llm_pretrain.memory import compute_optimal_tokens, token_budget
-    from llm_pretrain.model import count_parameters, flops_per_token
+    from llm_pretrain.model.sizes import count_parameters, flops_per_token
 
     size, length = count_parameters(config.model), config.training.sequence_length
     print(f"{config.run.name}")
@@ -151,8 +151,8 @@ def _print_memory(config: Config, arguments: argparse.Namespace) -> None:
 
 
 def _print_time(config: Config, arguments: argparse.Namespace) -> None:
+    from llm_pretrain.hardware import device_peak_flops
     from llm_pretrain.memory import estimate_time, token_budget
-    from llm_pretrain.tracking import device_peak_flops
 
     if arguments.gpu is None:
         print("time: name a --gpu for tokens per second, hours and cost")

@@ -6,21 +6,14 @@ import argparse
 import json
 import math
 import os
-import tempfile
-import zlib
-from collections.abc import Sequence
-from contextlib import closing
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, replace
+from typing import Any
 
-from llm_pretrain.commands._source import Source, add_source_arguments, open_source
-from llm_pretrain.config import Config, SourceConfig, TrainingConfig
-from llm_pretrain.distributed.mesh import Place
-from llm_pretrain.errors import ConfigError, DataError, printable
-
-if TYPE_CHECKING:
-    from llm_pretrain.data import Batch, TokenStore
+from llm_pretrain.api import Source, open_source
+from llm_pretrain.commands.generate import add_source_arguments
+from llm_pretrain.config.tree import Config, SourceConfig, TrainingConfig
+from llm_pretrain.errors import ConfigError, printable
+from llm_pretrain.training.store_evaluation import Figures, evaluate_files, evaluate_stores
 
 EXAMPLES = """\
 What is evaluated:
@@ -40,9 +33,6 @@ examples:
   llm-pretrain evaluate runs/quickstart --store data/stores/stdlib --split train --max_batches 20
   llm-pretrain evaluate WEIGHTS --input book.txt notes.jsonl --sequence_length 1024
 """
-
-ZLIB_LIMIT = 64 << 20
-"""Bytes of the text, from its beginning, on which zlib's bits per byte are measured."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -89,15 +79,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Evaluate and print; returns the exit code."""
     _check(arguments)
-    source = open_source(arguments)
+    source = open_source(arguments.source, arguments.tokenizer, arguments.device)
     config = _settings(source, arguments)
     _use_threads_of_the_run(source, config)
     if arguments.input is not None:
-        figures = evaluate_files(source, config, arguments.input)
+        figures = evaluate_files(source.model, source.tokenizer, config, arguments.input)
         what = ", ".join(arguments.input)
     else:
         split = arguments.split or "validation"
-        figures = evaluate_stores(source, config, split)
+        figures = evaluate_stores(source.model, source.tokenizer, config, split)
         what = ", ".join(each.store for each in config.data.sources) + f" ({split})"
     _print_figures(source, config, what, figures, as_json=arguments.json)
     return 0
@@ -141,7 +131,7 @@ def _use_threads_of_the_run(source: Source, config: Config) -> None:
     """Set the number of threads of one process of the run; another number changes the order of summation."""
     import torch
 
-    from llm_pretrain.distributed.process import default_threads
+    from llm_pretrain.launch.process import default_threads
 
     threads = config.distributed.cpu_threads
     if threads is None and source.opened.world_size:
@@ -202,165 +192,3 @@ def _check(arguments: argparse.Namespace) -> None:
             problems.append(f"--store: expected folders, each named once, found {store!r}")
     if problems:
         raise ConfigError(*problems)
-
-
-@dataclass(frozen=True)
-class Figures:
-    """The results of an evaluation.
-
-    Args:
-        loss: Mean cross-entropy of the targets, in nats.
-        perplexity: e to the loss.
-        bits_per_byte: Cross-entropy of the text's tokens, special ones left out, per UTF-8 byte of them; None
-            without text.
-        tokens: Targets.
-        bytes: UTF-8 bytes of the targets.
-        zlib_bits_per_byte: zlib's at level 9 on the text of the split or the files.
-        sequence_length: Positions of a sequence.
-        sequences: Number of sequences.
-        available: Sequences there are, of which `evaluation.max_batches` may take the first.
-        sources: Loss and bits per byte of each of several stores; None where no sequence was drawn from it.
-    """
-
-    loss: float
-    perplexity: float
-    bits_per_byte: float | None
-    tokens: int
-    bytes: int
-    zlib_bits_per_byte: float | None
-    sequence_length: int
-    sequences: int
-    available: int
-    sources: dict[str, dict[str, float | None]] = field(default_factory=dict)
-
-
-def evaluate_stores(source: Source, config: Config, split: str) -> Figures:
-    """Evaluate on a split of `data.sources` with the batches and the arithmetic of a run's own evaluation.
-
-    Raises:
-        DataError: A store is damaged, has another tokenizer, or no target in this split.
-    """
-    from llm_pretrain.data import evaluation_batches, open_stores
-    from llm_pretrain.training import Evaluator, zlib_bits_per_byte
-
-    stores = open_stores(config)
-    for store in stores:
-        if store.tokenizer_hash != source.tokenizer.hash:
-            raise DataError(
-                f"{store.path}: expected a store of the model's tokenizer ({source.tokenizer.hash[:12]}), "
-                f"found another's ({store.tokenizer_hash[:12]}); prepare it with {source.tokenizer.folder}"
-            )
-    evaluated = evaluation_batches(config, split=split)
-    batches = _Counted(evaluated, stores[0].token_bytes())
-    engine: Any = _OneProcess(source, config.training.precision)
-    names = _names(config)
-    with closing(batches):
-        metrics = Evaluator(engine, batches, stores[0], lambda: False, names)() or {}
-    loss, perplexity = metrics.get("eval/loss"), metrics.get("eval/perplexity")
-    if loss is None or perplexity is None:
-        raise DataError(f"{stores[0].path}: expected tokens to evaluate on in the {split} split, found none")
-    on_validation = split == "validation"
-    return Figures(
-        loss=loss,
-        perplexity=perplexity,
-        bits_per_byte=metrics.get("eval/bits_per_byte"),
-        tokens=batches.tokens,
-        bytes=batches.bytes,
-        zlib_bits_per_byte=zlib_bits_per_byte(stores) if on_validation else _zlib_of(stores, split),
-        sequence_length=config.training.sequence_length,
-        sequences=sum(evaluated.sequences),
-        available=sum(evaluated.available),
-        sources={
-            name: {key: metrics[f"eval/source/{name}/{key}"] for key in ("loss", "bits_per_byte")}
-            for name in (names if len(names) > 1 else [])
-        },
-    )
-
-
-def _names(config: Config) -> list[str]:
-    """Names of the sources, as in the run's metrics; their paths if two names are equal."""
-    labels = [each.label for each in config.data.sources]
-    return labels if len(set(labels)) == len(labels) else [each.store for each in config.data.sources]
-
-
-def evaluate_files(source: Source, config: Config, inputs: Sequence[str]) -> Figures:
-    """Evaluate on all documents of files, tokenised into a temporary store by `prepare`.
-
-    Args:
-        source: The model.
-        config: Gives sequence length, packing, micro batch size, precision and `evaluation.max_batches`.
-        inputs: Files and folders.
-
-    Raises:
-        DataError: A file is missing or damaged, or the files have no text.
-    """
-    from llm_pretrain.data import Preparation, prepare_store
-
-    with tempfile.TemporaryDirectory() as temporary:
-        path = Path(temporary) / "store"
-        prepared = Preparation(inputs, source.tokenizer.folder, path, validation_fraction=0.0)
-        prepare_store(prepared)
-        data = replace(config.data, sources=[SourceConfig(str(path))])
-        return evaluate_stores(source, replace(config, data=data), "train")
-
-
-def _zlib_of(stores: Sequence[TokenStore], split: str) -> float | None:
-    """zlib's bits per byte of a split's text, decoded from its tokens; None without text."""
-    compressor = zlib.compressobj(9)
-    size = written = 0
-    for store in stores:
-        pieces = store.tokenizer().token_pieces()
-        for ids, _ in store.split(split).iterate():
-            if size >= ZLIB_LIMIT:
-                break
-            text = b"".join(pieces[token] for token in ids.tolist())
-            size += len(text)
-            written += len(compressor.compress(text))
-    return 8 * (written + len(compressor.flush())) / size if size else None
-
-
-class _Counted(Sequence["Batch"]):
-    """Batches that count their targets when they are read, each of them once, with a progress bar."""
-
-    def __init__(self, batches: Sequence[Batch], token_bytes: Any):
-        from tqdm import tqdm
-
-        self._batches, self._token_bytes = batches, token_bytes
-        self._bar = tqdm(total=len(batches), unit="batch", disable=None, leave=False)
-        self.tokens = self.bytes = 0
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    def __getitem__(self, index: int) -> Batch:  # type: ignore[override]  # no slices: the evaluation reads one batch after another
-        batch = self._batches[index]
-        labels = batch.labels[batch.loss_mask]
-        self.tokens += batch.num_loss_tokens
-        self.bytes += int(self._token_bytes[labels.numpy()].sum())
-        self._bar.update()
-        return batch
-
-    def close(self) -> None:
-        self._bar.close()
-
-
-class _OneProcess:
-    """The methods of an engine that the evaluation calls, for one process without training."""
-
-    rank, world_size, place = 0, 1, Place()
-
-    def __init__(self, source: Source, precision: str):
-        self.model, self.device, self._precision = source.model, source.device, precision
-
-    def forward(self, batch: Batch) -> Any:
-        import torch
-
-        dtype = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[self._precision]
-        with torch.autocast(self.device.type, dtype, enabled=dtype is not None):
-            return self.model(**batch.model_inputs())
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        return [value]
-
-    def model_and_optimizer(self) -> tuple[Any, None]:
-        return self.model, None

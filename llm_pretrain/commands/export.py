@@ -46,9 +46,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the export and print its path; returns the exit code."""
-    from llm_pretrain.checkpoints import convert_weights
-    from llm_pretrain.data import Tokenizer
-    from llm_pretrain.export import read_config, write_gguf
+    from llm_pretrain.checkpoints.weights import convert_weights
+    from llm_pretrain.data.tokenizers import Tokenizer
+    from llm_pretrain.export.gguf import write_gguf
+    from llm_pretrain.export.huggingface import read_config
 
     source, output = find_weights(Path(arguments.source)), Path(arguments.output)
     is_folder, overwrite = arguments.to == "huggingface", arguments.overwrite
@@ -73,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def find_weights(path: Path) -> Path:
     """`path` if it holds weights or a checkpoint, else the newest weights of a run or of its `weights/`."""
-    from llm_pretrain.checkpoints import is_checkpoint
+    from llm_pretrain.checkpoints.opening import is_checkpoint
 
     if (path / "config.json").is_file() or is_checkpoint(path):
         return path
@@ -94,8 +95,9 @@ def find_weights(path: Path) -> Path:
 @contextmanager
 def _weights_of(source: Path) -> Iterator[Path]:
     """`source`, or a temporary weights folder in full precision if `source` is a checkpoint."""
-    from llm_pretrain.checkpoints import is_checkpoint, open_model, save_weights
-    from llm_pretrain.data import open_tokenizer
+    from llm_pretrain.checkpoints.opening import is_checkpoint, open_model
+    from llm_pretrain.checkpoints.weights import save_weights
+    from llm_pretrain.data.tokenizers import open_tokenizer
 
     if not is_checkpoint(source):
         yield source
@@ -137,7 +139,7 @@ def _check_output(source: Path, output: Path, *, is_folder: bool, overwrite: boo
         raise ConfigError(
             f"--output {output}: expected a folder without the weights to export, found them in it"
         )
-    from llm_pretrain.checkpoints import other_content
+    from llm_pretrain.checkpoints.weights import other_content
 
     if found := "a link" if output.is_symlink() else other_content(output):
         raise ConfigError(

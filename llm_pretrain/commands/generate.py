@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llm_pretrain.commands._source import (
-    Source,
-    add_sampling_arguments,
-    add_source_arguments,
-    check_sampling,
-    check_utf8,
-    open_source,
-    write_out,
-)
+from llm_pretrain.api import Source, open_source
 from llm_pretrain.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -74,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     prompts += [_read_prompt(name) for name in arguments.prompt_file]
     if not prompts:
         raise ConfigError("--prompt: expected a text to continue, found none; or name a --prompt_file")
-    source = open_source(arguments)
+    source = open_source(arguments.source, arguments.tokenizer, arguments.device, arguments.dtype)
     encoded = [source.encode(prompt) for prompt in prompts]
     if not all(encoded):
         raise ConfigError("--prompt: expected some text, since this tokenizer has no start token; found none")
@@ -100,7 +93,7 @@ def _continue(
     source: Source, arguments: argparse.Namespace, encoded: list[list[int]], wanted: list[tuple[int, int]]
 ) -> Iterator[tuple[int, str]]:
     """(row, new text) during generation, for the (prompt, sample) pairs `wanted`."""
-    from llm_pretrain.generation import generate
+    from llm_pretrain.model.generation import generate
 
     columns = generate(
         source.model,
@@ -120,7 +113,7 @@ def _texts(
     source: Source, columns: Iterable[list[int | None]], lengths: list[int]
 ) -> Iterator[tuple[int, str]]:
     """(row, new text) for columns of new ids; `lengths` are those of the prompts."""
-    from llm_pretrain.generation import TextStream
+    from llm_pretrain.model.generation import TextStream
 
     pieces = source.tokenizer.token_pieces()
     streams = [TextStream(pieces) for _ in lengths]
@@ -161,3 +154,81 @@ def _read_prompt(name: str) -> str:
             f"{error.start}"
         ) from error
     return text.removesuffix("\n").removesuffix("\r")
+
+
+SOURCE_HELP = (
+    "weights folder (RUN/weights/step-00000100, RUN/weights/best, Hugging Face's), checkpoint "
+    "(RUN/checkpoints/step-00000100), or RUN, RUN/weights, RUN/checkpoints for the latest in it"
+)
+
+
+def add_source_arguments(parser: argparse.ArgumentParser, *, dtype: bool = True) -> None:
+    """Declare SOURCE and the options for opening it; `--dtype` only if `dtype`."""
+    parser.add_argument("source", metavar="SOURCE", help=SOURCE_HELP)
+    parser.add_argument(
+        "--tokenizer", metavar="FOLDER", help="tokenizer folder (default: the one beside the model)"
+    )
+    parser.add_argument("--device", help="cpu, cuda, cuda:1 … (default: cuda where there is one)")
+    if dtype:
+        parser.add_argument(
+            "--dtype",
+            choices=["fp32", "bf16"],
+            default="fp32",
+            help="what the model computes in; bf16 takes half the memory (default: %(default)s)",
+        )
+
+
+def add_sampling_arguments(parser: argparse.ArgumentParser, *, max_new_tokens: int) -> None:
+    """Declare the options of sampling."""
+    parser.add_argument(
+        "--max_new_tokens",
+        type=int,
+        default=max_new_tokens,
+        help="tokens at most; a text also ends where the model's max_position_embeddings do "
+        "(default: %(default)s)",
+    )
+    parser.add_argument(
+        "--temperature", type=float, default=0.8, help="0 always takes the likeliest (default: 0.8)"
+    )
+    parser.add_argument(
+        "--top_k", type=int, default=50, help="sample from the k likeliest; 0: all (default: 50)"
+    )
+    parser.add_argument(
+        "--top_p",
+        type=float,
+        default=1.0,
+        help="sample from the likeliest that together have probability p (default: 1, all)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
+
+
+def check_sampling(arguments: argparse.Namespace) -> list[str]:
+    """Problems of sampling options that are out of range, found before a model is opened."""
+    problems = [
+        f"--{name}: expected 0 or more, found {getattr(arguments, name)}"
+        for name in ("max_new_tokens", "temperature", "top_k")
+        if not 0 <= getattr(arguments, name) < math.inf
+    ]
+    if not 0 < arguments.top_p <= 1:
+        problems.append(f"--top_p: expected a number above 0 and up to 1, found {arguments.top_p}")
+    if not 0 <= arguments.seed < 1 << 62:
+        problems.append(f"--seed: expected 0 to 2^62 - 1, found {arguments.seed}")
+    return problems
+
+
+def check_utf8(option: str, text: str) -> str:
+    """`text` if it is valid UTF-8; other bytes of the command line arrive as lone surrogates."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"{option}: expected UTF-8 text, found other bytes at character {error.start}"
+        ) from None
+    return text
+
+
+def write_out(text: str) -> None:
+    """Print and flush without a newline; a character that the terminal cannot encode becomes `?`."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
+    sys.stdout.flush()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from llm_pretrain.errors import printable
 
 if TYPE_CHECKING:
-    from llm_pretrain.data import Sample
+    from llm_pretrain.data.inspection import Sample
 
 EXAMPLES = """\
 examples:
@@ -55,7 +55,8 @@ def run(arguments: argparse.Namespace) -> int:
     import dataclasses
     import json
 
-    from llm_pretrain.data import TokenStore, inspect_store, sample_documents
+    from llm_pretrain.data.inspection import inspect_store, sample_documents
+    from llm_pretrain.data.store import TokenStore
     from llm_pretrain.errors import ConfigError
 
     if arguments.seed < 0:

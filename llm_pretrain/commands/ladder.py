@@ -12,24 +12,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llm_pretrain.commands._launch_options import (
-    add_settings,
-    find_scripts,
-    given_options,
-    say,
-)
-from llm_pretrain.commands._launching import LaunchContext, Machine, exit_on_signals, this_machine
-from llm_pretrain.config import Config, load_config, resolve_model, to_dict
-from llm_pretrain.errors import (
-    EXIT_PREEMPTED,
-    ConfigError,
-    DataError,
-    OutputError,
-)
+from llm_pretrain.config.loading import load_config, resolve_model, to_dict
+from llm_pretrain.config.tree import Config
+from llm_pretrain.errors import EXIT_PREEMPTED, ConfigError, DataError, OutputError
 from llm_pretrain.files import make_folder, remove_leftovers
+from llm_pretrain.launch.jobs import LaunchContext, Machine, exit_on_signals, this_machine
+from llm_pretrain.launch.options import add_settings, find_scripts, given_options, say
 
 if TYPE_CHECKING:
-    from llm_pretrain.ladder import Ladder
+    from llm_pretrain.forecast.points import Ladder
 
 EXAMPLES = """\
 Every other option is a setting, --section.field VALUE, of the family's base. The same command continues a
@@ -80,8 +71,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.compare:
         return compare(arguments)
 
-    from llm_pretrain.commands._ladder_runs import new_ladder, train
-    from llm_pretrain.ladder import read_budget
+    from llm_pretrain.forecast.budget import read_budget
+    from llm_pretrain.forecast.ladder_training import new_ladder, train
 
     for name in ("input", "budget"):
         if getattr(arguments, name) is None:
@@ -106,7 +97,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def compare(arguments: argparse.Namespace) -> int:
     """Print the compute that two ladders need for the same losses."""
-    from llm_pretrain.ladder import compare_ladders, read_ladder, shortcomings
+    from llm_pretrain.forecast.ladder_comparison import compare_ladders
+    from llm_pretrain.forecast.measurements import read_ladder, shortcomings
 
     names = ("input", "budget", "config", "output")
     given = [f"--{name}" for name in names if getattr(arguments, name) is not None] + arguments.settings[::2]
@@ -138,8 +130,10 @@ def open_base(arguments: argparse.Namespace, machine: Machine) -> tuple[Config, 
     The base is resolved, with the store as its data; it evaluates on all of its validation split unless
     told otherwise, and is deterministic on GPUs, so that a continued ladder has the same table.
     """
-    from llm_pretrain.data import TokenStore, sequences_per_epoch
-    from llm_pretrain.ladder import member, with_store
+    from llm_pretrain.data.loader import sequences_per_epoch
+    from llm_pretrain.data.store import TokenStore
+    from llm_pretrain.forecast.family import member
+    from llm_pretrain.forecast.ladder_runs import with_store
 
     given = [word.removeprefix("--") for word in arguments.settings[::2]]
     if problems := [
@@ -172,8 +166,8 @@ def locked(folder: Path) -> Iterator[None]:
     """Hold the folder, created if missing, so that no other ladder runs in it."""
     from filelock import FileLock, Timeout
 
-    from llm_pretrain.commands._ladder_runs import LOCK, MEASURING
-    from llm_pretrain.ladder import LADDER_FILE, POINTS_FILE
+    from llm_pretrain.forecast.ladder_training import LOCK, MEASURING
+    from llm_pretrain.forecast.points import LADDER_FILE, POINTS_FILE
 
     if (was_there := folder.exists()) and not folder.is_dir():
         raise OutputError(f"--output {folder}: expected a folder, found a file")
@@ -207,7 +201,8 @@ def continued(arguments: argparse.Namespace, folder: Path, base: Config, store: 
     Raises:
         ConfigError: it has another base, budget or store; with a line for each difference.
     """
-    from llm_pretrain.ladder import LADDER_FILE, read_budget, read_unmeasured
+    from llm_pretrain.forecast.budget import read_budget
+    from llm_pretrain.forecast.points import LADDER_FILE, read_unmeasured
 
     ladder = read_unmeasured(folder)
     if ladder is None:

@@ -10,17 +10,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llm_pretrain.commands._launch_options import find_scripts, say
-from llm_pretrain.commands._launching import LaunchContext, exit_on_signals, this_machine
-from llm_pretrain.config import Config, DistributedConfig, dump_yaml, validate
+from llm_pretrain.config.distributed_config import DistributedConfig
+from llm_pretrain.config.loading import dump_yaml, validate
+from llm_pretrain.config.tree import Config
 from llm_pretrain.errors import ConfigError, DataError, OutputError, printable
 from llm_pretrain.files import check_replaceable, file_name, make_folder, replace_text
-from llm_pretrain.tracking import DEFAULT_MFU, GPU_GB, MACHINES, size_text
+from llm_pretrain.hardware import DEFAULT_MFU, GPU_GB, MACHINES, size_text
+from llm_pretrain.launch.jobs import LaunchContext, exit_on_signals, this_machine
+from llm_pretrain.launch.options import find_scripts, say
 
 if TYPE_CHECKING:
     import torch
 
-    from llm_pretrain.ladder import Choice, Forecast, Ladder
+    from llm_pretrain.forecast.planning import Choice, Forecast
+    from llm_pretrain.forecast.points import Ladder
 
 EXAMPLES = """\
 The budget is one of --time, --flops and --cost. Without --gpu it is spent on this machine: some steps of the
@@ -63,8 +66,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the plan and write its configuration."""
-    from llm_pretrain.commands._ladder_runs import evaluated_tokens
-    from llm_pretrain.ladder import EVALUATION_COST, EVALUATIONS, Forecast, best_of, read_ladder
+    from llm_pretrain.forecast.budget import EVALUATION_COST
+    from llm_pretrain.forecast.ladder_training import evaluated_tokens
+    from llm_pretrain.forecast.measurements import read_ladder
+    from llm_pretrain.forecast.planning import EVALUATIONS, Forecast, best_of
 
     _check(arguments)
     output = Path(arguments.output)
@@ -106,7 +111,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    from llm_pretrain.ladder import FLOPS_LIMIT
+    from llm_pretrain.forecast.budget import FLOPS_LIMIT
 
     problems = []
     given = [name for name in ("time", "flops", "cost") if getattr(arguments, name) is not None]
@@ -136,7 +141,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 def _seconds(arguments: argparse.Namespace) -> float | None:
     """The budget in seconds of wall time; None where it is FLOPs."""
-    from llm_pretrain.ladder import SECONDS_LIMIT, read_budget
+    from llm_pretrain.forecast.budget import SECONDS_LIMIT, read_budget
 
     if arguments.cost is not None:
         seconds = arguments.cost / arguments.price / arguments.world_size * 3600
@@ -148,7 +153,7 @@ def _seconds(arguments: argparse.Namespace) -> float | None:
 
 def _check_store(ladder: Ladder) -> None:
     """Raises DataError where the ladder's store is no more what it was: another text is another law."""
-    from llm_pretrain.data import TokenStore
+    from llm_pretrain.data.store import TokenStore
 
     store = ladder.base.data.sources[0].store
     if not Path(store).exists():
@@ -196,7 +201,7 @@ def _config(forecast: Forecast, choice: Choice, arguments: argparse.Namespace) -
 
 def _gpu_flops(arguments: argparse.Namespace) -> float:
     """FLOPs per second of all GPUs."""
-    from llm_pretrain.tracking import device_peak_flops
+    from llm_pretrain.hardware import device_peak_flops
 
     peak = device_peak_flops(arguments.gpu.lower())
     assert peak is not None, arguments.gpu
@@ -209,8 +214,15 @@ def _measured_flops(
     """FLOPs per second here, by steps of the run that the ladder's speed chooses."""
     from filelock import FileLock, Timeout
 
-    from llm_pretrain.commands._ladder_runs import LOCK, MEASURING, measure_steps, measured_config, slots_of
-    from llm_pretrain.ladder import best_of, flops_per_second
+    from llm_pretrain.forecast.ladder_training import (
+        LOCK,
+        MEASURING,
+        measure_steps,
+        measured_config,
+        slots_of,
+    )
+    from llm_pretrain.forecast.measurements import flops_per_second
+    from llm_pretrain.forecast.planning import best_of
 
     ladder, machine, world_size = forecast.ladder, this_machine(), arguments.world_size
     if (rate := flops_per_second(ladder)) is None:
@@ -239,9 +251,10 @@ def _lines(
     arguments: argparse.Namespace,
 ) -> list[str]:
     """The plan in words; `seconds` are what its run is expected to take, if that is known."""
-    from llm_pretrain.ladder import INTERVAL_LEVEL, best_of
+    from llm_pretrain.forecast.planning import best_of
+    from llm_pretrain.forecast.scaling_law import INTERVAL_LEVEL
     from llm_pretrain.memory import estimate_memory
-    from llm_pretrain.tracking import time_text
+    from llm_pretrain.tracking.console import time_text
 
     ladder, best = forecast.ladder, best_of(choices)
     model, training = config.model, config.training
@@ -293,8 +306,9 @@ def _warnings(forecast: Forecast, best: Choice, config: Config, arguments: argpa
     """Why the plan may not hold."""
     import torch
 
-    from llm_pretrain.ladder import shortcomings
-    from llm_pretrain.memory import CUDA_CONTEXT, estimate_memory, step_warnings
+    from llm_pretrain.forecast.measurements import shortcomings
+    from llm_pretrain.launch.out_of_memory import step_warnings
+    from llm_pretrain.memory import CUDA_CONTEXT, estimate_memory
 
     ladder = forecast.ladder
     warnings = shortcomings(ladder) + forecast.warnings(best)

@@ -35,8 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the page and print where it is; returns the exit code."""
-    from llm_pretrain.ladder import LADDER_FILE, write_ladder_report
-    from llm_pretrain.tracking import write_report
+    from llm_pretrain.forecast.ladder_report import write_ladder_report
+    from llm_pretrain.forecast.points import LADDER_FILE
+    from llm_pretrain.tracking.report import write_report
 
     output, ladders = arguments.output, [run for run in arguments.runs if (run / LADDER_FILE).exists()]
     if ladders:

@@ -12,11 +12,11 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from llm_pretrain.errors import ConfigError
-from llm_pretrain.tracking import MACHINES, Machine, size_text
+from llm_pretrain.hardware import MACHINES, Machine, size_text
 
 if TYPE_CHECKING:
-    from llm_pretrain.commands._simulated_steps import Mesh, Simulator, Step
-    from llm_pretrain.config import Config
+    from llm_pretrain.config.tree import Config
+    from llm_pretrain.forecast.simulated_steps import Mesh, Simulator, Step
 
 EXAMPLES = """\
 Every other option is a setting, --section.field VALUE. The step is that of train_pretrain.py (torchrun); the
@@ -36,7 +36,7 @@ _FIELDS = {each.name: each for each in dataclasses.fields(Machine)}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options, and every setting of the configuration."""
-    from llm_pretrain.commands._launch_options import add_settings
+    from llm_pretrain.launch.options import add_settings
 
     parser.usage = "llm-pretrain simulate --config FILE [options] [--section.field VALUE ...]"
     parser.add_argument(
@@ -65,10 +65,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the step, the search or the comparison; 1 where it does not fit or a difference is found."""
-    from llm_pretrain.commands._launch_options import given_options
-    from llm_pretrain.commands._simulated_steps import simulator
     from llm_pretrain.commands.estimate import with_vocabulary
-    from llm_pretrain.config import load_config
+    from llm_pretrain.config.loading import load_config
+    from llm_pretrain.forecast.simulated_steps import simulator
+    from llm_pretrain.launch.options import given_options
 
     options = given_options(arguments)
     world_size = arguments.search or arguments.world_size
@@ -155,7 +155,7 @@ def _fits(step: Step, machine: Machine) -> bool:
 
 
 def _as_json(step: Step, config: Config, world_size: int, machine: Machine) -> dict[str, Any]:
-    from llm_pretrain.commands._simulated_steps import findings, step_tokens
+    from llm_pretrain.forecast.simulated_steps import findings, step_tokens
 
     return {
         **dataclasses.asdict(step),
@@ -170,7 +170,7 @@ def _as_json(step: Step, config: Config, world_size: int, machine: Machine) -> d
 
 
 def _print_step(step: Step, config: Config, world_size: int, machine: Machine, gpu: str | None) -> None:
-    from llm_pretrain.commands._simulated_steps import findings
+    from llm_pretrain.forecast.simulated_steps import findings
 
     name, distributed, training = gpu or "GPUs", config.distributed, config.training
     sizes = distributed.mesh(world_size)
@@ -202,7 +202,7 @@ def _print_step(step: Step, config: Config, world_size: int, machine: Machine, g
 
 
 def _print_time(step: Step, config: Config, world_size: int, machine: Machine) -> None:
-    from llm_pretrain.commands._simulated_steps import step_tokens
+    from llm_pretrain.forecast.simulated_steps import step_tokens
 
     print("time of a step, at least")
     print(f"  {'products':<34} {_seconds(step.products):>11}")
@@ -236,7 +236,7 @@ def search_meshes(
         machine: Of the ranks.
         world_size: Ranks.
     """
-    from llm_pretrain.commands._simulated_steps import SEARCHED_SHARE, candidates, pipelines
+    from llm_pretrain.forecast.simulated_steps import SEARCHED_SHARE, candidates, pipelines
 
     rows: list[tuple[Step, Mesh]] = []
 
@@ -261,7 +261,7 @@ def search_meshes(
 def _search(
     worker: Simulator, options: list[str], config: Config, machine: Machine, arguments: argparse.Namespace
 ) -> int:
-    from llm_pretrain.commands._simulated_steps import findings
+    from llm_pretrain.forecast.simulated_steps import findings
 
     world_size = arguments.search
     rows = search_meshes(worker, options, config, machine, world_size)
@@ -294,7 +294,7 @@ def _search(
 
 
 def _verify(options: list[str], arguments: argparse.Namespace) -> int:
-    from llm_pretrain.commands._simulated_steps import verified
+    from llm_pretrain.forecast.simulated_steps import verified
 
     rows = verified(options)
     if arguments.json:

@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Trains the tokenizer and prints how well it compresses the text."""
-    from llm_pretrain.data import train_tokenizer
+    from llm_pretrain.data.tokenizer_training import train_tokenizer
 
     report = train_tokenizer(
         arguments.input,

@@ -8,15 +8,9 @@ import os
 import sys
 import tempfile
 
-from llm_pretrain.commands._launching import (
-    PACKAGE_ROOT,
-    RESUMABLE_PATHS,
-    RUN_MODULE,
-    SCRIPTS,
-    launch_settings,
-)
-from llm_pretrain.config import load_config
+from llm_pretrain.config.loading import load_config
 from llm_pretrain.errors import ConfigError
+from llm_pretrain.launch.jobs import PACKAGE_ROOT, RESUMABLE_PATHS, RUN_MODULE, SCRIPTS, launch_settings
 
 EXAMPLES = """\
 examples:
@@ -52,8 +46,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Replace this process by the launcher, so that signals reach it and its exit code is the command's."""
     import torch
 
-    from llm_pretrain.data import open_stores
-    from llm_pretrain.distributed.process import default_threads
+    from llm_pretrain.data.loader import open_stores
+    from llm_pretrain.launch.process import default_threads
 
     gpus = torch.cuda.device_count()
     nproc = (gpus or 1) if arguments.nproc is None else arguments.nproc

@@ -13,9 +13,9 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from llm_pretrain.config import Config
-from llm_pretrain.distributed.peer_failure import collective_timeout, peer_failure
+from llm_pretrain.config.tree import Config
 from llm_pretrain.errors import CheckpointError, ConfigError, OutputError, PretrainError
+from llm_pretrain.launch.peer_failure import collective_timeout, peer_failure
 
 T = TypeVar("T")
 distributed: Any = torch.distributed

@@ -17,7 +17,10 @@ from torch import Tensor
 
 from llm_pretrain.distributed.collectives import all_gather, reduce_scatter
 from llm_pretrain.distributed.mesh import Meshes, Place, cp_chunks
-from llm_pretrain.model import Attention, Decoder, DocumentLayout, Router, part_attention, uncompiled
+from llm_pretrain.model.attention import Attention
+from llm_pretrain.model.decoder import Decoder
+from llm_pretrain.model.kernels import DocumentLayout, part_attention, uncompiled
+from llm_pretrain.model.moe import Router
 
 
 def divide_sequences(model: Decoder, meshes: Meshes, place: Place) -> None:

@@ -21,18 +21,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import Parameter
 
-from llm_pretrain.config import Config
+from llm_pretrain.config.tree import Config
 from llm_pretrain.distributed.fsdp import layer_precision
-from llm_pretrain.model import (
-    Decoder,
-    Experts,
-    combine,
-    dispatch,
-    inverse_order,
-    product_dtype,
-    uncompiled,
-)
-from llm_pretrain.optim import to_local
+from llm_pretrain.model.decoder import Decoder
+from llm_pretrain.model.kernels import combine, dispatch, inverse_order, product_dtype, uncompiled
+from llm_pretrain.model.moe import Experts
+from llm_pretrain.optim.sharded import to_local
 
 
 def shard_experts(model: Decoder, mesh: DeviceMesh, config: Config) -> None:

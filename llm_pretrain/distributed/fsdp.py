@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
-from llm_pretrain.config import Config
-from llm_pretrain.distributed.peer_failure import collective_timeout
-from llm_pretrain.model import Decoder, full_precision_modules
-from llm_pretrain.optim import replicate_dims, to_local
+from llm_pretrain.config.tree import Config
+from llm_pretrain.launch.peer_failure import collective_timeout
+from llm_pretrain.model.decoder import Decoder, full_precision_modules
+from llm_pretrain.optim.sharded import replicate_dims, to_local
 
 distributed: Any = torch.distributed  # untyped, as in collectives.py
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from llm_pretrain.config import Config, MeshSizes
+from llm_pretrain.config.distributed_config import MeshSizes
+from llm_pretrain.config.tree import Config
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -16,10 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from llm_pretrain.config import Config
+from llm_pretrain.config.tree import Config
 from llm_pretrain.distributed.mesh import Place
 from llm_pretrain.errors import ConfigError
-from llm_pretrain.model import Decoder, DecoderOutput, RouterSums
+from llm_pretrain.model.decoder import Decoder, DecoderOutput
+from llm_pretrain.model.moe import RouterSums
 
 T = TypeVar("T")
 Batch = Any
@@ -186,7 +187,10 @@ class Pipeline:
         Returns:
             The norm before, 0-dim.
         """
-        from llm_pretrain.distributed.fsdp import clip_to_norm, gradient_norms  # takes a second to import
+        from llm_pretrain.distributed.fsdp import (
+            clip_to_norm,  # takes a second to import
+            gradient_norms,
+        )
 
         if self._counted is None:
             numbers = {name: number for number, name in enumerate(self.names)}

@@ -24,21 +24,17 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn import Module, Parameter
 
 from llm_pretrain.distributed.collectives import all_gather, reduce_scatter
-from llm_pretrain.model import (
-    Attention,
-    Decoder,
+from llm_pretrain.model.attention import Attention, LayerCache
+from llm_pretrain.model.decoder import Decoder, OutputHead
+from llm_pretrain.model.kernels import (
     DocumentLayout,
-    Embedding,
-    FeedForward,
-    LayerCache,
-    Linear,
     LossSums,
-    OutputHead,
     fused_linear_cross_entropy,
     linear,
     product_dtype,
     softmax_gradient_of_part,
 )
+from llm_pretrain.model.layers import Embedding, FeedForward, Linear
 
 _BY_ROWS, _BY_COLUMNS = Shard(0), Shard(1)
 _PLACEMENTS = {

@@ -6,7 +6,9 @@ import dataclasses
 import math
 from typing import Any
 
-from llm_pretrain.config import YARN_BETAS, ModelConfig, build, shape_problems
+from llm_pretrain.config.loading import shape_problems
+from llm_pretrain.config.model_config import YARN_BETAS, ModelConfig
+from llm_pretrain.config.schema import build
 from llm_pretrain.errors import ConfigError
 from llm_pretrain.export.hf_architectures import (
     HF_ARCHITECTURES,

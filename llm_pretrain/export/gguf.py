@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from llm_pretrain.config import YARN_BETAS, ModelConfig
+from llm_pretrain.config.model_config import YARN_BETAS, ModelConfig
 from llm_pretrain.errors import CheckpointError, ConfigError
 from llm_pretrain.export.config_json import model_config_from_huggingface
 from llm_pretrain.export.gguf_tokenizer import Vocabulary, read_vocabulary
 from llm_pretrain.export.huggingface import TensorFiles, part_of, read_config
 from llm_pretrain.export.tensor_layout import interleave_heads
-from llm_pretrain.model import Decoder
+from llm_pretrain.model.decoder import Decoder
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter

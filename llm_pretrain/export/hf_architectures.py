@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from llm_pretrain.config import ModelConfig
+from llm_pretrain.config.model_config import ModelConfig
 from llm_pretrain.errors import ConfigError
 
 

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llm_pretrain.config import ModelConfig
+from llm_pretrain.config.model_config import ModelConfig
 from llm_pretrain.errors import CheckpointError, DivergedError
 from llm_pretrain.export.config_json import model_config_from_huggingface
 from llm_pretrain.export.tensor_layout import from_huggingface, to_disk
 from llm_pretrain.files import open_plain, read_json
-from llm_pretrain.model import Decoder
+from llm_pretrain.model.decoder import Decoder
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any
 
-from llm_pretrain.config import Config, OptimizerConfig, dump_yaml
+from llm_pretrain.config.loading import dump_yaml
+from llm_pretrain.config.tree import Config, OptimizerConfig
 from llm_pretrain.errors import ConfigError
 from llm_pretrain.export.hf_architectures import HF_ARCHITECTURES, match_hf_architecture
-from llm_pretrain.model import count_parameters
+from llm_pretrain.model.sizes import count_parameters
 
 _NO_PATHS = {"sample_prompts"}
 """Settings whose text can look like a path."""

@@ -11,7 +11,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from llm_pretrain.config import ModelConfig
+from llm_pretrain.config.model_config import ModelConfig
 from llm_pretrain.errors import CheckpointError, ConfigError
 from llm_pretrain.export.hf_architectures import (
     ROUTER_BIAS,

@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from llm_pretrain.config import YARN_BETAS, ModelConfig
-from llm_pretrain.model.kernels import AUTO, Kernels
+from llm_pretrain.config.model_config import YARN_BETAS, ModelConfig
 from llm_pretrain.model.kernels.attention import DocumentLayout, document_attention, sdpa
+from llm_pretrain.model.kernels.choice import AUTO, Kernels
 from llm_pretrain.model.kernels.layers import apply_linears, rotate
 from llm_pretrain.model.layers import Linear, RMSNorm
 

@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from llm_pretrain.config import ModelConfig
+from llm_pretrain.config.model_config import ModelConfig
 from llm_pretrain.model.attention import Attention, LayerCache, rotary_tables
-from llm_pretrain.model.kernels import AUTO, Kernels, attention_implementation, loss_kernel
 from llm_pretrain.model.kernels.attention import DocumentLayout, document_layout
+from llm_pretrain.model.kernels.choice import AUTO, Kernels, attention_implementation, loss_kernel
 from llm_pretrain.model.kernels.layers import product_dtype
 from llm_pretrain.model.kernels.loss import IGNORE_INDEX, LossSums
 from llm_pretrain.model.layers import Embedding, FeedForward, Linear, RMSNorm

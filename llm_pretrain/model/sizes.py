@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from llm_pretrain.config import ModelConfig
+from llm_pretrain.config.model_config import ModelConfig
 from llm_pretrain.model.decoder import Decoder
 
 

@@ -28,8 +28,8 @@ from typing import Any, Literal
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
-from llm_pretrain.config import OptimizerConfig
-from llm_pretrain.model import Decoder
+from llm_pretrain.config.tree import OptimizerConfig
+from llm_pretrain.model.decoder import Decoder
 from llm_pretrain.optim.ema import keep_ema
 from llm_pretrain.optim.muon import Muon
 

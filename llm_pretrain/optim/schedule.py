@@ -7,7 +7,7 @@ from typing import assert_never
 
 from torch.optim import Optimizer
 
-from llm_pretrain.config import Config
+from llm_pretrain.config.tree import Config
 
 
 def learning_rate(config: Config, step: int) -> float:

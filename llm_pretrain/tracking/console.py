@@ -11,9 +11,9 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any, TextIO
 
-from llm_pretrain.config import Config
+from llm_pretrain.config.tree import Config
 from llm_pretrain.errors import printable
-from llm_pretrain.tracking.metrics import finite_number
+from llm_pretrain.runs.rows import finite_number
 
 Row = Mapping[str, Any]
 

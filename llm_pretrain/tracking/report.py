@@ -13,21 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from llm_pretrain.version import __version__
-from llm_pretrain.config import Config, to_dict
+from llm_pretrain.config.loading import to_dict
+from llm_pretrain.config.tree import Config
 from llm_pretrain.errors import OutputError
 from llm_pretrain.files import check_replaceable, replace_text
-from llm_pretrain.tracking.metrics import finite_number
-from llm_pretrain.tracking.replays import difference_lines, replay_summary
-from llm_pretrain.tracking.report_charts import (
-    Axes,
-    RunSeries,
-    chart_sections,
-    expert_maps,
-    run_series,
-    training_seconds,
-)
-from llm_pretrain.tracking.run_files import (
+from llm_pretrain.runs.replays import difference_lines, replay_summary
+from llm_pretrain.runs.rows import finite_number
+from llm_pretrain.runs.run_files import (
     Row,
     RunRecord,
     duration,
@@ -36,6 +28,15 @@ from llm_pretrain.tracking.run_files import (
     quantity,
     read_run,
 )
+from llm_pretrain.tracking.report_charts import (
+    Axes,
+    RunSeries,
+    chart_sections,
+    expert_maps,
+    run_series,
+    training_seconds,
+)
+from llm_pretrain.version import __version__
 
 MAX_SAMPLES = 12
 """Largest number of steps whose samples are shown."""

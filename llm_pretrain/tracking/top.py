@@ -16,9 +16,9 @@ from rich.text import Text
 
 from llm_pretrain.errors import ConfigError, printable
 from llm_pretrain.files import open_plain
-from llm_pretrain.tracking.metrics import finite_number
-from llm_pretrain.tracking.replays import difference_lines
-from llm_pretrain.tracking.run_files import (
+from llm_pretrain.runs.replays import difference_lines
+from llm_pretrain.runs.rows import finite_number
+from llm_pretrain.runs.run_files import (
     check_run_folder,
     duration,
     fault_lines,

@@ -19,8 +19,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from llm_pretrain.config import Config, to_dict
-from llm_pretrain.tracking.metrics import finite_number
+from llm_pretrain.config.loading import to_dict
+from llm_pretrain.config.tree import Config
+from llm_pretrain.runs.rows import finite_number
 
 INIT_SECONDS = 12.0
 """How long wandb may try to reach its server before the run is recorded offline instead."""

@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from llm_pretrain.checkpoints import ARITHMETIC_VARIABLES
-from llm_pretrain.config import Config, to_dict
-from llm_pretrain.data import TokenStore
+from llm_pretrain.config.loading import to_dict
+from llm_pretrain.config.tree import Config
+from llm_pretrain.data.store import TokenStore
 from llm_pretrain.distributed.collectives import check_same
-from llm_pretrain.distributed.watchdog import heartbeat
 from llm_pretrain.errors import ConfigError, DivergedError
-from llm_pretrain.optim import product_dtype
+from llm_pretrain.hardware import ARITHMETIC_VARIABLES
+from llm_pretrain.launch.watchdog import heartbeat
+from llm_pretrain.optim.orthogonal import product_dtype
 from llm_pretrain.training.step import Engine
 
 MAY_DIFFER = {"data.num_workers", "distributed.cpu_threads", "run.output_dir"}

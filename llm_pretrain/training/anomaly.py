@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from llm_pretrain.config import Config
-from llm_pretrain.distributed.watchdog import heartbeat
+from llm_pretrain.config.tree import Config
 from llm_pretrain.errors import CheckpointError, DivergedError, MismatchError
-from llm_pretrain.model import is_gpu
+from llm_pretrain.launch.watchdog import heartbeat
+from llm_pretrain.model.kernels import is_gpu
 
 if TYPE_CHECKING:
     from llm_pretrain.training.checkpointing import CheckpointManager

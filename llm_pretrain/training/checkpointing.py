@@ -13,27 +13,14 @@ from typing import Generic, TypeVar
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from llm_pretrain.checkpoints import (
-    CheckpointStore,
-    HeldWeights,
-    HostBuffers,
-    ResumePoint,
-    RunFacts,
-    best_step,
-    committed_folders,
-    environment,
-    folder_name,
-    model_fingerprint,
-    save_weights,
-    weights_in,
-)
-from llm_pretrain.config import Config
-from llm_pretrain.data import (
-    TokenStore,
-    data_fingerprint,
-    samples_by_source,
-    weight_changes_fingerprint,
-)
+from llm_pretrain.checkpoints.folders import committed_folders, folder_name
+from llm_pretrain.checkpoints.manifest import ResumePoint, RunFacts, model_fingerprint
+from llm_pretrain.checkpoints.state import HostBuffers
+from llm_pretrain.checkpoints.store import CheckpointStore
+from llm_pretrain.checkpoints.weights import HeldWeights, best_step, save_weights, weights_in
+from llm_pretrain.config.tree import Config
+from llm_pretrain.data.loader import data_fingerprint, samples_by_source, weight_changes_fingerprint
+from llm_pretrain.data.store import TokenStore
 from llm_pretrain.distributed.collectives import (
     RankGroup,
     SingleRank,
@@ -41,9 +28,10 @@ from llm_pretrain.distributed.collectives import (
     run_on_all_ranks,
     run_on_rank0,
 )
-from llm_pretrain.distributed.watchdog import heartbeat
 from llm_pretrain.errors import CheckpointError, ConfigError, OutputError
-from llm_pretrain.export import ModelCardData, ModelCardSource
+from llm_pretrain.export.model_card import ModelCardData, ModelCardSource
+from llm_pretrain.hardware import environment
+from llm_pretrain.launch.watchdog import heartbeat
 from llm_pretrain.training.agreement import check_parameters
 from llm_pretrain.training.metrics import Recorder
 from llm_pretrain.training.run_state import Best, Progress, RunFolder, Status

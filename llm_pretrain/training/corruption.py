@@ -18,14 +18,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from llm_pretrain.checkpoints import folder_name
-from llm_pretrain.config import Config
-from llm_pretrain.data import Batch
+from llm_pretrain.checkpoints.folders import folder_name
+from llm_pretrain.config.tree import Config
+from llm_pretrain.data.loader import Batch
 from llm_pretrain.distributed.collectives import any_rank
-from llm_pretrain.distributed.watchdog import heartbeat
 from llm_pretrain.errors import ConfigError, CorruptionError, PretrainError
-from llm_pretrain.model import DecoderLayer, is_gpu
-from llm_pretrain.optim import replicate_dims, to_local
+from llm_pretrain.launch.watchdog import heartbeat
+from llm_pretrain.model.decoder import DecoderLayer
+from llm_pretrain.model.kernels import is_gpu
+from llm_pretrain.optim.sharded import replicate_dims, to_local
 from llm_pretrain.training.agreement import bits_sum
 from llm_pretrain.training.anomaly import StepMonitor
 from llm_pretrain.training.checkpointing import CheckpointManager

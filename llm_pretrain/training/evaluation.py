@@ -12,13 +12,16 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from llm_pretrain.config import Config
-from llm_pretrain.data import Batch, EvaluationBatches, Tokenizer, TokenStore, open_tokenizer
+from llm_pretrain.config.tree import Config
+from llm_pretrain.data.loader import Batch, EvaluationBatches
+from llm_pretrain.data.store import TokenStore
+from llm_pretrain.data.tokenizers import Tokenizer, open_tokenizer
 from llm_pretrain.distributed.collectives import any_rank
-from llm_pretrain.distributed.watchdog import heartbeat
 from llm_pretrain.errors import OutputError
-from llm_pretrain.model import Decoder
-from llm_pretrain.tracking import Console, MetricsWriter
+from llm_pretrain.launch.watchdog import heartbeat
+from llm_pretrain.model.decoder import Decoder
+from llm_pretrain.runs.rows import MetricsWriter
+from llm_pretrain.tracking.console import Console
 from llm_pretrain.training.model_setup import eagerly
 from llm_pretrain.training.run_state import RunFolder
 from llm_pretrain.training.step import Engine, dummy_batch, own_part
@@ -239,7 +242,7 @@ class Samples:
         console.info(f"sample: {_shown(self.prompts[0])} -> {_shown(texts[0])}")
 
     def _continuations(self, model: Decoder, tokenizer: Tokenizer) -> list[str]:
-        from llm_pretrain import generation  # most runs print no samples
+        from llm_pretrain.model import generation  # most runs print no samples
 
         prompts = self._prompt_ids(model, tokenizer)
         new_ids: list[list[int]] = [[] for _ in prompts]

@@ -11,24 +11,15 @@ from typing import Any
 
 import torch
 
-from llm_pretrain.config import Config, compiles, to_dict, validate
+from llm_pretrain.config.loading import compiles, to_dict, validate
+from llm_pretrain.config.tree import Config
 from llm_pretrain.distributed.collectives import gather_results, run_on_rank0
-from llm_pretrain.distributed.watchdog import heartbeat
 from llm_pretrain.errors import CheckpointError, ConfigError
-from llm_pretrain.model import (
-    PARTS,
-    KernelCheck,
-    Part,
-    check_kernels,
-    configured_kernels,
-    experts_requirement,
-)
-from llm_pretrain.tracking import read_rows
-from llm_pretrain.training.model_setup import (
-    missing_compiler,
-    product_type,
-    refuse_kernels,
-)
+from llm_pretrain.launch.watchdog import heartbeat
+from llm_pretrain.model.kernels import configured_kernels, experts_requirement
+from llm_pretrain.model.self_check import PARTS, KernelCheck, Part, check_kernels
+from llm_pretrain.runs.rows import read_rows
+from llm_pretrain.training.model_setup import missing_compiler, product_type, refuse_kernels
 from llm_pretrain.training.run_state import RunFolder
 from llm_pretrain.training.step import Engine
 

@@ -19,21 +19,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from llm_pretrain.config import VOCAB_MULTIPLE, Config, ModelConfig, compiles
+from llm_pretrain.config.loading import compiles
+from llm_pretrain.config.model_config import VOCAB_MULTIPLE, ModelConfig
+from llm_pretrain.config.tree import Config
 from llm_pretrain.distributed.initial_values import copy_into, draw_normal, materialize
 from llm_pretrain.errors import CheckpointError, ConfigError
-from llm_pretrain.export import model_config_from_huggingface, read_config, read_parts
+from llm_pretrain.export.config_json import model_config_from_huggingface
+from llm_pretrain.export.huggingface import read_config, read_parts
 from llm_pretrain.files import read_json
-from llm_pretrain.model import (
-    Decoder,
-    DecoderLayer,
-    compile_layer,
-    configured_kernels,
-    describe_kernels,
-    experts_requirement,
-    is_gpu,
-)
-from llm_pretrain.optim import initial_factor
+from llm_pretrain.model.decoder import Decoder, DecoderLayer, compile_layer
+from llm_pretrain.model.kernels import configured_kernels, describe_kernels, experts_requirement, is_gpu
+from llm_pretrain.optim.param_groups import initial_factor
 
 
 def product_type(config: Config) -> torch.dtype:

@@ -14,9 +14,8 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from llm_pretrain.checkpoints import newest_manifest
-from llm_pretrain.config import matches_type
-from llm_pretrain.distributed.watchdog import heartbeat
+from llm_pretrain.checkpoints.manifest import newest_manifest
+from llm_pretrain.config.schema import matches_type
 from llm_pretrain.errors import (
     EXIT_PREEMPTED,
     CheckpointError,
@@ -37,8 +36,9 @@ from llm_pretrain.files import (
     replace_text,
     write_marker,
 )
-from llm_pretrain.memory import is_out_of_memory
-from llm_pretrain.tracking import REPLAYS_FILE, difference_lines, read_replays, replay_status
+from llm_pretrain.launch.out_of_memory import is_out_of_memory
+from llm_pretrain.launch.watchdog import heartbeat
+from llm_pretrain.runs.replays import REPLAYS_FILE, difference_lines, read_replays, replay_status
 from llm_pretrain.training.anomaly import SpikeDetector
 from llm_pretrain.training.step import DIGEST_WORDS, StepMetrics
 

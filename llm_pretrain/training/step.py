@@ -18,10 +18,10 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from llm_pretrain.config import Config
-from llm_pretrain.data import Batch
+from llm_pretrain.config.tree import Config
+from llm_pretrain.data.loader import Batch
 from llm_pretrain.distributed.mesh import Place, cp_positions
-from llm_pretrain.model import Decoder, DecoderOutput
+from llm_pretrain.model.decoder import Decoder, DecoderOutput
 from llm_pretrain.training.anomaly import NUM_LOSSES, Spike, StepMonitor
 from llm_pretrain.training.model_setup import FP8_MULTIPLE, eagerly
 

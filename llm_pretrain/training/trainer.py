@@ -13,32 +13,27 @@ from typing import Any
 
 import torch
 
-from llm_pretrain.checkpoints import ResumePoint
-from llm_pretrain.config import Config, YamlError, dump_yaml, read_yaml_file, resolve_model, to_dict
-from llm_pretrain.data import (
-    Batch,
-    TokenStore,
-    evaluation_batches,
-    global_batches,
-    open_stores,
-    worker_errors,
-)
+from llm_pretrain.checkpoints.manifest import ResumePoint
+from llm_pretrain.config.loading import dump_yaml, resolve_model, to_dict
+from llm_pretrain.config.tree import Config
+from llm_pretrain.config.yaml_text import YamlError, read_yaml_file
+from llm_pretrain.data.loader import Batch, evaluation_batches, global_batches, open_stores, worker_errors
+from llm_pretrain.data.store import TokenStore
 from llm_pretrain.distributed.collectives import any_rank, run_on_all_ranks, run_on_rank0
-from llm_pretrain.distributed.peer_failure import peer_failure
-from llm_pretrain.distributed.process import SignalHandler
-from llm_pretrain.distributed.watchdog import heartbeat, report_hangs_to
 from llm_pretrain.errors import EXIT_PREEMPTED, ConfigError, printable
-from llm_pretrain.export import match_hf_architecture
+from llm_pretrain.export.hf_architectures import match_hf_architecture
 from llm_pretrain.files import replace_text
-from llm_pretrain.memory import check_memory, explain_out_of_memory
-from llm_pretrain.model import Decoder, count_parameters, update_router_bias
-from llm_pretrain.optim import (
-    build_optimizer,
-    ema_parameters,
-    learning_rate,
-    set_learning_rate,
-)
-from llm_pretrain.tracking import write_report
+from llm_pretrain.launch.out_of_memory import check_memory, explain_out_of_memory
+from llm_pretrain.launch.peer_failure import peer_failure
+from llm_pretrain.launch.process import SignalHandler
+from llm_pretrain.launch.watchdog import heartbeat, report_hangs_to
+from llm_pretrain.model.decoder import Decoder
+from llm_pretrain.model.moe import update_router_bias
+from llm_pretrain.model.sizes import count_parameters
+from llm_pretrain.optim.ema import ema_parameters
+from llm_pretrain.optim.param_groups import build_optimizer
+from llm_pretrain.optim.schedule import learning_rate, set_learning_rate
+from llm_pretrain.tracking.report import write_report
 from llm_pretrain.training.agreement import check_launch, check_parameters, check_stores
 from llm_pretrain.training.anomaly import StepMonitor, rollback
 from llm_pretrain.training.checkpointing import CheckpointManager

@@ -21,8 +21,8 @@ from benchmarks.__main__ import BENCHMARKS, main, quick_options
 from benchmarks.measuring import ROOT, Spread
 from benchmarks.reporting import SkippedError
 from benchmarks.startup import import_costs, measured_parts
-from llm_pretrain.commands._launching import Machine
 from llm_pretrain.errors import ConfigError
+from llm_pretrain.launch.jobs import Machine
 
 RESULTS = (ROOT / "docs" / "benchmarks.md").read_text()
 

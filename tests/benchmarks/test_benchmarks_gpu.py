@@ -20,8 +20,8 @@ from benchmarks.gpu.rounds import Part
 from benchmarks.gpu.where import busy, read_kernels
 from benchmarks.measuring import ROOT
 from benchmarks.reporting import SkippedError
-from llm_pretrain.config import load_config, resolve_model
-from llm_pretrain.model import flops_per_token
+from llm_pretrain.config.loading import load_config, resolve_model
+from llm_pretrain.model.sizes import flops_per_token
 
 EXPECTED = {
     "1": {

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import __main__ as program
-from llm_pretrain.ladder import budget, family, planning
-from llm_pretrain.tracking import read_metrics
+from llm_pretrain.forecast import budget, family, planning
+from llm_pretrain.runs.rows import read_metrics
 
 
 @pytest.mark.slow

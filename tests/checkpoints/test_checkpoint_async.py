@@ -17,14 +17,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from llm_pretrain.checkpoints import (
-    CheckpointTensors,
-    CheckpointWeights,
-    HostBuffers,
-    read_manifest,
-    state,
-    tensor_files,
-)
+from llm_pretrain.checkpoints import state, tensor_files
+from llm_pretrain.checkpoints.manifest import read_manifest
+from llm_pretrain.checkpoints.opening import CheckpointTensors, CheckpointWeights
+from llm_pretrain.checkpoints.state import HostBuffers
 from llm_pretrain.checkpoints.tensor_files import write_safetensors
 from llm_pretrain.errors import CheckpointError, DivergedError
 from llm_pretrain.training.checkpointing import Background

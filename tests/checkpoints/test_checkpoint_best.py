@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from llm_pretrain.checkpoints import best_step, save_weights
-from llm_pretrain.config import ModelConfig
+from llm_pretrain.checkpoints.weights import best_step, save_weights
+from llm_pretrain.config.model_config import ModelConfig
 from llm_pretrain.errors import CheckpointError
-from llm_pretrain.export import load_pretrained
-from llm_pretrain.model import Decoder
-from llm_pretrain.training import initialize_weights
+from llm_pretrain.export.huggingface import load_pretrained
+from llm_pretrain.model.decoder import Decoder
+from llm_pretrain.training.model_setup import initialize_weights
 
 CONFIG = ModelConfig(
     vocab_size=64,

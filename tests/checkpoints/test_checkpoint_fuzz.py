@@ -21,7 +21,6 @@ from support.launching import tiny_options, train, train_tiny
 from support.mutating import damaged_bytes, damaged_json, dumped, linked_copy, put
 
 from llm_pretrain.__main__ import main as run_command
-from llm_pretrain.checkpoints import open_model
 from llm_pretrain.checkpoints.manifest import (
     MANIFEST_NAME,
     Manifest,
@@ -30,6 +29,7 @@ from llm_pretrain.checkpoints.manifest import (
     find_damage,
     read_manifest,
 )
+from llm_pretrain.checkpoints.opening import open_model
 from llm_pretrain.errors import CheckpointError, ConfigError, PretrainError
 
 STEP = "step-00000002"

@@ -9,7 +9,8 @@ import pytest
 import torch
 from support.launching import checkpoint_tensors, train_tiny
 
-from llm_pretrain.checkpoints import open_model, opening
+from llm_pretrain.checkpoints import opening
+from llm_pretrain.checkpoints.opening import open_model
 from llm_pretrain.errors import CheckpointError
 
 

@@ -15,11 +15,12 @@ from torch.amp.grad_scaler import GradScaler
 
 import llm_pretrain
 from llm_pretrain.checkpoints import tensor_files
-from llm_pretrain.checkpoints.manifest import environment
-from llm_pretrain.config import ModelConfig
+from llm_pretrain.config.model_config import ModelConfig
 from llm_pretrain.errors import CheckpointError, MismatchError
-from llm_pretrain.model import Decoder, update_router_bias
-from llm_pretrain.training import initialize_weights
+from llm_pretrain.hardware import environment
+from llm_pretrain.model.decoder import Decoder
+from llm_pretrain.model.moe import update_router_bias
+from llm_pretrain.training.model_setup import initialize_weights
 
 
 @pytest.mark.parametrize("fused", [False, True])

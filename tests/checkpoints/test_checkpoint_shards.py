@@ -10,14 +10,15 @@ import torch
 from safetensors import safe_open
 from support.corpora import make_tokenizer
 
-from llm_pretrain.checkpoints import convert_weights, read_tensors, save_weights, weight_files, weights
+from llm_pretrain.checkpoints import weight_files, weights
 from llm_pretrain.checkpoints.state import Piece
-from llm_pretrain.checkpoints.tensor_files import write_pieces
-from llm_pretrain.config import ModelConfig
+from llm_pretrain.checkpoints.tensor_files import read_tensors, write_pieces
+from llm_pretrain.checkpoints.weights import convert_weights, save_weights
+from llm_pretrain.config.model_config import ModelConfig
 from llm_pretrain.errors import CheckpointError
-from llm_pretrain.export import load_pretrained
-from llm_pretrain.model import Decoder
-from llm_pretrain.training import initialize_weights
+from llm_pretrain.export.huggingface import load_pretrained
+from llm_pretrain.model.decoder import Decoder
+from llm_pretrain.training.model_setup import initialize_weights
 
 CONFIG = ModelConfig(
     vocab_size=320,

@@ -19,20 +19,23 @@ from support.corpora import make_tokenizer
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from llm_pretrain.checkpoints import save_weights, weight_files
+from llm_pretrain.checkpoints import weight_files
 from llm_pretrain.checkpoints.state import Piece
 from llm_pretrain.checkpoints.tensor_files import write_safetensors
 from llm_pretrain.checkpoints.weight_files import WeightFiles
-from llm_pretrain.checkpoints.weights import HeldWeights, model_weights
-from llm_pretrain.config import Config, DistributedConfig, ModelConfig
+from llm_pretrain.checkpoints.weights import HeldWeights, model_weights, save_weights
+from llm_pretrain.config.distributed_config import DistributedConfig
+from llm_pretrain.config.model_config import ModelConfig
+from llm_pretrain.config.tree import Config
 from llm_pretrain.distributed import fsdp
 from llm_pretrain.distributed.collectives import SingleRank
 from llm_pretrain.distributed.fsdp import clear_mesh_caches
 from llm_pretrain.distributed.mesh import build_meshes
 from llm_pretrain.errors import CheckpointError, DivergedError
-from llm_pretrain.export import match_hf_architecture, to_huggingface
-from llm_pretrain.model import Decoder
-from llm_pretrain.training import initialize_weights
+from llm_pretrain.export.hf_architectures import match_hf_architecture
+from llm_pretrain.export.huggingface import to_huggingface
+from llm_pretrain.model.decoder import Decoder
+from llm_pretrain.training.model_setup import initialize_weights
 from train_pretrain import shard_model
 
 DENSE = ModelConfig(

@@ -14,12 +14,13 @@ import torch
 from safetensors import safe_open
 from support.checkpoint_helpers import Run
 
-from llm_pretrain.checkpoints import save_weights
-from llm_pretrain.config import ModelConfig
+from llm_pretrain.checkpoints.weights import save_weights
+from llm_pretrain.config.model_config import ModelConfig
 from llm_pretrain.errors import CheckpointError
-from llm_pretrain.export import load_pretrained
-from llm_pretrain.model import Decoder, update_router_bias
-from llm_pretrain.training import initialize_weights
+from llm_pretrain.export.huggingface import load_pretrained
+from llm_pretrain.model.decoder import Decoder
+from llm_pretrain.model.moe import update_router_bias
+from llm_pretrain.training.model_setup import initialize_weights
 
 CONFIG = ModelConfig(
     vocab_size=64,

@@ -16,11 +16,9 @@ from support.launching import ROOT, Finished
 from support.run_folders import attempt_row, training_row
 
 from llm_pretrain.__main__ import main
-from llm_pretrain.checkpoints.manifest import file_digest, read_manifest, write_manifest
-from llm_pretrain.commands import _launching, chaos
-from llm_pretrain.commands._launch_options import write_result
-from llm_pretrain.commands._launching import LaunchContext, Machine, Outcome, RunMonitor, temporary_folders
-from llm_pretrain.commands._run_checks import (
+from llm_pretrain.audit.chaos import ChaosPlan, Result, make_plan, result_content, run_chaos
+from llm_pretrain.audit.kills import Outcome
+from llm_pretrain.audit.run_checks import (
     FolderState,
     check_committed,
     check_end,
@@ -28,8 +26,13 @@ from llm_pretrain.commands._run_checks import (
     check_start,
     scan_folder,
 )
-from llm_pretrain.commands.chaos import ChaosPlan, Result, make_plan, result_content, run_chaos
-from llm_pretrain.config import Config
+from llm_pretrain.checkpoints.manifest import file_digest, read_manifest, write_manifest
+from llm_pretrain.commands import chaos
+from llm_pretrain.config.tree import Config
+from llm_pretrain.launch import jobs as _launching
+from llm_pretrain.launch.jobs import LaunchContext, Machine
+from llm_pretrain.launch.options import write_result
+from llm_pretrain.runs.monitor import RunMonitor, temporary_folders
 
 TINY = str(ROOT / "configs" / "tiny-dense.yaml")
 

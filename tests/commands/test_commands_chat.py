@@ -10,11 +10,15 @@ from safetensors.torch import save_file
 from support.corpora import make_tokenizer
 
 from llm_pretrain.__main__ import main
-from llm_pretrain.config import ModelConfig
-from llm_pretrain.data import chat_prompt_ids, open_tokenizer, train_tokenizer
-from llm_pretrain.export import end_of_turn_id, huggingface_config, to_huggingface
-from llm_pretrain.model import Decoder
-from llm_pretrain.training import initialize_weights
+from llm_pretrain.config.model_config import ModelConfig
+from llm_pretrain.data.chat.rendering import chat_prompt_ids
+from llm_pretrain.data.tokenizer_training import train_tokenizer
+from llm_pretrain.data.tokenizers.tokenizer import open_tokenizer
+from llm_pretrain.export.config_json import huggingface_config
+from llm_pretrain.export.gguf_tokenizer import end_of_turn_id
+from llm_pretrain.export.huggingface import to_huggingface
+from llm_pretrain.model.decoder import Decoder
+from llm_pretrain.training.model_setup import initialize_weights
 
 
 def weights(folder: Path, *, positions: int = 512) -> Path:
@@ -73,7 +77,7 @@ def talk(capsys, monkeypatch):
 @pytest.fixture
 def prompts(monkeypatch) -> list[list[int]]:
     """What the model was given, turn by turn."""
-    from llm_pretrain import generation
+    from llm_pretrain.model import generation
 
     seen, real = [], generation.generate
 
@@ -105,7 +109,7 @@ def test_turns_are_laid_out_by_the_template(with_template, talk, prompts):
 
 @pytest.mark.parametrize("name", ["<|im_end|>", "<end_of_turn>"])
 def test_the_ends_of_texts_and_of_turns_end_an_answer(name, with_template, talk, monkeypatch):
-    from llm_pretrain import generation
+    from llm_pretrain.model import generation
 
     names = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
     for file in names:
@@ -162,7 +166,7 @@ def test_the_oldest_turns_are_dropped_where_positions_end(tmp_path, talk, prompt
 
 
 def test_an_interrupt_stops_the_answer_alone(base, talk, monkeypatch):
-    from llm_pretrain import generation
+    from llm_pretrain.model import generation
 
     calls = []
 

@@ -11,8 +11,10 @@ from support.corpora import make_tokenizer
 from support.launching import ROOT
 
 from llm_pretrain.__main__ import main
-from llm_pretrain.config import Config, from_dict, load_config, read_yaml
-from llm_pretrain.model import count_parameters
+from llm_pretrain.config.loading import from_dict, load_config
+from llm_pretrain.config.tree import Config
+from llm_pretrain.config.yaml_text import read_yaml
+from llm_pretrain.model.sizes import count_parameters
 
 
 def imported(capsys: pytest.CaptureFixture[str], tmp_path: Path, *arguments: str) -> tuple[Config, str]:

@@ -12,10 +12,11 @@ from support.launching import ROOT
 
 from llm_pretrain.__main__ import main
 from llm_pretrain.commands import doctor
-from llm_pretrain.commands._launching import Machine
-from llm_pretrain.commands.doctor import surprises
-from llm_pretrain.config import Config, TrainingConfig, read_yaml
-from llm_pretrain.distributed.launch_checks import default_accelerate_file
+from llm_pretrain.config.tree import Config, TrainingConfig
+from llm_pretrain.config.yaml_text import read_yaml
+from llm_pretrain.launch.accelerate_checks import surprises
+from llm_pretrain.launch.checks import default_accelerate_file
+from llm_pretrain.launch.jobs import Machine
 
 CPU, GPUS = Machine(gpus=0, cores=2), Machine(gpus=2, cores=16)
 
@@ -156,7 +157,7 @@ def test_the_environment_and_the_machine(
     monkeypatch.setattr(doctor, "_version", versions.get)
     promised = ["torch>=2.11", "numpy>=2.0", 'torch>=2.13; extra == "pipelines"']
     monkeypatch.setattr(doctor, "_requirements", lambda: promised)
-    monkeypatch.setattr("llm_pretrain.data.loader.batches.shutil.disk_usage", lambda folder: Mock(free=10**6))
+    monkeypatch.setattr("llm_pretrain.data.loader.workers.shutil.disk_usage", lambda folder: Mock(free=10**6))
     file = str(ROOT / "configs" / "gpt2-124m.yaml")
     (tmp_path / "workers.yaml").write_text("data: {num_workers: 2}\n")
     assert main(["doctor", "--config", file, "--config", str(tmp_path / "workers.yaml")]) == 1
@@ -212,7 +213,7 @@ def test_what_the_file_may_hold_is_what_accelerate_takes():
 
     from accelerate.commands.config.config_args import ClusterConfig
 
-    from llm_pretrain.commands.doctor import _KEYS
+    from llm_pretrain.launch.accelerate_checks import _KEYS
 
     taken = {field.name for field in dataclasses.fields(ClusterConfig)}
     assert taken <= _KEYS

@@ -6,8 +6,9 @@ import pytest
 from support.launching import ROOT
 
 from llm_pretrain.__main__ import main
-from llm_pretrain.config import Config, load_config
-from llm_pretrain.memory.estimate import estimate_memory, estimate_time
+from llm_pretrain.config.loading import load_config
+from llm_pretrain.config.tree import Config
+from llm_pretrain.memory import estimate_memory, estimate_time
 
 CONFIGS = ROOT / "configs"
 

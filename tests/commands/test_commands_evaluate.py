@@ -14,10 +14,11 @@ from support.corpora import make_store, make_texts, write_jsonl
 from support.launching import ROOT, environment, train_tiny
 
 from llm_pretrain.__main__ import main
-from llm_pretrain.checkpoints import open_model
-from llm_pretrain.config import load_config
-from llm_pretrain.data import TokenStore, open_tokenizer
-from llm_pretrain.model import Decoder
+from llm_pretrain.checkpoints.opening import open_model
+from llm_pretrain.config.loading import load_config
+from llm_pretrain.data.store.token_store import TokenStore
+from llm_pretrain.data.tokenizers.tokenizer import open_tokenizer
+from llm_pretrain.model.decoder import Decoder
 
 
 def evaluate(capsys, *argv: str | Path) -> dict:

@@ -14,13 +14,14 @@ from support.corpora import make_tokenizer
 from support.launching import Finished
 
 from llm_pretrain.__main__ import main
-from llm_pretrain.checkpoints import open_model, save_weights
+from llm_pretrain.checkpoints.opening import open_model
+from llm_pretrain.checkpoints.weights import save_weights
 from llm_pretrain.commands import export as export_command
-from llm_pretrain.config import ModelConfig
-from llm_pretrain.export import load_pretrained
+from llm_pretrain.config.model_config import ModelConfig
+from llm_pretrain.export.huggingface import load_pretrained
 from llm_pretrain.files import MARKER
-from llm_pretrain.model import Decoder
-from llm_pretrain.training import initialize_weights
+from llm_pretrain.model.decoder import Decoder
+from llm_pretrain.training.model_setup import initialize_weights
 
 CONFIG = ModelConfig(
     vocab_size=320,

@@ -13,9 +13,10 @@ from support.launching import ROOT
 from support.mutating import damaged_bytes, damaged_json, dumped
 
 from llm_pretrain.__main__ import main as run_command
-from llm_pretrain.config import Config, read_yaml
-from llm_pretrain.distributed.launch_checks import check_accelerate_settings
+from llm_pretrain.config.tree import Config
+from llm_pretrain.config.yaml_text import read_yaml
 from llm_pretrain.errors import ConfigError
+from llm_pretrain.launch.checks import check_accelerate_settings
 
 HUGGINGFACE = {
     "model_type": "qwen3", "vocab_size": 320, "hidden_size": 64, "intermediate_size": 128,

@@ -16,10 +16,11 @@ from support.launching import ROOT, train_tiny
 
 from llm_pretrain.__main__ import main
 from llm_pretrain.commands import generate
-from llm_pretrain.config import ModelConfig
-from llm_pretrain.export import huggingface_config, load_pretrained, to_huggingface
-from llm_pretrain.model import Decoder
-from llm_pretrain.training import initialize_weights
+from llm_pretrain.config.model_config import ModelConfig
+from llm_pretrain.export.config_json import huggingface_config
+from llm_pretrain.export.huggingface import load_pretrained, to_huggingface
+from llm_pretrain.model.decoder import Decoder
+from llm_pretrain.training.model_setup import initialize_weights
 
 CONFIG = ModelConfig(
     vocab_size=64,

@@ -12,9 +12,10 @@ import pytest
 from support.corpora import make_store, make_tokenizer, write_jsonl
 
 from llm_pretrain.__main__ import main
-from llm_pretrain.data import TokenStore, inspect_store, sample_documents
-from llm_pretrain.data.prepare import Preparation, prepare_store
+from llm_pretrain.data.inspection import inspect_store, sample_documents
+from llm_pretrain.data.prepare.preparation import Preparation, prepare_store
 from llm_pretrain.data.store import token_store
+from llm_pretrain.data.store.token_store import TokenStore
 
 
 @pytest.fixture(scope="module")

@@ -21,9 +21,15 @@ from support.presets import preset
 from support.run_folders import make_run
 
 from llm_pretrain.__main__ import main
-from llm_pretrain.commands import _ladder_runs
 from llm_pretrain.commands import ladder as ladder_command
-from llm_pretrain.commands._ladder_runs import (
+from llm_pretrain.config.loading import dump_yaml, to_dict
+from llm_pretrain.config.tree import CheckpointConfig, Config, LoggingConfig
+from llm_pretrain.errors import EXIT_PREEMPTED, ConfigError, DivergedError, PretrainError
+from llm_pretrain.forecast import ladder_training as _ladder_runs
+from llm_pretrain.forecast.budget import Speed
+from llm_pretrain.forecast.family import Sizes
+from llm_pretrain.forecast.ladder_runs import Run, ladder_runs, run_config, run_folder, rung_runs, with_store
+from llm_pretrain.forecast.ladder_training import (
     Runner,
     failure,
     measure_steps,
@@ -32,26 +38,10 @@ from llm_pretrain.commands._ladder_runs import (
     threads_of,
     train,
 )
-from llm_pretrain.commands._launching import Job, LaunchContext, Machine, processes_of
-from llm_pretrain.config import CheckpointConfig, Config, LoggingConfig, dump_yaml, to_dict
-from llm_pretrain.errors import EXIT_PREEMPTED, ConfigError, DivergedError, PretrainError
-from llm_pretrain.ladder import (
-    RUNS_FOLDER,
-    Ladder,
-    Run,
-    Sizes,
-    Speed,
-    flops_per_second,
-    ladder_runs,
-    read_ladder,
-    run_config,
-    run_folder,
-    used_flops,
-    with_store,
-)
-from llm_pretrain.ladder.points import read_points
-from llm_pretrain.ladder.runs import rung_runs
-from llm_pretrain.tracking import read_metrics
+from llm_pretrain.forecast.measurements import flops_per_second, read_ladder, used_flops
+from llm_pretrain.forecast.points import RUNS_FOLDER, Ladder, read_points
+from llm_pretrain.launch.jobs import Job, LaunchContext, Machine, processes_of
+from llm_pretrain.runs.rows import read_metrics
 
 BASE = """\
 run: {name: tiny}
@@ -230,7 +220,7 @@ def test_wrong_options_are_one_line(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr("llm_pretrain.ladder.budget.MIN_TOKENS", 1)
+    monkeypatch.setattr("llm_pretrain.forecast.budget.MIN_TOKENS", 1)
     assert main(command(plain_store, tmp_path / "ladder", *options)[2:]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1

@@ -14,9 +14,10 @@ import psutil
 import pytest
 import yaml
 
-from llm_pretrain.commands import _launching
-from llm_pretrain.commands._launch_options import choose_output, create_output
-from llm_pretrain.commands._launching import (
+from llm_pretrain.config.loading import PRESETS
+from llm_pretrain.errors import OutputError
+from llm_pretrain.launch import jobs as _launching
+from llm_pretrain.launch.jobs import (
     Job,
     LaunchContext,
     Machine,
@@ -25,8 +26,7 @@ from llm_pretrain.commands._launching import (
     launch_settings,
     run_concurrently,
 )
-from llm_pretrain.config import PRESETS
-from llm_pretrain.errors import OutputError
+from llm_pretrain.launch.options import choose_output, create_output
 
 
 def test_a_folder_with_files_is_rejected_and_default_names_are_numbered(

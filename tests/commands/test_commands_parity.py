@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 from support.run_folders import make_run, training_row
 
-from llm_pretrain.commands._launch_options import write_result
-from llm_pretrain.commands._launching import Machine, last_error_lines
-from llm_pretrain.commands._parity_comparison import (
+from llm_pretrain.audit.comparison import (
     DIGEST,
     KEYS,
     LOSS_BOUND,
@@ -30,10 +28,14 @@ from llm_pretrain.commands._parity_comparison import (
     rerouted_share,
     tolerance_of,
 )
-from llm_pretrain.commands._parity_plan import Variant, build_variants
-from llm_pretrain.commands.parity import is_violated, render, result_content
-from llm_pretrain.config import Config, ModelConfig, TrainingConfig
+from llm_pretrain.audit.parity import is_violated, result_content
+from llm_pretrain.audit.variants import Variant, build_variants
+from llm_pretrain.commands.parity import render
+from llm_pretrain.config.model_config import ModelConfig
+from llm_pretrain.config.tree import Config, TrainingConfig
 from llm_pretrain.errors import ConfigError
+from llm_pretrain.launch.jobs import Machine, last_error_lines
+from llm_pretrain.launch.options import write_result
 
 STEPS = 6
 TWO_CORES = Machine(gpus=0, cores=2)

@@ -10,11 +10,7 @@ import pytest
 from support.launching import ROOT
 
 from llm_pretrain.__main__ import main
-from llm_pretrain.commands import _launching, parity
-from llm_pretrain.commands._launching import (
-    Machine,
-)
-from llm_pretrain.commands._parity_plan import (
+from llm_pretrain.audit.variants import (
     CONFIGURED,
     LEAST_RANKS,
     Interruption,
@@ -25,8 +21,11 @@ from llm_pretrain.commands._parity_plan import (
     make_plan,
     parse_interruptions,
 )
-from llm_pretrain.config import DistributedConfig
+from llm_pretrain.commands import parity
+from llm_pretrain.config.distributed_config import DistributedConfig
 from llm_pretrain.errors import ConfigError
+from llm_pretrain.launch import jobs as _launching
+from llm_pretrain.launch.jobs import Machine
 
 TINY = str(ROOT / "configs" / "tiny-dense.yaml")
 

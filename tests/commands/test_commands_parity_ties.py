@@ -11,20 +11,13 @@ import torch
 from support.launching import Finished
 from torch import Tensor
 
-from llm_pretrain.checkpoints import open_model
-from llm_pretrain.commands._launching import rows_of
-from llm_pretrain.commands._parity_plan import Variant
-from llm_pretrain.commands._parity_ties import (
-    Moves,
-    Routing,
-    compare_routing,
-    find_ties,
-    global_batch,
-    loads,
-    route,
-)
-from llm_pretrain.config import Config
-from llm_pretrain.model import Decoder, Router
+from llm_pretrain.audit.ties import Moves, Routing, compare_routing, find_ties, global_batch, loads, route
+from llm_pretrain.audit.variants import Variant
+from llm_pretrain.checkpoints.opening import open_model
+from llm_pretrain.config.tree import Config
+from llm_pretrain.model.decoder import Decoder
+from llm_pretrain.model.moe import Router
+from llm_pretrain.runs.monitor import rows_of
 
 
 def routing(*ranking: list[list[float]]) -> Routing:

@@ -21,10 +21,15 @@ from support.launching import ROOT
 from support.run_folders import make_run, training_row
 
 from llm_pretrain.__main__ import main
-from llm_pretrain.config import Config, load_config
-from llm_pretrain.ladder import RUNS_FOLDER, budget, tokens_per_step, with_store
-from llm_pretrain.model import flops_per_token
-from llm_pretrain.tracking import GPU_GB, read_metrics
+from llm_pretrain.config.loading import load_config
+from llm_pretrain.config.tree import Config
+from llm_pretrain.forecast import budget
+from llm_pretrain.forecast.family import tokens_per_step
+from llm_pretrain.forecast.ladder_runs import with_store
+from llm_pretrain.forecast.points import RUNS_FOLDER
+from llm_pretrain.hardware import GPU_GB
+from llm_pretrain.model.sizes import flops_per_token
+from llm_pretrain.runs.rows import read_metrics
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +100,7 @@ def test_a_gpu_computes_in_bf16_whatever_the_ladder_did(folder: Path, capsys: py
 @pytest.fixture
 def long_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
     """As of a validation split of 3 M tokens."""
-    monkeypatch.setattr("llm_pretrain.commands._ladder_runs.evaluated_tokens", lambda _: 3_000_000)
+    monkeypatch.setattr("llm_pretrain.forecast.ladder_training.evaluated_tokens", lambda _: 3_000_000)
 
 
 @pytest.mark.usefixtures("long_evaluations")
@@ -108,7 +113,7 @@ def test_a_time_here_is_that_of_measured_steps_and_of_evaluations(
         measured.extend(configs)
         return [(2e-4 * configs[0].model.hidden_size, 20.0)]  # twice what the ladder's runs took
 
-    monkeypatch.setattr("llm_pretrain.commands._ladder_runs.measure_steps", measure_steps)
+    monkeypatch.setattr("llm_pretrain.forecast.ladder_training.measure_steps", measure_steps)
     assert plan(folder, "--time", "20m", "--world-size", "1") == 0
     assert re.search(r"compute     \S+ FLOPs, (19m5\ds|20m00s)\n", capsys.readouterr().out)
     config = load_config(["--config", str(folder / "night.yaml")], world_size=1)

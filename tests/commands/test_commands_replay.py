@@ -17,16 +17,14 @@ from support.forked_replay import CONTEXT, content_of, copy_of, rewrite_checkpoi
 from support.launching import Finished, train_tiny
 
 from llm_pretrain.__main__ import main
-from llm_pretrain.checkpoints.manifest import read_manifest, write_manifest
-from llm_pretrain.commands import replay
-from llm_pretrain.commands._launching import Machine, rows_of
-from llm_pretrain.commands._replay_comparison import (
+from llm_pretrain.audit.replay import rollback_problem, verdict_of
+from llm_pretrain.audit.segment_comparison import (
     SegmentResult,
     compare_segment,
     inexact_because,
     tensor_difference,
 )
-from llm_pretrain.commands._replay_plan import (
+from llm_pretrain.audit.segments import (
     ReplayPlan,
     Segment,
     choose_segments,
@@ -34,9 +32,14 @@ from llm_pretrain.commands._replay_plan import (
     owner_of,
     read_launches,
 )
-from llm_pretrain.commands.replay import render, rollback_problem, verdict_of
+from llm_pretrain.checkpoints.manifest import read_manifest, write_manifest
+from llm_pretrain.commands import replay
+from llm_pretrain.commands.replay import render
 from llm_pretrain.errors import CheckpointError, ConfigError
-from llm_pretrain.training import record_replay, trainer
+from llm_pretrain.launch.jobs import Machine
+from llm_pretrain.runs.monitor import rows_of
+from llm_pretrain.training import trainer
+from llm_pretrain.training.run_state import record_replay
 from train_pretrain import TorchrunEngine
 
 STEPS = ("--training.max_steps", "12", "--schedule.warmup_steps", "2", "--checkpoint.save_steps", "4")

@@ -9,7 +9,11 @@ from typing import Any
 import pytest
 
 from llm_pretrain.__main__ import main
-from llm_pretrain.commands._simulated_steps import (
+from llm_pretrain.config.loading import load_config
+from llm_pretrain.config.mesh_checks import check_mesh
+from llm_pretrain.config.tree import Config
+from llm_pretrain.errors import ConfigError
+from llm_pretrain.forecast.simulated_steps import (
     PAGE,
     Mesh,
     Step,
@@ -19,9 +23,7 @@ from llm_pretrain.commands._simulated_steps import (
     pipelines,
     simulator,
 )
-from llm_pretrain.config import Config, check_mesh, load_config
-from llm_pretrain.errors import ConfigError
-from llm_pretrain.tracking import MACHINES
+from llm_pretrain.hardware import MACHINES
 
 H100 = MACHINES["h100"]
 SMALL = ("--config", "tiny-moe", "--model.vocab_size", "4096")

@@ -16,8 +16,8 @@ import pytest
 from support.launching import ROOT
 
 from llm_pretrain.__main__ import main
-from llm_pretrain.commands._launching import RESUMABLE_PATHS, SCRIPTS
-from llm_pretrain.config import PRESETS, load_config
+from llm_pretrain.config.loading import PRESETS, load_config
+from llm_pretrain.launch.jobs import RESUMABLE_PATHS, SCRIPTS
 
 SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
 

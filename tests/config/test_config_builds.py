@@ -20,16 +20,18 @@ from support.config_trees import trees
 from support.fuzzing import fuzzed
 from support.launching import train
 
-from llm_pretrain.config import Config, dump_yaml, from_dict, resolve_model, validate
+from llm_pretrain.config.loading import dump_yaml, from_dict, resolve_model, validate
 from llm_pretrain.config.schema import field_types
-from llm_pretrain.data import evaluation_batches, global_batches
+from llm_pretrain.config.tree import Config
+from llm_pretrain.data.loader.batches import evaluation_batches, global_batches
 from llm_pretrain.errors import ConfigError, DataError
-from llm_pretrain.export import match_hf_architecture
-from llm_pretrain.model import Decoder, count_parameters
+from llm_pretrain.export.hf_architectures import match_hf_architecture
+from llm_pretrain.model.decoder import Decoder
+from llm_pretrain.model.sizes import count_parameters
 from llm_pretrain.optim.param_groups import build_optimizer
 from llm_pretrain.optim.schedule import learning_rate
-from llm_pretrain.training import initialize_weights
 from llm_pretrain.training.checkpointing import fingerprints
+from llm_pretrain.training.model_setup import initialize_weights
 from llm_pretrain.training.step import Objective
 
 FEW_PARAMETERS, FEW_TOKENS = 1 << 20, 1 << 14

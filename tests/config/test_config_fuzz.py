@@ -12,8 +12,8 @@ from support.fuzzing import fuzzed
 from support.launching import ROOT
 from support.mutating import damaged_bytes
 
-from llm_pretrain.config import YamlError, read_yaml, read_yaml_file
 from llm_pretrain.config.loading import check_tree
+from llm_pretrain.config.yaml_text import YamlError, read_yaml, read_yaml_file
 
 CPU_SECONDS = 3.0
 TRUE = (ROOT / "configs" / "tiny-moe.yaml").read_bytes()

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.fuzzing import fuzzed
 
-from llm_pretrain.config import Config, dump_yaml, from_dict, load_config, resolve_precision, to_dict
+from llm_pretrain.config.loading import dump_yaml, from_dict, load_config, resolve_precision, to_dict
+from llm_pretrain.config.tree import Config
 from llm_pretrain.errors import ConfigError
 
 BASE = to_dict(Config()) | {"data": {"sources": [{"store": "x", "weight": 1.0}], "packing": "concat"}}

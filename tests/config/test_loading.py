@@ -9,7 +9,8 @@ import sys
 
 import pytest
 
-from llm_pretrain.config import Config, dump_yaml, from_dict, load_config, resolve_model, to_dict
+from llm_pretrain.config.loading import dump_yaml, from_dict, load_config, resolve_model, to_dict
+from llm_pretrain.config.tree import Config
 from llm_pretrain.errors import ConfigError
 
 SOURCES = ("--data.sources", "[{store: data/stores/x, weight: 1}]")

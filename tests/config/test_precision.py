@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from llm_pretrain.config import (
-    Config,
+from llm_pretrain.config import loading as module
+from llm_pretrain.config.loading import (
     dump_yaml,
     from_dict,
     load_config,
     multiplies_in_bf16,
     resolve_precision,
 )
-from llm_pretrain.config import loading as module
+from llm_pretrain.config.tree import Config
 from llm_pretrain.training.trainer import config_diff
 
 SOURCES = ("--data.sources", "[{store: x}]")

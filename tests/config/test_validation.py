@@ -6,7 +6,9 @@ import re
 
 import pytest
 
-from llm_pretrain.config import Config, ModelConfig, from_dict, validate
+from llm_pretrain.config.loading import from_dict, validate
+from llm_pretrain.config.model_config import ModelConfig
+from llm_pretrain.config.tree import Config
 
 
 def config(**settings: object) -> Config:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from llm_pretrain.config import from_dict, validate
+from llm_pretrain.config.loading import from_dict, validate
 
 NAN, INFINITY = float("nan"), float("inf")
 

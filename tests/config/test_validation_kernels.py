@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from llm_pretrain.config import Config, validate
+from llm_pretrain.config.loading import validate
+from llm_pretrain.config.tree import Config
 from llm_pretrain.errors import ConfigError
 from llm_pretrain.training.model_setup import build_model
 

@@ -148,7 +148,7 @@ def install() -> None:
         "_cuda_maybeExchangeDevice": lambda device: 0,
     }.items():
         setattr(torch._C, name, value)
-    from llm_pretrain.simulation.device import register_kernels
+    from llm_pretrain.forecast.simulation.device import register_kernels
 
     register_kernels("CUDA")
 

@@ -20,7 +20,7 @@ from torch._inductor.runtime.hints import DeviceProperties
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from triton.backends.compiler import GPUTarget
 
-from llm_pretrain.model import kernels
+from llm_pretrain.model.kernels import choice as kernels
 
 OPTIONS = {
     "compile_threads": 1,  # in this process, which has the fake device

@@ -18,14 +18,14 @@ from torch.nn.utils import clip_grad_norm_
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import train_pretrain
-from llm_pretrain.config import Config
+from llm_pretrain.config.tree import Config
 from llm_pretrain.distributed.fsdp import rebound_optimizer
 from llm_pretrain.distributed.initial_values import materialize
 from llm_pretrain.distributed.mesh import Meshes, expert_mesh
+from llm_pretrain.forecast.simulation.tracker import Tracker
 from llm_pretrain.optim.param_groups import build_optimizer
-from llm_pretrain.simulation.tracker import Tracker
-from llm_pretrain.training import Objective
 from llm_pretrain.training.model_setup import build_model
+from llm_pretrain.training.step import Objective
 
 
 @contextmanager

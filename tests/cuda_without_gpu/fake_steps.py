@@ -15,13 +15,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_pretrain
-from llm_pretrain.config import Config, from_dict
-from llm_pretrain.data import Batch
-from llm_pretrain.model import Decoder
+from llm_pretrain.config.loading import from_dict
+from llm_pretrain.config.tree import Config
+from llm_pretrain.data.loader.assembly import Batch
+from llm_pretrain.model.decoder import Decoder
 from llm_pretrain.optim.param_groups import build_optimizer
-from llm_pretrain.training import StepMetrics, StepMonitor, trainer
+from llm_pretrain.training import trainer
+from llm_pretrain.training.anomaly import StepMonitor
 from llm_pretrain.training.model_setup import build_model
 from llm_pretrain.training.run_state import Progress
+from llm_pretrain.training.step import StepMetrics
 
 CUDA = torch.device("cuda", 0)
 

@@ -10,11 +10,13 @@ import torch
 from fake_steps import CUDA, DENSE, MOE, Watched, fake_config, fake_model, watched_step
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from llm_pretrain.config import PRESETS, MeshSizes, load_config
-from llm_pretrain.data import Batch
+from llm_pretrain.config.distributed_config import MeshSizes
+from llm_pretrain.config.loading import PRESETS, load_config
+from llm_pretrain.data.loader.assembly import Batch
 from llm_pretrain.distributed import expert_parallel
 from llm_pretrain.distributed.mesh import Place
-from llm_pretrain.model import Decoder, DecoderOutput, moe
+from llm_pretrain.model import moe
+from llm_pretrain.model.decoder import Decoder, DecoderOutput
 from llm_pretrain.model.layers import RMSNorm
 from llm_pretrain.training import step as training_step
 from llm_pretrain.training.model_setup import FP8_MULTIPLE, build_model

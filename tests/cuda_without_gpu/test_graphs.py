@@ -24,14 +24,14 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.parallel import DistributedDataParallel
 
 import train_pretrain
-from llm_pretrain.config import Config
+from llm_pretrain.config.tree import Config
 from llm_pretrain.distributed import fsdp
 from llm_pretrain.distributed.mesh import Meshes
-from llm_pretrain.model import Decoder
+from llm_pretrain.model.decoder import Decoder
 from llm_pretrain.model.kernels import attention
 from llm_pretrain.model.layers import RMSNorm
-from llm_pretrain.training import DDP_OPTIONS, Objective
 from llm_pretrain.training.model_setup import RECOMPILE_LIMIT, compile_layers, eagerly
+from llm_pretrain.training.step import DDP_OPTIONS, Objective
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's tracing does what its warnings advise against
 

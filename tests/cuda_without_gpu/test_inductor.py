@@ -10,9 +10,9 @@ from fake_steps import DENSE, MOE, fake_batch, fake_config, fake_model
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from llm_pretrain.model import kernels
+from llm_pretrain.model.kernels import choice as kernels
 from llm_pretrain.model.layers import RMSNorm
-from llm_pretrain.training import Objective
+from llm_pretrain.training.step import Objective
 
 pytest.importorskip("triton", reason="needs the package triton; see make test-cuda")
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's tracing does what its warnings advise against

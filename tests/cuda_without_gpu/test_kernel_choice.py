@@ -15,9 +15,11 @@ from fake_cuda import H100
 from fake_steps import CUDA, DENSE, MOE, Watched, fake_config
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from llm_pretrain.config import Config
-from llm_pretrain.model import check_kernels, configured_kernels
-from llm_pretrain.model.kernels import attention, self_check
+from llm_pretrain.config.tree import Config
+from llm_pretrain.model import self_check
+from llm_pretrain.model.kernels import attention
+from llm_pretrain.model.kernels.choice import configured_kernels
+from llm_pretrain.model.self_check import check_kernels
 from llm_pretrain.training.kernel_choice import KernelChoice, choose_kernels
 from llm_pretrain.training.model_setup import product_type
 from llm_pretrain.training.run_state import RunFolder

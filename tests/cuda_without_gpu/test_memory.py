@@ -10,8 +10,10 @@ from fake_memory import eight_ranks, saved_bytes, start_up_peak, tracked_peak
 from fake_steps import DENSE, MOE, fake_config
 from support.launching import ROOT
 
-from llm_pretrain.config import Config, load_config
-from llm_pretrain.memory import TOLERANCE, estimate, estimate_memory
+from llm_pretrain import memory as estimate
+from llm_pretrain.config.loading import load_config
+from llm_pretrain.config.tree import Config
+from llm_pretrain.memory import TOLERANCE, estimate_memory
 
 PRESETS = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
 

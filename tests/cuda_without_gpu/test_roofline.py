@@ -11,9 +11,9 @@ from fake_steps import DENSE, MOE, fake_config
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from llm_pretrain.model import count_parameters, flops_per_token
 from llm_pretrain.model.kernels import loss
 from llm_pretrain.model.layers import Linear, RMSNorm
+from llm_pretrain.model.sizes import count_parameters, flops_per_token
 
 pytest.importorskip("triton", reason="needs the package triton; see make test-cuda")
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's tracing does what its warnings advise against

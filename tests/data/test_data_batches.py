@@ -22,20 +22,19 @@ import torch
 from support.corpora import make_config, make_store
 from support.fork_server import python_path
 
-from llm_pretrain.config import Config
-from llm_pretrain.data import (
-    Batch,
+from llm_pretrain.config.tree import Config
+from llm_pretrain.data.loader import batches
+from llm_pretrain.data.loader.assembly import Batch, padded_offsets
+from llm_pretrain.data.loader.batches import (
     MicroBatches,
     MicroBatchSampler,
-    TokenStore,
     evaluation_batches,
     global_batches,
     sequences_per_epoch,
     shard,
     tokens_per_epoch,
 )
-from llm_pretrain.data.loader import batches
-from llm_pretrain.data.loader.assembly import padded_offsets
+from llm_pretrain.data.store.token_store import TokenStore
 from llm_pretrain.errors import DataError, ResourceError
 from llm_pretrain.training.trainer import windows
 

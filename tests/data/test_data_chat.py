@@ -12,10 +12,16 @@ from typing import Any
 import pytest
 from support.corpora import make_texts, make_tokenizer, write_jsonl
 
-from llm_pretrain.data import Tokenizer, chat_prompt_ids, encode_chat, open_tokenizer, train_tokenizer
 from llm_pretrain.data.chat import rendering, template
-from llm_pretrain.data.chat.rendering import ChatTemplateError, NoChatTemplateError
-from llm_pretrain.data.prepare import Preparation, prepare_store
+from llm_pretrain.data.chat.rendering import (
+    ChatTemplateError,
+    NoChatTemplateError,
+    chat_prompt_ids,
+    encode_chat,
+)
+from llm_pretrain.data.prepare.preparation import Preparation, prepare_store
+from llm_pretrain.data.tokenizer_training import train_tokenizer
+from llm_pretrain.data.tokenizers.tokenizer import Tokenizer, open_tokenizer
 from llm_pretrain.errors import DataError, ResourceError
 
 CHATML = """{% for message in messages %}<|im_start|>{{ message.role }}

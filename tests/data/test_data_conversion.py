@@ -15,9 +15,12 @@ import pytest
 from support.corpora import make_store, make_tokenizer
 
 from llm_pretrain.__main__ import main
-from llm_pretrain.data import Conversion, TokenStore, convert, open_tokenizer, train_tokenizer
+from llm_pretrain.data import token_files
 from llm_pretrain.data.prepare import conversion
-from llm_pretrain.data.sources import token_files
+from llm_pretrain.data.prepare.conversion import Conversion, convert
+from llm_pretrain.data.store.token_store import TokenStore
+from llm_pretrain.data.tokenizer_training import train_tokenizer
+from llm_pretrain.data.tokenizers.tokenizer import open_tokenizer
 from llm_pretrain.errors import ConfigError, DataError
 
 EOS = 257  # of the tokenizer below: 256 bytes, <s> 256, </s> 257, <pad> 258

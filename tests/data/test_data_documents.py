@@ -8,14 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from llm_pretrain.data.sources import (
-    RecordError,
-    batch_records,
-    find_sources,
-    inputs,
-    parse_record,
-    read_records,
-)
+from llm_pretrain.data.sources import inputs
+from llm_pretrain.data.sources.documents import RecordError, parse_record
+from llm_pretrain.data.sources.inputs import find_sources
+from llm_pretrain.data.sources.readers import batch_records, read_records
 from llm_pretrain.errors import DataError
 
 

@@ -15,16 +15,16 @@ from hypothesis import strategies as st
 from support.corpora import make_config, make_store
 from support.fuzzing import fuzzed
 
-from llm_pretrain.config import Config, WeightChange
-from llm_pretrain.data import (
-    Batch,
-    TokenStore,
+from llm_pretrain.config.tree import Config, WeightChange
+from llm_pretrain.data.loader.assembly import Batch
+from llm_pretrain.data.loader.batches import (
     evaluation_batches,
     global_batches,
     shard,
     weight_changes_fingerprint,
 )
 from llm_pretrain.data.loader.sample_order import BLOCK, SampleOrder, Segment, shuffled
+from llm_pretrain.data.store.token_store import TokenStore
 from llm_pretrain.errors import DataError
 
 LENGTHS = [70, 900, 333]

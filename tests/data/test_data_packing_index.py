@@ -18,9 +18,11 @@ import pytest
 from support.corpora import make_config, make_store
 from support.launching import ROOT
 
-from llm_pretrain.data import TokenStore, global_batches, inspect_store, sequences_per_epoch
+from llm_pretrain.data.inspection import inspect_store
 from llm_pretrain.data.loader import packing as packing_index
+from llm_pretrain.data.loader.batches import global_batches, sequences_per_epoch
 from llm_pretrain.data.loader.packing import FOLDER, PackedIndex, pack, packed_index
+from llm_pretrain.data.store.token_store import TokenStore
 
 NAME = "train-best_fit-64.bin"
 ARRAYS = ("piece_start", "piece_length", "sequence_offsets")

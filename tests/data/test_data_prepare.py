@@ -15,9 +15,10 @@ import pytest
 from support.corpora import make_texts, make_tokenizer, write_jsonl
 
 from llm_pretrain.__main__ import main
-from llm_pretrain.data import TokenStore, open_tokenizer
-from llm_pretrain.data.prepare import Preparation, prepare_store
 from llm_pretrain.data.prepare import preparation as prepare_module
+from llm_pretrain.data.prepare.preparation import Preparation, prepare_store
+from llm_pretrain.data.store.token_store import TokenStore
+from llm_pretrain.data.tokenizers.tokenizer import open_tokenizer
 from llm_pretrain.errors import DataError, OutputError
 
 

@@ -21,10 +21,12 @@ import pytest
 import zstandard
 from support.corpora import make_texts, make_tokenizer, write_jsonl
 
-from llm_pretrain.data import TokenStore
-from llm_pretrain.data.prepare import Preparation, prepare_store
-from llm_pretrain.data.sources import Document, RecordError, parse_record, read_records, readers, tables
+from llm_pretrain.data.prepare.preparation import Preparation, prepare_store
+from llm_pretrain.data.sources import readers, tables
+from llm_pretrain.data.sources.documents import Document, RecordError, parse_record
 from llm_pretrain.data.sources.inputs import COMPRESSIONS, find_sources
+from llm_pretrain.data.sources.readers import read_records
+from llm_pretrain.data.store.token_store import TokenStore
 from llm_pretrain.errors import DataError, ResourceError
 
 TEXTS = [*make_texts(40), 'quotes "", commas, and\nlines\r\n', "tab\there", " spaces "]
@@ -429,7 +431,7 @@ def test_a_store_is_the_same_from_lines_and_from_parquet(tmp_path: Path):
 
 
 def test_a_tokenizer_is_trained_on_any_format_and_column(tmp_path: Path):
-    from llm_pretrain.data import train_tokenizer
+    from llm_pretrain.data.tokenizer_training import train_tokenizer
 
     (tmp_path / "a.parquet").write_bytes(parquet(as_table(TEXTS, "content")))
     (tmp_path / "a.csv.gz").write_bytes(gzip.compress(delimited(TEXTS, ",", "content")))

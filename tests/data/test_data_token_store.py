@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from support.corpora import make_config, make_store, make_tokenizer
 
-from llm_pretrain.data import TokenStore, data_fingerprint, global_batches, open_stores
+from llm_pretrain.data.loader.batches import data_fingerprint, global_batches, open_stores
+from llm_pretrain.data.store.token_store import TokenStore
 from llm_pretrain.errors import DataError
 
 

@@ -13,11 +13,12 @@ from support.engines import small_config
 from support.launching import Finished, assert_same_tensors, checkpoint_tensors
 from support.zero_cases import DIVERGING_STEP, MASKED_STEP, SAVED, STEPS, WORLD_SIZE, run_cases
 
-from llm_pretrain.checkpoints import open_model
-from llm_pretrain.config import Config, validate
+from llm_pretrain.checkpoints.opening import open_model
+from llm_pretrain.config.loading import validate
+from llm_pretrain.config.tree import Config
 from llm_pretrain.distributed import deepspeed
-from llm_pretrain.distributed.launch_checks import check_accelerate_settings
 from llm_pretrain.errors import ConfigError
+from llm_pretrain.launch.checks import check_accelerate_settings
 
 BOUND = 1e-5
 """Of ZeRO-2 and 3, which add up micro batches in another order."""

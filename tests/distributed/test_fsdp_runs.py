@@ -26,8 +26,8 @@ from support.launching import (
 )
 from support.stepping import relative_error
 
-from llm_pretrain.checkpoints import open_model
-from llm_pretrain.export import load_pretrained
+from llm_pretrain.checkpoints.opening import open_model
+from llm_pretrain.export.huggingface import load_pretrained
 
 FIRST, RESUMED_FROM, STEPS = 2, 4, 6
 PRINTED = "distributed.strategy: fsdp"

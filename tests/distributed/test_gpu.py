@@ -96,7 +96,7 @@ def test_sharded_runs_agree_and_continue_each_other(masked_store: Path, tmp_path
 def test_weights_open_in_transformers_with_the_same_logits(plain_store: Path, tmp_path: Path):
     from transformers import AutoModelForCausalLM
 
-    from llm_pretrain.export import load_pretrained
+    from llm_pretrain.export.huggingface import load_pretrained
 
     chosen = options("quickstart.yaml", plain_store, "bf16")
     launch("torchrun", 1, tmp_path / "run", chosen, gpu=True)

@@ -13,7 +13,8 @@ import pytest
 from support.launching import ROOT, Finished, assert_same_tensors, checkpoint_tensors, launch
 from support.stepping import relative_error
 
-from llm_pretrain.checkpoints import open_model, save_weights
+from llm_pretrain.checkpoints.opening import open_model
+from llm_pretrain.checkpoints.weights import save_weights
 
 pytestmark = pytest.mark.slow
 

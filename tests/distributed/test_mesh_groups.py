@@ -10,10 +10,11 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import device_mesh
 
-from llm_pretrain.config import Config, from_dict
+from llm_pretrain.config.loading import from_dict
+from llm_pretrain.config.tree import Config
 from llm_pretrain.distributed.fsdp import clear_mesh_caches
 from llm_pretrain.distributed.mesh import Meshes, Place, build_meshes
-from llm_pretrain.simulation.worker import fake_ranks
+from llm_pretrain.forecast.simulation.worker import fake_ranks
 
 MESHES: dict[str, tuple[int, dict[str, int]]] = {
     "all axes": (

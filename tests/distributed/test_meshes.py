@@ -18,9 +18,9 @@ from support.mesh_plan import CASES, DIVIDED, FLOAT64, KINDS, MATRICES, MESHES, 
 from support.rank_cases import Case, Outcome, case_config, has_slow, run_ranks, slow_but
 from support.stepping import micro_batches_of, reference_gradients, relative_error
 
-from llm_pretrain.config import ModelConfig
+from llm_pretrain.config.model_config import ModelConfig
 from llm_pretrain.distributed import expert_parallel
-from llm_pretrain.model import Experts
+from llm_pretrain.model.moe import Experts
 
 Outcomes = dict[str, list[Outcome]]
 

@@ -15,12 +15,12 @@ from support.stepping import Driven
 from torch import nn
 from torch.torch_version import TorchVersion
 
-from llm_pretrain.config import Config
 from llm_pretrain.config.distributed_config import MeshSizes
+from llm_pretrain.config.tree import Config
 from llm_pretrain.distributed.mesh import Place
 from llm_pretrain.distributed.pipeline import Pipeline
 from llm_pretrain.errors import ConfigError
-from llm_pretrain.tracking import read_metrics
+from llm_pretrain.runs.rows import read_metrics
 
 pytestmark = pytest.mark.pipeline
 Outcomes = dict[str, list[Outcome]]

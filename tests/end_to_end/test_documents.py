@@ -15,7 +15,8 @@ import pytest
 from support.documents import DOCUMENTS, PAGES, READMES, ROOT, blocks, commands
 
 from llm_pretrain.__main__ import COMMANDS
-from llm_pretrain.config import Config, load_config, to_dict
+from llm_pretrain.config.loading import load_config, to_dict
+from llm_pretrain.config.tree import Config
 
 FILE = re.compile(r"`([\w.*-]+(?:/[\w.*-]+)+\.(?:py|md|yaml|yml|toml|ipynb|sh|sbatch))(?:::\w+)?`")
 FOLDER = re.compile(r"`((?:llm_pretrain|tests|configs|examples|benchmarks)/[\w/-]*)`")

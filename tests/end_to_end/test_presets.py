@@ -13,9 +13,10 @@ import pytest
 import yaml
 from support.launching import ROOT, Finished, train
 
-from llm_pretrain.config import Config, load_config
+from llm_pretrain.config.loading import load_config
+from llm_pretrain.config.tree import Config
 from llm_pretrain.memory import CUDA_CONTEXT, estimate_memory
-from llm_pretrain.model import count_parameters
+from llm_pretrain.model.sizes import count_parameters
 from llm_pretrain.training.checkpointing import CheckpointManager
 
 PRESETS = [

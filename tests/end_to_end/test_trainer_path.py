@@ -27,8 +27,8 @@ from benchmarks.trainer_witness import (
     router_gradients,
     run,
 )
-from llm_pretrain.config import load_config
-from llm_pretrain.optim import learning_rate
+from llm_pretrain.config.loading import load_config
+from llm_pretrain.optim.schedule import learning_rate
 
 SCRIPT = "examples/train_pretrain_trainer.py"
 STEPS = 50

@@ -32,10 +32,11 @@ from support.launching import (
     start,
 )
 
-from llm_pretrain.config import load_config
-from llm_pretrain.data import TokenStore, evaluation_batches
-from llm_pretrain.export import load_pretrained
-from llm_pretrain.model import IGNORE_INDEX
+from llm_pretrain.config.loading import load_config
+from llm_pretrain.data.loader.batches import evaluation_batches
+from llm_pretrain.data.store.token_store import TokenStore
+from llm_pretrain.export.huggingface import load_pretrained
+from llm_pretrain.model.kernels.loss import IGNORE_INDEX
 
 AWKWARD = ["</s> is text <s>", "  two spaces\n\n\tand a tab ", "αβγ 𝔘𝔫𝔦 \u3000", " ", "<pad>\r\n\x00end", "🜁"]
 """Texts that a careless tokenizer changes or takes for special tokens."""

@@ -8,19 +8,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from llm_pretrain.config import ModelConfig
+from llm_pretrain.config.model_config import ModelConfig
 from llm_pretrain.errors import CheckpointError, ConfigError
-from llm_pretrain.export import (
-    config_json,
-    from_huggingface,
-    huggingface_config,
-    load_pretrained,
-    model_config_from_huggingface,
-    tensor_layout,
-    to_huggingface,
-)
-from llm_pretrain.model import Decoder
-from llm_pretrain.training import initialize_weights
+from llm_pretrain.export import config_json, tensor_layout
+from llm_pretrain.export.config_json import huggingface_config, model_config_from_huggingface
+from llm_pretrain.export.huggingface import load_pretrained, to_huggingface
+from llm_pretrain.export.tensor_layout import from_huggingface
+from llm_pretrain.model.decoder import Decoder
+from llm_pretrain.training.model_setup import initialize_weights
 
 SIZES = {
     "vocab_size": 128,

@@ -15,13 +15,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from llm_pretrain.config import ModelConfig
-from llm_pretrain.data import Tokenizer, open_tokenizer, train_tokenizer
+from llm_pretrain.config.model_config import ModelConfig
+from llm_pretrain.data.tokenizer_training import train_tokenizer
+from llm_pretrain.data.tokenizers.tokenizer import Tokenizer, open_tokenizer
 from llm_pretrain.errors import CheckpointError, ConfigError, DataError
-from llm_pretrain.export import huggingface_config, load_pretrained, native_config, to_huggingface, write_gguf
+from llm_pretrain.export.config_json import huggingface_config, native_config
+from llm_pretrain.export.gguf import write_gguf
 from llm_pretrain.export.gguf_tokenizer import read_vocabulary
-from llm_pretrain.model import Decoder
-from llm_pretrain.training import initialize_weights
+from llm_pretrain.export.huggingface import load_pretrained, to_huggingface
+from llm_pretrain.model.decoder import Decoder
+from llm_pretrain.training.model_setup import initialize_weights
 
 gguf = pytest.importorskip("gguf", reason="writing GGUF needs the package gguf")
 

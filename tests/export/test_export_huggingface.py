@@ -12,21 +12,15 @@ from safetensors.torch import load_file, save_file
 from support.corpora import make_tokenizer
 from support.launching import ROOT
 
-from llm_pretrain.config import ModelConfig
+from llm_pretrain.config.model_config import ModelConfig
 from llm_pretrain.data.tokenizers.types import CHAT_TEMPLATE
 from llm_pretrain.errors import CheckpointError, ConfigError, DivergedError
-from llm_pretrain.export import (
-    from_huggingface,
-    huggingface_config,
-    load_pretrained,
-    match_hf_architecture,
-    model_config_from_huggingface,
-    native_config,
-    to_huggingface,
-)
-from llm_pretrain.export.hf_architectures import HF_ARCHITECTURES
-from llm_pretrain.model import Decoder
-from llm_pretrain.training import initialize_weights
+from llm_pretrain.export.config_json import huggingface_config, model_config_from_huggingface, native_config
+from llm_pretrain.export.hf_architectures import HF_ARCHITECTURES, match_hf_architecture
+from llm_pretrain.export.huggingface import load_pretrained, to_huggingface
+from llm_pretrain.export.tensor_layout import from_huggingface
+from llm_pretrain.model.decoder import Decoder
+from llm_pretrain.training.model_setup import initialize_weights
 
 BASE = ModelConfig(
     vocab_size=128,

@@ -8,19 +8,19 @@ from typing import Any
 import pytest
 import yaml
 
-from llm_pretrain.config import (
+from llm_pretrain.config.evaluation_config import EvaluationConfig
+from llm_pretrain.config.loading import from_dict
+from llm_pretrain.config.model_config import ModelConfig
+from llm_pretrain.config.tree import (
     CheckpointConfig,
     Config,
     DataConfig,
-    EvaluationConfig,
-    ModelConfig,
     OptimizerConfig,
     RunConfig,
     SourceConfig,
-    from_dict,
-    read_yaml,
 )
-from llm_pretrain.export import ModelCardData, ModelCardSource, model_card
+from llm_pretrain.config.yaml_text import read_yaml
+from llm_pretrain.export.model_card import ModelCardData, ModelCardSource, model_card
 
 MODEL = ModelConfig(
     vocab_size=6400,

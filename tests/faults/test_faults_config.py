@@ -29,7 +29,8 @@ from support.measured import Measured, run_measured
 
 from llm_pretrain.__main__ import COMMANDS
 from llm_pretrain.__main__ import main as run_command
-from llm_pretrain.config import YamlError, read_yaml, yaml_text
+from llm_pretrain.config import yaml_text
+from llm_pretrain.config.yaml_text import YamlError, read_yaml
 
 MEMORY_BYTES = 1 << 30
 CPU_SECONDS = 120

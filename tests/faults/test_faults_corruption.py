@@ -12,7 +12,7 @@ from support.launching import Finished, launch
 
 from llm_pretrain.__main__ import main
 from llm_pretrain.errors import CorruptionError
-from llm_pretrain.tracking import write_report
+from llm_pretrain.tracking.report import write_report
 
 pytestmark = pytest.mark.slow
 

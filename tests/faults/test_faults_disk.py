@@ -32,7 +32,8 @@ from support.faulty_io import Fault
 from support.interrupting import assert_exact
 from support.launching import Finished, launch
 
-from llm_pretrain.checkpoints import committed_folders, find_damage, read_manifest
+from llm_pretrain.checkpoints.folders import committed_folders
+from llm_pretrain.checkpoints.manifest import find_damage, read_manifest
 
 STEPS = 8
 MAX_FAILED_SAVES = 3

@@ -37,7 +37,7 @@ from support.launching import (
     start,
 )
 
-from llm_pretrain.distributed.watchdog import GRACE_SECONDS
+from llm_pretrain.launch.watchdog import GRACE_SECONDS
 
 LAUNCHERS = ("torchrun", "accelerate")
 STOP_STEP = 9

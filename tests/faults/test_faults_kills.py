@@ -40,8 +40,9 @@ from support.launching import (
 )
 
 from llm_pretrain.__main__ import main
-from llm_pretrain.commands._launching import RunMonitor, processes_of
-from llm_pretrain.commands.chaos import WORKER_SECONDS
+from llm_pretrain.audit.chaos import WORKER_SECONDS
+from llm_pretrain.launch.jobs import processes_of
+from llm_pretrain.runs.monitor import RunMonitor
 
 SAVES = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 SLOW_MACHINE = 3

@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 import torch
 
-from llm_pretrain.config import ModelConfig
-from llm_pretrain.generation import KeyValueCache
-from llm_pretrain.model import Decoder
-from llm_pretrain.training import initialize_weights
+from llm_pretrain.config.model_config import ModelConfig
+from llm_pretrain.model.decoder import Decoder
+from llm_pretrain.model.generation import KeyValueCache
+from llm_pretrain.training.model_setup import initialize_weights
 
 DENSE = ModelConfig(
     vocab_size=96,

@@ -5,12 +5,12 @@ import dataclasses
 import pytest
 import torch
 
-from llm_pretrain import generation
-from llm_pretrain.config import ModelConfig
+from llm_pretrain.config.model_config import ModelConfig
 from llm_pretrain.errors import ConfigError
-from llm_pretrain.generation import generate
-from llm_pretrain.model import Decoder
-from llm_pretrain.training import initialize_weights
+from llm_pretrain.model import generation
+from llm_pretrain.model.decoder import Decoder
+from llm_pretrain.model.generation import generate
+from llm_pretrain.training.model_setup import initialize_weights
 
 DENSE = ModelConfig(
     vocab_size=64,

@@ -9,32 +9,26 @@ import pytest
 from support.presets import preset
 
 from llm_pretrain.errors import ConfigError
-from llm_pretrain.ladder import (
-    Run,
-    Rung,
-    Sizes,
-    Speed,
-    choose_rungs,
-    family,
-    ladder_flops,
-    ladder_runs,
-    ladder_seconds,
-    longest_first,
-    read_budget,
-    rungs_within,
-    tokens_per_step,
-)
-from llm_pretrain.ladder.budget import (
+from llm_pretrain.forecast import family
+from llm_pretrain.forecast.budget import (
     BRANCHES,
     MAX_EPOCHS,
     MIN_TOKENS_PER_PARAMETER,
     SMALLEST_BRANCHES,
     WIDTH_RATIO,
+    Speed,
+    choose_rungs,
+    ladder_flops,
+    ladder_seconds,
     least_flops,
     least_tokens,
+    read_budget,
+    rungs_within,
 )
-from llm_pretrain.ladder.runs import makespan
-from llm_pretrain.model import count_parameters
+from llm_pretrain.forecast.family import Sizes, tokens_per_step
+from llm_pretrain.forecast.ladder_runs import Run, ladder_runs, longest_first, makespan
+from llm_pretrain.forecast.points import Rung
+from llm_pretrain.model.sizes import count_parameters
 
 CASES = [
     ("ladder", 3_500_000, (1.5e14, 2e14, 4e14)),

@@ -10,9 +10,8 @@ import pytest
 from support.ladders import make_ladder
 
 from llm_pretrain.errors import ConfigError
-from llm_pretrain.ladder import Ladder, compare_ladders
-from llm_pretrain.ladder.compare import flops_for_loss, frontier
-from llm_pretrain.ladder.points import Point
+from llm_pretrain.forecast.ladder_comparison import compare_ladders, flops_for_loss, frontier
+from llm_pretrain.forecast.points import Ladder, Point
 
 
 @pytest.fixture

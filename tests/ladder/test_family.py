@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from support.presets import preset
 
-from llm_pretrain.config import PRESETS, validate
+from llm_pretrain.config.loading import PRESETS, validate
 from llm_pretrain.errors import ConfigError
-from llm_pretrain.ladder.family import member, width_step
-from llm_pretrain.model import count_parameters
+from llm_pretrain.forecast.family import member, width_step
+from llm_pretrain.model.sizes import count_parameters
 
 BASES = [path.stem for path in sorted(PRESETS.glob("*.yaml")) if path.stem != "quickstart-chat"]
 

@@ -16,21 +16,15 @@ from support.pages import Page
 
 from llm_pretrain.__main__ import main
 from llm_pretrain.errors import OutputError
-from llm_pretrain.ladder import (
-    Forecast,
-    Ladder,
-    Sizes,
-    ladder_runs,
-    member,
-    run_folder,
-    write_ladder_report,
-    write_points,
-)
-from llm_pretrain.ladder import report as report_module
-from llm_pretrain.ladder.points import RUNS_FOLDER
-from llm_pretrain.ladder.scaling_law import fit_law
-from llm_pretrain.model import count_parameters
-from llm_pretrain.tracking import quantity
+from llm_pretrain.forecast import ladder_report as report_module
+from llm_pretrain.forecast.family import Sizes, member
+from llm_pretrain.forecast.ladder_report import write_ladder_report
+from llm_pretrain.forecast.ladder_runs import ladder_runs, run_folder
+from llm_pretrain.forecast.planning import Forecast
+from llm_pretrain.forecast.points import RUNS_FOLDER, Ladder, write_points
+from llm_pretrain.forecast.scaling_law import fit_law
+from llm_pretrain.model.sizes import count_parameters
+from llm_pretrain.runs.run_files import quantity
 
 NASTY = "<script>alert(1)<"
 

@@ -12,24 +12,17 @@ import pytest
 from support.presets import preset
 
 from llm_pretrain.errors import ConfigError, DataError
-from llm_pretrain.ladder import (
-    Ladder,
-    Run,
-    Rung,
-    Sizes,
+from llm_pretrain.forecast.family import Sizes, tokens_per_step
+from llm_pretrain.forecast.ladder_runs import Run, ladder_runs, run_config, run_folder
+from llm_pretrain.forecast.measurements import (
     diverged_sizes,
     flops_per_second,
-    ladder_runs,
     measured_points,
     read_ladder,
     read_progress,
-    run_config,
-    run_folder,
-    tokens_per_step,
-    write_points,
 )
-from llm_pretrain.ladder.points import Training
-from llm_pretrain.model import count_parameters, flops_per_token
+from llm_pretrain.forecast.points import Ladder, Rung, Training, write_points
+from llm_pretrain.model.sizes import count_parameters, flops_per_token
 
 
 @pytest.fixture

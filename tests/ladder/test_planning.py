@@ -10,10 +10,13 @@ from pathlib import Path
 import pytest
 from support.ladders import LAW, make_ladder
 
-from llm_pretrain.config import LARGEST_INTEGER, DistributedConfig, validate
+from llm_pretrain.config.distributed_config import DistributedConfig
+from llm_pretrain.config.loading import validate
+from llm_pretrain.config.schema import LARGEST_INTEGER
 from llm_pretrain.errors import ConfigError
-from llm_pretrain.ladder import EVALUATIONS, Forecast, Sizes, best_of, tokens_per_step
-from llm_pretrain.model import flops_per_token
+from llm_pretrain.forecast.family import Sizes, tokens_per_step
+from llm_pretrain.forecast.planning import EVALUATIONS, Forecast, best_of
+from llm_pretrain.model.sizes import flops_per_token
 
 FLOPS = 3e14
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from llm_pretrain.errors import ConfigError
-from llm_pretrain.ladder import scaling_law
-from llm_pretrain.ladder.points import Point
-from llm_pretrain.ladder.scaling_law import REPETITION, ScalingLaw, effective_tokens, fit_law
+from llm_pretrain.forecast import scaling_law
+from llm_pretrain.forecast.points import Point
+from llm_pretrain.forecast.scaling_law import REPETITION, ScalingLaw, effective_tokens, fit_law
 
 UNIQUE = 3_000_000
 LAW = ScalingLaw(E=1.2, A=60.0, alpha=0.34, B=900.0, beta=0.42)

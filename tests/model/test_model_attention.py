@@ -7,11 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from llm_pretrain.config import ModelConfig
-from llm_pretrain.model import Decoder, Kernels, kernels
-from llm_pretrain.model.kernels import attention, attention_implementation
+from llm_pretrain.config.model_config import ModelConfig
+from llm_pretrain.model.decoder import Decoder
+from llm_pretrain.model.kernels import attention
+from llm_pretrain.model.kernels import choice as kernels
 from llm_pretrain.model.kernels.attention import DocumentLayout, document_attention, document_layout
-from llm_pretrain.training import initialize_weights
+from llm_pretrain.model.kernels.choice import Kernels, attention_implementation
+from llm_pretrain.training.model_setup import initialize_weights
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 LENGTHS = [1, 63, 64, 65, 7, 200, 600]

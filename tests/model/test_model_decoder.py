@@ -7,11 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from llm_pretrain.config import ModelConfig
-from llm_pretrain.model import Decoder, count_parameters, flops_per_token
+from llm_pretrain.config.model_config import ModelConfig
+from llm_pretrain.model.decoder import Decoder
 from llm_pretrain.model.kernels.attention import DocumentLayout, document_attention, document_layout
 from llm_pretrain.model.kernels.loss import cross_entropy_sums
-from llm_pretrain.training import initialize_weights
+from llm_pretrain.model.sizes import count_parameters, flops_per_token
+from llm_pretrain.training.model_setup import initialize_weights
 
 DENSE = ModelConfig(
     vocab_size=96,

@@ -6,16 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from llm_pretrain.config import ModelConfig
-from llm_pretrain.model import Decoder, update_router_bias
+from llm_pretrain.config.model_config import ModelConfig
+from llm_pretrain.model.decoder import Decoder
 from llm_pretrain.model.kernels.experts import (
     experts_reference,
     grouped_experts,
     streamed_experts,
     top_experts,
 )
-from llm_pretrain.model.moe import Experts, Router
-from llm_pretrain.training import initialize_weights
+from llm_pretrain.model.moe import Experts, Router, update_router_bias
+from llm_pretrain.training.model_setup import initialize_weights
 
 CONFIG = ModelConfig(
     vocab_size=64,

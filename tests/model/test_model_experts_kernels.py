@@ -8,20 +8,22 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from llm_pretrain.config import Config, ModelConfig
+from llm_pretrain.config.model_config import ModelConfig
+from llm_pretrain.config.tree import Config
 from llm_pretrain.errors import ConfigError
-from llm_pretrain.model import Experts, Kernels, describe_kernels, experts_requirement, kernels
 from llm_pretrain.model.attention import rotary_tables
 from llm_pretrain.model.decoder import DecoderLayer
+from llm_pretrain.model.kernels import choice as kernels
 from llm_pretrain.model.kernels import experts, layers
 from llm_pretrain.model.kernels.attention import document_layout
+from llm_pretrain.model.kernels.choice import Kernels, describe_kernels, experts_requirement
 from llm_pretrain.model.kernels.experts import (
     experts_reference,
     grouped_experts,
     streamed_experts,
     triton_experts,
 )
-from llm_pretrain.model.moe import MoeFeedForward
+from llm_pretrain.model.moe import Experts, MoeFeedForward
 from llm_pretrain.training.model_setup import build_model
 
 H, INNER, E = 32, 16, 6

@@ -8,13 +8,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from llm_pretrain.config import ModelConfig
-from llm_pretrain.model import Decoder, Kernels
-from llm_pretrain.model.decoder import OutputHead
+from llm_pretrain.config.model_config import ModelConfig
+from llm_pretrain.model.decoder import Decoder, OutputHead
 from llm_pretrain.model.kernels import loss as loss_kernels
-from llm_pretrain.model.kernels import loss_kernel
+from llm_pretrain.model.kernels.choice import Kernels, loss_kernel
 from llm_pretrain.model.kernels.loss import LossSums, cross_entropy_sums
-from llm_pretrain.training import initialize_weights
+from llm_pretrain.training.model_setup import initialize_weights
 
 VOCAB, COEFFICIENT = 1500, 0.01
 

@@ -11,9 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from llm_pretrain.config import ModelConfig
-from llm_pretrain.model import IGNORE_INDEX, Decoder, moe
-from llm_pretrain.training import initialize_weights
+from llm_pretrain.config.model_config import ModelConfig
+from llm_pretrain.model import moe
+from llm_pretrain.model.decoder import Decoder
+from llm_pretrain.model.kernels.loss import IGNORE_INDEX
+from llm_pretrain.training.model_setup import initialize_weights
 
 CONFIG = ModelConfig(
     vocab_size=96,

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from llm_pretrain.config import YARN_BETAS, ModelConfig
+from llm_pretrain.config.model_config import YARN_BETAS, ModelConfig
 from llm_pretrain.model import attention
 
 CONFIG = ModelConfig(hidden_size=256, num_attention_heads=4, max_position_embeddings=4096, rope_theta=1e4)

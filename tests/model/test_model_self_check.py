@@ -10,12 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from llm_pretrain.config import ModelConfig
-from llm_pretrain.model import Kernels, kernels
-from llm_pretrain.model.kernels import attention, layers, self_check
+from llm_pretrain.config.model_config import ModelConfig
+from llm_pretrain.model import self_check
+from llm_pretrain.model.kernels import attention, layers
+from llm_pretrain.model.kernels import choice as kernels
 from llm_pretrain.model.kernels.attention import DocumentLayout
+from llm_pretrain.model.kernels.choice import Kernels
 from llm_pretrain.model.kernels.loss import LossSums
-from llm_pretrain.model.kernels.self_check import KernelCheck, Part, check_kernels
+from llm_pretrain.model.self_check import KernelCheck, Part, check_kernels
 
 CPU = torch.device("cpu")
 CONFIG = ModelConfig(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from llm_pretrain.config import ModelConfig
-from llm_pretrain.model import Decoder, count_parameters, layer_matrices
+from llm_pretrain.config.model_config import ModelConfig
+from llm_pretrain.model.decoder import Decoder
+from llm_pretrain.model.sizes import count_parameters, layer_matrices
 
 DENSE = ModelConfig(
     vocab_size=512,

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from llm_pretrain.commands._simulated_steps import Simulator, different_ranks, simulator
-from llm_pretrain.config import Config, from_dict, load_config
+from llm_pretrain.config.loading import from_dict, load_config
+from llm_pretrain.config.tree import Config
+from llm_pretrain.forecast.simulated_steps import Simulator, different_ranks, simulator
+from llm_pretrain.forecast.simulation.trace import traced_step
+from llm_pretrain.forecast.simulation.worker import fake_ranks
+from llm_pretrain.hardware import MACHINES
 from llm_pretrain.memory import TOLERANCE, estimate_memory
-from llm_pretrain.simulation.trace import traced_step
-from llm_pretrain.simulation.worker import fake_ranks
-from llm_pretrain.tracking import MACHINES
 
 SHORT = 0.1
 """Most that an estimate may be below."""

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.distributed.pipelining.schedules import _Action
 
-from llm_pretrain.simulation.timing import Roofline, collective_time, idle_time
-from llm_pretrain.simulation.tracker import Collective, Tracker
-from llm_pretrain.tracking import MACHINES, device_peak_flops
+from llm_pretrain.forecast.simulation.timing import Roofline, collective_time, idle_time
+from llm_pretrain.forecast.simulation.tracker import Collective, Tracker
+from llm_pretrain.hardware import MACHINES, device_peak_flops
 
 NO_HOPS = replace(MACHINES["h100"], nvlink_microseconds=0, network_microseconds=0)
 NVLINK, NETWORK = NO_HOPS.nvlink_gb_per_second * 1e9, NO_HOPS.network_gb_per_second * 1e9

@@ -12,11 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from llm_pretrain.config import Config, from_dict
-from llm_pretrain.simulation import trace as trace_module
-from llm_pretrain.simulation.trace import Trace, traced_step
-from llm_pretrain.simulation.tracker import OPTIMIZER, PARAMETERS, Tracker
-from llm_pretrain.simulation.worker import fake_ranks, grouped
+from llm_pretrain.config.loading import from_dict
+from llm_pretrain.config.tree import Config
+from llm_pretrain.forecast.simulation import trace as trace_module
+from llm_pretrain.forecast.simulation.trace import Trace, traced_step
+from llm_pretrain.forecast.simulation.tracker import OPTIMIZER, PARAMETERS, Tracker
+from llm_pretrain.forecast.simulation.worker import fake_ranks, grouped
 
 CPU = torch.device("cpu")
 H, INNER, V, L, S, B = 32, 48, 512, 2, 16, 2

@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from llm_pretrain.checkpoints import CheckpointStore, ResumePoint, RunFacts
+from llm_pretrain.checkpoints.manifest import ResumePoint, RunFacts
+from llm_pretrain.checkpoints.store import CheckpointStore
 from llm_pretrain.distributed.collectives import RankGroup, SingleRank
 
 SINGLE_RANK = SingleRank()

@@ -7,7 +7,7 @@ from typing import Any
 from support.faults import Patch
 from support.rank_cases import Case
 
-from llm_pretrain.data import Batch
+from llm_pretrain.data.loader.assembly import Batch
 
 MESHES: dict[str, dict[str, Any]] = {
     "fsdp": {},

@@ -13,8 +13,9 @@ from typing import Any, Literal, Union, get_args, get_origin
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
-from llm_pretrain.config import Config, SourceConfig, WeightChange, to_dict
+from llm_pretrain.config.loading import to_dict
 from llm_pretrain.config.schema import field_types
+from llm_pretrain.config.tree import Config, SourceConfig, WeightChange
 
 TINY = {
     "model": {

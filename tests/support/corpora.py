@@ -6,9 +6,10 @@ import json
 import random
 from pathlib import Path
 
-from llm_pretrain.config import Config, DataConfig, EvaluationConfig, SourceConfig, TrainingConfig
-from llm_pretrain.data import TokenStore
-from llm_pretrain.data.prepare import Preparation, prepare_store
+from llm_pretrain.config.evaluation_config import EvaluationConfig
+from llm_pretrain.config.tree import Config, DataConfig, SourceConfig, TrainingConfig
+from llm_pretrain.data.prepare.preparation import Preparation, prepare_store
+from llm_pretrain.data.store.token_store import TokenStore
 
 WORDS = [
     "one",

@@ -13,10 +13,10 @@ from support.crash_probe import CrashProbe, Ended
 from support.faulty_io import Call, Fault, Tree, read_tree, write_tree
 from support.launching import ROOT, Finished
 
-from llm_pretrain.checkpoints import committed_folders, find_damage, read_manifest
-from llm_pretrain.checkpoints.manifest import file_digest
+from llm_pretrain.checkpoints.folders import committed_folders
+from llm_pretrain.checkpoints.manifest import file_digest, find_damage, read_manifest
 from llm_pretrain.errors import CheckpointError
-from llm_pretrain.tracking import read_metrics
+from llm_pretrain.runs.rows import read_metrics
 
 LAST = 3
 """`training.max_steps`."""

@@ -16,18 +16,18 @@ import torch.distributed as dist
 from support.faults import Fault
 from support.stepping import Driven, drive, resolved
 
-from llm_pretrain.config import (
+from llm_pretrain.config.distributed_config import DistributedConfig
+from llm_pretrain.config.model_config import ModelConfig
+from llm_pretrain.config.tree import (
     Config,
     DataConfig,
-    DistributedConfig,
-    ModelConfig,
     OptimizerConfig,
     ScheduleConfig,
     SourceConfig,
     TrainingConfig,
 )
-from llm_pretrain.data import global_batches
-from llm_pretrain.model import Decoder
+from llm_pretrain.data.loader.batches import global_batches
+from llm_pretrain.model.decoder import Decoder
 from llm_pretrain.optim.param_groups import build_optimizer
 
 SCRIPTS = {"torchrun": "train_pretrain", "accelerate": "train_pretrain_accelerate"}

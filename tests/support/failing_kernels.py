@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from llm_pretrain.model import kernels
-from llm_pretrain.model.kernels import self_check
+from llm_pretrain.model import self_check
+from llm_pretrain.model.kernels import choice as kernels
 from llm_pretrain.training import kernel_choice
 
 PLACES: dict[str, tuple[Any, str]] = {

@@ -23,11 +23,11 @@ from torch.utils.data import DataLoader, IterableDataset
 import llm_pretrain.optim.muon as muon
 import llm_pretrain.optim.param_groups as param_groups
 import llm_pretrain.training.anomaly as anomaly
-from llm_pretrain.data import shard
+from llm_pretrain.data.loader.batches import shard
 from llm_pretrain.optim.schedule import learning_rate
-from llm_pretrain.training import (
+from llm_pretrain.training.anomaly import StepMonitor
+from llm_pretrain.training.step import (
     DDP_OPTIONS,
-    StepMonitor,
     attach_global_expert_counts,
     seed_dropout,
     warm_up_backward,
@@ -406,7 +406,7 @@ def experts_in_a_list(patch: Patch, engine: type) -> None:
     """Experts as modules that run only when a token chose them."""
     from support.list_experts import ListExperts
 
-    from llm_pretrain.model import Experts
+    from llm_pretrain.model.moe import Experts
 
     replace_everywhere(patch, Experts, ListExperts)
 

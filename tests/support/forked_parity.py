@@ -19,7 +19,7 @@ from support.launching import launch
 
 from llm_pretrain.__main__ import main
 from llm_pretrain.commands import parity
-from llm_pretrain.commands._launching import Job, LaunchContext, launch_settings
+from llm_pretrain.launch.jobs import Job, LaunchContext, launch_settings
 
 
 def run_forked(

@@ -20,7 +20,7 @@ from support.launching import ForkedLaunch
 from llm_pretrain.__main__ import main
 from llm_pretrain.checkpoints.manifest import file_digest, read_manifest, write_manifest
 from llm_pretrain.commands import replay
-from llm_pretrain.commands._launching import Job, LaunchContext, Machine, launch_settings
+from llm_pretrain.launch.jobs import Job, LaunchContext, Machine, launch_settings
 
 
 class ForkedJob:

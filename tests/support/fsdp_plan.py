@@ -17,7 +17,7 @@ from support.faults import ONE_RANK_NAN, Patch
 from support.rank_cases import Case
 
 from llm_pretrain.distributed import fsdp
-from llm_pretrain.distributed.launch_checks import check_strategy
+from llm_pretrain.launch.checks import check_strategy
 
 Changes = dict[str, dict[str, Any]]
 

@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 from support.presets import preset
 
-from llm_pretrain.ladder import Ladder, Rung, Size, Sizes, with_store, write_points
-from llm_pretrain.ladder.points import Point, Training
-from llm_pretrain.ladder.scaling_law import ScalingLaw
+from llm_pretrain.forecast.family import Size, Sizes
+from llm_pretrain.forecast.ladder_runs import with_store
+from llm_pretrain.forecast.points import Ladder, Point, Rung, Training, write_points
+from llm_pretrain.forecast.scaling_law import ScalingLaw
 
 LAW = ScalingLaw(1.5, 150.0, 0.4, 400.0, 0.35)
 MULTIPLES = (1, 2, 4)

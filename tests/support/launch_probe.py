@@ -20,8 +20,8 @@ from support.engines import engine_class, rendezvous_in, reset_accelerate
 from support.faults import Fault, Patch, replacing
 from support.stepping import drive, resolved
 
-from llm_pretrain.config import load_config
-from llm_pretrain.distributed.launch_checks import check_accelerate_settings, check_world_size
+from llm_pretrain.config.loading import load_config
+from llm_pretrain.launch.checks import check_accelerate_settings, check_world_size
 
 NO_COUNT = replacing(check_world_size, lambda world_size: None)
 NO_COMPARISON = replacing(check_accelerate_settings, lambda config, accumulation_steps: None)

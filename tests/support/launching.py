@@ -20,7 +20,7 @@ from support.fork_server import RUN_FOLDER, Forked, Request, fork_server, python
 import train_pretrain
 from llm_pretrain.checkpoints.manifest import read_manifest
 from llm_pretrain.checkpoints.tensor_files import read_tensors
-from llm_pretrain.tracking import read_metrics
+from llm_pretrain.runs.rows import read_metrics
 
 ROOT = Path(__file__).parent.parent.parent
 TORCHRUN_SCRIPT = ROOT / "train_pretrain.py"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from llm_pretrain.config import ModelConfig
-from llm_pretrain.model.kernels import AUTO, Kernels
+from llm_pretrain.config.model_config import ModelConfig
+from llm_pretrain.model.kernels.choice import AUTO, Kernels
 from llm_pretrain.model.layers import FeedForward
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from llm_pretrain.config import Config, load_config
+from llm_pretrain.config.loading import load_config
+from llm_pretrain.config.tree import Config
 
 
 def preset(name: str) -> Config:

@@ -18,9 +18,11 @@ import torch
 from support import corruption_plan
 from support.faults import Patch, defined, replace_everywhere
 
-from llm_pretrain.checkpoints import CheckpointStore, committed_folders, state
-from llm_pretrain.data import global_batches
-from llm_pretrain.model import Router
+from llm_pretrain.checkpoints import state
+from llm_pretrain.checkpoints.folders import committed_folders
+from llm_pretrain.checkpoints.store import CheckpointStore
+from llm_pretrain.data.loader.batches import global_batches
+from llm_pretrain.model.moe import Router
 from llm_pretrain.training.anomaly import StepMonitor
 from llm_pretrain.training.evaluation import Evaluator
 

@@ -33,7 +33,7 @@ from support.stepping import Driven, drive
 from torch.nn.parallel import DistributedDataParallel
 
 from llm_pretrain.distributed.fsdp import clear_mesh_caches
-from llm_pretrain.distributed.process import prepare_process
+from llm_pretrain.launch.process import prepare_process
 
 WORLD_SIZE = 3
 HANG_SECONDS = 300

@@ -21,8 +21,9 @@ from support.engines import SCRIPTS, engine_class, reset_accelerate
 from support.faults import Fault, Patch, replacing
 from support.stepping import resolved
 
-from llm_pretrain.config import Config, load_config
-from llm_pretrain.distributed.process import rendezvous_init_method
+from llm_pretrain.config.loading import load_config
+from llm_pretrain.config.tree import Config
+from llm_pretrain.launch.process import rendezvous_init_method
 
 ONE_STORE = replacing(rendezvous_init_method, lambda: "env://")
 """The mistake: all attempts meet in the same store."""

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 import llm_pretrain.checkpoints.store as store
-from llm_pretrain.checkpoints import ResumePoint, RunFacts
-from llm_pretrain.config import Config
+from llm_pretrain.checkpoints.manifest import ResumePoint, RunFacts
+from llm_pretrain.config.tree import Config
 from llm_pretrain.distributed.collectives import SingleRank
-from llm_pretrain.model import Decoder
+from llm_pretrain.model.decoder import Decoder
 from llm_pretrain.optim.param_groups import build_optimizer
-from llm_pretrain.training import initialize_weights
+from llm_pretrain.training.model_setup import initialize_weights
 
 FINGERPRINTS = {"model": "small"}
 

@@ -17,9 +17,9 @@ from support.fork_server import PR_SET_PDEATHSIG
 
 import train_pretrain
 from llm_pretrain import __main__
-from llm_pretrain.commands import _ladder_runs
-from llm_pretrain.commands._launching import Job, LaunchContext, RunningJob
-from llm_pretrain.ladder import budget, family
+from llm_pretrain.forecast import budget, family
+from llm_pretrain.forecast import ladder_training as _ladder_runs
+from llm_pretrain.launch.jobs import Job, LaunchContext, RunningJob
 
 budget.BRANCHES, budget.SMALLEST_BRANCHES = (2, 4), (2, 3, 4)
 budget.SIZE_COUNTS = (3,)

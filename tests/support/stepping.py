@@ -21,10 +21,13 @@ import llm_pretrain.optim.ema as averaging
 import llm_pretrain.optim.param_groups as optimizers
 import llm_pretrain.training.model_setup as building
 import llm_pretrain.training.trainer as loop
-from llm_pretrain.config import Config
-from llm_pretrain.data import Batch
-from llm_pretrain.training import StepMetrics, StepMonitor, corruption, initialize_weights
+from llm_pretrain.config.tree import Config
+from llm_pretrain.data.loader.assembly import Batch
+from llm_pretrain.training import corruption
+from llm_pretrain.training.anomaly import StepMonitor
+from llm_pretrain.training.model_setup import initialize_weights
 from llm_pretrain.training.run_state import Progress
+from llm_pretrain.training.step import StepMetrics
 
 
 @dataclass
@@ -121,7 +124,7 @@ def parameter_hash(model: torch.nn.Module) -> str:
 
 def resolved(config: Config) -> Config:
     """`config` with the vocabulary of its store."""
-    from llm_pretrain.config import resolve_model
+    from llm_pretrain.config.loading import resolve_model
 
     return resolve_model(config, data.open_stores(config)[0].vocab_size)
 
@@ -232,7 +235,7 @@ def relative_error(found: dict[str, Tensor], expected: dict[str, Tensor], part: 
 
 def masked(batch: Batch) -> Batch:
     """The batch with no token that counts."""
-    from llm_pretrain.model import IGNORE_INDEX
+    from llm_pretrain.model.kernels.loss import IGNORE_INDEX
 
     return replace(
         batch,

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-import llm_pretrain.distributed.process as process
-from llm_pretrain.config import load_config
+import llm_pretrain.launch.process as process
+from llm_pretrain.config.loading import load_config
 
 VARIANTS: dict[str, tuple[str, Any] | None] = {
     "ours": None,

@@ -20,12 +20,12 @@ from support.rank_cases import Case
 from torch import Tensor
 
 import llm_pretrain.model.moe as moe
-from llm_pretrain.data import Batch
+from llm_pretrain.data.loader.assembly import Batch
 from llm_pretrain.distributed import collectives, context_parallel, expert_parallel, fsdp, tensor_parallel
 from llm_pretrain.distributed.pipeline import Pipeline
-from llm_pretrain.model import IGNORE_INDEX, Router
-from llm_pretrain.training import StepMetrics
-from llm_pretrain.training.step import Objective, own_part
+from llm_pretrain.model.kernels.loss import IGNORE_INDEX
+from llm_pretrain.model.moe import Router
+from llm_pretrain.training.step import Objective, StepMetrics, own_part
 
 TP_CP_EP = {"tp_size": 2, "cp_size": 2, "ep_size": 2}
 TP_CP = {"tp_size": 2, "cp_size": 2}

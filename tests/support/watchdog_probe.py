@@ -18,8 +18,9 @@ from pathlib import Path
 
 import pytest
 
-from llm_pretrain.config import Config, DistributedConfig
-from llm_pretrain.distributed import watchdog
+from llm_pretrain.config.distributed_config import DistributedConfig
+from llm_pretrain.config.tree import Config
+from llm_pretrain.launch import watchdog
 from llm_pretrain.training.run_state import RunFolder, Status, read_status
 
 Mistake = Callable[[pytest.MonkeyPatch, watchdog.Watchdog], None]

@@ -31,9 +31,9 @@ from support.stepping import masked
 
 import llm_pretrain.training.trainer as loop
 import llm_pretrain.training.trainer as pretraining
-from llm_pretrain.config import load_config
+from llm_pretrain.config.loading import load_config
 from llm_pretrain.distributed import deepspeed
-from llm_pretrain.distributed.process import prepare_process
+from llm_pretrain.launch.process import prepare_process
 
 WORLD_SIZE, STEPS, SAVED = 2, 6, 3
 MASKED_STEP, DIVERGING_STEP = 1, 4

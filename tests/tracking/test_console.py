@@ -11,8 +11,8 @@ import termios
 
 import pytest
 
-from llm_pretrain.config import Config
-from llm_pretrain.tracking import Console, time_text
+from llm_pretrain.config.tree import Config
+from llm_pretrain.tracking.console import Console, time_text
 
 ROW = {
     **{"step": 120, "train/loss": 4.23141, "train/learning_rate": 9.8e-4, "train/grad_norm": 0.8312},

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from llm_pretrain.tracking import device_peak_flops, memory_bytes
+from llm_pretrain.hardware import device_peak_flops, memory_bytes
 
 ROOT = Path(__file__).parent.parent.parent
 

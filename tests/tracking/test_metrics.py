@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from llm_pretrain.errors import CheckpointError, OutputError
-from llm_pretrain.tracking import MetricsWriter, read_metrics
+from llm_pretrain.runs.rows import MetricsWriter, read_metrics
 
 
 @pytest.fixture

@@ -12,12 +12,14 @@ import pytest
 from support.pages import Page
 from support.run_folders import START, attempt_row, make_run, training_row
 
-from llm_pretrain.config import Config, to_dict
+from llm_pretrain.config.loading import to_dict
+from llm_pretrain.config.tree import Config
 from llm_pretrain.errors import CheckpointError, ConfigError, OutputError
+from llm_pretrain.runs.run_files import RunRecord, expert_loads, read_run
 from llm_pretrain.tracking import report as report_module
-from llm_pretrain.tracking import report_charts, write_report
+from llm_pretrain.tracking import report_charts
+from llm_pretrain.tracking.report import write_report
 from llm_pretrain.tracking.report_charts import expert_maps, run_series, training_seconds
-from llm_pretrain.tracking.run_files import RunRecord, expert_loads, read_run
 
 NASTY = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'&</title></script x><!--<script "
 

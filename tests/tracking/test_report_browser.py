@@ -8,7 +8,7 @@ import pytest
 from support.browser import DRAWN, OVERLAPS, PLOTS, chromium, opened
 from support.run_folders import START, attempt_row, make_run, training_row
 
-from llm_pretrain.tracking import write_report
+from llm_pretrain.tracking.report import write_report
 
 NASTY = "<img src=http://127.0.0.1:9/x onerror=console.log(1)><script>console.log(2)</script>"
 

@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 from support.run_folders import training_row
 
-from llm_pretrain.config import Config, from_dict, validate
-from llm_pretrain.tracking import MetricsWriter, Trackers, read_metrics
+from llm_pretrain.config.loading import from_dict, validate
+from llm_pretrain.config.tree import Config
+from llm_pretrain.runs.rows import MetricsWriter, read_metrics
+from llm_pretrain.tracking.trackers import Trackers
 
 pytest.importorskip("tensorboard", reason="needs tensorboard (extra `tensorboard`)")
 

@@ -13,8 +13,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from llm_pretrain.config import Config, from_dict
-from llm_pretrain.tracking import Trackers, trackers
+from llm_pretrain.config.loading import from_dict
+from llm_pretrain.config.tree import Config
+from llm_pretrain.tracking import trackers
+from llm_pretrain.tracking.trackers import Trackers
 
 KEY = "0123456789abcdef" * 2 + "01234567"
 

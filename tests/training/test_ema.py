@@ -16,14 +16,15 @@ from support.resuming import Attempt, drift
 from torch import Tensor
 from torch.nn import Parameter
 
-from llm_pretrain.checkpoints import open_model
-from llm_pretrain.config import Config, validate
-from llm_pretrain.data import TokenStore, evaluation_batches
+from llm_pretrain.checkpoints.opening import open_model
+from llm_pretrain.config.loading import validate
+from llm_pretrain.config.tree import Config
+from llm_pretrain.data.loader.batches import evaluation_batches
+from llm_pretrain.data.store.token_store import TokenStore
 from llm_pretrain.distributed.mesh import Place
-from llm_pretrain.export import load_pretrained
-from llm_pretrain.model import Decoder
-from llm_pretrain.optim import AVERAGE, average_name
-from llm_pretrain.optim.ema import ema_parameters, keep_ema
+from llm_pretrain.export.huggingface import load_pretrained
+from llm_pretrain.model.decoder import Decoder
+from llm_pretrain.optim.ema import AVERAGE, average_name, ema_parameters, keep_ema
 from llm_pretrain.training.evaluation import Evaluator
 
 DECAY = 0.5

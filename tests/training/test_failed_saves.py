@@ -15,7 +15,7 @@ from support.launching import Finished, assert_same_tensors, checkpoint_tensors,
 from llm_pretrain.checkpoints import store
 from llm_pretrain.checkpoints.store import CheckpointStore
 from llm_pretrain.errors import CheckpointError
-from llm_pretrain.tracking import metrics as metrics_file
+from llm_pretrain.runs import rows as metrics_file
 from llm_pretrain.training import checkpointing
 from llm_pretrain.training.checkpointing import CheckpointManager
 

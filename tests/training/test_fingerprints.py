@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from llm_pretrain.checkpoints import model_fingerprint
-from llm_pretrain.config import ModelConfig
+from llm_pretrain.checkpoints.manifest import model_fingerprint
+from llm_pretrain.config.model_config import ModelConfig
 
 PLAIN = ModelConfig(num_experts=4)
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from llm_pretrain.config import Config, ModelConfig, from_dict, validate
+from llm_pretrain.config.loading import from_dict, validate
+from llm_pretrain.config.model_config import ModelConfig
+from llm_pretrain.config.tree import Config
 from llm_pretrain.errors import ConfigError
-from llm_pretrain.model import Decoder
+from llm_pretrain.model.decoder import Decoder
 from llm_pretrain.optim.param_groups import build_optimizer
-from llm_pretrain.training import initialize_weights, model_setup
+from llm_pretrain.training import model_setup
+from llm_pretrain.training.model_setup import initialize_weights
 
 MODEL = ModelConfig(
     hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,

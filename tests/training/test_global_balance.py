@@ -22,19 +22,22 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.functional import cross_entropy
 
-from llm_pretrain.config import Config, ModelConfig
-from llm_pretrain.data import Batch, TokenStore, global_batches
-from llm_pretrain.model import Decoder, DecoderOutput
+from llm_pretrain.config.model_config import ModelConfig
+from llm_pretrain.config.tree import Config
+from llm_pretrain.data.loader.assembly import Batch
+from llm_pretrain.data.loader.batches import global_batches
+from llm_pretrain.data.store.token_store import TokenStore
+from llm_pretrain.model.decoder import Decoder, DecoderOutput
 from llm_pretrain.model.moe import Router
-from llm_pretrain.training import (
+from llm_pretrain.training.metrics import loss_metrics
+from llm_pretrain.training.model_setup import initialize_weights
+from llm_pretrain.training.step import (
     Objective,
     StepMetrics,
     attach_global_expert_counts,
-    initialize_weights,
+    expert_counts,
     seed_dropout,
 )
-from llm_pretrain.training.metrics import loss_metrics
-from llm_pretrain.training.step import expert_counts
 
 UNCOUNTED = replacing(attach_global_expert_counts, lambda engine, micro_batches: micro_batches)
 

@@ -16,12 +16,16 @@ from support.corpora import make_tokenizer
 from support.launching import Finished, assert_same_tensors, checkpoint_tensors, launch, train
 
 import llm_pretrain.training.model_setup as model_setup
-from llm_pretrain.config import Config, DataConfig, DistributedConfig, ModelConfig, SourceConfig, dump_yaml
+from llm_pretrain.config.distributed_config import DistributedConfig
+from llm_pretrain.config.loading import dump_yaml
+from llm_pretrain.config.model_config import ModelConfig
+from llm_pretrain.config.tree import Config, DataConfig, SourceConfig
 from llm_pretrain.distributed.pipeline import keep_stages
 from llm_pretrain.errors import CheckpointError, ConfigError, PretrainError
-from llm_pretrain.export import TensorFiles, huggingface_config, native_config, to_huggingface
-from llm_pretrain.model import Decoder
-from llm_pretrain.training import initialize_weights
+from llm_pretrain.export.config_json import huggingface_config, native_config
+from llm_pretrain.export.huggingface import TensorFiles, to_huggingface
+from llm_pretrain.model.decoder import Decoder
+from llm_pretrain.training.model_setup import initialize_weights
 
 DENSE = ModelConfig(
     vocab_size=320,
@@ -383,7 +387,8 @@ def test_a_folder_that_transformers_wrote_goes_on_where_it_stopped(tmp_path: Pat
     """Its own layout, with stacked experts or one by one, in bf16 and in several shards."""
     import transformers
 
-    from llm_pretrain.export import model_config_from_huggingface, read_config
+    from llm_pretrain.export.config_json import model_config_from_huggingface
+    from llm_pretrain.export.huggingface import read_config
 
     shape = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
     shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.1}

@@ -13,9 +13,10 @@ import torch
 from support import failing_kernels
 from support.launching import NO_REPORT, ROOT, launch
 
-from llm_pretrain.config import Config, from_dict
+from llm_pretrain.config.loading import from_dict
+from llm_pretrain.config.tree import Config
 from llm_pretrain.errors import ConfigError
-from llm_pretrain.model import KernelCheck, Part, check_kernels
+from llm_pretrain.model.self_check import KernelCheck, Part, check_kernels
 from llm_pretrain.training import kernel_choice
 from llm_pretrain.training.kernel_choice import KernelChoice, choose_kernels
 from llm_pretrain.training.run_state import RunFolder
@@ -258,7 +259,7 @@ def test_experts_fall_back(precision: str, model: Any, order: list[str], monkeyp
 
 def walk(monkeypatch: Patch, folder: Path, part: Part, config: Config) -> list[str]:
     """The failures of a part of which every kernel fails, on an H100 of which only the name is there."""
-    from llm_pretrain.model import kernels
+    from llm_pretrain.model.kernels import choice as kernels
     from llm_pretrain.model.kernels import experts
 
     for name, value in {"get_device_capability": (9, 0), "get_device_name": "NVIDIA H100 80GB HBM3"}.items():

@@ -15,10 +15,11 @@ from support.launching import ROOT, Finished, train
 from torch import Tensor
 
 import train_pretrain
-from llm_pretrain.data import Preparation, prepare_store
-from llm_pretrain.model import Decoder, DecoderOutput
-from llm_pretrain.training import StepMetrics, model_setup
+from llm_pretrain.data.prepare.preparation import Preparation, prepare_store
+from llm_pretrain.model.decoder import Decoder, DecoderOutput
+from llm_pretrain.training import model_setup
 from llm_pretrain.training.evaluation import Evaluator
+from llm_pretrain.training.step import StepMetrics
 
 TINY = str(ROOT / "configs" / "tiny-moe.yaml")
 
@@ -239,7 +240,7 @@ def test_the_model_is_given_back_unwrapped(plain_store: Path, tmp_path: Path):
     assert train(*options(plain_store, folder, "--evaluation.eval_steps", "0")) == 0
     from safetensors.torch import load_file
 
-    from llm_pretrain.export import load_pretrained
+    from llm_pretrain.export.huggingface import load_pretrained
 
     tensors = load_file(folder / "weights" / "step-00000006" / "model.safetensors")
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}

@@ -12,14 +12,17 @@ import torch
 from support.corpora import make_config, make_store
 from support.launching import ROOT, Finished, train
 
-from llm_pretrain.config import Config, EvaluationConfig
-from llm_pretrain.data import Batch, TokenStore, evaluation_batches, global_batches
+from llm_pretrain.config.evaluation_config import EvaluationConfig
+from llm_pretrain.config.tree import Config
+from llm_pretrain.data.loader.assembly import Batch
+from llm_pretrain.data.loader.batches import evaluation_batches, global_batches
+from llm_pretrain.data.store.token_store import TokenStore
 from llm_pretrain.distributed.mesh import Place
-from llm_pretrain.model import Decoder, DecoderOutput
-from llm_pretrain.training import StepMetrics, initialize_weights
+from llm_pretrain.model.decoder import Decoder, DecoderOutput
 from llm_pretrain.training.evaluation import Evaluator
 from llm_pretrain.training.metrics import source_metrics
-from llm_pretrain.training.step import source_sums
+from llm_pretrain.training.model_setup import initialize_weights
+from llm_pretrain.training.step import StepMetrics, source_sums
 
 TINY = str(ROOT / "configs" / "tiny-dense.yaml")
 LABELS = ("plain", "ragged")

@@ -11,8 +11,9 @@ from torch.nn import Parameter
 
 import llm_pretrain.optim.muon as muon_module
 import llm_pretrain.optim.orthogonal as orthogonal_module
-from llm_pretrain.config import ModelConfig, OptimizerConfig
-from llm_pretrain.model import Decoder
+from llm_pretrain.config.model_config import ModelConfig
+from llm_pretrain.config.tree import OptimizerConfig
+from llm_pretrain.model.decoder import Decoder
 from llm_pretrain.optim.muon import Muon
 from llm_pretrain.optim.orthogonal import orthogonalize
 from llm_pretrain.optim.param_groups import build_optimizer, parameter_groups

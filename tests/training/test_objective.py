@@ -11,12 +11,15 @@ import torch
 from support.corpora import make_config
 from torch import Tensor
 
-from llm_pretrain.config import Config, ModelConfig
-from llm_pretrain.data import Batch, TokenStore, global_batches
-from llm_pretrain.model import Decoder
-from llm_pretrain.training import Objective, StepMetrics, initialize_weights
+from llm_pretrain.config.model_config import ModelConfig
+from llm_pretrain.config.tree import Config
+from llm_pretrain.data.loader.assembly import Batch
+from llm_pretrain.data.loader.batches import global_batches
+from llm_pretrain.data.store.token_store import TokenStore
+from llm_pretrain.model.decoder import Decoder
 from llm_pretrain.training.metrics import loss_metrics
-from llm_pretrain.training.step import expert_counts
+from llm_pretrain.training.model_setup import initialize_weights
+from llm_pretrain.training.step import Objective, StepMetrics, expert_counts
 
 MODEL = ModelConfig(
     vocab_size=320,

@@ -13,16 +13,17 @@ import psutil
 import pytest
 import torch
 
-from llm_pretrain.config import Config, from_dict
+from llm_pretrain.config.loading import from_dict
+from llm_pretrain.config.tree import Config
 from llm_pretrain.errors import CheckpointError, DataError, ResourceError
-from llm_pretrain.memory import out_of_memory
-from llm_pretrain.memory.out_of_memory import (
+from llm_pretrain.launch import out_of_memory
+from llm_pretrain.launch.out_of_memory import (
     MemoryLimit,
     check_memory,
     explain_out_of_memory,
     is_out_of_memory,
 )
-from llm_pretrain.model import count_parameters
+from llm_pretrain.model.sizes import count_parameters
 from llm_pretrain.training.step import Engine
 
 CUDA = (

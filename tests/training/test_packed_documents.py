@@ -18,10 +18,16 @@ import torch
 from support.corpora import make_config, make_store
 from torch import Tensor
 
-from llm_pretrain.config import Config, ModelConfig
-from llm_pretrain.data import Batch, MicroBatches, TokenStore, train_samples
-from llm_pretrain.model import IGNORE_INDEX, Decoder, Experts, experts_reference
-from llm_pretrain.training import initialize_weights
+from llm_pretrain.config.model_config import ModelConfig
+from llm_pretrain.config.tree import Config
+from llm_pretrain.data.loader.assembly import Batch
+from llm_pretrain.data.loader.batches import MicroBatches, train_samples
+from llm_pretrain.data.store.token_store import TokenStore
+from llm_pretrain.model.decoder import Decoder
+from llm_pretrain.model.kernels.experts import experts_reference
+from llm_pretrain.model.kernels.loss import IGNORE_INDEX
+from llm_pretrain.model.moe import Experts
+from llm_pretrain.training.model_setup import initialize_weights
 
 DENSE = ModelConfig(
     vocab_size=320, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4

@@ -26,7 +26,7 @@ def run(plain_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished
 
 
 def test_a_row_has_the_digest_of_the_parameters_after_its_step(run: Finished):
-    from llm_pretrain.checkpoints import open_model
+    from llm_pretrain.checkpoints.opening import open_model
 
     digests = {step: row["train/parameters_sha256"] for step, row in run.rows.items()}
     assert len(set(digests.values())) == STEPS

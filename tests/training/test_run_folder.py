@@ -13,9 +13,9 @@ from llm_pretrain.checkpoints import store
 from llm_pretrain.checkpoints.manifest import _digest
 from llm_pretrain.errors import OutputError
 from llm_pretrain.files import MARKER
-from llm_pretrain.training import RunFolder, checkpointing
+from llm_pretrain.training import checkpointing
 from llm_pretrain.training.checkpointing import CheckpointManager
-from llm_pretrain.training.run_state import Progress
+from llm_pretrain.training.run_state import Progress, RunFolder
 
 TINY = str(ROOT / "configs" / "tiny-dense.yaml")
 

@@ -7,8 +7,9 @@ from typing import get_args, get_type_hints
 
 import pytest
 
-from llm_pretrain.config import Config, ModelConfig, OptimizerConfig, ScheduleConfig, TrainingConfig
-from llm_pretrain.model import Decoder
+from llm_pretrain.config.model_config import ModelConfig
+from llm_pretrain.config.tree import Config, OptimizerConfig, ScheduleConfig, TrainingConfig
+from llm_pretrain.model.decoder import Decoder
 from llm_pretrain.optim.param_groups import build_optimizer, parameter_groups
 from llm_pretrain.optim.schedule import learning_rate
 

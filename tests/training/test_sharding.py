@@ -13,18 +13,17 @@ from support.launching import ROOT
 
 import train_pretrain
 import train_pretrain_accelerate
-from llm_pretrain.config import MeshSizes
-from llm_pretrain.data import Batch, TokenStore, evaluation_batches
-from llm_pretrain.distributed.launch_checks import (
-    check_accelerate_settings,
-    check_strategy,
-    preserved_environment,
-)
+from llm_pretrain.config.distributed_config import MeshSizes
+from llm_pretrain.data.loader.assembly import Batch
+from llm_pretrain.data.loader.batches import evaluation_batches
+from llm_pretrain.data.store.token_store import TokenStore
 from llm_pretrain.distributed.mesh import Place
 from llm_pretrain.errors import ConfigError
-from llm_pretrain.model import Decoder, DecoderOutput, full_precision_modules
-from llm_pretrain.training import Evaluator, RunFolder, initialize_weights
-from llm_pretrain.training.evaluation import Samples
+from llm_pretrain.launch.checks import check_accelerate_settings, check_strategy, preserved_environment
+from llm_pretrain.model.decoder import Decoder, DecoderOutput, full_precision_modules
+from llm_pretrain.training.evaluation import Evaluator, Samples
+from llm_pretrain.training.model_setup import initialize_weights
+from llm_pretrain.training.run_state import RunFolder
 
 
 def test_a_difference_between_asked_and_set_up_names_both(plain_store: Path):

@@ -26,7 +26,7 @@ from support.poisoning import DATA_OPTIONS, POISONED, poisoned_store
 import train_pretrain
 from llm_pretrain.__main__ import main
 from llm_pretrain.checkpoints import folders
-from llm_pretrain.config import from_dict, validate
+from llm_pretrain.config.loading import from_dict, validate
 from llm_pretrain.training import anomaly
 from llm_pretrain.training.anomaly import (
     MIN_STEPS,

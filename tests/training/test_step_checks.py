@@ -16,9 +16,10 @@ from support.faults import WAITING, Fault, Patch, after
 from support.launching import train_tiny
 from support.stepping import Driven
 
-from llm_pretrain.config import Config, validate
+from llm_pretrain.config.loading import validate
+from llm_pretrain.config.tree import Config
 from llm_pretrain.errors import ConfigError, CorruptionError, DivergedError
-from llm_pretrain.tracking import fault_lines
+from llm_pretrain.runs.run_files import fault_lines
 from llm_pretrain.training import corruption
 from llm_pretrain.training.anomaly import StepMonitor
 from llm_pretrain.training.run_state import Status, read_status

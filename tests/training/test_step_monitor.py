@@ -14,7 +14,7 @@ import torch
 from support.launching import ROOT, Finished, assert_same_tensors, checkpoint_tensors, train
 
 import train_pretrain
-from llm_pretrain.model import Decoder
+from llm_pretrain.model.decoder import Decoder
 from llm_pretrain.training import anomaly
 from llm_pretrain.training.anomaly import MAX_PENDING, WINDOW, SpikeDetector
 from llm_pretrain.training.metrics import Recorder

@@ -8,8 +8,8 @@ import sys
 import psutil
 import pytest
 
-from llm_pretrain.distributed import process
 from llm_pretrain.errors import ResourceError
+from llm_pretrain.launch import process
 
 ELASTIC = {"TORCHELASTIC_RUN_ID": "none"}
 ACCELERATE = {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "NO"}

@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from llm_pretrain.config import Config, DistributedConfig
-from llm_pretrain.distributed import process
-from llm_pretrain.distributed.peer_failure import collective_timeout, peer_failure
+from llm_pretrain.config.distributed_config import DistributedConfig
+from llm_pretrain.config.tree import Config
 from llm_pretrain.errors import CheckpointError, DataError, StuckError
+from llm_pretrain.launch import process
+from llm_pretrain.launch.peer_failure import collective_timeout, peer_failure
 
 CLOSED = (
     "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:21343. "

@@ -20,9 +20,11 @@ import torch.distributed as dist
 from support.launching import ROOT, environment, launch, launch_command
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from llm_pretrain.config import Config, DistributedConfig
-from llm_pretrain.distributed import launch_checks, process
+from llm_pretrain.config.distributed_config import DistributedConfig
+from llm_pretrain.config.tree import Config
 from llm_pretrain.errors import MAX_LINE, ConfigError, DataError, PretrainError, ResourceError, StuckError
+from llm_pretrain.launch import checks as launch_checks
+from llm_pretrain.launch import process
 
 WHOLE = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 
@@ -159,7 +161,7 @@ def test_what_a_launcher_sets_is_not_exported(monkeypatch: pytest.MonkeyPatch):
 def test_launchers_pass_on_what_is_exported(launcher: str, exported: str | None, tmp_path: Path):
     """Both set OMP_NUM_THREADS themselves where it is unset."""
     (tmp_path / "probe.py").write_text(
-        "import os\nfrom llm_pretrain.distributed.process import exported_threads\n"
+        "import os\nfrom llm_pretrain.launch.process import exported_threads\n"
         "print('found', exported_threads(), os.environ['OMP_NUM_THREADS'])\n"
     )
     own = {} if exported is None else {"OMP_NUM_THREADS": exported}

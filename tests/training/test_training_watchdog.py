@@ -16,9 +16,10 @@ from support.fork_server import python_path
 from support.launching import ROOT, environment
 from support.watchdog_probe import HANGS, SLOW, TIMEOUT
 
-from llm_pretrain.config import Config, DistributedConfig
-from llm_pretrain.distributed import watchdog
+from llm_pretrain.config.distributed_config import DistributedConfig
+from llm_pretrain.config.tree import Config
 from llm_pretrain.errors import DataError, StuckError
+from llm_pretrain.launch import watchdog
 from llm_pretrain.training.run_state import RunFolder, Status, read_status
 
 PROBE = ROOT / "tests" / "support" / "watchdog_probe.py"

@@ -17,11 +17,12 @@ from support.resuming import Attempt, drift
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
-from llm_pretrain.config import Config, ModelConfig, OptimizerConfig, ScheduleConfig, TrainingConfig
-from llm_pretrain.model import Decoder
+from llm_pretrain.config.model_config import ModelConfig
+from llm_pretrain.config.tree import Config, OptimizerConfig, ScheduleConfig, TrainingConfig
+from llm_pretrain.model.decoder import Decoder
 from llm_pretrain.optim.param_groups import build_optimizer
 from llm_pretrain.optim.schedule import learning_rate, set_learning_rate
-from llm_pretrain.training import initialize_weights
+from llm_pretrain.training.model_setup import initialize_weights
 
 BASE = 64
 NAMES = pytest.mark.parametrize("name", ["adamw", "muon"])

@@ -13,7 +13,7 @@ from support.once import once
 from support.rank_cases import Outcome, case_config, run_ranks
 from support.rank_plan import CASES
 
-from llm_pretrain.config import Config
+from llm_pretrain.config.tree import Config
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ from support.faults import COUNTS_APART, COUNTS_SO_FAR, Fault
 from support.rank_cases import Outcome
 from support.stepping import micro_batches_of, reference_gradients, relative_error
 
-from llm_pretrain.config import Config
+from llm_pretrain.config.tree import Config
 
 OTHER_COUNTS = {"of each micro batch": COUNTS_APART, "so far": COUNTS_SO_FAR}
 

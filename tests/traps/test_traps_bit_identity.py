@@ -27,9 +27,10 @@ from support.stepping import Driven
 
 import llm_pretrain.model.kernels.loss as loss_kernels
 import llm_pretrain.model.moe as router
-from llm_pretrain.config import Config, ModelConfig
-from llm_pretrain.distributed import process
+from llm_pretrain.config.model_config import ModelConfig
+from llm_pretrain.config.tree import Config
 from llm_pretrain.errors import ConfigError
+from llm_pretrain.launch import process
 
 
 def router_in_autocast(patch: pytest.MonkeyPatch) -> None:

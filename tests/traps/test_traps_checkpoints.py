@@ -33,8 +33,10 @@ from support.faults import defined, replace_everywhere
 from support.launching import ACCELERATE_SCRIPT
 from support.resuming import Attempt, drift
 
-from llm_pretrain.checkpoints import CheckpointStore, committed_folders, manifest, tensor_files
-from llm_pretrain.config import Config
+from llm_pretrain.checkpoints import manifest, tensor_files
+from llm_pretrain.checkpoints.folders import committed_folders
+from llm_pretrain.checkpoints.store import CheckpointStore
+from llm_pretrain.config.tree import Config
 from llm_pretrain.errors import CheckpointError, MismatchError
 
 Mistake = Callable[[pytest.MonkeyPatch], None]

@@ -21,8 +21,8 @@ from support.faults import Fault, experts_in_a_list
 from support.rank_cases import Outcome
 from support.rank_plan import FEW_TOKENS_PER_EXPERT
 
-from llm_pretrain.config import Config
-from llm_pretrain.model import Decoder
+from llm_pretrain.config.tree import Config
+from llm_pretrain.model.decoder import Decoder
 
 
 def with_table(name: str, table: torch.Tensor, *, persistent: bool) -> Callable[[pytest.MonkeyPatch], None]:

@@ -19,7 +19,7 @@ from support.launching import ROOT
 from support.probes import ACCELERATE, LIMIT_SECONDS, Launch, finish_probe, start_probe
 from support.rank_cases import Outcome
 
-from llm_pretrain.config import dump_yaml
+from llm_pretrain.config.loading import dump_yaml
 
 PROBE = ROOT / "tests" / "support" / "launch_probe.py"
 PROCESSES = 2

@@ -21,8 +21,8 @@ from support.faults import CLIP_FIRST, HUGE_SCALE, NO_UPDATE, UNSCALED, Fault, a
 from support.rank_cases import Outcome
 from support.stepping import relative_error
 
-from llm_pretrain.config import Config
-from llm_pretrain.model import DecoderOutput
+from llm_pretrain.config.tree import Config
+from llm_pretrain.model.decoder import DecoderOutput
 
 
 def check_scaled_step(half: Config, full: Config, *faults: Fault) -> None:

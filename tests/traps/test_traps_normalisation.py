@@ -23,7 +23,7 @@ from support.faults import Fault
 from support.rank_cases import WORLD_SIZE, Outcome
 from support.stepping import Driven, masked, micro_batches_of, reference_gradients, relative_error
 
-from llm_pretrain.config import Config
+from llm_pretrain.config.tree import Config
 from llm_pretrain.optim.schedule import learning_rate
 from llm_pretrain.training.step import DIGEST_WORDS
 

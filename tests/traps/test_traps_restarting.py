@@ -26,7 +26,7 @@ from support.launching import ROOT, kill_outright, train_tiny
 from support.probes import ACCELERATE, LIMIT_SECONDS, TORCHRUN, Launch, finish_probe, start_probe
 
 import llm_pretrain.training.trainer as trainer
-from llm_pretrain.config import dump_yaml
+from llm_pretrain.config.loading import dump_yaml
 from llm_pretrain.errors import EXIT_PREEMPTED
 from llm_pretrain.training.run_state import Status, read_status
 

@@ -27,12 +27,13 @@ from support.launching import ROOT
 import llm_pretrain.checkpoints as checkpoints
 import llm_pretrain.export as export
 from llm_pretrain.checkpoints.state import raw_module
-from llm_pretrain.config import CheckpointConfig, ModelConfig
-from llm_pretrain.data import TokenStore
+from llm_pretrain.config.model_config import ModelConfig
+from llm_pretrain.config.tree import CheckpointConfig
+from llm_pretrain.data.store.token_store import TokenStore
 from llm_pretrain.errors import CheckpointError
 from llm_pretrain.export import huggingface
-from llm_pretrain.model import Decoder
-from llm_pretrain.training import initialize_weights
+from llm_pretrain.model.decoder import Decoder
+from llm_pretrain.training.model_setup import initialize_weights
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SHAPE = ModelConfig(

@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from llm_pretrain.data.tokenizers import Tokenizer
+from llm_pretrain.data.tokenizers.tokenizer import Tokenizer
 from llm_pretrain.errors import DataError, ResourceError
 
 TRAINING_DATE = datetime.datetime(2024, 7, 26)

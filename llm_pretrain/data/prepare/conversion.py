@@ -12,15 +12,15 @@ from pathlib import Path
 
 import numpy as np
 
-from llm_pretrain.data.sources.token_files import (
+from llm_pretrain.data.store.writer import StoreWriter
+from llm_pretrain.data.token_files import (
     DocumentFile,
     check_ids,
     find_tokenizer,
     open_splits,
     read_characters,
 )
-from llm_pretrain.data.store.writer import StoreWriter
-from llm_pretrain.data.tokenizers import Tokenizer, open_tokenizer
+from llm_pretrain.data.tokenizers.tokenizer import Tokenizer, open_tokenizer
 from llm_pretrain.data.tokenizers.types import nanogpt_tokenizer, write_files
 from llm_pretrain.errors import ConfigError, DataError
 

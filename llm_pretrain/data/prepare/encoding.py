@@ -30,7 +30,7 @@ from llm_pretrain.data.sources.documents import (
     RecordError,
     parse_record,
 )
-from llm_pretrain.data.tokenizers import Tokenizer, open_tokenizer, use_one_thread
+from llm_pretrain.data.tokenizers.tokenizer import Tokenizer, open_tokenizer, use_one_thread
 from llm_pretrain.errors import DataError, ResourceError
 
 

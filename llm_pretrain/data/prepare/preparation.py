@@ -14,10 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from llm_pretrain.version import __version__
 from llm_pretrain.data.prepare.encoding import EncodedBatch, Origin, encoded_batches
 from llm_pretrain.data.prepare.workspace import HASHES, STORE, Totals, Workspace
-from llm_pretrain.data.sources import batch_records, read_sources
 from llm_pretrain.data.sources.inputs import (
     COMPRESSIONS,
     HUB_PREFIX,
@@ -26,6 +24,7 @@ from llm_pretrain.data.sources.inputs import (
     Source,
     find_sources,
 )
+from llm_pretrain.data.sources.readers import batch_records, read_sources
 from llm_pretrain.data.store.token_store import FORMAT_VERSION, TokenStore
 from llm_pretrain.data.store.writer import (
     SHARD_BYTES,
@@ -34,9 +33,15 @@ from llm_pretrain.data.store.writer import (
     StoreWriter,
     other_content,
 )
-from llm_pretrain.data.tokenizers import TOKENIZER_FILES, Tokenizer, convert_tokenizer, open_tokenizer
+from llm_pretrain.data.tokenizers.tokenizer import (
+    TOKENIZER_FILES,
+    Tokenizer,
+    convert_tokenizer,
+    open_tokenizer,
+)
 from llm_pretrain.errors import ConfigError, DataError
 from llm_pretrain.files import read_plain
+from llm_pretrain.version import __version__
 
 BATCH_BYTES = 1 << 20
 """Bytes of raw records that a worker encodes at a time."""

@@ -2,4 +2,6 @@
 
 from llm_pretrain.data.store.token_store import TokenStore
 
-__all__ = ["TokenStore"]
+__all__ = [
+    "TokenStore",
+]

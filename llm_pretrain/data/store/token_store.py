@@ -17,8 +17,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from llm_pretrain.config import matches_type
-from llm_pretrain.data.tokenizers import MAX_VOCAB_SIZE, Tokenizer, open_tokenizer
+from llm_pretrain.config.schema import matches_type
+from llm_pretrain.data.tokenizers.tokenizer import MAX_VOCAB_SIZE, Tokenizer, open_tokenizer
 from llm_pretrain.errors import DataError
 from llm_pretrain.files import open_plain, read_plain
 

@@ -1,19 +1,8 @@
-"""Tokenizer folders: opening, encoding, and training of four types."""
+"""Tokenizer folders: opening, encoding, and the files of four types."""
 
-from llm_pretrain.data.tokenizers.tokenizer import (
-    MAX_VOCAB_SIZE,
-    TOKENIZER_FILES,
-    Tokenizer,
-    convert_tokenizer,
-    open_tokenizer,
-    use_one_thread,
-)
+from llm_pretrain.data.tokenizers.tokenizer import Tokenizer, open_tokenizer
 
 __all__ = [
-    "MAX_VOCAB_SIZE",
-    "TOKENIZER_FILES",
     "Tokenizer",
-    "convert_tokenizer",
     "open_tokenizer",
-    "use_one_thread",
 ]

@@ -1,0 +1,1 @@
+"""Checks that training holds what is promised: parity, verify, replay and chaos as a library."""

@@ -1,0 +1,208 @@
+"""Checks of a run's samples for `llm-pretrain verify`: each once an epoch, and those that the rows name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from llm_pretrain.audit.checks import Check, Checks
+from llm_pretrain.audit.history_checks import RunFiles, is_integer
+from llm_pretrain.audit.segments import Launch, Row, owner_of
+from llm_pretrain.config.tree import Config
+from llm_pretrain.data.loader import MicroBatches, train_samples
+
+DEFAULT_TOKENS = 1 << 26
+"""Positions that are assembled again by default: some seconds of work."""
+DEFAULT_SAMPLES = 1 << 23
+"""Samples that are counted by default: some seconds of work."""
+_CHUNK = 1 << 16
+"""Samples that are counted at a time."""
+
+
+class Samples:
+    """The samples of a run, for each of its launches.
+
+    The settings that determine the order are equal in all of them, except for later `data.weight_changes`.
+    """
+
+    def __init__(self, config: Config):
+        self.config = config
+        self._of: list[tuple[object, MicroBatches]] = []
+
+    def of(self, launch: Launch) -> MicroBatches:
+        """The samples of a launch."""
+        changes = (launch.config or self.config).data.weight_changes
+        for known, samples in self._of:
+            if known == changes:
+                return samples
+        data = replace(self.config.data, weight_changes=changes)
+        samples = train_samples(replace(self.config, data=data))
+        self._of.append((changes, samples))
+        return samples
+
+
+def check_samples(checks: Checks, run: RunFiles, wanted: str | int | None) -> None:
+    """Check that each epoch has every sample once, and that the run trained on exactly these samples.
+
+    The first counts the samples of the order, up to the last row. The second assembles the batches again from
+    the stores and compares their digests with the rows'.
+
+    Args:
+        checks: Receives the results.
+        run: With its configuration and rows.
+        wanted: Rows to assemble again: `all`, a number of rows, or None for some seconds of work.
+    """
+    if not run.rows:
+        for name in ("epochs", "samples"):
+            checks.skip(name, "no step has been logged yet")
+        return
+    samples = Samples(run.config)
+    checks.run("epochs", _check_epochs, run, samples.of(run.launches[-1]), wanted == "all")
+    checks.run("samples", _check_digests, run, samples, wanted)
+
+
+def _check_epochs(check: Check, run: RunFiles, samples: MicroBatches, everything: bool) -> None:
+    step = max(run.rows)
+    taken = step * run.config.training.global_batch_size
+    last = taken if everything else min(taken, DEFAULT_SAMPLES)
+    counters = [_EpochCounter(len(source.index)) for source in samples.assembler.sources]
+    for start in range(0, last, _CHUNK):
+        sources, sequences = samples.order.samples(start, min(start + _CHUNK, last))
+        for k, counter in enumerate(counters):
+            counter.add(sequences[sources == k])
+    labels = [source.label for source in run.config.data.sources]
+    words = [counter.finish(check, label) for counter, label in zip(counters, labels, strict=True)]
+    check.looked_at = f"{last} samples of steps up to {step}: {'; '.join(words)}"
+    if last < taken:
+        check.reason = f"the samples from {last} on, for time's sake; --samples all counts them too"
+
+
+@dataclass
+class _EpochCounter:
+    """Counts one source's samples in each epoch.
+
+    Args:
+        length: Sequences of the source.
+    """
+
+    length: int
+
+    def __post_init__(self) -> None:
+        self.counts = np.zeros(self.length, dtype=np.uint8)
+        self.drawn = self.epochs = 0
+        self.problems: list[str] = []
+
+    def add(self, sequences: np.ndarray) -> None:
+        """Add the source's next samples."""
+        while len(sequences):
+            now, sequences = np.split(sequences, [self.length - self.drawn])
+            np.add.at(self.counts, now, 1)
+            self.drawn += len(now)
+            if self.drawn == self.length:
+                self._close()
+
+    def _close(self) -> None:
+        self.epochs += 1
+        often, never = int((self.counts > 1).sum()), int((self.counts == 0).sum())
+        if often or never:
+            self.problems.append(
+                f"epoch {self.epochs}: expected each of {self.length} sequences once, found {often} more "
+                f"often and {never} never"
+            )
+        self.counts[:] = 0
+        self.drawn = 0
+
+    def finish(self, check: Check, label: str) -> str:
+        """Report problems to the check; returns the counts as text."""
+        if (often := int((self.counts > 1).sum())) > 0:
+            self.problems.append(
+                f"epoch {self.epochs + 1}, begun: expected no sequence twice, found {often} more often"
+            )
+        for problem in self.problems:
+            check.fail(f"{label}: {problem}")
+        whole = f"{self.epochs} whole epochs of {self.length} sequences" if self.epochs else ""
+        part = f"{self.drawn} of {self.length} sequences of epoch {self.epochs + 1}" if self.drawn else ""
+        result = "not each once" if self.problems else "each once"
+        return f"{label}: {' and '.join(filter(None, (whole, part))) or 'none'}, {result}"
+
+
+def _check_digests(check: Check, run: RunFiles, samples: Samples, wanted: str | int | None) -> None:
+    rows = list(_intervals(run))
+    chosen = _choose_rows(len(rows), wanted, run.config, run.logging_steps(run.launches[-1]))
+    steps = unknown = 0
+    for number in chosen:
+        launch, first, before, row = rows[number]
+        if first is None:
+            unknown += 1
+            continue
+        steps += row["step"] - first
+        _compare(check, samples, launch, first, before, row)
+    check.looked_at = f"{len(chosen) - unknown} of {len(rows)} rows, {steps} steps assembled again"
+    if len(chosen) < len(rows):
+        check.looked_at += " (evenly chosen; --samples all takes every row)"
+    if unknown:
+        check.reason = f"{unknown} rows that begin in another run"
+
+
+def _intervals(run: RunFiles) -> Iterator[tuple[Launch, int | None, Row | None, Row]]:
+    """(launch, first step counted from 0, row that ends there, row) of each row, in order.
+
+    A row that was due ends an interval even if it is missing. The step is None where the interval began in
+    another run.
+    """
+    before: Row | None = None
+    for step, row in run.rows.items():
+        launch = owner_of(step, run.launches)
+        first = before["step"] if before else 0 if run.launches[0].start == 0 else None
+        every = run.logging_steps(launch)
+        if (due := (step - 1) // every * every) > launch.start:
+            first = max(due, first or 0)
+        yield launch, first, before if before and before["step"] == first else None, row
+        before = row
+
+
+def _choose_rows(count: int, wanted: str | int | None, config: Config, every: int) -> list[int]:
+    """Indices of the rows to check, including the first and the last."""
+    if wanted is None:
+        positions = config.training.global_batch_size * config.training.sequence_length * every
+        wanted = max(3, DEFAULT_TOKENS // positions)
+    if wanted == "all" or int(wanted) >= count:
+        return list(range(count))
+    return sorted({round(place) for place in np.linspace(0, count - 1, int(wanted)).tolist()})
+
+
+def _compare(
+    check: Check, samples: Samples, launch: Launch, first: int, before: Row | None, row: Row
+) -> None:
+    """Compare one row with the samples of steps first … row's step - 1, counted from 0."""
+    data, training = samples.of(launch), samples.config.training
+    digest, tokens, own, step = torch.zeros(8, dtype=torch.int64), 0, 0, row["step"]
+    for number in range(first, step):
+        begin, end = number * training.global_batch_size, (number + 1) * training.global_batch_size
+        own = 0
+        for slot in range(begin, end, training.micro_batch_size):
+            batch = data.__getitems__(range(slot, min(slot + training.micro_batch_size, end)))
+            digest += batch.digest
+            own += batch.num_loss_tokens
+        tokens += own
+    expected = "".join(f"{int(word) & 0xFFFF_FFFF:08x}" for word in digest)
+    if (found := row.get("data/batch_sha256")) != expected:
+        what = f"steps {first + 1}-{step}" if step > first + 1 else f"step {step}"
+        check.fail(
+            f"step {step}: expected data/batch_sha256 {expected[:16]}…, of the stores' samples of {what}, "
+            f"found {found!r:.19}"
+        )
+    if row.get("train/loss_tokens") != own:
+        check.fail(
+            f"step {step}: expected train/loss_tokens {own}, as in the stores, found "
+            f"{row.get('train/loss_tokens')!r:.40}"
+        )
+    earlier, now = (
+        before.get("train/tokens") if before else 0 if first == 0 else None,
+        row.get("train/tokens"),
+    )
+    if is_integer(earlier) and now != earlier + tokens:
+        check.fail(f"step {step}: expected train/tokens {earlier + tokens}, found {now!r:.40}")

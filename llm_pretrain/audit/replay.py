@@ -1,0 +1,198 @@
+"""Executes a run's steps again from its checkpoints, and compares the results."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from llm_pretrain.audit.segment_comparison import SegmentResult, compare_segment
+from llm_pretrain.audit.segments import Leg, ReplayPlan, Segment, read_launches, rows_of_segment
+from llm_pretrain.config.loading import dump_yaml
+from llm_pretrain.errors import PretrainError
+from llm_pretrain.launch.jobs import (
+    Job,
+    LaunchContext,
+    RunningJob,
+    last_error_lines,
+)
+from llm_pretrain.launch.options import (
+    as_options,
+    say,
+)
+from llm_pretrain.runs.monitor import RunMonitor
+from llm_pretrain.runs.replays import HELD
+
+_NEVER, _POLL_SECONDS = (1 << 31) - 1, 0.02
+
+
+def replay_segment(plan: ReplayPlan, segment: Segment, context: LaunchContext) -> SegmentResult:
+    """Execute a segment's legs one after another, and compare what they wrote with the run."""
+    if not segment.legs:
+        return SegmentResult(segment, "not replayed", note=segment.missing)
+    began = time.monotonic()
+    found = plan.rows(segment)
+    folder = plan.output / segment.name
+    goes_back = any(row.get("train/skipped") == "rollback" for row in found.values())
+    if goes_back and (missing := rollback_problem(segment)):
+        return SegmentResult(segment, "not replayed", note=missing)
+    if goes_back and segment.source is not None:  # where a rollback looks for it
+        try:
+            shutil.copytree(segment.source, folder / "checkpoints" / segment.source.name)
+        except OSError:
+            return SegmentResult(segment, "not replayed", note=f"{segment.source} was deleted meanwhile")
+    for number, leg in enumerate(segment.legs, start=1):
+        job = _job(plan, segment, leg, number, goes_back=goes_back)
+        say(f"start  steps {leg.first}-{leg.last}: {leg}, as attempt {leg.launch.number}")
+        own = dataclasses.replace(context, zero_stage=leg.config.distributed.zero_stage)
+        failure = run_leg(job, own, leg.last, saves=_is_saved(segment, leg))
+        if failure:
+            seconds = time.monotonic() - began
+            if segment.source is not None and not segment.source.exists():
+                note = f"{segment.source} was deleted meanwhile"
+                return SegmentResult(segment, "not replayed", note=note, seconds=seconds)
+            return SegmentResult(segment, "failed", failure=tuple(failure), seconds=seconds)
+    try:
+        environments = [launch.environment for launch in read_launches(folder)][-len(segment.legs) :]
+        replayed = rows_of_segment(folder / "metrics.jsonl", segment)
+        result = compare_segment(segment, replayed, found, folder, environments)
+    except PretrainError as error:
+        result = SegmentResult(segment, "failed", failure=tuple(error.lines()))
+    result.seconds = time.monotonic() - began
+    if result.verdict in HELD:
+        for name in ("checkpoints", "weights"):
+            shutil.rmtree(folder / name, ignore_errors=True)
+    return result
+
+
+def rollback_problem(segment: Segment) -> str:
+    """Why a segment with a rollback cannot be replayed; empty where it can.
+
+    A rollback goes to the last periodic checkpoint, so saves must be the run's, and none other can be made.
+    """
+    every = segment.legs[0].config.checkpoint.save_steps
+    own = [segment.start, *(leg.last for leg in segment.legs)]
+    last = segment.legs[-1]
+    if not _is_saved(segment, last) or segment.end == last.config.training.max_steps:
+        own.pop()
+    if off := [step for step in own if not every or step % every]:
+        return (
+            f"training.spike_action: a step was rolled back, and the state of step {off[0]} is not that of a "
+            f"periodic checkpoint (checkpoint.save_steps {every}); choose --from and --to between others"
+        )
+    return ""
+
+
+def _is_saved(segment: Segment, leg: Leg) -> bool:
+    """Whether a leg ends with a checkpoint: to compare or continue from it, or where no row is due."""
+    is_needed = segment.target is not None or leg is not segment.legs[-1]
+    return is_needed or leg.last % leg.config.logging.logging_steps != 0
+
+
+def _job(plan: ReplayPlan, segment: Segment, leg: Leg, number: int, *, goes_back: bool) -> Job:
+    """The launch of a leg, whose settings are written beside its log."""
+    folder = plan.output / segment.name
+    file = plan.output / f"{segment.name}{'' if number == 1 else f'-{number}'}.yaml"
+    file.write_text(dump_yaml(leg.config))
+    options: dict[str, object] = {}
+    if not goes_back:
+        options["checkpoint.save_steps"] = leg.last if _is_saved(segment, leg) else _NEVER
+        if segment.source is not None:  # the next leg continues from the checkpoint that this one saves
+            options["checkpoint.resume"] = segment.source.resolve()
+    return Job(
+        leg.path, leg.world_size, folder, folder.with_suffix(".log"),
+        ("--config", str(file), *as_options(options)), leg.config.distributed.cpu_threads or 1,
+        leg.config.distributed.strategy,
+    )  # fmt: skip
+
+
+def run_leg(job: Job, context: LaunchContext, last: int, *, saves: bool) -> list[str]:
+    """Launch, and end all processes once the state after step `last` is there.
+
+    The run itself would go on: its schedule depends on `training.max_steps`, which stays.
+
+    Args:
+        job: What to launch.
+        context: Where to launch it.
+        last: The leg's last step.
+        saves: Whether its checkpoint is waited for, or its row alone.
+
+    Returns:
+        Why it ended before, with the end of its output; empty where it did not.
+    """
+    is_done = reaches(job.folder, last, saves=saves)
+    with RunningJob(job, context, range(job.world_size)) as started:
+        while (code := started.poll()) is None and not is_done():
+            time.sleep(_POLL_SECONDS)
+        if is_done():
+            return []
+        how = f"no end after {started.seconds:.0f} s, killed" if started.timed_out else f"exit code {code}"
+    return [f"{how} before step {last}; its output: {job.log}", *last_error_lines(job.log)]
+
+
+def reaches(folder: Path, last: int, *, saves: bool) -> Callable[[], bool]:
+    """A function that tells whether a run has committed the checkpoint of a step, or written its row."""
+    from llm_pretrain.checkpoints.folders import folder_name
+
+    monitor, checkpoint = RunMonitor(folder), folder / "checkpoints" / folder_name(last)
+
+    def is_done() -> bool:
+        if saves:
+            return checkpoint.is_dir()
+        monitor.update()
+        return (monitor.last_step or 0) >= last
+
+    return is_done
+
+
+def verdict_of(plan: ReplayPlan, results: Sequence[SegmentResult]) -> str:
+    """`holds`, `violated` or `not shown`."""
+    if any(each.violated for each in results):
+        return "violated"
+    held = [each for each in results if each.verdict in HELD]
+    return "holds" if len(held) == len(plan.segments) else "not shown"
+
+
+def replay_record(
+    facts: Mapping[str, Any], plan: ReplayPlan, results: Sequence[SegmentResult]
+) -> dict[str, Any]:
+    """The line of the run's replays.jsonl; `facts` are those of the call."""
+    legs = [leg for each in results for leg in each.segment.legs]
+    segments = []
+    for each in results:
+        first: dict[str, Any] | None = None
+        if each.first is not None:
+            step = each.segment.end if each.first.step is None else each.first.step
+            first = {"step": step, "name": each.first.key or each.first.text}
+        elif each.tensors or each.facts:
+            name = each.tensors[0].name if each.tensors else each.facts[0]
+            first = {"step": each.segment.end, "name": name}
+        facts_of = {"verdict": each.verdict, "first": first, "tensors": each.compared}
+        segments.append({"start": each.segment.start, "end": each.segment.end, **facts_of})
+    return {
+        "time": time.time(),
+        "verdict": verdict_of(plan, results),
+        "segments": segments,
+        "segments_of_run": plan.of,
+        "seed": plan.seed,
+        "launchers": sorted({leg.path for leg in legs}),
+        "world_sizes": sorted({leg.world_size for leg in legs}),
+        **{key: facts[key] for key in ("git_revision", "settings")},
+    }
+
+
+def result_content(
+    facts: Mapping[str, Any], plan: ReplayPlan, results: Sequence[SegmentResult]
+) -> dict[str, Any]:
+    """Content of replay.json; `facts` are those of the call."""
+    return {
+        "verdict": verdict_of(plan, results),
+        "run": str(plan.run),
+        "seed": plan.seed,
+        "segments_of_run": plan.of,
+        **facts,
+        "segments": [each.as_dict() for each in results],
+    }

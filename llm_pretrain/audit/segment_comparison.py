@@ -1,0 +1,375 @@
+"""Compares the rows and the checkpoint of a replayed segment with the run's, bit for bit or within bounds."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from llm_pretrain.audit.checkpoint_checks import same_bits
+from llm_pretrain.audit.comparison import (
+    PARAMETERS,
+    SAMPLES,
+    Rows,
+    Tolerance,
+    add_parameters_distance,
+    compare_rows,
+    parameters_distance,
+    shorten,
+    tolerance_of,
+)
+from llm_pretrain.audit.history_checks import spans
+from llm_pretrain.audit.run_checks import Violation, check_rows, checkpoint_problems, manifest_facts
+from llm_pretrain.audit.segments import Leg, Segment
+from llm_pretrain.audit.variants import Variant
+from llm_pretrain.checkpoints.manifest import Manifest, read_manifest
+from llm_pretrain.checkpoints.opening import CheckpointTensors
+from llm_pretrain.errors import PretrainError
+from llm_pretrain.hardware import arithmetic_changes
+from llm_pretrain.runs.monitor import is_training_row
+from llm_pretrain.runs.replays import HELD
+
+EXACT = (*SAMPLES, "train/tokens", "train/learning_rate")
+"""Keys that are the same bits on any hardware, mesh and number of processes."""
+_NOT_COMPARED = ("best", "evaluation_owed")
+"""Of a checkpoint's further state: the best weights so far, which a replay does not keep; and whether a stop
+signal ended an evaluation, which it does not."""
+_EVALUATION = ("evaluation", "evaluation_step")
+_NO_ARITHMETIC = ("cpu_threads", "timeout_seconds")
+"""Settings of `distributed` that do not name a mesh; threads are part of the environment."""
+
+
+@dataclass(frozen=True)
+class TensorDifference:
+    """A tensor of the run's checkpoint that is not the replay's.
+
+    Args:
+        name: As in the checkpoint's manifest.
+        elements: Number of elements with other bits.
+        of: Number of elements.
+        largest: The largest |difference| of two elements; infinite where one is NaN.
+        note: Set where elements cannot be compared: another shape or type, or missing.
+    """
+
+    name: str
+    elements: int = 0
+    of: int = 0
+    largest: float = 0.0
+    note: str = ""
+
+    def __str__(self) -> str:
+        if self.note:
+            return f"{self.name}: {self.note}"
+        return f"{self.name}: {self.elements:,} of {self.of:,} elements, at most {self.largest:.2g} apart"
+
+
+@dataclass
+class SegmentResult:
+    """What comparing a segment gave.
+
+    Args:
+        segment: As planned.
+        verdict: `identical`: every number of every row, and every tensor. `not replayed`: with `note`.
+        rows: Number of rows compared.
+        first: The first difference of the rows.
+        columns: All keys that differ in that row.
+        other_rows: Steps of all rows that differ.
+        facts: One line for each number of the checkpoint's manifest that differs.
+        tensors: Those that differ.
+        compared: Number of tensors compared; None where rows alone are.
+        largest: Key to its largest relative difference, where bounds apply.
+        note: What is not promised, not compared, or missing.
+        failure: Last lines of the log of a failed launch.
+        seconds: Of all its launches.
+    """
+
+    segment: Segment
+    verdict: Literal["identical", "within bound", "not compared", "differs", "failed", "not replayed"]
+    rows: int = 0
+    first: Violation | None = None
+    columns: list[str] = field(default_factory=list)
+    other_rows: list[int] = field(default_factory=list)
+    facts: list[str] = field(default_factory=list)
+    tensors: list[TensorDifference] = field(default_factory=list)
+    compared: int | None = None
+    largest: dict[str, float] = field(default_factory=dict)
+    note: str = ""
+    failure: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+    @property
+    def violated(self) -> bool:
+        return self.verdict in ("differs", "failed")
+
+    def as_dict(self) -> dict[str, Any]:
+        """Its part of replay.json."""
+        content = {key: value for key, value in vars(self).items() if key != "segment"}
+        content |= {
+            "first": dataclasses.asdict(self.first) if self.first else None,
+            "tensors": [dataclasses.asdict(each) for each in self.tensors],
+            "seconds": round(self.seconds, 1),
+        }
+        segment = self.segment
+        legs = [
+            {
+                "first": leg.first,
+                "last": leg.last,
+                "attempt": leg.launch.number,
+                "path": leg.path,
+                "world_size": leg.world_size,
+            }
+            for leg in segment.legs
+        ]
+        return {"start": segment.start, "end": segment.end, "legs": legs, **content}
+
+
+def compare_segment(
+    segment: Segment, replayed: Rows, found: Rows, folder: Path, environments: Sequence[Mapping[str, Any]]
+) -> SegmentResult:
+    """Compare a replayed segment with the run.
+
+    Args:
+        segment: With its legs.
+        replayed, found: Rows of the replay and of the run, of the segment's steps.
+        folder: Of the replay.
+        environments: Of the replay's launches, one for each leg.
+
+    Raises:
+        PretrainError: a file of the replay cannot be read.
+    """
+    lost = segment.target if segment.target and not segment.target.exists() else None
+    if lost:  # as where none was kept
+        segment = dataclasses.replace(segment, target=None)
+    result = _compare_kept(segment, replayed, found, folder, environments)
+    if lost and result.verdict in HELD:
+        result.verdict = "not compared"
+    elif result.verdict == "identical" and not (replayed or result.compared):
+        result.verdict, result.note = "not compared", "no row and no checkpoint of these steps is kept"
+    if lost:
+        note = f"{lost} was deleted meanwhile: rows alone are compared"
+        result.note = "; ".join(filter(None, [result.note, note]))
+    return result
+
+
+def _compare_kept(
+    segment: Segment, replayed: Rows, found: Rows, folder: Path, environments: Sequence[Mapping[str, Any]]
+) -> SegmentResult:
+    """As `compare_segment`; the segment's target is there."""
+    result = SegmentResult(segment, "identical", rows=len(replayed))
+    target = segment.target
+    problems = checkpoint_problems(target, segment.end) if target else []
+    facts = read_manifest(target) if target and not problems else None
+    owed = segment.end if facts and facts.run.extra.get("evaluation_owed") else None
+    result.first = check_rows(replayed, found, owed=owed, steps=segment.end)
+    for step in sorted({*replayed, *found}) if result.first else ():
+        if columns := _other_columns(step, replayed.get(step, {}), found.get(step, {}), owed):
+            result.columns = result.columns or columns
+            result.other_rows.append(step)
+    if problems:
+        result.facts = [f"{target} is damaged: {'; '.join(problems)}"]
+    elif facts and target:
+        _compare_checkpoints(result, folder / "checkpoints" / target.name, target, facts)
+    if not (result.first or result.facts or result.tensors):
+        return result
+    result.verdict = "differs"
+    reasons = [
+        reason
+        for leg, environment in zip(segment.legs, environments, strict=True)
+        for reason in inexact_because(leg, environment)
+    ]
+    if reasons and not problems:
+        kinds = {
+            _is_of_gpu(each) for each in (*environments, *(leg.launch.environment for leg in segment.legs))
+        }
+        reasons = list(dict.fromkeys(reasons))
+        _compare_within_bounds(result, replayed, found, folder, reasons, on_other_device=len(kinds) > 1)
+    return result
+
+
+def _other_columns(
+    step: int, expected: Mapping[str, Any], found: Mapping[str, Any], owed: int | None
+) -> list[str]:
+    """Keys whose values differ in two rows of a step, of which one may be missing."""
+    sides = (expected, found)
+    return [
+        key
+        for key in dict.fromkeys([*expected, *found])
+        if check_rows(
+            *({step: {key: row[key]} if key in row else {}} for row in sides), owed=owed, steps=step
+        )
+    ]
+
+
+def inexact_because(leg: Leg, environment: Mapping[str, Any]) -> list[str]:
+    """Why identical bits are not promised for a leg; empty where they are.
+
+    `environment` is that of its replay.
+    """
+    then, config = leg.launch, leg.config
+    assert then.config is not None
+    reasons = arithmetic_changes(then.environment, environment, "in the run")
+    if then.world_size != leg.world_size:
+        reasons.append(f"the run had {then.world_size} processes, the replay {leg.world_size}")
+    meshes = [
+        {
+            name: value
+            for name, value in dataclasses.asdict(each.distributed).items()
+            if name not in _NO_ARITHMETIC
+        }
+        for each in (then.config, config)
+    ]
+    reasons += [
+        f"distributed.{name} was {value} in the run and is {meshes[1][name]}"
+        for name, value in meshes[0].items()
+        if value != meshes[1][name]
+    ]
+    sizes = [each.training.micro_batch_size for each in (then.config, config)]
+    if sizes[0] != sizes[1]:
+        reasons.append(f"training.micro_batch_size was {sizes[0]} in the run and is {sizes[1]}")
+    if _is_of_gpu(environment) and not then.config.training.deterministic:
+        reasons.append("training.deterministic was false in the run, on a GPU")
+    return reasons
+
+
+def _is_of_gpu(environment: Mapping[str, Any]) -> bool:
+    return environment.get("cpu_capability") is None
+
+
+def _compare_checkpoints(result: SegmentResult, replayed: Path, found: Path, right: Manifest) -> None:
+    """Enter each number and tensor of the run's checkpoint that is not the replay's."""
+    left = read_manifest(replayed)
+    owed = _EVALUATION if right.run.extra.get("evaluation_owed") else ()
+    expected, others = (_facts(each, owed) for each in (left, right))
+    for name in sorted({*expected, *others} - {"tensors"}):
+        value, other = expected.get(name, "missing"), others.get(name, "missing")
+        if value != other:
+            result.facts.append(f"{name}: expected {shorten(value, 60)}, found {shorten(other, 60)}")
+    names = list(dict.fromkeys([*left.tensors, *right.tensors]))
+    result.compared = len(names)
+    if left.files == right.files:  # the same bytes: their digests were verified
+        return
+    with CheckpointTensors(replayed, left) as mine, CheckpointTensors(found, right) as others_tensors:
+        for name in names:
+            shapes = [shorten(each.tensors.get(name, "missing"), 60) for each in (left, right)]
+            if shapes[0] != shapes[1]:
+                note = f"expected {shapes[0]}, found {shapes[1]}"
+                result.tensors.append(TensorDifference(name, note=note))
+            elif difference := tensor_difference(name, mine.read(name), others_tensors.read(name)):
+                result.tensors.append(difference)
+
+
+def _facts(content: Manifest, owed: Sequence[str]) -> dict[str, Any]:
+    """What manifests of equal states agree on, number by number."""
+    facts = dict(manifest_facts(content))
+    extra = facts.pop("extra")
+    facts |= {f"extra.{key}": value for key, value in extra.items() if key not in (*_NOT_COMPARED, *owed)}
+    for name in ("scalars", "fingerprints"):
+        facts |= {f"{name}.{key}": value for key, value in facts.pop(name).items()}
+    return facts
+
+
+def tensor_difference(name: str, expected: Tensor, found: Tensor) -> TensorDifference | None:
+    """How two tensors of one shape and dtype differ; None where they have the same bits."""
+    if same_bits(expected, found):
+        return None
+    size = expected.element_size()
+    as_bytes = [each.contiguous().reshape(-1).view(torch.uint8).view(-1, size) for each in (expected, found)]
+    elements = int((as_bytes[0] != as_bytes[1]).any(-1).sum())
+    largest = float((expected.double() - found.double()).abs().max())
+    return TensorDifference(name, elements, expected.numel(), math.inf if math.isnan(largest) else largest)
+
+
+def _compare_within_bounds(
+    result: SegmentResult,
+    replayed: Rows,
+    found: Rows,
+    folder: Path,
+    reasons: Sequence[str],
+    *,
+    on_other_device: bool,
+) -> None:
+    """Replace the result by that of a comparison within the bounds of another split of the batch."""
+    segment = result.segment
+    steps = segment.end - segment.start
+    tolerance = _tolerance(segment, steps)
+    model = segment.legs[0].config.model
+    if on_other_device and (model.attention_dropout or model.hidden_dropout):
+        tolerance = Tolerance(SAMPLES, note="another kind of device draws another dropout")
+    tolerance = dataclasses.replace(tolerance, start=segment.start + 1)
+    rows = [{step: row for step, row in each.items() if is_training_row(row)} for each in (replayed, found)]
+    due = sorted({*rows[0], *rows[1]})
+    comparison = compare_rows(rows[0], rows[1], segment.end, tolerance, due=due)
+    exact = [
+        {step: {key: row[key] for key in EXACT if key in row} for step, row in each.items()} for each in rows
+    ]
+    violation = check_rows(exact[0], exact[1], steps=segment.end)
+    if segment.target is not None and violation is None:
+        try:
+            distance = parameters_distance(folder, segment.target.parent.parent, segment.end)
+            add_parameters_distance(comparison, distance, segment.end, tolerance)
+        except PretrainError as error:
+            violation = Violation(f"parameters of step {segment.end}: {error}", segment.end, PARAMETERS)
+    if violation is None and comparison.first is not None:
+        first = comparison.first
+        violation = Violation(str(first), first.step, first.key)
+    result.first, result.largest = violation, comparison.largest
+    result.columns, result.other_rows = [], []
+    result.facts, result.tensors, result.compared = [], [], None
+    is_bounded = bool(tolerance.bounds)
+    result.verdict = "differs" if violation else "within bound" if is_bounded else "not compared"
+    result.note = "; ".join(filter(None, [*reasons, result.note, comparison.note]))
+
+
+def _tolerance(segment: Segment, steps: int) -> Tolerance:
+    """That of another split of the batch, from a leg's launch in the run to its replay."""
+    leg = segment.legs[0]
+    assert leg.launch.config is not None
+    then, now = (
+        Variant(
+            leg.path,
+            size,
+            config.gradient_accumulation_steps(size),
+            config.training.micro_batch_size,
+            config.training.precision,
+            mesh,
+        )
+        for config, size, mesh in (
+            (leg.launch.config, leg.launch.world_size, "run"),
+            (leg.config, leg.world_size, "replay"),
+        )
+    )
+    return tolerance_of(now, then, leg.config, steps)
+
+
+def render_difference(result: SegmentResult, shown: int = 4) -> list[str]:
+    """Lines about a segment that differs, failed or was not replayed, and about what is not promised."""
+    segment = result.segment
+    lines = []
+    if result.verdict == "failed":
+        lines += [f"{segment} failed:", *(f"    {line}" for line in result.failure)]
+    if result.first is not None:
+        lines.append(f"{segment} differ first at {result.first.text}")
+        if result.other_rows:
+            rows = f"rows that differ: {spans(result.other_rows)}, {len(result.other_rows)} of {result.rows}"
+            more = len(result.columns) - shown
+            columns = ", ".join(result.columns[:shown]) + (f" and {more} more" if more > 0 else "")
+            lines.append(f"    {rows}; columns of the first: {columns}")
+    if result.tensors:
+        lines.append(
+            f"checkpoint of step {segment.end}: {len(result.tensors)} of {result.compared} tensors differ"
+        )
+    for found in (result.facts, result.tensors):
+        more = len(found) - shown
+        lines += [f"    {each}" for each in found[:shown]] + ([f"    and {more} more"] if more > 0 else [])
+    if result.note:
+        lines.append(f"{segment}: {result.note}")
+    if found := {key.removeprefix("train/"): each for key, each in result.largest.items() if each}:
+        shares = ", ".join(f"{key} {each:.2g}" for key, each in found.items())
+        lines.append(f"    largest relative differences: {shares}")
+    return lines

@@ -1,0 +1,453 @@
+"""What a replay launches: a run's steps, in segments between kept checkpoints, each as it was launched."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import secrets
+import tempfile
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from llm_pretrain.checkpoints.folders import committed_folders
+from llm_pretrain.checkpoints.manifest import read_manifest
+from llm_pretrain.checkpoints.opening import is_checkpoint
+from llm_pretrain.config.loading import dump_yaml, from_dict, load_config, resolve_model
+from llm_pretrain.config.tree import Config
+from llm_pretrain.data.loader import open_stores
+from llm_pretrain.errors import CheckpointError, ConfigError, PretrainError
+from llm_pretrain.hardware import environment
+from llm_pretrain.launch.jobs import RESUMABLE_PATHS, Machine
+from llm_pretrain.launch.options import LaunchPlan, choose_output, find_scripts
+from llm_pretrain.runs.monitor import read_status
+from llm_pretrain.runs.rows import read_metrics, read_rows
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One start or resume of the run, by its row of attempts.jsonl.
+
+    Args:
+        number: From 1.
+        start: Steps done before it.
+        path: Its launcher, a key of `SCRIPTS`.
+        world_size: Number of processes.
+        config: Its settings; None where they are not on record.
+        environment: Versions, hardware and variables, as in a checkpoint's manifest.
+        first_byte: Size of metrics.jsonl when it began.
+    """
+
+    number: int
+    start: int
+    path: str
+    world_size: int
+    config: Config | None
+    environment: Mapping[str, str | None] = field(repr=False)
+    first_byte: int
+
+
+@dataclass(frozen=True)
+class Leg:
+    """Steps of a segment that one launch executes again.
+
+    Args:
+        first, last: Its steps.
+        launch: The first of the run's launches that took them.
+        path, world_size: How it is launched.
+        config: Its settings, without those that depend on the segment.
+    """
+
+    first: int
+    last: int
+    launch: Launch
+    path: str
+    world_size: int
+    config: Config
+
+    def __str__(self) -> str:
+        strategy = self.config.distributed.strategy
+        return f"{self.path} W={self.world_size}{'' if strategy == 'ddp' else f' {strategy}'}"
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Steps between two states of the run.
+
+    Args:
+        start: Steps done before it.
+        end: Its last step.
+        source: The checkpoint of `start`; None for the initial values.
+        target: The checkpoint of `end`; None where none is kept, so that rows alone are compared.
+        legs: In order; empty where it cannot be replayed.
+        missing: Why it cannot be.
+    """
+
+    start: int
+    end: int
+    source: Path | None
+    target: Path | None
+    legs: tuple[Leg, ...] = ()
+    missing: str = ""
+
+    @property
+    def name(self) -> str:
+        """Name of its folder."""
+        return f"steps-{self.start + 1}-{self.end}"
+
+    def __str__(self) -> str:
+        return f"steps {self.start + 1}-{self.end}"
+
+
+@dataclass(kw_only=True)
+class ReplayPlan(LaunchPlan):
+    """A checked replay call.
+
+    Args:
+        run: The run's folder, which is only read.
+        launches: All starts of the run.
+        segments: To replay, in order.
+        of: Number of segments that there are.
+        seed: Of the choice of segments; None where all are replayed.
+    """
+
+    run: Path
+    launches: list[Launch]
+    segments: list[Segment]
+    of: int
+    seed: int | None
+
+    def rows(self, segment: Segment) -> dict[int, Row]:
+        """The run's rows of a segment, by step, without lost work."""
+        return rows_of_segment(self.run / "metrics.jsonl", segment, row_starts(self.launches))
+
+
+def make_plan(arguments: Namespace, machine: Machine) -> ReplayPlan:
+    """Check a call and list what it will launch. Nothing is written.
+
+    Raises:
+        PretrainError: it is no run's folder, no step can be replayed, or an option is wrong.
+    """
+    run: Path = arguments.run
+    launches, notes = read_launches(run), list[str]()
+    last = _last_step(run, launches)
+    if last == launches[0].start:
+        raise ConfigError(f"{run}: expected steps that were trained, found none after step {last}")
+    first, last, found = _choose_range(arguments, last)
+    notes += found
+    segments = make_segments(run, launches, first, last)
+    begin = segments[0].start
+    if begin < first:
+        notes.append(f"--from {first}: from step {begin}, the nearest earlier state that is kept")
+    if begin > first:
+        notes.append(f"the steps up to {begin} are another run's")
+    known: dict[int, Config] = {}
+    segments = [_with_legs(each, launches, arguments, known) for each in segments]
+    total, seed = len(segments), None
+    if arguments.sample is not None:
+        seed = secrets.randbelow(1 << 32) if arguments.seed is None else arguments.seed
+        segments = choose_segments(segments, arguments.sample, seed)
+        notes.append(f"{len(segments)} of {total} segments, picked with --seed {seed}")
+    legs = [leg for segment in segments for leg in segment.legs]
+    if arguments.output and Path(arguments.output).resolve().is_relative_to(run.resolve()):
+        raise ConfigError(
+            f"--output {arguments.output}: expected a folder outside of the run, found one in it"
+        )
+    if not legs:
+        raise ConfigError(f"{run}: expected steps that can be replayed, found none: {segments[0].missing}")
+    _check_launches(legs, machine)
+    notes += _revisions(legs)
+    config = legs[-1].config
+    return ReplayPlan(
+        config=config,
+        steps=sum(each.end - each.start for each in segments if each.legs),
+        options=[],
+        scripts=find_scripts(arguments.scripts, sorted({leg.path for leg in legs})),
+        output=choose_output(arguments.output, f"replay-{config.run.name}"),
+        threads=config.distributed.cpu_threads or 1,
+        notes=notes,
+        run=run,
+        launches=launches,
+        segments=segments,
+        of=total,
+        seed=seed,
+    )
+
+
+def read_launches(run: Path) -> list[Launch]:
+    """The run's launches since it began, or since it last began from another run's checkpoint.
+
+    Raises:
+        ConfigError: `run` is no run's folder.
+        CheckpointError: attempts.jsonl is damaged.
+    """
+    file = run / "attempts.jsonl"
+    if not file.is_file() or not (run / "metrics.jsonl").is_file():
+        found = "another folder" if run.is_dir() else "none"
+        raise ConfigError(
+            f"{run}: expected a run's folder with attempts.jsonl and metrics.jsonl, found {found}"
+        )
+    launches: list[Launch] = []
+    for number, row in enumerate(read_rows(file), start=1):
+        launch = _launch(number, row)
+        if launch is None:
+            raise CheckpointError(
+                f"{file}:{number}: expected an attempt with step, launcher, world_size and metrics_bytes, "
+                f"found {row!s:.60}"
+            )
+        if launches and _began_elsewhere(launch, run, launches):
+            launches.clear()  # what was trained before does not lead to the run's end
+        launches.append(launch)
+    if not launches:
+        raise CheckpointError(f"{file}: expected a row for each start of the run, found none")
+    return launches
+
+
+def _launch(number: int, row: Row) -> Launch | None:
+    """The launch of a row of attempts.jsonl; None where it is no such row."""
+    path, size, versions, first = map(row.get, ("launcher", "world_size", "versions", "metrics_bytes"))
+    if path not in RESUMABLE_PATHS or not isinstance(versions, dict) or row["step"] < 0:
+        return None
+    if not isinstance(size, int) or size < 1 or not isinstance(first, int):
+        return None
+    try:
+        config = from_dict(row["config"]) if isinstance(row.get("config"), dict) else None
+    except PretrainError:
+        config = None  # of another version
+    facts = versions | {"device": row.get("device")}
+    return Launch(number, row["step"], path, size, config, facts, first)
+
+
+def _began_elsewhere(launch: Launch, run: Path, before: Sequence[Launch]) -> bool:
+    """Whether a later launch began from another run's checkpoint: then the run had none of its own."""
+    if launch.config is None or launch.config.checkpoint.resume in ("auto", "never"):
+        return False
+    resume = launch.config.checkpoint.resume
+    names = {launch.config.run.folder.name, run.resolve().name}  # the folder may have been moved
+    is_own = Path(resume).parent.name == "checkpoints" and Path(resume).parent.parent.name in names
+    return not is_own and launch.start > 0 and all(each.start in (0, launch.start) for each in before)
+
+
+def row_starts(launches: Sequence[Launch]) -> list[tuple[int, int]]:
+    """`starts` of `read_metrics`."""
+    return [(each.first_byte, each.start) for each in launches]
+
+
+def rows_of_segment(file: Path, segment: Segment, starts: Sequence[tuple[int, int]] = ()) -> dict[int, Row]:
+    """Rows of a metrics file by step: the segment's, and that before the first step.
+
+    Raises:
+        CheckpointError: the file is missing or damaged.
+    """
+    first = segment.start + 1 if segment.start else 0
+
+    def keep(row: Row) -> Row:  # `moe/load` of a long run fills the memory
+        if not first <= row["step"] <= segment.end:
+            return {"step": row["step"]}
+        # which steps are checked depends on where checkpoints are due, and a passing fault comes only once
+        return {name: value for name, value in row.items() if name != "train/check"}
+
+    rows = read_metrics(file, convert=keep, starts=starts)
+    return {row["step"]: row for row in rows if first <= row["step"] <= segment.end}
+
+
+def _last_step(run: Path, launches: Sequence[Launch]) -> int:
+    """The last step of which a row or a checkpoint is there, lost work left out."""
+    rows = read_metrics(
+        run / "metrics.jsonl", convert=lambda row: {"step": row["step"]}, starts=row_starts(launches)
+    )
+    newest = launches[-1]
+    last = max([newest.start, *(row["step"] for row in rows)])
+    every = newest.config.logging.logging_steps if newest.config else 1
+    due = (last // every + 1) * every  # a checkpoint of a later step would be of lost work
+    if read_status(run).get("state") == "finished" and newest.config:
+        due = max(due, newest.config.training.max_steps + 1)
+    kept = [step for step in committed_folders(run / "checkpoints") if step < due]
+    return max([last, *kept])
+
+
+def _choose_range(arguments: Namespace, last: int) -> tuple[int, int, list[str]]:
+    """First and last step as asked for, and notes."""
+    problems, notes = [], []
+    begin = 0 if arguments.start is None else arguments.start
+    end = last if arguments.end is None else arguments.end
+    if begin < 0 or begin >= last:
+        problems.append(f"--from: expected steps done before, 0 to {last - 1}, found {begin}")
+    elif end <= begin:
+        problems.append(f"--to: expected a step from {begin + 1} on, found {end}")
+    if end > last:
+        notes.append(f"--to {end}: to step {last}, the last that the run has")
+        end = last
+    if arguments.sample is not None and arguments.sample < 1:
+        problems.append(f"--sample: expected 1 or more segments, found {arguments.sample}")
+    if arguments.seed is not None and arguments.sample is None:
+        problems.append("--seed: expected together with --sample")
+    problems += [
+        f"{name}: expected none but --checkpoint.resume, since replay chooses what is saved"
+        for name in dict.fromkeys(arguments.settings[::2])
+        if name.startswith("--checkpoint.") and name != "--checkpoint.resume"
+    ]
+    if arguments.seed is not None and arguments.seed < 0:
+        problems.append(f"--seed: expected 0 or more, found {arguments.seed}")
+    if problems:
+        raise ConfigError(*problems)
+    return begin, end, notes
+
+
+def make_segments(run: Path, launches: Sequence[Launch], first: int, last: int) -> list[Segment]:
+    """The segments from the nearest state before `first` to `last`, in order.
+
+    A state is that of a kept checkpoint or the run's beginning. Where the checkpoint of `last` is not kept,
+    the last segment has no target; where the first state is not there, the first has no source.
+    """
+    origin, kept = launches[0], committed_folders(run / "checkpoints")
+    sources: dict[int, Path | None] = {origin.start: _beginning(origin)}
+    sources |= {step: path for step, path in kept.items() if step >= origin.start and _has_manifest(path)}
+    begin = max((step for step in sources if step <= first), default=origin.start)
+    ends = [step for step in kept if begin < step <= last]
+    if not ends or ends[-1] < last:
+        ends.append(last)
+    segments = []
+    for end in ends:
+        start = max(step for step in sources if step < end)
+        segments.append(Segment(start, end, sources[start], kept.get(end)))
+    return segments
+
+
+def _beginning(origin: Launch) -> Path | None:
+    """The checkpoint from which a run began; None for one that began at its initial values."""
+    if origin.start == 0:
+        return None
+    return Path(origin.config.checkpoint.resume if origin.config else "")
+
+
+def _has_manifest(path: Path) -> bool:
+    try:
+        return read_manifest(path).run.step >= 0
+    except PretrainError:
+        return False
+
+
+def choose_segments(segments: Sequence[Segment], count: int, seed: int) -> list[Segment]:
+    """So many of the segments, drawn from the seed, in their order."""
+    numbers = random.Random(seed).sample(range(len(segments)), min(count, len(segments)))
+    return [segments[number] for number in sorted(numbers)]
+
+
+def owner_of(step: int, launches: Sequence[Launch]) -> Launch:
+    """The launch that took a step: the last one that began before it."""
+    return next(launch for launch in reversed(launches) if launch.start < step)
+
+
+def _with_legs(
+    segment: Segment, launches: Sequence[Launch], arguments: Namespace, known: dict[int, Config]
+) -> Segment:
+    """The segment with its legs: one for each stretch of equal settings, launcher and number of processes.
+
+    `known` keeps the settings of each launch, by its number.
+    """
+    given = dict(zip(arguments.settings[::2], arguments.settings[1::2], strict=True))
+    elsewhere = given.get("--checkpoint.resume")
+    if elsewhere and segment.source is not None and segment.start == launches[0].start:
+        segment = dataclasses.replace(segment, source=Path(elsewhere))
+    if segment.source is not None and not is_checkpoint(segment.source):
+        missing = (
+            f"it begins from another run's checkpoint, {segment.source}, which is not there; name it by "
+            "--checkpoint.resume"
+        )
+        return dataclasses.replace(segment, missing=missing)
+    starts = {each.start for each in launches if segment.start < each.start < segment.end}
+    cuts = [segment.start, *sorted(starts), segment.end]
+    legs: list[Leg] = []
+    for begin, end in pairwise(cuts):
+        launch = owner_of(end, launches)
+        if launch.config is None:
+            missing = f"the settings of attempt {launch.number} are not on record"
+            return dataclasses.replace(segment, missing=missing)
+        path, size = arguments.launcher or launch.path, arguments.world_size or launch.world_size
+        if launch.number not in known:
+            known[launch.number] = replayed_config(launch, size, arguments.settings)
+        config = known[launch.number]
+        leg = Leg(begin + 1, end, launch, path, size, config)
+        if legs and (path, size, config) == (legs[-1].path, legs[-1].world_size, legs[-1].config):
+            legs[-1] = dataclasses.replace(legs[-1], last=end)
+        else:
+            legs.append(leg)
+    return dataclasses.replace(segment, legs=tuple(legs))
+
+
+def replayed_config(launch: Launch, world_size: int, settings: Sequence[str]) -> Config:
+    """The settings of a launch with a call's own, and without those that do not change the training.
+
+    Raises:
+        ConfigError: a contradiction, as with another number of processes.
+        DataError: a store cannot be opened.
+    """
+    config, threads = launch.config, launch.environment.get("cpu_threads")
+    assert config is not None
+    resumes = config.checkpoint
+    config = dataclasses.replace(
+        config,
+        run=dataclasses.replace(config.run, output_dir=None),
+        checkpoint=dataclasses.replace(
+            resumes, resume="auto", keep_best=False, async_save=False, keep_last=_KEEP_ALL
+        ),
+        evaluation=dataclasses.replace(config.evaluation, sample_prompts=[]),
+        logging=dataclasses.replace(config.logging, report=False, tensorboard=False, wandb_mode="disabled"),
+    )
+    if threads and threads.isdecimal():  # another number would sum in another order
+        distributed = dataclasses.replace(config.distributed, cpu_threads=int(threads))
+        config = dataclasses.replace(config, distributed=distributed)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "config.yaml"
+        file.write_text(dump_yaml(config))
+        given = load_config(["--config", str(file), *settings], world_size=world_size)
+    given = dataclasses.replace(given, checkpoint=config.checkpoint)
+    sources = given.data.sources
+    if len(sources) == len(config.data.sources):  # elsewhere a folder may have another name
+        labels = [each.label for each in config.data.sources]
+        named = [
+            each if each.name or each.label == label else dataclasses.replace(each, name=label)
+            for each, label in zip(sources, labels, strict=True)
+        ]
+        given = dataclasses.replace(given, data=dataclasses.replace(given.data, sources=named))
+    return resolve_model(given, open_stores(given)[0].vocab_size)
+
+
+_KEEP_ALL = 1 << 20
+
+
+def _revisions(legs: Sequence[Leg]) -> list[str]:
+    """A note for each other revision of this package that trained a leg: it may compute other bits."""
+    here = environment(torch.device("cpu"))["git_revision"]
+    trained = dict.fromkeys(leg.launch.environment.get("git_revision") for leg in legs)
+
+    def name(revision: str | None) -> str:
+        return f"revision {revision}" if revision else "an installed package"
+
+    return [f"trained by {name(each)}, replayed by {name(here)}" for each in trained if each != here]
+
+
+def _check_launches(legs: Sequence[Leg], machine: Machine) -> None:
+    """Raise ConfigError for launches that this machine or a launcher cannot start."""
+    limit, problems = machine.max_world_size, list[str]()
+    for leg in legs:
+        if leg.world_size > limit:
+            problems.append(
+                f"--world-size: expected at most {limit} on this machine of {machine.gpus or machine.cores} "
+                f"{'GPUs' if machine.gpus else 'cores'}, found {leg.world_size}, as attempt "
+                f"{leg.launch.number} ran; give a smaller one, which is compared within bounds"
+            )
+        if leg.path == "torchrun" and leg.config.distributed.strategy == "deepspeed":
+            problems.append("--launcher: expected accelerate, which alone runs deepspeed, found torchrun")
+        if leg.path == "accelerate" and leg.config.distributed.pp_size > 1:
+            problems.append("--launcher: expected torchrun, which alone runs pipelines, found accelerate")
+    if problems:
+        raise ConfigError(*dict.fromkeys(problems))

@@ -1,0 +1,66 @@
+"""Checks a run's files against each other and against its data."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from llm_pretrain.audit.checks import Check, Checks
+from llm_pretrain.errors import ConfigError
+
+_RUN_FILES = ("config.yaml", "metrics.jsonl", "status.json", "attempts.jsonl", "checkpoints")
+
+
+def verify_run(checks: Checks, folder: Path, samples: str | int | None) -> None:
+    """Check a finished, stopped or running run from its files, which are only read.
+
+    Args:
+        checks: Receives the results.
+        folder: The run's.
+        samples: Rows whose samples are assembled again: `all`, a number, or None for some seconds' worth.
+
+    Raises:
+        ConfigError: `folder` is missing, or is not a run's.
+    """
+    from llm_pretrain.audit import checkpoint_checks as _verify_checkpoints
+    from llm_pretrain.audit import data_checks as _verify_data
+    from llm_pretrain.audit import history_checks as _verify_history
+    from llm_pretrain.runs.replays import REPLAYS_FILE
+
+    if not folder.is_dir() or not any((folder / name).exists() for name in _RUN_FILES):
+        found = "another folder" if folder.is_dir() else "none"
+        raise ConfigError(f"{folder}: expected a run's folder, such as runs/NAME, found {found}")
+    run = _verify_history.RunFiles(folder)
+    checks.run("status.json", _verify_history.read_status, run)
+    checks.run("config.yaml", _verify_history.read_config, run)
+    run.manifests = _verify_checkpoints.read_manifests(folder / "checkpoints")
+    if run.known_config is None:
+        checks.skip("everything else", "it rests on config.yaml")
+    else:
+        checks.run("rows", _verify_history.read_history, run)
+        checks.run("data", _verify_checkpoints.check_data, run)
+        if run.known_config.training.check_every or run.status.get("faults"):
+            checks.run("computed twice", _verify_history.check_twice, run)
+        if run.launches and run.fingerprints is not None:
+            _verify_data.check_samples(checks, run, samples)
+        else:
+            checks.skip("samples", "the rows or the stores cannot be read")
+        _verify_checkpoints.check_checkpoints(checks, run)
+        _verify_checkpoints.check_weights(checks, run)
+    if (folder / REPLAYS_FILE).exists():
+        checks.run("replays", _check_replays, folder, run.status.get("step"))
+    if run.status:
+        checks.run("status", _verify_history.check_status, run)
+
+
+def _check_replays(check: Check, folder: Path, last: int | None) -> None:
+    """Report what the replays of a run have said, and the steps in which one differs."""
+    from llm_pretrain.runs.replays import difference_lines, read_replays, replay_summary
+
+    replays = read_replays(folder, check.problems)
+    for line in difference_lines(replays):
+        check.fail(f"not what a replay gave: {line}")
+    if replays:
+        newest = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(replays[-1]["time"]))
+        verdict = replays[-1].get("verdict")
+        check.looked_at = f"{replay_summary(replays, last)}; the last on {newest}: {verdict}"

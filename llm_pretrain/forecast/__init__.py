@@ -1,0 +1,1 @@
+"""What training will take and reach: simulated steps, ladders of small models, plans."""

@@ -1,0 +1,156 @@
+"""A family of models of one base configuration: hidden_size is the dial, all other sizes follow."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from llm_pretrain.config.loading import validate
+from llm_pretrain.config.tree import Config
+from llm_pretrain.errors import ConfigError
+from llm_pretrain.model.sizes import count_parameters, flops_per_token
+
+MIN_LAYERS = 2
+"""One layer cannot copy from its context (arXiv:2209.11895), and its loss falls otherwise."""
+WIDTH_MULTIPLE = 32
+"""Feed-forward widths are multiples of it, which matrix kernels prefer."""
+MIN_HEADS = 3
+"""Of the smallest size: those with fewer hardly gain from more tokens (docs/log.md#ladders)."""
+
+
+def member(base: Config, hidden_size: int) -> Config:
+    """The configuration of another size of `base`'s family.
+
+    Heads keep their width, and their number, the layers and the feed-forward widths are proportional to
+    `hidden_size`; experts and top-k stay. `optimizer.base_hidden_size` lets learning rates and initial values
+    follow (muP, arXiv:2203.03466), so that `base` is a member with the rates that it has. Everything else,
+    the run's length and folder included, is the base's.
+
+    Args:
+        base: Any configuration without `model.init_from`.
+        hidden_size: A multiple of `width_step(base)`.
+
+    Raises:
+        ConfigError: the base or the size has no family or place in it.
+    """
+    model = base.model
+    if model.init_from is not None:
+        raise ConfigError(
+            "model.init_from: expected none in the base of a family of sizes, found "
+            f"{model.init_from!r}; its weights have one size"
+        )
+    step = width_step(base)
+    if hidden_size < step or hidden_size % step:
+        raise ConfigError(
+            f"model.hidden_size: expected a multiple of {step}, the width of whole heads, found {hidden_size}"
+        )
+    tuned_for = base.optimizer.base_hidden_size or model.hidden_size
+    config = dataclasses.replace(
+        base, optimizer=dataclasses.replace(base.optimizer, base_hidden_size=tuned_for)
+    )
+    if hidden_size == model.hidden_size:
+        return config
+    heads = model.num_attention_heads * hidden_size // model.hidden_size
+    layers = round(model.num_hidden_layers * hidden_size / model.hidden_size)
+    layers = max(min(MIN_LAYERS, model.num_hidden_layers), layers)
+    every = min(model.decoder_sparse_step, layers)
+    widths = {"intermediate_size": _width(model.intermediate_size, hidden_size / model.hidden_size)}
+    if model.moe_intermediate_size:
+        widths["moe_intermediate_size"] = _width(model.moe_intermediate_size, hidden_size / model.hidden_size)
+    shape = dataclasses.replace(
+        model,
+        hidden_size=hidden_size,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=_key_value_heads(heads, model.num_attention_heads // model.num_key_value_heads),
+        decoder_sparse_step=every,
+        # the last layer that may be a mixture stays one
+        first_k_dense_replace=min(model.first_k_dense_replace, layers // every * every - 1),
+        **widths,
+    )
+    config = dataclasses.replace(config, model=shape)
+    if problems := validate(config, needs_data=False):
+        raise ConfigError(*problems)
+    return config
+
+
+def width_step(base: Config) -> int:
+    """The least hidden size of the family: all are multiples of it, with whole heads."""
+    return base.model.hidden_size // math.gcd(base.model.hidden_size, base.model.num_attention_heads)
+
+
+class Size(NamedTuple):
+    """A member of a family.
+
+    Args:
+        config: Of the member.
+        flops_per_token: Of training.
+        total_parameters: All counted.
+        active_parameters: Of a mixture those that a token uses, with embedding and head.
+    """
+
+    config: Config
+    flops_per_token: float
+    total_parameters: int
+    active_parameters: int
+
+    @property
+    def hidden_size(self) -> int:
+        """The dial."""
+        return self.config.model.hidden_size
+
+    @property
+    def step_flops(self) -> float:
+        """FLOPs of an optimizer step."""
+        return self.flops_per_token * tokens_per_step(self.config)
+
+
+class Sizes:
+    """The members of a base configuration's family, counted when they are first asked for."""
+
+    def __init__(self, base: Config):
+        self.base, self.width_step = base, width_step(base)
+        self._counted: dict[int, Size] = {}
+
+    def size(self, number: int) -> Size:
+        """The `number`-th member, from 1 on."""
+        if number not in self._counted:
+            config = member(self.base, number * self.width_step)
+            flops = flops_per_token(config.model, config.training.sequence_length)
+            counted = count_parameters(config.model)
+            self._counted[number] = Size(config, flops, counted.total, counted.active)
+        return self._counted[number]
+
+    def of(self, hidden_size: int) -> Size:
+        """The member of this hidden size, a multiple of `width_step`."""
+        return self.size(hidden_size // self.width_step)
+
+    @property
+    def least_number(self) -> int:
+        """The number of the smallest member with `MIN_HEADS` heads."""
+        heads = self.base.model.num_attention_heads * self.width_step // self.base.model.hidden_size
+        return math.ceil(MIN_HEADS / heads)
+
+    def ascending(self) -> Iterator[Size]:
+        """Members from the smallest on: every one, and where neighbours are near every tenth wider."""
+        number = self.least_number
+        while True:
+            yield self.size(number)
+            number = max(number + 1, round(number * 1.1))
+
+
+def tokens_per_step(config: Config) -> int:
+    """Positions of a step's batch, padding included."""
+    return config.training.global_batch_size * config.training.sequence_length
+
+
+def _width(base: int, ratio: float) -> int:
+    return max(1, round(base * ratio / WIDTH_MULTIPLE)) * WIDTH_MULTIPLE
+
+
+def _key_value_heads(heads: int, group: int) -> int:
+    """The divisor of `heads` that is nearest to `heads / group`; of two the larger."""
+    divisors = [count for count in range(1, heads + 1) if heads % count == 0]
+    return min(divisors, key=lambda count: (abs(count - heads / group), -count))

@@ -1,0 +1,365 @@
+"""Chooses the sizes of a ladder for this machine's speed, and runs its trainings side by side."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import statistics
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from llm_pretrain.config.distributed_config import DistributedConfig
+from llm_pretrain.config.loading import dump_yaml
+from llm_pretrain.config.tree import Config
+from llm_pretrain.errors import ConfigError, DivergedError, PretrainError, ResourceError
+from llm_pretrain.files import make_folder, replace_text
+from llm_pretrain.forecast.budget import (
+    SIZE_COUNTS,
+    Speed,
+    choose_rungs,
+    ladder_flops,
+    ladder_seconds,
+    read_budget,
+    rungs_within,
+)
+from llm_pretrain.forecast.family import Size, Sizes, member, tokens_per_step
+from llm_pretrain.forecast.ladder_report import write_ladder_report
+from llm_pretrain.forecast.ladder_runs import Run, ladder_runs, longest_first, run_config, run_folder
+from llm_pretrain.forecast.measurements import (
+    Progress,
+    diverged_sizes,
+    measured_points,
+    read_progress,
+    shortcomings,
+    used_flops,
+)
+from llm_pretrain.forecast.points import POINTS_FILE, RUNS_FOLDER, Ladder, Rung, write_points
+from llm_pretrain.forecast.scaling_law import LEAST_SIZES
+from llm_pretrain.launch.jobs import Job, LaunchContext, Machine, RunningJob, last_error_lines, processes_of
+from llm_pretrain.launch.options import say
+from llm_pretrain.runs.run_files import quantity
+from llm_pretrain.tracking.console import time_text
+
+GUESSED_FLOPS = {"core": 4e10, "gpu": 1e14}
+"""Per second, for the size at which the speed is measured first."""
+MEASURE_AGAIN = 2.0
+"""Ratio of FLOPs per token between a ladder's middle size and the measured one, from which the middle one is
+measured too, once."""
+_POLL_SECONDS, _STOP_SECONDS = 0.1, 60
+MEASURED_SECONDS, MEASURED_STEPS = 5.0, 6
+"""How long, and how many steps at least, the speed is measured once all runs train."""
+LOCK, MEASURING = ".lock", ".measuring"
+"""In a ladder's folder: what the command in it holds, and where runs whose speed is measured write."""
+
+
+def threads_of(machine: Machine) -> int:
+    """CPU threads of each run: the cores are divided among the GPUs, or among the sizes."""
+    return max(1, machine.cores // (machine.gpus or SIZE_COUNTS[0]))
+
+
+def slots_of(machine: Machine, threads: int) -> int:
+    """Runs side by side: one a GPU, or as many as there are cores for their threads."""
+    return machine.gpus or max(1, machine.cores // threads)
+
+
+def new_ladder(
+    given: str, folder: Path, base: Config, store: str, unique_tokens: int, context: LaunchContext
+) -> Ladder:
+    """Choose the rungs for the budget, measuring the speed for a time, and write ladder.json."""
+    threads, sizes = threads_of(context.machine), Sizes(base)
+    (flops, seconds), expected = read_budget(given), ""
+    if seconds is None:
+        assert flops is not None
+        rungs = choose_rungs(sizes, flops, unique_tokens)
+    else:
+        rungs, seconds = measured_rungs(seconds, sizes, unique_tokens, folder, context, threads)
+        expected = f", about {time_text(seconds)}"
+    ladder = Ladder(folder, base, store, unique_tokens, rungs, given, threads)
+    ladder.write()
+    say(
+        f"{len(rungs)} sizes of {base.run.name} in {ladder_flops(sizes, rungs):.2g} FLOPs{expected}, "
+        f"{slots_of(context.machine, threads)} side by side with {threads} thread{'s' * (threads > 1)} each, "
+        f"in {folder}"
+    )
+    for rung in rungs:
+        parameters = quantity(sizes.of(rung.hidden_size).active_parameters)
+        tokens = ", ".join(quantity(steps * tokens_per_step(base)) for steps in rung.steps)
+        say(f"  hidden size {rung.hidden_size}, {parameters} active parameters: {tokens} tokens")
+    return ladder
+
+
+def measured_rungs(
+    seconds: float, sizes: Sizes, unique_tokens: int, folder: Path, context: LaunchContext, threads: int
+) -> tuple[tuple[Rung, ...], float]:
+    """(rungs that this machine trains in a time, less what measuring takes; seconds that they will take).
+
+    Raises:
+        ConfigError: by the measured speed, the time is too short for any ladder.
+    """
+    started, machine = time.monotonic(), context.machine
+    slots = slots_of(machine, threads)
+
+    def middle(rungs: tuple[Rung, ...]) -> Size:
+        return sizes.of(rungs[len(rungs) // 2].hidden_size)
+
+    def measured(size: Size) -> tuple[Speed, tuple[Rung, ...]]:
+        say(f"measuring the speed of hidden size {size.hidden_size}")
+        speed = measure_speed(
+            sizes.base, size.hidden_size, folder / MEASURING, context, slots=slots, threads=threads
+        )
+        left = seconds - (time.monotonic() - started)
+        return speed, rungs_within(sizes, left, unique_tokens, speed)
+
+    guess = GUESSED_FLOPS["gpu"] if machine.gpus else GUESSED_FLOPS["core"] * machine.cores / slots
+    size = middle(rungs_within(sizes, seconds, unique_tokens, Speed(guess, 0.0, slots, 0)))
+    speed, rungs = measured(size)
+    ratio = middle(rungs).flops_per_token / size.flops_per_token
+    if not 1 / MEASURE_AGAIN < ratio < MEASURE_AGAIN:
+        speed, rungs = measured(middle(rungs))
+    expected, spent = ladder_seconds(sizes, rungs, speed), time.monotonic() - started
+    if spent + expected > seconds:
+        raise ConfigError(
+            # the next measurement differs a little
+            f"--budget: expected at least {time_text(1.05 * (spent + expected))} for {len(rungs)} sizes of "
+            f"this family on this machine, found {time_text(seconds)}; raise it"
+        )
+    return rungs, expected
+
+
+def train(ladder: Ladder, context: LaunchContext) -> int:
+    """Run all that has not ended yet, and print the table."""
+    started, folder = time.monotonic(), ladder.folder.resolve()
+    files = [file for name in (RUNS_FOLDER, MEASURING) for file in (folder / name).glob("*.yaml")]
+    end_orphans(file.with_suffix("") for file in files)  # a run's folder comes after its file
+    Runner(ladder, context).run_all()
+    points = measured_points(ladder)
+    write_points(ladder.folder, points)
+    say(f"report: {write_ladder_report(ladder.folder)}")
+    for line in shortcomings(dataclasses.replace(ladder, points=tuple(points))):
+        say(line)
+    if (left := len(ladder.rungs) - len(diverged_sizes(ladder))) < LEAST_SIZES:
+        raise DivergedError(
+            f"{ladder.folder}: expected {LEAST_SIZES} sizes or more that do not diverge, found {left}; lower "
+            "the base's learning rates"
+        )
+    say(
+        f"{len(points)} points in {ladder.folder / POINTS_FILE}: {used_flops(ladder):.3g} FLOPs; this call "
+        f"{time_text(time.monotonic() - started)}"
+    )
+    return 0
+
+
+class Runner:
+    """Runs the trainings of a ladder on all slots, with a line for each that ends.
+
+    Args:
+        ladder: With its rungs; what it has measured is read from its runs.
+        context: Where to launch.
+    """
+
+    def __init__(self, ladder: Ladder, context: LaunchContext):
+        self.ladder, self.context, self.sizes = ladder, context, Sizes(ladder.base)
+        self.runs = ladder_runs(ladder.rungs)
+
+    def run_all(self) -> None:
+        """Run those that have not ended yet; of one that has diverged, no decays.
+
+        Raises:
+            PretrainError: a run failed.
+        """
+        flops = {run: run.trained_steps * self.sizes.of(run.hidden_size).step_flops for run in self.runs}
+        waiting = [run for run in longest_first(flops) if not self._progress(run).has_ended(run.end)]
+        running: list[tuple[RunningJob, Run, int]] = []
+        free = list(range(slots_of(self.context.machine, self.ladder.threads)))
+        try:
+            while waiting or running:
+                unfinished = [*waiting, *(run for _, run, _ in running)]
+                for run in [each for each in waiting if not any(map(each.follows, unfinished))]:
+                    if not free:
+                        break
+                    waiting.remove(run)
+                    if not any(run.follows(each) and self._progress(each).has_diverged for each in self.runs):
+                        slot = free.pop(0)
+                        running.append((self._launch(run, slot), run, slot))
+                time.sleep(_POLL_SECONDS)
+                for entry in list(running):
+                    job, run, slot = entry
+                    if (code := job.poll()) is not None:
+                        running.remove(entry)
+                        free = sorted([*free, slot])
+                        self._ended(job, run, code)
+        except BaseException:
+            stop([job for job, _, _ in running])
+            raise
+        self._clean()
+
+    def _launch(self, run: Run, slot: int) -> RunningJob:
+        folder = self._folder(run)
+        file = folder.with_suffix(".yaml")
+        make_folder(folder.parent)
+        replace_text(file, dump_yaml(run_config(self.ladder, run)))
+        return launch(file, folder, self.ladder.threads, self.context, [slot])
+
+    def _ended(self, job: RunningJob, run: Run, code: int) -> None:
+        progress = self._progress(run)
+        if not progress.has_ended(run.end):
+            raise failure(job, run.name, code)
+        write_points(self.ladder.folder, measured_points(self.ladder))
+        tokens, used = run.end * tokens_per_step(self.ladder.base), used_flops(self.ladder)
+        share = used / ladder_flops(self.sizes, self.ladder.rungs)
+        result = "DIVERGED" if progress.has_diverged else f"loss {progress.evaluations[run.end].loss:.4f}"
+        say(f"{run.name:<16} {tokens:>13,} tokens  {result:<11}  used {share:.0%} ({used:.2g} FLOPs)")
+        self._clean()
+
+    def _clean(self) -> None:
+        """Delete the checkpoints of runs that have ended with all that follow; of decays the weights stay.
+
+        None follows a run that has diverged.
+        """
+        for run in self.runs:
+            following = [each for each in self.runs if each.follows(run)]
+            needed = [run] if self._progress(run).has_diverged else [run, *following]
+            if all(self._progress(each).has_ended(each.end) for each in needed):
+                for name in ("checkpoints",) if run.begin else ("checkpoints", "weights"):
+                    shutil.rmtree(self._folder(run) / name, ignore_errors=True)
+
+    def _folder(self, run: Run) -> Path:
+        return run_folder(self.ladder, run)
+
+    def _progress(self, run: Run) -> Progress:
+        return read_progress(self._folder(run))
+
+
+def launch(
+    file: Path, folder: Path, threads: int, context: LaunchContext, slots: Sequence[int]
+) -> RunningJob:
+    """Start a training of the configuration in `file`, one process for each of the slots."""
+    options, log = ("--config", str(file)), folder.with_name(f"{folder.name}.log")
+    return RunningJob(Job("torchrun", len(slots), folder, log, options, threads), context, slots)
+
+
+def failure(job: RunningJob, name: str, code: int) -> PretrainError:
+    """The error of a run that ended without being finished, with the run's own exit code."""
+    how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+    lines = last_error_lines(job.job.log)
+    error = PretrainError(f"{name} {how}: {lines[-1] if lines else 'no output'}; {job.job.log} has all of it")
+    error.exit_code = code if 0 < code < 128 else ResourceError.exit_code if code else 1
+    return error
+
+
+def stop(jobs: Sequence[RunningJob]) -> None:
+    """Let runs save and end, then kill those that are left."""
+    try:
+        for job in jobs:
+            if job.poll() is None:
+                job.process.terminate()
+        deadline = time.monotonic() + _STOP_SECONDS
+        while time.monotonic() < deadline and any(job.poll() is None for job in jobs):
+            time.sleep(_POLL_SECONDS)
+    finally:  # also at a second signal
+        for job in jobs:
+            job.kill()
+
+
+def end_orphans(folders: Iterable[Path]) -> None:
+    """End runs that a ladder left when it was killed itself: they save, and hold their folders until then."""
+    found = [process for folder in folders for process in processes_of(folder)]
+    for process in found:
+        with suppress(psutil.Error):
+            process.terminate()
+    for process in psutil.wait_procs(found, timeout=_STOP_SECONDS)[1]:
+        with suppress(psutil.Error):
+            process.kill()
+
+
+def measure_speed(
+    base: Config, hidden_size: int, folder: Path, context: LaunchContext, *, slots: int, threads: int
+) -> Speed:
+    """The speed of runs of a size on all slots at once; deletes what it wrote into `folder`.
+
+    Raises:
+        PretrainError: a run failed.
+    """
+    configs = [measured_config(member(base, hidden_size), threads)] * slots
+    steps, start_ups = zip(*measure_steps(configs, folder, context), strict=True)
+    rate = Sizes(base).of(hidden_size).step_flops / statistics.mean(steps)
+    return Speed(rate, statistics.mean(start_ups), slots, evaluated_tokens(base))
+
+
+def evaluated_tokens(base: Config) -> int:
+    """Tokens of one evaluation."""
+    from llm_pretrain.data.loader import evaluation_batches
+
+    return sum(evaluation_batches(base).sequences) * base.training.sequence_length
+
+
+def measure_steps(
+    configs: Sequence[Config], folder: Path, context: LaunchContext, world_size: int = 1
+) -> list[tuple[float, float]]:
+    """(median seconds of a step, seconds to the first step) of runs side by side.
+
+    Args:
+        configs: Of runs with a row for each step and no end, as `measured_config` makes them.
+        folder: Emptied first; deleted at the end, but kept with its logs where a run failed.
+        context: Where to launch.
+        world_size: Processes of each.
+
+    Raises:
+        PretrainError: a run failed.
+    """
+    folder, is_kept = folder.resolve(), False  # its absolute name finds the processes
+    jobs, started = list[RunningJob](), time.time()
+    folders = [folder / f"{number}" for number in range(len(configs))]
+    end_orphans(folders)  # of a measurement that was killed
+    shutil.rmtree(folder, ignore_errors=True)
+    make_folder(folder)
+    try:
+        for number, (own, config) in enumerate(zip(folders, configs, strict=True)):
+            replace_text(file := own.with_suffix(".yaml"), dump_yaml(config))
+            slots = range(number * world_size, (number + 1) * world_size)
+            jobs.append(launch(file, own, config.distributed.cpu_threads or 1, context, slots))
+        while not all(map(_is_measured, progress := [read_progress(own).rows for own in folders])):
+            time.sleep(_POLL_SECONDS)
+            for job in jobs:
+                if (code := job.poll()) is not None:
+                    raise failure(job, "the measurement of the speed", code)
+    except PretrainError:
+        is_kept = True  # the message names a log there
+        raise
+    finally:
+        for job in jobs:
+            job.kill()
+        if not is_kept:
+            shutil.rmtree(folder, ignore_errors=True)
+    found = []
+    for rows in progress:
+        seconds = statistics.median(row["perf/step_seconds"] for row in rows[1:])
+        found.append((seconds, max(0.0, rows[0]["time"] - started - seconds)))
+    return found
+
+
+def _is_measured(rows: Sequence[dict[str, Any]]) -> bool:
+    """Whether these rows of metrics.jsonl, one for each step, are enough."""
+    return len(rows) > MEASURED_STEPS and rows[-1]["time"] - rows[0]["time"] >= MEASURED_SECONDS
+
+
+def measured_config(config: Config, threads: int) -> Config:
+    """Of a run whose steps are measured: a row for each, and nothing else."""
+    return dataclasses.replace(
+        config,
+        schedule=dataclasses.replace(config.schedule, name="constant", warmup_steps=0, decay_steps=None),
+        training=dataclasses.replace(config.training, max_steps=1_000_000, spike_action="log"),
+        checkpoint=dataclasses.replace(config.checkpoint, save_steps=0, resume="auto"),
+        evaluation=dataclasses.replace(config.evaluation, eval_steps=0, sample_prompts=[]),
+        logging=dataclasses.replace(
+            config.logging, logging_steps=1, wandb_mode="disabled", tensorboard=False, report=False
+        ),
+        distributed=DistributedConfig(
+            cpu_threads=threads, timeout_seconds=config.distributed.timeout_seconds
+        ),
+    )

@@ -1,0 +1,186 @@
+"""What a ladder's runs have measured: from the files of their folders to points, speeds and compute used."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from llm_pretrain.errors import ConfigError, DataError
+from llm_pretrain.files import read_json
+from llm_pretrain.forecast.family import Sizes, tokens_per_step
+from llm_pretrain.forecast.ladder_runs import ladder_runs, run_folder, rung_runs
+from llm_pretrain.forecast.points import (
+    LADDER_FILE,
+    POINTS_FILE,
+    Ladder,
+    Point,
+    Rung,
+    Training,
+    read_points,
+    read_unmeasured,
+)
+from llm_pretrain.runs.rows import finite_number, read_metrics, read_rows
+from llm_pretrain.runs.run_files import attempt_starts, metric_values
+
+
+class Evaluation(NamedTuple):
+    """An evaluation; None where a value is not finite, or bytes are unknown."""
+
+    loss: float | None
+    bits_per_byte: float | None
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What the files of a run's folder hold at one moment; each empty while there is no such file.
+
+    Args:
+        status: Of status.json.
+        rows: Of metrics.jsonl, without lost work.
+    """
+
+    status: dict[str, Any]
+    rows: list[dict[str, Any]]
+
+    @property
+    def evaluations(self) -> dict[int, Evaluation]:
+        """Step -> evaluation."""
+        evaluated = (row for row in self.rows if "eval/loss" in row)
+        return {
+            row["step"]: Evaluation(
+                finite_number(row["eval/loss"]), finite_number(row.get("eval/bits_per_byte"))
+            )
+            for row in evaluated
+        }
+
+    @property
+    def has_diverged(self) -> bool:
+        """Whether the run ended as diverged, or an evaluation of it was not finite."""
+        is_finite = all(each.loss is not None for each in self.evaluations.values())
+        return self.status.get("state") == "diverged" or not is_finite
+
+    def has_ended(self, end: int) -> bool:
+        """Whether the run finished at step `end` or later with its evaluation, or stopped as diverged."""
+        step = self.status.get("step")
+        if self.status.get("state") == "finished" and isinstance(step, int) and step >= end:
+            return end in self.evaluations
+        return self.status.get("state") == "diverged"
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Median seconds of a step, without start-up, evaluations and saves; None before the first row."""
+        seconds = [each for each in metric_values(self.rows, "perf/step_seconds") if each > 0]
+        return statistics.median(seconds) if seconds else None
+
+    @property
+    def last_step(self) -> int:
+        """The last step that has a row."""
+        return self.rows[-1]["step"] if self.rows else 0
+
+
+def read_progress(folder: Path) -> Progress:
+    """Read the folder of a run, which need not exist.
+
+    Raises:
+        CheckpointError: a line of metrics.jsonl is damaged.
+    """
+    try:
+        status = read_json(folder / "status.json")
+    except (OSError, ValueError, RecursionError):
+        status = {}
+    metrics, file = folder / "metrics.jsonl", folder / "attempts.jsonl"
+    starts = attempt_starts(read_rows(file) if file.exists() else [], "metrics_bytes")
+    rows = read_metrics(metrics, starts=starts) if metrics.exists() else []
+    return Progress(status if isinstance(status, dict) else {}, rows)
+
+
+def diverged_sizes(ladder: Ladder) -> list[int]:
+    """Hidden sizes of which a run has diverged: their points are left out."""
+    return [
+        rung.hidden_size
+        for rung in ladder.rungs
+        if any(read_progress(run_folder(ladder, run)).has_diverged for run in rung_runs(rung))
+    ]
+
+
+def shortcomings(ladder: Ladder) -> list[str]:
+    """What a ladder lacks, and why; one line for each size."""
+    found, diverged = list[str](), diverged_sizes(ladder)
+    for size, wanted in ((rung.hidden_size, len(rung.steps)) for rung in ladder.rungs):
+        missing = wanted - sum(point.hidden_size == size and point.decayed for point in ladder.points)
+        if size in diverged:
+            found.append(f"hidden size {size}: a run has diverged; its points are left out")
+        elif missing > 0:
+            found.append(f"hidden size {size}: {missing} of {wanted} decayed points are missing")
+    return found
+
+
+def measured_points(ladder: Ladder) -> list[Point]:
+    """The points of all evaluations that the ladder's runs have made so far."""
+    return [point for rung in ladder.rungs for point in _points(ladder, rung)]
+
+
+def _points(ladder: Ladder, rung: Rung) -> Iterator[Point]:
+    """Those of one size that has not diverged: the stable run's from the first branch on, before which losses
+    tell the start of a training more than its size, and each decay's last."""
+    size, runs = Sizes(ladder.base).of(rung.hidden_size), rung_runs(rung)
+    found = [read_progress(run_folder(ladder, run)) for run in runs]
+    if any(progress.has_diverged for progress in found):
+        return
+    for run, progress in zip(runs, found, strict=True):
+        for step, evaluation in progress.evaluations.items():
+            if evaluation.loss is None or not (run.end if run.begin else rung.branches[0]) <= step <= run.end:
+                continue
+            trained = dataclasses.asdict(Training.of(size, step, ladder.unique_tokens))
+            yield Point(
+                **trained, loss=evaluation.loss, bits_per_byte=evaluation.bits_per_byte, decayed=run.begin > 0
+            )
+
+
+def read_ladder(folder: str | Path) -> Ladder:
+    """A ladder with the points that it has measured so far.
+
+    Raises:
+        ConfigError: the folder has no ladder.
+        DataError: one of its files is damaged, or its points are another ladder's.
+    """
+    ladder = read_unmeasured(folder)
+    if ladder is None:
+        raise ConfigError(
+            f"{folder}: expected a ladder's folder, with {LADDER_FILE}, found none; make one with "
+            "`llm-pretrain ladder`"
+        )
+    points, sizes, seen = read_points(ladder.folder), Sizes(ladder.base), set[Any]()
+    widths = [rung.hidden_size for rung in ladder.rungs]
+    for number, point in enumerate(points, start=1):
+        own = None
+        if point.hidden_size in widths and point.key not in seen:
+            steps = point.tokens // tokens_per_step(ladder.base)
+            own = Training.of(sizes.of(point.hidden_size), steps, ladder.unique_tokens)
+        seen.add(point.key)
+        if own is None or dataclasses.asdict(own).items() - dataclasses.asdict(point).items():
+            raise DataError(
+                f"{ladder.folder / POINTS_FILE}:{number}: expected a point of this ladder, each once, found "
+                f"hidden size {point.hidden_size} after {point.tokens:,} tokens"
+            )
+    return dataclasses.replace(ladder, points=points)
+
+
+def flops_per_second(ladder: Ladder) -> float | None:
+    """Measured speed of the largest size's stable run, with others beside it; None before it has trained."""
+    sizes, (stable, *_) = Sizes(ladder.base), rung_runs(ladder.rungs[-1])
+    seconds = read_progress(run_folder(ladder, stable)).step_seconds
+    return sizes.of(stable.hidden_size).step_flops / seconds if seconds else None
+
+
+def used_flops(ladder: Ladder) -> float:
+    """FLOPs of the steps that a ladder's runs have trained so far."""
+    sizes, used = Sizes(ladder.base), 0.0
+    for run in ladder_runs(ladder.rungs):
+        steps = read_progress(run_folder(ladder, run)).last_step - run.begin
+        used += max(0, steps) * sizes.of(run.hidden_size).step_flops
+    return used

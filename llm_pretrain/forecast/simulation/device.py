@@ -1,0 +1,278 @@
+"""A GPU of which torch knows only the type: fake tensors on it have sizes, no values.
+
+It is registered from Python, so no CUDA and no compiler is needed. Its tensors take the paths of an NVIDIA
+GPU: autocast's rules, and the kernels that training would choose there. Registering changes the whole
+process, so a simulation has a process of its own.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._decomp import decomposition_table
+from torch.utils._pytree import tree_map
+
+NAME = "simulated"
+"""Its type, as in `torch.device("simulated")`."""
+_AUTOCAST = (
+    *("linear", "matmul", "mm", "bmm", "addmm", "baddbmm"),
+    *("scaled_dot_product_attention", "_grouped_mm"),
+)
+"""Operations that autocast computes in the low type."""
+_SINGLE_KERNELS = ("silu_backward", "_fused_rms_norm")
+"""Operations that are one kernel on a GPU, and several operations where torch finds none."""
+_KERNELS = "llm_pretrain.model.kernels.choice"
+_scores_attention = F.scaled_dot_product_attention
+_libraries: list[torch.library.Library] = []
+"""Registrations, which end when they are deleted."""
+
+
+class _Stream:
+    """A stream or an event on which nothing is outstanding."""
+
+    stream_id = 0
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.device = torch.device(NAME, 0)
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        pass
+
+    def record_event(self, event: Any = None) -> Any:
+        return event or _Stream()
+
+    def record(self, *_: Any) -> None:
+        pass
+
+    wait = synchronize = wait_stream = wait_event = record
+
+
+class _Module(types.ModuleType):
+    """What torch expects of the module of a kind of device, such as `torch.cuda`."""
+
+    Stream = Event = device = _Stream
+
+    def _always(self, *_: Any) -> bool:
+        return True
+
+    def _nothing(self, *_: Any) -> None:
+        pass
+
+    def _zero(self, *_: Any) -> int:
+        return 0
+
+    def stream(self, *_: Any) -> _Stream:
+        return _Stream()
+
+    def device_count(self) -> int:
+        return 1
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+    def get_rng_state(self, *_: Any) -> Tensor:
+        return torch.zeros(16, dtype=torch.uint8)
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    is_available = is_initialized = _always
+    set_device = synchronize = manual_seed_all = set_rng_state = empty_cache = _nothing
+    current_device = _zero
+    current_stream = default_stream = stream
+
+
+def register() -> torch.device:
+    """Make the device known to torch, once in a process; returns it."""
+    if not _libraries:
+        import torch.distributed as dist
+        from torch.testing._internal.distributed.fake_pg import _create_fake_pg
+        from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+        _setup_privateuseone_for_python_backend(NAME, _Module(f"torch.{NAME}"))
+        dist.Backend.register_backend(f"fake_{NAME}", _create_fake_pg, extended_api=True, devices=[NAME])
+        _register_autocast()
+        register_kernels("PrivateUse1")
+    return torch.device(NAME, 0)
+
+
+def _register_autocast() -> None:
+    """The rules of autocast on a GPU: products in the low type, everything else as it comes.
+
+    A parameter is cast once: as autocast does, its copy is kept until the outermost region ends.
+    """
+    fallback = torch.library.Library("_", "IMPL", "AutocastPrivateUse1")
+    fallback.fallback(torch.library.fallthrough_kernel)
+    library = torch.library.Library("aten", "IMPL", "AutocastPrivateUse1")
+    keys: Any = torch._C.DispatchKey
+    excluded = torch._C.DispatchKeySet(keys.AutocastPrivateUse1)
+
+    copies: dict[int, Tensor] = {}
+    clear = torch.clear_autocast_cache
+
+    def clear_copies() -> None:
+        copies.clear()
+        clear()
+
+    def cast(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.dtype != torch.float32:
+            return value
+        if (kept := copies.get(id(value))) is not None:
+            return kept
+        copy = value.to(torch.get_autocast_dtype(NAME))
+        if value.is_leaf and value.requires_grad and torch.is_autocast_cache_enabled():
+            copies[id(value)] = copy
+        return copy
+
+    def low(operation: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with torch._C._ExcludeDispatchKeyGuard(excluded):
+                return operation(*tree_map(cast, args), **tree_map(cast, kwargs))
+
+        return call
+
+    torch.clear_autocast_cache = clear_copies
+    for name in _AUTOCAST:
+        library.impl(name, low(getattr(torch.ops.aten, name).default))
+    _libraries.extend((fallback, library))
+
+
+def register_kernels(dispatch_key: str) -> None:
+    """Make torch call the operations that it would otherwise decompose; fake tensors know their results.
+
+    Args:
+        dispatch_key: Of the device, such as `PrivateUse1`.
+    """
+
+    def is_called(*_: Any, **__: Any) -> Any:
+        raise NotImplementedError
+
+    library = torch.library.Library("aten", "IMPL", dispatch_key)
+    for name in _SINGLE_KERNELS:
+        library.impl(name, is_called)
+    # It adds in place; its decomposition, which fails in torch 2.11, makes tensors of the result's size.
+    decomposition_table.pop(torch.ops.aten.addmm.dtype_out, None)
+    shapes = torch.library.Library("aten", "IMPL", "Meta")
+    shapes.impl("addmm.dtype_out", lambda total, *_, out, **__: out, allow_override=True)
+    _libraries.extend((library, shapes))
+
+
+@contextmanager
+def gpu_kernels(capability: tuple[int, int]) -> Iterator[None]:
+    """A block in which the device takes the kernels of a GPU of this compute capability."""
+    grouped: Any = types.ModuleType("grouped_mm")
+    grouped.grouped_mm = _GroupedProduct.apply
+    cross_entropy: Any = types.ModuleType("cross_entropy")
+    cross_entropy.log_partition = _log_partition
+    cross_entropy.write_softmax_gradient = _write_softmax_gradient
+    modules = {f"{_KERNELS}.grouped_mm": grouped, f"{_KERNELS}.cross_entropy": cross_entropy}
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(F, "scaled_dot_product_attention", _attention))
+        stack.enter_context(patch(f"{_KERNELS}.layers.GPU_TYPES", {"cuda", NAME}))
+        stack.enter_context(patch(f"{_KERNELS}.layers.compute_capability", lambda device: capability))
+        for name in ("loss", "experts"):
+            stack.enter_context(patch(f"{_KERNELS}.{name}.HAS_TRITON", True))
+        for name, module in modules.items():  # not patch.dict, which forgets what was imported in the block
+            before = {name: sys.modules.pop(name)} if name in sys.modules else {}
+            stack.callback(sys.modules.update, before)
+            stack.callback(sys.modules.pop, name)
+            sys.modules[name] = module
+        yield
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`scaled_dot_product_attention` by a GPU: flash attention in low precision without a mask, else
+    the memory-efficient one, which takes a bias."""
+    operations: Any = torch.ops.aten
+    if attn_mask is None and query.dtype != torch.float32:
+        flash = operations._scaled_dot_product_flash_attention
+        return flash(query, key, value, dropout_p, is_causal)[0]
+    if enable_gqa:  # no kernel
+        return _scores_attention(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa=True)
+    bias = attn_mask
+    if attn_mask is not None:
+        no_bias, low = (query.new_full((), value) for value in (0.0, -torch.inf))
+        bias = torch.where(attn_mask, no_bias, low).expand(*query.shape[:2], -1, -1)
+    efficient = operations._scaled_dot_product_efficient_attention
+    return efficient(query, key, value, bias, query.requires_grad, dropout_p, is_causal)[0]
+
+
+@torch.library.custom_op("simulated::log_partition", mutates_args=())
+def _log_partition(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Shapes of `cross_entropy.log_partition`."""
+    raise NotImplementedError
+
+
+@_log_partition.register_fake
+def _(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    lse = logits.new_empty(logits.shape[0], dtype=torch.float32)
+    return lse, torch.empty_like(lse)
+
+
+@torch.library.custom_op("simulated::write_softmax_gradient", mutates_args=("logits",))
+def _write_softmax_gradient(
+    logits: Tensor, labels: Tensor, lse: Tensor, softmax_scale: Tensor, target_scale: Tensor
+) -> None:
+    """Shapes of `cross_entropy.write_softmax_gradient`."""
+    raise NotImplementedError
+
+
+@_write_softmax_gradient.register_fake
+def _(logits: Tensor, labels: Tensor, lse: Tensor, softmax_scale: Tensor, target_scale: Tensor) -> None:
+    pass
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """Shapes of `grouped_mm.grouped_mm`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, ends)
+        return _rows_times_weights(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, _ = ctx.saved_tensors
+        grad = grads[0].contiguous()
+        return _rows_times_weights(grad, weight.transpose(1, 2)), _rows_times_rows(x, grad, weight), None
+
+
+@torch.library.custom_op("simulated::rows_times_weights", mutates_args=())
+def _rows_times_weights(x: Tensor, weight: Tensor) -> Tensor:
+    """[R, K] and [E, K, N] to [R, N]."""
+    raise NotImplementedError
+
+
+@_rows_times_weights.register_fake
+def _(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[2])
+
+
+@torch.library.custom_op("simulated::rows_times_rows", mutates_args=())
+def _rows_times_rows(x: Tensor, grad: Tensor, weight: Tensor) -> Tensor:
+    """[R, K] and [R, N] to the gradient of a weight."""
+    raise NotImplementedError
+
+
+@_rows_times_rows.register_fake
+def _(x: Tensor, grad: Tensor, weight: Tensor) -> Tensor:
+    return torch.empty_like(weight)

@@ -1,0 +1,441 @@
+"""One training step of one rank, by the run's own code, on tensors without values or on real ones.
+
+Assumptions: the router spreads tokens evenly over the experts, and layers are not compiled.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import FakeWork
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed import device_mesh
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard import _fsdp_init
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from llm_pretrain.config.tree import Config
+from llm_pretrain.data.loader import Batch, padded_offsets
+from llm_pretrain.distributed import expert_parallel, fsdp
+from llm_pretrain.distributed.initial_values import materialize
+from llm_pretrain.forecast.simulation.timing import idle_time
+from llm_pretrain.forecast.simulation.tracker import GRADIENTS, OPTIMIZER, PARAMETERS, Collective, Tracker
+from llm_pretrain.memory import DOCUMENT_LENGTH
+from llm_pretrain.optim.param_groups import build_optimizer
+from llm_pretrain.training.anomaly import SpikeDetector, StepMonitor
+from llm_pretrain.training.model_setup import build_model
+from llm_pretrain.training.step import own_part
+
+_CACHED = [
+    ("llm_pretrain.model.attention", "rotary_frequencies"),
+    ("llm_pretrain.model.kernels.attention", "_future"),
+]
+"""Functions that keep tensors."""
+
+
+@dataclass
+class Trace:
+    """The second step of a rank, when the optimizer's state exists.
+
+    Args:
+        peak: Most bytes at once.
+        held: Bytes of each kind of tensor at the peak, largest first.
+        highest: Most bytes at once in each part of the step; see `Tracker.highest`.
+        collectives: In order; one of several micro batches stands for those that are alike.
+        alike: Number of that micro batch: the first, or one in the middle of a pipeline's.
+        repeats: Micro batches for which it stands.
+        padding: The most padded parameter; None where none is.
+        idle: Time that a rank of a pipeline waits for others, in that of a micro batch; see `idle_time`.
+    """
+
+    peak: int
+    held: dict[str, int]
+    highest: dict[str, int]
+    collectives: list[Collective]
+    alike: int
+    repeats: int
+    padding: Padding | None
+    idle: float
+
+
+@dataclass
+class Padding:
+    """A parameter whose rows do not divide evenly over the ranks.
+
+    Args:
+        name: In the model.
+        rows: Along the dimension that is sharded.
+        ranks: That share them.
+        factor: Elements of the whole model with padding, relative to those without.
+    """
+
+    name: str
+    rows: int
+    ranks: int
+    factor: float
+
+
+def traced_step(config: Config, device: torch.device, *, real: bool = False, observe: Any = None) -> Trace:
+    """Run a step in the process group that exists.
+
+    Args:
+        config: Resolved, with `model.vocab_size`.
+        device: The CPU or the simulated GPU.
+        real: Compute with values, on a CPU.
+        observe: See `Tracker`.
+    """
+    tracker = Tracker(device.type, observe)
+    if observe is not None:
+        observe.tracker = tracker
+    with ExitStack() as stack:
+        environment = {"WORLD_SIZE": str(dist.get_world_size())}
+        stack.enter_context(patch.dict(os.environ, environment))
+        stack.enter_context(_even_router(real=real))
+        for module, name in _CACHED:
+            uncached: Any = getattr(import_module(module), name).__wrapped__
+            # no fake tensor may remain in its cache
+            stack.enter_context(patch(f"{module}.{name}", functools.lru_cache(uncached)))
+        if not real:
+            stack.enter_context(_without_values())
+        engine = _engine(config, device)
+        stack.enter_context(_OnCopies() if real else FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(tracker.running())
+        monitor = _prepared(engine, config)
+        model, optimizer = engine.model_and_optimizer()
+        padding = _padding(model)
+        _make_state(optimizer)
+        tracker.name(PARAMETERS, model.parameters())
+        states = [each for state in optimizer.state.values() for each in state.values()]
+        tracker.name(OPTIMIZER, [each for each in states if isinstance(each, Tensor)])
+        _tell_phases(engine, tracker)
+        stack.enter_context(_telling_reductions(tracker))
+        if engine.pipeline is not None:
+            stack.enter_context(_telling_micro_batches(tracker, engine.accumulation_steps))
+        batches = [micro_batch(config, device, index) for index in range(engine.accumulation_steps)]
+        batches = [replace(own_part(each, engine.place), digest=each.digest) for each in batches]  # real
+        tracker.begin_step()
+        traced = batches[:1] + batches[1:][-1:]  # all but the last do the same
+        if engine.pipeline is not None:
+            traced = batches[: _steady(config, len(batches))]
+        alike = 0 if engine.pipeline is None else len(traced) // 2
+        engine.train_step(traced, monitor)
+        idle = 0.0 if engine.pipeline is None else idle_time(engine.pipeline._schedule)
+        peak, held = tracker.peak()
+        highest = tracker.highest(config.model.num_hidden_layers)
+        collectives = list(tracker.collectives)
+    fsdp.clear_mesh_caches()
+    repeats = max(1, len(batches) - len(traced) + 1)
+    return Trace(peak, held, highest, collectives, alike, repeats, padding, idle)
+
+
+def _steady(config: Config, micro_batches: int) -> int:
+    """Micro batches of a pipeline of which the middle one does what those that are left out would.
+
+    All of other schedules: `gpipe` keeps their activations, and the others everything that they send.
+    """
+    distributed = config.distributed
+    return (
+        min(micro_batches, 2 * distributed.pp_size + 1)
+        if distributed.pp_schedule == "1f1b"
+        else micro_batches
+    )
+
+
+def _engine(config: Config, device: torch.device) -> Any:
+    """The engine of the torchrun script, in the process group that exists."""
+    with patch.object(dist, "init_process_group"):
+        return import_module("train_pretrain").TorchrunEngine(config, device)
+
+
+def _prepared(engine: Any, config: Config) -> StepMonitor:
+    """Prepare the engine as a run does, but for initial values and data; returns its monitor."""
+    is_meta = engine.is_sharded  # fake parameters that are whole cannot change their device
+    with torch.device("meta") if is_meta else engine.device:
+        model = build_model(config, engine.device)
+
+    def initialize(model: Any) -> None:
+        if is_meta:
+            materialize(model, engine.device)
+
+    optimizer = build_optimizer(model, config.optimizer, config.training.precision)
+    with patch("train_pretrain.shard", lambda batches, *_: batches):
+        engine.prepare(model, optimizer, [], initialize)
+    progress: Any = SimpleNamespace(step=1, spikes=SpikeDetector())
+    return StepMonitor(config, engine, progress)
+
+
+def _padding(model: Any) -> Padding | None:
+    """The parameter whose padding is largest."""
+    total, padded = 0, 0.0
+    most, worst = 0.0, ("", 0, 0)
+    for name, parameter in model.named_parameters():
+        ranks: dict[int, int] = {}
+        if isinstance(parameter, DTensor):
+            for size, placement in zip(parameter.device_mesh.shape, parameter.placements, strict=True):
+                if (dim := getattr(placement, "dim", None)) is not None:
+                    ranks[dim] = ranks.get(dim, 1) * size
+        factor = 1.0
+        for dim, count in ranks.items():
+            rows = parameter.shape[dim]
+            factor *= -(-rows // count) * count / rows
+            if (added := parameter.numel() * (factor - 1)) > most:
+                most, worst = added, (name, rows, count)
+        total += parameter.numel()
+        padded += parameter.numel() * factor
+    return Padding(*worst, padded / total) if most else None
+
+
+def _make_state(optimizer: Any) -> None:
+    """The optimizer's state, as its first step makes it."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def _tell_phases(engine: Any, tracker: Tracker) -> None:
+    """Tell the tracker when a forward pass begins, a backward pass, and the update."""
+    forward, objective, clip = engine.forward, engine.objective, engine.clip_grad_norm
+
+    def run_forward(batch: Batch) -> Any:
+        tracker.enter("forward", batch.micro_batch)
+        return forward(batch)
+
+    def run_objective(*arguments: Any) -> Tensor:
+        found = objective(*arguments)
+        tracker.enter("backward", tracker.micro_batch)
+        return found
+
+    def run_clip(parameters: Any, max_norm: float) -> Any:
+        tracker.enter("update", tracker.micro_batch)
+        tracker.name(GRADIENTS, [each.grad for each in parameters if each.grad is not None])
+        return clip(parameters, max_norm)
+
+    engine.forward, engine.objective, engine.clip_grad_norm = run_forward, run_objective, run_clip
+
+
+def _telling_reductions(tracker: Tracker) -> Any:
+    """A block in which the tracker is told when FSDP has reduced the gradients of a layer."""
+    post_backward = FSDPParamGroup.post_backward
+
+    def reduce(group: Any, *unused: Any) -> None:
+        post_backward(group, *unused)
+        if layer := re.search(r"\blayers\.(\d+)", group._module_fqn or ""):
+            tracker.reduced(int(layer[1]))
+
+    return patch.object(FSDPParamGroup, "post_backward", reduce)
+
+
+_NOT_COPIED = ("send", "recv_", "wait_tensor")
+"""Operations of which no thread keeps tensors; a send is over only when it is received."""
+
+
+class _OnCopies(TorchDispatchMode):
+    """Collectives that are over when they return, and of which Gloo sees copies of the tensors.
+
+    Its threads keep what they are given until some time after the result is there, which makes autograd copy
+    a gradient as well; and it reduces and scatters in a buffer of its own. Neither is memory of the step.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_functional = func.namespace == "_c10d_functional"
+        if not (is_functional or func.namespace == "c10d") or func._opname in _NOT_COPIED:
+            return func(*args, **(kwargs or {}))
+        given, structure = tree_flatten((args, kwargs or {}))
+        copies = [each.clone() if isinstance(each, Tensor) else each for each in given]
+        copied, options = tree_unflatten(copies, structure)
+        out = func(*copied, **options)
+        originals = {id(copy): each for copy, each in zip(copies, given, strict=True)}
+
+        def finished(each: Any) -> Any:
+            if is_functional:
+                return torch.ops._c10d_functional.wait_tensor(each).clone()
+            if isinstance(each, Tensor):
+                return originals[id(each)]
+            dist.Work.unbox(each).wait()
+            return FakeWork().boxed()
+
+        out = tree_map(finished, out)
+        if not is_functional:
+            for copy, each in zip(copies, given, strict=True):
+                if isinstance(each, Tensor):
+                    each.copy_(copy)
+        return out
+
+
+class _Works(list[Any]):
+    """Outstanding sends and receives, which keep their tensors as those of Gloo and NCCL do."""
+
+    operations: Any
+
+
+@contextmanager
+def _telling_micro_batches(tracker: Tracker, count: int) -> Iterator[None]:
+    """A block in which the stages of a pipeline tell the tracker what they compute, and know the
+    shapes of what they receive without a first exchange.
+
+    They have buffers to receive all `count` micro batches of a step, though fewer are traced.
+    """
+    from torch.distributed.pipelining._utils import InferenceMode  # not in torch 2.11
+
+    forward, backward = PipelineStage.forward_one_chunk, PipelineStage.backward_one_chunk
+
+    def run_forward(stage: Any, number: int, args: Any, kwargs: Any, *rest: Any, **more: Any) -> Any:
+        tracker.enter("forward", number)
+        return forward(stage, number, args, kwargs, *rest, **more)
+
+    def run_backward(stage: Any, number: int, *rest: Any, **more: Any) -> Any:
+        tracker.enter("backward", number)
+        return backward(stage, number, *rest, **more)
+
+    def skip_exchange(schedule: Any, stages: Any, *_: Any) -> None:
+        for stage in stages:
+            stage._inference_mode = InferenceMode.STATIC
+
+    batch_p2p = schedules._batch_p2p
+
+    def keep_tensors(operations: Any, *rest: Any, **more: Any) -> Any:
+        works = _Works(batch_p2p(operations, *rest, **more))
+        works.operations = operations
+        return works
+
+    def of_all(name: str) -> Any:
+        original = getattr(PipelineStage, name)
+        return patch.object(PipelineStage, name, lambda stage, _, *rest: original(stage, count, *rest))
+
+    with (
+        patch.object(PipelineStage, "forward_one_chunk", run_forward),
+        patch.object(PipelineStage, "backward_one_chunk", run_backward),
+        patch.object(schedules._PipelineSchedule, "_warmup_p2p", skip_exchange),
+        patch.object(schedules, "_batch_p2p", keep_tensors),
+        of_all("_setup_forward_recv_info"),
+        of_all("_setup_backward_recv_info"),
+    ):
+        yield
+
+
+def micro_batch(config: Config, device: torch.device, index: int) -> Batch:
+    """A packed micro batch; on a CPU its documents are whole rows."""
+    rows, length = config.training.micro_batch_size, config.training.sequence_length
+    names = ("input_ids", "position_ids", "document_ids", "labels")
+    whole: dict[str, Any] = {
+        name: torch.zeros((rows, length), dtype=torch.int64, device=device) for name in names
+    }
+    offsets = None
+    if device.type != "cpu":
+        with unset_fake_temporarily():
+            size = min(DOCUMENT_LENGTH if config.data.isolate_documents else length, length)
+            count = len(padded_offsets(np.arange(0, rows * length, size), rows * length))
+        offsets = torch.zeros(count, dtype=torch.int32, device=device)
+    with unset_fake_temporarily():
+        digest = torch.zeros(8, dtype=torch.int64)
+    return Batch(
+        **whole,
+        loss_mask=torch.ones((rows, length), dtype=torch.bool, device=device),
+        num_loss_tokens=rows * length,
+        step=1,
+        micro_batch=index,
+        digest=digest,
+        document_offsets=offsets,
+    )
+
+
+@contextmanager
+def _even_router(*, real: bool) -> Iterator[None]:
+    """A block in which assignment i is to expert i, modulo the number of experts."""
+    count = experts = 0
+
+    def top_experts(ranking: Tensor, top_k: int) -> Tensor:
+        nonlocal count, experts
+        experts = ranking.shape[-1]
+        count = ranking.numel() // experts * top_k
+        chosen = torch.arange(count, device=ranking.device) % experts
+        return chosen.view(*ranking.shape[:-1], top_k)
+
+    def rows_by_rank(sent: Tensor, received: Tensor, ranks: int) -> tuple[list[int], list[int]]:
+        own = experts // ranks
+        rows = [count // experts + (expert < count % experts) for expert in range(experts)]
+        to_rank = [sum(rows[rank * own : (rank + 1) * own]) for rank in range(ranks)]
+        return to_rank, [to_rank[0]] * ranks
+
+    with ExitStack() as stack:
+        stack.enter_context(patch("llm_pretrain.model.moe.top_experts", top_experts))
+        if not real:
+            stack.enter_context(patch.object(expert_parallel, "_rows_by_rank", rows_by_rank))
+        yield
+
+
+@contextmanager
+def _without_values() -> Iterator[None]:
+    """A block in which nothing reads a value from a tensor, nor makes a mesh of fake tensors."""
+    script: Any = import_module("train_pretrain")
+    summed = script.TorchrunEngine.sum_integers
+
+    def sum_integers(engine: Any, values: Any) -> list[int]:
+        with unset_fake_temporarily():  # a rank without loss tokens of its own trains too
+            return [max(1, value) for value in summed(engine, values)]
+
+    def decide(monitor: StepMonitor, step: Any) -> None:
+        step.numbers()
+        step.grad_norm, step.loss = 1.0, 1.0
+
+    def row_offsets(document_ids: Tensor) -> Tensor:
+        with unset_fake_temporarily():
+            return torch.arange(0, document_ids.numel() + 1, document_ids.shape[1], dtype=torch.int32)
+
+    found = Tensor.nonzero
+
+    def nonzero(mask: Tensor) -> Tensor:
+        if not isinstance(mask, FakeTensor):
+            return found(mask)
+        return torch.arange(len(mask), device=mask.device)[:, None]  # every token counts
+
+    loss: Any = import_module("llm_pretrain.model.kernels.loss")
+    in_ratio = loss._in_ratio
+
+    def is_in_ratio(grad_loss: Tensor, *rest: Any) -> bool:
+        return grad_loss.device.type == "cpu" or in_ratio(grad_loss, *rest)
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(Tensor, "nonzero", nonzero))
+        stack.enter_context(patch.object(loss, "_in_ratio", is_in_ratio))
+        stack.enter_context(patch.object(script.TorchrunEngine, "sum_integers", sum_integers))
+        stack.enter_context(patch.object(StepMonitor, "_decide", decide))
+        stack.enter_context(patch("llm_pretrain.model.kernels.attention._offsets", row_offsets))
+        stack.enter_context(patch.object(fsdp, "set_timeout"))
+        for name in ("_concatenate", "_unflatten", "_flatten", "__getitem__"):
+            stack.enter_context(_outside_fakes(DeviceMesh, name))
+        for module in (_fsdp_init, device_mesh):
+            stack.enter_context(_outside_fakes(module, "init_device_mesh"))
+        yield
+
+
+def _outside_fakes(owner: Any, name: str) -> Any:
+    """A block in which a function of a class or module makes real tensors."""
+    original = owner.__dict__[name]
+    is_static = isinstance(original, staticmethod)
+    function = original.__func__ if is_static else original
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with unset_fake_temporarily():
+            return function(*args, **kwargs)
+
+    return patch.object(owner, name, staticmethod(call) if is_static else call)

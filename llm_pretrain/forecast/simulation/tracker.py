@@ -1,0 +1,289 @@
+"""What a step does: the storages that exist at any time, its collectives, and its operations."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from llm_pretrain.optim.sharded import to_local
+
+_KINDS = {
+    "_allgather_base_": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "allreduce_": "all_reduce",
+    "all_reduce": "all_reduce",
+    "alltoall_base_": "all_to_all",
+    "allgather_": "all_gather",
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "broadcast_": "broadcast",
+    "send": "send",
+    "recv_": "receive",
+}
+"""torch's operation -> kind of collective."""
+
+PARAMETERS = "parameters"
+GRADIENTS = "gradients"
+OPTIMIZER = "optimizer state"
+GATHERED = "gathered parameters"
+WHOLE_GRADIENTS = "gradients before they are reduced"
+ACTIVATIONS = "activations"
+BATCHES = "batches and buffers"
+TEMPORARIES = "temporaries"
+
+
+class Collective(NamedTuple):
+    """One collective of a step.
+
+    Args:
+        kind: `all_gather`, `reduce_scatter`, `all_reduce`, `all_to_all`, `broadcast`; or `send` or `receive`
+            between neighbouring stages of a pipeline.
+        group: `world`, or the mesh dimension's name.
+        ranks: Of the group.
+        size: Bytes of a rank's largest tensor: what it has after an all-gather, and before the others.
+        on_host: Whether the tensor is on the host.
+        phase: `forward`, `backward` or `update`.
+        micro_batch: Number of the micro batch, from 0; -1 before the first.
+        of_shards: Whether FSDP gathers parameters or reduces gradients by it. Others are parts of a layer's
+            computation.
+    """
+
+    kind: str
+    group: str
+    ranks: tuple[int, ...]
+    size: int
+    on_host: bool
+    phase: str
+    micro_batch: int
+    of_shards: bool = False
+
+
+class Tracker(TorchDispatchMode):
+    """Inside it, every storage on the device is counted while it exists, and every collective is recorded.
+
+    Args:
+        device: Type of the device.
+        observe: Called with every operation that is no collective.
+    """
+
+    def __init__(self, device: str, observe: Any = None):
+        super().__init__()
+        self.device, self.observe = device, observe
+        self.collectives: list[Collective] = []
+        self.phase, self.micro_batch = "start", -1
+        self._serials: dict[int, int] = {}
+        self._kinds: list[str] = []
+        self._log: list[tuple[int, int]] = []
+        """(serial number of a storage, its size from here on)."""
+        self._reduced: list[tuple[int, int, int]] = []
+        """Micro batch and layer of each reduction of FSDP, and its place in the log."""
+        self._buffers: set[int] = set()
+        """Storages that FSDP gathers to or reduces from next."""
+        self._start = 0
+        self._phases: list[tuple[int, str]] = []
+        """Places in the log at which phases begin."""
+        self._is_paused = False
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """A block that is tracked, including the storages that it frees or resizes in place."""
+        resize, tracker = torch.UntypedStorage.resize_, self
+
+        def resized(storage: Any, size: int) -> Any:
+            made = resize(storage, size)
+            tracker._note(storage, GATHERED)
+            tracker._kinds[tracker._serials[storage._cdata]] = GATHERED
+            tracker._log.append((tracker._serials[storage._cdata], size))
+            return made
+
+        infer = ShardingPropagator._propagate_tensor_meta_non_cached
+
+        def inferred(*arguments: Any) -> Any:
+            """DTensor infers shapes on fake tensors, which are no memory."""
+            self._is_paused = True
+            try:
+                return infer(*arguments)
+            finally:
+                self._is_paused = False
+
+        with (
+            patch.object(torch.UntypedStorage, "resize_", resized),
+            patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", inferred),
+            self,
+        ):
+            yield
+
+    def begin_step(self) -> None:
+        """Peak, collectives and operations are those from here on."""
+        self.collectives.clear()
+        self._reduced.clear()
+        self.micro_batch = -1
+        self._start = len(self._log)
+        self._phases = [(self._start, "start")]
+
+    def name(self, kind: str, tensors: Iterable[Any]) -> None:
+        """Say what tensors are; a later name counts, but for the state of the model."""
+        for tensor in tensors:
+            storage = to_local(tensor).untyped_storage()
+            serial = self._serials.get(storage._cdata)
+            if serial is not None and self._kinds[serial] not in (PARAMETERS, OPTIMIZER):
+                self._kinds[serial] = kind
+
+    def peak(self) -> tuple[int, dict[str, int]]:
+        """Most bytes since `begin_step`, and those of each kind of tensor then, largest first."""
+        totals = self.totals()
+        place = max(range(self._start, len(totals)), key=totals.__getitem__)
+        sizes = dict(self._log[: place + 1])  # the last size of each
+        held: dict[str, int] = {}
+        for serial, size in sizes.items():
+            held[self._kinds[serial]] = held.get(self._kinds[serial], 0) + size
+        kinds = sorted(held, key=held.__getitem__, reverse=True)
+        return totals[place], {kind: held[kind] for kind in kinds if held[kind]}
+
+    def highest(self, layers: int) -> dict[str, int]:
+        """Most bytes in each part of a step with sharded parameters; each part's is linear in the layers.
+
+        The parts are of the last micro batch, which has most gradients: the forward pass, and the backward
+        pass until it has reduced the gradients of its first layer, of its second one, which has the first
+        one's beside it, of the last but one, which gathers the last one's parameters, of the last one, and of
+        everything. In the layers between, memory rises or falls evenly. Of a pipeline they are the phases.
+        """
+        totals = self.totals()
+        ends = {layer: place for number, layer, place in self._reduced if number == self.micro_batch}
+        if len(ends) < layers or layers < 3:  # nothing is sharded, or other stages have layers
+            found: dict[str, int] = {}
+            for (start, phase), (end, _) in itertools.pairwise([*self._phases, (len(totals) - 1, "")]):
+                found[phase] = max([found.get(phase, 0), *totals[start : end + 1]])
+            return found
+        begins = {phase: place for place, phase in self._phases}  # the last of each
+        begun, turned = begins["forward"], begins["backward"]
+        parts = {
+            "forward": (begun, turned),
+            "first layer": (turned, ends[layers - 1]),
+            "second layer": (ends[layers - 1], ends[layers - 2]),
+            "last layer but one": (ends[2], ends[1]),
+            "last layer": (ends[1], ends[0]),
+            "end": (ends[0], len(totals) - 1),
+        }
+        return {name: max(totals[start : end + 1]) for name, (start, end) in parts.items()}
+
+    def enter(self, phase: str, micro_batch: int) -> None:
+        """Say that a phase of a micro batch begins."""
+        self.phase, self.micro_batch = phase, micro_batch
+        self._phases.append((len(self._log), phase))
+
+    def reduced(self, layer: int) -> None:
+        """Say that FSDP has reduced gradients of a layer, of which there may be several groups."""
+        self._reduced.append((self.micro_batch, layer, len(self._log)))
+
+    def totals(self) -> list[int]:
+        """Bytes after each entry of the log."""
+        sizes = [0] * len(self._kinds)
+        total, totals = 0, []
+        for serial, size in self._log:
+            total += size - sizes[serial]
+            sizes[serial] = size
+            totals.append(total)
+        return totals
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented  # its own operations and collectives follow
+        out = func(*args, **(kwargs or {}))
+        if self._is_paused:
+            return out
+        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        made = [each for each in tree_leaves(out) if isinstance(each, Tensor)]
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self._collective(func, args, given)
+        elif func.namespace == "fsdp":
+            self.name(WHOLE_GRADIENTS if func._opname == "chunk_cat" else GATHERED, given)
+            self._buffers = {_storage(each) for each in (*given, *made)}
+        if func is torch.ops.aten.add.Tensor and _is_sum_of_gradients():
+            self._replace(args[1])
+        for each in made:
+            tensor = to_local(each)
+            if tensor.device.type == self.device:
+                self._note(tensor.untyped_storage(), self._kind())
+        if self.observe is not None and func.namespace not in ("c10d", "_c10d_functional"):
+            self.observe(func, args, given, made)
+        return out
+
+    def _kind(self) -> str:
+        return {"start": BATCHES, "forward": ACTIVATIONS}.get(self.phase, TEMPORARIES)
+
+    def _note(self, storage: Any, kind: str) -> None:
+        """Count a storage from its first appearance on."""
+        key = storage._cdata
+        if key in self._serials:
+            return
+        serial = self._serials[key] = len(self._kinds)
+        self._kinds.append(kind)
+        self._log.append((serial, storage.size()))
+        weakref.finalize(storage, self._free, key).atexit = False
+
+    def _replace(self, tensor: Tensor) -> None:
+        """Count a tensor no longer, whose place the result of an operation takes."""
+        if (serial := self._serials.get(tensor.untyped_storage()._cdata)) is not None:
+            self._log.append((serial, 0))
+
+    def _free(self, key: int) -> None:
+        self._log.append((self._serials.pop(key), 0))
+        self._buffers.discard(key)
+
+    def _collective(self, func: Any, args: Any, given: list[Tensor]) -> None:
+        kind = _KINDS.get(func._opname)
+        if kind is None:  # such as the wait for a result
+            return
+        group = _group(tree_leaves(args))
+        largest = max(given, key=lambda each: each.numel() * each.element_size())
+        size, ranks = largest.numel() * largest.element_size(), tuple(dist.get_process_group_ranks(group))
+        on_host = largest.device.type != self.device
+        name = group.group_desc.removeprefix("mesh_") if len(ranks) < dist.get_world_size() else "world"
+        of_shards = _storage(largest) in self._buffers
+        self.collectives.append(
+            Collective(kind, name, ranks, size, on_host, self.phase, self.micro_batch, of_shards)
+        )
+        if kind == "all_gather" and of_shards:
+            self.name(GATHERED, [largest])
+        elif kind == "reduce_scatter" and of_shards:
+            self.name(GRADIENTS, given)
+            self.name(WHOLE_GRADIENTS, [largest])
+
+
+def _storage(tensor: Tensor) -> int:
+    return to_local(tensor).untyped_storage()._cdata
+
+
+def _is_sum_of_gradients() -> bool:
+    """Whether autograd itself, and no Python code, called the operation that is being dispatched.
+
+    It adds two gradients of a tensor in place, except of fake tensors and while operations are observed.
+    """
+    frame = sys._getframe(1).f_back
+    while frame is not None and frame.f_code.co_name in ("_fn", "inner"):  # torch's, around a dispatch
+        frame = frame.f_back
+    return frame is None or frame.f_code.co_name == "_engine_run_backward"
+
+
+def _group(arguments: list[Any]) -> Any:
+    """The process group among an operation's arguments: an object, or its name as the last text."""
+    for each in arguments:
+        if type(each).__name__ == "ScriptObject" and "ProcessGroup" in str(each._type()):
+            return dist.ProcessGroup.unbox(each)
+    names = [each for each in arguments if isinstance(each, str)]
+    distributed: Any = dist.distributed_c10d
+    return distributed._resolve_process_group(names[-1])

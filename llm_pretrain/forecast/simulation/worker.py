@@ -1,0 +1,115 @@
+"""Simulates steps in a process of its own, since the simulated GPU changes all of torch.
+
+    python -m llm_pretrain.forecast.simulation.worker
+
+Standard input is one JSON object a line, a `Job`; standard output one line for each, its result.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from llm_pretrain.config.loading import compiles, load_config
+from llm_pretrain.config.tree import Config
+from llm_pretrain.errors import PretrainError
+from llm_pretrain.forecast.simulation.device import gpu_kernels, register
+from llm_pretrain.forecast.simulation.timing import Roofline, step_time
+from llm_pretrain.forecast.simulation.trace import Trace, traced_step
+from llm_pretrain.hardware import Machine
+
+
+@dataclass
+class Job:
+    """What to simulate.
+
+    Args:
+        options: Of the scripts.
+        world_size: Ranks.
+        machine: Fields of `Machine`; None for the CPU.
+        layers: Of the model; None for the configuration's.
+        rank: That is simulated.
+    """
+
+    options: list[str]
+    world_size: int
+    machine: dict[str, Any] | None = None
+    layers: int | None = None
+    rank: int = 0
+
+
+@contextmanager
+def fake_ranks(world_size: int, backend: str, rank: int = 0) -> Iterator[None]:
+    """A process group of which this is a rank; nothing is sent."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group(backend, rank=rank, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def job_config(job: Job) -> Config:
+    """The configuration of a job, with layers that are not compiled."""
+    config = load_config(job.options, needs_data=False, has_bf16=True, world_size=job.world_size)
+    training = replace(config.training, compile="off")
+    model = replace(config.model, num_hidden_layers=job.layers or config.model.num_hidden_layers)
+    return replace(config, training=training, model=model)
+
+
+def simulate(job: Job) -> dict[str, Any]:
+    """Trace a job's step; its result as plain data."""
+    device = register() if job.machine else torch.device("cpu")
+    config, roofline, machine = job_config(job), None, None
+    if job.machine:
+        machine = Machine(**job.machine)
+        as_given = load_config(job.options, needs_data=False, has_bf16=True, world_size=job.world_size)
+        fuses = compiles(as_given, job.world_size, on_gpu=True)
+        roofline = Roofline(machine, fuses=fuses, length=config.training.sequence_length)
+    capability = divmod(machine.capability, 10) if machine else None
+    backend = "cpu:fake,simulated:fake_simulated" if machine else "fake"
+    kernels = gpu_kernels(capability) if capability else nullcontext()
+    with fake_ranks(job.world_size, backend, job.rank), kernels:
+        trace = traced_step(config, device, observe=roofline)
+    found = asdict(trace) | {"collectives": grouped(trace, machine.gpus_per_node if machine else 1)}
+    if machine and roofline:
+        found["time"] = asdict(step_time(roofline, trace, machine))
+    return found
+
+
+def grouped(trace: Trace, gpus_per_node: int = 1) -> list[dict[str, Any]]:
+    """Collectives of a step by kind, group, and its ranks and nodes, in the order of their first."""
+    rows: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for each in trace.collectives:
+        nodes = len({rank // gpus_per_node for rank in each.ranks})
+        key = (each.kind, each.group, len(each.ranks), nodes, each.on_host)
+        names = ("kind", "group", "ranks", "nodes", "on_host")
+        row = rows.setdefault(key, dict(zip(names, key, strict=True)) | {"count": 0, "bytes": 0})
+        times = trace.repeats if each.micro_batch == trace.alike else 1
+        row["count"] += times
+        row["bytes"] += times * each.size
+        row["smallest"] = min(row.get("smallest", each.size), each.size)
+    return list(rows.values())
+
+
+def main() -> None:
+    """Answer the jobs of standard input."""
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        try:
+            result = simulate(Job(**json.loads(line)))
+        except PretrainError as error:
+            result = {"errors": str(error).splitlines()}
+        print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()

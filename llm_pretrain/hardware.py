@@ -1,0 +1,246 @@
+"""What computes: GPUs and links by their data sheets, memory in use, and the facts that decide the bits.
+
+Nothing reaches the speeds of data sheets.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+import re
+import subprocess
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from mmap import PAGESIZE
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llm_pretrain.version import __version__
+
+if TYPE_CHECKING:
+    import torch
+
+_PEAK_TERAFLOPS: tuple[tuple[str, float], ...] = (
+    # NVIDIA data-centre datasheets; the first matching pattern counts, so variants come first
+    (r"\bGB300\b|\bB300\b", 2500.0),
+    (r"\bGB200\b", 2500.0),
+    (r"\bB200\b", 2250.0),
+    (r"\bB100\b", 1750.0),
+    (r"\bGH200\b", 989.4),
+    (r"\bH200 NVL\b", 835.5),
+    (r"\bH200\b", 989.4),
+    (r"\bH100 NVL\b", 835.5),
+    (r"\bH[18]00\b.*PCIe", 756.0),
+    (r"\bH[18]00\b", 989.4),
+    (r"\bH20\b", 148.0),
+    (r"\bA[18]00\b", 312.0),
+    (r"\bA30\b", 165.0),
+    (r"\bA40\b", 149.7),
+    (r"\bA10G\b", 70.0),
+    (r"\bA10\b", 125.0),
+    (r"\bL40S\b", 362.05),
+    (r"\bL40\b", 181.05),
+    (r"\bL4\b", 121.0),
+    (r"\bV100\b.*PCIe", 112.0),
+    (r"\bV100\b", 125.0),
+    (r"\bT4\b", 65.0),
+    # NVIDIA workstation and GeForce: architecture whitepapers
+    (r"\bRTX 6000 Ada\b", 364.2),
+    (r"\bRTX A6000\b", 154.8),
+    (r"\bRTX 5090\b", 209.5),
+    (r"\b4090\b", 165.2),
+    (r"\bRTX 3090 Ti\b", 80.0),
+    (r"\bRTX 3090\b", 71.0),
+    # AMD Instinct datasheets
+    (r"\bMI355X\b", 2516.6),
+    (r"\bMI3(00|25)X\b", 1307.4),
+    (r"\bMI250X\b", 383.0),
+)
+"""From the vendors' datasheets: dense (no structured sparsity), bf16 with fp32 accumulation; fp16 for devices
+without bf16 (V100, T4). Not measured."""
+GPU_GB = {
+    "t4": 16, "v100": 32, "a10": 24, "a10g": 24, "a30": 24, "a40": 48, "a100": 80, "a800": 80, "l4": 24,
+    "l40": 48, "l40s": 48, "h20": 96, "h100": 80, "h800": 80, "h200": 141, "gh200": 96, "b100": 192,
+    "b200": 180, "b300": 288, "gb200": 186, "gb300": 288, "mi300x": 192, "mi325x": 256, "mi355x": 288,
+    "4090": 24,
+}  # fmt: skip
+"""Memory in GB, by the vendors' datasheets; the larger variant where there are two."""
+DEFAULT_MFU = 0.4
+"""Share of a GPU's peak that a run is expected to reach."""
+
+
+def device_peak_flops(device_name: str) -> float | None:
+    """Peak dense bf16 floating-point operations per second of a device.
+
+    Args:
+        device_name: As `torch.cuda.get_device_name` gives it, such as `NVIDIA H100 80GB HBM3`.
+
+    Returns:
+        The datasheet's value, or None for a device that is not in the table (a CPU, say).
+    """
+    for pattern, teraflops in _PEAK_TERAFLOPS:
+        if re.search(pattern, device_name, flags=re.IGNORECASE):
+            return teraflops * 1e12
+    return None
+
+
+@dataclass(frozen=True)
+class Machine:
+    """GPUs of one kind, in equal nodes.
+
+    Args:
+        memory_gb: Of a GPU.
+        bf16_tflops: Dense products in bf16 or fp16.
+        fp32_tflops: In fp32, without tensor cores.
+        memory_gb_per_second: Bandwidth of a GPU's memory.
+        gpus_per_node: GPUs that the inner link connects.
+        nvlink_gb_per_second: Of a GPU to the others of its node, in one direction.
+        network_gb_per_second: Of a GPU's share of its node's network, in one direction.
+        nvlink_microseconds: Time of one hop inside a node, whatever is sent.
+        network_microseconds: The same between nodes. Both are NCCL's own for large messages (`hwLat` in
+            src/graph/tuning.cc).
+        capability: CUDA's compute capability times 10, which decides the kernels.
+    """
+
+    memory_gb: float
+    bf16_tflops: float
+    fp32_tflops: float
+    memory_gb_per_second: float
+    gpus_per_node: int
+    nvlink_gb_per_second: float
+    network_gb_per_second: float
+    nvlink_microseconds: float = 3.4
+    network_microseconds: float = 14.0
+    capability: int = 90
+
+
+def _machine(gpu: str, *numbers: float, capability: int) -> Machine:
+    flops = device_peak_flops(gpu)
+    assert flops is not None, gpu
+    fp32, memory, per_node, nvlink, network = numbers
+    return Machine(
+        GPU_GB[gpu], flops / 1e12, fp32, memory, int(per_node), nvlink, network, capability=capability
+    )
+
+
+MACHINES = {
+    # NVIDIA's data sheets of the GPU (SXM) and of DGX A100, H100, H200, B200: a network card for each GPU
+    "a100": _machine("a100", 19.5, 2039, 8, 300, 25, capability=80),
+    "h100": _machine("h100", 66.9, 3350, 8, 450, 50, capability=90),
+    "h200": _machine("h200", 66.9, 4800, 8, 450, 50, capability=90),
+    "b200": _machine("b200", 75, 8000, 8, 900, 50, capability=100),
+    # NVIDIA's Ada whitepaper, appendix A; PCIe 4.0 x16 instead of NVLink; 100 Gbit/s for a node, assumed
+    "4090": _machine("4090", 82.6, 1008, 8, 32, 1.6, capability=89),
+}
+"""Common clusters by the name of their GPU."""
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Memory in use, in bytes: the peak of a CUDA device, else the resident size of the process."""
+    if device.type == "cuda":
+        import torch
+
+        return torch.cuda.max_memory_allocated(device)
+    # read at every row; psutil takes three times as long
+    with suppress(OSError), open("/proc/self/statm", "rb", buffering=0) as file:
+        return int(file.read().split()[1]) * PAGESIZE
+    import psutil
+
+    return psutil.Process().memory_info().rss
+
+
+def size_text(number: int) -> str:
+    """A number of bytes as text, such as `1.5 GiB`, in the largest unit of which there is at least one."""
+    size = float(number)
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+ARITHMETIC_VARIABLES = (
+    "ACCELERATE_DEEPSPEED_ZERO_STAGE",
+    "ATEN_CPU_CAPABILITY",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "DNNL_MAX_CPU_ISA",
+    "MKL_CBWR",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "NCCL_ALGO",
+    "NCCL_PROTO",
+    "NVIDIA_TF32_OVERRIDE",
+    "ONEDNN_DEFAULT_FPMATH_MODE",
+    "ONEDNN_MAX_CPU_ISA",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    "TORCHDYNAMO_DISABLE",
+)
+"""Environment variables that change the arithmetic or the collectives."""
+_DECIDES_ARITHMETIC = ("torch", "llm_pretrain", "device", "cpu_capability", "cpu_threads")
+
+
+def environment(device: torch.device) -> dict[str, str | None]:
+    """Versions, hardware, git revision and those of `ARITHMETIC_VARIABLES` that are set in this process."""
+    import torch
+
+    variables = {name: os.environ[name] for name in ARITHMETIC_VARIABLES if name in os.environ}
+    return variables | {
+        "torch": torch.__version__,
+        "llm_pretrain": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability() if device.type == "cpu" else None,
+        "cpu_threads": str(torch.get_num_threads()) if device.type == "cpu" else None,
+        "git_revision": _git_revision(),
+    }
+
+
+def environment_changes(saved: dict[str, str | None], device: torch.device) -> list[str]:
+    """One warning per difference from the saved environment that may change the last bits of results."""
+    return [
+        f"{change}: training continues, but not bit for bit"
+        for change in arithmetic_changes(saved, environment(device), "when the checkpoint was saved")
+    ]
+
+
+def arithmetic_changes(
+    saved: Mapping[str, str | None], current: Mapping[str, str | None], then: str
+) -> list[str]:
+    """One line per difference of two environments that may change the last bits of results.
+
+    `then` says when the saved one was.
+    """
+    return [
+        f"{key} was {saved.get(key, 'unset')} {then} and is {current.get(key, 'unset')} now"
+        for key in (*_DECIDES_ARITHMETIC, *ARITHMETIC_VARIABLES)
+        if saved.get(key) != current.get(key)
+    ]
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+@functools.cache
+def _git_revision() -> str | None:
+    """Commit of the framework's own checkout, `-dirty` with local changes; None when installed."""
+    folder = Path(__file__).parent
+    git = ["git", "--no-optional-locks", "-C", str(folder)]
+    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 10}
+    try:
+        # An installed package may lie inside the repository of another project.
+        subprocess.run([*git, "ls-files", "--error-unmatch", "__init__.py"], check=True, **options)
+        described = subprocess.run(
+            [*git, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"], check=True, **options
+        )
+        return described.stdout.strip() or None
+    except (OSError, subprocess.SubprocessError):
+        return None

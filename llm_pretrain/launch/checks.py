@@ -1,0 +1,309 @@
+"""Checks that the launcher's environment agrees with the configuration."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+from llm_pretrain.config.tree import Config
+from llm_pretrain.config.yaml_text import YamlError, read_yaml_file
+from llm_pretrain.errors import ConfigError
+
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+MASTER_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
+_UNSUPPORTED_ZERO = ("offload_optimizer_device", "offload_param_device", "deepspeed_config_file")
+"""Accelerate's settings for DeepSpeed that no field of the configuration corresponds to."""
+_WRITTEN_BY_ACCELERATE = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "FSDP_CPU_RAM_EFFICIENT_LOADING")
+
+
+def check_environment() -> None:
+    """Stop when only some of a launcher's variables are set, as when they are set by hand.
+
+    With some of them missing, one of several processes would train alone, or wait forever for the others.
+
+    Raises:
+        ConfigError: naming the variables that are missing or not a number.
+    """
+    _check_elastic()
+    _check_number("WORLD_SIZE", 1, None)
+    _check_number("LOCAL_WORLD_SIZE", 1, int(os.environ.get("WORLD_SIZE") or 1), "WORLD_SIZE")
+    if not any(os.environ.get(name) for name in RANK_VARIABLES):
+        return
+    missing = [name for name in (*RANK_VARIABLES, *MASTER_VARIABLES) if not os.environ.get(name)]
+    if missing:
+        found = ", ".join(f"{name}={os.environ[name]}" for name in RANK_VARIABLES if os.environ.get(name))
+        raise ConfigError(
+            f"launch: expected {', '.join((*RANK_VARIABLES, *MASTER_VARIABLES))} together in the "
+            f"environment, found {found} without {', '.join(missing)}; set or unset all of them"
+        )
+    for name in ("RANK", "LOCAL_RANK"):
+        _check_number(name, 0, int(os.environ["WORLD_SIZE"]) - 1, "WORLD_SIZE - 1")
+    _check_number("MASTER_PORT", 1, (1 << 16) - 1)
+
+
+def _check_number(name: str, low: int, high: int | None, meaning: str = "") -> None:
+    """Raise ConfigError unless an environment variable is empty, unset or an integer from `low` to `high`."""
+    value = os.environ.get(name)
+    if not value or (value.isdecimal() and low <= int(value) and (high is None or int(value) <= high)):
+        return
+    end = "or more" if high is None else f"to {meaning} ({high})" if meaning else f"to {high}"
+    raise ConfigError(f"{name}: expected {low} {end} in the environment, found {value!r}")
+
+
+def check_world_size(world_size: int) -> None:
+    """Stop when the size of the process group differs from the launcher's number of processes.
+
+    `accelerate launch --cpu --num_processes 2` silently starts one process, and a process group of one in
+    each torchrun worker would train W unconnected models.
+
+    Raises:
+        ConfigError: naming both numbers and a command that works.
+    """
+    asked = max(int(os.environ.get("WORLD_SIZE") or 1), _requested_processes() or 1)
+    if asked != world_size:
+        raise ConfigError(
+            f"launch: {asked} processes were asked for, {world_size} joined the process group; on CPU use "
+            "`accelerate launch --config_file configs/accelerate/cpu2.yaml train_pretrain_accelerate.py ...` "
+            "or `torchrun --nproc_per_node N train_pretrain.py ...`"
+        )
+
+
+def _check_elastic() -> None:
+    """Stop when torchrun may start with fewer machines, and could not take in another one later.
+
+    An agent that shares its store with its workers names the store only to agents of its first rendezvous: a
+    new one waits for a minute, and then both fail (torch 2.13, `DynamicRendezvousHandler.next_rendezvous`).
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--nnodes", default=os.environ.get("PET_NNODES", "1"))
+    nodes = parser.parse_known_args(_parents_command())[0].nnodes
+    fewest, _, most = nodes.partition(":")
+    if most not in ("", fewest):
+        raise ConfigError(
+            f"launch: expected TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in torchrun's environment with --nnodes "
+            f"{nodes}, found none; without it torch cannot take in a machine that comes later"
+        )
+
+
+def _parents_command() -> list[str]:
+    """The words with which the parent process was started; none if it is another user's."""
+    try:
+        parent = psutil.Process().parent()
+        return parent.cmdline() if parent else []
+    except psutil.Error:
+        return []
+
+
+def accelerate_launch_arguments() -> list[str]:
+    """Arguments of the parent process if it is `accelerate launch`, else an empty list."""
+    command = _parents_command()
+    for index, word in enumerate(command):
+        if word == "launch" and "accelerate" in " ".join(command[:index]):
+            return command[index + 1 :]
+        if word.endswith(("accelerate-launch", "accelerate.commands.launch")):
+            return command[index + 1 :]
+    return []
+
+
+def default_accelerate_file() -> Path:
+    """The file that `accelerate launch` reads without `--config_file`: below HF_HOME or the cache folder."""
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    home = os.environ.get("HF_HOME") or os.path.join(cache, "huggingface")
+    return Path(home).expanduser() / "accelerate" / "default_config.yaml"
+
+
+def _requested_processes() -> int | None:
+    """`--num_processes` of the parent `accelerate launch`, or of its file; None if neither sets it."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--num_processes", "--num-processes", type=int)
+    parser.add_argument("--config_file", "--config-file")
+    arguments = accelerate_launch_arguments()
+    script = next((i for i, word in enumerate(arguments) if word.endswith(".py")), len(arguments))
+    known, _ = parser.parse_known_args(arguments[:script])
+    if known.num_processes is not None or not arguments:
+        return known.num_processes
+    try:
+        settings = read_yaml_file(known.config_file or default_accelerate_file())
+    except (OSError, ValueError, YamlError):
+        return None
+    count = settings.get("num_processes") if isinstance(settings, dict) else None
+    return count if isinstance(count, int) else None
+
+
+@contextmanager
+def preserved_environment() -> Iterator[None]:
+    """Restore the environment variables in which `Accelerator` records its plugin.
+
+    A later run in the same process (a notebook) would read them as a launcher's settings.
+    """
+    before = {name: os.environ.get(name) for name in _WRITTEN_BY_ACCELERATE}
+    yield
+    for name, value in before.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
+
+
+def check_accelerate_settings(config: Config, accumulation_steps: int) -> None:
+    """Stop when `accelerate launch` or its YAML file asks for something other than the configuration.
+
+    `accelerate launch` passes its settings in the environment. "no" and 1 are not compared, since they are
+    also the defaults.
+
+    Raises:
+        ConfigError: every disagreement, with both values.
+    """
+    getenv, precision = os.environ.get, config.training.precision
+    problems = []
+    launched = getenv("ACCELERATE_MIXED_PRECISION", "no")
+    if launched not in ("no", precision):
+        problems.append(f"training.precision: {precision}, but accelerate's mixed_precision is {launched}")
+    launched = getenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
+    if launched not in ("1", "auto", str(accumulation_steps)):
+        problems.append(
+            f"training.global_batch_size: makes {accumulation_steps} accumulation steps, but accelerate's "
+            f"gradient_accumulation_steps is {launched}"
+        )
+    strategy = config.distributed.strategy
+    for other, variable in (("fsdp", "ACCELERATE_USE_FSDP"), ("deepspeed", "ACCELERATE_USE_DEEPSPEED")):
+        if _is_on(variable) and other != strategy:
+            problems.append(f"distributed.strategy: {strategy}, but accelerate runs {other}")
+    if (stages := config.distributed.mesh(int(getenv("WORLD_SIZE") or 1)).pp) > 1:
+        raise ConfigError(
+            f"distributed.pp_size: expected 1 with accelerate, found {stages}, which train_pretrain.py runs; "
+            "start that with torchrun"
+        )
+    if (earlier := _earlier_strategy()) and "deepspeed" in (strategy, earlier):
+        raise ConfigError(
+            f"distributed.strategy: {strategy}, but Accelerate has set up {earlier} in this process "
+            "before, which cannot be changed; restart the notebook's kernel"
+        )
+    problems += _unsupported_settings(config)
+    if strategy == "deepspeed":
+        problems += _zero_problems(config)
+    if problems:
+        raise ConfigError(*(f"{problem}; make them agree" for problem in problems))
+
+
+def _earlier_strategy() -> str | None:
+    """The strategy of an earlier run in this process; None without one."""
+    state = sys.modules.get("accelerate.state")
+    if state is None or not state.is_initialized():
+        return None
+    # the constructor would read the environment, whose settings may be invalid
+    kind = state.AcceleratorState._shared_state["distributed_type"]
+    return "deepspeed" if kind.value == "DEEPSPEED" else "ddp or fsdp"
+
+
+def _unsupported_settings(config: Config) -> Iterator[str]:
+    """Settings of accelerate that change the model and that no field of the configuration corresponds to.
+
+    A model compiled by accelerate sums in another order than the other script's, and a model that needs
+    offloading to fit would run out of memory.
+    """
+    getenv = os.environ.get
+    if (backend := getenv("ACCELERATE_DYNAMO_BACKEND", "no").lower()) != "no":
+        yield f"training.compile: compiles the model, but accelerate's dynamo_backend is {backend}, not no"
+    if device := getenv("ACCELERATE_TORCH_DEVICE"):
+        yield f"launch: runs on the machine's GPU or else its CPU, but ACCELERATE_TORCH_DEVICE is {device}"
+    if _is_on("ACCELERATE_USE_MEGATRON_LM"):
+        yield f"distributed.strategy: {config.distributed.strategy}, but accelerate's use_megatron_lm is true"
+    if _is_on("ACCELERATE_USE_PARALLELISM_CONFIG"):
+        yield from _mesh_problems(config)
+    if not _is_on("ACCELERATE_USE_FSDP"):
+        return
+    if config.distributed.strategy == "fsdp" and (version := getenv("FSDP_VERSION", "1")) != "2":
+        yield (
+            f"distributed.strategy: fsdp is FSDP version 2, but accelerate runs fsdp_version {version} (set "
+            "fsdp_version: 2 under fsdp_config, as configs/accelerate/fsdp2.yaml does)"
+        )
+    if _is_on("FSDP_OFFLOAD_PARAMS"):
+        yield ("distributed.strategy: fsdp does not offload, but accelerate's fsdp_offload_params is true")
+    if _is_on("FSDP_ACTIVATION_CHECKPOINTING") and not config.training.activation_checkpointing:
+        yield (
+            "training.activation_checkpointing: false, but accelerate's fsdp_activation_checkpointing is true"
+        )
+
+
+def _mesh_problems(config: Config) -> Iterator[str]:
+    """Differences between the mesh that was launched and the configured one."""
+    if not config.distributed.mesh(int(os.environ.get("WORLD_SIZE") or 1)).is_data_parallel:
+        yield "distributed.cp_size, tp_size: not accelerate's, but its use_parallelism_config is true"
+        return
+    replicas = config.distributed.dp_replicate_size
+    shards = config.distributed.shard_size(int(os.environ.get("WORLD_SIZE") or 1))
+    if replicas == 1:
+        yield "distributed.dp_replicate_size: 1, but accelerate's use_parallelism_config is true"
+        return
+    own = {"dp_replicate_size": replicas, "dp_shard_size": shards}
+    for name in (*own, "tp_size", "cp_size", "sp_size"):
+        launched = os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}", "1")
+        if launched not in ("1", str(own.get(name, 1))):
+            ours = f"distributed.{name}: {own[name]}" if name in own else f"launch: {name} is not supported"
+            yield f"{ours}, but accelerate's parallelism_config has {launched}"
+
+
+def _zero_problems(config: Config) -> Iterator[str]:
+    """Differences between the ZeRO that was launched and the one that the configuration describes.
+
+    Unsupported settings (offloading, a DeepSpeed configuration file) would silently apply or be dropped.
+    """
+    getenv, zero_stage = os.environ.get, config.distributed.zero_stage
+    if _is_on("ACCELERATE_USE_CPU"):  # as cpu2.yaml says
+        yield (
+            "distributed.strategy: deepspeed, but accelerate's use_cpu is true, which selects ddp "
+            "(configs/accelerate/zero2.yaml runs on a CPU too)"
+        )
+    launched = getenv("ACCELERATE_DEEPSPEED_ZERO_STAGE")
+    if launched is not None and launched != str(zero_stage or launched):
+        yield f"distributed.zero_stage: {zero_stage}, but accelerate's zero_stage is {launched}"
+    if launched not in (None, "1", "2", "3"):
+        yield f"distributed.zero_stage: 1, 2 or 3, but accelerate's zero_stage is {launched}"
+    launched, max_norm = getenv("ACCELERATE_GRADIENT_CLIPPING", "auto"), config.training.max_grad_norm
+    if launched != "auto" and _number(launched) != max_norm:
+        yield f"training.max_grad_norm: {max_norm}, but accelerate's gradient_clipping is {launched}"
+    for name in _UNSUPPORTED_ZERO:
+        launched = getenv(f"ACCELERATE_DEEPSPEED_{name.removeprefix('deepspeed_').upper()}", "none")
+        if launched != "none":
+            yield f"distributed.strategy: deepspeed does not support {name}, but accelerate's is {launched}"
+
+
+def _is_on(variable: str) -> bool:
+    return os.environ.get(variable, "false").lower() in ("1", "true", "yes")
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def check_strategy(config: Config, distributed_type: str, world_size: int) -> None:
+    """Stop when Accelerate has set up another strategy than the configuration asks for.
+
+    Accelerate silently turns an FSDP plugin that it cannot use, for example on a CPU, into DDP, with the
+    whole model in every process.
+
+    Args:
+        config: What is asked for.
+        distributed_type: What Accelerate has set up, as `Accelerator.distributed_type` names it.
+        world_size: With one process nothing is sharded, and nothing is checked.
+
+    Raises:
+        ConfigError: naming both.
+    """
+    found = {"FSDP": "fsdp", "DEEPSPEED": "deepspeed"}.get(distributed_type, "ddp")
+    if world_size > 1 and found != config.distributed.strategy:
+        raise ConfigError(
+            f"distributed.strategy: {config.distributed.strategy}, but Accelerate has set up {found} "
+            f"({distributed_type}); see configs/accelerate/ for files that launch each strategy"
+        )

@@ -1,0 +1,333 @@
+"""Starts the entry scripts as a user would, reads the files that they write, and kills process trees."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from llm_pretrain.config.loading import PRESETS
+from llm_pretrain.config.yaml_text import read_yaml_file
+
+PACKAGE_ROOT = Path(__file__).resolve().parent.parent.parent
+"""The folder with the package and the scripts: the checkout, or site-packages."""
+RUN_MODULE = (sys.executable, "-P", "-m")
+"""Start of a command that runs a module. `-P` keeps Python from importing from the working directory, where a
+file `random.py` would replace the module `random`."""
+SCRIPTS = {
+    "torchrun": "train_pretrain.py",
+    "accelerate": "train_pretrain_accelerate.py",
+    "trainer": "examples/train_pretrain_trainer.py",
+}
+"""Launch path to its script, relative to the folder with the scripts."""
+RESUMABLE_PATHS = ("torchrun", "accelerate")
+"""Launch paths that resume each other's checkpoints."""
+
+_LAUNCHER_VARIABLES = (
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
+    *("MASTER_ADDR", "MASTER_PORT"),
+)
+_POLL_SECONDS, _KILL_SECONDS = 0.02, 60
+_POLL_KILL_SECONDS = 0.001
+_LOG_LINES, _LOG_LINE_CHARACTERS = 4, 300
+_LAUNCHER_ERRORS = ("ChildFailedError", "CalledProcessError")
+"""What torchrun and accelerate raise about a script that failed."""
+_LAUNCHER_SUMMARY = (
+    *("=====", "-----", "~~~~~", "<", "W1", "E1", "To enable"),
+    *("time ", "host ", "rank ", "exitcode", "error_file"),
+)
+"""First characters of the lines of torchrun's failure summary, which does not contain the cause."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """GPUs, and CPU cores that this process may use."""
+
+    gpus: int
+    cores: int
+
+    @property
+    def max_world_size(self) -> int:
+        """One process per GPU; without GPUs one per core, and four on fewer: so many have every mesh."""
+        return self.gpus or max(4, self.cores)
+
+
+def this_machine() -> Machine:
+    """The machine that this process runs on."""
+    import torch
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return Machine(torch.cuda.device_count() if torch.cuda.is_available() else 0, cores)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One launch of a script.
+
+    Args:
+        path: Key of `SCRIPTS`.
+        world_size: Number of processes.
+        folder: The run's output folder.
+        log: File to which stdout and stderr are appended.
+        options: Command line of the script, without the output folder.
+        threads: CPU threads per process.
+        strategy: `distributed.strategy`.
+        with_launcher: Start a single process through torchrun too, instead of as plain Python.
+    """
+
+    path: str
+    world_size: int
+    folder: Path
+    log: Path
+    options: tuple[str, ...]
+    threads: int
+    strategy: str = "ddp"
+    with_launcher: bool = False
+
+
+@dataclass(frozen=True)
+class LaunchContext:
+    """What all jobs of one command share.
+
+    Args:
+        scripts: Folder with the scripts.
+        machine: GPUs and cores.
+        timeout_seconds: A job that runs longer is killed.
+        zero_stage: `distributed.zero_stage`.
+    """
+
+    scripts: Path
+    machine: Machine
+    timeout_seconds: float
+    zero_stage: int | None = None
+
+
+class RunningJob:
+    """A started job. As a context manager it kills on exit every process that is left.
+
+    Args:
+        job: What to start.
+        context: Where to start it.
+        gpus: Numbers of the GPUs that the job may use; ignored on a machine without GPUs.
+    """
+
+    def __init__(self, job: Job, context: LaunchContext, gpus: Sequence[int] = ()):
+        self.job, self.timed_out = job, False
+        self.started = time.monotonic()
+        self._deadline = self.started + context.timeout_seconds
+        self._workers: list[psutil.Process] = []
+        job.log.parent.mkdir(parents=True, exist_ok=True)
+        command = [*launch_command(job, context), *job.options, "--run.output_dir", str(job.folder)]
+        with job.log.open("ab") as log:
+            log.write(f"$ {' '.join(command)}\n".encode())
+            log.flush()
+            self.process = subprocess.Popen(
+                command, env=launch_environment(context.scripts, _visible_gpus(context.machine, gpus)),
+                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self.started
+
+    def poll(self) -> int | None:
+        """The launcher's exit code, None while it runs. Kills a job that exceeds the time limit."""
+        code = self.process.poll()
+        if code is None and time.monotonic() > self._deadline:
+            self.timed_out = True
+            self.kill()
+            return self.process.wait()
+        return code
+
+    def find_workers(self) -> list[psutil.Process]:
+        """The launcher's child processes. A later `kill` reaches them without searching first."""
+        with suppress(psutil.Error):
+            self._workers = psutil.Process(self.process.pid).children(recursive=True)
+        return self._workers
+
+    def kill(self) -> None:
+        """SIGKILL to the launcher and all of its workers, which torchrun puts into sessions of their own."""
+        kill_tree(self.process, self._workers)
+
+    def __enter__(self) -> RunningJob:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+
+def kill_tree(process: subprocess.Popen[bytes], children: Sequence[psutil.Process] = ()) -> None:
+    """SIGKILL to a process, to `children` that are already known, and to all others of its children."""
+    found = list(children)
+    for _ in range(2):  # first the children that are already listed, then those started since
+        _kill_all(found)
+        if process.poll() is None:  # otherwise the process ID may belong to another process
+            with suppress(psutil.Error):
+                found = psutil.Process(process.pid).children(recursive=True)
+    _kill_all(found)
+    with suppress(ProcessLookupError):
+        process.kill()
+    with suppress(subprocess.TimeoutExpired):  # a process may hang in a driver, where no signal reaches it
+        process.wait(_KILL_SECONDS)
+    psutil.wait_procs([*children, *found], timeout=10)
+
+
+def _kill_all(processes: Sequence[psutil.Process]) -> None:
+    for process in processes:
+        with suppress(psutil.Error):
+            process.kill()
+
+
+def launch_command(job: Job, context: LaunchContext) -> list[str]:
+    """The command up to the script's options; writes the settings of `accelerate launch` beside the log."""
+    script, world_size = str(context.scripts / SCRIPTS[job.path]), job.world_size
+    if job.path == "accelerate":
+        on_gpu, file = context.machine.gpus > 0, job.log.with_suffix(".accelerate.yaml")
+        settings = launch_settings(job.strategy, context.zero_stage, world_size, on_gpu=on_gpu)
+        file.write_text(json.dumps(settings))  # which is YAML
+        command = [*RUN_MODULE, "accelerate.commands.launch", "--config_file", str(file)]
+        # port 0 selects a free port, so that concurrent launches do not collide
+        return [*command, "--num_processes", str(world_size), "--main_process_port", "0", script]
+    if world_size == 1 and not job.with_launcher:
+        return [sys.executable, script]
+    command = [*RUN_MODULE, "torch.distributed.run", "--standalone", "--nproc_per_node"]
+    return [*command, str(world_size), script]
+
+
+def launch_settings(
+    strategy: str, zero_stage: int | None, world_size: int, *, on_gpu: bool
+) -> dict[str, Any]:
+    """Settings with which `accelerate launch` really starts `world_size` processes.
+
+    They are those of `configs/accelerate/` for the strategy, adapted. Without a GPU,
+    `--cpu --num_processes 2` and `MULTI_CPU` would start one process without a warning.
+    """
+    file = {"ddp": "cpu2.yaml", "fsdp": "fsdp2.yaml", "deepspeed": f"zero{zero_stage or 2}.yaml"}[strategy]
+    settings = read_yaml_file(PRESETS / "accelerate" / file) | {"num_processes": world_size}
+    if strategy == "ddp":
+        kind = "MULTI_GPU" if world_size > 1 else "NO"
+        return settings | {"distributed_type": kind, "use_cpu": not on_gpu}
+    # without GPUs the file decides: `use_cpu: true` would turn DeepSpeed into DDP
+    return settings | ({"use_cpu": False} if on_gpu else {})
+
+
+def launch_environment(scripts: Path, gpus: str | None = None) -> dict[str, str]:
+    """This process's environment without the variables of a launcher that started it.
+
+    Args:
+        scripts: Folder with the scripts.
+        gpus: `CUDA_VISIBLE_DEVICES`; None to leave it as it is.
+    """
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _LAUNCHER_VARIABLES and not name.startswith(("ACCELERATE_", "TORCHELASTIC_"))
+    }
+    # a package beside the script precedes this one, so that edited copies can be compared too
+    paths = [str(scripts), str(PACKAGE_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    kept["PYTHONPATH"] = os.pathsep.join(paths)
+    if gpus is not None:
+        kept["CUDA_VISIBLE_DEVICES"] = gpus
+    return {"OMP_WAIT_POLICY": "passive"} | kept
+
+
+def _visible_gpus(machine: Machine, gpus: Sequence[int]) -> str:
+    """`CUDA_VISIBLE_DEVICES` for these of the GPUs that this process sees."""
+    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    return ",".join(visible[number] if visible else str(number) for number in gpus if machine.gpus)
+
+
+def processes_of(folder: Path) -> list[psutil.Process]:
+    """Every process of this machine whose command line trains in `folder`, without zombies."""
+    found, option = [], ["--run.output_dir", str(folder)]
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            words = process.cmdline()
+            trains_here = any(words[i : i + 2] == option for i in range(len(words)))
+            if trains_here and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def run_concurrently(
+    jobs: Sequence[Job],
+    context: LaunchContext,
+    *,
+    on_start: Callable[[Job], None],
+    on_end: Callable[[RunningJob, int], None],
+) -> None:
+    """Run all jobs in their order, as many at a time as fit; an exception kills the running ones.
+
+    With GPUs a job takes one GPU per process; without, one core per thread of each process.
+    """
+    waiting, running = list(jobs), list[tuple[RunningJob, list[int]]]()
+    free = list(range(context.machine.gpus or context.machine.cores))
+    try:
+        while waiting or running:
+            for job in list(waiting):
+                needed = job.world_size * (1 if context.machine.gpus else job.threads)
+                if needed > len(free) and running:
+                    continue
+                taken, free = free[:needed], free[needed:]
+                waiting.remove(job)
+                on_start(job)
+                running.append((RunningJob(job, context, taken), taken))
+            time.sleep(_POLL_SECONDS)
+            for started, taken in list(running):
+                if (code := started.poll()) is not None:
+                    running.remove((started, taken))
+                    free = sorted([*free, *taken])
+                    on_end(started, code)
+    finally:
+        for started, _ in running:
+            started.kill()
+
+
+@contextmanager
+def exit_on_signals() -> Iterator[None]:
+    """Turn SIGTERM and SIGHUP into SystemExit, so that started jobs are killed on the way out.
+
+    Works in the main thread only. An ignored SIGHUP, as under nohup, stays ignored.
+    """
+
+    def leave(number: int, *_: object) -> None:
+        sys.exit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = [signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    before = {number: signal.signal(number, leave) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def last_error_lines(log: Path) -> list[str]:
+    """The last lines of a log that name an error; the last lines where none does."""
+    try:
+        lines = [line.rstrip() for line in log.read_text("utf-8", errors="replace").splitlines()]
+    except OSError:
+        return []
+    lines = [line for line in lines if line.strip() and not line.strip().startswith(_LAUNCHER_SUMMARY)]
+    errors = [line for line in lines if line.startswith("error: ")] or [
+        line for line in lines if "Error: " in line and not any(name in line for name in _LAUNCHER_ERRORS)
+    ]
+    last = list(dict.fromkeys(errors))[-_LOG_LINES:] or lines[-_LOG_LINES:]
+    return [line[:_LOG_LINE_CHARACTERS] for line in last]

@@ -1,0 +1,279 @@
+"""Command-line options, checks and facts that the commands which launch the entry scripts share."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import platform
+import time
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from llm_pretrain.config.loading import to_dict, unknown_setting
+from llm_pretrain.config.tree import Config
+from llm_pretrain.errors import ConfigError, OutputError
+from llm_pretrain.files import check_replaceable, replace_text
+from llm_pretrain.launch.jobs import PACKAGE_ROOT, SCRIPTS, LaunchContext, Machine
+
+_PACKAGES = ("torch", "accelerate", "transformers", "numpy")
+
+
+@dataclasses.dataclass(kw_only=True)
+class LaunchPlan:
+    """A checked call of a command that launches the scripts.
+
+    Args:
+        config: Configuration of every launch, the model resolved.
+        steps: Optimizer steps of each run.
+        options: Script options that all launches share.
+        scripts: Absolute folder with the scripts.
+        output: Folder to create for the runs.
+        threads: CPU threads per process.
+        notes: What was left out or changed, and why.
+    """
+
+    config: Config
+    steps: int
+    options: list[str]
+    scripts: Path
+    output: Path
+    threads: int
+    notes: list[str]
+
+
+class _Setting(argparse.Action):
+    """Keeps a setting as it was written, to pass it on to the scripts."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        namespace.settings = [*(getattr(namespace, "settings", None) or []), option_string, values]
+
+
+def add_launch_options(parser: argparse.ArgumentParser, command: str, launch: str) -> None:
+    """Declare `--config`, and what `add_run_options` does."""
+    parser.usage = f"llm-pretrain {command} --config FILE [options] [--section.field VALUE ...]"
+    parser.add_argument(
+        "--config", action="append", required=True, metavar="FILE",
+        help="as for the scripts; the later file wins",
+    )  # fmt: skip
+    add_run_options(parser, command, launch)
+
+
+def add_run_options(
+    parser: argparse.ArgumentParser, command: str, launch: str, *, timeout: float = 1800.0
+) -> None:
+    """Declare every setting, and where and how long `command` runs; `launch` names one launch."""
+    parser.add_argument(
+        "--output", metavar="FOLDER",
+        help=f"new folder for the runs and {command}.json (default: runs/{command}-NAME)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--scripts", metavar="FOLDER",
+        help="folder of the scripts (default: the current folder, else the project's)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--timeout", type=float, default=timeout, metavar="SECONDS",
+        help=f"{launch} that takes longer is killed and counts as failed (default: %(default)g)",
+    )  # fmt: skip
+    add_settings(parser)
+
+
+def add_settings(parser: argparse.ArgumentParser) -> None:
+    """Declare every setting of the configuration, hidden from the help."""
+    parser.set_defaults(settings=[], refuse=reject_unknown)
+    for section in dataclasses.fields(Config):
+        for each in dataclasses.fields(section.default_factory()):  # type: ignore[misc,arg-type]  # a section's class
+            parser.add_argument(
+                f"--{section.name}.{each.name}", action=_Setting, dest="settings", help=argparse.SUPPRESS,
+                default=argparse.SUPPRESS,
+            )  # fmt: skip
+
+
+def reject_unknown(words: list[str]) -> None:
+    """Raise ConfigError with similar names for mistyped settings; argparse reports all other words."""
+    names = [word[2:].partition("=")[0] for word in words if word.startswith("--") and "." in word]
+    if names:
+        raise ConfigError(*(unknown_setting(name) for name in names))
+
+
+def given_options(arguments: argparse.Namespace) -> list[str]:
+    """The configuration files and settings of a command line, as options of the scripts."""
+    return [word for file in arguments.config or [] for word in ("--config", file)] + list(arguments.settings)
+
+
+def as_options(settings: Mapping[str, object]) -> list[str]:
+    """Settings as options of the scripts."""
+    return [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+
+
+def forced_settings(
+    config: Config, steps: int, threads: int, machine: Machine
+) -> tuple[dict[str, object], list[str]]:
+    """Settings of every launch, and notes on those that differ from the configuration's numbers.
+
+    They are the run's length, a row and a parameter digest per step, no trackers, and determinism on a GPU.
+    """
+    warmup, decay = min(config.schedule.warmup_steps, steps), config.schedule.decay_steps
+    forced: dict[str, object] = {
+        "training.max_steps": steps,
+        "schedule.warmup_steps": warmup,
+        "logging.logging_steps": 1,
+        "logging.parameters_sha256": "true",
+        "logging.report": "false",
+        "logging.tensorboard": "false",
+        "logging.wandb_mode": "disabled",
+        "checkpoint.resume": "auto",
+        "distributed.cpu_threads": threads,
+    }
+    if config.schedule.name == "wsd" and decay is not None and decay > steps - warmup:
+        forced["schedule.decay_steps"] = steps - warmup or "null"
+    notes = []
+    if machine.gpus and not config.training.deterministic:
+        forced["training.deterministic"] = "true"
+        notes.append("training.deterministic true: bit identity on a GPU needs it")
+    if warmup < config.schedule.warmup_steps:
+        notes.append(
+            f"schedule.warmup_steps {warmup}, not {config.schedule.warmup_steps}: the runs are short"
+        )
+    return forced, notes
+
+
+def check_timeout(arguments: argparse.Namespace) -> None:
+    """Raise ConfigError for a time limit that no launch can meet."""
+    if not arguments.timeout > 0:
+        raise ConfigError(f"--timeout: expected more than 0 seconds, found {arguments.timeout:g}")
+
+
+def find_scripts(given: str | None, paths: Sequence[str]) -> Path:
+    """The folder with the scripts of these launch paths: as given, else the current, else the project's.
+
+    Raises:
+        ConfigError: a script is missing.
+    """
+    candidates = [Path(given)] if given else [Path.cwd(), PACKAGE_ROOT]
+    missing: list[str] = []
+    for folder in candidates:
+        missing = [SCRIPTS[path] for path in paths if not (folder / SCRIPTS[path]).is_file()]
+        if not missing:
+            return folder.resolve()
+    raise ConfigError(
+        f"--scripts {candidates[-1]}: expected {', '.join(missing)} there, found none; start in the "
+        "project's folder, name the one with the scripts, or leave the path out of --paths"
+    )
+
+
+def choose_output(given: str | None, name: str) -> Path:
+    """The folder for the runs: as given, where it is new or empty; else the first unused runs/NAME.
+
+    Raises:
+        OutputError: the given folder has files in it, or is not a folder.
+    """
+    if given is not None:
+        folder = Path(given)
+        if folder.exists() and not folder.is_dir():
+            raise OutputError(f"--output {folder}: expected a folder, found a file")
+        if folder.exists() and os.listdir(folder):
+            raise OutputError(
+                f"--output {folder}: expected a new or empty folder, found files in it; choose another"
+            )
+        return folder
+    number, folder = 1, Path("runs") / name
+    while folder.exists():
+        number += 1
+        folder = Path("runs") / f"{name}-{number}"
+    return folder
+
+
+def parse_words(option: str, text: str, known: Sequence[str]) -> list[str]:
+    """Comma-separated words, each once.
+
+    Raises:
+        ConfigError: a word that is not in `known`.
+    """
+    found = [word.strip() for word in text.split(",")]
+    if wrong := [word for word in found if word not in known]:
+        raise ConfigError(f"{option}: expected some of {', '.join(known)}, found {wrong[0]!r}")
+    return list(dict.fromkeys(found))
+
+
+def parse_numbers(option: str, text: str) -> list[int]:
+    """Comma-separated positive integers, each once.
+
+    Raises:
+        ConfigError: another text.
+    """
+    found = [word.strip() for word in text.split(",")]
+    if wrong := [word for word in found if not word.isdecimal() or int(word) < 1]:
+        raise ConfigError(f"{option}: expected whole numbers from 1 on, with commas, found {wrong[0]!r}")
+    return list(dict.fromkeys(map(int, found)))
+
+
+def create_output(plan: LaunchPlan, arguments: argparse.Namespace, machine: Machine) -> LaunchContext:
+    """Create the output folder; OutputError where that fails."""
+    # a default name that another call took a moment ago must not be shared with that call
+    try:
+        plan.output.mkdir(parents=True, exist_ok=arguments.output is not None)
+    except OSError as error:
+        raise OutputError(
+            f"--output {plan.output}: expected a folder that can be made, found: {error.strerror}"
+        ) from error
+    for name in ("parity.json", "chaos.json", "replay.json"):
+        check_replaceable(plan.output / name, b'"llm_pretrain": ')
+    return LaunchContext(plan.scripts, machine, arguments.timeout, plan.config.distributed.zero_stage)
+
+
+def call_facts(
+    plan: LaunchPlan, arguments: argparse.Namespace, machine: Machine, started: float
+) -> dict[str, Any]:
+    """Versions, machine and settings of a call, for its JSON file; `started` is Unix time."""
+    import torch
+
+    from llm_pretrain.hardware import environment
+
+    found = environment(torch.device("cuda", 0) if machine.gpus else torch.device("cpu"))
+    versions = {"python": platform.python_version(), "llm_pretrain": found["llm_pretrain"]}
+    for package in _PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = None
+    return {
+        "versions": versions,
+        "machine": found["platform"],
+        "gpu" if machine.gpus else "cpu": found["device"],
+        "cores": machine.cores,
+        "gpus": machine.gpus,
+        "threads": plan.threads,
+        "git_revision": found["git_revision"],
+        "started": started,
+        "seconds": round(time.time() - started, 1),
+        "config_files": arguments.config,
+        "settings": arguments.settings,
+        "scripts": str(plan.scripts),
+        "steps": plan.steps,
+        "notes": plan.notes,
+        "config": to_dict(plan.config),
+    }
+
+
+def write_result(file: Path, content: Mapping[str, Any]) -> None:
+    """Write a result file atomically."""
+    replace_text(file, json.dumps(_finite(content), indent=1, allow_nan=False, default=str) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    """Infinities and NaN as text, since JSON has neither."""
+    if isinstance(value, Mapping):
+        return {str(key): _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def say(line: str) -> None:
+    """Print a line of progress at once."""
+    print(line, flush=True)

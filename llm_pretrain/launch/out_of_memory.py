@@ -1,0 +1,246 @@
+"""Turns out-of-memory errors into one line: bytes requested and free, the model's size, what to change."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import psutil
+import torch
+
+from llm_pretrain.config.tree import Config
+from llm_pretrain.errors import PretrainError, ResourceError
+from llm_pretrain.hardware import size_text
+from llm_pretrain.memory import CUDA_CONTEXT, estimate_memory
+from llm_pretrain.model.sizes import count_parameters
+
+_NO_THREAD = "can't start new thread"
+"""Python's error if a thread's stack has no room, and also if a limit on processes is reached."""
+_MESSAGES = (
+    "can't allocate memory",  # torch on Linux
+    "not enough memory: you tried to allocate",  # torch elsewhere
+    "std::bad_alloc",
+    _NO_THREAD,
+    "CUDA out of memory",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    os.strerror(errno.ENOMEM),
+)
+_ONEDNN = re.compile(r"could not create a (primitive\b(?! desc)|memory)")
+"""oneDNN's error if there is no memory for the code that it generates; it does not name the cause."""
+_ASKED = re.compile(r"(?i)(?:tried to|unable to) allocate ([\d.]+) ?(bytes|[KMGTPE]?i?B)\b")
+_ON_GPU = re.compile(r"total capacity of ([\d.]+ \w+) of which ([\d.]+ \w+) is free")
+_UNITS = {
+    "bytes": 1,
+    "b": 1,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+    "pib": 2**50,
+    "eib": 2**60,
+}
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+class Placement(Protocol):
+    """The number of processes and the device of a run; an `Engine` has both."""
+
+    world_size: int
+    device: torch.device
+
+
+class MemoryLimit(NamedTuple):
+    """Bytes that a process may use, free ones and in total, and what limits them.
+
+    `bound` is the beginning of a phrase that ends in a number of bytes, such as "the machine has".
+    """
+
+    free: int
+    total: int
+    bound: str
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the error means that a GPU's or the host's memory ran out, in torch, NumPy or Python."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    if isinstance(error, ResourceError) or not isinstance(error, Exception):
+        return False  # reported already, or an exit
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return any(message in str(error) for message in _MESSAGES) or bool(_ONEDNN.search(str(error)))
+
+
+@contextmanager
+def explain_out_of_memory(config: Config | None = None, engine: Placement | None = None) -> Iterator[None]:
+    """Turn any out-of-memory error into a ResourceError of one line.
+
+    Args:
+        config: Resolved; without it the line does not name the model's size.
+        engine: The run's number of processes and device.
+    """
+    # computed now, since counting needs memory too
+    lines = model_lines(config, engine) if config and engine else ("", "lower training.micro_batch_size")
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        explained = ResourceError(_explanation(error, *lines))
+        explained.shared = isinstance(error, PretrainError) and error.shared
+        raise explained from error
+
+
+def check_memory(config: Config, engine: Placement) -> list[str]:
+    """Stop if the model's parameters, gradients and moments exceed the machine's memory.
+
+    Linux overcommits memory, and kills processes when they use it.
+
+    Returns:
+        A warning if the estimated peak of a training step exceeds the GPU's memory.
+
+    Raises:
+        ResourceError: with both sizes.
+    """
+    on_cpu = engine.device.type == "cpu"
+    needs = _state_bytes(config, engine)
+    if config.distributed.strategy == "deepspeed":  # it shards what has its values
+        needs = max(needs, 4 * count_parameters(config.model).total)
+    for memory in _host_bounds() if on_cpu else [_gpu_bound(engine.device)]:
+        if needs > memory.total:
+            raise ResourceError(
+                f"out of memory before the model was built: {_requirement(config, engine)}; "
+                f"{memory.bound} {size_text(memory.total)}; {_smaller_model(config, engine)}"
+            )
+    return [] if on_cpu else step_warnings(config, engine)
+
+
+def _gpu_bound(device: torch.device) -> MemoryLimit:
+    total = torch.cuda.get_device_properties(device).total_memory
+    return MemoryLimit(total, total, "the GPU has")
+
+
+def step_warnings(config: Config, engine: Placement) -> list[str]:
+    """A warning if the estimated peak of a training step exceeds the memory of a GPU, or of this machine if
+    all of the run's processes are here."""
+    on_gpu, processes = engine.device.type != "cpu", 1
+    peak = estimate_memory(config, engine.world_size, on_gpu=on_gpu).peak
+    if on_gpu:
+        peak, bounds = peak + CUDA_CONTEXT, [_gpu_bound(engine.device)]
+    else:
+        processes, bounds = engine.world_size, _host_bounds(per_process=False)
+    least = min(bounds, key=lambda memory: memory.total)
+    if peak * processes <= least.total:
+        return []
+    each = f" in each of {processes} processes" if processes > 1 else ""
+    return [
+        f"a step is estimated to need about {size_text(peak)}{each}, {least.bound} "
+        f"{size_text(least.total)}; if it runs out of memory, change {model_lines(config, engine)[1]}"
+    ]
+
+
+def model_lines(config: Config, engine: Placement) -> tuple[str, str]:
+    """The model's memory, and what to change, cheapest first."""
+    training, advice = config.training, []
+    per_step = training.global_batch_size // config.distributed.mesh(engine.world_size).data
+    smaller = [size for size in range(1, training.micro_batch_size) if per_step % size == 0]
+    if smaller:
+        now = training.micro_batch_size
+        advice.append(f"training.micro_batch_size {smaller[-1]} instead of {now} (the result stays)")
+    if not training.activation_checkpointing:
+        advice.append("training.activation_checkpointing true")
+    advice.append(f"training.sequence_length below {training.sequence_length}")
+    advice.append(_smaller_model(config, engine))
+    requirement = f"{_requirement(config, engine)}, without activations"
+    return requirement, "in this order: " + ", ".join(advice)
+
+
+def _explanation(error: Exception, model: str, advice: str) -> str:
+    """The line for an out-of-memory error: bytes requested and free, then `model` and `advice`."""
+    text = str(error)
+    found = _ASKED.search(text)
+    asked = f"{size_text(_bytes(*found.groups()))} asked for, " if found else ""
+    if on_gpu := _ON_GPU.search(text):
+        free = f"{on_gpu[2]} of {on_gpu[1]} free on the GPU"
+    elif "CUDA" in text or "CUBLAS" in text:
+        free = "none left on the GPU"
+    else:
+        least = min(_host_bounds(per_process=False), key=lambda memory: memory.free)
+        free = f"{size_text(least.free)} left of what {least.bound}: {size_text(least.total)}"
+    threads = " or threads (ulimit -u, the container's pids.max)" if _NO_THREAD in text else ""
+    where = f" ({text.splitlines()[0]:.160})" if isinstance(error, PretrainError) else ""
+    first = f"out of memory{threads}{where}: {asked}{free}"
+    return "; ".join(part for part in (first, model, advice) if part)
+
+
+def _requirement(config: Config, engine: Placement) -> str:
+    each = " in each process" if engine.world_size > 1 else ""
+    parts = "with gradients and the optimizer's state in fp32"
+    count, needs = count_parameters(config.model).total, _state_bytes(config, engine)
+    return f"{count:,} parameters take {size_text(needs)}{each} {parts}"
+
+
+def _state_bytes(config: Config, engine: Placement) -> int:
+    """Bytes of a process's parameters, gradients and optimizer state."""
+    memory = estimate_memory(config, engine.world_size)
+    return memory.weights + memory.gradients + memory.optimizer
+
+
+def _smaller_model(config: Config, engine: Placement) -> str:
+    """Settings that reduce the memory of parameters, gradients and optimizer state."""
+    can_shard = engine.world_size > 1 and config.distributed.strategy == "ddp"
+    experts = ", model.num_experts" if config.model.num_experts else ""
+    smaller = f"a smaller model (model.vocab_size, model.hidden_size, model.num_hidden_layers{experts})"
+    return f"distributed.strategy fsdp, {smaller}" if can_shard else smaller
+
+
+def _host_bounds(*, per_process: bool = True) -> list[MemoryLimit]:
+    """Limits of this process's memory: the machine, its container, its own limit (ulimit).
+
+    Args:
+        per_process: Divide limits that the run's processes on this machine share.
+    """
+    sharing = int(os.environ.get("LOCAL_WORLD_SIZE") or 1) if per_process else 1
+    machine = psutil.virtual_memory()
+    swap = psutil.swap_memory() if per_process else None
+    bounds = [
+        MemoryLimit(
+            machine.available // sharing,
+            (machine.total + (swap.total if swap else 0)) // sharing,
+            "the machine has for it" if sharing > 1 else "the machine has",
+        )
+    ]
+    limit = _number(_CGROUP / "memory.max")
+    if limit is not None:
+        used = _number(_CGROUP / "memory.current") or 0
+        bounds.append(
+            MemoryLimit(max(0, limit - used) // sharing, limit // sharing, "the container may have")
+        )
+    if hasattr(psutil, "RLIMIT_AS"):
+        process = psutil.Process()
+        limit, _ = process.rlimit(psutil.RLIMIT_AS)
+        if limit != psutil.RLIM_INFINITY:
+            bounds.append(
+                MemoryLimit(
+                    max(0, limit - process.memory_info().vms), limit, "the process may have (ulimit -v)"
+                )
+            )
+    return bounds
+
+
+def _number(file: Path) -> int | None:
+    """The number in a control group's file; None without one or without a limit."""
+    try:
+        return int(file.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _bytes(number: str, unit: str) -> int:
+    return int(float(number) * _UNITS.get(unit.lower(), 1))

@@ -1,0 +1,256 @@
+"""Watchdog: ends a process whose main thread makes no progress, and writes the stacks of its threads.
+
+A hang raises no error: a rank waits for another one that was stopped, for a data worker or for a disk. The
+main thread calls `heartbeat` whenever it makes progress, and a thread of the watchdog checks for it.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from llm_pretrain.config.tree import Config
+from llm_pretrain.errors import OutputError, StuckError
+
+CHECKS_PER_TIMEOUT = 20
+"""Checks for a heartbeat in one time-out."""
+MAX_CHECK_SECONDS = 5.0
+"""Longest time between two checks."""
+
+GRACE_SECONDS = 30.0
+"""Time beyond the time-out after which faulthandler ends the process, if the watchdog's thread cannot run
+because the main thread never releases the GIL."""
+
+REPORT_SECONDS = 10.0
+"""Time limit for writing stacks and status, since the disk may be what hangs; then the process ends."""
+
+LINGER_SECONDS = 3.0
+"""Wait between the report and the exit, so that other hanging ranks write their stacks before this rank's
+exit breaks their connections."""
+
+STDERR = 2
+
+
+class HangFolder(Protocol):
+    """The folder of a run."""
+
+    checkpoints: Path
+    weights: Path
+
+    def check(self) -> None:
+        """Raise if the folder is no longer the run's."""
+        ...
+
+    def stacks(self, rank: int) -> Path:
+        """The file for the threads' stacks of a rank that hangs."""
+        ...
+
+
+class HangStatus(Protocol):
+    """The record of a run's failure."""
+
+    def failed(self, error: BaseException) -> None:
+        """Record `error` as the end of the run."""
+        ...
+
+
+class Phase(NamedTuple):
+    """What the main thread is doing. Every heartbeat makes a new object, by whose identity it is recognised.
+
+    Args:
+        name: As in `heartbeat`.
+        files: As in `heartbeat`.
+        timeouts: Time-outs without a heartbeat after which the process is ended.
+    """
+
+    name: str
+    files: bool = False
+    timeouts: float = 1.0
+
+
+class Watchdog:
+    """Watches the thread that creates it; a context manager.
+
+    Args:
+        timeout_seconds: Time without a heartbeat after which the process is ended.
+        rank, world_size: Of this process.
+        ends_process: If false, the stacks are written once and the process goes on.
+    """
+
+    def __init__(self, timeout_seconds: float, *, rank: int, world_size: int, ends_process: bool = True):
+        self.timeout_seconds, self.rank, self.world_size = timeout_seconds, rank, world_size
+        self.ends_process = ends_process
+        self.is_ending = False
+        """Whether the process ends soon, because its main thread made no progress."""
+        self.phase = Phase("start")
+        self.owner = threading.get_ident()
+        self._own_files = Path(f"/proc/self/task/{threading.get_native_id()}")
+        self._folder: HangFolder | None = None
+        self._status: HangStatus | None = None
+        self._pause = min(timeout_seconds / CHECKS_PER_TIMEOUT, MAX_CHECK_SECONDS)
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def __enter__(self) -> Watchdog:
+        self._arm_fallback()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+        faulthandler.cancel_dump_traceback_later()
+
+    def report_to(self, folder: HangFolder, status: HangStatus) -> None:
+        """Write stacks and status into the run's folder from now on."""
+        self._folder, self._status = folder, status
+
+    def _watch(self) -> None:
+        """Check for heartbeats until the block ends.
+
+        Idle time is the sum of the times between checks, each of limited length: a clock would also count the
+        time while the process is suspended.
+        """
+        seen, idle_seconds, activity, before = self.phase, 0.0, "", time.monotonic()
+        while not self._over.wait(self._pause):
+            self._arm_fallback()
+            now, phase = time.monotonic(), self.phase
+            idle_seconds += min(now - before, 2 * self._pause)
+            before = now
+            if phase is not seen:
+                seen, idle_seconds, activity = phase, 0.0, ""
+            if phase.files and (found := self._activity()) != activity:
+                activity, idle_seconds = found, 0.0
+            if idle_seconds >= phase.timeouts * self.timeout_seconds:
+                self._end(phase, idle_seconds)
+                return
+
+    def _arm_fallback(self) -> None:
+        """Let faulthandler end the process if this is not called again in time; see `GRACE_SECONDS`."""
+        if self.ends_process:
+            seconds = self.phase.timeouts * self.timeout_seconds + GRACE_SECONDS
+            with suppress(RuntimeError):  # no further thread may be started: this one must go on
+                faulthandler.dump_traceback_later(seconds, exit=True, file=STDERR)
+
+    def _activity(self) -> str:
+        """A text that changes while the main thread reads or writes, or while any rank's checkpoint grows."""
+        found: list[object] = []
+        with suppress(OSError):
+            found += (self._own_files / "io").read_text().splitlines()[:2]  # rchar, wchar
+        with suppress(OSError, IndexError):  # major page faults, by which memory-mapped files are read
+            found.append((self._own_files / "stat").read_text().rpartition(")")[2].split()[9])
+        roots = [self._folder.checkpoints, self._folder.weights] if self._folder else []
+        for root in roots:
+            for path in sorted(root.rglob("*")):
+                with suppress(OSError):
+                    facts = path.stat()
+                    found.append((str(path), facts.st_size, facts.st_mtime_ns))
+        return repr(found)
+
+    def _end(self, phase: Phase, idle_seconds: float) -> None:
+        """Report the hang, then end the process, unless it is a notebook's kernel (`ends_process`)."""
+        self.is_ending = self.ends_process
+        stacks = self._folder.stacks(self.rank) if self._folder else None
+        error = StuckError(
+            f"rank {self.rank}: no progress for {idle_seconds:.0f} s in {phase.name} "
+            f"(distributed.timeout_seconds: {self.timeout_seconds:g}); the threads' stacks are "
+            f"{f'in {stacks}' if stacks else 'above'}; "
+            + ("start the same command again to continue" if self.ends_process else "interrupt it to save")
+        )
+        reporter = threading.Thread(target=self._report, args=(error, stacks), daemon=True)
+        reporter.start()
+        reporter.join(REPORT_SECONDS)
+        if not self.ends_process:
+            return
+        if self.world_size > 1:
+            time.sleep(LINGER_SECONDS)
+        with suppress(Exception):  # a data worker that hangs would outlive its parent
+            for child in multiprocessing.active_children():
+                child.kill()
+        os._exit(error.exit_code)
+
+    def _report(self, error: StuckError, stacks: Path | None) -> None:
+        """Write to the terminal first, since the run's folder may be what hangs, and not through Python's
+        streams, whose locks the main thread may hold."""
+        os.write(STDERR, f"rank {self.rank}: stacks of all threads:\n".encode())
+        faulthandler.dump_traceback(file=STDERR, all_threads=True)
+        os.write(STDERR, f"error: {error}\n".encode())
+        if self._status is None or stacks is None:
+            return
+        with suppress(OSError):
+            if self.ends_process:
+                self._status.failed(error)
+        with suppress(OSError, OutputError):
+            if self._folder is not None:
+                self._folder.check()
+            temporary = stacks.with_name(f".{stacks.name}.tmp")
+            with temporary.open("w") as file:
+                file.write(f"{error}\n\n{time.strftime('%Y-%m-%d %H:%M:%S %z')}, process {os.getpid()}\n\n")
+                file.flush()
+                faulthandler.dump_traceback(file=file, all_threads=True)
+            temporary.replace(stacks)
+
+
+_current: Watchdog | None = None
+
+
+@contextmanager
+def hang_watchdog(config: Config) -> Iterator[Watchdog]:
+    """Run a watchdog for this process's training, from the rendezvous to its end.
+
+    A notebook's kernel that trains alone is not ended: only the stacks are written.
+    """
+    global _current
+    rank, world_size = int(os.environ.get("RANK") or 0), int(os.environ.get("WORLD_SIZE") or 1)
+    is_kernel = world_size == 1 and "ipykernel" in sys.modules
+    watchdog = Watchdog(
+        config.distributed.timeout_seconds, rank=rank, world_size=world_size, ends_process=not is_kernel
+    )
+    # the rendezvous has its own time-out with a better message
+    watchdog.phase = Phase("the rendezvous with the other ranks", timeouts=2.0)
+    with watchdog:
+        _current = watchdog
+        try:
+            yield watchdog
+        finally:
+            _current = None
+
+
+def heartbeat(phase: str | None = None, *, files: bool = False) -> None:
+    """Report progress of the main thread; calls from other threads have no effect.
+
+    Does not return once the watchdog ends the process: what the main thread would write, were it to make
+    progress at last, would contradict the recorded end.
+
+    Args:
+        phase: What the main thread does now, to follow "no progress for N s in" in the message; None if it is
+            the same as before.
+        files: Whether, until the next heartbeat, bytes that the main thread reads or writes and growing files
+            in the run's checkpoints and weights count as progress too.
+    """
+    watchdog = _current
+    if watchdog is None or threading.get_ident() != watchdog.owner:
+        return
+    if watchdog.is_ending:
+        threading.Event().wait()  # for good: the watchdog ends the process
+    last = watchdog.phase
+    watchdog.phase = Phase(phase, files) if phase is not None else Phase(*last)
+
+
+def report_hangs_to(folder: HangFolder, status: HangStatus) -> None:
+    """Let the watchdog, if there is one, write stacks and status into the run's folder."""
+    if _current is not None:
+        _current.report_to(folder, status)
+
+
+def current_phase() -> str:
+    """The phase of the last heartbeat."""
+    return _current.phase.name if _current else "the run"

@@ -1,0 +1,294 @@
+"""Text generation: sampling continuations of prompts in one batch with a key-value cache.
+
+Shapes: B rows (prompts that have not ended), S new positions, T cache slots in use, V vocab_size, M key and
+value heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Collection, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from llm_pretrain.errors import ConfigError
+from llm_pretrain.model.decoder import Decoder
+
+_PREFILL_LOGITS = 1 << 25
+"""Logits computed at a time while prompts are read in parts; only those of the last position are used."""
+_INITIAL_SLOTS = 64
+
+
+def generate(
+    model: Decoder,
+    prompts: Sequence[Sequence[int]],
+    *,
+    vocab_size: int,
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int | Sequence[int] = 0,
+    stop_ids: Collection[int] = (),
+) -> Iterator[list[int | None]]:
+    """Yield, per position, one new id per prompt; None for a prompt that has ended.
+
+    A prompt ends at one of `stop_ids` (which is yielded), after `max_new_tokens`, or where prompt and text
+    together fill `max_position_embeddings`: the prefix is never shortened. The text depends, up to rounding,
+    on the prompt and its seed alone, not on the other prompts. Tokens are drawn in fp64 on the CPU, by one
+    uniform number per token, whatever the device. The global random state is neither read nor changed.
+
+    Args:
+        model: In eval mode; runs on the device of its parameters.
+        prompts: At least one id each.
+        vocab_size: The tokenizer's; the model's rows beyond it are padding and never drawn.
+        max_new_tokens: Per prompt.
+        temperature: Divides the logits; 0 selects the most likely token.
+        top_k: Draw from this number of most likely tokens; 0 from all.
+        top_p: Draw from the most likely tokens that together have this probability, after temperature and
+            top_k (nucleus sampling, arXiv:1904.09751); 1 from all.
+        seed: Of the sampling, one for all prompts or one for each.
+        stop_ids: Ids that end a text.
+
+    Raises:
+        ConfigError: A prompt is empty or leaves no position free, or a setting is out of range; named.
+    """
+    limit = model.config.max_position_embeddings
+    _check_settings(max_new_tokens, temperature, top_k, top_p)
+    for index, prompt in enumerate(prompts):
+        if not 0 < len(prompt) < limit:
+            raise ConfigError(
+                f"prompt {index + 1}: expected 1 to {limit - 1} tokens, since the model has {limit} "
+                f"positions (max_position_embeddings), found {len(prompt)}"
+            )
+    seeds = [seed] * len(prompts) if isinstance(seed, int) else list(seed)
+    generators = [torch.Generator().manual_seed(each) for each in seeds]
+    room = [min(max_new_tokens, limit - len(prompt)) for prompt in prompts]
+    if not prompts or not max(room):
+        return iter(())
+    sampler = _Sampler(vocab_size, temperature, top_k, top_p)
+    return _generate(model, prompts, sampler, generators, room, frozenset(stop_ids))
+
+
+def _generate(
+    model: Decoder,
+    prompts: Sequence[Sequence[int]],
+    sampler: _Sampler,
+    generators: Sequence[torch.Generator],
+    room: Sequence[int],
+    stop_ids: frozenset[int],
+) -> Iterator[list[int | None]]:
+    """The loop of `generate`: row b of the batch continues prompt `active[b]`."""
+    device = next(model.parameters()).device
+    cache = KeyValueCache(model.config.num_hidden_layers)
+    logits = _prefill(model, prompts, cache, device)
+    active = list(range(len(prompts)))
+    position = 0
+    while True:
+        position += 1
+        new_ids = sampler(logits, [generators[prompt] for prompt in active])
+        yielded: list[int | None] = [None] * len(prompts)
+        for prompt, token in zip(active, new_ids, strict=True):
+            yielded[prompt] = token
+        rows = [
+            row
+            for row, prompt in enumerate(active)
+            if new_ids[row] not in stop_ids and position < room[prompt]
+        ]
+        yield yielded
+        if not rows:
+            return
+        # Not around the loop: the mode would also apply to the caller's code between two tokens.
+        with torch.inference_mode():
+            if len(rows) < len(active):
+                cache.select(rows)
+            active = [active[row] for row in rows]
+            next_ids = torch.tensor([[new_ids[row]] for row in rows], device=device)
+            logits = _last_logits(model(next_ids, cache=cache).logits)[:, 0]
+
+
+def _prefill(
+    model: Decoder, prompts: Sequence[Sequence[int]], cache: KeyValueCache, device: torch.device
+) -> Tensor:
+    """Read all prompts into the cache; returns the logits [B, V] after each one's last id."""
+    lengths = [len(prompt) for prompt in prompts]
+    padded = torch.zeros(len(prompts), max(lengths), dtype=torch.int64)
+    for row, prompt in enumerate(prompts):
+        padded[row, : lengths[row]] = torch.tensor(prompt)
+    vocab_size = model.lm_head.weight.shape[0]
+    part = max(1, _PREFILL_LOGITS // (len(prompts) * vocab_size))
+    last: dict[int, Tensor] = {}
+    with torch.inference_mode():
+        for start in range(0, max(lengths), part):
+            logits = model(padded[:, start : start + part].to(device), cache=cache).logits
+            ends_here = [row for row, length in enumerate(lengths) if start < length <= start + part]
+            last |= {row: logits[row, lengths[row] - 1 - start] for row in ends_here}
+        cache.truncate(lengths)
+        return _last_logits(torch.stack([last[row] for row in range(len(prompts))]))
+
+
+def _last_logits(logits: Tensor) -> Tensor:
+    return logits.double().cpu()
+
+
+class _Sampler:
+    """Draws one id per row from logits."""
+
+    def __init__(self, vocab_size: int, temperature: float, top_k: int, top_p: float):
+        self.vocab_size, self.temperature, self.top_p = vocab_size, temperature, top_p
+        self.top_k = min(top_k, vocab_size) or vocab_size
+
+    def __call__(self, logits: Tensor, generators: Sequence[torch.Generator]) -> list[int]:
+        """One id for each row of `logits`, float64 [B, V]."""
+        logits = logits[:, : self.vocab_size]
+        if self.temperature == 0:
+            return logits.argmax(-1).tolist()
+        kept, ids = logits.topk(self.top_k)  # in descending order
+        scaled = (kept - kept[:, :1]) / self.temperature  # the maximum is 0: no overflow near temperature 0
+        probs = scaled.softmax(-1)
+        reached = probs.cumsum(-1)
+        if self.top_p < 1:
+            probs = probs.masked_fill(reached - probs >= self.top_p, 0)  # always keeps the most likely
+            reached = probs.cumsum(-1)
+        uniform = [torch.rand(1, generator=each, dtype=torch.float64) for each in generators]
+        # One number per token for any number of kept ids: rounding cannot shift the numbers of later tokens.
+        target = torch.stack(uniform) * reached[:, -1:]
+        chosen = torch.searchsorted(reached, target, right=True).clamp_(max=self.top_k - 1)
+        return ids.gather(-1, chosen)[:, 0].tolist()
+
+
+def _check_settings(max_new_tokens: int, temperature: float, top_k: int, top_p: float) -> None:
+    problems = [
+        f"{name}: expected 0 or more, found {value}"
+        for name, value in (
+            ("max_new_tokens", max_new_tokens),
+            ("temperature", temperature),
+            ("top_k", top_k),
+        )
+        if not 0 <= value < float("inf")
+    ]
+    if not 0 < top_p <= 1:
+        problems.append(f"top_p: expected a number above 0 and up to 1, found {top_p}")
+    if problems:
+        raise ConfigError(*problems)
+
+
+class KeyValueCache:
+    """Keys and values of all layers, and the number of positions in each row.
+
+    Passed to `Decoder.forward` with each row's next ids; it determines their positions. Slot t of every row
+    holds position t. Prompts of different lengths are padded on the right, the padding is removed by
+    `truncate`, and new positions overwrite its slots:
+
+        logits = model(padded, cache=cache).logits       # [B, S, V], rows padded on the right to one length
+        cache.truncate([len(prompt) for prompt in prompts])
+        logits = model(next_ids, cache=cache).logits     # [B, 1, V], each row at its own position
+
+    Attributes: `lengths` (positions of each row), `layers`, and for the current forward pass `positions`
+    int64 [B, S] and `mask` bool [B, 1, S, T] (None where attention is causal or sees all keys).
+    """
+
+    def __init__(self, num_layers: int):
+        self.layers = [_LayerCache(self) for _ in range(num_layers)]
+        self.lengths: list[int] = []
+        self.positions = torch.empty(0, 0, dtype=torch.int64)
+        self.mask: Tensor | None = None
+        self.start: int | None = None
+        """The first new position if it is the same in all rows; the new slots are then a slice."""
+        self.stop = 0
+        """T."""
+
+    def advance(self, input_ids: Tensor) -> Tensor:
+        """Make room for the positions of `input_ids` [B, S]; returns them, int64 [B, S]."""
+        (rows, count), device = input_ids.shape, input_ids.device
+        lengths = self.lengths or [0] * rows
+        if len(lengths) != rows:
+            raise ValueError(f"the cache holds {len(lengths)} rows, found {rows}")
+        self.lengths = [length + count for length in lengths]
+        self.stop = max(self.lengths)
+        self.start = lengths[0] if min(lengths) == max(lengths) else None
+        first = torch.tensor(lengths, device=device)[:, None]
+        self.positions = first + torch.arange(count, device=device)
+        self.mask = None
+        if self.start is None or (self.start > 0 and count > 1):
+            slots = torch.arange(self.stop, device=device)
+            self.mask = slots <= self.positions[:, None, :, None]
+        return self.positions
+
+    def truncate(self, lengths: Sequence[int]) -> None:
+        """Remove each row's positions from `lengths[row]` on."""
+        if len(lengths) != len(self.lengths) or any(
+            not 0 <= new <= old for new, old in zip(lengths, self.lengths, strict=False)
+        ):
+            raise ValueError(f"expected a length up to {self.lengths} for each row, found {list(lengths)}")
+        self.lengths = list(lengths)
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep these rows only, in this order."""
+        self.lengths = [self.lengths[row] for row in rows]
+        for layer in self.layers:
+            layer.select(rows)
+
+
+class _LayerCache:
+    """One layer's keys and values, [B, slots, M, D] each; the number of slots doubles when they are full."""
+
+    def __init__(self, cache: KeyValueCache):
+        self.cache = cache
+        self._keys: Tensor | None = None
+        self._values: Tensor | None = None
+
+    def extend(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Store [B, S, M, D] at the new positions; returns keys and values [B, T, M, D], and the mask."""
+        self._keys = self._store(self._keys, key)
+        self._values = self._store(self._values, value)
+        stop = self.cache.stop
+        return self._keys[:, :stop], self._values[:, :stop], self.cache.mask
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep these rows only."""
+        if self._keys is not None and self._values is not None:
+            index = torch.tensor(rows, device=self._keys.device)
+            self._keys, self._values = self._keys[index], self._values[index]
+
+    def _store(self, slots: Tensor | None, new: Tensor) -> Tensor:
+        cache = self.cache
+        size = 0 if slots is None else slots.shape[1]
+        if size < cache.stop:
+            # Zeros: a masked slot must not hold NaN, since 0 · NaN is NaN.
+            larger = new.new_zeros(len(new), max(_INITIAL_SLOTS, cache.stop, 2 * size), *new.shape[2:])
+            if slots is not None:
+                larger[:, :size] = slots
+            slots = larger
+        assert slots is not None
+        if cache.start is not None:
+            slots[:, cache.start : cache.stop] = new
+        else:
+            rows = torch.arange(len(new), device=new.device)[:, None]
+            slots[rows, cache.positions] = new
+        return slots
+
+
+class TextStream:
+    """Decodes ids to text one at a time; the returned parts, joined, are the text.
+
+    Decodes the bytes of the ids. A tokenizer's decoder, called again for all ids, could change earlier
+    characters when a byte is added. Bytes of an incomplete character are buffered until it is
+    complete; bytes that begin no character become U+FFFD.
+
+    Args:
+        pieces: The UTF-8 bytes of each id, empty for special ids.
+    """
+
+    def __init__(self, pieces: Sequence[bytes]):
+        self._pieces = pieces
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token: int) -> str:
+        """The text completed by this id; may be empty."""
+        return self._decoder.decode(self._pieces[token])
+
+    def finish(self) -> str:
+        """The buffered bytes as text, at the end."""
+        return self._decoder.decode(b"", final=True)

@@ -1,0 +1,105 @@
+"""Reads a run's folder while it is written: its newest row, and what it is saving."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from llm_pretrain.files import read_json
+from llm_pretrain.runs.rows import read_metrics
+
+OUTPUT_FOLDERS = ("checkpoints", "weights")
+"""Folders of a run in which `step-N` folders are committed."""
+_SAVE_IN_PROGRESS = re.compile(r"\.step-(\d+)\.tmp-.*")
+_TEMPORARY_FOLDER = re.compile(r"\.(?:step-\d+|best)\.(?:tmp|old|replaced)-.*")
+
+
+class RunMonitor:
+    """Follows a run from outside: the rows and temporary folders that appear after its construction.
+
+    Args:
+        folder: The run's output folder; it may not exist yet.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.last_step: int | None = None
+        self._metrics, self._attempts = folder / "metrics.jsonl", folder / "attempts.jsonl"
+        self._attempts_size = _size(self._attempts)
+        self._offset = _size(self._metrics)
+        self._old_folders = set(temporary_folders(folder))
+        self._partial = b""
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the run has written down at which step it begins; its first step follows."""
+        return _size(self._attempts) > self._attempts_size
+
+    def update(self) -> None:
+        """Read the rows that were appended since the last call."""
+        size = _size(self._metrics)
+        if size < self._offset:  # a resumed run removes a torn last line
+            self._offset, self._partial = size, b""
+        if size == self._offset:
+            return
+        with self._metrics.open("rb") as file:
+            file.seek(self._offset)
+            written = file.read()
+        self._offset += len(written)
+        *lines, self._partial = (self._partial + written).split(b"\n")
+        for line in lines:
+            with suppress(ValueError, KeyError):
+                row = json.loads(line)
+                if isinstance(row, dict) and is_training_row(row):
+                    self.last_step = row["step"]
+
+    def step_being_saved(self) -> int | None:
+        """Step of the folder that the run is writing; None while it writes none."""
+        matches = (_SAVE_IN_PROGRESS.fullmatch(os.path.basename(name)) for name in self.temporary_folders())
+        return max((int(match[1]) for match in matches if match), default=None)
+
+    def temporary_folders(self) -> list[str]:
+        """Temporary folders that were not there at the start."""
+        return [name for name in temporary_folders(self.folder) if name not in self._old_folders]
+
+
+def _size(file: Path) -> int:
+    return file.stat().st_size if file.exists() else 0
+
+
+def temporary_folders(folder: Path) -> list[str]:
+    """Uncommitted folders of a run, relative to it: `checkpoints/.step-…` and the like."""
+    found = []
+    for parent in OUTPUT_FOLDERS:
+        with suppress(OSError):
+            names = os.listdir(folder / parent)
+            found += [f"{parent}/{name}" for name in names if _TEMPORARY_FOLDER.fullmatch(name)]
+    return sorted(found)
+
+
+def rows_of(folder: Path) -> dict[int, dict[str, Any]]:
+    """Rows of a run by step, of a repeated step the last one; empty without a metrics file.
+
+    Raises:
+        CheckpointError: a line of the file is damaged.
+    """
+    file = folder / "metrics.jsonl"
+    return {row["step"]: row for row in read_metrics(file)} if file.exists() else {}
+
+
+def read_status(folder: Path) -> dict[str, Any]:
+    """Content of a run's status.json; empty where it cannot be read."""
+    try:
+        return dict(read_json(folder / "status.json"))
+    except (OSError, ValueError, TypeError, RecursionError):
+        return {}
+
+
+def is_training_row(row: Mapping[str, Any]) -> bool:
+    """Whether a row is of an optimizer step, not of an evaluation alone."""
+    return "train/loss_tokens" in row

@@ -1,0 +1,101 @@
+"""What `llm-pretrain replay` has said of a run: `replays.jsonl` in its folder, a line for each call."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from llm_pretrain.files import read_plain
+from llm_pretrain.runs.rows import MAX_METRICS_BYTES
+
+Row = dict[str, Any]
+
+REPLAYS_FILE = "replays.jsonl"
+HELD = ("identical", "within bound")
+"""Verdicts of a segment in which the run's steps are what its settings, data and seed give."""
+
+
+def read_replays(folder: Path, problems: list[str] | None = None) -> list[Row]:
+    """The recorded replays of a run, oldest first; each line that is none is added to `problems`."""
+    found = [] if problems is None else problems
+    try:
+        lines = read_plain(folder / REPLAYS_FILE, MAX_METRICS_BYTES).splitlines()
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        found.append(f"{REPLAYS_FILE} cannot be read: {error.strerror or error}")
+        return []
+    replays = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            replay = json.loads(line)
+            if not all(0 <= each["start"] < each["end"] and each["verdict"] for each in replay["segments"]):
+                raise ValueError
+            time.gmtime(replay["time"])  # verify shows it
+            replays.append(replay)
+        except (ValueError, TypeError, KeyError, OverflowError, OSError, RecursionError):
+            found.append(f"{REPLAYS_FILE}: line {number}: expected a replay, found {line[:40]!r}")
+    return replays
+
+
+def replay_differences(replays: Iterable[Mapping[str, Any]]) -> list[Row]:
+    """The segments in which a replay and the run differ, oldest first.
+
+    A later replay that found all of a segment's steps identical, its checkpoint too if that differed, shows
+    that it was the earlier replay that was wrong.
+    """
+    found: list[Row] = []
+    for segment in _segments(replays):
+        if segment["verdict"] == "identical":
+            found = [each for each in found if not _clears(segment, each)]
+        elif segment["verdict"] == "differs":
+            found.append(segment)
+    return found
+
+
+def difference_lines(replays: Iterable[Mapping[str, Any]]) -> list[str]:
+    """A line for each segment of `replay_differences`, with the first step and number that differ."""
+    lines = []
+    for each in replay_differences(replays):
+        first = each.get("first")
+        at = f", first at step {first.get('step')}: {first.get('name')}" if isinstance(first, dict) else ""
+        lines.append(f"steps {each['start'] + 1}-{each['end']} differ{at}")
+    return lines
+
+
+def replay_summary(replays: Sequence[Mapping[str, Any]], last: int | None) -> str:
+    """How many of the run's steps up to `last` were replayed and with which verdicts."""
+    spans: list[tuple[int, int, str]] = []
+    again = [*_segments(replays), *replay_differences(replays)]
+    for new in (each for each in again if each["verdict"] in (*HELD, "differs")):
+        start, end, kept = new["start"], new["end"], list[tuple[int, int, str]]()
+        for a, b, verdict in spans:
+            pieces = ((a, min(b, start), verdict), (max(a, end), b, verdict))
+            kept += [piece for piece in pieces if piece[0] < piece[1]]
+        spans = [*kept, (start, end, new["verdict"])]
+    counts = {word: sum(b - a for a, b, verdict in spans if verdict == word) for word in (*HELD, "differs")}
+    counts = {word: count for word, count in counts.items() if count}
+    of = "" if last is None else f" of {last:,}"
+    numbers = len(counts) > 1
+    words = [f"{count:,} " * numbers + word.replace("differs", "differ") for word, count in counts.items()]
+    return f"{sum(counts.values()):,}{of} steps replayed" + (f": {', '.join(words)}" if words else "")
+
+
+def replay_status(replays: Sequence[Mapping[str, Any]]) -> Row:
+    """What `status.json` says of recorded replays; empty where there is none."""
+    if not replays:
+        return {}
+    last = {key: replays[-1].get(key) for key in ("time", "verdict")}
+    return {"replays": {"count": len(replays), "last": last, "differences": difference_lines(replays)}}
+
+
+def _segments(replays: Iterable[Mapping[str, Any]]) -> list[Row]:
+    return [segment for replay in replays for segment in replay["segments"]]
+
+
+def _clears(later: Row, found: Row) -> bool:
+    covers = later["start"] <= found["start"] and found["end"] <= later["end"]
+    return covers and (later.get("tensors") is not None or found.get("tensors") is None)

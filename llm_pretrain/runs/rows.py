@@ -1,0 +1,248 @@
+"""metrics.jsonl: append-only rows of metrics, one JSON object per line, in full precision."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from itertools import accumulate
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from llm_pretrain.errors import CheckpointError, OutputError
+from llm_pretrain.files import fsync_folder, make_folder, read_plain
+
+MAX_METRICS_BYTES = 1 << 32
+"""Largest metrics file that is read as a whole."""
+_EVERY_ROW = {"step", "time"}
+"""Keys of every row that are no metrics."""
+
+
+class MetricsWriter:
+    """Appends rows to a metrics file; only one process of a run (rank 0) may do so.
+
+    Opening the file cuts a torn end: a last line without its newline, or last lines that are no JSON object,
+    as a killed process or a lost disk cache leaves them.
+
+    Args:
+        path: The file; created if missing.
+        resume_step: Step of the checkpoint from which the run resumes, None for a run from the start.
+            Rows of later steps that an earlier attempt wrote stay in the file; the new rows replace them
+            when the file is read (`starts` of `read_metrics`).
+
+    Raises:
+        OutputError: the file cannot be opened or written.
+    """
+
+    def __init__(self, path: Path, *, resume_step: int | None = None):
+        self.path = Path(path)
+        self.resume_step = resume_step
+        try:
+            make_folder(self.path.parent)
+            is_new = not self.path.exists()
+            self.path.touch()
+            if is_new:
+                fsync_folder(self.path.parent)
+            _cut_torn_end(self.path)
+            self._file = self.path.open("ab")
+        except OSError as error:
+            raise OutputError(f"{self.path}: cannot be written: {error.strerror or error}") from error
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Write one row and flush it to the operating system; NaN and infinities become null.
+
+        Args:
+            row: `step` and metrics: numbers, text, null, lists, arrays and tensors (as nested lists).
+
+        Raises:
+            OutputError: the disk is full or gone.
+            ValueError: no `step`, or a step before the checkpoint from which the run resumes.
+        """
+        step = row.get("step")
+        if not isinstance(step, int) or step < (self.resume_step or 0):
+            raise ValueError(f"a row's step must be an integer from {self.resume_step or 0} on, got {step!r}")
+        line = json.dumps(_plain(row), allow_nan=False) + "\n"
+        try:
+            self._file.write(line.encode())
+            self._file.flush()
+        except OSError as error:
+            raise OutputError(f"{self.path}: cannot write step {step}: {error.strerror}") from error
+
+    def sync(self) -> None:
+        """Make the rows survive a power cut; called before a checkpoint after them is committed.
+
+        Raises:
+            OutputError: the disk is full or gone, or the file was moved or deleted.
+        """
+        try:
+            os.fsync(self._file.fileno())
+            is_there = os.path.samestat(os.fstat(self._file.fileno()), os.stat(self.path))
+        except FileNotFoundError:
+            is_there = False
+        except OSError as error:
+            raise OutputError(f"{self.path}: cannot be completed: {error.strerror}") from error
+        if not is_there:
+            raise OutputError(
+                f"{self.path}: expected the rows of this run, found no file of it: it, or its folder, was "
+                "moved, deleted or replaced; bring it back and start the same command again"
+            )
+
+    def close(self) -> None:
+        """Sync and close the file."""
+        if self._file.closed:
+            return
+        try:
+            self._file.flush()
+            self.sync()
+        except OSError as error:
+            raise OutputError(f"{self.path}: cannot be completed: {error.strerror}") from error
+        finally:
+            with suppress(OSError):  # closing retries the write that failed
+                self._file.close()
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read_metrics(
+    path: Path,
+    *,
+    convert: Callable[[dict[str, Any]], dict[str, Any]] = dict,
+    starts: Iterable[tuple[int, int]] = (),
+) -> list[dict[str, Any]]:
+    """The rows of a metrics file, one per step, by step.
+
+    A row with evaluation metrics only (`eval/…`) is merged into the row of its step, as are consecutive rows
+    of one step that share no metric. Otherwise, where a step occurs twice because a run was repeated from a
+    checkpoint, the later row replaces the earlier one.
+    A torn last line, which a running process may be writing, is left out.
+
+    Args:
+        path: The file.
+        convert: Applied to each row as it is read, so that large values can be kept in less memory.
+        starts: (bytes of the file when it began, steps done before it) of each attempt. Rows of later steps
+            that stand before it in the file are lost work, and left out.
+
+    Raises:
+        CheckpointError: the file is missing, or a line before the last is damaged.
+    """
+    rows: dict[int, dict[str, Any]] = {}
+    last = None
+    for found in without_lost_work(_placed_rows(Path(path)), starts):
+        row = convert(found)
+        step = row["step"]
+        before = rows.get(step, {})
+        is_evaluation = all(key in _EVERY_ROW or key.startswith("eval/") for key in row)
+        joins = is_evaluation or (step == last and before.keys() & row.keys() <= _EVERY_ROW)
+        rows[step] = before | row if joins else row
+        last = step
+    return [rows[step] for step in sorted(rows)]
+
+
+def without_lost_work(
+    rows: Iterable[tuple[int, dict[str, Any]]], starts: Iterable[tuple[int, int]]
+) -> Iterator[dict[str, Any]]:
+    """The rows of (offset in bytes, row), by offset, without lost work; `starts` as in `read_metrics`."""
+    later = sorted(starts, reverse=True)
+    lowest = list(accumulate((start for _, start in later), min))
+    for offset, row in rows:
+        while later and later[-1][0] <= offset:
+            later.pop()
+        step = row.get("step")
+        if not (later and isinstance(step, int) and step > lowest[len(later) - 1]):
+            yield row
+
+
+def read_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Every row of a metrics file in the order of writing, those of all attempts, without a torn end.
+
+    Raises:
+        CheckpointError: the file is missing, or a line before the last is damaged.
+    """
+    return (row for _, row in _placed_rows(path))
+
+
+def _placed_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(offset in bytes, row) of each row, in the order of writing."""
+    try:
+        data = read_plain(path, MAX_METRICS_BYTES)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+    lines = data.split(b"\n")[:-1]  # what follows the last newline is being written, or torn
+    while lines and _parse(lines[-1]) is None:
+        lines.pop()
+    offset = 0
+    for number, line in enumerate(lines, start=1):
+        row = _parse(line)
+        if row is None:
+            raise CheckpointError(f"{path}:{number}: expected a JSON object with a step, found {line[:40]!r}")
+        yield offset, row
+        offset += len(line) + 1
+
+
+def finite_number(value: object) -> float | None:
+    """`value` where it is a finite number within 64 bits (and no bool), else None."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value if abs(value) < 1 << 63 else None  # JSON allows larger integers, arrays do not
+    return value if isinstance(value, float) and math.isfinite(value) else None
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    step = row.get("step") if isinstance(row, dict) else None
+    return row if isinstance(step, int) and abs(step) < 1 << 63 else None
+
+
+def _cut_torn_end(path: Path) -> None:
+    """Truncate the file after its last whole line; a file without any becomes empty."""
+    with path.open("r+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end:
+            start, line = _last_line(file, end)
+            if line.endswith(b"\n") and _parse(line) is not None:
+                break
+            end = start
+        file.truncate(end)
+
+
+def _last_line(file: Any, end: int, chunk: int = 1 << 16) -> tuple[int, bytes]:
+    """Offset and bytes, newline included, of the last line in a file's first `end` bytes."""
+    tail = b""
+    start = end
+    while start:
+        size = min(chunk, start)
+        start -= size
+        file.seek(start)
+        tail = file.read(size) + tail
+        newline = tail.rfind(b"\n", 0, len(tail) - 1)
+        if newline >= 0:
+            return start + newline + 1, tail[newline + 1 :]
+    return 0, tail
+
+
+def _plain(value: Any) -> Any:
+    """`value` in JSON's types, with None for numbers that JSON does not have."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, Mapping):
+        return {str(key): _plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+if TYPE_CHECKING:
+    pass

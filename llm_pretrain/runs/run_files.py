@@ -1,0 +1,210 @@
+"""Reads a run's folder for the report and `top`, and formats its numbers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llm_pretrain.config.yaml_text import YamlError, read_yaml_file
+from llm_pretrain.errors import ConfigError
+from llm_pretrain.files import read_json, read_plain
+from llm_pretrain.runs.replays import read_replays
+from llm_pretrain.runs.rows import MAX_METRICS_BYTES, finite_number, read_metrics, without_lost_work
+
+Row = dict[str, Any]
+
+_RUN_FILES = ("metrics.jsonl", "status.json", "config.yaml", "attempts.jsonl")
+"""A folder with any of these is a run's."""
+
+
+@dataclass
+class RunRecord:
+    """The content of a run's folder.
+
+    Args:
+        name: The run's name, or the folder's where the configuration has none.
+        config: `config.yaml` by section and field; empty if it is missing or cannot be read.
+        status: `status.json`; empty likewise.
+        attempts: Rows of `attempts.jsonl`, in the order in which the attempts began.
+        rows: Rows of `metrics.jsonl` by step, without lost work (`read_metrics`); `moe/load` is an array
+            [layers, experts].
+        samples: Rows of `samples.jsonl`, without lost work.
+        replays: Rows of `replays.jsonl`.
+        problems: What could not be read, one line each.
+    """
+
+    path: Path
+    name: str
+    config: dict[str, dict[str, Any]] = field(default_factory=dict)
+    status: Row = field(default_factory=dict)
+    attempts: list[Row] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    samples: list[Row] = field(default_factory=list)
+    replays: list[Row] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def setting(self, section: str, name: str) -> float | None:
+        """A setting that is a finite number, else None."""
+        return finite_number(self.config.get(section, {}).get(name))
+
+    @property
+    def state(self) -> str:
+        """`state` of `status.json`."""
+        return str(self.status.get("state") or "unknown")
+
+
+def fault_lines(status: Mapping[str, Any], *, undone: bool | None = None) -> list[str]:
+    """A line for each fault that `training.check_every` has found, from the content of `status.json`.
+
+    Args:
+        status: The content.
+        undone: Only faults whose step was computed again by a later attempt, or only others; None for all.
+    """
+    faults = status.get("faults")
+    lines = []
+    for fault in faults if isinstance(faults, list) else []:
+        get = fault.get if isinstance(fault, dict) else {}.get
+        ranks = get("ranks")
+        shown = " or ".join(map(str, ranks)) if isinstance(ranks, list) else ranks
+        is_undone = get("undone") is True
+        outcome = ", once" if get("transient") else "; computed again by a later attempt" if is_undone else ""
+        if undone is None or undone == is_undone:
+            lines.append(f"step {get('step')}, rank {shown}: {get('found')}{outcome}")
+    return lines
+
+
+def read_run(path: Path, *, metrics: bool = True) -> RunRecord:
+    """Read a run's folder, also while the run is writing to it; missing files leave their fields empty.
+
+    Args:
+        path: The run's folder.
+        metrics: Whether to read `metrics.jsonl` and `samples.jsonl`, which grow with the run.
+
+    Raises:
+        ConfigError: there is no such folder, or it is no run's.
+        CheckpointError: a line of `metrics.jsonl` before the last is damaged, or the file cannot be read.
+    """
+    check_run_folder(path)
+    run = RunRecord(path, path.resolve().name)
+    sections = _read_mapping(path / "config.yaml", read_yaml_file, run.problems)
+    run.config = {str(name): dict(each) for name, each in sections.items() if isinstance(each, Mapping)}
+    name = run.config.get("run", {}).get("name")
+    run.name = name if isinstance(name, str) and name else run.name
+    run.status = dict(_read_mapping(path / "status.json", read_json, run.problems))
+    run.attempts = _read_lines(path / "attempts.jsonl", run.problems)
+    run.replays = read_replays(path, run.problems)
+    if metrics:
+        if (path / "metrics.jsonl").exists():
+            starts = attempt_starts(run.attempts, "metrics_bytes")
+            run.rows = read_metrics(path / "metrics.jsonl", convert=_compact, starts=starts)
+        starts = attempt_starts(run.attempts, "samples_bytes")
+        run.samples = _read_lines(path / "samples.jsonl", run.problems, starts)
+    return run
+
+
+def attempt_starts(attempts: Iterable[Row], key: str) -> list[tuple[int, int]]:
+    """`starts` of `read_metrics` for the file whose size the attempts have under `key`."""
+    begun = [(attempt.get(key), attempt.get("step")) for attempt in attempts]
+    return [(size, step) for size, step in begun if isinstance(size, int) and isinstance(step, int)]
+
+
+def check_run_folder(path: Path) -> None:
+    """Raise ConfigError unless `path` is a run's folder."""
+    if not path.is_dir():
+        found = "a file" if path.exists() else "nothing there"
+        raise ConfigError(f"{path}: expected a run's folder, such as runs/NAME, found {found}")
+    if not is_run_folder(path):
+        raise ConfigError(
+            f"{path}: expected a run's folder (with {' or '.join(_RUN_FILES[:3])}), found none of these; "
+            "name the folder that run.output_dir says"
+        )
+
+
+def is_run_folder(path: Path) -> bool:
+    """Whether the folder has any file of a training run."""
+    return any((path / name).is_file() for name in _RUN_FILES)
+
+
+def expert_loads(value: object) -> np.ndarray | None:
+    """`moe/load` as float32 [layers, experts], NaN for what is no finite number; None if it is no table."""
+    try:
+        with np.errstate(over="ignore"):
+            loads = np.array(value, dtype=np.float32)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    loads = np.where(np.isfinite(loads), loads, np.float32("nan"))
+    return loads if loads.ndim == 2 and loads.size else None
+
+
+def metric_values(rows: Iterable[Row], key: str) -> list[float]:
+    """The finite numbers of a metric, oldest first."""
+    return [value for row in rows if (value := finite_number(row.get(key))) is not None]
+
+
+def quantity(value: float) -> str:
+    """A number as text: `12.3k`, `4.56M`."""
+    for unit in ("", "k", "M", "B"):
+        if abs(value) < 1000:
+            return f"{value:.3g}{unit}" if unit else f"{value:.4g}"
+        value /= 1000
+    return f"{value:.3g}T"
+
+
+def duration(seconds: float) -> str:
+    """A time as text: `1 h 05 min`, `12 min 30 s`, `45 s`."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    if hours:
+        return f"{hours:,} h {minute:02d} min"
+    return f"{minute} min {second:02d} s" if minute else f"{second} s"
+
+
+def _compact(row: Row) -> Row:
+    """A row with its expert loads as float32: 4 bytes each instead of 32."""
+    if "moe/load" in row:
+        row["moe/load"] = expert_loads(row["moe/load"])
+    return row
+
+
+def _read_mapping(path: Path, parse: Callable[[Path], Any], problems: list[str]) -> Mapping[str, Any]:
+    """The content of a file; empty if it is missing, no mapping or cannot be read."""
+    try:
+        content = parse(path)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError, YamlError) as error:
+        problems.append(f"{path.name} cannot be read: {str(error).splitlines()[0]}")
+        return {}
+    return content if isinstance(content, Mapping) else {}
+
+
+def _read_lines(path: Path, problems: list[str], starts: Iterable[tuple[int, int]] = ()) -> list[Row]:
+    """The objects of a file of JSON lines. A torn last line is left out; another bad line is a problem.
+
+    `starts` as in `read_metrics`: rows of lost work are left out.
+    """
+    try:
+        lines = read_plain(path, MAX_METRICS_BYTES).split(b"\n")
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        problems.append(f"{path.name} cannot be read: {error.strerror}")
+        return []
+    rows: list[tuple[int, Row]] = []
+    offset = 0
+    for index, line in enumerate(lines[:-1], start=1):
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            row = None
+        if isinstance(row, dict):
+            rows.append((offset, row))
+        else:
+            problems.append(f"{path.name}: line {index} is no JSON object and is left out")
+        offset += len(line) + 1
+    return list(without_lost_work(rows, starts))

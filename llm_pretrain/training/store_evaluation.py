@@ -1,0 +1,189 @@
+"""Loss, perplexity and bits per byte of a model on token stores and files, outside of a run."""
+
+from __future__ import annotations
+
+import tempfile
+import zlib
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llm_pretrain.config.tree import Config, SourceConfig
+from llm_pretrain.distributed.mesh import Place
+from llm_pretrain.errors import DataError
+
+if TYPE_CHECKING:
+    from llm_pretrain.data.loader import Batch
+    from llm_pretrain.data.store import TokenStore
+    from llm_pretrain.data.tokenizers import Tokenizer
+    from llm_pretrain.model.decoder import Decoder
+
+
+ZLIB_LIMIT = 64 << 20
+"""Bytes of the text, from its beginning, on which zlib's bits per byte are measured."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """The results of an evaluation.
+
+    Args:
+        loss: Mean cross-entropy of the targets, in nats.
+        perplexity: e to the loss.
+        bits_per_byte: Cross-entropy of the text's tokens, special ones left out, per UTF-8 byte of them; None
+            without text.
+        tokens: Targets.
+        bytes: UTF-8 bytes of the targets.
+        zlib_bits_per_byte: zlib's at level 9 on the text of the split or the files.
+        sequence_length: Positions of a sequence.
+        sequences: Number of sequences.
+        available: Sequences there are, of which `evaluation.max_batches` may take the first.
+        sources: Loss and bits per byte of each of several stores; None where no sequence was drawn from it.
+    """
+
+    loss: float
+    perplexity: float
+    bits_per_byte: float | None
+    tokens: int
+    bytes: int
+    zlib_bits_per_byte: float | None
+    sequence_length: int
+    sequences: int
+    available: int
+    sources: dict[str, dict[str, float | None]] = field(default_factory=dict)
+
+
+def evaluate_stores(model: Decoder, tokenizer: Tokenizer, config: Config, split: str) -> Figures:
+    """Evaluate on a split of `data.sources` with the batches and the arithmetic of a run's own evaluation.
+
+    Raises:
+        DataError: A store is damaged, has another tokenizer, or no target in this split.
+    """
+    from llm_pretrain.data.loader import evaluation_batches, open_stores
+    from llm_pretrain.training.evaluation import Evaluator, zlib_bits_per_byte
+
+    stores = open_stores(config)
+    for store in stores:
+        if store.tokenizer_hash != tokenizer.hash:
+            raise DataError(
+                f"{store.path}: expected a store of the model's tokenizer ({tokenizer.hash[:12]}), "
+                f"found another's ({store.tokenizer_hash[:12]}); prepare it with {tokenizer.folder}"
+            )
+    evaluated = evaluation_batches(config, split=split)
+    batches = _Counted(evaluated, stores[0].token_bytes())
+    engine: Any = _OneProcess(model, config.training.precision)
+    names = _names(config)
+    with closing(batches):
+        metrics = Evaluator(engine, batches, stores[0], lambda: False, names)() or {}
+    loss, perplexity = metrics.get("eval/loss"), metrics.get("eval/perplexity")
+    if loss is None or perplexity is None:
+        raise DataError(f"{stores[0].path}: expected tokens to evaluate on in the {split} split, found none")
+    on_validation = split == "validation"
+    return Figures(
+        loss=loss,
+        perplexity=perplexity,
+        bits_per_byte=metrics.get("eval/bits_per_byte"),
+        tokens=batches.tokens,
+        bytes=batches.bytes,
+        zlib_bits_per_byte=zlib_bits_per_byte(stores) if on_validation else _zlib_of(stores, split),
+        sequence_length=config.training.sequence_length,
+        sequences=sum(evaluated.sequences),
+        available=sum(evaluated.available),
+        sources={
+            name: {key: metrics[f"eval/source/{name}/{key}"] for key in ("loss", "bits_per_byte")}
+            for name in (names if len(names) > 1 else [])
+        },
+    )
+
+
+def _names(config: Config) -> list[str]:
+    """Names of the sources, as in the run's metrics; their paths if two names are equal."""
+    labels = [each.label for each in config.data.sources]
+    return labels if len(set(labels)) == len(labels) else [each.store for each in config.data.sources]
+
+
+def evaluate_files(model: Decoder, tokenizer: Tokenizer, config: Config, inputs: Sequence[str]) -> Figures:
+    """Evaluate on all documents of files, tokenised into a temporary store by `prepare`.
+
+    Args:
+        model: On its device, in eval mode.
+        tokenizer: The model's.
+        config: Gives sequence length, packing, micro batch size, precision and `evaluation.max_batches`.
+        inputs: Files and folders.
+
+    Raises:
+        DataError: A file is missing or damaged, or the files have no text.
+    """
+    from llm_pretrain.data.prepare import Preparation, prepare_store
+
+    with tempfile.TemporaryDirectory() as temporary:
+        path = Path(temporary) / "store"
+        prepared = Preparation(inputs, tokenizer.folder, path, validation_fraction=0.0)
+        prepare_store(prepared)
+        data = replace(config.data, sources=[SourceConfig(str(path))])
+        return evaluate_stores(model, tokenizer, replace(config, data=data), "train")
+
+
+def _zlib_of(stores: Sequence[TokenStore], split: str) -> float | None:
+    """zlib's bits per byte of a split's text, decoded from its tokens; None without text."""
+    compressor = zlib.compressobj(9)
+    size = written = 0
+    for store in stores:
+        pieces = store.tokenizer().token_pieces()
+        for ids, _ in store.split(split).iterate():
+            if size >= ZLIB_LIMIT:
+                break
+            text = b"".join(pieces[token] for token in ids.tolist())
+            size += len(text)
+            written += len(compressor.compress(text))
+    return 8 * (written + len(compressor.flush())) / size if size else None
+
+
+class _Counted(Sequence["Batch"]):
+    """Batches that count their targets when they are read, each of them once, with a progress bar."""
+
+    def __init__(self, batches: Sequence[Batch], token_bytes: Any):
+        from tqdm import tqdm
+
+        self._batches, self._token_bytes = batches, token_bytes
+        self._bar = tqdm(total=len(batches), unit="batch", disable=None, leave=False)
+        self.tokens = self.bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __getitem__(self, index: int) -> Batch:  # type: ignore[override]  # no slices: the evaluation reads one batch after another
+        batch = self._batches[index]
+        labels = batch.labels[batch.loss_mask]
+        self.tokens += batch.num_loss_tokens
+        self.bytes += int(self._token_bytes[labels.numpy()].sum())
+        self._bar.update()
+        return batch
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+class _OneProcess:
+    """The methods of an engine that the evaluation calls, for one process without training."""
+
+    rank, world_size, place = 0, 1, Place()
+
+    def __init__(self, model: Decoder, precision: str):
+        self.model, self._precision = model, precision
+        self.device = model.lm_head.weight.device
+
+    def forward(self, batch: Batch) -> Any:
+        import torch
+
+        dtype = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[self._precision]
+        with torch.autocast(self.device.type, dtype, enabled=dtype is not None):
+            return self.model(**batch.model_inputs())
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return [value]
+
+    def model_and_optimizer(self) -> tuple[Any, None]:
+        return self.model, None
