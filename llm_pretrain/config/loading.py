@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
+from llm_pretrain.config.mesh_checks import check_mesh
 from llm_pretrain.config.model_config import VOCAB_MULTIPLE, ModelConfig
 from llm_pretrain.config.schema import (
     NoneType,
@@ -208,7 +209,8 @@ def validate(config: Config, world_size: int = 1, *, needs_data: bool = True) ->
         line for section in field_types(Config) for line in check_ranges(getattr(config, section), section)
     ]
     doubtful = named_settings(out_of_range)
-    contradictions = config.check(world_size, needs_data)
+    contradictions = list(check_mesh(config, world_size)) or [*config.check_batch(world_size)]
+    contradictions = [*config.check(needs_data), *contradictions]
     return out_of_range + [line for line in contradictions if doubtful.isdisjoint(named_settings([line]))]
 
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from llm_pretrain.config.distributed_config import MeshSizes
 from llm_pretrain.config.model_config import VOCAB_MULTIPLE
-
-if TYPE_CHECKING:
-    from llm_pretrain.config.tree import Config
+from llm_pretrain.config.tree import Config
 
 
 def check_mesh(config: Config, world_size: int) -> Iterator[str]:

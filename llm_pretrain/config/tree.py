@@ -13,7 +13,6 @@ from typing import Annotated, Literal
 
 from llm_pretrain.config.distributed_config import DistributedConfig
 from llm_pretrain.config.evaluation_config import EvaluationConfig
-from llm_pretrain.config.mesh_checks import check_mesh
 from llm_pretrain.config.model_config import ModelConfig
 from llm_pretrain.config.schema import (
     LARGEST_INTEGER,
@@ -415,8 +414,8 @@ class Config:
         layers, stages = self.model.num_hidden_layers, self.distributed.num_stages
         return range(layers * stage // stages, layers * (stage + 1) // stages)
 
-    def check(self, world_size: int, needs_data: bool) -> Iterator[str]:
-        """One line for each contradiction, ranges of single numbers aside."""
+    def check(self, needs_data: bool) -> Iterator[str]:
+        """One line for each contradiction at any number of processes, ranges of single numbers aside."""
         yield from self.run.check()
         yield from self.model.check()
         yield from self.data.check(needs_data)
@@ -424,14 +423,14 @@ class Config:
         yield from self.checkpoint.check()
         yield from self.evaluation.check()
         yield from self.logging.check()
-        yield from list(check_mesh(self, world_size)) or self._check_batch(world_size)
         yield from self.check_schedule()
         yield from self._check_lengths()
         yield from self._check_recovery()
         if self.distributed.strategy == "deepspeed":
             yield from self._check_deepspeed()
 
-    def _check_batch(self, world_size: int) -> Iterator[str]:
+    def check_batch(self, world_size: int) -> Iterator[str]:
+        """One line if the global batch cannot be divided among so many processes."""
         micro, total = self.training.micro_batch_size, self.training.global_batch_size
         ranks = self.distributed.mesh(world_size).data
         unit = micro * ranks

@@ -14,7 +14,7 @@ from llm_pretrain.__main__ import main
 from llm_pretrain.commands import doctor
 from llm_pretrain.config.tree import Config, TrainingConfig
 from llm_pretrain.config.yaml_text import read_yaml
-from llm_pretrain.launch.accelerate_checks import surprises
+from llm_pretrain.launch.accelerate_checks import accelerate_surprises
 from llm_pretrain.launch.checks import default_accelerate_file
 from llm_pretrain.launch.jobs import Machine
 
@@ -34,7 +34,7 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def told(text: str, machine: Machine = CPU, config: Config | None = None) -> list[str]:
-    lines = list(surprises(read_yaml(text), text, machine, config))
+    lines = list(accelerate_surprises(read_yaml(text), text, machine, config))
     assert all("; do " in line and "\n" not in line for line in lines)
     return lines
 

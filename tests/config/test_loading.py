@@ -305,7 +305,7 @@ def test_the_vocabulary_defaults_to_the_tokenizers_rounded_up(ids, rows):
 
 def test_loading_a_configuration_imports_no_slow_library():
     code = (
-        "import sys, llm_pretrain.tracking; from llm_pretrain.config import load_config; "
+        "import sys, llm_pretrain.tracking.report; from llm_pretrain.config.loading import load_config; "
         "load_config(['--config', 'quickstart'], has_bf16=False); "
         "print(sorted({'pydantic', 'wandb', 'torch'} & set(sys.modules)))"
     )

@@ -109,5 +109,5 @@ def test_another_precision_than_the_attempt_before_is_reported(
 
 
 def test_the_configuration_alone_imports_no_torch():
-    code = "import sys, llm_pretrain.config, llm_pretrain.__main__; sys.exit('torch' in sys.modules)"
+    code = "import sys, llm_pretrain.config.loading, llm_pretrain.__main__; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

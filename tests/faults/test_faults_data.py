@@ -498,7 +498,7 @@ def test_killed_amid_bad_records_it_gives_the_same_bytes_and_counts(here: Path, 
         "if __name__ == '__main__':\n"
         "    original = p.Preparation\n"
         "    p.Preparation = lambda *a, **k: original(*a, **k, commit_seconds=0.01)\n"
-        "    m.import_module('llm_pretrain.data').Preparation = p.Preparation\n"
+        "    m.import_module('llm_pretrain.data.prepare').Preparation = p.Preparation\n"
         "    sys.exit(m.main(sys.argv[1:]))\n"
     )
     Path("script.py").write_text(script)

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch.distributed.pipelining.schedules import _Action
 
-from llm_pretrain.forecast.simulation.timing import Roofline, collective_time, idle_time
+from llm_pretrain.forecast.simulation.timing import Roofline, collective_time
+from llm_pretrain.forecast.simulation.trace import idle_time
 from llm_pretrain.forecast.simulation.tracker import Collective, Tracker
 from llm_pretrain.hardware import MACHINES, device_peak_flops
 

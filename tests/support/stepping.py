@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import llm_pretrain.data as data
-import llm_pretrain.model as model_part
+import llm_pretrain.data.loader as data
+import llm_pretrain.model.decoder as model_part
 import llm_pretrain.optim.ema as averaging
 import llm_pretrain.optim.param_groups as optimizers
 import llm_pretrain.training.model_setup as building

@@ -24,8 +24,8 @@ from safetensors.torch import load_file, save_file
 from support.faults import Patch, replace_everywhere
 from support.launching import ROOT
 
-import llm_pretrain.checkpoints as checkpoints
-import llm_pretrain.export as export
+import llm_pretrain.checkpoints.weights as checkpoints
+import llm_pretrain.export.huggingface as export
 from llm_pretrain.checkpoints.state import raw_module
 from llm_pretrain.config.model_config import ModelConfig
 from llm_pretrain.config.tree import CheckpointConfig

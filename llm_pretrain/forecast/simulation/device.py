@@ -29,7 +29,7 @@ _AUTOCAST = (
 """Operations that autocast computes in the low type."""
 _SINGLE_KERNELS = ("silu_backward", "_fused_rms_norm")
 """Operations that are one kernel on a GPU, and several operations where torch finds none."""
-_KERNELS = "llm_pretrain.model.kernels.choice"
+_KERNELS = "llm_pretrain.model.kernels"
 _scores_attention = F.scaled_dot_product_attention
 _libraries: list[torch.library.Library] = []
 """Registrations, which end when they are deleted."""

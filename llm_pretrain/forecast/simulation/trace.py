@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import os
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -35,7 +36,6 @@ from llm_pretrain.config.tree import Config
 from llm_pretrain.data.loader import Batch, padded_offsets
 from llm_pretrain.distributed import expert_parallel, fsdp
 from llm_pretrain.distributed.initial_values import materialize
-from llm_pretrain.forecast.simulation.timing import idle_time
 from llm_pretrain.forecast.simulation.tracker import GRADIENTS, OPTIMIZER, PARAMETERS, Collective, Tracker
 from llm_pretrain.memory import DOCUMENT_LENGTH
 from llm_pretrain.optim.param_groups import build_optimizer
@@ -439,3 +439,50 @@ def _outside_fakes(owner: Any, name: str) -> Any:
             return function(*args, **kwargs)
 
     return patch.object(owner, name, staticmethod(call) if is_static else call)
+
+
+def idle_time(schedule: Any) -> float:
+    """Time that a rank of a pipeline waits for others in a step, in that of a micro batch on it.
+
+    Every stage takes as long as the others: one unit forward and two backward, of which some schedules
+    compute the gradients of inputs (one) apart from those of parameters. Each action starts when its rank is
+    free and what it needs has been computed; a stage computes the micro batches in their order.
+
+    Args:
+        schedule: torch's; its `pipeline_order` has the actions of every rank, and None where one waits. The
+            numbers of micro batches are not read: those of the last rank of `1f1b` begin with 1.
+    """
+    actions = {
+        rank: [
+            (each.stage_index, each.computation_type.value) for each in order if each and each.is_compute_op
+        ]
+        for rank, order in schedule.pipeline_order.items()
+    }
+    last = max(stage for order in actions.values() for stage, _ in order)
+    busy = sum(_UNITS[kind] for _, kind in actions[0])
+    free = dict.fromkeys(actions, 0.0)
+    ended: dict[tuple[bool, int], list[float]] = defaultdict(list)
+    """Of each micro batch on a stage, forward, or backward to its inputs."""
+    is_stuck = False
+    while any(actions.values()):
+        assert not is_stuck, "the schedule waits for itself"
+        is_stuck = True
+        for rank, order in actions.items():
+            while order:
+                stage, kind = order[0]
+                own, before = ended[kind == "F", stage], stage - 1 if kind == "F" else stage + 1
+                needed = ended[kind == "F", before][len(own) :][:1]
+                if kind != "W" and 0 <= before <= last and not needed:
+                    break
+                begin = free[rank] if kind == "W" or not needed else max(free[rank], needed[0])
+                free[rank] = begin + _UNITS[kind]
+                if kind != "W":
+                    own.append(free[rank])
+                del order[0]
+                is_stuck = False
+    of_one = (_UNITS["F"] + _UNITS["B"]) * (last + 1) / len(free)
+    return (max(free.values()) - busy) / of_one
+
+
+_UNITS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+"""Time of an action on a stage, by the value of its `computation_type`."""
