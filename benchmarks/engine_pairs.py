@@ -24,7 +24,7 @@ from llm_pretrain.launch.process import prepare_process
 from llm_pretrain.optim.param_groups import build_optimizer
 from llm_pretrain.training.anomaly import StepMonitor
 from llm_pretrain.training.model_setup import build_model, initialize_weights
-from llm_pretrain.training.run_state import Progress
+from llm_pretrain.training.progress import Progress
 from llm_pretrain.training.step import Engine
 from llm_pretrain.training.trainer import gc_schedule, windows
 from train_pretrain import TorchrunEngine

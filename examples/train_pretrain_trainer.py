@@ -26,6 +26,7 @@ from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone runs its own package
 
+from llm_pretrain.checkpoints.manifest import newest_run_id
 from llm_pretrain.config.loading import dump_yaml, load_config, resolve_model
 from llm_pretrain.config.tree import Config
 from llm_pretrain.data.loader.assembly import Batch
@@ -38,9 +39,10 @@ from llm_pretrain.launch.checks import check_world_size
 from llm_pretrain.launch.process import prepare_process, report_errors
 from llm_pretrain.model.decoder import Decoder
 from llm_pretrain.optim.schedule import decay_length, learning_rate
+from llm_pretrain.runs.folder import RunFolder
 from llm_pretrain.runs.rows import MetricsWriter
+from llm_pretrain.runs.status import Status
 from llm_pretrain.training.model_setup import initialize_weights
-from llm_pretrain.training.run_state import RunFolder, Status
 
 
 class WitnessTrainer(Trainer):
@@ -301,7 +303,7 @@ def train(config: Config) -> int:
     config = resolve_model(config, stores[0].vocab_size)
     folder = RunFolder(config.run.folder)
     if rank == 0:
-        folder.acquire()
+        folder.acquire(newest_run_id)
         if folder.metrics.exists():
             raise OutputError(
                 f"{folder.path}: expected a new run folder (nothing here resumes), found a run's"

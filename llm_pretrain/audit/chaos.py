@@ -19,14 +19,7 @@ from llm_pretrain.audit.variants import build_variants, configured_mesh
 from llm_pretrain.config.loading import load_config, resolve_model
 from llm_pretrain.config.tree import Config
 from llm_pretrain.errors import ConfigError, PretrainError
-from llm_pretrain.launch.jobs import (
-    RESUMABLE_PATHS,
-    SCRIPTS,
-    Job,
-    LaunchContext,
-    Machine,
-    RunningJob,
-)
+from llm_pretrain.launch.jobs import RESUMABLE_PATHS, SCRIPTS, Job, LaunchContext, Machine, RunningJob
 from llm_pretrain.launch.options import (
     LaunchPlan,
     as_options,
@@ -37,7 +30,8 @@ from llm_pretrain.launch.options import (
     parse_numbers,
     parse_words,
 )
-from llm_pretrain.runs.monitor import RunMonitor, rows_of
+from llm_pretrain.runs.monitor import RunMonitor
+from llm_pretrain.runs.rows import rows_of
 
 if TYPE_CHECKING:
     from llm_pretrain.audit.run_checks import Violation

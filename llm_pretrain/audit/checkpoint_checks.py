@@ -187,7 +187,7 @@ def _check_best(check: Check, run: RunFiles, path: Path) -> int:
         raise CheckpointError(f"{file}: expected step and eval/loss as JSON, found: {error}") from error
     if not is_integer(step):
         raise CheckpointError(f"{file}: expected a whole number of steps, found {step!r:.40}")
-    if run.launches:  # a running run may have evaluated since the rows were read
+    if run.attempts:  # a running run may have evaluated since the rows were read
         rows = read_rows(run.folder / "metrics.jsonl")
         losses = [row["eval/loss"] for row in rows if row["step"] == step and "eval/loss" in row]
         if loss not in losses:
@@ -235,7 +235,7 @@ def _check_tensors(check: Check, run: RunFiles, path: Path, step: int) -> None:
 
 def _check_config(check: Check, run: RunFiles, content: dict[str, Any], dtype: str) -> None:
     """Compare config.json with the settings of the run, or of the earlier attempt that exported it."""
-    configs = [run.config, *(each.config for each in reversed(run.launches) if each.config is not None)]
+    configs = [run.config, *(each.config for each in reversed(run.attempts) if each.config is not None)]
     differences: list[list[str]] = []
     for each in configs:
         token_ids = ("bos_token_id", "eos_token_id", "pad_token_id")

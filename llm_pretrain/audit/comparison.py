@@ -15,7 +15,7 @@ from llm_pretrain.audit.variants import Variant
 from llm_pretrain.config.tree import Config
 from llm_pretrain.errors import PretrainError
 from llm_pretrain.launch.jobs import last_error_lines
-from llm_pretrain.runs.monitor import rows_of
+from llm_pretrain.runs.rows import rows_of
 
 Rows = Mapping[int, Mapping[str, Any]]
 """Step to row of metrics.jsonl."""

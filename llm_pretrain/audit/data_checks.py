@@ -10,9 +10,10 @@ import torch
 
 from llm_pretrain.audit.checks import Check, Checks
 from llm_pretrain.audit.history_checks import RunFiles, is_integer
-from llm_pretrain.audit.segments import Launch, Row, owner_of
 from llm_pretrain.config.tree import Config
 from llm_pretrain.data.loader import MicroBatches, train_samples
+from llm_pretrain.runs.attempts import Attempt, owner_of
+from llm_pretrain.runs.rows import Row
 
 DEFAULT_TOKENS = 1 << 26
 """Positions that are assembled again by default: some seconds of work."""
@@ -23,7 +24,7 @@ _CHUNK = 1 << 16
 
 
 class Samples:
-    """The samples of a run, for each of its launches.
+    """The samples of a run, for each of its attempts.
 
     The settings that determine the order are equal in all of them, except for later `data.weight_changes`.
     """
@@ -32,9 +33,9 @@ class Samples:
         self.config = config
         self._of: list[tuple[object, MicroBatches]] = []
 
-    def of(self, launch: Launch) -> MicroBatches:
-        """The samples of a launch."""
-        changes = (launch.config or self.config).data.weight_changes
+    def of(self, attempt: Attempt) -> MicroBatches:
+        """The samples of an attempt."""
+        changes = (attempt.config or self.config).data.weight_changes
         for known, samples in self._of:
             if known == changes:
                 return samples
@@ -60,7 +61,7 @@ def check_samples(checks: Checks, run: RunFiles, wanted: str | int | None) -> No
             checks.skip(name, "no step has been logged yet")
         return
     samples = Samples(run.config)
-    checks.run("epochs", _check_epochs, run, samples.of(run.launches[-1]), wanted == "all")
+    checks.run("epochs", _check_epochs, run, samples.of(run.attempts[-1]), wanted == "all")
     checks.run("samples", _check_digests, run, samples, wanted)
 
 
@@ -131,15 +132,15 @@ class _EpochCounter:
 
 def _check_digests(check: Check, run: RunFiles, samples: Samples, wanted: str | int | None) -> None:
     rows = list(_intervals(run))
-    chosen = _choose_rows(len(rows), wanted, run.config, run.logging_steps(run.launches[-1]))
+    chosen = _choose_rows(len(rows), wanted, run.config, run.logging_steps(run.attempts[-1]))
     steps = unknown = 0
     for number in chosen:
-        launch, first, before, row = rows[number]
+        attempt, first, before, row = rows[number]
         if first is None:
             unknown += 1
             continue
         steps += row["step"] - first
-        _compare(check, samples, launch, first, before, row)
+        _compare(check, samples, attempt, first, before, row)
     check.looked_at = f"{len(chosen) - unknown} of {len(rows)} rows, {steps} steps assembled again"
     if len(chosen) < len(rows):
         check.looked_at += " (evenly chosen; --samples all takes every row)"
@@ -147,20 +148,20 @@ def _check_digests(check: Check, run: RunFiles, samples: Samples, wanted: str | 
         check.reason = f"{unknown} rows that begin in another run"
 
 
-def _intervals(run: RunFiles) -> Iterator[tuple[Launch, int | None, Row | None, Row]]:
-    """(launch, first step counted from 0, row that ends there, row) of each row, in order.
+def _intervals(run: RunFiles) -> Iterator[tuple[Attempt, int | None, Row | None, Row]]:
+    """(attempt, first step counted from 0, row that ends there, row) of each row, in order.
 
     A row that was due ends an interval even if it is missing. The step is None where the interval began in
     another run.
     """
     before: Row | None = None
     for step, row in run.rows.items():
-        launch = owner_of(step, run.launches)
-        first = before["step"] if before else 0 if run.launches[0].start == 0 else None
-        every = run.logging_steps(launch)
-        if (due := (step - 1) // every * every) > launch.start:
+        attempt = owner_of(step, run.attempts)
+        first = before["step"] if before else 0 if run.attempts[0].start == 0 else None
+        every = run.logging_steps(attempt)
+        if (due := (step - 1) // every * every) > attempt.start:
             first = max(due, first or 0)
-        yield launch, first, before if before and before["step"] == first else None, row
+        yield attempt, first, before if before and before["step"] == first else None, row
         before = row
 
 
@@ -175,10 +176,10 @@ def _choose_rows(count: int, wanted: str | int | None, config: Config, every: in
 
 
 def _compare(
-    check: Check, samples: Samples, launch: Launch, first: int, before: Row | None, row: Row
+    check: Check, samples: Samples, attempt: Attempt, first: int, before: Row | None, row: Row
 ) -> None:
     """Compare one row with the samples of steps first … row's step - 1, counted from 0."""
-    data, training = samples.of(launch), samples.config.training
+    data, training = samples.of(attempt), samples.config.training
     digest, tokens, own, step = torch.zeros(8, dtype=torch.int64), 0, 0, row["step"]
     for number in range(first, step):
         begin, end = number * training.global_batch_size, (number + 1) * training.global_batch_size

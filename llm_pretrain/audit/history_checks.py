@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from llm_pretrain.audit.checks import Check
-from llm_pretrain.audit.segments import Launch, Row, owner_of, read_launches, row_starts
 from llm_pretrain.checkpoints.folders import committed_folders, folder_name
 from llm_pretrain.checkpoints.manifest import Manifest
 from llm_pretrain.config.loading import from_dict, resolve_model, validate
@@ -18,9 +17,9 @@ from llm_pretrain.config.yaml_text import YamlError, read_yaml_file
 from llm_pretrain.data.loader import open_stores
 from llm_pretrain.errors import CheckpointError, ConfigError
 from llm_pretrain.files import read_json
-from llm_pretrain.runs.monitor import is_training_row
-from llm_pretrain.runs.rows import read_metrics
-from llm_pretrain.runs.run_files import fault_lines
+from llm_pretrain.runs.attempts import Attempt, owner_of, read_attempts, row_starts
+from llm_pretrain.runs.record import fault_lines
+from llm_pretrain.runs.rows import Row, is_training_row, read_metrics
 
 _STATES = ("running", "finished", "preempted", "diverged", "failed")
 _MOST_STEPS = 1 << 24
@@ -36,7 +35,7 @@ class RunFiles:
         status: Content of status.json; empty if it cannot be read.
         known_config: Content of config.yaml, with `model.vocab_size` filled in; None if it cannot be read.
         manifests: Step and manifest of each committed checkpoint whose manifest is sound, ascending.
-        launches: Its starts; empty if the files cannot be read, or do not exist yet.
+        attempts: Its starts; empty if the files cannot be read, or do not exist yet.
         rows: Of the optimizer steps that led to its last one, by step, without those of lost work.
         fingerprints: Of the configuration; None if the stores cannot be opened.
         sound: Steps of the checkpoints without problems.
@@ -46,7 +45,7 @@ class RunFiles:
     status: dict[str, Any] = field(default_factory=dict)
     known_config: Config | None = None
     manifests: dict[int, Manifest] = field(default_factory=dict)
-    launches: list[Launch] = field(default_factory=list)
+    attempts: list[Attempt] = field(default_factory=list)
     rows: dict[int, Row] = field(default_factory=dict)
     fingerprints: dict[str, str] | None = None
     sound: list[int] = field(default_factory=list)
@@ -79,12 +78,12 @@ class RunFiles:
             committed_folders(self.folder / "checkpoints")
         )
 
-    def logging_steps(self, launch: Launch) -> int:
-        """`logging.logging_steps` of a launch, or of config.yaml if its own is not recorded."""
-        return (launch.config or self.config).logging.logging_steps
+    def logging_steps(self, attempt: Attempt) -> int:
+        """`logging.logging_steps` of an attempt, or of config.yaml if its own is not recorded."""
+        return (attempt.config or self.config).logging.logging_steps
 
 
-def read_status(check: Check, run: RunFiles) -> None:
+def check_status_file(check: Check, run: RunFiles) -> None:
     """Read status.json.
 
     Raises:
@@ -151,33 +150,33 @@ def _problems(config: Config, world_size: int) -> list[str]:
 
 
 def read_history(check: Check, run: RunFiles) -> None:
-    """Read the launches and the rows of the steps that led to the last one; no due row may be missing."""
+    """Read the attempts and the rows of the steps that led to the last one; no due row may be missing."""
     file = run.folder / "metrics.jsonl"
     if not run.ended_with_save and not run.has_rows_or_checkpoints:
         check.skip("no row has been written yet")
         return
-    launches = read_launches(run.folder)
+    attempts = read_attempts(run.folder)
 
     def keep(row: Row) -> Row:  # `moe/load` of a long run fills the memory
         return {key: value for key, value in row.items() if not isinstance(value, list)}
 
-    rows = read_metrics(file, convert=keep, starts=row_starts(launches))
-    configs = [run.config, *(launch.config for launch in launches)]
+    rows = read_metrics(file, convert=keep, starts=row_starts(attempts))
+    configs = [run.config, *(attempt.config for attempt in attempts)]
     last = max(_MOST_STEPS if each is None else each.training.max_steps for each in configs)
-    steps = [*(launch.start for launch in launches), *(row["step"] for row in rows)]
+    steps = [*(attempt.start for attempt in attempts), *(row["step"] for row in rows)]
     if strange := [step for step in steps if not 0 <= step <= last]:
         raise CheckpointError(f"{file}: expected steps up to training.max_steps {last}, found {strange[0]}")
-    origin = launches[0].start
+    origin = attempts[0].start
     run.rows = {row["step"]: row for row in rows if is_training_row(row) and row["step"] > origin}
-    run.launches = launches
-    last = max([launches[-1].start, *run.rows, _ended_at(run) or 0])
+    run.attempts = attempts
+    last = max([attempts[-1].start, *run.rows, _ended_at(run) or 0])
     due: list[int] = []
-    for begin, end in pairwise(sorted({origin, last, *(each.start for each in launches)})):
-        every = run.logging_steps(owner_of(end, launches))
+    for begin, end in pairwise(sorted({origin, last, *(each.start for each in attempts)})):
+        every = run.logging_steps(owner_of(end, attempts))
         due += range((begin // every + 1) * every, end + 1, every)
     if missing := [step for step in due if step not in run.rows]:
         check.fail(f"{file}: expected a row of every step that was due, found none of step {spans(missing)}")
-    check.looked_at = f"{len(run.rows)} rows by {len(launches)} attempts, {len(due)} of them due"
+    check.looked_at = f"{len(run.rows)} rows by {len(attempts)} attempts, {len(due)} of them due"
     if not run.rows and not check.problems:
         check.skip("no step has been logged yet")
     elif origin:
@@ -208,7 +207,7 @@ def check_status(check: Check, run: RunFiles) -> None:
     """Check that the step and the checkpoint of status.json agree with the folder."""
     if run.status["state"] == "running":  # it may have changed since
         with suppress(CheckpointError):
-            read_status(check, run)
+            check_status_file(check, run)
     state, step, config = run.status["state"], run.status.get("step"), run.known_config
     check.looked_at = f"{state}, step {step}"
     if not is_integer(step) or step < 0:

@@ -19,16 +19,8 @@ from llm_pretrain.audit.comparison import (
 from llm_pretrain.audit.kills import newest_checkpoint, run_until
 from llm_pretrain.audit.variants import ParityPlan, Variant
 from llm_pretrain.errors import PretrainError
-from llm_pretrain.launch.jobs import (
-    Job,
-    LaunchContext,
-    RunningJob,
-    last_error_lines,
-    run_concurrently,
-)
-from llm_pretrain.launch.options import (
-    say,
-)
+from llm_pretrain.launch.jobs import Job, LaunchContext, RunningJob, last_error_lines, run_concurrently
+from llm_pretrain.launch.options import say
 from llm_pretrain.runs.monitor import RunMonitor
 from llm_pretrain.runs.rows import read_rows
 

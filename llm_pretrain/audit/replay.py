@@ -10,19 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from llm_pretrain.audit.segment_comparison import SegmentResult, compare_segment
-from llm_pretrain.audit.segments import Leg, ReplayPlan, Segment, read_launches, rows_of_segment
+from llm_pretrain.audit.segments import Leg, ReplayPlan, Segment, rows_of_segment
 from llm_pretrain.config.loading import dump_yaml
 from llm_pretrain.errors import PretrainError
-from llm_pretrain.launch.jobs import (
-    Job,
-    LaunchContext,
-    RunningJob,
-    last_error_lines,
-)
-from llm_pretrain.launch.options import (
-    as_options,
-    say,
-)
+from llm_pretrain.launch.jobs import Job, LaunchContext, RunningJob, last_error_lines
+from llm_pretrain.launch.options import as_options, say
+from llm_pretrain.runs.attempts import read_attempts
 from llm_pretrain.runs.monitor import RunMonitor
 from llm_pretrain.runs.replays import HELD
 
@@ -46,7 +39,7 @@ def replay_segment(plan: ReplayPlan, segment: Segment, context: LaunchContext) -
             return SegmentResult(segment, "not replayed", note=f"{segment.source} was deleted meanwhile")
     for number, leg in enumerate(segment.legs, start=1):
         job = _job(plan, segment, leg, number, goes_back=goes_back)
-        say(f"start  steps {leg.first}-{leg.last}: {leg}, as attempt {leg.launch.number}")
+        say(f"start  steps {leg.first}-{leg.last}: {leg}, as attempt {leg.attempt.number}")
         own = dataclasses.replace(context, zero_stage=leg.config.distributed.zero_stage)
         failure = run_leg(job, own, leg.last, saves=_is_saved(segment, leg))
         if failure:
@@ -56,7 +49,7 @@ def replay_segment(plan: ReplayPlan, segment: Segment, context: LaunchContext) -
                 return SegmentResult(segment, "not replayed", note=note, seconds=seconds)
             return SegmentResult(segment, "failed", failure=tuple(failure), seconds=seconds)
     try:
-        environments = [launch.environment for launch in read_launches(folder)][-len(segment.legs) :]
+        environments = [attempt.environment for attempt in read_attempts(folder)][-len(segment.legs) :]
         replayed = rows_of_segment(folder / "metrics.jsonl", segment)
         result = compare_segment(segment, replayed, found, folder, environments)
     except PretrainError as error:

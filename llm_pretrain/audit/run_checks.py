@@ -15,8 +15,9 @@ from llm_pretrain.checkpoints.folders import committed_folders, folder_name
 from llm_pretrain.checkpoints.manifest import Manifest, find_damage, read_manifest
 from llm_pretrain.checkpoints.opening import CheckpointTensors
 from llm_pretrain.errors import PretrainError
-from llm_pretrain.runs.monitor import is_training_row, read_status, temporary_folders
-from llm_pretrain.runs.rows import read_rows
+from llm_pretrain.runs.monitor import temporary_folders
+from llm_pretrain.runs.rows import is_training_row, read_rows
+from llm_pretrain.runs.status import read_status
 
 _MACHINE_KEYS = ("time", "perf/")
 """First characters of the keys that measure the machine."""
@@ -152,7 +153,7 @@ def _weights_problem(path: Path) -> str:
 
 def check_end(reference: Path, folder: Path, steps: int) -> Violation | None:
     """A finished run of `steps` has the reference's status, checkpoint and weights, one tensor in memory."""
-    status = read_status(folder)
+    status = read_status(folder / "status.json")
     found = status.get("state"), status.get("exit_code"), status.get("step")
     if found != ("finished", 0, steps):
         text = f"status.json: expected finished, 0, step {steps}, found {', '.join(map(str, found))}"

@@ -32,8 +32,8 @@ from llm_pretrain.checkpoints.manifest import Manifest, read_manifest
 from llm_pretrain.checkpoints.opening import CheckpointTensors
 from llm_pretrain.errors import PretrainError
 from llm_pretrain.hardware import arithmetic_changes
-from llm_pretrain.runs.monitor import is_training_row
 from llm_pretrain.runs.replays import HELD
+from llm_pretrain.runs.rows import is_training_row
 
 EXACT = (*SAMPLES, "train/tokens", "train/learning_rate")
 """Keys that are the same bits on any hardware, mesh and number of processes."""
@@ -120,7 +120,7 @@ class SegmentResult:
             {
                 "first": leg.first,
                 "last": leg.last,
-                "attempt": leg.launch.number,
+                "attempt": leg.attempt.number,
                 "path": leg.path,
                 "world_size": leg.world_size,
             }
@@ -185,7 +185,7 @@ def _compare_kept(
     ]
     if reasons and not problems:
         kinds = {
-            _is_of_gpu(each) for each in (*environments, *(leg.launch.environment for leg in segment.legs))
+            _is_of_gpu(each) for each in (*environments, *(leg.attempt.environment for leg in segment.legs))
         }
         reasons = list(dict.fromkeys(reasons))
         _compare_within_bounds(result, replayed, found, folder, reasons, on_other_device=len(kinds) > 1)
@@ -211,7 +211,7 @@ def inexact_because(leg: Leg, environment: Mapping[str, Any]) -> list[str]:
 
     `environment` is that of its replay.
     """
-    then, config = leg.launch, leg.config
+    then, config = leg.attempt, leg.config
     assert then.config is not None
     reasons = arithmetic_changes(then.environment, environment, "in the run")
     if then.world_size != leg.world_size:
@@ -329,7 +329,7 @@ def _compare_within_bounds(
 def _tolerance(segment: Segment, steps: int) -> Tolerance:
     """That of another split of the batch, from a leg's launch in the run to its replay."""
     leg = segment.legs[0]
-    assert leg.launch.config is not None
+    assert leg.attempt.config is not None
     then, now = (
         Variant(
             leg.path,
@@ -340,7 +340,7 @@ def _tolerance(segment: Segment, steps: int) -> Tolerance:
             mesh,
         )
         for config, size, mesh in (
-            (leg.launch.config, leg.launch.world_size, "run"),
+            (leg.attempt.config, leg.attempt.world_size, "run"),
             (leg.config, leg.world_size, "replay"),
         )
     )

@@ -7,51 +7,26 @@ import random
 import secrets
 import tempfile
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from llm_pretrain.checkpoints.folders import committed_folders
 from llm_pretrain.checkpoints.manifest import read_manifest
 from llm_pretrain.checkpoints.opening import is_checkpoint
-from llm_pretrain.config.loading import dump_yaml, from_dict, load_config, resolve_model
+from llm_pretrain.config.loading import dump_yaml, load_config, resolve_model
 from llm_pretrain.config.tree import Config
 from llm_pretrain.data.loader import open_stores
-from llm_pretrain.errors import CheckpointError, ConfigError, PretrainError
+from llm_pretrain.errors import ConfigError, PretrainError
 from llm_pretrain.hardware import environment
-from llm_pretrain.launch.jobs import RESUMABLE_PATHS, Machine
+from llm_pretrain.launch.jobs import Machine
 from llm_pretrain.launch.options import LaunchPlan, choose_output, find_scripts
-from llm_pretrain.runs.monitor import read_status
-from llm_pretrain.runs.rows import read_metrics, read_rows
-
-Row = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Launch:
-    """One start or resume of the run, by its row of attempts.jsonl.
-
-    Args:
-        number: From 1.
-        start: Steps done before it.
-        path: Its launcher, a key of `SCRIPTS`.
-        world_size: Number of processes.
-        config: Its settings; None where they are not on record.
-        environment: Versions, hardware and variables, as in a checkpoint's manifest.
-        first_byte: Size of metrics.jsonl when it began.
-    """
-
-    number: int
-    start: int
-    path: str
-    world_size: int
-    config: Config | None
-    environment: Mapping[str, str | None] = field(repr=False)
-    first_byte: int
+from llm_pretrain.runs.attempts import Attempt, owner_of, read_attempts, row_starts
+from llm_pretrain.runs.rows import Row, read_metrics
+from llm_pretrain.runs.status import read_status
 
 
 @dataclass(frozen=True)
@@ -60,14 +35,14 @@ class Leg:
 
     Args:
         first, last: Its steps.
-        launch: The first of the run's launches that took them.
+        attempt: The first of the run's attempts that took them.
         path, world_size: How it is launched.
         config: Its settings, without those that depend on the segment.
     """
 
     first: int
     last: int
-    launch: Launch
+    attempt: Attempt
     path: str
     world_size: int
     config: Config
@@ -112,21 +87,21 @@ class ReplayPlan(LaunchPlan):
 
     Args:
         run: The run's folder, which is only read.
-        launches: All starts of the run.
+        attempts: All starts of the run.
         segments: To replay, in order.
         of: Number of segments that there are.
         seed: Of the choice of segments; None where all are replayed.
     """
 
     run: Path
-    launches: list[Launch]
+    attempts: list[Attempt]
     segments: list[Segment]
     of: int
     seed: int | None
 
     def rows(self, segment: Segment) -> dict[int, Row]:
         """The run's rows of a segment, by step, without lost work."""
-        return rows_of_segment(self.run / "metrics.jsonl", segment, row_starts(self.launches))
+        return rows_of_segment(self.run / "metrics.jsonl", segment, row_starts(self.attempts))
 
 
 def make_plan(arguments: Namespace, machine: Machine) -> ReplayPlan:
@@ -136,20 +111,20 @@ def make_plan(arguments: Namespace, machine: Machine) -> ReplayPlan:
         PretrainError: it is no run's folder, no step can be replayed, or an option is wrong.
     """
     run: Path = arguments.run
-    launches, notes = read_launches(run), list[str]()
-    last = _last_step(run, launches)
-    if last == launches[0].start:
+    attempts, notes = read_attempts(run), list[str]()
+    last = _last_step(run, attempts)
+    if last == attempts[0].start:
         raise ConfigError(f"{run}: expected steps that were trained, found none after step {last}")
     first, last, found = _choose_range(arguments, last)
     notes += found
-    segments = make_segments(run, launches, first, last)
+    segments = make_segments(run, attempts, first, last)
     begin = segments[0].start
     if begin < first:
         notes.append(f"--from {first}: from step {begin}, the nearest earlier state that is kept")
     if begin > first:
         notes.append(f"the steps up to {begin} are another run's")
     known: dict[int, Config] = {}
-    segments = [_with_legs(each, launches, arguments, known) for each in segments]
+    segments = [_with_legs(each, attempts, arguments, known) for each in segments]
     total, seed = len(segments), None
     if arguments.sample is not None:
         seed = secrets.randbelow(1 << 32) if arguments.seed is None else arguments.seed
@@ -174,70 +149,11 @@ def make_plan(arguments: Namespace, machine: Machine) -> ReplayPlan:
         threads=config.distributed.cpu_threads or 1,
         notes=notes,
         run=run,
-        launches=launches,
+        attempts=attempts,
         segments=segments,
         of=total,
         seed=seed,
     )
-
-
-def read_launches(run: Path) -> list[Launch]:
-    """The run's launches since it began, or since it last began from another run's checkpoint.
-
-    Raises:
-        ConfigError: `run` is no run's folder.
-        CheckpointError: attempts.jsonl is damaged.
-    """
-    file = run / "attempts.jsonl"
-    if not file.is_file() or not (run / "metrics.jsonl").is_file():
-        found = "another folder" if run.is_dir() else "none"
-        raise ConfigError(
-            f"{run}: expected a run's folder with attempts.jsonl and metrics.jsonl, found {found}"
-        )
-    launches: list[Launch] = []
-    for number, row in enumerate(read_rows(file), start=1):
-        launch = _launch(number, row)
-        if launch is None:
-            raise CheckpointError(
-                f"{file}:{number}: expected an attempt with step, launcher, world_size and metrics_bytes, "
-                f"found {row!s:.60}"
-            )
-        if launches and _began_elsewhere(launch, run, launches):
-            launches.clear()  # what was trained before does not lead to the run's end
-        launches.append(launch)
-    if not launches:
-        raise CheckpointError(f"{file}: expected a row for each start of the run, found none")
-    return launches
-
-
-def _launch(number: int, row: Row) -> Launch | None:
-    """The launch of a row of attempts.jsonl; None where it is no such row."""
-    path, size, versions, first = map(row.get, ("launcher", "world_size", "versions", "metrics_bytes"))
-    if path not in RESUMABLE_PATHS or not isinstance(versions, dict) or row["step"] < 0:
-        return None
-    if not isinstance(size, int) or size < 1 or not isinstance(first, int):
-        return None
-    try:
-        config = from_dict(row["config"]) if isinstance(row.get("config"), dict) else None
-    except PretrainError:
-        config = None  # of another version
-    facts = versions | {"device": row.get("device")}
-    return Launch(number, row["step"], path, size, config, facts, first)
-
-
-def _began_elsewhere(launch: Launch, run: Path, before: Sequence[Launch]) -> bool:
-    """Whether a later launch began from another run's checkpoint: then the run had none of its own."""
-    if launch.config is None or launch.config.checkpoint.resume in ("auto", "never"):
-        return False
-    resume = launch.config.checkpoint.resume
-    names = {launch.config.run.folder.name, run.resolve().name}  # the folder may have been moved
-    is_own = Path(resume).parent.name == "checkpoints" and Path(resume).parent.parent.name in names
-    return not is_own and launch.start > 0 and all(each.start in (0, launch.start) for each in before)
-
-
-def row_starts(launches: Sequence[Launch]) -> list[tuple[int, int]]:
-    """`starts` of `read_metrics`."""
-    return [(each.first_byte, each.start) for each in launches]
 
 
 def rows_of_segment(file: Path, segment: Segment, starts: Sequence[tuple[int, int]] = ()) -> dict[int, Row]:
@@ -258,16 +174,16 @@ def rows_of_segment(file: Path, segment: Segment, starts: Sequence[tuple[int, in
     return {row["step"]: row for row in rows if first <= row["step"] <= segment.end}
 
 
-def _last_step(run: Path, launches: Sequence[Launch]) -> int:
+def _last_step(run: Path, attempts: Sequence[Attempt]) -> int:
     """The last step of which a row or a checkpoint is there, lost work left out."""
     rows = read_metrics(
-        run / "metrics.jsonl", convert=lambda row: {"step": row["step"]}, starts=row_starts(launches)
+        run / "metrics.jsonl", convert=lambda row: {"step": row["step"]}, starts=row_starts(attempts)
     )
-    newest = launches[-1]
+    newest = attempts[-1]
     last = max([newest.start, *(row["step"] for row in rows)])
     every = newest.config.logging.logging_steps if newest.config else 1
     due = (last // every + 1) * every  # a checkpoint of a later step would be of lost work
-    if read_status(run).get("state") == "finished" and newest.config:
+    if read_status(run / "status.json").get("state") == "finished" and newest.config:
         due = max(due, newest.config.training.max_steps + 1)
     kept = [step for step in committed_folders(run / "checkpoints") if step < due]
     return max([last, *kept])
@@ -301,13 +217,13 @@ def _choose_range(arguments: Namespace, last: int) -> tuple[int, int, list[str]]
     return begin, end, notes
 
 
-def make_segments(run: Path, launches: Sequence[Launch], first: int, last: int) -> list[Segment]:
+def make_segments(run: Path, attempts: Sequence[Attempt], first: int, last: int) -> list[Segment]:
     """The segments from the nearest state before `first` to `last`, in order.
 
     A state is that of a kept checkpoint or the run's beginning. Where the checkpoint of `last` is not kept,
     the last segment has no target; where the first state is not there, the first has no source.
     """
-    origin, kept = launches[0], committed_folders(run / "checkpoints")
+    origin, kept = attempts[0], committed_folders(run / "checkpoints")
     sources: dict[int, Path | None] = {origin.start: _beginning(origin)}
     sources |= {step: path for step, path in kept.items() if step >= origin.start and _has_manifest(path)}
     begin = max((step for step in sources if step <= first), default=origin.start)
@@ -321,7 +237,7 @@ def make_segments(run: Path, launches: Sequence[Launch], first: int, last: int) 
     return segments
 
 
-def _beginning(origin: Launch) -> Path | None:
+def _beginning(origin: Attempt) -> Path | None:
     """The checkpoint from which a run began; None for one that began at its initial values."""
     if origin.start == 0:
         return None
@@ -341,21 +257,16 @@ def choose_segments(segments: Sequence[Segment], count: int, seed: int) -> list[
     return [segments[number] for number in sorted(numbers)]
 
 
-def owner_of(step: int, launches: Sequence[Launch]) -> Launch:
-    """The launch that took a step: the last one that began before it."""
-    return next(launch for launch in reversed(launches) if launch.start < step)
-
-
 def _with_legs(
-    segment: Segment, launches: Sequence[Launch], arguments: Namespace, known: dict[int, Config]
+    segment: Segment, attempts: Sequence[Attempt], arguments: Namespace, known: dict[int, Config]
 ) -> Segment:
     """The segment with its legs: one for each stretch of equal settings, launcher and number of processes.
 
-    `known` keeps the settings of each launch, by its number.
+    `known` keeps the settings of each attempt, by its number.
     """
     given = dict(zip(arguments.settings[::2], arguments.settings[1::2], strict=True))
     elsewhere = given.get("--checkpoint.resume")
-    if elsewhere and segment.source is not None and segment.start == launches[0].start:
+    if elsewhere and segment.source is not None and segment.start == attempts[0].start:
         segment = dataclasses.replace(segment, source=Path(elsewhere))
     if segment.source is not None and not is_checkpoint(segment.source):
         missing = (
@@ -363,19 +274,19 @@ def _with_legs(
             "--checkpoint.resume"
         )
         return dataclasses.replace(segment, missing=missing)
-    starts = {each.start for each in launches if segment.start < each.start < segment.end}
+    starts = {each.start for each in attempts if segment.start < each.start < segment.end}
     cuts = [segment.start, *sorted(starts), segment.end]
     legs: list[Leg] = []
     for begin, end in pairwise(cuts):
-        launch = owner_of(end, launches)
-        if launch.config is None:
-            missing = f"the settings of attempt {launch.number} are not on record"
+        attempt = owner_of(end, attempts)
+        if attempt.config is None:
+            missing = f"the settings of attempt {attempt.number} are not on record"
             return dataclasses.replace(segment, missing=missing)
-        path, size = arguments.launcher or launch.path, arguments.world_size or launch.world_size
-        if launch.number not in known:
-            known[launch.number] = replayed_config(launch, size, arguments.settings)
-        config = known[launch.number]
-        leg = Leg(begin + 1, end, launch, path, size, config)
+        path, size = arguments.launcher or attempt.path, arguments.world_size or attempt.world_size
+        if attempt.number not in known:
+            known[attempt.number] = replayed_config(attempt, size, arguments.settings)
+        config = known[attempt.number]
+        leg = Leg(begin + 1, end, attempt, path, size, config)
         if legs and (path, size, config) == (legs[-1].path, legs[-1].world_size, legs[-1].config):
             legs[-1] = dataclasses.replace(legs[-1], last=end)
         else:
@@ -383,14 +294,14 @@ def _with_legs(
     return dataclasses.replace(segment, legs=tuple(legs))
 
 
-def replayed_config(launch: Launch, world_size: int, settings: Sequence[str]) -> Config:
-    """The settings of a launch with a call's own, and without those that do not change the training.
+def replayed_config(attempt: Attempt, world_size: int, settings: Sequence[str]) -> Config:
+    """The settings of an attempt with a call's own, and without those that do not change the training.
 
     Raises:
         ConfigError: a contradiction, as with another number of processes.
         DataError: a store cannot be opened.
     """
-    config, threads = launch.config, launch.environment.get("cpu_threads")
+    config, threads = attempt.config, attempt.environment.get("cpu_threads")
     assert config is not None
     resumes = config.checkpoint
     config = dataclasses.replace(
@@ -427,7 +338,7 @@ _KEEP_ALL = 1 << 20
 def _revisions(legs: Sequence[Leg]) -> list[str]:
     """A note for each other revision of this package that trained a leg: it may compute other bits."""
     here = environment(torch.device("cpu"))["git_revision"]
-    trained = dict.fromkeys(leg.launch.environment.get("git_revision") for leg in legs)
+    trained = dict.fromkeys(leg.attempt.environment.get("git_revision") for leg in legs)
 
     def name(revision: str | None) -> str:
         return f"revision {revision}" if revision else "an installed package"
@@ -443,7 +354,7 @@ def _check_launches(legs: Sequence[Leg], machine: Machine) -> None:
             problems.append(
                 f"--world-size: expected at most {limit} on this machine of {machine.gpus or machine.cores} "
                 f"{'GPUs' if machine.gpus else 'cores'}, found {leg.world_size}, as attempt "
-                f"{leg.launch.number} ran; give a smaller one, which is compared within bounds"
+                f"{leg.attempt.number} ran; give a smaller one, which is compared within bounds"
             )
         if leg.path == "torchrun" and leg.config.distributed.strategy == "deepspeed":
             problems.append("--launcher: expected accelerate, which alone runs deepspeed, found torchrun")

@@ -31,7 +31,7 @@ def verify_run(checks: Checks, folder: Path, samples: str | int | None) -> None:
         found = "another folder" if folder.is_dir() else "none"
         raise ConfigError(f"{folder}: expected a run's folder, such as runs/NAME, found {found}")
     run = _verify_history.RunFiles(folder)
-    checks.run("status.json", _verify_history.read_status, run)
+    checks.run("status.json", _verify_history.check_status_file, run)
     checks.run("config.yaml", _verify_history.read_config, run)
     run.manifests = _verify_checkpoints.read_manifests(folder / "checkpoints")
     if run.known_config is None:
@@ -41,7 +41,7 @@ def verify_run(checks: Checks, folder: Path, samples: str | int | None) -> None:
         checks.run("data", _verify_checkpoints.check_data, run)
         if run.known_config.training.check_every or run.status.get("faults"):
             checks.run("computed twice", _verify_history.check_twice, run)
-        if run.launches and run.fingerprints is not None:
+        if run.attempts and run.fingerprints is not None:
             _verify_data.check_samples(checks, run, samples)
         else:
             checks.skip("samples", "the rows or the stores cannot be read")

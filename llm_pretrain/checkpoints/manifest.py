@@ -148,8 +148,10 @@ def read_manifest(folder: Path) -> Manifest:
         raise UnsoundError(f"{MANIFEST_NAME}: expected a complete manifest, found damaged content") from None
 
 
-def newest_manifest(parent: Path) -> Manifest | None:
-    """The manifest of the newest checkpoint in `parent` that has a readable one; None without any.
+def newest_run_id(parent: Path) -> str | None:
+    """The id of the run that wrote the newest checkpoint in `parent` with a readable manifest.
+
+    It is empty for a run outside of a folder of its own, None without such a checkpoint.
 
     Raises:
         OSError: the folder cannot be listed.
@@ -157,7 +159,7 @@ def newest_manifest(parent: Path) -> Manifest | None:
     """
     for path in reversed(committed_folders(parent).values()):
         with suppress(UnsoundError):
-            return read_manifest(path)
+            return read_manifest(path).run.run_id or ""
     return None
 
 

@@ -7,10 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 from llm_pretrain.audit.chaos import KILLS, Result, make_plan, result_content, run_chaos
-from llm_pretrain.launch.jobs import (
-    exit_on_signals,
-    this_machine,
-)
+from llm_pretrain.launch.jobs import exit_on_signals, this_machine
 from llm_pretrain.launch.options import (
     add_launch_options,
     call_facts,

@@ -7,19 +7,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from llm_pretrain.audit.comparison import (
-    KEYS,
-    PARAMETERS,
-    Comparison,
-    InterruptedResult,
-    Result,
-)
+from llm_pretrain.audit.comparison import KEYS, PARAMETERS, Comparison, InterruptedResult, Result
 from llm_pretrain.audit.parity import _run_interrupted, is_violated, launch_and_compare, result_content
 from llm_pretrain.audit.variants import make_plan
-from llm_pretrain.launch.jobs import (
-    exit_on_signals,
-    this_machine,
-)
+from llm_pretrain.launch.jobs import exit_on_signals, this_machine
 from llm_pretrain.launch.options import (
     add_launch_options,
     call_facts,

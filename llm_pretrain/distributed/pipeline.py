@@ -187,10 +187,7 @@ class Pipeline:
         Returns:
             The norm before, 0-dim.
         """
-        from llm_pretrain.distributed.fsdp import (
-            clip_to_norm,  # takes a second to import
-            gradient_norms,
-        )
+        from llm_pretrain.distributed.fsdp import clip_to_norm, gradient_norms
 
         if self._counted is None:
             numbers = {name: number for number, name in enumerate(self.names)}

@@ -42,7 +42,7 @@ from llm_pretrain.forecast.points import POINTS_FILE, RUNS_FOLDER, Ladder, Rung,
 from llm_pretrain.forecast.scaling_law import LEAST_SIZES
 from llm_pretrain.launch.jobs import Job, LaunchContext, Machine, RunningJob, last_error_lines, processes_of
 from llm_pretrain.launch.options import say
-from llm_pretrain.runs.run_files import quantity
+from llm_pretrain.runs.record import quantity
 from llm_pretrain.tracking.console import time_text
 
 GUESSED_FLOPS = {"core": 4e10, "gpu": 1e14}

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from llm_pretrain.errors import ConfigError, DataError
-from llm_pretrain.files import read_json
 from llm_pretrain.forecast.family import Sizes, tokens_per_step
 from llm_pretrain.forecast.ladder_runs import ladder_runs, run_folder, rung_runs
 from llm_pretrain.forecast.points import (
@@ -23,8 +22,9 @@ from llm_pretrain.forecast.points import (
     read_points,
     read_unmeasured,
 )
+from llm_pretrain.runs.record import attempt_starts, metric_values
 from llm_pretrain.runs.rows import finite_number, read_metrics, read_rows
-from llm_pretrain.runs.run_files import attempt_starts, metric_values
+from llm_pretrain.runs.status import read_status
 
 
 class Evaluation(NamedTuple):
@@ -88,14 +88,10 @@ def read_progress(folder: Path) -> Progress:
     Raises:
         CheckpointError: a line of metrics.jsonl is damaged.
     """
-    try:
-        status = read_json(folder / "status.json")
-    except (OSError, ValueError, RecursionError):
-        status = {}
     metrics, file = folder / "metrics.jsonl", folder / "attempts.jsonl"
     starts = attempt_starts(read_rows(file) if file.exists() else [], "metrics_bytes")
     rows = read_metrics(metrics, starts=starts) if metrics.exists() else []
-    return Progress(status if isinstance(status, dict) else {}, rows)
+    return Progress(read_status(folder / "status.json"), rows)
 
 
 def diverged_sizes(ladder: Ladder) -> list[int]:

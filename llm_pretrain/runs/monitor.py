@@ -5,13 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-from llm_pretrain.files import read_json
-from llm_pretrain.runs.rows import read_metrics
+from llm_pretrain.runs.rows import is_training_row
 
 OUTPUT_FOLDERS = ("checkpoints", "weights")
 """Folders of a run in which `step-N` folders are committed."""
@@ -80,26 +77,3 @@ def temporary_folders(folder: Path) -> list[str]:
             names = os.listdir(folder / parent)
             found += [f"{parent}/{name}" for name in names if _TEMPORARY_FOLDER.fullmatch(name)]
     return sorted(found)
-
-
-def rows_of(folder: Path) -> dict[int, dict[str, Any]]:
-    """Rows of a run by step, of a repeated step the last one; empty without a metrics file.
-
-    Raises:
-        CheckpointError: a line of the file is damaged.
-    """
-    file = folder / "metrics.jsonl"
-    return {row["step"]: row for row in read_metrics(file)} if file.exists() else {}
-
-
-def read_status(folder: Path) -> dict[str, Any]:
-    """Content of a run's status.json; empty where it cannot be read."""
-    try:
-        return dict(read_json(folder / "status.json"))
-    except (OSError, ValueError, TypeError, RecursionError):
-        return {}
-
-
-def is_training_row(row: Mapping[str, Any]) -> bool:
-    """Whether a row is of an optimizer step, not of an evaluation alone."""
-    return "train/loss_tokens" in row

@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from llm_pretrain.files import read_plain
-from llm_pretrain.runs.rows import MAX_METRICS_BYTES
-
-Row = dict[str, Any]
+from llm_pretrain.runs.rows import MAX_METRICS_BYTES, Row
 
 REPLAYS_FILE = "replays.jsonl"
 HELD = ("identical", "within bound")

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 from llm_pretrain.errors import CheckpointError, OutputError
 from llm_pretrain.files import fsync_folder, make_folder, read_plain
 
+Row = dict[str, Any]
+
 MAX_METRICS_BYTES = 1 << 32
 """Largest metrics file that is read as a whole."""
 _EVERY_ROW = {"step", "time"}
@@ -186,6 +188,21 @@ def _placed_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             raise CheckpointError(f"{path}:{number}: expected a JSON object with a step, found {line[:40]!r}")
         yield offset, row
         offset += len(line) + 1
+
+
+def rows_of(folder: Path) -> dict[int, Row]:
+    """Rows of a run by step, of a repeated step the last one; empty without a metrics file.
+
+    Raises:
+        CheckpointError: a line of the file is damaged.
+    """
+    file = folder / "metrics.jsonl"
+    return {row["step"]: row for row in read_metrics(file)} if file.exists() else {}
+
+
+def is_training_row(row: Mapping[str, Any]) -> bool:
+    """Whether a row is of an optimizer step, not of an evaluation alone."""
+    return "train/loss_tokens" in row
 
 
 def finite_number(value: object) -> float | None:

@@ -17,17 +17,9 @@ from llm_pretrain.config.loading import to_dict
 from llm_pretrain.config.tree import Config
 from llm_pretrain.errors import OutputError
 from llm_pretrain.files import check_replaceable, replace_text
+from llm_pretrain.runs.record import RunRecord, duration, fault_lines, metric_values, quantity, read_run
 from llm_pretrain.runs.replays import difference_lines, replay_summary
-from llm_pretrain.runs.rows import finite_number
-from llm_pretrain.runs.run_files import (
-    Row,
-    RunRecord,
-    duration,
-    fault_lines,
-    metric_values,
-    quantity,
-    read_run,
-)
+from llm_pretrain.runs.rows import Row, finite_number
 from llm_pretrain.tracking.report_charts import (
     Axes,
     RunSeries,

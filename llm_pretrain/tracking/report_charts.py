@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from llm_pretrain.runs.rows import finite_number
-from llm_pretrain.runs.run_files import Row, RunRecord
+from llm_pretrain.runs.record import RunRecord
+from llm_pretrain.runs.rows import Row, finite_number
 
 POINTS = 2000
 """Largest number of points of a curve; more rows are averaged in bins of consecutive rows."""

@@ -16,9 +16,7 @@ from rich.text import Text
 
 from llm_pretrain.errors import ConfigError, printable
 from llm_pretrain.files import open_plain
-from llm_pretrain.runs.replays import difference_lines
-from llm_pretrain.runs.rows import finite_number
-from llm_pretrain.runs.run_files import (
+from llm_pretrain.runs.record import (
     check_run_folder,
     duration,
     fault_lines,
@@ -26,6 +24,8 @@ from llm_pretrain.runs.run_files import (
     quantity,
     read_run,
 )
+from llm_pretrain.runs.replays import difference_lines
+from llm_pretrain.runs.rows import finite_number
 
 MIN_WIDTH = 24
 """Columns that are drawn at least; a narrower terminal wraps the lines."""

@@ -20,7 +20,7 @@ from llm_pretrain.model.kernels import is_gpu
 if TYPE_CHECKING:
     from llm_pretrain.training.checkpointing import CheckpointManager
     from llm_pretrain.training.metrics import Recorder
-    from llm_pretrain.training.run_state import Progress
+    from llm_pretrain.training.progress import Progress
     from llm_pretrain.training.step import Engine, StepMetrics
 
 WINDOW = 128

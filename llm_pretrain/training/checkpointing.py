@@ -32,9 +32,11 @@ from llm_pretrain.errors import CheckpointError, ConfigError, OutputError
 from llm_pretrain.export.model_card import ModelCardData, ModelCardSource
 from llm_pretrain.hardware import environment
 from llm_pretrain.launch.watchdog import heartbeat
+from llm_pretrain.runs.folder import RunFolder
+from llm_pretrain.runs.status import Status
 from llm_pretrain.training.agreement import check_parameters
 from llm_pretrain.training.metrics import Recorder
-from llm_pretrain.training.run_state import Best, Progress, RunFolder, Status
+from llm_pretrain.training.progress import Best, Progress
 from llm_pretrain.training.step import Engine
 
 WeightsWriter = Callable[[HeldWeights | Module, RankGroup], Path]

@@ -27,10 +27,10 @@ from llm_pretrain.launch.watchdog import heartbeat
 from llm_pretrain.model.decoder import DecoderLayer
 from llm_pretrain.model.kernels import is_gpu
 from llm_pretrain.optim.sharded import replicate_dims, to_local
+from llm_pretrain.runs.status import Status
 from llm_pretrain.training.agreement import bits_sum
 from llm_pretrain.training.anomaly import StepMonitor
 from llm_pretrain.training.checkpointing import CheckpointManager
-from llm_pretrain.training.run_state import Status
 from llm_pretrain.training.step import PASSED, TRANSIENT, Engine, StepMetrics
 
 

@@ -20,10 +20,10 @@ from llm_pretrain.distributed.collectives import any_rank
 from llm_pretrain.errors import OutputError
 from llm_pretrain.launch.watchdog import heartbeat
 from llm_pretrain.model.decoder import Decoder
+from llm_pretrain.runs.folder import RunFolder
 from llm_pretrain.runs.rows import MetricsWriter
 from llm_pretrain.tracking.console import Console
 from llm_pretrain.training.model_setup import eagerly
-from llm_pretrain.training.run_state import RunFolder
 from llm_pretrain.training.step import Engine, dummy_batch, own_part
 
 

@@ -18,9 +18,9 @@ from llm_pretrain.errors import CheckpointError, ConfigError
 from llm_pretrain.launch.watchdog import heartbeat
 from llm_pretrain.model.kernels import configured_kernels, experts_requirement
 from llm_pretrain.model.self_check import PARTS, KernelCheck, Part, check_kernels
+from llm_pretrain.runs.folder import RunFolder
 from llm_pretrain.runs.rows import read_rows
 from llm_pretrain.training.model_setup import missing_compiler, product_type, refuse_kernels
-from llm_pretrain.training.run_state import RunFolder
 from llm_pretrain.training.step import Engine
 
 SETTINGS: dict[Part, str] = {

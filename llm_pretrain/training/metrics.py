@@ -20,12 +20,13 @@ from llm_pretrain.config.tree import Config
 from llm_pretrain.errors import OutputError
 from llm_pretrain.hardware import device_peak_flops, environment, memory_bytes
 from llm_pretrain.model.sizes import count_parameters, flops_per_token
+from llm_pretrain.runs.folder import RunFolder
 from llm_pretrain.runs.rows import MetricsWriter
 from llm_pretrain.tracking.console import Console
 from llm_pretrain.tracking.trackers import Trackers
 from llm_pretrain.training.anomaly import NUM_LOSSES
 from llm_pretrain.training.kernel_choice import KernelChoice
-from llm_pretrain.training.run_state import Progress, RunFolder
+from llm_pretrain.training.progress import Progress
 from llm_pretrain.training.step import DIGEST_WORDS, Engine, StepMetrics, expert_counts
 
 

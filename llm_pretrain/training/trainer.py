@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from llm_pretrain.checkpoints.manifest import ResumePoint
+from llm_pretrain.checkpoints.manifest import ResumePoint, newest_run_id
 from llm_pretrain.config.loading import dump_yaml, resolve_model, to_dict
 from llm_pretrain.config.tree import Config
 from llm_pretrain.config.yaml_text import YamlError, read_yaml_file
@@ -33,6 +33,8 @@ from llm_pretrain.model.sizes import count_parameters
 from llm_pretrain.optim.ema import ema_parameters
 from llm_pretrain.optim.param_groups import build_optimizer
 from llm_pretrain.optim.schedule import learning_rate, set_learning_rate
+from llm_pretrain.runs.folder import RunFolder
+from llm_pretrain.runs.status import Status
 from llm_pretrain.tracking.report import write_report
 from llm_pretrain.training.agreement import check_launch, check_parameters, check_stores
 from llm_pretrain.training.anomaly import StepMonitor, rollback
@@ -50,7 +52,6 @@ from llm_pretrain.training.model_setup import (
     kernels_in_use,
     load_initial_weights,
 )
-from llm_pretrain.training.run_state import RunFolder, Status
 from llm_pretrain.training.step import Engine, StepMetrics, expert_counts, forward_is_collective
 
 
@@ -397,7 +398,7 @@ def pretrain(config: Config, engine: Engine) -> int:
     with SignalHandler(verbose=engine.rank == 0) as stop:
         check_launch(config, engine)  # also a barrier: now every rank handles signals
         heartbeat("opening the run's folder")
-        folder.run_id = run_on_rank0(engine, folder.acquire)
+        folder.run_id = run_on_rank0(engine, lambda: folder.acquire(newest_run_id))
         status = Status(
             folder.status,
             rank=engine.rank,

@@ -17,7 +17,7 @@ from llm_pretrain.checkpoints.opening import open_model
 from llm_pretrain.config.tree import Config
 from llm_pretrain.model.decoder import Decoder
 from llm_pretrain.model.moe import Router
-from llm_pretrain.runs.monitor import rows_of
+from llm_pretrain.runs.rows import rows_of
 
 
 def routing(*ranking: list[list[float]]) -> Routing:

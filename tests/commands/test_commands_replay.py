@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from llm_pretrain.attempt.jobs import Machine
 from support.corruption_plan import gradient
 from support.forked_replay import CONTEXT, content_of, copy_of, rewrite_checkpoint, rewrite_rows, run_replay
 from support.launching import Finished, train_tiny
@@ -24,22 +25,15 @@ from llm_pretrain.audit.segment_comparison import (
     inexact_because,
     tensor_difference,
 )
-from llm_pretrain.audit.segments import (
-    ReplayPlan,
-    Segment,
-    choose_segments,
-    make_plan,
-    owner_of,
-    read_launches,
-)
+from llm_pretrain.audit.segments import ReplayPlan, Segment, choose_segments, make_plan
 from llm_pretrain.checkpoints.manifest import read_manifest, write_manifest
 from llm_pretrain.commands import replay
 from llm_pretrain.commands.replay import render
 from llm_pretrain.errors import CheckpointError, ConfigError
-from llm_pretrain.launch.jobs import Machine
-from llm_pretrain.runs.monitor import rows_of
+from llm_pretrain.runs.attempts import owner_of, read_attempts
+from llm_pretrain.runs.rows import rows_of
+from llm_pretrain.runs.status import record_replay
 from llm_pretrain.training import trainer
-from llm_pretrain.training.run_state import record_replay
 from train_pretrain import TorchrunEngine
 
 STEPS = ("--training.max_steps", "12", "--schedule.warmup_steps", "2", "--checkpoint.save_steps", "4")
@@ -175,15 +169,15 @@ def test_each_step_is_launched_as_its_attempt_was(run: Path):
         (7, 8, "accelerate", 2),
     ]
     forced = plan_of(run, "--launcher", "torchrun", "--world-size", "1").segments[1].legs
-    assert [(leg.first, leg.last) for leg in forced] == [(5, 8)], "equal launches are one"
+    assert [(leg.first, leg.last) for leg in forced] == [(5, 8)], "equal attempts are one"
     add_attempt(run, 7, settings={"optimizer": {"learning_rate": 1e-3}})
     last = plan_of(run).segments[1].legs[-1]
     assert (last.first, last.config.optimizer.learning_rate, last.world_size) == (8, 1e-3, 1)
 
 
 def test_an_attempt_that_did_steps_again_owns_them():
-    launches = [SimpleNamespace(number=number, start=start) for number, start in ((1, 0), (2, 8), (3, 4))]
-    assert [owner_of(step, launches).number for step in (1, 4, 5, 9)] == [1, 1, 3, 3]  # type: ignore[arg-type]
+    attempts = [SimpleNamespace(number=number, start=start) for number, start in ((1, 0), (2, 8), (3, 4))]
+    assert [owner_of(step, attempts).number for step in (1, 4, 5, 9)] == [1, 1, 3, 3]  # type: ignore[arg-type]
 
 
 def test_a_run_of_another_machine_keeps_its_names(run: Path, plain_store: Path, tmp_path: Path):
@@ -243,7 +237,7 @@ def test_another_folder_is_no_run(tmp_path: Path, run: Path):
         plan_of(tmp_path)
     (run / "attempts.jsonl").write_text('{"step": 0}\n')
     with pytest.raises(CheckpointError, match="expected an attempt"):
-        read_launches(run)
+        read_attempts(run)
 
 
 def test_a_rollback_needs_the_periodic_checkpoints(run: Path):
@@ -261,7 +255,7 @@ def compare(run: Path, replayed: Path, number: int = 1, **environment: Any) -> S
     """The run's segment of this number against another run's folder as its replay."""
     plan = plan_of(run)
     segment = plan.segments[number]
-    then = dict(segment.legs[0].launch.environment)
+    then = dict(segment.legs[0].attempt.environment)
     rows = {step: row for step, row in rows_of(replayed).items() if segment.start < step <= segment.end}
     return compare_segment(segment, rows, plan.rows(segment), replayed, [then | environment])
 
@@ -383,7 +377,7 @@ def test_a_checkpoint_deleted_meanwhile_is_not_compared(
     segment = plan.segments[1]
     (run / "checkpoints" / "step-00000008").rename(tmp_path / "elsewhere")
     rows = {step: row for step, row in rows_of(honest).items() if 4 < step <= 8}
-    then = dict(segment.legs[0].launch.environment)
+    then = dict(segment.legs[0].attempt.environment)
     result = compare_segment(segment, rows, plan.rows(segment), honest, [then | environment])
     assert (result.verdict, result.first) == ("not compared", None)
     assert "was deleted meanwhile" in result.note
@@ -438,7 +432,7 @@ def test_another_checkpoint_is_beyond_its_bound_on_other_hardware(run: Path, hon
 
 def test_why_bits_are_not_promised(run: Path):
     leg = plan_of(run).segments[0].legs[0]
-    same = dict(leg.launch.environment)
+    same = dict(leg.attempt.environment)
     assert inexact_because(leg, same) == []
     assert inexact_because(replace(leg, path="accelerate"), same) == [], "both launchers have the same bits"
     assert inexact_because(leg, same | {"torch": "9"})

@@ -23,7 +23,7 @@ from llm_pretrain.optim.param_groups import build_optimizer
 from llm_pretrain.training import trainer
 from llm_pretrain.training.anomaly import StepMonitor
 from llm_pretrain.training.model_setup import build_model
-from llm_pretrain.training.run_state import Progress
+from llm_pretrain.training.progress import Progress
 from llm_pretrain.training.step import StepMetrics
 
 CUDA = torch.device("cuda", 0)

@@ -20,9 +20,9 @@ from llm_pretrain.model import self_check
 from llm_pretrain.model.kernels import attention
 from llm_pretrain.model.kernels.choice import configured_kernels
 from llm_pretrain.model.self_check import check_kernels
+from llm_pretrain.runs.folder import RunFolder
 from llm_pretrain.training.kernel_choice import KernelChoice, choose_kernels
 from llm_pretrain.training.model_setup import product_type
-from llm_pretrain.training.run_state import RunFolder
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's tracing does what its warnings advise against
 DEVICE = f"{H100.name} (9.0)"

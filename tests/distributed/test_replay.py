@@ -16,7 +16,7 @@ from support.poisoning import DATA_OPTIONS, POISONED, poisoned_store
 from llm_pretrain.__main__ import main
 from llm_pretrain.files import read_json
 from llm_pretrain.launch.jobs import Job
-from llm_pretrain.runs.monitor import rows_of
+from llm_pretrain.runs.rows import rows_of
 
 pytestmark = pytest.mark.slow
 

@@ -26,7 +26,7 @@ from llm_pretrain.data.loader.assembly import Batch
 from llm_pretrain.training import corruption
 from llm_pretrain.training.anomaly import StepMonitor
 from llm_pretrain.training.model_setup import initialize_weights
-from llm_pretrain.training.run_state import Progress
+from llm_pretrain.training.progress import Progress
 from llm_pretrain.training.step import StepMetrics
 
 

@@ -21,7 +21,8 @@ import pytest
 from llm_pretrain.config.distributed_config import DistributedConfig
 from llm_pretrain.config.tree import Config
 from llm_pretrain.launch import watchdog
-from llm_pretrain.training.run_state import RunFolder, Status, read_status
+from llm_pretrain.runs.folder import RunFolder
+from llm_pretrain.runs.status import Status, read_status
 
 Mistake = Callable[[pytest.MonkeyPatch, watchdog.Watchdog], None]
 TIMEOUT, GRACE = 2, 4

@@ -13,8 +13,8 @@ from support.run_folders import make_run, training_row
 
 from llm_pretrain.__main__ import main
 from llm_pretrain.runs.replays import difference_lines, read_replays, replay_summary
+from llm_pretrain.runs.status import Status, record_replay
 from llm_pretrain.tracking.report import write_report
-from llm_pretrain.training.run_state import Status, record_replay
 
 LAUNCH: dict[str, Any] = {"rank": 0, "world_size": 1, "launcher": "torchrun"}
 LINE = "steps 5-8 differ, first at step 6: train/loss"

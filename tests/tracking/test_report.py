@@ -15,7 +15,7 @@ from support.run_folders import START, attempt_row, make_run, training_row
 from llm_pretrain.config.loading import to_dict
 from llm_pretrain.config.tree import Config
 from llm_pretrain.errors import CheckpointError, ConfigError, OutputError
-from llm_pretrain.runs.run_files import RunRecord, expert_loads, read_run
+from llm_pretrain.runs.record import RunRecord, expert_loads, read_run
 from llm_pretrain.tracking import report as report_module
 from llm_pretrain.tracking import report_charts
 from llm_pretrain.tracking.report import write_report

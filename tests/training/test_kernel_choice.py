@@ -17,9 +17,9 @@ from llm_pretrain.config.loading import from_dict
 from llm_pretrain.config.tree import Config
 from llm_pretrain.errors import ConfigError
 from llm_pretrain.model.self_check import KernelCheck, Part, check_kernels
+from llm_pretrain.runs.folder import RunFolder
 from llm_pretrain.training import kernel_choice
 from llm_pretrain.training.kernel_choice import KernelChoice, choose_kernels
-from llm_pretrain.training.run_state import RunFolder
 
 Patch = pytest.MonkeyPatch
 MODEL = {

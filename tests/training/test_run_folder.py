@@ -10,12 +10,13 @@ import pytest
 from support.launching import ROOT, Finished, train
 
 from llm_pretrain.checkpoints import store
-from llm_pretrain.checkpoints.manifest import _digest
+from llm_pretrain.checkpoints.manifest import _digest, newest_run_id
 from llm_pretrain.errors import OutputError
 from llm_pretrain.files import MARKER
+from llm_pretrain.runs.folder import RunFolder
 from llm_pretrain.training import checkpointing
 from llm_pretrain.training.checkpointing import CheckpointManager
-from llm_pretrain.training.run_state import Progress, RunFolder
+from llm_pretrain.training.progress import Progress
 
 TINY = str(ROOT / "configs" / "tiny-dense.yaml")
 
@@ -63,7 +64,7 @@ def replace_folder(folder: Path) -> dict[str, bytes]:
     """Move a live run's folder away; another run begins in its place. Returns the new folder's files."""
     folder.rename(folder.with_name("old"))
     other = RunFolder(folder)
-    other.acquire()
+    other.acquire(newest_run_id)
     (folder / "status.json").write_text("{}")
     (folder / "metrics.jsonl").write_text("")
     other.release()
@@ -98,7 +99,7 @@ def test_a_run_writes_nothing_into_the_folder_of_another(
 def test_every_writer_checks_the_folder(tmp_path: Path):
     folder = RunFolder(tmp_path / "run")
     folder.check()  # without an id: nothing to compare
-    identity = folder.acquire()
+    identity = folder.acquire(newest_run_id)
     folder.check()
     assert json.loads((folder.path / MARKER).read_text())["id"] == identity
     folder.release()
@@ -108,7 +109,7 @@ def test_every_writer_checks_the_folder(tmp_path: Path):
     (folder.path / MARKER).unlink()
     with pytest.raises(OutputError, match="found none"):
         folder.check()
-    assert RunFolder(tmp_path / "old").acquire() == identity
+    assert RunFolder(tmp_path / "old").acquire(newest_run_id) == identity
 
 
 def sign(manifest: Path, **run: object) -> None:

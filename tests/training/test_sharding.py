@@ -21,9 +21,9 @@ from llm_pretrain.distributed.mesh import Place
 from llm_pretrain.errors import ConfigError
 from llm_pretrain.launch.checks import check_accelerate_settings, check_strategy, preserved_environment
 from llm_pretrain.model.decoder import Decoder, DecoderOutput, full_precision_modules
+from llm_pretrain.runs.folder import RunFolder
 from llm_pretrain.training.evaluation import Evaluator, Samples
 from llm_pretrain.training.model_setup import initialize_weights
-from llm_pretrain.training.run_state import RunFolder
 
 
 def test_a_difference_between_asked_and_set_up_names_both(plain_store: Path):

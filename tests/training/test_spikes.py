@@ -36,7 +36,7 @@ from llm_pretrain.training.anomaly import (
     StepMonitor,
     upper_bound,
 )
-from llm_pretrain.training.run_state import Progress
+from llm_pretrain.training.progress import Progress
 from llm_pretrain.training.step import DIGEST_WORDS, StepMetrics
 
 FIRST = POISONED[0]

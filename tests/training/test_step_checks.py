@@ -19,10 +19,10 @@ from support.stepping import Driven
 from llm_pretrain.config.loading import validate
 from llm_pretrain.config.tree import Config
 from llm_pretrain.errors import ConfigError, CorruptionError, DivergedError
-from llm_pretrain.runs.run_files import fault_lines
+from llm_pretrain.runs.record import fault_lines
+from llm_pretrain.runs.status import Status, read_status
 from llm_pretrain.training import corruption
 from llm_pretrain.training.anomaly import StepMonitor
-from llm_pretrain.training.run_state import Status, read_status
 
 PATHS = ["torchrun", "accelerate"]
 EXPERTS = {"router_bias_update_rate": 0.125, "hidden_dropout": 0.1}

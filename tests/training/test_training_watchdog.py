@@ -20,7 +20,8 @@ from llm_pretrain.config.distributed_config import DistributedConfig
 from llm_pretrain.config.tree import Config
 from llm_pretrain.errors import DataError, StuckError
 from llm_pretrain.launch import watchdog
-from llm_pretrain.training.run_state import RunFolder, Status, read_status
+from llm_pretrain.runs.folder import RunFolder
+from llm_pretrain.runs.status import Status, read_status
 
 PROBE = ROOT / "tests" / "support" / "watchdog_probe.py"
 FOUND_BY = {

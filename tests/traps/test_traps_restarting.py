@@ -28,7 +28,7 @@ from support.probes import ACCELERATE, LIMIT_SECONDS, TORCHRUN, Launch, finish_p
 import llm_pretrain.training.trainer as trainer
 from llm_pretrain.config.loading import dump_yaml
 from llm_pretrain.errors import EXIT_PREEMPTED
-from llm_pretrain.training.run_state import Status, read_status
+from llm_pretrain.runs.status import Status, read_status
 
 RESTART_PROBE = ROOT / "tests" / "support" / "restart_probe.py"
 STOP_PROBE = ROOT / "tests" / "support" / "stop_probe.py"

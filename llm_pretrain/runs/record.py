@@ -14,9 +14,7 @@ from llm_pretrain.config.yaml_text import YamlError, read_yaml_file
 from llm_pretrain.errors import ConfigError
 from llm_pretrain.files import read_json, read_plain
 from llm_pretrain.runs.replays import read_replays
-from llm_pretrain.runs.rows import MAX_METRICS_BYTES, finite_number, read_metrics, without_lost_work
-
-Row = dict[str, Any]
+from llm_pretrain.runs.rows import MAX_METRICS_BYTES, Row, finite_number, read_metrics, without_lost_work
 
 _RUN_FILES = ("metrics.jsonl", "status.json", "config.yaml", "attempts.jsonl")
 """A folder with any of these is a run's."""
