@@ -171,7 +171,8 @@ def read_history(check: Check, run: RunFiles) -> None:
     run.attempts = attempts
     last = max([attempts[-1].start, *run.rows, _ended_at(run) or 0])
     due: list[int] = []
-    for begin, end in pairwise(sorted({origin, last, *(each.start for each in attempts)})):
+    starts = (each.start for each in attempts if each.start < last)  # a later one is lost work
+    for begin, end in pairwise(sorted({origin, last, *starts})):
         every = run.logging_steps(owner_of(end, attempts))
         due += range((begin // every + 1) * every, end + 1, every)
     if missing := [step for step in due if step not in run.rows]:

@@ -112,7 +112,7 @@ def make_plan(arguments: Namespace, machine: Machine) -> ReplayPlan:
     """
     run: Path = arguments.run
     attempts, notes = read_attempts(run), list[str]()
-    last = _last_step(run, attempts)
+    last = last_step(run, attempts)
     if last == attempts[0].start:
         raise ConfigError(f"{run}: expected steps that were trained, found none after step {last}")
     first, last, found = _choose_range(arguments, last)
@@ -174,7 +174,7 @@ def rows_of_segment(file: Path, segment: Segment, starts: Sequence[tuple[int, in
     return {row["step"]: row for row in rows if first <= row["step"] <= segment.end}
 
 
-def _last_step(run: Path, attempts: Sequence[Attempt]) -> int:
+def last_step(run: Path, attempts: Sequence[Attempt]) -> int:
     """The last step of which a row or a checkpoint is there, lost work left out."""
     rows = read_metrics(
         run / "metrics.jsonl", convert=lambda row: {"step": row["step"]}, starts=row_starts(attempts)
