@@ -289,14 +289,14 @@ def skip_by_own_loss(patch: Patch, engine: type) -> None:
         return loss
 
     with_objective(noted)(patch, engine)
-    decide = StepMonitor.accepts
+    decide = StepMonitor.reduce_and_decide
 
-    def accepts(self: StepMonitor, step: Any, grad_norm: Any) -> bool:
+    def reduce_and_decide(self: StepMonitor, step: Any, grad_norm: Any) -> bool:
         decide(self, step, grad_norm)
         step.skipped = None if math.isfinite(losses[-1]) else "nonfinite_gradient"
         return not step.skipped
 
-    patch.setattr(StepMonitor, "accepts", accepts)
+    patch.setattr(StepMonitor, "reduce_and_decide", reduce_and_decide)
 
 
 def _unsummed_losses(original: Any, self: Any, tensor: torch.Tensor) -> torch.Tensor:
