@@ -55,7 +55,8 @@ _MORE_SETTINGS: dict[str, dict[str, Any]] = {
 _KNOWN = """
 import json
 import llm_pretrain
-from llm_pretrain.config import Config, to_dict
+from llm_pretrain.config.loading import to_dict
+from llm_pretrain.config.tree import Config
 print(json.dumps([llm_pretrain.__file__, to_dict(Config())]))
 """
 

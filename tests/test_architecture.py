@@ -135,7 +135,7 @@ def test_imports_reach_one_level_into_another_part(path: Path):
 KNOWN_CIRCLES: set[frozenset[str]] = {
     frozenset(
         f"llm_pretrain.training.{name}"
-        for name in ("agreement", "anomaly", "checkpointing", "kernel_choice", "metrics", "run_state", "step")
+        for name in ("agreement", "anomaly", "checkpointing", "kernel_choice", "metrics", "progress", "step")
     )
 }
 

@@ -13,7 +13,7 @@ from support.checkpoint_helpers import FINGERPRINTS, Run, everything, same_bits
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
-import llm_pretrain
+from llm_pretrain import hardware
 from llm_pretrain.checkpoints import tensor_files
 from llm_pretrain.config.model_config import ModelConfig
 from llm_pretrain.errors import CheckpointError, MismatchError
@@ -339,7 +339,7 @@ def test_manifest_tells_everything(tmp_path):
     assert content["format_version"] == 1
     assert content["run"] == dataclasses.asdict(run.facts())
     assert content["environment"]["torch"] == torch.__version__
-    assert content["environment"]["llm_pretrain"] == llm_pretrain.__version__
+    assert content["environment"]["llm_pretrain"] == hardware.__version__
     assert content["environment"]["python"] == platform.python_version()
     assert content["tensors"]["optimizer.state.experts.exp_avg"] == {"dtype": "float32", "shape": [3, 8, 8]}
     assert content["scalars"]["optimizer.state.experts.step"] == {"dtype": "float32", "value": 3.0}
@@ -353,8 +353,8 @@ def test_manifest_tells_everything(tmp_path):
 def test_changed_versions_are_reported(tmp_path, monkeypatch):
     run = Run(tmp_path).train(1)
     run.save()
-    was = llm_pretrain.__version__
-    monkeypatch.setattr(llm_pretrain, "__version__", "99.0")
+    was = hardware.__version__
+    monkeypatch.setattr(hardware, "__version__", "99.0")
     found = run.restore()
     assert found is not None
     assert len(found.warnings) == 1

@@ -16,6 +16,7 @@ from support.launching import ROOT, Finished
 from support.run_folders import attempt_row, training_row
 
 from llm_pretrain.__main__ import main
+from llm_pretrain.audit import chaos as kills
 from llm_pretrain.audit.chaos import ChaosPlan, Result, make_plan, result_content, run_chaos
 from llm_pretrain.audit.kills import Outcome
 from llm_pretrain.audit.run_checks import (
@@ -260,7 +261,7 @@ def result_of(
 ) -> tuple[Result, str]:
     """Result and output of fabricated attempts; the first is the uninterrupted run."""
     waiting = list(attempts)
-    monkeypatch.setattr(chaos, "run_until", lambda job, *_: waiting.pop(0)(job.folder))
+    monkeypatch.setattr(kills, "run_until", lambda job, *_: waiting.pop(0)(job.folder))
     result, said = Result(), list[str]()
     run_chaos(plan, LaunchContext(plan.scripts, Machine(0, 2), 1.0), result, say=said.append)
     assert not waiting

@@ -14,6 +14,7 @@ from llm_pretrain.__main__ import main
 from llm_pretrain.commands import doctor
 from llm_pretrain.config.tree import Config, TrainingConfig
 from llm_pretrain.config.yaml_text import read_yaml
+from llm_pretrain.launch import machine_checks
 from llm_pretrain.launch.accelerate_checks import accelerate_surprises
 from llm_pretrain.launch.checks import default_accelerate_file
 from llm_pretrain.launch.jobs import Machine
@@ -26,11 +27,12 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No launcher's variables, and a home without a file of Accelerate's."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
-    for name in [name for name in doctor.os.environ if name.startswith("ACCELERATE_")]:
+    for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     monkeypatch.setattr(doctor, "this_machine", lambda: Machine(0, 2))
-    monkeypatch.setattr(doctor, "multiplies_in_bf16", lambda: True)
+    for module in (doctor, machine_checks):
+        monkeypatch.setattr(module, "multiplies_in_bf16", lambda: True)
 
 
 def told(text: str, machine: Machine = CPU, config: Config | None = None) -> list[str]:
@@ -152,11 +154,11 @@ def test_the_environment_and_the_machine(
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
     monkeypatch.setattr(doctor, "multiplies_in_bf16", lambda: False)
-    monkeypatch.setattr(doctor, "_free", lambda folder: 10**9)
+    monkeypatch.setattr(doctor, "free_bytes", lambda folder: 10**9)
     versions = {"torch": "2.9.1", "numpy": "2.0.2", "torch_xla": "2.9.0"}
-    monkeypatch.setattr(doctor, "_version", versions.get)
+    monkeypatch.setattr(machine_checks, "_version", versions.get)
     promised = ["torch>=2.11", "numpy>=2.0", 'torch>=2.13; extra == "pipelines"']
-    monkeypatch.setattr(doctor, "_requirements", lambda: promised)
+    monkeypatch.setattr(machine_checks, "_requirements", lambda: promised)
     monkeypatch.setattr("llm_pretrain.data.loader.workers.shutil.disk_usage", lambda folder: Mock(free=10**6))
     file = str(ROOT / "configs" / "gpt2-124m.yaml")
     (tmp_path / "workers.yaml").write_text("data: {num_workers: 2}\n")

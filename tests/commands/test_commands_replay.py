@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from llm_pretrain.attempt.jobs import Machine
 from support.corruption_plan import gradient
 from support.forked_replay import CONTEXT, content_of, copy_of, rewrite_checkpoint, rewrite_rows, run_replay
 from support.launching import Finished, train_tiny
@@ -30,6 +29,7 @@ from llm_pretrain.checkpoints.manifest import read_manifest, write_manifest
 from llm_pretrain.commands import replay
 from llm_pretrain.commands.replay import render
 from llm_pretrain.errors import CheckpointError, ConfigError
+from llm_pretrain.launch.jobs import Machine
 from llm_pretrain.runs.attempts import owner_of, read_attempts
 from llm_pretrain.runs.rows import rows_of
 from llm_pretrain.runs.status import record_replay

@@ -23,7 +23,7 @@ from support.corpora import make_config, make_store
 from support.fork_server import python_path
 
 from llm_pretrain.config.tree import Config
-from llm_pretrain.data.loader import batches
+from llm_pretrain.data.loader import batches, workers
 from llm_pretrain.data.loader.assembly import Batch, padded_offsets
 from llm_pretrain.data.loader.batches import (
     MicroBatches,
@@ -197,9 +197,9 @@ def test_a_limit_on_processes_is_one_line(store: TokenStore, error: Exception, m
         raise error
 
     if isinstance(error, OSError):
-        monkeypatch.setattr(batches.resource_tracker, "ensure_running", fail)
-    monkeypatch.setattr(batches.forkserver, "ensure_running", lambda: None)
-    monkeypatch.setattr(batches.forkserver, "connect_to_new_process", fail)
+        monkeypatch.setattr(workers.resource_tracker, "ensure_running", fail)
+    monkeypatch.setattr(workers.forkserver, "ensure_running", lambda: None)
+    monkeypatch.setattr(workers.forkserver, "connect_to_new_process", fail)
     with pytest.raises(ResourceError, match=r"^data\.num_workers: expected .* processes \(ulimit -u\)$"):
         iter(global_batches(make_config(store, num_workers=1), start_step=0))
 
@@ -274,21 +274,21 @@ def test_a_worker_that_ends_while_it_hands_over_a_batch_is_one_line(error: Excep
     with pytest.raises(ResourceError, match=r"^data\.num_workers: expected workers that go on, found: "):
         next(windows(batches_of_a_killed_worker(), 1))
     missing = FileNotFoundError(2, "No such file or directory", "store/train/tokens-00000.bin")
-    with pytest.raises(FileNotFoundError), batches.worker_errors():
+    with pytest.raises(FileNotFoundError), workers.worker_errors():
         raise missing
 
 
 def test_a_small_shared_memory_is_named_before_the_start(store: TokenStore, monkeypatch: pytest.MonkeyPatch):
     config = make_config(store, micro_batch_size=8, sequence_length=1024, num_workers=2)
-    assert batches.shared_memory_problem(config, 1) is None
-    monkeypatch.setattr(batches.shutil, "disk_usage", lambda folder: SimpleNamespace(free=3 << 20))
-    assert batches.shared_memory_problem(config, 1) is None
+    assert workers.shared_memory_problem(config, 1) is None
+    monkeypatch.setattr(workers.shutil, "disk_usage", lambda folder: SimpleNamespace(free=3 << 20))
+    assert workers.shared_memory_problem(config, 1) is None
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     message = r"^data\.num_workers: expected 15 MiB free in /dev/shm for batches of 2 workers, found 3; "
     with pytest.raises(ResourceError, match=message):
         batches.global_batches(config, start_step=0)
     none = replace(config, data=replace(config.data, num_workers=0))
-    assert batches.shared_memory_problem(none, 8) is None
+    assert workers.shared_memory_problem(none, 8) is None
 
 
 class Counted:
@@ -359,7 +359,8 @@ def test_accelerate_keeps_the_workers(store: TokenStore):
 SCRIPT = """if __name__ == "__main__":
     import sys, time, psutil
     from support.corpora import make_config
-    from llm_pretrain.data import TokenStore, global_batches
+    from llm_pretrain.data.loader.batches import global_batches
+    from llm_pretrain.data.store.token_store import TokenStore
     config = make_config(TokenStore(sys.argv[1]), max_steps=1000, num_workers=1)
     next(batches := iter(global_batches(config, start_step=0)))
     print(*[child.pid for child in psutil.Process().children(recursive=True)], flush=True)

@@ -185,7 +185,7 @@ LIMITED_SAVES = """
 import os, resource, sys
 sys.path.insert(0, {root!r})
 import psutil, torch
-from llm_pretrain.distributed import process
+from llm_pretrain.launch import process
 from llm_pretrain.training.checkpointing import CheckpointManager
 save = CheckpointManager.save
 def limited(*arguments, **options):

@@ -104,7 +104,8 @@ def test_a_console_that_fails_shows_nothing_more(monkeypatch, failure):
 @pytest.mark.parametrize("size", [(0, 0), (40, 140)])
 def test_a_terminal_gets_a_bar_with_rate_and_time_left(size):
     code = (
-        "from llm_pretrain.config import Config\nfrom llm_pretrain.tracking import Console\nimport time\n"
+        "from llm_pretrain.config.tree import Config\n"
+        "from llm_pretrain.tracking.console import Console\nimport time\n"
         "c = Console(Config(), enabled=True, start_step=10, max_steps=40)\n"
         "for step in range(11, 31):\n"
         "    time.sleep(0.02)\n"

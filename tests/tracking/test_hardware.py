@@ -57,7 +57,7 @@ def test_unknown_devices_have_none(name):
 def test_memory_grows_with_allocated_arrays():
     """In a new process: one that has trained reuses memory that it freed."""
     code = (
-        "import numpy\nfrom types import SimpleNamespace\nfrom llm_pretrain.tracking import memory_bytes\n"
+        "import numpy\nfrom types import SimpleNamespace\nfrom llm_pretrain.hardware import memory_bytes\n"
         "cpu = SimpleNamespace(type='cpu')\nbefore = memory_bytes(cpu)\nheld = numpy.ones(2**24)\n"
         "print(before, memory_bytes(cpu), held.nbytes)"
     )

@@ -183,7 +183,8 @@ def run_real(
     """A process that tracks five rows with the real wandb: its result, wandb id and seconds of closing."""
     code = (
         "import sys, time; from pathlib import Path\n"
-        "from llm_pretrain.config import from_dict; from llm_pretrain.tracking import Trackers, trackers\n"
+        "from llm_pretrain.config.loading import from_dict; from llm_pretrain.tracking import trackers\n"
+        "from llm_pretrain.tracking.trackers import Trackers\n"
         "trackers.INIT_SECONDS = float(sys.argv[3])\n"
         "config = from_dict({'logging': {'wandb_mode': sys.argv[1]}})\n"
         "tracked = Trackers(config, Path(sys.argv[2]), None, True)\n"
