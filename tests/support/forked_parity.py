@@ -18,7 +18,7 @@ from support.fork_server import fork_server, remove_shared
 from support.launching import launch
 
 from llm_pretrain.__main__ import main
-from llm_pretrain.commands import parity
+from llm_pretrain.audit import parity
 from llm_pretrain.launch.jobs import Job, LaunchContext, launch_settings
 
 

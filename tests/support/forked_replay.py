@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 from support.launching import ForkedLaunch
 
 from llm_pretrain.__main__ import main
+from llm_pretrain.audit import replay
 from llm_pretrain.checkpoints.manifest import file_digest, read_manifest, write_manifest
-from llm_pretrain.commands import replay
 from llm_pretrain.launch.jobs import Job, LaunchContext, Machine, launch_settings
 
 
