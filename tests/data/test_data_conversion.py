@@ -252,6 +252,8 @@ WRONG = [
         "expected 3 tokens as its header says, 1030 bytes",
     ),
     ("n.bin", write("n.bin", header(1, version=9) + b"\0\0"), "found version 9"),
+    ("n.bin", write("n.bin", np.tile(np.int32([65, 66, EOS]), 200).tobytes()), "n.bin: .* wider numbers"),
+    ("n.bin", write("n.bin", np.tile(np.int64([65, 66, EOS]), 200).tobytes()), "n.bin: .* wider numbers"),
     ("pipe.bin", lambda folder: os.mkfifo(folder / "pipe.bin"), "pipe.bin: .* no plain file"),
     ("n.bin", write("n.bin", b"\x01\x01" * 3), "expected documents, found none"),
 ]

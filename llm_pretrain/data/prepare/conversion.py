@@ -224,6 +224,9 @@ class _Reader:
             position = 0
             for ids, lengths in file.batches():
                 check_ids(ids, self._tokenizer.vocab_size, file.name, position)
+                if not position and len(ids) > 512 and ids[1::2].max() <= self._tokenizer.vocab_size >> 16:
+                    # upper halves of numbers such as Megatron's int32
+                    raise DataError(f"{file.name}: expected uint16 token ids, found wider numbers")
                 position += len(ids)
                 self._report.tokens_read += len(ids)
                 self.has_text = self.has_text or bool(self._is_text[ids].any())
