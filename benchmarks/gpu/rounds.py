@@ -26,7 +26,7 @@ import psutil
 
 from benchmarks.machine import ROOT, python_path
 from benchmarks.reporting import SkippedError, end
-from llm_pretrain.errors import ConfigError
+from llm_pretrain.errors import ConfigError, OutputError
 
 PACKED, WHEELS = ROOT / ".gpu", ROOT / ".whl"
 """What `make gpu-pack` makes: stores and counts, and wheels that the GPU machine lacks."""
@@ -156,7 +156,11 @@ def run(arguments: argparse.Namespace) -> int:
         raise SkippedError("needs a CUDA device, found none; --dry runs it on the CPU with tiny shapes")
     if not arguments.dry and not (PACKED / "stores").is_dir():
         raise ConfigError(f"{PACKED / 'stores'}: expected packed stores, found none; run make gpu-pack")
-    arguments.output.mkdir(parents=True, exist_ok=True)
+    try:
+        arguments.output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        found = f"{arguments.output}: expected a folder that can be made, found: {error.strerror}"
+        raise OutputError(f"--output {found}") from error
     results = arguments.output / "results.jsonl"
     before = results.stat().st_size if results.exists() else 0  # earlier calls' rows are not of this one
     with tempfile.TemporaryDirectory(prefix="gpu-round-") as work:

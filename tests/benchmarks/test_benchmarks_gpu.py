@@ -102,6 +102,9 @@ def test_what_is_missing_or_unknown_is_said_in_one_line(
     assert line.startswith("skipped  gpu: needs a CUDA device, found none; --dry")
     assert main(["gpu", "1", "speed", "--dry"]) == 2
     assert "PART: expected some of facts, kernels" in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    assert main(["gpu", "1", "--dry", "--output", str(tmp_path / "file")]) == 73
+    assert "file: expected a folder that can be made, found: File exists" in capsys.readouterr().err
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "H100")
     monkeypatch.setattr(rounds, "PACKED", tmp_path)
