@@ -165,7 +165,11 @@ class RunningJob:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.kill()
+        try:
+            self.kill()
+        except SystemExit:  # a second signal, as `timeout` sends at once
+            self.kill()
+            raise
 
 
 def kill_tree(process: subprocess.Popen[bytes], children: Sequence[psutil.Process] = ()) -> None:

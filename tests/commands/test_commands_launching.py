@@ -126,6 +126,23 @@ def test_a_signal_that_ends_the_command_ends_its_jobs(number: int, tmp_path: Pat
     assert started[0].process.returncode == -9
 
 
+def test_a_second_signal_leaves_no_job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """`timeout` sends SIGTERM to a command and at once again to its group."""
+    (tmp_path / "train_pretrain.py").write_text("import time\ntime.sleep(60)")
+    kill_tree, signals = _launching.kill_tree, [signal.SIGTERM]
+
+    def interrupted(*arguments: Any) -> None:
+        while signals:
+            os.kill(os.getpid(), signals.pop())
+        kill_tree(*arguments)
+
+    monkeypatch.setattr(_launching, "kill_tree", interrupted)
+    launched = RunningJob(job(tmp_path), context(tmp_path))
+    with pytest.raises(SystemExit), exit_on_signals(), launched:
+        sys.exit(143)
+    assert launched.process.returncode == -9
+
+
 def test_an_ignored_sighup_stays_ignored():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
