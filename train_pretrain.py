@@ -16,13 +16,11 @@ import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import fully_shard
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
@@ -33,37 +31,23 @@ from llm_pretrain.config.loading import load_config
 from llm_pretrain.config.tree import Config
 from llm_pretrain.data.loader.assembly import Batch
 from llm_pretrain.data.loader.batches import shard
-from llm_pretrain.distributed.context_parallel import divide_sequences
-from llm_pretrain.distributed.expert_parallel import shard_experts
 from llm_pretrain.distributed.fsdp import (
     clear_mesh_caches,
     clip_over_meshes,
-    layer_precision,
     rebound_optimizer,
-    shard_full_precision,
-    sum_gradients,
 )
 from llm_pretrain.distributed.mesh import Meshes, Place, build_meshes
+from llm_pretrain.distributed.parallelize import parallelize
 from llm_pretrain.distributed.pipeline import Pipeline
-from llm_pretrain.distributed.tensor_parallel import shard_matrices
 from llm_pretrain.errors import ConfigError
 from llm_pretrain.launch.checks import check_world_size
 from llm_pretrain.launch.peer_failure import collective_timeout
 from llm_pretrain.launch.process import exit_process, prepare_process, rendezvous_init_method, report_errors
 from llm_pretrain.launch.watchdog import hang_watchdog
 from llm_pretrain.model.decoder import Decoder, DecoderOutput
-from llm_pretrain.model.moe import Experts
-from llm_pretrain.training.anomaly import StepMonitor
-from llm_pretrain.training.step import (
-    DDP_OPTIONS,
-    Launcher,
-    Objective,
-    StepMetrics,
-    attach_global_expert_counts,
-    own_part,
-    seed_dropout,
-    warm_up_backward,
-)
+from llm_pretrain.model.precision import DTYPES
+from llm_pretrain.training.engine import DDP_OPTIONS, Launcher, own_part, seed_dropout, warm_up_backward
+from llm_pretrain.training.step import Objective, Step
 from llm_pretrain.training.trainer import pretrain
 
 
@@ -100,10 +84,9 @@ class TorchrunEngine:
             self.meshes = build_meshes(config, self.device.type, self.world_size)
         self.sync_each_batch = config.distributed.sync_each_batch
         precision = config.training.precision
-        dtype = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
-        self.autocast = torch.autocast(self.device.type, dtype) if dtype else nullcontext()
-        self.grad_scaler = torch.amp.GradScaler(self.device.type, enabled=precision == "fp16")
-        self.scaler = self.grad_scaler if precision == "fp16" else None  # saved in checkpoints
+        is_low = precision != "fp32"
+        self.autocast = torch.autocast(self.device.type, DTYPES[precision]) if is_low else nullcontext()
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=precision == "fp16")
         self.accumulation_steps = config.gradient_accumulation_steps(self.world_size)
         self.max_grad_norm = config.training.max_grad_norm or math.inf
         several_meshes = self.is_sharded and (config.distributed.ep_size > 1 or self.place.sizes.tp > 1)
@@ -127,8 +110,7 @@ class TorchrunEngine:
                 self.clip_grad_norm = self.pipeline.clip_grad_norm
                 stages = list(self.pipeline.modules.values())
             for stage in stages if self.is_sharded else []:
-                divide_sequences(stage, self.meshes, self.place)
-                shard_model(stage, self.meshes, self.config)
+                parallelize(stage, self.meshes, self.place, self.config)
             initialize(model)  # of a sharded model, this rank's parts
         self.model: Any = model
         if self.world_size > 1 and not self.is_sharded and self.pipeline is None:
@@ -148,29 +130,27 @@ class TorchrunEngine:
         with self.autocast:
             return self.model(**batch.model_inputs())
 
-    def train_step(self, micro_batches: Sequence[Batch], monitor: StepMonitor) -> StepMetrics:
-        metrics = StepMetrics.all_reduce_counts(micro_batches, self)
-        if metrics.num_loss_tokens == 0:
-            return metrics.skip("no_loss_tokens")
-        micro_batches = attach_global_expert_counts(self, micro_batches)
-        loss_of = partial(scaled_loss, self, metrics)
-        if self.pipeline is not None:
-            self.pipeline.step(micro_batches, loss_of)
-        else:
-            for index, batch in enumerate(micro_batches):
-                is_last = index == len(micro_batches) - 1
-                if self.is_sharded:
-                    self.model.set_requires_gradient_sync(is_last or self.sync_each_batch)
-                    self.model.set_requires_all_reduce(is_last)  # of replicas
-                with nullcontext() if is_last else self.no_sync():
-                    loss_of(self.forward(batch), batch).backward()
-        self.grad_scaler.unscale_(self.optimizer)
-        grad_norm = self.clip_grad_norm(self.parameters, self.max_grad_norm)
-        if monitor.reduce_and_decide(metrics, grad_norm):  # True if the GPU decides, by found_inf
-            self.grad_scaler.step(self.optimizer)
-        self.grad_scaler.update()
+    def train_step(self, step: Step) -> None:
+        def scaled_loss(output: DecoderOutput, batch: Batch) -> Tensor:  # adds to the step's sums, too
+            return self.scaler.scale(step.add(output, batch) / self.accumulation_steps)
+
+        backward = self.pipeline.backward if self.pipeline else self.backward
+        backward(step.micro_batches, scaled_loss)
+        self.scaler.unscale_(self.optimizer)
+        grad_norm = step.clip(self.clip_grad_norm, self.parameters, self.max_grad_norm)
+        if step.may_update(grad_norm):  # the same on every rank; True if the GPU decides, by found_inf
+            self.scaler.step(self.optimizer)
+        self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        return metrics
+
+    def backward(self, micro_batches: Sequence[Batch], scaled_loss: Callable[..., Tensor]) -> None:
+        for batch in micro_batches:
+            is_last = batch is micro_batches[-1]
+            if self.is_sharded:
+                self.model.set_requires_gradient_sync(is_last or self.sync_each_batch)
+                self.model.set_requires_all_reduce(is_last)  # HSDP: replicas once a step
+            with nullcontext() if is_last else self.no_sync():  # DDP: ranks once a step
+                scaled_loss(self.forward(batch), batch).backward()  # bind neither: the graph must end here
 
     def reduce_sum(self, tensor: Tensor) -> Tensor:
         if self.world_size == 1:
@@ -205,38 +185,6 @@ class TorchrunEngine:
             dist.destroy_process_group()
             if self.config.distributed.strategy == "fsdp":
                 clear_mesh_caches()
-
-
-def scaled_loss(engine: TorchrunEngine, metrics: StepMetrics, output: DecoderOutput, batch: Batch) -> Tensor:
-    """This rank's part of the objective of a micro batch, whose sums are added to the metrics.
-
-    Under DDP it has a factor W, which the mean over ranks removes; FSDP adds the ranks' gradients.
-    """
-    metrics.add(output, batch)
-    loss = engine.objective(output, metrics.num_loss_tokens) / engine.accumulation_steps
-    return engine.grad_scaler.scale(loss)
-
-
-def shard_model(model: Decoder, meshes: Meshes, config: Config) -> None:
-    """Shard every parameter of a model on the meta device over all ranks, or over those of a replica.
-
-    The matrices of a layer are one group: they are all-gathered for the layer's forward pass, freed, and
-    all-gathered again for its backward pass; then their gradients are reduce-scattered, and those of the
-    replicas all-reduced. What is divided by tensor parallelism is sharded over the ranks with equal parts.
-    """
-    precision = layer_precision(config.training.precision)
-    if meshes.experts is not None:
-        shard_experts(model, meshes.experts, config)
-    elif meshes.tp is not None:  # experts are whole on each of its ranks
-        for experts in (module for module in model.modules() if isinstance(module, Experts)):
-            fully_shard(experts, mesh=meshes.shards, mp_policy=precision)
-    if meshes.tp is not None:
-        shard_matrices(model, meshes.tp)
-    sharded = shard_full_precision(model, meshes.shards, meshes.matrices if meshes.tp is not None else None)
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=meshes.matrices, mp_policy=precision, ignored_params=sharded)
-    fully_shard(model, mesh=meshes.shards)
-    sum_gradients(model)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -42,7 +42,6 @@ from llm_pretrain.config.loading import load_config
 from llm_pretrain.config.tree import Config
 from llm_pretrain.data.loader.assembly import Batch
 from llm_pretrain.data.loader.batches import shard
-from llm_pretrain.distributed.context_parallel import divide_sequences
 from llm_pretrain.distributed.deepspeed import (
     clip_as_torch,
     materialized_state,
@@ -59,6 +58,7 @@ from llm_pretrain.distributed.fsdp import (
     sum_gradients,
 )
 from llm_pretrain.distributed.mesh import Meshes, Place, build_meshes, expert_mesh
+from llm_pretrain.distributed.parallelize import parallelize
 from llm_pretrain.errors import ConfigError
 from llm_pretrain.launch.checks import (
     check_accelerate_settings,
@@ -70,19 +70,9 @@ from llm_pretrain.launch.peer_failure import collective_timeout
 from llm_pretrain.launch.process import exit_process, prepare_process, rendezvous_init_method, report_errors
 from llm_pretrain.launch.watchdog import hang_watchdog
 from llm_pretrain.model.decoder import Decoder, DecoderOutput, full_precision_modules
-from llm_pretrain.training.anomaly import StepMonitor
-from llm_pretrain.training.step import (
-    DDP_OPTIONS,
-    Launcher,
-    Objective,
-    StepMetrics,
-    attach_global_expert_counts,
-    own_part,
-    seed_dropout,
-    warm_up_backward,
-)
+from llm_pretrain.training.engine import DDP_OPTIONS, Launcher, own_part, seed_dropout, warm_up_backward
+from llm_pretrain.training.step import Objective, Step
 from llm_pretrain.training.trainer import pretrain
-from train_pretrain import shard_model
 
 # AcceleratedOptimizer calls it in every step, and it searches sys.path
 accelerate.optimizer.is_lomo_available = cache(accelerate.optimizer.is_lomo_available)
@@ -136,7 +126,7 @@ class AccelerateEngine:
         self.rank: int = self.accelerator.process_index
         self.world_size: int = self.accelerator.num_processes
         self.device: torch.device = self.accelerator.device
-        self.scaler = self.accelerator.scaler
+        self.scaler = self.accelerator.scaler or torch.amp.GradScaler(self.device.type, enabled=False)
         check_world_size(self.world_size)
         check_strategy(config, self.accelerator.distributed_type.value, self.world_size)
         self.max_grad_norm = config.training.max_grad_norm or math.inf
@@ -145,6 +135,7 @@ class AccelerateEngine:
         self.meshes = Meshes()
         if not self.place.sizes.is_data_parallel:
             self.meshes = build_meshes(config, self.device.type, self.world_size)
+        self.pipeline: Any = None  # torchrun alone runs pipelines
         self.objective = Objective(config, self.world_size)
 
     def prepare(
@@ -154,36 +145,25 @@ class AccelerateEngine:
         batches: DataLoader,
         initialize: Callable[[Decoder], None],
     ) -> Iterable[Batch]:
-        if not self.place.sizes.is_data_parallel:
-            # Accelerate shards over ranks with data of their own; a model that is sharded passes through
-            plugin: Any = self.accelerator.state.fsdp_plugin
-            plugin.auto_wrap_policy = None  # every layer is wrapped already
+        if self.accelerator.is_fsdp2:
             with rebound_optimizer(model, optimizer):
-                divide_sequences(model, self.meshes, self.place)
-                shard_model(model, self.meshes, self.config)
-                self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
-                initialize(model)
-            group_batches = shard(batches, self.place.data, self.place.sizes.data)
-            own = (own_part(batch, self.place) for batch in group_batches)
-            rank_batches = (batch.to(self.device, non_blocking=True) for batch in own)
-        elif self.accelerator.is_fsdp2:
-            with rebound_optimizer(model, optimizer):
-                plugin = self.accelerator.state.fsdp_plugin
-                plugin.ignored_modules = full_precision_modules(model)
-                mesh: Any = self.accelerator.torch_device_mesh
-                if (experts := expert_mesh(self.config, self.device.type, self.world_size)) is not None:
-                    shard_experts(model, experts, self.config)
-                if mesh is not None:
-                    mesh = mesh["dp_replicate", "dp_shard_cp"]
-                    set_timeout(mesh, self.config)
-                shard_full_precision(model, mesh)
-                self.model, self.optimizer, rank_batches = self.accelerator.prepare(model, optimizer, batches)
+                self.shard(model)
+                if self.place.sizes.is_data_parallel:
+                    prepared = self.accelerator.prepare(model, optimizer, batches)
+                    self.model, self.optimizer, rank_batches = prepared
+                else:  # Accelerate's shares are of ranks with data of their own
+                    self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+                    group_batches = shard(batches, self.place.data, self.place.sizes.data)
+                    own = (own_part(batch, self.place) for batch in group_batches)
+                    rank_batches = (batch.to(self.device, non_blocking=True) for batch in own)
                 sum_gradients(model)
                 initialize(model)  # this rank's parts
+            self.sync_replicas = self.model.set_requires_all_reduce
         else:
             with rebound_optimizer(model, optimizer):
                 initialize(model)
             self.model, self.optimizer, rank_batches = self.accelerator.prepare(model, optimizer, batches)
+            self.sync_replicas = lambda is_last: None
         self.unwrapped_model = model
         self.parameters = list(self.model.parameters())  # once: collecting them takes longer than clipping
         # AcceleratedOptimizer.zero_grad inspects a signature in every step, so torch's is called directly;
@@ -201,30 +181,19 @@ class AccelerateEngine:
         with self.accelerator.autocast() if self.accelerator.is_fsdp2 else nullcontext():
             return self.model(**batch.model_inputs())
 
-    def train_step(self, micro_batches: Sequence[Batch], monitor: StepMonitor) -> StepMetrics:
-        metrics = StepMetrics.all_reduce_counts(micro_batches, self)
-        if metrics.num_loss_tokens == 0:
-            return metrics.skip("no_loss_tokens")
-        micro_batches = attach_global_expert_counts(self, micro_batches)
-        for batch in micro_batches:
+    def train_step(self, step: Step) -> None:
+        for batch in step.micro_batches:
             with self.accelerator.accumulate(self.model):
-                if self.accelerator.is_fsdp2:
-                    model: Any = self.model
-                    model.set_requires_all_reduce(self.accelerator.sync_gradients)
-                output = self.forward(batch)
-                metrics.add(output, batch)
-                loss = self.objective(output, metrics.num_loss_tokens)
+                self.sync_replicas(self.accelerator.sync_gradients)  # HSDP: once a step
                 # divides by the accumulation steps, scales for fp16; under DeepSpeed it also clips and steps
-                self.accelerator.backward(loss)
-                del output, loss  # with them the graph, to which checkpointed layers' inputs belong
+                self.accelerator.backward(step.add(self.forward(batch), batch))
                 if self.accelerator.sync_gradients:
-                    grad_norm = self.clip_grad_norm(self.parameters, self.max_grad_norm)
-                    if monitor.reduce_and_decide(metrics, grad_norm):
+                    grad_norm = step.clip(self.clip_grad_norm, self.parameters, self.max_grad_norm)
+                    if step.may_update(grad_norm):  # the same on every rank; True if the GPU decides
                         self.optimizer.step()  # with a scaler: scaler.step and scaler.update
-                    elif self.scaler:
+                    elif self.scaler.is_enabled():
                         self.scaler.update()
                     self.zero_grad()
-        return metrics
 
     def reduce_sum(self, tensor: Tensor) -> Tensor:
         if self.world_size == 1:
@@ -252,13 +221,29 @@ class AccelerateEngine:
         return nullcontext((model, optimizer))
 
     def close(self) -> None:
-        del self.model, self.unwrapped_model, self.optimizer, self.zero_grad
+        del self.model, self.unwrapped_model, self.optimizer, self.zero_grad, self.sync_replicas
         del self.parameters, self.meshes
         self.accelerator.free_memory()
         self.accelerator.wait_for_everyone()
         self.accelerator.end_training()
         if self.world_size > 1 and self.config.distributed.strategy == "fsdp":
             clear_mesh_caches()
+
+    def shard(self, model: Decoder) -> None:
+        """Shard what Accelerate cannot: experts, parameters in full precision, ranks that share data."""
+        plugin: Any = self.accelerator.state.fsdp_plugin
+        if not self.place.sizes.is_data_parallel:
+            plugin.auto_wrap_policy = None  # every layer is wrapped already; what is sharded passes through
+            parallelize(model, self.meshes, self.place, self.config)
+            return
+        plugin.ignored_modules = full_precision_modules(model)
+        mesh: Any = self.accelerator.torch_device_mesh
+        if (experts := expert_mesh(self.config, self.device.type, self.world_size)) is not None:
+            shard_experts(model, experts, self.config)
+        if mesh is not None:
+            mesh = mesh["dp_replicate", "dp_shard_cp"]
+            set_timeout(mesh, self.config)
+        shard_full_precision(model, mesh)
 
 
 def zero_plugin(config: Config) -> DeepSpeedPlugin:

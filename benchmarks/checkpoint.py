@@ -21,7 +21,7 @@ from benchmarks.measuring import Interval, interleaved, ratio
 from benchmarks.reporting import report
 from llm_pretrain.checkpoints.manifest import RunFacts
 from llm_pretrain.checkpoints.store import CheckpointStore
-from llm_pretrain.distributed.collectives import SingleRank
+from llm_pretrain.distributed.collectives import OneRank
 from llm_pretrain.model.decoder import Decoder
 from llm_pretrain.optim.param_groups import build_optimizer
 from llm_pretrain.training.model_setup import initialize_weights
@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _sides(model: Any, optimizer: Any, folder: Path) -> dict[str, Any]:
-    store = CheckpointStore(folder / "ours", SingleRank(), keep_last=2)
+    store = CheckpointStore(folder / "ours", OneRank(), keep_last=2)
     step, file = 0, folder / "torch.pt"
 
     def save() -> None:

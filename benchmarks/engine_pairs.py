@@ -22,10 +22,11 @@ from llm_pretrain.data.loader.assembly import Batch
 from llm_pretrain.data.loader.batches import global_batches, open_stores
 from llm_pretrain.launch.process import prepare_process
 from llm_pretrain.optim.param_groups import build_optimizer
-from llm_pretrain.training.anomaly import StepMonitor
+from llm_pretrain.training.decision import Decision
+from llm_pretrain.training.engine import Engine
 from llm_pretrain.training.model_setup import build_model, initialize_weights
 from llm_pretrain.training.progress import Progress
-from llm_pretrain.training.step import Engine
+from llm_pretrain.training.step import Step
 from llm_pretrain.training.trainer import gc_schedule, windows
 from train_pretrain import TorchrunEngine
 from train_pretrain_accelerate import AccelerateEngine
@@ -48,14 +49,14 @@ class Steps:
             loader,
             lambda model: initialize_weights(model, config.run.seed, device=engine.device),
         )
-        self.monitor = StepMonitor(config, engine, Progress())
+        self.decision = Decision(config, engine, Progress())
         self.windows = windows(batches, config.gradient_accumulation_steps(engine.world_size))
 
     def step(self) -> None:
         """Fetch the next batches and take a step."""
         self.stopwatch.lap()
         micro_batches: list[Batch] = next(self.windows)
-        self.engine.train_step(micro_batches, self.monitor)
+        self.engine.train_step(Step.begin(micro_batches, self.engine, self.decision))
         self.laps.append(self.stopwatch.lap())
 
 

@@ -28,9 +28,8 @@ from llm_pretrain.config.tree import Config
 from llm_pretrain.data.loader.batches import open_stores, sequences_per_epoch, tokens_per_epoch
 from llm_pretrain.launch.process import prepare_process
 from llm_pretrain.optim.param_groups import build_optimizer
-from llm_pretrain.training.anomaly import StepMonitor
 from llm_pretrain.training.model_setup import build_model, initialize_weights
-from llm_pretrain.training.step import StepMetrics
+from llm_pretrain.training.step import Step
 from llm_pretrain.training.trainer import pretrain
 from train_pretrain import TorchrunEngine
 
@@ -67,10 +66,9 @@ def our_tokens(config: Config) -> float:
 class _TurningEngine(TorchrunEngine):
     step_done: StepDone
 
-    def train_step(self, micro_batches: Any, monitor: StepMonitor) -> StepMetrics:
-        result = super().train_step(micro_batches, monitor)
+    def train_step(self, step: Step) -> None:
+        super().train_step(step)
         self.step_done()  # the row, the next batch and the rest of the loop belong to the next turn
-        return result
 
 
 def _our_loop(config: Config, step_done: StepDone) -> None:

@@ -86,7 +86,7 @@ def main() -> int:
     parts.seconds["import torch"] = time.process_time() - before
     before = time.process_time()
     import train_pretrain
-    from llm_pretrain.training import anomaly, trainer
+    from llm_pretrain.training import decision, trainer
 
     parts.seconds["other imports"] = time.process_time() - before
     imported = time.perf_counter()
@@ -100,14 +100,14 @@ def main() -> int:
 
     after: dict[str, float] = {}
 
-    def step_is_over(own: anomaly.StepMonitor, step: int) -> None:
+    def step_is_over(own: decision.Decision, step: int) -> None:
         if "the rest" not in parts.seconds:
             parts.seconds["the rest"] = time.process_time() - sum(parts.seconds.values())
             after.update(after_imports=time.perf_counter() - imported, data_memory=memory.peak)
         check_divergence(own, step)
 
-    check_divergence = anomaly.StepMonitor.check_divergence
-    anomaly.StepMonitor.check_divergence = step_is_over  # type: ignore[method-assign]  # what follows a step
+    check_divergence = decision.Decision.check_divergence
+    decision.Decision.check_divergence = step_is_over  # type: ignore[method-assign]  # what follows a step
     exit_code = train_pretrain.main()
     print(json.dumps({"cpu": parts.seconds, **after}))
     return exit_code

@@ -59,10 +59,10 @@ def open_source(
         ConfigError: The device does not exist, or the decoder does not support the architecture.
         DataError: The tokenizer is damaged.
     """
-    import torch
 
     from llm_pretrain.checkpoints.opening import open_model
     from llm_pretrain.data.tokenizers import Tokenizer
+    from llm_pretrain.model.precision import DTYPES
 
     on, opened = _device(device), open_model(path)
     folder = Path(tokenizer) if tokenizer else opened.tokenizer_folder
@@ -91,7 +91,7 @@ def open_source(
             "generation_config.json, which goes before config.json"
         )
     return Source(
-        model=opened.model.to(on, torch.bfloat16 if dtype == "bf16" else torch.float32),
+        model=opened.model.to(on, DTYPES[dtype]),
         tokenizer=chosen,
         start_id=starts[0] if starts else None,
         stop_ids=frozenset(ends),

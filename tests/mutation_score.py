@@ -44,7 +44,7 @@ TARGETS: dict[str, tuple[str, list[str]]] = {
     "llm_pretrain/training/step.py": ("", STEP_TESTS),
     "train_pretrain.py": ("train_step", STEP_TESTS),
     "train_pretrain_accelerate.py": ("train_step", STEP_TESTS),
-    "llm_pretrain/training/anomaly.py": (
+    "llm_pretrain/training/spikes.py": (
         "",
         ["tests/training/test_spikes.py", "tests/training/test_step_monitor.py"],
     ),

@@ -264,10 +264,6 @@ def step_launches(config: Config, squares: float) -> list[Launch]:
         stack.enter_context(patch.object(F, "rms_norm", _fused_rms_norm))
         loop, batches = fake_loop(stack, config, backend=inductor)
 
-        def decide(metrics: Any) -> None:
-            metrics.grad_norm, metrics.loss = 1.0, 1.0
-
-        loop.monitor._decide = decide
         loop._step(batches)
         step.launches.clear()
         with step:

@@ -26,7 +26,7 @@ from llm_pretrain.files import read_json, read_marker, read_plain
 from llm_pretrain.model.decoder import Decoder
 from llm_pretrain.optim.ema import average_name
 from llm_pretrain.runs.rows import read_rows
-from llm_pretrain.training.checkpointing import fingerprints
+from llm_pretrain.training.saving import fingerprints
 
 
 def model_tensors(config: Config) -> dict[str, Tensor]:

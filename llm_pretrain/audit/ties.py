@@ -19,8 +19,7 @@ from llm_pretrain.config.tree import Config
 from llm_pretrain.data.loader import Batch, global_batches
 from llm_pretrain.model.decoder import Decoder
 from llm_pretrain.model.moe import Router
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+from llm_pretrain.model.precision import autocast
 
 
 class Routing(NamedTuple):
@@ -61,7 +60,7 @@ def route(model: Decoder, batches: Sequence[Batch], precision: str) -> list[Rout
     try:
         for batch in batches:
             found.append([])
-            with torch.no_grad(), torch.autocast("cpu", DTYPES.get(precision), enabled=precision in DTYPES):
+            with torch.no_grad(), autocast("cpu", precision):
                 model(**batch.model_inputs())
     finally:
         for hook in hooks:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from llm_pretrain.distributed.initial_values import local_part
+from llm_pretrain.distributed.pipeline import Pipeline
 from llm_pretrain.errors import CheckpointError
 from llm_pretrain.optim.sharded import as_sharded, replicate_dims
 
@@ -136,11 +137,6 @@ def apply_state(model: nn.Module, optimizer: Optimizer, state: TrainingState) ->
         state_dict.set_optimizer_state_dict(model, optimizer, state.optimizer, options=own)
         for group, settings in empty:  # torch drops those of a group without parameters
             group.update(settings)
-
-
-def pipeline_of(model: nn.Module) -> Any:
-    """The pipeline that a model is a part of (`llm_pretrain.distributed.pipeline.Pipeline`), or None."""
-    return getattr(model, "pipeline", None)
 
 
 def describe_optimizer(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -317,9 +313,11 @@ def own_pieces(tensors: dict[str, Tensor], *, rank: int, world_size: int) -> lis
     return pieces
 
 
-def held_pieces(model: nn.Module, tensors: dict[str, Tensor], *, rank: int, world_size: int) -> list[Piece]:
+def held_pieces(
+    tensors: dict[str, Tensor], *, rank: int, world_size: int, pipeline: Pipeline | None = None
+) -> list[Piece]:
     """`own_pieces`; of a pipeline, the ranks that hold a tensor are those of one stage."""
-    if (pipeline := pipeline_of(model)) is not None:
+    if pipeline is not None:
         tensors = {name: tensor for name, tensor in tensors.items() if not pipeline.is_tied_copy(name)}
         holders = world_size // pipeline.size
         rank, world_size = rank % holders, holders

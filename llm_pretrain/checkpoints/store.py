@@ -34,9 +34,10 @@ from llm_pretrain.checkpoints.manifest import (
     state_differences,
     write_manifest,
 )
-from llm_pretrain.checkpoints.state import HostBuffers, Piece, held_pieces, pipeline_of
+from llm_pretrain.checkpoints.state import HostBuffers, Piece, held_pieces
 from llm_pretrain.checkpoints.tensor_files import check_finite, read_tensors, write_pieces
-from llm_pretrain.distributed.collectives import RankGroup, gather_results, run_on_all_ranks, run_on_rank0
+from llm_pretrain.distributed.collectives import Ranks, gather_results, run_on_all_ranks, run_on_rank0
+from llm_pretrain.distributed.pipeline import Pipeline
 from llm_pretrain.errors import CheckpointError
 from llm_pretrain.files import make_folder
 from llm_pretrain.hardware import environment, environment_changes
@@ -58,7 +59,7 @@ class CheckpointStore:
     def __init__(
         self,
         folder: Path,
-        ranks: RankGroup,
+        ranks: Ranks,
         *,
         keep_last: int,
         period: int = 0,
@@ -92,19 +93,21 @@ class CheckpointStore:
         facts: RunFacts,
         *,
         buffers: HostBuffers | None = None,
+        pipeline: Pipeline | None = None,
     ) -> Staged:
         """Collect the state after step `facts.step`, for `write`.
 
         Args:
             buffers: Receives copies of the tensors that this rank writes. Without it nothing is copied, and
                 training must wait until they are written.
+            pipeline: That the model is a stage of.
         """
         model, ranks = state.raw_module(model), self._ranks
 
         def collect() -> Staged:
             current = state.collect_state(model, optimizer)
             share = {"rank": ranks.rank, "world_size": ranks.world_size}
-            pieces = held_pieces(model, current.tensors, **share)
+            pieces = held_pieces(current.tensors, **share, pipeline=pipeline)
             content = Manifest(
                 run=copy.deepcopy(facts),
                 environment=environment(_device(model)),
@@ -119,9 +122,9 @@ class CheckpointStore:
 
         doing = f"{self.folder}: collecting the state of step {facts.step}"
         staged = run_on_all_ranks(ranks, collect, doing)
-        return replace(staged, content=_whole(staged.content, model))
+        return replace(staged, content=_whole(staged.content, pipeline))
 
-    def write(self, staged: Staged, ranks: RankGroup | None = None) -> Path:
+    def write(self, staged: Staged, ranks: Ranks | None = None) -> Path:
         """Commit a staged checkpoint; returns its folder.
 
         Args:
@@ -177,7 +180,14 @@ class CheckpointStore:
             )
         return None
 
-    def load(self, found: ResumePoint, model: nn.Module, optimizer: Optimizer, scaler: Any) -> None:
+    def load(
+        self,
+        found: ResumePoint,
+        model: nn.Module,
+        optimizer: Optimizer,
+        scaler: Any,
+        pipeline: Pipeline | None = None,
+    ) -> None:
         """Load the checkpoint that `find` returned, in place; adds to its warnings.
 
         Raises:
@@ -194,7 +204,7 @@ class CheckpointStore:
             return state.collect_targets(model, optimizer, without_state)
 
         target = run_on_all_ranks(ranks, collect, doing)
-        described = _described(target, model)
+        described = _described(target, pipeline)
 
         def compare() -> None:
             if differences := state_differences(content, described):
@@ -263,9 +273,9 @@ class CheckpointStore:
         return content, [problem for share in shares for problem in share]
 
 
-def _whole(content: Manifest, model: nn.Module) -> Manifest:
+def _whole(content: Manifest, pipeline: Pipeline | None) -> Manifest:
     """What a rank's manifest says of its stage of a pipeline, said of the whole model (collective)."""
-    if (pipeline := pipeline_of(model)) is None:
+    if pipeline is None:
         return content
     described = {name: pipeline.merged(getattr(content, name)) for name in ("tensors", "tied", "scalars")}
     optimizers = pipeline.gather(content.optimizer)
@@ -278,10 +288,9 @@ def _whole(content: Manifest, model: nn.Module) -> Manifest:
     return replace(content, optimizer=optimizer, **described)
 
 
-def _described(target: state.TrainingState, model: nn.Module) -> dict[str, str]:
+def _described(target: state.TrainingState, pipeline: Pipeline | None) -> dict[str, str]:
     """What there is to load into, by name; of all stages of a pipeline (collective)."""
     described = describe(target.describe_tensors(), target.scalars, target.tied)
-    pipeline = pipeline_of(model)
     return described if pipeline is None else pipeline.merged(described)
 
 
@@ -339,7 +348,7 @@ class Staged:
         return total
 
 
-def write_staged(staged: Staged, parent: Path, ranks: RankGroup, check: Callable[[], None]) -> Path:
+def write_staged(staged: Staged, parent: Path, ranks: Ranks, check: Callable[[], None]) -> Path:
     """Commit `staged` as a folder of `parent` and return it; collective.
 
     Every rank writes its files into a temporary folder and hashes them; rank 0 gathers the hashes, writes the

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from llm_pretrain.checkpoints import folders, state
 from llm_pretrain.checkpoints.manifest import Manifest
 from llm_pretrain.checkpoints.opening import saved_names
-from llm_pretrain.checkpoints.state import Piece, held_pieces, pipeline_of
+from llm_pretrain.checkpoints.state import Piece, held_pieces
 from llm_pretrain.checkpoints.weight_files import INDEX_FILE, WeightFiles
 from llm_pretrain.config.model_config import ModelConfig
-from llm_pretrain.distributed.collectives import ONE_RANK, RankGroup, gather_results, run_on_rank0
+from llm_pretrain.distributed.collectives import ONE_RANK, Ranks, gather_results, run_on_rank0
+from llm_pretrain.distributed.pipeline import Pipeline
 from llm_pretrain.errors import CheckpointError, ConfigError, DataError
 from llm_pretrain.export.config_json import huggingface_config, model_config_from_huggingface, native_config
 from llm_pretrain.export.gguf_tokenizer import end_of_turn_id
@@ -36,10 +37,10 @@ from llm_pretrain.files import (
     write_marker,
     write_text,
 )
+from llm_pretrain.model.precision import DTYPES
 
 logger = logging.getLogger(__name__)
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _TOKENIZER_SUFFIXES = {".json", ".model", ".txt", ".jinja", ".tiktoken"}
 BEST_FILE = "best.json"
 """In `best/`: `{"step": …, "eval/loss": …}`."""
@@ -73,12 +74,12 @@ def weights_in(content: Manifest, pieces: Iterable[Piece]) -> HeldWeights:
     return HeldWeights(tensors, (replace(each, name=own[each.name]) for each in pieces if each.name in own))
 
 
-def model_weights(model: nn.Module, ranks: RankGroup = ONE_RANK) -> HeldWeights:
+def model_weights(model: nn.Module, ranks: Ranks = ONE_RANK, pipeline: Pipeline | None = None) -> HeldWeights:
     """The weights in a model, plain, wrapped or sharded."""
     module = state.raw_module(model)
     tensors = module.state_dict()
-    pieces = held_pieces(module, tensors, rank=ranks.rank, world_size=ranks.world_size)
-    if (pipeline := pipeline_of(module)) is not None:  # collective
+    pieces = held_pieces(tensors, rank=ranks.rank, world_size=ranks.world_size, pipeline=pipeline)
+    if pipeline is not None:  # collective
         described = {name: (list(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
         tensors = {
             name: torch.empty(shape, dtype=dtype, device="meta")
@@ -101,7 +102,7 @@ def save_weights(
     sequence_length: int,
     best_loss: float | None = None,
     card: ModelCardData | None = None,
-    ranks: RankGroup = ONE_RANK,
+    ranks: Ranks = ONE_RANK,
 ) -> Path:
     """Write `folder/step-00000100/` completely or not at all, then prune older ones (collective).
 
@@ -167,7 +168,7 @@ def _write_folder(
     files: WeightFiles,
     pieces: Iterable[Piece],
     complete: Callable[[Path], None],
-    ranks: RankGroup,
+    ranks: Ranks,
 ) -> Path:
     """Commit `temporary` as `name` beside it, with `files`, of which each rank writes its pieces, and what
     `complete` adds."""

@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import math
 import shlex
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,8 +19,6 @@ from llm_pretrain.launch.jobs import LaunchContext, exit_on_signals, this_machin
 from llm_pretrain.launch.options import find_scripts, say
 
 if TYPE_CHECKING:
-    import torch
-
     from llm_pretrain.forecast.planning import Choice, Forecast
     from llm_pretrain.forecast.points import Ladder
 
@@ -38,14 +35,6 @@ examples:
 SHOWN = 4.0
 """Sizes with up to so many times the best one's parameters, or so much fewer, are shown."""
 _MARK = "# Written by `llm-pretrain plan`"
-
-
-@dataclass
-class _Processes:
-    """Processes of the planned run."""
-
-    world_size: int
-    device: torch.device
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -314,7 +303,7 @@ def _warnings(forecast: Forecast, best: Choice, config: Config, arguments: argpa
     warnings = shortcomings(ladder) + forecast.warnings(best)
     if not arguments.gpu:
         device = torch.device("cuda" if this_machine().gpus else "cpu")
-        warnings += step_warnings(config, _Processes(arguments.world_size, device))
+        warnings += step_warnings(config, arguments.world_size, device)
     else:
         peak = estimate_memory(config, arguments.world_size, on_gpu=True).peak + CUDA_CONTEXT
         if peak > (total := GPU_GB[arguments.gpu.lower()] * 10**9):

@@ -22,37 +22,49 @@ distributed: Any = torch.distributed
 """Untyped: pyright does not see all names that torch documents as exported."""
 
 
-class RankGroup(Protocol):
-    """The ranks that run an action together, such as an `Engine`."""
+class Ranks(Protocol):
+    """The ranks that compute or act together: an `Engine`, a single process, a group in the background."""
 
     rank: int
     world_size: int
+    device: torch.device
+
+    def reduce_sum(self, tensor: Tensor) -> Tensor:
+        """Sum over ranks, on the tensor's own device; the tensor itself if there is one rank."""
+        ...
+
+    def sum_integers(self, values: Sequence[int]) -> list[int]:
+        """Sums over ranks of integers on the host, without the GPU."""
+        ...
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order, on every rank; also a barrier."""
         ...
 
 
-class IntegerSums(Protocol):
-    """Anything that sums integers over ranks, such as an `Engine`."""
-
-    def sum_integers(self, values: Sequence[int]) -> list[int]:
-        """Sums over ranks of integers on the host."""
-        ...
-
-
-class SingleRank:
-    """The rank group of one process without a process group."""
+class OneRank:
+    """A single process, without a process group."""
 
     rank = 0
     world_size = 1
+
+    def __init__(self, device: torch.device = torch.device("cpu")):  # noqa: B008 (it is immutable)
+        self.device = device
+
+    def reduce_sum(self, tensor: Tensor) -> Tensor:
+        """The tensor itself."""
+        return tensor
+
+    def sum_integers(self, values: Sequence[int]) -> list[int]:
+        """The values themselves."""
+        return list(values)
 
     def gather_objects(self, value: Any) -> list[Any]:
         """The value alone."""
         return [value]
 
 
-ONE_RANK = SingleRank()
+ONE_RANK = OneRank()
 
 
 class BackgroundGroup:
@@ -62,6 +74,17 @@ class BackgroundGroup:
         self._group = distributed.new_group(backend="gloo", timeout=timeout)
         self.rank: int = distributed.get_rank(self._group)
         self.world_size: int = distributed.get_world_size(self._group)
+        self.device = torch.device("cpu")
+
+    def reduce_sum(self, tensor: Tensor) -> Tensor:
+        """Sum over ranks of a tensor on the CPU."""
+        total = tensor.clone()
+        distributed.all_reduce(total, group=self._group)
+        return total
+
+    def sum_integers(self, values: Sequence[int]) -> list[int]:
+        """Sums over ranks of integers."""
+        return self.reduce_sum(torch.tensor(values, dtype=torch.int64)).tolist()
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order, on every rank; also a barrier."""
@@ -81,12 +104,12 @@ def open_background_group(config: Config, world_size: int) -> BackgroundGroup | 
     return BackgroundGroup(collective_timeout(config))
 
 
-def any_rank(ranks: IntegerSums, *flags: bool) -> list[bool]:
+def any_rank(ranks: Ranks, *flags: bool) -> list[bool]:
     """For each flag, whether it is set on any rank; the same on all ranks (collective)."""
     return [count > 0 for count in ranks.sum_integers(flags)]
 
 
-def run_on_all_ranks(ranks: RankGroup, action: Callable[[], T], doing: str | None = None) -> T:
+def run_on_all_ranks(ranks: Ranks, action: Callable[[], T], doing: str | None = None) -> T:
     """Run `action` on every rank and return this rank's result; one rank's failure is raised on every rank.
 
     Args:
@@ -104,12 +127,12 @@ def run_on_all_ranks(ranks: RankGroup, action: Callable[[], T], doing: str | Non
     return results[0]
 
 
-def run_on_rank0(ranks: RankGroup, action: Callable[[], T], doing: str | None = None) -> T:
+def run_on_rank0(ranks: Ranks, action: Callable[[], T], doing: str | None = None) -> T:
     """Run `action` on rank 0 and return its result, which is pickled, on every rank; fails on every rank."""
     return gather_results(ranks, lambda: action() if ranks.rank == 0 else None, doing)[0]  # type: ignore[return-value]  # rank 0's result is a T
 
 
-def gather_results(ranks: RankGroup, action: Callable[[], T], doing: str | None = None) -> list[T]:
+def gather_results(ranks: Ranks, action: Callable[[], T], doing: str | None = None) -> list[T]:
     """As `run_on_all_ranks`, but the results of all ranks are returned, in rank order, on every rank."""
     value: T | None = None
     failure: PretrainError | None = None
@@ -159,7 +182,7 @@ def _free_space(error: OSError) -> str:
 
 
 def check_same(
-    ranks: RankGroup, facts: Mapping[str, str], error: type[PretrainError] = ConfigError, *, limit: int = 8
+    ranks: Ranks, facts: Mapping[str, str], error: type[PretrainError] = ConfigError, *, limit: int = 8
 ) -> None:
     """Stop if `facts` differ between ranks; collective.
 

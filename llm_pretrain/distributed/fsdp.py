@@ -18,11 +18,10 @@ from torch.optim import Optimizer
 from llm_pretrain.config.tree import Config
 from llm_pretrain.launch.peer_failure import collective_timeout
 from llm_pretrain.model.decoder import Decoder, full_precision_modules
+from llm_pretrain.model.precision import DTYPES
 from llm_pretrain.optim.sharded import replicate_dims, to_local
 
 distributed: Any = torch.distributed  # untyped, as in collectives.py
-
-_LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def layer_precision(precision: str) -> MixedPrecisionPolicy:
@@ -31,8 +30,9 @@ def layer_precision(precision: str) -> MixedPrecisionPolicy:
     Gathered in the type that autocast would cast them to, and reduced in fp32, as DDP accumulates and
     reduces. The layer's inputs keep their type: the residual stream is fp32.
     """
-    if (dtype := _LOW_PRECISION.get(precision)) is None:
+    if precision == "fp32":
         return MixedPrecisionPolicy()
+    dtype = DTYPES[precision]
     return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
 

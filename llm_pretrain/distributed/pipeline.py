@@ -85,8 +85,7 @@ class Pipeline:
     """The stages of this rank, and the schedule that all ranks follow.
 
     Args:
-        model: The whole model, on the meta device; it keeps the parts of this rank's stages, and gets this
-            object as its attribute `pipeline`.
+        model: The whole model, on the meta device; it keeps the parts of this rank's stages.
         config: The run's.
         place: Of this rank.
         group: Of the ranks of this pipeline.
@@ -136,14 +135,13 @@ class Pipeline:
         self._counted: tuple[list[Tensor], Tensor] | None = None
         """Parameters that count in this rank's part of the norm, and their places in the model's order."""
         dist.all_reduce(torch.zeros(1, device=device), group=group)  # NCCL: all ranks before any two exchange
-        model.pipeline = self  # type: ignore[assignment]  # checkpoints ask for it
 
     @property
     def last(self) -> int:
         """The last stage."""
         return len(self.owners) - 1
 
-    def step(self, micro_batches: Sequence[Batch], loss: Loss) -> None:
+    def backward(self, micro_batches: Sequence[Batch], loss: Loss) -> None:
         """Accumulate the gradients of all micro batches.
 
         Args:

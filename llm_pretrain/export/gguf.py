@@ -23,11 +23,11 @@ from llm_pretrain.export.gguf_tokenizer import Vocabulary, read_vocabulary
 from llm_pretrain.export.huggingface import TensorFiles, part_of, read_config
 from llm_pretrain.export.tensor_layout import interleave_heads
 from llm_pretrain.model.decoder import Decoder
+from llm_pretrain.model.precision import DTYPES
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _FILE_TYPES = {"fp32": "ALL_F32", "fp16": "MOSTLY_F16", "bf16": "MOSTLY_BF16"}
 _ALL = slice(None)
 _SOFTMAX, _SIGMOID = 1, 2
@@ -104,7 +104,7 @@ def write_gguf(
     with TensorFiles(weights) as files:
         files.check_size(model)
         vocabulary = read_vocabulary(weights, model.vocab_size or 0)
-        entries = _entries(model, architecture, _DTYPES[dtype])
+        entries = _entries(model, architecture, DTYPES[dtype])
         temporary = output.with_name(f".{output.name}.tmp-{uuid.uuid4().hex}")
         try:
             output.parent.mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import psutil
 import torch
@@ -48,13 +48,6 @@ _UNITS = {
 _CGROUP = Path("/sys/fs/cgroup")
 
 
-class Placement(Protocol):
-    """The number of processes and the device of a run; an `Engine` has both."""
-
-    world_size: int
-    device: torch.device
-
-
 class MemoryLimit(NamedTuple):
     """Bytes that a process may use, free ones and in total, and what limits them.
 
@@ -78,15 +71,15 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 @contextmanager
-def explain_out_of_memory(config: Config | None = None, engine: Placement | None = None) -> Iterator[None]:
+def explain_out_of_memory(config: Config | None = None, world_size: int = 1) -> Iterator[None]:
     """Turn any out-of-memory error into a ResourceError of one line.
 
     Args:
         config: Resolved; without it the line does not name the model's size.
-        engine: The run's number of processes and device.
+        world_size: Of the run.
     """
     # computed now, since counting needs memory too
-    lines = model_lines(config, engine) if config and engine else ("", "lower training.micro_batch_size")
+    lines = model_lines(config, world_size) if config else ("", "lower training.micro_batch_size")
     try:
         yield
     except Exception as error:
@@ -97,7 +90,7 @@ def explain_out_of_memory(config: Config | None = None, engine: Placement | None
         raise explained from error
 
 
-def check_memory(config: Config, engine: Placement) -> list[str]:
+def check_memory(config: Config, world_size: int, device: torch.device) -> list[str]:
     """Stop if the model's parameters, gradients and moments exceed the machine's memory.
 
     Linux overcommits memory, and kills processes when they use it.
@@ -108,17 +101,17 @@ def check_memory(config: Config, engine: Placement) -> list[str]:
     Raises:
         ResourceError: with both sizes.
     """
-    on_cpu = engine.device.type == "cpu"
-    needs = _state_bytes(config, engine)
+    on_cpu = device.type == "cpu"
+    needs = _state_bytes(config, world_size)
     if config.distributed.strategy == "deepspeed":  # it shards what has its values
         needs = max(needs, 4 * count_parameters(config.model).total)
-    for memory in _host_bounds() if on_cpu else [_gpu_bound(engine.device)]:
+    for memory in _host_bounds() if on_cpu else [_gpu_bound(device)]:
         if needs > memory.total:
             raise ResourceError(
-                f"out of memory before the model was built: {_requirement(config, engine)}; "
-                f"{memory.bound} {size_text(memory.total)}; {_smaller_model(config, engine)}"
+                f"out of memory before the model was built: {_requirement(config, world_size)}; "
+                f"{memory.bound} {size_text(memory.total)}; {_smaller_model(config, world_size)}"
             )
-    return [] if on_cpu else step_warnings(config, engine)
+    return [] if on_cpu else step_warnings(config, world_size, device)
 
 
 def _gpu_bound(device: torch.device) -> MemoryLimit:
@@ -126,29 +119,29 @@ def _gpu_bound(device: torch.device) -> MemoryLimit:
     return MemoryLimit(total, total, "the GPU has")
 
 
-def step_warnings(config: Config, engine: Placement) -> list[str]:
+def step_warnings(config: Config, world_size: int, device: torch.device) -> list[str]:
     """A warning if the estimated peak of a training step exceeds the memory of a GPU, or of this machine if
     all of the run's processes are here."""
-    on_gpu, processes = engine.device.type != "cpu", 1
-    peak = estimate_memory(config, engine.world_size, on_gpu=on_gpu).peak
+    on_gpu, processes = device.type != "cpu", 1
+    peak = estimate_memory(config, world_size, on_gpu=on_gpu).peak
     if on_gpu:
-        peak, bounds = peak + CUDA_CONTEXT, [_gpu_bound(engine.device)]
+        peak, bounds = peak + CUDA_CONTEXT, [_gpu_bound(device)]
     else:
-        processes, bounds = engine.world_size, _host_bounds(per_process=False)
+        processes, bounds = world_size, _host_bounds(per_process=False)
     least = min(bounds, key=lambda memory: memory.total)
     if peak * processes <= least.total:
         return []
     each = f" in each of {processes} processes" if processes > 1 else ""
     return [
         f"a step is estimated to need about {size_text(peak)}{each}, {least.bound} "
-        f"{size_text(least.total)}; if it runs out of memory, change {model_lines(config, engine)[1]}"
+        f"{size_text(least.total)}; if it runs out of memory, change {model_lines(config, world_size)[1]}"
     ]
 
 
-def model_lines(config: Config, engine: Placement) -> tuple[str, str]:
+def model_lines(config: Config, world_size: int) -> tuple[str, str]:
     """The model's memory, and what to change, cheapest first."""
     training, advice = config.training, []
-    per_step = training.global_batch_size // config.distributed.mesh(engine.world_size).data
+    per_step = training.global_batch_size // config.distributed.mesh(world_size).data
     smaller = [size for size in range(1, training.micro_batch_size) if per_step % size == 0]
     if smaller:
         now = training.micro_batch_size
@@ -156,8 +149,8 @@ def model_lines(config: Config, engine: Placement) -> tuple[str, str]:
     if not training.activation_checkpointing:
         advice.append("training.activation_checkpointing true")
     advice.append(f"training.sequence_length below {training.sequence_length}")
-    advice.append(_smaller_model(config, engine))
-    requirement = f"{_requirement(config, engine)}, without activations"
+    advice.append(_smaller_model(config, world_size))
+    requirement = f"{_requirement(config, world_size)}, without activations"
     return requirement, "in this order: " + ", ".join(advice)
 
 
@@ -179,22 +172,22 @@ def _explanation(error: Exception, model: str, advice: str) -> str:
     return "; ".join(part for part in (first, model, advice) if part)
 
 
-def _requirement(config: Config, engine: Placement) -> str:
-    each = " in each process" if engine.world_size > 1 else ""
+def _requirement(config: Config, world_size: int) -> str:
+    each = " in each process" if world_size > 1 else ""
     parts = "with gradients and the optimizer's state in fp32"
-    count, needs = count_parameters(config.model).total, _state_bytes(config, engine)
+    count, needs = count_parameters(config.model).total, _state_bytes(config, world_size)
     return f"{count:,} parameters take {size_text(needs)}{each} {parts}"
 
 
-def _state_bytes(config: Config, engine: Placement) -> int:
+def _state_bytes(config: Config, world_size: int) -> int:
     """Bytes of a process's parameters, gradients and optimizer state."""
-    memory = estimate_memory(config, engine.world_size)
+    memory = estimate_memory(config, world_size)
     return memory.weights + memory.gradients + memory.optimizer
 
 
-def _smaller_model(config: Config, engine: Placement) -> str:
+def _smaller_model(config: Config, world_size: int) -> str:
     """Settings that reduce the memory of parameters, gradients and optimizer state."""
-    can_shard = engine.world_size > 1 and config.distributed.strategy == "ddp"
+    can_shard = world_size > 1 and config.distributed.strategy == "ddp"
     experts = ", model.num_experts" if config.model.num_experts else ""
     smaller = f"a smaller model (model.vocab_size, model.hidden_size, model.num_hidden_layers{experts})"
     return f"distributed.strategy fsdp, {smaller}" if can_shard else smaller

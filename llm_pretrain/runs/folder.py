@@ -9,17 +9,8 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from llm_pretrain.errors import (
-    OutputError,
-)
-from llm_pretrain.files import (
-    MARKER,
-    fsync_folder,
-    make_folder,
-    read_marker,
-    remove_leftovers,
-    write_marker,
-)
+from llm_pretrain.errors import OutputError
+from llm_pretrain.files import MARKER, fsync_folder, make_folder, read_marker, remove_leftovers, write_marker
 from llm_pretrain.runs.status import read_status
 
 RUN_FILES = ("config.yaml", "metrics.jsonl", "samples.jsonl", "status.json", "attempts.jsonl", "report.html")

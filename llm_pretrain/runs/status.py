@@ -22,10 +22,7 @@ from llm_pretrain.errors import (
     StuckError,
     printable,
 )
-from llm_pretrain.files import (
-    read_json,
-    replace_text,
-)
+from llm_pretrain.files import read_json, replace_text
 from llm_pretrain.launch.out_of_memory import is_out_of_memory
 from llm_pretrain.launch.watchdog import heartbeat
 from llm_pretrain.runs.replays import REPLAYS_FILE, difference_lines, read_replays, replay_status

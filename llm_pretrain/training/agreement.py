@@ -22,7 +22,7 @@ from llm_pretrain.errors import ConfigError, DivergedError
 from llm_pretrain.hardware import ARITHMETIC_VARIABLES
 from llm_pretrain.launch.watchdog import heartbeat
 from llm_pretrain.optim.orthogonal import product_dtype
-from llm_pretrain.training.step import Engine
+from llm_pretrain.training.engine import Engine
 
 MAY_DIFFER = {"data.num_workers", "distributed.cpu_threads", "run.output_dir"}
 """Settings that depend on the machine and change no result: its numbers of workers and threads, and its path
@@ -74,8 +74,7 @@ def _setting(name: str, value: Any) -> str:
 
 
 def _script(engine: Engine) -> str:
-    """The file that defines the engine, with its digest; through Accelerate also its version, and the digest
-    of the other script, of which that engine has a function.
+    """The file that defines the engine, with its digest; through Accelerate also its version.
 
     A class that is defined in a notebook has no file: its name is used instead.
     """
@@ -83,8 +82,6 @@ def _script(engine: Engine) -> str:
     parts = [file.name, _digest(file.read_bytes())] if file.is_file() else [type(engine).__name__]
     if engine.launcher == "accelerate":
         parts += ["accelerate", _version("accelerate")]
-        if (other := _file_of("train_pretrain")).is_file():
-            parts += [other.name, _digest(other.read_bytes())]
     return " ".join(parts)
 
 
@@ -140,7 +137,7 @@ def check_parameters(engine: Engine, model: Module, when: str, *, training: bool
 
     digests = replicated_digests(model, engine.world_size, bits_sum)
     kind = DivergedError if training else ConfigError
-    if (pipeline := getattr(model, "pipeline", None)) is not None:  # the stages have parts of their own
+    if (pipeline := engine.pipeline) is not None:  # the stages have parts of their own
         stages, digests = pipeline.gather(digests), pipeline.merged(digests)
         # a tied matrix is in the first and the last stage
         apart = [name for each in stages for name, value in each.items() if value != digests[name]]

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -29,9 +28,13 @@ from llm_pretrain.model.kernels import is_gpu
 from llm_pretrain.optim.sharded import replicate_dims, to_local
 from llm_pretrain.runs.status import Status
 from llm_pretrain.training.agreement import bits_sum
-from llm_pretrain.training.anomaly import StepMonitor
-from llm_pretrain.training.checkpointing import CheckpointManager
-from llm_pretrain.training.step import PASSED, TRANSIENT, Engine, StepMetrics
+from llm_pretrain.training.engine import Engine
+from llm_pretrain.training.progress import Progress
+from llm_pretrain.training.saving import CheckpointManager
+from llm_pretrain.training.step import Step
+
+PASSED, TRANSIENT = "passed", "transient"
+"""Values of a row's `train/check`."""
 
 
 def refuse_unrepeatable(config: Config, device: torch.device) -> None:
@@ -131,7 +134,8 @@ class CorruptionCheck:
     """Checks steps, and the state before a save; collective.
 
     Args:
-        config, engine, monitor, checkpoints, status: The run's; the engine is prepared.
+        config, engine, progress, checkpoints, status: The run's; the engine is prepared.
+        decide: The run's decision on a step.
         warn: Prints a line on rank 0.
         flush: Writes the rows of all steps so far.
     """
@@ -140,13 +144,14 @@ class CorruptionCheck:
         self,
         config: Config,
         engine: Engine,
-        monitor: StepMonitor,
+        progress: Progress,
+        decide: Callable[[Step], bool],
         checkpoints: CheckpointManager,
         status: Status,
         warn: Callable[[str], None],
         flush: Callable[[], None],
     ):
-        self.config, self.engine, self.monitor = config, engine, monitor
+        self.config, self.engine, self.progress, self.decide = config, engine, progress, decide
         self.checkpoints, self.status, self.warn, self.flush = checkpoints, status, warn, flush
 
     def is_due(self, step: int) -> bool:
@@ -154,14 +159,14 @@ class CorruptionCheck:
         every, last = self.config.training.check_every, self.config.training.max_steps
         return every > 0 and (step % every == 0 or step == last or self.checkpoints.is_due(step))
 
-    def train_step(self, micro_batches: Sequence[Batch]) -> StepMetrics:
-        """The engine's `train_step`, applied only if two of at most three computations had the same bits.
+    def take_step(self, micro_batches: Sequence[Batch]) -> Step:
+        """A step, applied only if two of at most three computations had the same bits.
 
         Raises:
             CorruptionError: on every rank, if no two had, or if ranks hold different parameters or moments.
         """
         self.flush()
-        number = self.monitor.progress.step + 1
+        number = self.progress.step + 1
         is_alike = self.compare_replicas(number)
         passes: list[Computation] = []
         for _ in range(3):
@@ -215,28 +220,33 @@ class CorruptionCheck:
             ]
         return []
 
-    def _compute(self, micro_batches: Sequence[Batch], passes: list[Computation]) -> tuple[StepMetrics, bool]:
+    def _compute(self, micro_batches: Sequence[Batch], passes: list[Computation]) -> tuple[Step, bool]:
         """One computation, which is added to `passes`; applied if it equals an earlier one on all ranks."""
         engine, own, accepted = self.engine, Computation(), False
         model, scaler = engine.model_and_optimizer()[0], engine.scaler
-        scale = scaler.state_dict() if scaler else {}
+        scale = scaler.state_dict()
 
-        def reduce_and_decide(step: StepMetrics, grad_norm: Tensor | float) -> bool:
+        def before_clipping(step: Step) -> None:  # clipping changes all gradients if one is wrong
+            if step.sums.vector is not None:
+                own.add(Moment(SUMS), "sums of losses and counts", step.sums.vector)
+            own.add_gradients(ADDED, model)
+
+        def decide(step: Step) -> bool:
             nonlocal accepted
-            if step.sums is not None:
-                own.add(Moment(SUMS), "sums of losses and counts", step.sums)
             own.add_gradients(CLIPPED, model)
-            own.add(Moment(CLIPPED), "gradient norm", torch.as_tensor(grad_norm))
+            own.add(Moment(CLIPPED), "gradient norm", torch.as_tensor(step.grad_norm))
             own.read()
             if passes:
                 accepted = not all(any_rank(engine, *(own.values != each.values for each in passes)))
             passes.append(own)
-            return accepted and self.monitor.reduce_and_decide(step, grad_norm)
+            return accepted and self.decide(step)
 
-        monitor: Any = SimpleNamespace(reduce_and_decide=reduce_and_decide)
-        with observed(model, own), before_clipping(engine, lambda: own.add_gradients(ADDED, model)):
-            step = engine.train_step(micro_batches, monitor)
-        if scaler and not accepted:
+        with observed(model, own):
+            step = Step.begin(micro_batches, engine, decide, before_clipping)
+            if step.num_loss_tokens:
+                engine.train_step(step)
+                step.micro_batches = ()
+        if not accepted:
             scaler.load_state_dict(scale)
         return step, accepted
 
@@ -404,19 +414,3 @@ def observed(model: nn.Module, computation: Computation) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-@contextmanager
-def before_clipping(engine: Engine, act: Callable[[], None]) -> Iterator[None]:
-    """A block in which `act` runs before gradients are clipped, which changes all of them if one is wrong."""
-    original = engine.clip_grad_norm
-
-    def clip(*arguments: Any) -> Any:
-        act()
-        return original(*arguments)
-
-    engine.clip_grad_norm = clip
-    try:
-        yield
-    finally:
-        engine.clip_grad_norm = original

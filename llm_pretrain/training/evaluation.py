@@ -8,30 +8,38 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import numpy as np
 import torch
+from torch.nn import Module
 
 from llm_pretrain.config.tree import Config
 from llm_pretrain.data.loader import Batch, EvaluationBatches
 from llm_pretrain.data.store import TokenStore
 from llm_pretrain.data.tokenizers import Tokenizer, open_tokenizer
-from llm_pretrain.distributed.collectives import any_rank
+from llm_pretrain.distributed.collectives import Ranks, any_rank
+from llm_pretrain.distributed.mesh import Place
 from llm_pretrain.errors import OutputError
 from llm_pretrain.launch.watchdog import heartbeat
-from llm_pretrain.model.decoder import Decoder
+from llm_pretrain.model.decoder import Decoder, DecoderOutput
+from llm_pretrain.model.precision import autocast
 from llm_pretrain.runs.folder import RunFolder
 from llm_pretrain.runs.rows import MetricsWriter
 from llm_pretrain.tracking.console import Console
+from llm_pretrain.training.engine import dummy_batch, own_part
 from llm_pretrain.training.model_setup import eagerly
-from llm_pretrain.training.step import Engine, dummy_batch, own_part
 
 
 class Evaluator:
-    """Evaluates the engine's model on a fixed sequence of batches.
+    """Evaluates a model on a fixed sequence of batches.
 
     Args:
-        engine: The run's; each data-parallel group evaluates every D-th batch.
+        ranks: The run's, or a single process.
+        place: Of this rank; each data-parallel group evaluates every D-th batch.
+        model: Unwrapped.
+        forward: Its forward pass in the configured precision.
         batches: The validation batches, the same on every rank.
         store: Has the number of UTF-8 bytes of each token.
         stop_requested: Checked between batches; the evaluation ends without a result if it is true.
@@ -42,14 +50,18 @@ class Evaluator:
 
     def __init__(
         self,
-        engine: Engine,
+        ranks: Ranks,
+        place: Place,
+        model: Module,
+        forward: Callable[[Batch], DecoderOutput],
         batches: Sequence[Batch],
         store: TokenStore,
         stop_requested: Callable[[], bool],
         labels: Sequence[str] = (),
         is_collective: bool = False,
     ):
-        self.engine, self.batches, self.stop_requested = engine, batches, stop_requested
+        self.ranks, self.place, self.model, self.forward = ranks, place, model, forward
+        self.batches, self.stop_requested = batches, stop_requested
         self.is_collective = is_collective
         self.labels = list(labels) if len(labels) > 1 else []
         self.token_bytes = torch.from_numpy(np.asarray(store.token_bytes()))
@@ -60,8 +72,7 @@ class Evaluator:
 
         Metrics of a source without validation tokens are None.
         """
-        model, _ = self.engine.model_and_optimizer()
-        place = self.engine.place
+        model, place = self.model, self.place
         was_training = model.training
         model.eval()
         sums: list[tuple[int, torch.Tensor]] | None = []
@@ -76,9 +87,9 @@ class Evaluator:
                     values = self._batch_sums(own_part(self.batches[index], place))
                     sums += [] if values is None else [(index, values)]
                 elif self.is_collective:
-                    self.engine.forward(dummy_batch(self.engine.device, place))
+                    self.forward(dummy_batch(self.ranks.device, place))
         model.train(was_training)
-        gathered = self.engine.gather_objects(
+        gathered = self.ranks.gather_objects(
             None if sums is None else [(index, values.tolist()) for index, values in sums]
         )
         if any(part is None for part in gathered):
@@ -111,7 +122,7 @@ class Evaluator:
     def _should_stop(self) -> bool:
         if not self.is_collective:
             return self.stop_requested()
-        return any_rank(self.engine, self.stop_requested())[0]
+        return any_rank(self.ranks, self.stop_requested())[0]
 
     def _batch_sums(self, batch: Batch) -> torch.Tensor | None:
         """Sums of a batch, float64 [4 + 4K]; [4] with one source. None where another stage has the losses.
@@ -119,7 +130,7 @@ class Evaluator:
         Loss over loss tokens, their number, loss over text tokens, UTF-8 bytes of the text; with K sources
         then the same four of each source.
         """
-        losses = self.engine.forward(batch.to(self.engine.device)).token_losses
+        losses = self.forward(batch.to(self.ranks.device)).token_losses
         if losses is None:
             return None
         bytes_of_labels = self.token_bytes[batch.labels.clamp(min=0)] * batch.loss_mask
@@ -272,11 +283,10 @@ class Samples:
         cut = [ids[: ids.index(end) + 1] if end in ids else ids for ids in new_ids]
         return [_continuation(tokenizer, ids, new) for ids, new in zip(prompts, cut, strict=True)]
 
-    def _precision(self, model: Decoder) -> torch.autocast:
+    def _precision(self, model: Decoder) -> AbstractContextManager[Any]:
         """Autocast if a sharded strategy gathers parameters in low precision; else full precision."""
-        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.config.training.precision)
         device = next(model.parameters()).device.type
-        return torch.autocast(device, dtype, enabled=self.is_collective and dtype is not None)
+        return autocast(device, self.config.training.precision if self.is_collective else "fp32")
 
     def _prompt_ids(self, model: Decoder, tokenizer: Tokenizer) -> list[list[int]]:
         """Token ids of each prompt, after the token that starts a document; long prompts are truncated on the

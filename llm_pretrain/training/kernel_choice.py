@@ -20,8 +20,8 @@ from llm_pretrain.model.kernels import configured_kernels, experts_requirement
 from llm_pretrain.model.self_check import PARTS, KernelCheck, Part, check_kernels
 from llm_pretrain.runs.folder import RunFolder
 from llm_pretrain.runs.rows import read_rows
+from llm_pretrain.training.engine import Engine
 from llm_pretrain.training.model_setup import missing_compiler, product_type, refuse_kernels
-from llm_pretrain.training.step import Engine
 
 SETTINGS: dict[Part, str] = {
     "experts": "training.experts_implementation",

@@ -29,12 +29,13 @@ from llm_pretrain.export.huggingface import read_config, read_parts
 from llm_pretrain.files import read_json
 from llm_pretrain.model.decoder import Decoder, DecoderLayer, compile_layer
 from llm_pretrain.model.kernels import configured_kernels, describe_kernels, experts_requirement, is_gpu
+from llm_pretrain.model.precision import DTYPES
 from llm_pretrain.optim.param_groups import initial_factor
 
 
 def product_type(config: Config) -> torch.dtype:
     """The type of the matrix products."""
-    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.training.precision, torch.float32)
+    return DTYPES[config.training.precision]
 
 
 def build_model(config: Config, device: torch.device | None = None, world_size: int = 1) -> Decoder:

@@ -8,8 +8,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from llm_pretrain.config.schema import matches_type
-from llm_pretrain.training.anomaly import SpikeDetector
-from llm_pretrain.training.step import DIGEST_WORDS, StepMetrics
+from llm_pretrain.training.engine import DIGEST_WORDS
+from llm_pretrain.training.spikes import SpikeDetector
+from llm_pretrain.training.step import Step
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Progress:
         self.step += 1
         self.tokens_seen += num_loss_tokens
 
-    def update(self, step: StepMetrics) -> None:
+    def update(self, step: Step) -> None:
         """Add a finished step whose metrics are on the host; called in the order of the steps."""
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if step.skipped else 0
         self.digest = [a + b for a, b in zip(self.digest, step.digest, strict=True)]

@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llm_pretrain.config.tree import Config, SourceConfig
-from llm_pretrain.distributed.mesh import Place
 from llm_pretrain.errors import DataError
 
 if TYPE_CHECKING:
     from llm_pretrain.data.loader import Batch
     from llm_pretrain.data.store import TokenStore
     from llm_pretrain.data.tokenizers import Tokenizer
-    from llm_pretrain.model.decoder import Decoder
+    from llm_pretrain.model.decoder import Decoder, DecoderOutput
 
 
 ZLIB_LIMIT = 64 << 20
@@ -62,6 +61,9 @@ def evaluate_stores(model: Decoder, tokenizer: Tokenizer, config: Config, split:
         DataError: A store is damaged, has another tokenizer, or no target in this split.
     """
     from llm_pretrain.data.loader import evaluation_batches, open_stores
+    from llm_pretrain.distributed.collectives import OneRank
+    from llm_pretrain.distributed.mesh import Place
+    from llm_pretrain.model.precision import autocast
     from llm_pretrain.training.evaluation import Evaluator, zlib_bits_per_byte
 
     stores = open_stores(config)
@@ -73,10 +75,17 @@ def evaluate_stores(model: Decoder, tokenizer: Tokenizer, config: Config, split:
             )
     evaluated = evaluation_batches(config, split=split)
     batches = _Counted(evaluated, stores[0].token_bytes())
-    engine: Any = _OneProcess(model, config.training.precision)
-    names = _names(config)
+    names, device = _names(config), model.lm_head.weight.device
+
+    def forward(batch: Batch) -> DecoderOutput:
+        with autocast(device.type, config.training.precision):
+            return model(**batch.model_inputs())
+
     with closing(batches):
-        metrics = Evaluator(engine, batches, stores[0], lambda: False, names)() or {}
+        evaluator = Evaluator(
+            OneRank(device), Place(), model, forward, batches, stores[0], lambda: False, names
+        )
+        metrics = evaluator() or {}
     loss, perplexity = metrics.get("eval/loss"), metrics.get("eval/perplexity")
     if loss is None or perplexity is None:
         raise DataError(f"{stores[0].path}: expected tokens to evaluate on in the {split} split, found none")
@@ -164,26 +173,3 @@ class _Counted(Sequence["Batch"]):
 
     def close(self) -> None:
         self._bar.close()
-
-
-class _OneProcess:
-    """The methods of an engine that the evaluation calls, for one process without training."""
-
-    rank, world_size, place = 0, 1, Place()
-
-    def __init__(self, model: Decoder, precision: str):
-        self.model, self._precision = model, precision
-        self.device = model.lm_head.weight.device
-
-    def forward(self, batch: Batch) -> Any:
-        import torch
-
-        dtype = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[self._precision]
-        with torch.autocast(self.device.type, dtype, enabled=dtype is not None):
-            return self.model(**batch.model_inputs())
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        return [value]
-
-    def model_and_optimizer(self) -> tuple[Any, None]:
-        return self.model, None

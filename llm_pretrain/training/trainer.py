@@ -37,12 +37,11 @@ from llm_pretrain.runs.folder import RunFolder
 from llm_pretrain.runs.status import Status
 from llm_pretrain.tracking.report import write_report
 from llm_pretrain.training.agreement import check_launch, check_parameters, check_stores
-from llm_pretrain.training.anomaly import StepMonitor, rollback
-from llm_pretrain.training.checkpointing import CheckpointManager
 from llm_pretrain.training.corruption import CorruptionCheck, refuse_unrepeatable
+from llm_pretrain.training.decision import Decision
+from llm_pretrain.training.engine import Engine, forward_is_collective
 from llm_pretrain.training.evaluation import Evaluator, PredictedCurve, Samples, zlib_bits_per_byte
 from llm_pretrain.training.kernel_choice import choose_kernels
-from llm_pretrain.training.metrics import Recorder, record_attempt
 from llm_pretrain.training.model_setup import (
     build_model,
     check_compiler,
@@ -52,7 +51,9 @@ from llm_pretrain.training.model_setup import (
     kernels_in_use,
     load_initial_weights,
 )
-from llm_pretrain.training.step import Engine, StepMetrics, expert_counts, forward_is_collective
+from llm_pretrain.training.recorder import Recorder, record_attempt
+from llm_pretrain.training.saving import CheckpointManager, rollback
+from llm_pretrain.training.step import Step
 
 
 def windows(batches: Iterable[Batch], size: int) -> Iterator[list[Batch]]:
@@ -80,7 +81,7 @@ class Trainer:
         self.stores: list[TokenStore] = run_on_all_ranks(engine, lambda: open_stores(config))
         check_stores(engine, self.stores)
         self.config = run_on_all_ranks(engine, lambda: resolve_model(config, self.stores[0].vocab_size))
-        with explain_out_of_memory(self.config, engine):
+        with explain_out_of_memory(self.config, engine.world_size):
             self.config, self.kernels = choose_kernels(self.config, engine, folder)
         self.checkpoints = CheckpointManager(self.config, engine, folder, self.stores, status)
 
@@ -102,7 +103,9 @@ class Trainer:
             )
         found = resume.path if resume else None
         run_on_all_ranks(engine, lambda: self.status.resumed(self.progress.step, found))
-        self.checkpoints.notes += run_on_all_ranks(engine, lambda: check_memory(config, engine))
+        self.checkpoints.notes += run_on_all_ranks(
+            engine, lambda: check_memory(config, engine.world_size, engine.device)
+        )
         heartbeat("building the model", files=True)  # model.init_from reads files
         with torch.device("meta"):
             model = build_model(config, engine.device, engine.world_size)
@@ -133,14 +136,15 @@ class Trainer:
         self.predicted = PredictedCurve(self.config)
         self.samples = self._open_samples()
         changes = run_on_rank0(engine, lambda: self._changes(resume))
-        self.recorder = Recorder(config, engine, self.folder, self.progress)
-        self.monitor = StepMonitor(config, engine, self.progress, self.recorder, self._must_record)
+        self.decision = Decision(config, engine, self.progress)
+        self.recorder = Recorder(config, engine, self.folder, self.progress, self.decision, self._must_settle)
         self.checkpoints.attach(self.recorder)
         if config.training.check_every:
             self.check = CorruptionCheck(
                 config,
                 engine,
-                self.monitor,
+                self.progress,
+                self.decision,
                 self.checkpoints,
                 self.status,
                 warn=self.recorder.console.warning,
@@ -168,7 +172,7 @@ class Trainer:
             heartbeat(f"waiting for the data of step {progress.step + 1}")
             self._step(next(remaining))
             self._evaluate_and_write(due=self._evaluation_is_due())
-            self.monitor.check_divergence(progress.step)
+            self.decision.check_divergence(progress.step)
             self.collect_garbage(progress.step)
             stopping = self._stop_requested()
             if not stopping and self.checkpoints.is_due(progress.step):
@@ -183,18 +187,22 @@ class Trainer:
         heartbeat(f"step {progress.step + 1}")
         rate = learning_rate(config, progress.step)
         set_learning_rate(optimizer, rate)
-        step = self._train_step(micro_batches)
+        step = self._take_step(micro_batches)
         if step.skipped == "rollback":
             rollback(self.checkpoints, progress, step, self.recorder.console.warning)
         bias_rate = config.model.router_bias_update_rate
-        if bias_rate and step.sums is not None and not step.skipped:
-            update_router_bias(model, expert_counts(step.sums, config), bias_rate, step.found_inf)
-        self.monitor.record(step, rate)
+        if bias_rate and step.num_loss_tokens and not step.skipped:
+            update_router_bias(model, step.sums.expert_counts, bias_rate, step.found_inf)
+        self.recorder.add(step, rate)
 
-    def _train_step(self, micro_batches: list[Batch]) -> StepMetrics:
+    def _take_step(self, micro_batches: list[Batch]) -> Step:
         if self.check and self.check.is_due(self.progress.step + 1):
-            return self.check.train_step(micro_batches)
-        return self.engine.train_step(micro_batches, self.monitor)
+            return self.check.take_step(micro_batches)
+        step = Step.begin(micro_batches, self.engine, self.decision)
+        if step.num_loss_tokens:
+            self.engine.train_step(step)
+        step.micro_batches = ()
+        return step
 
     def _save(self, *, last: bool = False) -> None:
         if self.check:
@@ -205,7 +213,7 @@ class Trainer:
         eval_steps, step = self.config.evaluation.eval_steps, self.progress.step
         return eval_steps > 0 and (step % eval_steps == 0 or step == self.config.training.max_steps)
 
-    def _must_record(self, step: int) -> bool:
+    def _must_settle(self, step: int) -> bool:
         """Whether an evaluation or a checkpoint follows this step, or it is checked."""
         is_checked = self.check is not None and self.check.is_due(step)
         return self._evaluation_is_due() or self.checkpoints.is_due(step) or is_checked
@@ -253,9 +261,9 @@ class Trainer:
 
     def _flush(self) -> None:
         """Record every step and write every row that is due."""
-        self.monitor.flush()
+        self.recorder.settle()
         self.recorder.flush()
-        self.monitor.check_divergence(self.progress.step)
+        self.decision.check_divergence(self.progress.step)
 
     def _finish(self, saved_step: int | None) -> int:
         """Save what is not saved yet and report how the run ended; returns the exit code."""
@@ -299,8 +307,17 @@ class Trainer:
         )
         labels = [source.label for source in config.data.sources]
         is_collective = forward_is_collective(config, self.engine.world_size)
+        engine, (model, _) = self.engine, self.engine.model_and_optimizer()
         return Evaluator(
-            self.engine, batches, self.stores[0], lambda: self.stop.requested, labels, is_collective
+            engine,
+            engine.place,
+            model,
+            engine.forward,
+            batches,
+            self.stores[0],
+            lambda: self.stop.requested,
+            labels,
+            is_collective,
         )
 
     def _open_samples(self) -> Samples:
@@ -416,7 +433,7 @@ def pretrain(config: Config, engine: Engine) -> int:
             run_on_all_ranks(engine, lambda: check_float8(config))
             run_on_all_ranks(engine, lambda: refuse_unrepeatable(config, engine.device))
             trainer = Trainer(config, engine, folder, status, stop)
-            with explain_out_of_memory(trainer.config, engine):
+            with explain_out_of_memory(trainer.config, engine.world_size):
                 exit_code = trainer.run()
         except BaseException as error:
             peer_error = peer_failure(error, engine.rank)

@@ -23,7 +23,7 @@ from llm_pretrain.checkpoints.opening import CheckpointTensors, CheckpointWeight
 from llm_pretrain.checkpoints.state import HostBuffers
 from llm_pretrain.checkpoints.tensor_files import write_safetensors
 from llm_pretrain.errors import CheckpointError, DivergedError
-from llm_pretrain.training.checkpointing import Background
+from llm_pretrain.training.saving import Background
 
 
 def staged(run: Run, buffers: HostBuffers | None):

@@ -28,15 +28,15 @@ from llm_pretrain.config.distributed_config import DistributedConfig
 from llm_pretrain.config.model_config import ModelConfig
 from llm_pretrain.config.tree import Config
 from llm_pretrain.distributed import fsdp
-from llm_pretrain.distributed.collectives import SingleRank
+from llm_pretrain.distributed.collectives import OneRank
 from llm_pretrain.distributed.fsdp import clear_mesh_caches
-from llm_pretrain.distributed.mesh import build_meshes
+from llm_pretrain.distributed.mesh import Place, build_meshes
+from llm_pretrain.distributed.parallelize import parallelize
 from llm_pretrain.errors import CheckpointError, DivergedError
 from llm_pretrain.export.hf_architectures import match_hf_architecture
 from llm_pretrain.export.huggingface import to_huggingface
 from llm_pretrain.model.decoder import Decoder
 from llm_pretrain.training.model_setup import initialize_weights
-from train_pretrain import shard_model
 
 DENSE = ModelConfig(
     vocab_size=70,
@@ -143,7 +143,7 @@ def held(config: ModelConfig, rank: int, world_size: int, sizes: dict[str, int])
         model = Decoder(config)
         settings = replace(Config(), model=config, distributed=DistributedConfig("fsdp", **sizes))
         with torch.device("cpu"):
-            shard_model(model, build_meshes(settings, "cpu", world_size), settings)
+            parallelize(model, build_meshes(settings, "cpu", world_size), Place(), settings)
             initialize_weights(model, 3, device=torch.device("cpu"))
             found = model_weights(model, ranks)
     shapes = {name: torch.empty(tensor.shape, device="meta") for name, tensor in found.tensors.items()}
@@ -272,7 +272,7 @@ def test_a_rank_that_fails_or_writes_nothing_leaves_earlier_exports(
             ranks=ranks,
         )
 
-    before = save(1, SingleRank())
+    before = save(1, OneRank())
     kept = content(before)
     with pytest.raises(CheckpointError, match="full on rank 1" if failure else "found parts from none"):
         save(2, OtherRank(failure))

@@ -34,6 +34,7 @@ from llm_pretrain.runs.attempts import owner_of, read_attempts
 from llm_pretrain.runs.rows import rows_of
 from llm_pretrain.runs.status import record_replay
 from llm_pretrain.training import trainer
+from llm_pretrain.training.step import Step
 from train_pretrain import TorchrunEngine
 
 STEPS = ("--training.max_steps", "12", "--schedule.warmup_steps", "2", "--checkpoint.save_steps", "4")
@@ -535,28 +536,31 @@ def test_a_changed_row_and_a_changed_checkpoint_are_told_apart(
     assert "the run is NOT what its settings, data and seed give" in printed
 
 
-def twice(step: Callable[..., Any], number: int, engine: Any, batches: Any, monitor: Any) -> Any:
+def twice(step: Callable[..., Any], number: int, engine: Any, given: Any) -> None:
     """The optimizer is applied twice with the same batch."""
-    metrics = step(engine, batches, monitor)
+    step(engine, given)
     if 5 <= number <= 8:
-        step(engine, batches, monitor)
-    return metrics
+        step(engine, Step.begin(given.micro_batches, engine, given.decide))
 
 
-def not_at_all(step: Callable[..., Any], number: int, engine: Any, batches: Any, monitor: Any) -> Any:
+def not_at_all(step: Callable[..., Any], number: int, engine: Any, given: Any) -> None:
     """The parameters of step 4 are kept to step 8."""
     if not 5 <= number <= 8:
-        return step(engine, batches, monitor)
+        return step(engine, given)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine.grad_scaler, "step", lambda optimizer: None)
-        return step(engine, batches, monitor)
+        patch.setattr(engine.scaler, "step", lambda optimizer: None)
+        return step(engine, given)
 
 
-def other_data(step: Callable[..., Any], number: int, engine: Any, batches: Any, monitor: Any) -> Any:
+def other_data(step: Callable[..., Any], number: int, engine: Any, given: Any) -> None:
     """Step 5 takes step 4's sequences."""
     if number == 4:
-        engine.kept = list(batches)
-    return step(engine, engine.kept if number == 5 else batches, monitor)
+        engine.kept = list(given.micro_batches)
+    if number == 5:
+        other = Step.begin(engine.kept, engine, given.decide)
+        given.micro_batches, given.digest = other.micro_batches, other.digest
+        given.num_loss_tokens = other.num_loss_tokens
+    step(engine, given)
 
 
 def other_rate(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -590,8 +594,8 @@ def test_steps_that_were_trained_otherwise_are_found(
         else:
             original = TorchrunEngine.train_step
 
-            def train_step(self: Any, batches: Any, monitor: Any) -> Any:
-                return mistake(original, monitor.progress.step + 1, self, batches, monitor)
+            def train_step(self: Any, given: Any) -> None:
+                mistake(original, given.decide.progress.step + 1, self, given)
 
             patch.setattr(TorchrunEngine, "train_step", train_step)
         run = train_tiny(plain_store, tmp_path / "run", *OPTIONS).folder

@@ -12,7 +12,7 @@ from support.launching import ROOT, train
 from support.run_folders import make_run, training_row
 
 from llm_pretrain.__main__ import main
-from llm_pretrain.training.checkpointing import CheckpointManager
+from llm_pretrain.training.saving import CheckpointManager
 
 
 def options(store: Path, folder: Path, *more: str) -> list[str]:

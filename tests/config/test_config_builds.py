@@ -30,8 +30,8 @@ from llm_pretrain.model.decoder import Decoder
 from llm_pretrain.model.sizes import count_parameters
 from llm_pretrain.optim.param_groups import build_optimizer
 from llm_pretrain.optim.schedule import learning_rate
-from llm_pretrain.training.checkpointing import fingerprints
 from llm_pretrain.training.model_setup import initialize_weights
+from llm_pretrain.training.saving import fingerprints
 from llm_pretrain.training.step import Objective
 
 FEW_PARAMETERS, FEW_TOKENS = 1 << 20, 1 << 14

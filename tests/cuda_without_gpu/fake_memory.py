@@ -17,11 +17,11 @@ from torch.distributed.fsdp._fully_shard import _fully_shard
 from torch.nn.utils import clip_grad_norm_
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-import train_pretrain
 from llm_pretrain.config.tree import Config
 from llm_pretrain.distributed.fsdp import rebound_optimizer
 from llm_pretrain.distributed.initial_values import materialize
-from llm_pretrain.distributed.mesh import Meshes, expert_mesh
+from llm_pretrain.distributed.mesh import Meshes, Place, expert_mesh
+from llm_pretrain.distributed.parallelize import parallelize
 from llm_pretrain.forecast.simulation.tracker import Tracker
 from llm_pretrain.optim.param_groups import build_optimizer
 from llm_pretrain.training.model_setup import build_model
@@ -52,7 +52,7 @@ def tracked_peak(config: Config, world_size: int = 1) -> int:
         optimizer = build_optimizer(model, config.optimizer, config.training.precision)
         if world_size > 1:
             with rebound_optimizer(model, optimizer):
-                train_pretrain.shard_model(model, Meshes(mesh, mesh, experts=experts), config)
+                parallelize(model, Meshes(mesh, mesh, experts=experts), Place(), config)
         parameters, objective = list(model.parameters()), Objective(config, world_size)
         steps = config.gradient_accumulation_steps(world_size)
         for _ in range(2):
@@ -109,7 +109,7 @@ def start_up_peak(config: Config, *, shards_first: bool = True) -> tuple[int, in
     with FakeTensorMode(allow_non_fake_inputs=True), memory.running():
         with torch.device("meta" if shards_first else CUDA):
             model = build_model(config)
-        train_pretrain.shard_model(model, Meshes(), config)
+        parallelize(model, Meshes(), Place(), config)
         if shards_first:
             materialize(model, CUDA)
     return memory.peak()[0], memory.totals()[-1]

@@ -21,10 +21,10 @@ from llm_pretrain.data.loader.assembly import Batch
 from llm_pretrain.model.decoder import Decoder
 from llm_pretrain.optim.param_groups import build_optimizer
 from llm_pretrain.training import trainer
-from llm_pretrain.training.anomaly import StepMonitor
+from llm_pretrain.training.decision import Decision
 from llm_pretrain.training.model_setup import build_model
 from llm_pretrain.training.progress import Progress
-from llm_pretrain.training.step import StepMetrics
+from llm_pretrain.training.step import Step
 
 CUDA = torch.device("cuda", 0)
 
@@ -150,12 +150,16 @@ def fake_loop(
     engine.prepare(model, optimizer, loader, lambda model: None)
     loop: Any = object.__new__(trainer.Trainer)
     loop.config, loop.engine, loop.progress = config, engine, Progress()
-    recorder: Any = SimpleNamespace(
-        elapsed=lambda: 0.0, is_logged=lambda step: False, record=lambda step: None
-    )
-    loop.monitor = StepMonitor(config, engine, loop.progress, recorder)
+    loop.decision = Decision(config, engine, loop.progress)
+    loop.decision.settle = settled
+    loop.recorder = SimpleNamespace(add=lambda step, rate: None)
     count = config.gradient_accumulation_steps(1)
     return loop, [fake_batch(config, micro_batch=index) for index in range(count)]
+
+
+def settled(step: Step) -> None:
+    """Fill in what nobody can read from a fake tensor."""
+    step.grad_norm, step.loss = 1.0, 1.0
 
 
 def watched_step(config: Config, launcher: str = "torchrun") -> Watched:
@@ -164,11 +168,11 @@ def watched_step(config: Config, launcher: str = "torchrun") -> Watched:
     with ExitStack() as stack:
         loop, batches = fake_loop(stack, config, launcher)
 
-        def decide(step: StepMetrics) -> None:
+        def settle(step: Step) -> None:
             watched.decisions += 1
-            step.grad_norm, step.loss = 1.0, 1.0
+            settled(step)
 
-        loop.monitor._decide = decide
+        loop.decision.settle = settle
         stack.enter_context(watched)
         loop._step(batches)  # the optimizer's state is created
         watched.decisions, watched.operations, watched.waits = 0, [], []

@@ -26,12 +26,14 @@ from torch.nn.parallel import DistributedDataParallel
 import train_pretrain
 from llm_pretrain.config.tree import Config
 from llm_pretrain.distributed import fsdp
-from llm_pretrain.distributed.mesh import Meshes
+from llm_pretrain.distributed.mesh import Meshes, Place
+from llm_pretrain.distributed.parallelize import parallelize
 from llm_pretrain.model.decoder import Decoder
 from llm_pretrain.model.kernels import attention
 from llm_pretrain.model.layers import RMSNorm
+from llm_pretrain.training.engine import DDP_OPTIONS
 from llm_pretrain.training.model_setup import RECOMPILE_LIMIT, compile_layers, eagerly
-from llm_pretrain.training.step import DDP_OPTIONS, Objective
+from llm_pretrain.training.step import Objective
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's tracing does what its warnings advise against
 
@@ -67,7 +69,7 @@ def compiled(
         for layer in model.model.layers:
             layer.compile(backend="aot_eager")
         if sharded:
-            train_pretrain.shard_model(model, Meshes(), config)
+            parallelize(model, Meshes(), Place(), config)
         objective = Objective(config, 1)
         for pieces in PIECES:
             batch = fake_batch(config, pieces)

@@ -189,7 +189,7 @@ def test_the_digest_of_parameters_sees_every_element(dtype: torch.dtype, monkeyp
     monkeypatch.setattr(agreement, "check_same", lambda ranks, facts, *_, **__: seen.append(facts))
     tensors = {"odd": torch.ones(13).to(dtype)[1:], "one": torch.ones(()).to(dtype), "even": torch.ones(4, 4)}
     model: Any = SimpleNamespace(state_dict=lambda: tensors)
-    engine: Any = SimpleNamespace(world_size=2)
+    engine: Any = SimpleNamespace(world_size=2, pipeline=None)
     agreement.check_parameters(engine, model, "now")
     for index in range(12):
         changed = tensors["odd"].clone()

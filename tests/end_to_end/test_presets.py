@@ -17,7 +17,7 @@ from llm_pretrain.config.loading import load_config
 from llm_pretrain.config.tree import Config
 from llm_pretrain.memory import CUDA_CONTEXT, estimate_memory
 from llm_pretrain.model.sizes import count_parameters
-from llm_pretrain.training.checkpointing import CheckpointManager
+from llm_pretrain.training.saving import CheckpointManager
 
 PRESETS = [
     path

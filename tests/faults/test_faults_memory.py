@@ -186,7 +186,7 @@ import os, resource, sys
 sys.path.insert(0, {root!r})
 import psutil, torch
 from llm_pretrain.launch import process
-from llm_pretrain.training.checkpointing import CheckpointManager
+from llm_pretrain.training.saving import CheckpointManager
 save = CheckpointManager.save
 def limited(*arguments, **options):
     room = psutil.Process().memory_info().vms + (96 << 20)

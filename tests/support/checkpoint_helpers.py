@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from llm_pretrain.checkpoints.manifest import ResumePoint, RunFacts
 from llm_pretrain.checkpoints.store import CheckpointStore
-from llm_pretrain.distributed.collectives import RankGroup, SingleRank
+from llm_pretrain.distributed.collectives import OneRank, Ranks
 
-SINGLE_RANK = SingleRank()
+SINGLE_RANK = OneRank()
 VOCABULARY, WIDTH, EXPERTS = 32, 8, 3
 FINGERPRINTS = {"model.hidden_size": "8", "data.store.0": "ab12", "training.global_batch_size": "4"}
 
@@ -46,7 +46,7 @@ class Run:
         seed: int = 0,
         fused: bool = False,
         keep_last: int = 2,
-        ranks: RankGroup = SINGLE_RANK,
+        ranks: Ranks = SINGLE_RANK,
         **model_options,
     ):
         torch.manual_seed(seed)

@@ -22,16 +22,12 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import llm_pretrain.optim.muon as muon
 import llm_pretrain.optim.param_groups as param_groups
-import llm_pretrain.training.anomaly as anomaly
 from llm_pretrain.data.loader.batches import shard
 from llm_pretrain.optim.schedule import learning_rate
-from llm_pretrain.training.anomaly import StepMonitor
-from llm_pretrain.training.step import (
-    DDP_OPTIONS,
-    attach_global_expert_counts,
-    seed_dropout,
-    warm_up_backward,
-)
+from llm_pretrain.training import decision
+from llm_pretrain.training.decision import Decision
+from llm_pretrain.training.engine import DDP_OPTIONS, seed_dropout, warm_up_backward
+from llm_pretrain.training.step import attach_global_expert_counts
 
 Patch = pytest.MonkeyPatch
 Fault = Callable[[Patch, type], None]
@@ -256,21 +252,21 @@ def orthogonalised_in_parts(patch: Patch, engine: type) -> None:
 
 
 def _clipped_first(self: Any, config: Any) -> None:
-    self.grad_scaler.unscale_ = lambda optimizer: None
+    self.scaler.unscale_ = lambda optimizer: None
 
 
 def _unscaled(self: Any, config: Any) -> None:
-    scale = self.grad_scaler.scale
-    self.grad_scaler.scale = lambda loss: (scale(loss), loss)[1]
+    scale = self.scaler.scale
+    self.scaler.scale = lambda loss: (scale(loss), loss)[1]
 
 
 def _never_updated(self: Any, config: Any) -> None:
-    self.grad_scaler.update = lambda: None
+    self.scaler.update = lambda: None
 
 
 def _huge_scale(self: Any, config: Any) -> None:
-    if self.scaler is not None:
-        self.scaler = self.grad_scaler = torch.amp.GradScaler(self.device.type, init_scale=2.0**26)
+    if self.scaler.is_enabled():
+        self.scaler = torch.amp.GradScaler(self.device.type, init_scale=2.0**26)
 
 
 CLIP_FIRST = after("__init__", _clipped_first)
@@ -289,14 +285,14 @@ def skip_by_own_loss(patch: Patch, engine: type) -> None:
         return loss
 
     with_objective(noted)(patch, engine)
-    decide = StepMonitor.reduce_and_decide
+    decide = Decision.__call__
 
-    def reduce_and_decide(self: StepMonitor, step: Any, grad_norm: Any) -> bool:
-        decide(self, step, grad_norm)
+    def decide_alone(self: Decision, step: Any) -> bool:
+        decide(self, step)
         step.skipped = None if math.isfinite(losses[-1]) else "nonfinite_gradient"
         return not step.skipped
 
-    patch.setattr(StepMonitor, "reduce_and_decide", reduce_and_decide)
+    patch.setattr(Decision, "__call__", decide_alone)
 
 
 def _unsummed_losses(original: Any, self: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -305,7 +301,7 @@ def _unsummed_losses(original: Any, self: Any, tensor: torch.Tensor) -> torch.Te
 
 OWN_LOSSES = around("reduce_sum", _unsummed_losses)
 """Each rank judges a step by its own sums of losses."""
-WAITING = replacing(anomaly.decides_on_device, lambda config, engine: True)
+WAITING = replacing(decision.decides_on_device, lambda config, engine: True)
 """No mistake: nobody reads a step's figures before the optimizer steps, as on a GPU."""
 
 

@@ -23,8 +23,8 @@ from llm_pretrain.checkpoints.folders import committed_folders
 from llm_pretrain.checkpoints.store import CheckpointStore
 from llm_pretrain.data.loader.batches import global_batches
 from llm_pretrain.model.moe import Router
-from llm_pretrain.training.anomaly import StepMonitor
 from llm_pretrain.training.evaluation import Evaluator
+from llm_pretrain.training.recorder import Recorder
 
 _patch = Patch()
 
@@ -89,9 +89,9 @@ def number_experts_by_rank() -> None:
 def number_layers_by_stage() -> None:
     """Each stage of a pipeline saves its first layer as the first."""
 
-    def held_pieces(original: Callable[..., Any], model: Any, *arguments: Any, **ranks: int) -> list[Any]:
-        first = model.pipeline.config.stage_layers(model.pipeline.rank).start
-        pieces = original(model, *arguments, **ranks)
+    def held_pieces(original: Callable[..., Any], tensors: Any, *, pipeline: Any, **ranks: int) -> list[Any]:
+        first = pipeline.config.stage_layers(pipeline.rank).start
+        pieces = original(tensors, pipeline=pipeline, **ranks)
         return [
             replace(
                 each, name=re.sub(r"(?<=layers\.)\d+", lambda found: str(int(found[0]) - first), each.name)
@@ -122,8 +122,8 @@ def restore_no_optimizer() -> None:
     """A checkpoint's optimizer state is dropped."""
     load = CheckpointStore.load
 
-    def forgetful(self: CheckpointStore, found: Any, model: Any, optimizer: Any, scaler: Any) -> None:
-        load(self, found, model, optimizer, scaler)
+    def forgetful(self: CheckpointStore, found: Any, model: Any, optimizer: Any, *others: Any) -> None:
+        load(self, found, model, optimizer, *others)
         optimizer.state.clear()
 
     _patch.setattr(CheckpointStore, "load", forgetful)
@@ -144,15 +144,15 @@ def restore_no_position() -> None:
 
 def flip_a_bit_of_rank_1() -> None:
     """Rank 1's memory changes after the first step."""
-    record = StepMonitor.record
+    add = Recorder.add
 
-    def flipped(self: StepMonitor, step: Any, rate: float) -> None:
-        record(self, step, rate)
+    def flipped(self: Recorder, step: Any, rate: float) -> None:
+        add(self, step, rate)
         model: Any = self.engine.model_and_optimizer()[0]
         if self.engine.rank == 1 and self.progress.step == 1:
             model.model.norm.weight.detach().view(torch.int32)[0] ^= 1
 
-    _patch.setattr(StepMonitor, "record", flipped)
+    _patch.setattr(Recorder, "add", flipped)
 
 
 def flip_a_bit(kind: str, *arguments: Any) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 import llm_pretrain.checkpoints.store as store
 from llm_pretrain.checkpoints.manifest import ResumePoint, RunFacts
 from llm_pretrain.config.tree import Config
-from llm_pretrain.distributed.collectives import SingleRank
+from llm_pretrain.distributed.collectives import OneRank
 from llm_pretrain.model.decoder import Decoder
 from llm_pretrain.optim.param_groups import build_optimizer
 from llm_pretrain.training.model_setup import initialize_weights
@@ -28,7 +28,7 @@ class Attempt:
         self.model = Decoder(config.model)
         initialize_weights(self.model, seed)
         self.optimizer = build_optimizer(self.model, config.optimizer, config.training.precision)
-        self.store = store.CheckpointStore(folder, SingleRank(), keep_last=2)
+        self.store = store.CheckpointStore(folder, OneRank(), keep_last=2)
 
     def train(self, steps: int) -> Attempt:
         """Take steps of AdamW; a scaler, where there is one, scales the loss."""

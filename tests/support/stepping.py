@@ -24,10 +24,11 @@ import llm_pretrain.training.trainer as loop
 from llm_pretrain.config.tree import Config
 from llm_pretrain.data.loader.assembly import Batch
 from llm_pretrain.training import corruption
-from llm_pretrain.training.anomaly import StepMonitor
+from llm_pretrain.training.decision import Decision
 from llm_pretrain.training.model_setup import initialize_weights
 from llm_pretrain.training.progress import Progress
-from llm_pretrain.training.step import StepMetrics
+from llm_pretrain.training.recorder import Recorder
+from llm_pretrain.training.step import Step
 
 
 @dataclass
@@ -36,7 +37,7 @@ class Driven:
 
     Where an average of the parameters is kept: what it was in the end, as the parameters themselves show
     it, and the first window's summed loss by it, 0 in the earlier stages of a pipeline. `sums`: those of
-    `StepMetrics`. `checks`: their outcomes. `scaler`: fp16's, in the end. `local_sizes`: elements of each
+    `Step`. `checks`: their outcomes. `scaler`: fp16's, in the end. `local_sizes`: elements of each
     parameter on this rank.
     """
 
@@ -88,11 +89,12 @@ class Taps:
         )
 
 
-class _Record:
-    """Stands where the loop has its recorder."""
+class _Record(Recorder):
+    """A recorder without file, console and trackers."""
 
-    def __init__(self, driven: Driven):
-        self.driven = driven
+    def __init__(self, driven: Driven, engine: Any, progress: Progress, decision: Decision):
+        self.driven, self.engine, self.progress, self.decision = driven, engine, progress, decision
+        self._pending, self._must_settle = [], lambda number: False
 
     def is_logged(self, step: int) -> bool:
         return False
@@ -103,10 +105,12 @@ class _Record:
     def flush(self) -> None:
         pass
 
-    def record(self, step: StepMetrics) -> None:
-        mean = None if step.sums is None else float(step.sums[0]) / step.num_loss_tokens
+    def _record(self, step: Step) -> None:
+        self.progress.update(step)
+        sums = step.sums.vector
+        mean = None if sums is None else float(step.sums.losses[0]) / step.num_loss_tokens
         self.driven.losses.append(mean if mean is None or math.isfinite(mean) else None)
-        self.driven.sums.append([] if step.sums is None else step.sums.tolist())
+        self.driven.sums.append([] if sums is None else sums.tolist())
         assert not isinstance(step.grad_norm, Tensor)
         self.driven.grad_norms.append(step.grad_norm)
         self.driven.skipped.append(step.skipped)
@@ -154,11 +158,10 @@ def drive(engine: Any, config: Config, *, windows: Sequence[list[Batch]] | None 
     training: Any = object.__new__(loop.Trainer)
     training.config, training.engine = config, engine
     training.progress = Progress()
-    record: Any = _Record(driven)
-    training.monitor = StepMonitor(config, engine, training.progress, record)
-    training.recorder = record
+    training.decision = Decision(config, engine, training.progress)
+    training.recorder = _Record(driven, engine, training.progress, training.decision)
     if config.training.check_every:
-        training.check = corruption_check(config, engine, training.monitor, driven.warnings)
+        training.check = corruption_check(training, driven.warnings)
     per_step = config.gradient_accumulation_steps(engine.world_size)
     first: list[Batch] = []
     for window in windows if windows is not None else loop.windows(own, per_step):
@@ -168,7 +171,7 @@ def drive(engine: Any, config: Config, *, windows: Sequence[list[Batch]] | None 
         training._step(window)
         driven.updates.append(len(driven.rates) - before)
         driven.hashes.append(parameter_hash(model))
-    training.monitor.flush()
+    training.recorder.settle()
     driven.parameters = {name: whole(parameter) for name, parameter in model.named_parameters()}
     driven.local_sizes = {
         name: getattr(parameter, "_local_tensor", parameter).numel()
@@ -181,7 +184,7 @@ def drive(engine: Any, config: Config, *, windows: Sequence[list[Batch]] | None 
         for name, parameter in model.named_parameters()
         if parameter in optimizer.state
     }
-    driven.scaler = engine.scaler.state_dict() if engine.scaler else {}
+    driven.scaler = engine.scaler.state_dict()
     driven.buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     if config.optimizer.ema_decay:
         with averaging.ema_parameters(optimizer), torch.no_grad():
@@ -192,9 +195,7 @@ def drive(engine: Any, config: Config, *, windows: Sequence[list[Batch]] | None 
     return driven
 
 
-def corruption_check(
-    config: Config, engine: Any, monitor: StepMonitor, warnings: list[str]
-) -> corruption.CorruptionCheck:
+def corruption_check(training: Any, warnings: list[str]) -> corruption.CorruptionCheck:
     """The check of a run without a folder."""
     checkpoints: Any = SimpleNamespace(
         is_due=lambda step: False, wait=lambda last: None, store=SimpleNamespace(committed=list)
@@ -202,7 +203,14 @@ def corruption_check(
     faults: list[dict] = []
     status: Any = SimpleNamespace(checked=None, faults=faults, add_fault=faults.append)
     return corruption.CorruptionCheck(
-        config, engine, monitor, checkpoints, status, warnings.append, monitor.flush
+        training.config,
+        training.engine,
+        training.progress,
+        training.decision,
+        checkpoints,
+        status,
+        warnings.append,
+        training.recorder.settle,
     )
 
 

@@ -25,7 +25,9 @@ from llm_pretrain.distributed import collectives, context_parallel, expert_paral
 from llm_pretrain.distributed.pipeline import Pipeline
 from llm_pretrain.model.kernels.loss import IGNORE_INDEX
 from llm_pretrain.model.moe import Router
-from llm_pretrain.training.step import Objective, StepMetrics, own_part
+from llm_pretrain.training.engine import own_part
+from llm_pretrain.training.step import Objective, Step
+from llm_pretrain.training.sums import StepSums
 
 TP_CP_EP = {"tp_size": 2, "cp_size": 2, "ep_size": 2}
 TP_CP = {"tp_size": 2, "cp_size": 2}
@@ -54,13 +56,15 @@ def _vocabulary_of_each_rank(patch: Patch, engine: type) -> None:
 
 def _tokens_of_each_rank(patch: Patch, engine: type) -> None:
     """A rank divides by the loss tokens among its own positions, times the ranks."""
-    count: Any = StepMetrics.all_reduce_counts.__func__  # type: ignore[attr-defined]  # a class method's
+    begin: Any = Step.begin.__func__  # type: ignore[attr-defined]  # a class method's
 
-    def wrong(cls: type[StepMetrics], micro_batches: Sequence[Batch], engine: Any) -> StepMetrics:
+    def wrong(cls: type[Step], micro_batches: Sequence[Batch], engine: Any, *others: Any) -> Step:
         own = sum(int(batch.loss_mask.sum()) for batch in micro_batches)
-        return replace(count(cls, micro_batches, engine), num_loss_tokens=own * engine.world_size)
+        step = begin(cls, micro_batches, engine, *others)
+        step.num_loss_tokens = own * engine.world_size
+        return step
 
-    patch.setattr(StepMetrics, "all_reduce_counts", classmethod(wrong))
+    patch.setattr(Step, "begin", classmethod(wrong))
 
 
 def _recomputed_in_another_group(patch: Patch, engine: type) -> None:
@@ -185,12 +189,12 @@ def _labels_after_the_cut(patch: Patch, engine: type) -> None:
 def _loss_of_own_chunks(patch: Patch, engine: type) -> None:
     """What is logged is summed over `tp`, not over `cp`."""
 
-    def wrong(self: StepMetrics, engine: Any) -> Tensor:
-        assert self.sums is not None
-        dist.all_reduce(self.sums, group=engine.meshes.tp.get_group())
-        return self.sums
+    def wrong(self: StepSums, engine: Any) -> Tensor:
+        assert self.vector is not None
+        dist.all_reduce(self.vector, group=engine.meshes.tp.get_group())
+        return self.vector
 
-    patch.setattr(StepMetrics, "reduce", wrong)
+    patch.setattr(StepSums, "reduce", wrong)
 
 
 def _weights_of_own_experts(patch: Patch, engine: type) -> None:

@@ -8,7 +8,7 @@ import torch
 from llm_pretrain.config.model_config import ModelConfig
 from llm_pretrain.config.tree import Config, RunConfig
 from llm_pretrain.data.loader.assembly import Batch
-from llm_pretrain.training.step import seed_dropout
+from llm_pretrain.training.engine import seed_dropout
 
 
 def batch_at(step: int, micro_batch: int, device: str = "cpu") -> Batch:

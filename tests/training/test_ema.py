@@ -21,6 +21,7 @@ from llm_pretrain.config.loading import validate
 from llm_pretrain.config.tree import Config
 from llm_pretrain.data.loader.batches import evaluation_batches
 from llm_pretrain.data.store.token_store import TokenStore
+from llm_pretrain.distributed.collectives import OneRank
 from llm_pretrain.distributed.mesh import Place
 from llm_pretrain.export.huggingface import load_pretrained
 from llm_pretrain.model.decoder import Decoder
@@ -115,27 +116,18 @@ def test_an_infinite_gradient_is_kept_out_by_the_verdict_on_the_device(plain_sto
     assert drift(attempt.parameters(), plain.parameters()) == 0.0
 
 
-class Alone:
-    """One rank that forwards by the model itself."""
-
-    rank, world_size, device, place = 0, 1, torch.device("cpu"), Place()
-
-    def __init__(self, model: Decoder):
-        self.model = model
-
-    def forward(self, batch: Any) -> Any:
-        return self.model(**batch.model_inputs())
-
-    def gather_objects(self, value: object) -> list[object]:
-        return [value]
-
-    def model_and_optimizer(self) -> tuple[Decoder, None]:
-        return self.model, None
-
-
 def evaluated(model: Decoder, config: Config, store: Path) -> dict[str, float | None]:
     batches = list(evaluation_batches(config))[:2]
-    metrics = Evaluator(Alone(model), batches, TokenStore(store), lambda: False)()  # type: ignore[arg-type]
+    evaluator = Evaluator(
+        OneRank(),
+        Place(),
+        model,
+        lambda batch: model(**batch.model_inputs()),
+        batches,
+        TokenStore(store),
+        lambda: False,
+    )
+    metrics = evaluator()
     assert metrics
     return metrics
 

@@ -16,8 +16,8 @@ from llm_pretrain.checkpoints import store
 from llm_pretrain.checkpoints.store import CheckpointStore
 from llm_pretrain.errors import CheckpointError
 from llm_pretrain.runs import rows as metrics_file
-from llm_pretrain.training import checkpointing
-from llm_pretrain.training.checkpointing import CheckpointManager
+from llm_pretrain.training import saving as checkpointing
+from llm_pretrain.training.saving import CheckpointManager
 
 TINY = Path(__file__).parent.parent.parent / "configs" / "tiny-moe.yaml"
 MODES = pytest.mark.parametrize("mode", ["false", "true"], ids=["sync", "async"])

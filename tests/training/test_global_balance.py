@@ -29,15 +29,10 @@ from llm_pretrain.data.loader.batches import global_batches
 from llm_pretrain.data.store.token_store import TokenStore
 from llm_pretrain.model.decoder import Decoder, DecoderOutput
 from llm_pretrain.model.moe import Router
-from llm_pretrain.training.metrics import loss_metrics
+from llm_pretrain.training.engine import seed_dropout
 from llm_pretrain.training.model_setup import initialize_weights
-from llm_pretrain.training.step import (
-    Objective,
-    StepMetrics,
-    attach_global_expert_counts,
-    expert_counts,
-    seed_dropout,
-)
+from llm_pretrain.training.recorder import loss_metrics
+from llm_pretrain.training.step import Objective, Step, attach_global_expert_counts
 
 UNCOUNTED = replacing(attach_global_expert_counts, lambda engine, micro_batches: micro_batches)
 
@@ -76,7 +71,7 @@ class OneProcess:
 
     def __init__(self, model: Decoder, config: Config, world_size: int, *, bf16: bool = False):
         self.model, self.config, self.world_size, self.bf16 = model, config, world_size, bf16
-        self.device = torch.device("cpu")
+        self.device, self.objective = torch.device("cpu"), Objective(config, world_size)
         self.outputs: list[DecoderOutput] = []
         self.reduced: list[Tensor] = []
 
@@ -117,16 +112,14 @@ def window_of(config: Config, world_size: int) -> list[Batch]:
     return list(global_batches(config, start_step=0))[:size]
 
 
-def train(engine: Any, config: Config) -> tuple[dict[str, Tensor], StepMetrics]:
+def train(engine: Any, config: Config) -> tuple[dict[str, Tensor], Step]:
     """Gradients of W ranks and A micro batches, and the step's reduced sums."""
     batches = window_of(config, engine.world_size)
     accumulation = config.gradient_accumulation_steps(engine.world_size)
-    step, objective = StepMetrics.all_reduce_counts(batches, engine), Objective(config, engine.world_size)
-    for batch in attach_global_expert_counts(engine, batches):
-        output = engine.forward(batch)
-        loss = objective(output, step.num_loss_tokens) / accumulation
+    step = Step.begin(batches, engine, lambda step: True)
+    for batch in step.micro_batches:
+        loss = step.add(engine.forward(batch), batch) / accumulation
         (loss / engine.world_size).backward()
-        step.add(output, batch)
     model = engine.model
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     return gradients, step
@@ -202,10 +195,7 @@ def test_gradients_and_loss_are_the_global_batch_s_at_every_split(
         found = loss_metrics(step, config)["train/aux_loss"]
         assert found == pytest.approx(config.model.router_aux_loss_coef * exact[1], rel=bound)
         assigned = tokens * config.model.num_experts_per_tok
-        assert step.sums is not None
-        assert expert_counts(step.sums, config).sum(-1).tolist() == [assigned] * 2, (
-            "a recomputation counts twice"
-        )
+        assert step.sums.expert_counts.sum(-1).tolist() == [assigned] * 2, "a recomputation counts twice"
 
 
 def test_it_is_another_loss_than_the_other_scopes(store: TokenStore, exact: tuple[dict[str, Tensor], float]):
@@ -230,8 +220,7 @@ def test_training_sends_every_token_where_the_counting_pass_sent_it(store: Token
         assert torch.equal(first.token_losses, second.token_losses), "not even a bit"
     (reduced,) = engine.reduced
     assert reduced.dtype == torch.int64
-    assert step.sums is not None
-    assert torch.equal(reduced, expert_counts(step.sums, config))
+    assert torch.equal(reduced, step.sums.expert_counts)
     assert not any(output.loss_sum is None or output.loss_sum.requires_grad for output in counted)
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from llm_pretrain.data.prepare.preparation import Preparation, prepare_store
 from llm_pretrain.model.decoder import Decoder, DecoderOutput
 from llm_pretrain.training import model_setup
 from llm_pretrain.training.evaluation import Evaluator
-from llm_pretrain.training.step import StepMetrics
+from llm_pretrain.training.step import Step
 
 TINY = str(ROOT / "configs" / "tiny-moe.yaml")
 
@@ -90,15 +91,14 @@ def test_a_resumed_run_draws_no_initial_values(
 def test_a_batch_without_loss_tokens_is_skipped_without_a_forward_pass(
     plain_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    count = StepMetrics.all_reduce_counts
+    begin = Step.begin
 
-    def without_loss_tokens(micro_batches, engine):
-        step = count(micro_batches, engine)
+    def without_loss_tokens(micro_batches, *others):
         if micro_batches[0].step == 2:
-            step.num_loss_tokens = 0
-        return step
+            micro_batches = [replace(batch, num_loss_tokens=0) for batch in micro_batches]
+        return begin(micro_batches, *others)
 
-    monkeypatch.setattr(StepMetrics, "all_reduce_counts", without_loss_tokens)
+    monkeypatch.setattr(Step, "begin", without_loss_tokens)
     forwards: list[int] = []
     forward = train_pretrain.TorchrunEngine.forward
     monkeypatch.setattr(
@@ -135,12 +135,12 @@ def test_a_gradient_that_is_not_finite_moves_nothing(
     before: dict[int, list[Tensor]] = {}
     steps = train_pretrain.TorchrunEngine.train_step
 
-    def train_step(self, micro_batches, judge):
-        step = micro_batches[0].step
+    def train_step(self, taken):
+        step = taken.micro_batches[0].step
         state = [p.detach().clone() for p in self.unwrapped_model.parameters()]
         moments = [value.clone() for each in self.optimizer.state.values() for value in each.values()]
         before[step] = [*state, *moments, *(b.clone() for b in self.unwrapped_model.buffers())]
-        return steps(self, micro_batches, judge)
+        steps(self, taken)
 
     monkeypatch.setattr(train_pretrain.TorchrunEngine, "train_step", train_step)
     poison(monkeypatch, {3})

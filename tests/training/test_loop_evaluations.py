@@ -20,9 +20,9 @@ from llm_pretrain.data.store.token_store import TokenStore
 from llm_pretrain.data.tokenizers.tokenizer import open_tokenizer
 from llm_pretrain.model import generation
 from llm_pretrain.model.decoder import Decoder
-from llm_pretrain.training.checkpointing import CheckpointManager
 from llm_pretrain.training.evaluation import Evaluator, Samples
 from llm_pretrain.training.progress import Progress
+from llm_pretrain.training.saving import CheckpointManager
 
 TINY = str(ROOT / "configs" / "tiny-dense.yaml")
 LOSSES = {0: 1.0, 2: 5.0, 4: 4.0, 6: 3.0, 8: 3.5}

@@ -17,12 +17,14 @@ from llm_pretrain.config.tree import Config
 from llm_pretrain.data.loader.assembly import Batch
 from llm_pretrain.data.loader.batches import evaluation_batches, global_batches
 from llm_pretrain.data.store.token_store import TokenStore
+from llm_pretrain.distributed.collectives import OneRank
 from llm_pretrain.distributed.mesh import Place
 from llm_pretrain.model.decoder import Decoder, DecoderOutput
 from llm_pretrain.training.evaluation import Evaluator
-from llm_pretrain.training.metrics import source_metrics
 from llm_pretrain.training.model_setup import initialize_weights
-from llm_pretrain.training.step import StepMetrics, source_sums
+from llm_pretrain.training.recorder import source_metrics
+from llm_pretrain.training.step import Step
+from llm_pretrain.training.sums import StepSums, source_sums
 
 TINY = str(ROOT / "configs" / "tiny-dense.yaml")
 LABELS = ("plain", "ragged")
@@ -119,9 +121,11 @@ def test_logging_less_often_gives_the_step_s_own_values(
 def test_a_step_without_loss_tokens_has_none(
     stores: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    count = StepMetrics.all_reduce_counts
+    begin = Step.begin
     monkeypatch.setattr(
-        StepMetrics, "all_reduce_counts", lambda *each: replace(count(*each), num_loss_tokens=0)
+        Step,
+        "begin",
+        lambda batches, *others: begin([replace(each, num_loss_tokens=0) for each in batches], *others),
     )
     assert train(*options(stores, tmp_path / "run", "--training.max_steps", "2")) == 0
     row = Finished(0, "", tmp_path / "run").rows[1]
@@ -229,35 +233,27 @@ def test_a_loss_that_is_not_finite_stays_its_source_s_own(stores: dict[str, Path
     assert batch.sources is not None
     losses = output.token_losses.clone()
     losses[batch.sources == 1] = math.nan
-    step = StepMetrics(batch.num_loss_tokens, [], num_sources=2)
-    step.add(output._replace(token_losses=losses), batch)
-    metrics = source_metrics(step.sums, config)
+    sums = StepSums(config, torch.device("cpu"))
+    sums.add(output._replace(token_losses=losses), batch)
+    metrics = source_metrics(sums, config)
     assert metrics["train/source/s1/loss"] is None
     assert math.isfinite(metrics["train/source/s0/loss"])  # type: ignore[arg-type]
 
 
-class Alone:
-    """As much of an engine as an evaluation needs."""
+def evaluator_of(model: Decoder, config: Config, store: TokenStore, labels: list[str]) -> Evaluator:
+    """An evaluation by one process."""
 
-    rank, world_size, device, place = 0, 1, torch.device("cpu"), Place()
+    def forward(batch: Batch) -> DecoderOutput:
+        return model(**batch.model_inputs())
 
-    def __init__(self, model: Decoder):
-        self.model = model
-
-    def forward(self, batch: Batch) -> DecoderOutput:
-        return self.model(**batch.model_inputs())
-
-    def gather_objects(self, value: object) -> list:
-        return [value]
-
-    def model_and_optimizer(self) -> tuple[Decoder, None]:
-        return self.model, None
+    batches = evaluation_batches(config)
+    return Evaluator(OneRank(), Place(), model, forward, batches, store, lambda: False, labels)
 
 
 def evaluated(config: Config, decoder: Decoder) -> dict[str, float | None]:
     labels = [source.label for source in config.data.sources]
     store = TokenStore(Path(config.data.sources[0].store))
-    evaluator = Evaluator(Alone(decoder), evaluation_batches(config), store, lambda: False, labels)  # type: ignore[arg-type]
+    evaluator = evaluator_of(decoder, config, store, labels)
     metrics = evaluator()
     assert metrics is not None
     return metrics
@@ -275,15 +271,15 @@ def test_evaluation_of_a_source_is_that_of_its_store_alone(plain_store: Path, ch
             assert math.isclose(value, expected, rel_tol=1e-6)
     assert metrics["eval/source/s0/loss"] != metrics["eval/source/s1/loss"]
     without = {key: value for key, value in metrics.items() if "source" not in key}
-    unnamed = Evaluator(Alone(decoder), evaluation_batches(config), TokenStore(plain_store), lambda: False)  # type: ignore[arg-type]
+    unnamed = evaluator_of(decoder, config, TokenStore(plain_store), [])
     assert unnamed() == without, "the whole is what it is without its parts, to the last bit"
 
 
 def warnings_of(config: Config) -> list[str]:
     store = TokenStore(Path(config.data.sources[0].store))
     labels = [source.label for source in config.data.sources]
-    engine = Alone(Decoder(small(store.path)[0].model))
-    return Evaluator(engine, evaluation_batches(config), store, lambda: False, labels).unseen_sources()  # type: ignore[arg-type]
+    model = Decoder(small(store.path)[0].model)
+    return evaluator_of(model, config, store, labels).unseen_sources()
 
 
 def test_a_source_that_evaluation_does_not_see_is_named(

@@ -17,9 +17,9 @@ from llm_pretrain.data.loader.assembly import Batch
 from llm_pretrain.data.loader.batches import global_batches
 from llm_pretrain.data.store.token_store import TokenStore
 from llm_pretrain.model.decoder import Decoder
-from llm_pretrain.training.metrics import loss_metrics
 from llm_pretrain.training.model_setup import initialize_weights
-from llm_pretrain.training.step import Objective, StepMetrics, expert_counts
+from llm_pretrain.training.recorder import loss_metrics
+from llm_pretrain.training.step import Objective, Step
 
 MODEL = ModelConfig(
     vocab_size=320,
@@ -166,23 +166,28 @@ def test_sums_and_metrics_over_a_split_add_up(store: TokenStore):
     config = config_of(store, micro_batch_size=2)
     model = build(config, torch.float64)
     window = list(global_batches(config, start_step=0))[:4]
-    engine: Any = SimpleNamespace(config=config, sum_integers=list)
-    split = StepMetrics.all_reduce_counts(window, engine)
+    engine: Any = SimpleNamespace(
+        config=config,
+        sum_integers=list,
+        device=torch.device("cpu"),
+        world_size=1,
+        objective=Objective(config, 1),
+    )
+    split = Step.begin(window, engine, lambda step: True)
     for batch in window:
         split.add(model(**batch.model_inputs()), batch)
     config_whole = config_of(store, micro_batch_size=8)
     large = next(iter(global_batches(config_whole, start_step=0)))
-    whole = StepMetrics.all_reduce_counts([large], engine)
+    whole = Step.begin([large], engine, lambda step: True)
     whole.add(model(**large.model_inputs()), large)
     assert split.num_loss_tokens == large.num_loss_tokens
     assert split.digest == large.digest.tolist()
     left, right = split.sums, whole.sums
-    assert left is not None
-    assert right is not None
-    torch.testing.assert_close(left, right, rtol=1e-12, atol=0)
-    assert torch.equal(expert_counts(left, config), expert_counts(right, config))
+    assert left.vector is not None
+    torch.testing.assert_close(left.vector, right.vector, rtol=1e-12, atol=0)
+    assert torch.equal(left.expert_counts, right.expert_counts)
     assigned = split.num_loss_tokens * config.model.num_experts_per_tok
-    assert expert_counts(left, config).sum(-1).tolist() == [assigned, assigned]
+    assert left.expert_counts.sum(-1).tolist() == [assigned, assigned]
     metrics = loss_metrics(split, config)
     assert metrics["train/aux_loss"] >= config.model.router_aux_loss_coef * 0.99
     assert [round(sum(load), 9) for load in metrics["moe/load"]] == [1.0, 1.0]

@@ -6,7 +6,7 @@ import errno
 import re
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import psutil
@@ -24,7 +24,6 @@ from llm_pretrain.launch.out_of_memory import (
     is_out_of_memory,
 )
 from llm_pretrain.model.sizes import count_parameters
-from llm_pretrain.training.step import Engine
 
 CUDA = (
     "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.15 GiB of which 5.25 "
@@ -54,10 +53,6 @@ REAL: dict[str, Callable[[], object]] = {
         CheckpointError("c: writing failed on rank 0: RuntimeError: can't allocate memory: you tr")
     ),
 }
-
-
-def engine(world_size: int = 1) -> Engine:
-    return cast(Engine, SimpleNamespace(world_size=world_size, device=torch.device("cpu")))
 
 
 def config(**sections: dict[str, Any]) -> Config:
@@ -92,19 +87,19 @@ def test_whoever_runs_out_of_memory_it_is_one_line(where: str):
 )
 def test_other_errors_pass(error: Exception):
     assert not is_out_of_memory(error)
-    with pytest.raises(type(error)), explain_out_of_memory(config(), engine()):
+    with pytest.raises(type(error)), explain_out_of_memory(config()):
         raise error
 
 
 def test_the_line_of_a_processor_names_what_was_asked_for_and_what_is_there():
-    line = line_of(REAL["torch"], config(training={"micro_batch_size": 6, "global_batch_size": 12}), engine())
+    line = line_of(REAL["torch"], config(training={"micro_batch_size": 6, "global_batch_size": 12}))
     assert "262144.0 TiB asked for, " in line
     assert re.search(r"[\d.]+ [MG]iB left of what the (machine|container|process) (has|may have)", line)
     assert "training.micro_batch_size 4 instead of 6 (the result stays)" in line
 
 
 def test_the_line_of_a_gpu_names_its_memory():
-    line = line_of(REAL["a GPU"], config(), engine())
+    line = line_of(REAL["a GPU"], config())
     assert "20.0 MiB asked for, 5.25 MiB of 79.15 GiB free on the GPU" in line
     assert "more lines" not in line
 
@@ -121,7 +116,7 @@ def test_numpy_s_sizes_are_read():
 
 
 def test_the_settings_stand_in_the_order_of_their_cost():
-    line = line_of(REAL["a GPU"], config(model={"num_experts": 4, "num_experts_per_tok": 2}), engine(2))
+    line = line_of(REAL["a GPU"], config(model={"num_experts": 4, "num_experts_per_tok": 2}), 2)
     settings = ["training.micro_batch_size", "training.activation_checkpointing", "training.sequence_length"]
     settings += ["distributed.strategy fsdp", "model.vocab_size", "model.num_experts"]
     places = [line.index(setting) for setting in settings]
@@ -130,7 +125,7 @@ def test_the_settings_stand_in_the_order_of_their_cost():
 
 def test_what_is_in_use_already_is_not_advised():
     training = {"micro_batch_size": 1, "activation_checkpointing": True, "global_batch_size": 8}
-    line = line_of(REAL["a GPU"], config(training=training), engine())
+    line = line_of(REAL["a GPU"], config(training=training))
     assert "micro_batch_size" not in line
     assert "activation_checkpointing" not in line
     assert "fsdp" not in line
@@ -146,36 +141,35 @@ def test_what_is_in_use_already_is_not_advised():
 )
 def test_a_process_s_share_of_the_model(distributed: dict, world_size: int, each: float):
     sharing = config(distributed=distributed)
-    state = out_of_memory._state_bytes(sharing, engine(world_size))
+    state = out_of_memory._state_bytes(sharing, world_size)
     assert state == pytest.approx(each * count_parameters(sharing.model).total, rel=1e-4)
 
 
 def test_a_model_that_cannot_fit_is_refused_before_it_is_built(monkeypatch: pytest.MonkeyPatch):
     huge = config(model={"hidden_size": 16384, "intermediate_size": 65536, "num_hidden_layers": 40})
     with pytest.raises(ResourceError, match=r"parameters take [\d.]+ TiB with gradients"):
-        check_memory(huge, engine())
+        check_memory(huge, 1, torch.device("cpu"))
     monkeypatch.setattr(out_of_memory, "_host_bounds", lambda: [MemoryLimit(0, 1 << 19, "it has")])
     with pytest.raises(ResourceError, match=r"it has 512\.0 KiB"):
-        check_memory(config(), engine())
+        check_memory(config(), 1, torch.device("cpu"))
     monkeypatch.setattr(out_of_memory, "_host_bounds", lambda: [MemoryLimit(0, 1 << 24, "it has")])
-    check_memory(config(), engine())  # what is in use by others now may be free later
+    check_memory(config(), 1, torch.device("cpu"))  # what is in use by others now may be free later
 
 
 def test_a_step_that_may_not_fit_is_said_at_the_start(monkeypatch: pytest.MonkeyPatch):
     """The model fits; its activations do not."""
-    on_gpu = engine()
-    on_gpu.device = torch.device("cuda", 0)
+    gpu = torch.device("cuda", 0)
     total = [1 << 31]
     properties = lambda device: SimpleNamespace(total_memory=total[0])  # noqa: E731
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
     long = config(training={"sequence_length": 1 << 18, "micro_batch_size": 1})
-    (line,) = check_memory(long, on_gpu)
+    (line,) = check_memory(long, 1, gpu)
     assert re.match(
         r"a step is estimated to need about [\d.]+ GiB, the GPU has 2\.0 GiB; if it runs out", line
     )
     assert "training.sequence_length" in line
     total[0] = 1 << 40
-    assert check_memory(long, on_gpu) == []
+    assert check_memory(long, 1, gpu) == []
 
 
 def test_processes_of_one_machine_share_it(monkeypatch: pytest.MonkeyPatch):

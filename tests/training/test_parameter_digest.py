@@ -10,7 +10,7 @@ import torch
 from support.launching import Finished, checkpoint_tensors, train_tiny
 from torch import Tensor, nn
 
-from llm_pretrain.training.metrics import parameters_sha256
+from llm_pretrain.training.recorder import parameters_sha256
 
 STEPS = 3
 

@@ -14,9 +14,9 @@ from llm_pretrain.checkpoints.manifest import _digest, newest_run_id
 from llm_pretrain.errors import OutputError
 from llm_pretrain.files import MARKER
 from llm_pretrain.runs.folder import RunFolder
-from llm_pretrain.training import checkpointing
-from llm_pretrain.training.checkpointing import CheckpointManager
+from llm_pretrain.training import saving as checkpointing
 from llm_pretrain.training.progress import Progress
+from llm_pretrain.training.saving import CheckpointManager
 
 TINY = str(ROOT / "configs" / "tiny-dense.yaml")
 

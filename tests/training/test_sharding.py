@@ -208,11 +208,8 @@ class OneOfTwo:
         self.rounds += 1
         return [value + int(self.rounds > self.stop_after) for value in values]
 
-    def gather_objects(self, value: object) -> Sequence[object]:
+    def gather_objects(self, value: object) -> list[object]:
         return [value, value]
-
-    def model_and_optimizer(self) -> tuple[Decoder, None]:
-        return self.model, None
 
 
 @pytest.fixture
@@ -225,7 +222,16 @@ def model(plain_store: Path) -> Decoder:
 def evaluator(store: Path, engine: OneOfTwo, *, together: bool) -> Evaluator:
     batches = list(evaluation_batches(small_config(store)))[:3]
     assert len(batches) == 3
-    return Evaluator(engine, batches, TokenStore(store), lambda: False, is_collective=together)  # type: ignore[arg-type]
+    return Evaluator(
+        engine,
+        engine.place,
+        engine.model,
+        engine.forward,
+        batches,
+        TokenStore(store),
+        lambda: False,
+        is_collective=together,
+    )
 
 
 def test_a_rank_without_a_batch_computes_an_empty_one(plain_store: Path, model: Decoder):

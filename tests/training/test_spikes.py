@@ -27,17 +27,13 @@ import train_pretrain
 from llm_pretrain.__main__ import main
 from llm_pretrain.checkpoints import folders
 from llm_pretrain.config.loading import from_dict, validate
-from llm_pretrain.training import anomaly
-from llm_pretrain.training.anomaly import (
-    MIN_STEPS,
-    NEW_LEVEL,
-    WINDOW,
-    SpikeDetector,
-    StepMonitor,
-    upper_bound,
-)
+from llm_pretrain.training import saving
+from llm_pretrain.training.decision import Decision
+from llm_pretrain.training.engine import DIGEST_WORDS
 from llm_pretrain.training.progress import Progress
-from llm_pretrain.training.step import DIGEST_WORDS, StepMetrics
+from llm_pretrain.training.spikes import MIN_STEPS, NEW_LEVEL, WINDOW, SpikeDetector, upper_bound
+from llm_pretrain.training.step import Step
+from llm_pretrain.training.sums import StepSums
 
 FIRST = POISONED[0]
 
@@ -121,17 +117,20 @@ def test_json_brings_the_history_back_exactly():
 
 
 def decided(
-    sums: list[float], grad_norm: float, scaler: object = None, tree: dict[str, Any] | None = None
-) -> StepMetrics:
-    """A step of 10 loss tokens with these numbers, as the monitor decides on it."""
+    sums: list[float], grad_norm: float, is_scaled: bool = False, tree: dict[str, Any] | None = None
+) -> Step:
+    """A step of 10 loss tokens with these numbers, as is decided on it."""
+    config = from_dict(tree or {})
     engine: Any = SimpleNamespace(
         device=torch.device("cpu"),
-        scaler=scaler,
+        scaler=torch.amp.GradScaler("cpu", enabled=is_scaled),
         reduce_sum=lambda tensor: tensor,
         model_and_optimizer=lambda: (None, None),
     )
-    step = StepMetrics(10, [0] * DIGEST_WORDS, sums=torch.tensor(sums, dtype=torch.float64))
-    accepted = StepMonitor(from_dict(tree or {}), engine, Progress()).reduce_and_decide(step, grad_norm)
+    decide = Decision(config, engine, Progress())
+    step = Step((), 10, [0] * DIGEST_WORDS, StepSums(config, engine.device), engine, decide)
+    step.sums.vector = torch.tensor(sums, dtype=torch.float64)
+    accepted = step.may_update(grad_norm)
     assert accepted is not bool(step.skipped)
     return step
 
@@ -141,11 +140,11 @@ def test_reasons_to_skip():
     assert (fine.skipped, fine.loss, fine.grad_norm) == (None, 2.0, 1.0)
     for norm in (math.nan, math.inf):
         assert decided([20.0, 0, 0, 0], norm).skipped == "nonfinite_gradient"
-        assert decided([20.0, 0, 0, 0], norm, object()).skipped == "overflow"
+        assert decided([20.0, 0, 0, 0], norm, is_scaled=True).skipped == "overflow"
     for place in range(4):
         sums = [20.0, 0.0, 0.0, 0.0]
         sums[place] = math.inf
-        lost = decided(sums, 1.0, object())
+        lost = decided(sums, 1.0, is_scaled=True)
         assert (lost.skipped, lost.loss) == ("nonfinite_loss", None)
 
 
@@ -166,7 +165,9 @@ def test_steps_that_could_not_be_judged_teach_nothing():
     progress = Progress()
     for result in (decided([math.nan, 0, 0, 0], 1.0), decided([1.0, 0, 0, 0], math.inf)):
         progress.update(result)
-    progress.update(StepMetrics(0, [0] * DIGEST_WORDS, skipped="no_loss_tokens"))
+    empty = decided([20.0, 0, 0, 0], 1.0)
+    empty.skipped, empty.loss = "no_loss_tokens", None
+    progress.update(empty)
     assert progress.spikes == SpikeDetector()
     assert progress.skipped_in_a_row == 3
     progress.update(decided([20.0, 0, 0, 0], 1.0))
@@ -237,11 +238,10 @@ def cut(step: int, stop: Callable[[], None]) -> Iterator[None]:
     """Call `stop` when step `step`, counted from 1, has been taken and before anything is written of it."""
     steps = train_pretrain.TorchrunEngine.train_step
 
-    def train_step(self, micro_batches, judge):
-        result = steps(self, micro_batches, judge)
-        if micro_batches[0].step + 1 == step:
+    def train_step(self, taken):
+        steps(self, taken)
+        if taken.micro_batches[0].step + 1 == step:
             stop()
-        return result
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train_pretrain.TorchrunEngine, "train_step", train_step)
@@ -363,7 +363,7 @@ def test_rollback_without_a_checkpoint_is_a_skip(
     monkeypatch: pytest.MonkeyPatch,
 ):
     phases: list[tuple[str, bool]] = []
-    monkeypatch.setattr(anomaly, "heartbeat", lambda phase, *, files: phases.append((phase, files)))
+    monkeypatch.setattr(saving, "heartbeat", lambda phase, *, files: phases.append((phase, files)))
     alone = run(poison, tmp_path / "run", "rollback", "--checkpoint.save_steps", "100")
     spikes = [step for step, row in alone.rows.items() if row.get("train/skipped") == "spike"]
     assert phases == [(f"rolling back at step {step}", True) for step in spikes]

@@ -22,7 +22,7 @@ from llm_pretrain.errors import ConfigError, CorruptionError, DivergedError
 from llm_pretrain.runs.record import fault_lines
 from llm_pretrain.runs.status import Status, read_status
 from llm_pretrain.training import corruption
-from llm_pretrain.training.anomaly import StepMonitor
+from llm_pretrain.training.recorder import Recorder
 
 PATHS = ["torchrun", "accelerate"]
 EXPERTS = {"router_bias_update_rate": 0.125, "hidden_dropout": 0.1}
@@ -65,7 +65,7 @@ def test_no_bit_changes(masked_store: Path, precision: str, faults: tuple[Fault,
 
 def test_a_loss_scale_that_overflows_is_halved_once(masked_store: Path):
     def huge(self: Any, config: Any) -> None:
-        self.scaler = self.grad_scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
 
     fp16 = {"precision": "fp16"}
     runs = [
@@ -81,17 +81,17 @@ def test_a_loss_scale_that_overflows_is_halved_once(masked_store: Path):
 def test_nothing_is_left_behind(masked_store: Path):
     """No hook after a check, so that other steps run as without."""
     left = []
-    record = StepMonitor.record
+    add = Recorder.add
 
     def note(self: Any, step: Any, rate: float) -> None:
-        record(self, step, rate)
+        add(self, step, rate)
         model = self.engine.model_and_optimizer()[0]
         left.extend(each for each in model.parameters() if each._backward_hooks)
         left.extend(each for each in model.modules() if each._forward_hooks or each._forward_pre_hooks)
         assert self.engine.clip_grad_norm is torch.nn.utils.clip_grad_norm_
 
     def fault(patch: Patch, engine: type) -> None:
-        patch.setattr(StepMonitor, "record", note)
+        patch.setattr(Recorder, "add", note)
 
     assert driven(masked_store, "torchrun", 1, fault).checks == ["passed"] * 4
     assert left == []

@@ -25,7 +25,7 @@ from support.stepping import Driven, masked, micro_batches_of, reference_gradien
 
 from llm_pretrain.config.tree import Config
 from llm_pretrain.optim.schedule import learning_rate
-from llm_pretrain.training.step import DIGEST_WORDS
+from llm_pretrain.training.engine import DIGEST_WORDS
 
 
 def check_gradients(launcher: str, config: Config, *mistakes: Fault, mask_one: bool = False) -> float:

@@ -9,11 +9,10 @@ import functools
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -39,9 +38,11 @@ from llm_pretrain.distributed.initial_values import materialize
 from llm_pretrain.forecast.simulation.tracker import GRADIENTS, OPTIMIZER, PARAMETERS, Collective, Tracker
 from llm_pretrain.memory import DOCUMENT_LENGTH
 from llm_pretrain.optim.param_groups import build_optimizer
-from llm_pretrain.training.anomaly import SpikeDetector, StepMonitor
+from llm_pretrain.training.decision import Decision
+from llm_pretrain.training.engine import own_part
 from llm_pretrain.training.model_setup import build_model
-from llm_pretrain.training.step import own_part
+from llm_pretrain.training.progress import Progress
+from llm_pretrain.training.step import Step
 
 _CACHED = [
     ("llm_pretrain.model.attention", "rotary_frequencies"),
@@ -117,7 +118,7 @@ def traced_step(config: Config, device: torch.device, *, real: bool = False, obs
         engine = _engine(config, device)
         stack.enter_context(_OnCopies() if real else FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(tracker.running())
-        monitor = _prepared(engine, config)
+        decide = _prepared(engine, config, real=real)
         model, optimizer = engine.model_and_optimizer()
         padding = _padding(model)
         _make_state(optimizer)
@@ -135,7 +136,7 @@ def traced_step(config: Config, device: torch.device, *, real: bool = False, obs
         if engine.pipeline is not None:
             traced = batches[: _steady(config, len(batches))]
         alike = 0 if engine.pipeline is None else len(traced) // 2
-        engine.train_step(traced, monitor)
+        engine.train_step(Step.begin(traced, engine, decide))
         idle = 0.0 if engine.pipeline is None else idle_time(engine.pipeline._schedule)
         peak, held = tracker.peak()
         highest = tracker.highest(config.model.num_hidden_layers)
@@ -164,8 +165,8 @@ def _engine(config: Config, device: torch.device) -> Any:
         return import_module("train_pretrain").TorchrunEngine(config, device)
 
 
-def _prepared(engine: Any, config: Config) -> StepMonitor:
-    """Prepare the engine as a run does, but for initial values and data; returns its monitor."""
+def _prepared(engine: Any, config: Config, *, real: bool) -> Callable[[Step], bool]:
+    """Prepare the engine as a run does, but for initial values and data; returns its decision on a step."""
     is_meta = engine.is_sharded  # fake parameters that are whole cannot change their device
     with torch.device("meta") if is_meta else engine.device:
         model = build_model(config, engine.device)
@@ -177,8 +178,15 @@ def _prepared(engine: Any, config: Config) -> StepMonitor:
     optimizer = build_optimizer(model, config.optimizer, config.training.precision)
     with patch("train_pretrain.shard", lambda batches, *_: batches):
         engine.prepare(model, optimizer, [], initialize)
-    progress: Any = SimpleNamespace(step=1, spikes=SpikeDetector())
-    return StepMonitor(config, engine, progress)
+    decision = Decision(config, engine, Progress(step=1))
+    if real or decision.stays_on_device:
+        return decision
+
+    def decide(step: Step) -> bool:  # nothing reads a value
+        step.numbers()
+        return True
+
+    return decide
 
 
 def _padding(model: Any) -> Padding | None:
@@ -393,10 +401,6 @@ def _without_values() -> Iterator[None]:
         with unset_fake_temporarily():  # a rank without loss tokens of its own trains too
             return [max(1, value) for value in summed(engine, values)]
 
-    def decide(monitor: StepMonitor, step: Any) -> None:
-        step.numbers()
-        step.grad_norm, step.loss = 1.0, 1.0
-
     def row_offsets(document_ids: Tensor) -> Tensor:
         with unset_fake_temporarily():
             return torch.arange(0, document_ids.numel() + 1, document_ids.shape[1], dtype=torch.int32)
@@ -418,7 +422,6 @@ def _without_values() -> Iterator[None]:
         stack.enter_context(patch.object(Tensor, "nonzero", nonzero))
         stack.enter_context(patch.object(loss, "_in_ratio", is_in_ratio))
         stack.enter_context(patch.object(script.TorchrunEngine, "sum_integers", sum_integers))
-        stack.enter_context(patch.object(StepMonitor, "_decide", decide))
         stack.enter_context(patch("llm_pretrain.model.kernels.attention._offsets", row_offsets))
         stack.enter_context(patch.object(fsdp, "set_timeout"))
         for name in ("_concatenate", "_unflatten", "_flatten", "__getitem__"):

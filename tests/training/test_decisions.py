@@ -15,9 +15,9 @@ from support.launching import ROOT, Finished, assert_same_tensors, checkpoint_te
 
 import train_pretrain
 from llm_pretrain.model.decoder import Decoder
-from llm_pretrain.training import anomaly
-from llm_pretrain.training.anomaly import MAX_PENDING, WINDOW, SpikeDetector
-from llm_pretrain.training.metrics import Recorder
+from llm_pretrain.training import decision, recorder
+from llm_pretrain.training.recorder import MAX_PENDING, Recorder
+from llm_pretrain.training.spikes import WINDOW, SpikeDetector
 
 STEPS = 24
 LOST, LARGE = {3, 4, 12}, {20}
@@ -65,8 +65,8 @@ def spoilt(lost: set[int] = LOST, large: set[int] = LARGE) -> Iterator[None]:
 def deferred(max_pending: int = MAX_PENDING) -> Iterator[None]:
     """Leave decisions on the device although it is a CPU."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(anomaly, "decides_on_device", lambda config, engine: True)
-        patch.setattr(anomaly, "MAX_PENDING", max_pending)
+        patch.setattr(decision, "decides_on_device", lambda config, engine: True)
+        patch.setattr(recorder, "MAX_PENDING", max_pending)
         yield
 
 
@@ -109,10 +109,10 @@ def test_a_run_that_is_stopped_between_rows_continues_the_same(
 ):
     steps = train_pretrain.TorchrunEngine.train_step
 
-    def train_step(self, micro_batches, monitor):
-        if micro_batches[0].step == 12:  # the step is lost, and neither logged nor saved otherwise
+    def train_step(self, taken):
+        if taken.micro_batches[0].step == 12:  # the step is lost, and neither logged nor saved otherwise
             os.kill(os.getpid(), signal.SIGTERM)
-        return steps(self, micro_batches, monitor)
+        steps(self, taken)
 
     with spoilt(), deferred():
         with pytest.MonkeyPatch.context() as patch:
@@ -175,9 +175,9 @@ def test_between_rows_nothing_is_read(
     steps = train_pretrain.TorchrunEngine.train_step
     reads = Reads(monkeypatch)
 
-    def train_step(self, micro_batches, monitor):
-        reads.step = micro_batches[0].step + 1
-        return steps(self, micro_batches, monitor)
+    def train_step(self, taken):
+        reads.step = taken.micro_batches[0].step + 1
+        steps(self, taken)
 
     monkeypatch.setattr(train_pretrain.TorchrunEngine, "train_step", train_step)
     no_pauses = ("--checkpoint.save_steps", "0", "--evaluation.eval_steps", "0", "--training.max_steps", "11")
@@ -216,10 +216,10 @@ def test_on_a_gpu_nothing_waits_for_the_device_between_rows(
     """torch raises where the host would wait, from the third step on: kernels are chosen before."""
     steps = train_pretrain.TorchrunEngine.train_step
 
-    def train_step(self, micro_batches, monitor):
-        step = micro_batches[0].step + 1
+    def train_step(self, taken):
+        step = taken.micro_batches[0].step + 1
         torch.cuda.set_sync_debug_mode("error" if step > 2 and step % 5 else "default")
-        return steps(self, micro_batches, monitor)
+        steps(self, taken)
 
     monkeypatch.setattr(train_pretrain.TorchrunEngine, "train_step", train_step)
     elapsed = Recorder.elapsed

@@ -7,7 +7,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import asdict
 
@@ -24,20 +24,41 @@ from llm_pretrain.runs.folder import RunFolder
 from llm_pretrain.runs.rows import MetricsWriter
 from llm_pretrain.tracking.console import Console
 from llm_pretrain.tracking.trackers import Trackers
-from llm_pretrain.training.anomaly import NUM_LOSSES
+from llm_pretrain.training.decision import Decision
+from llm_pretrain.training.engine import DIGEST_WORDS, Engine
 from llm_pretrain.training.kernel_choice import KernelChoice
 from llm_pretrain.training.progress import Progress
-from llm_pretrain.training.step import DIGEST_WORDS, Engine, StepMetrics, expert_counts
+from llm_pretrain.training.step import Step
+from llm_pretrain.training.sums import StepSums
+
+MAX_PENDING = 32
+"""Most steps that are recorded together; a divergence is detected at most so many steps late."""
 
 
 class Recorder:
     """Collects the metrics of steps and writes a row when it is due.
 
-    File, console and trackers exist on rank 0 only.
+    While decisions stay on the device, up to `MAX_PENDING` steps are read back and recorded together, so that
+    the host does not wait for the GPU at every step. File, console and trackers exist on rank 0 only.
+
+    Args:
+        config, engine, folder, progress: The run's.
+        decision: Of its steps.
+        must_settle: Tells by a step's number whether an evaluation or a checkpoint follows it, for which all
+            steps must be recorded.
     """
 
-    def __init__(self, config: Config, engine: Engine, folder: RunFolder, progress: Progress):
-        self.config, self.engine, self.progress = config, engine, progress
+    def __init__(
+        self,
+        config: Config,
+        engine: Engine,
+        folder: RunFolder,
+        progress: Progress,
+        decision: Decision,
+        must_settle: Callable[[int], bool],
+    ):
+        self.config, self.engine, self.progress, self.decision = config, engine, progress, decision
+        self._must_settle, self._pending = must_settle, list[Step]()
         is_rank0 = engine.rank == 0
         self.console = Console(
             config, enabled=is_rank0, start_step=progress.step, max_steps=config.training.max_steps
@@ -66,7 +87,7 @@ class Recorder:
         self._interval_seconds = 0.0
 
     def is_logged(self, step: int) -> bool:
-        """Whether `logging.logging_steps` makes a row due; `record` says which other steps have one."""
+        """Whether `logging.logging_steps` makes a row due; `_record` says which other steps have one."""
         return step % self.config.logging.logging_steps == 0
 
     def elapsed(self) -> float:
@@ -74,18 +95,59 @@ class Recorder:
         before, self._since = self._since, time.perf_counter()
         return self._since - before
 
-    def record(self, step: StepMetrics) -> None:
-        """Add one finished step, after `progress` has counted it.
+    def add(self, step: Step, learning_rate: float) -> None:
+        """Count one finished step, and record it now or together with later ones.
+
+        Raises:
+            DivergedError: as `Decision.check_divergence`, for an earlier step.
+        """
+        self.progress.advance(step.num_loss_tokens)
+        step.number, step.tokens_seen = self.progress.step, self.progress.tokens_seen
+        step.learning_rate, step.seconds = learning_rate, self.elapsed()
+        if not self.decision.stays_on_device:
+            self._record(step)
+            return
+        self._pending.append(step)
+        is_full = len(self._pending) == MAX_PENDING
+        if is_full or self.is_logged(step.number) or self._must_settle(step.number):
+            self.settle()
+
+    def settle(self) -> None:
+        """Record all pending steps, and write all their rows but the last, which may get evaluation metrics.
+
+        Raises:
+            DivergedError: as `Decision.check_divergence`, for any step but the last.
+        """
+        pending, self._pending = self._pending, []
+        if not pending:
+            return
+        on_device = [step for step in pending if step.found_inf is not None]
+        numbers = torch.stack([step.numbers() for step in on_device]).cpu() if on_device else ()
+        pending[-1].seconds += self.elapsed()  # the wait for the device
+        for step, row in zip(on_device, numbers, strict=True):
+            step.grad_norm, step.sums.vector = row[0], row[1:]
+        for index, step in enumerate(pending):
+            if index:
+                self.flush()
+                self.decision.check_divergence(step.number - 1)
+            if step.found_inf is not None:
+                step.found_inf = None
+                self.decision.settle(step)
+            self._record(step)
+
+    def _record(self, step: Step) -> None:
+        """Add a step whose metrics are on the host to progress and row.
 
         Skipped steps and spikes have a row even when none is due. A fault of the device that went away has
         none of its own, so that the rows are those of a sound run; `status.json` names it.
         """
-        self._step = step.step
+        self.progress.update(step)
+        self._step = step.number
         self._interval_steps += 1
         self._interval_tokens += step.num_loss_tokens
         self._interval_seconds += step.seconds
         is_notable = bool(step.skipped) or step.spike is not None
-        self._due = self.is_logged(step.step) or is_notable
+        self._due = self.is_logged(step.number) or is_notable
         if not self._due:
             return
         self._row |= loss_metrics(step, self.config) | source_metrics(step.sums, self.config)
@@ -94,7 +156,7 @@ class Recorder:
             "train/learning_rate": step.learning_rate,
             "train/loss_tokens": step.num_loss_tokens,
             "train/tokens": step.tokens_seen,
-            "train/loss_scale": self.engine.scaler.get_scale() if self.engine.scaler else None,
+            "train/loss_scale": scaler.get_scale() if (scaler := self.engine.scaler).is_enabled() else None,
             "train/skipped": step.skipped,
             "data/batch_sha256": _hex(self.progress.take_digest()),
             **self._performance(),
@@ -107,7 +169,7 @@ class Recorder:
             self.console.warning(f"step {self._step}, {consequence}: spike in {step.spike.text}")
         if self.config.logging.parameters_sha256:
             model, _ = self.engine.model_and_optimizer()
-            self._row["train/parameters_sha256"] = parameters_sha256(model, is_rank0=self.engine.rank == 0)
+            self._row["train/parameters_sha256"] = parameters_sha256(model, self.engine)
 
     def evaluation(self, metrics: Mapping[str, float | None]) -> None:
         """Add evaluation metrics to the current step's row."""
@@ -173,44 +235,45 @@ class Recorder:
         }
 
 
-def source_metrics(sums: Tensor | None, config: Config) -> dict[str, object]:
+def source_metrics(sums: StepSums, config: Config) -> dict[str, object]:
     """A row's `train/source/LABEL/loss` and `…/loss_tokens` with more than one source, else nothing.
 
     Args:
-        sums: `StepMetrics.sums`, reduced; None for a step without loss tokens.
+        sums: Reduced; empty for a step without loss tokens.
         config: The run's, which names the sources.
     """
     if len(config.data.sources) == 1:
         return {}
     labels = [source.label for source in config.data.sources]
-    values = [0.0] * (2 * len(labels)) if sums is None else sums[-2 * len(labels) :].tolist()
+    losses, counts = [[0.0] * len(labels)] * 2 if sums.vector is None else sums.by_source.tolist()
     metrics: dict[str, object] = {}
-    for label, loss, tokens in zip(labels, values, values[len(labels) :], strict=False):
+    for label, loss, tokens in zip(labels, losses, counts, strict=True):
         metrics[f"train/source/{label}/loss"] = _finite(loss / tokens) if tokens else None
         metrics[f"train/source/{label}/loss_tokens"] = round(tokens)
     return metrics
 
 
-def loss_metrics(step: StepMetrics, config: Config) -> dict[str, object]:
+def loss_metrics(step: Step, config: Config) -> dict[str, object]:
     """A row's `train/*loss` and `moe/*`; losses other than `train/loss` include their coefficient."""
     model, layers, num_loss_tokens = config.model, len(config.model.moe_layers), step.num_loss_tokens
-    if step.sums is None:
+    if step.sums.vector is None:
         return {"train/loss": None}
-    values = step.sums.tolist()
+    loss, z_loss, aux_loss, router_z_loss = step.sums.losses.tolist()
     metrics: dict[str, object] = {
-        "train/loss": _finite(values[0] / num_loss_tokens),
-        "train/z_loss": _finite(config.training.z_loss_coef * values[1] / num_loss_tokens),
+        "train/loss": _finite(loss / num_loss_tokens),
+        "train/z_loss": _finite(config.training.z_loss_coef * z_loss / num_loss_tokens),
     }
     if not layers:
         return metrics
-    metrics["train/aux_loss"] = _finite(model.router_aux_loss_coef * values[2] / num_loss_tokens)
-    metrics["train/router_z_loss"] = _finite(model.router_z_loss_coef * values[3] / num_loss_tokens)
+    metrics["train/aux_loss"] = _finite(model.router_aux_loss_coef * aux_loss / num_loss_tokens)
+    metrics["train/router_z_loss"] = _finite(model.router_z_loss_coef * router_z_loss / num_loss_tokens)
     assignments = num_loss_tokens * model.num_experts_per_tok
-    load = (expert_counts(step.sums, config).double() / assignments).tolist()
+    load = (step.sums.expert_counts.double() / assignments).tolist()
+    entropies = step.sums.router_entropies.tolist()
     for index, layer in enumerate(model.moe_layers):
         metrics[f"moe/layer_{layer}/load_max"] = max(load[index]) * model.num_experts
         metrics[f"moe/layer_{layer}/dead_experts"] = sum(share == 0 for share in load[index])
-        metrics[f"moe/layer_{layer}/router_entropy"] = _finite(values[NUM_LOSSES + index] / num_loss_tokens)
+        metrics[f"moe/layer_{layer}/router_entropy"] = _finite(entropies[index] / num_loss_tokens)
     metrics["moe/load"] = load
     return metrics
 
@@ -224,13 +287,13 @@ def _hex(digest: list[int]) -> str:
     return "".join(f"{word & 0xFFFF_FFFF:08x}" for word in digest)
 
 
-def parameters_sha256(model: Module, *, is_rank0: bool) -> str | None:
+def parameters_sha256(model: Module, engine: Engine) -> str | None:
     """SHA-256 over all parameters' bytes, in `named_parameters()` order; collective where they are sharded.
 
     Args:
         model: The model in training, unwrapped. All ranks call this together, since sharded parameters are
             gathered.
-        is_rank0: Whether this is rank 0, which computes the digest.
+        engine: The run's, whose rank 0 computes the digest.
 
     Returns:
         64 hexadecimal digits on rank 0; None on other ranks, and on all of them under DeepSpeed's ZeRO-3,
@@ -240,12 +303,11 @@ def parameters_sha256(model: Module, *, is_rank0: bool) -> str | None:
     if any(hasattr(parameter, "ds_id") for parameter in parameters):
         return None
     digest = hashlib.sha256()
-    pipeline = getattr(model, "pipeline", None)
     wholes = (_whole(parameter.detach()) for parameter in parameters)
-    for whole in wholes if pipeline is None else pipeline.whole_parameters(_whole):
-        if is_rank0:
+    for whole in wholes if engine.pipeline is None else engine.pipeline.whole_parameters(_whole):
+        if engine.rank == 0:
             digest.update(whole.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest() if is_rank0 else None
+    return digest.hexdigest() if engine.rank == 0 else None
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-import logging
 import math
-import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from llm_pretrain.config.tree import Config
+from llm_pretrain.errors import CheckpointError, MismatchError
+from llm_pretrain.launch.watchdog import heartbeat
+
+if TYPE_CHECKING:
+    from llm_pretrain.training.engine import Engine
+    from llm_pretrain.training.progress import Progress
+    from llm_pretrain.training.recorder import Recorder
+    from llm_pretrain.training.step import Step
+import logging
+import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Generic, TypeVar
 
+import torch
 from torch.nn import Module
 from torch.optim import Optimizer
 
@@ -17,29 +30,28 @@ from llm_pretrain.checkpoints.folders import committed_folders, folder_name
 from llm_pretrain.checkpoints.manifest import ResumePoint, RunFacts, model_fingerprint
 from llm_pretrain.checkpoints.state import HostBuffers
 from llm_pretrain.checkpoints.store import CheckpointStore
-from llm_pretrain.checkpoints.weights import HeldWeights, best_step, save_weights, weights_in
-from llm_pretrain.config.tree import Config
+from llm_pretrain.checkpoints.weights import HeldWeights, best_step, model_weights, save_weights, weights_in
 from llm_pretrain.data.loader import data_fingerprint, samples_by_source, weight_changes_fingerprint
 from llm_pretrain.data.store import TokenStore
 from llm_pretrain.distributed.collectives import (
-    RankGroup,
-    SingleRank,
+    OneRank,
+    Ranks,
     open_background_group,
     run_on_all_ranks,
     run_on_rank0,
 )
-from llm_pretrain.errors import CheckpointError, ConfigError, OutputError
+from llm_pretrain.errors import ConfigError, OutputError
 from llm_pretrain.export.model_card import ModelCardData, ModelCardSource
 from llm_pretrain.hardware import environment
-from llm_pretrain.launch.watchdog import heartbeat
 from llm_pretrain.runs.folder import RunFolder
 from llm_pretrain.runs.status import Status
 from llm_pretrain.training.agreement import check_parameters
-from llm_pretrain.training.metrics import Recorder
+from llm_pretrain.training.engine import Engine
 from llm_pretrain.training.progress import Best, Progress
-from llm_pretrain.training.step import Engine
+from llm_pretrain.training.recorder import Recorder
+from llm_pretrain.training.spikes import SpikeDetector
 
-WeightsWriter = Callable[[HeldWeights | Module, RankGroup], Path]
+WeightsWriter = Callable[[HeldWeights, Ranks], Path]
 
 
 class CheckpointManager:
@@ -70,6 +82,11 @@ class CheckpointManager:
             period=config.checkpoint.save_steps if config.training.spike_action == "rollback" else 0,
             check=folder.check,
         )
+
+    @property
+    def _scaler(self) -> torch.amp.GradScaler | None:
+        """The engine's if it is enabled; another has nothing to save."""
+        return self.engine.scaler if self.engine.scaler.is_enabled() else None
 
     def attach(self, recorder: Recorder) -> None:
         """Warn on the recorder's console, and sync its rows before each commit."""
@@ -144,7 +161,7 @@ class CheckpointManager:
     def restore(self, resume: ResumePoint) -> None:
         """Load the checkpoint that `find` returned into the engine's model, optimizer and scaler."""
         with self.engine.checkpoint_state(loading=True) as (model, optimizer):
-            self.store.load(resume, model, optimizer, self.engine.scaler)
+            self.store.load(resume, model, optimizer, self._scaler, self.engine.pipeline)
 
     def weights_of(self, step: int) -> Path:
         """Folder of the half-precision weights of this step."""
@@ -186,7 +203,7 @@ class CheckpointManager:
             with self.engine.checkpoint_state() as (model, optimizer):
                 write = self._stage(progress, model, optimizer, self._buffers if in_background else None)
                 if in_background:
-                    ranks = self._background_group or SingleRank()
+                    ranks = self._background_group or OneRank()
                     self._pending = Background(lambda: write(ranks))
                     return
                 saved = write(self.engine)
@@ -209,7 +226,9 @@ class CheckpointManager:
             return
         try:
             with self.engine.checkpoint_state() as (model, optimizer):
-                staged = self.store.stage(model, optimizer, self.engine.scaler, resume.run)
+                staged = self.store.stage(
+                    model, optimizer, self._scaler, resume.run, pipeline=self.engine.pipeline
+                )
                 write(weights_in(staged.content, staged.pieces), self.engine)
         except CheckpointError as error:
             self._save_status.record(failed(resume.step, error, f"the weights of step {resume.step}"))
@@ -273,7 +292,7 @@ class CheckpointManager:
         with self.engine.checkpoint_state() as (model, _):
             write = self._weights_writer(progress, best_loss=loss)
             try:
-                write(model, self.engine)
+                write(model_weights(model, self.engine, self.engine.pipeline), self.engine)
             except CheckpointError as error:
                 self._save_status.record(
                     failed(progress.step, error, f"the best weights (step {progress.step})")
@@ -283,7 +302,7 @@ class CheckpointManager:
 
     def _stage(
         self, progress: Progress, model: Module, optimizer: Optimizer, buffers: HostBuffers | None
-    ) -> Callable[[RankGroup], Saved]:
+    ) -> Callable[[Ranks], Saved]:
         """Collect this step's state, copied into `buffers` if given; returns the function that writes it."""
         facts = RunFacts(
             step=progress.step,
@@ -298,10 +317,12 @@ class CheckpointManager:
             extra=progress.extra(),
             run_id=self.folder.run_id,
         )
-        staged = self.store.stage(model, optimizer, self.engine.scaler, facts, buffers=buffers)
+        staged = self.store.stage(
+            model, optimizer, self._scaler, facts, buffers=buffers, pipeline=self.engine.pipeline
+        )
         write_weights = self._weights_writer(progress)
 
-        def write(ranks: RankGroup) -> Saved:
+        def write(ranks: Ranks) -> Saved:
             path = None
             if self._recorder is not None:  # a row lost in a power cut would never be written again
                 run_on_rank0(ranks, self._recorder.sync)
@@ -318,7 +339,7 @@ class CheckpointManager:
     def _weights_writer(self, progress: Progress, best_loss: float | None = None) -> WeightsWriter:
         """A function that writes the weights of this step, or with `best_loss` those of `weights/best`.
 
-        It is collective, takes what this rank holds of the weights, or its model, and the group of ranks, and
+        It is collective, takes what this rank holds of the weights, and the group of ranks, and
         uses a copy of `progress`, since it may run later. It raises CheckpointError if the weights cannot be
         written, and DivergedError if a value is not finite.
         """
@@ -334,7 +355,7 @@ class CheckpointManager:
                     f"{folder.weights}: the model card cannot be written: {error}"
                 ) from error
 
-        def write(held: HeldWeights | Module, ranks: RankGroup) -> Path:
+        def write(held: HeldWeights, ranks: Ranks) -> Path:
             return save_weights(
                 folder.weights,
                 progress.step,
@@ -525,3 +546,31 @@ def fingerprints(config: Config, stores: Sequence[TokenStore] | None = None) -> 
         }
         | averaging
     )
+
+
+def rollback(
+    checkpoints: CheckpointManager, progress: Progress, step: Step, warn: Callable[[str], None]
+) -> None:
+    """Restore model, optimizer, scaler and spike history from the newest periodic checkpoint; collective.
+
+    Step count, schedule and data continue, as after every skipped step. Only periodic checkpoints are used:
+    one written after a stop signal does not exist in an uninterrupted run. Without a valid one, `step` is
+    skipped instead.
+    """
+    number = progress.step + 1
+    heartbeat(f"rolling back at step {number}", files=True)
+    checkpoints.wait()  # a save in the background may be writing the checkpoint
+    path = checkpoints.store.newest_periodic(progress.step)
+    try:
+        if path is None:
+            raise CheckpointError("no periodic checkpoint has been written yet")
+        target = checkpoints.store.find(expected=checkpoints.fingerprints_at, source=path)
+    except (CheckpointError, MismatchError) as error:
+        warn(f"step {number}: training.spike_action: rollback acts as skip: {error}")
+        step.skipped = "spike"
+        return
+    assert target is not None
+    checkpoints.restore(target)
+    # the restored parameters may have a higher loss than the steps after the checkpoint
+    progress.spikes = SpikeDetector.from_state_dict(target.run.extra["spikes"])
+    warn(f"step {number}: parameters and optimizer restored from {target.path}")

@@ -1,0 +1,140 @@
+"""Anomalous steps: spike detection, the decision to apply or skip a step, and rollback."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    pass
+
+WINDOW = 128
+"""Accepted steps that a bound is computed from, as in llm.c (`OUTLIER_DETECTOR_WINDOW_SIZE`) and
+OLMo-core."""
+MIN_STEPS = 16
+"""Accepted steps before the first detection."""
+DEVIATIONS = 8.0
+"""Robust standard deviations above the median; OLMo-core's `SkipStepOptimizer` uses 6 ordinary ones."""
+LOSS_MARGIN = 0.25
+"""Minimum excess of a spike's loss over the median, relative to the median."""
+GRAD_NORM_MARGIN = 4.0
+"""The same for the gradient norm, which has a long tail in healthy runs too."""
+NEW_LEVEL = 32
+"""Logged spikes in a row after which the history restarts at the new level."""
+
+
+_MAD_TO_STD = 1.4826
+"""Standard deviation ÷ median absolute deviation of a normal distribution (1 / 0.6745)."""
+
+_SKIPPED = {"log": None, "skip": "spike", "rollback": "rollback"}
+"""`training.spike_action` -> `train/skipped`."""
+
+
+@dataclass(frozen=True)
+class Spike:
+    """A step whose loss or gradient norm is far above those of the steps before.
+
+    Args:
+        kind: `loss`, `grad_norm` or `loss+grad_norm`; the row's `train/spike`.
+        text: The numbers, for a warning.
+        skipped: The row's `train/skipped`; None if the spike is only logged.
+    """
+
+    kind: str
+    text: str
+    skipped: str | None
+
+
+@dataclass
+class SpikeDetector:
+    """Compares a step with the last accepted ones; spikes are not added to these.
+
+    A pure function of global numbers that are checkpointed: every rank and every resumed run decides the
+    same.
+
+    Args:
+        steps: Loss, gradient norm and loss tokens of the last `WINDOW` accepted steps, oldest first.
+        in_a_row: Spikes since the last accepted step.
+    """
+
+    steps: list[tuple[float, float, int]] = field(default_factory=list)
+    in_a_row: int = 0
+    _sorted: list[list[float]] = field(default_factory=list, init=False, repr=False, compare=False)
+    """Losses and gradient norms of `steps` in ascending order, updated step by step; empty until needed."""
+
+    def detect(self, loss: float, grad_norm: float, num_loss_tokens: int, action: str) -> Spike | None:
+        """The spike in a step with these global numbers, or None; `action` is `training.spike_action`."""
+        if len(self.steps) < MIN_STEPS or self._is_below_margins(loss, grad_norm):
+            return None
+        losses, grad_norms, tokens = zip(*self.steps, strict=True)
+        # the standard error of a mean grows as it is taken over fewer tokens
+        widening = max(1.0, math.sqrt(median(tokens) / num_loss_tokens))
+        bounds = {
+            "loss": (loss, upper_bound(losses, LOSS_MARGIN, widening)),
+            "grad_norm": (grad_norm, upper_bound(grad_norms, GRAD_NORM_MARGIN, widening)),
+        }
+        exceeded = {name: pair for name, pair in bounds.items() if pair[0] > pair[1]}
+        if not exceeded:
+            return None
+        texts = [f"{name} {value:.4g} (bound {bound:.4g})" for name, (value, bound) in exceeded.items()]
+        return Spike("+".join(exceeded), " and ".join(texts), _SKIPPED[action])
+
+    def record(self, loss: float, grad_norm: float, num_loss_tokens: int, spike: Spike | None) -> None:
+        """Add a step with finite numbers, for which `detect` returned `spike`."""
+        if spike is not None:
+            self.in_a_row += 1
+            if spike.skipped is None and self.in_a_row >= NEW_LEVEL:
+                self.steps, self.in_a_row, self._sorted = [], 0, []
+            return
+        self.in_a_row = 0
+        self.steps.append((loss, grad_norm, num_loss_tokens))
+        dropped = self.steps.pop(0) if len(self.steps) > WINDOW else None
+        for column, values in enumerate(self._sorted):
+            insort(values, self.steps[-1][column])
+            if dropped is not None:
+                del values[bisect_left(values, dropped[column])]
+
+    def state_dict(self) -> dict[str, Any]:
+        """A copy of the history as plain JSON, which keeps every float exactly."""
+        return {"steps": list(self.steps), "in_a_row": self.in_a_row}
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> SpikeDetector:
+        """The detector with a checkpoint's history."""
+        return cls([(loss, norm, tokens) for loss, norm, tokens in state["steps"]], state["in_a_row"])
+
+    def _is_below_margins(self, loss: float, grad_norm: float) -> bool:
+        """Whether both numbers are at most median + margin, the smallest value that `upper_bound` can have.
+
+        True for almost every step, whose deviation then need not be computed. Rounding is monotone, so no
+        spike is missed.
+        """
+        if not self._sorted:
+            self._sorted = [sorted(step[column] for step in self.steps) for column in (0, 1)]
+        losses, grad_norms = self._sorted
+        return loss <= _least_bound(losses, LOSS_MARGIN) and grad_norm <= _least_bound(
+            grad_norms, GRAD_NORM_MARGIN
+        )
+
+
+def _least_bound(values: Sequence[float], margin: float) -> float:
+    """`upper_bound` of sorted values with a deviation of 0."""
+    half = len(values) // 2
+    center = values[half] if len(values) % 2 else (values[half - 1] + values[half]) / 2
+    return center + max(0.0, margin * center)
+
+
+def upper_bound(values: Sequence[float], margin: float, widening: float = 1.0) -> float:
+    """median + max(8 σ, margin · median) · widening, with σ = 1.4826 · median absolute deviation.
+
+    Median and median absolute deviation hardly move with a few outliers (Hampel's identifier; Iglewicz and
+    Hoaglin, How to Detect and Handle Outliers, 1993), so one undetected spike does not hide the next. The
+    margin avoids detections in stretches with little variation. There is no lower bound.
+    """
+    center = median(values)
+    deviation = _MAD_TO_STD * median([abs(value - center) for value in values])
+    return center + max(DEVIATIONS * deviation, margin * center) * widening
