@@ -131,14 +131,14 @@ class TorchrunEngine:
             return self.model(**batch.model_inputs())
 
     def train_step(self, step: Step) -> None:
-        def scaled_loss(output: DecoderOutput, batch: Batch) -> Tensor:  # adds to the step's sums, too
+        def scaled_loss(output: DecoderOutput, batch: Batch) -> Tensor:  # adds to its sums, too
             return self.scaler.scale(step.add(output, batch) / self.accumulation_steps)
 
         backward = self.pipeline.backward if self.pipeline else self.backward
         backward(step.micro_batches, scaled_loss)
         self.scaler.unscale_(self.optimizer)
         grad_norm = step.clip(self.clip_grad_norm, self.parameters, self.max_grad_norm)
-        if step.may_update(grad_norm):  # the same on every rank; True if the GPU decides, by found_inf
+        if step.may_update(grad_norm):  # True if the GPU decides, by found_inf
             self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)

@@ -189,7 +189,7 @@ class AccelerateEngine:
                 self.accelerator.backward(step.add(self.forward(batch), batch))
                 if self.accelerator.sync_gradients:
                     grad_norm = step.clip(self.clip_grad_norm, self.parameters, self.max_grad_norm)
-                    if step.may_update(grad_norm):  # the same on every rank; True if the GPU decides
+                    if step.may_update(grad_norm):  # True if the GPU decides
                         self.optimizer.step()  # with a scaler: scaler.step and scaler.update
                     elif self.scaler.is_enabled():
                         self.scaler.update()

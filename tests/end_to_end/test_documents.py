@@ -138,18 +138,18 @@ def test_every_page_is_in_the_index_and_on_the_site():
     assert linked == pages - {"index.md"}
 
 
-def test_the_readme_shows_the_train_step_of_both_scripts():
+def test_the_readme_shows_a_step_of_both_scripts():
     shown = re.findall(
         r"^```python\n(.*?)^```$", READMES[0].read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
     )
     for script, code in zip(("train_pretrain.py", "train_pretrain_accelerate.py"), shown, strict=True):
         lines = (ROOT / script).read_text(encoding="utf-8").splitlines()
-        [(start, end)] = [
-            (node.lineno, node.end_lineno)
+        methods = [
+            textwrap.dedent("\n".join(lines[node.lineno - 1 : node.end_lineno]))
             for node in ast.walk(ast.parse("\n".join(lines)))
-            if isinstance(node, ast.FunctionDef) and node.name == "train_step"
+            if isinstance(node, ast.FunctionDef) and node.name in ("train_step", "backward")
         ]
-        assert code == textwrap.dedent("\n".join(lines[start:end])) + "\n"
+        assert code == "\n\n".join(methods) + "\n"
 
 
 def test_the_readme_is_short():
