@@ -17,6 +17,7 @@ from torch.nn import Module
 
 from llm_pretrain.config.loading import to_dict
 from llm_pretrain.config.tree import Config
+from llm_pretrain.distributed.pipeline import Pipeline
 from llm_pretrain.errors import OutputError
 from llm_pretrain.hardware import device_peak_flops, environment, memory_bytes
 from llm_pretrain.model.sizes import count_parameters, flops_per_token
@@ -169,7 +170,9 @@ class Recorder:
             self.console.warning(f"step {self._step}, {consequence}: spike in {step.spike.text}")
         if self.config.logging.parameters_sha256:
             model, _ = self.engine.model_and_optimizer()
-            self._row["train/parameters_sha256"] = parameters_sha256(model, self.engine)
+            self._row["train/parameters_sha256"] = parameters_sha256(
+                model, is_rank0=self.engine.rank == 0, pipeline=self.engine.pipeline
+            )
 
     def evaluation(self, metrics: Mapping[str, float | None]) -> None:
         """Add evaluation metrics to the current step's row."""
@@ -287,13 +290,14 @@ def _hex(digest: list[int]) -> str:
     return "".join(f"{word & 0xFFFF_FFFF:08x}" for word in digest)
 
 
-def parameters_sha256(model: Module, engine: Engine) -> str | None:
+def parameters_sha256(model: Module, *, is_rank0: bool, pipeline: Pipeline | None = None) -> str | None:
     """SHA-256 over all parameters' bytes, in `named_parameters()` order; collective where they are sharded.
 
     Args:
         model: The model in training, unwrapped. All ranks call this together, since sharded parameters are
             gathered.
-        engine: The run's, whose rank 0 computes the digest.
+        is_rank0: Whether this is rank 0, which computes the digest.
+        pipeline: That the model is a stage of.
 
     Returns:
         64 hexadecimal digits on rank 0; None on other ranks, and on all of them under DeepSpeed's ZeRO-3,
@@ -304,10 +308,10 @@ def parameters_sha256(model: Module, engine: Engine) -> str | None:
         return None
     digest = hashlib.sha256()
     wholes = (_whole(parameter.detach()) for parameter in parameters)
-    for whole in wholes if engine.pipeline is None else engine.pipeline.whole_parameters(_whole):
-        if engine.rank == 0:
+    for whole in wholes if pipeline is None else pipeline.whole_parameters(_whole):
+        if is_rank0:
             digest.update(whole.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest() if engine.rank == 0 else None
+    return digest.hexdigest() if is_rank0 else None
 
 
 def _whole(tensor: Tensor) -> Tensor:

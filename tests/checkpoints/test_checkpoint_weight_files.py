@@ -26,7 +26,7 @@ from llm_pretrain.checkpoints.weight_files import WeightFiles
 from llm_pretrain.checkpoints.weights import HeldWeights, model_weights, save_weights
 from llm_pretrain.config.distributed_config import DistributedConfig
 from llm_pretrain.config.model_config import ModelConfig
-from llm_pretrain.config.tree import Config
+from llm_pretrain.config.tree import Config, TrainingConfig
 from llm_pretrain.distributed import fsdp
 from llm_pretrain.distributed.collectives import OneRank
 from llm_pretrain.distributed.fsdp import clear_mesh_caches
@@ -141,7 +141,9 @@ def held(config: ModelConfig, rank: int, world_size: int, sizes: dict[str, int])
     ranks: Any = SimpleNamespace(rank=rank, world_size=world_size)
     with rank_of(rank, world_size), torch.device("meta"):
         model = Decoder(config)
-        settings = replace(Config(), model=config, distributed=DistributedConfig("fsdp", **sizes))
+        training = TrainingConfig(precision="fp32")
+        distributed = DistributedConfig("fsdp", **sizes)
+        settings = replace(Config(), model=config, training=training, distributed=distributed)
         with torch.device("cpu"):
             parallelize(model, build_meshes(settings, "cpu", world_size), Place(), settings)
             initialize_weights(model, 3, device=torch.device("cpu"))

@@ -149,7 +149,7 @@ def test_the_readme_shows_a_step_of_both_scripts():
             for node in ast.walk(ast.parse("\n".join(lines)))
             if isinstance(node, ast.FunctionDef) and node.name in ("train_step", "backward")
         ]
-        assert code == "\n\n".join(methods) + "\n"
+        assert code == "\n\n\n".join(methods) + "\n"
 
 
 def test_the_readme_is_short():

@@ -63,7 +63,9 @@ def test_accelerate_lowers_the_scale_after_a_step_that_overflows(config):
     updates: list[None] = []
 
     def counting(self, config) -> None:
-        self.scaler = SimpleNamespace(update=lambda: updates.append(None), state_dict=dict)
+        self.scaler = SimpleNamespace(
+            update=lambda: updates.append(None), state_dict=dict, is_enabled=lambda: True
+        )
 
     def overflowing(patch, engine) -> None:
         forward = engine.forward
