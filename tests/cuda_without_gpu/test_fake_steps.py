@@ -18,7 +18,7 @@ from llm_pretrain.distributed.mesh import Place
 from llm_pretrain.model import moe
 from llm_pretrain.model.decoder import Decoder, DecoderOutput
 from llm_pretrain.model.layers import RMSNorm
-from llm_pretrain.training import step as training_step
+from llm_pretrain.training import engine as training_engine
 from llm_pretrain.training.model_setup import FP8_MULTIPLE, build_model
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -170,13 +170,13 @@ def test_several_ranks_start_in_fp8(tokens: int, monkeypatch: pytest.MonkeyPatch
     """The pass before the first step has as many tokens as FP8's products need; two would not do."""
     if find_spec("torchao") is None:
         pytest.skip("needs the package torchao")
-    monkeypatch.setattr(training_step, "FP8_MULTIPLE", tokens)
+    monkeypatch.setattr(training_engine, "FP8_MULTIPLE", tokens)
     with FakeTensorMode(allow_non_fake_inputs=True):
         with CUDA:
             model = build_model(fake_config(DENSE, training={"float8": True}), CUDA)
         engine: Any = _TwoRanks(model)
         if tokens == FP8_MULTIPLE:
-            training_step.warm_up_backward(engine)
+            training_engine.warm_up_backward(engine)
         else:
             with pytest.raises(Exception, match="divisible by 16"):
-                training_step.warm_up_backward(engine)
+                training_engine.warm_up_backward(engine)

@@ -23,9 +23,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.parallel import DistributedDataParallel
 
-import train_pretrain
 from llm_pretrain.config.tree import Config
 from llm_pretrain.distributed import fsdp
+from llm_pretrain.distributed import parallelize as parallelizing
 from llm_pretrain.distributed.mesh import Meshes, Place
 from llm_pretrain.distributed.parallelize import parallelize
 from llm_pretrain.model.decoder import Decoder
@@ -229,7 +229,7 @@ def test_norms_in_a_group_of_their_own_are_found(monkeypatch: pytest.MonkeyPatch
         fsdp.fully_shard(fsdp.full_precision_modules(model), reshard_after_forward=False)
         return set()
 
-    monkeypatch.setattr(train_pretrain, "shard_full_precision", shard)
+    monkeypatch.setattr(parallelizing, "shard_full_precision", shard)
     graphs, breaks = compiled(fake_config(DENSE), sharded=True)
     assert breaks
     assert graphs > VARIABLE
