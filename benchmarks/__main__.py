@@ -21,7 +21,6 @@ BENCHMARKS = {
     "moe_layer": "a mixture-of-experts layer against a dense one of equal FLOPs",
     "loss_head": "the loss head in chunks against whole logits, in time and memory",
     "checkpoint": "saving and restoring a run's state, against torch.save",
-    "scaling": "tokens per second of both scripts on one and on two processes",
     "layouts": "losses of one run in eighteen layouts of processes, beside torchtitan's of the same",
     "slow_link": "bytes and seconds of a step over a slow link between two machines, and their predictions",
     "gpu": "three rounds on a GPU: contact, speed beside other loops, where a step's time goes",
