@@ -38,7 +38,6 @@ from llm_pretrain.distributed.fsdp import (
 )
 from llm_pretrain.distributed.mesh import Meshes, Place, build_meshes
 from llm_pretrain.distributed.parallelize import parallelize
-from llm_pretrain.distributed.pipeline import Pipeline
 from llm_pretrain.errors import ConfigError
 from llm_pretrain.launch.checks import check_world_size
 from llm_pretrain.launch.peer_failure import collective_timeout
@@ -78,7 +77,7 @@ class TorchrunEngine:
         self.place = Place.of(config, self.rank, self.world_size)
         is_fsdp = config.distributed.strategy == "fsdp"
         self.is_sharded = is_fsdp and self.world_size > self.place.sizes.pp
-        self.pipeline: Pipeline | None = None
+        self.pipeline: Any = None
         self.meshes = Meshes()
         if is_fsdp and self.world_size > 1:
             self.meshes = build_meshes(config, self.device.type, self.world_size)
@@ -105,6 +104,8 @@ class TorchrunEngine:
         with rebound_optimizer(model, optimizer):
             stages = [model]
             if self.place.sizes.pp > 1:
+                from llm_pretrain.distributed.pipeline import Pipeline
+
                 group, device = self.meshes.pp, self.device
                 self.pipeline = Pipeline(model, self.config, self.place, group, device, self.autocast)
                 self.clip_grad_norm = self.pipeline.clip_grad_norm

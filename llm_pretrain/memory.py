@@ -17,7 +17,7 @@ from llm_pretrain.config.loading import compiles
 from llm_pretrain.config.tree import Config
 from llm_pretrain.model.kernels import CPU_CHUNK, GPU_CHUNK, Kernels, loss_implementation, supports_varlen
 from llm_pretrain.model.sizes import count_parameters, flops_per_token, layer_matrices
-from llm_pretrain.optim.muon import BATCH_ELEMENTS
+from llm_pretrain.optim.orthogonal import BATCH_ELEMENTS
 
 CHINCHILLA_TOKENS = 20
 """Compute-optimal tokens per (active) parameter (arXiv:2203.15556, table 3, rounded)."""

@@ -25,6 +25,7 @@ from llm_pretrain.checkpoints.manifest import (
     read_manifest,
 )
 from llm_pretrain.checkpoints.tensor_files import read_tensors
+from llm_pretrain.checkpoints.weights import OPTIMIZER_STATE, saved_names
 from llm_pretrain.config.loading import from_dict, resolve_precision, shape_problems
 from llm_pretrain.config.tree import Config
 from llm_pretrain.config.yaml_text import YamlError, read_yaml_file
@@ -33,9 +34,7 @@ from llm_pretrain.export.huggingface import load_pretrained, read_config
 from llm_pretrain.files import open_plain, read_json, read_plain
 from llm_pretrain.model.decoder import Decoder
 from llm_pretrain.model.kernels import configured_kernels
-from llm_pretrain.optim.ema import average_name
 
-_OPTIMIZER = "optimizer.state."
 _ATTEMPTS = 5
 """Maximum number of folders to try: a running run may delete a folder while it is read."""
 
@@ -177,7 +176,7 @@ def _read_model(path: Path, content: Manifest, run: Config, average: bool) -> De
     found = {
         name: [facts["dtype"], list(facts["shape"])]
         for name, facts in content.tensors.items()
-        if not name.startswith(_OPTIMIZER)
+        if not name.startswith(OPTIMIZER_STATE)
     }
     if different := sorted(name for name in {*expected, *found} if expected.get(name) != found.get(name)):
         name = different[0]
@@ -280,15 +279,6 @@ class CheckpointWeights(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._saved_as)
-
-
-def saved_names(content: Manifest, *, average: bool) -> dict[str, str]:
-    """Name in the model's state dict → the tensor's name in the checkpoint; with `average` its average's."""
-    names = {name: name for name in content.tensors if not name.startswith(_OPTIMIZER)}
-    if average:
-        averages = {name: average_name(name) for name in names}
-        names |= {name: saved for name, saved in averages.items() if saved in content.tensors}
-    return names | {second: names[first] for second, first in content.tied.items() if first in names}
 
 
 def _tokenizer_of(folder: Path, run: Config, digest: str | None) -> Path | None:

@@ -13,7 +13,7 @@ import os
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
@@ -21,9 +21,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from llm_pretrain.distributed.initial_values import local_part
-from llm_pretrain.distributed.pipeline import Pipeline
 from llm_pretrain.errors import CheckpointError
 from llm_pretrain.optim.sharded import as_sharded, replicate_dims
+
+if TYPE_CHECKING:
+    from llm_pretrain.distributed.pipeline import Pipeline
 
 _IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable", "maximize"}
 

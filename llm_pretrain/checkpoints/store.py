@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -37,10 +37,12 @@ from llm_pretrain.checkpoints.manifest import (
 from llm_pretrain.checkpoints.state import HostBuffers, Piece, held_pieces
 from llm_pretrain.checkpoints.tensor_files import check_finite, read_tensors, write_pieces
 from llm_pretrain.distributed.collectives import Ranks, gather_results, run_on_all_ranks, run_on_rank0
-from llm_pretrain.distributed.pipeline import Pipeline
 from llm_pretrain.errors import CheckpointError
 from llm_pretrain.files import make_folder
 from llm_pretrain.hardware import environment, environment_changes
+
+if TYPE_CHECKING:
+    from llm_pretrain.distributed.pipeline import Pipeline
 
 Expected = dict[str, str] | Callable[[int], dict[str, str]]
 

@@ -10,19 +10,17 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from llm_pretrain.checkpoints import folders, state
 from llm_pretrain.checkpoints.manifest import Manifest
-from llm_pretrain.checkpoints.opening import saved_names
 from llm_pretrain.checkpoints.state import Piece, held_pieces
 from llm_pretrain.checkpoints.weight_files import INDEX_FILE, WeightFiles
 from llm_pretrain.config.model_config import ModelConfig
 from llm_pretrain.distributed.collectives import ONE_RANK, Ranks, gather_results, run_on_rank0
-from llm_pretrain.distributed.pipeline import Pipeline
 from llm_pretrain.errors import CheckpointError, ConfigError, DataError
 from llm_pretrain.export.config_json import huggingface_config, model_config_from_huggingface, native_config
 from llm_pretrain.export.gguf_tokenizer import end_of_turn_id
@@ -38,6 +36,10 @@ from llm_pretrain.files import (
     write_text,
 )
 from llm_pretrain.model.precision import DTYPES
+from llm_pretrain.optim.ema import average_name
+
+if TYPE_CHECKING:
+    from llm_pretrain.distributed.pipeline import Pipeline
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +47,9 @@ _TOKENIZER_SUFFIXES = {".json", ".model", ".txt", ".jinja", ".tiktoken"}
 BEST_FILE = "best.json"
 """In `best/`: `{"step": …, "eval/loss": …}`."""
 _OWN_FILES = {"config.json", "generation_config.json", INDEX_FILE, BEST_FILE, MARKER}
+
+OPTIMIZER_STATE = "optimizer.state."
+"""First characters of the names of an optimizer's tensors in a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,15 @@ class HeldWeights:
 
     tensors: Mapping[str, Tensor]
     pieces: Iterable[Piece]
+
+
+def saved_names(content: Manifest, *, average: bool) -> dict[str, str]:
+    """Name in the model's state dict → the tensor's name in the checkpoint; with `average` its average's."""
+    names = {name: name for name in content.tensors if not name.startswith(OPTIMIZER_STATE)}
+    if average:
+        averages = {name: average_name(name) for name in names}
+        names |= {name: saved for name, saved in averages.items() if saved in content.tensors}
+    return names | {second: names[first] for second, first in content.tied.items() if first in names}
 
 
 def weights_in(content: Manifest, pieces: Iterable[Piece]) -> HeldWeights:

@@ -5,11 +5,8 @@ from __future__ import annotations
 from torch.distributed.fsdp import fully_shard
 
 from llm_pretrain.config.tree import Config
-from llm_pretrain.distributed.context_parallel import divide_sequences
-from llm_pretrain.distributed.expert_parallel import shard_experts
 from llm_pretrain.distributed.fsdp import layer_precision, shard_full_precision, sum_gradients
 from llm_pretrain.distributed.mesh import Meshes, Place
-from llm_pretrain.distributed.tensor_parallel import shard_matrices
 from llm_pretrain.model.decoder import Decoder
 from llm_pretrain.model.moe import Experts
 
@@ -23,14 +20,22 @@ def parallelize(model: Decoder, meshes: Meshes, place: Place, config: Config) ->
     all-gathered again for its backward pass; then their gradients are reduce-scattered, and those of the
     replicas all-reduced. What is divided by tensor parallelism is sharded over the ranks with equal parts.
     """
-    divide_sequences(model, meshes, place)
+    # a mesh that is not there needs no module: most runs have none of these
+    if meshes.sequence is not None:
+        from llm_pretrain.distributed.context_parallel import divide_sequences
+
+        divide_sequences(model, meshes, place)
     precision = layer_precision(config.training.precision)
     if meshes.experts is not None:
+        from llm_pretrain.distributed.expert_parallel import shard_experts
+
         shard_experts(model, meshes.experts, config)
     elif meshes.tp is not None:  # experts are whole on each of its ranks
         for experts in (module for module in model.modules() if isinstance(module, Experts)):
             fully_shard(experts, mesh=meshes.shards, mp_policy=precision)
     if meshes.tp is not None:
+        from llm_pretrain.distributed.tensor_parallel import shard_matrices
+
         shard_matrices(model, meshes.tp)
     sharded = shard_full_precision(model, meshes.shards, meshes.matrices if meshes.tp is not None else None)
     for layer in model.model.layers:

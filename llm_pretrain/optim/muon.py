@@ -20,16 +20,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
-from llm_pretrain.optim.orthogonal import orthogonalize, product_dtype
+from llm_pretrain.optim.orthogonal import BATCH_ELEMENTS, orthogonalize, product_dtype
 from llm_pretrain.optim.sharded import as_sharded, replicate_dims, to_local
 
 T = TypeVar("T")
 distributed: Any = torch.distributed
 """Untyped: pyright does not see all names that torch documents as exported."""
-
-BATCH_ELEMENTS = 1 << 24
-"""Most elements in a batch, and most that a rank orthogonalises between two exchanges; a larger matrix is
-alone."""
 
 
 class Muon(Optimizer):

@@ -11,6 +11,9 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """a, b, c of the quintic a·X + b·XXᵀX + c·(XXᵀ)²X. It is steep at zero, so that small singular values grow
 fast, and ends between 0.7 and 1.2 instead of at 1 (kellerjordan.github.io/posts/muon)."""
 STEPS, EPSILON = 5, 1e-7
+BATCH_ELEMENTS = 1 << 24
+"""Most elements in a batch, and most that a rank orthogonalises between two exchanges; a larger matrix is
+alone."""
 
 
 def product_dtype(device: torch.device, in_bf16: bool = True) -> torch.dtype:

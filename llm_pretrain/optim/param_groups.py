@@ -31,7 +31,6 @@ from torch.optim import AdamW, Optimizer
 from llm_pretrain.config.tree import OptimizerConfig
 from llm_pretrain.model.decoder import Decoder
 from llm_pretrain.optim.ema import keep_ema
-from llm_pretrain.optim.muon import Muon
 
 Role = Literal["embedding", "hidden", "router", "final norm", "norm"]
 
@@ -132,6 +131,8 @@ def build_optimizer(model: Decoder, config: OptimizerConfig, precision: str = "f
     betas, eps = (config.adam_beta1, config.adam_beta2), config.adam_epsilon
     optimizer: Optimizer
     if config.name == "muon":
+        from llm_pretrain.optim.muon import Muon
+
         in_bf16 = precision != "fp32"
         optimizer = Muon(groups, lr=config.learning_rate, betas=betas, eps=eps, in_bf16=in_bf16)
     else:

@@ -21,10 +21,9 @@ from llm_pretrain.checkpoints.folders import folder_name
 from llm_pretrain.config.tree import Config
 from llm_pretrain.data.loader import Batch
 from llm_pretrain.distributed.collectives import any_rank
-from llm_pretrain.errors import ConfigError, CorruptionError, PretrainError
+from llm_pretrain.errors import CorruptionError, PretrainError
 from llm_pretrain.launch.watchdog import heartbeat
 from llm_pretrain.model.decoder import DecoderLayer
-from llm_pretrain.model.kernels import is_gpu
 from llm_pretrain.optim.sharded import replicate_dims, to_local
 from llm_pretrain.runs.status import Status
 from llm_pretrain.training.agreement import bits_sum
@@ -35,16 +34,6 @@ from llm_pretrain.training.step import Step
 
 PASSED, TRANSIENT = "passed", "transient"
 """Values of a row's `train/check`."""
-
-
-def refuse_unrepeatable(config: Config, device: torch.device) -> None:
-    """Raise ConfigError if a step that is computed again may have other bits on sound hardware."""
-    if config.training.check_every and is_gpu(device) and not config.training.deterministic:
-        raise ConfigError(
-            "training.check_every: expected 0 without training.deterministic, found "
-            f"{config.training.check_every}: on a GPU a step then has other bits each time; set "
-            "training.deterministic true"
-        )
 
 
 @dataclass(frozen=True)

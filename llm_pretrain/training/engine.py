@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -21,11 +21,13 @@ from torch.utils.data import DataLoader
 from llm_pretrain.config.tree import Config
 from llm_pretrain.data.loader import Batch
 from llm_pretrain.distributed.mesh import Place, cp_positions
-from llm_pretrain.distributed.pipeline import Pipeline
 from llm_pretrain.model.decoder import Decoder, DecoderOutput
 from llm_pretrain.training.model_setup import FP8_MULTIPLE, eagerly
 from llm_pretrain.training.step import Step, StepEngine
 from llm_pretrain.training.sums import loss_sums
+
+if TYPE_CHECKING:
+    from llm_pretrain.distributed.pipeline import Pipeline
 
 Launcher = Literal["torchrun", "accelerate"]
 DDP_OPTIONS: dict[str, Any] = {

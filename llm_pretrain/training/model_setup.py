@@ -161,6 +161,16 @@ FP8_MULTIPLE = 16
 """All dimensions of an FP8 matrix product must be multiples of this."""
 
 
+def check_repeatable(config: Config, device: torch.device) -> None:
+    """Raise ConfigError if a step that is computed again may have other bits on sound hardware."""
+    if config.training.check_every and is_gpu(device) and not config.training.deterministic:
+        raise ConfigError(
+            "training.check_every: expected 0 without training.deterministic, found "
+            f"{config.training.check_every}: on a GPU a step then has other bits each time; set "
+            "training.deterministic true"
+        )
+
+
 def check_float8(config: Config) -> None:
     """Stop if FP8 is configured and unavailable.
 

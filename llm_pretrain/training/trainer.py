@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -35,9 +35,7 @@ from llm_pretrain.optim.param_groups import build_optimizer
 from llm_pretrain.optim.schedule import learning_rate, set_learning_rate
 from llm_pretrain.runs.folder import RunFolder
 from llm_pretrain.runs.status import Status
-from llm_pretrain.tracking.report import write_report
 from llm_pretrain.training.agreement import check_launch, check_parameters, check_stores
-from llm_pretrain.training.corruption import CorruptionCheck, refuse_unrepeatable
 from llm_pretrain.training.decision import Decision
 from llm_pretrain.training.engine import Engine, forward_is_collective
 from llm_pretrain.training.evaluation import Evaluator, PredictedCurve, Samples, zlib_bits_per_byte
@@ -46,6 +44,7 @@ from llm_pretrain.training.model_setup import (
     build_model,
     check_compiler,
     check_float8,
+    check_repeatable,
     initialize_weights,
     initialize_zeros,
     kernels_in_use,
@@ -54,6 +53,9 @@ from llm_pretrain.training.model_setup import (
 from llm_pretrain.training.recorder import Recorder, record_attempt
 from llm_pretrain.training.saving import CheckpointManager, rollback
 from llm_pretrain.training.step import Step
+
+if TYPE_CHECKING:
+    from llm_pretrain.training.corruption import CorruptionCheck
 
 
 def windows(batches: Iterable[Batch], size: int) -> Iterator[list[Batch]]:
@@ -72,6 +74,7 @@ class Trainer:
     """One attempt at a run, from its start or resume to its end."""
 
     check: CorruptionCheck | None = None
+    """Of steps that are computed twice; None without `training.check_every`."""
 
     def __init__(
         self, config: Config, engine: Engine, folder: RunFolder, status: Status, stop: SignalHandler
@@ -140,6 +143,8 @@ class Trainer:
         self.recorder = Recorder(config, engine, self.folder, self.progress, self.decision, self._must_settle)
         self.checkpoints.attach(self.recorder)
         if config.training.check_every:
+            from llm_pretrain.training.corruption import CorruptionCheck
+
             self.check = CorruptionCheck(
                 config,
                 engine,
@@ -431,7 +436,7 @@ def pretrain(config: Config, engine: Engine) -> int:
             report_hangs_to(folder, status)
             run_on_all_ranks(engine, lambda: check_compiler(config))
             run_on_all_ranks(engine, lambda: check_float8(config))
-            run_on_all_ranks(engine, lambda: refuse_unrepeatable(config, engine.device))
+            run_on_all_ranks(engine, lambda: check_repeatable(config, engine.device))
             trainer = Trainer(config, engine, folder, status, stop)
             with explain_out_of_memory(trainer.config, engine.world_size):
                 exit_code = trainer.run()
@@ -516,6 +521,8 @@ def report_run(folder: RunFolder) -> None:
     """Write the run's `report.html` if it has metrics; a failure is a warning."""
     if not folder.metrics.exists():
         return
+    from llm_pretrain.tracking.report import write_report
+
     try:
         folder.check()
         write_report([folder.path], folder.report)
