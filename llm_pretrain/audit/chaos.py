@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from llm_pretrain.audit.comparison import Rows
-from llm_pretrain.audit.kills import Outcome, newest_checkpoint, run_until
+from llm_pretrain.audit.kills import Outcome, run_or_kill
 from llm_pretrain.audit.variants import build_variants, configured_mesh
+from llm_pretrain.checkpoints.folders import newest_step
 from llm_pretrain.config.loading import load_config, resolve_model
 from llm_pretrain.config.tree import Config
 from llm_pretrain.errors import ConfigError, PretrainError
@@ -190,7 +191,7 @@ def run_chaos(plan: ChaosPlan, context: LaunchContext, result: Result, *, say: C
     """
     say(f"the uninterrupted run: {plan.paths[0]} W={plan.world_size}, {plan.steps} steps")
     reference = plan.output / "reference"
-    if failure := run_until(_job(plan, plan.paths[0], reference), context).failure:
+    if failure := run_or_kill(_job(plan, plan.paths[0], reference), context).failure:
         result.failure, result.interrupted = failure, False
         return
     rows = rows_of(reference)
@@ -228,7 +229,7 @@ def _run_next(plan: ChaosPlan, context: LaunchContext, number: int, reference: R
 
     times = [row["time"] for _, row in sorted(reference.items())]
     gap = max((later - earlier for earlier, later in pairwise(times)), default=0.0)
-    outcome = run_until(
+    outcome = run_or_kill(
         job,
         context,
         is_due if place else None,
@@ -236,7 +237,8 @@ def _run_next(plan: ChaosPlan, context: LaunchContext, number: int, reference: R
         (WORKER_SECONDS if plan.kill == "launcher" else LAUNCHER_SECONDS) + _SLOW_STEPS * gap,
     )
     missed = outcome.killed and place == "start-up" and outcome.last_step is not None
-    attempt = Attempt(job.path, observed_place(outcome, place), missed, None, newest_checkpoint(folder), None)
+    newest = newest_step(folder / "checkpoints")
+    attempt = Attempt(job.path, observed_place(outcome, place), missed, None, newest, None)
     try:
         written, declared = checks.steps_of_attempt(folder, before)
         attempt.began_at = next(iter([*written, *declared]), None)

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 from llm_pretrain.launch.jobs import (
-    _POLL_KILL_SECONDS,
-    _POLL_SECONDS,
     Job,
     LaunchContext,
     RunningJob,
-    _kill_all,
+    kill_all,
     last_error_lines,
     processes_of,
+    run_until,
 )
 from llm_pretrain.runs.monitor import RunMonitor
+
+_POLL_SECONDS, _POLL_KILL_SECONDS = 0.02, 0.001
 
 
 class Outcome(NamedTuple):
@@ -25,7 +25,7 @@ class Outcome(NamedTuple):
 
     Args:
         killed: Whether it was killed; otherwise it ended by itself.
-        last_step: Of the rows that it had written by then; None without any.
+        last_step: Of the rows that it had written when it was killed; None without any.
         saved_step: Step of the checkpoint or weights that it was writing when it was killed.
         failure: Why it did not end as it should; empty where it did.
     """
@@ -36,7 +36,7 @@ class Outcome(NamedTuple):
     failure: str
 
 
-def run_until(
+def run_or_kill(
     job: Job,
     context: LaunchContext,
     is_due: Callable[[RunMonitor, int | None], bool] | None = None,
@@ -52,26 +52,27 @@ def run_until(
         kill: Sends the signals.
         exit_seconds: Time limit from then until no process of the run is left.
     """
-    monitor, saving = RunMonitor(job.folder), None
-    with RunningJob(job, context, range(job.world_size)) as started:
-        while (code := started.poll()) is None:
-            monitor.update()
-            if is_due is None:
-                time.sleep(_POLL_SECONDS)
-                continue
-            saving = monitor.step_being_saved()
-            if is_due(monitor, saving):
-                break
-            time.sleep(_POLL_KILL_SECONDS)
-        if code is None:
-            kill(started)
-            failure = _wait_for_exit(started, exit_seconds)
-        elif started.timed_out:
-            failure = f"no end after {started.seconds:.0f} s, killed; see {job.log}"
-        else:
-            lines = "; ".join(last_error_lines(job.log))
-            failure = f"ended by itself with exit code {code}: {lines}" if code else ""
-    return Outcome(code is None, monitor.last_step, saving, failure)
+    monitor, saving, failure = RunMonitor(job.folder), None, ""
+
+    def done(started: RunningJob) -> bool:
+        nonlocal saving, failure
+        if is_due is None:
+            return False
+        monitor.update()
+        saving = monitor.step_being_saved()
+        if not is_due(monitor, saving):
+            return False
+        kill(started)
+        failure = _wait_for_exit(started, exit_seconds)
+        return True
+
+    every = _POLL_SECONDS if is_due is None else _POLL_KILL_SECONDS
+    ((started, code),) = run_until([job], context, done, every=every)
+    if started.timed_out:
+        failure = f"no end after {started.seconds:.0f} s, killed; see {job.log}"
+    elif code and not started.done:
+        failure = f"ended by itself with exit code {code}: {'; '.join(last_error_lines(job.log))}"
+    return Outcome(started.done, monitor.last_step, saving, failure)
 
 
 def _wait_for_exit(started: RunningJob, seconds: float) -> str:
@@ -82,13 +83,6 @@ def _wait_for_exit(started: RunningJob, seconds: float) -> str:
             return ""
         time.sleep(_POLL_SECONDS)
     left = processes_of(started.job.folder)
-    _kill_all(left)
+    kill_all(left)
     who = ", ".join(f"process {process.pid}" for process in left) or "the launcher"
     return f"{who} was still there {seconds:.0f} s after the kill"
-
-
-def newest_checkpoint(folder: Path) -> int:
-    """Step of the newest committed checkpoint of a run; 0 without any."""
-    from llm_pretrain.checkpoints.folders import committed_folders
-
-    return max(committed_folders(folder / "checkpoints"), default=0)

@@ -16,10 +16,11 @@ from llm_pretrain.audit.comparison import (
     compare_interrupted,
     compare_runs,
 )
-from llm_pretrain.audit.kills import newest_checkpoint, run_until
+from llm_pretrain.audit.kills import run_or_kill
 from llm_pretrain.audit.variants import ParityPlan, Variant
+from llm_pretrain.checkpoints.folders import folder_name, newest_step
 from llm_pretrain.errors import PretrainError
-from llm_pretrain.launch.jobs import Job, LaunchContext, RunningJob, last_error_lines, run_concurrently
+from llm_pretrain.launch.jobs import Job, LaunchContext, RunningJob, last_error_lines, run_until
 from llm_pretrain.launch.options import say
 from llm_pretrain.runs.monitor import RunMonitor
 from llm_pretrain.runs.rows import read_rows
@@ -53,14 +54,13 @@ def _run_variants(plan: ParityPlan, context: LaunchContext) -> list[Run]:
 
     # small jobs first, since several of them fit at a time
     jobs = sorted(variants, key=lambda job: job.world_size)
-    run_concurrently(jobs, context, on_start=lambda job: say(f"start {variants[job]}"), on_end=on_end)
+    run_until(jobs, context, on_start=lambda job: say(f"start {variants[job]}"), on_end=on_end)
     return [ended[variant] for variant in plan.variants]
 
 
 def _find_ties(plan: ParityPlan, context: LaunchContext, reference: Run, run: Run, step: int) -> str:
     """As `FindTies`: both are launched again, for their parameters before the step."""
     from llm_pretrain.audit.ties import find_ties
-    from llm_pretrain.checkpoints.folders import folder_name
     from llm_pretrain.checkpoints.opening import open_model
 
     before, kept = str(step - 1), str(max(2, plan.steps))
@@ -70,8 +70,7 @@ def _find_ties(plan: ParityPlan, context: LaunchContext, reference: Run, run: Ru
     options = ("--checkpoint.save_steps", before, "--checkpoint.keep_last", kept)
     variants = [reference.variant, run.variant]
     jobs = [_job(plan, each, f"{each.name}-step-{before}", *options) for each in variants]
-    missing = [job for job in jobs if not job.folder.exists()]
-    run_concurrently(missing, context, on_start=lambda job: None, on_end=lambda started, exit_code: None)
+    run_until([job for job in jobs if not job.folder.exists()], context)
     folders = [job.folder / "checkpoints" / folder_name(step - 1) for job in jobs]
     rows = [each.rows[step] for each in (reference, run)]
     try:
@@ -128,8 +127,8 @@ def run_attempts(
     attempts: list[Attempt] = []
     for number, job in enumerate(jobs):
         step = kills[number] if number < len(kills) else None
-        checkpoint, rows_before = newest_checkpoint(job.folder), len(written_steps(job))
-        done = run_until(job, context, None if step is None else partial(has_row, step=step))
+        checkpoint, rows_before = newest_step(job.folder / "checkpoints"), len(written_steps(job))
+        done = run_or_kill(job, context, None if step is None else partial(has_row, step=step))
         problem = done.failure
         if step is not None and not done.killed and not problem:
             problem = f"was done before it could be killed after step {step}; ask for more --steps"

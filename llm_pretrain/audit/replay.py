@@ -11,15 +11,16 @@ from typing import Any
 
 from llm_pretrain.audit.segment_comparison import SegmentResult, compare_segment
 from llm_pretrain.audit.segments import Leg, ReplayPlan, Segment, rows_of_segment
+from llm_pretrain.checkpoints.folders import folder_name
 from llm_pretrain.config.loading import dump_yaml
 from llm_pretrain.errors import PretrainError
-from llm_pretrain.launch.jobs import Job, LaunchContext, RunningJob, last_error_lines
+from llm_pretrain.launch.jobs import Job, LaunchContext, last_error_lines, run_until
 from llm_pretrain.launch.options import as_options, say
 from llm_pretrain.runs.attempts import read_attempts
 from llm_pretrain.runs.monitor import RunMonitor
 from llm_pretrain.runs.replays import HELD
 
-_NEVER, _POLL_SECONDS = (1 << 31) - 1, 0.02
+_NEVER = (1 << 31) - 1
 
 
 def replay_segment(plan: ReplayPlan, segment: Segment, context: LaunchContext) -> SegmentResult:
@@ -117,19 +118,15 @@ def run_leg(job: Job, context: LaunchContext, last: int, *, saves: bool) -> list
         Why it ended before, with the end of its output; empty where it did not.
     """
     is_done = reaches(job.folder, last, saves=saves)
-    with RunningJob(job, context, range(job.world_size)) as started:
-        while (code := started.poll()) is None and not is_done():
-            time.sleep(_POLL_SECONDS)
-        if is_done():
-            return []
-        how = f"no end after {started.seconds:.0f} s, killed" if started.timed_out else f"exit code {code}"
+    ((started, code),) = run_until([job], context, lambda _: is_done())
+    if is_done():
+        return []
+    how = f"no end after {started.seconds:.0f} s, killed" if started.timed_out else f"exit code {code}"
     return [f"{how} before step {last}; its output: {job.log}", *last_error_lines(job.log)]
 
 
 def reaches(folder: Path, last: int, *, saves: bool) -> Callable[[], bool]:
     """A function that tells whether a run has committed the checkpoint of a step, or written its row."""
-    from llm_pretrain.checkpoints.folders import folder_name
-
     monitor, checkpoint = RunMonitor(folder), folder / "checkpoints" / folder_name(last)
 
     def is_done() -> bool:

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from llm_pretrain.audit.comparison import SAMPLES, Rows, shorten
-from llm_pretrain.audit.kills import newest_checkpoint
-from llm_pretrain.checkpoints.folders import committed_folders, folder_name
+from llm_pretrain.checkpoints.folders import committed_folders, folder_name, newest_step
 from llm_pretrain.checkpoints.manifest import Manifest, find_damage, read_manifest
 from llm_pretrain.checkpoints.opening import CheckpointTensors
 from llm_pretrain.errors import PretrainError
@@ -50,7 +49,7 @@ class FolderState(NamedTuple):
 def scan_folder(folder: Path) -> FolderState:
     """The present state of a run's folder, which may not exist."""
     rows, starts = (len(_lines(folder / name)) for name in ("metrics.jsonl", "attempts.jsonl"))
-    return FolderState(newest_checkpoint(folder), rows, starts)
+    return FolderState(newest_step(folder / "checkpoints"), rows, starts)
 
 
 def _lines(file: Path) -> list[dict[str, Any]]:

@@ -79,6 +79,11 @@ def committed_folders(parent: Path) -> dict[int, Path]:
     return dict(sorted({**replaced, **committed}.items()))
 
 
+def newest_step(parent: Path) -> int:
+    """Step of the newest committed folder; 0 without any."""
+    return max(committed_folders(parent), default=0)
+
+
 def commit_folder(temporary: Path, name: str) -> Path:
     """Rename a completely written temporary folder to `name`, in the same parent folder.
 

@@ -40,7 +40,15 @@ from llm_pretrain.forecast.measurements import (
 )
 from llm_pretrain.forecast.points import POINTS_FILE, RUNS_FOLDER, Ladder, Rung, write_points
 from llm_pretrain.forecast.scaling_law import LEAST_SIZES
-from llm_pretrain.launch.jobs import Job, LaunchContext, Machine, RunningJob, last_error_lines, processes_of
+from llm_pretrain.launch.jobs import (
+    Job,
+    LaunchContext,
+    Machine,
+    RunningJob,
+    last_error_lines,
+    processes_of,
+    run_until,
+)
 from llm_pretrain.launch.options import say
 from llm_pretrain.runs.record import quantity
 from llm_pretrain.tracking.console import time_text
@@ -174,36 +182,27 @@ class Runner:
         """
         flops = {run: run.trained_steps * self.sizes.of(run.hidden_size).step_flops for run in self.runs}
         waiting = [run for run in longest_first(flops) if not self._progress(run).has_ended(run.end)]
-        running: list[tuple[RunningJob, Run, int]] = []
-        free = list(range(slots_of(self.context.machine, self.ladder.threads)))
-        try:
-            while waiting or running:
-                unfinished = [*waiting, *(run for _, run, _ in running)]
-                for run in [each for each in waiting if not any(map(each.follows, unfinished))]:
-                    if not free:
-                        break
-                    waiting.remove(run)
-                    if not any(run.follows(each) and self._progress(each).has_diverged for each in self.runs):
-                        slot = free.pop(0)
-                        running.append((self._launch(run, slot), run, slot))
-                time.sleep(_POLL_SECONDS)
-                for entry in list(running):
-                    job, run, slot = entry
-                    if (code := job.poll()) is not None:
-                        running.remove(entry)
-                        free = sorted([*free, slot])
-                        self._ended(job, run, code)
-        except BaseException:
-            stop([job for job, _, _ in running])
-            raise
+        runs = {job_of(self._folder(run), self.ladder.threads): run for run in waiting}
+        run_until(
+            list(runs),
+            self.context,
+            after={
+                job: [other for other, each in runs.items() if run.follows(each)] for job, run in runs.items()
+            },
+            on_start=lambda job: self._prepare(runs[job]),
+            on_end=lambda started, code: self._ended(started, runs[started.job], code),
+            stop_seconds=_STOP_SECONDS,
+        )
         self._clean()
 
-    def _launch(self, run: Run, slot: int) -> RunningJob:
-        folder = self._folder(run)
-        file = folder.with_suffix(".yaml")
-        make_folder(folder.parent)
+    def _prepare(self, run: Run) -> bool:
+        """Write the configuration of a run; False for one that would follow a diverged one."""
+        if any(run.follows(each) and self._progress(each).has_diverged for each in self.runs):
+            return False
+        file = self._folder(run).with_suffix(".yaml")
+        make_folder(file.parent)
         replace_text(file, dump_yaml(run_config(self.ladder, run)))
-        return launch(file, folder, self.ladder.threads, self.context, [slot])
+        return True
 
     def _ended(self, job: RunningJob, run: Run, code: int) -> None:
         progress = self._progress(run)
@@ -235,12 +234,10 @@ class Runner:
         return read_progress(self._folder(run))
 
 
-def launch(
-    file: Path, folder: Path, threads: int, context: LaunchContext, slots: Sequence[int]
-) -> RunningJob:
-    """Start a training of the configuration in `file`, one process for each of the slots."""
-    options, log = ("--config", str(file)), folder.with_name(f"{folder.name}.log")
-    return RunningJob(Job("torchrun", len(slots), folder, log, options, threads), context, slots)
+def job_of(folder: Path, threads: int, world_size: int = 1) -> Job:
+    """A training in `folder`, of the configuration in the file beside it."""
+    options, log = ("--config", str(folder.with_suffix(".yaml"))), folder.with_name(f"{folder.name}.log")
+    return Job("torchrun", world_size, folder, log, options, threads)
 
 
 def failure(job: RunningJob, name: str, code: int) -> PretrainError:
@@ -250,20 +247,6 @@ def failure(job: RunningJob, name: str, code: int) -> PretrainError:
     error = PretrainError(f"{name} {how}: {lines[-1] if lines else 'no output'}; {job.job.log} has all of it")
     error.exit_code = code if 0 < code < 128 else ResourceError.exit_code if code else 1
     return error
-
-
-def stop(jobs: Sequence[RunningJob]) -> None:
-    """Let runs save and end, then kill those that are left."""
-    try:
-        for job in jobs:
-            if job.poll() is None:
-                job.process.terminate()
-        deadline = time.monotonic() + _STOP_SECONDS
-        while time.monotonic() < deadline and any(job.poll() is None for job in jobs):
-            time.sleep(_POLL_SECONDS)
-    finally:  # also at a second signal
-        for job in jobs:
-            job.kill()
 
 
 def end_orphans(folders: Iterable[Path]) -> None:
@@ -313,33 +296,39 @@ def measure_steps(
         PretrainError: a run failed.
     """
     folder, is_kept = folder.resolve(), False  # its absolute name finds the processes
-    jobs, started = list[RunningJob](), time.time()
-    folders = [folder / f"{number}" for number in range(len(configs))]
-    end_orphans(folders)  # of a measurement that was killed
+    jobs = [
+        job_of(folder / f"{number}", config.distributed.cpu_threads or 1, world_size)
+        for number, config in enumerate(configs)
+    ]
+    rows: dict[Job, Sequence[dict[str, Any]]] = {job: [] for job in jobs}
+    started = time.time()
+    end_orphans(job.folder for job in jobs)  # of a measurement that was killed
     shutil.rmtree(folder, ignore_errors=True)
     make_folder(folder)
+
+    def are_measured(running: RunningJob) -> bool:
+        if not all(map(_is_measured, rows.values())):
+            rows[running.job] = read_progress(running.job.folder).rows
+        return all(map(_is_measured, rows.values()))
+
+    def ended(running: RunningJob, code: int) -> None:
+        if not running.done:
+            raise failure(running, "the measurement of the speed", code)
+
     try:
-        for number, (own, config) in enumerate(zip(folders, configs, strict=True)):
-            replace_text(file := own.with_suffix(".yaml"), dump_yaml(config))
-            slots = range(number * world_size, (number + 1) * world_size)
-            jobs.append(launch(file, own, config.distributed.cpu_threads or 1, context, slots))
-        while not all(map(_is_measured, progress := [read_progress(own).rows for own in folders])):
-            time.sleep(_POLL_SECONDS)
-            for job in jobs:
-                if (code := job.poll()) is not None:
-                    raise failure(job, "the measurement of the speed", code)
+        for job, config in zip(jobs, configs, strict=True):
+            replace_text(job.folder.with_suffix(".yaml"), dump_yaml(config))
+        run_until(jobs, context, are_measured, every=_POLL_SECONDS, on_end=ended)
     except PretrainError:
         is_kept = True  # the message names a log there
         raise
     finally:
-        for job in jobs:
-            job.kill()
         if not is_kept:
             shutil.rmtree(folder, ignore_errors=True)
     found = []
-    for rows in progress:
-        seconds = statistics.median(row["perf/step_seconds"] for row in rows[1:])
-        found.append((seconds, max(0.0, rows[0]["time"] - started - seconds)))
+    for measured in rows.values():
+        seconds = statistics.median(row["perf/step_seconds"] for row in measured[1:])
+        found.append((seconds, max(0.0, measured[0]["time"] - started - seconds)))
     return found
 
 

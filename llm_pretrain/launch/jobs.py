@@ -9,8 +9,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,6 @@ _LAUNCHER_VARIABLES = (
     *("MASTER_ADDR", "MASTER_PORT"),
 )
 _POLL_SECONDS, _KILL_SECONDS = 0.02, 60
-_POLL_KILL_SECONDS = 0.001
 _LOG_LINES, _LOG_LINE_CHARACTERS = 4, 300
 _LAUNCHER_ERRORS = ("ChildFailedError", "CalledProcessError")
 """What torchrun and accelerate raise about a script that failed."""
@@ -120,10 +119,14 @@ class RunningJob:
         job: What to start.
         context: Where to start it.
         gpus: Numbers of the GPUs that the job may use; ignored on a machine without GPUs.
+
+    Attributes:
+        timed_out: Whether it was killed at the time limit.
+        done: Whether it was killed because `run_until` was told that it is done.
     """
 
     def __init__(self, job: Job, context: LaunchContext, gpus: Sequence[int] = ()):
-        self.job, self.timed_out = job, False
+        self.job, self.timed_out, self.done = job, False, False
         self.started = time.monotonic()
         self._deadline = self.started + context.timeout_seconds
         self._workers: list[psutil.Process] = []
@@ -176,11 +179,11 @@ def kill_tree(process: subprocess.Popen[bytes], children: Sequence[psutil.Proces
     """SIGKILL to a process, to `children` that are already known, and to all others of its children."""
     found = list(children)
     for _ in range(2):  # first the children that are already listed, then those started since
-        _kill_all(found)
+        kill_all(found)
         if process.poll() is None:  # otherwise the process ID may belong to another process
             with suppress(psutil.Error):
                 found = psutil.Process(process.pid).children(recursive=True)
-    _kill_all(found)
+    kill_all(found)
     with suppress(ProcessLookupError):
         process.kill()
     with suppress(subprocess.TimeoutExpired):  # a process may hang in a driver, where no signal reaches it
@@ -188,7 +191,8 @@ def kill_tree(process: subprocess.Popen[bytes], children: Sequence[psutil.Proces
     psutil.wait_procs([*children, *found], timeout=10)
 
 
-def _kill_all(processes: Sequence[psutil.Process]) -> None:
+def kill_all(processes: Sequence[psutil.Process]) -> None:
+    """SIGKILL to those that still run."""
     for process in processes:
         with suppress(psutil.Error):
             process.kill()
@@ -265,38 +269,75 @@ def processes_of(folder: Path) -> list[psutil.Process]:
     return found
 
 
-def run_concurrently(
+def run_until(
     jobs: Sequence[Job],
     context: LaunchContext,
+    done: Callable[[RunningJob], bool] = lambda started: False,
     *,
-    on_start: Callable[[Job], None],
-    on_end: Callable[[RunningJob, int], None],
-) -> None:
-    """Run all jobs in their order, as many at a time as fit; an exception kills the running ones.
+    every: float = _POLL_SECONDS,
+    after: Mapping[Job, Collection[Job]] | None = None,
+    on_start: Callable[[Job], bool | None] = lambda job: None,
+    on_end: Callable[[RunningJob, int], None] = lambda started, code: None,
+    stop_seconds: float = 0.0,
+) -> list[tuple[RunningJob, int]]:
+    """Run jobs in their order, as many at a time as fit, each to its end or until it is done.
 
-    With GPUs a job takes one GPU per process; without, one core per thread of each process.
+    With GPUs a job takes one GPU per process; without, one core per thread of each process. An exception,
+    also of a signal, ends all that run.
+
+    Args:
+        jobs: What to start.
+        context: Where to start it.
+        done: Asked of each running job whether it is killed now; what it kills itself counts too.
+        every: Seconds between two such questions.
+        after: Job to those of the others that must have ended before it starts.
+        on_start: Called before a start; False leaves the job out.
+        on_end: Called with each job that has ended and its exit code.
+        stop_seconds: After an exception, how long jobs have to save and end before they are killed.
+
+    Returns:
+        What was started, with its exit code, in the order of the ends.
     """
-    waiting, running = list(jobs), list[tuple[RunningJob, list[int]]]()
-    free = list(range(context.machine.gpus or context.machine.cores))
-    try:
-        while waiting or running:
-            for job in list(waiting):
-                needed = job.world_size * (1 if context.machine.gpus else job.threads)
-                if needed > len(free) and running:
-                    continue
-                taken, free = free[:needed], free[needed:]
-                waiting.remove(job)
-                on_start(job)
-                running.append((RunningJob(job, context, taken), taken))
-            time.sleep(_POLL_SECONDS)
-            for started, taken in list(running):
-                if (code := started.poll()) is not None:
-                    running.remove((started, taken))
-                    free = sorted([*free, *taken])
-                    on_end(started, code)
-    finally:
-        for started, _ in running:
-            started.kill()
+    waiting, running, ended = list(jobs), list[tuple[RunningJob, list[int]]](), list[tuple[RunningJob, int]]()
+    free, after = list(range(context.machine.gpus or context.machine.cores)), after or {}
+    with ExitStack() as started_jobs:
+        try:
+            while waiting or running:
+                for job in list(waiting):
+                    needed = job.world_size * (1 if context.machine.gpus else job.threads)
+                    unfinished = {*waiting, *(started.job for started, _ in running)}
+                    if (needed > len(free) and running) or not unfinished.isdisjoint(after.get(job, ())):
+                        continue
+                    waiting.remove(job)
+                    if on_start(job) is not False:
+                        taken, free = free[:needed], free[needed:]
+                        started = started_jobs.enter_context(RunningJob(job, context, taken))
+                        running.append((started, taken))
+                for started, taken in list(running):
+                    if (code := started.poll()) is None and done(started):
+                        started.done, code = True, -signal.SIGKILL
+                        started.kill()
+                    if code is not None:
+                        running.remove((started, taken))
+                        free = sorted([*free, *taken])
+                        ended.append((started, code))
+                        on_end(started, code)
+                time.sleep(every)
+        except BaseException:
+            if stop_seconds:
+                _stop([started for started, _ in running], stop_seconds)
+            raise
+    return ended
+
+
+def _stop(jobs: Sequence[RunningJob], seconds: float) -> None:
+    """Ask jobs to save and end, and wait so long for it."""
+    for job in jobs:
+        if job.poll() is None:
+            job.process.terminate()
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and any(job.poll() is None for job in jobs):
+        time.sleep(_POLL_SECONDS)
 
 
 @contextmanager

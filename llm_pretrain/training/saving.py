@@ -26,7 +26,7 @@ import torch
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from llm_pretrain.checkpoints.folders import committed_folders, folder_name
+from llm_pretrain.checkpoints.folders import folder_name, newest_step
 from llm_pretrain.checkpoints.manifest import ResumePoint, RunFacts, model_fingerprint
 from llm_pretrain.checkpoints.state import HostBuffers
 from llm_pretrain.checkpoints.store import CheckpointStore
@@ -133,7 +133,7 @@ class CheckpointManager:
             )
         if found and (wrong := Progress.wrong_extra(found.run.extra)):
             raise CheckpointError(f"{found.path}: manifest.json: {wrong}; move it out of the folder")
-        newest = max(committed_folders(self.folder.weights), default=0)
+        newest = newest_step(self.folder.weights)
         step = found.step if found else 0
         if newest > step:
             self.notes.append(

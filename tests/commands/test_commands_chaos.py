@@ -261,7 +261,7 @@ def result_of(
 ) -> tuple[Result, str]:
     """Result and output of fabricated attempts; the first is the uninterrupted run."""
     waiting = list(attempts)
-    monkeypatch.setattr(kills, "run_until", lambda job, *_: waiting.pop(0)(job.folder))
+    monkeypatch.setattr(kills, "run_or_kill", lambda job, *_: waiting.pop(0)(job.folder))
     result, said = Result(), list[str]()
     run_chaos(plan, LaunchContext(plan.scripts, Machine(0, 2), 1.0), result, say=said.append)
     assert not waiting

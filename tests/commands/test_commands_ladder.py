@@ -28,10 +28,11 @@ from llm_pretrain.errors import EXIT_PREEMPTED, ConfigError, DivergedError, Pret
 from llm_pretrain.forecast import ladder_training as _ladder_runs
 from llm_pretrain.forecast.budget import Speed
 from llm_pretrain.forecast.family import Sizes
-from llm_pretrain.forecast.ladder_runs import Run, ladder_runs, run_config, run_folder, rung_runs, with_store
+from llm_pretrain.forecast.ladder_runs import ladder_runs, run_config, run_folder, rung_runs, with_store
 from llm_pretrain.forecast.ladder_training import (
     Runner,
     failure,
+    job_of,
     measure_steps,
     measured_rungs,
     slots_of,
@@ -40,6 +41,7 @@ from llm_pretrain.forecast.ladder_training import (
 )
 from llm_pretrain.forecast.measurements import flops_per_second, read_ladder, used_flops
 from llm_pretrain.forecast.points import RUNS_FOLDER, Ladder, read_points
+from llm_pretrain.launch import jobs
 from llm_pretrain.launch.jobs import Job, LaunchContext, Machine, processes_of
 from llm_pretrain.runs.rows import read_metrics
 
@@ -358,7 +360,8 @@ def test_a_speed_far_from_the_guess_is_measured_again_once(
 class EndedJob:
     """A job that has trained as soon as it is started, or diverged."""
 
-    def __init__(self, folder: Path, end: int, loss: float | None):
+    def __init__(self, job: Job, end: int, loss: float | None):
+        self.job, folder = job, job.folder
         rows = [{"step": end, "time": 2.0, "eval/loss": loss, "perf/step_seconds": 0.5}]
         make_run(folder, rows)
         (folder / "status.json").write_text(
@@ -368,21 +371,28 @@ class EndedJob:
     def poll(self) -> int:
         return 0
 
+    def __enter__(self) -> EndedJob:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
 
 def test_decays_follow_their_stable_runs_and_none_a_diverged_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     ladder = make_ladder(tmp_path / "ladder", sizes=(32, 64, 96))
     started, printed = list[str](), list[str]()
+    runs = ladder_runs(ladder.rungs)
 
-    def launch(self: Runner, run: Run, _: int) -> EndedJob:
-        started.append(run.name)
-        return EndedJob(self._folder(run), run.end, None if run.hidden_size == 96 else 3.0)
+    def launch(job: Job, *_: object) -> EndedJob:
+        started.append(job.folder.name)
+        (run,) = [each for each in runs if each.name == job.folder.name]
+        return EndedJob(job, run.end, None if run.hidden_size == 96 else 3.0)
 
-    monkeypatch.setattr(Runner, "_launch", launch)
+    monkeypatch.setattr(jobs, "RunningJob", launch)
     monkeypatch.setattr(_ladder_runs, "say", printed.append)
     runner = Runner(ladder, LaunchContext(ROOT, Machine(0, 2), math.inf))
-    runs = ladder_runs(ladder.rungs)
     runner.run_all()
     assert sorted(started) == sorted(run.name for run in runs if not (run.begin and run.hidden_size == 96))
     for run in runs:
@@ -403,8 +413,7 @@ def test_decays_follow_their_stable_runs_and_none_a_diverged_one(
 
 @pytest.mark.parametrize(("code", "exit_code"), [(75, 75), (1, 1), (0, 1), (-9, 71), (137, 71)])
 def test_a_run_that_is_killed_is_a_lost_process(tmp_path: Path, code: int, exit_code: int):
-    job = EndedJob(tmp_path / "run", 1, None)
-    job.job = Job("torchrun", 1, tmp_path / "run", tmp_path / "run.log", (), 1)
+    job = EndedJob(job_of(tmp_path / "run", 1), 1, None)
     assert failure(job, "run", code).exit_code == exit_code  # type: ignore[arg-type]  # what is used of it
 
 
@@ -414,7 +423,7 @@ def test_a_measurement_ends_the_processes_of_its_own_folder_alone(
     """Not of a ladder with the same name that was started elsewhere: its command has no relative folder."""
     folders = list[Path]()
     monkeypatch.setattr(_ladder_runs, "end_orphans", folders.extend)
-    monkeypatch.setattr(_ladder_runs, "launch", lambda _, folder, *__: folders.append(folder) or 1 / 0)
+    monkeypatch.setattr(jobs, "RunningJob", lambda job, *_: folders.append(job.folder) or 1 / 0)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ZeroDivisionError):
         measure_steps([preset("ladder")], Path("measuring"), LaunchContext(ROOT, Machine(0, 2), math.inf))
@@ -428,7 +437,7 @@ def test_a_measurement_leaves_its_logs_only_where_a_run_failed(
     def launch(*_: object) -> NoReturn:
         raise error
 
-    monkeypatch.setattr(_ladder_runs, "launch", launch)
+    monkeypatch.setattr(jobs, "RunningJob", launch)
     with pytest.raises((KeyboardInterrupt, PretrainError)):
         measure_steps([preset("ladder")], tmp_path / "m", LaunchContext(ROOT, Machine(0, 2), math.inf))
     assert (tmp_path / "m" / "0.yaml").exists() == is_kept

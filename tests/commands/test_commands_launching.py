@@ -24,7 +24,7 @@ from llm_pretrain.launch.jobs import (
     RunningJob,
     exit_on_signals,
     launch_settings,
-    run_concurrently,
+    run_until,
 )
 from llm_pretrain.launch.options import choose_output, create_output
 
@@ -155,11 +155,59 @@ def test_an_ignored_sighup_stays_ignored():
 def test_a_job_beyond_its_time_limit_is_killed(tmp_path: Path):
     (tmp_path / "train_pretrain.py").write_text("import time; time.sleep(60)")
     ended = []
-    run_concurrently(
-        [job(tmp_path)], context(tmp_path, timeout=0.3), on_start=lambda _: None,
-        on_end=lambda launched, code: ended.append((launched.timed_out, code)),
-    )  # fmt: skip
-    assert ended == [(True, -9)]
+    run_until(
+        [job(tmp_path)],
+        context(tmp_path, timeout=0.3),
+        on_end=lambda launched, code: ended.append((launched.timed_out, launched.done, code)),
+    )
+    assert ended == [(True, False, -9)]
+
+
+def test_a_job_that_is_done_is_killed_and_the_next_one_starts(tmp_path: Path):
+    """`after`: the second waits for the first, though both would fit."""
+    (tmp_path / "train_pretrain.py").write_text(
+        "import pathlib, sys, time\npathlib.Path(sys.argv[-1]).touch()\ntime.sleep(60)"
+    )
+    first, second = job(tmp_path, 0), job(tmp_path, 1)
+
+    def done(launched: RunningJob) -> bool:
+        return launched.job.folder.exists()
+
+    def may_start(starting: Job) -> None:
+        assert starting is first or first.folder.exists()
+
+    ended = run_until([second, first], context(tmp_path), done, after={second: [first]}, on_start=may_start)
+    assert [(launched.job, launched.done, code) for launched, code in ended] == [
+        (first, True, -9),
+        (second, True, -9),
+    ]
+    assert all(launched.process.returncode == -9 for launched, _ in ended)
+
+
+def test_an_exception_ends_every_job_and_lets_it_save_where_asked(tmp_path: Path):
+    (tmp_path / "train_pretrain.py").write_text(
+        "import pathlib, signal, sys, time\n"
+        "folder = pathlib.Path(sys.argv[-1])\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(folder.with_suffix('.saved').touch()))\n"
+        "folder.touch()\n"
+        "time.sleep(60)"
+    )
+    jobs, launched = [job(tmp_path, number) for number in range(2)], list[RunningJob]()
+
+    def fails(running: RunningJob) -> bool:
+        launched.append(running)
+        if all(each.folder.exists() for each in jobs):
+            raise ZeroDivisionError
+        return False
+
+    for seconds in (0.0, 60.0):
+        with pytest.raises(ZeroDivisionError):
+            run_until(jobs, context(tmp_path), fails, stop_seconds=seconds)
+        assert {each.process.returncode for each in launched} == {0 if seconds else -9}
+        assert all(each.folder.with_suffix(".saved").exists() == bool(seconds) for each in jobs)
+        launched.clear()
+        for each in jobs:
+            each.folder.unlink()
 
 
 def test_jobs_run_concurrently_where_their_processes_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -184,10 +232,15 @@ def test_jobs_run_concurrently_where_their_processes_fit(tmp_path: Path, monkeyp
             Fake.running -= self.job.world_size
             return 0
 
+        def __enter__(self) -> Fake:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
     monkeypatch.setattr(_launching, "RunningJob", Fake)
-    monkeypatch.setattr(_launching, "_POLL_SECONDS", 0)
     jobs = [job(tmp_path, number, size) for number, size in enumerate((1, 1, 1, 2, 2))]
-    run_concurrently(jobs, context(tmp_path), on_start=lambda _: None, on_end=lambda *_: None)
+    run_until(jobs, context(tmp_path), every=0)
     assert len(started) == len(jobs)
     assert most == 2
     assert Fake.running == 0

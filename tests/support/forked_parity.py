@@ -26,11 +26,11 @@ def run_forked(
     jobs: Sequence[Job],
     context: LaunchContext,
     *,
-    on_start: Callable[[Job], None],
-    on_end: Any,
+    on_start: Callable[[Job], object] = lambda job: None,
+    on_end: Any = lambda started, code: None,
     before: Sequence[tuple[str, list[Any]]] = (),
 ) -> None:
-    """As `run_concurrently`, one job after another; `before` as in `launch`."""
+    """As `run_until`, one job after another; `before` as in `launch`."""
     for job in jobs:
         on_start(job)
         started = time.monotonic()
@@ -46,7 +46,7 @@ def run_forked(
 def run_parity(options: Sequence[str], before: Sequence[tuple[str, list[Any]]] = ()) -> int:
     """Exit code of `llm-pretrain parity`; `before` is called in every rank, to inject a fault."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parity, "run_concurrently", partial(run_forked, before=before))
+        patch.setattr(parity, "run_until", partial(run_forked, before=before))
         return main(["parity", *options])
 
 

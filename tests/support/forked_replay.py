@@ -20,6 +20,7 @@ from support.launching import ForkedLaunch
 from llm_pretrain.__main__ import main
 from llm_pretrain.audit import replay
 from llm_pretrain.checkpoints.manifest import file_digest, read_manifest, write_manifest
+from llm_pretrain.launch import jobs
 from llm_pretrain.launch.jobs import Job, LaunchContext, Machine, launch_settings
 
 
@@ -27,7 +28,7 @@ class ForkedJob:
     """As `RunningJob`, with forked ranks."""
 
     def __init__(self, job: Job, context: LaunchContext, gpus: Sequence[int] = ()):
-        self.job, self.timed_out, self._began = job, False, time.monotonic()
+        self.job, self.timed_out, self.done, self._began = job, False, False, time.monotonic()
         job.log.parent.mkdir(parents=True, exist_ok=True)
         file = job.log.with_suffix(".accelerate.yaml")
         file.write_text(
@@ -46,11 +47,14 @@ class ForkedJob:
         self.job.log.write_text(self.launch.output)
         return int(any(codes))
 
+    def kill(self) -> None:
+        self.launch.ranks.send(signal.SIGKILL)
+
     def __enter__(self) -> ForkedJob:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.launch.ranks.send(signal.SIGKILL)
+        self.kill()
         self.launch.finish()
 
 
@@ -60,14 +64,14 @@ CONTEXT = LaunchContext(Path(), Machine(0, 2), 600.0)
 def launch_until(job: Job, last: int) -> None:
     """Launch a run on forked ranks, and kill them once the checkpoint of a step is committed."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replay, "RunningJob", ForkedJob)
+        patch.setattr(jobs, "RunningJob", ForkedJob)
         assert not replay.run_leg(job, CONTEXT, last, saves=True)
 
 
 def run_replay(run: Path, output: Path, *options: str) -> tuple[int, dict[str, Any]]:
     """Exit code and replay.json of a call with forked ranks."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replay, "RunningJob", ForkedJob)
+        patch.setattr(jobs, "RunningJob", ForkedJob)
         code = main(["replay", str(run), "--output", str(output), *options])
     return code, json.loads((output / "replay.json").read_text())
 

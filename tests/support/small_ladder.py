@@ -17,8 +17,8 @@ from support.fork_server import PR_SET_PDEATHSIG
 
 import train_pretrain
 from llm_pretrain import __main__
-from llm_pretrain.forecast import budget, family
-from llm_pretrain.forecast import ladder_training as _ladder_runs
+from llm_pretrain.forecast import budget, family, ladder_training
+from llm_pretrain.launch import jobs
 from llm_pretrain.launch.jobs import Job, LaunchContext, RunningJob
 
 budget.BRANCHES, budget.SMALLEST_BRANCHES = (2, 4), (2, 3, 4)
@@ -27,7 +27,7 @@ budget.MIN_STEPS = 10
 budget.MIN_TOKENS = 1
 family.MIN_HEADS = 1
 budget.MAX_EPOCHS = 1000.0
-_ladder_runs.MEASURED_SECONDS = 1.0
+ladder_training.MEASURED_SECONDS = 1.0
 
 
 class ForkedProcess:
@@ -78,7 +78,7 @@ class ForkedJob(RunningJob):
     """A run of one process without its imports."""
 
     def __init__(self, job: Job, context: LaunchContext, gpus: Sequence[int] = ()):
-        self.job, self.timed_out, self.started = job, False, time.monotonic()
+        self.job, self.timed_out, self.done, self.started = job, False, False, time.monotonic()
         self._deadline = self.started + context.timeout_seconds
         self._workers = []
         self.process = ForkedProcess(job)  # type: ignore[assignment]  # what is used of Popen
@@ -91,7 +91,7 @@ def _die_with_parent() -> None:
 
 
 if "LAUNCH_RUNS" not in os.environ:
-    _ladder_runs.RunningJob = ForkedJob  # type: ignore[misc]
+    jobs.RunningJob = ForkedJob  # type: ignore[misc]
 
 if __name__ == "__main__":
     sys.exit(__main__.main())
