@@ -98,7 +98,7 @@ def make_plan(arguments: argparse.Namespace, machine: Machine) -> ChaosPlan:
         batches = min(config.evaluation.max_batches or _EVALUATION_BATCHES, _EVALUATION_BATCHES)
         forced |= {"evaluation.eval_steps": eval_steps, "evaluation.max_batches": batches}
         notes.append(f"evaluated every {eval_steps} steps, on {batches} batches at most")
-    scripts, options = find_scripts(arguments.scripts, paths), [*given, *as_options(forced)]
+    scripts, options = find_scripts(paths), [*given, *as_options(forced)]
     resolved = load_config(options)
     resolved = resolve_model(resolved, open_stores(resolved)[0].vocab_size)
     return ChaosPlan(

@@ -144,7 +144,7 @@ def make_plan(arguments: Namespace, machine: Machine) -> ReplayPlan:
         config=config,
         steps=sum(each.end - each.start for each in segments if each.legs),
         options=[],
-        scripts=find_scripts(arguments.scripts, sorted({leg.path for leg in legs})),
+        scripts=find_scripts(sorted({leg.path for leg in legs})),
         output=choose_output(arguments.output, f"replay-{config.run.name}"),
         threads=config.distributed.cpu_threads or 1,
         notes=notes,

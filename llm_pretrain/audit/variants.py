@@ -160,7 +160,7 @@ def make_plan(arguments: Namespace, machine: Machine) -> ParityPlan:
         forced |= {"training.spike_action": "skip"}
     options = [*given, *as_options(forced)]
     used = {each.path for each in launches}
-    scripts = find_scripts(arguments.scripts, [path for path in SCRIPTS if path in used])
+    scripts = find_scripts([path for path in SCRIPTS if path in used])
     resolved = load_config([*options, "--training.micro_batch_size", str(first.micro_batch_size)])
     return ParityPlan(
         config=resolve_model(resolved, open_stores(resolved)[0].vocab_size),

@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
     folder = (
         Path(arguments.output) if arguments.output else Path("ladders") / Path(arguments.input).resolve().name
     )
-    context = LaunchContext(find_scripts(None, ["torchrun"]), machine, math.inf)
+    context = LaunchContext(find_scripts(["torchrun"]), machine, math.inf)
     with locked(folder), exit_on_signals():
         try:
             ladder = continued(arguments, folder, base, store)

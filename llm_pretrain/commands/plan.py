@@ -219,7 +219,7 @@ def _measured_flops(
     rate *= min(world_size, slots_of(machine, ladder.threads))  # as if processes did not wait for each other
     best = best_of(forecast.choices(seconds * rate, arguments.max_parameters, evaluated))
     config = measured_config(_config(forecast, best, arguments), max(1, machine.cores // world_size))
-    context = LaunchContext(find_scripts(None, ["torchrun"]), machine, math.inf)
+    context = LaunchContext(find_scripts(["torchrun"]), machine, math.inf)
     try:  # in the ladder's folder, where the next command finds what a killed one left
         with FileLock(ladder.folder / LOCK, timeout=0), exit_on_signals():
             say(f"measuring steps of hidden size {best.size.hidden_size} on {world_size} processes")

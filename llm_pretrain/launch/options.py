@@ -72,10 +72,6 @@ def add_run_options(
         help=f"new folder for the runs and {command}.json (default: runs/{command}-NAME)",
     )  # fmt: skip
     parser.add_argument(
-        "--scripts", metavar="FOLDER",
-        help="folder of the scripts (default: the current folder, else the project's)",
-    )  # fmt: skip
-    parser.add_argument(
         "--timeout", type=float, default=timeout, metavar="SECONDS",
         help=f"{launch} that takes longer is killed and counts as failed (default: %(default)g)",
     )  # fmt: skip
@@ -148,21 +144,20 @@ def check_timeout(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"--timeout: expected more than 0 seconds, found {arguments.timeout:g}")
 
 
-def find_scripts(given: str | None, paths: Sequence[str]) -> Path:
-    """The folder with the scripts of these launch paths: as given, else the current, else the project's.
+def find_scripts(paths: Sequence[str]) -> Path:
+    """The folder with the scripts of these launch paths: the current one, else the project's.
 
     Raises:
         ConfigError: a script is missing.
     """
-    candidates = [Path(given)] if given else [Path.cwd(), PACKAGE_ROOT]
     missing: list[str] = []
-    for folder in candidates:
+    for folder in (Path.cwd(), PACKAGE_ROOT):
         missing = [SCRIPTS[path] for path in paths if not (folder / SCRIPTS[path]).is_file()]
         if not missing:
             return folder.resolve()
     raise ConfigError(
-        f"--scripts {candidates[-1]}: expected {', '.join(missing)} there, found none; start in the "
-        "project's folder, name the one with the scripts, or leave the path out of --paths"
+        f"{PACKAGE_ROOT}: expected {', '.join(missing)} there, found none; start in the folder with the "
+        "scripts, or leave the path out of --paths"
     )
 
 

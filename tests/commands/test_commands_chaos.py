@@ -384,7 +384,6 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         (["--timeout", "0"], 2, "--timeout: expected more than 0 seconds"),
         (["--training.precision", "fp16"], 2, "silently train in fp32"),
-        (["--scripts", "/nowhere"], 2, "--scripts /nowhere: expected train_pretrain.py"),
         (["--data.sources", "[{store: /nowhere}]"], 65, "/nowhere"),
     ],
 )

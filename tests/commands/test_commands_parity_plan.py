@@ -25,6 +25,7 @@ from llm_pretrain.commands import parity
 from llm_pretrain.config.distributed_config import DistributedConfig
 from llm_pretrain.errors import ConfigError
 from llm_pretrain.launch import jobs as _launching
+from llm_pretrain.launch import options as _options
 from llm_pretrain.launch.jobs import Machine
 
 TINY = str(ROOT / "configs" / "tiny-dense.yaml")
@@ -62,7 +63,6 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--training.micro_batch_size", "5"], 2, "training.global_batch_size"),
         (["--training.micro_batch_size", "24"], 2, "found 2 * 24 = 48; 2, 3, 4, 6 or 12 would"),
         (["--training.max_steps", "0"], 2, "training.max_steps: expected more than 0"),
-        (["--scripts", "/nowhere"], 2, "--scripts /nowhere: expected train_pretrain.py, train_pretr"),
         (["--paths", "torchrun", "--world-size", "1"], 2, "expected two or more runs of one precision"),
         (["--paths", "torchrun", "--world-size", "1", "--precision", "fp32,bf16"], 2, "to compare, found"),
         (["--world-size", "1", "--precision", "fp16"], 2, "silently train in fp32"),
@@ -97,14 +97,18 @@ def test_wrong_input_is_one_line_before_anything_is_launched(
 
 @pytest.mark.usefixtures("nothing_starts")
 def test_the_trainer_path_s_script_may_be_missing(
-    plain_store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    plain_store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
+    monkeypatch.setattr(_options, "PACKAGE_ROOT", tmp_path)
     for name in ("train_pretrain.py", "train_pretrain_accelerate.py"):
         (tmp_path / name).touch()
-    words = ["--paths", "torchrun,trainer", "--scripts", str(tmp_path), "--output", str(tmp_path / "out")]
+    words = ["--paths", "torchrun,trainer", "--output", str(tmp_path / "out")]
     sources = ["--data.sources", f"[{{store: {plain_store}}}]"]
     assert main(["parity", "--config", TINY, *sources, *words]) == 2
-    assert "expected examples/train_pretrain_trainer.py there, found none" in capsys.readouterr().err
+    assert (
+        f"{tmp_path}: expected examples/train_pretrain_trainer.py there, found none"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_rollback_is_compared_as_a_skip(plain_store: Path, tmp_path: Path):

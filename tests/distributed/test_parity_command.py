@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
@@ -102,8 +103,9 @@ def check_mistake(name: str, store: Path, folder: Path, printed: pytest.CaptureF
     """`parity` fails, and says which cell is wrong, from which step on, by which number."""
     mistake = MISTAKES[name]
     scripts, output = write_mistake(folder / "scripts", name), folder / "parity"
-    more = ("--steps", "4", "--scripts", str(scripts), *mistake.options)
-    code, result = parity(output, options("tiny-dense", store, output, *more))
+    more = ("--steps", "4", *mistake.options)
+    with chdir(scripts):
+        code, result = parity(output, options("tiny-dense", store, output, *more))
     text = printed.readouterr().out
     assert code == 1, text
     assert f"{mistake.cell} differs first at step {mistake.step} {mistake.key}: expected" in text
@@ -245,7 +247,8 @@ def test_a_silent_start_from_zero_is_a_violation(
     blind = ("support.process_faults:find_no_checkpoint", [])
     scripts, output = write_scripts(tmp_path / "scripts", blind), tmp_path / "parity"
     more = ("--paths", "torchrun", "--world-size", "1", "--steps", "30", "--interrupt", "torchrun@1:6")
-    code, _ = parity(output, options("tiny-dense", small_store, output, *more, "--scripts", str(scripts)))
+    with chdir(scripts):
+        code, _ = parity(output, options("tiny-dense", small_store, output, *more))
     printed = capsys.readouterr().out
     assert code == 1, printed
     assert "began at step 1, expected" in printed

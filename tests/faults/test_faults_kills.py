@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import chdir
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -94,8 +95,8 @@ MISTAKES = {
 def check_mistake(mistake: str, key: str, options: list[str], folder: Path) -> dict[str, Any]:
     """`chaos` fails on scripts with this mistake, by this key; returns the attempt that shows it."""
     scripts = write_scripts(folder / "scripts", (f"support.process_faults:{mistake}", []))
-    more = ("--world-size", "1", "--scripts", str(scripts), "--paths", "torchrun")
-    code, result = chaos(folder / "chaos", options, *more)
+    with chdir(scripts):
+        code, result = chaos(folder / "chaos", options, "--world-size", "1", "--paths", "torchrun")
     assert (code, result["verdict"]) == (1, "violated")
     *sound, last = result["attempts"]
     assert sound
