@@ -40,7 +40,7 @@ from golden_rows import (
 from support.fork_server import ROOT, ForkServer, Request, start_server
 from support.launching import NO_REPORT, TIMEOUT_SECONDS, Finished, checkpoint_tensors, launch_command
 
-from llm_pretrain.audit.checkpoint_checks import same_bits
+from llm_pretrain.audit.comparison import tensor_difference
 from llm_pretrain.checkpoints.manifest import read_manifest, write_manifest
 
 PRECISIONS = ("fp32", "bf16")
@@ -146,13 +146,7 @@ def compare_runs(old: Path, new: Path, first: int = 0) -> str | None:
 
     Rows before step `first`, with which a `new` that has continued `old` begins, are not compared.
     """
-    rows = [
-        {
-            step: {key: value for key, value in row.items() if not key.startswith(("time", "perf/"))}
-            for step, row in Finished(0, "", folder).rows.items()
-        }
-        for folder in (old, new)
-    ]
+    rows = [Finished(0, "", folder).rows for folder in (old, new)]
     if difference := first_difference({step: row for step, row in rows[0].items() if step >= first}, rows[1]):
         return difference
     for step in (MIDWAY, STEPS):
@@ -182,7 +176,8 @@ def compare_runs(old: Path, new: Path, first: int = 0) -> str | None:
 
 def same_tensor(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Same type, shape and bits, of zeros and NaN too."""
-    return left.dtype == right.dtype and left.shape == right.shape and same_bits(left, right)
+    alike = left.dtype == right.dtype and left.shape == right.shape
+    return alike and tensor_difference("", left, right) is None
 
 
 def compare(old: Tree, new: Tree, folder: Path, options: Sequence[str]) -> bool:

@@ -30,6 +30,7 @@ from llm_pretrain.audit.comparison import (
     SAMPLES,
     Tolerance,
     compare_rows,
+    exact_differences,
 )
 from llm_pretrain.config.loading import multiplies_in_bf16
 from llm_pretrain.data.prepare.preparation import Preparation, prepare_store
@@ -140,15 +141,8 @@ def environment_of(run: Finished) -> dict[str, Any]:
 
 def first_difference(left: Mapping[int, Any], right: Mapping[int, Any]) -> str | None:
     """The first step and key at which rows are not the same bits, in words; None where there is none."""
-    for step in sorted({*left, *right}):
-        if step not in left or step not in right:
-            return f"step {step}: expected {'no row' if step in right else 'a row'}"
-        mine, others = left[step], right[step]
-        for key in [*mine, *(key for key in others if key not in mine)]:
-            expected, found = (json.dumps(row.get(key, "missing")) for row in (mine, others))
-            if expected != found:
-                return f"step {step} {key}: expected {expected}, found {found}"
-    return None
+    steps = max({**left, **right}, default=0)
+    return next((each.text for each in exact_differences(left, right, steps=steps)), None)
 
 
 def out_of_bounds(golden: Mapping[int, Any], rows: Mapping[int, Any]) -> str | None:
@@ -159,7 +153,7 @@ def out_of_bounds(golden: Mapping[int, Any], rows: Mapping[int, Any]) -> str | N
     """
     bounds: dict[str, float] = dict.fromkeys((*LOSSES, GRAD_NORM), 1e-5)
     found = compare_rows(golden, rows, STEPS, Tolerance(SAMPLES, bounds, rerouted=REROUTED_BOUND))
-    return str(found.first) if found.first else None
+    return found.first.text if found.first else None
 
 
 def read_sets() -> list[GoldenSet]:

@@ -16,9 +16,8 @@ import torch
 
 from benchmarks import launching
 from benchmarks.gpu.parts import Context
-from llm_pretrain.audit.checkpoint_checks import same_bits
+from llm_pretrain.audit.comparison import tensor_differences
 from llm_pretrain.checkpoints.manifest import read_manifest
-from llm_pretrain.checkpoints.opening import CheckpointTensors
 
 STEPS, SAVED = 20, 10
 CPU_BOUND = 1e-5
@@ -128,21 +127,20 @@ class _Comparison:
             if key != "time" and not key.startswith("perf/") and one[step].get(key) != value
         ]
         missing = sorted(other) != list(range(SAVED + 1 if side == "resumed" else 1, STEPS + 1))
-        paths = [
+        first, last = (
             self._path(name, precision, each) / "checkpoints" / f"step-{STEPS:08d}"
             for each in ("torchrun", side)
-        ]
-        names = list(read_manifest(paths[0]).tensors)
-        tensors, theirs = (CheckpointTensors(path, read_manifest(path)) for path in paths)
-        with tensors, theirs:
-            other_bits = [key for key in names if not same_bits(tensors.read(key), theirs.read(key))]
+        )
+        mine, theirs = read_manifest(first), read_manifest(last)
+        other_bits = [each.name for each in tensor_differences(first, last, mine, theirs)]
         result = "identical"
         if missing:
             self.failed = True
             result = f"DIFFERS: rows of the steps {sorted(other)}"
         elif differing or other_bits:
             self.failed = True
-            result = f"DIFFERS: {differing[:2]}; {len(other_bits)} of {len(names)} tensors {other_bits[:3]}"
+            count = len(mine.tensors)
+            result = f"DIFFERS: {differing[:2]}; {len(other_bits)} of {count} tensors {other_bits[:3]}"
         losses = [one[1]["train/loss"], one[STEPS]["train/loss"]]
         self.context.emit(what, result[:600], loss=losses, loss_scale=one[STEPS].get("train/loss_scale"))
 

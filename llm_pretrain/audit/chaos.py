@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import psutil
 
-from llm_pretrain.audit.comparison import Rows
-from llm_pretrain.audit.kills import Outcome, run_or_kill
+from llm_pretrain.audit.comparison import Difference, Rows, exact_differences
 from llm_pretrain.audit.variants import build_variants, configured_mesh
 from llm_pretrain.checkpoints.folders import newest_step
 from llm_pretrain.config.loading import load_config, resolve_model
 from llm_pretrain.config.tree import Config
 from llm_pretrain.errors import ConfigError, PretrainError
-from llm_pretrain.launch.jobs import RESUMABLE_PATHS, SCRIPTS, Job, LaunchContext, Machine, RunningJob
+from llm_pretrain.launch.jobs import (
+    RESUMABLE_PATHS,
+    SCRIPTS,
+    Job,
+    LaunchContext,
+    Machine,
+    RunningJob,
+    kill_all,
+    last_error_lines,
+    processes_of,
+    run_until,
+)
 from llm_pretrain.launch.options import (
     LaunchPlan,
     as_options,
@@ -34,10 +44,6 @@ from llm_pretrain.launch.options import (
 from llm_pretrain.runs.monitor import RunMonitor
 from llm_pretrain.runs.rows import rows_of
 
-if TYPE_CHECKING:
-    from llm_pretrain.audit.run_checks import Violation
-
-
 PLACES = ("step", "start-up", "save")
 KILLS = ("all", "rank", "launcher")
 LAUNCHER_SECONDS, WORKER_SECONDS = 60.0, 30.0
@@ -45,6 +51,7 @@ LAUNCHER_SECONDS, WORKER_SECONDS = 60.0, 30.0
 _SLOW_STEPS = 3
 """Where a step, save or evaluation takes long, a limit is extended by this many of them."""
 _SAVE_STEPS, _EVALUATION_BATCHES = 4, 4
+_POLL_SECONDS, _POLL_KILL_SECONDS = 0.02, 0.001
 
 
 @dataclass(kw_only=True)
@@ -145,7 +152,7 @@ class Attempt:
     missed: bool
     began_at: int | None
     checkpoint: int
-    violation: Violation | None
+    violation: Difference | None
 
 
 @dataclass
@@ -244,20 +251,88 @@ def _run_next(plan: ChaosPlan, context: LaunchContext, number: int, reference: R
         attempt.began_at = next(iter([*written, *declared]), None)
         found = rows_of(folder)
         attempt.violation = (
-            (checks.Violation(outcome.failure, key="exit") if outcome.failure else None)
+            (Difference(None, "exit", text=outcome.failure) if outcome.failure else None)
             or checks.check_start(folder, before)
             or checks.check_committed(folder)
-            or checks.check_rows(reference, found, owed=checks.postponed_evaluation(folder))
+            or next(exact_differences(reference, found, owed=checks.postponed_evaluation(folder)), None)
         )
         if not outcome.killed:
             attempt.violation = (
                 attempt.violation
-                or checks.check_rows(reference, found, steps=plan.steps)
+                or next(exact_differences(reference, found, steps=plan.steps), None)
                 or checks.check_end(plan.output / "reference", folder, plan.steps)
             )
     except PretrainError as error:  # unreadable files are what the checks look for
-        attempt.violation = attempt.violation or checks.Violation(str(error))
+        attempt.violation = attempt.violation or Difference(None, None, text=str(error))
     return attempt, outcome.killed
+
+
+class Outcome(NamedTuple):
+    """How a started run ended.
+
+    Args:
+        killed: Whether it was killed; otherwise it ended by itself.
+        last_step: Of the rows that it had written when it was killed; None without any.
+        saved_step: Step of the checkpoint or weights that it was writing when it was killed.
+        failure: Why it did not end as it should; empty where it did.
+    """
+
+    killed: bool
+    last_step: int | None
+    saved_step: int | None
+    failure: str
+
+
+def run_or_kill(
+    job: Job,
+    context: LaunchContext,
+    is_due: Callable[[RunMonitor, int | None], bool] | None = None,
+    kill: Callable[[RunningJob], None] = RunningJob.kill,
+    exit_seconds: float = 60.0,
+) -> Outcome:
+    """Run a job to its end, or kill it when that is due.
+
+    Args:
+        job: What to start.
+        context: Where to start it.
+        is_due: Asked a thousand times a second, with the step that is being saved; None to let the run end.
+        kill: Sends the signals.
+        exit_seconds: Time limit from then until no process of the run is left.
+    """
+    monitor, saving, failure = RunMonitor(job.folder), None, ""
+
+    def done(started: RunningJob) -> bool:
+        nonlocal saving, failure
+        if is_due is None:
+            return False
+        monitor.update()
+        saving = monitor.step_being_saved()
+        if not is_due(monitor, saving):
+            return False
+        kill(started)
+        failure = _wait_for_exit(started, exit_seconds)
+        return True
+
+    every = _POLL_SECONDS if is_due is None else _POLL_KILL_SECONDS
+    ((started, code),) = run_until([job], context, done, every=every)
+    if started.timed_out:
+        failure = f"no end after {started.seconds:.0f} s, killed; see {job.log}"
+    elif code and not started.done:
+        failure = f"ended by itself with exit code {code}: {'; '.join(last_error_lines(job.log))}"
+    return Outcome(started.done, monitor.last_step, saving, failure)
+
+
+def _wait_for_exit(started: RunningJob, seconds: float) -> str:
+    """Wait until launcher and workers are gone; those left at the limit are named, and killed."""
+    sent = time.monotonic()
+    while time.monotonic() - sent < seconds:
+        if started.process.poll() is not None and not processes_of(started.job.folder):
+            return ""
+        time.sleep(_POLL_SECONDS)
+    left = processes_of(started.job.folder)
+    kill_all(left)
+    who = ", ".join(f"process {process.pid}" for process in left) or "the launcher"
+    return f"{who} was still there {seconds:.0f} s after the kill"
 
 
 def send_kill(started: RunningJob, kind: str, rank: int) -> None:
@@ -326,5 +401,8 @@ def result_content(facts: Mapping[str, Any], result: Result, plan: ChaosPlan) ->
         "places": plan.places,
         "failure": result.failure,
         "missing": result.missing,
-        "attempts": [dataclasses.asdict(attempt) for attempt in result.attempts],
+        "attempts": [
+            vars(attempt) | {"violation": attempt.violation and attempt.violation.as_dict()}
+            for attempt in result.attempts
+        ],
     }

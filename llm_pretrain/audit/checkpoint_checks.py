@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from llm_pretrain.audit.checks import Check, Checks
+from llm_pretrain.audit.comparison import tensor_difference
 from llm_pretrain.audit.history_checks import RunFiles, is_integer
 from llm_pretrain.checkpoints.folders import committed_folders, folder_name
 from llm_pretrain.checkpoints.manifest import Manifest, find_damage, fingerprint_differences, read_manifest
@@ -287,20 +288,14 @@ def _compare(
                 )
             elif bad := count_non_finite(found):
                 check.fail(f"{disk_name}: expected finite values, found {bad} that are not")
-            elif values and not same_bits(found, expected):
-                other = int((found != expected).sum())
+            elif values and (difference := tensor_difference(disk_name, expected, found)):
                 check.fail(
                     f"{disk_name}: expected the checkpoint's values in {dtype_name(expected)}, found "
-                    f"{other} of {found.numel()} others"
+                    f"{difference.elements} of {difference.of} others"
                 )
     for name in sorted(left):
         check.fail(f"{name}: expected no such tensor, found one")
     return count
-
-
-def same_bits(left: Tensor, right: Tensor) -> bool:
-    """Whether two tensors of one shape and dtype are equal, also in NaN and the sign of zero."""
-    return torch.equal(*(each.reshape(-1).view(torch.uint8) for each in (left, right)))
 
 
 def dtype_name(tensor: Tensor) -> str:

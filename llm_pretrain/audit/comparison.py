@@ -1,21 +1,24 @@
-"""Compares runs step by step with the tolerances of docs/exactness.md."""
+"""Compares two runs, row by row and tensor by tensor, with the tolerances of docs/exactness.md."""
 
 from __future__ import annotations
 
-import dataclasses
+import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import takewhile
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from llm_pretrain.audit.variants import Variant
+from llm_pretrain.checkpoints.folders import folder_name
 from llm_pretrain.config.tree import Config
 from llm_pretrain.errors import PretrainError
-from llm_pretrain.launch.jobs import last_error_lines
-from llm_pretrain.runs.rows import rows_of
+from llm_pretrain.runs.rows import is_training_row, rows_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from llm_pretrain.checkpoints.manifest import Manifest
 
 Rows = Mapping[int, Mapping[str, Any]]
 """Step to row of metrics.jsonl."""
@@ -28,6 +31,8 @@ KEYS = (*SAMPLES, *LOSSES, GRAD_NORM, DIGEST)
 """Keys compared at every step. Inputs come before the numbers that are computed from them."""
 REQUIRED = (*SAMPLES, "train/loss", GRAD_NORM)
 """Keys of every row of every path. A dense model has no auxiliary loss, the Trainer path no digest."""
+_MACHINE_KEYS = ("time", "perf/")
+"""First characters of the keys that measure the machine."""
 PARAMETERS = "parameters"
 """Key of the relative norm of the final parameters' difference, in the table and in parity.json."""
 
@@ -56,14 +61,6 @@ LARGEST_TIE = 0.01
 """Share of a layer's choices that may change at the first such step without a look at the scores. Of a larger
 share every choice must be shown to be a tie."""
 
-FindTies = Callable[["Run", "Run", int], str]
-"""The choices that differ between a reference and a run at a step in words, if all are ties; else empty."""
-
-
-def no_ties(reference: Run, run: Run, step: int) -> str:
-    """A `FindTies` that looks at nothing."""
-    return ""
-
 
 @dataclass(frozen=True)
 class Tolerance:
@@ -77,6 +74,7 @@ class Tolerance:
         rerouted: Replaces `bounds` from the first step at which `moe/load` differs; empty for dense models.
         steps: Number of steps for which `bounds` hold; those of the gradient norm hold for GRAD_NORM_STEPS.
         start: First step of this tolerance. Before it every key must be exact.
+        parameters: Whether both runs save checkpoints whose parameters can be compared.
     """
 
     exact: tuple[str, ...]
@@ -86,6 +84,7 @@ class Tolerance:
     rerouted: Mapping[str, float] = field(default_factory=dict)
     steps: int = LOSS_STEPS
     start: int = 1
+    parameters: bool = True
 
     def exact_at(self, step: int) -> tuple[str, ...]:
         """Keys that must be the same bits at `step`."""
@@ -118,6 +117,10 @@ class Tolerance:
         return notes
 
 
+EXACT = Tolerance(KEYS)
+"""No difference at all."""
+
+
 def tolerance_of(variant: Variant, reference: Variant, config: Config, steps: int) -> Tolerance:
     """How far `variant` may differ from `reference`, of the same precision, in runs of `steps` steps."""
     model, precision = config.model, variant.precision
@@ -131,10 +134,11 @@ def tolerance_of(variant: Variant, reference: Variant, config: Config, steps: in
         elif precision != "fp32":
             why = f"promised in fp32, not in {precision}"
         if why:
-            return Tolerance(SAMPLES, note=f"{why}: losses shown, not compared")
-        return Tolerance(SAMPLES, {"train/loss": LOSS_BOUND["fp32"]}, steps=TRAINER_STEPS)
+            return Tolerance(SAMPLES, note=f"{why}: losses shown, not compared", parameters=False)
+        bounds = {"train/loss": LOSS_BOUND["fp32"]}
+        return Tolerance(SAMPLES, bounds, steps=TRAINER_STEPS, parameters=False)
     if variant.split == reference.split and variant.mesh == reference.mesh:
-        return Tolerance(KEYS)
+        return EXACT
     if variant.micro_batch_size != reference.micro_batch_size:
         sizes = f"of {variant.micro_batch_size} against {reference.micro_batch_size} sequences"
         if has_dropout:
@@ -153,33 +157,36 @@ def tolerance_of(variant: Variant, reference: Variant, config: Config, steps: in
 
 @dataclass(frozen=True)
 class Difference:
-    """A difference beyond the tolerance.
+    """A difference beyond the tolerance, or another promise that a run broke.
 
     Args:
-        step: Optimizer step.
-        key: Key of the row, or `parameters`.
+        step: Optimizer step, where it is of one.
+        key: Key of the row; `row` where that is missing, or what else of the run is wrong.
         expected, found: Values of the reference and of the run; `missing` where a row has no such key.
         bound: Largest relative difference allowed; None where the values must be the same bits.
+        text: In words, on one line; by default of the others.
     """
 
-    step: int
-    key: str
-    expected: Any
-    found: Any
+    step: int | None
+    key: str | None
+    expected: Any = None
+    found: Any = None
     bound: float | None = None
+    text: str = field(default="", compare=False)
 
-    def __str__(self) -> str:
-        if self.key == PARAMETERS:
-            return f"step {self.step}: the parameters differ by {self.found:.2g}, more than {self.bound:.2g}"
-        if self.key == ROUTING:
-            return (
-                f"step {self.step}: {self.found:.1%} of a layer's choices go elsewhere, not shown to be ties"
-            )
-        text = f"step {self.step} {self.key}: expected {shorten(self.expected)}, found {shorten(self.found)}"
+    def __post_init__(self) -> None:
+        if self.text:
+            return
+        expected, found = shorten(self.expected), shorten(self.found)
+        text = f"step {self.step} {self.key}: expected {expected}, found {found}"
         relative = relative_difference(self.expected, self.found)
         if self.bound is not None and relative is not None:
             text += f", {relative:.2g} apart instead of at most {self.bound:.2g}"
-        return text
+        object.__setattr__(self, "text", text)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Its part of chaos.json and replay.json."""
+        return {"text": self.text, "step": self.step, "key": self.key}
 
 
 @dataclass
@@ -204,15 +211,12 @@ class Comparison:
     def violated(self) -> bool:
         return self.verdict in ("differs", "failed")
 
-    def add_difference(self, difference: Difference) -> None:
-        """Enter a difference beyond the tolerance that the rows do not show."""
-        self.first, self.verdict = self.first or difference, "differs"
-
     def as_dict(self) -> dict[str, Any]:
         """Its part of parity.json."""
         return {
             "verdict": self.verdict,
-            "first_difference": dataclasses.asdict(self.first) if self.first else None,
+            "first_difference": self.first
+            and {key: getattr(self.first, key) for key in ("step", "key", "expected", "found", "bound")},
             "largest_differences": self.largest,
             "note": self.note,
             "routing_parted_at_step": self.rerouted_at,
@@ -237,22 +241,21 @@ def compare_rows(
     for step in range(1, steps + 1) if due is None else due:
         left, right = reference.get(step), rows.get(step)
         if left is None or right is None:
-            expected, found = ("missing" if row is None else "there" for row in (left, right))
-            first = first or Difference(step, "row", expected, found)
+            first = first or next(row_differences(step, left, right))
             continue
         if rerouted_at is None and tolerance.checks_routing(step) and (share := rerouted_share(left, right)):
             rerouted_at = step
             if share > LARGEST_TIE and first is None and not (ties := find_ties(step)):
-                first = first or Difference(step, ROUTING, 0.0, share, LARGEST_TIE)
+                text = f"step {step}: {share:.1%} of a layer's choices go elsewhere, not shown to be ties"
+                first = Difference(step, ROUTING, 0.0, share, LARGEST_TIE, text)
         bounds = tolerance.bounds_at(step, rerouted=rerouted_at is not None)
         for key in KEYS:
             same = same and left.get(key) == right.get(key)
             relative = relative_difference(left.get(key), right.get(key))
             if relative is not None and key not in SAMPLES:
                 largest[key] = max(largest.get(key, 0.0), relative)
-            is_exact = key in tolerance.exact_at(step)
-            if is_exact or key in bounds:
-                first = first or _compare_key(step, key, left, right, bounds.get(key))
+        keys = [key for key in KEYS if key in bounds or key in tolerance.exact_at(step)]
+        first = first or next(row_differences(step, left, right, keys, bounds), None)
     has_digests = bool(rows) and all(row.get(DIGEST) for step, row in rows.items() if step >= 1)
     notes = tolerance.notes(steps)
     if rerouted_at is not None:
@@ -269,19 +272,50 @@ def compare_rows(
     return Comparison(verdict, first, largest, "; ".join(notes), rerouted_at)
 
 
-def _compare_key(
-    step: int, key: str, left: Mapping[str, Any], right: Mapping[str, Any], bound: float | None
-) -> Difference | None:
-    """The difference of one key beyond its bound; None where there is none."""
-    if key not in left and key not in right and key not in REQUIRED:
-        return None
-    expected, found = left.get(key, "missing"), right.get(key, "missing")
-    if expected == found and expected != "missing":
-        return None
-    relative = relative_difference(expected, found)
-    if bound is not None and relative is not None and relative <= bound:
-        return None
-    return Difference(step, key, expected, found, bound)
+def row_differences(
+    step: int,
+    expected: Mapping[str, Any] | None,
+    found: Mapping[str, Any] | None,
+    keys: Sequence[str] | None = None,
+    bounds: Mapping[str, float] | None = None,
+) -> Iterator[Difference]:
+    """Numbers of two rows of a step that are not the same bits or within their bound.
+
+    They are those of the `keys`, or all but those that measure the machine. Inputs come first.
+    """
+    if expected is None or found is None:
+        left, right = ("missing" if row is None else "there" for row in (expected, found))
+        yield Difference(step, "row", left, right)
+        return
+    every = dict.fromkeys([*(key for key in SAMPLES if key in expected), *expected, *found])
+    for key in [key for key in every if not key.startswith(_MACHINE_KEYS)] if keys is None else keys:
+        left, right, bound = expected.get(key, "missing"), found.get(key, "missing"), (bounds or {}).get(key)
+        is_there = key in expected or key in found or key not in REQUIRED
+        if is_there and json.dumps(left) == json.dumps(right):
+            continue
+        relative = relative_difference(left, right)
+        if bound is None or relative is None or relative > bound:
+            yield Difference(step, key, left, right, bound)
+
+
+def exact_differences(
+    reference: Rows, rows: Rows, *, steps: int | None = None, owed: int | None = None
+) -> Iterator[Difference]:
+    """All numbers that are not the reference's, bit for bit, without times and speeds.
+
+    Args:
+        reference, rows: Merged by step.
+        steps: Number of steps that must be there; None for those up to the last of `rows`.
+        owed: Step whose evaluation a stop signal postponed to the next attempt.
+    """
+    last = steps if steps is not None else max(rows, default=-1)
+    for step in sorted(step for step in {*reference, *rows} if step <= last):
+        for each in row_differences(step, reference.get(step), rows.get(step)):
+            if each.key == "row":
+                text = f"step {step}: a row is {each.found}, the reference's is not"
+                yield Difference(step, "row", each.expected, each.found, text=text)
+            elif step != owed or each.key in rows[step]:
+                yield each
 
 
 def relative_difference(left: object, right: object) -> float | None:
@@ -306,192 +340,47 @@ def rerouted_share(left: Mapping[str, Any], right: Mapping[str, Any]) -> float:
     return max(sum(abs(a - b) for a, b in zip(*pair, strict=True)) / 2 for pair in pairs)
 
 
-@dataclass
-class Run:
-    """A finished launch.
-
-    Args:
-        variant: What was launched.
-        folder, log: Its run folder and its output.
-        exit_code: Of the launcher.
-        seconds: From start to end.
-        timed_out: Whether it was killed at the time limit.
-    """
-
-    variant: Variant
-    folder: Path
-    log: Path
-    exit_code: int = 0
-    seconds: float = 0.0
-    timed_out: bool = False
-
-    @property
-    def rows(self) -> Rows:
-        """Rows by step; empty where they cannot be read."""
-        try:
-            return rows_of(self.folder)
-        except PretrainError:
-            return {}
-
-    @property
-    def error_lines(self) -> tuple[str, ...]:
-        """Why it failed."""
-        if self.timed_out:
-            return (f"no end after {self.seconds:.0f} s, killed",)
-        return tuple(last_error_lines(self.log))
-
-
-@dataclass
-class Result:
-    """A row of the table.
-
-    Args:
-        run: The variant's run.
-        comparison: With `against`, or with itself where that is None.
-        against: The variant that it was compared with.
-        failure: Last lines of the log of a failed launch.
-    """
-
-    run: Run
-    comparison: Comparison
-    against: Variant | None = None
-    failure: tuple[str, ...] = ()
-    is_reference: bool = False
-
-
 def compare_runs(
-    runs: Sequence[Run], config: Config, steps: int, find_ties: FindTies = no_ties
-) -> list[Result]:
-    """Compare each run with an earlier one of the same precision, by `choose_reference`."""
-    finished = [run.variant for run in runs if run.exit_code == 0]
-    by_variant = {run.variant: run for run in runs}
-    results = []
-    for run in runs:
-        against = choose_reference(run.variant, finished, config, steps)
-        reference = by_variant[against] if against else None
-        tolerance = tolerance_of(run.variant, against, config, steps) if against else Tolerance(KEYS)
-        if run.exit_code != 0:
-            comparison, rows = Comparison("failed"), run.rows
-            if reference and rows:
-                last = min(max(rows), steps)
-                comparison.first = compare_rows(reference.rows, rows, last, tolerance).first
-            results.append(Result(run, comparison, against, run.error_lines))
-        elif reference:
-            ties = partial(find_ties, reference, run)
-            comparison = compare_rows(reference.rows, run.rows, steps, tolerance, ties)
-            _compare_parameters(comparison, reference, run, steps, tolerance)
-            results.append(Result(run, comparison, against))
-        elif len(finished) == 1:
-            note = "no other variant to compare it with"
-            results.append(Result(run, Comparison("not compared", note=note)))
-        else:  # with itself, which finds missing rows and keys
-            comparison = compare_rows(run.rows, run.rows, steps, tolerance)
-            results.append(Result(run, comparison, is_reference=True))
-    return results
-
-
-def choose_reference(
-    variant: Variant, finished: Sequence[Variant], config: Config, steps: int
-) -> Variant | None:
-    """The variant to compare with; None for the first of its precision.
-
-    It is the first variant of the same split and mesh on another path. Without one it is the first
-    earlier variant for which there are bounds, or else the first of the precision.
-    """
-    pool = [each for each in finished if each.precision == variant.precision]
-    candidates = [each for each in pool if each.path != "trainer"]
-    if not candidates or candidates[0] == variant:
-        return None
-    kind = (variant.split, variant.mesh)
-    same_kind = next((each for each in candidates if (each.split, each.mesh) == kind), variant)
-    if same_kind != variant:
-        return same_kind
-    earlier = [each for each in takewhile(lambda each: each != variant, pool) if each in candidates]
-    bounded = (each for each in earlier if tolerance_of(variant, each, config, steps).bounds)
-    return next(bounded, candidates[0])
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """One start of the interrupted run.
+    left: Path,
+    right: Path,
+    steps: int | None = None,
+    tolerance: Tolerance = EXACT,
+    find_ties: Callable[[int], str] = lambda step: "",
+) -> Comparison:
+    """Compare the folder of a run with that of its reference: rows, and the parameters at the end.
 
     Args:
-        path, world_size: How it was launched.
-        checkpoint: Step of the newest committed checkpoint at its start; 0 without any.
-        first_step, last_step: Of the rows that it wrote; None without any.
-        killed: Whether it was killed.
+        left: Of the reference.
+        right: Of the run.
+        steps: Number of steps of both, each with a row; None for the rows and steps that one of them has.
+        tolerance: How far they may differ.
+        find_ties: As in `compare_rows`.
     """
-
-    path: str
-    world_size: int
-    checkpoint: int
-    first_step: int | None
-    last_step: int | None
-    killed: bool
-
-    @property
-    def wrong_start(self) -> str:
-        """How its first step is not the one after its checkpoint; empty where it is."""
-        if self.first_step == self.checkpoint + 1:
-            return ""
-        found = "wrote no row" if self.first_step is None else f"began at step {self.first_step}"
-        return (
-            f"{self.path} W={self.world_size} {found}, expected {self.checkpoint + 1} after the checkpoint "
-            f"of step {self.checkpoint}"
-        )
-
-
-@dataclass
-class InterruptedResult:
-    """The row of the interrupted run; `failure` says why an attempt did not run as planned."""
-
-    option: str
-    folder: Path
-    log: Path
-    comparison: Comparison
-    attempts: Sequence[Attempt] = ()
-    failure: tuple[str, ...] = ()
-
-
-def compare_interrupted(
-    reference: Run, folder: Path, attempts: Sequence[Attempt], config: Config, steps: int
-) -> Comparison:
-    """Compare an interrupted run with an uninterrupted one: exact up to the first attempt at another W."""
-    variant, tolerance = reference.variant, Tolerance(KEYS)
-    for attempt in attempts:
-        if attempt.world_size != variant.world_size and attempt.first_step is not None:
-            accumulation = variant.world_size * variant.accumulation // attempt.world_size
-            changed = dataclasses.replace(variant, world_size=attempt.world_size, accumulation=accumulation)
-            tolerance = tolerance_of(changed, variant, config, steps)
-            tolerance = dataclasses.replace(tolerance, start=max(attempt.first_step, 2))
-            break
-    run = Run(variant, folder, reference.log)
-    comparison = compare_rows(reference.rows, run.rows, steps, tolerance)
-    _compare_parameters(comparison, reference, run, steps, tolerance)
-    for attempt in attempts:
-        if attempt.wrong_start:
-            expected = attempt.checkpoint + 1
-            comparison.first = Difference(expected, "attempt", expected, attempt.first_step)
-            comparison.verdict = "differs"
-            break
+    reference, rows = readable_rows(left), readable_rows(right)
+    trained = [step for each in (reference, rows) for step, row in each.items() if is_training_row(row)]
+    last = max(trained, default=1) if steps is None else steps
+    due = sorted({*trained, last}) if steps is None else None
+    comparison = compare_rows(reference, rows, last, tolerance, find_ties, due=due)
+    if comparison.verdict == "not compared" or not tolerance.parameters:
+        return comparison
+    try:  # also where the rows' digests are equal, since a resume reads the checkpoint
+        distance = parameters_distance(left, right, last)
+    except PretrainError as error:
+        digests = [each.get(last, {}).get(DIGEST) for each in (reference, rows)]
+        if digests[0] is None or digests[0] != digests[1]:
+            comparison.note = "; ".join(filter(None, [comparison.note, f"parameters not compared: {error}"]))
+            return comparison
+        distance = 0.0
+    add_parameters_distance(comparison, distance, last, tolerance)
     return comparison
 
 
-def _compare_parameters(
-    comparison: Comparison, reference: Run, run: Run, steps: int, tolerance: Tolerance
-) -> None:
-    """Add the distance of the final parameters, where both runs have a checkpoint of their last step."""
-    if comparison.verdict == "not compared" or "trainer" in (reference.variant.path, run.variant.path):
-        return
-    try:  # also where the rows' digests are equal, since a resume reads the checkpoint
-        distance = parameters_distance(reference.folder, run.folder, steps)
-    except PretrainError as error:
-        digests = [each.rows.get(steps, {}).get(DIGEST) for each in (reference, run)]
-        if digests[0] is None or digests[0] != digests[1]:
-            comparison.note = "; ".join(filter(None, [comparison.note, f"parameters not compared: {error}"]))
-            return
-        distance = 0.0
-    add_parameters_distance(comparison, distance, steps, tolerance)
+def readable_rows(folder: Path) -> Rows:
+    """Rows of a run by step; empty where they cannot be read."""
+    try:
+        return rows_of(folder)
+    except PretrainError:
+        return {}
 
 
 def add_parameters_distance(
@@ -503,7 +392,9 @@ def add_parameters_distance(
     if DIGEST in tolerance.exact:
         bound = 0.0
     if bound is not None and not distance <= bound:
-        comparison.add_difference(Difference(steps, PARAMETERS, 0.0, distance, bound))
+        text = f"step {steps}: the parameters differ by {distance:.2g}, more than {bound:.2g}"
+        first = comparison.first or Difference(steps, PARAMETERS, 0.0, distance, bound, text)
+        comparison.first, comparison.verdict = first, "differs"
 
 
 def parameters_distance(left: Path, right: Path, step: int) -> float:
@@ -512,7 +403,6 @@ def parameters_distance(left: Path, right: Path, step: int) -> float:
     Raises:
         PretrainError: a checkpoint is missing or damaged.
     """
-    from llm_pretrain.checkpoints.folders import folder_name
     from llm_pretrain.checkpoints.opening import open_model
 
     paths = [folder / "checkpoints" / folder_name(step) for folder in (left, right)]
@@ -527,6 +417,66 @@ def parameters_distance(left: Path, right: Path, step: int) -> float:
         difference += float((expected - others[name].detach().double()).square().sum())
         norm += float(expected.square().sum())
     return math.sqrt(difference / norm) if norm else math.sqrt(difference)
+
+
+@dataclass(frozen=True)
+class TensorDifference:
+    """A tensor that is not the reference's.
+
+    Args:
+        name: As in the checkpoint's manifest.
+        elements: Number of elements with other bits.
+        of: Number of elements.
+        largest: The largest |difference| of two elements; infinite where one is NaN.
+        note: Set where elements cannot be compared: another shape or type, or missing.
+    """
+
+    name: str
+    elements: int = 0
+    of: int = 0
+    largest: float = 0.0
+    note: str = ""
+
+    def __str__(self) -> str:
+        if self.note:
+            return f"{self.name}: {self.note}"
+        return f"{self.name}: {self.elements:,} of {self.of:,} elements, at most {self.largest:.2g} apart"
+
+
+def tensor_differences(
+    reference: Path, folder: Path, left: Manifest, right: Manifest
+) -> Iterator[TensorDifference]:
+    """Tensors of two sound checkpoints that are not the same bits; one of each is in memory.
+
+    `left` and `right` are their manifests.
+    """
+    from llm_pretrain.checkpoints.opening import CheckpointTensors
+
+    if left.files == right.files:  # the same bytes: their digests were verified
+        return
+    with CheckpointTensors(reference, left) as expected, CheckpointTensors(folder, right) as found:
+        for name in dict.fromkeys([*left.tensors, *right.tensors]):
+            shapes = [shorten(each.tensors.get(name, "missing"), 60) for each in (left, right)]
+            if shapes[0] != shapes[1]:
+                yield TensorDifference(name, note=f"expected {shapes[0]}, found {shapes[1]}")
+            elif difference := tensor_difference(name, expected.read(name), found.read(name)):
+                yield difference
+
+
+def tensor_difference(name: str, expected: Tensor, found: Tensor) -> TensorDifference | None:
+    """How two tensors of one shape and dtype differ; None where they have the same bits.
+
+    Bits of NaN and the sign of zero count.
+    """
+    import torch
+
+    size = expected.element_size()
+    left, right = (each.contiguous().reshape(-1).view(torch.uint8) for each in (expected, found))
+    if torch.equal(left, right):
+        return None
+    elements = int((left.view(-1, size) != right.view(-1, size)).any(-1).sum())
+    largest = float((expected.double() - found.double()).abs().max())
+    return TensorDifference(name, elements, expected.numel(), math.inf if math.isnan(largest) else largest)
 
 
 def shorten(value: object, length: int = 24) -> str:

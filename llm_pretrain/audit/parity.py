@@ -3,33 +3,205 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
+from llm_pretrain.audit.chaos import run_or_kill
 from llm_pretrain.audit.comparison import (
-    Attempt,
+    EXACT,
     Comparison,
-    InterruptedResult,
-    Result,
-    Run,
-    compare_interrupted,
+    Difference,
+    Rows,
+    compare_rows,
     compare_runs,
+    readable_rows,
+    tolerance_of,
 )
-from llm_pretrain.audit.kills import run_or_kill
 from llm_pretrain.audit.variants import ParityPlan, Variant
-from llm_pretrain.checkpoints.folders import folder_name, newest_step
+from llm_pretrain.checkpoints.folders import folder_name
+from llm_pretrain.config.tree import Config
 from llm_pretrain.errors import PretrainError
 from llm_pretrain.launch.jobs import Job, LaunchContext, RunningJob, last_error_lines, run_until
 from llm_pretrain.launch.options import say
 from llm_pretrain.runs.monitor import RunMonitor
-from llm_pretrain.runs.rows import read_rows
+
+FindTies = Callable[["Run", "Run", int], str]
+"""The choices that differ between a reference and a run at a step in words, if all are ties; else empty."""
 
 
-def launch_and_compare(plan: ParityPlan, context: LaunchContext) -> list[Result]:
-    """Run every variant, and compare the runs; in the order of the plan."""
+@dataclass
+class Run:
+    """A finished launch.
+
+    Args:
+        variant: What was launched.
+        folder, log: Its run folder and its output.
+        exit_code: Of the launcher.
+        seconds: From start to end.
+        timed_out: Whether it was killed at the time limit.
+    """
+
+    variant: Variant
+    folder: Path
+    log: Path
+    exit_code: int = 0
+    seconds: float = 0.0
+    timed_out: bool = False
+
+    @property
+    def rows(self) -> Rows:
+        """Rows by step; empty where they cannot be read."""
+        return readable_rows(self.folder)
+
+    @property
+    def error_lines(self) -> tuple[str, ...]:
+        """Why it failed; empty where it did not."""
+        if self.timed_out:
+            return (f"no end after {self.seconds:.0f} s, killed",)
+        return tuple(last_error_lines(self.log)) if self.exit_code else ()
+
+
+@dataclass
+class Result:
+    """A row of the table.
+
+    Args:
+        run: The variant's run.
+        comparison: With `against`, or with itself where that is None.
+        against: The variant that it was compared with.
+        is_reference: Whether others are compared with it, and it with none.
+    """
+
+    run: Run
+    comparison: Comparison
+    against: Variant | None = None
+    is_reference: bool = False
+
+
+def compare_variants(
+    runs: Sequence[Run], config: Config, steps: int, find_ties: FindTies = lambda reference, run, step: ""
+) -> list[Result]:
+    """Compare each run with an earlier one of the same precision, by `choose_reference`."""
+    finished = [run.variant for run in runs if run.exit_code == 0]
+    by_variant = {run.variant: run for run in runs}
+    results = []
+    for run in runs:
+        against = choose_reference(run.variant, finished, config, steps)
+        reference = by_variant[against] if against else None
+        tolerance = tolerance_of(run.variant, against, config, steps) if against else EXACT
+        if run.exit_code != 0:
+            comparison, rows = Comparison("failed"), run.rows
+            if reference and rows:
+                last = min(max(rows), steps)
+                comparison.first = compare_rows(reference.rows, rows, last, tolerance).first
+        elif reference:
+            ties = partial(find_ties, reference, run)
+            comparison = compare_runs(reference.folder, run.folder, steps, tolerance, ties)
+        elif len(finished) == 1:
+            comparison = Comparison("not compared", note="no other variant to compare it with")
+        else:  # with itself, which finds missing rows and keys
+            comparison = compare_rows(run.rows, run.rows, steps, tolerance)
+        is_reference = against is None and run.exit_code == 0 and len(finished) > 1
+        results.append(Result(run, comparison, against, is_reference))
+    return results
+
+
+def choose_reference(
+    variant: Variant, finished: Sequence[Variant], config: Config, steps: int
+) -> Variant | None:
+    """The variant to compare with; None for the first of its precision.
+
+    It is the first variant of the same split and mesh on another path. Without one it is the first
+    earlier variant for which there are bounds, or else the first of the precision.
+    """
+    pool = [each for each in finished if each.precision == variant.precision]
+    candidates = [each for each in pool if each.path != "trainer"]
+    if not candidates or candidates[0] == variant:
+        return None
+    kind = (variant.split, variant.mesh)
+    same_kind = next((each for each in candidates if (each.split, each.mesh) == kind), variant)
+    if same_kind != variant:
+        return same_kind
+    earlier = [each for each in takewhile(lambda each: each != variant, pool) if each in candidates]
+    bounded = (each for each in earlier if tolerance_of(variant, each, config, steps).bounds)
+    return next(bounded, candidates[0])
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of the interrupted run.
+
+    Args:
+        path, world_size: How it was launched.
+        checkpoint: Step of the newest committed checkpoint at its start; 0 without any.
+        first_step, last_step: Of the rows that it wrote; None without any.
+        killed: Whether it was killed.
+    """
+
+    path: str
+    world_size: int
+    checkpoint: int
+    first_step: int | None
+    last_step: int | None
+    killed: bool
+
+    @property
+    def wrong_start(self) -> str:
+        """How its first step is not the one after its checkpoint; empty where it is."""
+        if self.first_step == self.checkpoint + 1:
+            return ""
+        found = "wrote no row" if self.first_step is None else f"began at step {self.first_step}"
+        return (
+            f"{self.path} W={self.world_size} {found}, expected {self.checkpoint + 1} after the checkpoint "
+            f"of step {self.checkpoint}"
+        )
+
+
+@dataclass
+class InterruptedResult:
+    """The row of the interrupted run; `failure` says why an attempt did not run as planned."""
+
+    option: str
+    folder: Path
+    log: Path
+    comparison: Comparison
+    attempts: Sequence[Attempt] = ()
+    failure: tuple[str, ...] = ()
+
+
+def compare_interrupted(
+    reference: Run, folder: Path, attempts: Sequence[Attempt], config: Config, steps: int
+) -> Comparison:
+    """Compare an interrupted run with an uninterrupted one: exact up to the first attempt at another W."""
+    variant, tolerance = reference.variant, EXACT
+    for attempt in attempts:
+        if attempt.world_size != variant.world_size and attempt.first_step is not None:
+            accumulation = variant.world_size * variant.accumulation // attempt.world_size
+            changed = dataclasses.replace(variant, world_size=attempt.world_size, accumulation=accumulation)
+            tolerance = tolerance_of(changed, variant, config, steps)
+            tolerance = dataclasses.replace(tolerance, start=max(attempt.first_step, 2))
+            break
+    comparison = compare_runs(reference.folder, folder, steps, tolerance)
+    for attempt in attempts:
+        if attempt.wrong_start:
+            expected = attempt.checkpoint + 1
+            comparison.first = Difference(expected, "attempt", expected, attempt.first_step)
+            comparison.verdict = "differs"
+            break
+    return comparison
+
+
+def launch_and_compare(
+    plan: ParityPlan, context: LaunchContext, interrupt: str | None
+) -> tuple[list[Result], InterruptedResult | None]:
+    """Run every variant and compare the runs, in the order of the plan; with `interrupt` also one more."""
     runs = _run_variants(plan, context)
-    return compare_runs(runs, plan.config, plan.steps, partial(_find_ties, plan, context))
+    results = compare_variants(runs, plan.config, plan.steps, partial(_find_ties, plan, context))
+    return results, _run_interrupted(plan, context, interrupt, results[0]) if interrupt else None
 
 
 def _job(plan: ParityPlan, variant: Variant, name: str, *more: str) -> Job:
@@ -83,10 +255,8 @@ def _find_ties(plan: ParityPlan, context: LaunchContext, reference: Run, run: Ru
 
 def _run_interrupted(
     plan: ParityPlan, context: LaunchContext, option: str, reference: Result
-) -> InterruptedResult | None:
+) -> InterruptedResult:
     """Run the first variant again with its interruptions, and compare it with the uninterrupted run."""
-    if not plan.interruptions:
-        return None
     first, save = plan.variants[0], ("--checkpoint.save_steps", str(plan.save_steps))
     jobs = []
     for each in (first, *plan.interruptions):
@@ -116,27 +286,24 @@ def run_attempts(
     Returns:
         The attempts, and why one did not run as planned (with the end of its log), or nothing.
     """
+    from llm_pretrain.audit.run_checks import scan_folder, steps_of_attempt
 
     def has_row(monitor: RunMonitor, saving: int | None, *, step: int) -> bool:
         return (monitor.last_step or 0) >= step
 
-    def written_steps(job: Job) -> list[int]:
-        file = job.folder / "metrics.jsonl"
-        return [row["step"] for row in read_rows(file)] if file.exists() else []
-
     attempts: list[Attempt] = []
     for number, job in enumerate(jobs):
         step = kills[number] if number < len(kills) else None
-        checkpoint, rows_before = newest_step(job.folder / "checkpoints"), len(written_steps(job))
+        before = scan_folder(job.folder)
         done = run_or_kill(job, context, None if step is None else partial(has_row, step=step))
         problem = done.failure
         if step is not None and not done.killed and not problem:
             problem = f"was done before it could be killed after step {step}; ask for more --steps"
         if problem:
             return [], (f"{job.path} W={job.world_size} {problem}", *last_error_lines(job.log))
-        steps = written_steps(job)[rows_before:]
+        steps, _ = steps_of_attempt(job.folder, before)
         first, last = (steps[0], steps[-1]) if steps else (None, None)
-        attempts.append(Attempt(job.path, job.world_size, checkpoint, first, last, done.killed))
+        attempts.append(Attempt(job.path, job.world_size, before.checkpoint, first, last, done.killed))
         how = f"killed after step {last}" if done.killed else "to its end"
         say(f"attempt {number + 1} of {len(jobs)}: {job.path} W={job.world_size}, from step {first}, {how}")
     return attempts, ()
@@ -161,7 +328,7 @@ def result_content(
             "reference": each.is_reference,
             "compared_with": each.against.name if each.against else None,
             **each.comparison.as_dict(),
-            "failure": each.failure,
+            "failure": each.run.error_lines,
         }
         for each in results
     ]

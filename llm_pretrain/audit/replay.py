@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llm_pretrain.audit.segment_comparison import SegmentResult, compare_segment
@@ -117,25 +116,17 @@ def run_leg(job: Job, context: LaunchContext, last: int, *, saves: bool) -> list
     Returns:
         Why it ended before, with the end of its output; empty where it did not.
     """
-    is_done = reaches(job.folder, last, saves=saves)
+    monitor, checkpoint = RunMonitor(job.folder), job.folder / "checkpoints" / folder_name(last)
+
+    def is_done() -> bool:
+        monitor.update()
+        return checkpoint.is_dir() if saves else (monitor.last_step or 0) >= last
+
     ((started, code),) = run_until([job], context, lambda _: is_done())
     if is_done():
         return []
     how = f"no end after {started.seconds:.0f} s, killed" if started.timed_out else f"exit code {code}"
     return [f"{how} before step {last}; its output: {job.log}", *last_error_lines(job.log)]
-
-
-def reaches(folder: Path, last: int, *, saves: bool) -> Callable[[], bool]:
-    """A function that tells whether a run has committed the checkpoint of a step, or written its row."""
-    monitor, checkpoint = RunMonitor(folder), folder / "checkpoints" / folder_name(last)
-
-    def is_done() -> bool:
-        if saves:
-            return checkpoint.is_dir()
-        monitor.update()
-        return (monitor.last_step or 0) >= last
-
-    return is_done
 
 
 def verdict_of(plan: ReplayPlan, results: Sequence[SegmentResult]) -> str:

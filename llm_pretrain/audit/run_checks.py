@@ -2,35 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from llm_pretrain.audit.comparison import SAMPLES, Rows, shorten
+from llm_pretrain.audit.comparison import Difference, shorten, tensor_differences
 from llm_pretrain.checkpoints.folders import committed_folders, folder_name, newest_step
-from llm_pretrain.checkpoints.manifest import Manifest, find_damage, read_manifest
-from llm_pretrain.checkpoints.opening import CheckpointTensors
+from llm_pretrain.checkpoints.manifest import Manifest, file_digest, find_damage, read_manifest
 from llm_pretrain.errors import PretrainError
 from llm_pretrain.runs.monitor import temporary_folders
 from llm_pretrain.runs.rows import is_training_row, read_rows
 from llm_pretrain.runs.status import read_status
 
-_MACHINE_KEYS = ("time", "perf/")
-"""First characters of the keys that measure the machine."""
 _LAUNCH_FACTS = ("launcher", "run_id", "wandb_id")
 """Facts in a checkpoint's manifest that name the run and how it was launched."""
-
-
-@dataclass(frozen=True)
-class Violation:
-    """A violated guarantee, as one line, with its step and key where it has them."""
-
-    text: str
-    step: int | None = None
-    key: str | None = None
 
 
 class FolderState(NamedTuple):
@@ -63,17 +48,17 @@ def steps_of_attempt(folder: Path, before: FolderState) -> tuple[list[int], list
     return written, [start["step"] + 1 for start in starts[before.starts :]]
 
 
-def check_start(folder: Path, before: FolderState) -> Violation | None:
+def check_start(folder: Path, before: FolderState) -> Difference | None:
     """The attempt begins right after the newest checkpoint, and its rows omit no step."""
     written, declared = steps_of_attempt(folder, before)
     expected, newest = before.checkpoint + 1, before.checkpoint
     after = f"after the checkpoint of step {newest}" if newest else "without a checkpoint"
     for found in [*declared, *written[:1]]:
         if found != expected:
-            return Violation(f"began at step {found}, expected {expected} {after}", found, "step")
+            return Difference(found, "step", text=f"began at step {found}, expected {expected} {after}")
     for step, due in enumerate(written, start=expected):
         if due != step:
-            return Violation(f"wrote step {due} where step {step} was due", step, "step")
+            return Difference(step, "step", text=f"wrote step {due} where step {step} was due")
     return None
 
 
@@ -86,41 +71,14 @@ def postponed_evaluation(folder: Path) -> int | None:
     return run.step if run.extra.get("evaluation_owed") else None
 
 
-def check_rows(
-    reference: Rows, found: Rows, *, owed: int | None = None, steps: int | None = None
-) -> Violation | None:
-    """Rows merged by step are the reference's, bit for bit, without times and speeds. Inputs come first.
-
-    Args:
-        reference: Rows of the reference run.
-        found: Rows of the killed run so far.
-        owed: Step whose evaluation a stop signal postponed to the next attempt.
-        steps: Number of steps that must be there; None for those up to the last.
-    """
-    last = steps if steps is not None else max(found, default=-1)
-    for step in sorted(step for step in {*reference, *found} if step <= last):
-        if step not in found or step not in reference:
-            where = "there" if step in found else "missing"
-            return Violation(f"step {step}: a row is {where}, the reference's is not", step, "row")
-        left, right = reference[step], found[step]
-        for key in dict.fromkeys([*(key for key in SAMPLES if key in left), *left, *right]):
-            if key.startswith(_MACHINE_KEYS) or (step == owed and key not in right):
-                continue
-            expected, value = left.get(key, "missing"), right.get(key, "missing")
-            if json.dumps(expected) != json.dumps(value):
-                text = f"step {step} {key}: expected {shorten(expected)}, found {shorten(value)}"
-                return Violation(text, step, key)
-    return None
-
-
-def check_committed(folder: Path) -> Violation | None:
+def check_committed(folder: Path) -> Difference | None:
     """Every committed checkpoint and folder of weights of a run is whole."""
     for step, path in committed_folders(folder / "checkpoints").items():
         if problems := checkpoint_problems(path, step):
-            return Violation(f"{path} is damaged: {'; '.join(problems)}", step, "checkpoint")
+            return Difference(step, "checkpoint", text=f"{path} is damaged: {'; '.join(problems)}")
     for step, path in committed_folders(folder / "weights").items():
         if problem := _weights_problem(path):
-            return Violation(f"{path} is damaged: {problem}", step, "weights")
+            return Difference(step, "weights", text=f"{path} is damaged: {problem}")
     return None
 
 
@@ -150,40 +108,34 @@ def _weights_problem(path: Path) -> str:
     return ""
 
 
-def check_end(reference: Path, folder: Path, steps: int) -> Violation | None:
+def check_end(reference: Path, folder: Path, steps: int) -> Difference | None:
     """A finished run of `steps` has the reference's status, checkpoint and weights, one tensor in memory."""
     status = read_status(folder / "status.json")
     found = status.get("state"), status.get("exit_code"), status.get("step")
     if found != ("finished", 0, steps):
         text = f"status.json: expected finished, 0, step {steps}, found {', '.join(map(str, found))}"
-        return Violation(text, steps, "status")
+        return Difference(steps, "status", text=text)
     if left := temporary_folders(folder):
-        return Violation(f"{folder / left[0]} is left over at the end", steps, "temporary")
+        return Difference(steps, "temporary", text=f"{folder / left[0]} is left over at the end")
     name = folder_name(steps)
     try:
         violation = _compare_checkpoints(
             reference / "checkpoints" / name, folder / "checkpoints" / name, steps
         )
     except PretrainError as error:
-        violation = Violation(str(error), steps, "checkpoint")
+        violation = Difference(steps, "checkpoint", text=str(error))
     return violation or _compare_weights(reference / "weights", folder / "weights", steps)
 
 
-def _compare_checkpoints(reference: Path, found: Path, steps: int) -> Violation | None:
+def _compare_checkpoints(reference: Path, found: Path, steps: int) -> Difference | None:
     left, right = read_manifest(reference), read_manifest(found)
     for name, value in manifest_facts(left).items():
         if value != (other := manifest_facts(right)[name]):
             text = f"{found}: {name}: expected {shorten(value, 90)}, found {shorten(other, 90)}"
-            return Violation(text, steps, "checkpoint")
-    if left.files == right.files:  # the same bytes: the files' digests were verified
-        return None
-    from llm_pretrain.audit.checkpoint_checks import same_bits
-
-    with CheckpointTensors(reference, left) as expected, CheckpointTensors(found, right) as others:
-        for name in left.tensors:
-            if not same_bits(expected.read(name), others.read(name)):
-                text = f"step {steps}: the checkpoint's tensor {name} is not the reference's, bit for bit"
-                return Violation(text, steps, name)
+            return Difference(steps, "checkpoint", text=text)
+    for each in tensor_differences(reference, found, left, right):
+        text = f"step {steps}: the checkpoint's tensor {each.name} is not the reference's, bit for bit"
+        return Difference(steps, each.name, text=text)
     return None
 
 
@@ -199,7 +151,7 @@ def manifest_facts(content: Manifest) -> Mapping[str, Any]:
     }
 
 
-def _compare_weights(reference: Path, found: Path, steps: int) -> Violation | None:
+def _compare_weights(reference: Path, found: Path, steps: int) -> Difference | None:
     for folder in (folder_name(steps), "best"):
         left, right = (
             {file.name: file for file in path.iterdir()} if path.is_dir() else {}
@@ -210,14 +162,9 @@ def _compare_weights(reference: Path, found: Path, steps: int) -> Violation | No
         if left.keys() != right.keys() or not left:
             name = min(left.keys() ^ right.keys(), default=folder)
             text = f"{found / folder}: expected the reference's files, {name} differs"
-            return Violation(text, steps, "weights")
+            return Difference(steps, "weights", text=text)
         for name, file in left.items():
-            if _sha256(file) != _sha256(right[name]):
+            if file_digest(file) != file_digest(right[name]):
                 text = f"{right[name]}: expected the reference's bytes, found others"
-                return Violation(text, steps, f"weights/{folder}/{name}")
+                return Difference(steps, f"weights/{folder}/{name}", text=text)
     return None
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()

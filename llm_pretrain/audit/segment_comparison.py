@@ -3,33 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-from torch import Tensor
-
-from llm_pretrain.audit.checkpoint_checks import same_bits
 from llm_pretrain.audit.comparison import (
     PARAMETERS,
     SAMPLES,
+    Difference,
     Rows,
+    TensorDifference,
     Tolerance,
     add_parameters_distance,
     compare_rows,
+    exact_differences,
     parameters_distance,
     shorten,
+    tensor_differences,
     tolerance_of,
 )
 from llm_pretrain.audit.history_checks import spans
-from llm_pretrain.audit.run_checks import Violation, check_rows, checkpoint_problems, manifest_facts
+from llm_pretrain.audit.run_checks import checkpoint_problems, manifest_facts
 from llm_pretrain.audit.segments import Leg, Segment
 from llm_pretrain.audit.variants import Variant
 from llm_pretrain.checkpoints.manifest import Manifest, read_manifest
-from llm_pretrain.checkpoints.opening import CheckpointTensors
 from llm_pretrain.errors import PretrainError
 from llm_pretrain.hardware import arithmetic_changes
 from llm_pretrain.runs.replays import HELD
@@ -43,30 +41,6 @@ signal ended an evaluation, which it does not."""
 _EVALUATION = ("evaluation", "evaluation_step")
 _NO_ARITHMETIC = ("cpu_threads", "timeout_seconds")
 """Settings of `distributed` that do not name a mesh; threads are part of the environment."""
-
-
-@dataclass(frozen=True)
-class TensorDifference:
-    """A tensor of the run's checkpoint that is not the replay's.
-
-    Args:
-        name: As in the checkpoint's manifest.
-        elements: Number of elements with other bits.
-        of: Number of elements.
-        largest: The largest |difference| of two elements; infinite where one is NaN.
-        note: Set where elements cannot be compared: another shape or type, or missing.
-    """
-
-    name: str
-    elements: int = 0
-    of: int = 0
-    largest: float = 0.0
-    note: str = ""
-
-    def __str__(self) -> str:
-        if self.note:
-            return f"{self.name}: {self.note}"
-        return f"{self.name}: {self.elements:,} of {self.of:,} elements, at most {self.largest:.2g} apart"
 
 
 @dataclass
@@ -92,7 +66,7 @@ class SegmentResult:
     segment: Segment
     verdict: Literal["identical", "within bound", "not compared", "differs", "failed", "not replayed"]
     rows: int = 0
-    first: Violation | None = None
+    first: Difference | None = None
     columns: list[str] = field(default_factory=list)
     other_rows: list[int] = field(default_factory=list)
     facts: list[str] = field(default_factory=list)
@@ -111,7 +85,7 @@ class SegmentResult:
         """Its part of replay.json."""
         content = {key: value for key, value in vars(self).items() if key != "segment"}
         content |= {
-            "first": dataclasses.asdict(self.first) if self.first else None,
+            "first": self.first and self.first.as_dict(),
             "tensors": [dataclasses.asdict(each) for each in self.tensors],
             "seconds": round(self.seconds, 1),
         }
@@ -166,7 +140,7 @@ def _compare_kept(
     problems = checkpoint_problems(target, segment.end) if target else []
     facts = read_manifest(target) if target and not problems else None
     owed = segment.end if facts and facts.run.extra.get("evaluation_owed") else None
-    result.first = check_rows(replayed, found, owed=owed, steps=segment.end)
+    result.first = next(exact_differences(replayed, found, owed=owed, steps=segment.end), None)
     for step in sorted({*replayed, *found}) if result.first else ():
         if columns := _other_columns(step, replayed.get(step, {}), found.get(step, {}), owed):
             result.columns = result.columns or columns
@@ -196,14 +170,8 @@ def _other_columns(
     step: int, expected: Mapping[str, Any], found: Mapping[str, Any], owed: int | None
 ) -> list[str]:
     """Keys whose values differ in two rows of a step, of which one may be missing."""
-    sides = (expected, found)
-    return [
-        key
-        for key in dict.fromkeys([*expected, *found])
-        if check_rows(
-            *({step: {key: row[key]} if key in row else {}} for row in sides), owed=owed, steps=step
-        )
-    ]
+    differing = {each.key for each in exact_differences({step: expected}, {step: found}, owed=owed)}
+    return [key for key in {**expected, **found} if key in differing]
 
 
 def inexact_because(leg: Leg, environment: Mapping[str, Any]) -> list[str]:
@@ -250,18 +218,8 @@ def _compare_checkpoints(result: SegmentResult, replayed: Path, found: Path, rig
         value, other = expected.get(name, "missing"), others.get(name, "missing")
         if value != other:
             result.facts.append(f"{name}: expected {shorten(value, 60)}, found {shorten(other, 60)}")
-    names = list(dict.fromkeys([*left.tensors, *right.tensors]))
-    result.compared = len(names)
-    if left.files == right.files:  # the same bytes: their digests were verified
-        return
-    with CheckpointTensors(replayed, left) as mine, CheckpointTensors(found, right) as others_tensors:
-        for name in names:
-            shapes = [shorten(each.tensors.get(name, "missing"), 60) for each in (left, right)]
-            if shapes[0] != shapes[1]:
-                note = f"expected {shapes[0]}, found {shapes[1]}"
-                result.tensors.append(TensorDifference(name, note=note))
-            elif difference := tensor_difference(name, mine.read(name), others_tensors.read(name)):
-                result.tensors.append(difference)
+    result.compared = len({**left.tensors, **right.tensors})
+    result.tensors = list(tensor_differences(replayed, found, left, right))
 
 
 def _facts(content: Manifest, owed: Sequence[str]) -> dict[str, Any]:
@@ -272,17 +230,6 @@ def _facts(content: Manifest, owed: Sequence[str]) -> dict[str, Any]:
     for name in ("scalars", "fingerprints"):
         facts |= {f"{name}.{key}": value for key, value in facts.pop(name).items()}
     return facts
-
-
-def tensor_difference(name: str, expected: Tensor, found: Tensor) -> TensorDifference | None:
-    """How two tensors of one shape and dtype differ; None where they have the same bits."""
-    if same_bits(expected, found):
-        return None
-    size = expected.element_size()
-    as_bytes = [each.contiguous().reshape(-1).view(torch.uint8).view(-1, size) for each in (expected, found)]
-    elements = int((as_bytes[0] != as_bytes[1]).any(-1).sum())
-    largest = float((expected.double() - found.double()).abs().max())
-    return TensorDifference(name, elements, expected.numel(), math.inf if math.isnan(largest) else largest)
 
 
 def _compare_within_bounds(
@@ -308,21 +255,20 @@ def _compare_within_bounds(
     exact = [
         {step: {key: row[key] for key in EXACT if key in row} for step, row in each.items()} for each in rows
     ]
-    violation = check_rows(exact[0], exact[1], steps=segment.end)
-    if segment.target is not None and violation is None:
+    first = next(exact_differences(*exact, steps=segment.end), None)
+    if segment.target is not None and first is None:
         try:
             distance = parameters_distance(folder, segment.target.parent.parent, segment.end)
             add_parameters_distance(comparison, distance, segment.end, tolerance)
         except PretrainError as error:
-            violation = Violation(f"parameters of step {segment.end}: {error}", segment.end, PARAMETERS)
-    if violation is None and comparison.first is not None:
-        first = comparison.first
-        violation = Violation(str(first), first.step, first.key)
-    result.first, result.largest = violation, comparison.largest
+            text = f"parameters of step {segment.end}: {error}"
+            first = Difference(segment.end, PARAMETERS, text=text)
+    result.first = first = first or comparison.first
+    result.largest = comparison.largest
     result.columns, result.other_rows = [], []
     result.facts, result.tensors, result.compared = [], [], None
     is_bounded = bool(tolerance.bounds)
-    result.verdict = "differs" if violation else "within bound" if is_bounded else "not compared"
+    result.verdict = "differs" if first else "within bound" if is_bounded else "not compared"
     result.note = "; ".join(filter(None, [*reasons, result.note, comparison.note]))
 
 

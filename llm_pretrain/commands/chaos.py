@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import time
-from typing import TYPE_CHECKING
 
 from llm_pretrain.audit.chaos import KILLS, Result, make_plan, result_content, run_chaos
 from llm_pretrain.launch.jobs import exit_on_signals, this_machine
@@ -16,9 +15,6 @@ from llm_pretrain.launch.options import (
     say,
     write_result,
 )
-
-if TYPE_CHECKING:
-    pass
 
 EXAMPLES = """\
 Every other option is a setting, --section.field VALUE, and applies to every launch.

@@ -7,8 +7,14 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from llm_pretrain.audit.comparison import KEYS, PARAMETERS, Comparison, InterruptedResult, Result
-from llm_pretrain.audit.parity import _run_interrupted, is_violated, launch_and_compare, result_content
+from llm_pretrain.audit.comparison import KEYS, PARAMETERS, Comparison
+from llm_pretrain.audit.parity import (
+    InterruptedResult,
+    Result,
+    is_violated,
+    launch_and_compare,
+    result_content,
+)
 from llm_pretrain.audit.variants import make_plan
 from llm_pretrain.launch.jobs import exit_on_signals, this_machine
 from llm_pretrain.launch.options import (
@@ -72,8 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
     for note in plan.notes:
         say(f"note   {note}")
     with exit_on_signals():
-        results = launch_and_compare(plan, context)
-        interrupted = _run_interrupted(plan, context, arguments.interrupt, results[0])
+        results, interrupted = launch_and_compare(plan, context, arguments.interrupt)
     violated = is_violated(results, interrupted)
     file = plan.output / "parity.json"
     facts = call_facts(plan, arguments, machine, started)
@@ -102,7 +107,7 @@ def render(results: Sequence[Result], interrupted: InterruptedResult | None) -> 
         largest = _largest(each.comparison)
         rows.append((variant.path, variant.mesh, *split, variant.precision, shown, name, largest))
         ended = f"exit code {each.run.exit_code}"
-        details += _details(str(variant), each.comparison, each.failure, each.run.log, ended)
+        details += _details(str(variant), each.comparison, each.run.error_lines, each.run.log, ended)
     if interrupted:
         comparison = interrupted.comparison
         empty = ("",) * 5
@@ -142,7 +147,7 @@ def _details(name: str, comparison: Comparison, failure: Sequence[str], log: Pat
     if comparison.verdict == "failed":
         lines = [f"{name} failed, {ended}; its output: {log}", *(f"    {line}" for line in failure)]
     if comparison.first is not None and comparison.first.key != "attempt":
-        lines.append(f"{name} differs first at {comparison.first}")
+        lines.append(f"{name} differs first at {comparison.first.text}")
     if comparison.note:
         lines.append(f"{name}: {comparison.note}")
     return lines

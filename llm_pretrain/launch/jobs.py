@@ -119,14 +119,11 @@ class RunningJob:
         job: What to start.
         context: Where to start it.
         gpus: Numbers of the GPUs that the job may use; ignored on a machine without GPUs.
-
-    Attributes:
-        timed_out: Whether it was killed at the time limit.
-        done: Whether it was killed because `run_until` was told that it is done.
     """
 
     def __init__(self, job: Job, context: LaunchContext, gpus: Sequence[int] = ()):
-        self.job, self.timed_out, self.done = job, False, False
+        self.job, self.timed_out = job, False
+        self.done = False  # whether `run_until` has killed it since it is done
         self.started = time.monotonic()
         self._deadline = self.started + context.timeout_seconds
         self._workers: list[psutil.Process] = []
@@ -298,34 +295,32 @@ def run_until(
     Returns:
         What was started, with its exit code, in the order of the ends.
     """
-    waiting, running, ended = list(jobs), list[tuple[RunningJob, list[int]]](), list[tuple[RunningJob, int]]()
+    waiting, running, ended = list(jobs), dict[RunningJob, list[int]](), list[tuple[RunningJob, int]]()
     free, after = list(range(context.machine.gpus or context.machine.cores)), after or {}
     with ExitStack() as started_jobs:
         try:
             while waiting or running:
                 for job in list(waiting):
                     needed = job.world_size * (1 if context.machine.gpus else job.threads)
-                    unfinished = {*waiting, *(started.job for started, _ in running)}
+                    unfinished = {*waiting, *(started.job for started in running)}
                     if (needed > len(free) and running) or not unfinished.isdisjoint(after.get(job, ())):
                         continue
                     waiting.remove(job)
                     if on_start(job) is not False:
                         taken, free = free[:needed], free[needed:]
-                        started = started_jobs.enter_context(RunningJob(job, context, taken))
-                        running.append((started, taken))
-                for started, taken in list(running):
+                        running[started_jobs.enter_context(RunningJob(job, context, taken))] = taken
+                for started in list(running):
                     if (code := started.poll()) is None and done(started):
                         started.done, code = True, -signal.SIGKILL
                         started.kill()
                     if code is not None:
-                        running.remove((started, taken))
-                        free = sorted([*free, *taken])
+                        free = sorted([*free, *running.pop(started)])
                         ended.append((started, code))
                         on_end(started, code)
                 time.sleep(every)
         except BaseException:
             if stop_seconds:
-                _stop([started for started, _ in running], stop_seconds)
+                _stop(list(running), stop_seconds)
             raise
     return ended
 
@@ -333,8 +328,7 @@ def run_until(
 def _stop(jobs: Sequence[RunningJob], seconds: float) -> None:
     """Ask jobs to save and end, and wait so long for it."""
     for job in jobs:
-        if job.poll() is None:
-            job.process.terminate()
+        job.process.terminate()
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and any(job.poll() is None for job in jobs):
         time.sleep(_POLL_SECONDS)

@@ -10,7 +10,7 @@ from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from llm_pretrain.errors import CheckpointError, OutputError
 from llm_pretrain.files import fsync_folder, make_folder, read_plain
@@ -259,7 +259,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
-
-
-if TYPE_CHECKING:
-    pass

@@ -7,10 +7,7 @@ from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    pass
+from typing import Any
 
 WINDOW = 128
 """Accepted steps that a bound is computed from, as in llm.c (`OUTLIER_DETECTOR_WINDOW_SIZE`) and

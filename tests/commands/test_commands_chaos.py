@@ -17,13 +17,12 @@ from support.run_folders import attempt_row, training_row
 
 from llm_pretrain.__main__ import main
 from llm_pretrain.audit import chaos as kills
-from llm_pretrain.audit.chaos import ChaosPlan, Result, make_plan, result_content, run_chaos
-from llm_pretrain.audit.kills import Outcome
+from llm_pretrain.audit.chaos import ChaosPlan, Outcome, Result, make_plan, result_content, run_chaos
+from llm_pretrain.audit.comparison import Difference, exact_differences
 from llm_pretrain.audit.run_checks import (
     FolderState,
     check_committed,
     check_end,
-    check_rows,
     check_start,
     scan_folder,
 )
@@ -45,13 +44,17 @@ def rows(steps: int, **changed: Any) -> dict[int, dict[str, Any]]:
     return made
 
 
+def first_difference(*rows: dict[int, dict[str, Any]], **options: Any) -> Difference | None:
+    return next(exact_differences(*rows, **options), None)
+
+
 def test_rows_may_differ_in_times_and_speeds_only():
     other = rows(6)
     for row in other.values():
         row["time"], row["perf/step_seconds"] = 1.0, 2.0
-    assert check_rows(rows(6), other, steps=6) is None
-    assert check_rows(rows(6), rows(4)) is None, "so far"
-    assert check_rows(rows(6) | {0: {"step": 0, "eval/loss": 9.0}}, {}) is None, "died before any row"
+    assert first_difference(rows(6), other, steps=6) is None
+    assert first_difference(rows(6), rows(4)) is None, "so far"
+    assert first_difference(rows(6) | {0: {"step": 0, "eval/loss": 9.0}}, {}) is None, "died before any row"
 
 
 @pytest.mark.parametrize(
@@ -66,7 +69,7 @@ def test_rows_may_differ_in_times_and_speeds_only():
 )
 def test_one_changed_bit_or_a_missing_step_is_found(found: dict[int, dict[str, Any]], key: str):
     for steps in (None, 6):
-        violation = check_rows(rows(6), found, steps=steps)
+        violation = first_difference(rows(6), found, steps=steps)
         assert violation is not None
         assert (violation.step, violation.key) == (3, key)
         assert "step 3" in violation.text
@@ -78,23 +81,23 @@ def test_a_different_input_is_reported_before_a_different_result():
         for step, row in made.items():
             row["data/batch_sha256"] = str(step)
     found[3]["data/batch_sha256"] = "4"
-    violation = check_rows(reference, found)
+    violation = first_difference(reference, found)
     assert violation is not None
     assert violation.key == "data/batch_sha256"
 
 
 def test_the_end_needs_every_row_and_zero_is_not_minus_zero():
-    short = check_rows(rows(6), rows(5), steps=6)
+    short = first_difference(rows(6), rows(5), steps=6)
     assert short is not None
     assert (short.step, short.key) == (6, "row")
-    assert check_rows(rows(6, loss=0.0), rows(6, loss=-0.0)) is not None
+    assert first_difference(rows(6, loss=0.0), rows(6, loss=-0.0)) is not None
 
 
 def test_an_evaluation_postponed_by_a_signal_may_be_missing():
     reference = rows(6)
     reference[3]["eval/loss"] = 1.5
-    assert check_rows(reference, rows(6)) is not None
-    assert check_rows(reference, rows(6), owed=3) is None
+    assert first_difference(reference, rows(6)) is not None
+    assert first_difference(reference, rows(6), owed=3) is None
 
 
 def write_rows(folder: Path, name: str, made: list[dict[str, Any]]) -> None:

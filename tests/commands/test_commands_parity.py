@@ -15,20 +15,24 @@ from llm_pretrain.audit.comparison import (
     KEYS,
     LOSS_BOUND,
     SAMPLES,
-    Attempt,
     Difference,
-    InterruptedResult,
-    Result,
-    Run,
     Tolerance,
     add_parameters_distance,
-    compare_interrupted,
     compare_rows,
     compare_runs,
     rerouted_share,
     tolerance_of,
 )
-from llm_pretrain.audit.parity import is_violated, result_content
+from llm_pretrain.audit.parity import (
+    Attempt,
+    InterruptedResult,
+    Result,
+    Run,
+    compare_interrupted,
+    compare_variants,
+    is_violated,
+    result_content,
+)
 from llm_pretrain.audit.variants import Variant, build_variants
 from llm_pretrain.commands.parity import render
 from llm_pretrain.config.model_config import ModelConfig
@@ -111,7 +115,7 @@ def test_a_difference_within_its_bound_is_reported_and_a_larger_one_differs():
     assert far.verdict == "differs"
     assert far.first is not None
     assert (far.first.step, far.first.key, far.first.bound) == (3, "train/loss", 1e-5)
-    assert f"{loss!r}" in str(far.first)
+    assert f"{loss!r}" in far.first.text
 
 
 def test_different_samples_differ_under_any_tolerance():
@@ -405,7 +409,7 @@ def compare_grid(
 ) -> list[Result]:
     """Results of variants with equal rows, except those changed by name."""
     runs = [run_of(variant, folder, rows(**changed.get(variant.name, {}))) for variant in variants]
-    return compare_runs(runs, config, STEPS)
+    return compare_variants(runs, config, STEPS)
 
 
 def test_a_variant_is_compared_with_its_split_on_another_path_or_with_the_first(tmp_path: Path):
@@ -452,7 +456,7 @@ def test_a_failed_launch_is_a_violation_and_reports_its_first_difference(tmp_pat
     variants, _ = variants_of(DENSE, world_sizes=[1])
     half = {step: row for step, row in rows(sha256={1: "a"}).items() if step <= 3}
     runs = [run_of(variants[0], tmp_path, rows()), run_of(variants[1], tmp_path, half, exit_code=1)]
-    results = compare_runs(runs, DENSE, STEPS)
+    results = compare_variants(runs, DENSE, STEPS)
     assert results[1].comparison.verdict == "failed"
     assert results[1].comparison.first is not None
     assert results[1].comparison.first.key == "data/batch_sha256"
@@ -465,7 +469,7 @@ def test_a_failed_launch_is_a_violation_and_reports_its_first_difference(tmp_pat
 def test_where_the_first_variant_failed_the_next_is_the_reference(tmp_path: Path):
     variants, _ = variants_of(DENSE)
     runs = [run_of(variant, tmp_path, rows(), exit_code=int(variant == variants[0])) for variant in variants]
-    results = compare_runs(runs, DENSE, STEPS)
+    results = compare_variants(runs, DENSE, STEPS)
     assert [each.comparison.verdict for each in results] == ["failed"] + ["identical"] * 3
     assert [each.is_reference for each in results] == [False, True, False, False]
     assert results[2].against == variants[1]
@@ -474,12 +478,12 @@ def test_where_the_first_variant_failed_the_next_is_the_reference(tmp_path: Path
 def test_a_run_without_rows_is_no_reference(tmp_path: Path):
     """A script that does nothing and exits with 0 must not pass."""
     variants, _ = variants_of(DENSE, world_sizes=[1])
-    results = compare_runs([run_of(variant, tmp_path, {}) for variant in variants], DENSE, STEPS)
+    results = compare_variants([run_of(variant, tmp_path, {}) for variant in variants], DENSE, STEPS)
     assert [each.comparison.verdict for each in results] == ["differs", "differs"]
 
 
 def test_a_single_variant_is_not_compared(tmp_path: Path):
-    (result,) = compare_runs([run_of(ONE, tmp_path, rows())], DENSE, STEPS)
+    (result,) = compare_variants([run_of(ONE, tmp_path, rows())], DENSE, STEPS)
     assert result.comparison.verdict == "not compared"
 
 
@@ -535,6 +539,25 @@ def test_an_attempt_that_does_not_begin_after_its_checkpoint_is_a_violation(
     shown = InterruptedResult("accelerate@1:3", tmp_path, tmp_path / "log", comparison, begun)
     assert is_violated([], shown)
     assert "expected 3 after the checkpoint of step 2" in render([], shown)
+
+
+def test_two_folders_are_compared_by_the_rows_that_they_have(tmp_path: Path):
+    """As from a notebook: without a plan, with a row every other step."""
+    sparse = {step: row for step, row in rows().items() if step % 2 == 0}
+    make_run(tmp_path / "left", [*sparse.values(), {"step": 5, "time": 1.0, "eval/loss": 2.0}])
+    for name, changes, verdict in (
+        ("same", {}, "identical"),
+        ("near", {"loss": {4: rows()[4]["train/loss"] * (1 + 9e-6)}, "digest": {4: "a"}}, "differs"),
+    ):
+        other = rows(**changes)
+        make_run(tmp_path / name, [other[step] for step in sparse])
+        assert compare_runs(tmp_path / "left", tmp_path / name).verdict == verdict
+    near = compare_runs(tmp_path / "left", tmp_path / "near", tolerance=BOUNDED)
+    assert (near.verdict, near.first) == ("within bound", None)
+    make_run(tmp_path / "short", [sparse[2]])
+    short = compare_runs(tmp_path / "left", tmp_path / "short").first
+    assert short == Difference(4, "row", "there", "missing")
+    assert compare_runs(tmp_path / "none", tmp_path / "none").violated, "nothing is compared"
 
 
 def test_parity_json_has_every_verdict(tmp_path: Path):

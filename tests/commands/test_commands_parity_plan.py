@@ -100,6 +100,7 @@ def test_the_trainer_path_s_script_may_be_missing(
     plain_store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(_options, "PACKAGE_ROOT", tmp_path)
+    monkeypatch.chdir(tmp_path)
     for name in ("train_pretrain.py", "train_pretrain_accelerate.py"):
         (tmp_path / name).touch()
     words = ["--paths", "torchrun,trainer", "--output", str(tmp_path / "out")]

@@ -17,13 +17,9 @@ from support.forked_replay import CONTEXT, content_of, copy_of, rewrite_checkpoi
 from support.launching import Finished, train_tiny
 
 from llm_pretrain.__main__ import main
+from llm_pretrain.audit.comparison import tensor_difference
 from llm_pretrain.audit.replay import rollback_problem, verdict_of
-from llm_pretrain.audit.segment_comparison import (
-    SegmentResult,
-    compare_segment,
-    inexact_because,
-    tensor_difference,
-)
+from llm_pretrain.audit.segment_comparison import SegmentResult, compare_segment, inexact_because
 from llm_pretrain.audit.segments import ReplayPlan, Segment, choose_segments, make_plan
 from llm_pretrain.checkpoints.manifest import read_manifest, write_manifest
 from llm_pretrain.commands import replay
