@@ -137,7 +137,7 @@ def plan_layouts(
         mesh=",".join(each.mesh for each in layouts),
         steps=STEPS[-1],
         output=str(output),
-        **dict.fromkeys(("accumulation", "precision", "interrupt", "scripts")),
+        **dict.fromkeys(("accumulation", "precision", "interrupt")),
     )
     plan = make_plan(call, replace(machine, cores=max(machine.cores, sizes[-1])))
     by_place = {(each.mesh, each.world_size): each for each in plan.variants}

@@ -195,13 +195,10 @@ def compare_interrupted(
     return comparison
 
 
-def launch_and_compare(
-    plan: ParityPlan, context: LaunchContext, interrupt: str | None
-) -> tuple[list[Result], InterruptedResult | None]:
-    """Run every variant and compare the runs, in the order of the plan; with `interrupt` also one more."""
+def launch_and_compare(plan: ParityPlan, context: LaunchContext) -> list[Result]:
+    """Run every variant, and compare the runs; in the order of the plan."""
     runs = _run_variants(plan, context)
-    results = compare_variants(runs, plan.config, plan.steps, partial(_find_ties, plan, context))
-    return results, _run_interrupted(plan, context, interrupt, results[0]) if interrupt else None
+    return compare_variants(runs, plan.config, plan.steps, partial(_find_ties, plan, context))
 
 
 def _job(plan: ParityPlan, variant: Variant, name: str, *more: str) -> Job:
@@ -253,10 +250,12 @@ def _find_ties(plan: ParityPlan, context: LaunchContext, reference: Run, run: Ru
         return ""
 
 
-def _run_interrupted(
+def run_interrupted(
     plan: ParityPlan, context: LaunchContext, option: str, reference: Result
-) -> InterruptedResult:
+) -> InterruptedResult | None:
     """Run the first variant again with its interruptions, and compare it with the uninterrupted run."""
+    if not plan.interruptions:
+        return None
     first, save = plan.variants[0], ("--checkpoint.save_steps", str(plan.save_steps))
     jobs = []
     for each in (first, *plan.interruptions):

@@ -14,6 +14,7 @@ from llm_pretrain.audit.parity import (
     is_violated,
     launch_and_compare,
     result_content,
+    run_interrupted,
 )
 from llm_pretrain.audit.variants import make_plan
 from llm_pretrain.launch.jobs import exit_on_signals, this_machine
@@ -78,7 +79,8 @@ def run(arguments: argparse.Namespace) -> int:
     for note in plan.notes:
         say(f"note   {note}")
     with exit_on_signals():
-        results, interrupted = launch_and_compare(plan, context, arguments.interrupt)
+        results = launch_and_compare(plan, context)
+        interrupted = run_interrupted(plan, context, arguments.interrupt, results[0])
     violated = is_violated(results, interrupted)
     file = plan.output / "parity.json"
     facts = call_facts(plan, arguments, machine, started)
