@@ -20,7 +20,7 @@ import torch
 from torch.optim import Optimizer
 
 from llm_pretrain.checkpoints.folders import committed_folders
-from llm_pretrain.config.model_config import ModelConfig
+from llm_pretrain.config.model_config import ModelConfig, neutral_values
 from llm_pretrain.config.schema import matches_type
 from llm_pretrain.errors import CheckpointError, MismatchError
 from llm_pretrain.files import open_plain, read_json, write_text
@@ -319,8 +319,13 @@ def model_fingerprint(model: ModelConfig) -> dict[str, str]:
 
 
 def fingerprint_differences(saved: dict[str, str], expected: dict[str, str]) -> list[str]:
-    """One line per key whose text differs or is missing on one side."""
-    return _compare(saved, expected)
+    """One line per key whose text differs.
+
+    A field of the model that one side does not know has its neutral value there; another key is missing.
+    """
+    neutral = {f"model.{name}": str(value) for name, value in neutral_values().items()}
+    known = {key: neutral[key] for key in {*saved, *expected} & neutral.keys()}
+    return _compare(known | saved, known | expected)
 
 
 def optimizer_differences(content: Manifest, optimizer: Optimizer) -> list[str]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Annotated, Literal
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, Literal
 
 from llm_pretrain.config.schema import (
     Fraction,
@@ -234,3 +234,21 @@ class ModelConfig:
     def moe_layers(self) -> tuple[int, ...]:
         """Indices of the layers that route to experts."""
         return tuple(layer for layer in range(self.num_hidden_layers) if self.is_moe_layer(layer))
+
+
+_NEUTRAL = {
+    "qk_norm": False,
+    "tie_word_embeddings": False,
+    "norm_topk_prob": False,
+    "router_aux_loss_coef": 0.0,
+}
+"""Values with which a field changes nothing, where they are not its default."""
+
+
+def neutral_values(kind: type[ModelConfig] = ModelConfig) -> dict[str, Any]:
+    """Each field of the model with the value that it has where nothing is said of it.
+
+    So a field that was added later neither parts a run from its checkpoints nor a model from an export that
+    does not know it, as long as it has this value.
+    """
+    return {field.name: field.default for field in fields(kind)} | _NEUTRAL

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from llm_pretrain.config.model_config import ModelConfig
+from llm_pretrain.config.model_config import ModelConfig, neutral_values
 from llm_pretrain.errors import ConfigError
 
 
@@ -182,6 +182,37 @@ SHARED_EXPERT = frozenset({"glm4_moe", "qwen2_moe"})
 """Those that always have a shared expert, which is zeros for a model without one; of the written ones."""
 
 
+CARRIED = frozenset(
+    {
+        *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+        *("num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "initializer_range"),
+        *("tie_word_embeddings", "attention_dropout", "rope_theta", "rope_type", "rope_factor"),
+        *("original_max_position_embeddings", "qk_norm", "num_experts", "num_experts_per_tok"),
+        *("moe_intermediate_size", "norm_topk_prob", "n_shared_experts", "scoring_func"),
+        *("routed_scaling_factor", "first_k_dense_replace", "decoder_sparse_step", "router_aux_loss_coef"),
+        *("router_bias_update_rate", "router_z_loss_coef", "router_aux_loss_scope"),
+        *("hidden_dropout", "zero_init_residual", "init_from"),  # of training alone
+    }
+)
+"""Fields of the model that the architectures here and GGUF express, or that change training alone."""
+
+
+def check_carried(model: ModelConfig, target: str) -> None:
+    """Stop unless every field of the model that a target has no word for has its neutral value.
+
+    Raises:
+        ConfigError: naming the fields.
+    """
+    found = {name: value for name, value in vars(model).items() if name not in CARRIED}
+    neutral = neutral_values(type(model))
+    if problems := [
+        f"model.{name}: {target} cannot express it; expected {neutral[name]}, found {value}"
+        for name, value in found.items()
+        if value != neutral[name]
+    ]:
+        raise ConfigError(*problems)
+
+
 def scales_down_proj(model: ModelConfig) -> bool:
     """Whether the experts' down projections on disk include `routed_scaling_factor`.
 
@@ -196,6 +227,7 @@ def match_hf_architecture(model: ModelConfig) -> str:
     Raises:
         ConfigError: no architecture does; it names the fields.
     """
+    check_carried(model, "no architecture of transformers here")
     if not model.moe_layers:
         if model.qk_norm:
             return "qwen3"
