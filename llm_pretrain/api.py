@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Source:
+class TrainedModel:
     """An opened model with its tokenizer.
 
     Args:
@@ -45,7 +45,7 @@ class Source:
 
 def open_source(
     path: str | Path, tokenizer: str | Path | None = None, device: str | None = None, dtype: str = "fp32"
-) -> Source:
+) -> TrainedModel:
     """Open a trained model with its tokenizer.
 
     Args:
@@ -90,7 +90,7 @@ def open_source(
             f"{opened.path}: expected a bos_token_id of the model's {rows} ids, found {starts[0]}; correct "
             "generation_config.json, which goes before config.json"
         )
-    return Source(
+    return TrainedModel(
         model=opened.model.to(on, DTYPES[dtype]),
         tokenizer=chosen,
         start_id=starts[0] if starts else None,

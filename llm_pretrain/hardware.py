@@ -87,7 +87,7 @@ def device_peak_flops(device_name: str) -> float | None:
 
 
 @dataclass(frozen=True)
-class Machine:
+class Cluster:
     """GPUs of one kind, in equal nodes.
 
     Args:
@@ -116,23 +116,23 @@ class Machine:
     capability: int = 90
 
 
-def _machine(gpu: str, *numbers: float, capability: int) -> Machine:
+def _cluster(gpu: str, *numbers: float, capability: int) -> Cluster:
     flops = device_peak_flops(gpu)
     assert flops is not None, gpu
     fp32, memory, per_node, nvlink, network = numbers
-    return Machine(
+    return Cluster(
         GPU_GB[gpu], flops / 1e12, fp32, memory, int(per_node), nvlink, network, capability=capability
     )
 
 
-MACHINES = {
+CLUSTERS = {
     # NVIDIA's data sheets of the GPU (SXM) and of DGX A100, H100, H200, B200: a network card for each GPU
-    "a100": _machine("a100", 19.5, 2039, 8, 300, 25, capability=80),
-    "h100": _machine("h100", 66.9, 3350, 8, 450, 50, capability=90),
-    "h200": _machine("h200", 66.9, 4800, 8, 450, 50, capability=90),
-    "b200": _machine("b200", 75, 8000, 8, 900, 50, capability=100),
+    "a100": _cluster("a100", 19.5, 2039, 8, 300, 25, capability=80),
+    "h100": _cluster("h100", 66.9, 3350, 8, 450, 50, capability=90),
+    "h200": _cluster("h200", 66.9, 4800, 8, 450, 50, capability=90),
+    "b200": _cluster("b200", 75, 8000, 8, 900, 50, capability=100),
     # NVIDIA's Ada whitepaper, appendix A; PCIe 4.0 x16 instead of NVLink; 100 Gbit/s for a node, assumed
-    "4090": _machine("4090", 82.6, 1008, 8, 32, 1.6, capability=89),
+    "4090": _cluster("4090", 82.6, 1008, 8, 32, 1.6, capability=89),
 }
 """Common clusters by the name of their GPU."""
 

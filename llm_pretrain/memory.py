@@ -75,7 +75,7 @@ class MemoryEstimate:
 
 
 @dataclass(frozen=True)
-class Time:
+class TrainingTime:
     """Time that a token budget takes.
 
     Args:
@@ -93,12 +93,12 @@ class Time:
     device_hours: float
 
 
-def estimate_time(config: Config, world_size: int, *, tokens: int, flops: float, mfu: float) -> Time:
+def estimate_time(config: Config, world_size: int, *, tokens: int, flops: float, mfu: float) -> TrainingTime:
     """Time to train on `tokens` with `world_size` devices of `flops` FLOP/s, at a utilisation of `mfu`."""
     per_token = flops_per_token(config.model, config.training.sequence_length)
     speed = mfu * flops * world_size / per_token
     hours = tokens / speed / 3600
-    return Time(tokens, per_token, speed, hours, hours * world_size)
+    return TrainingTime(tokens, per_token, speed, hours, hours * world_size)
 
 
 def token_budget(config: Config) -> int:
@@ -225,7 +225,7 @@ class _Rank:
         return self.gradients() + self.copies(last) + kept + self.head() + others * _FP32 * self.table
 
     def in_layer(self, i: int) -> int:
-        """In the backward pass of a layer. Under FSDP and if tied, the head's gradient waits."""
+        """Peak in the backward pass of a layer. Under FSDP and if tied, the head's gradient waits."""
         waits = self.is_sharded or self.model.tie_word_embeddings or not self.adds
         of_head = _FP32 * self.table if self.has_head and waits else 0
         before = self.gradients()

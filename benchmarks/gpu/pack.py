@@ -23,7 +23,7 @@ from benchmarks.gpu.roofline import NAMES, bounds
 from benchmarks.gpu.rounds import PACKED, WHEELS
 from benchmarks.machine import ROOT, commit
 from benchmarks.reporting import SkippedError
-from llm_pretrain.hardware import MACHINES
+from llm_pretrain.hardware import CLUSTERS
 
 GPU = "h100"
 """What is counted for."""
@@ -102,7 +102,7 @@ def _peaks() -> dict[str, dict[str, int]]:
 def _bounds() -> dict[str, dict[str, Any]]:
     """Lower bounds of the cases' compiled steps; none where they cannot be counted."""
     try:
-        return bounds(NAMES, MACHINES[GPU])
+        return bounds(NAMES, CLUSTERS[GPU])
     except SkippedError as skipped:
         print(f"note: round 3 will have no bounds to compare with: {skipped}", flush=True)
         return {}

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from benchmarks.gpu.parts import CASES
 from benchmarks.machine import ROOT, python_path
 from benchmarks.reporting import SkippedError
-from llm_pretrain.hardware import MACHINES, Machine
+from llm_pretrain.hardware import CLUSTERS, Cluster
 
 NAMES = ["gpt2-124m", "qwen3-0.6b", "finegrained-moe-136m", "mixture", "dense of equal FLOPs"]
 _PATHS = ("tests/cuda_without_gpu", "tests")
@@ -43,13 +43,13 @@ class Launch(NamedTuple):
     mfu_flops: float
     bytes: float
 
-    def seconds(self, gpu: Machine) -> float:
+    def seconds(self, gpu: Cluster) -> float:
         """Lower bound of the time of all its launches in a step."""
         peak = (gpu.bf16_tflops if self.in_bf16 else gpu.fp32_tflops) * 1e12
         return self.times * max(self.flops / peak, self.bytes / (gpu.memory_gb_per_second * 1e9))
 
 
-def bounds(names: list[str], gpu: Machine) -> dict[str, dict[str, Any]]:
+def bounds(names: list[str], gpu: Cluster) -> dict[str, dict[str, Any]]:
     """By case: milliseconds of its parts and of the step, MFU at that time, and the micro batch.
 
     Raises:
@@ -90,12 +90,12 @@ def main() -> None:
     """Print a table per case."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(NAMES)} (default: all)")
-    parser.add_argument("--gpu", choices=MACHINES, default="h100", help="default: h100")
+    parser.add_argument("--gpu", choices=CLUSTERS, default="h100", help="default: h100")
     arguments = parser.parse_args()
     if unknown := sorted(set(arguments.cases) - set(NAMES)):
         parser.error(f"CASE: expected some of {', '.join(NAMES)}, found {', '.join(unknown)}")
     try:
-        found = bounds(arguments.cases or NAMES, MACHINES[arguments.gpu])
+        found = bounds(arguments.cases or NAMES, CLUSTERS[arguments.gpu])
     except SkippedError as skipped:
         print(f"skipped  roofline: {skipped}")
         return

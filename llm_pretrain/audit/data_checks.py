@@ -23,7 +23,7 @@ _CHUNK = 1 << 16
 """Samples that are counted at a time."""
 
 
-class Samples:
+class AttemptSamples:
     """The samples of a run, for each of its attempts.
 
     The settings that determine the order are equal in all of them, except for later `data.weight_changes`.
@@ -60,7 +60,7 @@ def check_samples(checks: Checks, run: RunFiles, wanted: str | int | None) -> No
         for name in ("epochs", "samples"):
             checks.skip(name, "no step has been logged yet")
         return
-    samples = Samples(run.config)
+    samples = AttemptSamples(run.config)
     checks.run("epochs", _check_epochs, run, samples.of(run.attempts[-1]), wanted == "all")
     checks.run("samples", _check_digests, run, samples, wanted)
 
@@ -130,7 +130,7 @@ class _EpochCounter:
         return f"{label}: {' and '.join(filter(None, (whole, part))) or 'none'}, {result}"
 
 
-def _check_digests(check: Check, run: RunFiles, samples: Samples, wanted: str | int | None) -> None:
+def _check_digests(check: Check, run: RunFiles, samples: AttemptSamples, wanted: str | int | None) -> None:
     rows = list(_intervals(run))
     chosen = _choose_rows(len(rows), wanted, run.config, run.logging_steps(run.attempts[-1]))
     steps = unknown = 0
@@ -176,7 +176,7 @@ def _choose_rows(count: int, wanted: str | int | None, config: Config, every: in
 
 
 def _compare(
-    check: Check, samples: Samples, attempt: Attempt, first: int, before: Row | None, row: Row
+    check: Check, samples: AttemptSamples, attempt: Attempt, first: int, before: Row | None, row: Row
 ) -> None:
     """Compare one row with the samples of steps first … row's step - 1, counted from 0."""
     data, training = samples.of(attempt), samples.config.training

@@ -148,7 +148,7 @@ def best_folder(parent: Path) -> Path | None:
 
 
 def multiples(steps: Collection[int], period: int, newest: int) -> list[int]:
-    """Those of `steps` up to `newest` that are multiples of `period`; empty if that is 0."""
+    """The steps among `steps` up to `newest` that are multiples of `period`; empty if that is 0."""
     return [step for step in steps if period and step <= newest and step % period == 0]
 
 

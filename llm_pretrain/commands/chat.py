@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from llm_pretrain.api import Source, open_source
+from llm_pretrain.api import TrainedModel, open_source
 from llm_pretrain.commands.generate import (
     add_sampling_arguments,
     add_source_arguments,
@@ -74,7 +74,7 @@ class Conversation:
     Attributes: `turns`, (role, text) from the oldest to the newest, without the system message.
     """
 
-    def __init__(self, source: Source, system: str | None):
+    def __init__(self, source: TrainedModel, system: str | None):
         self.source, self.system = source, system
         self.turns: list[tuple[str, str]] = []
 
@@ -121,7 +121,7 @@ class PlainText(Conversation):
 
 
 def _answer(
-    source: Source, conversation: Conversation, line: str, arguments: argparse.Namespace, seed: int
+    source: TrainedModel, conversation: Conversation, line: str, arguments: argparse.Namespace, seed: int
 ) -> None:
     """Print the answer to a line during generation, and append both to the conversation."""
     from llm_pretrain.model.generation import TextStream, generate

@@ -9,7 +9,7 @@ import os
 from dataclasses import asdict, replace
 from typing import Any
 
-from llm_pretrain.api import Source, open_source
+from llm_pretrain.api import TrainedModel, open_source
 from llm_pretrain.commands.generate import add_source_arguments
 from llm_pretrain.config.tree import Config, SourceConfig, TrainingConfig
 from llm_pretrain.errors import ConfigError, printable
@@ -93,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _settings(source: Source, arguments: argparse.Namespace) -> Config:
+def _settings(source: TrainedModel, arguments: argparse.Namespace) -> Config:
     """The run's configuration, or the defaults outside of a run, overridden by the options."""
     run, limit = source.opened.run, source.model.config.max_position_embeddings
     config = run or Config(training=TrainingConfig(precision="fp32"))
@@ -127,7 +127,7 @@ def _settings(source: Source, arguments: argparse.Namespace) -> Config:
     )
 
 
-def _use_threads_of_the_run(source: Source, config: Config) -> None:
+def _use_threads_of_the_run(source: TrainedModel, config: Config) -> None:
     """Set the number of threads of one process of the run; another number changes the order of summation."""
     import torch
 
@@ -140,7 +140,9 @@ def _use_threads_of_the_run(source: Source, config: Config) -> None:
         torch.set_num_threads(threads)
 
 
-def _print_figures(source: Source, config: Config, what: str, figures: Figures, *, as_json: bool) -> None:
+def _print_figures(
+    source: TrainedModel, config: Config, what: str, figures: Figures, *, as_json: bool
+) -> None:
     opened = source.opened
     facts: dict[str, Any] = {
         "source": str(opened.path),

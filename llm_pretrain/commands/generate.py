@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llm_pretrain.api import Source, open_source
+from llm_pretrain.api import TrainedModel, open_source
 from llm_pretrain.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -90,7 +90,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _continue(
-    source: Source, arguments: argparse.Namespace, encoded: list[list[int]], wanted: list[tuple[int, int]]
+    source: TrainedModel,
+    arguments: argparse.Namespace,
+    encoded: list[list[int]],
+    wanted: list[tuple[int, int]],
 ) -> Iterator[tuple[int, str]]:
     """(row, new text) during generation, for the (prompt, sample) pairs `wanted`."""
     from llm_pretrain.model.generation import generate
@@ -110,7 +113,7 @@ def _continue(
 
 
 def _texts(
-    source: Source, columns: Iterable[list[int | None]], lengths: list[int]
+    source: TrainedModel, columns: Iterable[list[int | None]], lengths: list[int]
 ) -> Iterator[tuple[int, str]]:
     """(row, new text) for columns of new ids; `lengths` are those of the prompts."""
     from llm_pretrain.model.generation import TextStream

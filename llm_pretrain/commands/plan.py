@@ -14,7 +14,7 @@ from llm_pretrain.config.loading import dump_yaml, validate
 from llm_pretrain.config.tree import Config
 from llm_pretrain.errors import ConfigError, DataError, OutputError, printable
 from llm_pretrain.files import check_replaceable, file_name, make_folder, replace_text
-from llm_pretrain.hardware import DEFAULT_MFU, GPU_GB, MACHINES, size_text
+from llm_pretrain.hardware import CLUSTERS, DEFAULT_MFU, GPU_GB, size_text
 from llm_pretrain.launch.jobs import LaunchContext, exit_on_signals, this_machine
 from llm_pretrain.launch.options import find_scripts, say
 
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--time", metavar="T", help="budget of the run: 90s, 20m, 8h, 2d")
     add("--flops", type=float, metavar="F", help="or its FLOPs, such as 1e18")
     add("--cost", type=float, metavar="C", help="or its cost, with --gpu and --price")
-    add("--gpu", metavar="NAME", help=f"another machine: {', '.join(MACHINES)} (default: this one)")
+    add("--gpu", metavar="NAME", help=f"another machine: {', '.join(CLUSTERS)} (default: this one)")
     add("--world-size", "--world_size", type=int, metavar="W",
         help="processes (default: by the cores or GPUs here, dividing a step; 1 with --gpu)")  # fmt: skip
     add("--price", type=float, metavar="P", help="of a GPU for an hour")
@@ -113,8 +113,8 @@ def _check(arguments: argparse.Namespace) -> None:
         problems.append("--price: expected together with --cost, found another budget")
     if arguments.mfu is not None and not arguments.gpu:
         problems.append("--mfu: expected together with --gpu; this machine's speed is measured")
-    if arguments.gpu is not None and arguments.gpu.lower() not in MACHINES:
-        problems.append(f"--gpu: expected one of {', '.join(MACHINES)}, found {arguments.gpu!r}")
+    if arguments.gpu is not None and arguments.gpu.lower() not in CLUSTERS:
+        problems.append(f"--gpu: expected one of {', '.join(CLUSTERS)}, found {arguments.gpu!r}")
     for name in ("flops", "cost", "price", "max_parameters"):
         value, most = getattr(arguments, name), math.inf if name == "max_parameters" else FLOPS_LIMIT
         if value is not None and not 0 < value <= most:

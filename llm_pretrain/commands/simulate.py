@@ -12,11 +12,11 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from llm_pretrain.errors import ConfigError
-from llm_pretrain.hardware import MACHINES, Machine, size_text
+from llm_pretrain.hardware import CLUSTERS, Cluster, size_text
 
 if TYPE_CHECKING:
     from llm_pretrain.config.tree import Config
-    from llm_pretrain.forecast.simulated_steps import Mesh, Simulator, Step
+    from llm_pretrain.forecast.simulated_steps import Mesh, SimulatedStep, Simulator
 
 EXAMPLES = """\
 Every other option is a setting, --section.field VALUE. The step is that of train_pretrain.py (torchrun); the
@@ -31,7 +31,7 @@ examples:
   llm-pretrain simulate --config configs/tiny-moe.yaml --verify
 """
 
-_FIELDS = {each.name: each for each in dataclasses.fields(Machine)}
+_FIELDS = {each.name: each for each in dataclasses.fields(Cluster)}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config", action="append", required=True, metavar="FILE", help="as for the scripts; later wins"
     )
-    parser.add_argument("--gpu", metavar="NAME", help=f"the machine: {', '.join(MACHINES)}")
+    parser.add_argument("--gpu", metavar="NAME", help=f"the machine: {', '.join(CLUSTERS)}")
     parser.add_argument(
         "--world-size", "--world_size", type=int, default=1, metavar="W", help="processes (default: 1)"
     )
@@ -98,14 +98,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _check(arguments: argparse.Namespace) -> None:
     problems = []
-    if arguments.gpu is not None and arguments.gpu.lower() not in MACHINES:
-        problems.append(f"--gpu: expected one of {', '.join(MACHINES)}, found {arguments.gpu!r}")
+    if arguments.gpu is not None and arguments.gpu.lower() not in CLUSTERS:
+        problems.append(f"--gpu: expected one of {', '.join(CLUSTERS)}, found {arguments.gpu!r}")
     missing = [
         name for name, field in _FIELDS.items() if _is_required(field) and not getattr(arguments, name)
     ]
     if arguments.gpu is None and not arguments.verify and missing:
         problems.append(
-            f"--gpu: expected one of {', '.join(MACHINES)}, found none; or set --{', --'.join(missing)}"
+            f"--gpu: expected one of {', '.join(CLUSTERS)}, found none; or set --{', --'.join(missing)}"
         )
     if arguments.world_size < 1:
         problems.append(f"--world-size: expected 1 or more, found {arguments.world_size}")
@@ -123,11 +123,11 @@ def _is_required(field: dataclasses.Field[Any]) -> bool:
     return field.default is dataclasses.MISSING
 
 
-def _machine(arguments: argparse.Namespace) -> Machine:
+def _machine(arguments: argparse.Namespace) -> Cluster:
     given = {name: value for name in _FIELDS if (value := getattr(arguments, name)) is not None}
     if arguments.gpu is None:
-        return Machine(**given)
-    return dataclasses.replace(MACHINES[arguments.gpu.lower()], **given)
+        return Cluster(**given)
+    return dataclasses.replace(CLUSTERS[arguments.gpu.lower()], **given)
 
 
 def _check_config(config: Config, world_size: int) -> None:
@@ -148,13 +148,13 @@ def _check_config(config: Config, world_size: int) -> None:
         raise ConfigError(*problems)
 
 
-def _fits(step: Step, machine: Machine) -> bool:
+def _fits(step: SimulatedStep, machine: Cluster) -> bool:
     from llm_pretrain.memory import CUDA_CONTEXT
 
     return step.peak + CUDA_CONTEXT <= machine.memory_gb * 1e9
 
 
-def _as_json(step: Step, config: Config, world_size: int, machine: Machine) -> dict[str, Any]:
+def _as_json(step: SimulatedStep, config: Config, world_size: int, machine: Cluster) -> dict[str, Any]:
     from llm_pretrain.forecast.simulated_steps import findings, step_tokens
 
     return {
@@ -169,7 +169,9 @@ def _as_json(step: Step, config: Config, world_size: int, machine: Machine) -> d
     }
 
 
-def _print_step(step: Step, config: Config, world_size: int, machine: Machine, gpu: str | None) -> None:
+def _print_step(
+    step: SimulatedStep, config: Config, world_size: int, machine: Cluster, gpu: str | None
+) -> None:
     from llm_pretrain.forecast.simulated_steps import findings
 
     name, distributed, training = gpu or "GPUs", config.distributed, config.training
@@ -201,7 +203,7 @@ def _print_step(step: Step, config: Config, world_size: int, machine: Machine, g
         print(f"warning: {each}")
 
 
-def _print_time(step: Step, config: Config, world_size: int, machine: Machine) -> None:
+def _print_time(step: SimulatedStep, config: Config, world_size: int, machine: Cluster) -> None:
     from llm_pretrain.forecast.simulated_steps import step_tokens
 
     print("time of a step, at least")
@@ -225,8 +227,8 @@ def _seconds(seconds: float) -> str:
 
 
 def search_meshes(
-    worker: Simulator, options: list[str], config: Config, machine: Machine, world_size: int
-) -> list[tuple[Step, Mesh]]:
+    worker: Simulator, options: list[str], config: Config, machine: Cluster, world_size: int
+) -> list[tuple[SimulatedStep, Mesh]]:
     """The meshes on which a rank fits into memory, with their steps, the shortest first; perhaps none.
 
     Args:
@@ -238,7 +240,7 @@ def search_meshes(
     """
     from llm_pretrain.forecast.simulated_steps import SEARCHED_SHARE, candidates, pipelines
 
-    rows: list[tuple[Step, Mesh]] = []
+    rows: list[tuple[SimulatedStep, Mesh]] = []
 
     def fits(mesh: Mesh) -> bool:
         step = worker.extrapolated([*options, *mesh.options()], mesh.of(config), world_size)
@@ -259,7 +261,7 @@ def search_meshes(
 
 
 def _search(
-    worker: Simulator, options: list[str], config: Config, machine: Machine, arguments: argparse.Namespace
+    worker: Simulator, options: list[str], config: Config, machine: Cluster, arguments: argparse.Namespace
 ) -> int:
     from llm_pretrain.forecast.simulated_steps import findings
 

@@ -52,7 +52,7 @@ class _Reader(yaml.SafeLoader):
         self._sizes: dict[int, int] = {}
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """As PyYAML's, but counts values and levels, and stops before the rest of the text is read."""
+        """PyYAML composes the node; values and levels are counted, to stop before more text is read."""
         mark, is_alias, before = self.peek_event().start_mark, self.check_event(yaml.AliasEvent), self._values
         self._depth += 1
         if self._depth > MAX_DEPTH:

@@ -133,7 +133,7 @@ def run_on_rank0(ranks: Ranks, action: Callable[[], T], doing: str | None = None
 
 
 def gather_results(ranks: Ranks, action: Callable[[], T], doing: str | None = None) -> list[T]:
-    """As `run_on_all_ranks`, but the results of all ranks are returned, in rank order, on every rank."""
+    """`run_on_all_ranks`, but the results of all ranks are returned, in rank order, on every rank."""
     value: T | None = None
     failure: PretrainError | None = None
     bug: Exception | None = None

@@ -62,7 +62,7 @@ class ParallelExperts(Experts):
     group: dist.ProcessGroup
 
     def forward(self, x_TH: Tensor, weights_TK: Tensor, chosen_TK: Tensor) -> Tensor:
-        """As `Experts.forward`; collective, and so called by every rank of the group."""
+        """`Experts.forward` over the ranks of the group, all of which call it (collective)."""
         return _compute_where_held(self, x_TH, weights_TK, chosen_TK)
 
     def compute(self, x_MH: Tensor, weight_M1: Tensor, expert_M: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from llm_pretrain.config.tree import Config
 from llm_pretrain.errors import ConfigError
 from llm_pretrain.forecast.family import Size, Sizes, tokens_per_step
-from llm_pretrain.forecast.ladder_runs import Run, ladder_runs, longest_first, makespan
+from llm_pretrain.forecast.ladder_runs import LadderRun, ladder_runs, longest_first, makespan
 from llm_pretrain.forecast.points import Rung
 
 BRANCHES = (2, 4)
@@ -99,7 +99,7 @@ def ladder_flops(sizes: Sizes, rungs: Sequence[Rung]) -> float:
 def ladder_seconds(sizes: Sizes, rungs: Sequence[Rung], speed: Speed) -> float:
     """Expected wall time of a ladder."""
     save_steps = {rung.hidden_size: rung.save_steps for rung in rungs}
-    costs = dict[Run, float]()
+    costs = dict[LadderRun, float]()
     for run in ladder_runs(rungs):
         evaluations = 1 if run.begin else run.end // save_steps[run.hidden_size] + 1
         tokens = run.trained_steps * tokens_per_step(sizes.base)
@@ -195,7 +195,7 @@ def _widening(sizes: Sizes, smallest: int, count: int) -> list[Size]:
 
 
 def _rungs(sizes: Sizes, budget_flops: float, unique_tokens: int, count: int) -> tuple[Rung, ...] | None:
-    """Those of `count` sizes; None where the shortest runs would have too few tokens.
+    """The rungs of `count` sizes; None where the shortest runs would have too few tokens.
 
     The larger the smallest size, the fewer tokens the budget pays for.
     """

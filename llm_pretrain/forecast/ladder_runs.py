@@ -17,7 +17,7 @@ _KEEP_ALL = 1000
 
 
 @dataclass(frozen=True)
-class Run:
+class LadderRun:
     """One training process of a ladder.
 
     Args:
@@ -40,7 +40,7 @@ class Run:
         """Name of its size's stable run."""
         return f"h{self.hidden_size}"
 
-    def follows(self, run: Run) -> bool:
+    def follows(self, run: LadderRun) -> bool:
         """Whether this is a decay that begins at a checkpoint of `run`."""
         return self.begin > 0 and self.stable_name == run.name
 
@@ -50,24 +50,24 @@ class Run:
         return self.end - self.begin
 
 
-def rung_runs(rung: Rung) -> list[Run]:
+def rung_runs(rung: Rung) -> list[LadderRun]:
     """The stable run of a size, and its decays."""
-    stable = Run(rung.hidden_size, 0, rung.branches[-1])
+    stable = LadderRun(rung.hidden_size, 0, rung.branches[-1])
     pairs = zip(rung.branches, rung.steps, strict=True)
-    return [stable, *(Run(rung.hidden_size, begin, end) for begin, end in pairs)]
+    return [stable, *(LadderRun(rung.hidden_size, begin, end) for begin, end in pairs)]
 
 
-def ladder_runs(rungs: Sequence[Rung]) -> list[Run]:
+def ladder_runs(rungs: Sequence[Rung]) -> list[LadderRun]:
     """The runs of all sizes."""
     return [run for rung in rungs for run in rung_runs(rung)]
 
 
-def run_folder(ladder: Ladder, run: Run) -> Path:
+def run_folder(ladder: Ladder, run: LadderRun) -> Path:
     """Folder of a run."""
     return ladder.folder.resolve() / RUNS_FOLDER / run.name
 
 
-def run_config(ladder: Ladder, run: Run) -> Config:
+def run_config(ladder: Ladder, run: LadderRun) -> Config:
     """The whole configuration of a run: the family's member with the run's schedule and length.
 
     Everything that decides a number of points.jsonl is the base's or in ladder.json; the run keeps every
@@ -116,18 +116,18 @@ def with_store(config: Config, store: Path) -> Config:
     return dataclasses.replace(config, data=data)
 
 
-def longest_first(costs: Mapping[Run, float]) -> list[Run]:
+def longest_first(costs: Mapping[LadderRun, float]) -> list[LadderRun]:
     """The runs by what they and the longest run that follows cost, such as seconds or FLOPs."""
 
-    def until_end(run: Run) -> float:
+    def until_end(run: LadderRun) -> float:
         return costs[run] + max((costs[each] for each in costs if each.follows(run)), default=0.0)
 
     return sorted(costs, key=until_end, reverse=True)
 
 
-def makespan(order: Sequence[Run], costs: Mapping[Run, float], slots: int) -> float:
+def makespan(order: Sequence[LadderRun], costs: Mapping[LadderRun, float], slots: int) -> float:
     """Cost until all runs have ended: a free slot takes the first that need not wait for another."""
-    waiting, running, now = list(order), list[tuple[float, Run]](), 0.0
+    waiting, running, now = list(order), list[tuple[float, LadderRun]](), 0.0
     while waiting or running:
         unfinished = [*waiting, *(run for _, run in running)]
         for run in [each for each in waiting if not any(map(each.follows, unfinished))]:

@@ -29,9 +29,9 @@ from llm_pretrain.forecast.budget import (
 )
 from llm_pretrain.forecast.family import Size, Sizes, member, tokens_per_step
 from llm_pretrain.forecast.ladder_report import write_ladder_report
-from llm_pretrain.forecast.ladder_runs import Run, ladder_runs, longest_first, run_config, run_folder
+from llm_pretrain.forecast.ladder_runs import LadderRun, ladder_runs, longest_first, run_config, run_folder
 from llm_pretrain.forecast.measurements import (
-    Progress,
+    LadderProgress,
     diverged_sizes,
     measured_points,
     read_progress,
@@ -195,7 +195,7 @@ class Runner:
         )
         self._clean()
 
-    def _prepare(self, run: Run) -> bool:
+    def _prepare(self, run: LadderRun) -> bool:
         """Write the configuration of a run; False for one that would follow a diverged one."""
         if any(run.follows(each) and self._progress(each).has_diverged for each in self.runs):
             return False
@@ -204,7 +204,7 @@ class Runner:
         replace_text(file, dump_yaml(run_config(self.ladder, run)))
         return True
 
-    def _ended(self, job: RunningJob, run: Run, code: int) -> None:
+    def _ended(self, job: RunningJob, run: LadderRun, code: int) -> None:
         progress = self._progress(run)
         if not progress.has_ended(run.end):
             raise failure(job, run.name, code)
@@ -227,10 +227,10 @@ class Runner:
                 for name in ("checkpoints",) if run.begin else ("checkpoints", "weights"):
                     shutil.rmtree(self._folder(run) / name, ignore_errors=True)
 
-    def _folder(self, run: Run) -> Path:
+    def _folder(self, run: LadderRun) -> Path:
         return run_folder(self.ladder, run)
 
-    def _progress(self, run: Run) -> Progress:
+    def _progress(self, run: LadderRun) -> LadderProgress:
         return read_progress(self._folder(run))
 
 
@@ -338,7 +338,7 @@ def _is_measured(rows: Sequence[dict[str, Any]]) -> bool:
 
 
 def measured_config(config: Config, threads: int) -> Config:
-    """Of a run whose steps are measured: a row for each, and nothing else."""
+    """The configuration of a run whose steps are measured: a row for each, and nothing else."""
     return dataclasses.replace(
         config,
         schedule=dataclasses.replace(config.schedule, name="constant", warmup_steps=0, decay_steps=None),

@@ -35,7 +35,7 @@ class Evaluation(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Progress:
+class LadderProgress:
     """What the files of a run's folder hold at one moment; each empty while there is no such file.
 
     Args:
@@ -82,7 +82,7 @@ class Progress:
         return self.rows[-1]["step"] if self.rows else 0
 
 
-def read_progress(folder: Path) -> Progress:
+def read_progress(folder: Path) -> LadderProgress:
     """Read the folder of a run, which need not exist.
 
     Raises:
@@ -91,7 +91,7 @@ def read_progress(folder: Path) -> Progress:
     metrics, file = folder / "metrics.jsonl", folder / "attempts.jsonl"
     starts = attempt_starts(read_rows(file) if file.exists() else [], "metrics_bytes")
     rows = read_metrics(metrics, starts=starts) if metrics.exists() else []
-    return Progress(read_status(folder / "status.json"), rows)
+    return LadderProgress(read_status(folder / "status.json"), rows)
 
 
 def diverged_sizes(ladder: Ladder) -> list[int]:
@@ -121,8 +121,8 @@ def measured_points(ladder: Ladder) -> list[Point]:
 
 
 def _points(ladder: Ladder, rung: Rung) -> Iterator[Point]:
-    """Those of one size that has not diverged: the stable run's from the first branch on, before which losses
-    tell the start of a training more than its size, and each decay's last."""
+    """The points of one size that has not diverged: the stable run's from the first branch on, and each
+    decay's last. Before the first branch losses tell the start of a training more than its size."""
     size, runs = Sizes(ladder.base).of(rung.hidden_size), rung_runs(rung)
     found = [read_progress(run_folder(ladder, run)) for run in runs]
     if any(progress.has_diverged for progress in found):

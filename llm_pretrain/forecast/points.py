@@ -43,7 +43,7 @@ class Training:
 
     @staticmethod
     def of(size: Size, steps: int, unique_tokens: int) -> Training:
-        """That of a member of the family for some steps."""
+        """The training of a member of the family for some steps."""
         tokens = steps * tokens_per_step(size.config)
         return Training(
             hidden_size=size.hidden_size,

@@ -192,7 +192,7 @@ def _counts(points: Sequence[Point]) -> tuple[Floats, Floats]:
 
 
 def _starts(points: Sequence[Point]) -> list[Floats]:
-    """Of some exponents, with the E, A and B that fit best: a linear problem."""
+    """Starting points: some exponents, with the E, A and B that fit best: a linear problem."""
     from scipy.optimize import nnls
 
     losses = np.array([point.loss for point in points])

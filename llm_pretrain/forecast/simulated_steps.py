@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import IO, TYPE_CHECKING, Any
 
 from llm_pretrain.errors import ConfigError, ResourceError
-from llm_pretrain.hardware import Machine
+from llm_pretrain.hardware import Cluster
 from llm_pretrain.launch.jobs import PACKAGE_ROOT, RUN_MODULE, launch_environment
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ _TRACED_OF_A_STAGE = (2, 3)
 
 
 @dataclass(frozen=True)
-class Step:
+class SimulatedStep:
     """A simulated step.
 
     Args:
@@ -76,7 +76,7 @@ class Step:
         links = [*self.hidden.items(), *self.waited.items(), ("other stages", self.idle)]
         return max([(computing, self.computing), *links], key=lambda pair: pair[1])[0]
 
-    def mfu(self, config: Config, world_size: int, machine: Machine) -> float:
+    def mfu(self, config: Config, world_size: int, machine: Cluster) -> float:
         """Share of the devices' peak that the model's FLOPs take."""
         from llm_pretrain.model.sizes import flops_per_token
 
@@ -94,7 +94,7 @@ def step_tokens(config: Config) -> int:
 class Simulator:
     """The worker process."""
 
-    def __init__(self, process: subprocess.Popen[str], machine: Machine):
+    def __init__(self, process: subprocess.Popen[str], machine: Cluster):
         self._process, self._machine = process, machine
 
     def raw(
@@ -121,16 +121,16 @@ class Simulator:
             raise ConfigError(*found["errors"])
         return found
 
-    def step(self, options: Sequence[str], config: Config, world_size: int) -> Step:
+    def step(self, options: Sequence[str], config: Config, world_size: int) -> SimulatedStep:
         """The whole step; of a pipeline, the memory of the fullest rank and the time of the slowest."""
         steps = []
         for rank in different_ranks(config, world_size):
             found = self.raw(options, world_size, rank=rank)
             fields = {name: found[name] for name in ("peak", "held", "collectives", "padding")}
-            steps.append(Step(**fields, **found["time"], ranks=(rank, rank)))
+            steps.append(SimulatedStep(**fields, **found["time"], ranks=(rank, rank)))
         return _of_all(steps)
 
-    def extrapolated(self, options: Sequence[str], config: Config, world_size: int) -> Step:
+    def extrapolated(self, options: Sequence[str], config: Config, world_size: int) -> SimulatedStep:
         """The step from that of few layers: every part's memory, and every time, is linear in the layers, or
         in those of each stage of a pipeline."""
         model, pp = config.model, config.distributed.mesh(world_size).pp
@@ -152,11 +152,11 @@ class Simulator:
             peak = int(max(line(first["highest"], second["highest"]).values()))
             found = {name: second[name] for name in ("collectives", "padding")}
             time = line(first["time"], second["time"])
-            steps.append(Step(peak, {}, **found, **time, ranks=(rank, rank)))
+            steps.append(SimulatedStep(peak, {}, **found, **time, ranks=(rank, rank)))
         return _of_all(steps)
 
 
-def _of_all(steps: Sequence[Step]) -> Step:
+def _of_all(steps: Sequence[SimulatedStep]) -> SimulatedStep:
     """The slowest of the ranks' steps, with the memory of the one that has most."""
     largest, slowest = max(steps, key=lambda step: step.peak), max(steps, key=lambda step: step.seconds)
     of_both = (largest.ranks[0], slowest.ranks[0])
@@ -181,7 +181,7 @@ def _reason(stream: IO[str] | None) -> str:
 
 
 @contextmanager
-def simulator(machine: Machine) -> Iterator[Simulator]:
+def simulator(machine: Cluster) -> Iterator[Simulator]:
     """A worker process, which ends with the block."""
     command = [*RUN_MODULE, "llm_pretrain.forecast.simulation.worker"]
     with subprocess.Popen(
@@ -249,7 +249,7 @@ class Mesh:
         return replace(config, distributed=replace(config.distributed, **fixed, **self.sizes()))
 
 
-def candidates(config: Config, world_size: int, machine: Machine) -> list[Mesh]:
+def candidates(config: Config, world_size: int, machine: Cluster) -> list[Mesh]:
     """Meshes to trace: for each `ep_size`, `cp_size` and `tp_size`, shard sizes that may fit into memory.
 
     The product of `cp_size` and `tp_size` is inside a node, as are the ranks that exchange tokens; sequences
@@ -265,7 +265,7 @@ def candidates(config: Config, world_size: int, machine: Machine) -> list[Mesh]:
     return found
 
 
-def pipelines(like: Mesh | None, config: Config, world_size: int, machine: Machine) -> Iterator[list[Mesh]]:
+def pipelines(like: Mesh | None, config: Config, world_size: int, machine: Cluster) -> Iterator[list[Mesh]]:
     """For each `pp_size` up to `_STAGES` that divides the layers, shard sizes that may fit into memory.
 
     Args:
@@ -278,13 +278,13 @@ def pipelines(like: Mesh | None, config: Config, world_size: int, machine: Machi
             yield _fitting(config, world_size, machine, replace(like, pp=pp))[::2][:_SHARD_SIZES]
 
 
-def _powers(machine: Machine) -> list[int]:
+def _powers(machine: Cluster) -> list[int]:
     """Sizes that divide a node."""
     node = machine.gpus_per_node
     return [size for size in range(1, node + 1) if node % size == 0]
 
 
-def _fitting(config: Config, world_size: int, machine: Machine, like: Mesh) -> list[Mesh]:
+def _fitting(config: Config, world_size: int, machine: Cluster, like: Mesh) -> list[Mesh]:
     """Meshes with other replicas and shards, the fewest ranks that share state first."""
     node, sequence = machine.gpus_per_node, like.cp * like.tp
     experts = config.model.num_experts if config.model.moe_layers else 1
@@ -302,7 +302,7 @@ def _fitting(config: Config, world_size: int, machine: Machine, like: Mesh) -> l
     return [mesh for mesh in meshes if _may_fit(mesh, config, world_size, machine)]
 
 
-def _may_fit(mesh: Mesh, config: Config, world_size: int, machine: Machine) -> bool:
+def _may_fit(mesh: Mesh, config: Config, world_size: int, machine: Cluster) -> bool:
     """Whether a mesh is allowed, and `estimate` finds memory for it."""
     from llm_pretrain.config.mesh_checks import check_mesh
     from llm_pretrain.memory import estimate_memory
@@ -314,7 +314,7 @@ def _may_fit(mesh: Mesh, config: Config, world_size: int, machine: Machine) -> b
     return estimate_memory(on_mesh, world_size, on_gpu=True).peak <= SEARCHED_SHARE * machine.memory_gb * 1e9
 
 
-def findings(step: Step, config: Config, machine: Machine) -> list[str]:
+def findings(step: SimulatedStep, config: Config, machine: Cluster) -> list[str]:
     """What is wrong with a step, one line each."""
     found = []
     if (padding := step.padding) and padding["factor"] > 1.02:

@@ -16,18 +16,18 @@ from llm_pretrain.errors import ConfigError
 from llm_pretrain.forecast.simulated_steps import (
     PAGE,
     Mesh,
-    Step,
+    SimulatedStep,
     candidates,
     different_ranks,
     findings,
     pipelines,
     simulator,
 )
-from llm_pretrain.hardware import MACHINES
+from llm_pretrain.hardware import CLUSTERS
 
-H100 = MACHINES["h100"]
+H100 = CLUSTERS["h100"]
 SMALL = ("--config", "tiny-moe", "--model.vocab_size", "4096")
-STEP = Step(1 << 30, {}, [], None, 0.5, 0.25, {"nvlink": 0.1, "network": 0.2}, {"network": 0.125})
+STEP = SimulatedStep(1 << 30, {}, [], None, 0.5, 0.25, {"nvlink": 0.1, "network": 0.2}, {"network": 0.125})
 
 
 def config(*options: str, world_size: int = 8) -> Config:
@@ -46,7 +46,7 @@ def row(**changes: Any) -> dict[str, Any]:
     return row | {"bytes": 1 << 30, "smallest": 1 << 30} | changes
 
 
-def found(step: Step, *options: str) -> list[str]:
+def found(step: SimulatedStep, *options: str) -> list[str]:
     return findings(step, config(*options, world_size=1), H100)
 
 

@@ -26,7 +26,7 @@ from llm_pretrain.forecast.budget import (
     rungs_within,
 )
 from llm_pretrain.forecast.family import Sizes, tokens_per_step
-from llm_pretrain.forecast.ladder_runs import Run, ladder_runs, longest_first, makespan
+from llm_pretrain.forecast.ladder_runs import LadderRun, ladder_runs, longest_first, makespan
 from llm_pretrain.forecast.points import Rung
 from llm_pretrain.model.sizes import count_parameters
 
@@ -202,8 +202,8 @@ def test_decays_follow_their_stable_runs():
 
 def test_what_a_long_decay_waits_for_goes_first():
     """A run of 1 with a decay of 10 after it, beside two of 5: 11, or else 16."""
-    stable, decay = Run(48, 0, 1), Run(48, 1, 11)
-    others = [Run(64, 0, 5), Run(80, 0, 5)]
+    stable, decay = LadderRun(48, 0, 1), LadderRun(48, 1, 11)
+    others = [LadderRun(64, 0, 5), LadderRun(80, 0, 5)]
     costs = {run: float(run.trained_steps) for run in (*others, decay, stable)}
     assert makespan([*others, stable, decay], costs, 2) == 16
     order = longest_first(costs)

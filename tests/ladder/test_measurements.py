@@ -13,7 +13,7 @@ from support.presets import preset
 
 from llm_pretrain.errors import ConfigError, DataError
 from llm_pretrain.forecast.family import Sizes, tokens_per_step
-from llm_pretrain.forecast.ladder_runs import Run, ladder_runs, run_config, run_folder
+from llm_pretrain.forecast.ladder_runs import LadderRun, ladder_runs, run_config, run_folder
 from llm_pretrain.forecast.measurements import (
     diverged_sizes,
     flops_per_second,
@@ -39,7 +39,7 @@ def write_rows(folder: Path, rows: list[dict[str, Any]], *, state: str = "finish
     (folder / "status.json").write_text(json.dumps({"state": state, "step": rows[-1]["step"]}))
 
 
-def finish(ladder: Ladder, run: Run, loss: float | None = 5.0) -> None:
+def finish(ladder: Ladder, run: LadderRun, loss: float | None = 5.0) -> None:
     """Evaluations at every branch step and at the run's end."""
     first = next(rung for rung in ladder.rungs if rung.hidden_size == run.hidden_size).branches[0]
     steps = [run.end] if run.begin else [0, first // 2, *range(first, run.end + 1, first)]
@@ -59,7 +59,7 @@ def test_the_table_has_every_evaluation_from_the_first_branch_on(ladder: Ladder)
     first, last = found.points[0], found.points[-1]
     assert (first.hidden_size, first.decayed, last.hidden_size, last.decayed) == (32, False, 96, True)
     for point in found.points:
-        config = run_config(ladder, Run(point.hidden_size, 0, ladder.rungs[0].branches[-1]))
+        config = run_config(ladder, LadderRun(point.hidden_size, 0, ladder.rungs[0].branches[-1]))
         model = config.model
         assert point.parameters == count_parameters(model).active
         assert point.flops == flops_per_token(model, 64) * point.tokens
@@ -81,7 +81,7 @@ def test_a_size_that_diverges_is_left_out(ladder: Ladder, state: str):
 
 
 def test_a_run_has_ended_only_at_its_last_step_with_its_evaluation(ladder: Ladder):
-    run = Run(64, 0, 80)
+    run = LadderRun(64, 0, 80)
     assert not read_progress(run_folder(ladder, run)).has_ended(80)
     finish(ladder, dataclasses.replace(run, end=20))
     assert read_progress(run_folder(ladder, run)).has_ended(20)
@@ -90,7 +90,7 @@ def test_a_run_has_ended_only_at_its_last_step_with_its_evaluation(ladder: Ladde
 
 @pytest.mark.parametrize("step", [None, "80", 79])
 def test_a_status_without_the_last_step_is_of_no_ended_run(ladder: Ladder, step: object):
-    run = Run(64, 0, 80)
+    run = LadderRun(64, 0, 80)
     finish(ladder, run)
     (run_folder(ladder, run) / "status.json").write_text(json.dumps({"state": "finished", "step": step}))
     assert not read_progress(run_folder(ladder, run)).has_ended(80)
@@ -109,7 +109,7 @@ def test_lost_work_does_not_count(tmp_path: Path, last: int):
 
 
 def test_a_run_is_the_member_at_the_bases_rates_with_its_own_schedule(ladder: Ladder):
-    stable, decay = (run_config(ladder, run) for run in (Run(32, 0, 160), Run(32, 40, 50)))
+    stable, decay = (run_config(ladder, run) for run in (LadderRun(32, 0, 160), LadderRun(32, 40, 50)))
     assert stable.optimizer.learning_rate == ladder.base.optimizer.learning_rate
     assert stable.optimizer.base_hidden_size == 64
     assert (stable.schedule.name, stable.training.max_steps, stable.checkpoint.save_steps) == (
@@ -128,7 +128,7 @@ def test_a_long_warmup_is_cut_to_a_tenth_of_the_shortest_run(ladder: Ladder):
     )
     ladder = dataclasses.replace(ladder, base=base)
     assert ladder.rungs[0].steps[0] == 80
-    for run in (Run(32, 0, 120), Run(32, 120, 240)):
+    for run in (LadderRun(32, 0, 120), LadderRun(32, 120, 240)):
         assert run_config(ladder, run).schedule.warmup_steps == 8
 
 

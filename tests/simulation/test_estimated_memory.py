@@ -16,7 +16,7 @@ from llm_pretrain.config.tree import Config
 from llm_pretrain.forecast.simulated_steps import Simulator, different_ranks, simulator
 from llm_pretrain.forecast.simulation.trace import traced_step
 from llm_pretrain.forecast.simulation.worker import fake_ranks
-from llm_pretrain.hardware import MACHINES
+from llm_pretrain.hardware import CLUSTERS
 from llm_pretrain.memory import TOLERANCE, estimate_memory
 
 SHORT = 0.1
@@ -202,7 +202,7 @@ def agrees(estimated: int, peak: float) -> None:
 
 @pytest.fixture(scope="module")
 def h100() -> Iterator[Simulator]:
-    with simulator(MACHINES["h100"]) as worker:
+    with simulator(CLUSTERS["h100"]) as worker:
         yield worker
 
 
@@ -228,7 +228,7 @@ def test_estimates_and_simulations_of_whole_presets_agree(name: str, h100: Simul
 def test_an_older_gpus_experts_agree():
     """Without torch's grouped products."""
     case = CASES["shared experts"]
-    with simulator(MACHINES["a100"]) as worker:
+    with simulator(CLUSTERS["a100"]) as worker:
         check(worker, options(case), case[2])
 
 

@@ -13,9 +13,9 @@ from torch.distributed.pipelining.schedules import _Action
 from llm_pretrain.forecast.simulation.timing import Roofline, collective_time
 from llm_pretrain.forecast.simulation.trace import idle_time
 from llm_pretrain.forecast.simulation.tracker import Collective, Tracker
-from llm_pretrain.hardware import MACHINES, device_peak_flops
+from llm_pretrain.hardware import CLUSTERS, device_peak_flops
 
-NO_HOPS = replace(MACHINES["h100"], nvlink_microseconds=0, network_microseconds=0)
+NO_HOPS = replace(CLUSTERS["h100"], nvlink_microseconds=0, network_microseconds=0)
 NVLINK, NETWORK = NO_HOPS.nvlink_gb_per_second * 1e9, NO_HOPS.network_gb_per_second * 1e9
 SIZE = 1 << 30
 NODE, SIXTEEN, ONE_OF_EACH = tuple(range(8)), tuple(range(16)), tuple(range(0, 64, 8))
@@ -53,7 +53,7 @@ def test_a_ring_of_many_ranks_costs_its_hops():
 
 
 def test_machines_have_the_peaks_that_mfu_uses():
-    for name, machine in MACHINES.items():
+    for name, machine in CLUSTERS.items():
         assert machine.bf16_tflops * 1e12 == device_peak_flops(name)
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from llm_pretrain.forecast.simulation.tracker import Collective, Tracker
-from llm_pretrain.hardware import Machine
+from llm_pretrain.hardware import Cluster
 
 if TYPE_CHECKING:
     from llm_pretrain.forecast.simulation.trace import Trace
@@ -41,7 +41,7 @@ _HIDDEN = {"all_gather", "reduce_scatter"}
 
 
 @dataclass
-class Time:
+class StepTime:
     """Seconds of a step.
 
     Args:
@@ -68,7 +68,7 @@ class Roofline:
         length: Tokens of a row, over which attention is counted.
     """
 
-    def __init__(self, machine: Machine, *, fuses: bool, length: int):
+    def __init__(self, machine: Cluster, *, fuses: bool, length: int):
         self.machine, self.fuses, self.length = machine, fuses, length
         self.tracker: Tracker | None = None
         self.products: dict[float, float] = defaultdict(float)
@@ -143,7 +143,7 @@ def _size(tensor: Tensor) -> int:
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().size())
 
 
-def collective_time(each: Collective, machine: Machine) -> tuple[str, float]:
+def collective_time(each: Collective, machine: Cluster) -> tuple[str, float]:
     """The link that bounds a collective, and its seconds: a ring, or a tree for what is small."""
     count = len(each.ranks)
     if count == 1:
@@ -173,7 +173,7 @@ def collective_time(each: Collective, machine: Machine) -> tuple[str, float]:
     return link, min(2 * once, tree)
 
 
-def step_time(roofline: Roofline, trace: Trace, machine: Machine) -> Time:
+def step_time(roofline: Roofline, trace: Trace, machine: Cluster) -> StepTime:
     """The least time of a step, of which one micro batch stands for several."""
 
     def times(micro_batch: float) -> int:
@@ -197,4 +197,4 @@ def step_time(roofline: Roofline, trace: Trace, machine: Machine) -> Time:
         (hidden if is_hidden else waited)[link] += times(each.micro_batch) * seconds
         if not is_hidden and each.micro_batch == trace.alike:
             of_one += seconds
-    return Time(products, traffic, dict(hidden), dict(waited), trace.idle * of_one)
+    return StepTime(products, traffic, dict(hidden), dict(waited), trace.idle * of_one)

@@ -23,7 +23,7 @@ from llm_pretrain.errors import PretrainError
 from llm_pretrain.forecast.simulation.device import gpu_kernels, register
 from llm_pretrain.forecast.simulation.timing import Roofline, step_time
 from llm_pretrain.forecast.simulation.trace import Trace, traced_step
-from llm_pretrain.hardware import Machine
+from llm_pretrain.hardware import Cluster
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Job:
     Args:
         options: Of the scripts.
         world_size: Ranks.
-        machine: Fields of `Machine`; None for the CPU.
+        machine: Fields of `Cluster`; None for the CPU.
         layers: Of the model; None for the configuration's.
         rank: That is simulated.
     """
@@ -70,7 +70,7 @@ def simulate(job: Job) -> dict[str, Any]:
     device = register() if job.machine else torch.device("cpu")
     config, roofline, machine = job_config(job), None, None
     if job.machine:
-        machine = Machine(**job.machine)
+        machine = Cluster(**job.machine)
         as_given = load_config(job.options, needs_data=False, has_bf16=True, world_size=job.world_size)
         fuses = compiles(as_given, job.world_size, on_gpu=True)
         roofline = Roofline(machine, fuses=fuses, length=config.training.sequence_length)

@@ -189,7 +189,7 @@ def uses_cpu_kernels(x: Tensor) -> bool:
 
 
 def _row_chunks(elements: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The same rows of tensors [R, ...], about `elements` elements of the first one at a time."""
+    """Chunks of the same rows of tensors [R, ...], each of about `elements` elements of the first one."""
     rows = max(1, elements // tensors[0].shape[1])
     return zip(*(each.split(rows) for each in tensors), strict=True)
 
