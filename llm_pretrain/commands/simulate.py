@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import sys
 from typing import TYPE_CHECKING, Any
 
 from llm_pretrain.errors import ConfigError
@@ -22,6 +23,7 @@ EXAMPLES = """\
 Every other option is a setting, --section.field VALUE. The step is that of train_pretrain.py (torchrun); the
 Accelerate script's is not simulated. Times are lower bounds: no kernel and no collective
 reaches the data sheets. --network_gb_per_second 12.5 and the like describe another machine.
+exit code: 0; 1 where the peak does not fit or --verify finds a difference; 2 for wrong input
 
 examples:
   llm-pretrain simulate --config configs/olmoe-1b-7b.yaml --gpu h100 --world-size 64
@@ -249,7 +251,9 @@ def search_meshes(
             return True
         return False
 
-    for mesh in candidates(config, world_size, machine):
+    meshes = candidates(config, world_size, machine)
+    print(f"tracing {len(meshes)} meshes, and pipelines of the best", file=sys.stderr, flush=True)
+    for mesh in meshes:
         fits(mesh)
     rows.sort(key=lambda row: row[0].seconds)
     # stages change what experts cost, so the second best sizes are tried with them too

@@ -134,7 +134,7 @@ def measured_rungs(
         raise ConfigError(
             # the next measurement differs a little
             f"--budget: expected at least {time_text(1.05 * (spent + expected))} for {len(rungs)} sizes of "
-            f"this family on this machine, found {time_text(seconds)}; raise it"
+            f"this family on this machine, as busy as it is now, found {time_text(seconds)}; raise it"
         )
     return rungs, expected
 

@@ -26,8 +26,8 @@ OTHERS = {"make", "source", "llm-pretrain", "torchrun", "accelerate", "python", 
 """First words of the other commands that documents show."""
 
 
-OTHER_NAMES = {"model.forward", "optimizer.optimizer", "optimizer.init_args"}
-"""Attributes of a model and of Accelerate's optimizer, and a setting of LitGPT, that look like settings."""
+OTHER_NAMES = {"model.forward", "optimizer.optimizer"}
+"""Attributes of a model and of Accelerate's optimizer that look like settings."""
 
 
 def name_of(document: Path) -> str:

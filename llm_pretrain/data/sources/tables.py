@@ -199,7 +199,7 @@ def _utf8(column: Any) -> list[bytes | None] | None:
 
 
 def _utf8_of_dictionary(column: Any) -> list[bytes | None] | None:
-    """`_utf8` of a dictionary column; equal texts are one object, since all together may exceed the memory."""
+    """`_utf8` of a dictionary column; equal texts are one object: all together may exceed the memory."""
     import pyarrow
 
     binary = _binary_type(column.type.value_type)
