@@ -341,7 +341,9 @@ def test_a_time_is_refused_after_one_measurement(
         assert expected < seconds
         assert measured[-1] in [rung.hidden_size for rung in rungs]
         return
-    with pytest.raises(ConfigError, match=r"--budget: expected at least 1\dm.* on this machine, as busy as it is now, found"):
+    with pytest.raises(
+        ConfigError, match=r"--budget: expected at least 1\dm.* on this machine, as busy as it is now, found"
+    ):
         measured_rungs(seconds, sizes, 3_500_000, tmp_path, context, 1)
     assert measured == [64]
 

@@ -21,7 +21,7 @@ from llm_pretrain.config.tree import Config
 from llm_pretrain.errors import ConfigError, CorruptionError, DivergedError
 from llm_pretrain.runs.record import fault_lines
 from llm_pretrain.runs.status import Status, read_status
-from llm_pretrain.training import corruption
+from llm_pretrain.training import corruption, model_setup
 from llm_pretrain.training.recorder import Recorder
 
 PATHS = ["torchrun", "accelerate"]
@@ -132,11 +132,11 @@ def test_where_it_is_refused():
     assert any(
         "training.check_every: expected 0 with distributed.strategy deepspeed" in each for each in problems
     )
-    corruption.refuse_unrepeatable(config, torch.device("cpu"))
+    model_setup.check_repeatable(config, torch.device("cpu"))
     with pytest.raises(ConfigError, match=r"set training\.deterministic true"):
-        corruption.refuse_unrepeatable(config, torch.device("cuda", 0))
+        model_setup.check_repeatable(config, torch.device("cuda", 0))
     deterministic = replace(config, training=replace(config.training, deterministic=True))
-    corruption.refuse_unrepeatable(deterministic, torch.device("cuda", 0))
+    model_setup.check_repeatable(deterministic, torch.device("cuda", 0))
 
 
 def test_a_later_attempt_keeps_what_was_found(tmp_path: Path):
