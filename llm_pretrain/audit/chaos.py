@@ -135,7 +135,7 @@ def _world_size(given: str | None, config: Config, machine: Machine, paths: Sequ
 
 
 @dataclass
-class Attempt:
+class KilledAttempt:
     """One start of the run.
 
     Args:
@@ -156,7 +156,7 @@ class Attempt:
 
 
 @dataclass
-class Result:
+class ChaosResult:
     """Result of a call; complete up to a signal that ends it.
 
     Args:
@@ -166,7 +166,7 @@ class Result:
         interrupted: Whether a signal ended the call.
     """
 
-    attempts: list[Attempt] = field(default_factory=list)
+    attempts: list[KilledAttempt] = field(default_factory=list)
     failure: str = ""
     missing: str = ""
     interrupted: bool = True
@@ -187,7 +187,9 @@ class Result:
         return [*lines, *([f"not shown: {self.missing}"] if self.missing else [])]
 
 
-def run_chaos(plan: ChaosPlan, context: LaunchContext, result: Result, *, say: Callable[[str], None]) -> None:
+def run_chaos(
+    plan: ChaosPlan, context: LaunchContext, result: ChaosResult, *, say: Callable[[str], None]
+) -> None:
     """Make the uninterrupted run, kill and resume the other until it ends or a check fails.
 
     Args:
@@ -218,7 +220,9 @@ def run_chaos(plan: ChaosPlan, context: LaunchContext, result: Result, *, say: C
     result.interrupted = False
 
 
-def _run_next(plan: ChaosPlan, context: LaunchContext, number: int, reference: Rows) -> tuple[Attempt, bool]:
+def _run_next(
+    plan: ChaosPlan, context: LaunchContext, number: int, reference: Rows
+) -> tuple[KilledAttempt, bool]:
     """Run attempt `number`, from 0 on, and check what it left; also returns whether it was killed."""
     from llm_pretrain.audit import run_checks as checks
 
@@ -245,7 +249,7 @@ def _run_next(plan: ChaosPlan, context: LaunchContext, number: int, reference: R
     )
     missed = outcome.killed and place == "start-up" and outcome.last_step is not None
     newest = newest_step(folder / "checkpoints")
-    attempt = Attempt(job.path, observed_place(outcome, place), missed, None, newest, None)
+    attempt = KilledAttempt(job.path, observed_place(outcome, place), missed, None, newest, None)
     try:
         written, declared = checks.steps_of_attempt(folder, before)
         attempt.began_at = next(iter([*written, *declared]), None)
@@ -370,7 +374,7 @@ def _job(plan: ChaosPlan, path: str, folder: Path) -> Job:
 _COLUMNS, _WIDTHS = ("kill", "launcher", "place", "began at", "checkpoint", "verdict"), (6, 10, 20, 8, 10, 8)
 
 
-def attempt_line(attempt: Attempt, number: int | None, plan: ChaosPlan) -> str:
+def attempt_line(attempt: KilledAttempt, number: int | None, plan: ChaosPlan) -> str:
     """An attempt as a row of the table; `number` is that of its kill."""
     return table_line(
         (
@@ -389,7 +393,7 @@ def table_line(cells: Sequence[str]) -> str:
     return "  ".join(cell.ljust(width) for cell, width in zip(cells, _WIDTHS, strict=True)).rstrip()
 
 
-def result_content(facts: Mapping[str, Any], result: Result, plan: ChaosPlan) -> dict[str, Any]:
+def result_content(facts: Mapping[str, Any], result: ChaosResult, plan: ChaosPlan) -> dict[str, Any]:
     """Content of chaos.json; `facts` are those of the call."""
     return {
         "verdict": result.verdict,

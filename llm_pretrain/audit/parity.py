@@ -29,12 +29,12 @@ from llm_pretrain.launch.jobs import Job, LaunchContext, RunningJob, last_error_
 from llm_pretrain.launch.options import say
 from llm_pretrain.runs.monitor import RunMonitor
 
-FindTies = Callable[["Run", "Run", int], str]
+FindTies = Callable[["VariantRun", "VariantRun", int], str]
 """The choices that differ between a reference and a run at a step in words, if all are ties; else empty."""
 
 
 @dataclass
-class Run:
+class VariantRun:
     """A finished launch.
 
     Args:
@@ -66,7 +66,7 @@ class Run:
 
 
 @dataclass
-class Result:
+class VariantResult:
     """A row of the table.
 
     Args:
@@ -76,15 +76,18 @@ class Result:
         is_reference: Whether others are compared with it, and it with none.
     """
 
-    run: Run
+    run: VariantRun
     comparison: Comparison
     against: Variant | None = None
     is_reference: bool = False
 
 
 def compare_variants(
-    runs: Sequence[Run], config: Config, steps: int, find_ties: FindTies = lambda reference, run, step: ""
-) -> list[Result]:
+    runs: Sequence[VariantRun],
+    config: Config,
+    steps: int,
+    find_ties: FindTies = lambda reference, run, step: "",
+) -> list[VariantResult]:
     """Compare each run with an earlier one of the same precision, by `choose_reference`."""
     finished = [run.variant for run in runs if run.exit_code == 0]
     by_variant = {run.variant: run for run in runs}
@@ -106,7 +109,7 @@ def compare_variants(
         else:  # with itself, which finds missing rows and keys
             comparison = compare_rows(run.rows, run.rows, steps, tolerance)
         is_reference = against is None and run.exit_code == 0 and len(finished) > 1
-        results.append(Result(run, comparison, against, is_reference))
+        results.append(VariantResult(run, comparison, against, is_reference))
     return results
 
 
@@ -132,7 +135,7 @@ def choose_reference(
 
 
 @dataclass(frozen=True)
-class Attempt:
+class InterruptedAttempt:
     """One start of the interrupted run.
 
     Args:
@@ -169,12 +172,12 @@ class InterruptedResult:
     folder: Path
     log: Path
     comparison: Comparison
-    attempts: Sequence[Attempt] = ()
+    attempts: Sequence[InterruptedAttempt] = ()
     failure: tuple[str, ...] = ()
 
 
 def compare_interrupted(
-    reference: Run, folder: Path, attempts: Sequence[Attempt], config: Config, steps: int
+    reference: VariantRun, folder: Path, attempts: Sequence[InterruptedAttempt], config: Config, steps: int
 ) -> Comparison:
     """Compare an interrupted run with an uninterrupted one: exact up to the first attempt at another W."""
     variant, tolerance = reference.variant, EXACT
@@ -195,7 +198,7 @@ def compare_interrupted(
     return comparison
 
 
-def launch_and_compare(plan: ParityPlan, context: LaunchContext) -> list[Result]:
+def launch_and_compare(plan: ParityPlan, context: LaunchContext) -> list[VariantResult]:
     """Run every variant, and compare the runs; in the order of the plan."""
     runs = _run_variants(plan, context)
     return compare_variants(runs, plan.config, plan.steps, partial(_find_ties, plan, context))
@@ -208,16 +211,16 @@ def _job(plan: ParityPlan, variant: Variant, name: str, *more: str) -> Job:
     return Job(variant.path, variant.world_size, folder, log, (*options, *more), plan.threads, strategy)
 
 
-def _run_variants(plan: ParityPlan, context: LaunchContext) -> list[Run]:
+def _run_variants(plan: ParityPlan, context: LaunchContext) -> list[VariantRun]:
     """Launch every variant, with a line of progress for each; in the order of the table."""
     variants: dict[Job, Variant] = {}
     for each in plan.variants:
         variants[_job(plan, each, each.name)] = each
-    ended: dict[Variant, Run] = {}
+    ended: dict[Variant, VariantRun] = {}
 
     def on_end(started: RunningJob, exit_code: int) -> None:
         job, variant, seconds = started.job, variants[started.job], started.seconds
-        ended[variant] = Run(variant, job.folder, job.log, exit_code, seconds, started.timed_out)
+        ended[variant] = VariantRun(variant, job.folder, job.log, exit_code, seconds, started.timed_out)
         how = f"{plan.steps} steps in {seconds:.0f} s" if exit_code == 0 else f"FAILED, {job.log}"
         say(f"[{len(ended)}/{len(variants)}] {variant}: {how}")
 
@@ -227,7 +230,9 @@ def _run_variants(plan: ParityPlan, context: LaunchContext) -> list[Run]:
     return [ended[variant] for variant in plan.variants]
 
 
-def _find_ties(plan: ParityPlan, context: LaunchContext, reference: Run, run: Run, step: int) -> str:
+def _find_ties(
+    plan: ParityPlan, context: LaunchContext, reference: VariantRun, run: VariantRun, step: int
+) -> str:
     """As `FindTies`: both are launched again, for their parameters before the step."""
     from llm_pretrain.audit.ties import find_ties
     from llm_pretrain.checkpoints.opening import open_model
@@ -251,7 +256,7 @@ def _find_ties(plan: ParityPlan, context: LaunchContext, reference: Run, run: Ru
 
 
 def run_interrupted(
-    plan: ParityPlan, context: LaunchContext, option: str, reference: Result
+    plan: ParityPlan, context: LaunchContext, option: str, reference: VariantResult
 ) -> InterruptedResult | None:
     """Run the first variant again with its interruptions, and compare it with the uninterrupted run."""
     if not plan.interruptions:
@@ -274,7 +279,7 @@ def run_interrupted(
 
 def run_attempts(
     jobs: Sequence[Job], kills: Sequence[int], context: LaunchContext
-) -> tuple[list[Attempt], tuple[str, ...]]:
+) -> tuple[list[InterruptedAttempt], tuple[str, ...]]:
     """Run the jobs one after another, each but the last killed as soon as the row of its step is written.
 
     Args:
@@ -290,7 +295,7 @@ def run_attempts(
     def has_row(monitor: RunMonitor, saving: int | None, *, step: int) -> bool:
         return (monitor.last_step or 0) >= step
 
-    attempts: list[Attempt] = []
+    attempts: list[InterruptedAttempt] = []
     for number, job in enumerate(jobs):
         step = kills[number] if number < len(kills) else None
         before = scan_folder(job.folder)
@@ -302,19 +307,21 @@ def run_attempts(
             return [], (f"{job.path} W={job.world_size} {problem}", *last_error_lines(job.log))
         steps, _ = steps_of_attempt(job.folder, before)
         first, last = (steps[0], steps[-1]) if steps else (None, None)
-        attempts.append(Attempt(job.path, job.world_size, before.checkpoint, first, last, done.killed))
+        attempts.append(
+            InterruptedAttempt(job.path, job.world_size, before.checkpoint, first, last, done.killed)
+        )
         how = f"killed after step {last}" if done.killed else "to its end"
         say(f"attempt {number + 1} of {len(jobs)}: {job.path} W={job.world_size}, from step {first}, {how}")
     return attempts, ()
 
 
-def is_violated(results: Sequence[Result], interrupted: InterruptedResult | None) -> bool:
+def is_violated(results: Sequence[VariantResult], interrupted: InterruptedResult | None) -> bool:
     """Whether a launch failed or a difference exceeds its tolerance."""
     return any(each.comparison.violated for each in [*results, *([interrupted] if interrupted else [])])
 
 
 def result_content(
-    facts: Mapping[str, Any], results: Sequence[Result], interrupted: InterruptedResult | None
+    facts: Mapping[str, Any], results: Sequence[VariantResult], interrupted: InterruptedResult | None
 ) -> dict[str, Any]:
     """Content of parity.json; `facts` are those of the call."""
     cells = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 
-from llm_pretrain.audit.chaos import KILLS, Result, make_plan, result_content, run_chaos
+from llm_pretrain.audit.chaos import KILLS, ChaosResult, make_plan, result_content, run_chaos
 from llm_pretrain.launch.jobs import exit_on_signals, this_machine
 from llm_pretrain.launch.options import (
     add_launch_options,
@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_timeout(arguments)
     started, machine = time.time(), this_machine()
     plan = make_plan(arguments, machine)
-    context, result = create_output(plan, arguments, machine), Result()
+    context, result = create_output(plan, arguments, machine), ChaosResult()
     say(
         f"{len(plan.places)} kills ({plan.kill}) in {plan.steps} steps, a save every {plan.save_steps}; "
         f"W={plan.world_size}, in {plan.output}"

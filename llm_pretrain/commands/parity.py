@@ -10,7 +10,7 @@ from pathlib import Path
 from llm_pretrain.audit.comparison import KEYS, PARAMETERS, Comparison
 from llm_pretrain.audit.parity import (
     InterruptedResult,
-    Result,
+    VariantResult,
     is_violated,
     launch_and_compare,
     result_content,
@@ -91,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if violated else 0
 
 
-def render(results: Sequence[Result], interrupted: InterruptedResult | None) -> str:
+def render(results: Sequence[VariantResult], interrupted: InterruptedResult | None) -> str:
     """The table, and below it a line or more about each run that differs, failed or was not compared."""
     rows: list[Sequence[str]] = [
         ("path", "mesh", "W", "A", "B", "precision", "verdict", "against", "largest difference")

@@ -17,7 +17,7 @@ from support.run_folders import attempt_row, training_row
 
 from llm_pretrain.__main__ import main
 from llm_pretrain.audit import chaos as kills
-from llm_pretrain.audit.chaos import ChaosPlan, Outcome, Result, make_plan, result_content, run_chaos
+from llm_pretrain.audit.chaos import ChaosPlan, ChaosResult, Outcome, make_plan, result_content, run_chaos
 from llm_pretrain.audit.comparison import Difference, exact_differences
 from llm_pretrain.audit.run_checks import (
     FolderState,
@@ -261,11 +261,11 @@ Fabricated = Callable[[Path], Outcome]
 
 def result_of(
     plan: ChaosPlan, attempts: list[Fabricated], monkeypatch: pytest.MonkeyPatch
-) -> tuple[Result, str]:
+) -> tuple[ChaosResult, str]:
     """Result and output of fabricated attempts; the first is the uninterrupted run."""
     waiting = list(attempts)
     monkeypatch.setattr(kills, "run_or_kill", lambda job, *_: waiting.pop(0)(job.folder))
-    result, said = Result(), list[str]()
+    result, said = ChaosResult(), list[str]()
     run_chaos(plan, LaunchContext(plan.scripts, Machine(0, 2), 1.0), result, say=said.append)
     assert not waiting
     write_result(plan.output / "chaos.json", result_content({}, result, plan))

@@ -24,10 +24,10 @@ from llm_pretrain.audit.comparison import (
     tolerance_of,
 )
 from llm_pretrain.audit.parity import (
-    Attempt,
+    InterruptedAttempt,
     InterruptedResult,
-    Result,
-    Run,
+    VariantResult,
+    VariantRun,
     compare_interrupted,
     compare_variants,
     is_violated,
@@ -396,17 +396,17 @@ def test_the_trainer_path_is_left_out_where_it_lacks_a_configured_feature():
     assert "dropout" in notes[0]
 
 
-def run_of(variant: Variant, folder: Path, made: dict[int, dict[str, Any]], exit_code: int = 0) -> Run:
+def run_of(variant: Variant, folder: Path, made: dict[int, dict[str, Any]], exit_code: int = 0) -> VariantRun:
     """A finished launch with these rows, and no checkpoint."""
     log = folder / f"{variant.name}.log"
     make_run(folder / variant.name, made.values())
     log.write_text("$ command\nTraceback\nValueError: the cause\n")
-    return Run(variant, folder / variant.name, log, exit_code, 1.0)
+    return VariantRun(variant, folder / variant.name, log, exit_code, 1.0)
 
 
 def compare_grid(
     folder: Path, config: Config, variants: list[Variant], **changed: dict[str, Any]
-) -> list[Result]:
+) -> list[VariantResult]:
     """Results of variants with equal rows, except those changed by name."""
     runs = [run_of(variant, folder, rows(**changed.get(variant.name, {}))) for variant in variants]
     return compare_variants(runs, config, STEPS)
@@ -500,9 +500,12 @@ def test_error_lines_are_the_cause_and_not_the_launchers_summary(tmp_path: Path)
     assert last_error_lines(log) == ["nothing but", "words"]
 
 
-def attempts(*starts: tuple[int, int, int]) -> list[Attempt]:
+def attempts(*starts: tuple[int, int, int]) -> list[InterruptedAttempt]:
     """(world size, checkpoint, first step) of each attempt."""
-    return [Attempt("torchrun", size, checkpoint, first, STEPS, True) for size, checkpoint, first in starts]
+    return [
+        InterruptedAttempt("torchrun", size, checkpoint, first, STEPS, True)
+        for size, checkpoint, first in starts
+    ]
 
 
 def interrupted(folder: Path, made: dict[int, dict[str, Any]], *starts: tuple[int, int, int]) -> Any:
@@ -533,7 +536,7 @@ def test_an_attempt_that_does_not_begin_after_its_checkpoint_is_a_violation(
     """Also where it silently starts from zero and repeats the right rows."""
     reference = run_of(ONE, tmp_path, rows())
     make_run(tmp_path / "interrupted", rows().values())
-    begun = [*attempts((1, 0, 1)), Attempt("accelerate", 1, 2, start, STEPS, False)]
+    begun = [*attempts((1, 0, 1)), InterruptedAttempt("accelerate", 1, 2, start, STEPS, False)]
     comparison = compare_interrupted(reference, tmp_path / "interrupted", begun, DENSE, STEPS)
     assert comparison.verdict == "differs"
     shown = InterruptedResult("accelerate@1:3", tmp_path, tmp_path / "log", comparison, begun)

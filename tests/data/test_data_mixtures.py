@@ -23,7 +23,7 @@ from llm_pretrain.data.loader.batches import (
     shard,
     weight_changes_fingerprint,
 )
-from llm_pretrain.data.loader.sample_order import BLOCK, SampleOrder, Segment, shuffled
+from llm_pretrain.data.loader.sample_order import BLOCK, MixtureSegment, SampleOrder, shuffled
 from llm_pretrain.data.store.token_store import TokenStore
 from llm_pretrain.errors import DataError
 
@@ -47,11 +47,11 @@ def test_no_sequence_is_skipped_or_repeated_across_changes():
     check_each_source_is_read_in_its_own_order(order, LENGTHS, 9)
 
 
-Counts = Callable[[Segment, Segment], list[int]]
+Counts = Callable[[MixtureSegment, MixtureSegment], list[int]]
 """Samples drawn from each source before a segment, from the segment before it and itself."""
 
 
-def times(segment: Segment, blocks: int) -> list[int]:
+def times(segment: MixtureSegment, blocks: int) -> list[int]:
     return [blocks * quota for quota in segment.quotas]
 
 

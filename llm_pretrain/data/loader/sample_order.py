@@ -69,7 +69,7 @@ def shuffled(purpose: str, seed: int, n: int, numbers: np.ndarray) -> np.ndarray
 
 
 @dataclass(frozen=True)
-class Segment:
+class MixtureSegment:
     """Consecutive blocks that are drawn with the same weights.
 
     Args:
@@ -115,13 +115,13 @@ class SampleOrder:
         self._arguments = (list(lengths), list(weights), seed, list(changes))
         self._lengths = list(lengths)
         self._seed = seed
-        self.segments = [Segment(0, _quotas(weights, "data.sources[{}].weight"), [0] * len(lengths))]
+        self.segments = [MixtureSegment(0, _quotas(weights, "data.sources[{}].weight"), [0] * len(lengths))]
         for j, (start, changed) in enumerate(changes):
             before = self.segments[-1]
             pairs = zip(before.drawn, before.quotas, strict=True)
             drawn = [count + (start - before.start) * quota for count, quota in pairs]
             quotas = _quotas(changed, f"data.weight_changes[{j}].weights[{{}}]")
-            self.segments.append(Segment(start, quotas, drawn))
+            self.segments.append(MixtureSegment(start, quotas, drawn))
         self._block = lru_cache(maxsize=8)(self._compute_block)
 
     def __getitem__(self, number: int) -> tuple[int, int]:
@@ -155,7 +155,7 @@ class SampleOrder:
         columns = zip(segment.drawn, segment.quotas, started, strict=True)
         return [drawn + (block - segment.start) * quota + more for drawn, quota, more in columns]
 
-    def _segment(self, block: int) -> Segment:
+    def _segment(self, block: int) -> MixtureSegment:
         return self.segments[bisect_right(self.segments, block, key=lambda each: each.start) - 1]
 
     def _compute_block(self, block: int) -> tuple[np.ndarray, np.ndarray]:

@@ -2,7 +2,7 @@
 
     python -m llm_pretrain.forecast.simulation.worker
 
-Standard input is one JSON object a line, a `Job`; standard output one line for each, its result.
+Standard input is one JSON object a line, a `SimulationJob`; standard output one line for each, its result.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from llm_pretrain.hardware import Cluster
 
 
 @dataclass
-class Job:
+class SimulationJob:
     """What to simulate.
 
     Args:
@@ -57,7 +57,7 @@ def fake_ranks(world_size: int, backend: str, rank: int = 0) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def job_config(job: Job) -> Config:
+def job_config(job: SimulationJob) -> Config:
     """The configuration of a job, with layers that are not compiled."""
     config = load_config(job.options, needs_data=False, has_bf16=True, world_size=job.world_size)
     training = replace(config.training, compile="off")
@@ -65,7 +65,7 @@ def job_config(job: Job) -> Config:
     return replace(config, training=training, model=model)
 
 
-def simulate(job: Job) -> dict[str, Any]:
+def simulate(job: SimulationJob) -> dict[str, Any]:
     """Trace a job's step; its result as plain data."""
     device = register() if job.machine else torch.device("cpu")
     config, roofline, machine = job_config(job), None, None
@@ -105,7 +105,7 @@ def main() -> None:
     torch.set_num_threads(1)
     for line in sys.stdin:
         try:
-            result = simulate(Job(**json.loads(line)))
+            result = simulate(SimulationJob(**json.loads(line)))
         except PretrainError as error:
             result = {"errors": str(error).splitlines()}
         print(json.dumps(result), flush=True)
