@@ -38,8 +38,7 @@ class Evaluator:
     Args:
         ranks: The run's, or a single process.
         place: Of this rank; each data-parallel group evaluates every D-th batch.
-        model: Unwrapped.
-        forward: Its forward pass in the configured precision.
+        forward: The model's forward pass in the configured precision.
         batches: The validation batches, the same on every rank.
         store: Has the number of UTF-8 bytes of each token.
         stop_requested: Checked between batches; the evaluation ends without a result if it is true.
@@ -52,7 +51,6 @@ class Evaluator:
         self,
         ranks: Ranks,
         place: Place,
-        model: Module,
         forward: Callable[[Batch], DecoderOutput],
         batches: Sequence[Batch],
         store: TokenStore,
@@ -60,19 +58,19 @@ class Evaluator:
         labels: Sequence[str] = (),
         is_collective: bool = False,
     ):
-        self.ranks, self.place, self.model, self.forward = ranks, place, model, forward
+        self.ranks, self.place, self.forward = ranks, place, forward
         self.batches, self.stop_requested = batches, stop_requested
         self.is_collective = is_collective
         self.labels = list(labels) if len(labels) > 1 else []
         self.token_bytes = torch.from_numpy(np.asarray(store.token_bytes()))
 
     @torch.no_grad()
-    def __call__(self) -> dict[str, float | None] | None:
+    def __call__(self, model: Module) -> dict[str, float | None] | None:
         """The `eval/*` metrics, empty without validation tokens; None if any rank was asked to stop.
 
         Metrics of a source without validation tokens are None.
         """
-        model, place = self.model, self.place
+        place = self.place
         was_training = model.training
         model.eval()
         sums: list[tuple[int, torch.Tensor]] | None = []

@@ -82,10 +82,8 @@ def evaluate_stores(model: Decoder, tokenizer: Tokenizer, config: Config, split:
             return model(**batch.model_inputs())
 
     with closing(batches):
-        evaluator = Evaluator(
-            OneRank(device), Place(), model, forward, batches, stores[0], lambda: False, names
-        )
-        metrics = evaluator() or {}
+        evaluator = Evaluator(OneRank(device), Place(), forward, batches, stores[0], lambda: False, names)
+        metrics = evaluator(model) or {}
     loss, perplexity = metrics.get("eval/loss"), metrics.get("eval/perplexity")
     if loss is None or perplexity is None:
         raise DataError(f"{stores[0].path}: expected tokens to evaluate on in the {split} split, found none")

@@ -235,7 +235,7 @@ class Trainer:
             return
         heartbeat(f"the evaluation after step {self.progress.step}")
         with ema_parameters(self.engine.model_and_optimizer()[1]):
-            metrics = self.evaluator()
+            metrics = self.evaluator(self.engine.model_and_optimizer()[0])
             self.progress.pending_evaluation = metrics is None
             if metrics:
                 step, loss = self.progress.step, metrics.get("eval/loss")
@@ -312,11 +312,10 @@ class Trainer:
         )
         labels = [source.label for source in config.data.sources]
         is_collective = forward_is_collective(config, self.engine.world_size)
-        engine, (model, _) = self.engine, self.engine.model_and_optimizer()
+        engine = self.engine
         return Evaluator(
             engine,
             engine.place,
-            model,
             engine.forward,
             batches,
             self.stores[0],

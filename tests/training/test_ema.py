@@ -121,13 +121,12 @@ def evaluated(model: Decoder, config: Config, store: Path) -> dict[str, float | 
     evaluator = Evaluator(
         OneRank(),
         Place(),
-        model,
         lambda batch: model(**batch.model_inputs()),
         batches,
         TokenStore(store),
         lambda: False,
     )
-    metrics = evaluator()
+    metrics = evaluator(model)
     assert metrics
     return metrics
 

@@ -8,6 +8,7 @@ import signal
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -209,11 +210,11 @@ def test_an_evaluation_cut_short_by_a_signal_is_made_up_for(
     assert train(*options(plain_store, straight)) == 0
     evaluate, called = Evaluator.__call__, []
 
-    def interrupted(self: Evaluator) -> dict[str, float] | None:
+    def interrupted(self: Evaluator, model: Any) -> dict[str, float] | None:
         called.append(self)
         if len(called) == 1 + step // 3:  # the first is before the first step
             os.kill(os.getpid(), signal.SIGTERM)
-        return evaluate(self)
+        return evaluate(self, model)
 
     monkeypatch.setattr(Evaluator, "__call__", interrupted)
     assert train(*options(plain_store, stopped)) == 75

@@ -247,14 +247,14 @@ def evaluator_of(model: Decoder, config: Config, store: TokenStore, labels: list
         return model(**batch.model_inputs())
 
     batches = evaluation_batches(config)
-    return Evaluator(OneRank(), Place(), model, forward, batches, store, lambda: False, labels)
+    return Evaluator(OneRank(), Place(), forward, batches, store, lambda: False, labels)
 
 
 def evaluated(config: Config, decoder: Decoder) -> dict[str, float | None]:
     labels = [source.label for source in config.data.sources]
     store = TokenStore(Path(config.data.sources[0].store))
     evaluator = evaluator_of(decoder, config, store, labels)
-    metrics = evaluator()
+    metrics = evaluator(decoder)
     assert metrics is not None
     return metrics
 
@@ -272,7 +272,7 @@ def test_evaluation_of_a_source_is_that_of_its_store_alone(plain_store: Path, ch
     assert metrics["eval/source/s0/loss"] != metrics["eval/source/s1/loss"]
     without = {key: value for key, value in metrics.items() if "source" not in key}
     unnamed = evaluator_of(decoder, config, TokenStore(plain_store), [])
-    assert unnamed() == without, "the whole is what it is without its parts, to the last bit"
+    assert unnamed(decoder) == without, "the whole is what it is without its parts, to the last bit"
 
 
 def warnings_of(config: Config) -> list[str]:

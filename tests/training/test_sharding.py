@@ -225,7 +225,6 @@ def evaluator(store: Path, engine: OneOfTwo, *, together: bool) -> Evaluator:
     return Evaluator(
         engine,
         engine.place,
-        engine.model,
         engine.forward,
         batches,
         TokenStore(store),
@@ -236,8 +235,8 @@ def evaluator(store: Path, engine: OneOfTwo, *, together: bool) -> Evaluator:
 
 def test_a_rank_without_a_batch_computes_an_empty_one(plain_store: Path, model: Decoder):
     together, apart = OneOfTwo(model), OneOfTwo(model)
-    metrics = evaluator(plain_store, together, together=True)()
-    assert metrics == evaluator(plain_store, apart, together=False)()
+    metrics = evaluator(plain_store, together, together=True)(together.model)
+    assert metrics == evaluator(plain_store, apart, together=False)(apart.model)
     assert metrics
     assert len(together.tokens) == 2
     assert together.tokens == [*apart.tokens, 0]
@@ -245,7 +244,7 @@ def test_a_rank_without_a_batch_computes_an_empty_one(plain_store: Path, model: 
 
 def test_ranks_give_up_together(plain_store: Path, model: Decoder):
     engine = OneOfTwo(model, stop_after=1)
-    assert evaluator(plain_store, engine, together=True)() is None
+    assert evaluator(plain_store, engine, together=True)(engine.model) is None
     assert len(engine.tokens) == 1
 
 
