@@ -24,7 +24,7 @@ from llm_pretrain.model.moe import RouterSums
 
 T = TypeVar("T")
 Batch = Any
-"""A micro batch, `llm_pretrain.data.Batch`."""
+"""A micro batch, `llm_pretrain.data.loader.Batch`."""
 Loss = Callable[[DecoderOutput, Batch], Tensor]
 """The part of the objective of one micro batch, 0-dim, scaled."""
 

@@ -85,7 +85,7 @@ def _pair_index(rotations: float, config: ModelConfig) -> float:
 
 
 class LayerCache(Protocol):
-    """One layer's keys and values of earlier positions; see `llm_pretrain.generation.KeyValueCache`."""
+    """One layer's keys and values of earlier positions; see `llm_pretrain.model.generation.KeyValueCache`."""
 
     def extend(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Store keys and values [B, S, M, D] of new positions.
