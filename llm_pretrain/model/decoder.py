@@ -104,7 +104,7 @@ def compile_layer(layer: DecoderLayer) -> None:
 
 
 class Cache(Protocol):
-    """Keys and values of earlier positions of all layers; see `llm_pretrain.model.generation.KeyValueCache`."""
+    """Keys and values of earlier positions of all layers; `llm_pretrain.model.generation.KeyValueCache`."""
 
     @property
     def layers(self) -> Sequence[LayerCache]: ...
