@@ -177,7 +177,7 @@ def compare_runs(old: Path, new: Path, first: int = 0) -> str | None:
 def same_tensor(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Same type, shape and bits, of zeros and NaN too."""
     alike = left.dtype == right.dtype and left.shape == right.shape
-    return alike and tensor_difference("", left, right) is None
+    return alike and not tensor_difference(left, right)
 
 
 def compare(old: Tree, new: Tree, folder: Path, options: Sequence[str]) -> bool:

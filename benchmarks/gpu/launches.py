@@ -132,7 +132,7 @@ class _Comparison:
             for each in ("torchrun", side)
         )
         mine, theirs = read_manifest(first), read_manifest(last)
-        other_bits = [each.name for each in tensor_differences(first, last, mine, theirs)]
+        other_bits = [each.key for each in tensor_differences(first, last, mine, theirs)]
         result = "identical"
         if missing:
             self.failed = True

@@ -406,7 +406,7 @@ def result_content(facts: Mapping[str, Any], result: ChaosResult, plan: ChaosPla
         "failure": result.failure,
         "missing": result.missing,
         "attempts": [
-            vars(attempt) | {"violation": attempt.violation and attempt.violation.as_dict()}
+            vars(attempt) | {"violation": attempt.violation and vars(attempt.violation)}
             for attempt in result.attempts
         ],
     }

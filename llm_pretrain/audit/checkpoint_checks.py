@@ -288,11 +288,9 @@ def _compare(
                 )
             elif bad := count_non_finite(found):
                 check.fail(f"{disk_name}: expected finite values, found {bad} that are not")
-            elif values and (difference := tensor_difference(disk_name, expected, found)):
-                check.fail(
-                    f"{disk_name}: expected the checkpoint's values in {dtype_name(expected)}, found "
-                    f"{difference.elements} of {difference.of} others"
-                )
+            elif values and (others := tensor_difference(expected, found)):
+                kind = dtype_name(expected)
+                check.fail(f"{disk_name}: expected the checkpoint's values in {kind}, found others: {others}")
     for name in sorted(left):
         check.fail(f"{name}: expected no such tensor, found one")
     return count

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -33,6 +33,8 @@ REQUIRED = (*SAMPLES, "train/loss", GRAD_NORM)
 """Keys of every row of every path. A dense model has no auxiliary loss, the Trainer path no digest."""
 _MACHINE_KEYS = ("time", "perf/")
 """First characters of the keys that measure the machine."""
+_LAUNCH_FACTS = ("launcher", "run_id", "wandb_id")
+"""Facts in a checkpoint's manifest that name the run and how it was launched."""
 PARAMETERS = "parameters"
 """Key of the relative norm of the final parameters' difference, in the table and in parity.json."""
 
@@ -184,24 +186,21 @@ class Difference:
             text += f", {relative:.2g} apart instead of at most {self.bound:.2g}"
         object.__setattr__(self, "text", text)
 
-    def as_dict(self) -> dict[str, Any]:
-        """Its part of chaos.json and replay.json."""
-        return {"text": self.text, "step": self.step, "key": self.key}
-
 
 @dataclass
 class Comparison:
-    """Result of comparing one run with another.
+    """Result of comparing one run, or a part of it, with another.
 
     Args:
-        verdict: `identical`: every compared key at every step. `not compared`: the samples only.
+        verdict: `identical`: every compared key at every step. `not compared`: the samples only. `not
+            replayed`: with the reason as `note`.
         first: The first difference beyond the tolerance, by step and then in the order of `KEYS`.
         largest: Key to its largest relative difference over all steps, also where there is no bound.
         note: What is not compared, and why.
         rerouted_at: First step at which a token went to another expert.
     """
 
-    verdict: Literal["identical", "within bound", "differs", "not compared", "failed"]
+    verdict: Literal["identical", "within bound", "differs", "not compared", "failed", "not replayed"]
     first: Difference | None = None
     largest: dict[str, float] = field(default_factory=dict)
     note: str = ""
@@ -212,11 +211,10 @@ class Comparison:
         return self.verdict in ("differs", "failed")
 
     def as_dict(self) -> dict[str, Any]:
-        """Its part of parity.json."""
+        """This result in parity.json and replay.json."""
         return {
             "verdict": self.verdict,
-            "first_difference": self.first
-            and {key: getattr(self.first, key) for key in ("step", "key", "expected", "found", "bound")},
+            "first_difference": self.first and vars(self.first),
             "largest_differences": self.largest,
             "note": self.note,
             "routing_parted_at_step": self.rerouted_at,
@@ -419,33 +417,29 @@ def parameters_distance(left: Path, right: Path, step: int) -> float:
     return math.sqrt(difference / norm) if norm else math.sqrt(difference)
 
 
-@dataclass(frozen=True)
-class TensorDifference:
-    """A tensor that is not the reference's.
+def manifest_differences(
+    left: Manifest, right: Manifest, left_out: Collection[str] = ()
+) -> Iterator[Difference]:
+    """Numbers of two checkpoints' manifests that equal runs agree on and these do not, but for `left_out`."""
+    expected, found = (_numbers(each) for each in (left, right))
+    for name in sorted({*expected, *found}.difference(left_out)):
+        value, other = (each.get(name, "missing") for each in (expected, found))
+        if value != other:
+            text = f"{name}: expected {shorten(value, 60)}, found {shorten(other, 60)}"
+            yield Difference(right.run.step, name, value, other, text=text)
 
-    Args:
-        name: As in the checkpoint's manifest.
-        elements: Number of elements with other bits.
-        of: Number of elements.
-        largest: The largest |difference| of two elements; infinite where one is NaN.
-        note: Set where elements cannot be compared: another shape or type, or missing.
-    """
 
-    name: str
-    elements: int = 0
-    of: int = 0
-    largest: float = 0.0
-    note: str = ""
-
-    def __str__(self) -> str:
-        if self.note:
-            return f"{self.name}: {self.note}"
-        return f"{self.name}: {self.elements:,} of {self.of:,} elements, at most {self.largest:.2g} apart"
+def _numbers(content: Manifest) -> dict[str, Any]:
+    """What a manifest says by name, without what names the run, how it was launched, and its tensors."""
+    run = {name: value for name, value in vars(content.run).items() if name not in _LAUNCH_FACTS}
+    parts = {"scalars": content.scalars, "extra": run.pop("extra"), "fingerprints": run.pop("fingerprints")}
+    inner = {f"{part}.{name}": value for part, of in parts.items() for name, value in of.items()}
+    return run | {"optimizer": content.optimizer, "scaler": content.scaler} | inner
 
 
 def tensor_differences(
     reference: Path, folder: Path, left: Manifest, right: Manifest
-) -> Iterator[TensorDifference]:
+) -> Iterator[Difference]:
     """Tensors of two sound checkpoints that are not the same bits; one of each is in memory.
 
     `left` and `right` are their manifests.
@@ -458,13 +452,14 @@ def tensor_differences(
         for name in dict.fromkeys([*left.tensors, *right.tensors]):
             shapes = [shorten(each.tensors.get(name, "missing"), 60) for each in (left, right)]
             if shapes[0] != shapes[1]:
-                yield TensorDifference(name, note=f"expected {shapes[0]}, found {shapes[1]}")
-            elif difference := tensor_difference(name, expected.read(name), found.read(name)):
-                yield difference
+                text = f"{name}: expected {shapes[0]}, found {shapes[1]}"
+                yield Difference(right.run.step, name, *shapes, text=text)
+            elif text := tensor_difference(expected.read(name), found.read(name)):
+                yield Difference(right.run.step, name, text=f"{name}: {text}")
 
 
-def tensor_difference(name: str, expected: Tensor, found: Tensor) -> TensorDifference | None:
-    """How two tensors of one shape and dtype differ; None where they have the same bits.
+def tensor_difference(expected: Tensor, found: Tensor) -> str:
+    """How many elements of two tensors of one shape and dtype differ, and by how much; empty where none do.
 
     Bits of NaN and the sign of zero count.
     """
@@ -473,10 +468,11 @@ def tensor_difference(name: str, expected: Tensor, found: Tensor) -> TensorDiffe
     size = expected.element_size()
     left, right = (each.contiguous().reshape(-1).view(torch.uint8) for each in (expected, found))
     if torch.equal(left, right):
-        return None
+        return ""
     elements = int((left.view(-1, size) != right.view(-1, size)).any(-1).sum())
     largest = float((expected.double() - found.double()).abs().max())
-    return TensorDifference(name, elements, expected.numel(), math.inf if math.isnan(largest) else largest)
+    largest = math.inf if math.isnan(largest) else largest
+    return f"{elements:,} of {expected.numel():,} elements, at most {largest:.2g} apart"
 
 
 def shorten(value: object, length: int = 24) -> str:

@@ -143,6 +143,7 @@ class InterruptedAttempt:
         checkpoint: Step of the newest committed checkpoint at its start; 0 without any.
         first_step, last_step: Of the rows that it wrote; None without any.
         killed: Whether it was killed.
+        violation: How it did not begin right after its checkpoint.
     """
 
     path: str
@@ -151,17 +152,7 @@ class InterruptedAttempt:
     first_step: int | None
     last_step: int | None
     killed: bool
-
-    @property
-    def wrong_start(self) -> str:
-        """How its first step is not the one after its checkpoint; empty where it is."""
-        if self.first_step == self.checkpoint + 1:
-            return ""
-        found = "wrote no row" if self.first_step is None else f"began at step {self.first_step}"
-        return (
-            f"{self.path} W={self.world_size} {found}, expected {self.checkpoint + 1} after the checkpoint "
-            f"of step {self.checkpoint}"
-        )
+    violation: Difference | None = None
 
 
 @dataclass
@@ -189,12 +180,8 @@ def compare_interrupted(
             tolerance = dataclasses.replace(tolerance, start=max(attempt.first_step, 2))
             break
     comparison = compare_runs(reference.folder, folder, steps, tolerance)
-    for attempt in attempts:
-        if attempt.wrong_start:
-            expected = attempt.checkpoint + 1
-            comparison.first = Difference(expected, "attempt", expected, attempt.first_step)
-            comparison.verdict = "differs"
-            break
+    if violation := next((each.violation for each in attempts if each.violation), None):
+        comparison.first, comparison.verdict = violation, "differs"
     return comparison
 
 
@@ -290,7 +277,7 @@ def run_attempts(
     Returns:
         The attempts, and why one did not run as planned (with the end of its log), or nothing.
     """
-    from llm_pretrain.audit.run_checks import scan_folder, steps_of_attempt
+    from llm_pretrain.audit.run_checks import check_start, scan_folder, steps_of_attempt
 
     def has_row(monitor: RunMonitor, saving: int | None, *, step: int) -> bool:
         return (monitor.last_step or 0) >= step
@@ -307,8 +294,11 @@ def run_attempts(
             return [], (f"{job.path} W={job.world_size} {problem}", *last_error_lines(job.log))
         steps, _ = steps_of_attempt(job.folder, before)
         first, last = (steps[0], steps[-1]) if steps else (None, None)
+        violation = check_start(job.folder, before)
         attempts.append(
-            InterruptedAttempt(job.path, job.world_size, before.checkpoint, first, last, done.killed)
+            InterruptedAttempt(
+                job.path, job.world_size, before.checkpoint, first, last, done.killed, violation
+            )
         )
         how = f"killed after step {last}" if done.killed else "to its end"
         say(f"attempt {number + 1} of {len(jobs)}: {job.path} W={job.world_size}, from step {first}, {how}")

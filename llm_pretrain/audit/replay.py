@@ -25,18 +25,20 @@ _NEVER = (1 << 31) - 1
 def replay_segment(plan: ReplayPlan, segment: Segment, context: LaunchContext) -> SegmentResult:
     """Execute a segment's legs one after another, and compare what they wrote with the run."""
     if not segment.legs:
-        return SegmentResult(segment, "not replayed", note=segment.missing)
+        return SegmentResult("not replayed", segment=segment, note=segment.missing)
     began = time.monotonic()
     found = plan.rows(segment)
     folder = plan.output / segment.name
     goes_back = any(row.get("train/skipped") == "rollback" for row in found.values())
     if goes_back and (missing := rollback_problem(segment)):
-        return SegmentResult(segment, "not replayed", note=missing)
+        return SegmentResult("not replayed", segment=segment, note=missing)
     if goes_back and segment.source is not None:  # where a rollback looks for it
         try:
             shutil.copytree(segment.source, folder / "checkpoints" / segment.source.name)
         except OSError:
-            return SegmentResult(segment, "not replayed", note=f"{segment.source} was deleted meanwhile")
+            return SegmentResult(
+                "not replayed", segment=segment, note=f"{segment.source} was deleted meanwhile"
+            )
     for number, leg in enumerate(segment.legs, start=1):
         job = _job(plan, segment, leg, number, goes_back=goes_back)
         say(f"start  steps {leg.first}-{leg.last}: {leg}, as attempt {leg.attempt.number}")
@@ -46,14 +48,14 @@ def replay_segment(plan: ReplayPlan, segment: Segment, context: LaunchContext) -
             seconds = time.monotonic() - began
             if segment.source is not None and not segment.source.exists():
                 note = f"{segment.source} was deleted meanwhile"
-                return SegmentResult(segment, "not replayed", note=note, seconds=seconds)
-            return SegmentResult(segment, "failed", failure=tuple(failure), seconds=seconds)
+                return SegmentResult("not replayed", segment=segment, note=note, seconds=seconds)
+            return SegmentResult("failed", segment=segment, failure=tuple(failure), seconds=seconds)
     try:
         environments = [attempt.environment for attempt in read_attempts(folder)][-len(segment.legs) :]
         replayed = rows_of_segment(folder / "metrics.jsonl", segment)
         result = compare_segment(segment, replayed, found, folder, environments)
     except PretrainError as error:
-        result = SegmentResult(segment, "failed", failure=tuple(error.lines()))
+        result = SegmentResult("failed", segment=segment, failure=tuple(error.lines()))
     result.seconds = time.monotonic() - began
     if result.verdict in HELD:
         for name in ("checkpoints", "weights"):
@@ -149,8 +151,8 @@ def replay_record(
             step = each.segment.end if each.first.step is None else each.first.step
             first = {"step": step, "name": each.first.key or each.first.text}
         elif each.tensors or each.facts:
-            name = each.tensors[0].name if each.tensors else each.facts[0]
-            first = {"step": each.segment.end, "name": name}
+            other = each.tensors[0].key if each.tensors else each.facts[0].text
+            first = {"step": each.segment.end, "name": other}
         facts_of = {"verdict": each.verdict, "first": first, "tensors": each.compared}
         segments.append({"start": each.segment.start, "end": each.segment.end, **facts_of})
     return {

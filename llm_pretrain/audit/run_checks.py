@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from llm_pretrain.audit.comparison import Difference, shorten, tensor_differences
+from llm_pretrain.audit.comparison import Difference, manifest_differences, tensor_differences
 from llm_pretrain.checkpoints.folders import committed_folders, folder_name, newest_step
-from llm_pretrain.checkpoints.manifest import Manifest, file_digest, find_damage, read_manifest
+from llm_pretrain.checkpoints.manifest import file_digest, find_damage, read_manifest
 from llm_pretrain.errors import PretrainError
 from llm_pretrain.runs.monitor import temporary_folders
 from llm_pretrain.runs.rows import is_training_row, read_rows
 from llm_pretrain.runs.status import read_status
-
-_LAUNCH_FACTS = ("launcher", "run_id", "wandb_id")
-"""Facts in a checkpoint's manifest that name the run and how it was launched."""
 
 
 class FolderState(NamedTuple):
@@ -119,36 +117,18 @@ def check_end(reference: Path, folder: Path, steps: int) -> Difference | None:
         return Difference(steps, "temporary", text=f"{folder / left[0]} is left over at the end")
     name = folder_name(steps)
     try:
-        violation = _compare_checkpoints(
-            reference / "checkpoints" / name, folder / "checkpoints" / name, steps
-        )
+        violation = _compare_checkpoints(reference / "checkpoints" / name, folder / "checkpoints" / name)
     except PretrainError as error:
         violation = Difference(steps, "checkpoint", text=str(error))
     return violation or _compare_weights(reference / "weights", folder / "weights", steps)
 
 
-def _compare_checkpoints(reference: Path, found: Path, steps: int) -> Difference | None:
+def _compare_checkpoints(reference: Path, found: Path) -> Difference | None:
     left, right = read_manifest(reference), read_manifest(found)
-    for name, value in manifest_facts(left).items():
-        if value != (other := manifest_facts(right)[name]):
-            text = f"{found}: {name}: expected {shorten(value, 90)}, found {shorten(other, 90)}"
-            return Difference(steps, "checkpoint", text=text)
-    for each in tensor_differences(reference, found, left, right):
-        text = f"step {steps}: the checkpoint's tensor {each.name} is not the reference's, bit for bit"
-        return Difference(steps, each.name, text=text)
+    every = chain(manifest_differences(left, right), tensor_differences(reference, found, left, right))
+    if first := next(every, None):
+        return replace(first, text=f"{found}: {first.text}, bit for bit")
     return None
-
-
-def manifest_facts(content: Manifest) -> Mapping[str, Any]:
-    """What two manifests of equal runs agree on."""
-    run = {name: value for name, value in vars(content.run).items() if name not in _LAUNCH_FACTS}
-    return {
-        "tensors": content.tensors,
-        "scalars": content.scalars,
-        "optimizer": content.optimizer,
-        "scaler": content.scaler,
-        **run,
-    }
 
 
 def _compare_weights(reference: Path, found: Path, steps: int) -> Difference | None:

@@ -6,25 +6,25 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from llm_pretrain.audit.comparison import (
     PARAMETERS,
     SAMPLES,
+    Comparison,
     Difference,
     Rows,
-    TensorDifference,
     Tolerance,
     add_parameters_distance,
     compare_rows,
     exact_differences,
+    manifest_differences,
     parameters_distance,
-    shorten,
     tensor_differences,
     tolerance_of,
 )
 from llm_pretrain.audit.history_checks import spans
-from llm_pretrain.audit.run_checks import checkpoint_problems, manifest_facts
+from llm_pretrain.audit.run_checks import checkpoint_problems
 from llm_pretrain.audit.segments import Leg, Segment
 from llm_pretrain.audit.variants import Variant
 from llm_pretrain.checkpoints.manifest import Manifest, read_manifest
@@ -35,60 +35,41 @@ from llm_pretrain.runs.rows import is_training_row
 
 EXACT = (*SAMPLES, "train/tokens", "train/learning_rate")
 """Keys that are the same bits on any hardware, mesh and number of processes."""
-_NOT_COMPARED = ("best", "evaluation_owed")
-"""Of a checkpoint's further state: the best weights so far, which a replay does not keep; and whether a stop
-signal ended an evaluation, which it does not."""
-_EVALUATION = ("evaluation", "evaluation_step")
+_NOT_COMPARED = ("extra.best", "extra.evaluation_owed")
+"""Numbers of a manifest: the best weights so far, which a replay does not keep; and whether a stop signal
+ended an evaluation, which it does not."""
+_EVALUATION = ("extra.evaluation", "extra.evaluation_step")
 _NO_ARITHMETIC = ("cpu_threads", "timeout_seconds")
 """Settings of `distributed` that do not name a mesh; threads are part of the environment."""
 
 
-@dataclass
-class SegmentResult:
-    """What comparing a segment gave.
+@dataclass(kw_only=True)
+class SegmentResult(Comparison):
+    """Result of replaying a segment, and of comparing it with the run.
 
     Args:
         segment: As planned.
-        verdict: `identical`: every number of every row, and every tensor. `not replayed`: with `note`.
         rows: Number of rows compared.
-        first: The first difference of the rows.
-        columns: All keys that differ in that row.
+        columns: All keys that differ in the first row that does.
         other_rows: Steps of all rows that differ.
-        facts: One line for each number of the checkpoint's manifest that differs.
+        facts: Numbers of the checkpoint's manifest that differ, and whether it is damaged.
         tensors: Those that differ.
         compared: Number of tensors compared; None where rows alone are.
-        largest: Key to its largest relative difference, where bounds apply.
-        note: What is not promised, not compared, or missing.
         failure: Last lines of the log of a failed launch.
-        seconds: Of all its launches.
+        seconds: Duration of all its launches.
     """
 
     segment: Segment
-    verdict: Literal["identical", "within bound", "not compared", "differs", "failed", "not replayed"]
     rows: int = 0
-    first: Difference | None = None
     columns: list[str] = field(default_factory=list)
     other_rows: list[int] = field(default_factory=list)
-    facts: list[str] = field(default_factory=list)
-    tensors: list[TensorDifference] = field(default_factory=list)
+    facts: list[Difference] = field(default_factory=list)
+    tensors: list[Difference] = field(default_factory=list)
     compared: int | None = None
-    largest: dict[str, float] = field(default_factory=dict)
-    note: str = ""
     failure: tuple[str, ...] = ()
     seconds: float = 0.0
 
-    @property
-    def violated(self) -> bool:
-        return self.verdict in ("differs", "failed")
-
     def as_dict(self) -> dict[str, Any]:
-        """Its part of replay.json."""
-        content = {key: value for key, value in vars(self).items() if key != "segment"}
-        content |= {
-            "first": self.first and self.first.as_dict(),
-            "tensors": [dataclasses.asdict(each) for each in self.tensors],
-            "seconds": round(self.seconds, 1),
-        }
         segment = self.segment
         legs = [
             {
@@ -100,7 +81,20 @@ class SegmentResult:
             }
             for leg in segment.legs
         ]
-        return {"start": segment.start, "end": segment.end, "legs": legs, **content}
+        return {
+            "start": segment.start,
+            "end": segment.end,
+            "legs": legs,
+            **super().as_dict(),
+            "rows": self.rows,
+            "columns": self.columns,
+            "other_rows": self.other_rows,
+            "facts": [each.text for each in self.facts],
+            "tensors": [each.text for each in self.tensors],
+            "compared": self.compared,
+            "failure": self.failure,
+            "seconds": round(self.seconds, 1),
+        }
 
 
 def compare_segment(
@@ -135,7 +129,7 @@ def _compare_kept(
     segment: Segment, replayed: Rows, found: Rows, folder: Path, environments: Sequence[Mapping[str, Any]]
 ) -> SegmentResult:
     """As `compare_segment`; the segment's target is there."""
-    result = SegmentResult(segment, "identical", rows=len(replayed))
+    result = SegmentResult("identical", segment=segment, rows=len(replayed))
     target = segment.target
     problems = checkpoint_problems(target, segment.end) if target else []
     facts = read_manifest(target) if target and not problems else None
@@ -146,7 +140,8 @@ def _compare_kept(
             result.columns = result.columns or columns
             result.other_rows.append(step)
     if problems:
-        result.facts = [f"{target} is damaged: {'; '.join(problems)}"]
+        text = f"{target} is damaged: {'; '.join(problems)}"
+        result.facts = [Difference(segment.end, "checkpoint", text=text)]
     elif facts and target:
         _compare_checkpoints(result, folder / "checkpoints" / target.name, target, facts)
     if not (result.first or result.facts or result.tensors):
@@ -213,23 +208,9 @@ def _compare_checkpoints(result: SegmentResult, replayed: Path, found: Path, rig
     """Enter each number and tensor of the run's checkpoint that is not the replay's."""
     left = read_manifest(replayed)
     owed = _EVALUATION if right.run.extra.get("evaluation_owed") else ()
-    expected, others = (_facts(each, owed) for each in (left, right))
-    for name in sorted({*expected, *others} - {"tensors"}):
-        value, other = expected.get(name, "missing"), others.get(name, "missing")
-        if value != other:
-            result.facts.append(f"{name}: expected {shorten(value, 60)}, found {shorten(other, 60)}")
+    result.facts = list(manifest_differences(left, right, (*_NOT_COMPARED, *owed)))
     result.compared = len({**left.tensors, **right.tensors})
     result.tensors = list(tensor_differences(replayed, found, left, right))
-
-
-def _facts(content: Manifest, owed: Sequence[str]) -> dict[str, Any]:
-    """What manifests of equal states agree on, number by number."""
-    facts = dict(manifest_facts(content))
-    extra = facts.pop("extra")
-    facts |= {f"extra.{key}": value for key, value in extra.items() if key not in (*_NOT_COMPARED, *owed)}
-    for name in ("scalars", "fingerprints"):
-        facts |= {f"{name}.{key}": value for key, value in facts.pop(name).items()}
-    return facts
 
 
 def _compare_within_bounds(
@@ -312,7 +293,8 @@ def render_difference(result: SegmentResult, shown: int = 4) -> list[str]:
         )
     for found in (result.facts, result.tensors):
         more = len(found) - shown
-        lines += [f"    {each}" for each in found[:shown]] + ([f"    and {more} more"] if more > 0 else [])
+        lines += [f"    {each.text}" for each in found[:shown]]
+        lines += [f"    and {more} more"] if more > 0 else []
     if result.note:
         lines.append(f"{segment}: {result.note}")
     if found := {key.removeprefix("train/"): each for key, each in result.largest.items() if each}:

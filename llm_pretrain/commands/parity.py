@@ -120,8 +120,6 @@ def render(results: Sequence[VariantResult], interrupted: InterruptedResult | No
                 f"(checkpoint {attempt.checkpoint or 'none'}) to {attempt.last_step}"
                 f"{', killed' if attempt.killed else ''}"
             )
-            if attempt.wrong_start:
-                details.append(f"interrupted differs: {attempt.wrong_start}")
         details += _details("interrupted", comparison, interrupted.failure, interrupted.log, "not as planned")
     return "\n".join([as_table(rows), *details])
 
@@ -148,7 +146,7 @@ def _details(name: str, comparison: Comparison, failure: Sequence[str], log: Pat
     lines = []
     if comparison.verdict == "failed":
         lines = [f"{name} failed, {ended}; its output: {log}", *(f"    {line}" for line in failure)]
-    if comparison.first is not None and comparison.first.key != "attempt":
+    if comparison.first is not None:
         lines.append(f"{name} differs first at {comparison.first.text}")
     if comparison.note:
         lines.append(f"{name}: {comparison.note}")

@@ -157,5 +157,5 @@ def test_another_order_of_data_for_some_steps(tmp_path: Path):
     run = launch("torchrun", 1, tmp_path / "run", options(store, "--data.seed", "1")).folder
     code, result = run_replay(run, tmp_path / "out", "--to", "4", "--data.seed", "2")
     assert code == 1
-    first = result["segments"][0]["first"]
+    first = result["segments"][0]["first_difference"]
     assert (first["step"], first["key"]) == (1, "data/batch_sha256")
