@@ -27,7 +27,7 @@ class TrainedModel:
         start_id: The first id of a text, as in training: BOS, or else EOS; None with neither.
         stop_ids: Ids that end a text.
         opened: The opened files.
-        device: Of the model.
+        device: The model's device.
     """
 
     model: Decoder

@@ -91,15 +91,15 @@ class Cluster:
     """GPUs of one kind, in equal nodes.
 
     Args:
-        memory_gb: Of a GPU.
+        memory_gb: Memory of a GPU.
         bf16_tflops: Dense products in bf16 or fp16.
         fp32_tflops: In fp32, without tensor cores.
         memory_gb_per_second: Bandwidth of a GPU's memory.
         gpus_per_node: GPUs that the inner link connects.
-        nvlink_gb_per_second: Of a GPU to the others of its node, in one direction.
-        network_gb_per_second: Of a GPU's share of its node's network, in one direction.
+        nvlink_gb_per_second: Bandwidth of a GPU to the others of its node, in one direction.
+        network_gb_per_second: Bandwidth of a GPU's share of its node's network, in one direction.
         nvlink_microseconds: Time of one hop inside a node, whatever is sent.
-        network_microseconds: The same between nodes. Both are NCCL's own for large messages (`hwLat` in
+        network_microseconds: Latency between nodes. Both are NCCL's own for large messages (`hwLat` in
             src/graph/tuning.cc).
         capability: CUDA's compute capability times 10, which decides the kernels.
     """

@@ -62,8 +62,8 @@ class ChaosPlan(LaunchPlan):
         paths: Launch paths, used in turn.
         world_size: Processes of every attempt and of the uninterrupted run.
         save_steps: Steps between saves.
-        kill: Of `KILLS`.
-        places: Of `PLACES`, one for each kill.
+        kill: One of `KILLS`.
+        places: One of `PLACES` for each kill.
     """
 
     paths: list[str]
@@ -193,7 +193,7 @@ def run_chaos(
     """Make the uninterrupted run, kill and resume the other until it ends or a check fails.
 
     Args:
-        plan: Of the call.
+        plan: The checked call.
         context: Where to launch.
         result: Filled step by step.
         say: Prints a line of progress.
@@ -276,7 +276,7 @@ class Outcome(NamedTuple):
 
     Args:
         killed: Whether it was killed; otherwise it ended by itself.
-        last_step: Of the rows that it had written when it was killed; None without any.
+        last_step: Last step whose row was written when it was killed; None without a row.
         saved_step: Step of the checkpoint or weights that it was writing when it was killed.
         failure: Why it did not end as it should; empty where it did.
     """
@@ -356,7 +356,7 @@ def send_kill(started: RunningJob, kind: str, rank: int) -> None:
 
 
 def observed_place(outcome: Outcome, place: str | None) -> str:
-    """Where a kill fell."""
+    """The place of a kill, as observed."""
     if not outcome.killed:
         return "to its end"
     if place == "save":

@@ -43,12 +43,12 @@ LOSS_BOUND = {"fp32": 1e-5, "bf16": 2**-8, "fp16": 2**-11}
 is the unit round-off u: a micro batch's weight gradients are rounded to u before they are added, so another
 split changes an update by about u of itself, and a loss by u of what training has changed about it."""
 GRAD_NORM_BOUND = {"fp32": 1e-4, "bf16": 2**-6, "fp16": 2**-9}
-"""The same for the gradient norm, 4u: it depends more strongly on the parameters than the loss does."""
+"""Bound of the gradient norm, 4u: it depends more strongly on the parameters than the loss does."""
 PARAMETERS_BOUND = {"fp32": 1e-6}
-"""The same for the final parameters, for runs of at most PARAMETERS_STEPS steps."""
+"""Bound of the final parameters, for runs of at most PARAMETERS_STEPS steps."""
 PARAMETERS_STEPS = 20
 FIRST_LOSS_BOUND = {"fp32": 1e-6}
-"""The same for the loss of the first step, before any training, where only the order of sums differs."""
+"""Bound of the loss of the first step, before any training, where only the order of sums differs."""
 LOSS_STEPS, GRAD_NORM_STEPS, TRAINER_STEPS = 20, 10, 50
 """Number of steps for which the bounds of losses and gradient norm hold, from the first step with another
 split. Training amplifies rounding: 1e-7 at the first step was measured as a percent of the norm after 25
@@ -348,8 +348,8 @@ def compare_runs(
     """Compare the folder of a run with that of its reference: rows, and the parameters at the end.
 
     Args:
-        left: Of the reference.
-        right: Of the run.
+        left: Folder of the reference.
+        right: Folder of the run.
         steps: Number of steps of both, each with a row; None for the rows and steps that one of them has.
         tolerance: How far they may differ.
         find_ties: As in `compare_rows`.

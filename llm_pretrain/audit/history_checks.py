@@ -36,8 +36,8 @@ class RunFiles:
         known_config: Content of config.yaml, with `model.vocab_size` filled in; None if it cannot be read.
         manifests: Step and manifest of each committed checkpoint whose manifest is sound, ascending.
         attempts: Its starts; empty if the files cannot be read, or do not exist yet.
-        rows: Of the optimizer steps that led to its last one, by step, without those of lost work.
-        fingerprints: Of the configuration; None if the stores cannot be opened.
+        rows: Rows by step of the optimizer steps that led to the last one, without lost work.
+        fingerprints: Fingerprints of the configuration; None if the stores cannot be opened.
         sound: Steps of the checkpoints without problems.
     """
 
@@ -139,7 +139,7 @@ def read_config(check: Check, run: RunFiles) -> None:
 
 
 def _problems(config: Config, world_size: int) -> list[str]:
-    """Those of `validate` that do not depend on the machine and the folder from which a run is looked at."""
+    """Problems of `validate` that do not depend on the machine and folder from which a run is looked at."""
     anywhere = replace(
         config,
         run=replace(config.run, output_dir=None),

@@ -40,7 +40,7 @@ class VariantRun:
     Args:
         variant: What was launched.
         folder, log: Its run folder and its output.
-        exit_code: Of the launcher.
+        exit_code: The launcher's exit code.
         seconds: From start to end.
         timed_out: Whether it was killed at the time limit.
     """
@@ -141,7 +141,7 @@ class InterruptedAttempt:
     Args:
         path, world_size: How it was launched.
         checkpoint: Step of the newest committed checkpoint at its start; 0 without any.
-        first_step, last_step: Of the rows that it wrote; None without any.
+        first_step, last_step: Steps of its first and last row; None without a row.
         killed: Whether it was killed.
         violation: How it did not begin right after its checkpoint.
     """
@@ -220,7 +220,7 @@ def _run_variants(plan: ParityPlan, context: LaunchContext) -> list[VariantRun]:
 def _find_ties(
     plan: ParityPlan, context: LaunchContext, reference: VariantRun, run: VariantRun, step: int
 ) -> str:
-    """As `FindTies`: both are launched again, for their parameters before the step."""
+    """A `FindTies`, which launches both again for their parameters before the step."""
     from llm_pretrain.audit.ties import find_ties
     from llm_pretrain.checkpoints.opening import open_model
 

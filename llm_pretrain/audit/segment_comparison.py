@@ -105,8 +105,8 @@ def compare_segment(
     Args:
         segment: With its legs.
         replayed, found: Rows of the replay and of the run, of the segment's steps.
-        folder: Of the replay.
-        environments: Of the replay's launches, one for each leg.
+        folder: Folder of the replay.
+        environments: Environments of the replay's launches, one for each leg.
 
     Raises:
         PretrainError: a file of the replay cannot be read.
@@ -128,7 +128,7 @@ def compare_segment(
 def _compare_kept(
     segment: Segment, replayed: Rows, found: Rows, folder: Path, environments: Sequence[Mapping[str, Any]]
 ) -> SegmentResult:
-    """As `compare_segment`; the segment's target is there."""
+    """Compare a segment whose target is there."""
     result = SegmentResult("identical", segment=segment, rows=len(replayed))
     target = segment.target
     problems = checkpoint_problems(target, segment.end) if target else []
@@ -254,7 +254,7 @@ def _compare_within_bounds(
 
 
 def _tolerance(segment: Segment, steps: int) -> Tolerance:
-    """That of another split of the batch, from a leg's launch in the run to its replay."""
+    """The tolerance of another split of the batch, from a leg's launch in the run to its replay."""
     leg = segment.legs[0]
     assert leg.attempt.config is not None
     then, now = (

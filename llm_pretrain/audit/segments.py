@@ -90,7 +90,7 @@ class ReplayPlan(LaunchPlan):
         attempts: All starts of the run.
         segments: To replay, in order.
         of: Number of segments that there are.
-        seed: Of the choice of segments; None where all are replayed.
+        seed: Seed of the choice of segments; None where all are replayed.
     """
 
     run: Path
@@ -252,7 +252,7 @@ def _has_manifest(path: Path) -> bool:
 
 
 def choose_segments(segments: Sequence[Segment], count: int, seed: int) -> list[Segment]:
-    """So many of the segments, drawn from the seed, in their order."""
+    """`count` of the segments, drawn from the seed, in their order."""
     numbers = random.Random(seed).sample(range(len(segments)), min(count, len(segments)))
     return [segments[number] for number in sorted(numbers)]
 

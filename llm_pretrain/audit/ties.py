@@ -115,8 +115,8 @@ def find_ties(
     fp16 the unit round-off.
 
     Args:
-        models: Of both runs, before the step.
-        rows: Of both runs, of the step. Passes through the models must choose as the runs did.
+        models: Models of both runs before the step.
+        rows: Rows of the step in both runs. Passes through the models must choose as the runs did.
         variants: What was launched.
         config: Resolved, of any of the launches.
         step: At which choices differ.

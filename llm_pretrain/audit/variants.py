@@ -93,7 +93,7 @@ class ParityPlan(LaunchPlan):
 
     Args:
         variants: In the order of the table.
-        interruptions: Of an additional run of the first variant; empty without `--interrupt`.
+        interruptions: Kills of an additional run of the first variant; empty without `--interrupt`.
         save_steps: Steps between checkpoints of the interrupted run.
     """
 

@@ -263,7 +263,7 @@ class CheckpointWeights(Mapping[str, Tensor]):
     A decoder's state has no 0-dimensional tensors, which the files would not hold.
 
     Args:
-        tensors: Of the checkpoint.
+        tensors: The checkpoint's tensors.
         average: Whether to read the parameters' averages (EMA) instead, if the checkpoint has them.
     """
 

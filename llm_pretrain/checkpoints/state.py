@@ -270,7 +270,7 @@ class Piece:
     """A tensor, or a part of one.
 
     Args:
-        name: Of the whole tensor.
+        name: Name of the whole tensor.
         tensor: The part, on any device; it shares memory with the training state unless it is a copy.
         offsets: Start of the part in the whole tensor, by dimension.
     """

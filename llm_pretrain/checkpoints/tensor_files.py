@@ -119,7 +119,7 @@ def safetensors_header(
 
     Args:
         tensors: By name; on the meta device, they are described as well.
-        metadata: Of the file.
+        metadata: Metadata of the file.
     """
     # Largest elements first, so that every tensor's offset is a multiple of its element size.
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))

@@ -105,7 +105,7 @@ def open_background_group(config: Config, world_size: int) -> BackgroundGroup | 
 
 
 def any_rank(ranks: Ranks, *flags: bool) -> list[bool]:
-    """For each flag, whether it is set on any rank; the same on all ranks (collective)."""
+    """Whether each flag is set on any rank; the same on all ranks (collective)."""
     return [count > 0 for count in ranks.sum_integers(flags)]
 
 

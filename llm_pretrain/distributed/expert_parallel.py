@@ -116,7 +116,7 @@ def _exchange(rows: Tensor, sent: Sequence[int], received: Sequence[int], group:
 
 
 class _Exchange(torch.autograd.Function):
-    """Its gradient is the exchange back."""
+    """An exchange of rows, whose gradient is the exchange back."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Any) -> Tensor:

@@ -68,7 +68,7 @@ def shard_full_precision(
         model: A decoder.
         mesh: The very object that the layers are sharded over, of replicas and shards: an equal one would
             make a second group of norms, whose sum rounds differently. None for all ranks.
-        vocabulary_mesh: That of embedding and head where they are divided over `tp` already: a group of their
+        vocabulary_mesh: Mesh of embedding and head where they are divided over `tp` already: a group of their
             own. None for `mesh`.
 
     Returns:
@@ -154,7 +154,7 @@ def replicated_digests(
     Args:
         model: Unwrapped.
         world_size: Ranks.
-        digest: Of a rank's part of a tensor; int64, 0-dim.
+        digest: Digest of a rank's part of a tensor; int64, 0-dim.
     """
     by_mesh: dict[DeviceMesh | None, dict[str, Any]] = {}
     for name, tensor in model.state_dict().items():

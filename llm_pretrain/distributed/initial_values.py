@@ -45,8 +45,8 @@ def draw_normal(target: Tensor, std: float, *, seed: int, name: str) -> None:
     Args:
         target: In any floating type, on any device.
         std: Standard deviation.
-        seed: Of the run.
-        name: Of the tensor in the model.
+        seed: The run's seed.
+        name: The tensor's name in the model.
     """
     part, offsets = local_part(target)
     assert part.is_contiguous(), f"{name}: the values would be drawn into a copy"

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank stands in a mesh.
+    """The place of a rank in a mesh.
 
     Args:
         sizes: Ranks along each axis.
@@ -80,7 +80,7 @@ class Meshes(NamedTuple):
     shards: DeviceMesh | None = None
     """[replicas,] ranks that share the state of what each of them multiplies whole; None for all ranks."""
     matrices: DeviceMesh | None = None
-    """The same without `tp`: for what is divided over `tp` already."""
+    """The mesh without `tp`: for what is divided over `tp` already."""
     tp: DeviceMesh | None = None
     """Ranks over which matrices are divided; None without tensor parallelism, as are the next two."""
     cp: Any = None
@@ -90,7 +90,7 @@ class Meshes(NamedTuple):
     pp: Any = None
     """Group of the stages of a pipeline."""
     experts: DeviceMesh | None = None
-    """That of `expert_mesh`."""
+    """The mesh of `expert_mesh`."""
 
 
 def build_meshes(config: Config, device_type: str, world_size: int) -> Meshes:

@@ -87,9 +87,9 @@ class Pipeline:
     Args:
         model: The whole model, on the meta device; it keeps the parts of this rank's stages.
         config: The run's.
-        place: Of this rank.
-        group: Of the ranks of this pipeline.
-        device: Of this rank.
+        place: Place of this rank.
+        group: Group of the ranks of this pipeline.
+        device: Device of this rank.
         autocast: Context of the forward passes.
 
     Raises:
@@ -113,7 +113,7 @@ class Pipeline:
         self.model, self.config, self.device, self.autocast = model, config, device, autocast
         self.group, self.rank, self.size = group, place.pp, place.sizes.pp
         self.names = [name for name, _ in model.named_parameters()]
-        """Of the whole model's parameters, in its order."""
+        """Names of the whole model's parameters, in its order."""
         self.order = list(model.state_dict())
         """Names of the whole model's parameters and buffers, in its order."""
         distributed = config.distributed

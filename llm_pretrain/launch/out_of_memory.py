@@ -76,7 +76,7 @@ def explain_out_of_memory(config: Config | None = None, world_size: int = 1) -> 
 
     Args:
         config: Resolved; without it the line does not name the model's size.
-        world_size: Of the run.
+        world_size: Number of processes.
     """
     # computed now, since counting needs memory too
     lines = model_lines(config, world_size) if config else ("", "lower training.micro_batch_size")

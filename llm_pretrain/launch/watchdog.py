@@ -81,7 +81,7 @@ class Watchdog:
 
     Args:
         timeout_seconds: Time without a heartbeat after which the process is ended.
-        rank, world_size: Of this process.
+        rank, world_size: Rank of this process, and number of processes.
         ends_process: If false, the stacks are written once and the process goes on.
     """
 

@@ -56,7 +56,7 @@ class Status:
 
     Args:
         path: The file.
-        rank, world_size, launcher: Of this process.
+        rank, world_size, launcher: How this process was launched.
         check: Called before every write; raises OutputError if the folder is no longer this run's.
     """
 

@@ -43,7 +43,7 @@ class Fault:
     Args:
         step: The step that was checked.
         ranks: Those that the fault is on, or one of which it is on.
-        devices: Of the ranks.
+        devices: Devices of the ranks.
         found: What differed, in words.
         transient: Whether a repetition was right.
     """
@@ -61,7 +61,7 @@ class Fault:
 
 
 class Moment(NamedTuple):
-    """When something is computed: a fault shows at its own moment and at later ones, on other ranks too."""
+    """The moment of a computation: a fault shows at its own and at later ones, on other ranks too."""
 
     phase: int
     """Forward, loss sums, backward, gradients added over ranks, clipped gradients."""

@@ -47,7 +47,7 @@ class Engine(StepEngine, Protocol):
     place: Place
     """Where this rank stands in the mesh."""
     pipeline: Pipeline | None
-    """Of the stages of a pipeline, once prepared."""
+    """The pipeline of the stages, once prepared."""
     scaler: torch.amp.GradScaler
     """Enabled for fp16."""
 
@@ -63,7 +63,7 @@ class Engine(StepEngine, Protocol):
         Args:
             model: On the meta device.
             optimizer: With the model's parameters.
-            batches: Of all ranks.
+            batches: Micro batches of all ranks.
             initialize: Gives the parameters memory on `device`, and values; called once they are sharded and
                 before they are wrapped.
         """

@@ -37,7 +37,7 @@ class Evaluator:
 
     Args:
         ranks: The run's, or a single process.
-        place: Of this rank; each data-parallel group evaluates every D-th batch.
+        place: Place of this rank; each data-parallel group evaluates every D-th batch.
         forward: The model's forward pass in the configured precision.
         batches: The validation batches, the same on every rank.
         store: Has the number of UTF-8 bytes of each token.

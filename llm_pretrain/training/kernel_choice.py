@@ -120,13 +120,13 @@ def _replace_failing(
 def _replacements(
     config: Config, failed: list[tuple[KernelCheck, str]], choice: KernelChoice, device: torch.device
 ) -> list[tuple[str, str, str]]:
-    """For each failed check its setting, the kernel to take instead, and a line for the console.
+    """The setting of each failed check, the kernel to take instead, and a line for the console.
 
     Args:
         config: With the kernels that failed.
         failed: From `_failures`.
         choice: With the replacements so far.
-        device: Of this rank.
+        device: Device of this rank.
 
     Raises:
         ConfigError: the configuration names a kernel that failed, or no other is left.
@@ -203,7 +203,7 @@ def _device_error(device: torch.device) -> str | None:
 
 
 def _failures(by_rank: list[list[KernelCheck]], devices: list[str]) -> list[tuple[KernelCheck, str]]:
-    """For each part that failed, its first failed check, and ` on DEVICE`, with the rank if others passed."""
+    """The first failed check of each part that failed, and ` on DEVICE`, with the rank if others passed."""
     failed: dict[Part, tuple[KernelCheck, str]] = {}
     for rank, checks in enumerate(by_rank):
         for check in checks:

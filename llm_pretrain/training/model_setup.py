@@ -451,7 +451,7 @@ def upcycle(
         source: The tensors of some layers of a dense decoder, in fp32.
         target_config: The mixture's configuration, which has passed `upcycling_problems`.
         source_config: The dense model's configuration.
-        names: Of the mixture's tensors.
+        names: Names of the mixture's tensors.
         initial: Returns the initial value of one of them.
     """
     slices = source_config.intermediate_size // target_config.expert_intermediate_size
@@ -504,7 +504,7 @@ def initialize_weights(
         seed: Decides all values.
         base_hidden_size: Width at which the learning rates were tuned; initial values, that of the final norm
             included, then scale by µP (`llm_pretrain.optim.param_groups`). None for no scaling.
-        device: Of a model on the meta device: where its parameters get memory.
+        device: Where the parameters of a model on the meta device get memory.
     """
     if device is not None:
         materialize(model, device)

@@ -44,7 +44,7 @@ class Recorder:
 
     Args:
         config, engine, folder, progress: The run's.
-        decision: Of its steps.
+        decision: The decision on its steps.
         must_settle: Tells by a step's number whether an evaluation or a checkpoint follows it, for which all
             steps must be recorded.
     """

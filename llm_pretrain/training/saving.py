@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-from llm_pretrain.config.tree import Config
-from llm_pretrain.errors import CheckpointError, MismatchError
-from llm_pretrain.launch.watchdog import heartbeat
-
-if TYPE_CHECKING:
-    from llm_pretrain.training.engine import Engine
-    from llm_pretrain.training.progress import Progress
-    from llm_pretrain.training.recorder import Recorder
-    from llm_pretrain.training.step import Step
 import logging
+import math
 import threading
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -31,6 +19,7 @@ from llm_pretrain.checkpoints.manifest import ResumePoint, RunFacts, model_finge
 from llm_pretrain.checkpoints.state import HostBuffers
 from llm_pretrain.checkpoints.store import CheckpointStore
 from llm_pretrain.checkpoints.weights import HeldWeights, best_step, model_weights, save_weights, weights_in
+from llm_pretrain.config.tree import Config
 from llm_pretrain.data.loader import data_fingerprint, samples_by_source, weight_changes_fingerprint
 from llm_pretrain.data.store import TokenStore
 from llm_pretrain.distributed.collectives import (
@@ -40,9 +29,10 @@ from llm_pretrain.distributed.collectives import (
     run_on_all_ranks,
     run_on_rank0,
 )
-from llm_pretrain.errors import ConfigError, OutputError
+from llm_pretrain.errors import CheckpointError, ConfigError, MismatchError, OutputError
 from llm_pretrain.export.model_card import ModelCardData, ModelCardSource
 from llm_pretrain.hardware import environment
+from llm_pretrain.launch.watchdog import heartbeat
 from llm_pretrain.runs.folder import RunFolder
 from llm_pretrain.runs.status import Status
 from llm_pretrain.training.agreement import check_parameters
@@ -50,6 +40,9 @@ from llm_pretrain.training.engine import Engine
 from llm_pretrain.training.progress import Best, Progress
 from llm_pretrain.training.recorder import Recorder
 from llm_pretrain.training.spikes import SpikeDetector
+from llm_pretrain.training.step import Step
+
+logger = logging.getLogger(__name__)
 
 WeightsWriter = Callable[[HeldWeights, Ranks], Path]
 
@@ -378,8 +371,6 @@ class CheckpointManager:
 
         return write
 
-
-logger = logging.getLogger(__name__)
 
 MAX_FAILED_SAVES = 3
 """Failed saves in a row that end a run."""

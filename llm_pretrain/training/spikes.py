@@ -19,7 +19,7 @@ DEVIATIONS = 8.0
 LOSS_MARGIN = 0.25
 """Minimum excess of a spike's loss over the median, relative to the median."""
 GRAD_NORM_MARGIN = 4.0
-"""The same for the gradient norm, which has a long tail in healthy runs too."""
+"""Minimum excess of its gradient norm, likewise; the norm has a long tail in healthy runs too."""
 NEW_LEVEL = 32
 """Logged spikes in a row after which the history restarts at the new level."""
 

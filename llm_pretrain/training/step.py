@@ -81,7 +81,7 @@ class Step:
         skipped: Why the parameters were not updated: `no_loss_tokens`, `overflow` (fp16),
             `nonfinite_gradient`, `nonfinite_loss`, `spike` or `rollback`; None if they were.
         spike: The detected spike; None without one.
-        check: Of a step that was computed twice: `passed`, or `transient` if something differed only once.
+        check: Result of computing it twice: `passed`, or `transient` if something differed only once.
         found_inf: float32, 0-dim, on the device: 1 if the step must be skipped, else 0. Set only while the
             decision stays on the device: then `grad_norm` is a tensor, and `loss`, `skipped` and `spike` are
             undecided.

@@ -19,7 +19,7 @@ class StepSums:
 
     Args:
         config: The run's: L layers of E experts, K data sources.
-        device: Of the vector.
+        device: Device of the vector.
     """
 
     def __init__(self, config: Config, device: torch.device):

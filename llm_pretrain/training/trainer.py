@@ -74,7 +74,7 @@ class Trainer:
     """One attempt at a run, from its start or resume to its end."""
 
     check: CorruptionCheck | None = None
-    """Of steps that are computed twice; None without `training.check_every`."""
+    """The check of steps that are computed twice; None without `training.check_every`."""
 
     def __init__(
         self, config: Config, engine: Engine, folder: RunFolder, status: Status, stop: SignalHandler
