@@ -23,8 +23,7 @@ from llm_pretrain.data.loader import Batch
 from llm_pretrain.distributed.mesh import Place, cp_positions
 from llm_pretrain.model.decoder import Decoder, DecoderOutput
 from llm_pretrain.training.model_setup import FP8_MULTIPLE, eagerly
-from llm_pretrain.training.step import Step, StepEngine
-from llm_pretrain.training.sums import loss_sums
+from llm_pretrain.training.step import Step, StepEngine, loss_sums
 
 if TYPE_CHECKING:
     from llm_pretrain.distributed.pipeline import Pipeline

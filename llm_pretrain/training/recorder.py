@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,7 +18,6 @@ from torch.nn import Module
 
 from llm_pretrain.config.loading import to_dict
 from llm_pretrain.config.tree import Config
-from llm_pretrain.distributed.pipeline import Pipeline
 from llm_pretrain.errors import OutputError
 from llm_pretrain.hardware import device_peak_flops, environment, memory_bytes
 from llm_pretrain.model.sizes import count_parameters, flops_per_token
@@ -29,8 +29,10 @@ from llm_pretrain.training.decision import Decision
 from llm_pretrain.training.engine import DIGEST_WORDS, Engine
 from llm_pretrain.training.kernel_choice import KernelChoice
 from llm_pretrain.training.progress import Progress
-from llm_pretrain.training.step import Step
-from llm_pretrain.training.sums import StepSums
+from llm_pretrain.training.step import Step, StepSums
+
+if TYPE_CHECKING:
+    from llm_pretrain.distributed.pipeline import Pipeline
 
 MAX_PENDING = 32
 """Most steps that are recorded together; a divergence is detected at most so many steps late."""

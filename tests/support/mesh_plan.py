@@ -21,7 +21,7 @@ from llm_pretrain.distributed import expert_parallel, fsdp, tensor_parallel
 from llm_pretrain.model.moe import Router
 from llm_pretrain.training.agreement import check_parameters
 from llm_pretrain.training.model_setup import build_model, initialize_weights
-from llm_pretrain.training.sums import loss_sums
+from llm_pretrain.training.step import loss_sums
 
 Changes = dict[str, dict[str, Any]]
 

@@ -26,8 +26,7 @@ from llm_pretrain.distributed.pipeline import Pipeline
 from llm_pretrain.model.kernels.loss import IGNORE_INDEX
 from llm_pretrain.model.moe import Router
 from llm_pretrain.training.engine import own_part
-from llm_pretrain.training.step import Objective, Step
-from llm_pretrain.training.sums import StepSums
+from llm_pretrain.training.step import Objective, Step, StepSums
 
 TP_CP_EP = {"tp_size": 2, "cp_size": 2, "ep_size": 2}
 TP_CP = {"tp_size": 2, "cp_size": 2}

@@ -23,8 +23,7 @@ from llm_pretrain.model.decoder import Decoder, DecoderOutput
 from llm_pretrain.training.evaluation import Evaluator
 from llm_pretrain.training.model_setup import initialize_weights
 from llm_pretrain.training.recorder import source_metrics
-from llm_pretrain.training.step import Step
-from llm_pretrain.training.sums import StepSums, source_sums
+from llm_pretrain.training.step import Step, StepSums, source_sums
 
 TINY = str(ROOT / "configs" / "tiny-dense.yaml")
 LABELS = ("plain", "ragged")

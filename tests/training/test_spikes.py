@@ -32,8 +32,7 @@ from llm_pretrain.training.decision import Decision
 from llm_pretrain.training.engine import DIGEST_WORDS
 from llm_pretrain.training.progress import Progress
 from llm_pretrain.training.spikes import MIN_STEPS, NEW_LEVEL, WINDOW, SpikeDetector, upper_bound
-from llm_pretrain.training.step import Step
-from llm_pretrain.training.sums import StepSums
+from llm_pretrain.training.step import Step, StepSums
 
 FIRST = POISONED[0]
 
