@@ -62,7 +62,9 @@ def machine() -> str:
     """`AMD EPYC, 2 cores, torch 2.13.0`, with the GPU where there is one."""
     import torch
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    from llm_pretrain.hardware import usable_cores
+
+    cores = usable_cores()
     gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
     return f"{cpu_name()}, {cores} cores{gpu}, Python {platform.python_version()}, torch {torch.__version__}"
 

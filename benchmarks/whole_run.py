@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -31,6 +30,7 @@ from benchmarks.machine import ROOT
 from benchmarks.measuring import Interval, Spread
 from benchmarks.peers import default_litgpt_python, has_litgpt
 from benchmarks.reporting import report
+from llm_pretrain.hardware import usable_cores
 
 QUICK = ["--micro_batch_size", "4", "--pairs", "7", "--warmup", "1", "--without_litgpt"]
 PEERS = ("trainer_padded", "trainer_packed", "litgpt", "bare")
@@ -98,7 +98,7 @@ def _settings(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         raise SystemExit(f"--config: expected a preset that sets model.vocab_size, found {arguments.config}")
     documents = Documents.lognormal(arguments.documents, vocab_size)
     make_store(folder / "store", documents, vocab_size)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     names = ("config", "pairs", "warmup", "micro_batch_size", "sequence_length", "documents")
     return {name: getattr(arguments, name) for name in names} | {
         "vocab_size": vocab_size,

@@ -13,6 +13,7 @@ import subprocess
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib import metadata
 from mmap import PAGESIZE
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -151,6 +152,11 @@ def memory_bytes(device: torch.device) -> int:
     return psutil.Process().memory_info().rss
 
 
+def usable_cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def size_text(number: int) -> str:
     """A number of bytes as text, such as `1.5 GiB`, in the largest unit of which there is at least one."""
     size = float(number)
@@ -195,6 +201,14 @@ def environment(device: torch.device) -> dict[str, str | None]:
         "cpu_threads": str(torch.get_num_threads()) if device.type == "cpu" else None,
         "git_revision": _git_revision(),
     }
+
+
+def package_version(package: str) -> str | None:
+    """Version of an installed package; None where it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def environment_changes(saved: dict[str, str | None], device: torch.device) -> list[str]:

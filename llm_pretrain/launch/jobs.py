@@ -19,6 +19,7 @@ import psutil
 
 from llm_pretrain.config.loading import PRESETS
 from llm_pretrain.config.yaml_text import read_yaml_file
+from llm_pretrain.hardware import usable_cores
 
 PACKAGE_ROOT = Path(__file__).resolve().parent.parent.parent
 """The folder with the package and the scripts: the checkout, or site-packages."""
@@ -66,8 +67,7 @@ def this_machine() -> Machine:
     """The machine that this process runs on."""
     import torch
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return Machine(torch.cuda.device_count() if torch.cuda.is_available() else 0, cores)
+    return Machine(torch.cuda.device_count() if torch.cuda.is_available() else 0, usable_cores())
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llm_pretrain.config.loading import multiplies_in_bf16
+from llm_pretrain.hardware import package_version
 from llm_pretrain.launch.jobs import Machine
 
 if TYPE_CHECKING:
@@ -20,13 +21,6 @@ if TYPE_CHECKING:
 _PACKAGES = ("torch", "accelerate", "transformers", "tokenizers", "datasets", "safetensors", "numpy")
 _OPTIONAL = ("sentencepiece", "wandb", "tensorboard", "gguf", "deepspeed")
 _LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _requirements() -> list[str]:
@@ -47,11 +41,11 @@ def machine_facts(machine: Machine) -> Iterator[tuple[str, str]]:
 
     from llm_pretrain.launch.process import default_threads, exported_threads
 
-    yield "llm_pretrain", _version("llm_pretrain") or "not installed, run from its folder"
+    yield "llm_pretrain", package_version("llm_pretrain") or "not installed, run from its folder"
     yield "python", f"{sys.version.split()[0]} ({sys.executable})"
     for package in _PACKAGES:
-        yield package, _version(package) or "not installed"
-    extras = [f"{package} {_version(package)}" for package in _OPTIONAL if _version(package)]
+        yield package, package_version(package) or "not installed"
+    extras = [f"{package} {package_version(package)}" for package in _OPTIONAL if package_version(package)]
     yield "extras", ", ".join(extras) or "none"
     names = [torch.cuda.get_device_name(i) for i in range(machine.gpus)]
     yield "devices", f"{machine.gpus} x {names[0]}" if names else "CPU only"
@@ -95,11 +89,11 @@ def machine_surprises(gpus: int, config: Config | None) -> Iterator[str]:
 
     lowest = dict(each.split(">=") for each in _requirements() if ";" not in each)  # none of an extra
     for package in _PACKAGES:
-        if (version := _version(package)) is None:
+        if (version := package_version(package)) is None:
             yield f"{package} is not installed; do pip install it, as `make setup` does"
         elif _numbers(version) < _numbers(lowest.get(package, "0")):
             yield f"{package} {version} is older than {lowest[package]}, the lowest tested; do upgrade it"
-    if xla := _version("torch_xla"):
+    if xla := package_version("torch_xla"):
         yield (
             f"torch_xla {xla} is installed, but TPUs are untested here and both scripts would train on the "
             "CPU; do train on CUDA GPUs or expect the CPU"

@@ -7,10 +7,8 @@ import dataclasses
 import json
 import math
 import os
-import platform
 import time
 from collections.abc import Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -227,17 +225,12 @@ def call_facts(
     """Versions, machine and settings of a call, for its JSON file; `started` is Unix time."""
     import torch
 
-    from llm_pretrain.hardware import environment
+    from llm_pretrain.hardware import environment, package_version
 
     found = environment(torch.device("cuda", 0) if machine.gpus else torch.device("cpu"))
-    versions = {"python": platform.python_version(), "llm_pretrain": found["llm_pretrain"]}
-    for package in _PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            versions[package] = None
+    versions = {name: found[name] for name in ("python", "llm_pretrain")}
     return {
-        "versions": versions,
+        "versions": versions | {package: package_version(package) for package in _PACKAGES},
         "machine": found["platform"],
         "gpu" if machine.gpus else "cpu": found["device"],
         "cores": machine.cores,

@@ -27,6 +27,7 @@ import torch
 from llm_pretrain.config.tree import Config
 from llm_pretrain.errors import CheckpointError, ConfigError, PretrainError, ResourceError, StuckError
 from llm_pretrain.files import flush_streams, prepare_streams
+from llm_pretrain.hardware import usable_cores
 from llm_pretrain.launch.checks import MASTER_VARIABLES, accelerate_launch_arguments, check_environment
 from llm_pretrain.launch.out_of_memory import explain_out_of_memory
 from llm_pretrain.launch.peer_failure import COLLECTIVE_TIMEOUTS, peer_failure
@@ -92,8 +93,7 @@ def cpu_threads(config: Config) -> int:
 
 def default_threads(processes: int) -> int:
     """Threads per process: the exported OMP_NUM_THREADS, else this machine's cores ÷ `processes`."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return exported_threads() or max(1, usable // processes)
+    return exported_threads() or max(1, usable_cores() // processes)
 
 
 _MOST_THREADS = 1 << 10

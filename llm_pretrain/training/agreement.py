@@ -7,7 +7,6 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from llm_pretrain.config.tree import Config
 from llm_pretrain.data.store import TokenStore
 from llm_pretrain.distributed.collectives import check_same
 from llm_pretrain.errors import ConfigError, DivergedError
-from llm_pretrain.hardware import ARITHMETIC_VARIABLES
+from llm_pretrain.hardware import ARITHMETIC_VARIABLES, package_version
 from llm_pretrain.launch.watchdog import heartbeat
 from llm_pretrain.optim.orthogonal import product_dtype
 from llm_pretrain.training.engine import Engine
@@ -54,7 +53,7 @@ def launch_facts(config: Config, engine: Engine) -> dict[str, str]:
     if config.optimizer.name == "muon":  # the ranks exchange buffers of this type
         dtype = product_dtype(engine.device, config.training.precision != "fp32")
         facts["type of Muon's products"] = str(dtype)
-    facts |= {f"package {package}": _version(package) for package in _packages(config)}
+    facts |= {f"package {each}": package_version(each) or "not installed" for each in _packages(config)}
     facts |= {f"environment variable {name}": os.environ.get(name, "unset") for name in ARITHMETIC_VARIABLES}
     package = Path(__file__).parent.parent
     for file in sorted(package.rglob("*.py")):
@@ -81,20 +80,13 @@ def _script(engine: Engine) -> str:
     file = _file_of(type(engine).__module__)
     parts = [file.name, _digest(file.read_bytes())] if file.is_file() else [type(engine).__name__]
     if engine.launcher == "accelerate":
-        parts += ["accelerate", _version("accelerate")]
+        parts += ["accelerate", package_version("accelerate") or "not installed"]
     return " ".join(parts)
 
 
 def _file_of(module: str) -> Path:
     """The file of an imported module; the current folder where it has none."""
     return Path(getattr(sys.modules.get(module), "__file__", None) or "")
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def _packages(config: Config) -> list[str]:

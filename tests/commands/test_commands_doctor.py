@@ -156,7 +156,7 @@ def test_the_environment_and_the_machine(
     monkeypatch.setattr(doctor, "multiplies_in_bf16", lambda: False)
     monkeypatch.setattr(doctor, "free_bytes", lambda folder: 10**9)
     versions = {"torch": "2.9.1", "numpy": "2.0.2", "torch_xla": "2.9.0"}
-    monkeypatch.setattr(machine_checks, "_version", versions.get)
+    monkeypatch.setattr(machine_checks, "package_version", versions.get)
     promised = ["torch>=2.11", "numpy>=2.0", 'torch>=2.13; extra == "pipelines"']
     monkeypatch.setattr(machine_checks, "_requirements", lambda: promised)
     monkeypatch.setattr("llm_pretrain.data.loader.workers.shutil.disk_usage", lambda folder: Mock(free=10**6))
