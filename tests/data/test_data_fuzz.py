@@ -21,7 +21,7 @@ import pytest
 import zstandard
 from hypothesis import example, given
 from hypothesis import strategies as st
-from support.corpora import make_store, make_texts, make_tokenizer, write_jsonl
+from support.corpora import edit_facts, make_store, make_texts, make_tokenizer, write_jsonl
 from support.fuzzing import VALUES, altered_bytes, altered_json, dumped, fuzzed
 
 from llm_pretrain.data.chat import rendering
@@ -84,12 +84,13 @@ def use_store(path: Path) -> None:
 
 
 def forge(path: Path) -> None:
-    content = json.loads((path / "store.json").read_text())
-    for name, entry in content["files"].items():
-        data = (path / name).read_bytes()
-        digest = hashlib.sha256(data).hexdigest()
-        entry.update(bytes=len(data), sha256=digest, sample=digest)
-    (path / "store.json").write_text(json.dumps(content))
+    def digests(content: dict[str, Any]) -> None:
+        for name, entry in content["files"].items():
+            data = (path / name).read_bytes()
+            digest = hashlib.sha256(data).hexdigest()
+            entry.update(bytes=len(data), sha256=digest, sample=digest)
+
+    edit_facts(path, digests)
 
 
 @fuzzed(40)
