@@ -31,7 +31,7 @@ from llm_pretrain.config.loading import dump_yaml, load_config, resolve_model
 from llm_pretrain.config.tree import Config
 from llm_pretrain.data.loader.assembly import Batch
 from llm_pretrain.data.loader.batches import MicroBatches, global_batches, open_stores
-from llm_pretrain.data.store.token_store import TokenStore
+from llm_pretrain.data.store import TokenStore
 from llm_pretrain.errors import ConfigError, OutputError
 from llm_pretrain.export.config_json import huggingface_config
 from llm_pretrain.export.huggingface import to_huggingface

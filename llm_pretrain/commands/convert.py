@@ -56,16 +56,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Converts, and prints what was read and written."""
-    from llm_pretrain.data.prepare import Conversion, convert
+    from llm_pretrain.data.prepare import convert
 
     report = convert(
-        Conversion(
-            arguments.input,
-            arguments.output,
-            tokenizer=arguments.tokenizer,
-            validation_fraction=arguments.validation_fraction,
-            keep_ids=arguments.keep_ids,
-        )
+        arguments.input,
+        arguments.output,
+        tokenizer=arguments.tokenizer,
+        validation_fraction=arguments.validation_fraction,
+        keep_ids=arguments.keep_ids,
     )
     print(f"store      {printable(arguments.output)}")
     print(f"read       {report.tokens_read:,} tokens")

@@ -16,14 +16,14 @@ import numpy as np
 
 from llm_pretrain.data.sources.documents import EMPTY, RecordError, parse_record
 from llm_pretrain.data.sources.readers import read_records
-from llm_pretrain.data.tokenizers.tokenizer import MAX_VOCAB_SIZE, Tokenizer, open_tokenizer
-from llm_pretrain.data.tokenizers.types import (
+from llm_pretrain.data.tokenizer_types import (
     build_bytelevel_bpe,
     build_character,
     build_sentencepiece_bpe,
     build_sentencepiece_unigram,
     write_files,
 )
+from llm_pretrain.data.tokenizers import MAX_VOCAB_SIZE, Tokenizer, open_tokenizer
 from llm_pretrain.errors import ConfigError, DataError
 
 TOKENIZER_TYPES = ("sentencepiece-bpe", "sentencepiece-unigram", "char", "bytelevel-bpe")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from llm_pretrain.errors import DataError
-from llm_pretrain.files import json_object, read_plain
+from llm_pretrain.files import json_object, read_data
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 """llama.cpp's token types."""
@@ -121,17 +121,8 @@ def read_vocabulary(folder: Path, vocab_size: int) -> Vocabulary:
     )
 
 
-def _read(path: Path) -> bytes:
-    try:
-        return read_plain(path)
-    except OSError as error:
-        raise DataError(
-            f"{path}: expected the tokenizer beside the weights, found: {error.strerror}"
-        ) from error
-
-
 def _read_json(path: Path) -> dict[str, Any]:
-    return json_object(path, _read(path))
+    return json_object(path, read_data(path))
 
 
 def _flat(part: dict[str, Any] | None, inner: str) -> list[dict[str, Any]]:
@@ -209,7 +200,7 @@ def _sentencepiece(folder: Path, tokens: list[str], types: list[int]) -> tuple[l
     path = folder / "tokenizer.model"
     processor: Any = sentencepiece.SentencePieceProcessor()
     try:
-        processor.LoadFromSerializedProto(_read(path))
+        processor.LoadFromSerializedProto(read_data(path))
     except RuntimeError as error:
         raise DataError(
             f"{path}: expected SentencePiece's own file, whose scores llama.cpp needs, found: "
@@ -315,7 +306,7 @@ def _chat_template(folder: Path) -> str | None:
     """
     file = folder / "chat_template.jinja"
     if file.exists():
-        template = _read(file).decode("utf-8", errors="replace")
+        template = read_data(file).decode("utf-8", errors="replace")
     else:
         config = folder / "tokenizer_config.json"
         template = _read_json(config).get("chat_template") if config.exists() else None

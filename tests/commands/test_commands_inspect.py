@@ -12,10 +12,10 @@ import pytest
 from support.corpora import edit_facts, make_store, make_tokenizer, write_jsonl
 
 from llm_pretrain.__main__ import main
+from llm_pretrain.data import store as token_store
 from llm_pretrain.data.inspection import inspect_store, sample_documents
 from llm_pretrain.data.prepare.preparation import Preparation, prepare_store
-from llm_pretrain.data.store import token_store
-from llm_pretrain.data.store.token_store import TokenStore
+from llm_pretrain.data.store import TokenStore
 
 
 @pytest.fixture(scope="module")
@@ -179,7 +179,7 @@ def test_an_edited_count_is_refused(store: TokenStore, tmp_path: Path, capsys):
     ("name", "dtype", "value", "message"),
     [
         ("offsets.bin", "<i8", 10**9, "offsets.bin: expected rising offsets, found a document of 0"),
-        ("tokens-00000.bin", "<u2", 65535, "expected token ids below 259, found 65535 at position"),
+        ("tokens-00000.bin", "<u2", 65535, "expected token ids below vocab_size 259, found 65535 at"),
     ],
 )
 def test_a_damaged_large_store_is_one_line_too(

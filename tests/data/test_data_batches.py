@@ -34,7 +34,7 @@ from llm_pretrain.data.loader.batches import (
     shard,
     tokens_per_epoch,
 )
-from llm_pretrain.data.store.token_store import TokenStore
+from llm_pretrain.data.store import TokenStore
 from llm_pretrain.errors import DataError, ResourceError
 from llm_pretrain.training.trainer import windows
 
@@ -360,7 +360,7 @@ SCRIPT = """if __name__ == "__main__":
     import sys, time, psutil
     from support.corpora import make_config
     from llm_pretrain.data.loader.batches import global_batches
-    from llm_pretrain.data.store.token_store import TokenStore
+    from llm_pretrain.data.store import TokenStore
     config = make_config(TokenStore(sys.argv[1]), max_steps=1000, num_workers=1)
     next(batches := iter(global_batches(config, start_step=0)))
     print(*[child.pid for child in psutil.Process().children(recursive=True)], flush=True)

@@ -24,7 +24,7 @@ from llm_pretrain.data.loader.batches import (
     weight_changes_fingerprint,
 )
 from llm_pretrain.data.loader.sample_order import BLOCK, MixtureSegment, SampleOrder, shuffled
-from llm_pretrain.data.store.token_store import TokenStore
+from llm_pretrain.data.store import TokenStore
 from llm_pretrain.errors import DataError
 
 LENGTHS = [70, 900, 333]

@@ -26,7 +26,7 @@ from llm_pretrain.data.sources import readers, tables
 from llm_pretrain.data.sources.documents import Document, RecordError, parse_record
 from llm_pretrain.data.sources.inputs import COMPRESSIONS, find_sources
 from llm_pretrain.data.sources.readers import read_records
-from llm_pretrain.data.store.token_store import TokenStore
+from llm_pretrain.data.store import TokenStore
 from llm_pretrain.errors import DataError, ResourceError
 
 TEXTS = [*make_texts(40), 'quotes "", commas, and\nlines\r\n', "tab\there", " spaces "]

@@ -17,8 +17,8 @@ from support.fuzzing import fuzzed
 from support.launching import ROOT
 
 from llm_pretrain.data.tokenizer_training import train_tokenizer
-from llm_pretrain.data.tokenizers.tokenizer import Tokenizer, convert_tokenizer, open_tokenizer
-from llm_pretrain.data.tokenizers.types import _cuts
+from llm_pretrain.data.tokenizer_types import _cuts
+from llm_pretrain.data.tokenizers import Tokenizer, convert_tokenizer, open_tokenizer
 from llm_pretrain.errors import DataError
 
 # U+2581 is how SentencePiece writes a space; it alone cannot tell the two apart (see the test of it below).

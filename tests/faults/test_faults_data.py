@@ -30,10 +30,10 @@ from support.measured import run_measured
 from support.stopping import no_traceback_of_ours
 
 from llm_pretrain.__main__ import main
+from llm_pretrain.data import store as token_store
 from llm_pretrain.data.prepare.preparation import Preparation, prepare_store
 from llm_pretrain.data.sources import inputs as inputs_module
 from llm_pretrain.data.sources import readers
-from llm_pretrain.data.store import token_store
 
 TEXTS = make_texts(9, longest=12)
 GOOD = [json.dumps({"text": text}, ensure_ascii=False).encode() + b"\n" for text in TEXTS]

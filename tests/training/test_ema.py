@@ -20,7 +20,7 @@ from llm_pretrain.checkpoints.opening import open_model
 from llm_pretrain.config.loading import validate
 from llm_pretrain.config.tree import Config
 from llm_pretrain.data.loader.batches import evaluation_batches
-from llm_pretrain.data.store.token_store import TokenStore
+from llm_pretrain.data.store import TokenStore
 from llm_pretrain.distributed.collectives import OneRank
 from llm_pretrain.distributed.mesh import Place
 from llm_pretrain.export.huggingface import load_pretrained

@@ -26,7 +26,7 @@ from llm_pretrain.config.model_config import ModelConfig
 from llm_pretrain.config.tree import Config
 from llm_pretrain.data.loader.assembly import Batch
 from llm_pretrain.data.loader.batches import global_batches
-from llm_pretrain.data.store.token_store import TokenStore
+from llm_pretrain.data.store import TokenStore
 from llm_pretrain.model.decoder import Decoder, DecoderOutput
 from llm_pretrain.model.moe import Router
 from llm_pretrain.training.engine import seed_dropout

@@ -10,10 +10,11 @@ from llm_pretrain.data.loader.batches import (
     open_stores,
     samples_by_source,
     sequences_per_epoch,
+    shared_memory_problem,
     train_samples,
     weight_changes_fingerprint,
+    worker_errors,
 )
-from llm_pretrain.data.loader.workers import shared_memory_problem, worker_errors
 
 __all__ = [
     "Batch",

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from llm_pretrain.data.loader.packing import PackedIndex
-from llm_pretrain.data.store.token_store import TokenStore
+from llm_pretrain.data.store import TokenStore
 from llm_pretrain.errors import DataError
 
 

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from filelock import FileLock, Timeout
 
-from llm_pretrain.data.store.token_store import TokenStore, sample_digest
+from llm_pretrain.data.store import TokenStore, sample_digest
 
 _DOCUMENTS_AT_ONCE = 1 << 17
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from llm_pretrain.data.chat.rendering import ChatTemplateError, NoChatTemplateError, encode_chat
+from llm_pretrain.data.chat import ChatTemplateError, NoChatTemplateError, encode_chat
 from llm_pretrain.data.sources.documents import (
     EMPTY,
     NO_TARGET,
@@ -30,7 +30,7 @@ from llm_pretrain.data.sources.documents import (
     RecordError,
     parse_record,
 )
-from llm_pretrain.data.tokenizers.tokenizer import Tokenizer, open_tokenizer, use_one_thread
+from llm_pretrain.data.tokenizers import Tokenizer, open_tokenizer, use_one_thread
 from llm_pretrain.errors import DataError, ResourceError
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from llm_pretrain.errors import DataError
-from llm_pretrain.files import json_object, read_plain
+from llm_pretrain.files import json_object, read_data
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -69,7 +69,7 @@ class Tokenizer:
         import tokenizers
 
         self.folder = folder
-        data = _read(folder / "tokenizer.json")
+        data = read_data(folder / "tokenizer.json")
         with self.wrapped_errors():
             self._spec: dict[str, Any] = json.loads(data)
             self._check_spec()
@@ -265,15 +265,8 @@ def use_one_thread() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
-def _read(path: Path) -> bytes:
-    try:
-        return read_plain(path)
-    except OSError as error:
-        raise DataError(f"{path}: expected a readable file, found: {error.strerror}") from error
-
-
 def _json_object(path: Path) -> dict[str, Any]:
-    return json_object(path, _read(path))
+    return json_object(path, read_data(path))
 
 
 def _kind(spec: dict[str, Any]) -> str:
@@ -289,7 +282,7 @@ def _chat_template(folder: Path, name: str) -> str | None:
     """From chat_template.jinja, else from tokenizer_config.json; a single one is named `default`."""
     template: Any = None
     if (folder / "chat_template.jinja").is_file():
-        template = _read(folder / "chat_template.jinja").decode("utf-8", errors="replace")
+        template = read_data(folder / "chat_template.jinja").decode("utf-8", errors="replace")
     elif (folder / "tokenizer_config.json").is_file():
         template = _json_object(folder / "tokenizer_config.json").get("chat_template")
     templates = template if isinstance(template, list) else [{"name": "default", "template": template}]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llm_pretrain.data.tokenizers.tokenizer import SPACE_SPLIT
+from llm_pretrain.data.tokenizers import SPACE_SPLIT
 from llm_pretrain.errors import ConfigError, DataError
 
 SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<pad>")

@@ -9,15 +9,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
-from llm_pretrain.data.tokenizers.tokenizer import Tokenizer, open_tokenizer
+from llm_pretrain.data.tokenizers import Tokenizer, open_tokenizer
 from llm_pretrain.errors import DataError
-from llm_pretrain.files import open_plain, read_plain
+from llm_pretrain.files import open_data, read_data
 
 FORMAT = "llm_pretrain token store"
 FORMAT_VERSION = 1
@@ -31,10 +30,7 @@ def read_facts(path: Path) -> tuple[dict[str, Any], str]:
             f"{path}: expected a folder with store.json, found none; make one with "
             f"`llm-pretrain prepare --output {path}` (its --help has examples)"
         )
-    try:
-        content = read_plain(file)
-    except OSError as error:
-        raise DataError(f"{file}: expected a readable file, found: {error.strerror}") from error
+    content = read_data(file)
     try:
         facts = json.loads(content)
     except (ValueError, RecursionError) as error:
@@ -80,7 +76,7 @@ def sample_digest(file: BinaryIO, size: int, start: int = 0) -> str:
 def check_digests(path: Path, files: dict[str, dict[str, Any]]) -> None:
     """Reads every file of the store at `path` and compares its hash. Raises DataError for an altered one."""
     for name, expected in files.items():
-        with _open(path / name) as file:
+        with open_data(path / name) as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
         if found != expected["sha256"]:
             raise _altered(path, name, "SHA-256", expected["sha256"], found)
@@ -89,17 +85,10 @@ def check_digests(path: Path, files: dict[str, dict[str, Any]]) -> None:
 def check_samples(path: Path, files: dict[str, dict[str, Any]]) -> None:
     """Compares the sample digest of every file. Raises DataError for an altered file."""
     for name, expected in files.items():
-        with _open(path / name) as file:
+        with open_data(path / name) as file:
             found = sample_digest(file, expected["bytes"])
         if found != expected["sample"]:
             raise _altered(path, name, "sample", expected["sample"], found)
-
-
-def _open(file: Path) -> BufferedReader:
-    try:
-        return open_plain(file)
-    except OSError as error:
-        raise DataError(f"{file}: expected a readable file, found: {error.strerror}") from error
 
 
 def _altered(path: Path, name: str, kind: str, expected: str, found: str) -> DataError:
@@ -125,14 +114,17 @@ def check_offsets(folder: Path, offsets: np.ndarray, shard_starts: np.ndarray) -
     _require(begins, file, "every shard to begin with a document", "one that does not")
 
 
-def check_ids_below(file: Path, tokens: np.ndarray, vocab_size: int) -> None:
-    """Raises DataError for a token id outside the vocabulary. Reads the whole file."""
-    for start in range(0, len(tokens), _BLOCK):
-        part = tokens[start : start + _BLOCK]
-        if int(part.max()) >= vocab_size:
-            place = int(np.argmax(part >= vocab_size))
-            found = f"{int(part[place])} at {start + place}"
-            _require(False, file, f"token ids below vocab_size {vocab_size}", found)
+def check_ids(
+    ids: np.ndarray, vocab_size: int, name: object, position: int, advice: str = "prepare the store again"
+) -> None:
+    """Raises DataError for the first of `ids` outside [0, vocab_size); `position` is that of ids[0]."""
+    if not len(ids) or (int(ids.min()) >= 0 and int(ids.max()) < vocab_size):
+        return
+    place = int(np.argmax((ids < 0) | (ids >= vocab_size)))
+    raise DataError(
+        f"{name}: expected token ids below vocab_size {vocab_size}, found {int(ids[place])} at "
+        f"{position + place}; {advice}"
+    )
 
 
 VERIFY_LIMIT = 256 << 20
@@ -243,7 +235,8 @@ class TokenStore:
     def _check_ids(self) -> None:
         for name in ("train", "validation"):
             for file, tokens in zip(self.split(name).shard_files, self.split(name).shards, strict=True):
-                check_ids_below(file, tokens, self.vocab_size)
+                for start in range(0, len(tokens), _BLOCK):
+                    check_ids(tokens[start : start + _BLOCK], self.vocab_size, file, start)
 
 
 def _open_again(path: Path, expected: str) -> TokenStore:
