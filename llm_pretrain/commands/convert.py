@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Converts, and prints what was read and written."""
-    from llm_pretrain.data.prepare import convert
+    from llm_pretrain.data.conversion import convert
 
     report = convert(
         arguments.input,

@@ -97,8 +97,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     from tqdm import tqdm
 
-    from llm_pretrain.data.prepare import Preparation, input_bytes, prepare_store
-    from llm_pretrain.data.sources import saved_splits
+    from llm_pretrain.data.inputs import saved_splits
+    from llm_pretrain.data.preparation import Preparation, input_bytes, prepare_store
 
     started = time.perf_counter()
     with tqdm(

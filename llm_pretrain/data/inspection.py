@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from llm_pretrain.data.loader.packing import pack, stored_indexes
+from llm_pretrain.data.packing import pack, stored_indexes
 from llm_pretrain.data.store import TokenStore, check_ids
 from llm_pretrain.data.tokenizers import Tokenizer
 from llm_pretrain.errors import ConfigError

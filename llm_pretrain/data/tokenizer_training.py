@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from llm_pretrain.data.sources.documents import EMPTY, RecordError, parse_record
-from llm_pretrain.data.sources.readers import read_records
+from llm_pretrain.data.documents import EMPTY, RecordError, parse_record
+from llm_pretrain.data.readers import read_records
 from llm_pretrain.data.tokenizer_types import (
     build_bytelevel_bpe,
     build_character,

@@ -14,7 +14,7 @@ from support.corpora import edit_facts, make_store, make_tokenizer, write_jsonl
 from llm_pretrain.__main__ import main
 from llm_pretrain.data import store as token_store
 from llm_pretrain.data.inspection import inspect_store, sample_documents
-from llm_pretrain.data.prepare.preparation import Preparation, prepare_store
+from llm_pretrain.data.preparation import Preparation, prepare_store
 from llm_pretrain.data.store import TokenStore
 
 

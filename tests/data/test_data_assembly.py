@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from support.corpora import make_tokenizer
 from support.fuzzing import fuzzed
 
-from llm_pretrain.data.loader import assembly
-from llm_pretrain.data.loader.assembly import IGNORE_INDEX, Assembler, Batch, PackedSource
-from llm_pretrain.data.loader.packing import PackedIndex, pack
+from llm_pretrain.data import assembly
+from llm_pretrain.data.assembly import IGNORE_INDEX, Assembler, Batch, PackedSource
+from llm_pretrain.data.packing import PackedIndex, pack
 from llm_pretrain.data.store import TokenStore
 from llm_pretrain.data.store_writer import StoreWriter
 from llm_pretrain.data.tokenizers import open_tokenizer

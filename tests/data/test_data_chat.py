@@ -20,7 +20,7 @@ from llm_pretrain.data.chat import (
     chat_prompt_ids,
     encode_chat,
 )
-from llm_pretrain.data.prepare.preparation import Preparation, prepare_store
+from llm_pretrain.data.preparation import Preparation, prepare_store
 from llm_pretrain.data.tokenizer_training import train_tokenizer
 from llm_pretrain.data.tokenizers import Tokenizer, open_tokenizer
 from llm_pretrain.errors import DataError, ResourceError

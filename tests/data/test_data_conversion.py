@@ -15,8 +15,8 @@ import pytest
 from support.corpora import make_store, make_tokenizer
 
 from llm_pretrain.__main__ import main
-from llm_pretrain.data.prepare import conversion
-from llm_pretrain.data.prepare.conversion import convert
+from llm_pretrain.data import conversion
+from llm_pretrain.data.conversion import convert
 from llm_pretrain.data.store import TokenStore
 from llm_pretrain.data.tokenizer_training import train_tokenizer
 from llm_pretrain.data.tokenizers import open_tokenizer

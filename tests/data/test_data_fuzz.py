@@ -25,15 +25,15 @@ from support.corpora import edit_facts, make_store, make_texts, make_tokenizer, 
 from support.fuzzing import VALUES, altered_bytes, altered_json, dumped, fuzzed
 
 from llm_pretrain.data import chat as rendering
+from llm_pretrain.data import preparation as prepare_module
 from llm_pretrain.data.chat import encode_chat
+from llm_pretrain.data.conversion import convert
+from llm_pretrain.data.documents import RawRecord, RecordError, parse_record
+from llm_pretrain.data.encoding import Encoder
 from llm_pretrain.data.inspection import inspect_store, sample_documents
-from llm_pretrain.data.loader.packing import pack
-from llm_pretrain.data.prepare import preparation as prepare_module
-from llm_pretrain.data.prepare.conversion import convert
-from llm_pretrain.data.prepare.encoding import Encoder
-from llm_pretrain.data.prepare.preparation import Preparation, prepare_store
-from llm_pretrain.data.sources.documents import RawRecord, RecordError, parse_record
-from llm_pretrain.data.sources.readers import read_records
+from llm_pretrain.data.packing import pack
+from llm_pretrain.data.preparation import Preparation, prepare_store
+from llm_pretrain.data.readers import read_records
 from llm_pretrain.data.store import TokenStore
 from llm_pretrain.data.tokenizer_types import CHAT_TEMPLATE
 from llm_pretrain.data.tokenizers import Tokenizer, open_tokenizer

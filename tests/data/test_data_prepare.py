@@ -15,8 +15,8 @@ import pytest
 from support.corpora import make_texts, make_tokenizer, write_jsonl
 
 from llm_pretrain.__main__ import main
-from llm_pretrain.data.prepare import preparation as prepare_module
-from llm_pretrain.data.prepare.preparation import Preparation, prepare_store
+from llm_pretrain.data import preparation as prepare_module
+from llm_pretrain.data.preparation import Preparation, prepare_store
 from llm_pretrain.data.store import TokenStore
 from llm_pretrain.data.tokenizers import open_tokenizer
 from llm_pretrain.errors import DataError, OutputError

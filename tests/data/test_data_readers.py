@@ -21,11 +21,11 @@ import pytest
 import zstandard
 from support.corpora import make_texts, make_tokenizer, write_jsonl
 
-from llm_pretrain.data.prepare.preparation import Preparation, prepare_store
-from llm_pretrain.data.sources import readers, tables
-from llm_pretrain.data.sources.documents import Document, RecordError, parse_record
-from llm_pretrain.data.sources.inputs import COMPRESSIONS, find_sources
-from llm_pretrain.data.sources.readers import read_records
+from llm_pretrain.data import readers, tables
+from llm_pretrain.data.documents import Document, RecordError, parse_record
+from llm_pretrain.data.inputs import COMPRESSIONS, find_sources
+from llm_pretrain.data.preparation import Preparation, prepare_store
+from llm_pretrain.data.readers import read_records
 from llm_pretrain.data.store import TokenStore
 from llm_pretrain.errors import DataError, ResourceError
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from support.corpora import edit_facts, make_config, make_store, make_tokenizer
 
-from llm_pretrain.data.loader.batches import data_fingerprint, global_batches, open_stores
+from llm_pretrain.data.loader import data_fingerprint, global_batches, open_stores
 from llm_pretrain.data.store import TokenStore
 from llm_pretrain.errors import DataError
 

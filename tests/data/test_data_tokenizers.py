@@ -72,7 +72,7 @@ def test_runs_of_one_thing_are_merged_like_sentencepiece(tokenizer: Tokenizer, p
 
 
 def test_documents_of_the_training_text_round_trip(tokenizer: Tokenizer, training_files: list[str]):
-    from llm_pretrain.data.sources.readers import read_records
+    from llm_pretrain.data.readers import read_records
 
     for record in read_records(training_files):
         text = record.data.decode()

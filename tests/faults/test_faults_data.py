@@ -30,10 +30,10 @@ from support.measured import run_measured
 from support.stopping import no_traceback_of_ours
 
 from llm_pretrain.__main__ import main
+from llm_pretrain.data import inputs as inputs_module
+from llm_pretrain.data import readers
 from llm_pretrain.data import store as token_store
-from llm_pretrain.data.prepare.preparation import Preparation, prepare_store
-from llm_pretrain.data.sources import inputs as inputs_module
-from llm_pretrain.data.sources import readers
+from llm_pretrain.data.preparation import Preparation, prepare_store
 
 TEXTS = make_texts(9, longest=12)
 GOOD = [json.dumps({"text": text}, ensure_ascii=False).encode() + b"\n" for text in TEXTS]
@@ -493,12 +493,11 @@ def test_killed_amid_bad_records_it_gives_the_same_bytes_and_counts(here: Path, 
     expected = dict.fromkeys(("invalid JSON", "invalid UTF-8", "token id outside the vocabulary"), count)
     assert facts(here / "expected")["skipped"] == expected
     script = (
-        "import sys; from llm_pretrain.data.prepare import preparation as p\n"
+        "import sys; from llm_pretrain.data import preparation as p\n"
         "import llm_pretrain.__main__ as m\n"
         "if __name__ == '__main__':\n"
         "    original = p.Preparation\n"
         "    p.Preparation = lambda *a, **k: original(*a, **k, commit_seconds=0.01)\n"
-        "    m.import_module('llm_pretrain.data.prepare').Preparation = p.Preparation\n"
         "    sys.exit(m.main(sys.argv[1:]))\n"
     )
     Path("script.py").write_text(script)

@@ -10,7 +10,7 @@ from typing import Any
 
 from llm_pretrain.config.evaluation_config import EvaluationConfig
 from llm_pretrain.config.tree import Config, DataConfig, SourceConfig, TrainingConfig
-from llm_pretrain.data.prepare.preparation import Preparation, prepare_store
+from llm_pretrain.data.preparation import Preparation, prepare_store
 from llm_pretrain.data.store import TokenStore, facts_digest
 
 WORDS = [

@@ -14,8 +14,8 @@ from support.launching import ROOT
 import train_pretrain
 import train_pretrain_accelerate
 from llm_pretrain.config.distributed_config import MeshSizes
-from llm_pretrain.data.loader.assembly import Batch
-from llm_pretrain.data.loader.batches import evaluation_batches
+from llm_pretrain.data.assembly import Batch
+from llm_pretrain.data.loader import evaluation_batches
 from llm_pretrain.data.store import TokenStore
 from llm_pretrain.distributed.mesh import Place
 from llm_pretrain.errors import ConfigError

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 from filelock import FileLock, Timeout
 
-from llm_pretrain.data.prepare.encoding import EncodedBatch, Origin, encoded_batches
-from llm_pretrain.data.sources.inputs import (
+from llm_pretrain.data.encoding import EncodedBatch, Origin, encoded_batches
+from llm_pretrain.data.inputs import (
     COMPRESSIONS,
     HUB_PREFIX,
     TABLE_SUFFIXES,
@@ -28,7 +28,7 @@ from llm_pretrain.data.sources.inputs import (
     Source,
     find_sources,
 )
-from llm_pretrain.data.sources.readers import batch_records, read_sources
+from llm_pretrain.data.readers import batch_records, read_sources
 from llm_pretrain.data.store import FORMAT_VERSION, TokenStore
 from llm_pretrain.data.store_writer import (
     SHARD_BYTES,

@@ -18,7 +18,7 @@ from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from llm_pretrain.data.sources.documents import (
+from llm_pretrain.data.documents import (
     BROKEN,
     CHANGED,
     NUL,
@@ -28,8 +28,8 @@ from llm_pretrain.data.sources.documents import (
     RawRecord,
     bad_record,
 )
-from llm_pretrain.data.sources.inputs import DELIMITERS, LINE_SUFFIXES, TABLE_SUFFIXES, Source, find_sources
-from llm_pretrain.data.sources.tables import choose_columns, hub_records, table_records
+from llm_pretrain.data.inputs import DELIMITERS, LINE_SUFFIXES, TABLE_SUFFIXES, Source, find_sources
+from llm_pretrain.data.tables import choose_columns, hub_records, table_records
 from llm_pretrain.errors import DataError
 from llm_pretrain.files import open_plain
 

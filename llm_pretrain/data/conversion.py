@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from llm_pretrain.data.prepare.preparation import HASHES, ZLIB_LIMIT, check_fraction
+from llm_pretrain.data.preparation import HASHES, ZLIB_LIMIT, check_fraction
 from llm_pretrain.data.store import check_ids
 from llm_pretrain.data.store_writer import StoreWriter
 from llm_pretrain.data.tokenizer_types import nanogpt_tokenizer, write_files

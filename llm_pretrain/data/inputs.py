@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
-from llm_pretrain.data.sources.documents import REPEATED, UNREADABLE
+from llm_pretrain.data.documents import REPEATED, UNREADABLE
 from llm_pretrain.errors import DataError
 from llm_pretrain.files import read_json
 

@@ -27,7 +27,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from llm_pretrain.config.tree import Config
-from llm_pretrain.data.loader.assembly import (
+from llm_pretrain.data.assembly import (
     IGNORE_INDEX,
     Assembler,
     Batch,
@@ -35,8 +35,8 @@ from llm_pretrain.data.loader.assembly import (
     PackedSource,
     digest_head,
 )
-from llm_pretrain.data.loader.packing import packed_index
-from llm_pretrain.data.loader.sample_order import BLOCK, SampleOrder, block_at, shuffled
+from llm_pretrain.data.packing import packed_index
+from llm_pretrain.data.sample_order import BLOCK, SampleOrder, block_at, shuffled
 from llm_pretrain.data.store import TokenStore
 from llm_pretrain.errors import DataError, PretrainError, ResourceError
 
@@ -342,7 +342,7 @@ _PRELOADED = (
     "accelerate",
     "torch.distributed.fsdp",
     "llm_pretrain.training",
-    "llm_pretrain.data.loader.batches",
+    "llm_pretrain.data.loader",
 )
 """Modules the fork server imports once, while the training process wraps or restores its model. A worker
 imports the training script, which would take seconds in every worker."""

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from llm_pretrain.data.chat import ChatTemplateError, NoChatTemplateError, encode_chat
-from llm_pretrain.data.sources.documents import (
+from llm_pretrain.data.documents import (
     EMPTY,
     NO_TARGET,
     Document,
