@@ -23,6 +23,7 @@ from support.corpora import make_config, make_store
 from support.fork_server import python_path
 
 from llm_pretrain.config.tree import Config
+from llm_pretrain.data import loader as loading
 from llm_pretrain.data.assembly import Batch, padded_offsets
 from llm_pretrain.data.loader import (
     MicroBatches,
