@@ -118,14 +118,24 @@ class TensorFiles:
             )
         return tensor
 
-    def read_part(self, part: str, model: ModelConfig) -> dict[str, Tensor]:
+    def read_part(
+        self, part: str, model: ModelConfig, described: Mapping[str, tuple[int, ...]]
+    ) -> dict[str, Tensor]:
         """The tensors of a part under the decoder's names.
 
+        Args:
+            part: As `part_of`.
+            model: The decoder's shape.
+            described: Name and shape of all of the decoder's tensors.
+
         Raises:
-            CheckpointError: as `from_huggingface`.
+            CheckpointError: as `from_huggingface`; they are not those described, or a value is not finite.
         """
         tensors = {name: self.read(name) for name in self.parts.get(part, [])}
-        return from_huggingface(tensors, model, names=self.names)
+        state = from_huggingface(tensors, model, names=self.names)
+        own = {name: shape for name, shape in described.items() if part_of(name) == part}
+        _check_tensors(self.folder, state, own)
+        return state
 
 
 def part_of(name: str) -> str:
@@ -248,14 +258,15 @@ def read_parts(folder: Path, config: ModelConfig) -> Iterator[dict[str, Tensor]]
     """
     with TensorFiles(folder) as files:
         files.check_size(config)
-        with torch.device("meta"):
-            described = {name: tuple(tensor.shape) for name, tensor in Decoder(config).state_dict().items()}
+        described = described_tensors(config)
         for part in dict.fromkeys(map(part_of, described)):
-            state = files.read_part(part, config)
-            _check_tensors(
-                folder, state, {name: described[name] for name in described if part_of(name) == part}
-            )
-            yield state
+            yield files.read_part(part, config, described)
+
+
+def described_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of the decoder's tensors, made without memory."""
+    with torch.device("meta"):
+        return {name: tuple(tensor.shape) for name, tensor in Decoder(config).state_dict().items()}
 
 
 def _check_tensors(folder: Path, state: dict[str, Tensor], described: dict[str, tuple[int, ...]]) -> None:

@@ -123,7 +123,7 @@ def disk_layout(shapes: Mapping[str, Sequence[int]], model: ModelConfig) -> Iter
         shapes: Of our tensors, by name.
         model: The decoder's shape.
     """
-    model_type = _model_type(model)
+    model_type = model_type_of(model)
     rules = _RENAMES.get(model_type or "", ())
     for each in _rearranged(_unstacked(shapes, model), model, model_type):
         yield replace(each, name=_renamed(each.name, rules))
@@ -135,7 +135,8 @@ def to_disk(state: Mapping[str, Tensor], model: ModelConfig) -> Iterator[tuple[s
         yield each.name, each.of(state[each.source])
 
 
-def _model_type(model: ModelConfig) -> str | None:
+def model_type_of(model: ModelConfig) -> str | None:
+    """`model_type` of the folder's config.json; None where only this package opens the weights."""
     try:
         return match_hf_architecture(model)
     except ConfigError:
@@ -243,7 +244,7 @@ def from_huggingface(
     """
     names = list(state if names is None else names)
     is_ernie = any(".moe_statics." in name for name in names)
-    is_scaled = scales_down_proj(model) and _model_type(model) is not None
+    is_scaled = scales_down_proj(model) and model_type_of(model) is not None
     is_gated = any(name.endswith(_SHARED_GATE) for name in names)
     result: dict[str, Tensor] = {}
     for disk_name, tensor in _unfused(state, model):
