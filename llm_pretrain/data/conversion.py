@@ -219,7 +219,7 @@ class ConversionReport:
 
 
 def convert(
-    inputs: Sequence[str],
+    input: Sequence[str],
     output: str | Path,
     *,
     tokenizer: str | Path | None = None,
@@ -229,33 +229,34 @@ def convert(
     """Converts; a failed conversion leaves nothing behind. Raises DataError and ConfigError.
 
     Args:
-        inputs: Files, or folders of them.
-        output: New folder to write.
-        tokenizer: Folder; by default the folder `tokenizer` in or beside the inputs, or for nanoGPT the
-            characters of a `meta.pkl` there.
-        validation_fraction: Share of the documents, chosen by hash, where no file names a validation set.
-        keep_ids: Leave documents unchanged. Otherwise documents that lack the first token of ours (BOS, or
-            EOS without one) get it, and documents without text are left out.
+        input: Files, or folders of them.
+        output: The new store's folder.
+        tokenizer: The folder of the tokenizer that wrote the ids (default: the folder `tokenizer` that lies
+            with the input, else nanoGPT's meta.pkl).
+        validation_fraction: Share of the documents, chosen by hash, that is kept for validation where no file
+            is named so.
+        keep_ids: Leave documents as they are; otherwise those that lack the first token that `prepare` writes
+            (bos, or eos where there is none) get it, and those without text are left out.
     """
     check_fraction(validation_fraction)
     output = Path(output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise DataError(f"{output}: expected a new or empty folder, found one in use; choose another")
-    characters = read_characters(inputs)
+    characters = read_characters(input)
     with tempfile.TemporaryDirectory(prefix="llm_pretrain-") as temporary:
-        folder = tokenizer or find_tokenizer(inputs)
+        folder = tokenizer or find_tokenizer(input)
         if folder is None and characters:
             folder = Path(temporary)
             write_files(folder, nanogpt_tokenizer(next(iter(characters.values()))), chat=False, model=None)
         if folder is None:
             raise ConfigError(
-                f"--tokenizer: expected the folder of the tokenizer that wrote {inputs[0]}, found none"
+                f"--tokenizer: expected the folder of the tokenizer that wrote {input[0]}, found none"
             )
         opened = open_tokenizer(folder)
         _check_characters(characters, opened)
         report = ConversionReport()
         reader = _Reader(opened, report, keep_ids=keep_ids)
-        _convert(inputs, output, reader, validation_fraction, known=bool(characters))
+        _convert(input, output, reader, validation_fraction, known=bool(characters))
         return report
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from filelock import FileLock, Timeout
@@ -57,27 +57,27 @@ class Preparation:
     """Arguments of `prepare_store`.
 
     Args:
-        inputs: Files, folders, patterns, `stdlib`, hub data sets.
+        input: Files, folders, patterns, hf://OWNER/NAME, or `stdlib`: the Python standard library's source.
         tokenizer: Any Hugging Face tokenizer folder.
-        output: Folder of the store.
-        validation_fraction: Share of the documents, chosen by hash, that form the validation split.
-        on_error: `fail` at the first bad record, or `skip` and count bad records.
-        text_column: Field or column that holds the text.
-        split: The split to read of data sets that have several; `train` by default.
-        deduplicate: Keep only the first of equal documents.
-        overwrite: Replace an existing store.
-        workers: Processes; all cores by default.
+        output: Folder of the token store to write.
+        validation_fraction: Share of the documents, chosen by hash, that is kept for validation.
+        on_error: A bad record is counted and left out, or stops with file and line.
+        text_column: Field or column that holds a document's text.
+        split: Which split of a data set that `datasets` saved in several, or of the hub (default: train).
+        deduplicate: Keep the first of equal documents, among all inputs, and leave the others out.
+        overwrite: Replace a store that is already there.
+        workers: Processes that tokenise (default: all cores).
         shard_bytes: Size of a token shard.
         commit_seconds: Interval of the commits from which a killed preparation resumes.
         progress: Called with the bytes of every finished batch.
         notice: Called with messages for the user.
     """
 
-    inputs: Sequence[str]
+    input: Sequence[str]
     tokenizer: str | Path
     output: str | Path
     validation_fraction: float = 0.01
-    on_error: str = "fail"
+    on_error: Literal["skip", "fail"] = "fail"
     text_column: str = "text"
     split: str | None = None
     deduplicate: bool = False
@@ -114,7 +114,7 @@ def prepare_store(preparation: Preparation) -> TokenStore:
             folder = Path(temporary)
         tokenizer = open_tokenizer(folder)
         tokenizer.check_named_tokens()
-        sources = find_sources(preparation.inputs, preparation.split)
+        sources = find_sources(preparation.input, preparation.split)
         with Workspace(output, _fingerprint(preparation, sources, tokenizer)) as work:
             if work.state is None or not _is_done(work.state, output):
                 _check_output(output, preparation.overwrite)
@@ -167,7 +167,7 @@ def _fingerprint(preparation: Preparation, sources: Sequence[Source], tokenizer:
     facts = {
         "format": [FORMAT_VERSION, __version__, BATCH_BYTES],
         "options": {name: getattr(preparation, name) for name in options},
-        "inputs": list(preparation.inputs),
+        "inputs": list(preparation.input),
         "sources": [source.fingerprint() for source in sources],
     }
     digest.update(json.dumps(facts, sort_keys=True).encode("utf-8", "surrogateescape"))
@@ -210,7 +210,7 @@ class _Pass:
         self._tokenizer, self._threshold = tokenizer, threshold
         state = work.state
         saved = state or {"totals": None, "splits": None, "last": (0, -1), "bytes": 0}
-        self._totals = Totals(work.folder, len(preparation.inputs), saved["totals"])
+        self._totals = Totals(work.folder, len(preparation.input), saved["totals"])
         try:
             self._writer = StoreWriter(
                 output,
@@ -243,7 +243,7 @@ class _Pass:
                     self._commit()
                 preparation.progress(origin.size)
             if not totals.documents:
-                names = ", ".join(preparation.inputs)
+                names = ", ".join(preparation.input)
                 raise DataError(f"{names}: expected documents, found none{totals.causes()}")
             again = totals.other_threshold(self._threshold)
             if again is None:
@@ -300,7 +300,7 @@ class _Pass:
     def _facts(self) -> dict[str, Any]:
         """Entries of store.json besides the files."""
         preparation, totals = self._preparation, self._totals
-        names = [name if name.startswith(HUB_PREFIX) else Path(name).name for name in preparation.inputs]
+        names = [name if name.startswith(HUB_PREFIX) else Path(name).name for name in preparation.input]
         return {
             "inputs": names,
             "input_documents": totals.entries,

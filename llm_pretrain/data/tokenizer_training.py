@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from llm_pretrain.data.tokenizer_types import (
 from llm_pretrain.data.tokenizers import MAX_VOCAB_SIZE, Tokenizer, open_tokenizer
 from llm_pretrain.errors import ConfigError, DataError
 
-TOKENIZER_TYPES = ("sentencepiece-bpe", "sentencepiece-unigram", "char", "bytelevel-bpe")
+TokenizerType = Literal["sentencepiece-bpe", "sentencepiece-unigram", "char", "bytelevel-bpe"]
 SAMPLE_BYTES = 32 << 20
 """Larger corpora are sampled, by the hash of their blocks."""
 
@@ -66,22 +66,28 @@ class TokenizerReport:
 
 
 def train_tokenizer(
-    inputs: Sequence[str],
+    input: Sequence[str],
     output: str | Path,
-    vocab_size: int | None,
+    vocab_size: int | None = None,
     *,
-    type: str = "sentencepiece-bpe",
-    on_error: str = "fail",
+    type: TokenizerType = "sentencepiece-bpe",
+    on_error: Literal["skip", "fail"] = "fail",
     text_column: str = "text",
 ) -> TokenizerReport:
-    """Trains on the text of `inputs` and writes the folder `output`; a failed training leaves nothing behind.
+    """Trains on the text of `input` and writes the folder `output`; a failed training leaves nothing behind.
 
-    The same inputs give the same files. `vocab_size` is exact and includes the special tokens and 256 bytes;
-    for `char` it is optional and a maximum. `text_column` names the field that holds the text.
+    The same input gives the same files. Raises DataError for bad records, an empty corpus and a size that is
+    impossible for this text, ConfigError for one that is impossible for any text.
 
-    Raises:
-        DataError: bad records, an empty corpus, or a size impossible for this text.
-        ConfigError: a size impossible for any text.
+    Args:
+        input: Files (.jsonl, .parquet, .csv, text, …, also .gz and .zst), folders, patterns, hf://…, or
+            `stdlib`: the Python standard library's source; `llm-pretrain prepare --help` lists them.
+        output: New folder to write.
+        vocab_size: Exact size of the vocabulary, special tokens included; for char it may be left out, and is
+            a maximum: the rarest characters become bytes.
+        type: Kind of tokenizer.
+        on_error: A bad record is counted and left out, or stops with file and line.
+        text_column: Field or column that holds a document's text.
     """
     if vocab_size is None and type != "char":
         raise ConfigError(f"--vocab_size: expected a size for --type {type}, found none; add --vocab_size N")
@@ -92,10 +98,10 @@ def train_tokenizer(
     folder = Path(output)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise DataError(f"{folder}: expected a new or empty folder, found one in use; choose another")
-    texts, skipped = _read_texts(inputs, on_error, text_column)
+    texts, skipped = _read_texts(input, on_error, text_column)
     total = sum(len(text.encode()) for text in texts)
     if not total:
-        raise DataError(f"{', '.join(inputs)}: expected text, found none")
+        raise DataError(f"{', '.join(input)}: expected text, found none")
     sample = min(1.0, SAMPLE_BYTES / total)
     content, model = _build(type, texts, sample, vocab_size)
     _write(folder, content, model, chat=type != "char")
@@ -128,7 +134,7 @@ def _build(
         return build_sentencepiece_unigram(blocks, vocab_size)
     if type == "bytelevel-bpe":
         return build_bytelevel_bpe(blocks, vocab_size)
-    raise ConfigError(f"--type: expected one of {', '.join(TOKENIZER_TYPES)}, found {type}")
+    raise ConfigError(f"--type: expected one of {', '.join(get_args(TokenizerType))}, found {type}")
 
 
 def _write(folder: Path, content: dict[str, Any], model: bytes | None, *, chat: bool) -> None:

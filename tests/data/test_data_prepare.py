@@ -307,7 +307,7 @@ def test_overwrite_removes_no_file_but_the_stores(tmp_path: Path):
     (store.path / "store.json").write_text('{"store": "of another program"}')
     before = all_files(store.path)
     with pytest.raises(DataError, match="expected a new folder or a token store, found something else"):
-        prepare_store(replace(preparation, inputs=[str(tmp_path / "moved.jsonl")]))
+        prepare_store(replace(preparation, input=[str(tmp_path / "moved.jsonl")]))
     assert all_files(store.path) == before
 
 
