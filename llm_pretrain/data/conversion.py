@@ -10,7 +10,6 @@ import pickletools
 import re
 import struct
 import tempfile
-import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from llm_pretrain.data.preparation import HASHES, ZLIB_LIMIT, check_fraction
+from llm_pretrain.data.preparation import HASHES, ZlibRate, check_fraction
 from llm_pretrain.data.store import check_ids
 from llm_pretrain.data.store_writer import StoreWriter
 from llm_pretrain.data.tokenizer_types import nanogpt_tokenizer, write_files
@@ -161,49 +160,6 @@ def open_splits(inputs: Sequence[str], end_of_document: int) -> dict[str, list[D
     return {"all": found["train"] + found["validation"]}
 
 
-class _StoreTarget:
-    """Writes the store; its text bytes and zlib size are computed from the tokens."""
-
-    def __init__(self, output: Path, tokenizer: Tokenizer):
-        self._store = StoreWriter(output, tokenizer)
-        self._pieces = tokenizer.token_pieces()
-        self._piece_bytes = tokenizer.token_bytes()
-        self._zlib = zlib.compressobj(9)
-        self._zlib_in = self._zlib_out = 0
-
-    def __enter__(self) -> _StoreTarget:
-        self._store.__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._store.__exit__(*error)
-
-    def append(self, split: str, ids: np.ndarray, lengths: np.ndarray) -> None:
-        """Appends concatenated documents to a split."""
-        loss_mask = np.ones(len(ids), dtype=np.bool_)
-        self._store.splits[split].append(ids, lengths, loss_mask, int(self._piece_bytes[ids].sum()))
-        if split == "validation" and self._zlib_in < ZLIB_LIMIT:
-            text = b"".join(self._pieces[token] for token in ids.tolist())[: ZLIB_LIMIT - self._zlib_in]
-            self._zlib_in += len(text)
-            self._zlib_out += len(self._zlib.compress(text))
-
-    def commit(self, inputs: Sequence[str], fraction: float | None, skipped: dict[str, int]) -> None:
-        """Completes the store and moves it to its path."""
-        zlib_bits = None
-        if self._zlib_in:
-            zlib_bits = 8 * (self._zlib_out + len(self._zlib.flush())) / self._zlib_in
-        self._store.commit(
-            {
-                "inputs": [Path(name).name for name in inputs],
-                "validation_fraction": fraction,
-                "on_error": "fail",
-                "skipped": {cause: count for cause, count in skipped.items() if count},
-                "altered_documents": 0,
-                "zlib_bits_per_byte": zlib_bits,
-            }
-        )
-
-
 @dataclass
 class ConversionReport:
     """Counts of a conversion: `documents` and `tokens` written per split, `tokens_read`,
@@ -284,12 +240,16 @@ def _convert(inputs: Sequence[str], output: Path, reader: _Reader, fraction: flo
         threshold = _threshold(hashing, splits["all"], fraction)
     if not known:
         report.unended += _unended(splits, tokenizer)
-    with _StoreTarget(output, tokenizer) as target:
+    pieces, piece_bytes, packed = tokenizer.token_pieces(), tokenizer.token_bytes(), ZlibRate()
+    with StoreWriter(output, tokenizer) as store:
         for name, files in splits.items():
             for batch in reader.batches(files):
                 parts = {name: batch} if threshold is None else batch.divided(threshold)
                 for split, part in parts.items():
-                    target.append(split, part.ids, part.lengths)
+                    mask = np.ones(len(part.ids), dtype=np.bool_)
+                    store.splits[split].append(part.ids, part.lengths, mask, int(piece_bytes[part.ids].sum()))
+                    if split == "validation" and not packed.is_full:
+                        packed.add(b"".join(pieces[token] for token in part.ids.tolist()))
                     report.documents[split] += len(part.lengths)
                     report.tokens[split] += len(part.ids)
         if not report.documents.total():
@@ -299,8 +259,16 @@ def _convert(inputs: Sequence[str], output: Path, reader: _Reader, fraction: flo
                 f"{', '.join(inputs)}: expected ids of text, found special and byte tokens alone; "
                 "--tokenizer must name the tokenizer that wrote them"
             )
-        skipped = {"empty document": report.empty_documents}
-        target.commit(inputs, None if threshold is None else fraction, skipped)
+        store.commit(
+            {
+                "inputs": [Path(name).name for name in inputs],
+                "validation_fraction": None if threshold is None else fraction,
+                "on_error": "fail",
+                "skipped": {"empty document": report.empty_documents} if report.empty_documents else {},
+                "altered_documents": 0,
+                "zlib_bits_per_byte": packed.bits_per_byte(),
+            }
+        )
 
 
 def _unended(splits: dict[str, list[DocumentFile]], tokenizer: Tokenizer) -> list[str]:

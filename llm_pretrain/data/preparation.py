@@ -490,6 +490,32 @@ HASHES = 1 << 64
 ZLIB_LIMIT = 64 << 20
 """zlib's bits per byte are taken over at most this many leading bytes of the validation text."""
 
+
+class ZlibRate:
+    """Compresses a text at level 9, up to `ZLIB_LIMIT`."""
+
+    def __init__(self) -> None:
+        self._compressor = zlib.compressobj(9)
+        self._size = self._packed = 0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no more text counts."""
+        return self._size >= ZLIB_LIMIT
+
+    def add(self, text: bytes) -> None:
+        """Appends text in UTF-8."""
+        text = text[: ZLIB_LIMIT - self._size]
+        self._size += len(text)
+        self._packed += len(self._compressor.compress(text))
+
+    def bits_per_byte(self) -> float | None:
+        """Of all text, which ends here; None without any."""
+        if not self._size:
+            return None
+        return 8 * (self._packed + len(self._compressor.flush())) / self._size
+
+
 _COUNTS = ("documents", "altered", "duplicates", "lowest", "highest", "validation_documents")
 
 
@@ -570,13 +596,10 @@ class Totals:
 
     def zlib_bits_per_byte(self) -> float | None:
         """Compressed bits per byte of the validation text at level 9; None without text."""
-        size, packed = self._text.bytes, 0
-        if not size:
-            return None
-        compressor = zlib.compressobj(9)
+        packed = ZlibRate()
         for data in self._text.content():
-            packed += len(compressor.compress(data))
-        return 8 * (packed + len(compressor.flush())) / size
+            packed.add(data)
+        return packed.bits_per_byte()
 
     def causes(self) -> str:
         """` (left out: 2 invalid JSON)`, or an empty string."""
