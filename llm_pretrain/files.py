@@ -138,6 +138,11 @@ def json_object(file: Path, content: bytes) -> dict[str, Any]:
     return value
 
 
+def read_object(file: Path) -> dict[str, Any]:
+    """The JSON object in a file; raises DataError if it has none or cannot be read."""
+    return json_object(file, read_data(file))
+
+
 def fsync_folder(folder: Path) -> None:
     """fsync a folder, so that its entries persist after a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)

@@ -90,7 +90,7 @@ class Conversation:
 
     def stop_ids(self) -> frozenset[int]:
         """Ids that end an answer."""
-        from llm_pretrain.export.gguf_tokenizer import end_of_turn_id
+        from llm_pretrain.export.huggingface import end_of_turn_id
 
         turn_end = end_of_turn_id(self.source.tokenizer.folder)
         return self.source.stop_ids | ({turn_end} if turn_end is not None else set())

@@ -141,12 +141,10 @@ def encode_chat(
     return ids, mask.tolist()
 
 
-def chat_prompt_ids(
-    tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], tools: list[Any] | None = None
-) -> list[int]:
+def chat_prompt_ids(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]]) -> list[int]:
     """Ids of the conversation and the header of the assistant's next turn. Raises as `encode_chat`."""
     encoder = _encoder(tokenizer)
-    rendered = encoder.render(messages, tools, datetime.datetime.now(), is_prompt=True)
+    rendered = encoder.render(messages, None, datetime.datetime.now(), is_prompt=True)
     return encoder.encode(rendered)[0]
 
 

@@ -280,11 +280,9 @@ def _signature(node: _Definition) -> str:
     return f"{prefix} {node.name}({ast.unparse(node.args)})"
 
 
-def read_records(
-    inputs: Sequence[str], *, text_column: str = "text", after: tuple[int, int] = (0, -1)
-) -> Iterator[RawRecord]:
+def read_records(inputs: Sequence[str], *, text_column: str = "text") -> Iterator[RawRecord]:
     """The raw records of `inputs` in order; see `read_sources`."""
-    yield from read_sources(find_sources(inputs), text_column=text_column, after=after)
+    yield from read_sources(find_sources(inputs), text_column=text_column)
 
 
 def read_sources(

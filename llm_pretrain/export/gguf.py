@@ -21,8 +21,14 @@ from llm_pretrain.errors import CheckpointError, ConfigError
 from llm_pretrain.export.config_json import model_config_from_huggingface
 from llm_pretrain.export.gguf_tokenizer import Vocabulary, read_vocabulary
 from llm_pretrain.export.hf_architectures import check_carried
-from llm_pretrain.export.huggingface import TensorFiles, described_tensors, part_of, read_config, rounded
-from llm_pretrain.export.tensor_layout import interleave_heads
+from llm_pretrain.export.huggingface import (
+    TensorFiles,
+    described_tensors,
+    interleave_heads,
+    part_of,
+    read_config,
+    rounded,
+)
 from llm_pretrain.model.precision import DTYPES
 
 if TYPE_CHECKING:
