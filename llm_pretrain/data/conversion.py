@@ -20,7 +20,7 @@ import numpy as np
 from llm_pretrain.data.preparation import HASHES, ZlibRate, check_fraction
 from llm_pretrain.data.store import check_ids
 from llm_pretrain.data.store_writer import StoreWriter
-from llm_pretrain.data.tokenizer_types import nanogpt_tokenizer, write_files
+from llm_pretrain.data.tokenizer_training import nanogpt_tokenizer, write_files
 from llm_pretrain.data.tokenizers import Tokenizer, open_tokenizer
 from llm_pretrain.errors import ConfigError, DataError
 from llm_pretrain.files import open_data, read_data

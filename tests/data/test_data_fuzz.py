@@ -35,7 +35,7 @@ from llm_pretrain.data.packing import pack
 from llm_pretrain.data.preparation import Preparation, prepare_store
 from llm_pretrain.data.readers import read_records
 from llm_pretrain.data.store import TokenStore
-from llm_pretrain.data.tokenizer_types import CHAT_TEMPLATE
+from llm_pretrain.data.tokenizer_training import CHAT_TEMPLATE
 from llm_pretrain.data.tokenizers import Tokenizer, open_tokenizer
 from llm_pretrain.errors import DataError, PretrainError
 from llm_pretrain.files import MARKER

@@ -16,9 +16,8 @@ from support.corpora import write_jsonl
 from support.fuzzing import fuzzed
 
 from llm_pretrain.__main__ import main
-from llm_pretrain.data import tokenizer_types as types
-from llm_pretrain.data.tokenizer_training import TOKENIZER_TYPES, train_tokenizer
-from llm_pretrain.data.tokenizer_types import SPLIT_PATTERN
+from llm_pretrain.data import tokenizer_training as types
+from llm_pretrain.data.tokenizer_training import SPLIT_PATTERN, TOKENIZER_TYPES, train_tokenizer
 from llm_pretrain.data.tokenizers import Tokenizer, open_tokenizer
 from llm_pretrain.errors import ConfigError, PretrainError
 

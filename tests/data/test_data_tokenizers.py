@@ -16,8 +16,7 @@ from support.corpora import make_tokenizer
 from support.fuzzing import fuzzed
 from support.launching import ROOT
 
-from llm_pretrain.data.tokenizer_training import train_tokenizer
-from llm_pretrain.data.tokenizer_types import _cuts
+from llm_pretrain.data.tokenizer_training import _cuts, train_tokenizer
 from llm_pretrain.data.tokenizers import Tokenizer, convert_tokenizer, open_tokenizer
 from llm_pretrain.errors import DataError
 

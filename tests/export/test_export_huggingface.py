@@ -13,7 +13,7 @@ from support.corpora import make_tokenizer
 from support.launching import ROOT
 
 from llm_pretrain.config.model_config import ModelConfig
-from llm_pretrain.data.tokenizer_types import CHAT_TEMPLATE
+from llm_pretrain.data.tokenizer_training import CHAT_TEMPLATE
 from llm_pretrain.errors import CheckpointError, ConfigError, DivergedError
 from llm_pretrain.export.config_json import huggingface_config, model_config_from_huggingface, native_config
 from llm_pretrain.export.hf_architectures import HF_ARCHITECTURES, match_hf_architecture
