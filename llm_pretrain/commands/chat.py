@@ -35,7 +35,6 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's options."""
     add_source_arguments(parser)
     parser.add_argument("--system", metavar="TEXT", help="instruction that stands before the conversation")
     add_sampling_arguments(parser, max_new_tokens=512)

@@ -25,7 +25,6 @@ _ROWS = 4096
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's options."""
     parser.description = (
         "Without an option: lists the presets, whose names --config takes, with their sizes. With one of "
         "--from_…: writes a configuration file; its comments list what could not be carried over. "

@@ -22,7 +22,6 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's options to `parser`."""
     from llm_pretrain.data.conversion import convert
 
     parser.description = "Writes a store of tokens as they are; nothing is tokenised again."

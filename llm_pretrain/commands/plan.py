@@ -38,7 +38,6 @@ _MARK = "# Written by `llm-pretrain plan`"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's options."""
     add = parser.add_argument
     add("--ladder", required=True, metavar="FOLDER", help="written by `llm-pretrain ladder`")
     add("--time", metavar="T", help="budget of the run: 90s, 20m, 8h, 2d")

@@ -40,7 +40,6 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's options to `parser`."""
     from llm_pretrain.data.preparation import Preparation
 
     parser.description = (

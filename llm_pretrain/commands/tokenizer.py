@@ -26,7 +26,6 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's options to `parser`."""
     from llm_pretrain.data.tokenizer_training import train_tokenizer
 
     parser.description = "Trains a lossless tokenizer that transformers opens."

@@ -92,7 +92,6 @@ class Encoder:
         self._piece_bytes = tokenizer.token_bytes()
 
     def encode(self, records: Sequence[RawRecord]) -> EncodedBatch:
-        """Encodes `records` in order."""
         try:
             return self._encode(records, alone=False)
         except DataError:  # the tokenizer failed at a text: encode each alone, to find the record

@@ -146,7 +146,7 @@ def _source_bytes(sources: Sequence[Source]) -> int | None:
         if source.path is None or source.path.suffix.lower() in (*COMPRESSIONS, *TABLE_SUFFIXES):
             return None
         if source.status and not source.fault:
-            total += source.status.size
+            total += source.status.st_size
     return total
 
 
@@ -451,7 +451,6 @@ class Workspace:
         self._clear_but(*_KEPT)
 
     def remove(self) -> None:
-        """Removes the folder."""
         if self._removed:
             return  # a folder of this name belongs to another process now
         self._clear_but(*_KEPT, "state.json")
@@ -552,7 +551,6 @@ class Totals:
         self.close()
 
     def close(self) -> None:
-        """Closes the files."""
         self._text.abandon()
         self._keys.abandon()
 

@@ -62,7 +62,6 @@ class HashedFile:
                 yield data
 
     def write(self, data: bytes | memoryview) -> None:
-        """Appends `data`."""
         self._file.write(data)
         self._hash.update(data)
         self.bytes += len(data)
