@@ -16,7 +16,7 @@ import numpy as np
 
 from llm_pretrain.data.tokenizers import Tokenizer, open_tokenizer
 from llm_pretrain.errors import DataError
-from llm_pretrain.files import open_data, read_data
+from llm_pretrain.files import json_object, open_data, read_data
 
 FORMAT = "llm_pretrain token store"
 FORMAT_VERSION = 1
@@ -31,11 +31,8 @@ def read_facts(path: Path) -> tuple[dict[str, Any], str]:
             f"`llm-pretrain prepare --output {path}` (its --help has examples)"
         )
     content = read_data(file)
-    try:
-        facts = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{file}: expected JSON, found: {error!s:.200}") from error
-    if not isinstance(facts, dict) or facts.get("format") != FORMAT:
+    facts = json_object(file, content)
+    if facts.get("format") != FORMAT:
         raise DataError(f"{file}: expected format {FORMAT!r}, found another file; name a store's folder")
     version, digest = facts.get("format_version"), facts_digest(facts)
     _require(version == FORMAT_VERSION, file, f"format_version {FORMAT_VERSION}", f"{version!r:.40}")
