@@ -40,8 +40,8 @@ from torch.utils.data import DataLoader
 
 from llm_pretrain.config.loading import load_config
 from llm_pretrain.config.tree import Config
-from llm_pretrain.data.loader.assembly import Batch
-from llm_pretrain.data.loader.batches import shard
+from llm_pretrain.data.assembly import Batch
+from llm_pretrain.data.loader import shard
 from llm_pretrain.distributed.deepspeed import (
     clip_as_torch,
     materialized_state,

@@ -20,15 +20,15 @@ import torch
 from benchmarks.measuring import ENOUGH, Interval
 from benchmarks.reporting import report
 from llm_pretrain.config.tree import Config, DataConfig, SourceConfig, TrainingConfig
-from llm_pretrain.data.loader.batches import global_batches
-from llm_pretrain.data.loader.packing import pack
-from llm_pretrain.data.prepare.encoding import Encoder
-from llm_pretrain.data.prepare.preparation import BATCH_BYTES, Preparation, prepare_store
-from llm_pretrain.data.sources.readers import batch_records, read_records
-from llm_pretrain.data.store.token_store import TokenStore
-from llm_pretrain.data.store.writer import StoreWriter
+from llm_pretrain.data.encoding import Encoder
+from llm_pretrain.data.loader import global_batches
+from llm_pretrain.data.packing import pack
+from llm_pretrain.data.preparation import BATCH_BYTES, Preparation, prepare_store
+from llm_pretrain.data.readers import batch_records, read_records
+from llm_pretrain.data.store import TokenStore
+from llm_pretrain.data.store_writer import StoreWriter
 from llm_pretrain.data.tokenizer_training import train_tokenizer
-from llm_pretrain.data.tokenizers.tokenizer import open_tokenizer, use_one_thread
+from llm_pretrain.data.tokenizers import open_tokenizer, use_one_thread
 from llm_pretrain.training.trainer import gc_schedule
 
 GOALS = {"tokenise": 1.4, "assemble": 50.0}

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import numpy as np
 
-from llm_pretrain.data.store.token_store import TokenStore
-from llm_pretrain.data.store.writer import StoreWriter
+from llm_pretrain.data.store import TokenStore
+from llm_pretrain.data.store_writer import StoreWriter
 from llm_pretrain.data.tokenizer_training import train_tokenizer
-from llm_pretrain.data.tokenizers.tokenizer import open_tokenizer
+from llm_pretrain.data.tokenizers import open_tokenizer
 
 MEDIAN, SIGMA = 250, 0.8
 _FIRST_CHARACTER = 0x20000

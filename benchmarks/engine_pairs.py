@@ -18,8 +18,8 @@ import torch
 from benchmarks.shared_work import Lap, Stopwatch
 from llm_pretrain.config.loading import load_config, resolve_model
 from llm_pretrain.config.tree import Config
-from llm_pretrain.data.loader.assembly import Batch
-from llm_pretrain.data.loader.batches import global_batches, open_stores
+from llm_pretrain.data.assembly import Batch
+from llm_pretrain.data.loader import global_batches, open_stores
 from llm_pretrain.launch.process import prepare_process
 from llm_pretrain.optim.param_groups import build_optimizer
 from llm_pretrain.training.decision import Decision

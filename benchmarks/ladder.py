@@ -24,8 +24,8 @@ from llm_pretrain.config.evaluation_config import PredictedLoss
 from llm_pretrain.config.loading import load_config
 from llm_pretrain.forecast.measurements import read_ladder, read_progress
 from llm_pretrain.launch.jobs import this_machine
+from llm_pretrain.runs.record import duration
 from llm_pretrain.runs.rows import read_metrics
-from llm_pretrain.tracking.console import time_text
 
 BUDGET = "1.42e14"
 """Of the default ladder: 15 minutes of two fast cores, 26 of slow ones, and the same runs on both."""
@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> None:
         started = time.monotonic()
         _call("ladder", "--input", store, "--budget", arguments.budget, "--output", folder / "ladder",
               *arguments.options)  # fmt: skip
-        report(f"a ladder of {arguments.budget}, wall time", time_text(time.monotonic() - started))
+        report(f"a ladder of {arguments.budget}, wall time", duration(time.monotonic() - started))
         largest = max(point.flops for point in read_ladder(folder / "ladder").points)
         plan = folder / "plan.yaml"
         _call("plan", "--ladder", folder / "ladder", "--flops", arguments.times * largest,

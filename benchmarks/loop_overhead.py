@@ -35,8 +35,8 @@ from benchmarks.reporting import report
 from benchmarks.shared_work import Lap, Stopwatch
 from llm_pretrain.config.loading import load_config
 from llm_pretrain.config.tree import Config
-from llm_pretrain.data.loader.assembly import Batch
-from llm_pretrain.data.loader.batches import train_samples
+from llm_pretrain.data.assembly import Batch
+from llm_pretrain.data.loader import train_samples
 from llm_pretrain.launch.process import prepare_process
 from llm_pretrain.model.decoder import Decoder
 from llm_pretrain.optim.param_groups import build_optimizer

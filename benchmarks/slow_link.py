@@ -25,7 +25,7 @@ from benchmarks.reporting import SkippedError, report
 from benchmarks.two_machines import ADDRESSES, JUMBO, Network, Quality, two_machines, why_not
 from llm_pretrain.config.loading import load_config, resolve_model
 from llm_pretrain.config.tree import Config
-from llm_pretrain.data.loader.batches import open_stores
+from llm_pretrain.data.loader import open_stores
 from llm_pretrain.errors import ConfigError
 from llm_pretrain.model.decoder import full_precision_modules
 from llm_pretrain.training.model_setup import build_model

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from llm_pretrain.data.store.writer import StoreWriter
-from llm_pretrain.data.tokenizers.tokenizer import open_tokenizer
+from llm_pretrain.data.store_writer import StoreWriter
+from llm_pretrain.data.tokenizers import open_tokenizer
 
 _AT_ONCE = 10_000_000
 

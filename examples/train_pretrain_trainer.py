@@ -29,9 +29,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone runs 
 from llm_pretrain.checkpoints.manifest import newest_run_id
 from llm_pretrain.config.loading import dump_yaml, load_config, resolve_model
 from llm_pretrain.config.tree import Config
-from llm_pretrain.data.loader.assembly import Batch
-from llm_pretrain.data.loader.batches import MicroBatches, global_batches, open_stores
-from llm_pretrain.data.store.token_store import TokenStore
+from llm_pretrain.data.assembly import Batch
+from llm_pretrain.data.loader import MicroBatches, global_batches, open_stores
+from llm_pretrain.data.store import TokenStore
 from llm_pretrain.errors import ConfigError, OutputError
 from llm_pretrain.export.config_json import huggingface_config
 from llm_pretrain.export.huggingface import to_huggingface

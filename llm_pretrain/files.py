@@ -107,6 +107,26 @@ def read_json(file: str | Path) -> Any:
     return json.loads(read_plain(file).decode())
 
 
+def open_data(file: Path) -> BufferedReader:
+    """`open_plain`, with a DataError where it cannot be opened."""
+    try:
+        return open_plain(file)
+    except OSError as error:
+        raise _unreadable(file, error) from error
+
+
+def read_data(file: Path) -> bytes:
+    """`read_plain`, with a DataError where it cannot be read."""
+    try:
+        return read_plain(file)
+    except OSError as error:
+        raise _unreadable(file, error) from error
+
+
+def _unreadable(file: Path, error: OSError) -> DataError:
+    return DataError(f"{file}: expected a readable file, found: {error.strerror}")
+
+
 def json_object(file: Path, content: bytes) -> dict[str, Any]:
     """The JSON object that `content` of `file` is; raises DataError if it is none."""
     try:
@@ -116,6 +136,11 @@ def json_object(file: Path, content: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise DataError(f"{file}: expected a JSON object, found a {type(value).__name__}")
     return value
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """The JSON object in a file; raises DataError if it has none or cannot be read."""
+    return json_object(file, read_data(file))
 
 
 def fsync_folder(folder: Path) -> None:

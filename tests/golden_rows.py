@@ -33,7 +33,7 @@ from llm_pretrain.audit.comparison import (
     exact_differences,
 )
 from llm_pretrain.config.loading import multiplies_in_bf16
-from llm_pretrain.data.prepare.preparation import Preparation, prepare_store
+from llm_pretrain.data.preparation import Preparation, prepare_store
 
 FILE = Path(__file__).parent / "assets" / "golden_rows.jsonl"
 STEPS = 20

@@ -29,7 +29,7 @@ from benchmarks.gpu.rounds import PACKED
 from benchmarks.launching import VOCAB_SIZE, preset_without_data, training_options
 from llm_pretrain.config.loading import load_config, resolve_model
 from llm_pretrain.config.tree import Config
-from llm_pretrain.data.loader.batches import open_stores
+from llm_pretrain.data.loader import open_stores
 from llm_pretrain.hardware import device_peak_flops
 from llm_pretrain.launch.out_of_memory import is_out_of_memory
 from llm_pretrain.model.sizes import flops_per_token

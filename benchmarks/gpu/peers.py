@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from benchmarks.gpu.parts import Case, Context, stretches, wait
 from benchmarks.peers import transformers_model
 from llm_pretrain.config.tree import Config
-from llm_pretrain.data.store.token_store import TokenStore
+from llm_pretrain.data.store import TokenStore
 from llm_pretrain.model.sizes import flops_per_token
 
 MICRO_BATCHES = {"gpt2-124m": {"trainer": 32, "loop": 32}, "qwen3-0.6b": {"trainer": 2, "loop": 2}}

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from llm_pretrain.__main__ import main as run_command
-from llm_pretrain.data.tokenizers.tokenizer import open_tokenizer
+from llm_pretrain.data.tokenizers import open_tokenizer
 from llm_pretrain.export.huggingface import load_pretrained, read_config
 
 TEXTS = ["The function returns a list of", "春眠不觉晓,处处闻", "import os\n\ndef main(", "  It's 2 + 2 = "]

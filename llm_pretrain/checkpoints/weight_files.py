@@ -25,8 +25,7 @@ from llm_pretrain.checkpoints.tensor_files import CHUNK_BYTES, safetensors_heade
 from llm_pretrain.config.model_config import ModelConfig
 from llm_pretrain.distributed.initial_values import runs
 from llm_pretrain.errors import CheckpointError
-from llm_pretrain.export.huggingface import disk_dtype, rounded
-from llm_pretrain.export.tensor_layout import DiskTensor, disk_layout
+from llm_pretrain.export.huggingface import DiskTensor, disk_dtype, disk_layout, rounded
 from llm_pretrain.files import write_text
 
 INDEX_FILE = "model.safetensors.index.json"

@@ -35,7 +35,6 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's options."""
     add_source_arguments(parser)
     parser.add_argument("--system", metavar="TEXT", help="instruction that stands before the conversation")
     add_sampling_arguments(parser, max_new_tokens=512)
@@ -90,7 +89,7 @@ class Conversation:
 
     def stop_ids(self) -> frozenset[int]:
         """Ids that end an answer."""
-        from llm_pretrain.export.gguf_tokenizer import end_of_turn_id
+        from llm_pretrain.export.huggingface import end_of_turn_id
 
         turn_end = end_of_turn_id(self.source.tokenizer.folder)
         return self.source.stop_ids | ({turn_end} if turn_end is not None else set())

@@ -25,7 +25,6 @@ _ROWS = 4096
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's options."""
     parser.description = (
         "Without an option: lists the presets, whose names --config takes, with their sizes. With one of "
         "--from_…: writes a configuration file; its comments list what could not be carried over. "
@@ -116,6 +115,7 @@ def _sizes(file: Path) -> tuple[str, str, str, str, str]:
     from llm_pretrain.config.loading import from_dict
     from llm_pretrain.config.yaml_text import YamlError, read_settings_text, read_yaml
     from llm_pretrain.model.sizes import count_parameters
+    from llm_pretrain.runs.record import quantity
 
     try:
         text = read_settings_text(file)
@@ -139,13 +139,5 @@ def _sizes(file: Path) -> tuple[str, str, str, str, str]:
         dense = model.num_hidden_layers - len(model.moe_layers)
         kind += f", {dense} dense" if dense else ""
     tokens = training.global_batch_size * training.sequence_length
-    sizes = (_short(size.total) + mark, _short(size.active) + mark)
+    sizes = (quantity(size.total) + mark, quantity(size.active) + mark)
     return *sizes, kind, f"{training.sequence_length:,}", f"{tokens:,}"
-
-
-def _short(count: int) -> str:
-    """Three digits and a unit."""
-    for unit, size in (("B", 10**9), ("M", 10**6)):
-        if count >= size:
-            return f"{count / size:.3g}{unit}" if count < 1000 * size else f"{count / size:,.0f}{unit}"
-    return f"{count / 1000:.3g}k"

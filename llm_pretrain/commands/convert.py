@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from llm_pretrain.commands.options import add_parameters, chosen
 from llm_pretrain.errors import printable
 
 EXAMPLES = """formats, which a file's header tells apart:
@@ -21,52 +22,18 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's options to `parser`."""
+    from llm_pretrain.data.conversion import convert
+
     parser.description = "Writes a store of tokens as they are; nothing is tokenised again."
     parser.add_argument("--from", choices=["nanogpt", "llm.c"], required=True, help="format of --input")
-    parser.add_argument(
-        "--input",
-        nargs="+",
-        action="extend",
-        required=True,
-        metavar="PATH",
-        help="files, or folders of them",
-    )
-    parser.add_argument("--output", required=True, metavar="FOLDER", help="the new store's folder")
-    parser.add_argument(
-        "--tokenizer",
-        metavar="FOLDER",
-        help="the tokenizer that wrote the ids (default: the folder `tokenizer` that lies with the input, "
-        "else nanoGPT's meta.pkl)",
-    )
-    parser.add_argument(
-        "--validation_fraction",
-        type=float,
-        default=0.01,
-        metavar="F",
-        help="share of the documents kept for validation where no file is named so (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--keep_ids",
-        action="store_true",
-        help="leave documents as they are; otherwise those that lack the first token that `prepare` writes "
-        "(bos, or eos where there is none) get it, and those without text are left out",
-    )
+    add_parameters(parser, convert)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Converts, and prints what was read and written."""
-    from llm_pretrain.data.prepare import Conversion, convert
+    from llm_pretrain.data.conversion import convert
 
-    report = convert(
-        Conversion(
-            arguments.input,
-            arguments.output,
-            tokenizer=arguments.tokenizer,
-            validation_fraction=arguments.validation_fraction,
-            keep_ids=arguments.keep_ids,
-        )
-    )
+    report = convert(**chosen(arguments, convert))
     print(f"store      {printable(arguments.output)}")
     print(f"read       {report.tokens_read:,} tokens")
     for name in ("train", "validation"):

@@ -30,7 +30,6 @@ _BYTES_PER_PARAMETER = 12 + 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's options."""
     parser.add_argument(
         "--config", action="append", metavar="FILE", help="the run's configuration, to be compared with"
     )

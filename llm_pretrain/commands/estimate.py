@@ -153,6 +153,7 @@ def _print_memory(config: Config, arguments: argparse.Namespace) -> None:
 def _print_time(config: Config, arguments: argparse.Namespace) -> None:
     from llm_pretrain.hardware import device_peak_flops
     from llm_pretrain.memory import estimate_time, token_budget
+    from llm_pretrain.runs.record import duration
 
     if arguments.gpu is None:
         print("time: name a --gpu for tokens per second, hours and cost")
@@ -167,15 +168,10 @@ def _print_time(config: Config, arguments: argparse.Namespace) -> None:
     print(f"time on {arguments.world_size} x {arguments.gpu} at {arguments.mfu:.0%} of {_si(flops)}FLOP/s")
     each = time.tokens_per_second / arguments.world_size
     print(f"  tokens per second  {time.tokens_per_second:,.0f}, {each:,.0f} a device")
-    print(f"  {_si(tokens)} tokens in  {_duration(time.hours)}, {_duration(time.device_hours)} of devices")
+    whole, of_devices = duration(3600 * time.hours), duration(3600 * time.device_hours)
+    print(f"  {_si(tokens)} tokens in  {whole}, {of_devices} of devices")
     if arguments.price is not None:
         print(f"  cost               {arguments.price * time.device_hours:,.2f}")
-
-
-def _duration(hours: float) -> str:
-    if hours >= 1:
-        return f"{hours:,.1f} h"
-    return f"{hours * 60:.1f} min" if hours * 60 >= 1 else f"{hours * 3600:.1f} s"
 
 
 def _si(number: float) -> str:

@@ -36,7 +36,6 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's options."""
     add_source_arguments(parser, dtype=False)
     what = parser.add_mutually_exclusive_group()
     what.add_argument(

@@ -28,7 +28,6 @@ _ROWS = 64
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's options."""
     add_source_arguments(parser)
     parser.add_argument(
         "--prompt",

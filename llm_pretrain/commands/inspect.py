@@ -23,7 +23,6 @@ _BAR = 40
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's options."""
     parser.add_argument("store", metavar="STORE", help="folder of a token store")
     parser.add_argument(
         "--sequence_length",

@@ -38,7 +38,6 @@ _MARK = "# Written by `llm-pretrain plan`"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's options."""
     add = parser.add_argument
     add("--ladder", required=True, metavar="FOLDER", help="written by `llm-pretrain ladder`")
     add("--time", metavar="T", help="budget of the run: 90s, 20m, 8h, 2d")
@@ -243,7 +242,7 @@ def _lines(
     from llm_pretrain.forecast.planning import best_of
     from llm_pretrain.forecast.scaling_law import INTERVAL_LEVEL
     from llm_pretrain.memory import estimate_memory
-    from llm_pretrain.tracking.console import time_text
+    from llm_pretrain.runs.record import duration
 
     ladder, best = forecast.ladder, best_of(choices)
     model, training = config.model, config.training
@@ -253,13 +252,13 @@ def _lines(
     here = f"{world_size} process{'es' * (world_size > 1)} here"
     machine = f"{world_size} x {arguments.gpu}" if arguments.gpu else here
     budget = (
-        f"{arguments.flops:.3g} FLOPs" if arguments.flops is not None else time_text(_seconds(arguments) or 0)
+        f"{arguments.flops:.3g} FLOPs" if arguments.flops is not None else duration(_seconds(arguments) or 0)
     )
     if arguments.cost is not None:
         budget += f", {arguments.cost:,.2f}"
     sizes = {point.hidden_size for point in forecast.decayed.points}
     memory = estimate_memory(config, world_size, on_gpu=arguments.gpu is not None)
-    time = f", {time_text(seconds)}" if seconds else ""
+    time = f", {duration(seconds)}" if seconds else ""
     if arguments.gpu:
         time += f" at {arguments.mfu or DEFAULT_MFU:.0%} of the peak, which small models do not reach"
     lines = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from llm_pretrain.commands.options import add_parameters, chosen
 from llm_pretrain.errors import printable
 
 EXAMPLES = """an input is one of:
@@ -39,56 +40,13 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's options to `parser`."""
+    from llm_pretrain.data.preparation import Preparation
+
     parser.description = (
         "Tokenises a corpus on all cores, and splits it into train and validation by document hash. "
         "Started again with the same options after a kill, it resumes."
     )
-    parser.add_argument(
-        "--input",
-        nargs="+",
-        action="extend",
-        required=True,
-        metavar="FILE",
-        help="files, folders, patterns, hf://OWNER/NAME, or `stdlib`: the Python standard library's source",
-    )
-    parser.add_argument(
-        "--tokenizer", required=True, metavar="FOLDER", help="any Hugging Face tokenizer folder"
-    )
-    parser.add_argument("--output", required=True, metavar="STORE", help="folder of the token store to write")
-    parser.add_argument(
-        "--validation_fraction",
-        type=float,
-        default=0.01,
-        metavar="F",
-        help="share of the documents that is kept for validation (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--on_error",
-        choices=["skip", "fail"],
-        default="fail",
-        help="a bad record is counted and left out, or stops with file and line (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--text_column",
-        default="text",
-        metavar="NAME",
-        help="field or column that holds a document's text (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--split",
-        metavar="NAME",
-        help="which split of a data set that `datasets` saved in several, or of the hub (default: train)",
-    )
-    parser.add_argument(
-        "--deduplicate",
-        action="store_true",
-        help="keep the first of equal documents, among all inputs, and leave the others out",
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace a store that is already there")
-    parser.add_argument(
-        "--workers", type=int, metavar="N", help="processes that tokenise (default: all cores)"
-    )
+    add_parameters(parser, Preparation, without=("shard_bytes", "commit_seconds", "progress", "notice"))
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -97,8 +55,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     from tqdm import tqdm
 
-    from llm_pretrain.data.prepare import Preparation, input_bytes, prepare_store
-    from llm_pretrain.data.sources import saved_splits
+    from llm_pretrain.data.inputs import saved_splits
+    from llm_pretrain.data.preparation import Preparation, input_bytes, prepare_store
 
     started = time.perf_counter()
     with tqdm(
@@ -108,22 +66,9 @@ def run(arguments: argparse.Namespace) -> int:
         disable=None,
         leave=False,
     ) as bar:
-        store = prepare_store(
-            Preparation(
-                arguments.input,
-                arguments.tokenizer,
-                arguments.output,
-                validation_fraction=arguments.validation_fraction,
-                on_error=arguments.on_error,
-                text_column=arguments.text_column,
-                split=arguments.split,
-                deduplicate=arguments.deduplicate,
-                overwrite=arguments.overwrite,
-                workers=arguments.workers,
-                progress=bar.update,
-                notice=lambda text: bar.write(f"notice     {printable(text)}"),
-            )
-        )
+        options = chosen(arguments, Preparation)
+        options["notice"] = lambda text: bar.write(f"notice     {printable(text)}")
+        store = prepare_store(Preparation(**options, progress=bar.update))
     print(f"store      {printable(arguments.output)} in {time.perf_counter() - started:.1f} s")
     for name in ("train", "validation"):
         split = store.facts["splits"][name]

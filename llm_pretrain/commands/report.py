@@ -21,7 +21,6 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's options."""
     parser.add_argument(
         "runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, such as runs/NAME, or of a ladder"
     )

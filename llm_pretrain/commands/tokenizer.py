@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from llm_pretrain.commands.options import add_parameters, chosen
 from llm_pretrain.errors import printable
 
 EXAMPLES = """types:
@@ -25,57 +26,17 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's options to `parser`."""
+    from llm_pretrain.data.tokenizer_training import train_tokenizer
+
     parser.description = "Trains a lossless tokenizer that transformers opens."
-    parser.add_argument(
-        "--input",
-        nargs="+",
-        action="extend",
-        required=True,
-        metavar="FILE",
-        help="files (.jsonl, .parquet, .csv, text, …, also .gz and .zst), folders, patterns, hf://…, "
-        "or `stdlib`: the Python standard library's source; `llm-pretrain prepare --help` lists them",
-    )
-    parser.add_argument(
-        "--vocab_size",
-        type=int,
-        metavar="N",
-        help="exact size of the vocabulary, special tokens included; for char it may be left out, and is a "
-        "maximum: the rarest characters become bytes",
-    )
-    parser.add_argument(
-        "--type",
-        choices=["sentencepiece-bpe", "sentencepiece-unigram", "char", "bytelevel-bpe"],
-        default="sentencepiece-bpe",
-        help="kind of tokenizer (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--text_column",
-        default="text",
-        metavar="NAME",
-        help="field or column that holds a document's text (default: %(default)s)",
-    )
-    parser.add_argument("--output", required=True, metavar="FOLDER", help="new folder to write")
-    parser.add_argument(
-        "--on_error",
-        choices=["skip", "fail"],
-        default="fail",
-        help="a bad record is counted and left out, or stops with file and line (default: %(default)s)",
-    )
+    add_parameters(parser, train_tokenizer)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Trains the tokenizer and prints how well it compresses the text."""
     from llm_pretrain.data.tokenizer_training import train_tokenizer
 
-    report = train_tokenizer(
-        arguments.input,
-        arguments.output,
-        arguments.vocab_size,
-        type=arguments.type,
-        on_error=arguments.on_error,
-        text_column=arguments.text_column,
-    )
+    report = train_tokenizer(**chosen(arguments, train_tokenizer))
     print(f"tokenizer  {printable(arguments.output)}, {arguments.type}, {report.vocab_size} tokens")
     sampled = f" of {report.text_bytes:,}" if report.sampled_bytes < report.text_bytes else ""
     print(f"trained on {report.sampled_bytes:,}{sampled} bytes in {report.documents:,} documents")

@@ -24,7 +24,6 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's options."""
     parser.add_argument(
         "runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or a folder of such folders"
     )

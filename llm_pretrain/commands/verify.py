@@ -20,7 +20,6 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's options."""
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run, such as runs/NAME")
     parser.add_argument(
         "--samples",

@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from llm_pretrain.data.loader.packing import pack, stored_indexes
-from llm_pretrain.data.store.token_store import TokenStore
-from llm_pretrain.data.token_files import check_ids
-from llm_pretrain.data.tokenizers.tokenizer import Tokenizer
+from llm_pretrain.data.packing import pack, stored_indexes
+from llm_pretrain.data.store import TokenStore, check_ids
+from llm_pretrain.data.tokenizers import Tokenizer
 from llm_pretrain.errors import ConfigError
 
 PACKINGS = ("best_fit", "concat", "pad")

@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
+import io
+import json
+import re
 import shutil
 import unicodedata
 import uuid
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 
-from llm_pretrain.data.sources.documents import EMPTY, RecordError, parse_record
-from llm_pretrain.data.sources.readers import read_records
-from llm_pretrain.data.tokenizers.tokenizer import MAX_VOCAB_SIZE, Tokenizer, open_tokenizer
-from llm_pretrain.data.tokenizers.types import (
-    build_bytelevel_bpe,
-    build_character,
-    build_sentencepiece_bpe,
-    build_sentencepiece_unigram,
-    write_files,
-)
+from llm_pretrain.data.documents import EMPTY, RecordError, parse_record
+from llm_pretrain.data.readers import read_records
+from llm_pretrain.data.tokenizers import MAX_VOCAB_SIZE, SPACE_SPLIT, Tokenizer, open_tokenizer
 from llm_pretrain.errors import ConfigError, DataError
 
-TOKENIZER_TYPES = ("sentencepiece-bpe", "sentencepiece-unigram", "char", "bytelevel-bpe")
+TokenizerType = Literal["sentencepiece-bpe", "sentencepiece-unigram", "char", "bytelevel-bpe"]
 SAMPLE_BYTES = 32 << 20
 """Larger corpora are sampled, by the hash of their blocks."""
 
@@ -66,22 +62,28 @@ class TokenizerReport:
 
 
 def train_tokenizer(
-    inputs: Sequence[str],
+    input: Sequence[str],
     output: str | Path,
-    vocab_size: int | None,
+    vocab_size: int | None = None,
     *,
-    type: str = "sentencepiece-bpe",
-    on_error: str = "fail",
+    type: TokenizerType = "sentencepiece-bpe",
+    on_error: Literal["skip", "fail"] = "fail",
     text_column: str = "text",
 ) -> TokenizerReport:
-    """Trains on the text of `inputs` and writes the folder `output`; a failed training leaves nothing behind.
+    """Trains on the text of `input` and writes the folder `output`; a failed training leaves nothing behind.
 
-    The same inputs give the same files. `vocab_size` is exact and includes the special tokens and 256 bytes;
-    for `char` it is optional and a maximum. `text_column` names the field that holds the text.
+    The same input gives the same files. Raises DataError for bad records, an empty corpus and a size that is
+    impossible for this text, ConfigError for one that is impossible for any text.
 
-    Raises:
-        DataError: bad records, an empty corpus, or a size impossible for this text.
-        ConfigError: a size impossible for any text.
+    Args:
+        input: Files (.jsonl, .parquet, .csv, text, …, also .gz and .zst), folders, patterns, hf://…, or
+            `stdlib`: the Python standard library's source; `llm-pretrain prepare --help` lists them.
+        output: New folder to write.
+        vocab_size: Exact size of the vocabulary, special tokens included; for char it may be left out, and is
+            a maximum: the rarest characters become bytes.
+        type: Kind of tokenizer.
+        on_error: A bad record is counted and left out, or stops with file and line.
+        text_column: Field or column that holds a document's text.
     """
     if vocab_size is None and type != "char":
         raise ConfigError(f"--vocab_size: expected a size for --type {type}, found none; add --vocab_size N")
@@ -92,10 +94,10 @@ def train_tokenizer(
     folder = Path(output)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise DataError(f"{folder}: expected a new or empty folder, found one in use; choose another")
-    texts, skipped = _read_texts(inputs, on_error, text_column)
+    texts, skipped = _read_texts(input, on_error, text_column)
     total = sum(len(text.encode()) for text in texts)
     if not total:
-        raise DataError(f"{', '.join(inputs)}: expected text, found none")
+        raise DataError(f"{', '.join(input)}: expected text, found none")
     sample = min(1.0, SAMPLE_BYTES / total)
     content, model = _build(type, texts, sample, vocab_size)
     _write(folder, content, model, chat=type != "char")
@@ -128,7 +130,7 @@ def _build(
         return build_sentencepiece_unigram(blocks, vocab_size)
     if type == "bytelevel-bpe":
         return build_bytelevel_bpe(blocks, vocab_size)
-    raise ConfigError(f"--type: expected one of {', '.join(TOKENIZER_TYPES)}, found {type}")
+    raise ConfigError(f"--type: expected one of {', '.join(get_args(TokenizerType))}, found {type}")
 
 
 def _write(folder: Path, content: dict[str, Any], model: bytes | None, *, chat: bool) -> None:
@@ -221,3 +223,394 @@ def _script(piece: bytes) -> str:
     script = unicodedata.name(letter, "").split(" ")[0].split("-")[0]
     script = script if script == "CJK" else script.capitalize()
     return script if script in _SCRIPTS else "other letters"
+
+
+SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<pad>")
+"""Ids 0 to 3: unknown (never produced), begin of document, end of document, padding."""
+CHAT_TOKENS = ("<|im_start|>", "<|im_end|>")
+"""Ids 4 and 5 of tokenizers with a chat template."""
+
+CHAT_TEMPLATE = """\
+{{- bos_token -}}
+{%- for message in messages -%}
+    {{- '<|im_start|>' + message['role'] + '\\n' -}}
+    {%- if message['role'] == 'assistant' -%}
+        {%- generation -%}{{- message['content'] + '<|im_end|>' -}}{%- endgeneration -%}
+    {%- else -%}
+        {{- message['content'] + '<|im_end|>' -}}
+    {%- endif -%}
+    {{- '\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{- '<|im_start|>assistant\\n' -}}
+{%- endif -%}
+"""
+"""ChatML after a BOS token, with which every document begins; {% generation %} marks the targets."""
+
+
+def write_files(folder: Path, tokenizer_json: dict[str, Any], *, chat: bool, model: bytes | None) -> None:
+    """Writes a Hugging Face tokenizer folder, and SentencePiece's `model` if given."""
+    folder.mkdir(parents=True, exist_ok=True)
+    unknown, first, last, padding = SPECIAL_TOKENS
+    names = {"unk_token": unknown, "bos_token": first, "eos_token": last, "pad_token": padding}
+    extra: dict[str, Any] = {"additional_special_tokens": list(CHAT_TOKENS)} if chat else {}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "add_bos_token": True,
+        "add_eos_token": False,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 1 << 30,
+        **names,
+        **extra,
+    }
+    if chat:
+        config["chat_template"] = CHAT_TEMPLATE
+        (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8", newline="")
+    if model is not None:
+        (folder / "tokenizer.model").write_bytes(model)
+    for file, content in (
+        ("tokenizer.json", tokenizer_json),
+        ("tokenizer_config.json", config),
+        ("special_tokens_map.json", names | extra),
+    ):
+        (folder / file).write_text(
+            json.dumps(content, ensure_ascii=False, indent=1) + "\n", encoding="utf-8", newline=""
+        )
+
+
+def tokenizer_json(vocabulary: dict[str, int], *, chat: bool, **parts: Any) -> dict[str, Any]:
+    """A tokenizer.json with the special tokens, whose post-processor puts BOS before a text.
+
+    `parts` are `model`, `decoder` and optionally `normalizer` and `pre_tokenizer`.
+    """
+    special = SPECIAL_TOKENS + (CHAT_TOKENS if chat else ())
+    bos = SPECIAL_TOKENS[1]
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    first, second = (
+        [{"SpecialToken": {"id": bos, "type_id": k}}, {"Sequence": {"id": name, "type_id": k}}]
+        for k, name in enumerate("AB")
+    )
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{"id": vocabulary[token], "content": token, **flags} for token in special],
+        "normalizer": parts.get("normalizer"),
+        "pre_tokenizer": parts.get("pre_tokenizer"),
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": first,
+            "pair": first + second,
+            "special_tokens": {bos: {"id": bos, "ids": [vocabulary[bos]], "tokens": [bos]}},
+        },
+        "decoder": parts["decoder"],
+        "model": parts["model"],
+    }
+
+
+def bpe_model(
+    vocabulary: dict[str, int], merges: list[Any], *, byte_fallback: bool, unk_token: str | None
+) -> dict[str, Any]:
+    """The `model` entry of a tokenizer.json for byte-pair merges in the order of `merges`."""
+    return {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": unk_token,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": byte_fallback,
+        "byte_fallback": byte_fallback,
+        "ignore_merges": False,
+        "vocab": vocabulary,
+        "merges": merges,
+    }
+
+
+_BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+MIN_CHARACTER_VOCAB = 256 + len(SPECIAL_TOKENS)
+"""The special tokens and all bytes; the characters follow in code point order."""
+
+
+def build_character(texts: Iterable[str], vocab_size: int | None) -> tuple[dict[str, Any], None]:
+    """(tokenizer.json, None) with a token per character of `texts`, the most frequent up to `vocab_size`.
+
+    Other characters are encoded as UTF-8 bytes. Raises ConfigError for a size without room for a character.
+    """
+    if vocab_size is not None and vocab_size <= MIN_CHARACTER_VOCAB:
+        raise ConfigError(
+            f"--vocab_size: expected at least {MIN_CHARACTER_VOCAB + 1} for char (the special tokens, "
+            f"256 bytes and a character), found {vocab_size}; raise it or leave it out"
+        )
+    counts: Counter[str] = Counter()
+    for text in texts:
+        counts.update(text)
+    chosen = sorted(counts, key=lambda character: (-counts[character], character))
+    if vocab_size is not None:
+        chosen = chosen[: vocab_size - MIN_CHARACTER_VOCAB]
+    return character_tokenizer([*SPECIAL_TOKENS, *_BYTES, *sorted(chosen)]), None
+
+
+def nanogpt_tokenizer(characters: list[str]) -> dict[str, Any]:
+    """tokenizer.json with nanoGPT's ids of `characters`; special tokens and bytes follow them."""
+    return character_tokenizer([*characters, *SPECIAL_TOKENS, *_BYTES])
+
+
+def character_tokenizer(tokens: list[str]) -> dict[str, Any]:
+    """tokenizer.json of single characters, special tokens and bytes, in the order of their ids."""
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    return tokenizer_json(
+        vocabulary,
+        chat=False,
+        decoder={"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}]},
+        model=bpe_model(vocabulary, [], byte_fallback=True, unk_token=SPECIAL_TOKENS[0]),
+    )
+
+
+SPLIT_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+"""The split pattern of Qwen2, which GGUF calls the pre-tokenizer `qwen2`.
+
+Qwen2 also normalises to NFC, which alters texts; like llama.cpp, we leave that out.
+"""
+
+MIN_BYTELEVEL_VOCAB = 256 + len(SPECIAL_TOKENS) + len(CHAT_TOKENS)
+"""All bytes and the special tokens."""
+
+
+def build_bytelevel_bpe(blocks: Iterator[str], vocab_size: int) -> tuple[dict[str, Any], None]:
+    """(tokenizer.json, None) with exactly `vocab_size` ids. Raises DataError for too few merges."""
+    import tokenizers
+    from tokenizers import models, pre_tokenizers, trainers
+
+    if vocab_size < MIN_BYTELEVEL_VOCAB:
+        raise ConfigError(
+            f"--vocab_size: expected at least {MIN_BYTELEVEL_VOCAB} for bytelevel-bpe (256 bytes and "
+            f"the special tokens), found {vocab_size}; raise it"
+        )
+    trained = tokenizers.Tokenizer(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(tokenizers.Regex(SPLIT_PATTERN), behavior="isolated", invert=False),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[*SPECIAL_TOKENS, *CHAT_TOKENS],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    trained.train_from_iterator(blocks, trainer)
+    spec = json.loads(trained.to_str())
+    vocabulary: dict[str, int] = spec["model"]["vocab"]
+    if len(vocabulary) != vocab_size:
+        raise DataError(
+            f"--vocab_size: expected at most {len(vocabulary)} for this text, found {vocab_size}; "
+            "lower it or add text"
+        )
+    content = tokenizer_json(
+        vocabulary,
+        chat=True,
+        pre_tokenizer=spec["pre_tokenizer"],
+        decoder={"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+        model=bpe_model(vocabulary, spec["model"]["merges"], byte_fallback=False, unk_token=None),
+    )
+    return content, None
+
+
+SPACE = "▁"
+"""SentencePiece's symbol for a space; it cannot distinguish a real U+2581 from a space."""
+
+DECODER: dict[str, Any] = {
+    "type": "Sequence",
+    "decoders": [
+        {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ],
+}
+"""The `decoder` entry of tokenizer.json for a SentencePiece model."""
+
+_TRAINER = {
+    "normalization_rule_name": "identity",
+    "remove_extra_whitespaces": False,
+    "add_dummy_prefix": False,
+    "byte_fallback": True,
+    "allow_whitespace_only_pieces": True,
+    "character_coverage": 0.9999,
+    "max_sentence_length": 1 << 20,  # longer than any block, so that none is skipped
+    "unk_id": 0,
+    "bos_id": 1,
+    "eos_id": 2,
+    "pad_id": 3,
+    "control_symbols": list(CHAT_TOKENS),
+    "num_threads": 1,
+    "minloglevel": 3,
+}
+
+
+def train_sentencepiece(blocks: Iterator[str], vocab_size: int, model_type: str) -> bytes:
+    """A serialised `ModelProto` that alters no text. Raises DataError for an impossible size."""
+    import sentencepiece
+
+    model = io.BytesIO()
+    train: Any = sentencepiece.SentencePieceTrainer
+    options = {"model_type": model_type, "vocab_size": vocab_size, **_TRAINER}
+    try:
+        train.train(sentence_iterator=blocks, model_writer=model, **options)
+    except (RuntimeError, OSError) as error:
+        raise DataError(_vocabulary_message(str(error), vocab_size)) from error
+    return model.getvalue()
+
+
+def _vocabulary_message(error: str, vocab_size: int) -> str:
+    """SentencePiece's error as one line that names the option and the bound."""
+    if bound := re.search(r"too high \(\d+\)\. Please set it to a value <= (\d+)", error):
+        most = bound[1]
+        return (
+            f"--vocab_size: expected at most {most} for this text, found {vocab_size}; lower it or add text"
+        )
+    if bound := re.search(r"smaller than required_chars\. \d+ vs (\d+)", error):
+        return f"--vocab_size: expected at least {bound[1]} for this text, found {vocab_size}; raise it"
+    return f"--vocab_size {vocab_size}: SentencePiece could not train: {' '.join(error.split())}"
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """A model's vocabulary: `ids` of all pieces, `scores` of those that occur in encoded text."""
+
+    ids: dict[str, int]
+    scores: dict[str, float]
+
+
+def read_pieces(model: bytes) -> Pieces:
+    """The pieces of a serialised model."""
+    import sentencepiece
+
+    processor: Any = sentencepiece.SentencePieceProcessor(model_proto=model)
+    ids = range(processor.get_piece_size())
+    reserved = {i for i in ids if processor.is_byte(i) or processor.is_control(i) or processor.is_unknown(i)}
+    return Pieces(
+        {processor.id_to_piece(i): i for i in ids},
+        {processor.id_to_piece(i): processor.get_score(i) for i in ids if i not in reserved},
+    )
+
+
+def build_sentencepiece_bpe(blocks: Iterator[str], vocab_size: int) -> tuple[dict[str, Any], bytes]:
+    """(tokenizer.json, tokenizer.model) with exactly `vocab_size` ids and equal encodings.
+
+    SentencePiece merges adjacent symbols whose concatenation is a piece, best-scored piece first, leftmost
+    first among equals. The `tokenizers` library merges listed pairs in list order, so every split of a piece
+    into two pieces is listed, pieces by descending score. Raises DataError.
+    """
+    model = train_sentencepiece(blocks, vocab_size, "bpe")
+    pieces = read_pieces(model)
+    scores = pieces.scores
+    merges = [
+        [piece[:cut], piece[cut:]]
+        for piece in sorted(scores, key=lambda piece: -scores[piece])
+        for cut in _cuts(piece)
+        if piece[:cut] in scores and piece[cut:] in scores
+    ]
+    content = tokenizer_json(
+        pieces.ids,
+        chat=True,
+        normalizer=SPACE_SPLIT["normalizer"],
+        pre_tokenizer=_pre_tokenizer(scores),
+        decoder=DECODER,
+        model=bpe_model(pieces.ids, merges, byte_fallback=True, unk_token=SPECIAL_TOKENS[0]),
+    )
+    return content, model
+
+
+def _cuts(piece: str) -> list[int]:
+    """Positions to cut a piece in two, in the order that makes the leftmost of overlapping merges first.
+
+    Adjacent symbols x, y, z with x + y = y + z = piece overlap in y, a border of the piece, and the left
+    merge cuts at len(x). Cuts ascend, except where only the shorter of the two borders exists.
+    """
+    length = len(piece)
+    cuts = list(range(1, length))
+    for short in range(1, (length + 1) // 2):
+        has_short = piece[:short] == piece[length - short :]
+        has_long = piece[: length - short] == piece[short:]
+        if has_short and not has_long:
+            cuts[short - 1], cuts[length - short - 1] = length - short, short
+    return cuts
+
+
+def _pre_tokenizer(pieces: dict[str, float]) -> dict[str, Any] | None:
+    """Splits before every run of spaces, for speed; exact if no piece has a space after another character."""
+    if any(re.search(f"[^{SPACE}]{SPACE}", piece) for piece in pieces):
+        return None
+    return SPACE_SPLIT["pre_tokenizer"]
+
+
+SCORE_QUANTUM = 1 / 16
+"""Scores are rounded to multiples of this, so that their sums are exact in SentencePiece's float32.
+
+Otherwise rounding errors, which differ between libraries, choose between a + aa and aa + a of equal score.
+Sums are exact up to 2^20, about 100,000 tokens; rounding changes a piece's probability by at most 3 %.
+"""
+
+_ASCII_SIGNS = r"!-@\[-`{-~"
+_SEGMENT = (
+    f"{SPACE}*(?:[A-Za-z](?![{_ASCII_SIGNS}{SPACE}])|[{_ASCII_SIGNS}](?![A-Za-z{SPACE}])"
+    f"|[^A-Za-z{_ASCII_SIGNS}{SPACE}](?!{SPACE}))*[^{SPACE}]|{SPACE}+"
+)
+"""A segment: text between cuts before a run of spaces or between an ASCII letter and an ASCII sign.
+
+No piece crosses such a cut (SentencePiece splits by script and by spaces), so a text's best path is the
+concatenation of its segments' best paths. The cuts also split texts such as `<s>` and `<0x41>`, which the
+`tokenizers` library would otherwise match to the reserved pieces.
+"""
+
+
+def build_sentencepiece_unigram(blocks: Iterator[str], vocab_size: int) -> tuple[dict[str, Any], bytes]:
+    """(tokenizer.json, tokenizer.model) with exactly `vocab_size` ids, encoding alike. Raises DataError."""
+    model = _with_exact_scores(train_sentencepiece(blocks, vocab_size, "unigram"))
+    pieces = read_pieces(model)
+    content = tokenizer_json(
+        pieces.ids,
+        chat=True,
+        normalizer=SPACE_SPLIT["normalizer"],
+        pre_tokenizer={
+            "type": "Split",
+            "pattern": {"Regex": _SEGMENT},
+            "behavior": "Isolated",
+            "invert": False,
+        },
+        decoder=DECODER,
+        model={
+            "type": "Unigram",
+            "unk_id": 0,
+            "vocab": [[piece, pieces.scores.get(piece, 0.0)] for piece in pieces.ids],
+            "byte_fallback": True,
+        },
+    )
+    _check_segments(content, pieces.ids, pieces.scores)
+    return content, model
+
+
+def _with_exact_scores(model: bytes) -> bytes:
+    from sentencepiece import sentencepiece_model_pb2
+
+    content: Any = sentencepiece_model_pb2.ModelProto()  # pyright: ignore[reportAttributeAccessIssue]  # made at run time
+    content.ParseFromString(model)
+    for piece in content.pieces:
+        piece.score = round(piece.score / SCORE_QUANTUM) * SCORE_QUANTUM
+    return content.SerializeToString(deterministic=True)
+
+
+def _check_segments(content: dict[str, Any], ids: dict[str, int], scores: dict[str, float]) -> None:
+    """Checks the assumptions of `_SEGMENT`, as another version of SentencePiece might break them."""
+    import tokenizers
+
+    split = tokenizers.Tokenizer.from_str(json.dumps(content)).pre_tokenizer
+    assert split is not None
+    crossing = [piece for piece in scores if len(split.pre_tokenize_str(piece)) != 1]
+    whole = [piece for piece in ids if piece not in scores and len(split.pre_tokenize_str(piece)) == 1]
+    if crossing or whole:
+        raise RuntimeError(f"pieces {crossing} are cut, reserved ones {whole} are not")

@@ -21,9 +21,14 @@ from llm_pretrain.errors import CheckpointError, ConfigError
 from llm_pretrain.export.config_json import model_config_from_huggingface
 from llm_pretrain.export.gguf_tokenizer import Vocabulary, read_vocabulary
 from llm_pretrain.export.hf_architectures import check_carried
-from llm_pretrain.export.huggingface import TensorFiles, part_of, read_config
-from llm_pretrain.export.tensor_layout import interleave_heads
-from llm_pretrain.model.decoder import Decoder
+from llm_pretrain.export.huggingface import (
+    TensorFiles,
+    described_tensors,
+    interleave_heads,
+    part_of,
+    read_config,
+    rounded,
+)
 from llm_pretrain.model.precision import DTYPES
 
 if TYPE_CHECKING:
@@ -106,7 +111,8 @@ def write_gguf(
     with TensorFiles(weights) as files:
         files.check_size(model)
         vocabulary = read_vocabulary(weights, model.vocab_size or 0)
-        entries = _entries(model, architecture, DTYPES[dtype])
+        described = described_tensors(model)
+        entries = _entries(described, model, architecture, DTYPES[dtype])
         temporary = output.with_name(f".{output.name}.tmp-{uuid.uuid4().hex}")
         try:
             output.parent.mkdir(parents=True, exist_ok=True)
@@ -114,7 +120,7 @@ def write_gguf(
             name = output.stem.encode("utf-8", errors="replace").decode()  # of bytes that are no UTF-8
             _add_metadata(writer, model, architecture, name, _FILE_TYPES[dtype])
             _add_vocabulary(writer, vocabulary)
-            _write(writer, entries, _tensors(files, entries, model, architecture))
+            _write(writer, entries, _tensors(files, entries, described, model, architecture))
             check()
             os.replace(temporary, output)
         except OSError as error:
@@ -125,10 +131,10 @@ def write_gguf(
     return vocabulary.notes
 
 
-def _entries(model: ModelConfig, architecture: str, dtype: torch.dtype) -> list[_Entry]:
+def _entries(
+    described: dict[str, tuple[int, ...]], model: ModelConfig, architecture: str, dtype: torch.dtype
+) -> list[_Entry]:
     """Every tensor of the file, layer by layer, from the decoder's shapes."""
-    with torch.device("meta"):
-        state = Decoder(model).state_dict()
     entries: list[_Entry] = []
 
     def add(name: str, shape: tuple[int, ...], source: str | None, rows: slice = _ALL) -> None:
@@ -136,8 +142,7 @@ def _entries(model: ModelConfig, architecture: str, dtype: torch.dtype) -> list[
         is_fp32 = len(shape) == 1 or "ffn_gate_inp" in target
         entries.append(_Entry(target, shape, torch.float32 if is_fp32 else dtype, source, rows))
 
-    for name, tensor in state.items():
-        shape = tuple(tensor.shape)
+    for name, shape in described.items():
         if name == "lm_head.weight" and model.tie_word_embeddings:
             continue
         if name.endswith("experts.gate_up_proj"):
@@ -149,13 +154,17 @@ def _entries(model: ModelConfig, architecture: str, dtype: torch.dtype) -> list[
         else:
             add(name, shape, name)
     if architecture == "glm4moe":
-        for name, shape in _missing_in_glm4moe(model, state.keys()):
+        for name, shape in _missing_in_glm4moe(model, described):
             add(name, shape, None)
     return entries
 
 
 def _tensors(
-    files: TensorFiles, entries: list[_Entry], model: ModelConfig, architecture: str
+    files: TensorFiles,
+    entries: list[_Entry],
+    described: dict[str, tuple[int, ...]],
+    model: ModelConfig,
+    architecture: str,
 ) -> Iterator[Tensor]:
     """The tensors of `entries`, in their order, with one layer in memory at a time."""
     loaded, state = "", {}
@@ -164,41 +173,14 @@ def _tensors(
             yield torch.zeros(entry.shape, dtype=entry.dtype)
             continue
         if (part := part_of(entry.source)) != loaded:
-            loaded, state = part, files.read_part(part, model)
-            _refuse_unknown(files, state, entries)
-        tensor = state.get(entry.source)
-        if entry.rows != _ALL and tensor is not None:
+            loaded, state = part, files.read_part(part, model, described)
+        tensor = state[entry.source]
+        if entry.rows != _ALL:
             tensor = tensor[:, entry.rows]
-        if tensor is None or tuple(tensor.shape) != entry.shape:
-            found = "none" if tensor is None else tuple(tensor.shape)
-            raise CheckpointError(
-                f"{files.folder}: expected {entry.source} of shape {entry.shape}, found {found}; "
-                "config.json and the weights do not belong together"
-            )
-        tensor = _cast(entry.source, tensor, entry.dtype)
+        tensor = rounded(entry.source, tensor, entry.dtype).to(entry.dtype)
         if _has_interleaved_rotary(architecture) and re.search(r"attn_[qk]\.weight", entry.name):
             tensor = interleave_heads(tensor, model.attention_head_dim)
         yield tensor
-
-
-def _refuse_unknown(files: TensorFiles, state: dict[str, Tensor], entries: list[_Entry]) -> None:
-    known = {entry.source for entry in entries} | {"lm_head.weight"}
-    if unknown := state.keys() - known:
-        raise CheckpointError(
-            f"{files.folder}: expected the tensors that config.json describes, found {min(unknown)} too; "
-            "they do not belong together"
-        )
-
-
-def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    cast = tensor.to(dtype)
-    if not bool(torch.isfinite(cast).all()):
-        value = tensor.float().nan_to_num(nan=float("inf")).abs().max().item()
-        raise CheckpointError(
-            f"{name}: expected finite values within {torch.finfo(dtype).max:.4g} for {dtype}, "
-            f"found {value:.6g}; choose another --dtype or look at why it grew"
-        )
-    return cast
 
 
 def _add_metadata(

@@ -12,17 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from llm_pretrain.errors import DataError
-from llm_pretrain.files import json_object, read_plain
+from llm_pretrain.export.huggingface import chat_template, end_of_turn_id
+from llm_pretrain.files import read_data, read_object
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 """llama.cpp's token types."""
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
-_ENDS_OF_TURN = (
-    *("<|im_end|>", "<end_of_turn>", "<|eot_id|>", "<|eot|>", "<|end|>", "<|endofturn|>", "[|endofturn|]"),
-    *("<|end_of_turn|>", "<|END_OF_TURN_TOKEN|>", "<|endofresponse|>", "<｜end▁of▁sentence｜>"),
-)
-"""Tokens at the end of a chat turn: of ChatML, Gemma, Llama 3 and 4, Phi, EXAONE, Cohere, dots and others."""
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _AFTER_NUMBERS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _PATTERNS = {
@@ -74,7 +70,7 @@ def read_vocabulary(folder: Path, vocab_size: int) -> Vocabulary:
         DataError: a missing or broken file, or llama.cpp would give other token ids.
     """
     path = folder / "tokenizer.json"
-    spec = _read_json(path)
+    spec = read_object(path)
     notes: list[str] = []
     model = spec.get("model") or {}
     pre_tokenizers = _flat(spec.get("pre_tokenizer"), "pretokenizers")
@@ -116,22 +112,9 @@ def read_vocabulary(folder: Path, vocab_size: int) -> Vocabulary:
         special=special,
         adds_bos=first is not None,
         add_space_prefix=space_prefix,
-        chat_template=_chat_template(folder),
+        chat_template=chat_template(folder),
         notes=notes,
     )
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return read_plain(path)
-    except OSError as error:
-        raise DataError(
-            f"{path}: expected the tokenizer beside the weights, found: {error.strerror}"
-        ) from error
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    return json_object(path, _read(path))
 
 
 def _flat(part: dict[str, Any] | None, inner: str) -> list[dict[str, Any]]:
@@ -209,7 +192,7 @@ def _sentencepiece(folder: Path, tokens: list[str], types: list[int]) -> tuple[l
     path = folder / "tokenizer.model"
     processor: Any = sentencepiece.SentencePieceProcessor()
     try:
-        processor.LoadFromSerializedProto(_read(path))
+        processor.LoadFromSerializedProto(read_data(path))
     except RuntimeError as error:
         raise DataError(
             f"{path}: expected SentencePiece's own file, whose scores llama.cpp needs, found: "
@@ -276,7 +259,7 @@ def _special_ids(folder: Path, tokens: list[str]) -> dict[str, int]:
     They are named in tokenizer_config.json, else in special_tokens_map.json.
     """
     files = [folder / name for name in ("special_tokens_map.json", "tokenizer_config.json")]
-    named = [_read_json(file).items() for file in files if file.exists()]
+    named = [read_object(file).items() for file in files if file.exists()]
     config = {key: value for items in named for key, value in items if value is not None}
     index = {token: i for i, token in enumerate(tokens)}
     special: dict[str, int] = {}
@@ -288,42 +271,3 @@ def _special_ids(folder: Path, tokens: list[str]) -> dict[str, int]:
     if (end_of_turn := end_of_turn_id(folder)) is not None:
         special["eot_token_id"] = end_of_turn
     return special
-
-
-def end_of_turn_id(folder: Path) -> int | None:
-    """Id of the special token that ends a chat turn; None for a tokenizer without one.
-
-    Of several known ones, it is the one that stands last in the chat template, or the first of all
-    (`_ENDS_OF_TURN`) where there is no template or it names none. Added tokens that are not special do not
-    count.
-
-    Raises:
-        DataError: a file of the tokenizer is missing or broken.
-    """
-    added = _read_json(folder / "tokenizer.json").get("added_tokens") or []
-    ids = {entry["content"]: entry["id"] for entry in added if entry.get("special")}
-    template = _chat_template(folder) or ""
-    if "<|return|>" in ids and (not template or "<|return|>" in template):
-        return ids["<|return|>"]  # gpt-oss's, where <|end|> ends the thoughts before the answer too
-    return ids.get(max((name for name in _ENDS_OF_TURN if name in ids), key=template.rfind, default=""))
-
-
-def _chat_template(folder: Path) -> str | None:
-    """The template with transformers' `{% generation %}`, which llama.cpp lacks, replaced by `{% if true %}`.
-
-    Both trim the same white space.
-    """
-    file = folder / "chat_template.jinja"
-    if file.exists():
-        template = _read(file).decode("utf-8", errors="replace")
-    else:
-        config = folder / "tokenizer_config.json"
-        template = _read_json(config).get("chat_template") if config.exists() else None
-    if isinstance(template, list):
-        named = [each for each in template if isinstance(each, dict) and each.get("name") == "default"]
-        template = named[0].get("template") if named else None
-    if not isinstance(template, str):
-        return None
-    template = template.encode("utf-8", errors="replace").decode()  # JSON may hold half a surrogate pair
-    template = re.sub(r"(\{%[-+]?\s*)generation(\s*[-+]?%\})", r"\1if true\2", template)
-    return re.sub(r"(\{%[-+]?\s*)endgeneration(\s*[-+]?%\})", r"\1endif\2", template)

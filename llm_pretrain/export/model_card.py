@@ -10,8 +10,8 @@ from typing import Any
 
 from llm_pretrain.config.loading import dump_yaml
 from llm_pretrain.config.tree import Config, OptimizerConfig
-from llm_pretrain.errors import ConfigError
-from llm_pretrain.export.hf_architectures import HF_ARCHITECTURES, match_hf_architecture
+from llm_pretrain.export.hf_architectures import HF_ARCHITECTURES
+from llm_pretrain.export.huggingface import model_type_of
 from llm_pretrain.model.sizes import count_parameters
 
 _NO_PATHS = {"sample_prompts"}
@@ -70,7 +70,7 @@ class ModelCardData:
 
 def model_card(data: ModelCardData) -> str:
     """The card as Markdown with the front matter that hubs read; the owner chooses the license."""
-    model_type = _model_type(data)
+    model_type = model_type_of(data.config.model)
     parts = [
         _front_matter(model_type),
         _summary(data, model_type),
@@ -82,14 +82,6 @@ def model_card(data: ModelCardData) -> str:
         f"## Settings\n\n```yaml\n{dump_yaml(_settings(data.config)).strip()}\n```",
     ]
     return "\n\n".join(parts) + "\n"
-
-
-def _model_type(data: ModelCardData) -> str | None:
-    """`model_type` of the folder's config.json; None where only this package opens the weights."""
-    try:
-        return match_hf_architecture(data.config.model)
-    except ConfigError:
-        return None
 
 
 def _front_matter(model_type: str | None) -> str:

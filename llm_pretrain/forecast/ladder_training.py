@@ -50,8 +50,7 @@ from llm_pretrain.launch.jobs import (
     run_until,
 )
 from llm_pretrain.launch.options import say
-from llm_pretrain.runs.record import quantity
-from llm_pretrain.tracking.console import time_text
+from llm_pretrain.runs.record import duration, quantity
 
 GUESSED_FLOPS = {"core": 4e10, "gpu": 1e14}
 """Per second, for the size at which the speed is measured first."""
@@ -86,7 +85,7 @@ def new_ladder(
         rungs = choose_rungs(sizes, flops, unique_tokens)
     else:
         rungs, seconds = measured_rungs(seconds, sizes, unique_tokens, folder, context, threads)
-        expected = f", about {time_text(seconds)}"
+        expected = f", about {duration(seconds)}"
     ladder = Ladder(folder, base, store, unique_tokens, rungs, given, threads)
     ladder.write()
     say(
@@ -133,8 +132,8 @@ def measured_rungs(
     if spent + expected > seconds:
         raise ConfigError(
             # the next measurement differs a little
-            f"--budget: expected at least {time_text(1.05 * (spent + expected))} for {len(rungs)} sizes of "
-            f"this family on this machine, as busy as it is now, found {time_text(seconds)}; raise it"
+            f"--budget: expected at least {duration(1.05 * (spent + expected))} for {len(rungs)} sizes of "
+            f"this family on this machine, as busy as it is now, found {duration(seconds)}; raise it"
         )
     return rungs, expected
 
@@ -157,7 +156,7 @@ def train(ladder: Ladder, context: LaunchContext) -> int:
         )
     say(
         f"{len(points)} points in {ladder.folder / POINTS_FILE}: {used_flops(ladder):.3g} FLOPs; this call "
-        f"{time_text(time.monotonic() - started)}"
+        f"{duration(time.monotonic() - started)}"
     )
     return 0
 

@@ -154,12 +154,12 @@ def quantity(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time as text: `1 h 05 min`, `12 min 30 s`, `45 s`."""
+    """A time as text, as budgets take it: `1h05m`, `12m30s`, `45s`."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     if hours:
-        return f"{hours:,} h {minute:02d} min"
-    return f"{minute} min {second:02d} s" if minute else f"{second} s"
+        return f"{hours}h{minute:02d}m"
+    return f"{minute}m{second:02d}s" if minute else f"{second}s"
 
 
 def _compact(row: Row) -> Row:

@@ -179,11 +179,11 @@ def _placed_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
     lines = data.split(b"\n")[:-1]  # what follows the last newline is being written, or torn
-    while lines and _parse(lines[-1]) is None:
+    while lines and parse_row(lines[-1]) is None:
         lines.pop()
     offset = 0
     for number, line in enumerate(lines, start=1):
-        row = _parse(line)
+        row = parse_row(line)
         if row is None:
             raise CheckpointError(f"{path}:{number}: expected a JSON object with a step, found {line[:40]!r}")
         yield offset, row
@@ -212,7 +212,7 @@ def finite_number(value: object) -> float | None:
     return value if isinstance(value, float) and math.isfinite(value) else None
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
+def parse_row(line: bytes) -> dict[str, Any] | None:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
@@ -227,7 +227,7 @@ def _cut_torn_end(path: Path) -> None:
         end = file.seek(0, os.SEEK_END)
         while end:
             start, line = _last_line(file, end)
-            if line.endswith(b"\n") and _parse(line) is not None:
+            if line.endswith(b"\n") and parse_row(line) is not None:
                 break
             end = start
         file.truncate(end)

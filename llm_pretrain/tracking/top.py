@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -25,7 +24,7 @@ from llm_pretrain.runs.record import (
     read_run,
 )
 from llm_pretrain.runs.replays import difference_lines
-from llm_pretrain.runs.rows import finite_number
+from llm_pretrain.runs.rows import finite_number, parse_row
 
 MIN_WIDTH = 24
 """Columns that are drawn at least; a narrower terminal wraps the lines."""
@@ -167,11 +166,8 @@ def _newest_numbers(file: Path, problems: list[str]) -> dict[str, float]:
     found: dict[str, float] = {}
     damaged = 0
     for line in reversed(lines[1:] if size > TAIL_BYTES else lines):
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            row = None
-        if not isinstance(row, dict):
+        row = parse_row(line)
+        if row is None:
             damaged += 1
             continue
         for key in KEYS - found.keys():

@@ -27,7 +27,7 @@ from llm_pretrain.model.decoder import Decoder, DecoderOutput
 from llm_pretrain.model.precision import autocast
 from llm_pretrain.runs.folder import RunFolder
 from llm_pretrain.runs.rows import MetricsWriter
-from llm_pretrain.tracking.console import Console
+from llm_pretrain.tracking.trackers import Console
 from llm_pretrain.training.engine import dummy_batch, own_part
 from llm_pretrain.training.model_setup import eagerly
 

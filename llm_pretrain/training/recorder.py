@@ -23,8 +23,7 @@ from llm_pretrain.hardware import device_peak_flops, environment, memory_bytes
 from llm_pretrain.model.sizes import count_parameters, flops_per_token
 from llm_pretrain.runs.folder import RunFolder
 from llm_pretrain.runs.rows import MetricsWriter
-from llm_pretrain.tracking.console import Console
-from llm_pretrain.tracking.trackers import Trackers
+from llm_pretrain.tracking.trackers import Console, Trackers
 from llm_pretrain.training.decision import Decision
 from llm_pretrain.training.engine import DIGEST_WORDS, Engine
 from llm_pretrain.training.kernel_choice import KernelChoice

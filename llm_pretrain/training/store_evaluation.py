@@ -123,7 +123,7 @@ def evaluate_files(model: Decoder, tokenizer: Tokenizer, config: Config, inputs:
     Raises:
         DataError: A file is missing or damaged, or the files have no text.
     """
-    from llm_pretrain.data.prepare import Preparation, prepare_store
+    from llm_pretrain.data.preparation import Preparation, prepare_store
 
     with tempfile.TemporaryDirectory() as temporary:
         path = Path(temporary) / "store"

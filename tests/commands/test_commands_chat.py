@@ -11,12 +11,11 @@ from support.corpora import make_tokenizer
 
 from llm_pretrain.__main__ import main
 from llm_pretrain.config.model_config import ModelConfig
-from llm_pretrain.data.chat.rendering import chat_prompt_ids
+from llm_pretrain.data.chat import chat_prompt_ids
 from llm_pretrain.data.tokenizer_training import train_tokenizer
-from llm_pretrain.data.tokenizers.tokenizer import open_tokenizer
+from llm_pretrain.data.tokenizers import open_tokenizer
 from llm_pretrain.export.config_json import huggingface_config
-from llm_pretrain.export.gguf_tokenizer import end_of_turn_id
-from llm_pretrain.export.huggingface import to_huggingface
+from llm_pretrain.export.huggingface import end_of_turn_id, to_huggingface
 from llm_pretrain.model.decoder import Decoder
 from llm_pretrain.training.model_setup import initialize_weights
 

@@ -159,7 +159,7 @@ def test_the_environment_and_the_machine(
     monkeypatch.setattr(machine_checks, "package_version", versions.get)
     promised = ["torch>=2.11", "numpy>=2.0", 'torch>=2.13; extra == "pipelines"']
     monkeypatch.setattr(machine_checks, "_requirements", lambda: promised)
-    monkeypatch.setattr("llm_pretrain.data.loader.workers.shutil.disk_usage", lambda folder: Mock(free=10**6))
+    monkeypatch.setattr("llm_pretrain.data.loader.shutil.disk_usage", lambda folder: Mock(free=10**6))
     file = str(ROOT / "configs" / "gpt2-124m.yaml")
     (tmp_path / "workers.yaml").write_text("data: {num_workers: 2}\n")
     assert main(["doctor", "--config", file, "--config", str(tmp_path / "workers.yaml")]) == 1

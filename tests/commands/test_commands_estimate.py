@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from support.launching import ROOT
 
@@ -108,11 +110,10 @@ def test_no_time_is_told_by_peaks_of_another_precision(capsys: pytest.CaptureFix
 
 
 def test_short_runs_are_told_in_minutes_or_seconds(capsys: pytest.CaptureFixture[str]):
-    for tokens, unit in (("1e6", "s"), ("1e8", "min"), ("1e12", "h")):
+    for tokens, form in (("1e6", r"\d+s"), ("1e8", r"\d+m\d\ds"), ("1e12", r"\d+h\d\dm")):
         text = estimate(capsys, "minimind3-64m", "--gpu", "h100", "--tokens", tokens)
         line = next(line for line in text.splitlines() if "tokens in" in line)
-        assert line.split(",")[0].endswith(f" {unit}"), line
-        assert " 0.0 " not in line
+        assert re.search(f" in  {form}$", line.split(",")[0]), line
 
 
 def test_all_wrong_options_are_named_at_once(capsys: pytest.CaptureFixture[str]):

@@ -16,8 +16,8 @@ from support.launching import ROOT, environment, train_tiny
 from llm_pretrain.__main__ import main
 from llm_pretrain.checkpoints.opening import open_model
 from llm_pretrain.config.loading import load_config
-from llm_pretrain.data.store.token_store import TokenStore
-from llm_pretrain.data.tokenizers.tokenizer import open_tokenizer
+from llm_pretrain.data.store import TokenStore
+from llm_pretrain.data.tokenizers import open_tokenizer
 from llm_pretrain.model.decoder import Decoder
 
 

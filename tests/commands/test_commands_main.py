@@ -136,7 +136,7 @@ def test_memory_that_runs_out_is_one_line(
 
 
 def test_commands_and_workers_start_without_torch():
-    code = "import sys, llm_pretrain.__main__, llm_pretrain.data.prepare; print('torch' in sys.modules)"
+    code = "import sys, llm_pretrain.__main__, llm_pretrain.data.preparation; print('torch' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "False"
 

@@ -21,7 +21,7 @@ import train_pretrain
 from llm_pretrain.__main__ import main
 from llm_pretrain.audit import checkpoint_checks as checkpoint_checks
 from llm_pretrain.checkpoints.manifest import file_digest, read_manifest, write_manifest
-from llm_pretrain.data.loader.sample_order import SampleOrder
+from llm_pretrain.data.sample_order import SampleOrder
 
 SHORT = ("--training.sequence_length", "32", "--evaluation.max_batches", "1", "--schedule.warmup_steps", "2")
 

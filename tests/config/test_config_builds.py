@@ -23,7 +23,7 @@ from support.launching import train
 from llm_pretrain.config.loading import dump_yaml, from_dict, resolve_model, validate
 from llm_pretrain.config.schema import field_types
 from llm_pretrain.config.tree import Config
-from llm_pretrain.data.loader.batches import evaluation_batches, global_batches
+from llm_pretrain.data.loader import evaluation_batches, global_batches
 from llm_pretrain.errors import ConfigError, DataError
 from llm_pretrain.export.hf_architectures import match_hf_architecture
 from llm_pretrain.model.decoder import Decoder

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import train_pretrain
 from llm_pretrain.config.loading import from_dict
 from llm_pretrain.config.tree import Config
-from llm_pretrain.data.loader.assembly import Batch
+from llm_pretrain.data.assembly import Batch
 from llm_pretrain.model.decoder import Decoder
 from llm_pretrain.optim.param_groups import build_optimizer
 from llm_pretrain.training import trainer

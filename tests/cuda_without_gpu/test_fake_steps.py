@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 from llm_pretrain.config.distributed_config import MeshSizes
 from llm_pretrain.config.loading import PRESETS, load_config
-from llm_pretrain.data.loader.assembly import Batch
+from llm_pretrain.data.assembly import Batch
 from llm_pretrain.distributed import expert_parallel
 from llm_pretrain.distributed.mesh import Place
 from llm_pretrain.model import moe

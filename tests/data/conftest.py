@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from support.corpora import make_store
 
-from llm_pretrain.data.store.token_store import TokenStore
+from llm_pretrain.data.store import TokenStore
 from llm_pretrain.data.tokenizer_training import train_tokenizer
-from llm_pretrain.data.tokenizers.tokenizer import Tokenizer, open_tokenizer
+from llm_pretrain.data.tokenizers import Tokenizer, open_tokenizer
 
 TEXTS = [
     "def f(x):\n    return x  +  1\n\n\n\nclass A:\n\tpass\r\n" * 3,

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from support.corpora import make_tokenizer
 from support.fuzzing import fuzzed
 
-from llm_pretrain.data.loader import assembly
-from llm_pretrain.data.loader.assembly import IGNORE_INDEX, Assembler, Batch, PackedSource
-from llm_pretrain.data.loader.packing import PackedIndex, pack
-from llm_pretrain.data.store.token_store import TokenStore
-from llm_pretrain.data.store.writer import StoreWriter
-from llm_pretrain.data.tokenizers.tokenizer import open_tokenizer
+from llm_pretrain.data import assembly
+from llm_pretrain.data.assembly import IGNORE_INDEX, Assembler, Batch, PackedSource
+from llm_pretrain.data.packing import PackedIndex, pack
+from llm_pretrain.data.store import TokenStore
+from llm_pretrain.data.store_writer import StoreWriter
+from llm_pretrain.data.tokenizers import open_tokenizer
 from llm_pretrain.errors import DataError
 
 NAMES = ("input_ids", "labels", "loss_mask", "position_ids", "document_ids", "digest", "document_offsets")

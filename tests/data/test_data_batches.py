@@ -23,9 +23,9 @@ from support.corpora import make_config, make_store
 from support.fork_server import python_path
 
 from llm_pretrain.config.tree import Config
-from llm_pretrain.data.loader import batches, workers
-from llm_pretrain.data.loader.assembly import Batch, padded_offsets
-from llm_pretrain.data.loader.batches import (
+from llm_pretrain.data import loader as loading
+from llm_pretrain.data.assembly import Batch, padded_offsets
+from llm_pretrain.data.loader import (
     MicroBatches,
     MicroBatchSampler,
     evaluation_batches,
@@ -34,7 +34,7 @@ from llm_pretrain.data.loader.batches import (
     shard,
     tokens_per_epoch,
 )
-from llm_pretrain.data.store.token_store import TokenStore
+from llm_pretrain.data.store import TokenStore
 from llm_pretrain.errors import DataError, ResourceError
 from llm_pretrain.training.trainer import windows
 
@@ -197,9 +197,9 @@ def test_a_limit_on_processes_is_one_line(store: TokenStore, error: Exception, m
         raise error
 
     if isinstance(error, OSError):
-        monkeypatch.setattr(workers.resource_tracker, "ensure_running", fail)
-    monkeypatch.setattr(workers.forkserver, "ensure_running", lambda: None)
-    monkeypatch.setattr(workers.forkserver, "connect_to_new_process", fail)
+        monkeypatch.setattr(loading.resource_tracker, "ensure_running", fail)
+    monkeypatch.setattr(loading.forkserver, "ensure_running", lambda: None)
+    monkeypatch.setattr(loading.forkserver, "connect_to_new_process", fail)
     with pytest.raises(ResourceError, match=r"^data\.num_workers: expected .* processes \(ulimit -u\)$"):
         iter(global_batches(make_config(store, num_workers=1), start_step=0))
 
@@ -256,7 +256,7 @@ def test_an_error_in_a_worker_is_one_line(
     store: TokenStore, error: Exception | None, expected: type[Exception], message: str
 ):
     sampler = global_batches(make_config(store), start_step=0).batch_sampler
-    loader = batches._loader(Faulty(error), sampler, 1)  # type: ignore[arg-type]
+    loader = loading._loader(Faulty(error), sampler, 1)  # type: ignore[arg-type]
     with pytest.raises(expected, match=message) as caught:
         next(windows(loader, 2))
     assert "\n" not in str(caught.value)
@@ -274,21 +274,21 @@ def test_a_worker_that_ends_while_it_hands_over_a_batch_is_one_line(error: Excep
     with pytest.raises(ResourceError, match=r"^data\.num_workers: expected workers that go on, found: "):
         next(windows(batches_of_a_killed_worker(), 1))
     missing = FileNotFoundError(2, "No such file or directory", "store/train/tokens-00000.bin")
-    with pytest.raises(FileNotFoundError), workers.worker_errors():
+    with pytest.raises(FileNotFoundError), loading.worker_errors():
         raise missing
 
 
 def test_a_small_shared_memory_is_named_before_the_start(store: TokenStore, monkeypatch: pytest.MonkeyPatch):
     config = make_config(store, micro_batch_size=8, sequence_length=1024, num_workers=2)
-    assert workers.shared_memory_problem(config, 1) is None
-    monkeypatch.setattr(workers.shutil, "disk_usage", lambda folder: SimpleNamespace(free=3 << 20))
-    assert workers.shared_memory_problem(config, 1) is None
+    assert loading.shared_memory_problem(config, 1) is None
+    monkeypatch.setattr(loading.shutil, "disk_usage", lambda folder: SimpleNamespace(free=3 << 20))
+    assert loading.shared_memory_problem(config, 1) is None
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     message = r"^data\.num_workers: expected 15 MiB free in /dev/shm for batches of 2 workers, found 3; "
     with pytest.raises(ResourceError, match=message):
-        batches.global_batches(config, start_step=0)
+        loading.global_batches(config, start_step=0)
     none = replace(config, data=replace(config.data, num_workers=0))
-    assert workers.shared_memory_problem(none, 8) is None
+    assert loading.shared_memory_problem(none, 8) is None
 
 
 class Counted:
@@ -309,7 +309,7 @@ class Counted:
 def test_batches_are_ready_before_a_slow_consumer_asks(store: TokenStore, tmp_path: Path):
     """Each of two workers is two batches ahead."""
     loader = global_batches(make_config(store, max_steps=20, num_workers=2), start_step=0)
-    counted = batches._loader(Counted(loader.dataset, tmp_path), loader.batch_sampler, 2)  # type: ignore[arg-type]
+    counted = loading._loader(Counted(loader.dataset, tmp_path), loader.batch_sampler, 2)  # type: ignore[arg-type]
     iterator = iter(counted)
     for taken in range(1, 4):
         next(iterator)
@@ -324,7 +324,7 @@ def test_no_more_than_a_step_is_assembled_together(
     masked_store: TokenStore, monkeypatch: pytest.MonkeyPatch, at_once: int, sizes: list[int]
 ):
     """Four micro batches of 2 x 64 a step; whatever is assembled with a batch, it is the same batch."""
-    monkeypatch.setattr(batches, "_TOKENS_PER_GROUP", at_once)
+    monkeypatch.setattr(loading, "_TOKENS_PER_GROUP", at_once)
     loader = global_batches(make_config(masked_store, max_steps=3), start_step=0)
     samples: MicroBatches = loader.dataset  # type: ignore[assignment]
     together, assemble = [], samples.assembler.assemble_together
@@ -359,8 +359,8 @@ def test_accelerate_keeps_the_workers(store: TokenStore):
 SCRIPT = """if __name__ == "__main__":
     import sys, time, psutil
     from support.corpora import make_config
-    from llm_pretrain.data.loader.batches import global_batches
-    from llm_pretrain.data.store.token_store import TokenStore
+    from llm_pretrain.data.loader import global_batches
+    from llm_pretrain.data.store import TokenStore
     config = make_config(TokenStore(sys.argv[1]), max_steps=1000, num_workers=1)
     next(batches := iter(global_batches(config, start_step=0)))
     print(*[child.pid for child in psutil.Process().children(recursive=True)], flush=True)
@@ -397,7 +397,7 @@ def test_a_process_does_not_wait_for_workers_when_it_ends(masked_store: TokenSto
 
 def test_the_digest_is_of_slot_store_sequence_and_arrays(masked_store: TokenStore):
     config = make_config(masked_store, micro_batch_size=2, global_batch_size=4, max_steps=2)
-    from llm_pretrain.data.loader.sample_order import SampleOrder
+    from llm_pretrain.data.sample_order import SampleOrder
 
     order = SampleOrder([sequences_per_epoch(config)], [1.0], seed=0)
     for batch in batches_of(config):

@@ -12,16 +12,17 @@ from typing import Any
 import pytest
 from support.corpora import make_texts, make_tokenizer, write_jsonl
 
-from llm_pretrain.data.chat import rendering, template
-from llm_pretrain.data.chat.rendering import (
+from llm_pretrain.data import chat as rendering
+from llm_pretrain.data import chat_template as template
+from llm_pretrain.data.chat import (
     ChatTemplateError,
     NoChatTemplateError,
     chat_prompt_ids,
     encode_chat,
 )
-from llm_pretrain.data.prepare.preparation import Preparation, prepare_store
+from llm_pretrain.data.preparation import Preparation, prepare_store
 from llm_pretrain.data.tokenizer_training import train_tokenizer
-from llm_pretrain.data.tokenizers.tokenizer import Tokenizer, open_tokenizer
+from llm_pretrain.data.tokenizers import Tokenizer, open_tokenizer
 from llm_pretrain.errors import DataError, ResourceError
 
 CHATML = """{% for message in messages %}<|im_start|>{{ message.role }}

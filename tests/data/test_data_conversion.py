@@ -15,12 +15,11 @@ import pytest
 from support.corpora import make_store, make_tokenizer
 
 from llm_pretrain.__main__ import main
-from llm_pretrain.data import token_files
-from llm_pretrain.data.prepare import conversion
-from llm_pretrain.data.prepare.conversion import Conversion, convert
-from llm_pretrain.data.store.token_store import TokenStore
+from llm_pretrain.data import conversion
+from llm_pretrain.data.conversion import convert
+from llm_pretrain.data.store import TokenStore
 from llm_pretrain.data.tokenizer_training import train_tokenizer
-from llm_pretrain.data.tokenizers.tokenizer import open_tokenizer
+from llm_pretrain.data.tokenizers import open_tokenizer
 from llm_pretrain.errors import ConfigError, DataError
 
 EOS = 257  # of the tokenizer below: 256 bytes, <s> 256, </s> 257, <pad> 258
@@ -32,7 +31,7 @@ def tokenizer(tmp_path: Path) -> Path:
 
 
 def to_store(inputs: list[Path], output: Path, tokenizer: Path | None, **options) -> TokenStore:
-    convert(Conversion([str(p) for p in inputs], output, tokenizer=tokenizer, **options))
+    convert([str(p) for p in inputs], output, tokenizer=tokenizer, **options)
     return TokenStore(output)
 
 
@@ -244,7 +243,7 @@ WRONG = [
     (
         "n.bin",
         patch("n.bin", 2, b"\x03\x01"),
-        "expected token ids below 259, found 259 at position 1",
+        "expected token ids below vocab_size 259, found 259 at 1",
     ),
     (
         "n.bin",
@@ -269,7 +268,7 @@ def test_wrong_files_are_one_line_and_leave_nothing(
     damage(folder)
     tokenizer = make_tokenizer(tmp_path / "tokenizer")
     with pytest.raises(DataError, match=message) as caught:
-        convert(Conversion([str(folder / name)], tmp_path / "out", tokenizer=tokenizer))
+        convert([str(folder / name)], tmp_path / "out", tokenizer=tokenizer)
     assert "\n" not in str(caught.value)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["files", "tokenizer"]
 
@@ -278,11 +277,11 @@ def test_wrong_options_are_one_line(tmp_path: Path, tokenizer: Path):
     np.array([65, EOS], dtype="<u2").tofile(tmp_path / "a.bin")
     path = str(tmp_path / "a.bin")
     with pytest.raises(ConfigError, match="--tokenizer: expected the folder"):
-        convert(Conversion([path], tmp_path / "out"))
+        convert([path], tmp_path / "out")
     with pytest.raises(ConfigError, match="--validation_fraction: expected"):
-        convert(Conversion([path], tmp_path / "out", tokenizer, validation_fraction=1.0))
+        convert([path], tmp_path / "out", tokenizer=tokenizer, validation_fraction=1.0)
     with pytest.raises(DataError, match="choose another"):
-        convert(Conversion([path], tmp_path, tokenizer=tokenizer))
+        convert([path], tmp_path, tokenizer=tokenizer)
 
 
 def test_a_file_without_an_end_of_a_document_gives_a_warning(tmp_path: Path, tokenizer: Path, capsys):
@@ -299,19 +298,19 @@ def unframed(self: object, batch: object) -> object:
     return batch
 
 
-def cut_before_the_end(path: Path, end_of_document: int) -> token_files.DocumentFile:
+def cut_before_the_end(path: Path, end_of_document: int) -> conversion.DocumentFile:
     """In place of `open_nanogpt`: every document but the last loses its EOS to the next."""
     file = open_nanogpt(path, end_of_document)
     inner = file.offsets[1:-1] - 1
     return replace(file, offsets=np.concatenate([file.offsets[:1], inner, file.offsets[-1:]]))
 
 
-open_nanogpt = token_files.open_nanogpt
+open_nanogpt = conversion.open_nanogpt
 
 
 @pytest.mark.parametrize(
     "fault",
-    [(conversion._Reader, "_framed", unframed), (token_files, "open_nanogpt", cut_before_the_end)],
+    [(conversion._Reader, "_framed", unframed), (conversion, "open_nanogpt", cut_before_the_end)],
     ids=["first tokens not added", "cut before the end instead of after it"],
 )
 def test_documents_framed_wrongly_are_detected(

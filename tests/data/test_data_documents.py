@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from llm_pretrain.data.sources import inputs
-from llm_pretrain.data.sources.documents import RecordError, parse_record
-from llm_pretrain.data.sources.inputs import find_sources
-from llm_pretrain.data.sources.readers import batch_records, read_records
+from llm_pretrain.data import inputs
+from llm_pretrain.data.documents import RecordError, parse_record
+from llm_pretrain.data.inputs import find_sources
+from llm_pretrain.data.readers import batch_records, read_records
 from llm_pretrain.errors import DataError
 
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.corpora import make_texts, make_tokenizer, write_jsonl
 
-from llm_pretrain.data.prepare import preparation as prepare_module
-from llm_pretrain.data.prepare.preparation import Preparation, SeenDocuments, prepare_store
+from llm_pretrain.data import preparation as prepare_module
+from llm_pretrain.data.preparation import Preparation, SeenDocuments, prepare_store
 
 
 @given(st.lists(st.lists(st.integers(0, 40), max_size=30), max_size=30))

@@ -21,22 +21,22 @@ import pytest
 import zstandard
 from hypothesis import example, given
 from hypothesis import strategies as st
-from support.corpora import make_store, make_texts, make_tokenizer, write_jsonl
+from support.corpora import edit_facts, make_store, make_texts, make_tokenizer, write_jsonl
 from support.fuzzing import VALUES, altered_bytes, altered_json, dumped, fuzzed
 
-from llm_pretrain.data.chat import rendering
-from llm_pretrain.data.chat.rendering import encode_chat
+from llm_pretrain.data import chat as rendering
+from llm_pretrain.data import preparation as prepare_module
+from llm_pretrain.data.chat import encode_chat
+from llm_pretrain.data.conversion import convert
+from llm_pretrain.data.documents import RawRecord, RecordError, parse_record
+from llm_pretrain.data.encoding import Encoder
 from llm_pretrain.data.inspection import inspect_store, sample_documents
-from llm_pretrain.data.loader.packing import pack
-from llm_pretrain.data.prepare import preparation as prepare_module
-from llm_pretrain.data.prepare.conversion import Conversion, convert
-from llm_pretrain.data.prepare.encoding import Encoder
-from llm_pretrain.data.prepare.preparation import Preparation, prepare_store
-from llm_pretrain.data.sources.documents import RawRecord, RecordError, parse_record
-from llm_pretrain.data.sources.readers import read_records
-from llm_pretrain.data.store.token_store import TokenStore
-from llm_pretrain.data.tokenizers.tokenizer import Tokenizer, open_tokenizer
-from llm_pretrain.data.tokenizers.types import CHAT_TEMPLATE
+from llm_pretrain.data.packing import pack
+from llm_pretrain.data.preparation import Preparation, prepare_store
+from llm_pretrain.data.readers import read_records
+from llm_pretrain.data.store import TokenStore
+from llm_pretrain.data.tokenizer_training import CHAT_TEMPLATE
+from llm_pretrain.data.tokenizers import Tokenizer, open_tokenizer
 from llm_pretrain.errors import DataError, PretrainError
 from llm_pretrain.files import MARKER
 
@@ -84,12 +84,13 @@ def use_store(path: Path) -> None:
 
 
 def forge(path: Path) -> None:
-    content = json.loads((path / "store.json").read_text())
-    for name, entry in content["files"].items():
-        data = (path / name).read_bytes()
-        digest = hashlib.sha256(data).hexdigest()
-        entry.update(bytes=len(data), sha256=digest, sample=digest)
-    (path / "store.json").write_text(json.dumps(content))
+    def digests(content: dict[str, Any]) -> None:
+        for name, entry in content["files"].items():
+            data = (path / name).read_bytes()
+            digest = hashlib.sha256(data).hexdigest()
+            entry.update(bytes=len(data), sha256=digest, sample=digest)
+
+    edit_facts(path, digests)
 
 
 @fuzzed(40)
@@ -555,7 +556,7 @@ def test_any_token_files_of_others(
     shutil.rmtree(output, ignore_errors=True)
     try:
         file.write_bytes(content)
-        convert(Conversion([str(foreign)], output))
+        convert([str(foreign)], output)
         use_store(output)
         TokenStore(output).verify()
     except PretrainError as error:

@@ -17,11 +17,11 @@ import huggingface_hub
 import pytest
 from support.corpora import make_texts, make_tokenizer
 
-from llm_pretrain.data.prepare import preparation as prepare_module
-from llm_pretrain.data.prepare.preparation import Preparation, prepare_store
-from llm_pretrain.data.sources.documents import parse_record
-from llm_pretrain.data.sources.inputs import TIMEOUT_SECONDS, HubSet, hub_revision, parse_hub_name
-from llm_pretrain.data.sources.readers import read_records
+from llm_pretrain.data import preparation as prepare_module
+from llm_pretrain.data.documents import parse_record
+from llm_pretrain.data.inputs import TIMEOUT_SECONDS, HubSet, hub_revision, parse_hub_name
+from llm_pretrain.data.preparation import Preparation, prepare_store
+from llm_pretrain.data.readers import read_records
 from llm_pretrain.errors import DataError
 
 TEXTS = make_texts(700)

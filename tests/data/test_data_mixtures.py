@@ -16,15 +16,15 @@ from support.corpora import make_config, make_store
 from support.fuzzing import fuzzed
 
 from llm_pretrain.config.tree import Config, WeightChange
-from llm_pretrain.data.loader.assembly import Batch
-from llm_pretrain.data.loader.batches import (
+from llm_pretrain.data.assembly import Batch
+from llm_pretrain.data.loader import (
     evaluation_batches,
     global_batches,
     shard,
     weight_changes_fingerprint,
 )
-from llm_pretrain.data.loader.sample_order import BLOCK, MixtureSegment, SampleOrder, shuffled
-from llm_pretrain.data.store.token_store import TokenStore
+from llm_pretrain.data.sample_order import BLOCK, MixtureSegment, SampleOrder, shuffled
+from llm_pretrain.data.store import TokenStore
 from llm_pretrain.errors import DataError
 
 LENGTHS = [70, 900, 333]

@@ -10,8 +10,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from support.fuzzing import fuzzed
 
-from llm_pretrain.data.loader import packing
-from llm_pretrain.data.loader.packing import PackedIndex, best_fit_decreasing, pack
+from llm_pretrain.data import packing
+from llm_pretrain.data.packing import PackedIndex, best_fit_decreasing, pack
 
 LENGTHS = st.lists(st.integers(0, 40), max_size=60)
 PACKINGS = st.sampled_from(["best_fit", "concat", "pad"])

@@ -18,11 +18,11 @@ import pytest
 from support.corpora import make_config, make_store
 from support.launching import ROOT
 
+from llm_pretrain.data import packing as packing_index
 from llm_pretrain.data.inspection import inspect_store
-from llm_pretrain.data.loader import packing as packing_index
-from llm_pretrain.data.loader.batches import global_batches, sequences_per_epoch
-from llm_pretrain.data.loader.packing import FOLDER, PackedIndex, pack, packed_index
-from llm_pretrain.data.store.token_store import TokenStore
+from llm_pretrain.data.loader import global_batches, sequences_per_epoch
+from llm_pretrain.data.packing import FOLDER, PackedIndex, pack, packed_index
+from llm_pretrain.data.store import TokenStore
 
 NAME = "train-best_fit-64.bin"
 ARRAYS = ("piece_start", "piece_length", "sequence_offsets")
@@ -177,8 +177,8 @@ def test_files_of_a_killed_build_are_removed_by_the_next(large: TokenStore):
     file = large.path / FOLDER / NAME
     program = f"""
 import os, signal
-from llm_pretrain.data.store.token_store import TokenStore
-from llm_pretrain.data.loader import packing as packing_index
+from llm_pretrain.data.store import TokenStore
+from llm_pretrain.data import packing as packing_index
 packing_index.IN_MEMORY = 0
 packing_index._digest = lambda stream: os.kill(os.getpid(), signal.SIGKILL)
 packing_index.packed_index(TokenStore({str(large.path)!r}), "train", 64, "best_fit")

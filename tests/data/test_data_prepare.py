@@ -15,10 +15,10 @@ import pytest
 from support.corpora import make_texts, make_tokenizer, write_jsonl
 
 from llm_pretrain.__main__ import main
-from llm_pretrain.data.prepare import preparation as prepare_module
-from llm_pretrain.data.prepare.preparation import Preparation, prepare_store
-from llm_pretrain.data.store.token_store import TokenStore
-from llm_pretrain.data.tokenizers.tokenizer import open_tokenizer
+from llm_pretrain.data import preparation as prepare_module
+from llm_pretrain.data.preparation import Preparation, prepare_store
+from llm_pretrain.data.store import TokenStore
+from llm_pretrain.data.tokenizers import open_tokenizer
 from llm_pretrain.errors import DataError, OutputError
 
 
@@ -307,7 +307,7 @@ def test_overwrite_removes_no_file_but_the_stores(tmp_path: Path):
     (store.path / "store.json").write_text('{"store": "of another program"}')
     before = all_files(store.path)
     with pytest.raises(DataError, match="expected a new folder or a token store, found something else"):
-        prepare_store(replace(preparation, inputs=[str(tmp_path / "moved.jsonl")]))
+        prepare_store(replace(preparation, input=[str(tmp_path / "moved.jsonl")]))
     assert all_files(store.path) == before
 
 

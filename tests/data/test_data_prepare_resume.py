@@ -21,10 +21,10 @@ import pytest
 from filelock import FileLock
 from support.corpora import make_texts, make_tokenizer, write_jsonl
 
-from llm_pretrain.data.prepare import preparation as prepare_module
-from llm_pretrain.data.prepare.preparation import Preparation, prepare_store
-from llm_pretrain.data.store import writer as store_writer
-from llm_pretrain.data.store.token_store import TokenStore
+from llm_pretrain.data import preparation as prepare_module
+from llm_pretrain.data import store_writer
+from llm_pretrain.data.preparation import Preparation, prepare_store
+from llm_pretrain.data.store import TokenStore
 from llm_pretrain.errors import DataError, OutputError
 
 OPERATIONS = (
@@ -154,7 +154,7 @@ def test_the_replaced_store_is_restored_if_the_new_one_fails(
     bad = tmp_path / "bad.jsonl"
     bad.write_text("{")
     with pytest.raises(DataError):
-        prepare_store(replace(again, inputs=[str(bad)], on_error="fail"))
+        prepare_store(replace(again, input=[str(bad)], on_error="fail"))
     assert all_files(output) == before
     assert not list(output.parent.glob(".*"))
     killed()
@@ -193,7 +193,7 @@ def test_finished_batches_are_not_encoded_again(preparation: Preparation, monkey
     assert read[0] > (0, 0)
     assert len(notices) == 1
     assert "continues after" in notices[0]
-    size = sum(Path(name).stat().st_size for name in preparation.inputs)
+    size = sum(Path(name).stat().st_size for name in preparation.input)
     assert sum(done) == size
 
 
@@ -206,19 +206,19 @@ def test_changed_inputs_or_options_start_from_the_beginning(preparation: Prepara
     assert (partial / "state.json").exists()
     other = preparation
     if change == "input":
-        other = replace(preparation, inputs=preparation.inputs[1:])
+        other = replace(preparation, input=preparation.input[1:])
     elif change == "option":
         other = replace(preparation, deduplicate=False)
     elif change == "tokenizer":
         other = replace(preparation, tokenizer=make_tokenizer(partial.with_name("other"), bos=False))
     elif change == "order":
-        other = replace(preparation, inputs=preparation.inputs[::-1])
+        other = replace(preparation, input=preparation.input[::-1])
     elif change == "text":
-        file = Path(preparation.inputs[0])
+        file = Path(preparation.input[0])
         file.write_text(file.read_text().replace("one", "two"))
         os.utime(file, (1, 1))
     elif change in ("rename", "copy"):  # as by `rsync -t` and `cp -p`, of a file of the same size and time
-        file = Path(preparation.inputs[0])
+        file = Path(preparation.input[0])
         new = file.with_suffix(".new")
         new.write_text(file.read_text().replace("one", "two"))
         shutil.copystat(file, new)

@@ -21,12 +21,12 @@ import pytest
 import zstandard
 from support.corpora import make_texts, make_tokenizer, write_jsonl
 
-from llm_pretrain.data.prepare.preparation import Preparation, prepare_store
-from llm_pretrain.data.sources import readers, tables
-from llm_pretrain.data.sources.documents import Document, RecordError, parse_record
-from llm_pretrain.data.sources.inputs import COMPRESSIONS, find_sources
-from llm_pretrain.data.sources.readers import read_records
-from llm_pretrain.data.store.token_store import TokenStore
+from llm_pretrain.data import readers, tables
+from llm_pretrain.data.documents import Document, RecordError, parse_record
+from llm_pretrain.data.inputs import COMPRESSIONS, find_sources
+from llm_pretrain.data.preparation import Preparation, prepare_store
+from llm_pretrain.data.readers import read_records, read_sources
+from llm_pretrain.data.store import TokenStore
 from llm_pretrain.errors import DataError, ResourceError
 
 TEXTS = [*make_texts(40), 'quotes "", commas, and\nlines\r\n', "tab\there", " spaces "]
@@ -415,7 +415,7 @@ def test_reading_begins_after_any_record(tmp_path: Path):
     records = list(read_records([str(tmp_path)]))
     for index in range(0, len(records), 9):
         after = (records[index].source, records[index].line)
-        assert list(read_records([str(tmp_path)], after=after)) == records[index + 1 :]
+        assert list(read_sources(find_sources([str(tmp_path)]), after=after)) == records[index + 1 :]
 
 
 def test_a_store_is_the_same_from_lines_and_from_parquet(tmp_path: Path):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.fuzzing import fuzzed
 
-from llm_pretrain.data.loader.sample_order import BLOCK, SampleOrder, shuffled
+from llm_pretrain.data.sample_order import BLOCK, SampleOrder, shuffled
 from llm_pretrain.errors import DataError
 
 

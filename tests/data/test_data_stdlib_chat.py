@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from llm_pretrain.data.sources.documents import parse_record
-from llm_pretrain.data.sources.inputs import STDLIB_CHAT
-from llm_pretrain.data.sources.readers import conversations, read_records
+from llm_pretrain.data.documents import parse_record
+from llm_pretrain.data.inputs import STDLIB_CHAT
+from llm_pretrain.data.readers import conversations, read_records
 
 SOURCE = '''
 """A module."""

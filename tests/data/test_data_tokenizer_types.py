@@ -16,10 +16,9 @@ from support.corpora import write_jsonl
 from support.fuzzing import fuzzed
 
 from llm_pretrain.__main__ import main
-from llm_pretrain.data.tokenizer_training import TOKENIZER_TYPES, train_tokenizer
-from llm_pretrain.data.tokenizers import types
-from llm_pretrain.data.tokenizers.tokenizer import Tokenizer, open_tokenizer
-from llm_pretrain.data.tokenizers.types import SPLIT_PATTERN
+from llm_pretrain.data import tokenizer_training as types
+from llm_pretrain.data.tokenizer_training import SPLIT_PATTERN, TOKENIZER_TYPES, train_tokenizer
+from llm_pretrain.data.tokenizers import Tokenizer, open_tokenizer
 from llm_pretrain.errors import ConfigError, PretrainError
 
 SIZES = {"sentencepiece-bpe": 900, "sentencepiece-unigram": 600, "bytelevel-bpe": 900, "char": None}

@@ -16,9 +16,8 @@ from support.corpora import make_tokenizer
 from support.fuzzing import fuzzed
 from support.launching import ROOT
 
-from llm_pretrain.data.tokenizer_training import train_tokenizer
-from llm_pretrain.data.tokenizers.tokenizer import Tokenizer, convert_tokenizer, open_tokenizer
-from llm_pretrain.data.tokenizers.types import _cuts
+from llm_pretrain.data.tokenizer_training import _cuts, train_tokenizer
+from llm_pretrain.data.tokenizers import Tokenizer, convert_tokenizer, open_tokenizer
 from llm_pretrain.errors import DataError
 
 # U+2581 is how SentencePiece writes a space; it alone cannot tell the two apart (see the test of it below).
@@ -72,7 +71,7 @@ def test_runs_of_one_thing_are_merged_like_sentencepiece(tokenizer: Tokenizer, p
 
 
 def test_documents_of_the_training_text_round_trip(tokenizer: Tokenizer, training_files: list[str]):
-    from llm_pretrain.data.sources.readers import read_records
+    from llm_pretrain.data.readers import read_records
 
     for record in read_records(training_files):
         text = record.data.decode()

@@ -15,7 +15,7 @@ from support.launching import ROOT
 
 from llm_pretrain.__main__ import main
 from llm_pretrain.config.loading import from_dict
-from llm_pretrain.data.loader.batches import sequences_per_epoch
+from llm_pretrain.data.loader import sequences_per_epoch
 
 ONE_PROCESS = ("divided twice", "a gate of one's own")
 """Mistakes that show on one process."""

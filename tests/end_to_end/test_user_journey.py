@@ -33,8 +33,8 @@ from support.launching import (
 )
 
 from llm_pretrain.config.loading import load_config
-from llm_pretrain.data.loader.batches import evaluation_batches
-from llm_pretrain.data.store.token_store import TokenStore
+from llm_pretrain.data.loader import evaluation_batches
+from llm_pretrain.data.store import TokenStore
 from llm_pretrain.export.huggingface import load_pretrained
 from llm_pretrain.model.kernels.loss import IGNORE_INDEX
 

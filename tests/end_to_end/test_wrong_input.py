@@ -22,8 +22,8 @@ from support.launching import ROOT, TIMEOUT_SECONDS, Finished, ForkedLaunch, lau
 
 import train_pretrain
 from llm_pretrain.__main__ import main as run_command
-from llm_pretrain.data.prepare.preparation import Preparation, prepare_store
-from llm_pretrain.data.store.token_store import TokenStore
+from llm_pretrain.data.preparation import Preparation, prepare_store
+from llm_pretrain.data.store import TokenStore
 from llm_pretrain.files import MARKER
 
 TINY = str(ROOT / "configs" / "tiny-dense.yaml")

@@ -10,10 +10,9 @@ from safetensors.torch import load_file, save_file
 
 from llm_pretrain.config.model_config import ModelConfig
 from llm_pretrain.errors import CheckpointError, ConfigError
-from llm_pretrain.export import config_json, tensor_layout
+from llm_pretrain.export import config_json, huggingface
 from llm_pretrain.export.config_json import huggingface_config, model_config_from_huggingface
-from llm_pretrain.export.huggingface import load_pretrained, to_huggingface
-from llm_pretrain.export.tensor_layout import from_huggingface
+from llm_pretrain.export.huggingface import from_huggingface, load_pretrained, to_huggingface
 from llm_pretrain.model.decoder import Decoder
 from llm_pretrain.training.model_setup import initialize_weights
 
@@ -278,14 +277,14 @@ def test_a_tensor_that_is_not_rearranged_changes_the_logits(changes, pattern, tm
     config = dataclasses.replace(MOE, **changes)
     ours, theirs = logits_in_transformers(config, tmp_path / "right")
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
-    rearranged = tensor_layout._rearranged
+    rearranged = huggingface._rearranged
 
     def partly_rearranged(tensors, model, model_type):
         plain = {tensor.name: tensor for tensor in tensors}
         for tensor in rearranged(plain.values(), model, model_type):
             yield plain[tensor.name] if re.search(pattern, tensor.name) else tensor
 
-    monkeypatch.setattr(tensor_layout, "_rearranged", partly_rearranged)
+    monkeypatch.setattr(huggingface, "_rearranged", partly_rearranged)
     ours, theirs = logits_in_transformers(config, tmp_path / "wrong")
     assert (ours - theirs).abs().max() > 1e-2
 

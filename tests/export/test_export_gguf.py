@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from llm_pretrain.config.model_config import ModelConfig
 from llm_pretrain.data.tokenizer_training import train_tokenizer
-from llm_pretrain.data.tokenizers.tokenizer import Tokenizer, open_tokenizer
+from llm_pretrain.data.tokenizers import Tokenizer, open_tokenizer
 from llm_pretrain.errors import CheckpointError, ConfigError, DataError
 from llm_pretrain.export.config_json import huggingface_config, native_config
 from llm_pretrain.export.gguf import write_gguf

@@ -6,7 +6,7 @@ import pytest
 from support.corpora import make_tokenizer
 
 from llm_pretrain.data.tokenizer_training import train_tokenizer
-from llm_pretrain.data.tokenizers.tokenizer import open_tokenizer
+from llm_pretrain.data.tokenizers import open_tokenizer
 from llm_pretrain.model.generation import TextStream
 
 TEXT = "naïve 你好 😀👩‍👩‍👧 e\u0301  two spaces\n\ttab \x00 \ufffd </s> ▁"

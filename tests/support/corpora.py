@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from llm_pretrain.config.evaluation_config import EvaluationConfig
 from llm_pretrain.config.tree import Config, DataConfig, SourceConfig, TrainingConfig
-from llm_pretrain.data.prepare.preparation import Preparation, prepare_store
-from llm_pretrain.data.store.token_store import TokenStore
+from llm_pretrain.data.preparation import Preparation, prepare_store
+from llm_pretrain.data.store import TokenStore, facts_digest
 
 WORDS = [
     "one",
@@ -87,6 +89,14 @@ def make_store(
     return prepare_store(
         Preparation([str(corpus)], tokenizer, folder, validation_fraction=validation_fraction, workers=1)
     )
+
+
+def edit_facts(store: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change the content of store.json and its digest, as if the store had been written so."""
+    facts = json.loads((store / "store.json").read_text())
+    change(facts)
+    facts["sha256"] = facts_digest(facts)
+    (store / "store.json").write_text(json.dumps(facts))
 
 
 def make_config(

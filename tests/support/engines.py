@@ -26,7 +26,7 @@ from llm_pretrain.config.tree import (
     SourceConfig,
     TrainingConfig,
 )
-from llm_pretrain.data.loader.batches import global_batches
+from llm_pretrain.data.loader import global_batches
 from llm_pretrain.model.decoder import Decoder
 from llm_pretrain.optim.param_groups import build_optimizer
 

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import llm_pretrain.optim.muon as muon
 import llm_pretrain.optim.param_groups as param_groups
-from llm_pretrain.data.loader.batches import shard
+from llm_pretrain.data.loader import shard
 from llm_pretrain.optim.schedule import learning_rate
 from llm_pretrain.training import decision
 from llm_pretrain.training.decision import Decision

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from support.faults import Patch
 from support.rank_cases import Case
 
-from llm_pretrain.data.loader.assembly import Batch
+from llm_pretrain.data.assembly import Batch
 from llm_pretrain.distributed import pipeline
 from llm_pretrain.distributed.pipeline import Pipeline
 

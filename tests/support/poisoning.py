@@ -9,9 +9,9 @@ from pathlib import Path
 
 from support.corpora import make_config, make_tokenizer, write_jsonl
 
-from llm_pretrain.data.loader.batches import train_samples
-from llm_pretrain.data.prepare.preparation import Preparation, prepare_store
-from llm_pretrain.data.store.token_store import TokenStore
+from llm_pretrain.data.loader import train_samples
+from llm_pretrain.data.preparation import Preparation, prepare_store
+from llm_pretrain.data.store import TokenStore
 
 SEQUENCE_LENGTH, GLOBAL_BATCH_SIZE, STEPS = 32, 8, 24
 POISONED = (18, 19, 22)

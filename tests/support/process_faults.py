@@ -21,7 +21,7 @@ from support.faults import Patch, defined, replace_everywhere
 from llm_pretrain.checkpoints import state
 from llm_pretrain.checkpoints.folders import committed_folders
 from llm_pretrain.checkpoints.store import CheckpointStore
-from llm_pretrain.data.loader.batches import global_batches
+from llm_pretrain.data.loader import global_batches
 from llm_pretrain.model.moe import Router
 from llm_pretrain.training.evaluation import Evaluator
 from llm_pretrain.training.recorder import Recorder

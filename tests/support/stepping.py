@@ -22,7 +22,7 @@ import llm_pretrain.optim.param_groups as optimizers
 import llm_pretrain.training.model_setup as building
 import llm_pretrain.training.trainer as loop
 from llm_pretrain.config.tree import Config
-from llm_pretrain.data.loader.assembly import Batch
+from llm_pretrain.data.assembly import Batch
 from llm_pretrain.training import corruption
 from llm_pretrain.training.decision import Decision
 from llm_pretrain.training.model_setup import initialize_weights

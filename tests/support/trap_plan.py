@@ -20,7 +20,7 @@ from support.rank_cases import Case
 from torch import Tensor
 
 import llm_pretrain.model.moe as moe
-from llm_pretrain.data.loader.assembly import Batch
+from llm_pretrain.data.assembly import Batch
 from llm_pretrain.distributed import collectives, context_parallel, expert_parallel, fsdp, tensor_parallel
 from llm_pretrain.distributed.pipeline import Pipeline
 from llm_pretrain.model.kernels.loss import IGNORE_INDEX

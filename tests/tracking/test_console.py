@@ -12,7 +12,8 @@ import termios
 import pytest
 
 from llm_pretrain.config.tree import Config
-from llm_pretrain.tracking.console import Console, time_text
+from llm_pretrain.runs.record import duration
+from llm_pretrain.tracking.trackers import Console
 
 ROW = {
     **{"step": 120, "train/loss": 4.23141, "train/learning_rate": 9.8e-4, "train/grad_norm": 0.8312},
@@ -28,7 +29,8 @@ def console(enabled: bool = True, **positions: int) -> Console:
 def test_a_row_is_a_readable_line(capsys):
     console().row(ROW)
     assert capsys.readouterr().out == (
-        "step 120/1000  loss 4.2314  lr 9.80e-04  grad 0.831  12.3k tok/s  mem 512 MB  mfu 41%  eta 2m10s\n"
+        "step 120/1000  loss 4.2314  lr 9.80e-04  grad 0.831  12.3k tok/s  "
+        "mem 512.0 MiB  mfu 41%  eta 2m10s\n"
     )
 
 
@@ -105,7 +107,7 @@ def test_a_console_that_fails_shows_nothing_more(monkeypatch, failure):
 def test_a_terminal_gets_a_bar_with_rate_and_time_left(size):
     code = (
         "from llm_pretrain.config.tree import Config\n"
-        "from llm_pretrain.tracking.console import Console\nimport time\n"
+        "from llm_pretrain.tracking.trackers import Console\nimport time\n"
         "c = Console(Config(), enabled=True, start_step=10, max_steps=40)\n"
         "for step in range(11, 31):\n"
         "    time.sleep(0.02)\n"
@@ -140,4 +142,4 @@ def test_a_name_cannot_steer_the_terminal(capsys):
 
 
 def test_times_as_text():
-    assert [time_text(seconds) for seconds in (45, 750, 3900)] == ["45s", "12m30s", "1h05m"]
+    assert [duration(seconds) for seconds in (45, 750, 3900)] == ["45s", "12m30s", "1h05m"]

@@ -52,7 +52,7 @@ def test_the_table_has_the_newest_figures_of_a_run(tmp_path: Path, monkeypatch: 
     run = make_run(tmp_path / "run", rows, attempts=[attempt_row(0, 0)], state="running", step=38)
     header, line = frame_of(run).splitlines()
     assert header.split() == ["run", "state", "step", "loss", "tok/s", "left", "row"]
-    expected = f"run running 40/100 {rows[39]['train/loss']:.4f} 2.5k 1 min 00 s 5 s ago"
+    expected = f"run running 40/100 {rows[39]['train/loss']:.4f} 2.5k 1m00s 5s ago"
     assert line.split() == expected.split()
 
 

@@ -19,8 +19,8 @@ from support.stepping import Driven, relative_error
 
 from llm_pretrain.config.loading import compiles, from_dict, validate
 from llm_pretrain.config.tree import Config
-from llm_pretrain.data.loader.assembly import Batch
-from llm_pretrain.data.loader.batches import global_batches
+from llm_pretrain.data.assembly import Batch
+from llm_pretrain.data.loader import global_batches
 from llm_pretrain.errors import ConfigError
 from llm_pretrain.model.layers import RMSNorm
 from llm_pretrain.training import model_setup

@@ -7,7 +7,7 @@ import torch
 
 from llm_pretrain.config.model_config import ModelConfig
 from llm_pretrain.config.tree import Config, RunConfig
-from llm_pretrain.data.loader.assembly import Batch
+from llm_pretrain.data.assembly import Batch
 from llm_pretrain.training.engine import seed_dropout
 
 

@@ -19,8 +19,8 @@ from torch.nn import Parameter
 from llm_pretrain.checkpoints.opening import open_model
 from llm_pretrain.config.loading import validate
 from llm_pretrain.config.tree import Config
-from llm_pretrain.data.loader.batches import evaluation_batches
-from llm_pretrain.data.store.token_store import TokenStore
+from llm_pretrain.data.loader import evaluation_batches
+from llm_pretrain.data.store import TokenStore
 from llm_pretrain.distributed.collectives import OneRank
 from llm_pretrain.distributed.mesh import Place
 from llm_pretrain.export.huggingface import load_pretrained

@@ -24,9 +24,9 @@ from torch.nn.functional import cross_entropy
 
 from llm_pretrain.config.model_config import ModelConfig
 from llm_pretrain.config.tree import Config
-from llm_pretrain.data.loader.assembly import Batch
-from llm_pretrain.data.loader.batches import global_batches
-from llm_pretrain.data.store.token_store import TokenStore
+from llm_pretrain.data.assembly import Batch
+from llm_pretrain.data.loader import global_batches
+from llm_pretrain.data.store import TokenStore
 from llm_pretrain.model.decoder import Decoder, DecoderOutput
 from llm_pretrain.model.moe import Router
 from llm_pretrain.training.engine import seed_dropout

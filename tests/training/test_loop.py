@@ -17,7 +17,7 @@ from support.launching import ROOT, Finished, train
 from torch import Tensor
 
 import train_pretrain
-from llm_pretrain.data.prepare.preparation import Preparation, prepare_store
+from llm_pretrain.data.preparation import Preparation, prepare_store
 from llm_pretrain.model.decoder import Decoder, DecoderOutput
 from llm_pretrain.training import model_setup
 from llm_pretrain.training.evaluation import Evaluator

@@ -16,8 +16,8 @@ import torch
 from support.launching import ROOT, Finished, assert_same_tensors, checkpoint_tensors, train
 
 from llm_pretrain.__main__ import main
-from llm_pretrain.data.store.token_store import TokenStore
-from llm_pretrain.data.tokenizers.tokenizer import open_tokenizer
+from llm_pretrain.data.store import TokenStore
+from llm_pretrain.data.tokenizers import open_tokenizer
 from llm_pretrain.model import generation
 from llm_pretrain.model.decoder import Decoder
 from llm_pretrain.training.evaluation import Evaluator, Samples

@@ -14,9 +14,9 @@ from support.launching import ROOT, Finished, train
 
 from llm_pretrain.config.evaluation_config import EvaluationConfig
 from llm_pretrain.config.tree import Config
-from llm_pretrain.data.loader.assembly import Batch
-from llm_pretrain.data.loader.batches import evaluation_batches, global_batches
-from llm_pretrain.data.store.token_store import TokenStore
+from llm_pretrain.data.assembly import Batch
+from llm_pretrain.data.loader import evaluation_batches, global_batches
+from llm_pretrain.data.store import TokenStore
 from llm_pretrain.distributed.collectives import OneRank
 from llm_pretrain.distributed.mesh import Place
 from llm_pretrain.model.decoder import Decoder, DecoderOutput

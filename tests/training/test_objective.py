@@ -13,9 +13,9 @@ from torch import Tensor
 
 from llm_pretrain.config.model_config import ModelConfig
 from llm_pretrain.config.tree import Config
-from llm_pretrain.data.loader.assembly import Batch
-from llm_pretrain.data.loader.batches import global_batches
-from llm_pretrain.data.store.token_store import TokenStore
+from llm_pretrain.data.assembly import Batch
+from llm_pretrain.data.loader import global_batches
+from llm_pretrain.data.store import TokenStore
 from llm_pretrain.model.decoder import Decoder
 from llm_pretrain.training.model_setup import initialize_weights
 from llm_pretrain.training.recorder import loss_metrics

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from llm_pretrain.config.model_config import ModelConfig
 from llm_pretrain.config.tree import Config
-from llm_pretrain.data.loader.assembly import Batch
-from llm_pretrain.data.loader.batches import MicroBatches, train_samples
-from llm_pretrain.data.store.token_store import TokenStore
+from llm_pretrain.data.assembly import Batch
+from llm_pretrain.data.loader import MicroBatches, train_samples
+from llm_pretrain.data.store import TokenStore
 from llm_pretrain.model.decoder import Decoder
 from llm_pretrain.model.kernels.experts import experts_reference
 from llm_pretrain.model.kernels.loss import IGNORE_INDEX

@@ -14,9 +14,9 @@ from support.launching import ROOT
 import train_pretrain
 import train_pretrain_accelerate
 from llm_pretrain.config.distributed_config import MeshSizes
-from llm_pretrain.data.loader.assembly import Batch
-from llm_pretrain.data.loader.batches import evaluation_batches
-from llm_pretrain.data.store.token_store import TokenStore
+from llm_pretrain.data.assembly import Batch
+from llm_pretrain.data.loader import evaluation_batches
+from llm_pretrain.data.store import TokenStore
 from llm_pretrain.distributed.mesh import Place
 from llm_pretrain.errors import ConfigError
 from llm_pretrain.launch.checks import check_accelerate_settings, check_strategy, preserved_environment

@@ -29,7 +29,7 @@ import llm_pretrain.export.huggingface as export
 from llm_pretrain.checkpoints.state import raw_module
 from llm_pretrain.config.model_config import ModelConfig
 from llm_pretrain.config.tree import CheckpointConfig
-from llm_pretrain.data.store.token_store import TokenStore
+from llm_pretrain.data.store import TokenStore
 from llm_pretrain.errors import CheckpointError
 from llm_pretrain.export import huggingface
 from llm_pretrain.model.decoder import Decoder

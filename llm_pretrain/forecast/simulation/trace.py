@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from llm_pretrain.config.tree import Config
-from llm_pretrain.data.loader import Batch, padded_offsets
+from llm_pretrain.data.assembly import Batch, padded_offsets
 from llm_pretrain.distributed import expert_parallel, fsdp
 from llm_pretrain.distributed.initial_values import materialize
 from llm_pretrain.forecast.simulation.tracker import GRADIENTS, OPTIMIZER, PARAMETERS, Collective, Tracker

@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from llm_pretrain.data.chat.rendering import ChatTemplateError, NoChatTemplateError, encode_chat
-from llm_pretrain.data.sources.documents import (
+from llm_pretrain.data.chat import ChatTemplateError, NoChatTemplateError, encode_chat
+from llm_pretrain.data.documents import (
     EMPTY,
     NO_TARGET,
     Document,
@@ -30,7 +30,7 @@ from llm_pretrain.data.sources.documents import (
     RecordError,
     parse_record,
 )
-from llm_pretrain.data.tokenizers.tokenizer import Tokenizer, open_tokenizer, use_one_thread
+from llm_pretrain.data.tokenizers import Tokenizer, open_tokenizer, use_one_thread
 from llm_pretrain.errors import DataError, ResourceError
 
 
@@ -92,7 +92,6 @@ class Encoder:
         self._piece_bytes = tokenizer.token_bytes()
 
     def encode(self, records: Sequence[RawRecord]) -> EncodedBatch:
-        """Encodes `records` in order."""
         try:
             return self._encode(records, alone=False)
         except DataError:  # the tokenizer failed at a text: encode each alone, to find the record

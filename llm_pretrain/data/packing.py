@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from filelock import FileLock, Timeout
 
-from llm_pretrain.data.store.token_store import TokenStore, sample_digest
+from llm_pretrain.data.store import TokenStore, sample_digest
 
 _DOCUMENTS_AT_ONCE = 1 << 17
 
@@ -48,7 +48,8 @@ class PackedParts:
     """A `PackedIndex` produced in parts, to save memory: `whole` one-piece sequences, then the `rest`.
 
     `starts` and `whole_pieces`, int64 [documents], give the start of each document and how many full pieces
-    of `sequence_length` it has. The columns are iterators of arrays to concatenate, of any integer type.
+    of `sequence_length` it has. The columns of the `PackedIndex` are iterators of arrays to concatenate, of
+    any integer type.
     """
 
     starts: np.ndarray
@@ -63,7 +64,6 @@ class PackedParts:
         return {"pieces": self.whole + len(self.rest.piece_start), "sequences": self.whole + len(self.rest)}
 
     def piece_start(self) -> Iterator[np.ndarray]:
-        """Column of `PackedIndex`."""
         for first in range(0, len(self.starts) if self.whole else 0, _DOCUMENTS_AT_ONCE):
             pieces = self.whole_pieces[first : first + _DOCUMENTS_AT_ONCE]
             done = np.arange(int(pieces.sum())) - _cumulative(pieces)[:-1].repeat(pieces)
@@ -73,13 +73,11 @@ class PackedParts:
         yield self.rest.piece_start
 
     def piece_length(self) -> Iterator[np.ndarray]:
-        """Column of `PackedIndex`."""
         for first in range(0, self.whole, _DOCUMENTS_AT_ONCE):
             yield np.full(min(_DOCUMENTS_AT_ONCE, self.whole - first), self.sequence_length, dtype=np.int32)
         yield self.rest.piece_length
 
     def sequence_offsets(self) -> Iterator[np.ndarray]:
-        """Column of `PackedIndex`."""
         for first in range(0, self.whole, _DOCUMENTS_AT_ONCE):
             yield np.arange(first, min(first + _DOCUMENTS_AT_ONCE, self.whole))
         yield self.rest.sequence_offsets + self.whole

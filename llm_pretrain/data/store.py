@@ -8,64 +8,36 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
-import re
 from collections.abc import Iterator
-from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
-from llm_pretrain.config.schema import matches_type
-from llm_pretrain.data.tokenizers.tokenizer import MAX_VOCAB_SIZE, Tokenizer, open_tokenizer
+from llm_pretrain.data.tokenizers import Tokenizer, open_tokenizer
 from llm_pretrain.errors import DataError
-from llm_pretrain.files import open_plain, read_plain
+from llm_pretrain.files import json_object, open_data, read_data
 
 FORMAT = "llm_pretrain token store"
 FORMAT_VERSION = 1
 
-_MOST = 1 << 53
-"""Upper bound on counts; larger ones are an error and could overflow int64 in sums."""
-_FILE = re.compile(r"(?:[A-Za-z0-9_-][A-Za-z0-9._-]*/)*[A-Za-z0-9_-][A-Za-z0-9._-]*")
-"""A relative path inside the store."""
-
-_FACTS: dict[str, Any] = {
-    **{"dtype": str, "vocab_size": int, "tokenizer_hash": str, "special_ids": list[int]},
-    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), int | None),
-    **{"zlib_bits_per_byte": float | None, "splits": dict, "files": dict[str, dict], "sha256": str},
-}
-_SPLIT_FACTS: dict[str, Any] = {
-    **dict.fromkeys(("documents", "tokens", "targets", "text_bytes", "max_token_id"), int),
-    **{"shards": list[dict], "masked": bool},
-}
-_OPTIONAL_FACTS: dict[str, Any] = {
-    **{"inputs": list[str], "input_documents": list[int] | None, "skipped": dict[str, int]},
-    **{"duplicates": int, "altered_documents": int},
-}
-
 
 def read_facts(path: Path) -> tuple[dict[str, Any], str]:
-    """(content of store.json, its SHA-256). Raises DataError for content that `prepare` does not write."""
+    """(content of store.json, its SHA-256). Raises DataError for another content than was written."""
     file = path / "store.json"
     if not file.is_file():
         raise DataError(
             f"{path}: expected a folder with store.json, found none; make one with "
             f"`llm-pretrain prepare --output {path}` (its --help has examples)"
         )
-    try:
-        content = read_plain(file)
-    except OSError as error:
-        raise DataError(f"{file}: expected a readable file, found: {error.strerror}") from error
-    try:
-        facts = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{file}: expected JSON, found: {error!s:.200}") from error
-    if not isinstance(facts, dict) or facts.get("format") != FORMAT:
+    content = read_data(file)
+    facts = json_object(file, content)
+    if facts.get("format") != FORMAT:
         raise DataError(f"{file}: expected format {FORMAT!r}, found another file; name a store's folder")
-    version = facts.get("format_version")
+    version, digest = facts.get("format_version"), facts_digest(facts)
     _require(version == FORMAT_VERSION, file, f"format_version {FORMAT_VERSION}", f"{version!r:.40}")
-    _check_facts(file, facts)
+    if facts.get("sha256") != digest:
+        raise _altered(path, "store.json", "SHA-256", str(facts.get("sha256")), digest)
     return facts, hashlib.sha256(content).hexdigest()
 
 
@@ -78,63 +50,6 @@ def facts_digest(facts: dict[str, Any]) -> str:
 def _require(condition: bool, file: Path, expected: str, found: object) -> None:
     if not condition:
         raise DataError(f"{file}: expected {expected}, found {found!s:.80}; prepare the store again")
-
-
-def _check_types(file: Path, prefix: str, facts: dict[str, Any], types: dict[str, Any]) -> None:
-    for key, kind in types.items():
-        _require(key in facts, file, f"the field {prefix}{key}", "none")
-        name = kind.__name__ if isinstance(kind, type) else kind
-        _require(matches_type(kind, facts[key]), file, f"{prefix}{key} of type {name}", f"{facts[key]!r:.40}")
-
-
-def _check_facts(file: Path, facts: dict[str, Any]) -> None:
-    """Checks every entry that is used later, so that an edited store.json gives no KeyError there."""
-    _check_types(file, "", facts, _FACTS)
-    _check_types(file, "", facts, {key: kind for key, kind in _OPTIONAL_FACTS.items() if key in facts})
-    _require(facts["dtype"] in ("<u2", "<u4"), file, "dtype <u2 or <u4", f"{facts['dtype']!r:.40}")
-    size = facts["vocab_size"]
-    for name in ("train", "validation"):
-        split = facts["splits"].get(name)
-        _require(isinstance(split, dict), file, f"a split {name}", "none")
-        _check_types(file, f"splits.{name}.", split, _SPLIT_FACTS)
-        for count in ("documents", "tokens", "targets", "text_bytes"):
-            expected = f"splits.{name}.{count} between 0 and {_MOST}"
-            _require(0 <= split[count] <= _MOST, file, expected, f"{split[count]!r:.40}")
-        found = f"{split['max_token_id']} in {name}"
-        _require(split["max_token_id"] < size, file, f"token ids below vocab_size {size}", found)
-    _require(0 < size <= MAX_VOCAB_SIZE, file, f"vocab_size of 1 to {MAX_VOCAB_SIZE}", f"{size!r:.40}")
-    bits = facts["zlib_bits_per_byte"]
-    _require(bits is None or math.isfinite(bits), file, "zlib_bits_per_byte to be finite", bits)
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        index = facts[name]
-        in_vocabulary = index is None or 0 <= index < size
-        _require(in_vocabulary, file, f"{name} below vocab_size {size}", f"{index!r:.40}")
-    _check_entries(file, facts)
-
-
-def _check_entries(file: Path, facts: dict[str, Any]) -> None:
-    """Checks counts, and that `files` has the size and hash of every file that is read."""
-    files = facts["files"]
-    for name, entry in files.items():
-        _require(_FILE.fullmatch(name) is not None, file, "names of files in the store", f"{name!r:.80}")
-        _check_types(file, f"files.{name:.80}.", entry, {"bytes": int, "sha256": str, "sample": str})
-    counts = [
-        *facts["special_ids"],
-        *(facts.get("input_documents") or ()),
-        *facts.get("skipped", {}).values(),
-    ]
-    needed = ["tokenizer/tokenizer.json"]
-    for name in ("train", "validation"):
-        split = facts["splits"][name]
-        for shard in split["shards"]:
-            _check_types(file, f"splits.{name}.shards: ", shard, {"file": str, "tokens": int})
-            counts.append(shard["tokens"])
-        parts = ["offsets.bin", *(["loss_mask.bin"] if split["masked"] else [])]
-        needed += [f"{name}/{part}" for part in (*parts, *(shard["file"] for shard in split["shards"]))]
-    wrong = next((count for count in counts if not 0 <= count <= _MOST), None)
-    _require(wrong is None, file, f"counts and ids between 0 and {_MOST}", f"{wrong!r:.40}")
-    missing = next((name for name in needed if name not in files), None)
-    _require(missing is None, file, f"{missing!s:.80} in files", "none")
 
 
 SAMPLE_BLOCKS = 4
@@ -158,7 +73,7 @@ def sample_digest(file: BinaryIO, size: int, start: int = 0) -> str:
 def check_digests(path: Path, files: dict[str, dict[str, Any]]) -> None:
     """Reads every file of the store at `path` and compares its hash. Raises DataError for an altered one."""
     for name, expected in files.items():
-        with _open(path / name) as file:
+        with open_data(path / name) as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
         if found != expected["sha256"]:
             raise _altered(path, name, "SHA-256", expected["sha256"], found)
@@ -167,17 +82,10 @@ def check_digests(path: Path, files: dict[str, dict[str, Any]]) -> None:
 def check_samples(path: Path, files: dict[str, dict[str, Any]]) -> None:
     """Compares the sample digest of every file. Raises DataError for an altered file."""
     for name, expected in files.items():
-        with _open(path / name) as file:
+        with open_data(path / name) as file:
             found = sample_digest(file, expected["bytes"])
         if found != expected["sample"]:
             raise _altered(path, name, "sample", expected["sample"], found)
-
-
-def _open(file: Path) -> BufferedReader:
-    try:
-        return open_plain(file)
-    except OSError as error:
-        raise DataError(f"{file}: expected a readable file, found: {error.strerror}") from error
 
 
 def _altered(path: Path, name: str, kind: str, expected: str, found: str) -> DataError:
@@ -203,14 +111,17 @@ def check_offsets(folder: Path, offsets: np.ndarray, shard_starts: np.ndarray) -
     _require(begins, file, "every shard to begin with a document", "one that does not")
 
 
-def check_ids_below(file: Path, tokens: np.ndarray, vocab_size: int) -> None:
-    """Raises DataError for a token id outside the vocabulary. Reads the whole file."""
-    for start in range(0, len(tokens), _BLOCK):
-        part = tokens[start : start + _BLOCK]
-        if int(part.max()) >= vocab_size:
-            place = int(np.argmax(part >= vocab_size))
-            found = f"{int(part[place])} at {start + place}"
-            _require(False, file, f"token ids below vocab_size {vocab_size}", found)
+def check_ids(
+    ids: np.ndarray, vocab_size: int, name: object, position: int, advice: str = "prepare the store again"
+) -> None:
+    """Raises DataError for the first of `ids` outside [0, vocab_size); `position` is that of ids[0]."""
+    if not len(ids) or (int(ids.min()) >= 0 and int(ids.max()) < vocab_size):
+        return
+    place = int(np.argmax((ids < 0) | (ids >= vocab_size)))
+    raise DataError(
+        f"{name}: expected token ids below vocab_size {vocab_size}, found {int(ids[place])} at "
+        f"{position + place}; {advice}"
+    )
 
 
 VERIFY_LIMIT = 256 << 20
@@ -278,9 +189,6 @@ class TokenStore:
 
     def verify(self) -> None:
         """Reads and hashes every file, whatever the store's size. Raises DataError for an altered one."""
-        expected, found = self.facts["sha256"], facts_digest(self.facts)
-        if expected != found:
-            raise _altered(self.path, "store.json", "SHA-256", expected, found)
         check_digests(self.path, self.facts["files"])
         self._check_ids()
 
@@ -324,7 +232,8 @@ class TokenStore:
     def _check_ids(self) -> None:
         for name in ("train", "validation"):
             for file, tokens in zip(self.split(name).shard_files, self.split(name).shards, strict=True):
-                check_ids_below(file, tokens, self.vocab_size)
+                for start in range(0, len(tokens), _BLOCK):
+                    check_ids(tokens[start : start + _BLOCK], self.vocab_size, file, start)
 
 
 def _open_again(path: Path, expected: str) -> TokenStore:

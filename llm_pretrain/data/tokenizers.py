@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from llm_pretrain.errors import DataError
-from llm_pretrain.files import json_object, read_plain
+from llm_pretrain.files import read_data, read_object
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -69,7 +69,7 @@ class Tokenizer:
         import tokenizers
 
         self.folder = folder
-        data = _read(folder / "tokenizer.json")
+        data = read_data(folder / "tokenizer.json")
         with self.wrapped_errors():
             self._spec: dict[str, Any] = json.loads(data)
             self._check_spec()
@@ -144,7 +144,7 @@ class Tokenizer:
         """
         vocabulary = self._backend.get_vocab(with_added_tokens=True)
         for file in (self.folder / "tokenizer_config.json", self.folder / "special_tokens_map.json"):
-            content = _json_object(file) if file.is_file() else {}
+            content = read_object(file) if file.is_file() else {}
             for key in ("added_tokens_decoder", "extra_special_tokens", "additional_special_tokens"):
                 value = content.get(key)
                 entries = value.values() if isinstance(value, dict) else value
@@ -265,17 +265,6 @@ def use_one_thread() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
-def _read(path: Path) -> bytes:
-    try:
-        return read_plain(path)
-    except OSError as error:
-        raise DataError(f"{path}: expected a readable file, found: {error.strerror}") from error
-
-
-def _json_object(path: Path) -> dict[str, Any]:
-    return json_object(path, _read(path))
-
-
 def _kind(spec: dict[str, Any]) -> str:
     model = spec["model"]
     if model["type"] != "BPE":
@@ -289,9 +278,9 @@ def _chat_template(folder: Path, name: str) -> str | None:
     """From chat_template.jinja, else from tokenizer_config.json; a single one is named `default`."""
     template: Any = None
     if (folder / "chat_template.jinja").is_file():
-        template = _read(folder / "chat_template.jinja").decode("utf-8", errors="replace")
+        template = read_data(folder / "chat_template.jinja").decode("utf-8", errors="replace")
     elif (folder / "tokenizer_config.json").is_file():
-        template = _json_object(folder / "tokenizer_config.json").get("chat_template")
+        template = read_object(folder / "tokenizer_config.json").get("chat_template")
     templates = template if isinstance(template, list) else [{"name": "default", "template": template}]
     entries = [entry for entry in templates if isinstance(entry, dict)]
     template = next((entry.get("template") for entry in entries if entry.get("name") == name), None)
@@ -304,7 +293,7 @@ def _special_tokens(folder: Path) -> dict[str, str]:
     for file in ("special_tokens_map.json", "tokenizer_config.json"):
         if not (folder / file).is_file():
             continue
-        content = _json_object(folder / file)
+        content = read_object(folder / file)
         for key in ("bos_token", "eos_token", "pad_token", "unk_token"):
             value = content.get(key)
             token = value.get("content") if isinstance(value, dict) else value

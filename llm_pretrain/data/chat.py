@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from llm_pretrain.data.tokenizers.tokenizer import Tokenizer
+from llm_pretrain.data.tokenizers import Tokenizer
 from llm_pretrain.errors import DataError, ResourceError
 
 TRAINING_DATE = datetime.datetime(2024, 7, 26)
@@ -80,7 +80,7 @@ class _TemplateProcess:
     def _answer(self, template: bytes, request: bytes) -> dict[str, Any]:
         if self._process is None:
             self._template = b""
-            loop = "from llm_pretrain.data.chat.template import serve"
+            loop = "from llm_pretrain.data.chat_template import serve"
             code = f"import sys; sys.path[:] = {sys.path!r}; {loop}; serve({SECONDS}, {SECONDS_PER_BYTE})"
             command = [sys.executable, "-c", code]
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -141,12 +141,10 @@ def encode_chat(
     return ids, mask.tolist()
 
 
-def chat_prompt_ids(
-    tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], tools: list[Any] | None = None
-) -> list[int]:
+def chat_prompt_ids(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]]) -> list[int]:
     """Ids of the conversation and the header of the assistant's next turn. Raises as `encode_chat`."""
     encoder = _encoder(tokenizer)
-    rendered = encoder.render(messages, tools, datetime.datetime.now(), is_prompt=True)
+    rendered = encoder.render(messages, None, datetime.datetime.now(), is_prompt=True)
     return encoder.encode(rendered)[0]
 
 

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from llm_pretrain.data.sources.documents import BROKEN, RawRecord, bad_record
-from llm_pretrain.data.sources.inputs import hub_tables
+from llm_pretrain.data.documents import BROKEN, RawRecord, bad_record
+from llm_pretrain.data.inputs import hub_tables
 from llm_pretrain.errors import DataError, ResourceError
 from llm_pretrain.files import open_plain
 

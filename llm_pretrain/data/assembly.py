@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from llm_pretrain.data.loader.packing import PackedIndex
-from llm_pretrain.data.store.token_store import TokenStore
+from llm_pretrain.data.packing import PackedIndex
+from llm_pretrain.data.store import TokenStore
 from llm_pretrain.errors import DataError
 
 

@@ -15,10 +15,10 @@ import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import unquote
 
-from llm_pretrain.data.sources.documents import REPEATED, UNREADABLE
+from llm_pretrain.data.documents import REPEATED, UNREADABLE
 from llm_pretrain.errors import DataError
 from llm_pretrain.files import read_json
 
@@ -135,16 +135,6 @@ _DATASETS_NOTES = {"dataset_info.json", "state.json", "dataset_dict.json"}
 """Metadata that `save_to_disk` of the `datasets` library writes beside its .arrow files."""
 
 
-class FileStatus(NamedTuple):
-    """A file's bytes, times of modification and of change in nanoseconds, inode and the inode's device."""
-
-    size: int
-    modified: int
-    changed: int
-    inode: int
-    device: int
-
-
 @dataclass(frozen=True, slots=True)
 class Source:
     """A file or hub data set: its `name` for messages, `path` (None for the hub), index `entry` of its input.
@@ -157,7 +147,7 @@ class Source:
     path: Path | None
     entry: int
     conversations: bool = False
-    status: FileStatus | None = None
+    status: os.stat_result | None = None
     fault: tuple[str, str] | None = None
 
     def format(self) -> str:
@@ -181,7 +171,7 @@ class Source:
         # the change time, since `cp -p`, `rsync -t` and `tar` restore the other; no device, whose number
         # another mount changes
         status = self.status
-        of_file = (status.size, status.modified, status.changed, status.inode) if status else ()
+        of_file = (status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino) if status else ()
         return (f"{self.path.absolute()}{self.fault or ''}", *of_file)
 
     def change(self) -> str | None:
@@ -190,13 +180,13 @@ class Source:
         before = self.status
         assert before is not None
         try:
-            now = _status(self.path.stat())
+            now = self.path.stat()
         except OSError as error:
             return f"expected the file to stay until it is read, found: {error.strerror}"
-        if (now.size, now.modified, now.inode) == (before.size, before.modified, before.inode):
+        if all(getattr(now, name) == getattr(before, name) for name in ("st_size", "st_mtime_ns", "st_ino")):
             return None
         return (
-            f"expected the {before.size} bytes that were there when work began, found {now.size} "
+            f"expected the {before.st_size} bytes that were there when work began, found {now.st_size} "
             "or other ones; wait until its writer is done"
         )
 
@@ -249,11 +239,7 @@ def _source(name: str, path: Path, entry: int, *, chat: bool) -> Source:
         return replace(source, fault=(UNREADABLE, f"found: {error.strerror}"))
     if not stat.S_ISREG(status.st_mode):
         return replace(source, fault=(UNREADABLE, f"expected a file, found {_kind(status.st_mode)}"))
-    return replace(source, status=_status(status))
-
-
-def _status(status: os.stat_result) -> FileStatus:
-    return FileStatus(status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev)
+    return replace(source, status=status)
 
 
 def _kind(mode: int) -> str:
@@ -268,7 +254,7 @@ def _without_repetition(sources: Iterable[Source]) -> Iterable[Source]:
     names: dict[tuple[object, ...], str] = {}
     for source in sources:
         status = source.status
-        key = (source.conversations, *((status.inode, status.device) if status else (source.name,)))
+        key = (source.conversations, *((status.st_ino, status.st_dev) if status else (source.name,)))
         first = names.get(key)
         names.setdefault(key, source.name)
         if first is not None:

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from llm_pretrain.data.store.token_store import FORMAT, FORMAT_VERSION, facts_digest, sample_digest
-from llm_pretrain.data.tokenizers.tokenizer import TOKENIZER_FILES, Tokenizer
+from llm_pretrain.data.store import FORMAT, FORMAT_VERSION, facts_digest, sample_digest
+from llm_pretrain.data.tokenizers import TOKENIZER_FILES, Tokenizer
 from llm_pretrain.errors import OutputError
 from llm_pretrain.files import foreign_file, read_json
 from llm_pretrain.version import __version__
@@ -62,7 +62,6 @@ class HashedFile:
                 yield data
 
     def write(self, data: bytes | memoryview) -> None:
-        """Appends `data`."""
         self._file.write(data)
         self._hash.update(data)
         self.bytes += len(data)

@@ -18,7 +18,7 @@ from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from llm_pretrain.data.sources.documents import (
+from llm_pretrain.data.documents import (
     BROKEN,
     CHANGED,
     NUL,
@@ -28,8 +28,8 @@ from llm_pretrain.data.sources.documents import (
     RawRecord,
     bad_record,
 )
-from llm_pretrain.data.sources.inputs import DELIMITERS, LINE_SUFFIXES, TABLE_SUFFIXES, Source, find_sources
-from llm_pretrain.data.sources.tables import choose_columns, hub_records, table_records
+from llm_pretrain.data.inputs import DELIMITERS, LINE_SUFFIXES, TABLE_SUFFIXES, Source, find_sources
+from llm_pretrain.data.tables import choose_columns, hub_records, table_records
 from llm_pretrain.errors import DataError
 from llm_pretrain.files import open_plain
 
@@ -280,11 +280,9 @@ def _signature(node: _Definition) -> str:
     return f"{prefix} {node.name}({ast.unparse(node.args)})"
 
 
-def read_records(
-    inputs: Sequence[str], *, text_column: str = "text", after: tuple[int, int] = (0, -1)
-) -> Iterator[RawRecord]:
+def read_records(inputs: Sequence[str], *, text_column: str = "text") -> Iterator[RawRecord]:
     """The raw records of `inputs` in order; see `read_sources`."""
-    yield from read_sources(find_sources(inputs), text_column=text_column, after=after)
+    yield from read_sources(find_sources(inputs), text_column=text_column)
 
 
 def read_sources(

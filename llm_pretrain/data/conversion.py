@@ -1,0 +1,358 @@
+"""Converts token files of nanoGPT, llm.c and modded-nanogpt into a token store, without tokenising."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import pickle
+import pickletools
+import re
+import struct
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from llm_pretrain.data.preparation import HASHES, ZlibRate, check_fraction
+from llm_pretrain.data.store import check_ids
+from llm_pretrain.data.store_writer import StoreWriter
+from llm_pretrain.data.tokenizer_training import nanogpt_tokenizer, write_files
+from llm_pretrain.data.tokenizers import Tokenizer, open_tokenizer
+from llm_pretrain.errors import ConfigError, DataError
+from llm_pretrain.files import open_data, read_data
+
+BATCH_TOKENS = 1 << 20
+"""Documents are read in groups of about this many tokens."""
+
+_HEADER_BYTES = 1024
+_HEADERS = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}
+"""(magic, version) of a header of 256 int32, whose third number is the token count -> token dtype."""
+
+
+@dataclass(frozen=True)
+class DocumentFile:
+    """Documents in a file: document d is tokens [offsets[d], offsets[d + 1]) of `tokens`, a memory map.
+
+    `name` is for messages.
+    """
+
+    name: str
+    tokens: np.ndarray
+    offsets: np.ndarray
+
+    def batches(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """(ids, lengths) of groups of documents, in order, without empty documents."""
+        offsets = self.offsets
+        first = 0
+        while first < len(offsets) - 1:
+            limit = int(offsets[first]) + BATCH_TOKENS
+            last = max(first + 1, int(np.searchsorted(offsets, limit, side="right")) - 1)
+            ids = np.asarray(self.tokens[int(offsets[first]) : int(offsets[last])])
+            lengths = np.diff(offsets[first : last + 1])
+            yield ids, lengths[lengths > 0]
+            first = last
+
+
+def open_nanogpt(path: Path, end_of_document: int) -> DocumentFile:
+    """Opens a `.bin` of uint16 ids, or one with llm.c's header; each `end_of_document` ends a document.
+
+    Tokens after the last one are a document too. Raises DataError for another file.
+    """
+    tokens = _nanogpt_tokens(path)
+    ends = [np.zeros(1, dtype=np.int64)]
+    for start in range(0, len(tokens), BATCH_TOKENS):
+        found = np.flatnonzero(tokens[start : start + BATCH_TOKENS] == end_of_document)
+        ends.append(found.astype(np.int64) + start + 1)
+    if int(ends[-1][-1] if len(ends[-1]) else -1) != len(tokens):
+        ends.append(np.array([len(tokens)], dtype=np.int64))
+    return DocumentFile(str(path), tokens, np.concatenate(ends))
+
+
+def _nanogpt_tokens(path: Path) -> np.ndarray:
+    with open_data(path) as file:
+        size, head = os.fstat(file.fileno()).st_size, file.read(12)
+    header = struct.unpack("<3i", head) if len(head) == 12 else (0, 0, 0)
+    magics = {magic for magic, _ in _HEADERS}
+    if header[0] not in magics:
+        if size == 0 or size % 2:
+            raise DataError(f"{path}: expected uint16 token ids, an even number of bytes, found {size} bytes")
+        return np.memmap(path, dtype="<u2", mode="r")
+    dtype = _HEADERS.get((header[0], header[1]))
+    if dtype is None:
+        raise DataError(f"{path}: expected llm.c's version 1 or 7 in its header, found version {header[1]}")
+    expected = _HEADER_BYTES + header[2] * dtype.itemsize
+    if header[2] < 1 or size != expected:
+        raise DataError(
+            f"{path}: expected {header[2]} tokens as its header says, {expected} bytes, found {size} bytes"
+        )
+    return np.memmap(path, dtype=dtype, mode="r", offset=_HEADER_BYTES)
+
+
+_PLAIN_PICKLE = re.compile(
+    "PROTO|FRAME|STOP|MARK|MEMOIZE|(LONG_|BIN|LONG_BIN)?(PUT|GET)|NONE|NEW(TRUE|FALSE)|(BIN)?INT[12]?|LONG[14]?"
+    "|(BIN)?FLOAT|(SHORT_)?(BIN)?UNICODE8?|(EMPTY_)?(DICT|LIST|TUPLE)[123]?|SETITEMS?|APPENDS?"
+)
+"""Instructions of a pickle that builds containers of strings and numbers. Any other might import or call."""
+
+
+def read_characters(inputs: Sequence[str]) -> dict[Path, list[str]]:
+    """The characters of ids 0, 1, … that each nanoGPT `meta.pkl` in or beside the inputs states as `itos`.
+
+    Raises DataError for a file that needs more than strings, numbers and containers, and for other content.
+    """
+    folders = [Path(entry) if Path(entry).is_dir() else Path(entry).parent for entry in inputs]
+    found = {}
+    for path in dict.fromkeys(folder / "meta.pkl" for folder in folders):
+        if not path.exists():
+            continue
+        content = read_data(path)
+        try:
+            for instruction, _, _ in pickletools.genops(content):
+                if not _PLAIN_PICKLE.fullmatch(instruction.name):
+                    raise ValueError(f"the pickle instruction {instruction.name}, which may run code")
+            # C's unpickler would allocate what an index in the file says
+            table = pickle._Unpickler(io.BytesIO(content)).load().get("itos")
+            characters = [] if table is None else [table[index] for index in range(len(table))]
+            if wrong := [each for each in characters if len(each.encode().decode()) != 1]:
+                raise ValueError(f"{wrong[0]!r:.40} in itos")
+        except Exception as error:  # a broken pickle raises many types of exception
+            reason = " ".join(f"{error}".split()) or type(error).__name__
+            raise DataError(
+                f"{path}: expected nanoGPT's characters by id (itos), found: {reason:.200}; "
+                "move the file away if --tokenizer names the tokenizer that wrote the ids"
+            ) from error
+        if characters:
+            found[path] = characters
+    return found
+
+
+_VALIDATION = re.compile(r"(^|[_.-])val(id(ation)?)?([_.-]|$)")
+
+
+def find_tokenizer(inputs: Sequence[str]) -> Path | None:
+    """The folder `tokenizer` in or beside the inputs, None if there is none."""
+    for entry in inputs:
+        for folder in (Path(entry) / "tokenizer", Path(entry).parent / "tokenizer"):
+            if (folder / "tokenizer.json").is_file():
+                return folder
+    return None
+
+
+def open_splits(inputs: Sequence[str], end_of_document: int) -> dict[str, list[DocumentFile]]:
+    """{"train": …, "validation": …}, or {"all": …} if no file names a validation split.
+
+    A folder stands for the `.bin` files in it, in the order of their names. Raises DataError for other files.
+    """
+    found: dict[str, list[DocumentFile]] = {"train": [], "validation": []}
+    for entry in inputs:
+        paths = sorted(Path(entry).glob("*.bin")) if Path(entry).is_dir() else [Path(entry)]
+        if not paths:
+            raise DataError(f"{entry}: expected a folder with .bin files, found none in it")
+        for path in paths:
+            split = "validation" if _VALIDATION.search(path.name) else "train"
+            found[split].append(open_nanogpt(path, end_of_document))
+    if found["train"] and found["validation"]:
+        return found
+    return {"all": found["train"] + found["validation"]}
+
+
+@dataclass
+class ConversionReport:
+    """Counts of a conversion: `documents` and `tokens` written per split, `tokens_read`,
+    `first_tokens_added`, `empty_documents` left out. `unended` names files without any end of a document;
+    each became one document."""
+
+    documents: Counter[str] = field(default_factory=Counter)
+    tokens: Counter[str] = field(default_factory=Counter)
+    tokens_read: int = 0
+    first_tokens_added: int = 0
+    empty_documents: int = 0
+    unended: list[str] = field(default_factory=list)
+
+
+def convert(
+    input: Sequence[str],
+    output: str | Path,
+    *,
+    tokenizer: str | Path | None = None,
+    validation_fraction: float = 0.01,
+    keep_ids: bool = False,
+) -> ConversionReport:
+    """Converts; a failed conversion leaves nothing behind. Raises DataError and ConfigError.
+
+    Args:
+        input: Files, or folders of them.
+        output: The new store's folder.
+        tokenizer: The folder of the tokenizer that wrote the ids (default: the folder `tokenizer` that lies
+            with the input, else nanoGPT's meta.pkl).
+        validation_fraction: Share of the documents, chosen by hash, that is kept for validation where no file
+            is named so.
+        keep_ids: Leave documents as they are; otherwise those that lack the first token that `prepare` writes
+            (bos, or eos where there is none) get it, and those without text are left out.
+    """
+    check_fraction(validation_fraction)
+    output = Path(output)
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise DataError(f"{output}: expected a new or empty folder, found one in use; choose another")
+    characters = read_characters(input)
+    with tempfile.TemporaryDirectory(prefix="llm_pretrain-") as temporary:
+        folder = tokenizer or find_tokenizer(input)
+        if folder is None and characters:
+            folder = Path(temporary)
+            write_files(folder, nanogpt_tokenizer(next(iter(characters.values()))), chat=False, model=None)
+        if folder is None:
+            raise ConfigError(
+                f"--tokenizer: expected the folder of the tokenizer that wrote {input[0]}, found none"
+            )
+        opened = open_tokenizer(folder)
+        _check_characters(characters, opened)
+        report = ConversionReport()
+        reader = _Reader(opened, report, keep_ids=keep_ids)
+        _convert(input, output, reader, validation_fraction, known=bool(characters))
+        return report
+
+
+def _check_characters(characters: dict[Path, list[str]], tokenizer: Tokenizer) -> None:
+    """Raises DataError where the text of an id is not that of a `meta.pkl`."""
+    pieces = tokenizer.token_pieces()
+    for path, texts in characters.items():
+        for index, text in enumerate(texts):
+            piece = pieces[index] if index < len(pieces) else b""
+            if piece != text.encode():
+                raise DataError(
+                    f"{path}: expected the text of the tokenizer, found id {index} as {text!r} instead of "
+                    f"{piece.decode(errors='replace')!r}; without --tokenizer this file gives the tokenizer"
+                )
+
+
+def _convert(inputs: Sequence[str], output: Path, reader: _Reader, fraction: float, *, known: bool) -> None:
+    """Converts; `known` says that the reader's tokenizer is certainly the one that wrote the ids."""
+    tokenizer, report = reader.tokenizer, reader.report
+    assert tokenizer.eos_token_id is not None  # open_tokenizer refuses a tokenizer without EOS
+    splits = open_splits(inputs, tokenizer.eos_token_id)
+    threshold = None
+    if "all" in splits:
+        hashing = _Reader(tokenizer, ConversionReport(), keep_ids=reader.keep_ids)
+        threshold = _threshold(hashing, splits["all"], fraction)
+    if not known:
+        report.unended += _unended(splits, tokenizer)
+    pieces, piece_bytes, packed = tokenizer.token_pieces(), tokenizer.token_bytes(), ZlibRate()
+    with StoreWriter(output, tokenizer) as store:
+        for name, files in splits.items():
+            for batch in reader.batches(files):
+                parts = {name: batch} if threshold is None else batch.divided(threshold)
+                for split, part in parts.items():
+                    mask = np.ones(len(part.ids), dtype=np.bool_)
+                    store.splits[split].append(part.ids, part.lengths, mask, int(piece_bytes[part.ids].sum()))
+                    if split == "validation" and not packed.is_full:
+                        packed.add(b"".join(pieces[token] for token in part.ids.tolist()))
+                    report.documents[split] += len(part.lengths)
+                    report.tokens[split] += len(part.ids)
+        if not report.documents.total():
+            raise DataError(f"{', '.join(inputs)}: expected documents, found none")
+        if not reader.has_text:
+            raise DataError(
+                f"{', '.join(inputs)}: expected ids of text, found special and byte tokens alone; "
+                "--tokenizer must name the tokenizer that wrote them"
+            )
+        store.commit(
+            {
+                "inputs": [Path(name).name for name in inputs],
+                "validation_fraction": None if threshold is None else fraction,
+                "on_error": "fail",
+                "skipped": {"empty document": report.empty_documents} if report.empty_documents else {},
+                "altered_documents": 0,
+                "zlib_bits_per_byte": packed.bits_per_byte(),
+            }
+        )
+
+
+def _unended(splits: dict[str, list[DocumentFile]], tokenizer: Tokenizer) -> list[str]:
+    """Names of files without any end of a document."""
+    files = [file for files in splits.values() for file in files]
+    return [f.name for f in files if len(f.offsets) == 2 and int(f.tokens[-1]) != tokenizer.eos_token_id]
+
+
+@dataclass(frozen=True)
+class _Batch:
+    ids: np.ndarray
+    lengths: np.ndarray
+
+    def hashes(self) -> np.ndarray:
+        """uint64 [documents]: hash of the ids, so that equal documents are in one split."""
+        content = memoryview(self.ids.astype("<u4").tobytes())
+        ends = np.cumsum(self.lengths) * 4
+        digests = [
+            hashlib.sha256(content[end - 4 * n : end]).digest()[:8]
+            for end, n in zip(ends.tolist(), self.lengths.tolist(), strict=True)
+        ]
+        return np.frombuffer(b"".join(digests), dtype=">u8").astype(np.uint64)
+
+    def chosen(self, which: np.ndarray) -> _Batch:
+        """The documents selected by `which` bool [documents]."""
+        return _Batch(self.ids[np.repeat(which, self.lengths)], self.lengths[which])
+
+    def divided(self, threshold: int) -> dict[str, _Batch]:
+        validation = self.hashes() < np.uint64(threshold)
+        return {"train": self.chosen(~validation), "validation": self.chosen(validation)}
+
+
+class _Reader:
+    """Reads documents in batches, checks their ids, and adds the first token to those that lack it.
+
+    `has_text`: whether an id was read that is neither a special token nor a byte of an unknown character, or
+    the tokenizer has no such ids.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, report: ConversionReport, *, keep_ids: bool):
+        self.tokenizer, self.report, self.keep_ids = tokenizer, report, keep_ids
+        self._is_special = np.zeros(tokenizer.vocab_size, dtype=np.bool_)
+        self._is_special[sorted(tokenizer.special_ids)] = True
+        self._is_text = ~self._is_special
+        self._is_text[tokenizer.byte_ids()] = False
+        self.has_text = not self._is_text.any()
+
+    def batches(self, files: Sequence[DocumentFile]) -> Iterator[_Batch]:
+        for file in files:
+            position = 0
+            for ids, lengths in file.batches():
+                advice = "were they written with another tokenizer?"
+                check_ids(ids, self.tokenizer.vocab_size, file.name, position, advice)
+                if not position and len(ids) > 512 and ids[1::2].max() <= self.tokenizer.vocab_size >> 16:
+                    # upper halves of numbers such as Megatron's int32
+                    raise DataError(f"{file.name}: expected uint16 token ids, found wider numbers")
+                position += len(ids)
+                self.report.tokens_read += len(ids)
+                self.has_text = self.has_text or bool(self._is_text[ids].any())
+                batch = _Batch(ids.astype(np.uint32), lengths)
+                yield batch if self.keep_ids else self._framed(batch)
+
+    def _framed(self, batch: _Batch) -> _Batch:
+        """Leaves out documents without text; the others begin as `prepare` writes them."""
+        if not len(batch.lengths):
+            return batch
+        starts = np.cumsum(batch.lengths) - batch.lengths
+        text = np.add.reduceat((~self._is_special[batch.ids]).astype(np.int64), starts) > 0
+        self.report.empty_documents += int(np.count_nonzero(~text))
+        batch = batch.chosen(text)
+        starts = np.cumsum(batch.lengths) - batch.lengths
+        bos = self.tokenizer.bos_token_id
+        first = self.tokenizer.eos_token_id if bos is None else bos
+        assert first is not None  # open_tokenizer refuses a tokenizer without EOS
+        lacking = batch.ids[starts] != first
+        self.report.first_tokens_added += int(np.count_nonzero(lacking))
+        return _Batch(np.insert(batch.ids, starts[lacking], first), batch.lengths + lacking)
+
+
+def _threshold(reader: _Reader, files: Sequence[DocumentFile], fraction: float) -> int:
+    """Documents with hashes below it are validation: `fraction` of all, at least one of two or more."""
+    parts = [batch.hashes() for batch in reader.batches(files)]
+    hashes = np.concatenate([np.zeros(0, dtype=np.uint64), *parts])
+    threshold = int(fraction * HASHES)
+    if not threshold or not len(hashes) or hashes.min() == hashes.max():
+        return 0
+    return min(max(threshold, int(hashes.min()) + 1), int(hashes.max()))
