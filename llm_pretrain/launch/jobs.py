@@ -167,7 +167,7 @@ class RunningJob:
     def __exit__(self, *_: object) -> None:
         try:
             self.kill()
-        except SystemExit:  # a second signal, as `timeout` sends at once
+        except (SystemExit, KeyboardInterrupt):  # a second signal, as `timeout` sends at once
             self.kill()
             raise
 

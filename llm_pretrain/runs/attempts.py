@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,7 +38,7 @@ class Attempt:
 
 
 def read_attempts(run: Path) -> list[Attempt]:
-    """The run's attempts since it began, or since it last began from another run's checkpoint.
+    """The run's attempts since it last began, from its initial values or from another run's checkpoint.
 
     Raises:
         ConfigError: `run` is no run's folder.
@@ -57,7 +58,7 @@ def read_attempts(run: Path) -> list[Attempt]:
                 f"{file}:{number}: expected an attempt with step, launcher, world_size and metrics_bytes, "
                 f"found {row!s:.60}"
             )
-        if attempts and _began_elsewhere(attempt, run, attempts):
+        if attempts and (attempt.start < attempts[0].start or _began_elsewhere(attempt, run, attempts)):
             attempts.clear()  # what was trained before does not lead to the run's end
         attempts.append(attempt)
     if not attempts:
@@ -85,6 +86,8 @@ def _began_elsewhere(attempt: Attempt, run: Path, before: Sequence[Attempt]) -> 
     if attempt.config is None or attempt.config.checkpoint.resume in ("auto", "never"):
         return False
     resume = attempt.config.checkpoint.resume
+    if re.fullmatch(r"step-\d+", Path(resume).name) and Path(resume).name != f"step-{attempt.start:08d}":
+        return False  # it was not used: the run had checkpoints of its own
     names = {attempt.config.run.folder.name, run.resolve().name}  # the folder may have been moved
     is_own = Path(resume).parent.name == "checkpoints" and Path(resume).parent.parent.name in names
     return not is_own and attempt.start > 0 and all(each.start in (0, attempt.start) for each in before)

@@ -126,10 +126,11 @@ def test_a_signal_that_ends_the_command_ends_its_jobs(number: int, tmp_path: Pat
     assert started[0].process.returncode == -9
 
 
-def test_a_second_signal_leaves_no_job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """`timeout` sends SIGTERM to a command and at once again to its group."""
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_leaves_no_job(number: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """`timeout` sends its signal to a command and at once again to its group; Ctrl-C is pressed twice."""
     (tmp_path / "train_pretrain.py").write_text("import time\ntime.sleep(60)")
-    kill_tree, signals = _launching.kill_tree, [signal.SIGTERM]
+    kill_tree, signals = _launching.kill_tree, [number]
 
     def interrupted(*arguments: Any) -> None:
         while signals:
@@ -138,7 +139,7 @@ def test_a_second_signal_leaves_no_job(monkeypatch: pytest.MonkeyPatch, tmp_path
 
     monkeypatch.setattr(_launching, "kill_tree", interrupted)
     launched = RunningJob(job(tmp_path), context(tmp_path))
-    with pytest.raises(SystemExit), exit_on_signals(), launched:
+    with pytest.raises((SystemExit, KeyboardInterrupt)), exit_on_signals(), launched:
         sys.exit(143)
     assert launched.process.returncode == -9
 

@@ -74,6 +74,21 @@ CASES = {
         ],
         range(11, 17),
     ),
+    "begun elsewhere, and again from its initial values": (
+        [Part(10, range(11, 15), "/old/checkpoints/step-00000010"), Part(0, range(1, 7))],
+        range(1, 7),
+    ),
+    "begun elsewhere, and again from an earlier checkpoint": (
+        [
+            Part(10, range(11, 15), "/old/checkpoints/step-00000010"),
+            Part(6, range(7, 9), "/old/checkpoints/step-00000006"),
+        ],
+        range(7, 9),
+    ),
+    "resumed where another run's checkpoint was named, but not used": (
+        [Part(0, range(1, 9)), Part(4, range(5, 11), "/old/checkpoints/step-00000010")],
+        range(1, 11),
+    ),
     "copied, and continued from its own checkpoint": (
         [Part(0, range(1, 9)), Part(4, range(5, 11), "runs/first/checkpoints/step-00000004")],
         range(1, 11),
